@@ -77,7 +77,7 @@ class Replacements:
         for _ in range(WORKERS):
             self._free.put_nowait(None)
 
-    def want(self, workers: int) -> None:
+    def request_workers(self, workers: int) -> None:
         """Ignored: always the same number."""
 
     async def next_event(self, timeout_s: float) -> LeaseEvent | None:

@@ -101,16 +101,16 @@ class Turns:
     def ahead(self) -> bool:
         return self.step % 2 == self.ahead_in
 
-    def grow(self, grown: Sequence[Growth]) -> None:
+    def receive(self, grown: Sequence[Growth]) -> None:
         if self.ahead:
-            self.reader.grow(grown)
+            self.reader.receive(grown)
 
     async def read(self, sample_id: SampleId, token_ids: TokenBuffer, prompt_tokens: int) -> Read:
         began = time.perf_counter()
         read = await self.reader.read(sample_id, token_ids, prompt_tokens)
         if sample_id.purpose == "train":
             self.delays_s[self.step].append(time.perf_counter() - began)
-            self.said[self.step][sample_id] = read.numbers
+            self.said[self.step][sample_id] = read.values
         return read
 
     def forget(self, sample_ids: Sequence[SampleId]) -> None:

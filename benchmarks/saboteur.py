@@ -347,7 +347,7 @@ class Saboteur:
 
     # The provider.
 
-    def want(self, workers: int) -> None:
+    def request_workers(self, workers: int) -> None:
         """Ignored."""
 
     async def next_event(self, timeout_s: float) -> LeaseEvent | None:

@@ -160,7 +160,7 @@ class SyntheticPool:
     apart: Apart = field(default_factory=Apart)
     granted: int = 0
 
-    def want(self, workers: int) -> None:
+    def request_workers(self, workers: int) -> None:
         pass
 
     async def next_event(self, timeout_s: float) -> LeaseEvent | None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from tidemill.telemetry.manifest import FORMAT, Forecast, Spread
+from tidemill.telemetry.manifest import FORECAST_FORMAT, Forecast, Spread
 
 
 def make_forecast(*step_s: float, total_s: float = 100.0) -> Forecast:
     """Steps with these times, within a tenth; later ones take 2 s."""
     return Forecast(
-        format=FORMAT,
+        format=FORECAST_FORMAT,
         profile="a profile of another run",
         seeds=3,
         steps=40,
@@ -17,7 +17,7 @@ def make_forecast(*step_s: float, total_s: float = 100.0) -> Forecast:
         total_s=Spread(mean=total_s, low=0.9 * total_s, high=1.1 * total_s),
         split_s={"learning": 1.0},
         generating_s=1.0,
-        beside_s={"start": 5.0},
+        outside_steps_s={"start": 5.0},
         tokens_per_s=50.0,
         cost_usd=1.5,
     )

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from tests.model_shapes import MODEL_SHAPES, VOCABULARY
 from tidemill.core.records import Read, SampleId
 from tidemill.models.attention import use_packed_attention
-from tidemill.trainer.scoring import ChunkedReader, Gauge, LogprobGauge
+from tidemill.trainer.scoring import ChunkedReader, LogprobScorer, SampleScorer
 
 CHUNK = 8
 
@@ -29,16 +29,16 @@ def tokens(length: int, seed: int = 0) -> bytes:
     return np.random.default_rng(seed).integers(2, VOCABULARY, length).astype(np.int32).tobytes()
 
 
-def logprob_scorer(model: PreTrainedModel, *, rows: int = 1000) -> LogprobGauge:
-    return LogprobGauge(model, temperature=0.7, logits_budget_bytes=rows * VOCABULARY * 4)
+def logprob_scorer(model: PreTrainedModel, *, rows: int = 1000) -> LogprobScorer:
+    return LogprobScorer(model, temperature=0.7, logits_budget_bytes=rows * VOCABULARY * 4)
 
 
-def reader(model: PreTrainedModel, scorer: Gauge | None = None, *, cache: int = 1000) -> ChunkedReader:
+def reader(model: PreTrainedModel, scorer: SampleScorer | None = None, *, cache: int = 1000) -> ChunkedReader:
     return ChunkedReader(model, scorer or logprob_scorer(model), chunk_tokens=CHUNK, cache_tokens=cache)
 
 
 def read_all(reader: ChunkedReader, name: SampleId, ids: bytes, prompt_tokens: int) -> Read:
-    while (read := reader.read_on(name, ids, prompt_tokens)) is None:
+    while (read := reader.read_finished(name, ids, prompt_tokens)) is None:
         pass
     return read
 

@@ -75,7 +75,7 @@ def whole_story(
     async def run() -> Story:
         provider = scheduled(timetable, session=session, most=most)
         if want is not None:
-            provider.want(want)
+            provider.request_workers(want)
         return await listen(provider, Story(), until_s)
 
     return run_virtual(run())

@@ -137,7 +137,7 @@ class FakeReader:
     def reading(self) -> Reading:
         return Reading([self], reference=self, chunk_tokens=self.chunk_tokens)
 
-    def grow(self, grown: Sequence[Growth]) -> None:
+    def receive(self, grown: Sequence[Growth]) -> None:
         for growth in grown:
             before = self.known.get(growth.sample_id, b"") if growth.start else b""
             assert count(before) == growth.start, "missing tokens"
@@ -153,7 +153,7 @@ class FakeReader:
         self.was_read.append(sample_id)
         tokens = unpack_tokens(token_ids)
         said = [logprob(number(tokens[: at + 1]) % VOCABULARY) for at in range(prompt_tokens, len(tokens))]
-        return Read(numbers=pack_logprobs(said))
+        return Read(values=pack_logprobs(said))
 
     def forget(self, sample_ids: Sequence[SampleId]) -> None:
         self.forgotten += sample_ids

@@ -20,7 +20,7 @@ class EventProvider:
     def tell(self, event: LeaseEvent | Exception) -> None:
         self._events.put_nowait(event)
 
-    def want(self, workers: int) -> None:
+    def request_workers(self, workers: int) -> None:
         self.wanted.append(workers)
 
     async def next_event(self, timeout_s: float) -> LeaseEvent | None:

@@ -20,8 +20,8 @@ from tidemill.cli.output import (
     Result,
     close_stdout,
     explain,
+    output_is_closed,
     prepare_streams,
-    reader_has_gone,
     reserved_stdout,
     write_json,
     write_result,
@@ -91,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 code = result.exit_code
                 write_result(result, stdout, as_json=as_json)
             except BaseException as error:  # noqa: BLE001 (the last handler of every error)
-                if reader_has_gone(error):
+                if output_is_closed(error):
                     code = 0
                 else:
                     failure = explain(error, debug=debug)

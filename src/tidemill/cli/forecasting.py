@@ -20,7 +20,7 @@ from tidemill.core.errors import UserError
 from tidemill.core.formatting import counted, duration, percent
 from tidemill.planner.calibration.fit import calibrate as fitted
 from tidemill.planner.calibration.profile import QUANTITIES, RunProfile, kept_path, write_profile
-from tidemill.pool.build_provider import outlived
+from tidemill.pool.build_provider import trace_outlasted
 from tidemill.sim.comparison import (
     HEADINGS,
     REMARKS,
@@ -53,13 +53,13 @@ def simulate(*items: Items, html: Html = None, dry_run: DryRun = False, json: Js
     scenario = plan_scenario(spec)
     words = described(scenario)
     if dry_run:
-        words += outlived(spec.pool, spec.simulation.hours * HOUR_S)
+        words += trace_outlasted(spec.pool, spec.simulation.hours * HOUR_S)
         return Result(data=planned_data(scenario), text="\n".join(words))
     if html is not None:
         _check_writable(html)
     compared, findings = _compare(scenario)
     longest_s = max((one.run.seconds for one in compared if one.planned.cost_model.worker), default=0.0)
-    notes = [*outlived(spec.pool, longest_s), *crowded(compared)]
+    notes = [*trace_outlasted(spec.pool, longest_s), *crowded(compared)]
     remarks = [*findings.values(), *notes]
     if html is not None:
         from tidemill.sim.comparison import render

@@ -48,7 +48,7 @@ DryRun = Annotated[
 STDOUT = 1
 
 
-class ReaderGone(Exception):
+class OutputClosed(Exception):
     """The reader of standard output has closed it (`| head`)."""
 
 
@@ -72,9 +72,9 @@ def close_stdout() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), STDOUT)
 
 
-def reader_has_gone(error: BaseException) -> bool:
+def output_is_closed(error: BaseException) -> bool:
     """Whether an exception only means that; rich raises SystemExit on a broken pipe."""
-    return isinstance(error, ReaderGone) or (
+    return isinstance(error, OutputClosed) or (
         isinstance(error, SystemExit) and isinstance(error.__context__, BrokenPipeError)
     )
 
@@ -123,7 +123,7 @@ def write_result(result: Result, stdout: TextIO, *, as_json: bool) -> None:
             Console(file=stdout).print(result.text)
         stdout.flush()
     except BrokenPipeError as error:
-        raise ReaderGone from error
+        raise OutputClosed from error
 
 
 def write_json(data: dict[str, Any], stdout: TextIO) -> None:

@@ -14,7 +14,7 @@ from tidemill.cli.plan_options import CatalogFile, Explain, Model, Params, Whole
 from tidemill.core.formatting import counted, doing, size
 from tidemill.hardware.gpu_catalog import load_catalog
 from tidemill.hardware.model_shape import ModelShape, shape_of_parameters
-from tidemill.planner.memory.memory_plan import MemoryPlan, WhyNot, plan_memory
+from tidemill.planner.memory.memory_plan import MemoryPlan, Shortage, plan_memory
 from tidemill.planner.memory.states import Holding, Load, MemoryQuestion, Parallel
 
 SHOWN_PARTS = 3
@@ -229,7 +229,7 @@ def as_text(question: MemoryQuestion, plan: MemoryPlan) -> Iterator[RenderableTy
     yield from plan_options.notes(plan.notes)
 
 
-def why_not_text(why: WhyNot) -> Iterator[str]:
+def why_not_text(why: Shortage) -> Iterator[str]:
     """The largest parts on too few GPUs, and the effect of each option."""
     largest = ", ".join(f"{size(count)} of {name}" for name, count in list(why.parts.items())[:SHOWN_PARTS] if count)
     yield f"{doing(why.gpus, 'GPU', 'lack')} {size(why.missing_bytes)} each: {largest}"

@@ -28,7 +28,7 @@ from tidemill.planner.figures import Figure
 from tidemill.planner.forecast.forecast import Models
 
 
-def whole(kind: type, tokens: Sequence[Token]) -> int:
+def parse_integer(kind: type, tokens: Sequence[Token]) -> int:
     """Convert an option to an integer, without rounding.
 
     Raises:
@@ -42,7 +42,7 @@ def whole(kind: type, tokens: Sequence[Token]) -> int:
         raise UserError(f"{token.value!r} is not an integer", where=str(token.keyword), hint=hint) from None
 
 
-Whole = Annotated[int, Parameter(converter=whole)]
+Whole = Annotated[int, Parameter(converter=parse_integer)]
 Params = Annotated[str | None, Parameter(name="--params", help="Parameters of the model: 70e9 or 70b.")]
 Model = Annotated[
     Path | None,

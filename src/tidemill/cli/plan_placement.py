@@ -255,26 +255,26 @@ def as_text(question: PlacementQuestion, plan: PlacementPlan) -> Iterator[Render
     """The best placement, the runners-up, and warnings."""
     best, training = plan.best, plan.best.placement.training
     degrees = f"fsdp {training.fsdp}, tp {training.tp}, pp {training.pp}"
-    yield from plan_options.plain(f"best of {plan.tried} placements: {best.placement.words}")
+    yield from plan_options.plain(f"best of {plan.tried} placements: {best.placement.description}")
     yield from plan_options.plain(
         f"training: {counted(training.group.gpus, 'GPU')}, {degrees}; a batch takes {duration(best.training_s)}"
     )
     for title, side in (("the same GPUs generate", best.placement.shared), ("generating", best.placement.dedicated)):
         if side.engines:
-            yield from plan_options.plain(f"{title}: {engine_words(side)}")
+            yield from plan_options.plain(f"{title}: {describe_engines(side)}")
     yield ""
     rows = [row(number, each) for number, each in enumerate((best, *plan.runners_up), 1)]
     headings = ("", "step", "tokens/s", "$/h", "$/M tokens", "trainer idle", counted(question.steps, "step"))
     yield plan_options.table(headings, rows)
     yield ""
-    yield from plan_options.plain(f"1  {best.placement.words}")
+    yield from plan_options.plain(f"1  {best.placement.description}")
     yield from plan_options.plain(*(f"{number}  {line}" for number, line in enumerate(plan.why, 2)))
     yield from plan_options.notes(f"warning: {line}" for line in plan.warnings)
 
 
-def engine_words(side: Side) -> str:
+def describe_engines(side: Side) -> str:
     return "; ".join(
-        f"{machines:.3g} × {engine.offer.words}: {engine.per_machine} per machine, {engine.gpus} GPUs each"
+        f"{machines:.3g} × {engine.offer.description}: {engine.per_machine} per machine, {engine.gpus} GPUs each"
         for engine, machines in side.engines
     )
 

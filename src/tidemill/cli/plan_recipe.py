@@ -31,11 +31,11 @@ from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError
 from tidemill.core.formatting import counted, dollars, duration, percent, size
 from tidemill.hardware.gpu_catalog import load_catalog
-from tidemill.planner.calibration.profile import RunProfile, kept_path, read_profile, unlike, write_profile
+from tidemill.planner.calibration.profile import RunProfile, kept_path, read_profile, setting_differences, write_profile
 from tidemill.planner.figures import Derivation
-from tidemill.planner.forecast.cluster_forecast import ClusterForecast, forecast_on_cluster, question_of
+from tidemill.planner.forecast.cluster_forecast import ClusterForecast, forecast_on_cluster, placement_question
 from tidemill.planner.forecast.forecast import SEEDS, derive, fitting_profile, forecast_recipe, memory_on_this_machine
-from tidemill.pool.build_provider import outlived, remarks
+from tidemill.pool.build_provider import trace_outlasted, trace_remarks
 from tidemill.telemetry.manifest import Forecast, Spread
 
 MEASURED_STEPS = 6
@@ -101,7 +101,7 @@ def run(
         shape = shape_of(params, model) if params or model else shape_of_model(spec.model)
         lengths = lengths_given(lengths_from, completion_tokens, limit / 2, sigma=sigma, limit=limit)
         offers = offers_of(with_prices(load_catalog(catalog), price), machines, preemptible)
-        question = question_of(spec, shape, offers, lengths, prompt_tokens)
+        question = placement_question(spec, shape, offers, lengths, prompt_tokens)
         found = forecast_on_cluster(spec, question, lengths, prompt_tokens, seeds=seeds, boot_s=boot_s)
         return _of_cluster(spec, found, explain=explain)
     elsewhere = {
@@ -158,7 +158,7 @@ def _of_this_machine(spec: RunSpec, profile: RunProfile, found: Forecast, *, exp
     sheet = Derivation()
     derive(found, sheet)
     memory = memory_on_this_machine(spec, models_of(spec), profile, sheet)
-    differences, notes = unlike(profile, spec), [*found.notes, *_of_pool(spec, found)]
+    differences, notes = setting_differences(profile, spec), [*found.notes, *_of_pool(spec, found)]
     data = {
         **as_data(found),
         "notes": notes,
@@ -190,7 +190,7 @@ def _of_cluster(spec: RunSpec, found: ClusterForecast, *, explain: bool) -> Resu
     }
     lines = [
         *as_text(spec, found.forecast),
-        *plan_options.plain(f"placement: {found.plan.best.placement.words}"),
+        *plan_options.plain(f"placement: {found.plan.best.placement.description}"),
         *plan_options.plain(
             f"memory: {size(found.bytes_per_gpu)} of {size(found.usable_bytes)} per training GPU, without engines"
         ),
@@ -201,7 +201,7 @@ def _of_cluster(spec: RunSpec, found: ClusterForecast, *, explain: bool) -> Resu
 
 def _of_pool(spec: RunSpec, found: Forecast) -> list[str]:
     """The span and mean of a trace, and a warning if the forecast run outlasts it."""
-    return [*remarks(spec.pool), *outlived(spec.pool, found.total_s.mean)]
+    return [*trace_remarks(spec.pool), *trace_outlasted(spec.pool, found.total_s.mean)]
 
 
 def as_data(found: Forecast) -> dict[str, Any]:
@@ -221,7 +221,7 @@ def as_text(spec: RunSpec, found: Forecast) -> Iterator[RenderableType]:
     rows = [(name, took(seconds), percent(seconds / step_s)) for name, seconds in found.split_s.items()]
     yield plan_options.table(("of a step, the trainer", "", ""), rows)
     yield from plan_options.plain(f"its samples are generated in {took(found.generating_s)}")
-    extra = ", ".join(f"{name} {duration(seconds)}" for name, seconds in found.beside_s.items() if seconds)
+    extra = ", ".join(f"{name} {duration(seconds)}" for name, seconds in found.outside_steps_s.items() if seconds)
     yield from plan_options.plain(*([f"in addition to the steps: {extra}"] if extra else []))
     yield from plan_options.plain(f"from {found.profile}; {counted(found.seeds, 'simulation')}")
 

@@ -13,8 +13,8 @@ from tidemill.cli.output import INTERRUPTED_CODE, DryRun, Json, Result
 from tidemill.config.pipeline import PipelineSpec, load_recipe
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError
-from tidemill.core.formatting import duration_in_words
-from tidemill.pool.build_provider import remarks
+from tidemill.core.formatting import long_duration
+from tidemill.pool.build_provider import trace_remarks
 
 Only = Annotated[
     str | None,
@@ -68,14 +68,14 @@ def _stages(recipe: PipelineSpec, *, only: str | None, start: str | None, prune_
 
 def _one_run(spec: RunSpec, *, dry_run: bool) -> Result:
     if dry_run:
-        return show_dry_run(spec, notes=remarks(spec.pool))
+        return show_dry_run(spec, notes=trace_remarks(spec.pool))
     if (spec.directory / "pipeline.json").exists():
         what = "the directory contains a pipeline, but the recipe has no stages"
         raise UserError(what, where=str(spec.directory), hint="choose another --run.dir")
-    from tidemill.planner.forecast.forecast import foretell
+    from tidemill.planner.forecast.forecast import forecast_at_start
     from tidemill.runtime.train import train as run
 
-    summary = run(spec, forecast_run=foretell)
+    summary = run(spec, forecast_run=forecast_at_start)
     exit_code = INTERRUPTED_CODE if summary.get("interrupted") else 0
     return Result(data=summary, text=summary_text(summary, spec.directory), exit_code=exit_code)
 
@@ -87,7 +87,7 @@ def summary_text(summary: dict[str, Any], directory: Path) -> str:
     steps, total = summary.get("steps", 0), summary.get("total_steps", summary.get("steps", 0))
     word = "interrupted" if summary.get("interrupted") else "finished"
     word = "already finished" if summary.get("already_finished") else word
-    lines = [f"{word}: {steps} of {total} steps in {duration_in_words(summary.get('wall_s') or 0.0)}"]
+    lines = [f"{word}: {steps} of {total} steps in {long_duration(summary.get('wall_s') or 0.0)}"]
     measured = summary.get("eval") or {}
     if changes := held_out_changes(measured, digits=2):
         n = ", then ".join(dict.fromkeys(str(measured[when]["n"]) for when in ("before", "after")))

@@ -17,7 +17,7 @@ from tidemill.controller.in_flight import InFlight, SamplingPlan, plan_groups
 from tidemill.controller.ledger import EvalResult, Evaluated, Ledger
 from tidemill.core.errors import UserError
 from tidemill.core.protocols import PromptSource, Scorer
-from tidemill.core.records import RIGHT, PolicyVersion, Prompt, Record, SamplingParams, Trajectory
+from tidemill.core.records import CORRECT_REWARD, PolicyVersion, Prompt, Record, SamplingParams, Trajectory
 from tidemill.telemetry.events import EVALUATION
 from tidemill.telemetry.metrics import HELD_OUT
 
@@ -85,15 +85,15 @@ def rewards_of(samples: Iterable[Trajectory]) -> list[float]:
     return [sample.reward.value for sample in samples if sample.reward is not None and sample.reward.valid]
 
 
-def correct(trajectory: Trajectory) -> bool:
+def is_correct(trajectory: Trajectory) -> bool:
     """Whether the completion is correct: `Reward.correct`, or a valid reward of 1 or more if that is None."""
     reward = trajectory.reward
     if reward is None or not reward.valid:
         return False
-    return reward.value >= RIGHT if reward.correct is None else reward.correct
+    return reward.value >= CORRECT_REWARD if reward.correct is None else reward.correct
 
 
-def right_or_wrong(samples: Sequence[Trajectory]) -> list[bool] | None:
+def correctness(samples: Sequence[Trajectory]) -> list[bool] | None:
     """Whether each completion is correct; None if rewards are graded, or none is valid.
 
     Rewards without `Reward.correct` are graded unless they are 0 or 1. A sample without a valid reward is incorrect.
@@ -101,14 +101,14 @@ def right_or_wrong(samples: Sequence[Trajectory]) -> list[bool] | None:
     rewards = [sample.reward for sample in samples if sample.reward is not None and sample.reward.valid]
     if not rewards or any(reward.correct is None and reward.value not in (0.0, 1.0) for reward in rewards):
         return None
-    return [correct(sample) for sample in samples]
+    return [is_correct(sample) for sample in samples]
 
 
 def eval_result(
     name: str, step: int, version: PolicyVersion, samples: Sequence[Trajectory], duration_s: float
 ) -> EvalResult:
     """Figures of at least one greedy sample."""
-    rewards, right = rewards_of(samples), right_or_wrong(samples)
+    rewards, right = rewards_of(samples), correctness(samples)
     return EvalResult(
         name=name,
         step=step,

@@ -241,7 +241,7 @@ class Fleet:
 
     def request_workers(self, workers: int) -> None:
         if self._provider is not None:
-            self._provider.want(workers)
+            self._provider.request_workers(workers)
 
     # Leases.
 

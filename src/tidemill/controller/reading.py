@@ -38,7 +38,7 @@ class Reading:
                     grown.append(growth)
         if grown:
             for reader in self._readers:
-                reader.grow(grown)
+                reader.receive(grown)
 
     def _growth(self, sample: Sample) -> Growth | None:
         prompt_tokens = count(sample.prompt.token_ids)
@@ -76,7 +76,7 @@ class Reading:
         read = await self.reference.read(trajectory.sample_id, trajectory.token_ids, trajectory.prompt_length)
         after = trajectory.prompt_length
         return b"".join(
-            read.numbers[(segment.start - after) * ITEM_BYTES : (segment.end - after) * ITEM_BYTES]
+            read.values[(segment.start - after) * ITEM_BYTES : (segment.end - after) * ITEM_BYTES]
             for segment in trajectory.segments
             if segment.trained
         )

@@ -15,7 +15,7 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
-def duration_in_words(seconds: float) -> str:
+def long_duration(seconds: float) -> str:
     """`42 s`, `3 min 12 s`, `2 h 05 min`."""
     whole = round(seconds)
     if whole < 60:
@@ -65,7 +65,7 @@ def dollars(value: float) -> str:
     return f"${value:,.0f}" if value >= 1000 else f"${value:.2f}" if value >= 1 else f"${value:.4f}"
 
 
-def natural(name: str) -> list[tuple[int, str]]:
+def natural_sort_key(name: str) -> list[tuple[int, str]]:
     """Sort key that orders `spot-2` before `spot-10`."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
 

@@ -50,7 +50,7 @@ class LoopClock:
         return asyncio.get_running_loop().time()
 
 
-async def within(awaitable: Awaitable[T], *, timeout_s: float, awaited: str, look_at: str) -> T:
+async def with_deadline(awaitable: Awaitable[T], *, timeout_s: float, awaited: str, look_at: str) -> T:
     """Await with a deadline. (`asyncio.wait_for` of Python 3.11 can lose a cancellation.)
 
     Raises:
@@ -176,7 +176,7 @@ class WorkerHost(Protocol):
 class Provider(Protocol):
     """Source of leases."""
 
-    def want(self, workers: int) -> None:
+    def request_workers(self, workers: int) -> None:
         """Set the number of preemptible workers wanted. Never waits; the provider grants as many as are available."""
 
     async def next_event(self, timeout_s: float) -> LeaseEvent | None:
@@ -245,7 +245,7 @@ class Scorer(Protocol):
 class Reader(Protocol):
     """A frozen model that reads samples: a reward model, or the reference."""
 
-    def grow(self, grown: Sequence[Growth]) -> None:
+    def receive(self, grown: Sequence[Growth]) -> None:
         """Receive tokens of unfinished samples, which may be computed ahead. Never waits; no result depends on it."""
 
     async def read(self, sample_id: SampleId, token_ids: TokenBuffer, prompt_tokens: int) -> Read:

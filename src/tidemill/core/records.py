@@ -343,7 +343,7 @@ class Reward(Record, omit_defaults=True):
     correct: bool | None = None  # whether the answer is correct; None if the reward compares with no answer
 
 
-RIGHT = 1.0 - 1e-6
+CORRECT_REWARD = 1.0 - 1e-6
 """Threshold for a reward of 1, allowing for rounding."""
 
 
@@ -400,7 +400,7 @@ class Growth(Record, gc=False):
 class Read(Record, gc=False):
     """Output of a frozen model for a finished sample, and its cost."""
 
-    numbers: LogprobBuffer  # float32: a reward model's score [1], or the reference's logprobs [T] after the prompt
+    values: LogprobBuffer  # float32: a reward model's score [1], or the reference's logprobs [T] after the prompt
     tokens_ahead: int = 0  # computed before the sample finished
     tokens_late: int = 0  # computed afterwards
 

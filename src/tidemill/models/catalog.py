@@ -101,7 +101,7 @@ def resolve_shell(config: ModelConfig, *, progress: Progress) -> Path | None:
 
 
 @contextmanager
-def asked_for_by(key: str) -> Iterator[None]:
+def errors_at_key(key: str) -> Iterator[None]:
     """Report errors at `model.source` under `key`, the configuration key that the source was read from."""
     try:
         yield

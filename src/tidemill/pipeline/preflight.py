@@ -23,7 +23,7 @@ from tidemill.envs.text.build_task import build_task
 from tidemill.envs.text.examples import load_demonstrations, load_pairs
 from tidemill.envs.text.prompts import hash_number
 from tidemill.envs.text.rewards import Context, build_rewards
-from tidemill.models.catalog import asked_for_by, resolve_shell
+from tidemill.models.catalog import errors_at_key, resolve_shell
 from tidemill.models.codec import TextCodec, load_codec
 from tidemill.models.folder import refuse_reward_model
 from tidemill.models.reward_model import check_same_vocabulary, other_tokenizer, read_description
@@ -180,7 +180,7 @@ class Preflight:
         return found
 
     def _load_named(self, config: ModelConfig, key: str) -> None:
-        with asked_for_by(key):
+        with errors_at_key(key):
             self._load(config)
 
     def _load_valid(self, config: ModelConfig) -> KnownModel | None:

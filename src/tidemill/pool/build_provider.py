@@ -104,7 +104,7 @@ def timetable_of(pool: ScheduledPool) -> Timetable:
     )
 
 
-def remarks(pool: PoolConfig) -> list[str]:
+def trace_remarks(pool: PoolConfig) -> list[str]:
     """The span and mean of a trace, and an initial time without any machine. Empty for other pools.
 
     Raises:
@@ -118,7 +118,7 @@ def remarks(pool: PoolConfig) -> list[str]:
     return [f"{span}: {counts.mean:.3g} machines on average, {counts.peak} at most", *_initial_gap(pool, trace)]
 
 
-def outlived(pool: PoolConfig, run_s: float) -> list[str]:
+def trace_outlasted(pool: PoolConfig, run_s: float) -> list[str]:
     """A warning if a run of `run_s` seconds outlasts its trace; empty otherwise.
 
     Raises:

@@ -76,7 +76,8 @@ class ScheduledProvider:
     between two requests is never granted.
 
     Args:
-        most: leases held at once, regardless of `want`. A machine beyond the limit replaces one that goes down.
+        most: maximum number of leases, whatever `request_workers` asks for. A machine beyond
+            the limit replaces one that goes down.
         session: number of the process working on the run. It is part of lease ids, so a resumed run reuses none.
         end_s: length of the timetable's source in seconds; `at_end` is called once after it.
     """
@@ -102,11 +103,11 @@ class ScheduledProvider:
         self._held: dict[str, _Place] = {}
         self._events = deque[LeaseEvent]()
         self._most = most
-        self._wanted = most  # everything, until `want` is called
+        self._wanted = most  # everything, until `request_workers` is called
         self._granted = 0
         self._woken = asyncio.Event()
 
-    def want(self, workers: int) -> None:
+    def request_workers(self, workers: int) -> None:
         self._wanted = min(workers, self._most)
         self._woken.set()
 

@@ -31,7 +31,7 @@ from tidemill.models.codec import TextCodec
 from tidemill.models.loading import probe_logprobs
 from tidemill.models.lora import adapter_of
 from tidemill.models.snapshots import bind_snapshot, copy_on_base, snapshot_bytes, snapshot_layout, write_snapshot
-from tidemill.pool.build_provider import build_provider, remarks
+from tidemill.pool.build_provider import build_provider, trace_remarks
 from tidemill.runtime.readers import Readers, model_rewards
 from tidemill.telemetry.recorder import Recorder
 from tidemill.telemetry.run_dir import RunDirectory
@@ -119,7 +119,7 @@ def scheduled_provider(
     """
     if spec.pool.kind == "ray" or not is_elastic(spec):
         return None
-    for remark in remarks(spec.pool):
+    for remark in trace_remarks(spec.pool):
         log(remark)
     price, session = spec.fleet.preemptible_usd_per_hour, run.past.count + 1
     return build_provider(spec.pool, price_usd_per_hour=price, clock=clock, session=session, warn=log)
@@ -150,7 +150,7 @@ class TrainerCheckpoints:
         for finding in self._store.recover():
             self._warn(finding)
         latest = self._store.latest()
-        for damaged in latest.passed_over:
+        for damaged in latest.skipped:
             self._warn(f"skipped checkpoint {damaged.path.name}: {damaged.reason}")
         if latest.checkpoint is None:
             return 0

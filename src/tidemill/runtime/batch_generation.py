@@ -17,7 +17,7 @@ import msgspec
 
 from tidemill.config.schema import RunSpec
 from tidemill.controller.collector import RolloutContext, collect_samples
-from tidemill.controller.evaluation import HELD_OUT_NAME, Evaluation, correct, eval_result, evaluate, right_or_wrong
+from tidemill.controller.evaluation import HELD_OUT_NAME, Evaluation, correctness, eval_result, evaluate, is_correct
 from tidemill.controller.fleet import Fleet
 from tidemill.controller.in_flight import InFlight, SamplingPlan, plan_groups
 from tidemill.controller.ledger import Ledger
@@ -320,7 +320,7 @@ def make_pairs(
             return groups, generator.version.digest
 
     groups, digest = asyncio.run(draw())
-    if right_or_wrong([sample for group in groups for sample in group.trajectories]) is None:
+    if correctness([sample for group in groups for sample in group.trajectories]) is None:
         raise UserError(
             "pairs need right and wrong answers, but this reward is graded or gave no valid value",
             where="scoring.rewards",
@@ -330,7 +330,9 @@ def make_pairs(
     completions = [
         [
             ScoredCompletion(
-                bundle.codec.decode_whole(unpack_tokens(sample.completion_ids)), correct(sample), not sample.truncated
+                bundle.codec.decode_whole(unpack_tokens(sample.completion_ids)),
+                is_correct(sample),
+                not sample.truncated,
             )
             for sample in group.trajectories
         ]

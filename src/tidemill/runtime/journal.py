@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Self, TypeVar
 
 from tidemill.core.errors import UserError
-from tidemill.core.protocols import within
+from tidemill.core.protocols import with_deadline
 from tidemill.runtime.compute import ComputeThread
 
 T = TypeVar("T")
@@ -61,7 +61,7 @@ class SqliteJournal:
         """
         thread = ComputeThread("tidemill-journal")
         try:
-            connection = await within(
+            connection = await with_deadline(
                 thread.run(lambda: _open(path)), timeout_s=deadline_s, awaited="the ledger to open", look_at=str(path)
             )
         except BaseException:
@@ -79,7 +79,7 @@ class SqliteJournal:
         self._pending.append(_Append(tuple(blobs), durable))
         if self._flushing is None or self._flushing.done():
             self._flushing = asyncio.create_task(self._flush(), name="journal commits")
-        await within(
+        await with_deadline(
             durable, timeout_s=self._deadline_s, awaited="the ledger to reach the disk", look_at=str(self._path)
         )
 
@@ -102,7 +102,7 @@ class SqliteJournal:
         await self._thread.close(self._deadline_s)
 
     async def _run(self, function: Callable[[], T], awaited: str) -> T:
-        return await within(
+        return await with_deadline(
             self._thread.run(function), timeout_s=self._deadline_s, awaited=awaited, look_at=str(self._path)
         )
 

@@ -16,7 +16,7 @@ from tidemill.core.errors import UserError
 from tidemill.core.records import PolicyVersion
 from tidemill.envs.text.build_task import build_task
 from tidemill.envs.text.prompts import Task, check_fits
-from tidemill.models.catalog import asked_for_by, resolve, resolve_shell
+from tidemill.models.catalog import errors_at_key, resolve, resolve_shell
 from tidemill.models.codec import TextCodec, load_codec
 from tidemill.models.folder import holds_adapter, holds_reward_model, refuse_reward_model
 from tidemill.models.loading import context_limit, load_model
@@ -306,7 +306,7 @@ def build_model_critic(
     source = spec.critic.source
     folder = policy_folder
     if source is not None:
-        with asked_for_by("critic.source"):
+        with errors_at_key("critic.source"):
             folder = resolve(ModelConfig(source=source, char=spec.model.char), progress=progress)
         check_critic_vocabulary(source, load_codec(folder), load_codec(policy_folder))
     if spec.model.lora.enabled:
@@ -363,7 +363,7 @@ def check_vocabularies(spec: RunSpec) -> None:
         return
     check_reward_models(spec, progress=lambda _: None, policy_folder=policy)
     if critic is not None:
-        with asked_for_by("critic.source"):
+        with errors_at_key("critic.source"):
             folder = resolve_shell(ModelConfig(source=critic, char=spec.model.char), progress=lambda _: None)
         if folder is not None:
             check_critic_vocabulary(critic, load_codec(folder), load_codec(policy))

@@ -11,7 +11,7 @@ from statistics import fmean
 from typing import Any
 
 from tidemill.config.schema import RunSpec
-from tidemill.controller.evaluation import Evaluation, correct, rewards_of, right_or_wrong
+from tidemill.controller.evaluation import Evaluation, correctness, is_correct, rewards_of
 from tidemill.core.protocols import Scorer
 from tidemill.core.records import (
     GenerateRequest,
@@ -27,7 +27,7 @@ from tidemill.core.records import (
     unpack_logprobs,
     unpack_tokens,
 )
-from tidemill.models.catalog import asked_for_by
+from tidemill.models.catalog import errors_at_key
 from tidemill.models.loading import weights_digest
 from tidemill.runtime.batch_generation import batch_generator
 from tidemill.runtime.model_bundle import ModelBundle, load_model_bundle
@@ -59,7 +59,7 @@ class ModelEvaluation:
     @property
     def right(self) -> list[bool] | None:
         """Whether each greedy completion is correct; None if rewards are graded."""
-        return right_or_wrong(self.greedy.samples)
+        return correctness(self.greedy.samples)
 
     @property
     def drawn_samples(self) -> list[Trajectory]:
@@ -68,9 +68,9 @@ class ModelEvaluation:
     @property
     def counts_right(self) -> list[tuple[int, int]] | None:
         """(samples, correct samples) drawn per prompt; None if rewards are graded."""
-        if right_or_wrong(self.drawn_samples) is None:
+        if correctness(self.drawn_samples) is None:
             return None
-        return [(len(group.trajectories), sum(map(correct, group.trajectories))) for group in self.drawn]
+        return [(len(group.trajectories), sum(map(is_correct, group.trajectories))) for group in self.drawn]
 
     @property
     def drawn_rewards(self) -> list[float | None]:
@@ -245,7 +245,7 @@ def evaluate(
     found = figures(this, ks=spec.eval.ks)
     if compare is not None:
         progress(f"evaluating {compare} on the same prompts")
-        with asked_for_by("eval.compare_with"):
+        with errors_at_key("eval.compare_with"):
             other = measure(spec, model=compare, scorers=scorers or {}, progress=progress, answers=answers)
         found["compared_with"] = comparison(other, this)
     return found

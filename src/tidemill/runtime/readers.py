@@ -35,7 +35,7 @@ from tidemill.models.catalog import resolve
 from tidemill.models.codec import load_codec
 from tidemill.models.reward_model import RewardModel, check_same_vocabulary, load_reward_model, read_description
 from tidemill.runtime.compute import ComputeThread, choose_device, choose_precision
-from tidemill.trainer.scoring import ChunkedReader, Gauge, LogprobGauge, ScoreGauge, reward_scores
+from tidemill.trainer.scoring import ChunkedReader, LogprobScorer, RewardModelScorer, SampleScorer, reward_scores
 
 T = TypeVar("T")
 
@@ -86,7 +86,7 @@ class LocalReader(ReadCounter):
         self._failure: Exception | None = None
         self._read_lock = asyncio.Lock()
 
-    def grow(self, grown: Sequence[Growth]) -> None:
+    def receive(self, grown: Sequence[Growth]) -> None:
         for growth in grown:
             if growth.sample_id in self._being_read:
                 continue  # the sample was restarted; its previous attempt is still being read under this id
@@ -138,7 +138,9 @@ class LocalReader(ReadCounter):
         read: Read | None = None
         try:
             while read is None:
-                read = await self._call(self._thread, lambda: self._reader.read_on(sample_id, token_ids, prompt_tokens))
+                read = await self._call(
+                    self._thread, lambda: self._reader.read_finished(sample_id, token_ids, prompt_tokens)
+                )
         except BaseException:
             self._forgotten.append(sample_id)
             raise
@@ -202,7 +204,7 @@ def reward_reader(spec: RunSpec, folder: Path, compute: ComputeThread | None = N
     """
     device = choose_device(spec.trainer)
     reward = load_reward_model(folder, device=device)
-    return _local_reader(spec, reward.model, ScoreGauge(reward.head), device, compute)
+    return _local_reader(spec, reward.model, RewardModelScorer(reward.head), device, compute)
 
 
 def reference_reader(spec: RunSpec, model: PreTrainedModel, compute: ComputeThread | None = None) -> LocalReader:
@@ -211,7 +213,7 @@ def reference_reader(spec: RunSpec, model: PreTrainedModel, compute: ComputeThre
     Args:
         compute: a thread to share; None starts one for this reader.
     """
-    gauge = LogprobGauge(
+    gauge = LogprobScorer(
         model,
         temperature=spec.sampling.temperature,
         logits_budget_bytes=spec.trainer.logits_budget_mb * MEGABYTE,
@@ -220,7 +222,7 @@ def reference_reader(spec: RunSpec, model: PreTrainedModel, compute: ComputeThre
 
 
 def _local_reader(
-    spec: RunSpec, model: PreTrainedModel, gauge: Gauge, device: torch.device, compute: ComputeThread | None
+    spec: RunSpec, model: PreTrainedModel, gauge: SampleScorer, device: torch.device, compute: ComputeThread | None
 ) -> LocalReader:
     reader = ChunkedReader(
         model,
@@ -250,7 +252,7 @@ class ReaderScores:
             ReaderLost: the reader's process died and cannot be restarted.
         """
         prompt_tokens = count(sample.prompt.token_ids)
-        (score,) = unpack_logprobs((await self._reader.read(sample.sample_id, sample.token_ids, prompt_tokens)).numbers)
+        (score,) = unpack_logprobs((await self._reader.read(sample.sample_id, sample.token_ids, prompt_tokens)).values)
         return score
 
     async def close(self) -> None:

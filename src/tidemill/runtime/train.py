@@ -185,7 +185,7 @@ def _write_forecast(spec: RunSpec, run: RunDirectory, recorder: Recorder, foreca
         forecast = forecast_run(spec)
         if forecast is not None:
             write_forecast(run.path, forecast)
-            for line in filter(None, (forecast.sentence, forecast.caution)):
+            for line in filter(None, (forecast.sentence, forecast.caveats)):
                 recorder.note(line)
     except Exception as error:  # noqa: BLE001 - a run does not depend on its forecast
         recorder.note(f"no forecast: {describe_error(error)}")

@@ -108,7 +108,7 @@ def _train(
         telemetry=recorder,
         autocast=bundle.autocast,
         stop=stop.is_set,
-        expect=recorder.expect,
+        set_total_steps=recorder.expect,
         warn=recorder.note,
     )
     return fit(spec, OBJECTIVES[kind](spec, context), train=examples.train, held_out=examples.held_out, context=context)

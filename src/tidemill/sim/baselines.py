@@ -55,7 +55,7 @@ def rlboost_components(group_size: int, *, moved: Moved = "unfinished") -> Compo
     return ComponentFactories(
         fleet=partial(Fleet, router=router, lengths=UnknownLengths()),
         engine=partial(GroupEngine, moved=moved, asked={}),
-        last_words=moved in ("unfinished", "all"),
+        final_report=moved in ("unfinished", "all"),
     )
 
 

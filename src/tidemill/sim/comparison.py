@@ -14,7 +14,7 @@ from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError
 from tidemill.core.formatting import compact, counted, doing, dollars, duration, percent
 from tidemill.core.records import Record
-from tidemill.pool.build_provider import remarks, timetable_of
+from tidemill.pool.build_provider import timetable_of, trace_remarks
 from tidemill.sim.outcome import SimulatedRun
 from tidemill.sim.schedules import SCHEDULES, Schedule, SimulatedCluster, cluster_of
 from tidemill.sim.simulation import CostModel, check_cost_model, simulate_run
@@ -60,7 +60,7 @@ def plan_scenario(spec: RunSpec) -> Scenario:
         cluster=cluster,
         workload=workload,
         planned=tuple(_planned(cluster, workload, name) for name in spec.simulation.schedules),
-        remarks=tuple(remarks(spec.pool)),
+        remarks=tuple(trace_remarks(spec.pool)),
     )
 
 
@@ -254,7 +254,7 @@ def described(scenario: Scenario) -> list[str]:
         f"{machines}, preemptible {cluster.worker_machine.name} ({preemptible}{each})",
     ]
     who = (f"{one.name}: {_who(one)}" for one in scenario.planned)
-    remarks = (*_left_over(scenario), *_free(scenario), *scenario.remarks)
+    remarks = (*_unused_gpus(scenario), *_free(scenario), *scenario.remarks)
     return [*lines, *who, *(f"note: {remark}" for remark in remarks)]
 
 
@@ -283,7 +283,7 @@ def _free(scenario: Scenario) -> list[str]:
     return [f"{name} has no price and counts as free; set fleet.{key}" for key, name in unknown.items()]
 
 
-def _left_over(scenario: Scenario) -> list[str]:
+def _unused_gpus(scenario: Scenario) -> list[str]:
     """GPUs of a machine that are not used by any engine."""
     cluster, planned = scenario.cluster, scenario.planned
     machines = {cluster.machine.name: cluster.machine} if any(one.generating for one in planned) else {}
@@ -312,7 +312,7 @@ def planned_data(scenario: Scenario) -> dict[str, Any]:
         ],
         "schedules": {
             one.name: {
-                "words": one.schedule.words,
+                "description": one.schedule.description,
                 "learning_gpus": one.learning,
                 "generating_gpus": one.generating,
                 "preemptible": one.cost_model.worker is not None,
@@ -359,7 +359,7 @@ def _section(one: Compared) -> dict[str, Any]:
     if worker_idle is not None:
         tiles.append(("Workers idle", percent(worker_idle), f"{run.workers_mean:.1f} on average"))
         tiles.append(("Evictions", str(run.evictions), f"{compact(run.total('tokens_lost'))} tokens lost"))
-    return {"name": one.planned.name, "words": one.planned.schedule.words, "tiles": tiles}
+    return {"name": one.planned.name, "description": one.planned.schedule.description, "tiles": tiles}
 
 
 def _drawn(run: SimulatedRun) -> dict[str, Any]:

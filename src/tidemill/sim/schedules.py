@@ -41,7 +41,7 @@ from tidemill.sim.workload import Workload
 class Schedule(Record):
     """The differences of a schedule from the recipe."""
 
-    words: str
+    description: str
     schedule: ScheduleConfig
     shares_gpus: bool  # reserved GPUs alternate between generation and training; else they are split
     fleet: dict[str, Any] = {}  # [fleet] keys
@@ -54,7 +54,7 @@ class Schedule(Record):
 def colocated(spec: RunSpec) -> Schedule:
     """As in veRL: each engine has a fixed part of the batch."""
     return Schedule(
-        words="all GPUs generate a batch, each engine a fixed part, then all train on it",
+        description="all GPUs generate a batch, each engine a fixed part, then all train on it",
         schedule=ScheduleConfig(),
         shares_gpus=True,
         factories=chunked_components(),
@@ -63,7 +63,7 @@ def colocated(spec: RunSpec) -> Schedule:
 
 def disaggregated(spec: RunSpec) -> Schedule:
     return Schedule(
-        words="some GPUs generate, the others train on whole batches, on policy",
+        description="some GPUs generate, the others train on whole batches, on policy",
         schedule=ScheduleConfig(),
         shares_gpus=False,
     )
@@ -72,7 +72,7 @@ def disaggregated(spec: RunSpec) -> Schedule:
 def one_step_off(spec: RunSpec) -> Schedule:
     """As in slime: the next batch is generated with the previous weights during training."""
     return Schedule(
-        words="some GPUs generate the next batch with the previous weights, while others train on this one",
+        description="some GPUs generate the next batch with the previous weights, while others train on this one",
         schedule=ScheduleConfig(max_policy_lag=1, unfinished="finish"),
         shares_gpus=False,
     )
@@ -82,7 +82,7 @@ def bounded_staleness(spec: RunSpec) -> Schedule:
     """AReaL (arXiv 2505.24298): samples continue under new weights; the first finished groups form a batch."""
     lag = spec.simulation.staleness
     return Schedule(
-        words=f"generation runs ahead by up to {counted(lag, 'version')} and continues under new weights",
+        description=f"generation runs ahead by up to {counted(lag, 'version')} and continues under new weights",
         schedule=ScheduleConfig(max_policy_lag=lag, membership="first_finished"),
         shares_gpus=False,
     )
@@ -91,7 +91,7 @@ def bounded_staleness(spec: RunSpec) -> Schedule:
 def streamed(spec: RunSpec) -> Schedule:
     """StreamRL (arXiv 2504.15930), on policy: samples stream to the trainer, longest expected first."""
     return Schedule(
-        words="some GPUs generate, the others train on each complete group, on policy",
+        description="some GPUs generate, the others train on each complete group, on policy",
         schedule=ScheduleConfig(),
         shares_gpus=False,
         streams=True,
@@ -101,7 +101,7 @@ def streamed(spec: RunSpec) -> Schedule:
 def rlboost(spec: RunSpec) -> Schedule:
     """RLBoost (arXiv 2510.19225), with the constants of its public code."""
     return Schedule(
-        words="preemptible workers generate, reserved GPUs only at first; the samples of a prompt move together",
+        description="preemptible workers generate, reserved GPUs only at first; the samples of a prompt move together",
         schedule=ScheduleConfig(),
         fleet=rlboost_fleet(spec.batch.group_size),
         shares_gpus=True,
@@ -114,7 +114,7 @@ def rlboost(spec: RunSpec) -> Schedule:
 def tidemill(spec: RunSpec) -> Schedule:
     """The recipe: samples move individually, workers pull deltas, longest expected first."""
     return Schedule(
-        words="the recipe: preemptible workers generate; reserved GPUs alternate between generation and training",
+        description="the recipe: preemptible workers generate; reserved GPUs alternate between generation and training",
         schedule=spec.schedule,
         shares_gpus=True,
         elastic=True,

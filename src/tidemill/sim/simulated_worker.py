@@ -243,7 +243,7 @@ class SimulatedHost:
             worker.kill()
 
 
-class LastWords:
+class FinalReportProvider:
     """A `Provider` that makes a worker report its tokens before its lease ends, as one with ticks would have.
 
     Args:
@@ -253,8 +253,8 @@ class LastWords:
     def __init__(self, inner: Provider, host: SimulatedHost, *, tick_s: float = 0.1) -> None:
         self._inner, self._host, self._tick_s = inner, host, tick_s
 
-    def want(self, workers: int) -> None:
-        self._inner.want(workers)
+    def request_workers(self, workers: int) -> None:
+        self._inner.request_workers(workers)
 
     async def next_event(self, timeout_s: float) -> LeaseEvent | None:
         event = await self._inner.next_event(timeout_s)

@@ -40,7 +40,7 @@ from tidemill.sim.costs import EngineCosts, TrainerCosts, WeightCosts
 from tidemill.sim.outcome import Recording, SimulatedRun
 from tidemill.sim.simulated_engine import SimulatedEngine
 from tidemill.sim.simulated_trainer import LearningTrainer, SimulatedCheckpoints, SimulatedDisk, SimulatedPublisher
-from tidemill.sim.simulated_worker import LastWords, SimulatedHost, SimulatedWorker
+from tidemill.sim.simulated_worker import FinalReportProvider, SimulatedHost, SimulatedWorker
 from tidemill.sim.virtual_time import run_virtual
 from tidemill.sim.workload import BlankCompletions, NoText, SimulatedPrompts, SimulatedScorer, Workload
 from tidemill.telemetry.events import DECODE, JOIN, LEASE
@@ -196,7 +196,7 @@ class ComponentFactories(Record):
     host: Callable[..., SimulatedHost] = SimulatedHost
     engine: Callable[..., SimulatedEngine] = SimulatedEngine
     tick_s: float = math.inf  # interval of progress reports, in addition to reports of finished samples
-    last_words: bool = True  # an evicted worker first reports its tokens; else its samples restart
+    final_report: bool = True  # an evicted worker first reports its tokens; else its samples restart
 
 
 def simulate_run(
@@ -276,8 +276,8 @@ async def _simulate(
         )
         price = spec.fleet.preemptible_usd_per_hour
         provider = ScheduledProvider(timetable, clock=clock, session=1, price_usd_per_hour=price, most=most_workers)
-        if factories.last_words:
-            provider = LastWords(provider, host, tick_s=spec.engine.tick_s)
+        if factories.final_report:
+            provider = FinalReportProvider(provider, host, tick_s=spec.engine.tick_s)
     engines = [costs for costs in (cost_model.worker, cost_model.reserved) if costs is not None]
     components = SimulatedComponents(
         local=local,

@@ -127,7 +127,7 @@ def peak_rss_bytes() -> int:
 
 
 FORECAST = "forecast.json"
-FORMAT = 1
+FORECAST_FORMAT = 2
 
 
 class Spread(Record):
@@ -150,7 +150,7 @@ class Forecast(Record):
     total_s: Spread  # from the command to the end
     split_s: dict[str, float]  # the trainer's phases in a usual step
     generating_s: float  # of a usual step, until its last sample was finished
-    beside_s: dict[str, float]  # of the whole run, outside steps: start, evaluation, checkpoints
+    outside_steps_s: dict[str, float]  # of the whole run, outside steps: start, evaluation, checkpoints
     tokens_per_s: float
     cost_usd: float
     notes: tuple[str, ...] = ()
@@ -162,7 +162,7 @@ class Forecast(Record):
         return f"forecast: {duration(self.total_s.mean)} ({low} to {high}){cost} for {counted(self.steps, 'step')}"
 
     @property
-    def caution(self) -> str:
+    def caveats(self) -> str:
         """The profile's caveats in one line; empty if there are none."""
         return f"the forecast is from {self.profile}; {'; '.join(self.notes)}" if self.notes else ""
 
@@ -182,4 +182,4 @@ def read_forecast(directory: Path) -> Forecast | None:
         forecast = decode_json((directory / FORECAST).read_bytes(), Forecast)
     except (OSError, msgspec.DecodeError):
         return None
-    return forecast if forecast.format == FORMAT else None
+    return forecast if forecast.format == FORECAST_FORMAT else None

@@ -19,7 +19,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from tidemill.core.formatting import compact, counted, decimal, duration, natural, percent
+from tidemill.core.formatting import compact, counted, decimal, duration, natural_sort_key, percent
 from tidemill.core.protocols import Clock
 from tidemill.core.records import FleetRow
 from tidemill.telemetry import metrics
@@ -374,7 +374,7 @@ def fleet_table(rows: Sequence[FleetRow], width: int) -> RenderableType:
         return row.kind == "reserved", row.running + row.queued, row.tokens_per_s
 
     shown = sorted(rows, key=load, reverse=True)[:FLEET_ROWS]
-    for row in sorted(shown, key=lambda row: (row.kind != "reserved", natural(row.worker_id))):
+    for row in sorted(shown, key=lambda row: (row.kind != "reserved", natural_sort_key(row.worker_id))):
         table.add_row(
             *(Text(COLUMNS[name](row), style=STATE_STYLES[row.state] if name == "state" else "") for name in columns)
         )

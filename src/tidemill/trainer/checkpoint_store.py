@@ -44,7 +44,7 @@ class LatestCheckpoint(Record):
     """The newest intact checkpoint."""
 
     checkpoint: StoredCheckpoint | None
-    passed_over: tuple[DamagedCheckpoint, ...]  # newer than `checkpoint`
+    skipped: tuple[DamagedCheckpoint, ...]  # newer than `checkpoint`
 
 
 class CheckpointStore:
@@ -130,21 +130,21 @@ class CheckpointStore:
         Raises:
             UserError: all checkpoints are damaged.
         """
-        passed_over: list[DamagedCheckpoint] = []
+        skipped: list[DamagedCheckpoint] = []
         for step, path in reversed(self._visible()):
             if reason := damage(path):
-                passed_over.append(DamagedCheckpoint(path=path, reason=reason))
+                skipped.append(DamagedCheckpoint(path=path, reason=reason))
                 continue
             intact = next(c for c in self.checkpoints() if c.step == step)
-            return LatestCheckpoint(checkpoint=intact, passed_over=tuple(passed_over))
-        if passed_over:
-            reasons = "; ".join(f"{damaged.path.name}: {damaged.reason}" for damaged in passed_over)
+            return LatestCheckpoint(checkpoint=intact, skipped=tuple(skipped))
+        if skipped:
+            reasons = "; ".join(f"{damaged.path.name}: {damaged.reason}" for damaged in skipped)
             raise UserError(
                 f"every checkpoint is damaged ({reasons})",
                 where=str(self._root),
                 hint="restore a copy, or delete this folder to restart the run",
             )
-        return LatestCheckpoint(checkpoint=None, passed_over=())
+        return LatestCheckpoint(checkpoint=None, skipped=())
 
     def best(self) -> StoredCheckpoint | None:
         """The checkpoint with the highest score, the earliest of equal ones; None if none has a score."""

@@ -117,7 +117,7 @@ def token_logprobs(
     return torch.cat(logprobs), torch.cat(statistics)
 
 
-class Gauge(Protocol):
+class SampleScorer(Protocol):
     """Computes the result of a sample from its hidden states."""
 
     def score_chunk(self, states: Tensor, token_ids: Tokens) -> Tensor | None:
@@ -127,7 +127,7 @@ class Gauge(Protocol):
         """Result of a sample, float32, from those of its chunks and the state [1, hidden] of its last token."""
 
 
-class ScoreGauge:
+class RewardModelScorer:
     """Reward model score, float32 [1]."""
 
     def __init__(self, head: nn.Module) -> None:
@@ -141,7 +141,7 @@ class ScoreGauge:
         return score.float()
 
 
-class LogprobGauge:
+class LogprobScorer:
     """Logprobs of the completion tokens, float32 [T].
 
     Args:
@@ -208,7 +208,7 @@ class ChunkedReader:
     def __init__(
         self,
         model: PreTrainedModel,
-        scorer: Gauge,
+        scorer: SampleScorer,
         *,
         chunk_tokens: int,
         cache_tokens: int,
@@ -243,7 +243,7 @@ class ChunkedReader:
         sample.tokens_ahead += self._compute(sample, token_ids, end)
         return True
 
-    def read_on(self, sample_id: SampleId, token_ids: TokenBuffer, prompt_tokens: int) -> Read | None:
+    def read_finished(self, sample_id: SampleId, token_ids: TokenBuffer, prompt_tokens: int) -> Read | None:
         """Compute one more chunk of a finished sample, int32 [P + T]. After the last chunk, forget the sample and
         return its result."""
         self._forget_if_different(sample_id, token_ids, prompt_tokens)
@@ -258,8 +258,8 @@ class ChunkedReader:
             torch.inference_mode(),
             torch.autocast(self._device.type, self._autocast, enabled=self._autocast is not None),
         ):
-            numbers = self._scorer.score_sample(sample.scores, last).float().cpu().numpy().tobytes()
-        read = Read(numbers=numbers, tokens_ahead=sample.tokens_ahead, tokens_late=sample.tokens_late)
+            values = self._scorer.score_sample(sample.scores, last).float().cpu().numpy().tobytes()
+        read = Read(values=values, tokens_ahead=sample.tokens_ahead, tokens_late=sample.tokens_late)
         self.forget(sample_id)
         return read
 

@@ -174,7 +174,7 @@ class FitContext:
     telemetry: Telemetry
     autocast: torch.dtype | None = None  # of the forward and backward passes; None for the dtype of the weights
     stop: Callable[[], bool] = lambda: False  # called before each step; True ends the run with a checkpoint
-    expect: Callable[[int], None] = lambda _: None  # called with the number of steps once it is known
+    set_total_steps: Callable[[int], None] = lambda _: None  # called with the number of steps once it is known
     warn: Callable[[str], None] = lambda _: None  # called for a damaged checkpoint
     clock: Clock = field(default_factory=MonotonicClock)
 
@@ -242,7 +242,7 @@ class _FitLoop(Generic[E]):
 
     def run(self) -> FitResult:
         context = self.context
-        context.expect(self.minibatches.total)
+        context.set_total_steps(self.minibatches.total)
         resumed_from = self._restore()
         context.telemetry.resume(self.step)
         already_finished = self._finished
@@ -374,7 +374,7 @@ class _FitLoop(Generic[E]):
         for finding in store.recover():
             self.context.warn(finding)
         latest = store.latest()
-        for damaged in latest.passed_over:
+        for damaged in latest.skipped:
             self.context.warn(f"skipped checkpoint {damaged.path.name}: {damaged.reason}")
         if latest.checkpoint is None:
             return 0

@@ -93,7 +93,7 @@ def check_against_profiles(question: PlacementQuestion, plan: PlacementPlan) -> 
         if side.engines:
             assert figures[f"{name}.tokens_per_s"] == pytest.approx(rate)
         for engine, _ in side.engines:
-            label, profile, rollout = f"{name}.{engine.offer.words}", engine.profile, question.rollout
+            label, profile, rollout = f"{name}.{engine.offer.description}", engine.profile, question.rollout
             running = profile.most_running(rollout.prompt_tokens + rollout.mean)
             assert figures[f"{label}.weights_s"] == pytest.approx(profile.weights_s)
             assert figures[f"{label}.running"] == running

@@ -112,7 +112,7 @@ async def act(timetable: Timetable, acts: list[tuple[float, tuple[str, int]]]) -
         assert len(story.held) <= max(wanted, before)
         if kind == "want":
             wanted = number
-            provider.want(wanted)
+            provider.request_workers(wanted)
         elif story.held:
             given_back.append(sorted(story.held)[number % len(story.held)])
             del story.held[given_back[-1]]

@@ -60,7 +60,7 @@ def test_more_samples_take_longer_and_none_is_faster_than_its_tokens(
 def test_twice_the_gpus_never_compute_longer(shape: ModelShape, gpu: Gpu, gpus: int, tokens: float) -> None:
     few, many = (trainer_profile(shape, gpu, gpus=count, gpus_per_machine=64) for count in (gpus, 2 * gpus))
     assert many.token_s == pytest.approx(few.token_s / 2)
-    beside_s = TrainerEfficiency().step_s
-    assert many.update_s - beside_s == pytest.approx((few.update_s - beside_s) / 2)
+    outside_steps_s = TrainerEfficiency().step_s
+    assert many.update_s - outside_steps_s == pytest.approx((few.update_s - outside_steps_s) / 2)
     half, whole = (few.step_s(each, 1000, passes=4, microbatch=8192) for each in (tokens / 2, tokens))
     assert half <= whole

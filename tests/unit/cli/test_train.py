@@ -8,7 +8,7 @@ import pytest
 from tests.unit.cli.conftest import Pretend, Run
 from tidemill.config.load import from_toml
 from tidemill.config.schema import RunSpec
-from tidemill.core.formatting import duration_in_words
+from tidemill.core.formatting import long_duration
 
 SUMMARY: dict[str, Any] = {
     "steps": 20,
@@ -119,7 +119,7 @@ def test_help_lists_the_keys(run: Run) -> None:
     [(0.4, "0 s"), (59.4, "59 s"), (59.6, "1 min 00 s"), (3599.4, "59 min 59 s"), (7500, "2 h 05 min")],
 )
 def test_durations(seconds: float, text: str) -> None:
-    assert duration_in_words(seconds) == text
+    assert long_duration(seconds) == text
 
 
 GRADED = {"greedy_accuracy": None, "reward_mean": 0.25, "n": 8}

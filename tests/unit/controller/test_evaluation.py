@@ -12,7 +12,7 @@ from tests.doubles.session import FakeScorer, FakeTelemetry
 from tests.fabricated_run import make_trajectory
 from tests.virtual_time import run_virtual
 from tidemill.controller.collector import RolloutContext
-from tidemill.controller.evaluation import Evaluation, correct, eval_result, evaluate
+from tidemill.controller.evaluation import Evaluation, eval_result, evaluate, is_correct
 from tidemill.controller.fleet import Fleet
 from tidemill.controller.ledger import Ledger
 from tidemill.core.errors import UserError
@@ -121,4 +121,4 @@ def test_without_a_valid_reward_there_is_no_accuracy() -> None:
     ],
 )
 def test_correct(reward: Reward | None, expected: bool) -> None:
-    assert correct(make_trajectory(make_prompt("1"), "1", reward=reward)) is expected
+    assert is_correct(make_trajectory(make_prompt("1"), "1", reward=reward)) is expected

@@ -7,7 +7,7 @@ import asyncio
 from tests.doubles.samples import make_report
 from tests.virtual_time import run_virtual
 from tidemill.controller.waiting import Mailbox
-from tidemill.core.protocols import within
+from tidemill.core.protocols import with_deadline
 
 
 def test_messages_are_taken_together_after_a_notification() -> None:
@@ -44,7 +44,7 @@ def test_a_wait_cancelled_while_its_result_arrives_ends() -> None:
         result: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
         async def wait() -> None:
-            await within(result, timeout_s=5.0, awaited="a result", look_at="nothing")
+            await with_deadline(result, timeout_s=5.0, awaited="a result", look_at="nothing")
             await asyncio.sleep(60.0)
 
         waiter = asyncio.create_task(wait())

@@ -90,7 +90,7 @@ def test_a_migrated_sample_is_sent_without_a_gap() -> None:
 async def test_only_trained_tokens_have_reference_logprobs() -> None:
     class Counting(FakeReader):
         async def read(self, *_: Any) -> Read:
-            return Read(numbers=pack_logprobs([1.0, 2.0, 3.0, 4.0, 5.0]))
+            return Read(values=pack_logprobs([1.0, 2.0, 3.0, 4.0, 5.0]))
 
     trajectory = Trajectory(
         sample_id=make_id(),

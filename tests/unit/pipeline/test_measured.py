@@ -100,7 +100,7 @@ def test_the_report_of_an_evaluation_has_no_training_sections(tmp_path: Path, fo
     page = Page(text)
     assert page.mismatched == [] and page.open == []
     for words in ("before training", "Steps", "No step has been", "Curves", "Events"):
-        assert words not in page.words, words
+        assert words not in page.text, words
     told = " ".join(re.sub(r"<[^>]*>", " ", text).split())
     for words in (
         "Held-out accuracy is 0.500.",
@@ -135,7 +135,7 @@ def test_the_report_of_graded_rewards_has_their_mean_and_no_accuracy(tmp_path: P
     assert page.mismatched == [] and page.open == []
     assert "Held-out mean reward is 1.500." in told
     assert "greedy mean reward 1.500 1.250 to 1.750" in told
-    assert "accuracy" not in page.words
+    assert "accuracy" not in page.text
     assert not [tag for tag, attributes in page.tags if attributes.get("class") == "track"], "a mean is not a share"
 
 
@@ -154,8 +154,8 @@ def test_report_and_headline_without_valid_rewards(tmp_path: Path) -> None:
 
 def test_answers_whose_rewards_differ_come_first(tmp_path: Path) -> None:
     write_evaluation(tmp_path, RunSpec(), FOUND)
-    told = Page((tmp_path / "report.html").read_text(encoding="utf-8")).words
+    told = Page((tmp_path / "report.html").read_text(encoding="utf-8")).text
     assert told.index("1+1=") < told.index("1+2=")
     write_evaluation(tmp_path / "alone", RunSpec(), ALONE)
-    told = Page((tmp_path / "alone" / "report.html").read_text(encoding="utf-8")).words
+    told = Page((tmp_path / "alone" / "report.html").read_text(encoding="utf-8")).text
     assert told.index("1+2=") < told.index("1+1=")

@@ -10,7 +10,7 @@ from tidemill.config.pool import StaticPool, SyntheticPool, TracePool
 from tidemill.core.errors import UserError
 from tidemill.core.protocols import LoopClock
 from tidemill.core.records import LeaseGranted
-from tidemill.pool.build_provider import ScheduledPool, build_provider, outlived, remarks
+from tidemill.pool.build_provider import ScheduledPool, build_provider, trace_outlasted, trace_remarks
 
 
 def story_of(pool: ScheduledPool, until_s: float) -> Story:
@@ -67,7 +67,7 @@ def test_an_initial_gap_is_reported(tmp_path: Path) -> None:
     path.write_text("0,2\n100,0\n21700,1\n30000,1\n")
 
     def notes(**changes: float) -> list[str]:
-        return remarks(TracePool.model_validate({"kind": "trace", "path": path, **changes}))[1:]
+        return trace_remarks(TracePool.model_validate({"kind": "trace", "path": path, **changes}))[1:]
 
     assert notes() == []  # two machines from the start
     first = "the first appears at pool.start_s = 21700"
@@ -76,7 +76,7 @@ def test_an_initial_gap_is_reported(tmp_path: Path) -> None:
     path.write_text("0,2\n100,0\n200,0\n")
     (note,) = notes(start_s=150.0)
     assert "no machine after second 150" in note
-    assert remarks(StaticPool(workers=2)) == []
+    assert trace_remarks(StaticPool(workers=2)) == []
 
 
 def test_a_trace_is_described_by_span_and_mean(tmp_path: Path) -> None:
@@ -84,8 +84,8 @@ def test_a_trace_is_described_by_span_and_mean(tmp_path: Path) -> None:
     path = tmp_path / "t.csv"
     path.write_text("0,2\n100,1\n400,1\n")
     pool = TracePool(kind="trace", path=path)
-    assert remarks(pool) == [f"{path} spans 6.67 min from second 0: 1.25 machines on average, 2 at most"]
-    assert remarks(pool.model_copy(update={"start_s": 100.0})) == [
+    assert trace_remarks(pool) == [f"{path} spans 6.67 min from second 0: 1.25 machines on average, 2 at most"]
+    assert trace_remarks(pool.model_copy(update={"start_s": 100.0})) == [
         f"{path} spans 5 min from second 100: 1 machines on average, 1 at most"
     ]
 
@@ -94,10 +94,10 @@ def test_a_run_that_outlasts_its_trace_gets_a_warning(tmp_path: Path) -> None:
     path = tmp_path / "hours.csv"
     path.write_text("0,2\n44,5\n89,3\n")  # meant as hours
     pool = TracePool(kind="trace", path=path)
-    assert outlived(pool, 89.0) == []
-    (warning,) = outlived(pool, 7200.0)
+    assert trace_outlasted(pool, 89.0) == []
+    (warning,) = trace_outlasted(pool, 7200.0)
     assert all(part in warning for part in (str(path), "1.48 min", "3 machines", "the run takes 2 h"))
-    assert outlived(StaticPool(workers=2), 7200.0) == []
+    assert trace_outlasted(StaticPool(workers=2), 7200.0) == []
 
 
 @pytest.mark.parametrize(("until_s", "warnings"), [(80.0, 0), (200.0, 1)])

@@ -74,10 +74,10 @@ def test_next_event_has_a_deadline() -> None:
 def test_want_wakes_next_event() -> None:
     async def run() -> None:
         provider = scheduled(static_timetable(1))
-        provider.want(0)
+        provider.request_workers(0)
         waiting = asyncio.create_task(provider.next_event(100.0))
         await asyncio.sleep(3.0)
-        provider.want(1)
+        provider.request_workers(1)
         assert await waiting == lease("lease-1-1", 0, 3.0)
 
     run_virtual(run())
@@ -125,7 +125,7 @@ def test_the_back_off_is_bounded() -> None:
 def test_a_free_machine_replaces_a_released_one() -> None:
     async def run() -> None:
         provider, story = scheduled(static_timetable(2)), Story()
-        provider.want(1)
+        provider.request_workers(1)
         await listen(provider, story, until_s=1.0)
         await provider.release("lease-1-1")
         story.held.clear()
@@ -145,7 +145,7 @@ def test_leases_never_exceed_the_limit() -> None:
         provider, story = scheduled(iter([up(0.0), up(0.0, 1), up(0.0, 2), down(5.0, 1)]), most=2), Story()
         await listen(provider, story, until_s=1.0)
         assert story.granted == [(0.0, "spot-0"), (0.0, "spot-1")]
-        provider.want(9)
+        provider.request_workers(9)
         await listen(provider, story, until_s=20.0)
         assert story.granted[2:] == [(5.0, "spot-2")]  # in the place of the one that went
 
@@ -168,9 +168,9 @@ def test_a_released_machine_with_a_notice_is_not_leased_again() -> None:
 def test_a_machine_with_a_notice_is_not_leased() -> None:
     async def run() -> None:
         provider, story = scheduled(iter([up(0.0), noticed(5.0, 50.0), down(50.0)])), Story()
-        provider.want(0)
+        provider.request_workers(0)
         await listen(provider, story, until_s=6.0)
-        provider.want(1)
+        provider.request_workers(1)
         await listen(provider, story, until_s=100.0)
         assert story.told == []
 

@@ -18,13 +18,13 @@ def test_no_workers() -> None:
 def test_want_limits_new_leases_only() -> None:
     async def run() -> None:
         provider, story = scheduled(static_timetable(3)), Story()
-        provider.want(1)
+        provider.request_workers(1)
         await listen(provider, story, until_s=5.0)
         assert story.granted == [(0.0, "spot-0")]
-        provider.want(9)
+        provider.request_workers(9)
         await listen(provider, story, until_s=10.0)
         assert story.granted[1:] == [(5.0, "spot-1"), (5.0, "spot-2")]
-        provider.want(0)
+        provider.request_workers(0)
         await listen(provider, story, until_s=20.0)
         assert len(story.held) == 3  # they leave when they are given back
         for lease_id in story.held:

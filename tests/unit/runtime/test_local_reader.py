@@ -45,15 +45,15 @@ async def until_held(chunked: ChunkedReader, tokens_held: int) -> None:
 async def test_a_sample_is_read_while_it_grows(model: PreTrainedModel, owned: bool) -> None:
     chunked, thread = reader(model), ComputeThread("reading")
     local = LocalReader(chunked, thread, owned=owned)
-    expected = read_all(reader(model, cache=0), named(0), IDS, PROMPT).numbers
-    local.grow([grown(0, 0, PROMPT)])
+    expected = read_all(reader(model, cache=0), named(0), IDS, PROMPT).values
+    local.receive([grown(0, 0, PROMPT)])
     await until_held(chunked, PROMPT)
-    local.grow([grown(0, PROMPT, PROMPT + CHUNK + 3)])
+    local.receive([grown(0, PROMPT, PROMPT + CHUNK + 3)])
     await until_held(chunked, PROMPT + CHUNK)
-    local.grow([grown(0, PROMPT + CHUNK + 3, PROMPT + 3 * CHUNK)])
+    local.receive([grown(0, PROMPT + CHUNK + 3, PROMPT + 3 * CHUNK)])
     await until_held(chunked, PROMPT + 3 * CHUNK)
     read = await local.read(named(0), IDS, PROMPT)
-    assert (read.numbers, read.tokens_ahead, read.tokens_late) == (expected, PROMPT + 3 * CHUNK, 2)
+    assert (read.values, read.tokens_ahead, read.tokens_late) == (expected, PROMPT + 3 * CHUNK, 2)
     assert local.take_counts() == (PROMPT + 3 * CHUNK, 2)
     assert local.take_counts() == (0, 0)
     await local.read(named(0, purpose="eval:held_out"), IDS, PROMPT)
@@ -76,9 +76,9 @@ async def test_samples_ahead_take_turns_and_finished_ones_come_first(
             order.append(f"ahead {named_index(sample_id)}")
             return super().read_ahead(sample_id, *rest)  # type: ignore[arg-type]
 
-        def read_on(self, sample_id: object, *rest: object) -> object:  # type: ignore[override]
+        def read_finished(self, sample_id: object, *rest: object) -> object:  # type: ignore[override]
             order.append(f"read {named_index(sample_id)}")
-            return super().read_on(sample_id, *rest)  # type: ignore[arg-type]
+            return super().read_finished(sample_id, *rest)  # type: ignore[arg-type]
 
     def named_index(sample_id: object) -> int:
         return sample_id.index  # type: ignore[attr-defined, no-any-return]
@@ -88,7 +88,7 @@ async def test_samples_ahead_take_turns_and_finished_ones_come_first(
     local = LocalReader(chunked, thread, owned=False)
     busy = asyncio.create_task(thread.run(lambda: go_on.wait(10.0)))
     await asyncio.sleep(0)
-    local.grow([grown(0, 0, PROMPT + 2 * CHUNK), grown(1, 0, PROMPT + 2 * CHUNK, tokens(40, seed=3))])
+    local.receive([grown(0, 0, PROMPT + 2 * CHUNK), grown(1, 0, PROMPT + 2 * CHUNK, tokens(40, seed=3))])
     reading = asyncio.create_task(local.read(named(2), IDS, PROMPT))
     await asyncio.sleep(0.01)
     go_on.set()
@@ -103,15 +103,13 @@ async def test_samples_ahead_take_turns_and_finished_ones_come_first(
 async def test_a_restarted_or_dropped_sample_leaves_nothing(model: PreTrainedModel, thread: ComputeThread) -> None:
     chunked = reader(model, cache=100)
     local = LocalReader(chunked, thread, owned=False)
-    local.grow([grown(0, 0, PROMPT + CHUNK), grown(1, 0, PROMPT + CHUNK)])
+    local.receive([grown(0, 0, PROMPT + CHUNK), grown(1, 0, PROMPT + CHUNK)])
     await until_held(chunked, PROMPT + 2 * CHUNK)
     local.forget([named(0), named(1)])
     other = IDS[: PROMPT * 4] + tokens(20, seed=9)
-    local.grow([grown(0, 0, PROMPT + CHUNK, other)])
+    local.receive([grown(0, 0, PROMPT + CHUNK, other)])
     await until_held(chunked, PROMPT + CHUNK)
-    assert (await local.read(named(0), other, PROMPT)).numbers == read_all(
-        reader(model), named(0), other, PROMPT
-    ).numbers
+    assert (await local.read(named(0), other, PROMPT)).values == read_all(reader(model), named(0), other, PROMPT).values
     assert chunked.tokens_held == PROMPT
     await local.close()
 
@@ -125,25 +123,25 @@ async def test_a_sample_restarted_while_it_is_read_is_read_correctly(
     reading = asyncio.create_task(local.read(named(0), IDS, PROMPT))
     await asyncio.sleep(0)
     other = IDS[: PROMPT * 4] + tokens(3 * CHUNK, seed=9)
-    local.grow([grown(0, 0, PROMPT + CHUNK, other)])
-    local.grow([grown(0, PROMPT + CHUNK, PROMPT + 2 * CHUNK, other)])
+    local.receive([grown(0, 0, PROMPT + CHUNK, other)])
+    local.receive([grown(0, PROMPT + CHUNK, PROMPT + 2 * CHUNK, other)])
     go_on.set()
     async with asyncio.timeout(10.0):
         first, second = await asyncio.gather(reading, local.read(named(0), other, PROMPT))
     await busy
     for read, ids in ((first, IDS), (second, other)):
-        assert read.numbers == read_all(reader(model), named(0), ids, PROMPT).numbers
-    local.grow([grown(0, 0, PROMPT + CHUNK, other)])  # it is read ahead again
+        assert read.values == read_all(reader(model), named(0), ids, PROMPT).values
+    local.receive([grown(0, 0, PROMPT + CHUNK, other)])  # it is read ahead again
     await until_held(chunked, PROMPT + CHUNK)
     await local.close()
 
 
 async def test_growth_after_lost_tokens_is_ignored(model: PreTrainedModel, thread: ComputeThread) -> None:
     local = LocalReader(reader(model), thread, owned=False)
-    local.grow([grown(0, PROMPT, PROMPT + CHUNK)])  # the tokens before were lost
-    local.grow([grown(1, 0, PROMPT + 2), grown(1, PROMPT + 5, PROMPT + CHUNK)])
+    local.receive([grown(0, PROMPT, PROMPT + CHUNK)])  # the tokens before were lost
+    local.receive([grown(1, 0, PROMPT + 2), grown(1, PROMPT + 5, PROMPT + CHUNK)])
     read = await local.read(named(1), IDS, PROMPT)
-    assert read.numbers == read_all(reader(model), named(1), IDS, PROMPT).numbers
+    assert read.values == read_all(reader(model), named(1), IDS, PROMPT).values
     await local.close()
 
 
@@ -157,7 +155,7 @@ async def test_a_failure_while_reading_ahead_is_raised_by_read(model: PreTrained
         raise RuntimeError("out of memory")
 
     chunked.read_ahead = fail  # type: ignore[assignment, method-assign]
-    local.grow([grown(0, 0, PROMPT)])
+    local.receive([grown(0, 0, PROMPT)])
     async with asyncio.timeout(10.0):
         while not failed.is_set():  # noqa: ASYNC110 - it happens on another thread
             await asyncio.sleep(0.001)

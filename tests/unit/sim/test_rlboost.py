@@ -227,4 +227,4 @@ def test_simulated_components_follow_their_settings(moved: Moved) -> None:
     other.submit([request(0, 1, 0)], 0.0)
 
     assert other.running == (2 if moved in ("all", "requests anew") else 1)
-    assert factories.last_words == (moved in ("unfinished", "all"))
+    assert factories.final_report == (moved in ("unfinished", "all"))

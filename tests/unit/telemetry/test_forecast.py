@@ -17,8 +17,8 @@ def test_a_forecast_is_read_as_it_was_written(tmp_path: Path) -> None:
 
 def test_a_missing_damaged_or_other_forecast_reads_as_none(tmp_path: Path) -> None:
     assert read_forecast(tmp_path) is None
-    (tmp_path / FORECAST).write_text('{"format": 1, "seeds"')
+    (tmp_path / FORECAST).write_text('{"format": 2, "seeds"')
     assert read_forecast(tmp_path) is None
     write_forecast(tmp_path, make_forecast(1.0))
-    (tmp_path / FORECAST).write_text((tmp_path / FORECAST).read_text().replace('"format": 1', '"format": 2'))
+    (tmp_path / FORECAST).write_text((tmp_path / FORECAST).read_text().replace('"format": 2', '"format": 3'))
     assert read_forecast(tmp_path) is None

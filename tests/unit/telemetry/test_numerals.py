@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from tidemill.core.formatting import compact, counted, decimal, dollars, duration, gigabytes, natural, percent
+from tidemill.core.formatting import compact, counted, decimal, dollars, duration, gigabytes, natural_sort_key, percent
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_dollars(value: float, shown: str) -> None:
 
 def test_names_with_numbers_sort_by_them() -> None:
     names = ["spot-10", "local", "spot-2", "7", "spot"]
-    assert sorted(names, key=natural) == ["7", "local", "spot", "spot-2", "spot-10"]
+    assert sorted(names, key=natural_sort_key) == ["7", "local", "spot", "spot-2", "spot-10"]
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from tests.model_shapes import HIDDEN, MODEL_SHAPES
 from tidemill.core.records import Read
 from tidemill.models.reward_model import HeadDescription, RewardModel, reward_head
 from tidemill.trainer.packing import pack_completions
-from tidemill.trainer.scoring import ScoreGauge, reward_scores, token_logprobs
+from tidemill.trainer.scoring import RewardModelScorer, reward_scores, token_logprobs
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +30,7 @@ def test_logprobs_equal_those_of_a_token_tree(shape: str) -> None:
     packed = pack_completions([(prompt, completion)], torch.device("cpu"))
     with torch.no_grad():
         expected, _ = token_logprobs(model, packed, temperature=0.7, logits_budget_bytes=1 << 20)
-    np.testing.assert_allclose(np.frombuffer(read.numbers, np.float32), expected.numpy(), atol=1e-5)
+    np.testing.assert_allclose(np.frombuffer(read.values, np.float32), expected.numpy(), atol=1e-5)
     assert (read.tokens_ahead, read.tokens_late) == (0, 34)
 
 
@@ -40,9 +40,9 @@ def test_scores_equal_those_of_a_token_tree(model: PreTrainedModel) -> None:
     )
     reward = RewardModel(model=model, head=reward_head(HIDDEN), description=description)
     samples = [tokens(9) + tokens(length, seed=length) for length in (0, 1, CHUNK, 19)]
-    chunked = reader(model, ScoreGauge(reward.head))
+    chunked = reader(model, RewardModelScorer(reward.head))
     found = [read_all(chunked, named(index), ids, 9) for index, ids in enumerate(samples)]
-    scores = [np.frombuffer(read.numbers, np.float32).item() for read in found]
+    scores = [np.frombuffer(read.values, np.float32).item() for read in found]
     assert scores == pytest.approx(reward_scores(reward, samples, budget=1000), abs=1e-5)
     # The 9 prompt tokens are computed once, for the first sample.
     assert [read.tokens_late for read in found] == [9, 1, 8, 19]
@@ -66,7 +66,7 @@ def test_results_do_not_depend_on_when_chunks_are_computed(
         for index, (of, length) in enumerate(zip((0, 0, 1, 1, 0), lengths[2:], strict=True))
     ]
     plain = reader(model, cache=0)
-    expected = [read_all(plain, *sample).numbers for sample in samples]
+    expected = [read_all(plain, *sample).values for sample in samples]
     chunked = reader(model, cache=cache)
     for act, at, more in [*acts, *(("read", at, 0) for at in range(5))]:
         name, ids, prompt_tokens = samples[at]
@@ -75,7 +75,7 @@ def test_results_do_not_depend_on_when_chunks_are_computed(
         elif act == "forget":
             chunked.forget(name)
         else:
-            assert read_all(chunked, *samples[at]).numbers == expected[at]
+            assert read_all(chunked, *samples[at]).values == expected[at]
         assert chunked.tokens_held <= cache
 
 
@@ -97,7 +97,7 @@ def test_a_sample_that_does_not_fit_is_computed_at_its_end(model: PreTrainedMode
     other = tokens(4, seed=7) + tokens(20, seed=8)
     assert not any(growing(chunked, named(1, "other"), other, 4))
     assert read_all(chunked, named(1, "other"), other, 4) == Read(
-        numbers=read_all(reader(model), named(0), other, 4).numbers, tokens_ahead=0, tokens_late=24
+        values=read_all(reader(model), named(0), other, 4).values, tokens_ahead=0, tokens_late=24
     )
     assert chunked.tokens_held == 20
     assert read_all(chunked, named(0), ids, 4).tokens_ahead == 20
@@ -118,7 +118,7 @@ def test_a_sample_with_other_tokens_is_computed_again(model: PreTrainedModel) ->
     chunked, first, second = reader(model), tokens(30), tokens(12) + tokens(18, seed=5)
     list(growing(chunked, named(0), first, 12))
     read = read_all(chunked, named(0), second, 12)
-    assert read.numbers == read_all(reader(model), named(0), second, 12).numbers
+    assert read.values == read_all(reader(model), named(0), second, 12).values
     # The prompt is reused, the completion recomputed.
     assert (read.tokens_ahead, read.tokens_late) == (0, 18)
 

@@ -27,7 +27,7 @@ from tidemill.runtime.compute import ComputeThread
 from tidemill.trainer.critic import Critic, ModelCritic, TrunkCritic
 from tidemill.trainer.packing import WeightedSample, pack, split_by_sample
 from tidemill.trainer.policy import PolicyTrainer
-from tidemill.trainer.scoring import ChunkedReader, LogprobGauge
+from tidemill.trainer.scoring import ChunkedReader, LogprobScorer
 from tidemill.trainer.update import UpdateSums, policy_outcome
 
 PROMPT = [5, 6, 7]
@@ -369,13 +369,13 @@ def test_split_by_sample_restores_the_tokens_of_samples() -> None:
 def read_by(reference: PreTrainedModel, groups: list[Group]) -> list[Group]:
     """With reference logprobs from a reader with chunks of 2."""
     use_packed_attention(reference)
-    scorer = LogprobGauge(reference, temperature=1.0, logits_budget_bytes=1 << 20)
+    scorer = LogprobScorer(reference, temperature=1.0, logits_budget_bytes=1 << 20)
     reader = ChunkedReader(reference, scorer, chunk_tokens=2, cache_tokens=100)
 
     def with_logprobs(t: Trajectory) -> Trajectory:
-        while (read := reader.read_on(t.sample_id, t.token_ids, t.prompt_length)) is None:
+        while (read := reader.read_finished(t.sample_id, t.token_ids, t.prompt_length)) is None:
             pass
-        return msgspec.structs.replace(t, ref_logprobs=read.numbers)
+        return msgspec.structs.replace(t, ref_logprobs=read.values)
 
     return [
         msgspec.structs.replace(one, trajectories=tuple(with_logprobs(t) for t in one.trajectories)) for one in groups

@@ -10,7 +10,7 @@ from typing import Any
 
 from tidemill.config.task import RewardConfig, ScoringConfig
 from tidemill.core.errors import ReaderLost, exception_text
-from tidemill.core.records import RIGHT, Prompt, Reward, Trajectory
+from tidemill.core.records import CORRECT_REWARD, Prompt, Reward, Trajectory
 from tidemill.envs.text.batch_rewards import Sample
 from tidemill.envs.text.prompts import Task
 from tidemill.envs.text.rewards import Context, NamedReward, QueuedReward, build_rewards
@@ -78,7 +78,9 @@ class RewardScorer:
             reason = f"{'; '.join(faults)} (sample {named})"
             return Reward(value=0.0, components=components, valid=False, reason=reason)
         value = math.fsum(weighted)
-        return Reward(value=value, components=components, correct=value >= RIGHT if self._tells_correctness else None)
+        return Reward(
+            value=value, components=components, correct=value >= CORRECT_REWARD if self._tells_correctness else None
+        )
 
     async def close(self) -> None:
         """End idle threads and cancel awaitables; calls that hang stay until the process ends."""

@@ -77,9 +77,9 @@ def fit(observed: Observed) -> RunProfile:
         residuals={"engine": engine.residual, "training": training.residual},
         processor_share=min(1.0, observed.processor_share),
         notes=(
-            *_not_told(engine, "an engine's time"),
-            *_not_told(training, "training's time"),
-            *_never_seen(observed),
+            *_merged_costs_note(engine, "an engine's time"),
+            *_merged_costs_note(training, "training's time"),
+            *_unobserved_notes(observed),
         ),
     )
 
@@ -91,7 +91,7 @@ def _measures(solution: Solution, names: dict[str, str]) -> dict[str, Measure]:
     }
 
 
-def _not_told(solution: Solution, of: str) -> list[str]:
+def _merged_costs_note(solution: Solution, of: str) -> list[str]:
     causes = " and ".join(WORDS[cause] for cause in solution.merged)
     return [f"{of}: {causes} did not vary independently, so their costs are merged"] if causes else []
 
@@ -143,7 +143,7 @@ def _amounts(observed: Observed, new_by_depth: tuple[float, ...]) -> dict[str, M
     return {name: Measure(value=value, error=0.0, count=len(metrics)) for name, value in numbers.items()}
 
 
-def _never_seen(observed: Observed) -> list[str]:
+def _unobserved_notes(observed: Observed) -> list[str]:
     notes = []
     if not observed.checkpoint_s:
         notes.append("no checkpoint was written; checkpoints are assumed to take no time")
@@ -193,10 +193,10 @@ def calibrate(run_dir: Path) -> RunProfile:
         UserError: there is no run, its logs are incomplete or damaged.
     """
     observed = observe(run_dir)
-    return settle(fit(observed), observed)
+    return fit_by_simulation(fit(observed), observed)
 
 
-def settle(profile: RunProfile, observed: Observed) -> RunProfile:
+def fit_by_simulation(profile: RunProfile, observed: Observed) -> RunProfile:
     """Fit `call_s` and boot times by simulation.
 
     `call_s` is chosen so that a simulated step takes as long as a step of the run without its waits for a

@@ -47,7 +47,7 @@ def solve(names: Sequence[str], amounts: Array, seconds: Array) -> Solution:
     root = np.sqrt(seconds[there])
     rows = amounts[there] / root[:, None]
     absent = tuple(name for name, column in zip(names, rows.T, strict=True) if not column.any())
-    told = _told_apart(rows)
+    told = _independent_columns(rows)
     merged = tuple(name for at, name in enumerate(names) if at not in told and name not in absent)
     fitted, weights = _robust(rows[:, told], root)
     values = dict.fromkeys(names, 0.0) | {names[at]: float(value) for at, value in zip(told, fitted, strict=True)}
@@ -82,7 +82,7 @@ def solve_with_few(names: Sequence[str], amounts: Array, seconds: Array, causes:
     )
 
 
-def _told_apart(rows: Array) -> list[int]:
+def _independent_columns(rows: Array) -> list[int]:
     """Columns that are not linear combinations of those before them (Gram-Schmidt)."""
     told: list[int] = []
     basis = np.zeros((len(rows), 0))
@@ -101,7 +101,7 @@ def _robust(rows: Array, right: Array) -> tuple[Array, Array]:
     if not len(rows):
         return np.zeros(rows.shape[1]), weights
     for _ in range(ROUNDS):
-        values = _not_negative(rows, right, weights)
+        values = _nonnegative(rows, right, weights)
         left = np.abs(right - rows @ values)
         limit = max(HUBER * MAD_TO_DEVIATION * float(np.median(left)), EXACT * float(right.max()))
         now = np.minimum(1.0, limit / np.maximum(left, limit))
@@ -111,7 +111,7 @@ def _robust(rows: Array, right: Array) -> tuple[Array, Array]:
     return values, weights
 
 
-def _not_negative(rows: Array, right: Array, weights: Array) -> Array:
+def _nonnegative(rows: Array, right: Array, weights: Array) -> Array:
     """Weighted least squares; removes causes with negative values, the worst first."""
     values = np.zeros(rows.shape[1])
     root = np.sqrt(weights)

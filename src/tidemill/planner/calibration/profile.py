@@ -132,7 +132,7 @@ def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield name, value
 
 
-def unlike(profile: RunProfile, spec: RunSpec) -> list[str]:
+def setting_differences(profile: RunProfile, spec: RunSpec) -> list[str]:
     """The differences between a run and the profile's settings, for the user."""
     asked = cost_settings(spec)
     return [

@@ -16,7 +16,7 @@ from tidemill.hardware.completion_lengths import Lengths
 from tidemill.hardware.engine_profile import EngineProfile, rollout_of
 from tidemill.hardware.model_shape import ModelShape
 from tidemill.hardware.trainer_profile import TrainerProfile
-from tidemill.planner.forecast.forecast import MOST_SAMPLES, drawn, simulated_steps, summarised
+from tidemill.planner.forecast.forecast import MOST_SAMPLES, simulated_steps, summarised, with_seed
 from tidemill.planner.memory.memory_plan import plan_memory
 from tidemill.planner.memory.per_gpu import fit
 from tidemill.planner.memory.states import Holding
@@ -43,7 +43,7 @@ class ClusterForecast(Record):
     usable_bytes: float
 
 
-def question_of(
+def placement_question(
     spec: RunSpec, shape: ModelShape, offers: tuple[Offer, ...], lengths: Lengths, prompt_tokens: int
 ) -> PlacementQuestion:
     """The question of `plan placement` for this recipe."""
@@ -90,7 +90,7 @@ def forecast_on_cluster(
         played = pool
     runs = [
         simulate_run(
-            drawn(priced, steps, seed),
+            with_seed(priced, steps, seed),
             cost_model_of(spec, question, placement, boot_s=boot_s, slowness=slowness),
             work,
             timetable_of(played) if machines else None,  # one per simulation, because a timetable is consumed
@@ -105,7 +105,7 @@ def forecast_on_cluster(
         )
     if len(placement.dedicated.engines) > 1 or len(placement.shared.engines) > 1:
         notes.append("engines of several kinds are simulated as the first kind")
-    forecast = summarised(priced, runs, start_s=0.0, about=placement.words, notes=notes)
+    forecast = summarised(priced, runs, start_s=0.0, about=placement.description, notes=notes)
     training = placement.training
     memory = memory_question(question, training.group, training.tp, training.pp)
     held = fit(memory, plan_memory(memory).parts, training.group.gpus)

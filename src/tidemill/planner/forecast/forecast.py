@@ -17,13 +17,13 @@ from tidemill.core.formatting import counted
 from tidemill.core.records import Record
 from tidemill.hardware.model_shape import ModelShape, adapter_parameters
 from tidemill.hardware.trainer_profile import Recompute, activation_bytes
-from tidemill.planner.calibration.profile import RunProfile, kept_profiles, unlike
+from tidemill.planner.calibration.profile import RunProfile, kept_profiles, setting_differences
 from tidemill.planner.figures import Derivation
 from tidemill.planner.forecast.one_machine import simulate_recipe
 from tidemill.sim.outcome import SimulatedRun
 from tidemill.telemetry.events import CHECKPOINT, EVALUATION, PUBLISH
 from tidemill.telemetry.fleet_figures import amount
-from tidemill.telemetry.manifest import FORMAT, Forecast, Spread, machine
+from tidemill.telemetry.manifest import FORECAST_FORMAT, Forecast, Spread, machine
 from tidemill.telemetry.metrics import STEP_TIME, TRAINER_IDLE
 
 SEEDS = 5
@@ -48,7 +48,9 @@ def forecast_recipe(
         watch: see `simulate_recipe`.
     """
     steps = simulated_steps(spec, most_samples)
-    runs = [simulate_recipe(drawn(spec, steps, seed), uncertain(profile, seed), watch=watch) for seed in range(seeds)]
+    runs = [
+        simulate_recipe(with_seed(spec, steps, seed), uncertain(profile, seed), watch=watch) for seed in range(seeds)
+    ]
     notes = list(profile.notes)
     if steps < spec.trainer.steps:
         notes.append(
@@ -75,7 +77,7 @@ def uncertain(profile: RunProfile, seed: int) -> RunProfile:
     return msgspec.structs.replace(profile, numbers=numbers)
 
 
-def drawn(spec: RunSpec, steps: int, seed: int) -> RunSpec:
+def with_seed(spec: RunSpec, steps: int, seed: int) -> RunSpec:
     """The recipe with another seed and number of steps."""
     run = spec.run.model_copy(update={"seed": spec.run.seed + seed})
     return spec.model_copy(update={"run": run, "trainer": spec.trainer.model_copy(update={"steps": steps})})
@@ -94,20 +96,20 @@ def summarised(
     simulated = len(steps[0])
     usual = [fmean(line.values[STEP_TIME] for line in lines[1:] or lines) for lines in steps]
     beside = {
-        "evaluation": fmean(_beside(run, EVALUATION, spec) for run in runs),
-        "checkpoints": fmean(_beside(run, CHECKPOINT, spec) for run in runs),
+        "evaluation": fmean(_extrapolated_s(run, EVALUATION, spec) for run in runs),
+        "checkpoints": fmean(_extrapolated_s(run, CHECKPOINT, spec) for run in runs),
     }
     totals = [
         start_s
         + sum(line.values[STEP_TIME] for line in lines)
         + mean * (spec.trainer.steps - simulated)
-        + _beside(run, EVALUATION, spec)
-        + _beside(run, CHECKPOINT, spec)
+        + _extrapolated_s(run, EVALUATION, spec)
+        + _extrapolated_s(run, CHECKPOINT, spec)
         for run, lines, mean in zip(runs, steps, usual, strict=True)
     ]
     tokens = fmean(sum(line.values.get("tokens_generated", 0.0) for line in lines) for lines in steps)
     return Forecast(
-        format=FORMAT,
+        format=FORECAST_FORMAT,
         profile=about,
         seeds=len(runs),
         steps=spec.trainer.steps,
@@ -116,7 +118,7 @@ def summarised(
         total_s=_spread(totals),
         split_s=_split(runs),
         generating_s=_mean_of_usual(runs, "time_rollout_s"),
-        beside_s={"start": start_s, **beside},
+        outside_steps_s={"start": start_s, **beside},
         tokens_per_s=tokens / fmean(sum(line.values[STEP_TIME] for line in lines) for lines in steps),
         cost_usd=fmean(run.cost_usd / run.seconds * total for run, total in zip(runs, totals, strict=True)),
         notes=tuple(notes),
@@ -136,7 +138,7 @@ def _mean_of_usual(runs: Sequence[SimulatedRun], name: str) -> float:
     return fmean(line.values.get(name, 0.0) for line in lines)
 
 
-def _beside(run: SimulatedRun, name: str, spec: RunSpec) -> float:
+def _extrapolated_s(run: SimulatedRun, name: str, spec: RunSpec) -> float:
     """Time of all evaluations or checkpoints of the whole run, extrapolated from the simulated steps, in seconds."""
     durations = [amount(event, "duration_s") for event in _named(run, name)]
     if not durations:
@@ -181,7 +183,7 @@ def fitting_profile(spec: RunSpec) -> RunProfile:
     """
     kept = kept_profiles(machine())
     for profile in kept:
-        if not unlike(profile, spec):
+        if not setting_differences(profile, spec):
             return profile
     hint = (
         "train the recipe for ten steps and run `tidemill calibrate` on its run directory; or give --measure, which "
@@ -189,28 +191,28 @@ def fitting_profile(spec: RunSpec) -> RunProfile:
     )
     if not kept:
         raise UserError("no run on this machine has been calibrated yet", where="plan run", hint=hint)
-    nearest = min(kept, key=lambda profile: len(unlike(profile, spec)))
-    differences = "; ".join(unlike(nearest, spec)[:NAMED])
+    nearest = min(kept, key=lambda profile: len(setting_differences(profile, spec)))
+    differences = "; ".join(setting_differences(nearest, spec)[:NAMED])
     raise UserError(
         f"no run like this one has been calibrated on this machine ({differences})", where="plan run", hint=hint
     )
 
 
-def foretell(spec: RunSpec) -> Forecast | None:
+def forecast_at_start(spec: RunSpec) -> Forecast | None:
     """Forecast a run that starts, in a few seconds; None if this machine has no fitting profile.
 
     Raises:
         TooSlow: the simulation exceeds its time limit.
     """
-    profile = next((each for each in kept_profiles(machine()) if not unlike(each, spec)), None)
+    profile = next((each for each in kept_profiles(machine()) if not setting_differences(each, spec)), None)
     if profile is None:
         return None
     large = spec.batch.prompts * spec.batch.group_size * FEWEST_STEPS > QUICK_SAMPLES
     seeds = 1 if large else QUICK_SEEDS
-    return forecast_recipe(spec, profile, seeds=seeds, most_samples=QUICK_SAMPLES, watch=_no_longer_than(QUICK_S))
+    return forecast_recipe(spec, profile, seeds=seeds, most_samples=QUICK_SAMPLES, watch=_time_limit(QUICK_S))
 
 
-def _no_longer_than(seconds: float) -> Callable[[], None]:
+def _time_limit(seconds: float) -> Callable[[], None]:
     """A function that raises TooSlow after this time."""
     ends_s = time.monotonic() + seconds
 
@@ -229,7 +231,7 @@ def derive(forecast: Forecast, sheet: Derivation) -> None:
     simulated, steps = len(forecast.step_s), forecast.steps
     in_steps = sum(step.mean for step in forecast.step_s)
     usual = forecast.usual_step_s.mean
-    beside = forecast.beside_s
+    beside = forecast.outside_steps_s
     sheet.compute(
         "total_s",
         "s",

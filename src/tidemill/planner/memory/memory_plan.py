@@ -20,7 +20,7 @@ from tidemill.planner.memory.per_gpu import (
     rounded_up,
     shares,
     training_unit,
-    tried,
+    try_counts,
     unit,
     usable,
 )
@@ -41,7 +41,7 @@ class MemoryOption(Record):
         return self.missing_bytes == 0
 
 
-class WhyNot(Record):
+class Shortage(Record):
     """Why a number of GPUs is too small."""
 
     gpus: int
@@ -50,11 +50,11 @@ class WhyNot(Record):
     hints: tuple[MemoryOption, ...]  # options that help, the most effective first
 
 
-def why_not(question: MemoryQuestion, parts: Shares, found: Fit) -> WhyNot | None:
+def shortage_of(question: MemoryQuestion, parts: Shares, found: Fit) -> Shortage | None:
     """None if it fits."""
     if found.fits:
         return None
-    tried = (_tried(option, changed, found.gpus) for option, changed in _changes(question))
+    tried = (_try_option(option, changed, found.gpus) for option, changed in _changes(question))
     helpful = [hint for hint in tried if hint and hint.bytes_per_gpu < found.bytes_per_gpu]
     on_each = {
         "states": found.bytes_per_gpu - parts.kv / found.gpus - parts.fixed,
@@ -65,7 +65,7 @@ def why_not(question: MemoryQuestion, parts: Shares, found: Fit) -> WhyNot | Non
         "engine": parts.engine,
         "runtime": parts.runtime,
     }
-    return WhyNot(
+    return Shortage(
         gpus=found.gpus,
         missing_bytes=found.missing_bytes,
         parts=dict(sorted(on_each.items(), key=lambda item: -item[1])),
@@ -73,7 +73,7 @@ def why_not(question: MemoryQuestion, parts: Shares, found: Fit) -> WhyNot | Non
     )
 
 
-def _tried(option: str, question: MemoryQuestion, gpus: int) -> MemoryOption | None:
+def _try_option(option: str, question: MemoryQuestion, gpus: int) -> MemoryOption | None:
     """None if this number of GPUs cannot be divided in that way."""
     if gpus % unit(question):
         return None
@@ -114,7 +114,7 @@ def notes_on(question: MemoryQuestion, states: Sequence[RoleStates], parts: Shar
     """Notes for the user, most important first."""
     yield from _one_machine(question, states)
     if fewest_gpus(question, parts) is None:
-        yield _never(question, parts)
+        yield _impossible_note(question, parts)
     if question.shape.assumed:
         shape = question.shape
         proportions = f"{shape.layers} layers, width {shape.hidden}, {shape.kv_heads} heads of keys and values"
@@ -150,7 +150,7 @@ def _one_machine(question: MemoryQuestion, states: Sequence[RoleStates]) -> Iter
         yield f"{text}; {hint}"
 
 
-def _never(question: MemoryQuestion, parts: Shares) -> str:
+def _impossible_note(question: MemoryQuestion, parts: Shares) -> str:
     """Explain why no number of GPUs suffices, and name the largest part that is not sharded."""
     room = usable(question)
     each = {
@@ -181,7 +181,7 @@ class MemoryPlan(Record):
     parts: Shares
     kv: float  # keys and values of all samples in flight, on any machine
     fits: tuple[Fit, ...]
-    why_not: WhyNot | None  # of the requested GPUs, or of one machine; None if it fits
+    why_not: Shortage | None  # of the requested GPUs, or of one machine; None if it fits
     notes: tuple[str, ...]
     figures: tuple[Figure, ...]
 
@@ -224,7 +224,7 @@ def plan_memory(question: MemoryQuestion, *, gpus: int | None = None) -> MemoryP
         parts=parts,
         kv=kv_bytes(question),
         fits=tuple(_fits(question, parts, gpus)),
-        why_not=why_not(question, parts, fit(question, parts, _asked(question, gpus))),
+        why_not=shortage_of(question, parts, fit(question, parts, _requested_gpus(question, gpus))),
         notes=(*_rounding(question, gpus), *notes_on(question, states, parts)),
         figures=tuple(sheet.figures),
     )
@@ -276,19 +276,19 @@ def _everything(question: MemoryQuestion, parts: Shares, sheet: Derivation) -> i
     return fewest
 
 
-def _asked(question: MemoryQuestion, gpus: int | None) -> int:
+def _requested_gpus(question: MemoryQuestion, gpus: int | None) -> int:
     return rounded_up(question.gpu.gpus_per_machine if gpus is None else gpus, unit(question))
 
 
 def _rounding(question: MemoryQuestion, gpus: int | None) -> Iterator[str]:
-    asked = _asked(question, gpus)
+    asked = _requested_gpus(question, gpus)
     if gpus is not None and asked != gpus:
         yield f"--gpus {gpus} is rounded up to {asked}: training and whole engines need multiples of {unit(question)}"
 
 
 def _fits(question: MemoryQuestion, parts: Shares, gpus: int | None) -> Sequence[Fit]:
-    found = tried(question, parts, fewest_gpus(question, parts))
-    asked = _asked(question, gpus)
+    found = try_counts(question, parts, fewest_gpus(question, parts))
+    asked = _requested_gpus(question, gpus)
     if any(each.gpus == asked for each in found):
         return found
     return sorted([*found, fit(question, parts, asked)], key=lambda each: each.gpus)

@@ -208,7 +208,7 @@ def rounded_up(gpus: float, step: int) -> int:
     return max(math.ceil(gpus / step * (1 - ROUNDING)), 1) * step
 
 
-def tried(question: MemoryQuestion, parts: Shares, fewest: int | None) -> list[Fit]:
+def try_counts(question: MemoryQuestion, parts: Shares, fewest: int | None) -> list[Fit]:
     """One machine and its doublings up to the first that fits, the smallest number that fits, and the one before it."""
     step = unit(question)
     machine = rounded_up(question.gpu.gpus_per_machine, step)

@@ -16,7 +16,7 @@ def derive_generation(question: PlacementQuestion, placement: Placement, sheet: 
     sides = {"shared": placement.shared, "dedicated": placement.dedicated}
     for (name, side), portion in zip(sides.items(), portions(question, placement), strict=True):
         for engine, machines in side.engines:
-            _engine(question, engine, machines, f"{name}.{engine.offer.words}", sheet)
+            _engine(question, engine, machines, f"{name}.{engine.offer.description}", sheet)
         if not side.engines:
             continue
         samples = question.rollout.samples * portion

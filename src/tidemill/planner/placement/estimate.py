@@ -113,9 +113,9 @@ class Side(Record):
         return sum(engine.offer.usd_per_hour * machines for engine, machines in self.engines)
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         """`4 × a + 3.2 × b (preemptible)`"""
-        return " + ".join(f"{machines:.3g} × {engine.offer.words}" for engine, machines in self.engines)
+        return " + ".join(f"{machines:.3g} × {engine.offer.description}" for engine, machines in self.engines)
 
     @property
     def token_s(self) -> float:
@@ -165,12 +165,12 @@ class Placement(Record):
         return "hybrid" if self.dedicated.engines else "colocated"
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         """`hybrid: training on 1 × a, generating also on 4 × b`"""
-        text = f"{self.kind}: training on {self.training.group.words}"
+        text = f"{self.kind}: training on {self.training.group.description}"
         if not self.dedicated.engines:
             return text
-        return f"{text}, generating {'also ' if self.shared.engines else ''}on {self.dedicated.words}"
+        return f"{text}, generating {'also ' if self.shared.engines else ''}on {self.dedicated.description}"
 
     @property
     def usd_per_hour(self) -> float:

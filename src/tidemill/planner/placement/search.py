@@ -56,11 +56,11 @@ class Candidates:
         for group in groups(self._question.reserved, self._counts):
             for chosen in _choices(self._question.preemptible, self._counts):
                 yield from self._placed(group, chosen, shares=True)
-            for chosen in _choices(_left(self._question.offers, group), self._counts):
+            for chosen in _choices(_remaining_offers(self._question.offers, group), self._counts):
                 if chosen:
                     yield from self._placed(group, chosen, shares=False)
 
-    def beside(self, placement: Placement) -> Iterator[Placement]:
+    def neighbors(self, placement: Placement) -> Iterator[Placement]:
         """Placements that differ in the number of machines of one kind by a power of two, which thinning may omit."""
         group, shares = placement.training.group, bool(placement.shared.engines)
         chosen = [
@@ -69,14 +69,14 @@ class Candidates:
         ]
         if len(group.members) == 1:
             ((offer, count),) = group.members
-            for number in _near(count, offer.count):
+            for number in _powers_of_two_away(count, offer.count):
                 other = Group(members=((offer, number),))
-                left = {each.words: each.count for each in _left(self._question.offers, other)}
-                if all(each.count <= left.get(each.words, 0) for each in chosen):
+                left = {each.description: each.count for each in _remaining_offers(self._question.offers, other)}
+                if all(each.count <= left.get(each.description, 0) for each in chosen):
                     yield from self._placed(other, chosen, shares=shares)
-        left = {each.words: each.count for each in _left(self._question.offers, group)}
+        left = {each.description: each.count for each in _remaining_offers(self._question.offers, group)}
         for index, each in enumerate(chosen):
-            for number in _near(each.count, left[each.words]):
+            for number in _powers_of_two_away(each.count, left[each.description]):
                 changed = msgspec.structs.replace(each, count=number)
                 yield from self._placed(group, [*chosen[:index], changed, *chosen[index + 1 :]], shares=shares)
 
@@ -158,13 +158,13 @@ def counts(available: int, most: int) -> list[int]:
     return sorted({round(available ** (part / (most - 1))) for part in range(most)})
 
 
-def _near(count: int, most: int) -> list[int]:
+def _powers_of_two_away(count: int, most: int) -> list[int]:
     """Numbers from 1 to `most` that differ by a power of two."""
     steps = [2**power for power in range(count.bit_length())]
     return [number for step in steps for number in (count - step, count + step) if 1 <= number <= most]
 
 
-def _left(offers: Sequence[Offer], group: Group) -> list[Offer]:
+def _remaining_offers(offers: Sequence[Offer], group: Group) -> list[Offer]:
     """The offers without the machines of the group."""
     taken = {offer.name: count for offer, count in group.members}
     left = [
@@ -181,13 +181,13 @@ NOTABLE = 0.02
 def comparison(question: PlacementQuestion, best: Estimate, other: Estimate) -> str:
     """The disadvantage of a runner-up and its main cause."""
     dearer, slower = other.usd_per_million / best.usd_per_million - 1, other.step_s / best.step_s - 1
-    first = _than(dearer, "dearer", "as dear", "cheaper")
-    second = _than(slower, "slower", "as fast", "faster")
+    first = _change_in_words(dearer, "dearer", "as dear", "cheaper")
+    second = _change_in_words(slower, "slower", "as fast", "faster")
     said = f"{first}, {second}" if question.objective == "cost" else f"{second}, {first}"
-    return f"{other.placement.words}: {said}" + (f"; {reason}" if (reason := _reason(best, other)) else "")
+    return f"{other.placement.description}: {said}" + (f"; {reason}" if (reason := _reason(best, other)) else "")
 
 
-def _than(change: float, more: str, equal: str, less: str) -> str:
+def _change_in_words(change: float, more: str, equal: str, less: str) -> str:
     return equal if abs(change) < NOTABLE else f"{percent(abs(change))} {more if change > 0 else less}"
 
 
@@ -295,11 +295,11 @@ def plan_placement(question: PlacementQuestion) -> PlacementPlan:
     """
     check(question)
     candidates = Candidates(question)
-    found = {_numbers(placement): estimate(question, placement) for placement in candidates}
+    found = {_placement_key(placement): estimate(question, placement) for placement in candidates}
     if not found:
-        raise _nowhere(candidates.refused)
+        raise _no_placement_error(candidates.refused)
     ranked = _ranked(question, list(found.values()))
-    while beside := _unseen(candidates, _distinct(ranked)[: 1 + RUNNERS_UP], found):
+    while beside := _unseen_neighbors(candidates, _distinct(ranked)[: 1 + RUNNERS_UP], found):
         found |= {numbers: estimate(question, placement) for numbers, placement in beside.items()}
         ranked = _ranked(question, list(found.values()))
     best, others = ranked[0], _distinct(ranked)[1 : 1 + RUNNERS_UP]
@@ -313,19 +313,19 @@ def plan_placement(question: PlacementQuestion) -> PlacementPlan:
     )
 
 
-def _numbers(placement: Placement) -> tuple[object, ...]:
+def _placement_key(placement: Placement) -> tuple[object, ...]:
     """The identity of a placement."""
     trained = tuple((offer.name, count) for offer, count in placement.training.group.members)
-    generating = tuple((engine.offer.words, machines) for engine, machines in placement.dedicated.engines)
+    generating = tuple((engine.offer.description, machines) for engine, machines in placement.dedicated.engines)
     return placement.kind, trained, generating
 
 
-def _unseen(
+def _unseen_neighbors(
     candidates: Candidates, leaders: Sequence[Estimate], seen: Container[tuple[object, ...]]
 ) -> dict[tuple[object, ...], Placement]:
     """Placements close to the leaders that were not tried, because thinned-out numbers rarely include the best."""
-    close = (placement for leader in leaders for placement in candidates.beside(leader.placement))
-    return {numbers: placement for placement in close if (numbers := _numbers(placement)) not in seen}
+    close = (placement for leader in leaders for placement in candidates.neighbors(leader.placement))
+    return {numbers: placement for placement in close if (numbers := _placement_key(placement)) not in seen}
 
 
 def _ranked(question: PlacementQuestion, found: Sequence[Estimate]) -> list[Estimate]:
@@ -345,7 +345,7 @@ def _ranked(question: PlacementQuestion, found: Sequence[Estimate]) -> list[Esti
         cheapest = min(found, key=lambda each: each.usd)
         lacking = cheapest.usd - (question.budget_usd or 0.0)
         what = f"no placement trains {counted(question.steps, 'step')} for ${question.budget_usd:,.2f}"
-        hint = f"the cheapest, {cheapest.placement.words}, costs ${cheapest.usd:,.2f}: ${lacking:,.2f} more"
+        hint = f"the cheapest, {cheapest.placement.description}, costs ${cheapest.usd:,.2f}: ${lacking:,.2f} more"
         raise UserError(what, where="--budget-usd", hint=hint)
     return ranked
 
@@ -361,7 +361,7 @@ def _distinct(ranked: Sequence[Estimate]) -> list[Estimate]:
     return list(seen.values())
 
 
-def _nowhere(refused: Refused) -> UserError:
+def _no_placement_error(refused: Refused) -> UserError:
     """The missing memory of the closest group or machine. Engines are only tried where training fits."""
     if refused.engines:
         nearest = min(refused.engines, key=lambda each: (each.missing_alone, each.missing_bytes))
@@ -375,7 +375,7 @@ def _nowhere(refused: Refused) -> UserError:
         return UserError(what, where="--machines", hint=hint)
     closest = min(refused.training, key=lambda each: each.missing_per_gpu)
     lacking = size(closest.missing_per_gpu)
-    what = f"the model fits no placement: {closest.group.words}, the closest, lack {lacking} on each GPU"
+    what = f"the model fits no placement: {closest.group.description}, the closest, lack {lacking} on each GPU"
     more = "no number of these GPUs is enough; take a smaller microbatch or larger GPUs"
     if closest.needs_gpus is not None:
         more = f"it needs about {closest.needs_gpus} of these GPUs; or --offload, --lora-rank"

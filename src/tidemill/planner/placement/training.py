@@ -40,7 +40,7 @@ class Offer(Record):
         return self.machine.name
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         return f"{self.name} (preemptible)" if self.preemptible else self.name
 
     @property
@@ -91,7 +91,7 @@ def check(question: PlacementQuestion) -> PlacementQuestion:
         raise UserError(
             "no reserved machines to train on", where="--machines", hint="give NAME:COUNT from the catalogue"
         )
-    names = [offer.words for offer in question.offers]
+    names = [offer.description for offer in question.offers]
     if twice := [name for name in names if names.count(name) > 1]:
         raise UserError(f"{twice[0]} is given twice", where="--machines", hint="give it once, with the total number")
     for offer in question.offers:
@@ -164,7 +164,7 @@ class Group(Record):
         return sum(offer.usd_per_hour * count for offer, count in self.members)
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         return " + ".join(f"{count} × {offer.name}" for offer, count in self.members)
 
 

@@ -320,7 +320,7 @@ class NodeWatch:
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        self.nodes = await blocking(look, awaited="the nodes of the cluster", timeout_s=LOOK_TIMEOUT_S)
+        self.nodes = await blocking(list_nodes, awaited="the nodes of the cluster", timeout_s=LOOK_TIMEOUT_S)
         self._task = asyncio.create_task(self._watch(), name="nodes of the cluster")
 
     async def close(self) -> None:
@@ -349,8 +349,8 @@ class NodeWatch:
             self._names |= {node.node_id: node.name for node in self.nodes.values()}
             await asyncio.sleep(LOOK_S)
             try:
-                timeout_s = min(LOOK_TIMEOUT_S, seen_s + LOST_S - time.monotonic())
-                self.nodes = await blocking(look, awaited="the nodes of the cluster", timeout_s=max(LOOK_S, timeout_s))
+                timeout_s = max(LOOK_S, min(LOOK_TIMEOUT_S, seen_s + LOST_S - time.monotonic()))
+                self.nodes = await blocking(list_nodes, awaited="the nodes of the cluster", timeout_s=timeout_s)
             except Exception:  # noqa: BLE001 - the cluster is either busy or lost
                 silent_s = time.monotonic() - seen_s
                 if silent_s < LOST_S:
@@ -370,7 +370,7 @@ def cluster_lost(silent_s: float) -> ClusterLost:
     )
 
 
-def look() -> dict[str, NodeView]:
+def list_nodes() -> dict[str, NodeView]:
     """The live nodes by id. Blocks."""
     free, drains = free_resources(), drain_deadlines()
     return {

@@ -263,7 +263,7 @@ class RayProvider:
         self._granted = 0
         self._requesting: asyncio.Task[None] | None = None
 
-    def want(self, workers: int) -> None:
+    def request_workers(self, workers: int) -> None:
         wanted = min(workers, self._pool.max_workers)
         if wanted != self._wanted or self._requesting is None:
             self._wanted = wanted

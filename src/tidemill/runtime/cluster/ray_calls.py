@@ -30,7 +30,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import TidemillError, TrainerLost, UserError, WeightsError, WorkerLost
-from tidemill.core.protocols import within
+from tidemill.core.protocols import with_deadline
 from tidemill.core.records import GenerateRequest, Loaded, PolicyVersion, Record, SampleId, WorkerReport
 from tidemill.rollout.worker import EngineWorker
 
@@ -49,7 +49,7 @@ async def blocking(function: Callable[[], T], *, awaited: str, timeout_s: float)
         DeadlineError: it did not return in time; its thread keeps running.
     """
     waiting = asyncio.shield(asyncio.wrap_future(in_thread(function, name=awaited)))
-    return await within(waiting, timeout_s=timeout_s, awaited=awaited, look_at="the load of this machine")
+    return await with_deadline(waiting, timeout_s=timeout_s, awaited=awaited, look_at="the load of this machine")
 
 
 async def clean_up(function: Callable[[], object], *, awaited: str) -> None:

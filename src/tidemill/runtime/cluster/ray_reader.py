@@ -49,8 +49,8 @@ class ReadingActor(AsyncActor):
         self.reader: Reader | None = None
 
     @served
-    async def grow(self, grown: bytes) -> None:
-        self._started_reader().grow(decode(grown, list[Growth]))
+    async def receive(self, grown: bytes) -> None:
+        self._started_reader().receive(decode(grown, list[Growth]))
 
     @served
     async def read(self, sample_id: bytes, token_ids: bytes, prompt_tokens: int) -> Read:
@@ -120,7 +120,7 @@ class RayReader(ReadCounter):
         self._restarting: asyncio.Task[None] | None = None
         self._restarts = 0  # since a sample was read
 
-    def grow(self, grown: Sequence[Growth]) -> None:
+    def receive(self, grown: Sequence[Growth]) -> None:
         self._remote.ask("grow", encode(grown))
 
     async def read(self, sample_id: SampleId, token_ids: TokenBuffer, prompt_tokens: int) -> Read:

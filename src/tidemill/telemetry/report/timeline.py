@@ -11,7 +11,7 @@ from itertools import pairwise
 from statistics import median
 from typing import Any, Literal, get_args
 
-from tidemill.core.formatting import compact, counted, decimal, dollars, duration, natural, percent
+from tidemill.core.formatting import compact, counted, decimal, dollars, duration, natural_sort_key, percent
 from tidemill.core.records import Record
 from tidemill.telemetry.events import (
     CHECKPOINT,
@@ -130,7 +130,7 @@ def timeline(
 def lanes(leases: Iterable[HeldLease]) -> list[list[HeldLease]]:
     """Leases grouped into lanes without overlap; each lease goes to the first free lane."""
     found: list[list[HeldLease]] = []
-    for one in sorted(leases, key=lambda one: (one.start_s, natural(one.worker))):
+    for one in sorted(leases, key=lambda one: (one.start_s, natural_sort_key(one.worker))):
         free = next((lane for lane in found if lane[-1].end_s <= one.start_s), None)
         if free is None:
             found.append([one])
@@ -176,7 +176,7 @@ def _by_worker(leases: Iterable[HeldLease]) -> list[tuple[str, list[HeldLease]]]
     groups: dict[str, list[HeldLease]] = {}
     for one in leases:
         groups.setdefault(one.worker, []).append(one)
-    return sorted(groups.items(), key=lambda item: natural(item[0]))
+    return sorted(groups.items(), key=lambda item: natural_sort_key(item[0]))
 
 
 def _lease_bars(

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.planted import observed, planted, spec_of
-from tidemill.planner.calibration.fit import fit, settle
+from tidemill.planner.calibration.fit import fit, fit_by_simulation
 from tidemill.planner.calibration.run_observations import Observed
 
 COST = st.floats(1e-4, 0.05)
@@ -33,7 +33,7 @@ def test_a_message_takes_what_a_step_lacks() -> None:
     seen = observed(spec, right)
     fitted = fit(seen)
     assert fitted["call_s"] == 0.0
-    found = settle(msgspec.structs.replace(fitted, lengths=right.lengths), seen)
+    found = fit_by_simulation(msgspec.structs.replace(fitted, lengths=right.lengths), seen)
     assert found["call_s"] == pytest.approx(0.01, rel=0.1)
     assert found.simulated_step_s == pytest.approx(found.step_s.value, rel=0.01)
 
@@ -45,7 +45,7 @@ def test_boots_that_shared_the_cores_are_told_from_those_alone() -> None:
     seen = observed(spec, right)
     # Three processes, the trainer's among them, on two cores: a boot took longer than a second.
     assert min(seen.boots_s) > 1.2
-    assert settle(fit(seen), seen)["boot_s"] == pytest.approx(1.0, rel=0.1)
+    assert fit_by_simulation(fit(seen), seen)["boot_s"] == pytest.approx(1.0, rel=0.1)
 
 
 def test_what_a_run_cannot_tell_it_says() -> None:

@@ -13,7 +13,7 @@ from tidemill.planner.calibration.profile import (
     kept_path,
     kept_profiles,
     read_profile,
-    unlike,
+    setting_differences,
     write_profile,
 )
 from tidemill.planner.calibration.run_observations import observe
@@ -68,8 +68,8 @@ def test_the_newest_of_this_machine_is_kept(tmp_path: Path, monkeypatch: pytest.
 
 def test_a_run_of_another_kind_is_told_apart() -> None:
     profile = planted(spec_of())
-    assert unlike(profile, spec_of(steps=9, batch={"prompts": 9, "group_size": 2})) == []
-    assert unlike(profile, spec_of(engine={"batch_invariant": True})) == [
+    assert setting_differences(profile, spec_of(steps=9, batch={"prompts": 9, "group_size": 2})) == []
+    assert setting_differences(profile, spec_of(engine={"batch_invariant": True})) == [
         "engine.batch_invariant is True, and the profile was measured with False"
     ]
 
@@ -83,12 +83,12 @@ def test_a_run_of_another_kind_is_told_apart() -> None:
     ],
 )
 def test_a_model_of_another_shape_is_another_kind(changes: dict[str, Any], named: str) -> None:
-    found = unlike(planted(spec_of(model=CHAR)), spec_of(**changes))
+    found = setting_differences(planted(spec_of(model=CHAR)), spec_of(**changes))
     assert found[0].startswith(f"{named} is ")
 
 
 def test_seeds_and_what_a_model_does_not_read_make_no_difference() -> None:
-    assert unlike(planted(spec_of(model=CHAR)), spec_of(model=CHAR | {"char": {"seed": 5}})) == []
+    assert setting_differences(planted(spec_of(model=CHAR)), spec_of(model=CHAR | {"char": {"seed": 5}})) == []
     hub = {"source": "org/model", "char": {"layers": 9}}
     assert not any("char." in name for name in cost_settings(spec_of(model=hub)))
 

@@ -13,7 +13,7 @@ from tests.planted import planted, spec_of
 from tidemill.core.errors import UserError
 from tidemill.planner.calibration.profile import kept_path, write_profile
 from tidemill.planner.forecast import forecast
-from tidemill.planner.forecast.forecast import TooSlow, fitting_profile, forecast_recipe, foretell
+from tidemill.planner.forecast.forecast import TooSlow, fitting_profile, forecast_at_start, forecast_recipe
 
 ABACUS = {"processor": "Abacus", "cores": 2}
 
@@ -30,24 +30,24 @@ def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_a_profile_of_such_a_run_is_taken(kept: Any) -> None:
     assert fitting_profile(spec_of(steps=50)) == kept
-    forecast = foretell(spec_of(steps=50))
+    forecast = forecast_at_start(spec_of(steps=50))
     assert forecast is not None
     assert (forecast.seeds, forecast.steps) == (3, 50)
-    large = foretell(spec_of(steps=50, batch={"prompts": 80, "group_size": 4}))
+    large = forecast_at_start(spec_of(steps=50, batch={"prompts": 80, "group_size": 4}))
     assert large is not None
     assert (large.seeds, len(large.step_s)) == (1, 2)  # nobody waits for more
 
 
 def test_of_another_kind_of_run_nothing_is_known(kept: Any) -> None:
     other = spec_of(engine={"batch_invariant": True})
-    assert foretell(other) is None
+    assert forecast_at_start(other) is None
     with pytest.raises(UserError, match=r"engine\.batch_invariant is True"):
         fitting_profile(other)
 
 
 def test_of_another_machine_nothing_is_known(kept: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forecast, "machine", lambda: ABACUS | {"cores": 3})
-    assert foretell(spec_of()) is None
+    assert forecast_at_start(spec_of()) is None
     with pytest.raises(UserError, match="no run on this machine has been calibrated yet") as raised:
         fitting_profile(spec_of())
     assert "--measure" in str(msgspec.to_builtins(raised.value.hint))
@@ -66,13 +66,13 @@ def test_nobody_waits_for_one_whose_time_stands_still(kept: Any, monkeypatch: py
     monkeypatch.setattr(forecast, "QUICK_S", 0.01)
     monkeypatch.setattr("tidemill.planner.forecast.one_machine._simulate", spin)
     with pytest.raises(TooSlow, match=r"longer than 0\.01 s"):
-        foretell(spec_of())
+        forecast_at_start(spec_of())
 
 
 def test_nobody_waits_for_a_slow_one(kept: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forecast, "QUICK_S", 0.0)
     with pytest.raises(TooSlow, match="longer than 0 s"):
-        foretell(spec_of())
+        forecast_at_start(spec_of())
 
 
 @pytest.mark.parametrize("pass_s", [0.1, 3000.0])  # of the second an engine does not stop in time

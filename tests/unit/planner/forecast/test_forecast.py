@@ -63,10 +63,10 @@ def test_a_forecast_adds_up_and_derives_its_numbers() -> None:
     assert simulated_steps(spec, 48) == len(found.step_s) == 6
     assert found.of_step(9) == found.usual_step_s
     # Checkpoints after 5, 10 and the end; evaluations before, after 4 and 8, and at the end.
-    assert found.beside_s["checkpoints"] == pytest.approx(3 * 0.5)
+    assert found.outside_steps_s["checkpoints"] == pytest.approx(3 * 0.5)
     assert found.cost_usd == pytest.approx(0.01 * found.total_s.mean, rel=0.01)
     in_steps = sum(step.mean for step in found.step_s) + 6 * found.usual_step_s.mean
-    assert found.total_s.mean == pytest.approx(2.0 + in_steps + 1.5 + found.beside_s["evaluation"])
+    assert found.total_s.mean == pytest.approx(2.0 + in_steps + 1.5 + found.outside_steps_s["evaluation"])
     assert sum(found.split_s.values()) == pytest.approx(found.usual_step_s.mean, rel=0.01)
     assert any("6 of 12 steps" in note for note in found.notes)
     sheet = Derivation()

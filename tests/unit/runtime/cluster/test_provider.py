@@ -101,11 +101,11 @@ def test_leases_are_limited_by_the_wanted_workers(asked: list[tuple[int, object]
     async def case() -> None:
         one = Case(max_workers=3)
         one.nodes.put("a", 12)
-        one.provider.want(1)
+        one.provider.request_workers(1)
         assert len(await one.granted()) == 1
-        one.provider.want(9)
+        one.provider.request_workers(9)
         assert len(await one.granted()) == 2  # three at most
-        one.provider.want(0)
+        one.provider.request_workers(0)
         assert await one.events() == []  # no lease ends
 
     run_virtual(case())
@@ -113,8 +113,8 @@ def test_leases_are_limited_by_the_wanted_workers(asked: list[tuple[int, object]
 
 async def test_the_autoscaler_gets_the_wanted_workers(asked: list[tuple[int, object]]) -> None:
     one = Case(max_workers=3)
-    one.provider.want(2)
-    one.provider.want(2)
+    one.provider.request_workers(2)
+    one.provider.request_workers(2)
     await one.provider.close()
     assert asked == [(2, [{"market": "spot"}] * 2), (0, [])]
 

@@ -14,7 +14,7 @@ from tidemill.core.records import Growth, Read
 from tidemill.runtime.cluster.ray_calls import Remote, decode, trainer_lost
 from tidemill.runtime.cluster.ray_reader import MAX_READS, MAX_RESTARTS, RayReader, reader_lost
 
-READ = Read(numbers=b"\0\0\0\0", tokens_ahead=3, tokens_late=5)
+READ = Read(values=b"\0\0\0\0", tokens_ahead=3, tokens_late=5)
 
 
 class FakeRemote(Remote):
@@ -114,7 +114,7 @@ async def test_growth_is_sent_without_waiting() -> None:
     remote = FakeRemote(1)
     reader = RayReader(remote)
     growth = Growth(sample_id=named(0), prompt_tokens=1, start=0, token_ids=b"\1\0\0\0")
-    reader.grow([growth])
+    reader.receive([growth])
     reader.forget([named(1)])
     (grow, told), (forget, _) = remote.asked
     assert (grow, forget) == ("grow", "forget")

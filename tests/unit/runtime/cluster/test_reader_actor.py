@@ -48,13 +48,13 @@ async def started(plan: bytes) -> ReaderActor:
 async def test_a_reward_model_scores_a_growing_sample(folder: Path) -> None:
     actor = await started(plan(folder, str(folder)))
     growth = Growth(sample_id=named(0), prompt_tokens=PROMPT, start=0, token_ids=IDS[: 17 * 4])
-    read_answer(await actor.grow(encode([growth])), type(None))
+    read_answer(await actor.receive(encode([growth])), type(None))
     async with asyncio.timeout(10.0):
         while actor.reader._reader.tokens_held < 17:  # type: ignore[union-attr]  # noqa: ASYNC110
             await asyncio.sleep(0.001)
     read = read_answer(await actor.read(encode(named(0)), IDS, PROMPT), Read)
     (expected,) = reward_scores(load_reward_model(folder, device=torch.device("cpu")), [IDS], budget=1000)
-    assert torch.frombuffer(bytearray(read.numbers), dtype=torch.float32).item() == pytest.approx(expected, abs=1e-5)
+    assert torch.frombuffer(bytearray(read.values), dtype=torch.float32).item() == pytest.approx(expected, abs=1e-5)
     assert (read.tokens_ahead, read.tokens_late) == (17, 4)
     read_answer(await actor.forget(encode([named(0)])), type(None))
     assert actor.reader is not None
@@ -64,7 +64,7 @@ async def test_a_reward_model_scores_a_growing_sample(folder: Path) -> None:
 async def test_the_reference_gives_a_logprob_for_every_completion_token(folder: Path) -> None:
     actor = await started(plan(folder))
     read = read_answer(await actor.read(encode(named(0)), IDS, PROMPT), Read)
-    assert count(read.numbers) == 21 - PROMPT
+    assert count(read.values) == 21 - PROMPT
     assert actor.reader is not None
     await actor.reader.close()
 

@@ -33,7 +33,7 @@ class Page(HTMLParser):
         self.tags: list[tuple[str, dict[str, str | None]]] = []
         self.open: list[str] = []
         self.mismatched: list[str] = []
-        self.words = ""
+        self.text = ""
         self.scripts: dict[str, str] = {}
         self.feed(text)
         self.close()
@@ -54,7 +54,7 @@ class Page(HTMLParser):
         if self.open and self.open[-1] in ("script", "style"):
             self.scripts[self.tags[-1][1].get("id") or ""] = data
         else:
-            self.words += data
+            self.text += data
 
 
 def page_of(run: RunDirectory) -> Page:
@@ -82,7 +82,7 @@ def test_the_page_has_all_sections(finished: RunDirectory) -> None:
         "smollm2-135m, seed 0",
         "@recipes/smollm2-addition.toml",
     ):
-        assert words in page.words, words
+        assert words in page.text, words
     data = json.loads(page.scripts["data"])
     assert data["steps"] == list(range(21)) and data["resumed"] == [10]
     drawn = {chart["title"] for chart in data["charts"]}
@@ -99,7 +99,7 @@ def test_preemptible_workers_have_a_section(tmp_path: Path) -> None:
     assert page.mismatched == [] and page.open == []
     summary = run.read_summary()
     for words in ("The fleet", f"{summary['evictions']} evictions", "Preemptible share", "reserved only", "eviction"):
-        assert words in page.words, words
+        assert words in page.text, words
     data = json.loads(page.scripts["data"])
     assert data["fleets"][0]["rows"] == ["trainer", "local", "spot-1", "spot-2", "spot-3", "spot-4"]
     assert {"Evictions", "Lost and recomputed"} <= {chart["title"] for chart in data["charts"]}
@@ -167,7 +167,7 @@ def test_nothing_a_model_writes_becomes_markup(tmp_path: Path) -> None:
     scripts = [attributes for tag, attributes in page.tags if tag == "script"]
     assert len(scripts) == 3 and all("nonce" in one or one.get("type") == "application/json" for one in scripts)
     assert not any(name.startswith("on") for _, attributes in page.tags for name in attributes)
-    assert ATTACK in page.words, "it is shown escaped"
+    assert ATTACK in page.text, "it is shown escaped"
     data = json.loads(page.scripts["data"])
     assert data["charts"][-1]["title"] == ATTACK and data["fleets"][0]["rows"][1] == ATTACK
 
@@ -181,7 +181,7 @@ def test_json_cannot_end_its_script_element() -> None:
 def test_the_page_of_a_new_run(tmp_path: Path) -> None:
     recorder = FabricatedRun(tmp_path).session()
     page = page_of(recorder.run)
-    assert "No step has been completed yet." in page.words and "The run is in progress." in page.words
+    assert "No step has been completed yet." in page.text and "The run is in progress." in page.text
     assert json.loads(page.scripts["data"])["charts"] == []
     recorder.close()
     recorder.run.close()
@@ -204,17 +204,17 @@ def test_the_page_of_a_run_killed_during_a_write(finished: RunDirectory, cut: in
     finished.summary.write_bytes(finished.summary.read_bytes()[:cut])
     finished.config.write_bytes(b"[run\nname = \xff")
     page = page_of(finished)
-    assert page.mismatched == [] and "Held-out accuracy rose" in page.words
+    assert page.mismatched == [] and "Held-out accuracy rose" in page.text
 
 
 def test_unreadable_lines_are_reported(finished: RunDirectory) -> None:
-    assert "cannot be read" not in page_of(finished).words
+    assert "cannot be read" not in page_of(finished).text
     with finished.events.open("ab") as log:
         log.write(b"garbage\n\xff\n")
     with finished.metrics.open("ab") as log:
         log.write(b"garbage\n")
     lines = finished.metrics.read_bytes().count(b"\n")
-    assert f"1 of {lines} lines of metrics.jsonl cannot be read, 2 of" in page_of(finished).words
+    assert f"1 of {lines} lines of metrics.jsonl cannot be read, 2 of" in page_of(finished).text
 
 
 def test_unreadable_metrics_do_not_replace_an_existing_report(finished: RunDirectory) -> None:
@@ -233,13 +233,13 @@ def test_a_directory_without_a_run_is_an_error(tmp_path: Path) -> None:
 
 
 def test_the_uplot_license_comes_with_it(finished: RunDirectory) -> None:
-    assert "Leon Sorokin" in page_of(finished).words
+    assert "Leon Sorokin" in page_of(finished).text
 
 
 def test_the_page_shows_the_trainers_idle_share(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     run.metrics.write_text('{"step":1,"time_step_s":4.0,"time_trainer_idle_s":3.0}\n')
-    assert "Trainer idle75 %of training, waiting for samples" in page_of(run).words.replace("\n", "")
+    assert "Trainer idle75 %of training, waiting for samples" in page_of(run).text.replace("\n", "")
 
 
 def test_the_page_shows_the_error_of_the_forecast(finished: RunDirectory) -> None:
@@ -248,7 +248,7 @@ def test_the_page_shows_the_error_of_the_forecast(finished: RunDirectory) -> Non
     # Twenty steps of 2 s were expected.
     doubtful = msgspec.structs.replace(make_forecast(2.0, total_s=3600.0), notes=("the machine was busy",))
     write_forecast(finished.path, doubtful)
-    words = page_of(finished).words
+    words = page_of(finished).text
     off = actual / 40 - 1
     assert "1:00:00" in words
     assert "from a profile of another run; the machine was busy" in words

@@ -75,7 +75,7 @@ def test_a_model_without_a_head_is_refused_as_reward_model(tmp_path: Path, rewar
     for path in reward_folder.iterdir():
         if path.is_file() and path.name != DESCRIPTION:
             (plain / path.name).write_bytes(path.read_bytes())
-    with pytest.raises(UserError, match=r"no reward model: it has no tidemill\.json"):
+    with pytest.raises(UserError, match=r"not a reward model: the folder has no tidemill\.json"):
         train(rl_spec(tmp_path / "run", {"kind": "model", "model": str(plain)}), telemetry_stream=StringIO())
     assert not (tmp_path / "run" / "ledger.sqlite").exists()
 

@@ -21,7 +21,6 @@ from tidemill.core.formatting import quantity
 from tidemill.hardware.completion_lengths import Lengths, lengths_of_run, log_normal_of_mean
 from tidemill.hardware.model_config import read_shape
 from tidemill.hardware.model_shape import ModelShape, shape_of_parameters
-from tidemill.models import catalog
 from tidemill.models.catalog import listing
 from tidemill.models.folder import is_local
 from tidemill.planner.figures import Figure
@@ -184,13 +183,13 @@ def models_of(spec: RunSpec) -> Models:
 
 def _char(config: CharModelConfig) -> ModelShape:
     return ModelShape(
-        parameters=catalog.parameter_count(config),
+        parameters=config.parameters,
         layers=config.layers,
         hidden=config.hidden_size,
         heads=config.heads,
         kv_heads=config.heads,
         head_dim=config.hidden_size // config.heads,
-        intermediate=catalog.intermediate_size(config.hidden_size),
-        vocab=len(config.alphabet) + len(catalog.SPECIAL_TOKENS),
+        intermediate=config.intermediate_size,
+        vocab=config.vocabulary_size,
         tied=True,
     )

@@ -38,6 +38,11 @@ class LoraConfig(Config):
 BUILT_IN_MODELS = ("smollm2-135m", "char")
 
 
+PAD, EOS = "<pad>", "<eos>"
+SPECIAL_TOKENS = (PAD, EOS)
+"""Tokens of the character model, before its alphabet."""
+
+
 class CharModelConfig(Config):
     """A character-level Llama with random weights, for tests and benchmarks."""
 
@@ -53,6 +58,22 @@ class CharModelConfig(Config):
     """Maximum sequence length, in tokens."""
     seed: int = Field(0, ge=0)
     """Seed of the initial weights."""
+
+    @property
+    def vocabulary_size(self) -> int:
+        return len(SPECIAL_TOKENS) + len(self.alphabet)
+
+    @property
+    def intermediate_size(self) -> int:
+        """Width of the gated MLP: 8/3 of the hidden size (as in Llama), rounded up to a multiple of 32."""
+        return -(-8 * self.hidden_size // (3 * 32)) * 32
+
+    @property
+    def parameters(self) -> int:
+        """Number of parameters; the tied embedding counts once."""
+        hidden = self.hidden_size
+        per_layer = 4 * hidden * hidden + 3 * hidden * self.intermediate_size + 2 * hidden
+        return self.vocabulary_size * hidden + self.layers * per_layer + hidden
 
     def issues(self) -> Iterator[str]:
         if self.hidden_size % self.heads:

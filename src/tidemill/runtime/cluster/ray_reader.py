@@ -121,7 +121,7 @@ class RayReader(ReadCounter):
         self._restarts = 0  # since a sample was read
 
     def receive(self, grown: Sequence[Growth]) -> None:
-        self._remote.ask("grow", encode(grown))
+        self._remote.ask("receive", encode(grown))
 
     async def read(self, sample_id: SampleId, token_ids: TokenBuffer, prompt_tokens: int) -> Read:
         async with self._slots:

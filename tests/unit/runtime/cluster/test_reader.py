@@ -117,5 +117,5 @@ async def test_growth_is_sent_without_waiting() -> None:
     reader.receive([growth])
     reader.forget([named(1)])
     (grow, told), (forget, _) = remote.asked
-    assert (grow, forget) == ("grow", "forget")
+    assert (grow, forget) == ("receive", "forget")
     assert decode(told, list[Growth]) == [growth]

@@ -70,7 +70,7 @@ async def test_the_reference_gives_a_logprob_for_every_completion_token(folder: 
 
 
 async def test_errors_of_actors(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no reward model"):
+    with pytest.raises(UserError, match="not a reward model"):
         await started(plan(folder, str(save_folder(llama(), tmp_path / "plain"))))
     for actor in (ReaderActor(), TrainerActor()):
         with pytest.raises(TidemillError, match="this actor has no reader"):

@@ -314,7 +314,14 @@ def cache_contents(folder: Path) -> dict[str, Any]:
     try:
         inside = sorted(folder.iterdir()) if folder.is_dir() else []
         models = [each for each in inside if each.is_dir() and each.name != profiles_folder().name]
-        entries = [{"name": each.name, "bytes": _size(each), "complete": is_built(each)} for each in models]
+        entries = [
+            {
+                "name": each.name,
+                "bytes": sum(file.stat().st_size for file in each.rglob("*") if file.is_file()),
+                "complete": is_built(each),
+            }
+            for each in models
+        ]
     except OSError as error:
         return {"path": str(folder), "models": [], "error": (error.strerror or str(error)).lower()}
     return {"path": str(folder), "models": entries}
@@ -349,10 +356,6 @@ def _read(path: Path) -> str:
         return path.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError):
         return ""
-
-
-def _size(folder: Path) -> int:
-    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
 
 
 STYLES = {"ok": "green", "note": "dim", "warn": "yellow", "fail": "bold red"}

@@ -56,7 +56,10 @@ def simulate(*items: Items, html: Html = None, dry_run: DryRun = False, json: Js
         words += trace_outlasted(spec.pool, spec.simulation.hours * HOUR_S)
         return Result(data=planned_data(scenario), text="\n".join(words))
     if html is not None:
-        _check_writable(html)
+        existed = html.exists()
+        _write(html, "", mode="a")
+        if not existed:
+            html.unlink()
     compared, findings = _compare(scenario)
     longest_s = max((one.run.seconds for one in compared if one.planned.cost_model.worker), default=0.0)
     notes = [*trace_outlasted(spec.pool, longest_s), *crowded(compared)]
@@ -89,14 +92,6 @@ def _compare(scenario: Scenario) -> tuple[list[Compared], dict[str, str]]:
     if not compared:
         raise errors[0]
     return compared, findings
-
-
-def _check_writable(html: Path) -> None:
-    """Fail before the simulation if the page cannot be written; keep an existing page."""
-    existed = html.exists()
-    _write(html, "", mode="a")
-    if not existed:
-        html.unlink()
 
 
 def _write(html: Path, page: str, *, mode: Literal["a", "w"] = "w") -> None:

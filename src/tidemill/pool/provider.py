@@ -126,7 +126,11 @@ class ScheduledProvider:
                     await self._woken.wait()
 
     async def release(self, lease_id: str) -> None:
-        self._events = deque(event for event in self._events if _lease_of(event) != lease_id)
+        self._events = deque(
+            event
+            for event in self._events
+            if (event.lease.lease_id if isinstance(event, LeaseGranted) else event.lease_id) != lease_id
+        )
         place = self._held.pop(lease_id, None)
         if place is None or place.lease is None:
             return  # its machine already went down
@@ -195,7 +199,3 @@ class ScheduledProvider:
         if len(self._held) < self._wanted:
             times += [place.retry_s for place in self._places.values() if place.offered]
         return min(times)
-
-
-def _lease_of(event: LeaseEvent) -> str:
-    return event.lease.lease_id if isinstance(event, LeaseGranted) else event.lease_id

@@ -59,7 +59,8 @@ def market_timetable(market: Market, *, seed: int) -> Timetable:
     yield from (Change(time_s=0.0, place=place, to="up") for place in present)
     wait = _wait(rng, market)
     while True:
-        evictions, returns = _rates(market, len(present), len(away))
+        evictions = _rate(len(present), market.mean_time_to_eviction_s, market.bursts)
+        returns = _rate(len(away), market.mean_time_to_return_s, market.arrivals)
         both = evictions + returns
         next_s = now_s + wait / both if both else math.inf
         if leaving and leaving[0][0] <= next_s:  # the rates change: rescale the remaining wait
@@ -88,14 +89,6 @@ def market_timetable(market: Market, *, seed: int) -> Timetable:
 def _wait(rng: random.Random, market: Market) -> float:
     """Time to the next event, relative to its expectation."""
     return rng.choice(market.waits) if market.waits else rng.expovariate(1.0)
-
-
-def _rates(market: Market, present: int, away: int) -> tuple[float, float]:
-    """Eviction and return events per second; a burst is one event."""
-    return (
-        _rate(present, market.mean_time_to_eviction_s, market.bursts),
-        _rate(away, market.mean_time_to_return_s, market.arrivals),
-    )
 
 
 def _rate(places: int, mean_s: float, shares: Sequence[float]) -> float:

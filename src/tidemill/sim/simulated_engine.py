@@ -383,7 +383,8 @@ class SteppedEngine:
             if spent_s >= deadline_s:
                 break
         self._spend(spent_s)
-        return self._news()
+        ended = self._state.take_ended()
+        return [*ended, *self._state.flush(0.0)]
 
     def abort(self, sample_ids: Sequence[SampleId]) -> list[TokenDelta]:
         self._state.abort(sample_ids, 0.0)
@@ -410,7 +411,3 @@ class SteppedEngine:
             prompt_tokens_reused=max(0, state.prefilled + state.reused - state.work.prefilled),
             work=state.work,
         )
-
-    def _news(self) -> list[TokenDelta]:
-        ended = self._state.take_ended()
-        return [*ended, *self._state.flush(0.0)]

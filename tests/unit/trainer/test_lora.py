@@ -182,7 +182,7 @@ def test_a_checkpoint_of_another_kind_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"model.lora.rank = 4, now 8"):
         adapter.read_state(tmp_path / "rank 4")
     whole = trainer_of(load_model_bundle(spec(base, rank=0), progress=lambda _: None))
-    with pytest.raises(UserError, match="holds an adapter, and this run trains the whole model"):
+    with pytest.raises(UserError, match="holds an adapter, but this run trains the whole model"):
         whole.read_state(tmp_path / "rank 4")
 
 

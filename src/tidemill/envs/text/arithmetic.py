@@ -124,7 +124,9 @@ def build_arithmetic(config: ArithmeticTask, *, batch_prompts: int, seed: int, r
         )
 
     widest = Problem(operator=config.operators[0], left=config.operands - 1, right=config.operands - 1)
-    longest = _bound(item(widest), widest, render)
+    # A byte-level tokenizer makes at most one token per byte, so another question adds at most its bytes.
+    longest = longest_prompt([item(widest)], render)
+    longest = LongestPrompt(tokens=longest.tokens + len(widest.question), text=longest.text, where=longest.where)
     train_size = round(len(config.operators) * config.operands**2 * (1 - config.held_out_fraction))
     train: list[Item] = []
     if config.digits <= LISTED_DIGITS:
@@ -185,9 +187,3 @@ def _drawn_held_out(draw: Callable[..., Problem]) -> list[Problem]:
         found.setdefault(problem.kind, problem)
         number += 1
     return list(found.values())
-
-
-def _bound(item: Item, widest: Problem, render: Render) -> LongestPrompt:
-    # A byte-level tokenizer makes at most one token per byte, so another question adds at most its bytes.
-    longest = longest_prompt([item], render)
-    return LongestPrompt(tokens=longest.tokens + len(widest.question), text=longest.text, where=longest.where)

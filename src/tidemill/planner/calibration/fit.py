@@ -15,7 +15,6 @@ from tidemill.planner.calibration.least_squares import MAD_TO_DEVIATION, Solutio
 from tidemill.planner.calibration.profile import FORMAT, Machine, Measure, RunProfile, cost_settings
 from tidemill.planner.calibration.run_observations import PASSES, TRAINING, Observed, observe
 from tidemill.planner.forecast.one_machine import simulate_recipe
-from tidemill.sim.outcome import SimulatedRun
 from tidemill.telemetry.events import JOIN
 from tidemill.telemetry.fleet_figures import amount
 from tidemill.telemetry.metrics import PEAK_RSS, STEP_TIME, MetricLine
@@ -212,7 +211,7 @@ def fit_by_simulation(profile: RunProfile, observed: Observed) -> RunProfile:
         step_s = _step_s(run.metrics, observed)
         tried.append((profile["call_s"], step_s))
         profile = msgspec.structs.replace(profile, simulated_step_s=step_s)
-        boots = _joins_s(run)
+        boots = [amount(event, "duration_s") for event in run.events if event["event"] == JOIN and "error" not in event]
         boots_right = not (joined_s and boots) or abs(median(boots) / median(joined_s) - 1) < 0.05
         calls_right = abs(step_s - target_s) <= NEAR * target_s or (profile["call_s"] == 0 and step_s > target_s)
         if boots_right and calls_right:
@@ -249,7 +248,3 @@ def _step_s(lines: Iterable[MetricLine], observed: Observed) -> float:
         if line.step not in observed.first_steps and line.step > 0 and STEP_TIME in line.values
     ]
     return fmean(times)
-
-
-def _joins_s(run: SimulatedRun) -> list[float]:
-    return [amount(event, "duration_s") for event in run.events if event["event"] == JOIN and "error" not in event]

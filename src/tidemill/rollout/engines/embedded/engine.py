@@ -188,17 +188,14 @@ class EmbeddedEngine:
             sequences, drawn.token_ids.tolist(), drawn.logprobs.tolist(), strict=True
         ):
             sequence.append(token_id, logprob)
-            self._finish_if_ended(sequence, token_id)
+            sampling = sequence.request.sampling
+            if token_id in sampling.stop_token_ids or self._at_stop_string(sequence):
+                sequence.finish = "stop"
+            elif sequence.completion_length >= sampling.max_new_tokens or sequence.known >= self._context:
+                sequence.finish = "length"
         self._generated += len(sequences)
         self._ended.extend(s for s in sequences if s.finish is not None)
         self._scheduler.release()
-
-    def _finish_if_ended(self, sequence: Sequence, token_id: int) -> None:
-        sampling = sequence.request.sampling
-        if token_id in sampling.stop_token_ids or self._at_stop_string(sequence):
-            sequence.finish = "stop"
-        elif sequence.completion_length >= sampling.max_new_tokens or sequence.known >= self._context:
-            sequence.finish = "length"
 
     def _at_stop_string(self, sequence: Sequence) -> bool:
         strings = sequence.request.sampling.stop_strings

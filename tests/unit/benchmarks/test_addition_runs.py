@@ -104,7 +104,7 @@ def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
     return write
 
 
-def test_only_what_is_missing_is_run(write: Write) -> None:
+def test_only_missing_runs_are_run(write: Write) -> None:
     ran: list[tuple[str, int]] = []
 
     def run(start: Path, case: str, seed: int) -> AdditionRun:

@@ -27,6 +27,6 @@ def test_the_segments_are_of_three_kinds() -> None:
     assert min(found, key=lambda name: found[name].mean) == "C"
 
 
-def test_what_is_held_is_what_is_there_as_far_as_it_is_taken() -> None:
+def test_held_machines_are_limited_by_those_wanted() -> None:
     # 5 machines for an hour and 1 for another, of which 4 are taken: (4 + 1) / 2.
     assert held(CapacityTrace.of([(0.0, 5), (3600.0, 1)], end_s=7200.0), 4) == pytest.approx(2.5)

@@ -4,7 +4,7 @@ from benchmarks.critic_placement import placed_of
 from tests.unit.benchmarks.test_overlap import step
 
 
-def test_figures_are_means_of_the_steps_and_the_critic_is_told_at_their_end() -> None:
+def test_figures_are_means_over_steps() -> None:
     lines = [
         step(3, samples=64, time_step_s=3.0, time_train_s=2.0, time_critic_wait_s=0.5, explained_variance=0.1),
         step(4, samples=64, time_step_s=1.0, time_train_s=1.0, time_critic_wait_s=0.0, explained_variance=0.4),

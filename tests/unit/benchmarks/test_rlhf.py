@@ -58,7 +58,7 @@ def test_every_seed_must_reach_every_aim() -> None:
         assert [name for name, reached in rlhf.verdict([made(0), worse]).items() if not reached] == [aim]
 
 
-def test_a_rise_beyond_chance_is_told_apart() -> None:
+def test_a_significant_rise_is_recognised() -> None:
     runs = [made(0), made(1, accuracy=change(0.3, 0.4, p_value=0.06), score=change(0.5, 0.1))]
     assert rlhf.beyond_chance(runs) == {
         "reward-model score": 1,

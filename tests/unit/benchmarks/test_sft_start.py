@@ -18,7 +18,7 @@ def test_no_carry_is_carried(left: int, right: int, answer: str) -> None:
     assert carryless(Problem(operator="+", left=left, right=right)) == answer
 
 
-def test_the_teacher_writes_of_training_problems_alone_and_is_wrong_as_often_as_it_says() -> None:
+def test_the_teacher_uses_training_problems_with_the_given_error_rate() -> None:
     train, held_out = split_listed(ArithmeticTask.model_validate(TASK), [])
     rows = demonstrations()
     assert rows == demonstrations()

@@ -22,7 +22,7 @@ def write(folder: Path, module: str, result: dict[str, Any]) -> None:
     (folder / f"{table.PARTS[module].result}.json").write_text(json.dumps(result))
 
 
-def test_only_what_is_asked_of_the_published_system_is_told(results: Path) -> None:
+def test_only_requested_published_figures_are_shown(results: Path) -> None:
     fitted = {"figure": "colocated", "published": 1.0, "simulated": 1.0, "asked": "", "reached": None, "error": None}
     missed = {**fitted, "figure": "memory", "published": 0.06, "simulated": 0.003, "asked": "near", "reached": False}
     write(results, "published", {"lines": [fitted, missed]})

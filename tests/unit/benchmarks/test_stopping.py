@@ -14,7 +14,7 @@ from benchmarks import addition_runs, sft_start
 from benchmarks.stopping import INTERRUPTED_CODE, interruptible
 
 
-def test_a_sigterm_is_told_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_sigterm_is_reported_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     before = signal.getsignal(signal.SIGTERM)
 
     def killed() -> int:

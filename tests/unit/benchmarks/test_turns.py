@@ -55,7 +55,7 @@ def test_unequal_work_is_refused(tmp_path: Path) -> None:
         take_turns(sides, rounds=1, deadline_s=60, warm_up=False)
 
 
-def test_a_side_that_fails_says_why() -> None:
+def test_a_failing_side_reports_its_error() -> None:
     with pytest.raises(RuntimeError, match=r"(?s)theirs: .*the model file is gone"):
         take_turns({"theirs": (fails, {})}, rounds=1, deadline_s=60)
 

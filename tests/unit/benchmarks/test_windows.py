@@ -7,7 +7,7 @@ import pytest
 from benchmarks.simulator.windows import Effect, over, swings
 
 
-def test_effects_are_shares_of_what_they_are_held_against() -> None:
+def test_effects_are_relative_to_the_baseline() -> None:
     assert over([110.0, 90.0], [100.0, 100.0]) == pytest.approx((0.1, -0.1))
     # Both are 1 % off their mean: a standard deviation of sqrt(1 + 1) %, and of the mean of two, 1 %.
     assert Effect("memory added", "A", (0.01, 0.03)).told == "+2.0% ± 1.0%"

@@ -106,7 +106,7 @@ def test_exit_codes(run: Run, pretend: Pretend, error: BaseException, code: int,
     assert as_json.err.startswith(says)
 
 
-def test_debug_shows_the_traceback_wherever_it_stands(run: Run, pretend: Pretend) -> None:
+def test_debug_shows_the_traceback_in_any_position(run: Run, pretend: Pretend) -> None:
     pretend("tidemill.runtime.train", "train", failing(ValueError("odd")))
     for argv in (("--debug", "train"), ("train", "--debug"), ("train", "--debug", "--json")):
         ran = run(*argv)

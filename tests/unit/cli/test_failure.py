@@ -11,7 +11,7 @@ from tidemill.config.issues import ConfigError, ConfigIssue
 from tidemill.core.errors import DeadlineError, GuardStop, TidemillError, TrainerLost, UserError, root_error
 
 
-def test_of_concurrent_failures_the_one_that_matters_is_told() -> None:
+def test_of_concurrent_failures_the_cause_is_reported() -> None:
     user, bug = UserError("theirs"), ValueError("ours")
     assert root_error(ExceptionGroup("g", [bug, ExceptionGroup("inner", [user])])) is user
     assert root_error(BaseExceptionGroup("g", [user, KeyboardInterrupt()])).__class__ is KeyboardInterrupt
@@ -46,7 +46,7 @@ def test_a_directory_for_a_file_is_the_users_to_mend(error: OSError, hint: str) 
     (True, False, "make it readable"), (True, True, "choose a writable place"),
     (False, False, "choose a writable place"),
 ])  # fmt: skip
-def test_what_may_not_be_read_is_to_be_made_readable(
+def test_an_unreadable_file_has_a_hint_about_permissions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there: bool, readable: bool, hint: str
 ) -> None:
     path = tmp_path / "file"
@@ -64,7 +64,7 @@ def test_other_system_errors_are_bugs() -> None:
     assert explain(OSError(errno.EBADF, "Bad file descriptor"), debug=True).exit_code == 1
 
 
-def test_out_of_memory_names_what_to_lower() -> None:
+def test_out_of_memory_names_the_keys_to_lower() -> None:
     class OutOfMemoryError(RuntimeError):
         """Named as torch names it."""
 

@@ -93,7 +93,7 @@ def test_required_packages() -> None:
     assert found(other, "rich")[0].status == "warn"
 
 
-def test_one_core_says_nothing_of_threads() -> None:
+def test_one_core_needs_no_thread_finding() -> None:
     assert found(changed("torch.threads", {"1": 0.001}), "threads") == []
 
 

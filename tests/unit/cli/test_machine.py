@@ -107,7 +107,7 @@ def test_cache_contents(tmp_path: Path) -> None:
     ]
 
 
-def test_a_cache_that_cannot_be_read_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreadable_cache_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(self: Path) -> None:
         raise PermissionError(errno.EACCES, "Permission denied", str(self))
 
@@ -142,11 +142,11 @@ def test_the_probes_last_line_counts(monkeypatch: pytest.MonkeyPatch) -> None:
         ("print('nonsense')", "Expecting value"),
     ],
 )
-def test_a_broken_torch_is_told(monkeypatch: pytest.MonkeyPatch, code: str, says: str) -> None:
+def test_a_broken_torch_is_reported(monkeypatch: pytest.MonkeyPatch, code: str, says: str) -> None:
     assert says in str(outcome(monkeypatch, code)["error"])
 
 
-def test_a_hanging_torch_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hanging_torch_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     real = subprocess.run
     monkeypatch.setattr(
         "subprocess.run", lambda _, **o: real([sys.executable, "-c", "import time; time.sleep(60)"], **o)

@@ -10,7 +10,7 @@ import pytest
 from tidemill.cli.output import Result, note, reserved_stdout, write_json, write_result
 
 
-def test_what_json_has_no_number_for_is_null() -> None:
+def test_non_finite_numbers_are_null_in_json() -> None:
     stream = io.StringIO()
     write_json({"a": float("nan"), "b": [float("inf"), 1.5], "c": {"d": (1, None)}, "e": "é"}, stream)
     assert stream.getvalue() == '{"a": null, "b": [null, 1.5], "c": {"d": [1, null]}, "e": "é"}\n'

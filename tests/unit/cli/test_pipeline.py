@@ -49,7 +49,7 @@ def told(err: str) -> list[list[str]]:
     return [words for words in lines[start + 2 : start + 5] if words]
 
 
-def test_the_plan_comes_first_then_stages_then_what_they_achieved(run: Run, stages: Stages) -> None:
+def test_the_output_has_plan_stages_and_results(run: Run, stages: Stages) -> None:
     ran = run("train", "@r.toml", "--run.dir", "D")
     assert ran.code == 0, ran.err
     assert ran.out.splitlines() == ["finished: 2 of 2 stages done, 2 of them now", *DONE]
@@ -73,7 +73,7 @@ def test_one_json_object(run: Run, stages: Stages) -> None:
     assert [stage["name"] for stage in data["stages"]] == ["first", "second"]
 
 
-def test_a_change_is_told_in_the_plan(run: Run, stages: Stages) -> None:
+def test_a_change_is_shown_in_the_plan(run: Run, stages: Stages) -> None:
     run("train", "@r.toml", "--run.dir=D")
     ran = run("train", "@r.toml", "--run.dir=D", "--stage.first.trainer.steps", "4", "--dry-run")
     assert "run (trainer.steps changed)" in ran.out
@@ -128,7 +128,7 @@ def test_dry_run_shows_plan_and_configuration_and_makes_nothing(run: Run, stages
     assert "batch" not in data["config"]["stage"][1]
 
 
-def test_a_section_that_no_stage_has_a_use_for_is_told_in_the_plan(run: Run, stages: Stages, tmp_path: Path) -> None:
+def test_an_unused_section_is_shown_in_the_plan(run: Run, stages: Stages, tmp_path: Path) -> None:
     (tmp_path / "r.toml").write_text("[preference]\nbeta = 0.2\n" + RECIPE, encoding="utf-8")
     words = "r.toml:1: no stage uses [preference] (only dpo)"
     assert run("train", "@r.toml", "--run.dir=D", "--dry-run", "--json").data["unused"] == [words]

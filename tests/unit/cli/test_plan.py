@@ -143,7 +143,7 @@ def test_parameters_as_people_write_them(run: Run, text: str, parameters: float)
     assert run("plan", "weights", "--params", text, "--json").data["bytes"] == pytest.approx(2 * parameters)
 
 
-def test_a_number_of_gpus_that_is_rounded_is_told(run: Run) -> None:
+def test_a_rounded_number_of_gpus_is_reported(run: Run) -> None:
     # an engine of 70e9 parameters takes 4 GPUs: 140e9 bytes, at most 36e9 on each
     out = run("plan", "memory", "--params", "70e9", "--gpus", "5").out
     assert "8 GPUs lack" in out

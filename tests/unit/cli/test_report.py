@@ -13,7 +13,7 @@ def test_report(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     assert run("report", "runs/x", "--json").data == {"report": "runs/x/report.html", "notes": []}
 
 
-def test_what_is_left_out_is_told(run: Run, tmp_path: Path) -> None:
+def test_omitted_settings_are_reported(run: Run, tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\ngarbage\n', encoding="utf-8")
     note = "1 of 2 lines of metrics.jsonl cannot be read"
     assert run("report", str(tmp_path)).out == f"{tmp_path}/report.html\n• {note}; left out\n"

@@ -98,7 +98,7 @@ def test_a_dry_run_reads_the_trace(run: Run, tmp_path: Path, text: str | None, s
     assert says in ran.err
 
 
-def test_a_dry_run_tells_what_is_odd_about_the_trace(run: Run, tmp_path: Path) -> None:
+def test_a_dry_run_warns_about_the_trace(run: Run, tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_text("0,0\n7200,1\n9000,1\n")
     arguments = ("train", "--dry-run", "--pool.kind=trace", f"--pool.path={tmp_path / 't.csv'}")
     told = "no machine for the first 2 h;"

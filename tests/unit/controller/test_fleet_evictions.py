@@ -163,7 +163,7 @@ def test_the_estimate_of_lost_tokens_is_at_most_one_report_interval() -> None:
     assert lost(60.0) == 0
 
 
-def test_a_worker_lost_while_it_joins_or_pulls_delays_nobody() -> None:
+def test_a_worker_lost_while_it_joins_or_pulls_delays_no_other() -> None:
     session = pool(granted("a"), ended("a", 0.1), granted("b"), ended("b", 0.4), granted("c"))
 
     run_virtual(session.run())

@@ -110,7 +110,7 @@ def test_peft_and_transformers_load_it(model: PreTrainedModel, base: Path, store
 
 
 @pytest.mark.parametrize("shape", MODEL_SHAPES)
-def test_a_merged_model_is_a_plain_one_that_says_the_same(shape: str, tmp_path: Path) -> None:
+def test_a_merged_model_is_plain_with_equal_logits(shape: str, tmp_path: Path) -> None:
     base = save_folder(MODEL_SHAPES[shape](), tmp_path / "base")
     model = loaded(base)
     teach(model)

@@ -162,7 +162,7 @@ def test_quantized_weights_are_refused(folder: Path) -> None:
             read()
 
 
-def test_an_adapter_beside_the_weights_is_refused(folder: Path) -> None:
+def test_a_folder_with_weights_and_adapter_is_refused(folder: Path) -> None:
     """transformers would put it into the model, and take the model's weights from the base that it names."""
     adapted = peft.get_peft_model(llama(1), peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
     adapted.save_pretrained(str(folder))

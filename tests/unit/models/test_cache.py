@@ -134,7 +134,7 @@ def test_leftovers_of_killed_builds_of_this_folder_only_are_removed(tmp_path: Pa
     assert others.exists()
 
 
-def test_waiting_for_a_held_lock_says_who_and_ends(tmp_path: Path) -> None:
+def test_waiting_for_a_lock_names_the_holder_and_times_out(tmp_path: Path) -> None:
     (tmp_path / ".model.owner").write_text("process 4711 on tidepool")
     lines: list[str] = []
     with (
@@ -145,7 +145,7 @@ def test_waiting_for_a_held_lock_says_who_and_ends(tmp_path: Path) -> None:
     assert len(lines) == 1 and "process 4711 on tidepool" in lines[0] and ".model.lock" in lines[0]
 
 
-def test_too_little_space_is_told_before_building(tmp_path: Path) -> None:
+def test_too_little_space_is_reported_before_building(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"1000000\.0 GB are needed") as caught:
         build_once(tmp_path / "model", forbidden, progress=ignore, needs_bytes=10**15)
     assert "TIDEMILL_CACHE" in caught.value.hint
@@ -166,7 +166,7 @@ def test_disk_errors_are_user_errors(number: int, told: str, tmp_path: Path) -> 
     assert not [path for path in tmp_path.iterdir() if path.is_dir()]
 
 
-def test_a_cache_path_through_a_file_is_the_users_to_cure(tmp_path: Path) -> None:
+def test_a_cache_path_through_a_file_is_a_user_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot be written"):
         build_once(tmp_path / "file" / "model", forbidden, progress=ignore)

@@ -47,7 +47,9 @@ def test_char_is_built_once_per_configuration(cache: Path) -> None:
     assert other != folder
 
 
-def test_present_is_what_needs_no_work(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_is_present_without_build_or_download(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = ModelConfig(source="char", char=SMALL)
     assert present(config) is None
     assert not cache.exists()
@@ -121,7 +123,7 @@ def test_a_hub_model_is_fetched_and_checked(tmp_path: Path, monkeypatch: pytest.
     assert resolve_shell(ModelConfig(source="org/name"), progress=silent) == folder
 
 
-def test_a_hub_id_that_looks_like_a_packaged_model_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_similar_hub_id_gets_a_suggestion(monkeypatch: pytest.MonkeyPatch) -> None:
     def fetch(hub_id: str, revision: str | None, *, progress: object, weights: bool) -> Path:
         raise UserError("not reachable", hint="give a local folder")
 
@@ -131,7 +133,7 @@ def test_a_hub_id_that_looks_like_a_packaged_model_says_so(monkeypatch: pytest.M
     assert told("org/other").hint == "give a local folder"
 
 
-def test_the_listing_tells_what_is_ready(cache: Path) -> None:
+def test_the_listing_shows_cached_models(cache: Path) -> None:
     smollm2, char = listing()
     assert (smollm2.name, smollm2.parameters, smollm2.cached, smollm2.size_bytes) == (SMOLLM2, 134_515_008, False, 0)
     assert (char.name, char.parameters, char.cached) == ("char", 809_984, False)

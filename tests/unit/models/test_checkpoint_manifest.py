@@ -28,7 +28,7 @@ def test_a_manifest_names_every_file_with_size_and_checksum(sealed: Path) -> Non
 
 
 @pytest.mark.parametrize("score", [math.nan, math.inf, None])
-def test_a_score_that_says_nothing_is_none(tmp_path: Path, score: float | None) -> None:
+def test_a_score_that_is_not_finite_is_none(tmp_path: Path, score: float | None) -> None:
     assert seal(tmp_path, step=1, score=score).score is None
     assert read_manifest(tmp_path).score is None
 

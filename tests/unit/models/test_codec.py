@@ -85,7 +85,7 @@ def test_a_template_that_refuses_is_explained() -> None:
     assert "system, user" in caught.value.hint
 
 
-def test_a_model_without_template_says_what_to_set() -> None:
+def test_a_model_without_template_names_the_key() -> None:
     with pytest.raises(UserError, match="no chat template") as caught:
         codec(small_tokenizer()).encode_chat([Message(role="user", content="x")])
     assert caught.value.where == "model.chat_template"
@@ -128,7 +128,7 @@ def test_a_template_that_refuses_an_assistant_has_no_say() -> None:
     assert TextCodec(tokenizer, [1]).end_token_id(chat=True) == 1
 
 
-def test_a_model_without_an_end_says_what_to_set() -> None:
+def test_a_model_without_end_token_names_the_key() -> None:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=small_tokenizer().backend_tokenizer)
     with pytest.raises(UserError, match="no token that ends a completion") as caught:
         TextCodec(tokenizer, []).end_token_id(chat=False)
@@ -155,7 +155,7 @@ def test_a_broken_generation_config_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", ["", "{", '{"version": "1.0"}'])
-def test_a_damaged_tokenizer_is_the_users_to_cure(content: str, tmp_path: Path) -> None:
+def test_a_damaged_tokenizer_is_a_user_error(content: str, tmp_path: Path) -> None:
     folder = saved(tmp_path, small_tokenizer())
     (folder / "tokenizer.json").write_text(content)
     with pytest.raises(UserError, match="tokenizer") as caught:

@@ -91,7 +91,7 @@ def test_scores_of_a_tree_equal_those_of_each_sequence_alone(shape: str) -> None
     torch.testing.assert_close(ours, gradient, rtol=1e-4, atol=1e-5 * float(gradient.abs().max()))
 
 
-def test_a_folder_gives_back_what_was_saved(tmp_path: Path) -> None:
+def test_a_saved_folder_is_read_back(tmp_path: Path) -> None:
     folder, head = reward_folder(tmp_path)
     loaded = load_reward_model(folder, device=CPU)
     assert isinstance(loaded, RewardModel)
@@ -109,7 +109,7 @@ def test_a_plain_model_is_not_a_reward_model(tmp_path: Path) -> None:
     assert "stage that trains a reward model" in caught.value.hint
 
 
-def test_a_reward_model_is_refused_as_what_writes_and_a_model_with_a_value_head_is_not(tmp_path: Path) -> None:
+def test_a_reward_model_is_refused_as_policy_but_a_value_model_is_not(tmp_path: Path) -> None:
     folder, _ = reward_folder(tmp_path)
     with pytest.raises(UserError, match="holds a reward model") as caught:
         refuse_reward_model(folder)
@@ -168,7 +168,7 @@ def test_a_head_of_another_model_is_refused(tmp_path: Path) -> None:
         load_reward_model(folder, device=CPU)
 
 
-def test_another_tokenizer_is_refused_with_what_to_do(tmp_path: Path) -> None:
+def test_another_tokenizer_is_refused_with_a_hint(tmp_path: Path) -> None:
     folder, _ = reward_folder(tmp_path / "reward")
     (tmp_path / "policy").mkdir()
     build_char_model(CharModelConfig(hidden_size=16, layers=1, heads=2), tmp_path / "policy")

@@ -57,7 +57,7 @@ def _response() -> httpx2.Response:
         (ValueError(), "model.source", "could not be downloaded"),
     ],
 )
-def test_errors_say_what_to_do(error: Exception, where: str, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_come_with_hints(error: Exception, where: str, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def download(*_: object, **__: object) -> str:
         raise error
 

@@ -80,7 +80,7 @@ def test_weights_of_another_size_are_refused(tmp_path: Path) -> None:
     assert caught.value.where == str(folder)
 
 
-def test_an_unknown_architecture_is_the_users_to_cure(tmp_path: Path) -> None:
+def test_an_unknown_architecture_is_a_user_error(tmp_path: Path) -> None:
     folder = save_folder(llama(), tmp_path / "m")
     (folder / "config.json").write_text('{"model_type": "no-such-thing"}')
     with pytest.raises(UserError, match="does not implement model_type 'no-such-thing'") as caught:

@@ -42,7 +42,7 @@ def test_at_first_it_adds_nothing(shape: str) -> None:
     assert probe_logprobs(adapted(shape), IDS) != probe_logprobs(plain, IDS)
 
 
-def test_what_it_computes_is_what_peft_computes_when_merged(shape: str) -> None:
+def test_logits_equal_those_of_peft_when_merged(shape: str) -> None:
     """Packed logprobs of the adapted model against plain ones of peft's own merged weights."""
     model = adapted(shape)
     ours = unpack_logprobs(probe_logprobs(model, IDS))
@@ -160,7 +160,7 @@ def test_a_layer_the_model_does_not_have() -> None:
         attach_adapter(model, lora_config(targets=["lm_head"]))
 
 
-def test_without_the_package_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_package_the_hint_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(UserError, match="needs the package peft") as caught:
         attach_adapter(llama(), lora_config())

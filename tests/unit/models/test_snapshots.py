@@ -49,7 +49,7 @@ def test_bytes_are_the_parameters_rounded_as_torch_rounds(dtype: torch.dtype) ->
 
 
 @pytest.mark.parametrize("shape", MODEL_SHAPES)
-def test_a_twin_of_equal_weights_says_the_very_same(shape: str) -> None:
+def test_equal_weights_give_equal_logits(shape: str) -> None:
     model = MODEL_SHAPES[shape]()
     use_packed_attention(model)
     tensors, buffer = exported(model)
@@ -106,7 +106,7 @@ def test_a_snapshot_of_another_model_is_refused_before_anything_changes() -> Non
 
 
 @pytest.mark.parametrize("shape", MODEL_SHAPES)
-def test_the_probe_is_what_the_library_computes(shape: str) -> None:
+def test_the_probe_agrees_with_the_library(shape: str) -> None:
     model, reference = MODEL_SHAPES[shape](), MODEL_SHAPES[shape]()
     use_packed_attention(model)
     tokens = torch.frombuffer(bytearray(IDS), dtype=torch.int32).long()

@@ -22,7 +22,7 @@ SHAPE = ModelShape(
 QUESTION = MemoryQuestion(algorithm="grpo", shape=SHAPE, gpu=GPU)
 
 
-def test_what_whitens_over_the_batch() -> None:
+def test_which_estimators_whiten_over_the_batch() -> None:
     assert set(WHOLE_BATCH) == {name for name, preset in PRESETS.items() if preset.settings.get("whiten")}
 
 
@@ -102,7 +102,7 @@ def test_keeping_all_activations_instead_of_computing_them_again() -> None:
     )
 
 
-def test_what_generates_elsewhere_is_not_on_these_gpus() -> None:
+def test_engines_on_other_gpus_are_not_counted() -> None:
     here = plan_memory(QUESTION)
     elsewhere = plan_memory(MemoryQuestion(algorithm="grpo", shape=SHAPE, gpu=GPU, generates_here=False))
     assert elsewhere.parts.kv == elsewhere.parts.engine == 0
@@ -155,7 +155,7 @@ def test_replicas_of_a_sharded_model_do_not_make_it_smaller() -> None:
     assert fit.bytes_per_gpu == pytest.approx(16 * 600e6 / 4 + plan.parts.fixed)
 
 
-def test_what_no_number_of_gpus_holds_says_why_and_by_how_much() -> None:
+def test_a_model_no_number_of_gpus_holds_names_the_missing_memory() -> None:
     question = MemoryQuestion(algorithm="sft", shape=SHAPE, gpu=GPU, load=Load(microbatch_tokens=10_000_000))
     plan = plan_memory(question)
     assert plan.min_gpus_with_activations is None
@@ -166,7 +166,7 @@ def test_what_no_number_of_gpus_holds_says_why_and_by_how_much() -> None:
     assert not any(fit.fits for fit in plan.fits)
 
 
-def test_too_few_gpus_say_what_would_help() -> None:
+def test_too_few_gpus_come_with_hints() -> None:
     # 18 * 40e9 bytes on 8 GPUs are 90 GB on each; without the optimizer's 12 bytes of 18 they are 30, with an 8-bit
     # optimizer 60, beside which 14 GB of activations, logits, layers and runtime are too many for 72
     big = shape_of_parameters(40e9)
@@ -187,7 +187,7 @@ def test_too_few_gpus_say_what_would_help() -> None:
     assert plan_memory(offloaded).why_not is None
 
 
-def test_what_is_done_already_is_no_cure() -> None:
+def test_hints_leave_out_options_already_in_use() -> None:
     tight = MemoryQuestion(
         algorithm="grpo",
         shape=shape_of_parameters(200e9),
@@ -216,7 +216,7 @@ def test_what_is_done_already_is_no_cure() -> None:
         ({"load": Load(context=0)}, "--context: needs 1 or more"),
     ],
 )
-def test_what_cannot_be_asked(change: dict[str, object], says: str) -> None:
+def test_invalid_questions_are_refused(change: dict[str, object], says: str) -> None:
     fields = {"algorithm": "grpo", "shape": SHAPE, "gpu": GPU, **change}
     with pytest.raises(UserError) as caught:
         plan_memory(MemoryQuestion(**fields))  # type: ignore[arg-type]
@@ -228,7 +228,7 @@ def test_a_number_of_gpus_starts_at_one() -> None:
         plan_memory(QUESTION, gpus=0)
 
 
-def test_every_number_is_what_its_formula_says() -> None:
+def test_every_number_equals_its_formula() -> None:
     question = MemoryQuestion(
         algorithm="ppo", shape=SHAPE, gpu=GPU, holding=Holding(lora_rank=4), parallel=Parallel(tp=2)
     )

@@ -21,11 +21,11 @@ def test_a_trainer_that_takes_longer_never_waits_when_overlapped() -> None:
     assert plan_overlap(20, 80).in_sequence == pytest.approx(0.8)
 
 
-def test_every_number_is_what_its_formula_says() -> None:
+def test_every_number_equals_its_formula() -> None:
     assert check_figures(plan_overlap(7, 3, gpus=9).figures) == 4
 
 
-def test_what_cannot_be_asked() -> None:
+def test_invalid_questions_are_refused() -> None:
     with pytest.raises(UserError, match="cannot be divided"):
         plan_overlap(60, 40, gpus=1)
     for rollout, training in ((0, 40), (60, -1), (float("nan"), 1), (1, float("inf"))):

@@ -185,11 +185,11 @@ def test_the_shortest_time_within_a_budget() -> None:
 
 
 @pytest.mark.parametrize("lag", [0, 1])
-def test_every_number_is_what_its_formula_says(lag: int) -> None:
+def test_every_number_equals_its_formula(lag: int) -> None:
     assert check_figures(plan_placement(msgspec.structs.replace(QUESTION, lag=lag)).figures) >= 8
 
 
-def test_a_model_that_fits_nowhere_says_what_is_missing() -> None:
+def test_a_model_that_fits_nowhere_names_the_missing_memory() -> None:
     # GRPO on 70e9: 18 * 70e9 / 8 = 157.5 GB of states on each of 8 GPUs that can use 72
     large = msgspec.structs.replace(QUESTION, shape=shape_of_parameters(70e9))
     with pytest.raises(UserError, match="fits no placement") as caught:
@@ -227,7 +227,7 @@ def test_a_model_that_trains_but_generates_nowhere() -> None:
     assert plan_placement(msgspec.structs.replace(question, engine_dtype="fp8")).tried > 0
 
 
-def test_an_engine_that_fits_a_machine_but_not_beside_the_training_states() -> None:
+def test_an_engine_that_fits_a_machine_only_without_training_states() -> None:
     # 18 * 70e9 / 24 = 52.5 GB of states on each GPU leave a machine 8 * (72 - 2 - 52.5) = 140 GB, as much as the
     # weights take: the longest sample is missing
     question = msgspec.structs.replace(

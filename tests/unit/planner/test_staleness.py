@@ -57,7 +57,7 @@ def test_the_same_table_gives_the_same_answer() -> None:
     assert plan_staleness(rows) == plan_staleness(list(reversed(rows)))
 
 
-def test_every_number_is_what_its_formula_says() -> None:
+def test_every_number_equals_its_formula() -> None:
     assert check_figures(plan_staleness([row(0, 0.1, 0.5), row(4, 0.2, 0.7)]).figures) == 2
 
 
@@ -102,7 +102,7 @@ def test_a_minus_sign_as_printed() -> None:
         ("[[0, .1, .5],, 1]", "t:1", "broken JSON"),
     ],
 )
-def test_what_is_wrong_names_the_row(text: str, where: str, says: str) -> None:
+def test_errors_name_the_row(text: str, where: str, says: str) -> None:
     with pytest.raises(UserError) as caught:
         parse_table(text, source="t")
     assert caught.value.where == where

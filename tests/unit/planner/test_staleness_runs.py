@@ -45,7 +45,7 @@ def test_the_best_lag_of_runs(tmp_path: Path) -> None:
     assert ran.data["lags"][1]["progress"] == pytest.approx(0.03)
 
 
-def test_what_is_no_run(tmp_path: Path) -> None:
+def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no run there"):
         measure_run(tmp_path / "none")
     with pytest.raises(UserError, match="2 steps with a reward"):

@@ -52,7 +52,7 @@ def test_a_delta_moves_less_and_is_coded() -> None:
         (1026.0e9, "fp8", 16.04),
     ],
 )
-def test_fast_networks_are_bound_by_what_a_receiver_loads(parameters: float, dtype: str, published_s: float) -> None:
+def test_fast_networks_are_bound_by_the_receivers_load_time(parameters: float, dtype: str, published_s: float) -> None:
     # Published: MoonshotAI/checkpoint-engine, "Update (Broadcast)". Nothing is fitted: the bound is PCIe 5.0 x16.
     found = paths(TransferQuestion(parameters=parameters, dtype=dtype, link=8 * 50 * GIGABYTE))["broadcast"]
     assert found.seconds == pytest.approx(published_s, rel=0.25)
@@ -74,7 +74,7 @@ def test_two_versions_at_once_and_smaller_numbers() -> None:
     assert plan_transfer(TransferQuestion(parameters=70e9, link=50e9, dtype="fp8")).size == 70e9
 
 
-def test_every_number_is_what_its_formula_says() -> None:
+def test_every_number_equals_its_formula() -> None:
     question = TransferQuestion(parameters=7e9, link=25e9, worker_link=6e9, store=10e9, workers=6, step_s=20.0)
     assert check_figures(plan_transfer(question).figures) == 14
 
@@ -91,7 +91,7 @@ def test_every_number_is_what_its_formula_says() -> None:
         ({"link": 1.0, "step_s": float("nan")}, "--step-s"),
     ],
 )
-def test_what_cannot_be_asked(change: dict[str, float], option: str) -> None:
+def test_invalid_questions_are_refused(change: dict[str, float], option: str) -> None:
     with pytest.raises(UserError) as caught:
         plan_transfer(TransferQuestion(parameters=1e9, **change))  # type: ignore[arg-type]
     assert caught.value.where == option

@@ -186,7 +186,7 @@ def test_a_checkpoint_of_another_kind_is_refused(tmp_path: Path) -> None:
         whole.read_state(tmp_path / "rank 4")
 
 
-def test_a_checkpoint_loads_as_a_bundle_whatever_the_recipe_says(tmp_path: Path) -> None:
+def test_a_checkpoint_loads_as_a_bundle_with_any_recipe(tmp_path: Path) -> None:
     base = save_folder(llama(), tmp_path / "base")
     _, subject = trained(spec(base))
     stored = tmp_path / "stored"

@@ -86,7 +86,7 @@ def test_another_seed_asks_in_another_order_and_holds_out_the_same() -> None:
     assert {p.text for p in epoch_of(first)} == {p.text for p in epoch_of(second)}
 
 
-def test_operators_take_turns_in_the_shots_and_operands_show_what_they_do() -> None:
+def test_shots_alternate_operators_and_avoid_trivial_operands() -> None:
     shots = choose_shots(ArithmeticTask(operators="*-", shots=6))
     assert [shot.operator for shot in shots] == list("*-*-*-")
     assert all(min(shot.left, shot.right) >= 2 for shot in shots)

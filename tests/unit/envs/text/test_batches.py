@@ -59,7 +59,7 @@ async def settled(judge: LengthJudge, batches: int) -> None:
             await asyncio.sleep(0)
 
 
-async def test_what_queues_up_while_a_batch_is_judged_is_the_next_batch() -> None:
+async def test_samples_queued_during_a_batch_form_the_next_batch() -> None:
     judge = LengthJudge()
     subject = scorer(judge, batch=3)
     first = [asyncio.create_task(ask(subject, "a"))]
@@ -136,7 +136,7 @@ async def test_a_sample_past_its_deadline_is_invalid_and_is_not_judged_later() -
     assert judge.batches == [["held"], ["next"]]
 
 
-async def test_closing_ends_what_is_judged() -> None:
+async def test_closing_cancels_the_batches_being_scored() -> None:
     judge = LengthJudge()
     subject = scorer(judge)
     held = asyncio.create_task(ask(subject, "held"))
@@ -151,7 +151,7 @@ def test_without_a_place_for_models_there_are_none() -> None:
         build_scorer(scoring, task=TASK, seed=0)
 
 
-def test_evaluation_measures_the_truth_and_asks_the_model_beside_it() -> None:
+def test_evaluation_measures_correctness_and_adds_the_reward_model() -> None:
     model, exact = RewardConfig(kind="model", model="folder"), RewardConfig(kind="exact", weight=3.0)
     for rewards in ((model,), (model, exact), (exact, model)):
         found = evaluation_scoring(ScoringConfig(rewards=rewards), task=TASK).rewards

@@ -98,7 +98,7 @@ def test_rows_too_long_are_counted_and_named(tmp_path: Path) -> None:
     assert demonstrations(path, context=33, held_out_fraction=0).longest_tokens == 33
 
 
-def test_rows_too_long_may_be_dropped_which_is_said(tmp_path: Path) -> None:
+def test_rows_too_long_are_dropped_and_reported(tmp_path: Path) -> None:
     path = write(tmp_path, "jsonl", [*rows(3), LONG])
     made = demonstrations(path, max_tokens=31, too_long="drop", held_out_fraction=0)
     assert (len(made.train), made.dropped) == (3, 1)

@@ -93,7 +93,7 @@ def test_messages_go_through_the_chat_template(tmp_path: Path) -> None:
     }
 
 
-def test_repeated_lines_are_taken_once_and_said(tmp_path: Path) -> None:
+def test_repeated_lines_are_used_once_and_reported(tmp_path: Path) -> None:
     task = build(write(tmp_path / "f.jsonl", *rows(10), *rows(3)))
     assert task.train_size + task.held_out_size == 10
     assert "3 repeated" in task.description

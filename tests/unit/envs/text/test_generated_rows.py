@@ -18,7 +18,7 @@ from tidemill.envs.text.rows import ScoredCompletion, demonstration_row, pair_ro
 PROMPT = make_prompt("1+1=", "2")
 
 
-def test_a_demonstration_is_the_answer_with_what_ends_it() -> None:
+def test_a_demonstration_is_the_answer_with_its_ending() -> None:
     assert demonstration_row(PROMPT, ending="\n") == {"prompt": "1+1=", "completion": "2\n"}
     with pytest.raises(UserError, match="has no answer"):
         demonstration_row(msgspec.structs.replace(PROMPT, answer=" "), ending="\n")
@@ -61,5 +61,5 @@ def test_at_most_so_many_pairs() -> None:
         ("2\n", "", " \n"),  # wrong, but empty
     ],
 )
-def test_what_gives_no_pair(texts: tuple[str, ...]) -> None:
+def test_prompts_without_pairs(texts: tuple[str, ...]) -> None:
     assert pair_rows(PROMPT, samples(*texts), most=9) == []

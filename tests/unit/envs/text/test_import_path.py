@@ -73,7 +73,7 @@ def test_a_missing_file(tmp_path: Path) -> None:
         import_function(f"{tmp_path}/none.py:score")
 
 
-def test_a_missing_package_is_told_from_one_that_misses_something(tmp_path: Path) -> None:
+def test_a_missing_package_differs_from_a_broken_one(tmp_path: Path) -> None:
     with pytest.raises(UserError) as caught:
         import_function("no_such_package_here.rewards:score")
     assert "install the package" in caught.value.hint

@@ -62,7 +62,7 @@ def test_the_prompts_do_not_depend_on_the_global_random_numbers() -> None:
     random.setstate(before)
 
 
-def test_a_system_prompt_stands_before_the_question() -> None:
+def test_a_system_prompt_precedes_the_question() -> None:
     plain = build(system_prompt="Be brief.").source.held_out()[0].text
     chat = build(system_prompt="Be brief.", chat_template=True).source.held_out()[0].text
     assert plain.startswith("Be brief.\n\n")
@@ -89,14 +89,14 @@ def test_params_reach_the_generator() -> None:
         ),
     ],
 )
-def test_faults_name_their_cure(settings: dict[str, object], fault: str, hint: str) -> None:
+def test_errors_come_with_a_hint(settings: dict[str, object], fault: str, hint: str) -> None:
     with pytest.raises(UserError) as caught:
         build(**settings)  # type: ignore[arg-type]
     assert fault in caught.value.what
     assert hint in caught.value.hint
 
 
-def test_a_missing_extra_is_said_with_its_cure(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_extra_comes_with_the_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
     with pytest.raises(UserError) as caught:
         build()

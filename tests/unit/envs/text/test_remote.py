@@ -181,7 +181,7 @@ async def test_an_answer_that_never_ends_costs_its_samples_and_no_others(server:
     assert [reward.value for reward in others] == [2.0] * 5
 
 
-async def test_nobody_there_is_an_invalid_reward(server: Server) -> None:
+async def test_an_unreachable_server_gives_invalid_rewards(server: Server) -> None:
     server.close()
     subject = scorer(server.url, retries=0)
     reward = await ask(subject, "12")

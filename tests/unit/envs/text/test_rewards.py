@@ -166,7 +166,7 @@ def test_math_verify_cannot_judge_an_answer_that_is_no_expression() -> None:
         value("3", "", kind="math_verify")
 
 
-def test_a_missing_extra_is_said_with_its_cure(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_extra_comes_with_the_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "math_verify", None)
     with pytest.raises(UserError) as caught:
         value("3", "4", kind="math_verify")
@@ -182,7 +182,7 @@ def test_python_functions_get_plain_values(tmp_path: Path) -> None:
     assert value("x", kind="python", function=f"{file}:score") == ["5+7=", "x", "12", {"level": 3}]
 
 
-def test_what_a_function_changes_in_the_metadata_no_other_sample_sees(tmp_path: Path) -> None:
+def test_metadata_changed_by_a_function_is_not_shared(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text(
         "def score(prompt, completion, answer, metadata):\n"

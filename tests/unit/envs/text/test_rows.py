@@ -39,7 +39,7 @@ def test_rows_beyond_one_decoded_batch_keep_their_numbers(tmp_path: Path, data_f
     assert rows[2499].where.endswith("line 2500" if data_format == "jsonl" else "row 2499 (from 0)")
 
 
-def test_what_a_row_of_a_table_lacks_is_not_there(tmp_path: Path) -> None:
+def test_null_fields_of_a_table_are_missing(tmp_path: Path) -> None:
     row = read(write(tmp_path, "parquet", [{"prompt": "q", "margin": float("nan"), "answer": None}]))[0]
     assert (row.get("prompt"), row.get("margin"), row.get("answer"), row.get("never")) == ("q", None, None, None)
 
@@ -88,7 +88,7 @@ def test_a_table_without_rows(tmp_path: Path) -> None:
         read(tmp_path / "none.parquet")
 
 
-def test_without_the_extra_the_cure_is_to_install_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_extra_the_hint_installs_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(tmp_path, "parquet", ROWS)
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(UserError, match="reading Parquet needs the package pyarrow") as caught:

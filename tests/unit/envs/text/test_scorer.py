@@ -174,7 +174,7 @@ async def test_a_fault_is_reported_with_reward_type_message_and_sample() -> None
         (-1e308, "returned -1e+308, and no reward may be larger than 1e18"),
     ],
 )
-async def test_what_is_no_finite_number_is_invalid(result: object, fault: str) -> None:
+async def test_a_result_that_is_not_a_finite_number_is_invalid(result: object, fault: str) -> None:
     built = scorer(lambda sample: result)
     reward = await scored(built)
     assert not reward.valid
@@ -190,7 +190,7 @@ async def test_weights_that_make_rewards_huge_make_them_invalid() -> None:
 
 
 @pytest.mark.parametrize(("result", "expected"), [(True, 1.0), (3, 3.0), (-0.5, -0.5)])
-async def test_what_is_a_number_counts(result: object, expected: float) -> None:
+async def test_numbers_of_other_types_count(result: object, expected: float) -> None:
     built = scorer(lambda sample: result)
     assert await scored(built) == Reward(value=expected, components={"reward0": expected})
     await built.close()

@@ -31,7 +31,7 @@ def test_one_token_more_is_refused_with_the_prompt_and_the_room_there_is() -> No
     assert "at most 6" in caught.value.hint
 
 
-def test_a_prompt_that_leaves_no_room_is_not_told_to_generate_less() -> None:
+def test_a_prompt_as_long_as_the_context_gets_another_hint() -> None:
     with pytest.raises(UserError) as caught:
         check_fits(TASK, 4, 1)
     assert "max_new_tokens to" not in caught.value.hint

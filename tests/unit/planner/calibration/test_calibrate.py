@@ -27,7 +27,7 @@ def test_a_planted_profile_is_found_again(pass_s: float, row_s: float, step_s: f
     assert found.residuals["engine"] < 1e-3
 
 
-def test_a_message_takes_what_a_step_lacks() -> None:
+def test_the_time_of_a_message_is_fitted_by_simulation() -> None:
     spec = spec_of()
     right = planted(spec, call_s=0.01)
     seen = observed(spec, right)
@@ -38,7 +38,7 @@ def test_a_message_takes_what_a_step_lacks() -> None:
     assert found.simulated_step_s == pytest.approx(found.step_s.value, rel=0.01)
 
 
-def test_boots_that_shared_the_cores_are_told_from_those_alone() -> None:
+def test_boots_on_shared_cores_are_separated_from_others() -> None:
     pool = {"kind": "static", "workers": 2}
     spec = spec_of(steps=8, runtime="ray", pool=pool)
     right = planted(spec, boot_s=1.0, publish_s=0.01, pull_s=0.01)
@@ -48,7 +48,7 @@ def test_boots_that_shared_the_cores_are_told_from_those_alone() -> None:
     assert fit_by_simulation(fit(seen), seen)["boot_s"] == pytest.approx(1.0, rel=0.1)
 
 
-def test_what_a_run_cannot_tell_it_says() -> None:
+def test_costs_that_a_run_cannot_determine_are_noted() -> None:
     spec = spec_of()
     notes = " ".join(fit(observed(spec, planted(spec))).notes)
     assert "no preemptible worker joined" in notes

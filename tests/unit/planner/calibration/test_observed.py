@@ -58,7 +58,7 @@ def test_prompt_tokens_that_were_not_counted_are_none(seen: Observed, tmp_path: 
         (lambda run: replaced(run.events, '"work":', '"work":[3],"x":'), "run", "no measurements of the engines"),
     ],
 )  # fmt: skip
-def test_what_is_missing_or_damaged_is_told(
+def test_missing_and_damaged_files_are_reported(
     seen: Observed, tmp_path: Path, harm: Callable[[RunDirectory], object], where: str, says: str
 ) -> None:
     run = write_run(tmp_path / "run", seen)

@@ -36,7 +36,7 @@ def test_a_profile_is_read_as_it_was_written(tmp_path: Path) -> None:
         (b"{", b""),
     ],
 )
-def test_what_is_no_profile_is_refused(tmp_path: Path, change: bytes, words: bytes) -> None:
+def test_an_invalid_profile_is_refused(tmp_path: Path, change: bytes, words: bytes) -> None:
     path = tmp_path / "profile.json"
     write_profile(planted(spec_of()), path)
     path.write_bytes(path.read_bytes().replace(change, words, 1))
@@ -44,7 +44,7 @@ def test_what_is_no_profile_is_refused(tmp_path: Path, change: bytes, words: byt
         read_profile(path)
 
 
-def test_what_is_no_profile_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_profiles_are_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TIDEMILL_CACHE", str(tmp_path))
     profile = planted(spec_of())
     write_profile(profile, kept_path(profile))
@@ -66,7 +66,7 @@ def test_the_newest_of_this_machine_is_kept(tmp_path: Path, monkeypatch: pytest.
     assert kept_profiles({"processor": "Abacus", "cores": 3}) == []
 
 
-def test_a_run_of_another_kind_is_told_apart() -> None:
+def test_a_run_of_another_kind_is_recognised() -> None:
     profile = planted(spec_of())
     assert setting_differences(profile, spec_of(steps=9, batch={"prompts": 9, "group_size": 2})) == []
     assert setting_differences(profile, spec_of(engine={"batch_invariant": True})) == [
@@ -87,7 +87,7 @@ def test_a_model_of_another_shape_is_another_kind(changes: dict[str, Any], named
     assert found[0].startswith(f"{named} is ")
 
 
-def test_seeds_and_what_a_model_does_not_read_make_no_difference() -> None:
+def test_seeds_and_unused_settings_make_no_difference() -> None:
     assert setting_differences(planted(spec_of(model=CHAR)), spec_of(model=CHAR | {"char": {"seed": 5}})) == []
     hub = {"source": "org/model", "char": {"layers": 9}}
     assert not any("char." in name for name in cost_settings(spec_of(model=hub)))
@@ -106,7 +106,7 @@ def test_seeds_and_what_a_model_does_not_read_make_no_difference() -> None:
         ("".join(f'{{"step": {step}, "time_step_s": 1}}\n' for step in range(1, 4)), "no measurements"),
     ],
 )
-def test_a_run_that_says_too_little(tmp_path: Path, metrics: str | None, words: str) -> None:
+def test_a_run_with_too_few_events_is_refused(tmp_path: Path, metrics: str | None, words: str) -> None:
     if metrics is not None:
         (tmp_path / "config.toml").write_text("")
         (tmp_path / "metrics.jsonl").write_text(metrics)

@@ -31,7 +31,7 @@ def test_a_disturbed_observation_does_not_count_as_much() -> None:
     assert found.values["passes"] == pytest.approx(2.0, rel=0.01)
 
 
-def test_what_did_not_vary_by_itself_is_in_the_others() -> None:
+def test_costs_that_did_not_vary_independently_are_merged() -> None:
     # Twice as many rows as passes in every observation: 3 s a pass with its two rows.
     rows = amounts((1, 2, 0), (2, 4, 0), (4, 8, 0))
     found = solve(NAMES, rows, np.array([3.0, 6.0, 12.0]))

@@ -53,7 +53,7 @@ def test_of_another_machine_nothing_is_known(kept: Any, monkeypatch: pytest.Monk
     assert "--measure" in str(msgspec.to_builtins(raised.value.hint))
 
 
-def test_nobody_waits_for_one_whose_time_stands_still(kept: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stopped_worker_delays_no_other(kept: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     async def spin(*_: Any) -> Any:
         loop = asyncio.get_running_loop()
 
@@ -69,7 +69,7 @@ def test_nobody_waits_for_one_whose_time_stands_still(kept: Any, monkeypatch: py
         forecast_at_start(spec_of())
 
 
-def test_nobody_waits_for_a_slow_one(kept: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_worker_delays_no_other(kept: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forecast, "QUICK_S", 0.0)
     with pytest.raises(TooSlow, match="longer than 0 s"):
         forecast_at_start(spec_of())

@@ -32,7 +32,7 @@ def test_the_whole_model_keeps_16_bytes_per_parameter() -> None:
     assert total == pytest.approx(sum(parts[name] for name in named) + LIBRARIES)
 
 
-def test_an_adapter_learns_beside_a_frozen_base() -> None:
+def test_an_adapter_adds_a_frozen_base() -> None:
     # 4 bytes for each frozen parameter, 16 for each of the adapter's; the base serves as the reference, too
     _, parts = memory(model={"lora": {"rank": 8}}, algorithm=KL)
     learned = adapter_parameters(models_of(spec_of(model={"source": "char"})).policy, 8)
@@ -50,7 +50,7 @@ def test_an_adapter_learns_beside_a_frozen_base() -> None:
         ({"schedule": {"max_policy_lag": 1}}, 4),
     ],
 )
-def test_models_beside_the_policy_are_counted(sections: dict[str, Any], more: int) -> None:
+def test_frozen_models_are_counted(sections: dict[str, Any], more: int) -> None:
     # More models need at least their weights more; what the loss keeps per token may differ, too.
     alone, _ = memory()
     total, parts = memory(**sections)

@@ -11,7 +11,7 @@ def test_lengths_as_often_as_they_were_seen() -> None:
     assert quantiles(lengths, 8) == (2, 2, 4, 4, 4, 4, 4, 4)
 
 
-def test_what_a_limit_cut_goes_on_and_ends_as_often_as_the_others() -> None:
+def test_truncated_lengths_continue_with_the_same_end_probability() -> None:
     # 4 ended of 8 in 2 + 4 * 4 + ... = 40 tokens: a tenth of the tokens was a last one.
     lengths = continued({4: 4, 6: 4}, {6: 4})
     assert lengths.rate == pytest.approx(0.1)
@@ -22,5 +22,5 @@ def test_what_a_limit_cut_goes_on_and_ends_as_often_as_the_others() -> None:
     assert sum(beyond) / 500 == pytest.approx(1 / 0.1, rel=0.02)  # the mean of a geometric law
 
 
-def test_what_never_ended_is_always_cut() -> None:
+def test_completions_that_never_ended_are_always_truncated() -> None:
     assert continued({5: 3}, {5: 3}).quantile(0.5) > 100_000

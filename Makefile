@@ -29,10 +29,10 @@ define prepare
 	exit 2
 endef
 
-.PHONY: help setup demo test check format chaos faults bench clean constraints $(CHECKS)
+.PHONY: help setup demo test test-all covered-tests check format chaos faults bench clean constraints $(CHECKS)
 
 help: ## list the targets
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1	\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 20
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1	\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 20
 
 $(READY): $(SETUP)
 	$(call prepare)
@@ -69,8 +69,12 @@ format: $(READY) ## rewrite files in the project's format
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-test: check ## check, then every test with coverage
-	$(BIN)/python -m pytest -n 2 --dist loadgroup --cov --cov-report=
+test: MARKED := -m "not slow"
+test: covered-tests ## check, then the tests with coverage; about 12 minutes on 2 cores
+test-all: covered-tests ## check, then every test, also those marked slow
+
+covered-tests: check
+	$(BIN)/python -m pytest -n 2 --dist loadgroup --cov --cov-report= $(MARKED)
 	@for part in $(COVERED); do \
 	  printf 'line coverage of %s: ' $$part; \
 	  $(BIN)/coverage report --include="src/tidemill/$$part/*" --format=total --fail-under=95 || { \

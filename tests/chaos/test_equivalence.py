@@ -50,7 +50,7 @@ def test_evictions_do_not_change_the_weights(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("lag", [2, 3])
+@pytest.mark.parametrize("lag", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_evictions_do_not_change_the_weights_with_a_policy_lag(tmp_path: Path, lag: int) -> None:
     quiet, disturbed = tmp_path / "quiet", tmp_path / "disturbed"
     expected = quiet_run(quiet, steps=STEPS, lag=lag)

@@ -21,7 +21,6 @@ RECIPE = (
 )
 
 
-@pytest.mark.slow
 def test_a_run_calibrates_the_forecast_of_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TIDEMILL_CACHE", str(tmp_path / "cache"))
     first, second = tmp_path / "first", tmp_path / "second"

@@ -293,7 +293,7 @@ def quiet_run_ahead(lag: int, unfinished: str) -> Session:
     return live(Disk(), spec=ahead(unfinished, lag))
 
 
-@pytest.mark.parametrize("lag", [1, 2, 3])
+@pytest.mark.parametrize("lag", [1, *(pytest.param(lag, marks=pytest.mark.slow) for lag in (2, 3))])
 def test_killed_before_training_the_weights_are_the_same_with_delayed_publishing(lag: int) -> None:
     spec, quiet = ahead("wait", lag), quiet_run_ahead(lag, "wait")
     assert max(len(sample[8:]) for group in quiet.trainer.state.history[-1] for sample in group[2]) == lag  # type: ignore[index]

@@ -104,7 +104,7 @@ threads = 1
 """
 )
 NAMES = ["sft", "rl", "measure", "out"]
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.timeout(300)
 
 
 def write_inputs(folder: Path) -> None:
@@ -207,7 +207,15 @@ def test_every_stage_leaves_its_documented_files() -> None:
     assert "3. rl (rl): held-out mean reward" in card
 
 
-@pytest.mark.parametrize(("name", "steps"), [("sft", 1), ("sft", 6), ("rl", 0), ("rl", 3), ("rl", 9)], ids=str)
+@pytest.mark.parametrize(
+    ("name", "steps"),
+    [
+        ("sft", 1),
+        ("rl", 3),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in (("sft", 6), ("rl", 0), ("rl", 9))),
+    ],
+    ids=str,
+)
 def test_a_pipeline_killed_in_a_stage_gives_the_same_model(
     quiet_result: tuple[str, str], name: str, steps: int
 ) -> None:

@@ -208,6 +208,7 @@ def test_truncated_completions_can_be_excluded(short: Train) -> None:
     assert masked["tokens_trained"] <= masked["tokens_generated"] - 3 * masked["samples_left_out"]
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("ray")
 def test_the_ray_recipe_trains_while_its_workers_are_killed(tmp_path: Path) -> None:
     recipe, run = f"@{REPOSITORY / 'recipes' / 'ray-local.toml'}", tmp_path / "run"
@@ -233,8 +234,11 @@ def emptied(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.mark.parametrize(
     "recipe",
-    [path for path in RECIPES if path.stem not in ("char-addition", "ray-local", "rlhf")],  # tested elsewhere
-    ids=lambda path: path.stem,
+    [
+        pytest.param(path, id=path.stem, marks=[] if path.stem == "spot-trace" else pytest.mark.slow)
+        for path in RECIPES
+        if path.stem not in ("char-addition", "ray-local", "rlhf")  # tested elsewhere
+    ],
 )
 def test_recipes_of_the_pretrained_model(recipe: Path, shared_cache: Path, emptied: Path) -> None:
     run = emptied / "run"

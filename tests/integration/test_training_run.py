@@ -20,6 +20,7 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 STEP_S = 100.0  # limit for the first step
 
 
+@pytest.mark.slow
 def test_an_interrupted_benchmark_leaves_a_resumable_checkpoint(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path / "run")
 

@@ -100,6 +100,7 @@ def test_a_run_with_a_killed_driver_leaves_no_process_and_can_be_resumed(recipe:
     assert _checkpoints(run, session=2) == [steps + 20]
 
 
+@pytest.mark.slow
 def test_workers_pull_the_base_once_and_then_adapters(recipe: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     rewards = '[{ kind = "length", target_tokens = 3 }]'  # every batch has a gradient

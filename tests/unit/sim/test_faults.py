@@ -31,7 +31,7 @@ FOUND = {
 since.)"""
 
 
-@pytest.mark.parametrize("chunk", range(CHUNKS))
+@pytest.mark.parametrize("chunk", [0, 1, *(pytest.param(chunk, marks=pytest.mark.slow) for chunk in range(2, CHUNKS))])
 def test_no_seed_violates_an_invariant(chunk: int) -> None:
     outcomes = [simulate_faults(seed) for seed in range(chunk * CHUNK, (chunk + 1) * CHUNK)]
 
@@ -40,7 +40,7 @@ def test_no_seed_violates_an_invariant(chunk: int) -> None:
     assert min(outcome.looks for outcome in outcomes) > 0
 
 
-@pytest.mark.parametrize("chunk", range(3))
+@pytest.mark.parametrize("chunk", [0, *(pytest.param(chunk, marks=pytest.mark.slow) for chunk in (1, 2))])
 def test_with_unfinished_wait_each_sample_has_one_version(chunk: int) -> None:
     for seed in range(chunk * CHUNK, (chunk + 1) * CHUNK):
         scenario = draw(seed)

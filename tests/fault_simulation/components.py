@@ -75,6 +75,7 @@ class WatchedLedger(Ledger):
     ) -> int:
         self._training.restored(after_step)
         replayed = await super().load(in_flight, prompt_of, after_step=after_step)
+        self._training.dropped |= self._invariants.durable.dropped  # a power cut may strike before `drop` returns
         self._invariants.resumed(in_flight, self._training.learned)
         return replayed
 

@@ -52,7 +52,7 @@ class FabricatedFleet(FabricatedRun):
     """`places` machines, each evicted after `life_s` on average and replaced some seconds later; every third gets a
     notice.
 
-        Leases of the killed session have no end event.
+    Leases of the killed session have no end event.
     """
 
     config = (

@@ -1,7 +1,7 @@
 """Supervised stages in separate processes.
 
-    main() with run FOLDER KIND      one session; exit code as of `tidemill train` main() with killed FOLDER KIND   an
-    undisturbed run, and one killed (-9) repeatedly
+    main() with run FOLDER KIND      one session; exit code as of `tidemill train`
+    main() with killed FOLDER KIND   an undisturbed run, and one killed (-9) repeatedly
 
 The second prints the digests of both final weights and the number of kills.
 """

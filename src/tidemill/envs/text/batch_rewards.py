@@ -45,10 +45,10 @@ class BatchedReward:
     """Collects single requests into batches for a scorer. A batch is sent as soon as the scorer is free; no request
     waits for a batch to fill.
 
-        Args:
-            most: maximum number of samples per batch.
-            overtake_s: after this time the next batch is sent even if the previous one has not returned; None waits
-                without limit.
+    Args:
+        most: maximum number of samples per batch.
+        overtake_s: after this time the next batch is sent even if the previous one has not returned; None waits without
+            limit.
     """
 
     def __init__(self, scorer: BatchScorer, *, most: int, overtake_s: float | None = None) -> None:

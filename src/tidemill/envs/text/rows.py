@@ -390,8 +390,8 @@ def pair_rows(prompt: Prompt, samples: Sequence[ScoredCompletion], *, most: int)
     """Up to `most` pairs of one prompt: each different incorrect completion once, paired with the different correct
     ones in turn.
 
-        A correct completion must have been ended by the model; an incorrect one may have been truncated. Empty
-        completions are skipped.
+    A correct completion must have been ended by the model; an incorrect one may have been truncated. Empty completions
+    are skipped.
     """
     right = list(_different(samples, right=True))
     wrong = list(_different(samples, right=False))[:most]

@@ -50,11 +50,11 @@ class RewardScorer:
         """The weighted sum of all rewards; `components` holds each before weighting. `correct` is set only if the one
         reward with a non-zero weight is 1 for correct answers and less for incorrect ones.
 
-                A reward that raises, times out or returns no finite number makes the sample's reward invalid: value 0
-                and a reason that names reward, error and sample.
+        A reward that raises, times out or returns no finite number makes the sample's reward invalid: value 0 and a
+        reason that names reward, error and sample.
 
-                Raises:
-                    ReaderLost: the process of a reward model ended and cannot be restarted.
+        Raises:
+            ReaderLost: the process of a reward model ended and cannot be restarted.
         """
         sample = Sample(
             prompt=prompt,
@@ -148,11 +148,10 @@ def build_scorer(
 def evaluation_scoring(scoring: ScoringConfig, *, task: Task) -> ScoringConfig:
     """The rewards used for evaluation: they measure correctness if possible, whatever training optimizes.
 
-    The run's first reward that compares with the answer, with weight 1. Without one: the run's other rewards,
-    except
-    random, length and model rewards. If none is left: the task's scorer or the comparison with the answer, so that
-    a control run is measured too. Reward models are included with weight 0, so that their scores of held-out
-    samples can be compared with correctness.
+    The run's first reward that compares with the answer, with weight 1. Without one: the run's other rewards, except
+    random, length and model rewards. If none is left: the task's scorer or the comparison with the answer, so that a
+    control run is measured too. Reward models are included with weight 0, so that their scores of held-out samples can
+    be compared with correctness.
     """
     models = tuple(each.model_copy(update={"weight": 0.0}) for each in scoring.rewards if each.kind == "model")
     judging = tuple(each.model_copy(update={"weight": 1.0}) for each in scoring.rewards if each.kind in

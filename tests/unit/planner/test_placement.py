@@ -22,7 +22,14 @@ from tidemill.planner.placement.estimate import (
     best_engine,
     estimate,
 )
-from tidemill.planner.placement.search import MOST_PLACEMENTS, Candidates, counts, counts_tried, plan_placement
+from tidemill.planner.placement.search import (
+    MOST_PLACEMENTS,
+    Candidates,
+    counts,
+    counts_tried,
+    plan_placement,
+    warnings_on,
+)
 from tidemill.planner.placement.training import Group, Offer, PlacementQuestion, TooLarge, Training, best_training
 
 CATALOG = load_catalog()
@@ -275,6 +282,17 @@ def test_weak_links_and_prices_to_check_are_warned_of() -> None:
     plan = plan_placement(question)
     assert any("PCIe 4.0 x16 (32 GB/s)" in line for line in plan.warnings)
     assert any(line.startswith("price of aws-g6e.48xlarge: ") for line in plan.warnings)
+
+
+def test_idle_machines_and_slow_pulls_are_warned_of() -> None:
+    best = plan_placement(QUESTION).best
+    step_s = best.step_s
+    busy = msgspec.structs.replace(best, exposed_pull_s=0.0, trainer_idle=0.0, dedicated_idle=0.0)
+    slow = msgspec.structs.replace(best, exposed_pull_s=0.5 * step_s, trainer_idle=0.3, dedicated_idle=0.4)
+    added = [line for line in warnings_on(QUESTION, slow) if line not in set(warnings_on(QUESTION, busy))]
+    assert len(added) == 3
+    for line, share in zip(added, ("50", "30", "40"), strict=True):
+        assert f"{share} %" in line
 
 
 def test_the_largest_group_fits_where_smaller_ones_do_not() -> None:

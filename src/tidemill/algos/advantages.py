@@ -79,11 +79,6 @@ def has_signal(advantages_G: Tensor) -> bool:
     return bool((advantages_G != 0).any())
 
 
-def scope_of(name: str, *, whiten: bool) -> Scope:
-    """The scope of an entry of `ADVANTAGES`; whitening needs the whole batch."""
-    return "batch" if whiten else ADVANTAGES[name].scope
-
-
 def _centred(rewards_G: Tensor, valid_G: Tensor) -> Tensor:
     """float64 [G], R - mean over valid samples; 0 for invalid samples, exactly 0 if all valid rewards are equal."""
     centred_G = torch.zeros(rewards_G.shape, dtype=torch.float64, device=rewards_G.device)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, model_validator
 
-from tidemill.config.base import Config, Probability
+from tidemill.config.base import Config, NameOrFunction, Probability
 
 CorrectionKind = Literal["none", "tis", "icepop", "sequence_tis", "geometric", "clip_range", "mu_step"]
-AdvantageName = Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "gae"]
-LossName = Literal["ppo_clip", "gspo", "cispo"]
+ADVANTAGE_NAMES = ("grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "gae")
+LOSS_NAMES = ("ppo_clip", "gspo", "cispo")
 NormalizeName = Literal["sample", "token", "constant"]
 PresetName = Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "dapo", "gspo", "cispo", "ppo"]
 
@@ -73,7 +73,7 @@ class CorrectionConfig(Config):
             yield f"high = {self.high:g} is below 1, the ratio of on-policy tokens; choose at least 1"
 
 
-LOSS_DEFAULTS: dict[LossName, dict[str, Any]] = {
+LOSS_DEFAULTS: dict[str, dict[str, Any]] = {
     "ppo_clip": {"clip_low": 0.2, "clip_high": 0.2},
     "gspo": {"clip_low": 3e-4, "clip_high": 4e-4, "correction": {"kind": "sequence_tis"}},
     "cispo": {"clip_high": 5.0},
@@ -122,11 +122,23 @@ def _lookup(table: dict[Any, Any], given: Any, key: str, default: str) -> Any:
     return table.get(value) if isinstance(value, str) else None
 
 
+class LossTermConfig(Config):
+    """A user function that is added to the loss of every token."""
+
+    function: Annotated[str, NameOrFunction("loss_term")]
+    """`path/file.py:function` or `package.module:function`. It takes any of logprobs, proximal_logprobs,
+    rollout_logprobs, ref_logprobs, advantages, mask and sample_index (tensors of one value per token) and returns one
+    loss per token."""
+    weight: float = 1.0
+    """Factor of the term."""
+
+
 class AlgorithmConfig(Config):
     name: PresetName = "grpo"
     """Published algorithm that sets the defaults of the keys below. `tidemill algorithms` lists them."""
-    advantage: AdvantageName = "grpo"
-    """Advantage estimator; gae trains a critic (see [critic])."""
+    advantage: Annotated[str, NameOrFunction("advantage", ADVANTAGE_NAMES)] = "grpo"
+    """Advantage estimator; gae trains a critic (see [critic]). A function of yours takes any of rewards, valid,
+    lengths, truncated, components, step (and group, for a whole batch) and returns one advantage per sample."""
     whiten: bool = False
     """Normalize advantages to mean 0 and standard deviation 1 over the batch's tokens. Training then starts when the
     whole batch is complete."""
@@ -137,8 +149,10 @@ class AlgorithmConfig(Config):
     bootstrap_truncated: bool = False
     """gae: bootstrap a completion truncated by max_new_tokens with its last value. Use it only where the reward does
     not already score the truncated text."""
-    loss: LossName = "ppo_clip"
-    """Policy loss."""
+    loss: Annotated[str, NameOrFunction("loss", LOSS_NAMES)] = "ppo_clip"
+    """Policy loss. A function of yours takes any of the arguments of a loss term, and returns one loss per token."""
+    loss_terms: tuple[LossTermConfig, ...] = ()
+    """Functions of yours that are added to the policy loss."""
     normalize: NormalizeName = "sample"
     """Reduction of the loss. sample: mean over a sample's tokens, then over samples (GRPO). token: mean over the
     batch's tokens (DAPO). constant: sum over tokens, divided by samples × sampling.max_new_tokens (Dr. GRPO)."""
@@ -187,11 +201,13 @@ class AlgorithmConfig(Config):
         loss = given.get("loss", preset_loss)
         if loss != preset_loss and isinstance(loss, str):  # the preset's limits and correction are for its own loss
             defaults.pop("correction", None)
-            defaults |= LOSS_DEFAULTS.get(loss, {})  # type: ignore[call-overload]
+            defaults |= LOSS_DEFAULTS.get(loss, {})
         correction = given.get("correction")
         if isinstance(correction, dict):  # limits without a kind belong to the default kind
             defaults["correction"] = defaults.get("correction", {}) | correction
             given = {key: value for key, value in given.items() if key != "correction"}
+        if isinstance(given.get("loss_terms"), list):  # strict mode takes a JSON array only before this validator
+            given = given | {"loss_terms": tuple(given["loss_terms"])}
         return defaults | given
 
     def issues(self) -> Iterator[str]:

@@ -3,10 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Annotated, Any, Self
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    ValidationInfo,
+    model_validator,
+)
+from pydantic_core import CoreSchema, core_schema
+
+from tidemill.extensions.registry import PATH, Kind, installed
 
 
 class Config(BaseModel):
@@ -25,6 +39,32 @@ class Config(BaseModel):
         if issues := list(self.issues()):
             raise ValueError("\n".join(issues))
         return self
+
+
+@dataclass(frozen=True, slots=True)
+class NameOrFunction:
+    """Metadata of a text key: one of the built-in names, or a reference to a user function (`extensions.registry`)."""
+
+    kind: Kind
+    names: tuple[str, ...] = ()
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_after_validator_function(self.check, handler(source))
+
+    @property
+    def accepts(self) -> str:
+        names = "".join(f'"{name}", ' for name in self.names)
+        return f"{names and 'one of ' + names}{names and 'or '}path/file.py:function"
+
+    def check(self, given: str) -> str:
+        if given in self.names or PATH.fullmatch(given) or given in installed(self.kind):
+            return given
+        close = get_close_matches(given, self.names, 1, 0.6)
+        hint = f"did you mean {close[0]}? or " if close else ""
+        known = f"neither one of {', '.join(self.names)} nor" if self.names else "not"
+        raise ValueError(
+            f"{given!r} is {known} a function; {hint}write package.module:function or path/file.py:function"
+        )
 
 
 def _folder_name(name: str) -> str:

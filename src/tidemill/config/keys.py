@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 import annotated_types
 from pydantic import BaseModel
 
+from tidemill.config.base import NameOrFunction
 from tidemill.config.schema import RunSpec
 
 KeyPath = tuple[str, ...]
@@ -124,6 +125,8 @@ def type_text(annotation: Any, bounds: Sequence[Any] = ()) -> str:
         return f"array of {len(parts)}: {', '.join(type_text(part) for part in parts)}"
     if origin is dict or is_section(annotation):
         return "table"
+    if named := [bound.accepts for bound in bounds if isinstance(bound, NameOrFunction)]:
+        return named[0]
     limits = [
         f"{sign} {getattr(bound, name)}" for bound in bounds for sign, kind, name in BOUNDS if type(bound) is kind
     ]

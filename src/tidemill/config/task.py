@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 from pydantic import Field
 
 from tidemill.config.base import Config
+from tidemill.extensions.registry import PATH, installed
 
 
 class ArithmeticTask(Config):
@@ -71,16 +72,22 @@ TaskConfig = Annotated[ArithmeticTask | ReasoningGymTask | FileTask, Field(discr
 
 ENVIRONMENT_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 HEADER_NAME = re.compile(r"[A-Za-z0-9-]+")
-PYTHON_FUNCTION = re.compile(r"([A-Za-z_][\w.]*|.+\.py):[A-Za-z_]\w*")
 REWARD_KEYS = {
     "pattern": "regex",
     "target_tokens": "length",
     "function": "python",
+    "weights": "python",
     "model": "model",
     "url": "http",
     "auth_env": "http",
 }
 """Keys of a reward that only one kind has."""
+REWARD_NEEDS = {
+    "pattern": "a pattern; set pattern to the expression to search for",
+    "target_tokens": "target_tokens; set it to the completion length that scores 1",
+    "function": 'a function; set function = "package.module:function" or "file.py:function"',
+    "model": "a model; set model to the folder of a reward model",
+}
 
 
 class RewardConfig(Config):
@@ -89,14 +96,22 @@ class RewardConfig(Config):
     length. task: the task's own scorer (reasoning_gym). random: a control. python: `function`. model: a reward model.
     http: a server."""
     weight: float = 1.0
-    """Weight in the sample's reward, which is the weighted sum of all rewards."""
+    """Weight in the sample's reward, which is the weighted sum of the rewards that apply to the sample."""
+    name: str = ""
+    """Name in metrics, samples and charts. Default: the kind, or the name of the function."""
+    role: Literal["reward", "gold"] = "reward"
+    """gold: a second opinion with weight 0 that is only measured; its failures do not make a sample invalid."""
+    weights: dict[str, float] = {}
+    """python: factors of the named numbers that the function returns as a table. Default: their plain sum."""
     pattern: str = ""
     """regex: regular expression to search for in the completion."""
     target_tokens: int = Field(0, ge=0)
     """length: completion length with score 1; the score decreases linearly to 0 at length 0 and at twice the target."""
     function: str = ""
-    """python: `package.module:function` or `path/file.py:function`, called with (prompt, completion, answer, metadata).
-    A finished stage runs again when that file changes; modules that the file imports are not tracked."""
+    """python: `package.module:function`, `path/file.py:function` or the name of an entry point. The function takes any
+    of prompt, messages, completion, token_ids, answer, metadata, step, seed and the columns of the data, and returns a
+    number, a table of named numbers, or None if it does not apply to the sample. A run is not resumed, and a finished
+    stage runs again, when that file changes; modules that the file imports are not tracked."""
     model: str = ""
     """model: folder of a reward model with the policy's tokenizer, for example the output of a reward_model stage."""
     url: str = ""
@@ -108,8 +123,8 @@ class RewardConfig(Config):
     auth_header: str = "authorization"
     """http: header that carries the credentials."""
     batch: int = Field(64, ge=1)
-    """model, http: maximum number of samples per forward pass or request. With 1, or with [reading], the score of a
-    sample is bit-identical whatever other samples are scored."""
+    """model, http, python with batch=True: maximum number of samples per forward pass, request or call. With 1, or with
+    [reading], the score of a sample is bit-identical whatever other samples are scored."""
     timeout_s: float = Field(0.0, ge=0)
     """model, http: a sample without a score after this many seconds, queueing and retries included, is invalid.
     0: 60 s for http, 600 s for model, which waits between training steps."""
@@ -122,20 +137,17 @@ class RewardConfig(Config):
         return self.timeout_s or (600.0 if self.kind == "model" else 60.0)
 
     def issues(self) -> Iterator[str]:
-        if self.kind == "regex" and not self.pattern:
-            yield 'kind = "regex" needs a pattern; set pattern to the expression to search for'
-        if self.kind == "length" and not self.target_tokens:
-            yield 'kind = "length" needs target_tokens; set it to the completion length that scores 1'
-        if self.kind == "python" and not self.function:
-            yield 'kind = "python" needs a function; set function = "package.module:function" or "file.py:function"'
-        if self.kind == "model" and not self.model:
-            yield 'kind = "model" needs a model; set model to the folder of a reward model'
+        for key, needed in REWARD_NEEDS.items():
+            if self.kind == REWARD_KEYS[key] and not getattr(self, key):
+                yield f'kind = "{self.kind}" needs {needed}'
         url_issues = list(_url_issues(self.url)) if self.kind == "http" else []
         yield from url_issues
+        if self.role == "gold" and self.weight:
+            yield f'role = "gold" is only measured, and weight is {self.weight:g}; set weight = 0'
         for name, kind in REWARD_KEYS.items():
             if getattr(self, name) and self.kind != kind:
                 yield f'{name} is only for kind = "{kind}", and kind is "{self.kind}"; change kind or leave {name} out'
-        if self.function and not PYTHON_FUNCTION.fullmatch(self.function):
+        if self.function and not PATH.fullmatch(self.function) and self.function not in installed("reward"):
             yield (
                 f'function = "{self.function}" does not name a function; write "package.module:function" or '
                 '"file.py:function"'

@@ -221,7 +221,8 @@ class Preflight:
                     chat_template=spec.model.chat_template,
                 )
             rewards = [reward for reward in spec.scoring.rewards if reward.kind != "model"]
-            build_rewards(rewards, Context(task=task, seed=spec.run.seed, stop_strings=task.default_stop_strings))
+            context = Context(task=task, seed=spec.run.seed, stop_strings=task.default_stop_strings)
+            build_rewards(rewards, context)
 
         lengths = (spec.sampling.max_new_tokens, spec.eval.max_new_tokens, spec.engine.context_tokens)
         chat = spec.model.chat_template

@@ -18,7 +18,7 @@ from tidemill.config.model import BUILT_IN_MODELS
 from tidemill.config.pipeline import KINDS, NEUTRAL, StageSpec
 from tidemill.core.errors import UserError
 from tidemill.core.records import Record
-from tidemill.envs.text.rewards import source_file
+from tidemill.extensions.loading import source_file
 from tidemill.models.folder import is_local
 
 FORMAT = 2

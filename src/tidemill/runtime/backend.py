@@ -25,8 +25,7 @@ from tidemill.core.protocols import (
 )
 from tidemill.core.records import ITEM_BYTES, LogprobBuffer, PolicyVersion, TokenBuffer, WeightManifest, count
 from tidemill.envs.text.prompts import Task
-from tidemill.envs.text.scorer import MAX_HANGING, RewardScorer, build_scorer, evaluation_scoring
-from tidemill.envs.text.user_calls import UserCalls
+from tidemill.envs.text.scorer import RewardScorer, build_scorer, evaluation_scoring, user_calls
 from tidemill.models.codec import TextCodec
 from tidemill.models.loading import probe_logprobs
 from tidemill.models.lora import adapter_of
@@ -91,7 +90,7 @@ def scorers(
     stops = spec.sampling.stop or task.default_stop_strings
     open_model = model_rewards(spec, compute, readers or Readers())
     # Shared, because the clients inside a user's module belong to one event loop.
-    calls = UserCalls(max_hanging=max(MAX_HANGING, spec.scoring.concurrency))
+    calls = user_calls(spec.scoring.concurrency)
 
     def build(scoring: ScoringConfig) -> RewardScorer:
         return build_scorer(

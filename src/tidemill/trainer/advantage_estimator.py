@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -10,9 +11,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tidemill.algos.advantages import ADVANTAGES, has_signal, overlong_penalty, scope_of
+from tidemill.algos.advantages import ADVANTAGES, Scope, has_signal, overlong_penalty
 from tidemill.algos.kl import kl_reward
 from tidemill.algos.returns import whiten
+from tidemill.algos.user_functions import UserAdvantage, user_advantage
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError
 from tidemill.core.records import Group, Segment, Trajectory, pack_logprobs, pack_tokens
@@ -63,10 +65,13 @@ class AdvantageEstimator:
         request_early: bool = False,
     ) -> None:
         self._spec, self._device = spec, device
-        self._estimator = ADVANTAGES[spec.algorithm.advantage]
+        name = spec.algorithm.advantage
+        self._estimator = ADVANTAGES.get(name)
+        self._user: UserAdvantage | None = None if self._estimator else user_advantage(name)
         self._reference, self._values, self._request_early = reference, values, request_early
         self._kl_in_reward = spec.algorithm.kl_beta > 0 and spec.algorithm.kl_in == "reward"
-        self.scope = scope_of(spec.algorithm.advantage, whiten=spec.algorithm.whiten)
+        own_scope = self._user.scope if self._user else ADVANTAGES[name].scope
+        self.scope: Scope = "batch" if spec.algorithm.whiten else own_scope
 
     def request_values(self, group: Group, valid: Sequence[bool]) -> Deferred[list[FloatArray]] | None:
         """Request the values [T_s] of a group's valid samples; None if `estimate` is to compute them for all groups
@@ -82,6 +87,7 @@ class AdvantageEstimator:
         valid: Sequence[Sequence[bool]],
         *,
         kl_beta: float,
+        step: int = 0,
         values: Sequence[Deferred[list[FloatArray]] | None] = (),
     ) -> list[GroupAdvantages]:
         """Advantages of complete groups; if the scope is the batch, `groups` must be the whole batch.
@@ -89,6 +95,7 @@ class AdvantageEstimator:
         Args:
             valid: which samples of each group count.
             kl_beta: current coefficient of the KL penalty in the reward.
+            step: number of the batch, for user functions.
             values: results of `request_values` for the groups.
 
         Raises:
@@ -104,7 +111,9 @@ class AdvantageEstimator:
             _kl_penalty(t, ref if self._kl_in_reward else None, kl_beta)
             for t, ref in zip(trajectories, references, strict=True)
         ]
-        if self._estimator.level == "token":
+        if self._user is not None:
+            samples = self._user_level(self._user, groups, valid, kept, penalties, step)
+        elif self._estimator is not None and self._estimator.level == "token":
             token_rewards = []
             for trajectory, penalty in zip(trajectories, penalties, strict=True):
                 token_rewards.append(-penalty)
@@ -124,14 +133,57 @@ class AdvantageEstimator:
             GroupAdvantages(samples=samples[start:end], signal=any(signals[start:end])) for start, end in pairwise(ends)
         ]
 
+    def _user_level(
+        self,
+        function: UserAdvantage,
+        groups: Sequence[Group],
+        valid: Sequence[Sequence[bool]],
+        kept: Sequence[Sequence[int]],
+        penalties: Sequence[DoubleArray],
+        step: int,
+    ) -> list[WeightedSample]:
+        """Call the user function once per group, or once for all groups if its scope is the batch."""
+        rest = iter(penalties)
+        rewards = [
+            self._rewards(g, ok, k, [next(rest) for _ in k]) for g, ok, k in zip(groups, valid, kept, strict=True)
+        ]
+        calls = [list(range(len(groups)))] if function.scope == "batch" else [[index] for index in range(len(groups))]
+        samples: list[WeightedSample] = []
+        for call in calls:
+            trajectories = [trajectory for index in call for trajectory in groups[index].trajectories]
+            names = sorted({name for t in trajectories if t.reward for name in t.reward.components})
+            advantages = function(
+                rewards=torch.tensor([reward for index in call for reward in rewards[index]]),
+                valid=torch.tensor([each for index in call for each in valid[index]]),
+                lengths=[trained_tokens(trajectory) for trajectory in trajectories],
+                truncated=torch.tensor([trajectory.truncated for trajectory in trajectories]),
+                components={name: torch.tensor([_component(t, name) for t in trajectories]) for name in names},
+                step=step,
+                group=torch.tensor([at for at, index in enumerate(call) for _ in groups[index].trajectories]),
+            )
+            rows = iter(zip(trajectories, advantages, strict=True))
+            for index in call:
+                own = [next(rows) for _ in groups[index].trajectories]
+                chosen = [own[at] for at in kept[index]]
+                samples += [WeightedSample(trajectory=t, advantage=a, token_weight=1.0) for t, a in chosen]
+        return samples
+
+    def _rewards(
+        self, group: Group, valid: Sequence[bool], kept: Sequence[int], penalties: Sequence[DoubleArray]
+    ) -> list[float]:
+        """The shaped reward of each sample, minus its KL penalty; 0 for invalid samples."""
+        rewards = [self._shaped_reward(t) if ok else 0.0 for t, ok in zip(group.trajectories, valid, strict=True)]
+        for index, penalty in zip(kept, penalties, strict=True):
+            rewards[index] -= float(penalty.sum())
+        return rewards
+
     def _sample_level(
         self, group: Group, valid: Sequence[bool], kept: Sequence[int], penalties: Sequence[DoubleArray]
     ) -> list[WeightedSample]:
         """One advantage per sample, from the rewards of its group."""
-        rewards = [self._shaped_reward(t) if ok else 0.0 for t, ok in zip(group.trajectories, valid, strict=True)]
-        for index, penalty in zip(kept, penalties, strict=True):
-            rewards[index] -= float(penalty.sum())
-        advantages = self._estimator.function(torch.tensor(rewards), torch.tensor(valid)).tolist()
+        assert self._estimator is not None
+        rewards = torch.tensor(self._rewards(group, valid, kept, penalties))
+        advantages = self._estimator.function(rewards, torch.tensor(valid)).tolist()
         return [
             WeightedSample(trajectory=group.trajectories[index], advantage=advantages[index], token_weight=1.0)
             for index in kept
@@ -144,6 +196,7 @@ class AdvantageEstimator:
         requested: Sequence[Deferred[list[FloatArray]]],
     ) -> list[WeightedSample]:
         """One advantage per token; with a critic also its targets and its values, which may be `requested` already."""
+        assert self._estimator is not None
         settings = {name: getattr(self._spec.algorithm, name) for name in self._estimator.settings}
         lengths = [len(each) for each in rewards]
         rewards_ST = _padded(rewards)
@@ -245,6 +298,11 @@ class AdvantageEstimator:
                 hint="the weights contain NaN or infinity, or the forward pass overflows: use another model or an "
                 "earlier checkpoint, and lower optimizer.learning_rate if training caused it",
             )
+
+
+def _component(trajectory: Trajectory, name: str) -> float:
+    """A named reward of a sample; NaN if it has none."""
+    return trajectory.reward.components.get(name, math.nan) if trajectory.reward else math.nan
 
 
 def _trainable(group: Group, valid: Sequence[bool]) -> list[int]:

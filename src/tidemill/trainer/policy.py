@@ -48,6 +48,7 @@ from tidemill.trainer.update import (
     learning_rate,
     policy_outcome,
     set_learning_rate,
+    user_losses,
 )
 
 MEGABYTE = 1 << 20
@@ -116,6 +117,7 @@ class PolicyTrainer:
             values=self._critic.values if self._critic else None,
             request_early=self._remote_critic,
         )
+        self._user_losses = user_losses(spec.algorithm, has_reference=spec.algorithm.kl_beta > 0)
         self._version = PolicyVersion(number=0, digest=weights_digest(model))
         self._start_batch()
 
@@ -205,6 +207,7 @@ class PolicyTrainer:
             [each.group for each in usable],
             [each.valid for each in usable],
             kl_beta=self.kl_beta,
+            step=self._version.number + 1,
             values=[each.values for each in usable],
         )
         for each, group_advantages in zip(usable, advantages, strict=True):
@@ -333,7 +336,15 @@ class PolicyTrainer:
         if self._critic is not None:
             assert microbatch.returns is not None and microbatch.values is not None
             self._critic.learn(microbatch, microbatch.returns, microbatch.values)
-        outcome = policy_outcome(self.spec.algorithm, microbatch, logprobs, entropy, kl_beta=self.kl_beta)
+        outcome = policy_outcome(
+            self.spec.algorithm,
+            microbatch,
+            logprobs,
+            entropy,
+            kl_beta=self.kl_beta,
+            user=self._user_losses,
+            step=self._version.number + 1,
+        )
         if not self._critic_warmup:
             outcome.loss.backward()
             self._loss += float(outcome.loss.detach())

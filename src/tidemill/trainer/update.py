@@ -6,13 +6,15 @@ import math
 from collections import Counter
 from dataclasses import dataclass, field
 from statistics import fmean
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from tidemill.algos.corrections import CORRECTIONS, Corrected
 from tidemill.algos.kl import MismatchSums, approximate_kl, k3, mismatch, no_mismatch
-from tidemill.algos.losses import LOSSES, TokenLoss
+from tidemill.algos.losses import LOG_RATIO_LIMIT, LOSSES, TokenLoss
+from tidemill.algos.user_functions import UserLoss, user_loss
 from tidemill.config.algorithm import AlgorithmConfig
 from tidemill.config.learning import OptimizerConfig
 from tidemill.trainer.packing import Microbatch, WeightedSample, packed_size
@@ -119,12 +121,42 @@ class PolicyOutcome:
     log_ratio_ref_T: Tensor | None  # float [T], log(trainer / reference), without gradient
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UserLosses:
+    """The user functions of a configuration."""
+
+    loss: UserLoss | None = None  # replaces the policy loss
+    terms: tuple[UserLoss, ...] = ()
+
+
+def user_losses(algorithm: AlgorithmConfig, *, has_reference: bool) -> UserLosses:
+    """Raises UserError: a function does not exist or cannot be called."""
+    loss = None
+    if algorithm.loss not in LOSSES:
+        loss = user_loss(algorithm.loss, "loss", where="algorithm.loss", has_reference=has_reference)
+    where = "algorithm.loss_terms"
+    terms = tuple(
+        user_loss(each.function, "loss_term", where=where, weight=each.weight, has_reference=has_reference)
+        for each in algorithm.loss_terms
+    )
+    return UserLosses(loss=loss, terms=terms)
+
+
 def policy_outcome(
-    algorithm: AlgorithmConfig, microbatch: Microbatch, logprobs_T: Tensor, entropy_T: Tensor, *, kl_beta: float
+    algorithm: AlgorithmConfig,
+    microbatch: Microbatch,
+    logprobs_T: Tensor,
+    entropy_T: Tensor,
+    *,
+    kl_beta: float,
+    user: UserLosses | None = None,
+    step: int = 0,
 ) -> PolicyOutcome:
-    """Loss of a microbatch, Σ weight · (correction · policy loss + KL term - entropy bonus).
+    """Loss of a microbatch, Σ weight · (correction · policy loss + KL term - entropy bonus + user terms).
 
     Args:
+        user: the user's functions; a loss replaces the policy loss.
+        step: number of the batch, for user functions.
         microbatch: with proximal logprobs.
         logprobs_T: float [T], of the current policy, with gradient.
         entropy_T: float [T] in nats, with gradient if there is an entropy bonus.
@@ -132,11 +164,18 @@ def policy_outcome(
     """
     proximal_T = microbatch.proximal_logprobs
     assert proximal_T is not None, "the proximal logprobs are computed before the loss"
-    row = LOSSES[algorithm.loss]
-    samples = {"samples": microbatch.samples} if row.by_sample else {}
-    settings = {name: getattr(algorithm, name) for name in row.settings}
-    token = row.function(logprobs_T, proximal_T, microbatch.advantages, **samples, **settings)
     corrected = _corrected(algorithm, microbatch, proximal_T)
+    user = user or UserLosses()
+    inputs: dict[str, Any] = {}
+    if user.loss or user.terms:
+        inputs = _user_inputs(algorithm, microbatch, logprobs_T, proximal_T, corrected, step)
+    if user.loss:
+        token = _user_token_loss(user.loss(inputs), logprobs_T, proximal_T)
+    else:
+        row = LOSSES[algorithm.loss]
+        samples = {"samples": microbatch.samples} if row.by_sample else {}
+        settings = {name: getattr(algorithm, name) for name in row.settings}
+        token = row.function(logprobs_T, proximal_T, microbatch.advantages, **samples, **settings)
     loss_T = corrected.weights_T * token.loss_T
     kl_T = None
     if microbatch.ref_logprobs is not None:
@@ -146,6 +185,8 @@ def policy_outcome(
             loss_T = loss_T + kl_beta * ratio_T * kl_T
     if algorithm.entropy_bonus:
         loss_T = loss_T - algorithm.entropy_bonus * entropy_T
+    for term in user.terms:
+        loss_T = loss_T + term.weight * term(inputs)
     return PolicyOutcome(
         loss=(microbatch.weights * loss_T).sum(),
         token=token,
@@ -153,6 +194,35 @@ def policy_outcome(
         kl_T=None if kl_T is None else kl_T.detach(),
         log_ratio_ref_T=None if microbatch.ref_logprobs is None else logprobs_T.detach() - microbatch.ref_logprobs,
     )
+
+
+def _user_inputs(
+    algorithm: AlgorithmConfig,
+    microbatch: Microbatch,
+    logprobs_T: Tensor,
+    proximal_T: Tensor,
+    corrected: Corrected,
+    step: int,
+) -> dict[str, Any]:
+    """The arguments that a user loss may take; all but `logprobs` are detached."""
+    return {
+        "logprobs": logprobs_T,
+        "proximal_logprobs": proximal_T,
+        "rollout_logprobs": microbatch.rollout_logprobs,
+        "ref_logprobs": microbatch.ref_logprobs,
+        "advantages": microbatch.advantages,
+        "mask": ~corrected.masked_T,
+        "sample_index": microbatch.samples.index_T,
+        "clip_low": algorithm.clip_low,
+        "clip_high": algorithm.clip_high,
+        "step": step,
+    }
+
+
+def _user_token_loss(loss_T: Tensor, logprobs_T: Tensor, proximal_T: Tensor) -> TokenLoss:
+    """A user loss with the ratio trainer / proximal for the metrics; no token counts as clipped."""
+    ratio_T = torch.exp((logprobs_T.detach() - proximal_T).clamp(max=LOG_RATIO_LIMIT))
+    return TokenLoss(loss_T=loss_T, clipped_T=torch.zeros_like(ratio_T, dtype=torch.bool), ratio_T=ratio_T)
 
 
 def _corrected(algorithm: AlgorithmConfig, microbatch: Microbatch, proximal_T: Tensor) -> Corrected:

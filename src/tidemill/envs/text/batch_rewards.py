@@ -1,4 +1,4 @@
-"""Rewards that score several samples at once, in this process or over HTTP.
+"""Rewards that score several samples at once: reward models, user functions that take batches, and HTTP servers.
 
 POST url   {"samples": [{"id", "prompt", "completion", "answer", "metadata"}, ...]}
 200        {"scores": [1.0, null, ...]}     in the same order; null where there is no score
@@ -30,12 +30,13 @@ class Sample:
     completion_tokens: int
     sample_id: SampleId
     token_ids: TokenBuffer = b""  # int32 [P + T], prompt and completion as generated
+    step: int = 0  # 1 + the version of the policy that generated the last token
 
 
 class BatchScorer(Protocol):
     """Scores samples together."""
 
-    async def score_batch(self, samples: Sequence[Sample]) -> Sequence[float | Exception]:
+    async def score_batch(self, samples: Sequence[Sample]) -> Sequence[Any]:
         """Return one score or exception per sample, in order. An exception raised applies to all of them."""
 
     async def close(self) -> None: ...
@@ -53,13 +54,13 @@ class BatchedReward:
 
     def __init__(self, scorer: BatchScorer, *, most: int, overtake_s: float | None = None) -> None:
         self._scorer, self._most, self._overtake_s = scorer, most, overtake_s
-        self._waiting: deque[tuple[Sample, asyncio.Future[float]]] = deque()
+        self._waiting: deque[tuple[Sample, asyncio.Future[Any]]] = deque()
         self._answering: set[asyncio.Task[None]] = set()
         self._serving: asyncio.Task[None] | None = None
 
-    async def __call__(self, sample: Sample) -> float:
+    async def __call__(self, sample: Sample) -> Any:
         """Return the sample's score, or raise the exception of its batch."""
-        future: asyncio.Future[float] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._waiting.append((sample, future))
         if self._serving is None:
             self._serving = asyncio.create_task(self._serve())
@@ -87,16 +88,16 @@ class BatchedReward:
         finally:
             self._serving = None
 
-    def _next_batch(self) -> list[tuple[Sample, asyncio.Future[float]]]:
-        batch: list[tuple[Sample, asyncio.Future[float]]] = []
+    def _next_batch(self) -> list[tuple[Sample, asyncio.Future[Any]]]:
+        batch: list[tuple[Sample, asyncio.Future[Any]]] = []
         while self._waiting and len(batch) < self._most:
             entry = self._waiting.popleft()
             if not entry[1].done():  # already timed out
                 batch.append(entry)
         return batch
 
-    async def _answer(self, batch: list[tuple[Sample, asyncio.Future[float]]]) -> None:
-        results: Sequence[float | Exception]
+    async def _answer(self, batch: list[tuple[Sample, asyncio.Future[Any]]]) -> None:
+        results: Sequence[Any]
         try:
             results = await self._scorer.score_batch([sample for sample, _ in batch])
             if len(results) != len(batch):
@@ -115,7 +116,7 @@ class BatchedReward:
                 future.set_result(result)
 
 
-def _fail(entries: Iterable[tuple[Sample, asyncio.Future[float]]]) -> None:
+def _fail(entries: Iterable[tuple[Sample, asyncio.Future[Any]]]) -> None:
     for _, future in entries:
         if not future.done():
             future.set_exception(RuntimeError("closed before the sample was scored"))

@@ -6,7 +6,15 @@ from tidemill.config.task import ArithmeticTask, FileTask, ReasoningGymTask, Tas
 from tidemill.core.protocols import Codec
 from tidemill.envs.text.arithmetic import build_arithmetic
 from tidemill.envs.text.examples import read_split
-from tidemill.envs.text.prompts import ListedSource, Render, Task, content_digest, longest_prompt, renderer
+from tidemill.envs.text.prompts import (
+    ListedSource,
+    Render,
+    Task,
+    common_columns,
+    content_digest,
+    longest_prompt,
+    renderer,
+)
 from tidemill.envs.text.reasoning_gym import build_reasoning_gym
 from tidemill.envs.text.rows import read_items
 
@@ -27,6 +35,7 @@ def build_files(config: FileTask, *, batch_prompts: int, seed: int, render: Rend
         held_out_size=len(held_out),
         longest=longest_prompt([*train, *held_out], render),
         digest=content_digest(train, held_out),
+        columns=common_columns(train, held_out),
         description=f"{config.path.name}" + (f" (left out of training: {sides.left_out})" if sides.left_out else ""),
     )
 

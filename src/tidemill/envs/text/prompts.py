@@ -266,11 +266,18 @@ class Task:
     held_out_size: int
     longest: LongestPrompt
     digest: str  # of the content of both sides; changes if the prompts change
+    columns: tuple[str, ...] = ()  # names in the metadata of every prompt
     description: str
 
     @property
     def longest_prompt_tokens(self) -> int:
         return self.longest.tokens
+
+
+def common_columns(*sides: Sequence[Item]) -> tuple[str, ...]:
+    """The names in the metadata of every item."""
+    names = [item.metadata.keys() for side in sides for item in side]
+    return tuple(name for name in names[0] if all(name in each for each in names)) if names else ()
 
 
 def longest_prompt(items: Iterable[Item], render: Callable[[Item], Prompt]) -> LongestPrompt:

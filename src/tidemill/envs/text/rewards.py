@@ -1,117 +1,26 @@
-"""Reward functions by name or import path; `REWARDS` lists the built-in ones."""
+"""Reward functions by name or import path; `BUILT_IN` lists the built-in ones."""
 
 from __future__ import annotations
 
-import difflib
-import hashlib
-import importlib
-import importlib.util
-import inspect
+import itertools
 import logging
 import re
-import sys
-from collections.abc import Callable, Sequence
-from copy import deepcopy
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
 from decimal import Decimal
-from importlib.machinery import ModuleSpec
-from pathlib import Path
-from types import ModuleType
 from typing import Any, Protocol, TypeAlias
 
 import regex
 
 from tidemill.config.task import RewardConfig
-from tidemill.core.errors import UserError, exception_text
+from tidemill.core.errors import UserError
 from tidemill.envs.text.batch_rewards import BatchedReward, HttpScorer, Sample
 from tidemill.envs.text.prompts import Task, hash_number
 from tidemill.envs.text.rows import import_extra
-from tidemill.envs.text.user_calls import CallTimeout, call_blocking
-
-WHERE_FUNCTION = "scoring.rewards.function"
-IMPORT_DEADLINE_S = 300.0
-"""Long, because a module may load a model on import."""
-SIGNATURE = "function(prompt: str, completion: str, answer: str, metadata: dict) -> float"
-
-
-def import_function(path: str) -> Callable[..., Any]:
-    """Import the function and check that it takes (prompt, completion, answer, metadata) by position.
-
-    Raises:
-        UserError: it cannot be imported within `IMPORT_DEADLINE_S`, does not exist, or has another signature.
-    """
-    try:
-        return call_blocking(lambda: _import_function(path), timeout_s=IMPORT_DEADLINE_S)
-    except CallTimeout:
-        what = f"importing {path.rpartition(':')[0]} takes longer than {IMPORT_DEADLINE_S:g} s"
-        hint = "move slow initialization from the import to the first call"
-        raise UserError(what, where=WHERE_FUNCTION, hint=hint) from None
-
-
-def _import_function(path: str) -> Callable[..., Any]:
-    source, _, name = path.rpartition(":")
-    try:
-        module = _import_file(Path(source)) if source.endswith(".py") else importlib.import_module(source)
-    except UserError:
-        raise
-    except (Exception, SystemExit) as error:
-        hint = "correct the module"
-        if isinstance(error, ModuleNotFoundError) and str(error.name) in source:
-            hint = "install the package, or give a file: path/file.py:function"
-        raise UserError(f"cannot import {source}: {exception_text(error)}", where=WHERE_FUNCTION, hint=hint) from error
-    function: Callable[..., Any] | None = getattr(module, name, None)
-    if not callable(function):
-        close = difflib.get_close_matches(name, [key for key in vars(module) if callable(getattr(module, key))], n=1)
-        hint = f"did you mean {source}:{close[0]}?" if close else f"define {name} in it"
-        raise UserError(f"{source} has no function {name}", where=WHERE_FUNCTION, hint=hint)
-    _check_signature(function, path)
-    return function
-
-
-def source_file(path: str) -> Path | None:
-    """The file that holds the function, found without importing anything, including parent packages; None if the module
-    is missing or built in."""
-    source, _, _ = path.rpartition(":")
-    if source.endswith(".py"):
-        return Path(source)
-    folders: list[str] | None = None  # None searches the import path
-    spec: ModuleSpec | None = None
-    parts = source.split(".")
-    for depth in range(1, len(parts) + 1):
-        name = ".".join(parts[:depth])
-        spec = next((found for finder in sys.meta_path if (found := finder.find_spec(name, folders))), None)
-        folders = list(spec.submodule_search_locations or []) if spec else []
-    return Path(spec.origin) if spec and spec.has_location and spec.origin else None
-
-
-def _import_file(file: Path) -> ModuleType:
-    if not file.is_file():
-        raise UserError(f"no file {file}", where=WHERE_FUNCTION, hint="paths are relative to the working directory")
-    name = f"tidemill_reward_{file.stem}_{hashlib.blake2b(str(file.resolve()).encode(), digest_size=4).hexdigest()}"
-    spec = importlib.util.spec_from_file_location(name, file)
-    assert spec is not None and spec.loader is not None, "a .py file always has a loader"
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses and pickle look it up
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
-    return module
-
-
-def _check_signature(function: Callable[..., Any], path: str) -> None:
-    try:
-        signature = inspect.signature(function)
-    except ValueError:  # a builtin without a signature
-        return
-    try:
-        signature.bind("prompt", "completion", "answer", {})
-    except TypeError as error:
-        raise UserError(
-            f"{path} takes {signature}", where=WHERE_FUNCTION, hint=f"it is called as {SIGNATURE}"
-        ) from error
-
+from tidemill.envs.text.user_rewards import WHERE as WHERE_FUNCTION
+from tidemill.envs.text.user_rewards import BatchFunction, Score, UserReward, finite
+from tidemill.extensions.calls import UserCalls
+from tidemill.extensions.registry import resolve
 
 WHERE = "scoring.rewards"
 REGEX_DEADLINE_S = 60.0  # the scorer gives up on a sample earlier; this ends the search itself
@@ -123,15 +32,20 @@ NUMBER = re.compile(
 
 
 RewardFunction: TypeAlias = Callable[[Sample], Any]
-"""Returns a number, or an awaitable of one; may raise."""
+"""Returns what `NamedReward.value` converts, or an awaitable of it; may raise."""
 
 
 class QueuedReward(Protocol):
     """A reward that queues its samples; it gets every sample at once, concurrently with the other rewards."""
 
-    async def __call__(self, sample: Sample) -> float: ...
+    async def __call__(self, sample: Sample) -> Any: ...
 
     async def close(self) -> None: ...
+
+
+def number(result: Any) -> Score:
+    """A score without named components."""
+    return finite(result), {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,8 +57,10 @@ class NamedReward:
     function: RewardFunction
     inline: bool
     scores: QueuedReward | None = None  # the same function if it queues its samples
+    value: Callable[[Any], Score] = number  # raises CallError for a result that is no score
     timeout_s: float | None = None  # overrides the scorer's
     correct_at_one: bool = False  # 1 means correct and any lower value incorrect
+    gold: bool = False  # only measured: its failure does not make a sample invalid
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,6 +70,7 @@ class Context:
     task: Task
     seed: int
     stop_strings: tuple[str, ...]
+    calls: UserCalls = field(default_factory=UserCalls)  # runs user functions of batches
     open_model: Callable[[RewardConfig], QueuedReward] | None = None  # scores with a reward model, if available
 
 
@@ -246,17 +163,6 @@ def _random(config: RewardConfig, context: Context) -> RewardFunction:
     return lambda sample: float(hash_number("random reward", context.seed, sample.sample_id.key) % 2)
 
 
-def _python(config: RewardConfig, context: Context) -> RewardFunction:
-    """The user's function of (prompt, completion, answer, metadata). Each call gets its own copy of the metadata."""
-    function = import_function(config.function)
-
-    def call(sample: Sample) -> Any:
-        prompt = sample.prompt
-        return function(prompt.text, sample.completion, prompt.answer, deepcopy(prompt.metadata))
-
-    return call
-
-
 def _model(config: RewardConfig, context: Context) -> RewardFunction:
     """The score of a reward model for the token ids of prompt and completion."""
     if context.open_model is None:
@@ -270,7 +176,7 @@ def _http(config: RewardConfig, context: Context) -> RewardFunction:
     return BatchedReward(HttpScorer(config), most=config.batch, overtake_s=first_try_s)
 
 
-REWARDS: dict[str, Callable[[RewardConfig, Context], RewardFunction]] = {
+BUILT_IN: dict[str, Callable[[RewardConfig, Context], RewardFunction]] = {
     "exact": _exact,
     "numeric": _numeric,
     "math_verify": _math_verify,
@@ -278,7 +184,6 @@ REWARDS: dict[str, Callable[[RewardConfig, Context], RewardFunction]] = {
     "length": _length,
     "task": _task,
     "random": _random,
-    "python": _python,
     "model": _model,
     "http": _http,
 }
@@ -288,26 +193,63 @@ CORRECT_AT_ONE = frozenset({"exact", "numeric", "math_verify", "regex", "task"})
 
 
 def build_rewards(configs: Sequence[RewardConfig], context: Context) -> tuple[NamedReward, ...]:
-    """The configured rewards, named by kind or, for Python functions, by function; repeated names get a number.
+    """The configured rewards, named by `name`, or by kind or function; repeated kinds get a number.
 
     Raises:
-        UserError: a reward cannot work; raised before any sample is generated.
+        UserError: a reward cannot work, or two have one name; raised before any sample is generated.
     """
     rewards: dict[str, NamedReward] = {}
     for config in configs:
-        base = config.function.rpartition(":")[2] if config.kind == "python" else config.kind
-        name, number = base, 2
-        while name in rewards:
-            name, number = f"{base}_{number}", number + 1
-        function = REWARDS[config.kind](config, context)
-        scores: QueuedReward | None = function if config.kind in QUEUED else None  # type: ignore[assignment]
-        rewards[name] = NamedReward(
-            name=name,
-            weight=config.weight,
-            function=function,
-            inline=config.kind in INLINE,
-            scores=scores,
-            timeout_s=config.longest_wait_s if scores else None,
-            correct_at_one=config.kind in CORRECT_AT_ONE,
-        )
+        name = _name(config, rewards)
+        reward = _build(name, config, context)
+        rewards[name] = reward
     return tuple(rewards.values())
+
+
+def _name(config: RewardConfig, taken: Collection[str]) -> str:
+    python = config.kind == "python"
+    base = config.name or (config.function.rpartition(":")[2] if python else config.kind)
+    if base not in taken:
+        return base
+    if config.name or python:
+        hint = "give each a name of its own: name = ..."
+        raise UserError(f"two rewards are named {base}", where=WHERE, hint=hint)
+    return next(name for number in itertools.count(2) if (name := f"{base}_{number}") not in taken)
+
+
+def _build(name: str, config: RewardConfig, context: Context) -> NamedReward:
+    function: RewardFunction
+    scores: QueuedReward | None = None
+    value: Callable[[Any], Score] = number
+    if config.kind == "python":
+        reward = user_reward(config, context)
+        function, value = reward.one, reward.value
+        if reward.batch:
+            scorer = BatchFunction(reward, context.calls, timeout_s=config.longest_wait_s)
+            function = scores = BatchedReward(scorer, most=config.batch)
+            value = _converted
+    else:
+        function = BUILT_IN[config.kind](config, context)
+        scores = function if config.kind in QUEUED else None  # type: ignore[assignment]
+    return NamedReward(
+        name=name,
+        weight=config.weight,
+        function=function,
+        inline=config.kind in INLINE,
+        scores=scores,
+        value=value,
+        timeout_s=config.longest_wait_s if scores else None,
+        correct_at_one=config.kind in CORRECT_AT_ONE,
+        gold=config.role == "gold",
+    )
+
+
+def _converted(score: Score) -> Score:
+    """`NamedReward.value` of a batch, whose scores are converted together."""
+    return score
+
+
+def user_reward(config: RewardConfig, context: Context) -> UserReward:
+    """Raises UserError: the function does not exist, or takes something that does not exist."""
+    extension = resolve(config.function, "reward", where=WHERE_FUNCTION)
+    return UserReward(extension, columns=context.task.columns, weights=config.weights)

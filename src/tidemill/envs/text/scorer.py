@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import math
 from collections.abc import Callable
-from typing import Any
 
 from tidemill.config.task import RewardConfig, ScoringConfig
 from tidemill.core.errors import ReaderLost, exception_text
@@ -14,15 +13,16 @@ from tidemill.core.records import CORRECT_REWARD, Prompt, Reward, Trajectory
 from tidemill.envs.text.batch_rewards import Sample
 from tidemill.envs.text.prompts import Task
 from tidemill.envs.text.rewards import Context, NamedReward, QueuedReward, build_rewards
-from tidemill.envs.text.user_calls import CallError, CallTimeout, HangingError, UserCalls
+from tidemill.envs.text.user_rewards import LARGEST, TOO_LARGE, Score
+from tidemill.extensions.calls import MAX_HANGING, CallError, CallTimeout, HangingError, UserCalls
 
-TOO_LARGE = "and no reward may be larger than 1e18"
-MAX_HANGING = 64
-"""With this number of calls past their deadline, further calls fail at once instead of using more threads."""
 CHECKS_THE_ANSWER = frozenset({"exact", "numeric", "math_verify", "task"})
 NOT_ABOUT_CORRECTNESS = frozenset({"random", "length", "model"})
-LARGEST = 1e18
-"""Largest absolute reward: its square must fit float32, for standard deviations."""
+
+
+def user_calls(concurrency: int) -> UserCalls:
+    """Threads for reward functions."""
+    return UserCalls(max_hanging=max(MAX_HANGING, concurrency))
 
 
 class RewardScorer:
@@ -44,7 +44,7 @@ class RewardScorer:
         counted = [reward for reward in rewards if reward.weight]
         self._tells_correctness = len(counted) == 1 and counted[0].correct_at_one and counted[0].weight == 1
         self._turns = asyncio.Semaphore(concurrency)
-        self._calls = calls or UserCalls(max_hanging=max(MAX_HANGING, concurrency))
+        self._calls = calls or user_calls(concurrency)
 
     async def score(self, prompt: Prompt, trajectory: Trajectory) -> Reward:
         """The weighted sum of all rewards; `components` holds each before weighting. `correct` is set only if the one
@@ -62,16 +62,28 @@ class RewardScorer:
             completion_tokens=trajectory.completion_length,
             sample_id=trajectory.sample_id,
             token_ids=trajectory.token_ids,
+            step=trajectory.versions[-1].version.number + 1 if trajectory.versions else 0,
         )
-        found: dict[str, float] = {}
+        found: dict[str, Score] = {}
         faults: list[str] = []
         together = [self._note(reward, sample, found, faults) for reward in self._rewards if reward.scores]
         alone = self._score_unqueued(sample, found, faults)
         await (asyncio.gather(alone, *together) if together else alone)
-        components = {reward.name: found[reward.name] for reward in self._rewards if reward.name in found}
-        weighted = [reward.weight * components.get(reward.name, 0.0) for reward in self._rewards]
+        components: dict[str, float] = {}
+        weighted: list[float] = []
+        applied = False
+        for reward in self._rewards:
+            score = found.get(reward.name)
+            if score is None:
+                continue
+            value, parts = score
+            components |= {reward.name: value, **{f"{reward.name}/{part}": each for part, each in parts.items()}}
+            weighted.append(reward.weight * value)
+            applied = applied or not reward.gold
         if any(abs(each) > LARGEST for each in weighted):
             faults.append(f"the weighted rewards are {', '.join(f'{each:g}' for each in weighted)}, {TOO_LARGE}")
+        if not applied and not faults:
+            faults.append("no reward applies: all returned None")
         if faults:
             of = sample.sample_id
             named = f"{of.purpose} {of.prompt_id} epoch {of.epoch} index {of.index}"
@@ -89,7 +101,7 @@ class RewardScorer:
             if reward.scores:
                 await reward.scores.close()
 
-    async def _score_unqueued(self, sample: Sample, found: dict[str, float], faults: list[str]) -> None:
+    async def _score_unqueued(self, sample: Sample, found: dict[str, Score], faults: list[str]) -> None:
         """Call the rewards that score one sample at a time, limited to `concurrency` samples. Queued rewards run
         concurrently without this limit, which would also limit their batches."""
         alone = [reward for reward in self._rewards if not reward.scores]
@@ -97,28 +109,31 @@ class RewardScorer:
             for reward in alone:
                 await self._note(reward, sample, found, faults)
 
-    async def _note(self, reward: NamedReward, sample: Sample, found: dict[str, float], faults: list[str]) -> None:
+    async def _note(self, reward: NamedReward, sample: Sample, found: dict[str, Score], faults: list[str]) -> None:
         timeout_s = reward.timeout_s or self._timeout_s
         try:
             found[reward.name] = await self._ask(reward, sample, timeout_s)
-        except (CallTimeout, TimeoutError):
-            faults.append(f"reward {reward.name}: no result within {timeout_s:g} s")
-        except HangingError as error:
-            faults.append(f"reward {reward.name}: not called, {error}")
-        except CallError as error:
-            faults.append(f"reward {reward.name}: {error}")
         except ReaderLost:  # affects every further sample
             raise
         except Exception as error:  # noqa: BLE001 -- whatever a reward raises is its sample's fault, not the run's
-            faults.append(f"reward {reward.name}: {exception_text(error)}")
+            if not reward.gold:
+                faults.append(f"reward {reward.name}: {_fault(error, timeout_s)}")
 
-    async def _ask(self, reward: NamedReward, sample: Sample, timeout_s: float) -> float:
+    async def _ask(self, reward: NamedReward, sample: Sample, timeout_s: float) -> Score:
         if reward.inline:
-            return _finite(reward.function(sample))
+            return reward.value(reward.function(sample))
         if reward.scores:
             async with asyncio.timeout(timeout_s):
-                return _finite(await reward.scores(sample))
-        return await self._calls.call(lambda: reward.function(sample), convert=_finite, timeout_s=timeout_s)
+                return reward.value(await reward.scores(sample))
+        return await self._calls.call(lambda: reward.function(sample), convert=reward.value, timeout_s=timeout_s)
+
+
+def _fault(error: Exception, timeout_s: float) -> str:
+    if isinstance(error, CallTimeout | TimeoutError):
+        return f"no result within {timeout_s:g} s"
+    if isinstance(error, HangingError):
+        return f"not called, {error}"
+    return str(error) if isinstance(error, CallError) else exception_text(error)
 
 
 def build_scorer(
@@ -141,7 +156,9 @@ def build_scorer(
         UserError: a reward cannot work.
     """
     stops = task.default_stop_strings if stop_strings is None else stop_strings
-    rewards = build_rewards(scoring.rewards, Context(task=task, seed=seed, stop_strings=stops, open_model=open_model))
+    calls = calls or user_calls(scoring.concurrency)
+    context = Context(task=task, seed=seed, stop_strings=stops, calls=calls, open_model=open_model)
+    rewards = build_rewards(scoring.rewards, context)
     return RewardScorer(rewards, timeout_s=scoring.timeout_s, concurrency=scoring.concurrency, calls=calls)
 
 
@@ -159,18 +176,3 @@ def evaluation_scoring(scoring: ScoringConfig, *, task: Task) -> ScoringConfig:
     others = tuple(each for each in scoring.rewards if each.kind not in NOT_ABOUT_CORRECTNESS)
     fallback = RewardConfig(kind="exact" if task.check is None else "task")
     return scoring.model_copy(update={"rewards": (judging[:1] or others or (fallback,)) + models})
-
-
-def _finite(result: Any) -> float:
-    """
-    Raises:
-        CallError: the result is not a finite number within `LARGEST`.
-    """
-    if isinstance(result, str | bytes) or not hasattr(type(result), "__float__"):
-        raise CallError(exception_text(TypeError(f"returned {result!r:.60}, which is not a number")))
-    value = float(result)
-    if not math.isfinite(value):
-        raise CallError(f"ValueError: returned {value}, which is not finite")
-    if abs(value) > LARGEST:
-        raise CallError(f"ValueError: returned {value:g}, {TOO_LARGE}")
-    return value

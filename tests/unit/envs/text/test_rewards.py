@@ -17,7 +17,7 @@ from tidemill.core.errors import UserError
 from tidemill.core.records import SampleId
 from tidemill.envs.text import Task, build_task
 from tidemill.envs.text.batch_rewards import Sample
-from tidemill.envs.text.rewards import INLINE, REWARDS, Context, build_rewards, last_number, until_stop
+from tidemill.envs.text.rewards import BUILT_IN, INLINE, Context, build_rewards, last_number, until_stop
 
 TASK = build_task(ArithmeticTask(), codec=CharCodec(), batch_prompts=4, seed=0, chat_template=False)
 
@@ -205,5 +205,5 @@ def test_rewards_of_one_kind_get_names_of_their_own() -> None:
 
 def test_every_configurable_kind_has_a_row() -> None:
     kinds = set(RewardConfig.model_fields["kind"].annotation.__args__)  # type: ignore[union-attr]
-    assert set(REWARDS) == kinds
+    assert {*BUILT_IN, "python"} == kinds
     assert kinds > INLINE

@@ -21,7 +21,8 @@ from tidemill.config.task import ArithmeticTask, RewardConfig, ScoringConfig
 from tidemill.core.records import Reward, SampleId
 from tidemill.envs.text import build_scorer, build_task, evaluation_scoring
 from tidemill.envs.text.rewards import NamedReward
-from tidemill.envs.text.scorer import MAX_HANGING, RewardScorer
+from tidemill.envs.text.scorer import RewardScorer
+from tidemill.extensions.calls import MAX_HANGING
 
 TASK = build_task(ArithmeticTask(), codec=CharCodec(), batch_prompts=4, seed=0, chat_template=False)
 PROMPT = make_prompt("5+7=", "12")

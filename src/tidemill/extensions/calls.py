@@ -26,6 +26,8 @@ from tidemill.core.errors import UserError, exception_text
 
 RESPONSE_S = 1.0
 """A loop that runs no callback for this long after a deadline is considered blocked."""
+MAX_HANGING = 64
+"""With this number of calls past their deadline, further calls fail at once instead of using more threads."""
 CLOSE_S = 1.0
 """Deadline for cancelled awaitables to end."""
 
@@ -157,7 +159,7 @@ class UserCalls:
         max_hanging: with this number of abandoned calls that have not returned, `call` raises HangingError.
     """
 
-    def __init__(self, *, max_hanging: int) -> None:
+    def __init__(self, *, max_hanging: int = MAX_HANGING) -> None:
         self._most_hanging = max_hanging
         self._hanging = 0
         self._idle: list[SimpleQueue[_Job | None]] = []

@@ -1,4 +1,4 @@
-"""Reward functions by import path, and what can be wrong with one."""
+"""Functions by import path, and what can be wrong with one."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tidemill.core.errors import UserError
-from tidemill.envs.text.rewards import import_function, source_file
+from tidemill.extensions import loading
+from tidemill.extensions.loading import source_file
 
 SOURCE = """
 from dataclasses import dataclass
@@ -27,6 +29,10 @@ def two(prompt, completion):
 
 constant = 3
 """
+
+
+def import_function(path: str) -> Any:
+    return loading.import_function(path, where="scoring.rewards.function")
 
 
 @pytest.fixture
@@ -58,10 +64,9 @@ def test_a_module(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("scor", "has no function scor", "did you mean"),
         ("constant", "has no function constant", "define constant"),
-        ("two", "takes (prompt, completion)", "function(prompt: str, completion: str, answer: str, metadata: dict)"),
     ],
 )
-def test_a_function_that_is_not_there_or_does_not_fit(file: Path, name: str, fault: str, hint: str) -> None:
+def test_a_function_that_does_not_exist(file: Path, name: str, fault: str, hint: str) -> None:
     with pytest.raises(UserError) as caught:
         import_function(f"{file}:{name}")
     assert fault in caught.value.what
@@ -95,13 +100,18 @@ def test_a_module_that_fails_while_imported(tmp_path: Path, source: str) -> None
 
 def test_a_module_that_does_not_return_from_its_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "slow.py").write_text("import time\ntime.sleep(30)\n\ndef score(p, c, a, m): ...\n")
-    monkeypatch.setattr("tidemill.envs.text.rewards.IMPORT_DEADLINE_S", 0.1)
+    monkeypatch.setattr("tidemill.extensions.loading.IMPORT_DEADLINE_S", 0.1)
     with pytest.raises(UserError, match=r"takes longer than 0\.1 s"):
         import_function(f"{tmp_path / 'slow.py'}:score")
 
 
-def test_builtins_without_a_signature_are_taken_as_they_are() -> None:
-    assert import_function("builtins:max") is max
+def test_functions_of_one_file_share_its_module_until_it_changes(tmp_path: Path) -> None:
+    file = tmp_path / "shared.py"
+    file.write_text("calls = []\ndef f(): calls.append('f')\ndef g(): return calls\n")
+    import_function(f"{file}:f")()
+    assert import_function(f"{file}:g")() == ["f"]
+    file.write_text("calls = []\ndef g(): return calls\n")
+    assert import_function(f"{file}:g")() == []
 
 
 def test_the_file_of_a_function_is_found_without_importing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,10 +145,10 @@ def test_a_process_whose_reward_sleeps_at_import_ends(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("import time\ntime.sleep(3600)\n", encoding="utf-8")
     script = f"""
 from tidemill.core.errors import UserError
-from tidemill.envs.text import rewards
-rewards.IMPORT_DEADLINE_S = 0.2
+from tidemill.extensions import loading
+loading.IMPORT_DEADLINE_S = 0.2
 try:
-    rewards.import_function({f"{tmp_path}/mine.py:score"!r})
+    loading.import_function({f"{tmp_path}/mine.py:score"!r}, where="")
 except UserError as error:
     print(error)
 """

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tidemill.envs.text.user_calls import CallError, CallTimeout, HangingError, UserCalls, call_blocking
+from tidemill.extensions.calls import CallError, CallTimeout, HangingError, UserCalls, call_blocking
 
 
 @pytest.fixture
@@ -96,7 +96,7 @@ async def test_an_exception_arrives_as_text_with_its_place(
     with pytest.raises(CallError) as caught:
         await ask(calls, fail_later if asynchronous else fail)
     if not (asynchronous and isinstance(error, StopIteration)):  # which Python itself turns into a RuntimeError
-        assert str(caught.value).startswith(f"{text} (test_user_calls.py:")
+        assert str(caught.value).startswith(f"{text} (test_calls.py:")
     str(caught.value).encode()
 
 

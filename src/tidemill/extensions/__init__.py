@@ -1,0 +1,1 @@
+"""User functions that extend Tidemill: finding, identifying, checking and calling them."""

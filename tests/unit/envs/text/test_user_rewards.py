@@ -179,12 +179,12 @@ def test_a_batch_function_returns_one_result_per_sample(task: Task, result: Any,
 
 
 def test_an_argument_that_does_not_exist_is_refused(task: Task) -> None:
-    def score(completion: str, anwser: str) -> float:
+    def score(completion: str, answers: str) -> float:
         return 0.0
 
     with pytest.raises(UserError) as caught:
         scored(task, score)
-    assert "`anwser`" in caught.value.what
+    assert "`answers`" in caught.value.what
     assert caught.value.hint.startswith("did you mean answer?")
     assert "level" in caught.value.hint
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from tidemill.core.errors import UserError
 from tidemill.core.records import Message, Prompt, SampleId, Segment, Trajectory, pack_logprobs, pack_tokens
@@ -21,7 +22,9 @@ class CharCodec:
             raise UserError("the model's vocabulary cannot express '\\t'", where="the prompt", hint="add it")
         return [ord(char) for char in text]
 
-    def encode_chat(self, messages: Sequence[Message]) -> tuple[str, list[int]]:
+    def encode_chat(
+        self, messages: Sequence[Message], *, tools: Sequence[dict[str, Any]] = ()
+    ) -> tuple[str, list[int]]:
         text = "".join(f"<{message.role}>{message.content}" for message in messages) + "<assistant>"
         return text, self.encode(text)
 

@@ -1,3 +1,62 @@
-"""Tidemill: reinforcement-learning post-training on compute that comes and goes."""
+"""Tidemill: reinforcement-learning post-training on compute that comes and goes.
+
+The public names are those in `__all__`; everything else is private. They are imported when they are first used, so that
+`import tidemill` loads no tensor library.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tidemill.api import rewards
+    from tidemill.api.decorators import advantage, loss, loss_term, prompt_sampler, reward, task
+    from tidemill.api.evaluation import evaluate, generate
+    from tidemill.api.run import Run
+    from tidemill.api.train import load_config, train, train_async
+    from tidemill.core.errors import TidemillError
+    from tidemill.runtime.callbacks import Callback
+    from tidemill.telemetry.sample_files import Sample
 
 __version__ = "0.1.0"
+__all__ = [
+    "Callback",
+    "Run",
+    "Sample",
+    "TidemillError",
+    "advantage",
+    "evaluate",
+    "generate",
+    "load_config",
+    "loss",
+    "loss_term",
+    "prompt_sampler",
+    "reward",
+    "rewards",
+    "task",
+    "train",
+    "train_async",
+]
+_MODULES = {
+    "tidemill.api.decorators": ("advantage", "loss", "loss_term", "prompt_sampler", "reward", "task"),
+    "tidemill.api.evaluation": ("evaluate", "generate"),
+    "tidemill.api.run": ("Run",),
+    "tidemill.api.train": ("load_config", "train", "train_async"),
+    "tidemill.core.errors": ("TidemillError",),
+    "tidemill.runtime.callbacks": ("Callback",),
+    "tidemill.telemetry.sample_files": ("Sample",),
+}
+_HOME = {name: module for module, names in _MODULES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "rewards":
+        return import_module("tidemill.api.rewards")
+    if name not in _HOME:
+        raise AttributeError(f"module 'tidemill' has no attribute {name!r}")
+    return getattr(import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

@@ -118,7 +118,9 @@ class FakeCodec:
     def encode(self, text: str) -> list[int]:
         return [ord(character) for character in text]
 
-    def encode_chat(self, messages: Sequence[Message]) -> tuple[str, list[int]]:
+    def encode_chat(
+        self, messages: Sequence[Message], *, tools: Sequence[dict[str, Any]] = ()
+    ) -> tuple[str, list[int]]:
         raise NotImplementedError
 
     def decode(self, token_ids: Sequence[int]) -> str:

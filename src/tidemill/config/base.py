@@ -53,7 +53,7 @@ class NameOrFunction:
 
     @property
     def accepts(self) -> str:
-        names = "".join(f'"{name}", ' for name in self.names)
+        names = "".join(f'"{name}", ' for name in self.names if name)
         return f"{names and 'one of ' + names}{names and 'or '}path/file.py:function"
 
     def check(self, given: str) -> str:
@@ -61,7 +61,8 @@ class NameOrFunction:
             return given
         close = get_close_matches(given, self.names, 1, 0.6)
         hint = f"did you mean {close[0]}? or " if close else ""
-        known = f"neither one of {', '.join(self.names)} nor" if self.names else "not"
+        names = ", ".join(filter(None, self.names))
+        known = f"neither one of {names} nor" if names else "not"
         raise ValueError(
             f"{given!r} is {known} a function; {hint}write package.module:function or path/file.py:function"
         )

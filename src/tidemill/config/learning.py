@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from tidemill.config.base import Config, Probability
+from tidemill.config.base import Config, NameOrFunction, Probability
 
 Decay = Annotated[float, Field(ge=0, lt=1)]
 
@@ -22,6 +22,9 @@ class BatchConfig(Config):
     """Optimizer steps per epoch over the batch; must divide `prompts`."""
     epochs: int = Field(1, ge=1)
     """Passes over each batch."""
+    sampler: Annotated[str, NameOrFunction("prompt_sampler", ("",))] = ""
+    """Function that selects the prompts of each step (a curriculum): `path/file.py:function`. It takes any of step,
+    seed, count, rows and results, and returns `prompts` indices of rows. Default: a new shuffle in every epoch."""
     microbatch_tokens: int = Field(2048, ge=1)
     """Tokens of one forward and backward pass, shared prefixes counted once. A larger group is split by samples."""
     order: Literal["canonical", "arrival"] = "canonical"

@@ -6,7 +6,7 @@ import difflib
 import json
 import os
 import tomllib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -44,6 +44,7 @@ COMMAND_FLAGS = (
     "prune-stale",
     "html",
 )  # options of the commands, suggested for misspelt ones
+RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 STAGES = "stage"  # a recipe's array of stages
 PREFIX = "stage:"
 """`stage:NAME` in place of a model or file stands for the output of that stage."""
@@ -211,7 +212,7 @@ def recipe_layer(name: str) -> Layer:
     Raises:
         ConfigError: the file is missing, unreadable or not TOML.
     """
-    path = Path(name).expanduser()
+    path = recipe_path(name)
     try:
         text = path.read_bytes().decode()
     except (FileNotFoundError, NotADirectoryError):
@@ -226,12 +227,24 @@ def recipe_layer(name: str) -> Layer:
     raise ConfigError([issue])
 
 
+def built_in_recipes() -> dict[str, Path]:
+    """The recipes that are installed with Tidemill, by name."""
+    return {path.stem: path for path in sorted(RECIPES.glob("*.toml"))}
+
+
+def recipe_path(name: str) -> Path:
+    """The file of a recipe: a path, or the name of a built-in recipe unless there is a file of that name."""
+    path = Path(name).expanduser()
+    return path if path.is_file() else built_in_recipes().get(name, path)
+
+
 def nearby_recipes(missing: Path) -> str:
-    """A hint with the recipes whose names are closest, in the missing file's folder, ./recipes and here."""
-    folders = dict.fromkeys([missing.parent, Path("recipes"), Path()])
-    found = {
+    """A hint with the recipes whose names are closest: built-in ones, in the missing file's folder and here."""
+    folders = dict.fromkeys([missing.parent, Path()])
+    found: dict[str, Path] = {
         each.stem: each for folder in reversed(folders) if folder.is_dir() for each in sorted(folder.glob("*.toml"))
     }
+    found |= {name: Path(name) for name in built_in_recipes()}
     close = difflib.get_close_matches(missing.stem, found, 3, 0.5)
     if close:
         return f"did you mean {' or '.join(f'@{found[stem]}' for stem in close)}?"
@@ -371,6 +384,30 @@ def _unexpected(item: str) -> ConfigIssue:
 
 def has_stages(layers: Sequence[Layer]) -> bool:
     return any(STAGES in layer.tree for layer in layers)
+
+
+def load_overridden(
+    recipe: str | Path | None, overrides: Mapping[str, Any], *, source: str = "overrides", purpose: Purpose = "train"
+) -> RunSpec:
+    """The run of a recipe with overrides given as Python values.
+
+    Args:
+        recipe: a file, or the name of a built-in recipe; None for the defaults.
+        overrides: values by dotted key, or tables. Relative paths start at the working directory.
+        source: where the overrides are from, for errors.
+
+    Raises:
+        ConfigError: every issue found.
+    """
+    layers = [] if recipe is None else [recipe_layer(str(recipe))]
+    if has_stages(layers):
+        what = "the recipe has stages, and this function needs a single run"
+        raise ConfigError([ConfigIssue(key=STAGES, what=what, hint="run it with `tidemill train`")])
+    tree: Tree = {}
+    for name, value in overrides.items():
+        _put(tree, tuple(name.split(".")), value)
+    layer = Layer(name=source, tree=with_absolute_paths(tree, Path.cwd()))
+    return compose([*layers, layer], purpose=purpose)
 
 
 def from_toml(text: str, *, source: str = "config.toml", folder: Path | None = None) -> RunSpec:

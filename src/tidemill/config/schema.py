@@ -21,7 +21,14 @@ from tidemill.config.learning import (
 )
 from tidemill.config.model import ModelConfig, PlacementConfig, ReadingConfig
 from tidemill.config.pool import FleetConfig, PoolConfig, RayConfig, SimulationConfig, StaticPool
-from tidemill.config.task import ArithmeticTask, DataConfig, DataGenerationConfig, ScoringConfig, TaskConfig
+from tidemill.config.task import (
+    ArithmeticTask,
+    DataConfig,
+    DataGenerationConfig,
+    RewardConfig,
+    ScoringConfig,
+    TaskConfig,
+)
 
 
 class RunConfig(Config):
@@ -72,6 +79,9 @@ class EvalConfig(Config):
     greedy only. Only for `tidemill eval` and eval stages; evaluations during training are always greedy."""
     pass_at: tuple[Annotated[int, Field(ge=1)], ...] = ()
     """Values of k for pass@k, at most samples_per_prompt. Default: the powers of 2."""
+    rewards: tuple[RewardConfig, ...] = ()
+    """Rewards of held-out samples, as scoring.rewards. Default: those of scoring.rewards that compare with the
+    answer."""
     compare_with: str | None = None
     """Eval stages: a second model, as model.source, evaluated on the same prompts and reported with the difference and
     its p-value."""

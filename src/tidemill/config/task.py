@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field
 
-from tidemill.config.base import Config
+from tidemill.config.base import Config, NameOrFunction
 from tidemill.extensions.registry import PATH, installed
 
 
@@ -61,14 +61,31 @@ class FileTask(Config):
     kind: Literal["file"]
     path: Path
     """Prompts, one per row: JSON Lines, Parquet (*.parquet), or a folder written by save_to_disk of `datasets`. A row
-    has `prompt` or `messages` (each with role and content), and `answer`; other fields are metadata."""
+    has `prompt` (a text, or messages with role and content) or `messages`, and may have `answer` and `tools`; other
+    fields are metadata."""
+    columns: dict[Literal["prompt", "messages", "answer", "tools"], str] = {}
+    """Names of the file's columns where they differ: { prompt = "question", answer = "solution" }."""
+    system_prompt: str = ""
+    """Text before every question, as a message of the role system."""
     held_out_path: Path | None = None
     """File with the evaluation prompts; none: a fraction of `path`, selected by content hash."""
+    held_out_fraction: float = Field(0.1, gt=0, le=1)
+    """Fraction of the prompts held out for evaluation when held_out_path is not set. 1: evaluate the training prompts
+    themselves."""
+
+
+class PythonTask(Config):
+    kind: Literal["python"]
+    function: Annotated[str, NameOrFunction("task")]
+    """`path/file.py:function`, `package.module:function` or the name of an entry point. It returns rows as in a data
+    file, or a table with `train` and `held_out` rows."""
+    params: dict[str, bool | int | float | str] = {}
+    """Arguments of the function."""
     held_out_fraction: float = Field(0.1, gt=0, lt=1)
-    """Fraction of the prompts held out for evaluation when held_out_path is not set."""
+    """Fraction of the prompts held out for evaluation if the function returns one list."""
 
 
-TaskConfig = Annotated[ArithmeticTask | ReasoningGymTask | FileTask, Field(discriminator="kind")]
+TaskConfig = Annotated[ArithmeticTask | ReasoningGymTask | FileTask | PythonTask, Field(discriminator="kind")]
 
 ENVIRONMENT_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 HEADER_NAME = re.compile(r"[A-Za-z0-9-]+")

@@ -269,8 +269,14 @@ class Codec(Protocol):
 
     def encode(self, text: str) -> list[int]: ...
 
-    def encode_chat(self, messages: Sequence[Message]) -> tuple[str, list[int]]:
-        """Apply the model's chat template with the generation prompt; returns the text and its token ids."""
+    def encode_chat(
+        self, messages: Sequence[Message], *, tools: Sequence[dict[str, Any]] = ()
+    ) -> tuple[str, list[int]]:
+        """Apply the model's chat template with the generation prompt; returns the text and its token ids.
+
+        Args:
+            tools: JSON schemas of functions that the model may call.
+        """
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of a completion without special tokens."""

@@ -21,6 +21,8 @@ from tidemill.extensions.loading import import_function
 
 Kind: TypeAlias = Literal["reward", "advantage", "loss", "loss_term", "task", "prompt_sampler", "callback"]
 SESSION = "session:"
+TRAINER_KINDS: tuple[Kind, ...] = ("advantage", "loss", "loss_term")
+"""Kinds that the trainer's process calls; the others run in the process that starts the run."""
 PATH = re.compile(r"([A-Za-z_][\w.]*|.+\.py):[A-Za-z_]\w*")
 """`package.module:function` or `path/file.py:function`; `session:NAME` has the same form."""
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
@@ -156,7 +158,7 @@ def session_extensions(extensions: Iterable[Extension]) -> Iterator[None]:
             raise UserError(what, where=each.kind, hint="rename one of them")
         added[key] = each
     before = dict(_session)
-    _session.update(added)
+    provide(added.values())
     try:
         yield
     finally:
@@ -164,9 +166,14 @@ def session_extensions(extensions: Iterable[Extension]) -> Iterator[None]:
         _session.update(before)
 
 
+def provide(extensions: Iterable[Extension]) -> None:
+    """Make functions available to `resolve` for the rest of this process."""
+    _session.update({(each.kind, each.ref): each for each in extensions})
+
+
 def session_functions() -> list[Extension]:
-    """The given functions that another process cannot import; they travel by value."""
-    return [each for each in _session.values() if not each.importable]
+    """The given functions of the trainer that another process cannot import; they travel by value."""
+    return [each for each in _session.values() if not each.importable and each.kind in TRAINER_KINDS]
 
 
 def _loaded(ref: str, path: str, kind: Kind, where: str) -> Extension:

@@ -55,7 +55,9 @@ class TextCodec:
         """
         return [*self._prefix, *self._encode(text)]
 
-    def encode_chat(self, messages: Sequence[Message]) -> tuple[str, list[int]]:
+    def encode_chat(
+        self, messages: Sequence[Message], *, tools: Sequence[dict[str, Any]] = ()
+    ) -> tuple[str, list[int]]:
         """Text and token ids of the chat template up to the start of the assistant's turn.
 
         Raises:
@@ -69,7 +71,9 @@ class TextCodec:
             )
         turns = [{"role": message.role, "content": message.content} for message in messages]
         try:
-            text = self._tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+            text = self._tokenizer.apply_chat_template(
+                turns, tools=list(tools) or None, tokenize=False, add_generation_prompt=True
+            )
         except Exception as error:  # a template can raise anything
             raise UserError(
                 f"the model's chat template refuses the messages: {first_line(error)}",

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from tidemill.config.issues import ConfigError, ConfigIssue
 from tidemill.config.load import PREFIX
@@ -74,7 +75,9 @@ class AnyCodec:
     def encode(self, text: str) -> list[int]:
         return [hash_number(text) % 2**31]
 
-    def encode_chat(self, messages: Sequence[Message]) -> tuple[str, list[int]]:
+    def encode_chat(
+        self, messages: Sequence[Message], *, tools: Sequence[dict[str, Any]] = ()
+    ) -> tuple[str, list[int]]:
         text = "\n\n".join(message.content for message in messages)
         return text, self.encode(text)
 

@@ -97,7 +97,7 @@ def scorers(
             scoring, task=task, seed=spec.run.seed, stop_strings=stops, open_model=open_model, calls=calls
         )
 
-    return build(spec.scoring), build(evaluation_scoring(spec.scoring, task=task))
+    return build(spec.scoring), build(evaluation_scoring(spec.scoring, task=task, rewards=spec.eval.rewards))
 
 
 def is_elastic(spec: RunSpec) -> bool:

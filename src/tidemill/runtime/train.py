@@ -6,7 +6,7 @@ import asyncio
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from typing import Any, TextIO, TypeAlias
 
@@ -21,6 +21,8 @@ from tidemill.controller.reading import Reading
 from tidemill.core.errors import UserError, describe_error
 from tidemill.core.protocols import LoopClock
 from tidemill.runtime.backend import OpenBackend, Runtime
+from tidemill.runtime.callbacks import Callback, CallbackTelemetry
+from tidemill.runtime.extension_checks import identities, refuse_changed, run_extensions
 from tidemill.runtime.journal import SqliteJournal
 from tidemill.runtime.local import IN_PROCESS
 from tidemill.telemetry.manifest import Forecast, build_manifest, write_forecast
@@ -34,7 +36,9 @@ RESUMABLE = ("run.dir", "run.name", "trainer.steps", "trainer.threads", "engine.
 """Keys and sections that may differ when a run is resumed. (More steps stretch a falling learning-rate schedule; other
 thread counts or chunk sizes may round differently.)"""
 MODEL_DIGEST, TASK_DIGEST, DATA_DIGEST, THREADS = "model_digest", "task_digest", "data_digest", "threads"
-"""Keys of the manifest: initial weights, prompts or examples, and threads, stored just before a run's first step."""
+EXTENSIONS = "extensions"
+"""Keys of the manifest: initial weights, prompts or examples, threads, and the identities of user functions, stored
+just before a run's first step."""
 
 ForecastRun: TypeAlias = Callable[[RunSpec], Forecast | None]
 """Predicts duration and cost of a run; None when no profile fits it."""
@@ -46,10 +50,14 @@ def train(
     telemetry_stream: TextIO | None = None,
     open_backend: OpenBackend | None = None,
     forecast_run: ForecastRun | None = None,
+    callbacks: Sequence[Callback] = (),
+    stop: StopRequest | None = None,
 ) -> dict[str, Any]:
-    """Run or resume RL training until it finishes or is asked to stop (Ctrl-C, SIGTERM).
+    """Run or resume RL training until it finishes or is asked to stop (Ctrl-C, SIGTERM, a callback).
 
     Args:
+        stop: another way to stop the run.
+        callbacks: see `runtime.callbacks`.
         open_backend: replaces the backend of `spec.runtime`.
         forecast_run: called once for a new run; the forecast is stored in the run directory. An error is only logged.
 
@@ -63,16 +71,57 @@ def train(
     refuse_untrainable(spec)
     runtime = runtime_of(spec)
     runtime.check(spec)
+    own_code = identities(run_extensions(spec))
     with run_session(spec, telemetry_stream) as (resumed, run, recorder):
         for remark in without_effect(spec):
             recorder.note(remark)
         if forecast_run is not None and run.past.count == 0:
             _write_forecast(spec, run, recorder, forecast_run)
-        result = asyncio.run(_train(resumed, run, recorder, open_backend or runtime.open))
+        result = asyncio.run(
+            _train(
+                resumed,
+                run,
+                recorder,
+                open_backend or runtime.open,
+                own_code=own_code,
+                callbacks=callbacks,
+                stop_request=stop or StopRequest(),
+            )
+        )
         if result.already_finished:
             recorder.note(f"the run has already finished its {result.steps} steps; raise trainer.steps to continue it")
         summary = recorder.finish("interrupted" if result.interrupted else "finished")
     return summary | {"run_dir": str(spec.directory), "already_finished": result.already_finished}
+
+
+class StopRequest:
+    """Asks a run to stop, from any thread and at any time."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._reason: str | None = None
+        self._notify: Callable[[str], None] | None = None
+
+    def request(self, reason: str) -> None:
+        """End the run after a checkpoint; if it has not started, once it starts."""
+        with self._lock:
+            self._reason = reason
+            notify = self._notify
+        if notify is not None:
+            notify(reason)
+
+    @contextmanager
+    def bound(self, notify: Callable[[str], None]) -> Iterator[None]:
+        """Call `notify` at a request, or at once if there was one."""
+        with self._lock:
+            self._notify, reason = notify, self._reason
+        if reason is not None:
+            notify(reason)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._notify = None
 
 
 def runtime_of(spec: RunSpec) -> Runtime:
@@ -130,13 +179,21 @@ def check_same_config(run: RunDirectory, spec: RunSpec) -> None:
 
 
 def record_start(
-    run: RunDirectory, *, model_digest: str, data_key: str, data_digest: str, data_changed: UserError, threads: int
+    run: RunDirectory,
+    *,
+    model_digest: str,
+    data_key: str,
+    data_digest: str,
+    data_changed: UserError,
+    threads: int,
+    own_code: Mapping[str, str] | None = None,
 ) -> None:
     """Store what a new run starts from; refuse to resume a run whose initial model or data has changed.
 
     Args:
         data_key: `TASK_DIGEST` or `DATA_DIGEST`.
         data_changed: raised when the stored data digest differs.
+        own_code: identities of the user functions.
 
     Raises:
         UserError: the model has changed, or `data_changed`.
@@ -150,6 +207,8 @@ def record_start(
         )
     if manifest.setdefault(data_key, data_digest) != data_digest:
         raise data_changed
+    if own_code is not None:
+        refuse_changed(manifest.setdefault(EXTENSIONS, dict(own_code)), own_code, where=str(run.path))
     manifest.setdefault(THREADS, threads)
     run.write_manifest(manifest)
 
@@ -191,7 +250,16 @@ def _write_forecast(spec: RunSpec, run: RunDirectory, recorder: Recorder, foreca
         recorder.note(f"no forecast: {describe_error(error)}")
 
 
-async def _train(spec: RunSpec, run: RunDirectory, recorder: Recorder, open_backend: OpenBackend) -> LoopResult:
+async def _train(
+    spec: RunSpec,
+    run: RunDirectory,
+    recorder: Recorder,
+    open_backend: OpenBackend,
+    *,
+    own_code: dict[str, str],
+    callbacks: Sequence[Callback],
+    stop_request: StopRequest,
+) -> LoopResult:
     """Everything started here is stopped in reverse order when the loop ends or fails."""
     clock = LoopClock()
     async with AsyncExitStack() as stack:
@@ -211,6 +279,7 @@ async def _train(spec: RunSpec, run: RunDirectory, recorder: Recorder, open_back
                 "or choose another --run.dir",
             ),
             threads=backend.threads,
+            own_code=own_code,
         )
         recorder.event("machine", **backend.device_info)
         fleet = Fleet(
@@ -236,11 +305,14 @@ async def _train(spec: RunSpec, run: RunDirectory, recorder: Recorder, open_back
             )
         stop, loop = asyncio.Event(), asyncio.get_running_loop()
 
-        def request_stop() -> None:
-            recorder.note("stopping: the last finished step is being checkpointed (again to stop at once)")
+        def request_stop(reason: str = "again to stop at once") -> None:
+            recorder.note(f"stopping: the last finished step is being checkpointed ({reason})")
             stop.set()
 
-        with stop_on_signals(lambda: loop.call_soon_threadsafe(request_stop)):
+        def from_other_thread(reason: str) -> None:
+            loop.call_soon_threadsafe(request_stop, reason)
+
+        with stop_on_signals(lambda: loop.call_soon_threadsafe(request_stop)), stop_request.bound(from_other_thread):
             return await train_loop(
                 spec=spec,
                 source=backend.task.source,
@@ -250,7 +322,7 @@ async def _train(spec: RunSpec, run: RunDirectory, recorder: Recorder, open_back
                 eval_scorer=backend.eval_scorer,
                 ledger=Ledger(journal, round_size=spec.batch.prompts),
                 checkpoints=backend.checkpoints,
-                telemetry=recorder,
+                telemetry=CallbackTelemetry(recorder, callbacks, request_stop) if callbacks else recorder,
                 codec=backend.codec,
                 clock=clock,
                 stop=stop,

@@ -8,7 +8,7 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Protocol
+from typing import Any, Protocol
 
 from tidemill.core.records import (
     ITEM_BYTES,
@@ -183,7 +183,9 @@ class NoText:
     def encode(self, text: str) -> list[int]:
         return []
 
-    def encode_chat(self, messages: Sequence[Message]) -> tuple[str, list[int]]:
+    def encode_chat(
+        self, messages: Sequence[Message], *, tools: Sequence[dict[str, Any]] = ()
+    ) -> tuple[str, list[int]]:
         return "", []
 
     def decode(self, token_ids: Sequence[int]) -> str:

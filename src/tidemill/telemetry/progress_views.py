@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import atexit
+import io
 import math
 import sys
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from importlib import import_module
 from statistics import median
 from typing import Any, TextIO, TypeAlias
 
@@ -200,44 +203,13 @@ def sparkline(values: Sequence[float], width: int) -> str:
     return "".join(BARS[round((value - low) * scale)] for value in shown)
 
 
-class LiveView:
-    """A panel that redraws itself a few times a second. `close` restores the terminal."""
+class ProgressPanel:
+    """Renders the state of a session as a panel."""
 
-    def __init__(self, progress: Progress, stream: TextIO, clock: Clock) -> None:
-        self._progress, self._clock = progress, clock
+    def __init__(self, progress: Progress, console: Console, clock: Clock) -> None:
+        self._progress, self._console, self._clock = progress, console, clock
         self._started_s = clock.now()
-        self._console = Console(file=stream)
         self._closed = False
-        self._live = Live(
-            get_renderable=self.render,
-            console=self._console,
-            refresh_per_second=REFRESH_PER_S,
-            # Prints go above the panel, unless they are redirected to a pipe or file.
-            redirect_stdout=sys.stdout.isatty(),
-            redirect_stderr=sys.stderr.isatty(),
-        )
-        self._live.start()
-        # For processes ended by an uncaught exception.
-        atexit.register(self.close)
-
-    def step(self) -> None:
-        self._live.refresh()
-
-    def event(self, name: str, fields: dict[str, Any]) -> None:
-        # The panel shows evaluations itself.
-        if (name != EVALUATION or "error" in fields) and (text := event_text(name, fields)):
-            self.note(text)
-
-    def phase(self) -> None:
-        pass
-
-    def note(self, text: str) -> None:
-        self._console.print(Text(text, style=QUIET))
-
-    def close(self) -> None:
-        self._closed = True
-        self._live.stop()
-        atexit.unregister(self.close)
 
     def render(self) -> RenderableType:
         """The panel, as wide as the terminal up to PANEL_WIDTH."""
@@ -334,6 +306,43 @@ class LiveView:
         return row
 
 
+class LiveView(ProgressPanel):
+    """A panel that redraws itself a few times a second. `close` restores the terminal."""
+
+    def __init__(self, progress: Progress, stream: TextIO, clock: Clock) -> None:
+        super().__init__(progress, Console(file=stream), clock)
+        self._live = Live(
+            get_renderable=self.render,
+            console=self._console,
+            refresh_per_second=REFRESH_PER_S,
+            # Prints go above the panel, unless they are redirected to a pipe or file.
+            redirect_stdout=sys.stdout.isatty(),
+            redirect_stderr=sys.stderr.isatty(),
+        )
+        self._live.start()
+        # For processes ended by an uncaught exception.
+        atexit.register(self.close)
+
+    def step(self) -> None:
+        self._live.refresh()
+
+    def event(self, name: str, fields: dict[str, Any]) -> None:
+        # The panel shows evaluations itself.
+        if (name != EVALUATION or "error" in fields) and (text := event_text(name, fields)):
+            self.note(text)
+
+    def phase(self) -> None:
+        pass
+
+    def note(self, text: str) -> None:
+        self._console.print(Text(text, style=QUIET))
+
+    def close(self) -> None:
+        self._closed = True
+        self._live.stop()
+        atexit.unregister(self.close)
+
+
 def _cell(label: str, figures: str, bars: str, style: str) -> Text:
     figures = f"{figures:<{FIGURES_WIDTH - 1}} "
     return Text.assemble(
@@ -344,7 +353,57 @@ def _cell(label: str, figures: str, bars: str, style: str) -> Text:
     )
 
 
-View: TypeAlias = PlainView | LiveView
+class NotebookView(ProgressPanel):
+    """A panel in the output of a notebook cell, redrawn at most once a second; lines go below it."""
+
+    def __init__(self, progress: Progress, stream: TextIO, clock: Clock) -> None:
+        super().__init__(
+            progress, Console(file=io.StringIO(), width=PANEL_WIDTH, record=True, color_system="truecolor"), clock
+        )
+        display = import_module("IPython.display")
+        self._html, self._stream = display.HTML, stream
+        self._handle = display.display(display.HTML(""), display_id=True)
+        self._drawn_s = -math.inf
+
+    def step(self) -> None:
+        self._draw()
+
+    def event(self, name: str, fields: dict[str, Any]) -> None:
+        if (name != EVALUATION or "error" in fields) and (text := event_text(name, fields)):
+            self.note(text)
+
+    def phase(self) -> None:
+        if self._clock.now() - self._drawn_s >= 1.0:
+            self._draw()
+
+    def note(self, text: str) -> None:
+        with suppress(OSError, ValueError):
+            self._stream.write(text + "\n")
+            self._stream.flush()
+
+    def close(self) -> None:
+        self._closed = True
+        self._draw()
+
+    def _draw(self) -> None:
+        self._drawn_s = self._clock.now()
+        self._console.print(self.render())
+        self._handle.update(self._html(self._console.export_html(inline_styles=True, code_format=NOTEBOOK_PANEL)))
+
+
+NOTEBOOK_PANEL = '<pre style="font-family:monospace;line-height:1.2">{code}</pre>'
+View: TypeAlias = PlainView | LiveView | NotebookView
+
+
+def view_of(stream: TextIO, *, live: bool) -> type[PlainView | LiveView | NotebookView]:
+    """The view for an output stream: a panel on a terminal and in a notebook, otherwise lines."""
+    if not live:
+        return PlainView
+    if stream.isatty():
+        return LiveView
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    return NotebookView if stream is sys.stderr and hasattr(shell, "kernel") else PlainView
+
 
 FLEET_ROWS = 12
 STATE_STYLES = {"starting": QUIET, "loading": "cyan", "serving": "green", "leaving": "yellow"}

@@ -35,7 +35,7 @@ from tidemill.telemetry.fleet_figures import evictions_sentence, recomputed
 from tidemill.telemetry.jsonl import JsonlWriter
 from tidemill.telemetry.manifest import peak_rss_bytes
 from tidemill.telemetry.metrics import CONTROLLER_CPU, PEAK_RSS, STEP_TIME, TOKENS_RECOMPUTED, metric_line, read_metrics
-from tidemill.telemetry.progress_views import FleetLines, LiveView, PlainView, Progress, View
+from tidemill.telemetry.progress_views import FleetLines, Progress, View, view_of
 from tidemill.telemetry.run_data import RunData, evaluations, read_evaluation
 from tidemill.telemetry.run_dir import RunDirectory, samples_name
 from tidemill.telemetry.sample_files import Decode, TokenTexts, chosen, sample_line, write_samples
@@ -110,8 +110,7 @@ class Recorder:
         )
         self._load_history()
         stream = stream or sys.stderr
-        kind = LiveView if spec.telemetry.live and stream.isatty() else PlainView
-        self._view = kind(self._progress, stream, self._clock)
+        self._view = view_of(stream, live=spec.telemetry.live)(self._progress, stream, self._clock)
         try:
             self._sinks.open(spec.telemetry.sinks, self._sink_context())
         except UserError:

@@ -95,7 +95,9 @@ def _trainer_process() -> tuple[Any, Remote]:
 
 def _trainer_plan(checkpoints: Path, spec: RunSpec = SPEC) -> bytes:
     return encode(
-        TrainerPlan(spec=spec.model_dump_json(), checkpoints=str(checkpoints), prompt_tokens=4, probe_ids=PROMPT)
+        TrainerPlan(
+            spec=spec.model_dump_json(), checkpoints=str(checkpoints), prompt_tokens=4, identities={}, probe_ids=PROMPT
+        )
     )
 
 

@@ -210,13 +210,20 @@ def recipe_issue(name: str) -> ConfigIssue:
 
 def test_a_missing_recipe_suggests_the_closest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "recipes").mkdir()
-    (tmp_path / "recipes" / "smollm2-addition.toml").touch()
-    issue = recipe_issue("smollm-addition.toml")
-    assert (issue.what, issue.hint) == ("no such file", "did you mean @recipes/smollm2-addition.toml?")
-    assert nearby_recipes(Path("zzz.toml")).endswith(": @recipes/smollm2-addition.toml")
-    (tmp_path / "recipes" / "smollm2-addition.toml").unlink()
-    assert nearby_recipes(Path("zzz.toml")) == "name an existing TOML file"
+    (tmp_path / "my-experiment.toml").touch()
+    issue = recipe_issue("my-experimant.toml")
+    assert (issue.what, issue.hint) == ("no such file", "did you mean @my-experiment.toml?")
+    assert recipe_issue("smollm-addition").hint == "did you mean @smollm2-addition?"
+    assert nearby_recipes(Path("zzz.toml")).startswith("available recipes: @my-experiment.toml, @")
+
+
+def test_a_built_in_recipe_is_found_by_name_unless_a_file_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert recipe_layer("smollm2-addition").tree["model"]["source"] == "smollm2-135m"
+    (tmp_path / "smollm2-addition").write_text('[model]\nsource = "char"\n')
+    assert recipe_layer("smollm2-addition").tree["model"]["source"] == "char"
 
 
 def test_unreadable_recipes(tmp_path: Path) -> None:

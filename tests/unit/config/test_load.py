@@ -307,6 +307,7 @@ def test_differences() -> None:
         ("task.shots", 2, None),
         ("task.held_out_fraction", 0.25, 0.1),
         ("task.path", None, "/x"),
+        ("task.system_prompt", None, ""),
     ]
 
 

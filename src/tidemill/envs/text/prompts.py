@@ -19,6 +19,7 @@ class Question(Record, kw_only=True):
 
     messages: tuple[Message, ...]
     plain: bool = True  # False: only a chat template can render it
+    tools: tuple[dict[str, Any], ...] = ()  # passed to the chat template
     where: str = ""  # for error messages: file and line
 
     @property
@@ -57,9 +58,10 @@ def hash_share(*parts: object) -> float:
 
 
 def content_id(question: Question) -> str:
-    """32 hex digits from a question's messages and replies."""
+    """32 hex digits from a question's messages, tools and replies."""
     messages = [[message.role, message.content] for message in question.messages]
-    return hashlib.blake2b(json.dumps([messages, *question.replies]).encode(), digest_size=16).hexdigest()
+    tools = [list(question.tools)] if question.tools else []
+    return hashlib.blake2b(json.dumps([messages, *tools, *question.replies]).encode(), digest_size=16).hexdigest()
 
 
 def content_digest(*parts: Sequence[Question]) -> str:
@@ -113,7 +115,7 @@ def encode_question(question: Question, codec: Codec, *, chat_template: bool) ->
     """
     try:
         if in_chat(question, chat_template=chat_template):
-            return codec.encode_chat(question.messages)
+            return codec.encode_chat(question.messages, tools=question.tools)
         text = "\n\n".join(message.content for message in question.messages)
         return text, codec.encode(text)
     except UserError as error:

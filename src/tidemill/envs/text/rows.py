@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -197,7 +197,8 @@ PAIR_SHAPE = (
     'instead of "prompt"; "margin" may be added'
 )
 ASSISTANT = "assistant"
-CONTENT_FIELDS = frozenset({"prompt", "messages", "answer"})
+CONTENT_FIELDS = frozenset({"prompt", "messages", "answer", "tools"})
+TOOLS_SHAPE = 'a tool looks like {"type": "function", "function": {"name": …, "parameters": {…}}}'
 
 
 class DemonstrationText(Question, kw_only=True):
@@ -222,20 +223,60 @@ class PairText(Question, kw_only=True):
         return (self.chosen, self.rejected)
 
 
-def read_items(path: Path) -> Iterator[Item]:
+def read_items(path: Path, *, columns: Mapping[str, str] | None = None, system_prompt: str = "") -> Iterator[Item]:
     """Prompts with their answers; all other fields are metadata.
+
+    Args:
+        columns: names of the file's columns for `prompt`, `messages`, `answer` and `tools`.
+        system_prompt: put before every question.
 
     Raises:
         UserError: a row is invalid; names file, row and field.
     """
     for row in read_rows(path, section="task", shape=PROMPT_SHAPE):
-        yield Item(
-            messages=_messages(row, PROMPT_SHAPE),
-            answer=_answer(row),
-            plain=row.get("prompt") is not None,
-            metadata={name: _metadata(row, name) for name in row.fields if name not in CONTENT_FIELDS},
-            where=row.where,
-        )
+        yield to_item(row, columns=columns or {}, system_prompt=system_prompt)
+
+
+def to_item(row: Row, *, columns: Mapping[str, str], system_prompt: str) -> Item:
+    """The prompt and the answer of one row; arguments and errors as `read_items`."""
+    row = _renamed(row, columns)
+    messages, plain = _messages(row, PROMPT_SHAPE), isinstance(row.get("prompt"), str)
+    if system_prompt:
+        messages = (Message(role="system", content=system_prompt), *messages)
+    tools = _tools(row)
+    return Item(
+        messages=messages,
+        answer=_answer(row),
+        plain=plain and not tools,
+        tools=tools,
+        metadata={name: _metadata(row, name) for name in row.fields if name not in CONTENT_FIELDS},
+        where=row.where,
+    )
+
+
+def _renamed(row: Row, columns: Mapping[str, str]) -> Row:
+    """The row with its columns under their standard names."""
+    missing = [column for column in columns.values() if column not in row.fields]
+    if missing:
+        hint = f"the row has {', '.join(row.fields)}; correct task.columns"
+        raise UserError(f"the row has no column `{missing[0]}`", where=row.where, hint=hint)
+    rest = {name: value for name, value in row.fields.items() if name not in columns.values()}
+    return Row(fields={**rest, **{name: row.fields[column] for name, column in columns.items()}}, where=row.where)
+
+
+def _tools(row: Row) -> tuple[dict[str, Any], ...]:
+    tools = row.get("tools")
+    if tools is None:
+        return ()
+    if isinstance(tools, str):  # tables often hold them as JSON
+        try:
+            tools = json.loads(tools)
+        except ValueError:
+            _fault("`tools` is a text that is not JSON", row, TOOLS_SHAPE)
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        _fault("`tools` must be a list of tables", row, TOOLS_SHAPE)
+    _metadata(row, "tools")
+    return tuple(tools)
 
 
 def read_demonstrations(path: Path) -> Iterator[DemonstrationText]:
@@ -254,7 +295,7 @@ def read_demonstrations(path: Path) -> Iterator[DemonstrationText]:
         yield DemonstrationText(
             messages=messages,
             completion=_reply(completion, "completion", row, DEMONSTRATION_SHAPE),
-            plain=row.get("prompt") is not None,
+            plain=isinstance(row.get("prompt"), str),
             where=row.where,
         )
 
@@ -271,7 +312,7 @@ def read_pairs(path: Path) -> Iterator[PairText]:
             chosen=_reply(row.get("chosen"), "chosen", row, PAIR_SHAPE),
             rejected=_reply(row.get("rejected"), "rejected", row, PAIR_SHAPE),
             margin=_margin(row),
-            plain=row.get("prompt") is not None,
+            plain=isinstance(row.get("prompt"), str),
             where=row.where,
         )
         if pair.chosen == pair.rejected:
@@ -293,14 +334,14 @@ def _messages(row: Row, shape: str) -> tuple[Message, ...]:
     if (prompt is None) == (messages is None):
         there = ", ".join(f"`{name}`" for name in row.fields if row.get(name) is not None) or "nothing"
         _fault(f"expected either `prompt` or `messages`, found {there}", row, shape)
-    if prompt is not None:
+    field, listed = ("messages", messages) if prompt is None else ("prompt", prompt)
+    if field == "prompt" and not isinstance(prompt, list):
         if not isinstance(prompt, str) or not prompt.strip():
-            hint = "; a list of messages goes under `messages`" if isinstance(prompt, list) else ""
-            _fault(f"`prompt` must be a non-empty text{hint}", row, shape)
+            _fault("`prompt` must be a non-empty text, or a list of messages", row, shape)
         return (Message(role="user", content=prompt),)
-    if not isinstance(messages, list) or not messages:
-        _fault("`messages` must be a non-empty list", row, shape)
-    return tuple(_message(message, "messages", row, shape) for message in messages)
+    if not isinstance(listed, list) or not listed:
+        _fault(f"`{field}` must be a non-empty list", row, shape)
+    return tuple(_message(message, field, row, shape) for message in listed)
 
 
 def _message(message: Any, field: str, row: Row, shape: str) -> Message:
@@ -315,8 +356,10 @@ def _message(message: Any, field: str, row: Row, shape: str) -> Message:
 
 def _answer(row: Row) -> str:
     answer = row.get("answer")
+    if answer is None:
+        return ""
     if isinstance(answer, bool) or not isinstance(answer, str | int | float):
-        _fault('`answer` must be a text or a number ("" if no reward needs it)', row, PROMPT_SHAPE)
+        _fault("`answer` must be a text or a number", row, PROMPT_SHAPE)
     return str(answer)
 
 

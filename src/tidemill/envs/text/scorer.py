@@ -162,14 +162,19 @@ def build_scorer(
     return RewardScorer(rewards, timeout_s=scoring.timeout_s, concurrency=scoring.concurrency, calls=calls)
 
 
-def evaluation_scoring(scoring: ScoringConfig, *, task: Task) -> ScoringConfig:
+def evaluation_scoring(scoring: ScoringConfig, *, task: Task, rewards: tuple[RewardConfig, ...] = ()) -> ScoringConfig:
     """The rewards used for evaluation: they measure correctness if possible, whatever training optimizes.
 
     The run's first reward that compares with the answer, with weight 1. Without one: the run's other rewards, except
     random, length and model rewards. If none is left: the task's scorer or the comparison with the answer, so that a
     control run is measured too. Reward models are included with weight 0, so that their scores of held-out samples can
     be compared with correctness.
+
+    Args:
+        rewards: `eval.rewards`; if there are any, they are used instead.
     """
+    if rewards:
+        return scoring.model_copy(update={"rewards": rewards})
     models = tuple(each.model_copy(update={"weight": 0.0}) for each in scoring.rewards if each.kind == "model")
     judging = tuple(each.model_copy(update={"weight": 1.0}) for each in scoring.rewards if each.kind in
                     CHECKS_THE_ANSWER)  # fmt: skip

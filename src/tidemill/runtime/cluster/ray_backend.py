@@ -20,6 +20,7 @@ from tidemill.core.errors import UserError
 from tidemill.core.formatting import counted
 from tidemill.core.protocols import Clock, Provider, Reader
 from tidemill.core.records import Lease, LeaseEnded, LeaseEvent, LeaseGranted, LeaseNoticed
+from tidemill.extensions.registry import session_functions
 from tidemill.models.catalog import resolve
 from tidemill.models.codec import load_codec
 from tidemill.models.folder import refuse_reward_model, weight_files
@@ -63,6 +64,7 @@ from tidemill.runtime.cluster.ray_trainer import (
 )
 from tidemill.runtime.cluster.ray_worker import RayHost, RayWorker, WorkerPlan
 from tidemill.runtime.compute import collected_rarely
+from tidemill.runtime.extension_checks import identities, trainer_extensions
 from tidemill.runtime.model_bundle import check_vocabularies, fitting_task
 from tidemill.runtime.readers import Readers, check_reward_models, reward_reader
 from tidemill.telemetry.events import READER_RESTART
@@ -103,9 +105,10 @@ async def on_ray(spec: RunSpec, run: RunDirectory, recorder: Recorder, clock: Cl
             checkpoints=str(run.checkpoints.resolve()),
             prompt_tokens=task.longest_prompt_tokens,
             probe_ids=probe_sequence(task.source) if is_elastic(spec) else b"",
+            identities=identities(trainer_extensions(spec)),
         )
         started, readers = await asyncio.gather(
-            remote.call("start", encode(plan), critic, kind=Started, timeout_s=LOAD_S),
+            remote.call("start", encode(plan), critic, session_functions(), kind=Started, timeout_s=LOAD_S),
             _start_readers(remote, spec, folder, reserved, recorder, stack),
         )
         host = publisher = None

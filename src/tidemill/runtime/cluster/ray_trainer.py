@@ -24,12 +24,14 @@ from tidemill.core.records import (
     TokenBuffer,
     WeightManifest,
 )
+from tidemill.extensions.registry import Extension, provide
 from tidemill.rollout.worker import EngineWorker
 from tidemill.runtime.backend import ModelPublisher, TrainerCheckpoints
 from tidemill.runtime.cluster.ray_calls import EngineActor, Remote, decode, encode, require_reserved_gpus, served
 from tidemill.runtime.cluster.ray_critic import RayCritic
 from tidemill.runtime.cluster.ray_reader import ReadingActor
 from tidemill.runtime.compute import ComputeThread
+from tidemill.runtime.extension_checks import identities, refuse_changed, trainer_extensions
 from tidemill.runtime.model_bundle import build_critic, load_model_bundle
 from tidemill.runtime.readers import reference_reader
 from tidemill.trainer.checkpoint_store import CheckpointStore
@@ -48,6 +50,7 @@ class TrainerPlan(Record):
     checkpoints: str  # folder
     prompt_tokens: int  # length of the longest prompt
     probe_ids: TokenBuffer  # int32 [N], published with every version; empty without workers
+    identities: dict[str, str]  # of user functions, which this process must have too
 
 
 class Started(Record):
@@ -139,10 +142,11 @@ class TrainerActor(EngineActor, ReadingActor):
         self._warnings: list[str] = []
 
     @served
-    async def start(self, plan: bytes, critic: Any = None) -> Started:
+    async def start(self, plan: bytes, critic: Any = None, functions: Sequence[Extension] = ()) -> Started:
         """Load the models.
 
         Args:
+            functions: user functions that cannot be imported here.
             critic: handle of a `CriticActor` that has not been started; None for a critic in this process, or none.
 
         Raises:
@@ -151,6 +155,9 @@ class TrainerActor(EngineActor, ReadingActor):
         planned = decode(plan, TrainerPlan)
         compute = ComputeThread()
         spec = RunSpec.model_validate_json(planned.spec)
+        provide(functions)
+        here = identities(trainer_extensions(spec))
+        refuse_changed({name: planned.identities[name] for name in here}, here, where="the trainer's machine")
         require_reserved_gpus(spec.ray.trainer_gpus, "ray.trainer_gpus")
         bundle = await compute.run(lambda: load_model_bundle(spec, progress=lambda _: None))
         reference = await compute.run(bundle.reference)

@@ -85,7 +85,7 @@ def faults(read: Callable[[Path], Any], tmp_path: Path, row: dict[str, Any], goo
         ({"messages": [USER]}, "the row has no `completion`"),
         ({"messages": [ASSISTANT]}, "`messages` holds only the assistant's turn"),
         ({"question": "q", "text": "a"}, "expected either `prompt` or `messages`, found `question`, `text`"),
-        ({"prompt": [USER], "completion": "4"}, "a list of messages goes under `messages`"),
+        ({"prompt": 4, "completion": "4"}, "`prompt` must be a non-empty text, or a list of messages"),
     ],
 )
 def test_faults_of_demonstrations(tmp_path: Path, row: dict[str, Any], what: str) -> None:

@@ -1,0 +1,1 @@
+"""The Python API. Import it as `tidemill`; the modules here are private."""

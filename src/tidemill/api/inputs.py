@@ -1,0 +1,162 @@
+"""Arguments that are Python objects: saved in the run directory, or turned into configuration."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tidemill.api.rewards import Reward
+from tidemill.api.rewards import function as user_reward
+from tidemill.config.task import RewardConfig
+from tidemill.core.errors import UserError
+from tidemill.extensions.registry import Extension, Kind, given_function
+from tidemill.telemetry.jsonl import disk_error, write_atomically
+
+INPUTS = "inputs"
+"""Folder of a run directory with the rows and the model that were given as objects."""
+ROW_HINT = 'a row looks like {"prompt": "2+2=", "answer": "4"}'
+
+
+@dataclass(slots=True)
+class Inputs:
+    """What the arguments of `tidemill.train` add to a configuration.
+
+    Args:
+        folder: where objects are saved: `RUN/inputs`.
+        kept: the run has begun, so that saved objects must not change.
+    """
+
+    folder: Path
+    kept: bool
+    overrides: dict[str, Any] = field(default_factory=dict)
+    extensions: list[Extension] = field(default_factory=list)
+
+    def add_data(self, data: Any, held_out: Any, columns: Mapping[str, str] | None) -> None:
+        """Rows, a `datasets.Dataset` or a path, as the task of kind "file"."""
+        if data is None:
+            if held_out is not None:
+                raise UserError("is given without data", where="eval_data", hint="give data too")
+            return
+        task: dict[str, Any] = {"kind": "file", "path": str(self._data_path(data, "data", "train"))}
+        if held_out is not None:
+            task["held_out_path"] = str(self._data_path(held_out, "eval_data", "held_out"))
+        if columns:
+            task["columns"] = dict(columns)
+        self.overrides["task"] = task
+
+    def add_model(self, model: Any, tokenizer: Any) -> None:
+        """A name, a folder, or a `transformers` model with its tokenizer."""
+        if model is None:
+            return
+        if isinstance(model, Path):
+            self.overrides["model.source"] = str(model.expanduser().absolute())
+        elif isinstance(model, str):
+            self.overrides["model.source"] = model
+        elif hasattr(model, "save_pretrained") and hasattr(tokenizer, "save_pretrained"):
+            self.overrides["model.source"] = str(self._saved_model(model, tokenizer))
+        elif hasattr(model, "save_pretrained"):
+            raise UserError("a model needs its tokenizer", where="model", hint="give tokenizer=...")
+        else:
+            what = f"expected a name, a folder or a transformers model, found {type(model).__name__}"
+            raise UserError(what, where="model", hint='for example model="smollm2-135m"')
+
+    def add_rewards(self, rewards: Sequence[Any] | None) -> None:
+        """Functions, names and results of `tidemill.rewards`."""
+        if rewards is None:
+            return
+        if isinstance(rewards, (str, Reward)) or callable(rewards):
+            rewards = [rewards]
+        made = [_as_reward(each) for each in rewards]
+        self.extensions += [each.extension for each in made if each.extension is not None]
+        self.overrides["scoring.rewards"] = [each.settings for each in made]
+
+    def add_function(self, key: str, kind: Kind, given: Callable[..., Any] | str | None) -> None:
+        """A function, or the text that names one, as the value of a key."""
+        if given is not None:
+            self.overrides[key] = given if isinstance(given, str) else self._reference(kind, given)
+
+    def add_loss_terms(self, terms: Sequence[Any]) -> None:
+        """Functions, or (weight, function) pairs."""
+        if not terms:
+            return
+        pairs = [each if isinstance(each, tuple) else (1.0, each) for each in terms]
+        self.overrides["algorithm.loss_terms"] = [
+            {"function": given if isinstance(given, str) else self._reference("loss_term", given), "weight": weight}
+            for weight, given in pairs
+        ]
+
+    def add_task(self, task: Callable[..., Any] | str | None, params: Mapping[str, Any] | None) -> None:
+        """A function that returns rows, as the task of kind "python"."""
+        if task is not None:
+            ref = task if isinstance(task, str) else self._reference("task", task)
+            self.overrides["task"] = {"kind": "python", "function": ref, "params": dict(params or {})}
+
+    def _reference(self, kind: Kind, given: Callable[..., Any]) -> str:
+        extension = given_function(given, kind, where=kind)
+        self.extensions.append(extension)
+        return extension.ref
+
+    def _data_path(self, data: Any, where: str, name: str) -> Path:
+        if isinstance(data, (str, Path)):
+            return Path(data).expanduser().absolute()
+        path = self.folder / f"{name}.jsonl"
+        content = b"".join(_json_line(row, f"{where}, row {index}") for index, row in enumerate(_rows(data, where)))
+        if self.kept:
+            if not path.is_file() or path.read_bytes() != content:
+                hint = "give the rows of the first session, or choose another run_dir"
+                raise UserError("the rows have changed since this run started", where=where, hint=hint)
+            return path.absolute()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, content)
+        return path.absolute()
+
+    def _saved_model(self, model: Any, tokenizer: Any) -> Path:
+        folder, partial = self.folder / "model", self.folder / ".model.partial"
+        if self.kept:  # the digest of the weights is compared when the run is resumed
+            if not folder.is_dir():
+                raise UserError("the run has no saved model", where="model", hint="resume without model=")
+            return folder.absolute()
+        shutil.rmtree(partial, ignore_errors=True)
+        try:
+            model.save_pretrained(partial, safe_serialization=True)
+            tokenizer.save_pretrained(partial)
+            shutil.rmtree(folder, ignore_errors=True)
+            partial.rename(folder)
+        except OSError as error:
+            raise disk_error(error, folder) from error
+        return folder.absolute()
+
+
+def _as_reward(given: Any) -> Reward:
+    if isinstance(given, Reward):
+        return given
+    if isinstance(given, RewardConfig):
+        return Reward(settings=given.model_dump(mode="json"))
+    if isinstance(given, Mapping):
+        return Reward(settings=dict(given))
+    if isinstance(given, str) and ":" not in given:
+        return Reward(settings={"kind": given})
+    return user_reward(given)
+
+
+def _rows(data: Any, where: str) -> Iterable[Any]:
+    if isinstance(data, Mapping) or not isinstance(data, Iterable):
+        what = f"expected rows, a datasets.Dataset or a path, found {type(data).__name__}"
+        if hasattr(data, "keys"):
+            what += f" with {', '.join(map(str, data))}"
+        raise UserError(what, where=where, hint=ROW_HINT)
+    return data
+
+
+def _json_line(row: Any, where: str) -> bytes:
+    if not isinstance(row, Mapping):
+        raise UserError(f"expected a dict, found {type(row).__name__}", where=where, hint=ROW_HINT)
+    try:
+        return json.dumps(dict(row), ensure_ascii=False, allow_nan=False).encode() + b"\n"
+    except (TypeError, ValueError) as error:
+        hint = "convert that column to text, or remove it"
+        raise UserError(f"cannot be written as JSON: {error}", where=where, hint=hint) from None

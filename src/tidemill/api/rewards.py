@@ -1,0 +1,102 @@
+"""Built-in rewards for `tidemill.train(rewards=[...])`.
+
+Each function returns a reward with its settings. All take `weight` (the factor in the sum), `name` (in metrics and
+samples) and `role` ("gold" with weight 0 is only measured).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from tidemill.extensions.registry import Extension, given_function
+
+Role = Literal["reward", "gold"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reward:
+    """A reward and its settings, as in `scoring.rewards` of a recipe."""
+
+    settings: dict[str, Any]
+    extension: Extension | None = None
+
+
+def exact(*, weight: float = 1.0, name: str = "", role: Role = "reward") -> Reward:
+    """1 if the completion equals the answer, else 0."""
+    return _reward("exact", weight, name, role)
+
+
+def numeric(*, weight: float = 1.0, name: str = "", role: Role = "reward") -> Reward:
+    """1 if the last number of the completion equals the answer's, else 0."""
+    return _reward("numeric", weight, name, role)
+
+
+def math_verify(*, weight: float = 1.0, name: str = "", role: Role = "reward") -> Reward:
+    """1 if math-verify finds completion and answer equal, else 0. Needs the extra `tasks`."""
+    return _reward("math_verify", weight, name, role)
+
+
+def regex(pattern: str, *, weight: float = 1.0, name: str = "", role: Role = "reward") -> Reward:
+    """1 if the pattern is found in the completion, else 0."""
+    return _reward("regex", weight, name, role, pattern=pattern)
+
+
+def length(target_tokens: int, *, weight: float = 1.0, name: str = "", role: Role = "reward") -> Reward:
+    """1 at the target number of completion tokens, falling linearly to 0 at 0 and at twice the target."""
+    return _reward("length", weight, name, role, target_tokens=target_tokens)
+
+
+def task(*, weight: float = 1.0, name: str = "", role: Role = "reward") -> Reward:
+    """The score of the task's own scorer."""
+    return _reward("task", weight, name, role)
+
+
+def random(*, weight: float = 1.0, name: str = "", role: Role = "reward") -> Reward:
+    """0 or 1 at random: a control that cannot be learned."""
+    return _reward("random", weight, name, role)
+
+
+def model(folder: str, *, batch: int = 64, weight: float = 1.0, name: str = "", role: Role = "reward") -> Reward:
+    """The score of a reward model in a folder."""
+    return _reward("model", weight, name, role, model=folder, batch=batch)
+
+
+def http(
+    url: str, *, auth_env: str = "", batch: int = 64, weight: float = 1.0, name: str = "", role: Role = "reward"
+) -> Reward:
+    """The score of a server; see `scoring.rewards.url` for the protocol."""
+    return _reward("http", weight, name, role, url=url, auth_env=auth_env, batch=batch)
+
+
+def function(
+    given: Callable[..., Any] | str,
+    *,
+    weights: dict[str, float] | None = None,
+    batch: int = 64,
+    timeout_s: float = 0.0,
+    weight: float = 1.0,
+    name: str = "",
+    role: Role = "reward",
+) -> Reward:
+    """A reward function with settings: `rewards.function(right, weight=0.5)`.
+
+    Args:
+        given: a function (see `tidemill.reward`), or `path/file.py:function`.
+        weights: factors of the named numbers that it returns.
+        batch: largest number of samples per call of a function decorated with `batch=True`.
+        timeout_s: of a call of such a function; 0 for 60 s.
+
+    Raises:
+        UserError: it is not a function, or has no identity.
+    """
+    extension = None if isinstance(given, str) else given_function(given, "reward", where="rewards")
+    ref = given if isinstance(given, str) else extension.ref if extension else ""
+    settings = {"function": ref, "weights": weights or {}, "batch": batch, "timeout_s": timeout_s}
+    made = _reward("python", weight, name, role, **settings)
+    return Reward(settings=made.settings, extension=extension)
+
+
+def _reward(kind: str, weight: float, name: str, role: Role, **settings: Any) -> Reward:
+    return Reward(settings={"kind": kind, "weight": weight, "name": name, "role": role, **settings})

@@ -1,0 +1,194 @@
+"""`tidemill.train`, `train_async` and `load_config`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tidemill.api.inputs import INPUTS, Inputs
+from tidemill.api.run import Run
+from tidemill.config.issues import Purpose
+from tidemill.config.load import load_overridden
+from tidemill.config.schema import RunSpec
+from tidemill.core.errors import UserError
+from tidemill.extensions.registry import Extension, session_extensions
+from tidemill.telemetry.run_dir import RunDirectory
+
+Overrides = Mapping[str, Any]
+Function = Callable[..., Any]
+
+
+def load_config(recipe: str | Path | None = None, overrides: Overrides | None = None) -> RunSpec:
+    """The configuration of a recipe.
+
+    Args:
+        recipe: a TOML file, or the name of a built-in recipe (`tidemill recipe list`); None for the defaults.
+        overrides: values by dotted key: `{"batch.prompts": 8}`.
+
+    Raises:
+        TidemillError: an unknown recipe or an invalid value; lists all of them.
+    """
+    return load_overridden(recipe, overrides or {}, purpose="read")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """A run that is ready to start."""
+
+    spec: RunSpec
+    extensions: list[Extension]
+
+
+def train(
+    recipe: str | Path | RunSpec | None = None,
+    *,
+    model: Any = None,
+    tokenizer: Any = None,
+    data: Any = None,
+    eval_data: Any = None,
+    columns: Mapping[str, str] | None = None,
+    rewards: Sequence[Any] | None = None,
+    task: Function | str | None = None,
+    task_params: Mapping[str, Any] | None = None,
+    advantage: Function | str | None = None,
+    loss: Function | str | None = None,
+    loss_terms: Sequence[Any] = (),
+    prompt_sampler: Function | str | None = None,
+    callbacks: Sequence[Any] = (),
+    overrides: Overrides | None = None,
+    run_dir: str | Path | None = None,
+) -> Run:
+    """Train a model with reinforcement learning, or resume the run in `run_dir`.
+
+    Works in scripts and notebooks. An interrupt (Ctrl-C, the stop button) ends the run after a checkpoint; the same
+    call resumes it. One run at a time per process.
+
+    Args:
+        recipe: a TOML file, the name of a built-in recipe such as "jsonl", or a configuration. None: the configuration
+            in `run_dir`, if there is a run, else the defaults.
+        model: a name ("smollm2-135m"), a folder, a hub id, or a `transformers` model, which is saved in the run
+            directory and not changed.
+        tokenizer: of a `transformers` model.
+        data: training rows: a list of dicts, a `datasets.Dataset`, or the path of a file.
+        eval_data: held-out rows; by default a fraction of `data`.
+        columns: names of the columns for `prompt`, `messages`, `answer` and `tools`, if they differ.
+        rewards: functions (see `tidemill.reward`), results of `tidemill.rewards`, names such as "exact", or
+            `path/file.py:function`.
+        task: a function that returns rows (see `tidemill.task`), instead of `data`.
+        task_params: its arguments.
+        advantage: a function (see `tidemill.advantage`) or a name.
+        loss: a function (see `tidemill.loss`) or a name.
+        loss_terms: functions (see `tidemill.loss_term`), or (weight, function) pairs.
+        prompt_sampler: a function (see `tidemill.prompt_sampler`).
+        callbacks: instances of `tidemill.Callback`.
+        overrides: values by dotted key: `{"batch.prompts": 8}`.
+        run_dir: the run directory. Default: runs/NAME.
+
+    Returns:
+        The run; `run.interrupted` tells whether it was stopped before its last step.
+
+    Raises:
+        TidemillError: invalid input, a guard stopped the run, or a failure; finished steps are kept.
+    """
+    arguments = dict(locals())
+    from tidemill.api.session import run_here
+
+    return run_here(_job(arguments))
+
+
+async def train_async(recipe: str | Path | RunSpec | None = None, **arguments: Any) -> Run:
+    """`train`, for `await`: other tasks of the event loop run meanwhile. Cancelling the task stops the run after a
+    checkpoint."""
+    from tidemill.api.session import run_async
+
+    return await run_async(_job({"recipe": recipe, **arguments}))
+
+
+def _job(arguments: dict[str, Any]) -> Callable[[Any], Run]:
+    callbacks = _checked_callbacks(arguments.pop("callbacks", ()))
+
+    def job(stop: Any) -> Run:
+        from tidemill.planner.forecast.forecast import forecast_at_start
+        from tidemill.runtime.train import train as run
+
+        prepared = prepare(**arguments)
+        with session_extensions(prepared.extensions):
+            run(prepared.spec, forecast_run=forecast_at_start, callbacks=callbacks, stop=stop)
+        return Run(prepared.spec.directory)
+
+    return job
+
+
+def prepare(
+    recipe: str | Path | RunSpec | None = None,
+    *,
+    model: Any = None,
+    tokenizer: Any = None,
+    data: Any = None,
+    eval_data: Any = None,
+    columns: Mapping[str, str] | None = None,
+    rewards: Sequence[Any] | None = None,
+    task: Function | str | None = None,
+    task_params: Mapping[str, Any] | None = None,
+    advantage: Function | str | None = None,
+    loss: Function | str | None = None,
+    loss_terms: Sequence[Any] = (),
+    prompt_sampler: Function | str | None = None,
+    overrides: Overrides | None = None,
+    run_dir: str | Path | None = None,
+) -> Prepared:
+    """The configuration and the functions of `train`; saves objects in the run directory.
+
+    Raises:
+        UserError: an argument is invalid.
+    """
+    given = dict(overrides or {})
+    if run_dir is not None:
+        given["run.dir"] = str(run_dir)
+    recipe = _recipe(recipe, given)
+    directory = _directory(recipe, given)
+    inputs = Inputs(folder=directory / INPUTS, kept="model_digest" in RunDirectory(directory).read_manifest())
+    inputs.add_model(model, tokenizer)
+    inputs.add_data(data, eval_data, columns)
+    inputs.add_task(task, task_params)
+    inputs.add_rewards(rewards)
+    inputs.add_function("algorithm.advantage", "advantage", advantage)
+    inputs.add_function("algorithm.loss", "loss", loss)
+    inputs.add_function("batch.sampler", "prompt_sampler", prompt_sampler)
+    inputs.add_loss_terms(loss_terms)
+    merged = {**inputs.overrides, **given}
+    return Prepared(spec=load(recipe, merged), extensions=inputs.extensions)
+
+
+def _recipe(recipe: str | Path | RunSpec | None, given: dict[str, Any]) -> str | Path | RunSpec | None:
+    """The recipe, or the stored configuration of the run that `run.dir` names."""
+    if recipe is None and "run.dir" in given:
+        stored = RunDirectory(Path(given["run.dir"])).config
+        return stored if stored.is_file() else None
+    return recipe
+
+
+def _directory(recipe: str | Path | RunSpec | None, given: Overrides) -> Path:
+    only_run = {name: value for name, value in given.items() if name.split(".")[0] == "run"}
+    return load(recipe, only_run).directory
+
+
+def load(recipe: str | Path | RunSpec | None, overrides: Overrides, *, purpose: Purpose = "train") -> RunSpec:
+    """The configuration of a recipe, or of another configuration, with overrides."""
+    if isinstance(recipe, RunSpec):
+        return load_overridden(None, {**recipe.model_dump(mode="json"), **overrides}, purpose=purpose)
+    return load_overridden(recipe, overrides, purpose=purpose)
+
+
+def _checked_callbacks(callbacks: Any) -> list[Any]:
+    from tidemill.runtime.callbacks import Callback
+
+    found = list(callbacks) if isinstance(callbacks, (list, tuple)) else [callbacks]
+    for each in found:
+        if not isinstance(each, Callback):
+            what = f"{each!r:.60} is not a tidemill.Callback"
+            hint = "subclass tidemill.Callback and give an instance of it"
+            raise UserError(what, where="callbacks", hint=hint)
+    return found

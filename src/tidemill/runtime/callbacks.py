@@ -1,0 +1,100 @@
+"""Callbacks of a run: methods of the user that are called with metrics, samples, evaluations and checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from tidemill.core.errors import exception_text
+from tidemill.core.records import FleetRow, Prompt, StepMetrics, Trajectory
+from tidemill.telemetry.events import CHECKPOINT, EVALUATION
+from tidemill.telemetry.metrics import HELD_OUT
+from tidemill.telemetry.recorder import Recorder
+from tidemill.telemetry.sample_files import Sample, sample_line
+
+
+class Callback:
+    """Base class of callbacks; override any of the methods.
+
+    They run in the process that started the run, between two steps: while one runs, no sample is scheduled. An
+    exception is reported once per kind and does not end the run. Call `stop` to end the run after a checkpoint.
+    """
+
+    stop_reason: str | None = None
+
+    def stop(self, reason: str = "a callback asked for it") -> None:
+        """End the run after the current step, with a checkpoint; it can be resumed."""
+        self.stop_reason = reason
+
+    def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """After every step; see docs/metrics.md for the names."""
+
+    def on_samples(self, step: int, samples: Sequence[Sample]) -> None:
+        """The scored samples of a step, or of an evaluation."""
+
+    def on_evaluate(self, step: int, metrics: Mapping[str, float]) -> None:
+        """After every evaluation: `reward_mean`, `greedy_accuracy` and others."""
+
+    def on_checkpoint(self, step: int, path: Path) -> None:
+        """After a checkpoint was written."""
+
+
+class CallbackTelemetry:
+    """Implements `core.protocols.Telemetry`: passes everything to the recorder, then to the callbacks.
+
+    Args:
+        request_stop: ends the run; gets the reason.
+    """
+
+    def __init__(self, recorder: Recorder, callbacks: Sequence[Callback], request_stop: Callable[[str], None]) -> None:
+        self._recorder, self._callbacks, self._request_stop = recorder, callbacks, request_stop
+        for callback in callbacks:
+            callback.stop_reason = None
+        self._known: set[tuple[str, str]] = set()
+        self._stopped = False
+
+    def resume(self, step: int) -> None:
+        self._recorder.resume(step)
+
+    def event(self, name: str, **fields: Any) -> None:
+        self._recorder.event(name, **fields)
+        step = int(fields.get("step") or 0)
+        if name == EVALUATION:
+            figures = {key: value for key, value in fields.items() if isinstance(value, int | float) and key != "step"}
+            self._call("on_evaluate", step, {key.removeprefix(HELD_OUT): value for key, value in figures.items()})
+        elif name == CHECKPOINT and not fields.get("error"):
+            self._call("on_checkpoint", step, self._recorder.run.checkpoints / f"step_{step}")
+
+    def step(self, metrics: StepMetrics) -> None:
+        self._recorder.step(metrics)
+        if metrics.step > 0:
+            self._call("on_step", metrics.step, dict(metrics.values))
+
+    def samples(self, step: int, trajectories: Sequence[Trajectory], prompts: Sequence[Prompt]) -> None:
+        self._recorder.samples(step, trajectories, prompts)
+        if any(type(each).on_samples is not Callback.on_samples for each in self._callbacks):
+            lines = (sample_line(step, *pair, texts=None) for pair in zip(trajectories, prompts, strict=True))
+            self._call("on_samples", step, [msgspec.convert(line, Sample) for line in lines])
+
+    def progress(self, phase: str, done: int, total: int) -> None:
+        self._recorder.progress(phase, done, total)
+
+    def fleet(self, rows: Sequence[FleetRow]) -> None:
+        self._recorder.fleet(rows)
+
+    def _call(self, method: str, *arguments: Any) -> None:
+        for callback in self._callbacks:
+            try:
+                getattr(callback, method)(*arguments)
+            except Exception as error:  # noqa: BLE001 - a callback must not end the run
+                name = f"{type(callback).__name__}.{method}"
+                if (name, type(error).__name__) not in self._known:
+                    self._known.add((name, type(error).__name__))
+                    self._recorder.event("callback_failed", callback=name, error=exception_text(error))
+                    self._recorder.note(f"warning: {name} raised {exception_text(error)}; the run continues")
+            if callback.stop_reason is not None and not self._stopped:
+                self._stopped = True
+                self._request_stop(callback.stop_reason)

@@ -1,0 +1,68 @@
+"""The user functions of a run: found before it starts, identified in its manifest, and compared when it is resumed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from tidemill.config.algorithm import ADVANTAGE_NAMES, LOSS_NAMES
+from tidemill.config.schema import RunSpec
+from tidemill.core.errors import UserError
+from tidemill.extensions.registry import TRAINER_KINDS, Extension, Kind, resolve
+
+
+def run_extensions(spec: RunSpec) -> list[Extension]:
+    """The user functions that decide what a run learns, each once.
+
+    Raises:
+        UserError: one does not exist, cannot be imported, or is of another kind.
+    """
+    found = {(kind, ref): resolve(ref, kind, where=where) for kind, ref, where in _references(spec)}
+    return list(found.values())
+
+
+def trainer_extensions(spec: RunSpec) -> list[Extension]:
+    """Those that the trainer calls. Raises UserError: as `run_extensions`."""
+    return [resolve(ref, kind, where=where) for kind, ref, where in _references(spec) if kind in TRAINER_KINDS]
+
+
+def identities(extensions: list[Extension]) -> dict[str, str]:
+    """Identity by `kind reference`, for the manifest. Of a file only the name counts, so a moved one is the same."""
+    return {f"{each.kind} {_file_name(each.ref)}": each.identity for each in extensions}
+
+
+def refuse_changed(stored: Mapping[str, str], current: Mapping[str, str], *, where: str) -> None:
+    """Refuse to resume with a function that differs from the one the run began with.
+
+    Raises:
+        UserError: names the functions that changed.
+    """
+    changed = [name for name, identity in stored.items() if current.get(name) != identity]
+    if changed:
+        verb = "have" if len(changed) > 1 else "has"
+        raise UserError(
+            f"{', '.join(changed)} {verb} changed since this run started",
+            where=where,
+            hint="restore the previous source, or choose another run directory",
+        )
+
+
+def _references(spec: RunSpec) -> Iterator[tuple[Kind, str, str]]:
+    for reward in spec.scoring.rewards:
+        if reward.kind == "python":
+            yield "reward", reward.function, "scoring.rewards.function"
+    algorithm = spec.algorithm
+    if algorithm.advantage not in ADVANTAGE_NAMES:
+        yield "advantage", algorithm.advantage, "algorithm.advantage"
+    if algorithm.loss not in LOSS_NAMES:
+        yield "loss", algorithm.loss, "algorithm.loss"
+    for term in algorithm.loss_terms:
+        yield "loss_term", term.function, "algorithm.loss_terms"
+    if spec.task.kind == "python":
+        yield "task", spec.task.function, "task.function"
+    if spec.batch.sampler:
+        yield "prompt_sampler", spec.batch.sampler, "batch.sampler"
+
+
+def _file_name(ref: str) -> str:
+    source, colon, name = ref.rpartition(":")
+    return f"{source.rpartition('/')[2]}{colon}{name}"

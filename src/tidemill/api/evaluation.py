@@ -12,7 +12,7 @@ from tidemill.api.inputs import Inputs
 from tidemill.api.run import Run
 from tidemill.api.train import load
 from tidemill.config.schema import RunSpec
-from tidemill.extensions.registry import session_extensions
+from tidemill.extensions.registry import provide
 
 Recipe = str | Path | RunSpec | Run | None
 EVERY_PROMPT = 2**31
@@ -58,8 +58,8 @@ def evaluate(
         if rewards is not None:
             inputs.overrides["eval.rewards"] = inputs.overrides["scoring.rewards"]
         spec = load(source, {**inputs.overrides, **(overrides or {})}, purpose="eval")
-        with session_extensions(inputs.extensions):
-            return run(spec, model_folder=folder)
+        provide(inputs.extensions)
+        return run(spec, model_folder=folder)
 
     return _run(job, recipe, model, tokenizer)
 

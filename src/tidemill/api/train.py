@@ -13,7 +13,7 @@ from tidemill.config.issues import Purpose
 from tidemill.config.load import load_overridden
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError
-from tidemill.extensions.registry import Extension, session_extensions
+from tidemill.extensions.registry import Extension, provide
 from tidemill.telemetry.run_dir import RunDirectory
 
 Overrides = Mapping[str, Any]
@@ -114,8 +114,8 @@ def _job(arguments: dict[str, Any]) -> Callable[[Any], Run]:
         from tidemill.runtime.train import train as run
 
         prepared = prepare(**arguments)
-        with session_extensions(prepared.extensions):
-            run(prepared.spec, forecast_run=forecast_at_start, callbacks=callbacks, stop=stop)
+        provide(prepared.extensions)
+        run(prepared.spec, forecast_run=forecast_at_start, callbacks=callbacks, stop=stop)
         return Run(prepared.spec.directory)
 
     return job

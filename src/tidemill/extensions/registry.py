@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
@@ -58,7 +57,7 @@ class Extension:
 
 
 _session: dict[tuple[Kind, str], Extension] = {}
-"""The functions of the run in this process that were given as objects."""
+"""The functions that were given as objects in this process; a later one replaces an earlier one of its name."""
 
 
 def mark(function: FunctionT, found: Mark) -> FunctionT:
@@ -143,32 +142,19 @@ def given_function(function: Any, kind: Kind, *, where: str) -> Extension:
     return Extension(ref=ref, kind=kind, function=function, identity=identity, options=found.options)
 
 
-@contextmanager
-def session_extensions(extensions: Iterable[Extension]) -> Iterator[None]:
-    """Make functions that were given as objects available to `resolve` until the block ends.
+def provide(extensions: Iterable[Extension]) -> None:
+    """Make functions that were given as objects available to `resolve` for the rest of this process.
 
     Raises:
         UserError: two of one kind have one name.
     """
     added: dict[tuple[Kind, str], Extension] = {}
     for each in extensions:
-        key = (each.kind, each.ref)
-        if key in added and added[key].function is not each.function:
+        known = added.setdefault((each.kind, each.ref), each)
+        if known.function is not each.function:
             what = f"two different functions are named {each.name}"
             raise UserError(what, where=each.kind, hint="rename one of them")
-        added[key] = each
-    before = dict(_session)
-    provide(added.values())
-    try:
-        yield
-    finally:
-        _session.clear()
-        _session.update(before)
-
-
-def provide(extensions: Iterable[Extension]) -> None:
-    """Make functions available to `resolve` for the rest of this process."""
-    _session.update({(each.kind, each.ref): each for each in extensions})
+    _session.update(added)
 
 
 def session_functions() -> list[Extension]:

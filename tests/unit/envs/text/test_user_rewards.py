@@ -16,7 +16,7 @@ from tidemill.core.errors import UserError
 from tidemill.core.records import Reward
 from tidemill.envs.text import Task, build_task
 from tidemill.envs.text.scorer import build_scorer
-from tidemill.extensions.registry import Extension, Mark, given_function, mark, session_extensions
+from tidemill.extensions.registry import Extension, Mark, given_function, mark, provide
 
 PROMPT = make_prompt("5+7=", "12", level=3)
 
@@ -49,8 +49,8 @@ def scored(
 
     extensions = [given(function) for function in functions]
     configs = tuple(RewardConfig(kind="python", function=each.ref, **config) for each in extensions)
-    with session_extensions(extensions):
-        return asyncio.run(score())
+    provide(extensions)
+    return asyncio.run(score())
 
 
 def test_a_function_takes_what_its_signature_names(task: Task) -> None:
@@ -146,9 +146,9 @@ def test_a_gold_reward_is_measured_and_never_invalidates(task: Task) -> None:
         finally:
             await scorer.close()
 
-    with session_extensions(extensions):
-        assert asyncio.run(score("good")) == Reward(value=0.5, components={"half": 0.5, "gold": 1.0})
-        assert asyncio.run(score("bad")) == Reward(value=0.5, components={"half": 0.5})
+    provide(extensions)
+    assert asyncio.run(score("good")) == Reward(value=0.5, components={"half": 0.5, "gold": 1.0})
+    assert asyncio.run(score("bad")) == Reward(value=0.5, components={"half": 0.5})
 
 
 def faulty() -> Iterator[tuple[Any, str]]:

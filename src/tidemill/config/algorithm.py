@@ -247,6 +247,15 @@ class AlgorithmConfig(Config):
         """Whether a sample's advantage depends on the other samples of its group."""
         return self.advantage in ("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline")
 
+    @property
+    def has_user_advantage(self) -> bool:
+        return self.advantage not in ADVANTAGE_NAMES
+
+    @property
+    def has_user_loss(self) -> bool:
+        """Whether a user function adds to the loss; it may have a gradient where all advantages are 0."""
+        return self.loss not in LOSS_NAMES or bool(self.loss_terms)
+
     def changed_from_preset(self) -> list[str]:
         """The keys whose value differs from the preset's, in the schema's order."""
         preset = AlgorithmConfig(name=self.name)

@@ -170,6 +170,11 @@ class RunSpec(Config):
         return max(0, self.trainer.steps * batch.minibatches * batch.epochs - critic_only)
 
     @property
+    def compares_siblings(self) -> bool:
+        """Whether a group needs two valid samples, and is skipped where all its advantages are 0."""
+        return self.algorithm.compares_siblings or (self.algorithm.has_user_advantage and self.batch.group_size > 1)
+
+    @property
     def corrects_each_publish(self) -> bool:
         """Whether the correction needs the logprobs of every version published since a token was generated."""
         mu_step = self.algorithm.correction.kind == "mu_step" and self.algorithm.proximal != "rollout"

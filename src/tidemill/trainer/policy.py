@@ -200,7 +200,7 @@ class PolicyTrainer:
         """Compute the advantages of pending groups, except the newest `all_but`, and add them to their minibatches."""
         ready = len(self._pending) - all_but
         pending, self._pending = self._pending[:ready], self._pending[ready:]
-        siblings = 2 if self.spec.algorithm.compares_siblings else 1
+        siblings = 2 if self.spec.compares_siblings else 1
         usable = [each for each in pending if sum(each.valid) >= siblings]
         self._sums.groups_skipped_invalid += len(pending) - len(usable)
         advantages = self._advantages.estimate(
@@ -230,11 +230,11 @@ class PolicyTrainer:
         lengths = [trained_tokens(trajectory) if valid else 0 for trajectory, valid in trajectories]
         constant = self.spec.sampling.max_new_tokens
         self._minibatches[pending.minibatch].denominator += denominator(lengths, algorithm.normalize, constant=constant)
-        if algorithm.compares_siblings and not advantages.signal:
+        if self.spec.compares_siblings and not advantages.signal:
             self._sums.groups_without_signal += 1
             kl_in_loss = algorithm.kl_beta > 0 and algorithm.kl_in == "loss"
             # These have a gradient without advantages; whitening changes advantages of 0.
-            if not (kl_in_loss or algorithm.entropy_bonus > 0 or algorithm.whiten):
+            if not (kl_in_loss or algorithm.entropy_bonus > 0 or algorithm.whiten or algorithm.has_user_loss):
                 return []
         weights = [weight for weight in token_weights(lengths, algorithm.normalize) if weight > 0]
         return [

@@ -9,7 +9,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, ValidationInfo, model_validator
 
 from tidemill.config.algorithm import AlgorithmConfig, CriticConfig
-from tidemill.config.base import Config, FolderName, OutputFolder, Seed
+from tidemill.config.base import Config, FolderName, NameOrFunction, OutputFolder, Seed
 from tidemill.config.learning import (
     BatchConfig,
     OptimizerConfig,
@@ -114,6 +114,8 @@ class TelemetryConfig(Config):
     """Show a live view when standard error is a terminal. false: plain lines."""
     sinks: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()
     """Additional loggers; each needs its extra installed."""
+    callbacks: tuple[Annotated[str, NameOrFunction("callback")], ...] = ()
+    """Classes derived from tidemill.Callback, as `path/file.py:Class`, `package.module:Class` or entry points."""
     samples_per_step: int = Field(0, ge=0)
     """Number of samples logged per step; 0: all."""
 

@@ -8,11 +8,14 @@ from typing import Any
 
 import msgspec
 
-from tidemill.core.errors import exception_text
+from tidemill.config.schema import RunSpec
+from tidemill.core.errors import UserError, exception_text
 from tidemill.core.records import FleetRow, Prompt, StepMetrics, Trajectory
+from tidemill.extensions.registry import resolve
 from tidemill.telemetry.events import CHECKPOINT, EVALUATION
 from tidemill.telemetry.metrics import HELD_OUT
 from tidemill.telemetry.recorder import Recorder
+from tidemill.telemetry.run_dir import TRAINING_PURPOSE
 from tidemill.telemetry.sample_files import Sample, sample_line
 
 
@@ -47,9 +50,17 @@ class CallbackTelemetry:
 
     Args:
         request_stop: ends the run; gets the reason.
+        observe: gets the training samples of every step first.
     """
 
-    def __init__(self, recorder: Recorder, callbacks: Sequence[Callback], request_stop: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        recorder: Recorder,
+        callbacks: Sequence[Callback],
+        request_stop: Callable[[str], None],
+        observe: Callable[[int, Sequence[Trajectory]], None] | None = None,
+    ) -> None:
+        self._observe = observe
         self._recorder, self._callbacks, self._request_stop = recorder, callbacks, request_stop
         for callback in callbacks:
             callback.stop_reason = None
@@ -75,6 +86,8 @@ class CallbackTelemetry:
 
     def samples(self, step: int, trajectories: Sequence[Trajectory], prompts: Sequence[Prompt]) -> None:
         self._recorder.samples(step, trajectories, prompts)
+        if self._observe and trajectories and trajectories[0].sample_id.purpose == TRAINING_PURPOSE:
+            self._observe(step, trajectories)
         if any(type(each).on_samples is not Callback.on_samples for each in self._callbacks):
             lines = (sample_line(step, *pair, texts=None) for pair in zip(trajectories, prompts, strict=True))
             self._call("on_samples", step, [msgspec.convert(line, Sample) for line in lines])
@@ -98,3 +111,25 @@ class CallbackTelemetry:
             if callback.stop_reason is not None and not self._stopped:
                 self._stopped = True
                 self._request_stop(callback.stop_reason)
+
+
+def configured_callbacks(spec: RunSpec) -> list[Callback]:
+    """Instances of the classes in `telemetry.callbacks`.
+
+    Raises:
+        UserError: a class does not exist, is no callback or cannot be created.
+    """
+    where = "telemetry.callbacks"
+    found = []
+    for ref in spec.telemetry.callbacks:
+        made = resolve(ref, "callback", where=where).function
+        try:
+            callback = made() if isinstance(made, type) else made
+        except Exception as error:
+            raise UserError(
+                f"{ref} raised {exception_text(error)}", where=where, hint="correct its __init__"
+            ) from error
+        if not isinstance(callback, Callback):
+            raise UserError(f"{ref} is not a callback", where=where, hint="derive the class from tidemill.Callback")
+        found.append(callback)
+    return found

@@ -19,9 +19,11 @@ from tidemill.controller.ledger import Ledger
 from tidemill.controller.loop import LoopResult, train_loop
 from tidemill.controller.reading import Reading
 from tidemill.core.errors import UserError, describe_error
-from tidemill.core.protocols import LoopClock
+from tidemill.core.protocols import LoopClock, PromptSource
+from tidemill.core.records import Trajectory
+from tidemill.envs.text.curriculum import Curriculum
 from tidemill.runtime.backend import OpenBackend, Runtime
-from tidemill.runtime.callbacks import Callback, CallbackTelemetry
+from tidemill.runtime.callbacks import Callback, CallbackTelemetry, configured_callbacks
 from tidemill.runtime.extension_checks import identities, refuse_changed, run_extensions
 from tidemill.runtime.journal import SqliteJournal
 from tidemill.runtime.local import IN_PROCESS
@@ -303,6 +305,19 @@ async def _train(
                 chunk_tokens=spec.reading.chunk_tokens,
                 ahead=spec.reading.ahead,
             )
+        source: PromptSource = backend.task.source
+        observe: Callable[[int, Sequence[Trajectory]], None] | None = None
+        if spec.batch.sampler:
+            source = curriculum = Curriculum(
+                backend.task.source,
+                spec.batch.sampler,
+                count=spec.batch.prompts,
+                seed=spec.run.seed,
+                lag=spec.schedule.max_policy_lag,
+                store=run.path / "curriculum.jsonl",
+            )
+            stack.callback(curriculum.close)
+            observe = curriculum.observe
         stop, loop = asyncio.Event(), asyncio.get_running_loop()
 
         def request_stop(reason: str = "again to stop at once") -> None:
@@ -315,14 +330,14 @@ async def _train(
         with stop_on_signals(lambda: loop.call_soon_threadsafe(request_stop)), stop_request.bound(from_other_thread):
             return await train_loop(
                 spec=spec,
-                source=backend.task.source,
+                source=source,
                 fleet=fleet,
                 trainer=backend.trainer,
                 scorer=backend.scorer,
                 eval_scorer=backend.eval_scorer,
                 ledger=Ledger(journal, round_size=spec.batch.prompts),
                 checkpoints=backend.checkpoints,
-                telemetry=CallbackTelemetry(recorder, callbacks, request_stop) if callbacks else recorder,
+                telemetry=CallbackTelemetry(recorder, [*callbacks, *configured_callbacks(spec)], request_stop, observe),
                 codec=backend.codec,
                 clock=clock,
                 stop=stop,

@@ -171,6 +171,59 @@ def test_callbacks_see_samples_evaluations_and_checkpoints(tmp_path: Path) -> No
     assert ("checkpoint", 1, True) in seen
 
 
+@tm.prompt_sampler
+def hardest(step: int, count: int, rows: list[dict[str, Any]], results: list[list[float]]) -> list[int]:
+    """Never visited prompts first, then those with the lowest reward."""
+    if step == 1:
+        assert {"prompt", "answer", "level"} <= set(rows[0])
+        assert not any(results)
+    if step == 3:
+        assert sum(map(len, results)) == 2 * count
+    return sorted(range(len(rows)), key=lambda row: (len(results[row]), results[row], row))[:count]
+
+
+def test_a_prompt_sampler_selects_the_prompts_and_is_resumed(tmp_path: Path) -> None:
+    run = small(tmp_path, prompt_sampler=hardest)
+    prompts = [{sample.prompt for sample in run.samples(training=True) if sample.step == step} for step in (1, 2, 3)]
+    assert [len(each) for each in prompts] == [4, 4, 4]
+    assert len(set().union(*prompts)) == 12
+    small(tmp_path, "parts", prompt_sampler=hardest, overrides={"trainer.steps": 1})
+    assert small(tmp_path, "parts", prompt_sampler=hardest).weights_digest == run.weights_digest
+
+
+@pytest.mark.parametrize(("result", "says"), [([0, 0, 1, 2], "returned [0, 0, 1, 2]"), (None, "TypeError")])
+def test_a_prompt_sampler_that_returns_something_else_is_refused(tmp_path: Path, result: Any, says: str) -> None:
+    def sampler(step: int) -> Any:
+        return result
+
+    with pytest.raises(tm.TidemillError) as caught:
+        small(tmp_path, prompt_sampler=sampler)
+    assert says in str(caught.value)
+
+
+def test_a_task_is_a_function_that_returns_rows(tmp_path: Path) -> None:
+    @tm.task
+    def sums(largest: int) -> dict[str, Any]:
+        rows = [{"prompt": f"{a}+1=", "answer": a + 1} for a in range(largest)]
+        return {"train": rows[2:], "held_out": rows[:2]}
+
+    run = small(tmp_path, data=None, task=sums, task_params={"largest": 9})
+    assert run.summary["eval"]["n"] == 2
+    with pytest.raises(tm.TidemillError, match="unexpected keyword"):
+        small(tmp_path, "other", data=None, task=sums, task_params={"smallest": 9})
+
+
+def test_callbacks_and_functions_of_a_recipe(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "import tidemill as tm\n"
+        "class Watch(tm.Callback):\n    def on_step(self, step, metrics):\n        self.stop('once')\n"
+    )
+    assert small(tmp_path, overrides={"telemetry.callbacks": [f"{file}:Watch"]}).summary["steps"] == 1
+    with pytest.raises(tm.TidemillError, match="is not a callback"):
+        small(tmp_path, "other", overrides={"telemetry.callbacks": ["math:sqrt"]})
+
+
 def test_a_changed_function_is_refused_on_resume(tmp_path: Path) -> None:
     def reward_with(constant: float) -> Any:
         def score(completion: str) -> float:

@@ -205,12 +205,16 @@ class ListedSource(_HeldOut):
         self, train: Sequence[Item], held_out: Sequence[Item], *, batch_prompts: int, seed: int, render: Render
     ) -> None:
         super().__init__(held_out, render)
-        self._train = train
+        self.train_items = train
         self._order = EpochOrder([content_id(item) for item in train], batch=batch_prompts, seed=seed)
 
     def train_batch(self, step: int) -> list[tuple[int, Prompt]]:
         """The (epoch, prompt) pairs of 1-based `step`, a pure function of seed, step and the training set."""
-        return [(epoch, self._render(self._train[index])) for epoch, index in self._order.batch(step)]
+        return [(epoch, self.render(index)) for epoch, index in self._order.batch(step)]
+
+    def render(self, index: int) -> Prompt:
+        """The prompt of a training item."""
+        return self._render(self.train_items[index])
 
 
 class SampledSource(_HeldOut):

@@ -39,18 +39,22 @@ VERBS = {
         "Forecast memory, weight transfer, placement, staleness, time and cost.",
     ),
     "calibrate": ("tidemill.cli.forecasting:calibrate", "Fit a cost profile to the logs of a run, for forecasts."),
+    "recipe": ("tidemill.cli.recipes:app", "List, show and copy the built-in recipes."),
+    "config": ("tidemill.cli.key_help:app", "Find configuration keys."),
+    "export": ("tidemill.cli.model_commands:export", "Write a run's model as a Hugging Face folder, or upload it."),
     "model": ("tidemill.cli.model_commands:app", "List models; download one into the cache; merge an adapter."),
     "report": ("tidemill.cli.evaluate:report", "Write report.html of a run, finished or in progress."),
     "doctor": ("tidemill.cli.doctor:doctor", "Check this machine: packages, memory, disk, GPUs."),
 }
 CONFIGURED_VERBS = ("train", "eval", "generate", "simulate")  # their --help lists the configuration's keys
 HELP_FLAGS = ("--help", "-h")
+HELP_ALL = "--help-all"
 VERSION_FLAGS = ("--version",)
 DESCRIPTION = """Post-trains language models with reinforcement learning.
 
 tidemill VERB @recipe.toml [@more.toml] [--section.key value]"""
 EPILOGUE = """Recipes compose from left to right; --section.key value overrides them.
-`tidemill train --help` lists every key.
+`tidemill train --help` lists the most used keys, `--help-all` every key.
 
   --dry-run  the resolved configuration and derived numbers
   --json     one JSON object on standard output, logs on standard error
@@ -118,11 +122,13 @@ def dispatch(tokens: Sequence[str]) -> Result:
     app = build_app(verb)
     if verb and verb not in (*VERBS, *HELP_FLAGS, *VERSION_FLAGS):
         raise unknown_verb(verb)
-    if verb in CONFIGURED_VERBS and any(token in HELP_FLAGS for token in tokens):
-        from tidemill.cli.arguments import print_keys
+    if verb in CONFIGURED_VERBS and any(token in (*HELP_FLAGS, HELP_ALL) for token in tokens):
+        from tidemill.cli.key_help import print_keys
 
-        app.help_print([verb])
-        print_keys()
+        words = [token for token in tokens[1:] if not token.startswith(("-", "@"))]
+        if not words:
+            app.help_print([verb])
+        print_keys(words, everything=HELP_ALL in tokens)
         return Result()
     try:
         result = app(tokens, exit_on_error=False, print_error=False)

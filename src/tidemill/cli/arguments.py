@@ -1,4 +1,4 @@
-"""Arguments shared by several verbs: configuration, checkpoint, dry run, and the key table of `--help`."""
+"""Arguments shared by several verbs: configuration, checkpoint, dry run."""
 
 from __future__ import annotations
 
@@ -7,19 +7,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from cyclopts import Parameter
-from rich import box
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 from tidemill.cli.output import Result, note
 from tidemill.config.explain import as_lines, derive, topics
 from tidemill.config.issues import Purpose
-from tidemill.config.keys import Key, all_keys
-from tidemill.config.load import load_spec, split_arguments
+from tidemill.config.load import differences, load_spec, split_arguments
 from tidemill.config.schema import RunSpec
 from tidemill.config.toml import to_toml, write_value
 from tidemill.core.errors import UserError
@@ -101,47 +96,16 @@ def dry_run(spec: RunSpec, *, purpose: Purpose = "train", notes: Sequence[str] =
         "derived": asdict(derive(spec)),
         "words": [{"topic": topic, "text": words} for topic, words in lines],
     }
-    return Result(data=data, text=f"{to_toml(spec)}\n{as_lines(lines)}")
+    changed = "\n".join(f"{key} = {write_value(value)}" for key, value in changed_values(spec))
+    text = "\n".join(["# Changed from the defaults:", changed or "# nothing", "", "# Every value:", to_toml(spec)])
+    return Result(data=data, text=f"{text}\n{as_lines(lines)}")
 
 
-FOOTER = "Set a key with --section.key value, or in a recipe with  [section]  key = value.  The value none unsets it."
-
-
-def print_keys() -> None:
-    """Print every key with documentation, type and default."""
-    console = Console()
-    console.print(key_table())
-    console.print(FOOTER, markup=False, highlight=False)
-
-
-def key_table() -> Table:
-    """All keys, in the order of the schema."""
-    table = Table(box=box.SIMPLE_HEAD, title="Configuration", title_justify="left", pad_edge=False)
-    table.add_column("key", style="bold", no_wrap=True)
-    table.add_column("meaning, (type, default)", ratio=1)
-    section = ""
-    for key in all_keys():
-        if section and key.path[0] != section:
-            table.add_section()
-        section = key.path[0]
-        table.add_row(escape(key.dotted), f"{escape(meaning(key))} [dim]({escape(accepted(key))})[/dim]")
-    return table
-
-
-def meaning(key: Key) -> str:
-    """The documentation of a key; a key of one variant is prefixed with its kind."""
-    return f'kind = "{key.variant}": {key.doc}' if key.variant else key.doc
-
-
-def accepted(key: Key) -> str:
-    """`integer >= 1, default 8`."""
-    return f"{key.accepts}, {'required' if key.required else f'default {shown_default(key)}'}"
-
-
-def shown_default(key: Key) -> str:
-    """The default in recipe syntax."""
-    if key.default is None:
-        return "none"
-    if key.dotted == "scoring.rewards":
-        return write_value([{"kind": reward.kind} for reward in key.default])
-    return write_value(key.default)
+def changed_values(spec: RunSpec) -> list[tuple[str, Any]]:
+    """(dotted key, value) of the keys that differ from their defaults, in the schema's order."""
+    rewards = {"scoring.rewards": spec.scoring.rewards, "eval.rewards": spec.eval.rewards}
+    short = {
+        key: [{"kind": each.kind, **each.model_dump(mode="json", exclude_defaults=True)} for each in given]
+        for key, given in rewards.items()
+    }
+    return [(key, short.get(key, value)) for key, _, value in differences(RunSpec(), spec) if value is not None]

@@ -1,10 +1,10 @@
-"""`tidemill model list`, `tidemill model get NAME` and `tidemill model merge CHECKPOINT DIRECTORY`."""
+"""`tidemill model list`, `get`, `merge`, and `tidemill export`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from cyclopts import App, Parameter
@@ -74,6 +74,40 @@ def merge(
 
         export_merged(folder, directory, resolve_base=lambda model: resolve(model, progress=note))
     return Result(data={"checkpoint": str(folder), "path": str(directory)}, text=str(directory))
+
+
+def export(
+    checkpoint: Annotated[Path, Parameter(name="CHECKPOINT")],
+    directory: Annotated[Path, Parameter(name="DIRECTORY")],
+    /,
+    *,
+    dtype: Annotated[Literal["fp32", "bf16", "fp16"], Parameter(name="--dtype", help="Type of the weights.")] = "bf16",
+    push: Annotated[
+        str | None, Parameter(name="--push", help="Also upload the folder to this hub repository, `owner/name`.")
+    ] = None,
+    json: Json = False,
+) -> Result:
+    """Write a run's model as a plain Hugging Face folder with a model card; an adapter is merged into its base.
+
+    Parameters
+    ----------
+    checkpoint
+        A checkpoint, or a run directory (its newest checkpoint).
+    directory
+        A new folder, or an earlier export, which is replaced.
+    """
+    with model_folder(checkpoint) as folder:
+        assert folder is not None
+        from tidemill.runtime.export import export_checkpoint
+
+        exported = export_checkpoint(folder, to=directory, dtype=dtype, progress=note)
+    text = f"{directory}: {exported.parameters / 1e6:.1f} M parameters, {size(exported.bytes)}"
+    if push:
+        from tidemill.models.hub import push_folder
+
+        text += f"\nuploaded to {push_folder(directory, push, progress=note)}"
+    data = {"checkpoint": str(folder), "path": str(directory), "pushed": push, **msgspec.to_builtins(exported)}
+    return Result(data=data, text=text)
 
 
 def model_table(models: Sequence[dict[str, Any]]) -> Table:

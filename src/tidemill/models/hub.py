@@ -1,4 +1,4 @@
-"""Downloads models from the Hugging Face hub into the hub's own cache, which other tools share."""
+"""Downloads models from the Hugging Face hub into its own cache, which other tools share, and uploads folders."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import constants, scan_cache_dir, snapshot_download, try_to_load_from_cache
+from huggingface_hub import HfApi, constants, scan_cache_dir, snapshot_download, try_to_load_from_cache
 from huggingface_hub.errors import (
     CacheNotFound,
     GatedRepoError,
@@ -102,3 +102,23 @@ def _as_user_error(hub_id: str, revision: str | None, error: Exception) -> UserE
         what = f"could not be downloaded: {next(iter(str(error).strip().splitlines()), repr(error))[:300]}"
         hint = "run the command again; it continues the download"
     return UserError(f"{hub_id} {what}", where="model.source", hint=hint)
+
+
+def push_folder(folder: Path, repository: str, *, progress: Progress) -> str:
+    """Upload a model folder to a hub repository, created as private unless it exists; returns its address.
+
+    The hub's own settings apply: HF_TOKEN or a login, and HF_ENDPOINT.
+
+    Raises:
+        UserError: the repository's name is invalid, or the hub refuses the upload or cannot be reached.
+    """
+    api = HfApi()
+    progress(f"uploading {folder} to {repository}")
+    try:
+        api.create_repo(repository, private=True, exist_ok=True)
+        api.upload_folder(repo_id=repository, folder_path=folder, commit_message="Upload model")
+    except Exception as error:  # the library raises errors of its own, of the HTTP client and of the disk
+        what = f"could not be uploaded: {next(iter(str(error).strip().splitlines()), repr(error))[:300]}"
+        hint = "log in with `hf auth login` or set HF_TOKEN, and check the name, owner/name"
+        raise UserError(what, where=repository, hint=hint) from error
+    return f"{api.endpoint}/{repository}"

@@ -11,13 +11,15 @@ from typing import Any
 import torch
 
 import tidemill
-from tidemill.config.schema import RunSpec
+from tidemill.config.model import ModelConfig
+from tidemill.config.schema import RunConfig, RunSpec
 from tidemill.core.errors import UserError
 from tidemill.core.formatting import compact
 from tidemill.core.records import Record
 from tidemill.models.catalog import resolve
+from tidemill.models.folder import holds_adapter
 from tidemill.models.loading import load_model, weights_digest
-from tidemill.models.saving import save_model
+from tidemill.models.saving import export_merged, save_model
 from tidemill.telemetry.jsonl import disk_error
 from tidemill.telemetry.manifest import git_state
 from tidemill.telemetry.run_dir import read_json
@@ -81,6 +83,33 @@ def export_model(
         shutil.rmtree(partial, ignore_errors=True)
         raise disk_error(error, to) from error
     return Exported(parameters=parameters, bytes=size)
+
+
+def export_checkpoint(
+    checkpoint: Path, *, to: Path, dtype: str, progress: Callable[[str], None] = lambda _: None
+) -> Exported:
+    """Write a checkpoint as a plain Hugging Face folder; an adapter is merged into its base first.
+
+    Raises:
+        UserError: as `export_model`.
+    """
+    refuse_foreign(to)
+    run = next((each for each in checkpoint.resolve().parents[:2] if (each / "config.toml").is_file()), None)
+    stored = {} if run is None else read_json(run / "summary.json")
+    line = f"{stored.get('run')}: {stored.get('steps')} steps from {stored.get('model')}" if stored else ""
+    merged = to.with_name(f".{to.name}.merged")
+    try:
+        source = checkpoint
+        if holds_adapter(checkpoint):
+            shutil.rmtree(merged, ignore_errors=True)
+            export_merged(checkpoint, merged, resolve_base=lambda model: resolve(model, progress=progress))
+            source = merged
+        spec = RunSpec(run=RunConfig(name=to.name), model=ModelConfig(source=str(source.resolve())))
+        return export_model(
+            spec, to=to, dtype=dtype, digest=checkpoint.name, history=[line] if line else [], progress=progress
+        )
+    finally:
+        shutil.rmtree(merged, ignore_errors=True)
 
 
 def card(title: str, folder: str, facts: dict[str, Any]) -> str:

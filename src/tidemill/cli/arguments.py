@@ -96,8 +96,8 @@ def dry_run(spec: RunSpec, *, purpose: Purpose = "train", notes: Sequence[str] =
         "derived": asdict(derive(spec)),
         "words": [{"topic": topic, "text": words} for topic, words in lines],
     }
-    changed = "\n".join(f"{key} = {write_value(value)}" for key, value in changed_values(spec))
-    text = "\n".join(["# Changed from the defaults:", changed or "# nothing", "", "# Every value:", to_toml(spec)])
+    changed = [f"#   {key} = {write_value(value)}" for key, value in changed_values(spec)]
+    text = "\n".join(["# Changed from the defaults:", *(changed or ["#   nothing"]), "", to_toml(spec)])
     return Result(data=data, text=f"{text}\n{as_lines(lines)}")
 
 

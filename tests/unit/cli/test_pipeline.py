@@ -174,4 +174,4 @@ def test_the_help_knows_stages(run: Run) -> None:
     out = run("train", "--help").out
     assert "--only" in out
     assert "--from" in out
-    assert "export.dtype" in out
+    assert "export.dtype" in run("train", "--help-all").out

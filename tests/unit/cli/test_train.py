@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 
 from tests.unit.cli.conftest import Pretend, Run
+from tidemill.cli.key_help import ESSENTIAL
+from tidemill.config.keys import all_keys
 from tidemill.config.load import from_toml
 from tidemill.config.schema import RunSpec
 from tidemill.core.formatting import long_duration
@@ -107,11 +109,42 @@ def test_a_dry_run_warns_about_the_trace(run: Run, tmp_path: Path) -> None:
 
 
 def test_help_lists_the_keys(run: Run) -> None:
-    out = run("train", "--help").out
+    out = run("train", "--help-all").out
     assert "scoring.rewards[].kind" in out
     assert "Weight of the entropy bonus. (number >= 0, default 0.0)" in out
     assert 'kind = "file"' in out
     assert "required" in out
+
+
+def test_help_shows_the_most_used_keys_and_examples(run: Run) -> None:
+    out = run("train", "--help").out
+    assert set(ESSENTIAL) <= {key.dotted for key in all_keys()}
+    assert all(name in out for name in ESSENTIAL)
+    assert "scoring.rewards[].kind" not in out
+    assert "tidemill train @smollm2-addition" in out
+
+
+def test_help_on_one_section(run: Run) -> None:
+    out = run("train", "--help", "critic").out
+    assert "critic.value_clip" in out
+    assert "batch.prompts" not in out
+    assert run("train", "--help", "critc").code == 2
+
+
+def test_config_search_finds_keys_by_their_documentation(run: Run) -> None:
+    found = run("config", "search", "curriculum", "--json").data["keys"]
+    assert [each["key"] for each in found] == ["batch.sampler"]
+    assert run("config", "search", "zzzz").code == 2
+
+
+def test_recipes_are_listed_shown_and_copied(run: Run, tmp_path: Path) -> None:
+    names = [each["name"] for each in run("recipe", "list", "--json").data["recipes"]]
+    assert {"char-addition", "jsonl", "rlhf"} <= set(names)
+    assert "plurals.jsonl" in run("recipe", "show", "jsonl").out
+    assert run("recipe", "copy", "jsonl", str(tmp_path / "mine.toml")).code == 0
+    assert run("train", f"@{tmp_path / 'mine.toml'}", "--dry-run").code == 0
+    assert run("recipe", "copy", "jsonl", str(tmp_path / "mine.toml")).code == 2
+    assert run("recipe", "show", "jsonk").code == 2
 
 
 @pytest.mark.parametrize(

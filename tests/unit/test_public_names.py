@@ -1,0 +1,40 @@
+"""The public names of `tidemill`, and what importing it loads."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+
+import tidemill
+
+
+def test_the_public_names() -> None:
+    assert tidemill.__all__ == [
+        "Callback", "Run", "Sample", "TidemillError", "advantage", "evaluate", "generate", "load_config", "loss",
+        "loss_term", "prompt_sampler", "reward", "rewards", "task", "train", "train_async",
+    ]  # fmt: skip
+    for name in tidemill.__all__:
+        assert inspect.getdoc(getattr(tidemill, name)), name
+
+
+def test_public_functions_are_typed() -> None:
+    for name in ("evaluate", "generate", "load_config", "train", "train_async"):
+        signature = inspect.signature(getattr(tidemill, name))
+        assert signature.return_annotation is not inspect.Signature.empty
+        assert all(each.annotation is not each.empty for each in signature.parameters.values()), name
+
+
+def test_importing_loads_no_tensor_library() -> None:
+    script = """
+import sys
+import tidemill
+tidemill.reward, tidemill.load_config
+print({"torch", "transformers"} & set(sys.modules))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "set()"
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    assert not hasattr(tidemill, "no_such_name")

@@ -9,7 +9,10 @@ export PYTHONNOUSERSITE := 1
 
 BIN := .venv/bin
 READY := .venv/.ready
-SETUP := pyproject.toml constraints.txt scripts/prepare_venv.py
+READY_RUNTIME := .venv/.ready-runtime
+LOCK ?= locks/default.txt
+export LOCK
+SETUP := pyproject.toml $(LOCK) scripts/prepare_venv.py
 CANDIDATES := $(or $(PYTHON),python3.11 python3.12 python3.13 python3.14 python3 python)
 DEMO_DIR := runs/demo
 COVERED := algos controller core config
@@ -21,7 +24,7 @@ CHECKS := check-format check-lint check-types check-layers check-spelling check-
 define prepare
 	@for candidate in $(CANDIDATES); do \
 	  if "$$candidate" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; then \
-	    exec "$$candidate" scripts/prepare_venv.py; \
+	    exec "$$candidate" scripts/prepare_venv.py $(1); \
 	  fi; \
 	done; \
 	echo "No Python 3.11 or newer with the venv module among: $(CANDIDATES)." >&2; \
@@ -29,7 +32,7 @@ define prepare
 	exit 2
 endef
 
-.PHONY: help setup demo test test-all covered-tests check format chaos faults bench clean constraints $(CHECKS)
+.PHONY: help setup demo test test-all test-lowest covered-tests check format chaos faults bench clean locks $(CHECKS)
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1	\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 20
@@ -37,11 +40,15 @@ help: ## list the targets
 $(READY): $(SETUP)
 	$(call prepare)
 
+$(READY_RUNTIME): $(SETUP)
+	$(call prepare,runtime)
+
 setup: $(READY) ## prepare .venv only
 
-demo: $(READY) ## a 135M-parameter model learns addition while its workers come and go; minutes, no GPU, no network
-	@rm -rf $(DEMO_DIR)
-	$(BIN)/tidemill train @recipes/spot-trace.toml --run.dir $(DEMO_DIR)
+demo: $(READY_RUNTIME) ## a 135M-parameter model learns addition while its workers come and go; minutes, no GPU, no network
+	@# An interrupted demo is resumed, a finished one is replaced.
+	@if grep -qs '"finished": *true' $(DEMO_DIR)/summary.json; then rm -rf $(DEMO_DIR); fi
+	$(BIN)/tidemill train @spot-trace --run.dir $(DEMO_DIR)
 	@printf '\nOpen in a browser: file://%s\n' "$(CURDIR)/$(DEMO_DIR)/report.html"
 
 # One target each, so that `make -k check` tells everything that is wrong at once.
@@ -72,6 +79,10 @@ format: $(READY) ## rewrite files in the project's format
 test: MARKED := -m "not slow"
 test: covered-tests ## check, then the tests with coverage; about 12 minutes on 2 cores
 test-all: covered-tests ## check, then every test, also those marked slow
+	$(MAKE) test-lowest
+
+test-lowest: ## the unit tests with the lowest supported versions, in .venv-lowest
+	$(BIN)/python scripts/test_lowest.py
 
 covered-tests: check
 	$(BIN)/python -m pytest -n 2 --dist loadgroup --cov --cov-report= $(MARKED)
@@ -94,8 +105,8 @@ bench: $(READY) ## every benchmark, one after another; hours on a quiet machine
 	done; \
 	[ -z "$$missed" ] || { echo "missed an aim, or failed:$$missed" >&2; exit 1; }
 
-constraints: $(READY) ## rewrite constraints.txt from pyproject.toml (needs the network)
-	$(BIN)/python scripts/write_constraints.py
+locks: $(READY) ## rewrite locks/ from pyproject.toml (needs the network, and uv)
+	$(BIN)/python scripts/write_locks.py
 
 clean: ## remove .venv and everything made by tools; keeps runs/ and .cache/
 	rm -rf .venv .venv.lock .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis .benchmarks .coverage build dist

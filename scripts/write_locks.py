@@ -1,0 +1,71 @@
+"""Rewrite locks/: default.txt is what all extras resolve to today, lowest.txt the lowest supported versions."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+EXTRAS = "dev,tasks,cluster,data,lora,tensorboard,wandb,trackio"
+TESTED_EXTRAS = ("cluster", "data", "lora", "tasks")
+TORCH = "torch==2.13.0"
+BUILD = ("hatchling==1.33.0", "editables==0.6")
+PIN = re.compile(r"^[a-z0-9][a-z0-9.-]*==[^\s;]+", re.MULTILINE)
+HEADER = "# {}, transitive versions included; rewritten by `make locks`.\n"
+
+
+def main() -> int:
+    with tempfile.TemporaryDirectory() as scratch:
+        write_default(Path(scratch))
+        try:
+            write_lowest(Path(scratch))
+        except FileNotFoundError:
+            print("locks/lowest.txt is unchanged: it needs uv; run `pip install uv`", file=sys.stderr)
+            return 1
+    return 0
+
+
+def write_default(scratch: Path) -> None:
+    """Resolve with pip, as `make` installs."""
+    report = scratch / "report.json"
+    resolve = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "-qq",
+        "--dry-run",
+        "--ignore-installed",
+        "--report",
+        str(report),
+    ]
+    subprocess.run([*resolve, TORCH, f"{ROOT}[{EXTRAS}]", *BUILD], check=True, cwd=ROOT)
+    pins: dict[str, str] = {}
+    for package in json.loads(report.read_text())["install"]:
+        metadata = package["metadata"]
+        # A local build tag (2.13.0+cpu) names this machine's build, not the version wanted everywhere.
+        pins[metadata["name"].lower().replace("_", "-")] = metadata["version"].split("+")[0]
+    pins.pop("tidemill", None)
+    lines = "".join(f"{name}=={pins[name]}\n" for name in sorted(pins))
+    (ROOT / "locks" / "default.txt").write_text(HEADER.format("Every version that `make` installs") + lines)
+
+
+def write_lowest(scratch: Path) -> None:
+    """Resolve with uv: the lowest version of every direct dependency."""
+    torch, resolved = scratch / "torch.txt", scratch / "lowest.txt"
+    torch.write_text(TORCH + "\n")
+    command = ["uv", "pip", "compile", "-q", "--python-version", "3.11", "--resolution", "lowest-direct"]
+    command += ["-c", str(torch), "-o", str(resolved)]
+    for extra in TESTED_EXTRAS:
+        command += ["--extra", extra]
+    subprocess.run([*command, "pyproject.toml"], check=True, cwd=ROOT)
+    lines = "".join(f"{pin}\n" for pin in PIN.findall(resolved.read_text()))
+    (ROOT / "locks" / "lowest.txt").write_text(HEADER.format("The lowest versions that pass the unit tests") + lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -39,7 +39,7 @@ class SamplingPlan(Record):
 
 
 class PlannedGroup(Record):
-    """One prompt and its position among all groups of the purpose."""
+    """One prompt and its index among the groups of training, or of one evaluation."""
 
     position: int
     epoch: int

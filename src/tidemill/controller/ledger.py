@@ -120,7 +120,7 @@ class Accepted(Entry, frozen=True, tag="tokens"):
 
 
 class Published(Entry, frozen=True, tag="published"):
-    """Logprobs under a newly published version of tokens that older versions generated."""
+    """For tokens that older versions generated: their logprobs under a newly published version."""
 
     version: int
     logprobs: tuple[tuple[int, LogprobBuffer], ...]  # by ordinal: float32 [N] of the sample's first tokens

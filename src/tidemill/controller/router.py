@@ -254,8 +254,9 @@ def rebalance(
 
     - A worker with a free slot takes from the longest queue. Samples queued beyond `queue_limit` move to a queue that
       has room.
-    - An idle worker takes what the most loaded worker executes beyond its plateau batch size (one number, or by lease;
-      a worker without one gives nothing), until both execute the same.
+    - An idle worker takes from the most loaded worker what that executes beyond its plateau batch size, until both
+      execute equally many samples. The plateau is one number for all workers, or a number by lease; samples of a worker
+      without a number do not move.
 
     Samples with the fewest tokens to recompute move first, among them the longest expected. None moves more than
     `max_moves` times, and none to a worker that would then be as loaded as its source was.

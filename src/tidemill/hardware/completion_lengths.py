@@ -81,7 +81,7 @@ def log_normal_of_mean(mean: float, *, sigma: float, limit: int) -> LogNormalLen
 
 
 def lengths_of(tokens: Sequence[int]) -> EmpiricalLengths:
-    """The empirical distribution of `tokens`, at least one."""
+    """The empirical distribution of `tokens`; lengths below 1 count as 1."""
     return EmpiricalLengths(tokens=tuple(sorted(max(1, each) for each in tokens)))
 
 

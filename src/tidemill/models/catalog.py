@@ -72,7 +72,7 @@ def resolve_shell(config: ModelConfig, *, progress: Progress) -> Path | None:
     Returns None for a model that would first have to be converted or merged.
 
     Raises:
-        UserError: as `resolve`, as far as it can be checked.
+        UserError: as `resolve`, for what can be checked without the weights.
     """
     source = _checked_source(config)
     if source == CHAR:

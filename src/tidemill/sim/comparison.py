@@ -132,7 +132,7 @@ REMARKS = (
 )
 FREE = "no price"
 CROWDED = 0.1
-"""Ratio of tokens recomputed after a full cache to generated ones that is reported."""
+"""A larger ratio of tokens recomputed, because the KV cache was full, to tokens generated is reported."""
 
 
 class Compared(Record):

@@ -18,7 +18,7 @@ CURE = "one JSON object per line, as UTF-8"
 
 
 def read_json_lines(path: Path) -> Iterator[tuple[str, Any]]:
-    """(where, value) of every non-blank line, counted from 1.
+    """(file and line number, value) of every non-blank line; blank lines count too, from 1.
 
     Raises:
         UserError: a line is not JSON; names file and line.

@@ -157,12 +157,12 @@ class Observed(Record):
 
     @property
     def step_s(self) -> list[float]:
-        """Wall time of each usual step."""
+        """Wall time of each step in `usual`."""
         return [line.values[STEP_TIME] for line in self.usual if STEP_TIME in line.values]
 
     @property
     def step_cpu_s(self) -> list[float]:
-        """CPU time of each usual step: engines, trainer thread and controller thread."""
+        """CPU time of each step in `usual`: engines, trainer thread and controller thread."""
         engines_s: defaultdict[int, float] = defaultdict(float)
         for event in self.named(DECODE):
             engines_s[int(amount(event, "step"))] += sum(amount(row, "cpu_s") for row in _work(event))
@@ -224,7 +224,7 @@ class Observed(Record):
     def new_by_depth(self, most: int = 64) -> tuple[float, ...]:
         """For k = 1, 2, ...: of a group's samples with more than k tokens, the fraction with distinct first k tokens.
 
-        Training computes a common start only once.
+        Training computes a prefix that samples share only once.
         """
         groups: defaultdict[tuple[int, str], list[tuple[int, ...]]] = defaultdict(list)
         for sample in self.samples:

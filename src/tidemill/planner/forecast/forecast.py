@@ -199,7 +199,7 @@ def fitting_profile(spec: RunSpec) -> RunProfile:
 
 
 def forecast_at_start(spec: RunSpec) -> Forecast | None:
-    """Forecast a run that starts, in a few seconds; None if this machine has no fitting profile.
+    """Forecast a run that is about to start; this takes a few seconds. None if this machine has no fitting profile.
 
     Raises:
         TooSlow: the simulation exceeds its time limit.
@@ -365,7 +365,7 @@ def _role(role: str, spec: RunSpec, shape: ModelShape, sheet: Derivation, *, bas
 
 
 def _plain(name: str, parameters: float, element: int, source: str, sheet: Derivation) -> float:
-    """Bytes of weights without training state."""
+    """Bytes of the weights of a model that is not trained."""
     return sheet.compute(
         f"{name}_bytes",
         "bytes",

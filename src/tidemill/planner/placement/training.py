@@ -156,7 +156,7 @@ class Group(Record):
 
     @property
     def network(self) -> Link:
-        """Network of one machine, the slowest of the group."""
+        """The network of the group's machine with the slowest one."""
         return Link(bytes_per_s=min(offer.machine.network_bytes_per_s for offer, _ in self.members))
 
     @property

@@ -186,7 +186,7 @@ def before_and_after(first: SampleWindow, last: SampleWindow) -> tuple[list[Pair
     """Held-out prompts of the first and the last evaluation, those with a changed reward first.
 
     Returns:
-        Some of the pairs, and a text with the numbers of all pairs that gained and lost reward.
+        Some of the pairs, and a text that says how many of all pairs gained reward and how many lost it.
     """
     earlier = {sample.prompt_id: sample for sample in first.samples}
     both = [(earlier[now.prompt_id], now) for now in last.samples if now.prompt_id in earlier]

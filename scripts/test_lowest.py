@@ -20,7 +20,7 @@ TOOLS = (
     "pytest-timeout==2.4.0",
     "pytest-xdist==3.8.0",
 )
-NEEDS_TOOLS = ("tests/unit/test_layers.py", "tests/unit/benchmarks")
+NEEDS_TOOLS = ("tests/unit/test_layers.py", "tests/unit/benchmarks", "tests/unit/algos/test_shaping.py")
 """Tests of the project's own tools, whose packages are not part of the lock."""
 
 

@@ -97,7 +97,7 @@ UNSUPPORTED: dict[str, tuple[str, dict[str, Any], str]] = {
         },
         "layers of type 'linear_attention'",
     ),
-    "recurrent gemma": ("recurrent_gemma", {"attention_window_size": WINDOW}, "layers of type 'linear_attention'"),
+    "recurrent gemma": ("recurrent_gemma", {"attention_window_size": WINDOW}, "layers of type '"),
     "minimax": ("minimax", {"num_local_experts": 2, "num_experts_per_tok": 1}, "layers of type 'linear_attention'"),
     "roberta": ("roberta", {"is_decoder": True, **_PLAIN}, "computes other logits when sequences are packed"),
     "bert": ("bert", {"is_decoder": True, **_PLAIN}, "computes other logits when sequences are packed"),

@@ -162,7 +162,7 @@ class TextCodec:
         return ids
 
     def _find_without_embedding(self) -> dict[int, str]:
-        """Added tokens without an embedding, by id. Raises UserError: ordinary text could be encoded to one of them."""
+        """Added tokens without an embedding, by id. Raises UserError: prompts need a token that has none."""
         found = {number: token for token, number in self._vocabulary().items() if number >= self._embeddings}
         if not found:
             return found

@@ -81,7 +81,7 @@ class Candidates:
                 yield from self._placed(group, [*chosen[:index], changed, *chosen[index + 1 :]], shares=shares)
 
     def _placed(self, group: Group, chosen: Sequence[Offer], *, shares: bool) -> Iterator[Placement]:
-        """The placement that generates on `chosen`, and on the training GPUs if `shares`; none if a model does not fit."""
+        """The placement that generates on `chosen` (and the training GPUs if `shares`), if every model fits."""
         training = self._training(group)
         if isinstance(training, TooLarge):
             return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import ClassVar
 from unittest.mock import Mock
 
 import httpx2
@@ -121,3 +122,33 @@ def test_a_tokenizer_in_the_hubs_cache_is_found_without_network(hub_cache: Path)
     assert hub.cached("org/name", None) == hub.cached("org/name", "main") == snapshot
     assert hub.cached("org/name", "other") is None
     assert hub.cached("org/name--x", None) is None
+
+
+class HubDouble:
+    """Records what is uploaded."""
+
+    endpoint = "hub"
+    calls: ClassVar[list[tuple[str, str]]] = []
+    refuse: ClassVar[Exception | None] = None
+
+    def create_repo(self, name: str, *, private: bool, exist_ok: bool) -> None:
+        if self.refuse:
+            raise self.refuse
+        assert private
+        assert exist_ok
+        self.calls.append(("create", name))
+
+    def upload_folder(self, *, repo_id: str, folder_path: Path, commit_message: str) -> None:
+        self.calls += [("upload", f"{repo_id}/{file.name}") for file in sorted(folder_path.iterdir())]
+
+
+def test_a_folder_is_uploaded_to_a_private_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub, "HfApi", HubDouble)
+    (tmp_path / "config.json").touch()
+    assert hub.push_folder(tmp_path, "me/mine", progress=lambda _: None) == "hub/me/mine"
+    assert HubDouble.calls == [("create", "me/mine"), ("upload", "me/mine/config.json")]
+    monkeypatch.setattr(HubDouble, "refuse", PermissionError("403"))
+    with pytest.raises(UserError) as caught:
+        hub.push_folder(tmp_path, "me/mine", progress=lambda _: None)
+    assert "403" in caught.value.what
+    assert "hf auth login" in caught.value.hint

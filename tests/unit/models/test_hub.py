@@ -139,7 +139,7 @@ class HubDouble:
         self.calls.append(("create", name))
 
     def upload_folder(self, *, repo_id: str, folder_path: Path, commit_message: str) -> None:
-        self.calls += [("upload", f"{repo_id}/{file.name}") for file in sorted(folder_path.iterdir())]
+        self.calls.extend(("upload", f"{repo_id}/{file.name}") for file in sorted(folder_path.iterdir()))
 
 
 def test_a_folder_is_uploaded_to_a_private_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

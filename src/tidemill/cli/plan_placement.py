@@ -270,6 +270,8 @@ def as_text(question: PlacementQuestion, plan: PlacementPlan) -> Iterator[Render
     yield from plan_options.plain(f"1  {best.placement.description}")
     yield from plan_options.plain(*(f"{number}  {line}" for number, line in enumerate(plan.why, 2)))
     yield from plan_options.notes(f"warning: {line}" for line in plan.warnings)
+    if plan.best.placement.training.group.gpus > 1:
+        yield from plan_options.notes(["this release trains on one GPU: placements with more are forecasts"])
 
 
 def describe_engines(side: Side) -> str:

@@ -67,6 +67,8 @@ class FileTask(Config):
     """Names of the file's columns where they differ: { prompt = "question", answer = "solution" }."""
     system_prompt: str = ""
     """Text before every question, as a message of the role system."""
+    max_prompt_tokens: int = Field(0, ge=0)
+    """Rows with longer prompts are left out and counted; 0: a prompt that does not fit the context is an error."""
     held_out_path: Path | None = None
     """File with the evaluation prompts; none: a fraction of `path`, selected by content hash."""
     held_out_fraction: float = Field(0.1, gt=0, le=1)

@@ -16,7 +16,7 @@ from tidemill.core.formatting import compact, counted, doing, dollars, duration,
 from tidemill.core.records import Record
 from tidemill.pool.build_provider import timetable_of, trace_remarks
 from tidemill.sim.outcome import SimulatedRun
-from tidemill.sim.schedules import SCHEDULES, Schedule, SimulatedCluster, cluster_of
+from tidemill.sim.schedules import EXECUTABLE, SCHEDULES, Schedule, SimulatedCluster, cluster_of
 from tidemill.sim.simulation import CostModel, check_cost_model, simulate_run
 from tidemill.sim.workload import Workload
 from tidemill.telemetry.fleet_figures import HOUR_S
@@ -254,8 +254,20 @@ def described(scenario: Scenario) -> list[str]:
         f"{machines}, preemptible {cluster.worker_machine.name} ({preemptible}{each})",
     ]
     who = (f"{one.name}: {_who(one)}" for one in scenario.planned)
-    remarks = (*_unused_gpus(scenario), *_free(scenario), *scenario.remarks)
+    remarks = (
+        *_unused_gpus(scenario),
+        *_free(scenario),
+        *scenario.remarks,
+        executable([one.name for one in scenario.planned]),
+    )
     return [*lines, *who, *(f"note: {remark}" for remark in remarks)]
+
+
+def executable(names: Sequence[ScheduleName]) -> str:
+    """Which schedules this release can run."""
+    runs = ", ".join(name for name in names if name in EXECUTABLE) or "none of these schedules"
+    rest = ", ".join(name for name in names if name not in EXECUTABLE)
+    return f"this release can run {runs}, with one training process" + (f"; only simulated: {rest}" if rest else "")
 
 
 def _price(usd_per_hour: float) -> str:

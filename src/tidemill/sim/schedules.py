@@ -134,6 +134,8 @@ SCHEDULES: dict[ScheduleName, Callable[[RunSpec], Schedule]] = {
 }
 
 
+EXECUTABLE: frozenset[ScheduleName] = frozenset({"one_step_off", "bounded_staleness", "tidemill"})
+"""Schedules that a run can have, by its keys in [schedule]; the others are simulated for comparison."""
 CHANGED_WEIGHTS = 0.03  # fraction of the bf16 weights that change in a step
 CODING_CORES = 16
 """Cores per machine that encode and apply deltas; assumed."""

@@ -308,6 +308,7 @@ def test_differences() -> None:
         ("task.held_out_fraction", 0.25, 0.1),
         ("task.path", None, "/x"),
         ("task.system_prompt", None, ""),
+        ("task.max_prompt_tokens", None, 0),
     ]
 
 

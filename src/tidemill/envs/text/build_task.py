@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from tidemill.config.task import ArithmeticTask, FileTask, PythonTask, ReasoningGymTask, TaskConfig
 from tidemill.core.errors import UserError
 from tidemill.core.protocols import Codec
+from tidemill.core.records import count
 from tidemill.envs.text.arithmetic import build_arithmetic
 from tidemill.envs.text.examples import read_split
 from tidemill.envs.text.prompts import (
@@ -45,6 +46,15 @@ def build_files(config: FileTask, *, batch_prompts: int, seed: int, render: Rend
     else:
         sides = read_split(read, config.path, config.held_out_path, config.held_out_fraction, section="task")
         train, held_out, left_out = sides.train, sides.held_out, sides.left_out
+    if config.max_prompt_tokens:
+        rows = len(train) + len(held_out)
+        train, held_out = (_short_enough(side, config.max_prompt_tokens, render) for side in (train, held_out))
+        if not (train and held_out):
+            what = f"no prompt of one side has at most {config.max_prompt_tokens} tokens"
+            raise UserError(what, where="task.max_prompt_tokens", hint="raise it, or shorten the prompts")
+        if dropped := rows - len(train) - len(held_out):
+            long = f"{dropped} longer than {config.max_prompt_tokens} tokens"
+            left_out = ", ".join(filter(None, (left_out, long)))
     return Task(
         source=ListedSource(train, held_out, batch_prompts=batch_prompts, seed=seed, render=render),
         default_stop_strings=(),
@@ -56,6 +66,10 @@ def build_files(config: FileTask, *, batch_prompts: int, seed: int, render: Rend
         columns=common_columns(train, held_out),
         description=f"{config.path.name}" + (f" (left out of training: {left_out})" if left_out else ""),
     )
+
+
+def _short_enough(items: Sequence[Item], limit: int, render: Render) -> list[Item]:
+    return [item for item in items if count(render(item).token_ids) <= limit]
 
 
 def build_python(config: PythonTask, *, batch_prompts: int, seed: int, render: Render) -> Task:

@@ -45,6 +45,7 @@ COMMAND_FLAGS = (
     "html",
 )  # options of the commands, suggested for misspelt ones
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
+SCENARIOS = RECIPES.with_name("scenarios")
 STAGES = "stage"  # a recipe's array of stages
 PREFIX = "stage:"
 """`stage:NAME` in place of a model or file stands for the output of that stage."""
@@ -233,9 +234,11 @@ def built_in_recipes() -> dict[str, Path]:
 
 
 def recipe_path(name: str) -> Path:
-    """The file of a recipe: a path, or the name of a built-in recipe unless there is a file of that name."""
-    path = Path(name).expanduser()
-    return path if path.is_file() else built_in_recipes().get(name, path)
+    """The file of a recipe: a path, or the name of a built-in recipe or scenario if there is no such file."""
+    path, scenario = Path(name).expanduser(), SCENARIOS / f"{name}.toml"
+    if path.is_file():
+        return path
+    return built_in_recipes().get(name, scenario if scenario.is_file() else path)
 
 
 def nearby_recipes(missing: Path) -> str:

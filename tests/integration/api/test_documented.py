@@ -1,13 +1,17 @@
-"""The Python examples of README.md and docs/extending.md run as printed, and pass `mypy --strict`."""
+"""The Python examples and the commands of the docs work as printed."""
 
 from __future__ import annotations
 
 import re
+import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+import tidemill
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 BLOCK = re.compile(r"```python\n(.*?)```", re.DOTALL)
@@ -24,6 +28,54 @@ def test_the_example_runs(source: str, tmp_path: Path) -> None:
     (tmp_path / "example.py").write_text(source.replace('"trainer.steps": 10', '"trainer.steps": 1'))
     done = subprocess.run(
         [sys.executable, "example.py"], cwd=tmp_path, capture_output=True, text=True, timeout=280, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+COMMAND = re.compile(r"(?:^|`)(tidemill [^`#\n|]+)", re.MULTILINE)
+NOT_RUN = {
+    "tidemill doctor": "slow; tests/unit/cli/test_doctor.py runs it",
+    "tidemill calibrate": "needs a longer run; tests/integration/test_calibrate.py runs it",
+    "tidemill plan run": "needs a profile; tests/integration/test_calibrate.py runs it",
+    "tidemill plan staleness --table lags.csv": "needs a table of the user; tests/unit/cli/test_plan.py runs it",
+    "tidemill model merge RUN FOLDER": "needs an adapter; tests/integration/test_lora.py runs it",
+    "tidemill eval --checkpoint runs/mine --compare runs/other": "as the other tidemill eval",
+}
+"""Commands in the docs that this test does not run, and why."""
+DRY = ("train", "eval", "generate", "simulate")
+
+
+def documented_commands() -> list[str]:
+    text = "\n".join(
+        (REPOSITORY / name).read_text(encoding="utf-8").replace("\\\n", " ")
+        for name in ("README.md", "docs/guide.md", "docs/planner.md")
+    )
+    commands = dict.fromkeys(" ".join(found.split()) for found in COMMAND.findall(text))
+    return [each for each in commands if len(each.split()) > 2 or each.split()[1] in ("algorithms", "doctor")]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A working directory with a data file and the runs that the docs name."""
+    path = tmp_path_factory.mktemp("user")
+    (path / "my.jsonl").write_text("\n".join(f'{{"prompt": "{a}+1=", "answer": "{a + 1}"}}' for a in range(9)))
+    small = {"trainer.steps": 1, "trainer.threads": 1, "model.char.layers": 1, "batch.prompts": 2, "eval.prompts": 4}
+    tidemill.train("char-addition", overrides=small, run_dir=path / "runs" / "mine")
+    for name in ("addition", "demo"):
+        shutil.copytree(path / "runs" / "mine", path / "runs" / name)
+    return path
+
+
+@pytest.mark.parametrize("command", documented_commands())
+def test_the_command_works_as_printed(command: str, folder: Path) -> None:
+    if any(command == each or command.startswith(f"{each} ") for each in NOT_RUN):
+        pytest.skip(next(why for each, why in NOT_RUN.items() if command.startswith(each)))
+    words = shlex.split(command.replace("WORD", "kl_beta"))
+    assert words[0] == "tidemill"
+    if words[1] in DRY and "--help" not in words:
+        words.append("--dry-run")  # what a training or a simulation computes is tested elsewhere
+    done = subprocess.run(
+        [sys.executable, "-m", *words], cwd=folder, capture_output=True, text=True, timeout=100, check=False
     )
     assert done.returncode == 0, done.stderr
 

@@ -23,7 +23,7 @@ MANY_STEPS = 10_000  # the turns decide when it ends
 
 
 def tidemill_side(turns: Turns, settings: Mapping[str, Any]) -> None:
-    """Settings: model (folder), prompts (texts), group_size, new_tokens, bf16."""
+    """Settings: model (folder), prompts (texts), group_size, new_tokens, bf16; optional: algorithm, reward."""
     _hand_over_turns(turns)
     with tempfile.TemporaryDirectory() as folder:
         train(_spec(Path(folder), settings))
@@ -38,10 +38,11 @@ def _spec(folder: Path, settings: Mapping[str, Any]) -> RunSpec:
             "run": {"dir": folder / "run"},
             "model": {"source": settings["model"]},
             "task": task,
-            "scoring": {"rewards": [{"kind": "python", "function": f"{REWARD}:varied_reward"}]},
+            "scoring": {"rewards": [{"kind": "python", "function": settings.get("reward", f"{REWARD}:varied_reward")}]},
             "sampling": {"max_new_tokens": settings["new_tokens"]},
             "batch": {"prompts": len(settings["prompts"]), "group_size": settings["group_size"]},
             "trainer": {"steps": MANY_STEPS, "threads": 1, "precision": "bf16" if settings["bf16"] else "fp32"},
+            "algorithm": settings.get("algorithm", {}),
             "eval": {"every_steps": 0, "prompts": 1},
             "checkpoint": {"every_steps": 0},
             "telemetry": {"live": False},
@@ -61,8 +62,8 @@ def _hand_over_turns(turns: Turns) -> None:
     def step(self: Recorder, metrics: StepMetrics) -> None:
         record_step(self, metrics)
         if metrics.step > 0:
-            packed = metrics.values["tokens_packed"]
-            turns.end(done[-1], tokens_packed=packed, groups_without_signal=metrics.values["groups_without_signal"])
+            notes = {name: metrics.values[name] for name in ("tokens_packed", "groups_without_signal", "grad_norm")}
+            turns.end(done[-1], **notes)
         turns.begin()
 
     def samples(self: Recorder, step: int, trajectories: Sequence[Trajectory], prompts: Sequence[Prompt]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -77,6 +78,8 @@ def _rows(result: Any, name: str) -> Sequence[Any]:
 
 
 def _checked_row(row: Any, length: int, name: str) -> float | FloatArray:
+    if isinstance(row, float) and math.isfinite(row):
+        return row
     if isinstance(row, Tensor):
         row = row.detach().cpu().numpy()
     try:

@@ -11,9 +11,10 @@ from typing import Any
 from tidemill.config.load import from_toml
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError
+from tidemill.pipeline.state import PipelineFolder
 from tidemill.telemetry.metrics import MetricLine
 from tidemill.telemetry.run_data import RunData
-from tidemill.telemetry.run_dir import RunDirectory
+from tidemill.telemetry.run_dir import RunDirectory, read_json
 from tidemill.telemetry.sample_files import Sample
 
 STEP_FOLDER = re.compile(r"step_(\d+)")
@@ -21,6 +22,10 @@ STEP_FOLDER = re.compile(r"step_(\d+)")
 
 class Run:
     """The results of a run. Everything is read from its directory when it is asked for.
+
+    Attributes:
+        stages: the runs of a recipe's stages by name, in order; empty for a single run. Metrics, samples and
+            checkpoints are those of the last stage that trained.
 
     Args:
         path: the run directory.
@@ -31,7 +36,9 @@ class Run:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        self._directory = RunDirectory(self.path)
+        self.stages = {name: Run(folder) for name, folder in _stage_folders(self.path).items()}
+        trained = [run for run in self.stages.values() if run.checkpoints]
+        self._directory: RunDirectory = trained[-1]._directory if trained else RunDirectory(self.path)
         if not self._directory.config.is_file():
             raise UserError("there is no run here (no config.toml)", where=str(path), hint="name a run directory")
         self._directory.refuse_other_format()
@@ -43,8 +50,8 @@ class Run:
 
     @property
     def summary(self) -> dict[str, Any]:
-        """Steps, outcome, times, tokens, evaluations and cost, as in summary.json."""
-        return self._data().summary
+        """Steps, outcome, times, tokens, evaluations and cost, as in summary.json; with stages, the result of each."""
+        return read_json(PipelineFolder(self.path).summary) if self.stages else self._data().summary
 
     @property
     def metrics(self) -> list[dict[str, float]]:
@@ -81,7 +88,7 @@ class Run:
     @property
     def weights_digest(self) -> str:
         """Digest of the newest weights."""
-        return str(self.summary["weights_digest"])
+        return str(self._data().summary["weights_digest"])
 
     @property
     def finished(self) -> bool:
@@ -94,6 +101,8 @@ class Run:
 
     def report(self) -> Path:
         """Write report.html again and return its path."""
+        if self.stages:
+            return PipelineFolder(self.path).report
         from tidemill.telemetry.report import write_report
 
         return write_report(self.path)
@@ -103,11 +112,12 @@ class Run:
 
     def _repr_html_(self) -> str:
         summary = self.summary
-        evaluated = summary["eval"]
-        rows = [("steps", f"{summary['steps']} of {summary['total_steps']}"), ("outcome", summary["outcome"])]
-        for when in ("before", "after"):
-            mean = (evaluated.get(when) or {}).get("reward_mean")
-            rows += [(f"held-out reward {when}", f"{mean:.3f}")] if mean is not None else []
+        rows = [(stage["name"], stage.get("headline", stage["state"])) for stage in summary.get("stages", ())]
+        if not rows:
+            rows = [("steps", f"{summary['steps']} of {summary['total_steps']}"), ("outcome", summary["outcome"])]
+            for when in ("before", "after"):
+                mean = (summary["eval"].get(when) or {}).get("reward_mean")
+                rows += [(f"held-out reward {when}", f"{mean:.3f}")] if mean is not None else []
         rows.append(("report", str(self.path / "report.html")))
         cells = "".join(f"<tr><th>{name}</th><td>{html.escape(str(value))}</td></tr>" for name, value in rows)
         return f"<table>{cells}</table>"
@@ -118,6 +128,13 @@ class Run:
 
 def _flat(line: MetricLine) -> dict[str, float]:
     return {"step": line.step, **line.values}
+
+
+def _stage_folders(path: Path) -> dict[str, Path]:
+    """The folders of the stages that have begun, by name, in order."""
+    stages = PipelineFolder(path).read_state().get("stages", ())
+    folders = {stage["name"]: path / stage["folder"] for stage in stages}
+    return {name: folder for name, folder in folders.items() if RunDirectory(folder).config.is_file()}
 
 
 def _entries(folder: Path) -> Sequence[Path]:

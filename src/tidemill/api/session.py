@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
 
 from tidemill.core.errors import TidemillError, UserError, describe_error
-from tidemill.runtime.train import StopRequest
+from tidemill.runtime.stopping import StopRequest
 
 T = TypeVar("T")
 

@@ -10,7 +10,7 @@ from typing import Any
 from tidemill.api.inputs import INPUTS, Inputs
 from tidemill.api.run import Run
 from tidemill.config.issues import Purpose
-from tidemill.config.load import load_overridden
+from tidemill.config.pipeline import PipelineSpec, load_directory, load_overridden
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError
 from tidemill.extensions.registry import Extension, provide
@@ -30,14 +30,14 @@ def load_config(recipe: str | Path | None = None, overrides: Overrides | None = 
     Raises:
         TidemillError: an unknown recipe or an invalid value; lists all of them.
     """
-    return load_overridden(recipe, overrides or {}, purpose="read")
+    return load(recipe, overrides or {}, purpose="read")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
     """A run that is ready to start."""
 
-    spec: RunSpec
+    spec: RunSpec | PipelineSpec
     extensions: list[Extension]
 
 
@@ -64,6 +64,9 @@ def train(
 
     Works in scripts and notebooks. An interrupt (Ctrl-C, the stop button) ends the run after a checkpoint; the same
     call resumes it. One run at a time per process.
+
+    The stages of a recipe run one after another; finished ones are not repeated. Arguments apply to every stage that
+    uses their section of the configuration, `overrides` also to one: `{"stage.sft.trainer.steps": 50}`.
 
     Args:
         recipe: a TOML file, the name of a built-in recipe such as "jsonl", or a configuration. None: the configuration
@@ -110,12 +113,17 @@ def _job(arguments: dict[str, Any]) -> Callable[[Any], Run]:
     callbacks = _checked_callbacks(arguments.pop("callbacks", ()))
 
     def job(stop: Any) -> Run:
+        from tidemill.pipeline.console_reporter import ConsoleReporter
+        from tidemill.pipeline.execution import run_pipeline
         from tidemill.planner.forecast.forecast import forecast_at_start
         from tidemill.runtime.train import train as run
 
         prepared = prepare(**arguments)
         provide(prepared.extensions)
-        run(prepared.spec, forecast_run=forecast_at_start, callbacks=callbacks, stop=stop)
+        if isinstance(prepared.spec, PipelineSpec):
+            run_pipeline(prepared.spec, reporter=ConsoleReporter(), callbacks=callbacks, stop=stop)
+        else:
+            run(prepared.spec, forecast_run=forecast_at_start, callbacks=callbacks, stop=stop)
         return Run(prepared.spec.directory)
 
     return job
@@ -159,7 +167,12 @@ def prepare(
     inputs.add_function("batch.sampler", "prompt_sampler", prompt_sampler)
     inputs.add_loss_terms(loss_terms)
     merged = {**inputs.overrides, **given}
-    return Prepared(spec=load(recipe, merged), extensions=inputs.extensions)
+    spec = load_overridden(*_layered(recipe, merged))
+    here = [each.name for each in inputs.extensions if not each.importable]
+    if here and isinstance(spec, PipelineSpec):
+        what = f"the stages of a recipe find functions by path, and {', '.join(here)} cannot be imported"
+        raise UserError(what, where="recipe", hint="write it into a file and give path/file.py:function")
+    return Prepared(spec=spec, extensions=inputs.extensions)
 
 
 def _recipe(recipe: str | Path | RunSpec | None, given: dict[str, Any]) -> str | Path | RunSpec | None:
@@ -171,15 +184,27 @@ def _recipe(recipe: str | Path | RunSpec | None, given: dict[str, Any]) -> str |
 
 
 def _directory(recipe: str | Path | RunSpec | None, given: Overrides) -> Path:
-    only_run = {name: value for name, value in given.items() if name.split(".")[0] == "run"}
-    return load(recipe, only_run).directory
+    return load_directory(*_layered(recipe, given))
 
 
 def load(recipe: str | Path | RunSpec | None, overrides: Overrides, *, purpose: Purpose = "train") -> RunSpec:
-    """The configuration of a recipe, or of another configuration, with overrides."""
+    """The configuration of a recipe, or of another configuration, with overrides.
+
+    Raises:
+        UserError: a value is invalid, or the recipe has stages.
+    """
+    found = load_overridden(*_layered(recipe, overrides), purpose=purpose)
+    if not isinstance(found, RunSpec):
+        what = "the recipe has stages, and this function needs a single run"
+        raise UserError(what, where=str(recipe), hint="run it with tidemill.train")
+    return found
+
+
+def _layered(recipe: str | Path | RunSpec | None, overrides: Overrides) -> tuple[str | Path | None, Overrides]:
+    """A configuration given as an object becomes overrides of the defaults."""
     if isinstance(recipe, RunSpec):
-        return load_overridden(None, {**recipe.model_dump(mode="json"), **overrides}, purpose=purpose)
-    return load_overridden(recipe, overrides, purpose=purpose)
+        return None, {**recipe.model_dump(mode="json"), **overrides}
+    return recipe, overrides
 
 
 def _checked_callbacks(callbacks: Any) -> list[Any]:

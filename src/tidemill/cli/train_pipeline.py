@@ -1,23 +1,19 @@
-"""`tidemill train` for a recipe with stages: prints the plan and runs the stages."""
+"""`tidemill train` for a recipe with stages."""
 
 from __future__ import annotations
 
 import io
 import shutil
-from collections.abc import Sequence
-from dataclasses import astuple, fields
 from typing import Any
 
-from rich import box
 from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
-from tidemill.cli.output import INTERRUPTED_CODE, Result, note
+from tidemill.cli.output import INTERRUPTED_CODE, Result
 from tidemill.config.pipeline import PipelineSpec
-from tidemill.core.formatting import counted, duration
-from tidemill.pipeline.execution import Row, pipeline_toml, plan_notes, plan_pipeline, row_data, rows, run_pipeline
-from tidemill.pipeline.stage_plan import Choice, Plan, PlannedStage, StageResult
+from tidemill.core.formatting import counted
+from tidemill.pipeline.console_reporter import ConsoleReporter, plan_table
+from tidemill.pipeline.execution import pipeline_toml, plan_notes, plan_pipeline, row_data, rows, run_pipeline
+from tidemill.pipeline.stage_plan import Choice
 
 
 def train_pipeline(pipeline: PipelineSpec, *, choice: Choice, prune_stale: bool) -> Result:
@@ -44,36 +40,6 @@ def dry_run_pipeline(pipeline: PipelineSpec, *, choice: Choice) -> Result:
     Console(file=shown, width=shutil.get_terminal_size().columns).print(plan_table(rows(plan)))
     text = "\n".join([pipeline_toml(pipeline), shown.getvalue().rstrip(), *plan_notes(plan)])
     return Result(data=data, text=text)
-
-
-class ConsoleReporter:
-    """Prints progress to standard error; implements `pipeline.execution.PipelineReporter`."""
-
-    def plan(self, plan: Plan) -> None:
-        console = Console(stderr=True)
-        console.print(plan_table(rows(plan)))
-        for line in plan_notes(plan):
-            console.print(line, markup=False, highlight=False)
-
-    def begins(self, planned: PlannedStage, number: int, of: int) -> None:
-        Console(stderr=True).rule(f"[bold]{number} of {of}: {planned.stage.name}[/bold] ({planned.stage.kind})")
-
-    def achieved(self, planned: PlannedStage, mark: StageResult) -> None:
-        note(f"{planned.stage.name}: {mark.headline}, in {duration(mark.wall_s)}")
-
-    def say(self, line: str) -> None:
-        note(line)
-
-
-def plan_table(shown: Sequence[Row]) -> Table:
-    """One row per stage."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for field in fields(Row):
-        table.add_column(field.name, overflow="fold", no_wrap=field.name in ("stage", "kind"))
-    for row in shown:
-        style = "dim" if row.next in ("done", "left out") else ""
-        table.add_row(*map(escape, astuple(row)), style=style)
-    return table
 
 
 def pipeline_summary(summary: dict[str, Any], pipeline: PipelineSpec) -> str:

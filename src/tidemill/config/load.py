@@ -389,28 +389,13 @@ def has_stages(layers: Sequence[Layer]) -> bool:
     return any(STAGES in layer.tree for layer in layers)
 
 
-def load_overridden(
-    recipe: str | Path | None, overrides: Mapping[str, Any], *, source: str = "overrides", purpose: Purpose = "train"
-) -> RunSpec:
-    """The run of a recipe with overrides given as Python values.
-
-    Args:
-        recipe: a file, or the name of a built-in recipe; None for the defaults.
-        overrides: values by dotted key, or tables. Relative paths start at the working directory.
-        source: where the overrides are from, for errors.
-
-    Raises:
-        ConfigError: every issue found.
-    """
-    layers = [] if recipe is None else [recipe_layer(str(recipe))]
-    if has_stages(layers):
-        what = "the recipe has stages, and this function needs a single run"
-        raise ConfigError([ConfigIssue(key=STAGES, what=what, hint="run it with `tidemill train`")])
+def override_layers(recipe: str | Path | None, overrides: Mapping[str, Any]) -> list[Layer]:
+    """The layers of a recipe and of overrides given as Python values, by dotted key or as tables."""
     tree: Tree = {}
     for name, value in overrides.items():
         _put(tree, tuple(name.split(".")), value)
-    layer = Layer(name=source, tree=with_absolute_paths(tree, Path.cwd()))
-    return compose([*layers, layer], purpose=purpose)
+    layer = Layer(name="overrides", tree=with_absolute_paths(tree, Path.cwd()))
+    return [layer] if recipe is None else [recipe_layer(str(recipe)), layer]
 
 
 def from_toml(text: str, *, source: str = "config.toml", folder: Path | None = None) -> RunSpec:

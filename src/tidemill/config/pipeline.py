@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeAlias
 
 from tidemill.config.issues import ConfigError, ConfigIssue, Purpose
 from tidemill.config.keys import ITEM, KeyPath, did_you_mean, dotted
-from tidemill.config.load import PREFIX, STAGES, Layer, Tree, compose, has_stages, read_sources
+from tidemill.config.load import PREFIX, STAGES, Layer, Tree, compose, has_stages, override_layers, read_sources
 from tidemill.config.schema import RunConfig, RunSpec
 
 StageKind: TypeAlias = Literal["demonstrations", "pairs", "sft", "reward_model", "dpo", "rl", "eval", "export"]
@@ -183,6 +183,28 @@ def load_recipe(args: Sequence[str]) -> RunSpec | PipelineSpec:
     return read_sources(args).composed(
         lambda layers: compose_stages(layers) if has_stages(layers) else compose(layers, purpose="train")
     )
+
+
+def load_overridden(
+    recipe: str | Path | None, overrides: Mapping[str, Any], *, purpose: Purpose = "train"
+) -> RunSpec | PipelineSpec:
+    """The run or pipeline of a recipe with overrides given as Python values.
+
+    Args:
+        recipe: a file, or the name of a built-in recipe; None for the defaults.
+        overrides: values by dotted key, or tables. Relative paths start at the working directory.
+
+    Raises:
+        ConfigError: every issue found.
+    """
+    layers = override_layers(recipe, overrides)
+    return compose_stages(layers) if has_stages(layers) else compose(layers, purpose=purpose)
+
+
+def load_directory(recipe: str | Path | None, overrides: Mapping[str, Any]) -> Path:
+    """The run directory of a recipe with overrides; other sections are not read. Raises as `load_overridden`."""
+    layers = [replace(layer, tree=_only(layer.tree, ("run",))) for layer in override_layers(recipe, overrides)]
+    return compose(layers, purpose="read").directory
 
 
 def compose_stages(layers: Sequence[Layer]) -> PipelineSpec:

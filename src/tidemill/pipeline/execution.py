@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -33,6 +33,8 @@ from tidemill.pipeline.stage_plan import (
     put,
 )
 from tidemill.pipeline.state import PipelineFolder, PipelineOutcome, PipelineState
+from tidemill.runtime.callbacks import Callback
+from tidemill.runtime.stopping import StopRequest
 from tidemill.telemetry.events import timestamp
 from tidemill.telemetry.jsonl import write_atomically
 
@@ -143,6 +145,16 @@ class PipelineReporter(Protocol):
     def say(self, line: str) -> None: ...
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Session:
+    """What the caller of `run_pipeline` provides for every stage."""
+
+    reporter: PipelineReporter
+    runners: Mapping[StageKind, RunStage]
+    callbacks: Sequence[Callback]
+    stop: StopRequest
+
+
 def plan_pipeline(pipeline: PipelineSpec, *, choice: Choice = EVERYTHING) -> Plan:
     """Plan a run of the pipeline without writing anything.
 
@@ -168,6 +180,8 @@ def run_pipeline(
     reporter: PipelineReporter,
     choice: Choice = EVERYTHING,
     prune_stale: bool = False,
+    callbacks: Sequence[Callback] = (),
+    stop: StopRequest | None = None,
     runners: Mapping[StageKind, RunStage] = RUNNERS,
     unix_time: Callable[[], float] = time.time,
 ) -> dict[str, Any]:
@@ -175,6 +189,8 @@ def run_pipeline(
 
     Args:
         prune_stale: first delete results of other configurations.
+        callbacks: of its rl stages, see `runtime.callbacks`.
+        stop: another way to interrupt it. Stages that do not train end first.
 
     Raises:
         UserError: an error of the input, a stage or the disk. Finished stages are kept.
@@ -188,7 +204,8 @@ def run_pipeline(
         state = PipelineState(pipeline.run.name, plan, folder, stale=() if prune_stale else plan.stale)
         outcome: PipelineOutcome = "failed"
         try:
-            outcome = _run_stages(folder, plan, state, reporter, runners, unix_time)
+            session = Session(reporter=reporter, runners=runners, callbacks=callbacks, stop=stop or StopRequest())
+            outcome = _run_stages(folder, plan, state, session, unix_time)
         except KeyboardInterrupt:  # in a stage that does not handle it: a resume repeats or continues the stage
             outcome = "interrupted"
         finally:
@@ -201,8 +218,7 @@ def _run_stages(
     folder: PipelineFolder,
     plan: Plan,
     state: PipelineState,
-    reporter: PipelineReporter,
-    runners: Mapping[StageKind, RunStage],
+    session: Session,
     unix_time: Callable[[], float],
 ) -> PipelineOutcome:
     """Run every stage that is due."""
@@ -210,7 +226,9 @@ def _run_stages(
     folders = {planned.stage.name: planned.folder for planned in plan.stages}
     due = plan.due
     for number, planned in enumerate(due, 1):
-        reporter.begins(planned, number, len(due))
+        if session.stop.requested:
+            return "interrupted"
+        session.reporter.begins(planned, number, len(due))
         state.stage_started(planned)
         stage, start_s = planned.stage, time.monotonic()
         products = {name: folder.product(folders[name], results[name]) for name in stage.needs}
@@ -222,9 +240,11 @@ def _run_stages(
             digest=planned.digest,
             spec=spec,
             earlier=[results[name] for name in _ancestors(stage, plan) if name in results],
-            progress=reporter.say,
+            progress=session.reporter.say,
+            callbacks=session.callbacks,
+            stop=session.stop,
         )
-        outcome = runners[stage.kind](job)
+        outcome = session.runners[stage.kind](job)
         if outcome.interrupted:
             return "interrupted"
         _refuse_changed_inputs(planned)
@@ -232,7 +252,7 @@ def _run_stages(
         folder.finish(planned.folder, result)
         results[stage.name] = result
         state.stage_finished(planned, result)
-        reporter.achieved(planned, result)
+        session.reporter.achieved(planned, result)
         gc.collect()  # models are in reference cycles; free this one before the next stage loads its own
     return "finished"
 

@@ -20,6 +20,8 @@ from tidemill.config.schema import RunSpec
 from tidemill.core.formatting import between, compact, counted, decimal
 from tidemill.pipeline.pipeline_page import INTERVAL
 from tidemill.pipeline.stage_plan import StageResult
+from tidemill.runtime.callbacks import Callback
+from tidemill.runtime.stopping import StopRequest
 from tidemill.telemetry.events import EVALUATION, SESSION_END, SESSION_START, event_line
 from tidemill.telemetry.jsonl import JsonlWriter
 from tidemill.telemetry.manifest import build_manifest
@@ -42,6 +44,8 @@ class Job:
     spec: RunSpec  # with paths in place of references; run.dir is the stage's folder
     earlier: Sequence[StageResult]  # the results of all stages it depends on, in order
     progress: Callable[[str], None]
+    callbacks: Sequence[Callback] = ()  # of rl stages
+    stop: StopRequest = field(default_factory=StopRequest)  # of stages that train
 
     @property
     def directory(self) -> Path:
@@ -91,7 +95,7 @@ def run_rl(job: Job) -> Outcome:
     from tidemill.runtime.train import train
     from tidemill.trainer.checkpoint_store import CheckpointStore
 
-    summary = train(job.spec)
+    summary = train(job.spec, callbacks=job.callbacks, stop=job.stop)
     if summary.get("interrupted"):
         return Outcome(interrupted=True)
     newest = CheckpointStore(job.directory / "checkpoints", keep_last=1).latest().checkpoint
@@ -119,7 +123,8 @@ def run_supervised(job: Job) -> Outcome:
     """Train on demonstrations or preference pairs; outputs the best checkpoint if it is kept, else the last."""
     from tidemill.runtime.train_supervised import OBJECTIVES, train_supervised
 
-    summary = train_supervised(job.spec, next(kind for kind in OBJECTIVES if kind == job.kind))
+    kind = next(kind for kind in OBJECTIVES if kind == job.kind)
+    summary = train_supervised(job.spec, kind, stop_request=job.stop)
     if summary["interrupted"]:
         return Outcome(interrupted=True)
     held_out = summary["held_out"]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import signal
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, contextmanager
@@ -27,6 +25,7 @@ from tidemill.runtime.callbacks import Callback, CallbackTelemetry, configured_c
 from tidemill.runtime.extension_checks import identities, refuse_changed, run_extensions
 from tidemill.runtime.journal import SqliteJournal
 from tidemill.runtime.local import IN_PROCESS
+from tidemill.runtime.stopping import StopRequest, stop_on_signals
 from tidemill.telemetry.manifest import Forecast, build_manifest, write_forecast
 from tidemill.telemetry.recorder import Recorder
 from tidemill.telemetry.report import report_at_the_end
@@ -94,36 +93,6 @@ def train(
             recorder.note(f"the run has already finished its {result.steps} steps; raise trainer.steps to continue it")
         summary = recorder.finish("interrupted" if result.interrupted else "finished")
     return summary | {"run_dir": str(spec.directory), "already_finished": result.already_finished}
-
-
-class StopRequest:
-    """Asks a run to stop, from any thread and at any time."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._reason: str | None = None
-        self._notify: Callable[[str], None] | None = None
-
-    def request(self, reason: str) -> None:
-        """End the run after a checkpoint; if it has not started, once it starts."""
-        with self._lock:
-            self._reason = reason
-            notify = self._notify
-        if notify is not None:
-            notify(reason)
-
-    @contextmanager
-    def bound(self, notify: Callable[[str], None]) -> Iterator[None]:
-        """Call `notify` at a request, or at once if there was one."""
-        with self._lock:
-            self._notify, reason = notify, self._reason
-        if reason is not None:
-            notify(reason)
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._notify = None
 
 
 def runtime_of(spec: RunSpec) -> Runtime:
@@ -213,32 +182,6 @@ def record_start(
         refuse_changed(manifest.setdefault(EXTENSIONS, dict(own_code)), own_code, where=str(run.path))
     manifest.setdefault(THREADS, threads)
     run.write_manifest(manifest)
-
-
-@contextmanager
-def stop_on_signals(stop: Callable[[], object]) -> Iterator[None]:
-    """Call `stop` at the first Ctrl-C or SIGTERM; a second one ends the process.
-
-    Args:
-        stop: runs inside a signal handler, possibly in the middle of a line of output: it may only set a flag.
-    """
-    defaults: dict[signal.Signals, Any] = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
-    if threading.current_thread() is not threading.main_thread():  # only the main thread may set handlers
-        defaults = {}
-    before = {number: signal.getsignal(number) for number in defaults}
-
-    def on_first_signal(number: int, frame: object) -> None:
-        for each, default in defaults.items():
-            signal.signal(each, default)
-        stop()
-
-    for number in defaults:
-        signal.signal(number, on_first_signal)
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _write_forecast(spec: RunSpec, run: RunDirectory, recorder: Recorder, forecast_run: ForecastRun) -> None:

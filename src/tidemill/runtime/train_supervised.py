@@ -18,7 +18,8 @@ from tidemill.models.loading import context_limit, weights_digest
 from tidemill.models.reward_model import copy_head
 from tidemill.models.saving import export_merged
 from tidemill.runtime.model_bundle import load_model_bundle
-from tidemill.runtime.train import DATA_DIGEST, record_start, run_session, stop_on_signals
+from tidemill.runtime.stopping import StopRequest, stop_on_signals
+from tidemill.runtime.train import DATA_DIGEST, record_start, run_session
 from tidemill.telemetry.recorder import Recorder
 from tidemill.telemetry.run_dir import RunDirectory
 from tidemill.trainer.checkpoint_store import CheckpointStore
@@ -42,8 +43,17 @@ OBJECTIVES: dict[SupervisedKind, Callable[[RunSpec, FitContext], Objective[Any]]
 }
 
 
-def train_supervised(spec: RunSpec, kind: SupervisedKind, *, telemetry_stream: TextIO | None = None) -> dict[str, Any]:
+def train_supervised(
+    spec: RunSpec,
+    kind: SupervisedKind,
+    *,
+    telemetry_stream: TextIO | None = None,
+    stop_request: StopRequest | None = None,
+) -> dict[str, Any]:
     """Run or resume a supervised stage in `spec.directory` until it finishes or is asked to stop (Ctrl-C, SIGTERM).
+
+    Args:
+        stop_request: another way to stop it.
 
     Returns:
         The summary. `model` is the folder of the trained model (and head), merged if an adapter was trained, or None
@@ -54,7 +64,7 @@ def train_supervised(spec: RunSpec, kind: SupervisedKind, *, telemetry_stream: T
     """
     stop = threading.Event()
     with run_session(spec, telemetry_stream) as (resumed, run, recorder):
-        with stop_on_signals(stop.set):
+        with stop_on_signals(stop.set), (stop_request or StopRequest()).bound(lambda _: stop.set()):
             result = _train(resumed, kind, run, recorder, stop)
             if result.already_finished:
                 recorder.note(f"this stage has already finished its {result.steps} steps")

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from tests.config_issues import issues_of
-from tidemill.config.load import load_overridden
+from tidemill.config.pipeline import load_overridden
+from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError
 from tidemill.extensions import registry
 from tidemill.extensions.registry import Mark, given_function, mark, provide, resolve
@@ -48,6 +49,7 @@ def test_an_entry_point_is_found_by_its_name(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(registry, "entry_points", lambda group: [point] if group == point.group else [])
     assert resolve("plain", "advantage", where="algorithm.advantage").name == "plain"
     spec = load_overridden("char-addition", {"algorithm.advantage": "plain"})
+    assert isinstance(spec, RunSpec)
     assert spec.algorithm.advantage == "plain"
     with pytest.raises(UserError) as caught:
         resolve("other", "advantage", where="algorithm.advantage")

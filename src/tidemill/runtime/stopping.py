@@ -1,0 +1,69 @@
+"""Ways to stop a run: signals, and a request from another thread."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+
+class StopRequest:
+    """Asks a run to stop, from any thread and at any time."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._reason: str | None = None
+        self._notify: Callable[[str], None] | None = None
+
+    @property
+    def requested(self) -> bool:
+        return self._reason is not None
+
+    def request(self, reason: str) -> None:
+        """End the run after a checkpoint; if it has not started, once it starts."""
+        with self._lock:
+            self._reason = reason
+            notify = self._notify
+        if notify is not None:
+            notify(reason)
+
+    @contextmanager
+    def bound(self, notify: Callable[[str], None]) -> Iterator[None]:
+        """Call `notify` at a request, or at once if there was one."""
+        with self._lock:
+            self._notify, reason = notify, self._reason
+        if reason is not None:
+            notify(reason)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._notify = None
+
+
+@contextmanager
+def stop_on_signals(stop: Callable[[], object]) -> Iterator[None]:
+    """Call `stop` at the first Ctrl-C or SIGTERM; a second one ends the process.
+
+    Args:
+        stop: runs inside a signal handler, possibly in the middle of a line of output: it may only set a flag.
+    """
+    defaults: dict[signal.Signals, Any] = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+    if threading.current_thread() is not threading.main_thread():  # only the main thread may set handlers
+        defaults = {}
+    before = {number: signal.getsignal(number) for number in defaults}
+
+    def on_first_signal(number: int, frame: object) -> None:
+        for each, default in defaults.items():
+            signal.signal(each, default)
+        stop()
+
+    for number in defaults:
+        signal.signal(number, on_first_signal)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

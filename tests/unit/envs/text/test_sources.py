@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -117,7 +118,12 @@ def test_demonstrations_on_disk_are_those_in_memory(tmp_path: Path) -> None:
 def test_an_index_is_used_again_until_file_or_tokenizer_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scans = list[Path]()
     values = JsonLines.values
-    monkeypatch.setattr(JsonLines, "values", lambda self: scans.append(self.path) or values(self))
+
+    def counted(self: JsonLines) -> Iterator[tuple[int, int, Any]]:
+        scans.append(self.path)
+        return values(self)
+
+    monkeypatch.setattr(JsonLines, "values", counted)
     path = write(tmp_path, "jsonl", rows(30))
     first, again = build(path=path, index_above_mb=0), build(path=path, index_above_mb=0)
     assert (len(scans), steps(again, 9)) == (1, steps(first, 9))

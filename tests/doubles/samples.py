@@ -140,5 +140,5 @@ class FakePrompts:
     def train_batch(self, step: int) -> Sequence[tuple[int, Prompt]]:
         return [(step // 3, make_prompt(f"q{(step * 7 + at) % 23}")) for at in range(self.prompts)]
 
-    def held_out(self) -> Sequence[Prompt]:
-        return [make_prompt(f"h{at}") for at in range(self._held_out)]
+    def held_out(self, limit: int | None = None) -> Sequence[Prompt]:
+        return [make_prompt(f"h{at}") for at in range(self._held_out)][:limit]

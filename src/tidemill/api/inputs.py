@@ -11,7 +11,7 @@ from typing import Any
 
 from tidemill.api.rewards import Reward
 from tidemill.api.rewards import function as user_reward
-from tidemill.config.task import RewardConfig
+from tidemill.config.task import HUB, RewardConfig
 from tidemill.core.errors import UserError
 from tidemill.extensions.registry import Extension, Kind, given_function
 from tidemill.telemetry.jsonl import disk_error, write_atomically
@@ -36,14 +36,21 @@ class Inputs:
     extensions: list[Extension] = field(default_factory=list)
 
     def add_data(self, data: Any, held_out: Any, columns: Mapping[str, str] | None) -> None:
-        """Rows, a `datasets.Dataset` or a path, as the task of kind "file"."""
+        """Rows, a `datasets.Dataset`, a path, or (weight, data) pairs, as the task of kind "file"."""
         if data is None:
             if held_out is not None:
                 raise UserError("is given without data", where="eval_data", hint="give data too")
             return
-        task: dict[str, Any] = {"kind": "file", "path": str(self._data_path(data, "data", "train"))}
+        task: dict[str, Any] = {"kind": "file"}
+        if isinstance(data, (list, tuple)) and data and all(isinstance(each, tuple) for each in data):
+            task["sources"] = [
+                {"weight": weight, "path": self._data_path(each, f"data[{number}]", f"train_{number}")}
+                for number, (weight, each) in enumerate(_pairs(data))
+            ]
+        else:
+            task["path"] = self._data_path(data, "data", "train")
         if held_out is not None:
-            task["held_out_path"] = str(self._data_path(held_out, "eval_data", "held_out"))
+            task["held_out_path"] = self._data_path(held_out, "eval_data", "held_out")
         if columns:
             task["columns"] = dict(columns)
         self.overrides["task"] = task
@@ -100,19 +107,19 @@ class Inputs:
         self.extensions.append(extension)
         return extension.ref
 
-    def _data_path(self, data: Any, where: str, name: str) -> Path:
+    def _data_path(self, data: Any, where: str, name: str) -> str:
         if isinstance(data, (str, Path)):
-            return Path(data).expanduser().absolute()
+            return str(data) if str(data).startswith(HUB) else str(Path(data).expanduser().absolute())
         path = self.folder / f"{name}.jsonl"
         content = b"".join(_json_line(row, f"{where}, row {index}") for index, row in enumerate(_rows(data, where)))
         if self.kept:
             if not path.is_file() or path.read_bytes() != content:
                 hint = "give the rows of the first session, or choose another run_dir"
                 raise UserError("the rows have changed since this run started", where=where, hint=hint)
-            return path.absolute()
+            return str(path.absolute())
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, content)
-        return path.absolute()
+        return str(path.absolute())
 
     def _saved_model(self, model: Any, tokenizer: Any) -> Path:
         folder, partial = self.folder / "model", self.folder / ".model.partial"
@@ -141,6 +148,14 @@ def _as_reward(given: Any) -> Reward:
     if isinstance(given, str) and ":" not in given:
         return Reward(settings={"kind": given})
     return user_reward(given)
+
+
+def _pairs(data: Any) -> list[tuple[float, Any]]:
+    for number, pair in enumerate(data):
+        if len(pair) != 2 or isinstance(pair[0], bool) or not isinstance(pair[0], (int, float)):
+            hint = 'for example data=[(2, "math.jsonl"), (1, rows)]'
+            raise UserError("expected a (weight, data) pair", where=f"data[{number}]", hint=hint)
+    return list(data)
 
 
 def _rows(data: Any, where: str) -> Iterable[Any]:

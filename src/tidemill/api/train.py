@@ -74,7 +74,8 @@ def train(
         model: a name ("smollm2-135m"), a folder, a hub id, or a `transformers` model, which is saved in the run
             directory and not changed.
         tokenizer: of a `transformers` model.
-        data: training rows: a list of dicts, a `datasets.Dataset`, or the path of a file.
+        data: training rows: a list of dicts, a `datasets.Dataset`, the path of a file, "hub:OWNER/NAME", or several of
+            these as (weight, data) pairs.
         eval_data: held-out rows; by default a fraction of `data`.
         columns: names of the columns for `prompt`, `messages`, `answer` and `tools`, if they differ.
         rewards: functions (see `tidemill.reward`), results of `tidemill.rewards`, names such as "exact", or

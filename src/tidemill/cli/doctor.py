@@ -22,7 +22,9 @@ from rich.table import Table
 import tidemill
 from tidemill.cli.output import Json, Result
 from tidemill.config.schema import RunConfig, RunSpec
-from tidemill.models.cache import cache_dir, is_built
+from tidemill.core.folders import cache_dir
+from tidemill.envs.text.row_table import INDEX_FOLDER
+from tidemill.models.cache import is_built
 from tidemill.planner.calibration.profile import profiles_folder
 
 Facts: TypeAlias = dict[str, Any]
@@ -313,7 +315,7 @@ def cache_contents(folder: Path) -> dict[str, Any]:
     """Models in the cache with sizes; an incomplete one is being built or was interrupted; `error` if unreadable."""
     try:
         inside = sorted(folder.iterdir()) if folder.is_dir() else []
-        models = [each for each in inside if each.is_dir() and each.name != profiles_folder().name]
+        models = [each for each in inside if each.is_dir() and each.name not in (profiles_folder().name, INDEX_FOLDER)]
         entries = [
             {
                 "name": each.name,

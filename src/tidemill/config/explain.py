@@ -166,7 +166,7 @@ def _task(spec: RunSpec) -> str:
         numbers = f"numbers of {digits}" if task.largest is None else f"numbers up to {task.largest}"
         text = f"arithmetic: {' '.join(task.operators)} on {numbers}, {counted(task.shots, 'worked example')}"
     elif isinstance(task, FileTask):
-        text = f"{task.kind}: {task.path}"
+        text = f"{task.kind}: {' + '.join(str(source.path) for source in task.all_sources)}"
     elif isinstance(task, PythonTask):
         text = f"rows of {task.function}"
     else:

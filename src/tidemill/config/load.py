@@ -26,6 +26,7 @@ from tidemill.config.issues import (
 )
 from tidemill.config.keys import Key, KeyPath, default_kind, find, flattened, is_table, suggest, variants
 from tidemill.config.schema import RunSpec
+from tidemill.config.task import HUB
 from tidemill.config.toml import line_of, parse_toml
 
 Tree = dict[str, Any]
@@ -52,13 +53,16 @@ PREFIX = "stage:"
 INPUT_PATHS: tuple[KeyPath, ...] = (
     ("task", "path"),
     ("task", "held_out_path"),
+    ("task", "sources", "path"),
     ("data", "path"),
     ("data", "held_out_path"),
+    ("data", "sources", "path"),
     ("pool", "path"),
     ("simulation", "model"),
     ("simulation", "catalog"),
     ("simulation", "lengths_from"),
 )
+ARRAYS_OF_TABLES: tuple[KeyPath, ...] = (("scoring", "rewards"), ("task", "sources"), ("data", "sources"))
 MODEL_SOURCES: tuple[KeyPath, ...] = (("model", "source"), ("critic", "source"), ("scoring", "rewards", "model"))
 """Keys that take the name of a model, or a path that starts with ./, ../ or ~."""
 
@@ -273,9 +277,9 @@ def _with_absolute_paths(path: KeyPath, value: Any, folder: Path) -> Any:
         }
     if isinstance(value, list) and path == (STAGES,):
         return [with_absolute_paths(each, folder) if isinstance(each, dict) else each for each in value]
-    if isinstance(value, list) and path == ("scoring", "rewards"):
+    if isinstance(value, list) and path in ARRAYS_OF_TABLES:
         return [_with_absolute_paths(path, each, folder) for each in value]
-    if not isinstance(value, str) or value.startswith(PREFIX):
+    if not isinstance(value, str) or value.startswith((PREFIX, HUB)):
         return value
     if path in INPUT_PATHS or (path in MODEL_SOURCES and value.startswith(("./", "../", "~"))):
         return _absolute(value, folder)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import reduce
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -23,8 +22,10 @@ REFERENCE_KEYS: dict[KeyPath, tuple[Product, ...]] = {
     ("critic", "source"): ("a model", "a reward model"),
     ("task", "path"): ("prompts",),
     ("task", "held_out_path"): ("prompts",),
+    ("task", "sources", ITEM, "path"): ("prompts",),
     ("data", "path"): (),
     ("data", "held_out_path"): (),
+    ("data", "sources", ITEM, "path"): (),
     ("scoring", "rewards", ITEM, "model"): ("a reward model",),
     ("eval", "compare_with"): ("a model",),
 }
@@ -39,13 +40,15 @@ class StageKindSpec:
     output: Product | None
     data: Product | None = None  # rows of [data]
     purpose: Purpose = "read"
-    required: KeyPath = ()  # a key without a usable default
     # Keys, or "section.", that do not affect the output, in addition to NEUTRAL. A missing entry repeats stages without
     # need, and a wrong one keeps stale results. For kinds that train, a resume must allow changes of these keys.
     neutral: tuple[str, ...] = ()
 
 
-NEUTRAL = ("run.dir", "run.name", "trainer.threads", "checkpoint.keep_last", "telemetry.")
+NEUTRAL = (
+    *("run.dir", "run.name", "trainer.threads", "checkpoint.keep_last", "telemetry."),
+    *("task.index_above_mb", "data.index_above_mb"),
+)
 """Keys that do not affect the output of any kind."""
 _SCORING = ("engine.tick_s", "scoring.concurrency", "scoring.timeout_s")
 _TRAINING = ("scoring.truncated", "trainer.steps", "trainer.logits_budget_mb", "trainer.activation_checkpointing")
@@ -70,18 +73,16 @@ KINDS: dict[StageKind, StageKindSpec] = {
         neutral=(*_SCORING, *_TRAINING),
     ),
     # A supervised stage may output its best checkpoint, so checkpoint.every_steps affects its output.
-    "sft": StageKindSpec(sections=_SUPERVISED, output="a model", data="demonstrations", required=("data", "path")),
+    "sft": StageKindSpec(sections=_SUPERVISED, output="a model", data="demonstrations"),
     "reward_model": StageKindSpec(
         sections=(*_SUPERVISED, "reward_model"),
         output="a reward model",
         data="preference pairs",
-        required=("data", "path"),
     ),
     "dpo": StageKindSpec(
         sections=(*_SUPERVISED, "preference"),
         output="a model",
         data="preference pairs",
-        required=("data", "path"),
     ),
     "rl": StageKindSpec(
         sections=(
@@ -335,10 +336,9 @@ def _compose_stage(
     except ConfigError as error:
         placed = [issue if issue.source else replace(issue, source=f"stage {name}") for issue in error.issues]
         raise ConfigError([*issues, *placed]) from None
-    if row.required and reduce(getattr, row.required, spec) is None:
-        key = dotted(row.required)
-        hint = f"give --{STAGES}.{name}.{key} VALUE"
-        issues.append(ConfigIssue(key=key, what="missing", source=f"stage {name}", hint=hint))
+    if row.data and not spec.data.all_sources:
+        hint = f"give --{STAGES}.{name}.data.path VALUE"
+        issues.append(ConfigIssue(key="data.path", what="missing", source=f"stage {name}", hint=hint))
     if issues:
         raise ConfigError(issues)
     return StageSpec(name=name, kind=kind, spec=spec)

@@ -57,23 +57,77 @@ class ReasoningGymTask(Config):
     """Text before every question."""
 
 
-class FileTask(Config):
-    kind: Literal["file"]
+HUB = "hub:"
+"""Prefix of a path that names a data set of the Hugging Face Hub."""
+Column = Literal["prompt", "messages", "answer", "tools", "completion", "chosen", "rejected", "margin"]
+
+
+class SourceConfig(Config):
     path: Path
-    """Prompts, one per row: JSON Lines, Parquet (*.parquet), or a folder written by save_to_disk of `datasets`. A row
-    has `prompt` (a text, or messages with role and content) or `messages`, and may have `answer` and `tools`; other
-    fields are metadata."""
-    columns: dict[Literal["prompt", "messages", "answer", "tools"], str] = {}
+    """A file, a folder or a hub data set, as task.path."""
+    weight: float = Field(1.0, ge=0)
+    """Its share of the training examples, relative to the other weights."""
+    columns: dict[Column, str] = {}
+    """Names of its columns, as task.columns, which it replaces."""
+
+
+class RowsConfig(Config):
+    """Keys of the two sections that name data files."""
+
+    path: Path | None
+    sources: tuple[SourceConfig, ...]
+    columns: dict[Column, str]
+    system_prompt: str
+    held_out_path: Path | None
+    held_out_fraction: float
+    index_above_mb: float
+
+    def issues(self) -> Iterator[str]:
+        if self.sources and self.path is not None:
+            yield "path and sources are both set; leave one of them out"
+        if self.sources and not any(source.weight for source in self.sources):
+            yield "the weights of sources sum to zero; give at least one source a weight above 0"
+        if self.held_out_path is not None and not self.all_sources:
+            yield "held_out_path is set without path; set path to the training rows"
+
+    @property
+    def all_sources(self) -> tuple[SourceConfig, ...]:
+        """The sources of the training rows: `sources`, or `path` alone."""
+        return self.sources or (() if self.path is None else (SourceConfig(path=self.path),))
+
+    @property
+    def description(self) -> str:
+        """Names of the files: `math.jsonl + code.jsonl`."""
+        return " + ".join(source.path.name for source in self.all_sources)
+
+
+class FileTask(RowsConfig):
+    kind: Literal["file"]
+    path: Path | None = None
+    """Prompts, one per row: JSON Lines, Parquet (*.parquet), a folder written by save_to_disk of `datasets`, or a hub
+    data set, hub:OWNER/NAME[@REVISION][/SUBSET][#SPLIT]. A row has `prompt` (a text, or messages with role and content)
+    or `messages`, and may have `answer` and `tools`; other fields are metadata."""
+    sources: tuple[SourceConfig, ...] = ()
+    """Several files instead of path, each with its weight."""
+    columns: dict[Column, str] = {}
     """Names of the file's columns where they differ: { prompt = "question", answer = "solution" }."""
     system_prompt: str = ""
     """Text before every question, as a message of the role system."""
     max_prompt_tokens: int = Field(0, ge=0)
     """Rows with longer prompts are left out and counted; 0: a prompt that does not fit the context is an error."""
     held_out_path: Path | None = None
-    """File with the evaluation prompts; none: a fraction of `path`, selected by content hash."""
+    """File with the evaluation prompts; none: a fraction of the prompts, selected by content hash."""
     held_out_fraction: float = Field(0.1, gt=0, le=1)
     """Fraction of the prompts held out for evaluation when held_out_path is not set. 1: evaluate the training prompts
     themselves."""
+    index_above_mb: float = Field(256.0, ge=0)
+    """Larger files stay on disk: an index in the cache folder finds their rows, and a resumed run does not read them
+    again. In megabytes."""
+
+    def issues(self) -> Iterator[str]:
+        yield from super().issues()
+        if not self.all_sources:
+            yield 'kind = "file" needs path; set it to a file with prompts'
 
 
 class PythonTask(Config):
@@ -223,12 +277,18 @@ class ScoringConfig(Config):
         return tuple(dict.fromkeys(Path(each.model).expanduser() for each in self.rewards if each.kind == "model"))
 
 
-class DataConfig(Config):
+class DataConfig(RowsConfig):
     path: Path | None = None
     """Demonstrations (`completion`) or preference pairs (`chosen`, `rejected`, optionally `margin`), one per row, each
     with `prompt` or `messages`; formats as for task.path. Required by sft, reward_model and dpo stages."""
+    sources: tuple[SourceConfig, ...] = ()
+    """Several files instead of path, each with its weight."""
+    columns: dict[Column, str] = {}
+    """Names of the file's columns where they differ: { prompt = "question", completion = "solution" }."""
+    system_prompt: str = ""
+    """Text before every question, as a message of the role system."""
     held_out_path: Path | None = None
-    """File with the evaluation rows; none: a fraction of `path`, selected by content hash."""
+    """File with the evaluation rows; none: a fraction of the rows, selected by content hash."""
     held_out_fraction: float = Field(0.1, ge=0, lt=1)
     """Fraction of the prompts held out for evaluation when held_out_path is not set; 0: no evaluation."""
     max_tokens: int = Field(0, ge=0)
@@ -240,10 +300,8 @@ class DataConfig(Config):
     (`sampling.stop`, or the task's), so that data and samples end alike."""
     seed: int | None = Field(None, ge=0)
     """Seed of the order of the rows; none: run.seed."""
-
-    def issues(self) -> Iterator[str]:
-        if self.path is None and self.held_out_path is not None:
-            yield "held_out_path is set without path; set path to the training rows"
+    index_above_mb: float = Field(256.0, ge=0)
+    """Larger files stay on disk, as for task.index_above_mb."""
 
 
 class DataGenerationConfig(Config):

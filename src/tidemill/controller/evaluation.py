@@ -150,7 +150,7 @@ class EvalSchedule:
         every = self._spec.eval.every_steps
         if not (step in (0, self._spec.trainer.steps) or (every and step % every == 0)):
             return {}
-        prompts = list(self._source.held_out())[: self._spec.eval.prompts]
+        prompts = list(self._source.held_out(self._spec.eval.prompts))
         known = self._rollout.ledger.evaluations.get(step)
         if known is not None and (known.result.version, known.result.n) == (version, len(prompts)):
             self._log_again(step, known, prompts)

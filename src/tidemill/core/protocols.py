@@ -229,8 +229,8 @@ class PromptSource(Protocol):
     def train_batch(self, step: int) -> Sequence[tuple[int, Prompt]]:
         """The (epoch, prompt) pairs of 1-based `step`, in canonical order: a pure function of the seed and the step."""
 
-    def held_out(self) -> Sequence[Prompt]:
-        """Evaluation prompts: always the same, and disjoint from the training prompts."""
+    def held_out(self, limit: int | None = None) -> Sequence[Prompt]:
+        """The first `limit` evaluation prompts, or all: always the same, and disjoint from the training prompts."""
 
 
 class Scorer(Protocol):

@@ -38,15 +38,6 @@ class CacheManifest(Record):
     files: dict[str, FileRecord]  # by path relative to the folder
 
 
-def cache_dir() -> Path:
-    """`TIDEMILL_CACHE`, else `$XDG_CACHE_HOME/tidemill`, else `~/.cache/tidemill`. Not created here."""
-    if chosen := os.environ.get("TIDEMILL_CACHE"):
-        return Path(chosen).expanduser()
-    if base := os.environ.get("XDG_CACHE_HOME"):
-        return Path(base).expanduser() / "tidemill"
-    return Path.home() / ".cache" / "tidemill"
-
-
 def is_built(folder: Path) -> bool:
     """Whether the folder has been completed; `damage` also checks its files."""
     return (folder / MANIFEST).is_file()

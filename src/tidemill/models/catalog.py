@@ -17,8 +17,9 @@ from pathlib import Path
 
 from tidemill.config.model import CharModelConfig, ModelConfig
 from tidemill.core.errors import UserError
+from tidemill.core.folders import cache_dir
 from tidemill.core.records import Record
-from tidemill.models.cache import Progress, build_once, cache_dir, is_built
+from tidemill.models.cache import Progress, build_once, is_built
 from tidemill.models.folder import check_folder, holds_adapter, is_local, stored_tensors
 
 BUILDER_VERSION = 3  # raise when the same configuration gives other weights or another tokenizer

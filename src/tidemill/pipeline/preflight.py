@@ -260,8 +260,12 @@ def _existing_data(data: DataConfig) -> DataConfig | None:
     """`data` without files that other stages will write; None if nothing is left."""
     train_only = {"held_out_path": None, "held_out_fraction": 0.0}
     held_out = None if _is_reference(data.held_out_path) else data.held_out_path
-    if _is_reference(data.path):
-        return None if held_out is None else data.model_copy(update={**train_only, "path": held_out})
+    sources = tuple(source for source in data.all_sources if not _is_reference(source.path))
+    if not sources:
+        only = {"path": held_out, "sources": ()}
+        return None if held_out is None else data.model_copy(update={**train_only, **only})
+    if len(sources) < len(data.all_sources):
+        data = data.model_copy(update={"sources": sources})
     return data.model_copy(update=train_only) if _is_reference(data.held_out_path) else data
 
 

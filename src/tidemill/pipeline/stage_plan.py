@@ -16,6 +16,7 @@ from tidemill.config.keys import did_you_mean, dotted, flattened
 from tidemill.config.load import PREFIX
 from tidemill.config.model import BUILT_IN_MODELS
 from tidemill.config.pipeline import KINDS, NEUTRAL, StageSpec
+from tidemill.config.task import HUB
 from tidemill.core.errors import UserError
 from tidemill.core.records import Record
 from tidemill.extensions.loading import source_file
@@ -47,7 +48,7 @@ def file_inputs(stage: StageSpec) -> list[FileInput]:
     found = []
     for location, value in stage.sources():
         is_name = location[-1] in NAME_KEYS and (value in BUILT_IN_MODELS or not is_local(value))
-        if not value.startswith(PREFIX) and not is_name:
+        if not value.startswith((PREFIX, HUB)) and not is_name:
             found.append(FileInput(location=location, path=Path(value).expanduser()))
     if "scoring" in KINDS[stage.kind].sections:
         for index, reward in enumerate(stage.spec.scoring.rewards):

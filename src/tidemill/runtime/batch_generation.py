@@ -372,7 +372,7 @@ def make_pairs(
 def prompts_of(task: Task, split: Split, limit: int) -> list[Prompt]:
     """The first distinct prompts of one split of the task; the splits have no prompt in common."""
     if split == "held_out":
-        return list(task.source.held_out())[:limit]
+        return list(task.source.held_out(limit))
     found: dict[str, Prompt] = {}
     wanted = min(limit, task.train_size)
     for step in counting(1):

@@ -111,7 +111,7 @@ async def in_process(
     """
     check_reward_models(spec, progress=recorder.note)
     bundle = load_model_bundle(spec, progress=recorder.note)
-    task = bundle.task()
+    task = bundle.task(recorder.note)
     provider = scheduled_provider(spec, run, clock, log=recorder.note)
     async with AsyncExitStack() as stack:
         compute = ComputeThread()

@@ -63,7 +63,9 @@ class FrozenModels:
         return model
 
 
-def fitting_task(spec: RunSpec, codec: TextCodec, *, limit: int) -> Task:
+def fitting_task(
+    spec: RunSpec, codec: TextCodec, *, limit: int, progress: Callable[[str], None] = lambda _: None
+) -> Task:
     """Build the configured task, and check that prompts and completions fit into the context.
 
     Args:
@@ -78,6 +80,7 @@ def fitting_task(spec: RunSpec, codec: TextCodec, *, limit: int) -> Task:
         batch_prompts=spec.batch.prompts,
         seed=spec.run.seed,
         chat_template=spec.model.chat_template,
+        progress=progress,
     )
     check_fits(task, longest_context(spec, limit), new_tokens(spec))
     return task
@@ -119,9 +122,9 @@ class ModelBundle:
     autocast: torch.dtype | None
     threads: int
 
-    def task(self) -> Task:
+    def task(self, progress: Callable[[str], None] = lambda _: None) -> Task:
         """The configured task, checked against the model's context."""
-        return fitting_task(self.spec, self.codec, limit=context_limit(self.model))
+        return fitting_task(self.spec, self.codec, limit=context_limit(self.model), progress=progress)
 
     def engine(self, version: PolicyVersion, *, prompt_tokens: int) -> EmbeddedEngine:
         """The trainer's engine; if it uses a copy of the model, every load updates the copy."""

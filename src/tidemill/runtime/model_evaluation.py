@@ -267,7 +267,7 @@ async def _measure(
     bundle: ModelBundle, name: str, scorers: Scorers, progress: Progress, answers: Path | None
 ) -> ModelEvaluation:
     spec, task = bundle.spec, bundle.task()
-    prompts = list(task.source.held_out())[: spec.eval.prompts]
+    prompts = list(task.source.held_out(spec.eval.prompts))
     drawn = list[Group]()
     async with batch_generator(bundle, task, progress, cache_file=answers) as model:
         greedy = await model.greedily(prompts)

@@ -93,6 +93,7 @@ def _train(
         codec=bundle.codec,
         context_limit=context_limit(bundle.model),
         chat_template=spec.model.chat_template,
+        progress=recorder.note,
     )
     record_start(
         run,

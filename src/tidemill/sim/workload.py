@@ -149,8 +149,8 @@ class SimulatedPrompts:
             for position in range(first, first + self._per_step)
         ]
 
-    def held_out(self) -> Sequence[Prompt]:
-        return self._held_out
+    def held_out(self, limit: int | None = None) -> Sequence[Prompt]:
+        return self._held_out[:limit]
 
     def _prompt(self, name: str) -> Prompt:
         return Prompt(prompt_id=name, token_ids=self._token_ids, text="", answer="")

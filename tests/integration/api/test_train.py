@@ -342,6 +342,14 @@ def test_an_advantage_that_returns_something_else_is_refused(tmp_path: Path, val
     assert says in str(caught.value)
 
 
+def test_data_from_several_sources_with_weights(tmp_path: Path) -> None:
+    other = tmp_path / "other.jsonl"
+    other.write_text("".join(f'{{"prompt": "{a}+1+1=", "answer": {a}, "level": 0}}\n' for a in range(9)))
+    run = small(tmp_path, data=[(3, ROWS), (1, other)])
+    assert {sample.prompt.count("+") for sample in run.samples(training=True)} == {1, 2}
+    assert [each["weight"] for each in run.config.model_dump()["task"]["sources"]] == [3, 1]
+
+
 def test_other_arguments_that_cannot_work_are_refused(tmp_path: Path) -> None:
     @tm.advantage
     def unknown(rewards: Any, prices: Any) -> Any:
@@ -364,6 +372,8 @@ def test_other_arguments_that_cannot_work_are_refused(tmp_path: Path) -> None:
         ({"rewards": [3]}, "is not a function"),
         ({"data": {"prompt": []}}, "expected rows"),
         ({"data": [3]}, "data, row 0"),
+        ({"data": [(1, ROWS), ("a", ROWS)]}, "expected a (weight, data) pair"),
+        ({"data": [(0, ROWS)]}, "weights of sources sum to zero"),
         ({"model": object()}, "expected a name, a folder or a transformers model"),
         ({"callbacks": [print]}, "is not a tidemill.Callback"),
         ({"overrides": {"trainer.stepz": 3}}, "did you mean trainer.steps?"),

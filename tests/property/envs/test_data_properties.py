@@ -7,14 +7,20 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tidemill.envs.text.examples import read_split
+from tests.char_codec import CharCodec
+from tidemill.config.task import DataConfig
+from tidemill.core.records import unpack_tokens
+from tidemill.envs.text.examples import load_demonstrations
 from tidemill.envs.text.prompts import EpochOrder
-from tidemill.envs.text.rows import read_demonstrations
+from tidemill.envs.text.row_split import MixedOrder
 
-TEXTS = st.text(st.characters(codec="utf-8"), min_size=1, max_size=6).filter(str.strip)
+TEXTS = st.text(st.characters(codec="utf-8"), min_size=1, max_size=6).filter(
+    lambda text: text.strip() and "\t" not in text
+)
 ROWS = st.lists(st.tuples(TEXTS, TEXTS), min_size=2, max_size=24, unique_by=lambda row: " ".join(row[0].split()))
 
 
@@ -22,8 +28,12 @@ def sides(rows: list[tuple[str, str]], fraction: float) -> tuple[set[str], set[s
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "f.jsonl"
         path.write_text("".join(json.dumps({"prompt": p, "completion": c}) + "\n" for p, c in rows), encoding="utf-8")
-        read = read_split(read_demonstrations, path, None, fraction, section="data")
-    train, held_out = ({row.messages[0].content for row in side} for side in (read.train, read.held_out))
+        config = DataConfig(path=path, held_out_fraction=fraction, end_token=False)
+        read = load_demonstrations(config, codec=CharCodec(), context_limit=99, chat_template=False)
+    train, held_out = (
+        {CharCodec().decode(unpack_tokens(example.prompt_ids)) for example in side}
+        for side in (read.train, read.held_out)
+    )
     return train, held_out
 
 
@@ -56,3 +66,28 @@ def test_every_epoch_has_every_example_once(size: int, batch: int, seed: int, ep
     if size >= 2 * batch:
         for step in range(1, steps + 1):
             assert len({index for _, index in order.batch(step)}) == batch
+
+
+@given(
+    sizes=st.lists(st.integers(1, 30), min_size=2, max_size=4),
+    weights=st.lists(st.floats(0.1, 9), min_size=4, max_size=4),
+    batch=st.integers(1, 12),
+    seed=st.integers(0, 9),
+)
+@settings(max_examples=40)
+def test_sources_mix_in_proportion_and_each_repeats_only_after_an_epoch(
+    sizes: list[int], weights: list[float], batch: int, seed: int
+) -> None:
+    sources = np.repeat(np.arange(len(sizes)), sizes)
+    names = [f"row {row}" for row in range(len(sources))]
+    weights = weights[: len(sizes)]
+    order = MixedOrder(names, sources, weights, batch=batch, seed=seed)
+    steps = [order.batch(step) for step in range(1, 60)]
+    resumed = MixedOrder(names, sources, weights, batch=batch, seed=seed)
+    assert resumed.batch(37) == steps[36]  # of any step, without the earlier ones
+    taken = [place for step in steps for place in step]
+    assert len(set(taken)) == len(taken)
+    for source, (size, weight) in enumerate(zip(sizes, weights, strict=True)):
+        own = [(epoch, row) for epoch, row in taken if sources[row] == source]
+        assert abs(len(own) - len(taken) * weight / sum(weights)) < 4
+        assert all(epoch == place // size for place, (epoch, _) in enumerate(own))

@@ -13,7 +13,7 @@ from tests.char_codec import CharCodec
 from tidemill.config.task import ArithmeticTask, FileTask
 from tidemill.core.records import Prompt
 from tidemill.envs.text import Task, build_task
-from tidemill.envs.text.prompts import ListedSource, question_key, renderer, split_by_content, text_item
+from tidemill.envs.text.prompts import ListedSource, renderer, text_item
 
 RENDER = renderer(CharCodec(), chat_template=False)
 SEEDS = st.integers(0, 2**63)
@@ -89,21 +89,6 @@ def kind_of(question: str) -> tuple[str, int, int]:
     (operator,) = set(question) & set("+-*")
     left, right = map(int, question.split(operator))
     return (operator, left, right) if operator == "-" else (operator, min(left, right), max(left, right))
-
-
-@given(
-    questions=st.lists(st.text(st.characters(codec="utf-8"), min_size=1, max_size=8), min_size=1, max_size=30),
-    fraction=st.floats(0.01, 0.99),
-)
-def test_a_question_is_never_in_both_splits(questions: list[str], fraction: float) -> None:
-    items = [text_item(question, str(number)) for number, question in enumerate(questions)]
-    train, held_out = split_by_content(items, fraction)
-    sides = [{question_key(item) for item in side} for side in (train, held_out)]
-    assert not sides[0] & sides[1]
-    assert len(train) + len(held_out) == len(items)
-    if len({question_key(item) for item in items}) >= 2:
-        assert train
-        assert held_out
 
 
 @given(numbers=st.lists(st.integers(0, 15), min_size=4, max_size=40), seed=SEEDS)

@@ -125,7 +125,7 @@ wieght = 1
             'belongs to task.kind = "file", and kind is "arithmetic"',
             "change the kind",
         ),
-        (("--task.kind", "file"), "task.path", "missing", '--task.path VALUE (path), which task.kind = "file" needs'),
+        (("--task.kind", "file"), "task", 'kind = "file" needs path', "set it to a file with prompts"),
         (("--task.kind", "filex"), "task.kind", '"filex"', "did you mean file?"),
         (("--trainer", "5"), "trainer", "needs a table, was given 5", "trainer.steps, trainer.precision, "),
         (("--task", "5"), "task", "needs a table, was given 5", "task.kind, task.operators, task.digits, ..."),
@@ -307,7 +307,9 @@ def test_differences() -> None:
         ("task.shots", 2, None),
         ("task.held_out_fraction", 0.25, 0.1),
         ("task.path", None, "/x"),
+        ("task.sources", None, []),
         ("task.system_prompt", None, ""),
+        ("task.index_above_mb", None, 256.0),
         ("task.max_prompt_tokens", None, 0),
     ]
 

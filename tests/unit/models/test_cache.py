@@ -13,7 +13,8 @@ import pytest
 from filelock import FileLock
 
 from tidemill.core.errors import DeadlineError, UserError
-from tidemill.models.cache import MANIFEST, build_once, cache_dir, damage, is_built
+from tidemill.core.folders import cache_dir
+from tidemill.models.cache import MANIFEST, build_once, damage, is_built
 
 Build = Callable[[Path], None]
 

@@ -233,7 +233,7 @@ LATER = [  # kind, settings, key, part of the issue
     ("rl", f'{REWARD} "python", function = "nomod:score" }}]', "scoring.rewards.function", "nomod"),
     ("rl", f'{REWARD} "http", url = "https://h", auth_env = "NO_SUCH" }}]', "scoring.rewards.auth_env", "NO_SUCH"),
     ("sft", 'data.path = "rows.jsonl"', "data.path", "256"),
-    ("sft", 'data.path = "talk.jsonl"', "talk.jsonl, line 2", "chat template"),
+    ("sft", 'data.path = "talk.jsonl"', "talk.jsonl, line 1", "chat template"),
     ("export", 'export.path = "own"', "export.path", "export"),
 ]
 

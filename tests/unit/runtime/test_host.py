@@ -227,7 +227,7 @@ def test_the_probe_is_the_start_of_the_first_prompt() -> None:
         def train_batch(self, step: int) -> list[tuple[int, Prompt]]:
             return [(0, make_prompt(self.text))]
 
-        def held_out(self) -> list[Prompt]:
+        def held_out(self, limit: int | None = None) -> list[Prompt]:
             return []
 
     assert unpack_tokens(probe_sequence(Source("12+3="))) == [ord(char) for char in "12+3="]

@@ -61,8 +61,8 @@ class Curriculum:
                     self._rewards[int(line["step"])] = line["rewards"]
         self._writer = JsonlWriter(store)
 
-    def held_out(self) -> Sequence[Prompt]:
-        return self._source.held_out()
+    def held_out(self, limit: int | None = None) -> Sequence[Prompt]:
+        return self._source.held_out(limit)
 
     def train_batch(self, step: int) -> list[tuple[int, Prompt]]:
         """The (epoch, prompt) pairs of 1-based `step`; a prompt's epoch is the number of its earlier visits."""

@@ -2,30 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Generic, TypeVar
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Generic, TypeVar
 
 from tidemill.config.task import DataConfig
 from tidemill.core.errors import UserError
 from tidemill.core.protocols import CompletionCodec
 from tidemill.core.records import Demonstration, PreferencePair, TokenBuffer, count, pack_tokens
-from tidemill.envs.text.prompts import (
-    EpochOrder,
-    Question,
-    QuestionT,
-    content_digest,
-    content_id,
-    distinct,
-    encode_question,
-    in_chat,
-    in_content_order,
-    question_key,
-    split_by_content,
-    with_location,
+from tidemill.envs.text.prompts import Order, Question, content_id, encode_question, in_chat, with_location
+from tidemill.envs.text.row_split import Side, read_split
+from tidemill.envs.text.row_table import Progress, RowUse
+from tidemill.envs.text.rows import (
+    DEMONSTRATION_SHAPE,
+    PAIR_SHAPE,
+    DemonstrationText,
+    PairText,
+    identical_replies,
+    to_demonstration,
+    to_pair,
 )
-from tidemill.envs.text.rows import DemonstrationText, PairText, identical_replies, read_demonstrations, read_pairs
 
 
 class Encoder:
@@ -72,65 +69,6 @@ class Encoder:
         return pack_tokens(token_ids)
 
 
-Read = Callable[[Path], Iterable[QuestionT]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainEvalSplit(Generic[QuestionT]):
-    """Rows split by question: no question is on both sides."""
-
-    train: list[QuestionT]
-    held_out: list[QuestionT]  # in content order: any first n are a random sample
-    repeated: int  # duplicate rows of `path`
-    kept: int  # rows of `path` left out of training because the evaluation file has the same question
-
-    @property
-    def left_out(self) -> str:
-        """`3 repeated, 1 kept for evaluation`; empty if none."""
-        counts = {"repeated": self.repeated, "kept for evaluation": self.kept}
-        return ", ".join(f"{count} {why}" for why, count in counts.items() if count)
-
-
-def read_split(
-    read: Read[QuestionT], path: Path, held_out_path: Path | None, held_out_fraction: float, *, section: str
-) -> TrainEvalSplit[QuestionT]:
-    """Split one file, or read a training and an evaluation file.
-
-    Appending or moving rows does not change the side of any other row. A duplicate row is used once. A question in
-    both files, or with several answers in one file, is on one side only.
-
-    Args:
-        held_out_fraction: share of the questions of `path`; 0 holds out none.
-        section: of the configuration: "task" or "data".
-
-    Raises:
-        UserError: a file cannot be read or has an invalid row; one side would be empty.
-    """
-    rows = list(read(path))
-    items = distinct(rows)
-    repeated = len(rows) - len(items)
-    if held_out_path is None:
-        train, held_out = split_by_content(items, held_out_fraction) if held_out_fraction else (items, [])
-        if held_out_fraction and not (train and held_out):
-            raise UserError(
-                "a single question cannot be split into training and evaluation",
-                where=str(path),
-                hint=f"add rows, or give {section}.held_out_path",
-            )
-        return TrainEvalSplit(train=train, held_out=in_content_order(held_out), repeated=repeated, kept=0)
-    held_out = distinct(read(held_out_path))
-    asked = {question_key(item) for item in held_out}
-    train = [item for item in items if question_key(item) not in asked]
-    if not train:
-        raise UserError(
-            "every question is also an evaluation question; no training data is left",
-            where=str(path),
-            hint=f"remove the shared rows from {held_out_path}",
-        )
-    kept = len(items) - len(train)
-    return TrainEvalSplit(train=train, held_out=in_content_order(held_out), repeated=repeated, kept=kept)
-
-
 ExampleT = TypeVar("ExampleT", bound=Demonstration | PreferencePair)
 NAMED_ROWS = 3
 """Number of rows that are too long to list in the message."""
@@ -140,24 +78,24 @@ NAMED_ROWS = 3
 class Examples(Generic[ExampleT]):
     """Both sides of a data set, tokenized. No question is on both sides."""
 
-    train: tuple[ExampleT, ...]
-    held_out: tuple[ExampleT, ...]
+    train: Sequence[ExampleT]
+    held_out: Sequence[ExampleT]
     longest_tokens: int  # prompt plus the longer completion, over both sides
     dropped: int  # rows of both sides that were too long
     digest: str  # of the texts of both sides, including dropped ones; changes if the data change
-    description: str  # the file, and what was left out
+    description: str  # the files, and what was left out
+    make_order: Callable[..., Order]  # from `batch` and `seed`
 
     def order(self, *, batch: int, seed: int) -> ExampleOrder[ExampleT]:
         """The training examples in steps of `batch`, shuffled in every epoch."""
-        return ExampleOrder(self.train, batch=batch, seed=seed)
+        return ExampleOrder(self.train, self.make_order(batch=batch, seed=seed), batch=batch)
 
 
 class ExampleOrder(Generic[ExampleT]):
     """Training examples by step; to resume, only the step is needed."""
 
-    def __init__(self, examples: tuple[ExampleT, ...], *, batch: int, seed: int) -> None:
-        self._examples, self._batch = examples, batch
-        self._order = EpochOrder([example.id for example in examples], batch=batch, seed=seed)
+    def __init__(self, examples: Sequence[ExampleT], order: Order, *, batch: int) -> None:
+        self._examples, self._order, self._batch = examples, order, batch
 
     @property
     def steps_per_epoch(self) -> int:
@@ -170,7 +108,12 @@ class ExampleOrder(Generic[ExampleT]):
 
 
 def load_demonstrations(
-    config: DataConfig, *, codec: CompletionCodec, context_limit: int, chat_template: bool
+    config: DataConfig,
+    *,
+    codec: CompletionCodec,
+    context_limit: int,
+    chat_template: bool,
+    progress: Progress = lambda _: None,
 ) -> Examples[Demonstration]:
     """The demonstrations of the `[data]` section.
 
@@ -183,58 +126,71 @@ def load_demonstrations(
     """
     encoder = Encoder(codec, chat_template=chat_template, end_token=config.end_token)
 
-    def tokens(example: Demonstration) -> int:
-        return count(example.prompt_ids) + count(example.completion_ids)
+    def use(**settings: Any) -> RowUse[DemonstrationText, Demonstration]:
+        return RowUse(
+            section="data",
+            shape=DEMONSTRATION_SHAPE,
+            parse=partial(to_demonstration, **settings),
+            encode=encoder.demonstration,
+            tokens=lambda example: count(example.prompt_ids) + count(example.completion_ids),
+            settings=repr(("demonstrations", settings)),
+        )
 
-    return _load(config, read_demonstrations, encoder.demonstration, tokens, context_limit)
+    return _load(config, use, context_limit, progress)
 
 
 def load_pairs(
-    config: DataConfig, *, codec: CompletionCodec, context_limit: int, chat_template: bool
+    config: DataConfig,
+    *,
+    codec: CompletionCodec,
+    context_limit: int,
+    chat_template: bool,
+    progress: Progress = lambda _: None,
 ) -> Examples[PreferencePair]:
     """The preference pairs of the `[data]` section; arguments and errors as `load_demonstrations`."""
     encoder = Encoder(codec, chat_template=chat_template, end_token=config.end_token)
 
-    def tokens(example: PreferencePair) -> int:
-        return count(example.prompt_ids) + max(count(example.chosen_ids), count(example.rejected_ids))
+    def use(**settings: Any) -> RowUse[PairText, PreferencePair]:
+        return RowUse(
+            section="data",
+            shape=PAIR_SHAPE,
+            parse=partial(to_pair, **settings),
+            encode=encoder.pair,
+            tokens=lambda pair: count(pair.prompt_ids) + max(count(pair.chosen_ids), count(pair.rejected_ids)),
+            settings=repr(("pairs", settings)),
+        )
 
-    return _load(config, read_pairs, encoder.pair, tokens, context_limit)
+    return _load(config, use, context_limit, progress)
 
 
 def _load(
-    config: DataConfig,
-    read: Read[QuestionT],
-    encode: Callable[[QuestionT], ExampleT],
-    tokens: Callable[[ExampleT], int],
-    context_limit: int,
+    config: DataConfig, use: Callable[..., RowUse[Any, ExampleT]], context_limit: int, progress: Progress
 ) -> Examples[ExampleT]:
-    if config.path is None:
+    if not config.all_sources:
         hint = "give --data.path FILE (JSON lines, Parquet, or a folder that `datasets` saved)"
         raise UserError("is not set, but this stage needs a data file", where="data.path", hint=hint)
     limit = _longest_allowed(config, context_limit)
-    sides = read_split(read, config.path, config.held_out_path, config.held_out_fraction, section="data")
-    kept: list[list[ExampleT]] = []
-    longest, too_long = 0, list[tuple[str, int]]()
-    for side in (sides.train, sides.held_out):
-        kept.append([])
-        for row in side:
-            example = encode(row)
-            if (length := tokens(example)) > limit:
-                too_long.append((row.where, length))
-            else:
-                kept[-1].append(example)
-                longest = max(longest, length)
-    if too_long and (config.too_long == "refuse" or not kept[0]):
-        raise _too_long(too_long, limit, all_of_them=not kept[0])
-    dropped = f"{len(too_long)} longer than {limit} tokens ({_named(too_long)})" if too_long else ""
-    left_out = ", ".join(filter(None, (sides.left_out, dropped)))
+    split = read_split(config, use, section="data", progress=progress)
+    long = [side.where(side.tokens > limit) for side in (split.train, split.held_out)]
+    short = replace(
+        split,
+        train=split.train.where(split.train.tokens <= limit),
+        held_out=split.held_out.where(split.held_out.tokens <= limit),
+    )
+    dropped = sum(map(len, long))
+    named = _named(long) if dropped else ""
+    if dropped and (config.too_long == "refuse" or not len(short.train)):
+        raise _too_long(dropped, named, limit, all_of_them=not len(short.train))
+    too_long = f"{dropped} longer than {limit} tokens ({named})" if dropped else ""
+    left_out = ", ".join(filter(None, (split.left_out, too_long)))
     return Examples(
-        train=tuple(kept[0]),
-        held_out=tuple(kept[1]),
-        longest_tokens=longest,
-        dropped=len(too_long),
-        digest=content_digest(sides.train, sides.held_out),
-        description=f"{config.path.name}" + (f" (left out: {left_out})" if left_out else ""),
+        train=short.train.examples(),
+        held_out=short.held_out.examples(),
+        longest_tokens=max((int(side.tokens.max()) for side in (short.train, short.held_out) if len(side)), default=0),
+        dropped=dropped,
+        digest=split.digest,
+        description=config.description + (f" (left out: {left_out})" if left_out else ""),
+        make_order=short.order,
     )
 
 
@@ -248,17 +204,18 @@ def _longest_allowed(config: DataConfig, context_limit: int) -> int:
     return config.max_tokens or context_limit
 
 
-def _too_long(rows: list[tuple[str, int]], limit: int, *, all_of_them: bool) -> UserError:
-    number = "1 row is" if len(rows) == 1 else f"{len(rows)} rows are"
+def _too_long(rows: int, named: str, limit: int, *, all_of_them: bool) -> UserError:
+    number = "1 row is" if rows == 1 else f"{rows} rows are"
     hint = "shorten the rows, or use a model with a longer context"
     return UserError(
-        f"{number} longer than {limit} tokens with prompt and completion: {_named(rows)}",
+        f"{number} longer than {limit} tokens with prompt and completion: {named}",
         where="data.path",
         hint=f"{hint}; no training data is left" if all_of_them else f'set data.too_long = "drop", {hint}',
     )
 
 
-def _named(rows: list[tuple[str, int]]) -> str:
-    named = [f"{where}, {length} tokens" for where, length in rows[:NAMED_ROWS]]
-    more = [f"{len(rows) - NAMED_ROWS} more"] if len(rows) > NAMED_ROWS else []
-    return "; ".join(named + more)
+def _named(sides: Sequence[Side[Any]]) -> str:
+    rows = [(side, at) for side in sides for at in range(min(len(side), NAMED_ROWS))][:NAMED_ROWS]
+    named = [f"{side.table.location(int(side.rows[at]))}, {side.tokens[at]} tokens" for side, at in rows]
+    more = sum(map(len, sides)) - len(rows)
+    return "; ".join(named + ([f"{more} more"] if more else []))

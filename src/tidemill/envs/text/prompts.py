@@ -7,7 +7,10 @@ import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from tidemill.core.errors import UserError
 from tidemill.core.protocols import Codec, PromptSource
@@ -66,7 +69,18 @@ def content_id(question: Question) -> str:
 
 def content_digest(*parts: Sequence[Question]) -> str:
     """One digest for several sets of items; the order within a set does not matter."""
-    return hashlib.blake2b(repr([sorted(map(content_id, part)) for part in parts]).encode(), digest_size=16).hexdigest()
+    return ids_digest(*[[content_id(item) for item in part] for part in parts])
+
+
+def ids_digest(*parts: Iterable[str]) -> str:
+    """The `content_digest` of items with these content ids."""
+    digest = hashlib.blake2b(digest_size=16)
+    for number, part in enumerate(parts):
+        digest.update(b"], [" if number else b"[[")
+        for place, name in enumerate(sorted(part)):
+            digest.update(f"{', ' if place else ''}{name!r}".encode())
+    digest.update(b"]]" if parts else b"[]")
+    return digest.hexdigest()
 
 
 def question_key(item: Question) -> str:
@@ -74,27 +88,9 @@ def question_key(item: Question) -> str:
     return json.dumps([[message.role, " ".join(message.content.split())] for message in item.messages])
 
 
-def distinct(items: Iterable[QuestionT]) -> list[QuestionT]:
-    """The first item of each content id, in order."""
-    kept: dict[str, QuestionT] = {}
-    for item in items:
-        kept.setdefault(content_id(item), item)
-    return list(kept.values())
-
-
-def split_by_content(items: Sequence[QuestionT], held_out_fraction: float) -> tuple[list[QuestionT], list[QuestionT]]:
-    """(training, held-out): each question's side depends only on its content.
-
-    With at least two different questions no side is empty: it gets the question nearest to the boundary.
-    """
-    share = {key: hash_share("held out", key) for key in {question_key(item) for item in items}}
-    boundary = held_out_fraction
-    if len(share) >= 2:
-        ranked = sorted(share.values())
-        boundary = min(max(boundary, ranked[1]), ranked[-1])
-    train = [item for item in items if share[question_key(item)] >= boundary]
-    held_out = [item for item in items if share[question_key(item)] < boundary]
-    return train, held_out
+def question_number(item: Question) -> int:
+    """64 bits, equal for items with the same question. They decide whether a question is held out."""
+    return hash_number("held out", question_key(item))
 
 
 def in_content_order(items: Iterable[QuestionT]) -> list[QuestionT]:
@@ -154,35 +150,47 @@ class EpochOrder:
     Args:
         ids: the examples' names, all different.
         batch: B, examples per step.
+        aligned: False if up to B examples are taken from any position, and not B from a multiple of B.
     """
 
-    def __init__(self, ids: Sequence[str], *, batch: int, seed: int) -> None:
-        self._ids, self._batch, self._seed = ids, batch, seed
+    def __init__(self, ids: Sequence[str], *, batch: int, seed: int, aligned: bool = True) -> None:
+        self._ids, self._batch, self._seed, self._aligned = ids, batch, seed, aligned
         self._drawn = lru_cache(maxsize=3)(self._draw)
         self._order = lru_cache(maxsize=2)(self._without_straddling_repeats)
 
     def batch(self, step: int) -> list[tuple[int, int]]:
         """The (epoch, index into `ids`) pairs of 1-based `step`."""
         first = (step - 1) * self._batch
-        places = [divmod(position, len(self._ids)) for position in range(first, first + self._batch)]
-        return [(epoch, self._order(epoch)[place]) for epoch, place in places]
+        return [self.at(position) for position in range(first, first + self._batch)]
 
-    def _draw(self, epoch: int) -> list[int]:
-        return sorted(
-            range(len(self._ids)), key=lambda index: hash_number("epoch", self._seed, epoch, self._ids[index])
-        )
+    def at(self, position: int) -> tuple[int, int]:
+        """The (epoch, index into `ids`) at a position of the endless sequence."""
+        epoch, place = divmod(position, len(self._ids))
+        return epoch, int(self._order(epoch)[place])
 
-    def _without_straddling_repeats(self, epoch: int) -> list[int]:
-        drawn, carried = self._drawn(epoch), (epoch * len(self._ids)) % self._batch
+    def _draw(self, epoch: int) -> NDArray[np.int64]:
+        keys = (hash_number("epoch", self._seed, epoch, name) for name in self._ids)
+        return np.argsort(np.fromiter(keys, np.uint64, len(self._ids)), kind="stable")
+
+    def _without_straddling_repeats(self, epoch: int) -> NDArray[np.int64]:
+        drawn = self._drawn(epoch)
+        carried = (epoch * len(self._ids)) % self._batch if self._aligned else self._batch - 1
         if not epoch or not carried or len(drawn) < 2 * self._batch:
             return drawn
         # The last B positions are never moved, so that the next epoch can read them without computing this reordering.
         movable, fixed = drawn[: -self._batch], drawn[-self._batch :]
-        just_seen = set(self._drawn(epoch - 1)[-carried:])
-        return sorted(movable, key=lambda index: index in just_seen) + fixed
+        just_seen = np.isin(movable, self._drawn(epoch - 1)[-carried:])
+        return np.concatenate([movable[~just_seen], movable[just_seen], fixed])
 
 
 Render = Callable[[Item], Prompt]
+
+
+class Order(Protocol):
+    """The examples of each step."""
+
+    def batch(self, step: int) -> list[tuple[int, int]]:
+        """The (epoch, index) pairs of 1-based `step`."""
 
 
 class _HeldOut:
@@ -190,23 +198,35 @@ class _HeldOut:
 
     def __init__(self, items: Sequence[Item], render: Render) -> None:
         self._items, self._render = items, render
-        self._prompts: tuple[Prompt, ...] | None = None
+        self._prompts: list[Prompt] = []
 
-    def held_out(self) -> Sequence[Prompt]:
-        if self._prompts is None:
-            self._prompts = tuple(self._render(item) for item in self._items)
-        return self._prompts
+    def held_out(self, limit: int | None = None) -> Sequence[Prompt]:
+        """The first `limit` prompts, or all."""
+        wanted = len(self._items) if limit is None else min(limit, len(self._items))
+        self._prompts += [self._render(self._items[at]) for at in range(len(self._prompts), wanted)]
+        return self._prompts[:wanted]
 
 
 class ListedSource(_HeldOut):
-    """A finite training set. Step s takes positions [(s-1)·B, s·B) of an `EpochOrder`."""
+    """A finite training set.
+
+    Args:
+        order: of the training items; by default an `EpochOrder`.
+    """
 
     def __init__(
-        self, train: Sequence[Item], held_out: Sequence[Item], *, batch_prompts: int, seed: int, render: Render
+        self,
+        train: Sequence[Item],
+        held_out: Sequence[Item],
+        *,
+        batch_prompts: int,
+        seed: int,
+        render: Render,
+        order: Order | None = None,
     ) -> None:
         super().__init__(held_out, render)
         self.train_items = train
-        self._order = EpochOrder([content_id(item) for item in train], batch=batch_prompts, seed=seed)
+        self._order = order or EpochOrder([content_id(item) for item in train], batch=batch_prompts, seed=seed)
 
     def train_batch(self, step: int) -> list[tuple[int, Prompt]]:
         """The (epoch, prompt) pairs of 1-based `step`, a pure function of seed, step and the training set."""
@@ -278,12 +298,6 @@ class Task:
     @property
     def longest_prompt_tokens(self) -> int:
         return self.longest.tokens
-
-
-def common_columns(*sides: Sequence[Item]) -> tuple[str, ...]:
-    """The names in the metadata of every item."""
-    names = [item.metadata.keys() for side in sides for item in side]
-    return tuple(name for name in names[0] if all(name in each for each in names)) if names else ()
 
 
 def longest_prompt(items: Iterable[Item], render: Callable[[Item], Prompt]) -> LongestPrompt:

@@ -26,7 +26,7 @@ from tidemill.envs.text.prompts import (
     longest_prompt,
     question_key,
 )
-from tidemill.envs.text.rows import import_extra
+from tidemill.envs.text.row_files import import_extra
 
 DATA_SEED = 0
 """Seed of the generator; every run seed trains and evaluates on the same prompts."""

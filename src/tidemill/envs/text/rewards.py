@@ -16,7 +16,7 @@ from tidemill.config.task import RewardConfig
 from tidemill.core.errors import UserError
 from tidemill.envs.text.batch_rewards import BatchedReward, HttpScorer, Sample
 from tidemill.envs.text.prompts import Task, hash_number
-from tidemill.envs.text.rows import import_extra
+from tidemill.envs.text.row_files import import_extra
 from tidemill.envs.text.user_rewards import WHERE as WHERE_FUNCTION
 from tidemill.envs.text.user_rewards import BatchFunction, Score, UserReward, finite
 from tidemill.extensions.calls import UserCalls

@@ -11,8 +11,8 @@ import msgspec
 
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError
+from tidemill.core.folders import cache_dir
 from tidemill.core.records import Record, decode_json
-from tidemill.models.cache import cache_dir
 from tidemill.telemetry.jsonl import write_atomically
 
 FORMAT = 2

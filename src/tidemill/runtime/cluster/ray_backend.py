@@ -85,7 +85,7 @@ async def on_ray(spec: RunSpec, run: RunDirectory, recorder: Recorder, clock: Cl
     refuse_reward_model(spec.model.source)
     folder = resolve(spec.model, progress=recorder.note)
     codec, limit = load_codec(folder), stored_context_limit(folder)
-    task = fitting_task(spec, codec, limit=limit)
+    task = fitting_task(spec, codec, limit=limit, progress=recorder.note)
     provider: Provider | None = scheduled_provider(spec, run, clock, log=recorder.note)
     model_bytes = sum(file.stat().st_size for file in weight_files(folder))
     async with AsyncExitStack() as stack:

@@ -1,15 +1,19 @@
-"""The same rows as JSON lines, as Parquet and as a folder that `datasets` saved."""
+"""The same rows as JSON lines, as Parquet and as a folder that `datasets` saved; and readers of every row."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 from datasets import Dataset
+
+from tidemill.envs.text.row_files import open_rows, rows_of
+from tidemill.envs.text.rows import to_demonstration, to_item, to_pair
 
 FORMATS = ("jsonl", "parquet", "datasets")
 
@@ -32,3 +36,11 @@ def _filled(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Every column in every row, as tables have them."""
     names = dict.fromkeys(name for row in rows for name in row)
     return [{name: row.get(name) for name in names} for row in rows]
+
+
+def read(parse: Callable[..., Any], path: Path) -> Iterator[Any]:
+    for row in rows_of(open_rows(path, section="data"), section="data", shape="a row looks like this"):
+        yield parse(row, columns={}, system_prompt="")
+
+
+read_items, read_demonstrations, read_pairs = (partial(read, parse) for parse in (to_item, to_demonstration, to_pair))

@@ -10,14 +10,15 @@ from tidemill.envs.text.prompts import (
     Item,
     content_digest,
     content_id,
-    distinct,
     hash_number,
     hash_share,
     in_content_order,
     renderer,
-    split_by_content,
     text_item,
 )
+from tidemill.envs.text.row_files import Row
+from tidemill.envs.text.row_split import split_rows
+from tidemill.envs.text.row_table import RowUse, table_in_memory
 
 
 def test_prompt_ids_never_change() -> None:
@@ -33,15 +34,25 @@ def test_the_id_is_of_messages_and_answer_and_of_nothing_else() -> None:
     assert content_id(item) != content_id(Item(messages=(Message(role="system", content="q"),), answer="a"))
 
 
-def test_distinct_keeps_the_first_of_each_in_order() -> None:
+def split(items: list[Item], fraction: float) -> tuple[list[Item], list[Item]]:
+    """(training, held-out) of rows that are these items."""
+    use = RowUse(
+        section="task", shape="", parse=lambda row: items[row.number], encode=lambda item: item, tokens=lambda _: 0
+    )
+    rows = (Row(fields={}, where="", number=number) for number in range(len(items)))
+    found = split_rows(table_in_memory(rows, use, where=str), None, fraction, where="here", section="task")
+    return list(found.train.examples()), list(found.held_out.examples())
+
+
+def test_of_rows_with_equal_content_the_first_is_kept() -> None:
     items = [text_item("b", "1", where="1"), text_item("a", "1", where="2"), text_item("b", "1", where="3")]
-    assert [item.where for item in distinct(items)] == ["1", "2"]
+    assert sorted(item.where for side in split(items, 0.5) for item in side) == ["1", "2"]
 
 
 def test_answers_and_white_space_do_not_move_a_question_to_the_other_side() -> None:
     items = [text_item(f"question {number}", answer) for number in range(50) for answer in "ab"]
     items += [text_item(f"  question\n{number} ", "c") for number in range(50)]
-    train, held_out = split_by_content(items, 0.3)
+    train, held_out = split(items, 0.3)
     sides = [{item.messages[0].content.split()[1] for item in side} for side in (train, held_out)]
     assert not sides[0] & sides[1]
     assert len(train) + len(held_out) == 150
@@ -50,7 +61,7 @@ def test_answers_and_white_space_do_not_move_a_question_to_the_other_side() -> N
 
 @pytest.mark.parametrize("fraction", [1e-9, 1 - 1e-9])
 def test_neither_side_is_empty_with_two_questions(fraction: float) -> None:
-    train, held_out = split_by_content([text_item("a", "1"), text_item("b", "1")], fraction)
+    train, held_out = split([text_item("a", "1"), text_item("b", "1")], fraction)
     assert len(train) == len(held_out) == 1
 
 

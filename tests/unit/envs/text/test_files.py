@@ -9,11 +9,10 @@ import pytest
 
 from tests.char_codec import CharCodec
 from tests.unit.envs.text import data_files as files
-from tests.unit.envs.text.data_files import FORMATS
+from tests.unit.envs.text.data_files import FORMATS, read_items
 from tidemill.config.task import FileTask
 from tidemill.core.errors import UserError
 from tidemill.envs.text import Task, build_task
-from tidemill.envs.text.rows import read_items
 
 
 def write(path: Path, *rows: object) -> Path:

@@ -9,11 +9,12 @@ import msgspec
 import pytest
 
 from tests.char_codec import CharCodec, make_prompt
+from tests.unit.envs.text.data_files import read_demonstrations
 from tidemill.core.errors import UserError
 from tidemill.core.records import Message
 from tidemill.envs.text.examples import Encoder
 from tidemill.envs.text.prompts import Item, renderer
-from tidemill.envs.text.rows import ScoredCompletion, demonstration_row, pair_rows, read_demonstrations
+from tidemill.envs.text.rows import ScoredCompletion, demonstration_row, pair_rows
 
 PROMPT = make_prompt("1+1=", "2")
 

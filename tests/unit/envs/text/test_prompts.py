@@ -44,5 +44,7 @@ def test_the_order_of_the_file_does_not_matter() -> None:
 
 
 def test_held_out_prompts_are_made_once() -> None:
-    source = listed(5, 2)
-    assert source.held_out() is source.held_out()
+    items = [text_item(f"q{number}", "") for number in range(4)]
+    source = ListedSource(items, items, batch_prompts=2, seed=0, render=RENDER)
+    assert source.held_out()[0] is source.held_out(2)[0]
+    assert (len(source.held_out(3)), len(source.held_out())) == (3, 4)

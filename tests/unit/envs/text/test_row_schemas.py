@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 
-from tests.unit.envs.text.data_files import FORMATS, write
+from tests.unit.envs.text.data_files import FORMATS, read_demonstrations, read_items, read_pairs, write
 from tidemill.core.errors import UserError
 from tidemill.core.records import Message
 from tidemill.envs.text.prompts import Question, content_id
-from tidemill.envs.text.rows import read_demonstrations, read_items, read_pairs
 
 USER = {"role": "user", "content": "2+2?"}
 ASSISTANT = {"role": "assistant", "content": "4"}

@@ -10,7 +10,7 @@ from datasets import Dataset, DatasetDict
 
 from tests.unit.envs.text.data_files import FORMATS, write
 from tidemill.core.errors import UserError
-from tidemill.envs.text.rows import Row, detected_format, read_rows
+from tidemill.envs.text.row_files import Row, open_rows, rows_of
 
 ROWS = [
     {"prompt": "2+2=", "answer": "4", "level": 1},
@@ -20,16 +20,17 @@ ROWS = [
 
 
 def read(path: Path) -> list[Row]:
-    return list(read_rows(path, section="data", shape="a row looks like this"))
+    return list(rows_of(open_rows(path, section="data"), section="data", shape="a row looks like this"))
 
 
 @pytest.mark.parametrize("data_format", FORMATS)
 def test_every_format_gives_the_same_rows(tmp_path: Path, data_format: str) -> None:
     path = write(tmp_path, data_format, ROWS)
-    assert detected_format(path) == data_format
     assert [row.fields for row in read(path)] == ROWS
     second = f"{path}, line 2" if data_format == "jsonl" else f"{path}, row 1 (from 0)"
     assert read(path)[1].where == second
+    file = open_rows(path, section="data")
+    assert [file.fetch(row.locator) for row in read(path)] == ROWS
 
 
 @pytest.mark.parametrize("data_format", FORMATS)

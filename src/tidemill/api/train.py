@@ -48,6 +48,7 @@ def train(
     tokenizer: Any = None,
     data: Any = None,
     eval_data: Any = None,
+    eval_sets: Mapping[str, Any] | None = None,
     columns: Mapping[str, str] | None = None,
     rewards: Sequence[Any] | None = None,
     task: Function | str | None = None,
@@ -73,6 +74,7 @@ def train(
         tokenizer: of a `transformers` model.
         data: training rows: a list of dicts, a `datasets.Dataset`, or the path of a file.
         eval_data: held-out rows; by default a fraction of `data`.
+        eval_sets: more rows (or paths) to evaluate, by name: `{"math": rows}`; instead of the recipe's `eval.sets`.
         columns: names of the columns for `prompt`, `messages`, `answer` and `tools`, if they differ.
         rewards: functions (see `tidemill.reward`), results of `tidemill.rewards`, names such as "exact", or
             `path/file.py:function`.
@@ -128,6 +130,7 @@ def prepare(
     tokenizer: Any = None,
     data: Any = None,
     eval_data: Any = None,
+    eval_sets: Mapping[str, Any] | None = None,
     columns: Mapping[str, str] | None = None,
     rewards: Sequence[Any] | None = None,
     task: Function | str | None = None,
@@ -152,6 +155,7 @@ def prepare(
     inputs = Inputs(folder=directory / INPUTS, kept="model_digest" in RunDirectory(directory).read_manifest())
     inputs.add_model(model, tokenizer)
     inputs.add_data(data, eval_data, columns)
+    inputs.add_eval_sets(eval_sets)
     inputs.add_task(task, task_params)
     inputs.add_rewards(rewards)
     inputs.add_function("algorithm.advantage", "advantage", advantage)

@@ -54,6 +54,7 @@ INPUT_PATHS: tuple[KeyPath, ...] = (
     ("task", "held_out_path"),
     ("data", "path"),
     ("data", "held_out_path"),
+    ("eval", "sets", "path"),
     ("pool", "path"),
     ("simulation", "model"),
     ("simulation", "catalog"),
@@ -273,7 +274,7 @@ def _with_absolute_paths(path: KeyPath, value: Any, folder: Path) -> Any:
         }
     if isinstance(value, list) and path == (STAGES,):
         return [with_absolute_paths(each, folder) if isinstance(each, dict) else each for each in value]
-    if isinstance(value, list) and path == ("scoring", "rewards"):
+    if isinstance(value, list) and path in (("scoring", "rewards"), ("eval", "sets")):
         return [_with_absolute_paths(path, each, folder) for each in value]
     if not isinstance(value, str) or value.startswith(PREFIX):
         return value

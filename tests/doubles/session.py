@@ -180,9 +180,11 @@ class FakeTelemetry:
         self.steps.append(metrics)
 
     def samples(self, step: int, trajectories: Sequence[Trajectory], prompts: Sequence[Prompt]) -> None:
+        by_purpose: dict[str, list[SampleId]] = {}
         for trajectory, prompt in zip(trajectories, prompts, strict=True):
             assert trajectory.sample_id.prompt_id == prompt.prompt_id
-        self.sample_files[step, trajectories[0].sample_id.purpose] = [t.sample_id for t in trajectories]
+            by_purpose.setdefault(trajectory.sample_id.purpose, []).append(trajectory.sample_id)
+        self.sample_files |= {(step, purpose): ids for purpose, ids in by_purpose.items()}
 
     def progress(self, phase: str, done: int, total: int) -> None:
         self.progressed.append((phase, done, total))
@@ -219,6 +221,7 @@ class Session:
     slots: int = 3
     stop: asyncio.Event = field(default_factory=asyncio.Event)
     reader: FakeReader | None = None  # the reference
+    eval_sets: dict[str, list[Prompt]] = field(default_factory=dict)
     result: LoopResult | None = None
 
     def __post_init__(self) -> None:
@@ -261,6 +264,7 @@ class Session:
                     stop=self.stop,
                     reading=self.reader.reading() if self.reader else None,
                     timeouts=self.timeouts,
+                    eval_sets=self.eval_sets,
                 )
         finally:
             self.disk.journal = self.journal.disk

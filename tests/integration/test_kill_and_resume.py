@@ -60,7 +60,7 @@ def assert_same_history(session: Session, after: object) -> None:
     assert told == {step: (known.result.greedy_accuracy, known.result.version) for step, known in evaluated(reference)}
 
 
-def evaluated(session: Session) -> Iterable[tuple[int, Any]]:
+def evaluated(session: Session) -> Iterable[tuple[tuple[int, str], Any]]:
     return session.ledger.evaluations.items()
 
 

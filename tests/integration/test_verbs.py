@@ -91,6 +91,36 @@ def test_eval_draws_samples_for_pass_at_k_and_compares(trained: Trained) -> None
     assert again["drawn"] == drawn
 
 
+def test_two_sets_are_evaluated_during_training_and_by_eval(tmp_path: Path, session_cache: Path) -> None:
+    for name, first in (("low", 0), ("high", 6)):
+        rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(first, first + 3) for b in range(3)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    recipe = tmp_path / "sets.toml"
+    recipe.write_text(
+        '[[eval.sets]]\nname = "low"\npath = "low.jsonl"\n'
+        '[[eval.sets]]\nname = "high"\npath = "high.jsonl"\nprompts = 4\n[eval]\nsamples_per_prompt = 3\n'
+    )
+    asked = (RECIPE, f"@{recipe}", *SHAPE, "--eval.prompts=8", "--trainer.steps=6", f"--run.dir={tmp_path / 'run'}")
+    ran = run_here("train", *asked)
+    assert ran.code == 0, ran.err
+    for line in ("low reward after step 6: ", "high reward after step 0: ", "drawn samples ", "pass@2 "):
+        assert line in ran.err
+    assert "\nlow mean reward " in ran.out and "(n = 4)" in ran.out
+    last = json.loads((tmp_path / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[-1])
+    assert (last["eval/n"], last["eval/low/n"], last["eval/high/n"]) == (8, 8, 4)
+    page = (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
+    assert all(f'"title":"{title}"' in page for title in ("pass@k", "pass@k, low", "pass@k, high"))
+    # `tidemill eval` draws the same samples of the same weights.
+    found = run_here("eval", "--checkpoint", str(tmp_path / "run"), "--compare=char", "--json").data
+    for prefix, figures in (("eval/", found), *((f"eval/{name}/", each) for name, each in found["sets"].items())):
+        assert last[f"{prefix}greedy_accuracy"] == figures["greedy_accuracy"]
+        assert last[f"{prefix}drawn_reward_mean"] == pytest.approx(figures["drawn"]["reward_mean"]["value"])
+        assert {k: last[f"{prefix}pass_at_{k}"] for k in (1, 2)} == {
+            int(k): pytest.approx(figure["value"]) for k, figure in figures["drawn"]["pass_at"].items()
+        }
+        assert figures["compared_with"]["figures"]["reward_mean"]["n"] == figures["n"]
+
+
 def test_eval_can_use_an_earlier_checkpoint(trained: Trained) -> None:
     ran = run_here("eval", "--checkpoint", str(trained.run / "checkpoints/step_6"), "--json")
     at_6 = [json.loads(line) for line in (trained.run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()][-7]

@@ -29,14 +29,15 @@ def evaluate(
     rewards: Sequence[Any] | None = None,
     overrides: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Evaluate a model on held-out prompts: mean reward, accuracy, pass@k, lengths and every greedy completion.
+    """Evaluate a model on held-out prompts: mean reward, accuracy, pass@k, lengths and every greedy completion; under
+    "sets" the same for each set of `eval.sets`.
 
     Args:
         recipe: as for `train`; or a `Run`, whose task and rewards are used, and its newest checkpoint unless `model` is
             given.
         model: as for `train`; a checkpoint folder; or a `Run`, for its newest checkpoint.
         tokenizer: of a `transformers` model.
-        data: rows, all of which are evaluated, instead of the recipe's held-out prompts.
+        data: rows, all of which are evaluated, instead of the recipe's held-out prompts and sets.
         columns: as for `train`.
         rewards: as for `train`. Default: those of the recipe that measure correctness.
         overrides: values by dotted key: `{"eval.samples_per_prompt": 8}` adds pass@k.
@@ -55,6 +56,7 @@ def evaluate(
         if data is not None:
             inputs.overrides["task"]["held_out_fraction"] = 1.0
             inputs.overrides["eval.prompts"] = EVERY_PROMPT
+            inputs.overrides["eval.sets"] = []
         if rewards is not None:
             inputs.overrides["eval.rewards"] = inputs.overrides["scoring.rewards"]
         spec = load(source, {**inputs.overrides, **(overrides or {})}, purpose="eval")

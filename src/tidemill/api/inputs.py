@@ -11,6 +11,7 @@ from typing import Any
 
 from tidemill.api.rewards import Reward
 from tidemill.api.rewards import function as user_reward
+from tidemill.config.schema import SET_NAME
 from tidemill.config.task import HUB, RewardConfig
 from tidemill.core.errors import UserError
 from tidemill.extensions.registry import Extension, Kind, given_function
@@ -54,6 +55,21 @@ class Inputs:
         if columns:
             task["columns"] = dict(columns)
         self.overrides["task"] = task
+
+    def add_eval_sets(self, sets: Any) -> None:
+        """Rows or paths by name, as `eval.sets`."""
+        if sets is None:
+            return
+        if not isinstance(sets, Mapping):
+            what, hint = f"expected a dict, found {type(sets).__name__}", 'for example eval_sets={"math": rows}'
+            raise UserError(what, where="eval_sets", hint=hint)
+        if wrong := [name for name in sets if not isinstance(name, str) or not SET_NAME.fullmatch(name)]:
+            hint = "use letters, digits, - and _"
+            raise UserError(f"{wrong[0]!r} is not a folder name", where="eval_sets", hint=hint)
+        self.overrides["eval.sets"] = [
+            {"name": name, "path": str(self._data_path(rows, f"eval_sets, {name}", f"eval-{name}", addable=True))}
+            for name, rows in sets.items()
+        ]
 
     def add_model(self, model: Any, tokenizer: Any) -> None:
         """A name, a folder, or a `transformers` model with its tokenizer."""
@@ -107,12 +123,13 @@ class Inputs:
         self.extensions.append(extension)
         return extension.ref
 
-    def _data_path(self, data: Any, where: str, name: str) -> str:
+    def _data_path(self, data: Any, where: str, name: str, *, addable: bool = False) -> str:
+        """Save rows; a run that has begun must have saved the same, unless they are new and `addable`."""
         if isinstance(data, (str, Path)):
             return str(data) if str(data).startswith(HUB) else str(Path(data).expanduser().absolute())
         path = self.folder / f"{name}.jsonl"
         content = b"".join(_json_line(row, f"{where}, row {index}") for index, row in enumerate(_rows(data, where)))
-        if self.kept:
+        if self.kept and (path.is_file() or not addable):
             if not path.is_file() or path.read_bytes() != content:
                 hint = "give the rows of the first session, or choose another run_dir"
                 raise UserError("the rows have changed since this run started", where=where, hint=hint)

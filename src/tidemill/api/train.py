@@ -48,6 +48,7 @@ def train(
     tokenizer: Any = None,
     data: Any = None,
     eval_data: Any = None,
+    eval_sets: Mapping[str, Any] | None = None,
     columns: Mapping[str, str] | None = None,
     rewards: Sequence[Any] | None = None,
     task: Function | str | None = None,
@@ -77,6 +78,7 @@ def train(
         data: training rows: a list of dicts, a `datasets.Dataset`, the path of a file, "hub:OWNER/NAME", or several of
             these as (weight, data) pairs.
         eval_data: held-out rows; by default a fraction of `data`.
+        eval_sets: more rows (or paths) to evaluate, by name: `{"math": rows}`; instead of the recipe's `eval.sets`.
         columns: names of the columns for `prompt`, `messages`, `answer` and `tools`, if they differ.
         rewards: functions (see `tidemill.reward`), results of `tidemill.rewards`, names such as "exact", or
             `path/file.py:function`.
@@ -137,6 +139,7 @@ def prepare(
     tokenizer: Any = None,
     data: Any = None,
     eval_data: Any = None,
+    eval_sets: Mapping[str, Any] | None = None,
     columns: Mapping[str, str] | None = None,
     rewards: Sequence[Any] | None = None,
     task: Function | str | None = None,
@@ -161,6 +164,7 @@ def prepare(
     inputs = Inputs(folder=directory / INPUTS, kept="model_digest" in RunDirectory(directory).read_manifest())
     inputs.add_model(model, tokenizer)
     inputs.add_data(data, eval_data, columns)
+    inputs.add_eval_sets(eval_sets)
     inputs.add_task(task, task_params)
     inputs.add_rewards(rewards)
     inputs.add_function("algorithm.advantage", "advantage", advantage)

@@ -34,8 +34,8 @@ def evaluate(
     dry_run: DryRun = False,
     json: Json = False,
 ) -> Result:
-    """Evaluate a model or a checkpoint on the task's held-out prompts: mean reward and accuracy of greedy completions,
-    lengths, diversity; with `--eval.samples_per_prompt N` also pass@k."""
+    """Evaluate a model or a checkpoint on the task's held-out prompts and on `eval.sets`: mean reward and accuracy of
+    greedy completions, lengths, diversity; with `--eval.samples_per_prompt N` also pass@k."""
     with model_folder(checkpoint) as folder, compared(compare) as other:
         spec = spec_for(items, checkpoint, purpose="eval")
         if dry_run:
@@ -63,6 +63,16 @@ def compared(name: str | None) -> Iterator[Path | str | None]:
 
 def figures(found: dict[str, Any]) -> str:
     """One figure per line; completions are only in `--json`."""
+    lines = _lines(found)
+    width = max((len(name) for name, _ in lines), default=0)
+    return "\n".join(f"{name:<{width}}  {words}".rstrip() for name, words in lines)
+
+
+OF_THE_MODEL = ("model", "weights_digest")
+"""Equal for every set, and printed once."""
+
+
+def _lines(found: dict[str, Any]) -> list[tuple[str, str]]:
     lines = list[tuple[str, str]]()
     for name, value in found.items():
         if name == "drawn":
@@ -71,13 +81,16 @@ def figures(found: dict[str, Any]) -> str:
             lines += [(f"score {scorer}", _with_interval(score)) for scorer, score in value.items()]
         elif name == "compared_with":
             lines += _compared(value)
+        elif name == "sets":
+            for of_set, figures_of_set in value.items():
+                lines.append((f"set {of_set}", ""))
+                lines += [(f"  {each}", text) for each, text in _lines(figures_of_set) if each not in OF_THE_MODEL]
         elif value is not None and f"{name}_interval" in found:
             low, high = found[f"{name}_interval"]
             lines.append((name, _with_interval({"value": value, "low": low, "high": high})))
         else:
             lines += _plain(name, value)
-    width = max((len(name) for name, _ in lines), default=0)
-    return "\n".join(f"{name:<{width}}  {words}" for name, words in lines)
+    return lines
 
 
 def _plain(name: str, value: Any) -> list[tuple[str, str]]:

@@ -89,9 +89,10 @@ def summary_text(summary: dict[str, Any], directory: Path) -> str:
     word = "already finished" if summary.get("already_finished") else word
     lines = [f"{word}: {steps} of {total} steps in {long_duration(summary.get('wall_s') or 0.0)}"]
     measured = summary.get("eval") or {}
-    if changes := held_out_changes(measured, digits=2):
-        n = ", then ".join(dict.fromkeys(str(measured[when]["n"]) for when in ("before", "after")))
-        lines.append(f"{changes} (n = {n})")
+    for name, figures in {"held-out": measured, **measured.get("sets", {})}.items():
+        if changes := held_out_changes(figures, digits=2, name=name):
+            n = ", then ".join(dict.fromkeys(str(figures[when]["n"]) for when in ("before", "after")))
+            lines.append(f"{changes} (n = {n})")
     if summary.get("interrupted"):
         lines.append("the same command resumes it")
     lines.append(f"curves and samples: {directory / 'report.html'}")

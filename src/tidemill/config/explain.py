@@ -61,6 +61,7 @@ def derive(spec: RunSpec) -> Derived:
     )
     evaluations = 1 + occurrences(steps, spec.eval.every_steps)
     eval_limit = spec.eval.max_new_tokens or spec.sampling.max_new_tokens
+    eval_samples = evaluations * spec.eval.most_prompts * (1 + spec.eval.samples_per_prompt)
     checkpoints = occurrences(steps, spec.checkpoint.every_steps)
     return Derived(
         samples_per_step=samples,
@@ -75,8 +76,8 @@ def derive(spec: RunSpec) -> Derived:
         completion_tokens=steps * per_step,
         trained_tokens=steps * per_step * batch.epochs,
         evaluations=evaluations,
-        eval_samples=evaluations * spec.eval.prompts,
-        eval_tokens=evaluations * spec.eval.prompts * eval_limit,
+        eval_samples=eval_samples,
+        eval_tokens=eval_samples * eval_limit,
         checkpoints=checkpoints,
         checkpoints_kept=min(checkpoints, spec.checkpoint.keep_last + spec.checkpoint.keep_best),
     )
@@ -124,12 +125,8 @@ def topics(spec: RunSpec, *, purpose: Purpose = "train") -> list[Topic]:
     if purpose == "generate":
         return [("model", _model(spec)), ("sampling", _sampling(spec))]
     if purpose == "eval":
-        found = [("model", _model(spec)), ("task", _task(spec)), ("evaluation", _evaluation_size(spec))]
-        if spec.eval.samples_per_prompt:
-            ks = ", ".join(f"pass@{k}" for k in spec.eval.ks)
-            samples = counted(spec.eval.samples_per_prompt, "sample")
-            found.append(("samples", f"{samples} per prompt for {ks}; {_sampling(spec)}"))
-        return found
+        size = _evaluation_size(spec)
+        return [("model", _model(spec)), ("task", _task(spec)), ("evaluation", size), *_drawn(spec)]
     derived = derive(spec)
     return [
         ("model", _model(spec)),
@@ -142,6 +139,7 @@ def topics(spec: RunSpec, *, purpose: Purpose = "train") -> list[Topic]:
         ("learning", _learning(spec, derived)),
         ("run", _run(spec, derived)),
         ("evaluation", _evaluation(spec, derived)),
+        *_drawn(spec),
         ("checkpoint", _checkpoint(spec, derived)),
         ("directory", f"{spec.directory}; the same command resumes the run"),
         *(("note", note) for note in notes(spec)),
@@ -305,7 +303,17 @@ def _evaluation(spec: RunSpec, derived: Derived) -> str:
 def _evaluation_size(spec: RunSpec) -> str:
     limit = spec.eval.max_new_tokens or spec.sampling.max_new_tokens
     prompts = counted(spec.eval.prompts, "held-out prompt")
-    return f"at most {prompts}, greedy, at most {counted(limit, 'new token')} each"
+    sets = "".join(f" and {number(each.prompts or spec.eval.prompts)} of {each.name}" for each in spec.eval.sets)
+    return f"at most {prompts}{sets}, greedy, at most {counted(limit, 'new token')} each"
+
+
+def _drawn(spec: RunSpec) -> list[Topic]:
+    """Samples drawn at an evaluation; empty if none are."""
+    if not spec.eval.samples_per_prompt:
+        return []
+    ks = ", ".join(f"pass@{k}" for k in spec.eval.ks)
+    samples = counted(spec.eval.samples_per_prompt, "sample")
+    return [("samples", f"{samples} per prompt for {ks}; {_sampling(spec)}")]
 
 
 def _checkpoint(spec: RunSpec, derived: Derived) -> str:

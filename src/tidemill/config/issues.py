@@ -346,9 +346,9 @@ INACTIVE = (
         'optimizer.schedule is "constant"',
     ),
     Inactive(
-        "eval.samples_per_prompt eval.pass_at eval.compare_with",
+        "eval.compare_with",
         lambda spec: False,
-        "evaluations during training are greedy and of one model; use `tidemill eval`",
+        "evaluations during training are of one model; use `tidemill eval`",
     ),
 )
 

@@ -57,12 +57,18 @@ INPUT_PATHS: tuple[KeyPath, ...] = (
     ("data", "path"),
     ("data", "held_out_path"),
     ("data", "sources", "path"),
+    ("eval", "sets", "path"),
     ("pool", "path"),
     ("simulation", "model"),
     ("simulation", "catalog"),
     ("simulation", "lengths_from"),
 )
-ARRAYS_OF_TABLES: tuple[KeyPath, ...] = (("scoring", "rewards"), ("task", "sources"), ("data", "sources"))
+ARRAYS_OF_TABLES: tuple[KeyPath, ...] = (
+    ("scoring", "rewards"),
+    ("task", "sources"),
+    ("data", "sources"),
+    ("eval", "sets"),
+)
 MODEL_SOURCES: tuple[KeyPath, ...] = (("model", "source"), ("critic", "source"), ("scoring", "rewards", "model"))
 """Keys that take the name of a model, or a path that starts with ./, ../ or ~."""
 

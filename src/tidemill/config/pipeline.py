@@ -28,6 +28,7 @@ REFERENCE_KEYS: dict[KeyPath, tuple[Product, ...]] = {
     ("data", "sources", ITEM, "path"): (),
     ("scoring", "rewards", ITEM, "model"): ("a reward model",),
     ("eval", "compare_with"): ("a model",),
+    ("eval", "sets", ITEM, "path"): ("prompts",),
 }
 """The keys that name a model or file, and the products they accept; (): the data of the kind of stage."""
 

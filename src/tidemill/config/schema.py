@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal, Self
@@ -23,12 +24,15 @@ from tidemill.config.model import ModelConfig, PlacementConfig, ReadingConfig
 from tidemill.config.pool import FleetConfig, PoolConfig, RayConfig, SimulationConfig, StaticPool
 from tidemill.config.task import (
     ArithmeticTask,
+    Column,
     DataConfig,
     DataGenerationConfig,
     RewardConfig,
     ScoringConfig,
     TaskConfig,
 )
+
+SET_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 
 
 class RunConfig(Config):
@@ -67,6 +71,27 @@ class EngineConfig(Config):
     """Interval at which a worker reports new tokens to the controller, in seconds."""
 
 
+class EvalSetConfig(Config):
+    name: str
+    """Name in metrics (`eval/NAME/reward_mean`), events and samples files: letters, digits, - and _."""
+    path: Path
+    """Prompts that are only evaluated, all of them; formats as for task.path."""
+    columns: dict[Column, str] | None = None
+    """Names of the file's columns where they differ, as task.columns; {} for none. Default: task.columns if task.kind =
+    "file"."""
+    system_prompt: str | None = None
+    """Text before every question, as a message of the role system; "" for none. Default: task.system_prompt if
+    task.kind = "file"."""
+    prompts: int = Field(0, ge=0)
+    """Maximum number of prompts; 0: eval.prompts."""
+
+    def issues(self) -> Iterator[str]:
+        if not SET_NAME.fullmatch(self.name):
+            yield f'name = "{self.name}" is not a folder name; use letters, digits, - and _'
+        elif self.name == "held_out" or self.name.endswith("-drawn"):
+            yield f'name = "{self.name}" is reserved; choose another name'
+
+
 class EvalConfig(Config):
     every_steps: int = Field(5, ge=0)
     """Steps between evaluations on held-out prompts; 0: evaluate only before and after training."""
@@ -75,13 +100,16 @@ class EvalConfig(Config):
     max_new_tokens: int = Field(0, ge=0)
     """Maximum completion length in evaluation, in tokens; 0: sampling.max_new_tokens."""
     samples_per_prompt: int = Field(0, ge=0)
-    """Samples per prompt for pass@k, drawn with the settings of [sampling] in addition to the greedy completion; 0:
-    greedy only. Only for `tidemill eval` and eval stages; evaluations during training are always greedy."""
+    """Samples per prompt for pass@k, drawn with the settings of [sampling] in addition to the greedy completion at
+    every evaluation; 0: greedy only."""
     pass_at: tuple[Annotated[int, Field(ge=1)], ...] = ()
     """Values of k for pass@k, at most samples_per_prompt. Default: the powers of 2."""
     rewards: tuple[RewardConfig, ...] = ()
     """Rewards of held-out samples, as scoring.rewards. Default: those of scoring.rewards that compare with the
     answer."""
+    sets: tuple[EvalSetConfig, ...] = ()
+    """More prompts to evaluate after the held-out ones, with the same rewards; each set has its own figures. The best
+    checkpoint is chosen by the held-out prompts of the task."""
     compare_with: str | None = None
     """Eval stages: a second model, as model.source, evaluated on the same prompts and reported with the difference and
     its p-value."""
@@ -92,7 +120,15 @@ class EvalConfig(Config):
         powers = (2**power for power in range(self.samples_per_prompt.bit_length()))
         return tuple(sorted(set(self.pass_at or powers)))
 
+    @property
+    def most_prompts(self) -> int:
+        """Maximum number of prompts of one evaluation, over all sets."""
+        return self.prompts + sum(each.prompts or self.prompts for each in self.sets)
+
     def issues(self) -> Iterator[str]:
+        names = [each.name for each in self.sets]
+        for name in dict.fromkeys(name for name in names if names.count(name) > 1):
+            yield f'two sets have the name "{name}"; rename one of them'
         if self.pass_at and max(self.pass_at) > self.samples_per_prompt:
             yield (
                 f"pass_at contains {max(self.pass_at)}, more than samples_per_prompt = {self.samples_per_prompt}; "

@@ -118,9 +118,15 @@ def _is_table(value: Any) -> bool:
 
 
 def write_value(value: Any) -> str:
-    """One value as TOML; tables are written inline."""
+    """One value as TOML; tables are written inline, without keys that are None."""
     table = tomlkit.inline_table()
-    table.append("value", value)
+    table.append("value", _set_keys(value))
     item = table.value.item("value")
     assert isinstance(item, tomlkit.items.Item)
     return item.as_string()
+
+
+def _set_keys(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _set_keys(each) for name, each in value.items() if each is not None}
+    return [_set_keys(each) for each in value] if isinstance(value, list) else value

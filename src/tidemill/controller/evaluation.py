@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import replace
+from functools import partial
 from statistics import fmean, stdev
 from typing import Any
 
@@ -19,16 +20,46 @@ from tidemill.core.errors import UserError
 from tidemill.core.protocols import PromptSource, Scorer
 from tidemill.core.records import CORRECT_REWARD, PolicyVersion, Prompt, Record, SamplingParams, Trajectory
 from tidemill.telemetry.events import EVALUATION
-from tidemill.telemetry.metrics import HELD_OUT
-
-HELD_OUT_NAME = "held_out"
+from tidemill.telemetry.metrics import EVAL_TIME, HELD_OUT_NAME, PASS_AT, held_out_prefix
+from tidemill.telemetry.statistics import mean_pass_at_k
 
 
 class Evaluation(Record):
-    """An evaluation's figures and its samples, in the order of the prompts."""
+    """An evaluation's figures and its samples: greedy, in the order of the prompts, then the drawn ones."""
 
     result: EvalResult
     samples: tuple[Trajectory, ...]
+
+
+def drawn_purpose(name: str) -> str:
+    """Purpose of the samples for pass@k; part of the sample ids, which seed the random numbers."""
+    return f"eval:{name}:drawn"
+
+
+async def draw(
+    *,
+    version: PolicyVersion,
+    prompts: Sequence[Prompt],
+    rollout: RolloutContext,
+    sampling: SamplingParams,
+    seed: int,
+    purpose: str,
+    samples_per_prompt: int,
+) -> list[tuple[Trajectory, ...]]:
+    """Generate and score samples of each prompt: in the order of the prompts, by index.
+
+    Raises:
+        Exception: as `collect_samples`.
+    """
+    plan = SamplingPlan(purpose=purpose, run_seed=seed, group_size=samples_per_prompt, sampling=sampling)
+    in_flight = InFlight(plan, version_number=version.number)
+    groups = plan_groups([(0, prompt) for prompt in prompts], first_position=0, from_version=version.number)
+    in_flight.open(groups, prompts)
+    drawn: dict[str, list[Trajectory]] = {prompt.prompt_id: [] for prompt in prompts}
+    async with collect_samples(in_flight, rollout) as scored:
+        async for trajectory in scored:
+            drawn[trajectory.sample_id.prompt_id].append(trajectory)
+    return [tuple(sorted(samples, key=lambda each: each.sample_id.index)) for samples in drawn.values()]
 
 
 async def evaluate(
@@ -41,8 +72,10 @@ async def evaluate(
     sampling: SamplingParams,
     seed: int,
     name: str = HELD_OUT_NAME,
+    samples_per_prompt: int = 0,
+    ks: Sequence[int] = (),
 ) -> Evaluation:
-    """Generate one greedy completion per prompt and score it.
+    """Generate and score one greedy completion per prompt, then `samples_per_prompt` samples.
 
     Nothing is journalled; an interrupted evaluation is repeated.
 
@@ -50,7 +83,8 @@ async def evaluate(
         step: batches committed before `version`, which the worker must have loaded.
         rollout: its ledger and scorer are not used.
         scorer: may differ from the training reward.
-        sampling: used with temperature 0.
+        sampling: of the drawn samples; greedy completions use it with temperature 0.
+        ks: values of k for pass@k of the drawn samples.
 
     Raises:
         UserError: there are no prompts.
@@ -68,16 +102,14 @@ async def evaluate(
         window_s=math.inf,
     )
     greedy = msgspec.structs.replace(sampling, temperature=0.0, top_k=0, top_p=1.0)
-    plan = SamplingPlan(purpose=f"eval:{name}", run_seed=seed, group_size=1, sampling=greedy)
-    in_flight = InFlight(plan, version_number=version.number)
-    groups = plan_groups([(0, prompt) for prompt in prompts], first_position=0, from_version=version.number)
-    in_flight.open(groups, prompts)
+    generate = partial(draw, version=version, prompts=prompts, rollout=rollout, seed=seed)
     started_s = rollout.clock.now()
-    async with collect_samples(in_flight, rollout) as scored:
-        by_prompt = {trajectory.sample_id.prompt_id: trajectory async for trajectory in scored}
-    samples = tuple(by_prompt[prompt.prompt_id] for prompt in prompts)
-    result = eval_result(name, step, version, samples, rollout.clock.now() - started_s)
-    return Evaluation(result=result, samples=samples)
+    samples = [one for (one,) in await generate(sampling=greedy, purpose=f"eval:{name}", samples_per_prompt=1)]
+    drawn = list[tuple[Trajectory, ...]]()
+    if samples_per_prompt:
+        drawn = await generate(sampling=sampling, purpose=drawn_purpose(name), samples_per_prompt=samples_per_prompt)
+    result = eval_result(name, step, version, samples, rollout.clock.now() - started_s, drawn=drawn, ks=ks)
+    return Evaluation(result=result, samples=(*samples, *(sample for group in drawn for sample in group)))
 
 
 def rewards_of(samples: Iterable[Trajectory]) -> list[float]:
@@ -104,11 +136,32 @@ def correctness(samples: Sequence[Trajectory]) -> list[bool] | None:
     return [is_correct(sample) for sample in samples]
 
 
+def counts_correct(drawn: Sequence[Sequence[Trajectory]]) -> list[tuple[int, int]] | None:
+    """(samples, correct samples) of each prompt; None if rewards are graded."""
+    if correctness([sample for samples in drawn for sample in samples]) is None:
+        return None
+    return [(len(samples), sum(map(is_correct, samples))) for samples in drawn]
+
+
+def prompt_rewards(drawn: Sequence[Sequence[Trajectory]]) -> list[float | None]:
+    """Mean valid reward of each prompt's samples; None if none is valid."""
+    rewards = [rewards_of(samples) for samples in drawn]
+    return [fmean(each) if each else None for each in rewards]
+
+
 def eval_result(
-    name: str, step: int, version: PolicyVersion, samples: Sequence[Trajectory], duration_s: float
+    name: str,
+    step: int,
+    version: PolicyVersion,
+    samples: Sequence[Trajectory],
+    duration_s: float,
+    *,
+    drawn: Sequence[Sequence[Trajectory]] = (),
+    ks: Sequence[int] = (),
 ) -> EvalResult:
-    """Figures of at least one greedy sample."""
+    """Figures of at least one greedy sample, and of the samples drawn of each prompt."""
     rewards, right = rewards_of(samples), correctness(samples)
+    counts, drawn_rewards = counts_correct(drawn), [each for each in prompt_rewards(drawn) if each is not None]
     return EvalResult(
         name=name,
         step=step,
@@ -121,22 +174,34 @@ def eval_result(
         truncated_fraction=fmean(sample.truncated for sample in samples),
         completion_tokens_mean=fmean(sample.completion_length for sample in samples),
         duration_s=duration_s,
+        samples_per_prompt=len(drawn[0]) if drawn else 0,
+        pass_at={k: mean_pass_at_k(counts, k).value for k in ks} if counts else {},
+        drawn_reward_mean=fmean(drawn_rewards) if drawn_rewards else None,
     )
 
 
 class EvalSchedule:
-    """Evaluates a run's versions on held-out prompts when due.
+    """Evaluates a run's versions when due: on the task's held-out prompts, then on every other set.
 
     Args:
         sampling: of training; `[eval]` may override `max_new_tokens`.
+        sets: the prompts of `eval.sets`, by name.
     """
 
     def __init__(
-        self, spec: RunSpec, source: PromptSource, scorer: Scorer, rollout: RolloutContext, *, sampling: SamplingParams
+        self,
+        spec: RunSpec,
+        source: PromptSource,
+        scorer: Scorer,
+        rollout: RolloutContext,
+        *,
+        sampling: SamplingParams,
+        sets: Mapping[str, Sequence[Prompt]],
     ) -> None:
         limit = spec.eval.max_new_tokens or sampling.max_new_tokens
         self._spec, self._source, self._scorer, self._rollout = spec, source, scorer, rollout
         self._sampling = msgspec.structs.replace(sampling, max_new_tokens=limit)
+        self._sets = sets
 
     async def if_due(self, step: int, version: PolicyVersion, *, training: SampleCollector | None) -> dict[str, float]:
         """Figures if an evaluation is due (before the first step, every `eval.every_steps`, after the last), else none.
@@ -150,55 +215,87 @@ class EvalSchedule:
         every = self._spec.eval.every_steps
         if not (step in (0, self._spec.trainer.steps) or (every and step % every == 0)):
             return {}
-        prompts = list(self._source.held_out(self._spec.eval.prompts))
-        known = self._rollout.ledger.evaluations.get(step)
-        if known is not None and (known.result.version, known.result.n) == (version, len(prompts)):
-            self._log_again(step, known, prompts)
-            return _figures(known.result)
-        return _figures(await self._evaluate(step, version, prompts, training)) if prompts else {}
+        held_out = list(self._source.held_out(self._spec.eval.prompts))
+        figures: dict[str, float] = {}
+        async with AsyncExitStack() as pause:
+            for name, prompts in {HELD_OUT_NAME: held_out, **self._sets}.items():
+                known = self._rollout.ledger.evaluations.get((step, name))
+                if known is not None and self._is_of(known.result, version, prompts):
+                    self._log_again(step, known, prompts)
+                    result = known.result
+                elif prompts:
+                    result = await self._evaluate(step, version, name, prompts, training, pause)
+                    training = None  # paused until the block ends
+                else:
+                    continue
+                figures |= _figures(result)
+                figures[EVAL_TIME] = figures.get(EVAL_TIME, 0.0) + result.duration_s
+        return figures
+
+    def _is_of(self, result: EvalResult, version: PolicyVersion, prompts: Sequence[Prompt]) -> bool:
+        """Whether a result is of this version, with these numbers of prompts and samples."""
+        expected = (version, len(prompts), self._spec.eval.samples_per_prompt)
+        return (result.version, result.n, result.samples_per_prompt) == expected
 
     async def _evaluate(
-        self, step: int, version: PolicyVersion, prompts: Sequence[Prompt], training: SampleCollector | None
+        self,
+        step: int,
+        version: PolicyVersion,
+        name: str,
+        prompts: Sequence[Prompt],
+        training: SampleCollector | None,
+        pause: AsyncExitStack,
     ) -> EvalResult:
-        rollout = self._rollout
+        rollout, config = self._rollout, self._spec.eval
         with rollout.span(EVALUATION, step=step) as fields:
-            async with training.paused() if training else nullcontext():
-                evaluation = await evaluate(
-                    step=step,
-                    version=version,
-                    prompts=prompts,
-                    rollout=rollout,
-                    scorer=self._scorer,
-                    sampling=self._sampling,
-                    seed=self._spec.run.seed,
-                )
+            if training is not None:
+                await pause.enter_async_context(training.paused())
+            evaluation = await evaluate(
+                step=step,
+                version=version,
+                prompts=prompts,
+                rollout=rollout,
+                scorer=self._scorer,
+                sampling=self._sampling,
+                seed=self._spec.run.seed,
+                name=name,
+                samples_per_prompt=config.samples_per_prompt,
+                ks=config.ks,
+            )
             fields |= _fields(evaluation.result)
-        rollout.telemetry.samples(step, evaluation.samples, prompts)
+        self._log_samples(step, evaluation.samples, prompts)
         await rollout.ledger.record_evaluation(evaluation.result, evaluation.samples)
         return evaluation.result
 
+    def _log_samples(self, step: int, samples: Sequence[Trajectory], prompts: Sequence[Prompt]) -> None:
+        by_id = {prompt.prompt_id: prompt for prompt in prompts}
+        self._rollout.telemetry.samples(step, samples, [by_id[each.sample_id.prompt_id] for each in samples])
+
     def _log_again(self, step: int, known: Evaluated, prompts: Sequence[Prompt]) -> None:
         """Log an evaluation again whose lines were removed by a resume from an earlier checkpoint."""
-        by_id = {prompt.prompt_id: prompt for prompt in prompts}
-        samples = [sample for sample in known.samples if sample.sample_id.prompt_id in by_id]
+        ids = {prompt.prompt_id for prompt in prompts}
+        samples = [sample for sample in known.samples if sample.sample_id.prompt_id in ids]
         if samples:
-            self._rollout.telemetry.samples(step, samples, [by_id[s.sample_id.prompt_id] for s in samples])
+            self._log_samples(step, samples, prompts)
         self._rollout.telemetry.event(EVALUATION, step=step, recovered=True, **_fields(known.result))
 
 
 def _measures(result: EvalResult) -> dict[str, float]:
-    """Mean reward, its standard error and accuracy, without those that are None."""
+    """Mean reward, its standard error, accuracy, and figures of drawn samples, without those that are None."""
     found = {
         "reward_mean": result.reward_mean,
         "reward_stderr": result.reward_stderr,
         "greedy_accuracy": result.greedy_accuracy,
+        **{f"{PASS_AT}{k}": share for k, share in result.pass_at.items()},
+        "drawn_reward_mean": result.drawn_reward_mean,
     }
     return {name: value for name, value in found.items() if value is not None}
 
 
 def _fields(result: EvalResult) -> dict[str, Any]:
-    """Fields of the event."""
+    """Fields of the event; `set` is the name, unless the prompts are the task's."""
     return {
+        **({} if result.name == HELD_OUT_NAME else {"set": result.name}),
         **_measures(result),
         "n": result.n,
         "invalid": result.invalid,
@@ -208,6 +305,6 @@ def _fields(result: EvalResult) -> dict[str, Any]:
 
 
 def _figures(result: EvalResult) -> dict[str, float]:
-    """Metrics of the step."""
-    found = {f"{HELD_OUT}{name}": value for name, value in _measures(result).items()}
-    return found | {"eval/n": float(result.n), "time_eval_s": result.duration_s}
+    """Metrics of the step, without the duration."""
+    prefix = held_out_prefix(result.name)
+    return {f"{prefix}{name}": value for name, value in {**_measures(result), "n": float(result.n)}.items()}

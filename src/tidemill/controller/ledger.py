@@ -38,7 +38,7 @@ PromptAt: TypeAlias = Callable[[int], tuple[int, Prompt]]
 """Returns the (epoch, prompt) of a group's position."""
 
 
-class EvalResult(Record):
+class EvalResult(Record, omit_defaults=True):
     """Figures of one evaluation."""
 
     name: str
@@ -52,6 +52,9 @@ class EvalResult(Record):
     duration_s: float
     reward_mean: float | None = None  # over samples with a valid reward; None without any
     reward_stderr: float | None = None  # of that mean, over prompts
+    samples_per_prompt: int = 0  # drawn in addition to the greedy completion
+    pass_at: dict[int, float] = {}  # pass@k of the drawn samples by k; empty for graded rewards
+    drawn_reward_mean: float | None = None  # of the drawn samples, mean over prompts
 
 
 class Entry(msgspec.Struct, frozen=True, array_like=True):
@@ -287,7 +290,7 @@ class Ledger:
 
     def __init__(self, journal: Journal | None, *, round_size: int = 1) -> None:
         self._journal, self._round_size = journal, round_size
-        self.evaluations: dict[int, Evaluated] = {}  # by step, the newest of each
+        self.evaluations: dict[tuple[int, str], Evaluated] = {}  # by step and name, the newest of each
         self.rewards: dict[int, float | None] = {}  # mean by step, also of batches that will be replayed
         self.batches: dict[int, tuple[int, ...]] = {}  # positions by step, after the newest checkpoint
         self.next_position = 0  # of the next group to start
@@ -310,7 +313,7 @@ class Ledger:
         entries = [(step, decode(blob, step)) for step, blob in stored]
         for _, entry in sorted(entries, key=lambda pair: pair[0] != NEVER_PRUNED):  # those with samples last
             if isinstance(entry, Evaluated):
-                self.evaluations[entry.result.step] = entry
+                self.evaluations[entry.result.step, entry.result.name] = entry
             elif isinstance(entry, BatchReward):
                 self.rewards[entry.step] = entry.reward_mean
         self.batches = batches_after(entries, after_step)
@@ -436,7 +439,7 @@ class Ledger:
 
         A run resumed from an earlier step writes the samples to its files again.
         """
-        self.evaluations[result.step] = Evaluated(result)
+        self.evaluations[result.step, result.name] = Evaluated(result)
         if result.step > self._checkpoint:
             await self._append([(result.step, encode(Evaluated(result, tuple(samples))))])
         await self._append([(NEVER_PRUNED, encode(Evaluated(result)))])

@@ -15,6 +15,7 @@ in flight when the optimizer updates the weights, so that an engine may share th
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping, Sequence
 
 from tidemill.config.schema import RunSpec
 from tidemill.controller.collector import RolloutContext, StopRequested, collect_samples
@@ -27,7 +28,7 @@ from tidemill.controller.waiting import Timeouts
 from tidemill.core.errors import GuardStop
 from tidemill.core.guards import ScoreGuard, UpdateGuard
 from tidemill.core.protocols import Checkpoints, Clock, Codec, PromptSource, Scorer, Telemetry, Trainer
-from tidemill.core.records import PolicyVersion, Record, SamplingParams
+from tidemill.core.records import PolicyVersion, Prompt, Record, SamplingParams
 
 
 class LoopResult(Record):
@@ -40,7 +41,7 @@ class LoopResult(Record):
     interrupted: bool
     already_finished: bool  # all steps were done before
     tokens_generated: int  # by this session, without evaluations
-    evaluations: tuple[EvalResult, ...]  # by step, of all sessions
+    evaluations: tuple[EvalResult, ...]  # by step, of all sessions and sets
 
 
 async def train_loop(
@@ -60,6 +61,7 @@ async def train_loop(
     stop_strings: tuple[str, ...] = (),
     reading: Reading | None = None,
     timeouts: Timeouts | None = None,
+    eval_sets: Mapping[str, Sequence[Prompt]] = {},
 ) -> LoopResult:
     """Train until `spec.trainer.steps` batches are committed, resuming from the newest checkpoint and the ledger.
 
@@ -73,6 +75,7 @@ async def train_loop(
         stop_strings: of the task, used if `spec.sampling.stop` is empty.
         reading: frozen models that read samples one by one.
         timeouts: deadlines of all waits.
+        eval_sets: prompts by name, evaluated in addition to the held-out ones.
 
     Raises:
         UserError: an error in the user's input, the run directory or the disk.
@@ -100,7 +103,7 @@ async def train_loop(
         exact_version=spec.schedule.one_version,
     )
     in_flight = InFlight(plan, version_number=trainer.version.number)
-    run = Run(spec, source, trainer, eval_scorer, checkpoints, rollout, in_flight)
+    run = Run(spec, source, trainer, eval_scorer, checkpoints, rollout, in_flight, eval_sets)
     scores, updates = ScoreGuard(), UpdateGuard(spec.trainer.steps)
     await run.resume()
     try:
@@ -138,7 +141,7 @@ def sampling_params(spec: RunSpec, codec: Codec, stop_strings: tuple[str, ...]) 
 
 
 def _result(run: Run, *, interrupted: bool) -> LoopResult:
-    known = run.rollout.ledger.evaluations
+    known = sorted(run.rollout.ledger.evaluations.values(), key=lambda each: each.result.step)
     return LoopResult(
         steps=run.step,
         version=run.trainer.version,
@@ -147,5 +150,5 @@ def _result(run: Run, *, interrupted: bool) -> LoopResult:
         interrupted=interrupted,
         already_finished=run.already_finished,
         tokens_generated=run.tokens_generated,
-        evaluations=tuple(known[step].result for step in sorted(known) if step <= run.step),
+        evaluations=tuple(each.result for each in known if each.result.step <= run.step),
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -30,6 +30,7 @@ from tidemill.core.errors import TidemillError
 from tidemill.core.protocols import Checkpoints, PromptSource, Scorer, Trainer
 from tidemill.core.records import Group, Prompt, StepMetrics, Trajectory
 from tidemill.telemetry.events import CHECKPOINT
+from tidemill.telemetry.metrics import HELD_OUT_NAME
 
 T = TypeVar("T")
 
@@ -45,6 +46,7 @@ class Run:
     checkpoints: Checkpoints
     rollout: RolloutContext
     in_flight: InFlight
+    eval_sets: Mapping[str, Sequence[Prompt]]
     collector: SampleCollector | None = None  # set while the loop runs
     step: int = 0  # batches committed
     resumed_from: int = 0
@@ -63,7 +65,12 @@ class Run:
     def __post_init__(self) -> None:
         self.assembly = GroupAssembly(self.spec.batch.group_size)
         self.eval_schedule = EvalSchedule(
-            self.spec, self.source, self.eval_scorer, self.rollout, sampling=self.in_flight.plan.sampling
+            self.spec,
+            self.source,
+            self.eval_scorer,
+            self.rollout,
+            sampling=self.in_flight.plan.sampling,
+            sets=self.eval_sets,
         )
         self.seeding = Seeding(self.rollout.fleet, ahead=self.spec.schedule.max_policy_lag > 0)
 
@@ -403,7 +410,7 @@ class Run:
     async def _checkpoint(self) -> None:
         """Write a checkpoint, and prune the ledger's entries that it covers."""
         rollout, step = self.rollout, self.step
-        known = rollout.ledger.evaluations.get(step)
+        known = rollout.ledger.evaluations.get((step, HELD_OUT_NAME))
         score = known.result.reward_mean if known and known.result.version == self.trainer.version else None
         rollout.telemetry.progress("checkpoint", 0, 1)
         with rollout.span(CHECKPOINT, step=step):

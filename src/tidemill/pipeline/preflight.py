@@ -21,9 +21,11 @@ from tidemill.config.task import DataConfig
 from tidemill.core.errors import UserError
 from tidemill.core.records import Message
 from tidemill.envs.text.build_task import build_task
+from tidemill.envs.text.eval_sets import check_rewards, with_eval_sets
 from tidemill.envs.text.examples import load_demonstrations, load_pairs
 from tidemill.envs.text.prompts import hash_number
 from tidemill.envs.text.rewards import Context, build_rewards
+from tidemill.envs.text.scorer import evaluation_scoring
 from tidemill.models.catalog import errors_at_key, resolve_shell
 from tidemill.models.codec import TextCodec, load_codec
 from tidemill.models.folder import refuse_reward_model
@@ -208,7 +210,7 @@ class Preflight:
         self._once(stage, ("rows", load, data, chat, policy), check)
 
     def _check_task(self, stage: StageSpec, policy: KnownModel | None) -> None:
-        """The task, and its rewards other than reward models."""
+        """The task and the evaluation sets, and their rewards other than reward models."""
         spec = stage.spec
         generates = "engine" in KINDS[stage.kind].sections
 
@@ -216,20 +218,24 @@ class Preflight:
             if policy is not None and generates:
                 task = fitting_task(spec, policy.codec, limit=policy.context_limit)
             else:
+                codec = AnyCodec() if policy is None else policy.codec
                 task = build_task(
                     spec.task,
-                    codec=AnyCodec() if policy is None else policy.codec,
+                    codec=codec,
                     batch_prompts=spec.batch.prompts,
                     seed=spec.run.seed,
                     chat_template=spec.model.chat_template,
                 )
+                task = with_eval_sets(task, spec, codec=codec)
             rewards = [reward for reward in spec.scoring.rewards if reward.kind != "model"]
             context = Context(task=task, seed=spec.run.seed, stop_strings=task.default_stop_strings)
             build_rewards(rewards, context)
+            check_rewards(evaluation_scoring(spec.scoring, task=task, rewards=spec.eval.rewards).rewards, task)
 
         lengths = (spec.sampling.max_new_tokens, spec.eval.max_new_tokens, spec.engine.context_tokens)
         chat = spec.model.chat_template
-        self._once(stage, ("task", spec.task, spec.scoring.rewards, lengths, generates, chat, policy), check)
+        sets = (spec.eval.sets, spec.eval.rewards)
+        self._once(stage, ("task", spec.task, spec.scoring.rewards, sets, lengths, generates, chat, policy), check)
 
     def _check_reward_models(self, stage: StageSpec, policy: KnownModel | None) -> None:
         for index, reward in enumerate(stage.spec.scoring.rewards):

@@ -10,7 +10,7 @@ import os
 import platform
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -25,6 +25,7 @@ from tidemill.runtime.stopping import StopRequest
 from tidemill.telemetry.events import EVALUATION, SESSION_END, SESSION_START, event_line
 from tidemill.telemetry.jsonl import JsonlWriter
 from tidemill.telemetry.manifest import build_manifest
+from tidemill.telemetry.metrics import HELD_OUT_NAME
 from tidemill.telemetry.report import write_report
 from tidemill.telemetry.run_data import held_out_changes
 from tidemill.telemetry.run_dir import RunDirectory, samples_name
@@ -143,7 +144,7 @@ def run_supervised(job: Job) -> Outcome:
 
 
 def run_eval(job: Job) -> Outcome:
-    """Evaluate a model on the task's held-out prompts; has no output."""
+    """Evaluate a model on the task's held-out prompts and on `eval.sets`; has no output."""
     from tidemill.runtime.model_evaluation import evaluate
 
     found = evaluate(
@@ -202,12 +203,11 @@ RUNNERS: dict[StageKind, RunStage] = {
 }
 
 
-PURPOSE = "eval:held_out"
 _INTERVALS = (f"greedy_accuracy{INTERVAL}", f"reward_mean{INTERVAL}")
 
 
 def write_evaluation(directory: Path, spec: RunSpec, found: dict[str, Any]) -> dict[str, Any]:
-    """Write the run directory of an evaluation; returns its scalar figures.
+    """Write the run directory of an evaluation; returns its scalar figures, those of a set as `NAME/FIGURE`.
 
     Args:
         found: the result of `runtime.model_evaluation.evaluate`.
@@ -215,6 +215,32 @@ def write_evaluation(directory: Path, spec: RunSpec, found: dict[str, Any]) -> d
     Raises:
         UserError: the directory cannot be written, or is locked by another process.
     """
+    evaluated = {HELD_OUT_NAME: found, **found.get("sets", {})}
+    figures = {name: _scalars(each) for name, each in evaluated.items()}
+    with RunDirectory.open(directory) as run:
+        earlier, names = run.read_manifest(), {"run": spec.run.name, "model": spec.model.source}
+        run.write_manifest(build_manifest(earlier, **names, seed=spec.run.seed, unix_s=time.time()))
+        for name, each in evaluated.items():
+            purpose = f"eval:{name}"
+            lines = [
+                {"step": 0, "purpose": purpose, "prompt_id": str(at), **sample, "valid": sample["reward"] is not None}
+                for at, sample in enumerate(each["samples"])
+            ]
+            write_samples(run.samples / samples_name(0, purpose), lines)
+        _write_events(run, figures)
+        run.write_summary(found)
+        write_report(run.path)
+    of_sets = {
+        f"{name}/{key}": value
+        for name, each in figures.items()
+        for key, value in each.items()
+        if name != HELD_OUT_NAME and key not in ("model", "weights_digest")
+    }
+    return figures[HELD_OUT_NAME] | of_sets
+
+
+def _scalars(found: dict[str, Any]) -> dict[str, Any]:
+    """The scalar figures of one evaluation, with their intervals."""
     figures = {name: value for name, value in found.items() if isinstance(value, (int, float, str))}
     figures |= {name: found[name] for name in _INTERVALS if name in found}
     for k, share in _pass_at(found).items():
@@ -223,28 +249,17 @@ def write_evaluation(directory: Path, spec: RunSpec, found: dict[str, Any]) -> d
         figures |= _with_interval(f"score_{name}", score)
     for name, pair in _compared(found).items():
         figures |= {**_with_interval(f"{name}_difference", pair["difference"]), f"{name}_p_value": pair["p_value"]}
-    lines = [
-        {"step": 0, "purpose": PURPOSE, "prompt_id": str(number), **sample, "valid": sample["reward"] is not None}
-        for number, sample in enumerate(found["samples"])
-    ]
-    with RunDirectory.open(directory) as run:
-        earlier, names = run.read_manifest(), {"run": spec.run.name, "model": spec.model.source}
-        run.write_manifest(build_manifest(earlier, **names, seed=spec.run.seed, unix_s=time.time()))
-        write_samples(run.samples / samples_name(0, PURPOSE), lines)
-        _write_events(run, figures)
-        run.write_summary(found)
-        write_report(run.path)
     return figures
 
 
-def evaluation_headline(found: dict[str, Any]) -> str:
+def evaluation_headline(found: dict[str, Any], *, of: str = "held-out") -> str:
     """The main figures with their 95 % intervals, in one line."""
     parts = []
-    for name, key in (("held-out mean reward", "reward_mean"), ("held-out greedy accuracy", "greedy_accuracy")):
+    for name, key in ((f"{of} mean reward", "reward_mean"), (f"{of} greedy accuracy", "greedy_accuracy")):
         if key in found:
             parts.append(f"{name} {found[key]:.3f} (95 %: {between(*found[f'{key}{INTERVAL}'])}; n = {found['n']})")
     if not parts:
-        parts.append(f"no valid reward in {found['n']} held-out completions")
+        parts.append(f"no valid reward in {found['n']} {of} completions")
     shares = {f"pass@{k}": share for k, share in list(_pass_at(found).items())[-1:]}  # the largest k
     scores = {f"score of {name}": score for name, score in found.get("scores", {}).items()}
     for name, figure in (shares | scores).items():
@@ -253,6 +268,8 @@ def evaluation_headline(found: dict[str, Any]) -> str:
         if name != "completion_tokens":
             change = f"{pair['difference']['value']:+.3f} (p = {decimal(pair['p_value'])})"
             parts.append(f"{name.replace('_', ' ')} {change} compared with the other model")
+    for name, each in found.get("sets", {}).items():
+        parts.append(evaluation_headline(each | {"compared_with": {}}, of=name))
     return ", ".join(parts)
 
 
@@ -270,13 +287,15 @@ def _compared(found: dict[str, Any]) -> dict[str, Any]:
     return figures
 
 
-def _write_events(run: RunDirectory, figures: dict[str, Any]) -> None:
-    wall_s, session = float(figures.get("duration_s") or 0.0), run.past.count + 1
+def _write_events(run: RunDirectory, figures: Mapping[str, dict[str, Any]]) -> None:
+    """One event for each evaluation, by name, between those of the session."""
+    wall_s, session = sum(float(each.get("duration_s") or 0.0) for each in figures.values()), run.past.count + 1
+    evaluations = [{"step": 0, **({} if name == HELD_OUT_NAME else {"set": name}), **figures[name]} for name in figures]
     log = JsonlWriter(run.events)
     try:
         for name, fields, elapsed_s in (
             (SESSION_START, {"pid": os.getpid(), "host": platform.node()}, 0.0),
-            (EVALUATION, {"step": 0, **figures}, wall_s),
+            *((EVALUATION, fields, wall_s) for fields in evaluations),
             (SESSION_END, {"outcome": "finished"}, wall_s),
         ):
             log.write(event_line(name, fields, unix_s=time.time(), session=session, elapsed_s=elapsed_s))

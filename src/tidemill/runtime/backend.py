@@ -24,6 +24,7 @@ from tidemill.core.protocols import (
     WorkerHost,
 )
 from tidemill.core.records import ITEM_BYTES, LogprobBuffer, PolicyVersion, TokenBuffer, WeightManifest, count
+from tidemill.envs.text.eval_sets import check_rewards
 from tidemill.envs.text.prompts import Task
 from tidemill.envs.text.scorer import RewardScorer, build_scorer, evaluation_scoring, user_calls
 from tidemill.models.codec import TextCodec
@@ -97,7 +98,9 @@ def scorers(
             scoring, task=task, seed=spec.run.seed, stop_strings=stops, open_model=open_model, calls=calls
         )
 
-    return build(spec.scoring), build(evaluation_scoring(spec.scoring, task=task, rewards=spec.eval.rewards))
+    evaluated = evaluation_scoring(spec.scoring, task=task, rewards=spec.eval.rewards)
+    check_rewards(evaluated.rewards, task)
+    return build(spec.scoring), build(evaluated)
 
 
 def is_elastic(spec: RunSpec) -> bool:

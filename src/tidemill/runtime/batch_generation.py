@@ -16,10 +16,9 @@ from typing import Any, Literal, TypeAlias
 import msgspec
 
 from tidemill.config.schema import RunSpec
-from tidemill.controller.collector import RolloutContext, collect_samples
-from tidemill.controller.evaluation import HELD_OUT_NAME, Evaluation, correctness, eval_result, evaluate, is_correct
+from tidemill.controller.collector import RolloutContext
+from tidemill.controller.evaluation import Evaluation, correctness, draw, eval_result, evaluate, is_correct
 from tidemill.controller.fleet import Fleet
-from tidemill.controller.in_flight import InFlight, SamplingPlan, plan_groups
 from tidemill.controller.ledger import Ledger
 from tidemill.controller.loop import sampling_params
 from tidemill.core.errors import UserError
@@ -46,6 +45,7 @@ from tidemill.runtime.compute import ComputeThread
 from tidemill.runtime.model_bundle import ModelBundle, load_model_bundle
 from tidemill.telemetry.jsonl import JsonlWriter, write_atomically
 from tidemill.telemetry.manifest import versions
+from tidemill.telemetry.metrics import HELD_OUT_NAME
 from tidemill.telemetry.recorder import NullTelemetry
 
 Progress = Callable[[str], None]
@@ -112,11 +112,11 @@ class BatchGenerator:
     seed: int
     cache: CompletionCache
 
-    async def greedily(self, prompts: Sequence[Prompt]) -> Evaluation:
-        """One greedy completion of each prompt; raises like `controller.evaluation.evaluate`."""
+    async def greedily(self, prompts: Sequence[Prompt], *, name: str = HELD_OUT_NAME) -> Evaluation:
+        """One greedy completion of each prompt of a set; raises like `controller.evaluation.evaluate`."""
         samples, duration_s = list[Trajectory](), 0.0
         for chunk in _chunks(prompts, SAMPLES_AT_ONCE):
-            key = _cache_key([self.version.digest, self.seed, HELD_OUT_NAME, self.sampling], chunk)
+            key = _cache_key([self.version.digest, self.seed, name, self.sampling], chunk)
             completions = self.cache.find(key)
             if completions is None:
                 evaluation = await evaluate(
@@ -127,6 +127,7 @@ class BatchGenerator:
                     scorer=self.rollout.scorer,
                     sampling=self.sampling,
                     seed=self.seed,
+                    name=name,
                 )
                 completions = CachedCompletions(
                     key=key, duration_s=evaluation.result.duration_s, samples=evaluation.samples
@@ -134,9 +135,7 @@ class BatchGenerator:
                 self.cache.add(completions)
             samples += completions.samples
             duration_s += completions.duration_s
-        return Evaluation(
-            result=eval_result(HELD_OUT_NAME, 0, self.version, samples, duration_s), samples=tuple(samples)
-        )
+        return Evaluation(result=eval_result(name, 0, self.version, samples, duration_s), samples=tuple(samples))
 
     async def draw(
         self,
@@ -173,16 +172,18 @@ class BatchGenerator:
     async def _draw(
         self, key: str, prompts: Sequence[Prompt], samples_per_prompt: int, purpose: str
     ) -> CachedCompletions:
-        number, start_s = self.version.number, self.rollout.clock.now()
-        plan = SamplingPlan(purpose=purpose, run_seed=self.seed, group_size=samples_per_prompt, sampling=self.sampling)
-        in_flight = InFlight(plan, version_number=number)
-        in_flight.open(plan_groups([(0, prompt) for prompt in prompts], first_position=0, from_version=number), prompts)
-        drawn: dict[str, list[Trajectory]] = {prompt.prompt_id: [] for prompt in prompts}
-        async with collect_samples(in_flight, self.rollout) as scored:
-            async for trajectory in scored:
-                drawn[trajectory.sample_id.prompt_id].append(trajectory)
-        samples = [each for group in drawn.values() for each in sorted(group, key=lambda s: s.sample_id.index)]
-        return CachedCompletions(key=key, duration_s=self.rollout.clock.now() - start_s, samples=tuple(samples))
+        start_s = self.rollout.clock.now()
+        drawn = await draw(
+            version=self.version,
+            prompts=prompts,
+            rollout=self.rollout,
+            sampling=self.sampling,
+            seed=self.seed,
+            purpose=purpose,
+            samples_per_prompt=samples_per_prompt,
+        )
+        samples = tuple(sample for group in drawn for sample in group)
+        return CachedCompletions(key=key, duration_s=self.rollout.clock.now() - start_s, samples=samples)
 
 
 def _chunks(prompts: Sequence[Prompt], size: int) -> Iterator[Sequence[Prompt]]:

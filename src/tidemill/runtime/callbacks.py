@@ -13,7 +13,6 @@ from tidemill.core.errors import UserError, exception_text
 from tidemill.core.records import FleetRow, Prompt, StepMetrics, Trajectory
 from tidemill.extensions.registry import resolve
 from tidemill.telemetry.events import CHECKPOINT, EVALUATION
-from tidemill.telemetry.metrics import HELD_OUT
 from tidemill.telemetry.recorder import Recorder
 from tidemill.telemetry.run_dir import TRAINING_PURPOSE
 from tidemill.telemetry.sample_files import Sample, sample_line
@@ -39,7 +38,8 @@ class Callback:
         """The scored samples of a step, or of an evaluation."""
 
     def on_evaluate(self, step: int, metrics: Mapping[str, float]) -> None:
-        """After every evaluation: `reward_mean`, `greedy_accuracy` and others."""
+        """After every evaluation: `reward_mean`, `greedy_accuracy` and others; `NAME/reward_mean` for a set of
+        `eval.sets`."""
 
     def on_checkpoint(self, step: int, path: Path) -> None:
         """After a checkpoint was written."""
@@ -75,7 +75,8 @@ class CallbackTelemetry:
         step = int(fields.get("step") or 0)
         if name == EVALUATION:
             figures = {key: value for key, value in fields.items() if isinstance(value, int | float) and key != "step"}
-            self._call("on_evaluate", step, {key.removeprefix(HELD_OUT): value for key, value in figures.items()})
+            prefix = f"{fields['set']}/" if "set" in fields else ""
+            self._call("on_evaluate", step, {prefix + key: value for key, value in figures.items()})
         elif name == CHECKPOINT and not fields.get("error"):
             self._call("on_checkpoint", step, self._recorder.run.checkpoints / f"step_{step}")
 

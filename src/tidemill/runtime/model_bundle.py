@@ -15,6 +15,7 @@ from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError
 from tidemill.core.records import PolicyVersion
 from tidemill.envs.text.build_task import build_task
+from tidemill.envs.text.eval_sets import with_eval_sets
 from tidemill.envs.text.prompts import Task, check_fits
 from tidemill.models.catalog import errors_at_key, resolve, resolve_shell
 from tidemill.models.codec import TextCodec, load_codec
@@ -66,7 +67,7 @@ class FrozenModels:
 def fitting_task(
     spec: RunSpec, codec: TextCodec, *, limit: int, progress: Callable[[str], None] = lambda _: None
 ) -> Task:
-    """Build the configured task, and check that prompts and completions fit into the context.
+    """Build the configured task and evaluation sets, and check that prompts and completions fit into the context.
 
     Args:
         limit: the model's maximum sequence length, in tokens.
@@ -82,6 +83,7 @@ def fitting_task(
         chat_template=spec.model.chat_template,
         progress=progress,
     )
+    task = with_eval_sets(task, spec, codec=codec)
     check_fits(task, longest_context(spec, limit), new_tokens(spec))
     return task
 

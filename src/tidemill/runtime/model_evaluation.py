@@ -11,7 +11,14 @@ from statistics import fmean
 from typing import Any
 
 from tidemill.config.schema import RunSpec
-from tidemill.controller.evaluation import Evaluation, correctness, is_correct, rewards_of
+from tidemill.controller.evaluation import (
+    Evaluation,
+    correctness,
+    counts_correct,
+    drawn_purpose,
+    prompt_rewards,
+    rewards_of,
+)
 from tidemill.core.protocols import Scorer
 from tidemill.core.records import (
     GenerateRequest,
@@ -32,6 +39,7 @@ from tidemill.models.loading import weights_digest
 from tidemill.runtime.batch_generation import batch_generator
 from tidemill.runtime.model_bundle import ModelBundle, load_model_bundle
 from tidemill.runtime.readers import check_reward_models, model_scores
+from tidemill.telemetry.metrics import HELD_OUT_NAME
 from tidemill.telemetry.statistics import (
     bootstrap_mean,
     distinct_n,
@@ -68,15 +76,12 @@ class ModelEvaluation:
     @property
     def counts_right(self) -> list[tuple[int, int]] | None:
         """(samples, correct samples) drawn per prompt; None if rewards are graded."""
-        if correctness(self.drawn_samples) is None:
-            return None
-        return [(len(group.trajectories), sum(map(is_correct, group.trajectories))) for group in self.drawn]
+        return counts_correct([group.trajectories for group in self.drawn])
 
     @property
     def drawn_rewards(self) -> list[float | None]:
         """Mean valid reward of each prompt's drawn samples; None if none is valid."""
-        rewards = [rewards_of(group.trajectories) for group in self.drawn]
-        return [fmean(each) if each else None for each in rewards]
+        return prompt_rewards([group.trajectories for group in self.drawn])
 
 
 def figures(measured: ModelEvaluation, *, ks: Sequence[int]) -> dict[str, Any]:
@@ -210,9 +215,6 @@ def _mean_of_numbers(values: Sequence[float]) -> float:
     return fmean(numbers) if numbers else math.nan
 
 
-DRAWN = "eval:held_out:drawn"
-"""Seeds the random numbers of the samples for pass@k."""
-
 Progress = Callable[[str], None]
 Scorers = Mapping[str, Scorer]
 """Additional scorers, by the name of their score in the results."""
@@ -227,10 +229,10 @@ def evaluate(
     progress: Progress = lambda _: None,
     answers: Path | None = None,
 ) -> dict[str, Any]:
-    """Evaluate a model on the task's held-out prompts.
+    """Evaluate a model on the task's held-out prompts, and on every set of `eval.sets`.
 
     The results hold the mean reward of greedy completions, accuracy and pass@k if answers are right or wrong, lengths,
-    diversity, and every greedy completion.
+    diversity, and every greedy completion; under "sets" the same for each set, by name.
 
     Args:
         model_folder: a model or checkpoint that replaces the configured one.
@@ -242,19 +244,25 @@ def evaluate(
         UserError: the input is invalid.
     """
     this = measure(spec, model=model_folder, scorers=scorers or {}, progress=progress, answers=answers)
-    found = figures(this, ks=spec.eval.ks)
+    by_name = {name: figures(each, ks=spec.eval.ks) for name, each in this.items()}
     if compare is not None:
         progress(f"evaluating {compare} on the same prompts")
         with errors_at_key("eval.compare_with"):
             other = measure(spec, model=compare, scorers=scorers or {}, progress=progress, answers=answers)
-        found["compared_with"] = comparison(other, this)
-    return found
+        for name, found in by_name.items():
+            found["compared_with"] = comparison(other[name], this[name])
+    held_out = by_name.pop(HELD_OUT_NAME)
+    return held_out | ({"sets": by_name} if by_name else {})
 
 
 def measure(
     spec: RunSpec, *, model: Path | str | None, scorers: Scorers, progress: Progress, answers: Path | None = None
-) -> ModelEvaluation:
-    """Generate and score the completions of one model: the configured one, a folder, or another source."""
+) -> dict[str, ModelEvaluation]:
+    """Generate and score the completions of one model: the configured one, a folder, or another source.
+
+    Returns:
+        By name: the evaluation of the task's held-out prompts, then those of `eval.sets`.
+    """
     if isinstance(model, str):
         spec = spec.model_copy(update={"model": spec.model.model_copy(update={"source": model, "revision": None})})
     folder = model if isinstance(model, Path) else None
@@ -264,23 +272,27 @@ def measure(
 
 
 async def _measure(
-    bundle: ModelBundle, name: str, scorers: Scorers, progress: Progress, answers: Path | None
-) -> ModelEvaluation:
+    bundle: ModelBundle, model: str, scorers: Scorers, progress: Progress, answers: Path | None
+) -> dict[str, ModelEvaluation]:
     spec, task = bundle.spec, bundle.task()
-    prompts = list(task.source.held_out(spec.eval.prompts))
-    drawn = list[Group]()
-    async with batch_generator(bundle, task, progress, cache_file=answers) as model:
-        greedy = await model.greedily(prompts)
-        if wanted := spec.eval.samples_per_prompt:
-            drawn = await model.draw(prompts, samples_per_prompt=wanted, purpose=DRAWN)
-        scores = dict[str, tuple[Reward, ...]]()
-        for name_of_score, scorer in scorers.items():
-            pairs = zip(prompts, greedy.samples, strict=True)
-            # All at once, so that a scorer that works in batches gets them together.
-            scored = await asyncio.gather(*(scorer.score(prompt, sample) for prompt, sample in pairs))
-            scores[name_of_score] = tuple(scored)
-    scores |= model_scores(greedy.samples)
-    return ModelEvaluation(model=name, prompts=tuple(prompts), greedy=greedy, drawn=tuple(drawn), scores=scores)
+    held_out = list(task.source.held_out(spec.eval.prompts))
+    found = dict[str, ModelEvaluation]()
+    async with batch_generator(bundle, task, progress, cache_file=answers) as generator:
+        for name, prompts in {HELD_OUT_NAME: held_out, **task.eval_prompts}.items():
+            greedy, drawn = await generator.greedily(prompts, name=name), list[Group]()
+            if wanted := spec.eval.samples_per_prompt:
+                drawn = await generator.draw(prompts, samples_per_prompt=wanted, purpose=drawn_purpose(name))
+            scores = dict[str, tuple[Reward, ...]]()
+            for name_of_score, scorer in scorers.items():
+                pairs = zip(prompts, greedy.samples, strict=True)
+                # All at once, so that a scorer that works in batches gets them together.
+                scored = await asyncio.gather(*(scorer.score(prompt, sample) for prompt, sample in pairs))
+                scores[name_of_score] = tuple(scored)
+            scores |= model_scores(greedy.samples)
+            found[name] = ModelEvaluation(
+                model=model, prompts=tuple(prompts), greedy=greedy, drawn=tuple(drawn), scores=scores
+            )
+    return found
 
 
 POLL_S = 0.2

@@ -38,9 +38,9 @@ RESUMABLE = ("run.dir", "run.name", "trainer.steps", "trainer.threads", "engine.
 """Keys and sections that may differ when a run is resumed. (More steps stretch a falling learning-rate schedule; other
 thread counts or chunk sizes may round differently.)"""
 MODEL_DIGEST, TASK_DIGEST, DATA_DIGEST, THREADS = "model_digest", "task_digest", "data_digest", "threads"
-EXTENSIONS = "extensions"
-"""Keys of the manifest: initial weights, prompts or examples, threads, and the identities of user functions, stored
-just before a run's first step."""
+EXTENSIONS, EVAL_DIGESTS = "extensions", "eval_digests"
+"""Keys of the manifest: initial weights, prompts or examples, threads, the identities of user functions, and the
+prompts of evaluation sets, stored just before a run's first step."""
 
 ForecastRun: TypeAlias = Callable[[RunSpec], Forecast | None]
 """Predicts duration and cost of a run; None when no profile fits it."""
@@ -159,6 +159,7 @@ def record_start(
     data_changed: UserError,
     threads: int,
     own_code: Mapping[str, str] | None = None,
+    eval_sets: Mapping[str, str] | None = None,
 ) -> None:
     """Store what a new run starts from; refuse to resume a run whose initial model or data has changed.
 
@@ -166,9 +167,10 @@ def record_start(
         data_key: `TASK_DIGEST` or `DATA_DIGEST`.
         data_changed: raised when the stored data digest differs.
         own_code: identities of the user functions.
+        eval_sets: digests of the prompts of `eval.sets`, by name. A resumed run may add sets.
 
     Raises:
-        UserError: the model has changed, or `data_changed`.
+        UserError: the model or an evaluation set has changed, or `data_changed`.
     """
     manifest = run.read_manifest()
     if manifest.setdefault(MODEL_DIGEST, model_digest) != model_digest:
@@ -181,6 +183,13 @@ def record_start(
         raise data_changed
     if own_code is not None:
         refuse_changed(manifest.setdefault(EXTENSIONS, dict(own_code)), own_code, where=str(run.path))
+    for name, digest in (eval_sets or {}).items():
+        if manifest.setdefault(EVAL_DIGESTS, {}).setdefault(name, digest) != digest:
+            raise UserError(
+                "the prompts of this set have changed since the run first evaluated it",
+                where=f"eval.sets, {name}",
+                hint="restore the previous data, or give the set another name",
+            )
     manifest.setdefault(THREADS, threads)
     run.write_manifest(manifest)
 
@@ -226,6 +235,7 @@ async def _train(
             ),
             threads=backend.threads,
             own_code=own_code,
+            eval_sets={name: found.digest for name, found in backend.task.eval_sets.items()},
         )
         recorder.event("machine", **backend.device_info)
         fleet = Fleet(
@@ -287,4 +297,5 @@ async def _train(
                 stop=stop,
                 stop_strings=backend.task.default_stop_strings,
                 reading=reading,
+                eval_sets=backend.task.eval_prompts,
             )

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from tidemill.config.schema import RunSpec
@@ -34,7 +34,7 @@ from tidemill.core.protocols import (
     Worker,
     WorkerHost,
 )
-from tidemill.core.records import Record, SampleId
+from tidemill.core.records import Prompt, Record, SampleId
 from tidemill.pool.provider import ScheduledProvider, Timetable
 from tidemill.sim.costs import EngineCosts, TrainerCosts, WeightCosts
 from tidemill.sim.outcome import Recording, SimulatedRun
@@ -66,6 +66,7 @@ class SimulatedComponents:
     provider: Provider | None = None
     host: WorkerHost | None = None
     publisher: Publisher | None = None
+    eval_sets: Mapping[str, Sequence[Prompt]] = field(default_factory=dict)
 
 
 async def drive(
@@ -114,6 +115,7 @@ async def drive(
                 clock=clock,
                 stop=stop,
                 timeouts=TIMEOUTS,
+                eval_sets=components.eval_sets,
             )
     except DeadlineError as error:
         raise _starved(recording, clock.now()) from error
@@ -279,22 +281,24 @@ async def _simulate(
         if factories.final_report:
             provider = FinalReportProvider(provider, host, tick_s=spec.engine.tick_s)
     engines = [costs for costs in (cost_model.worker, cost_model.reserved) if costs is not None]
+    source = SimulatedPrompts(
+        spec.batch.prompts,
+        different=work.different_prompts,
+        prompt_tokens=work.prompt_tokens,
+        held_out=min(work.held_out, spec.eval.prompts),
+    )
     components = SimulatedComponents(
         local=local,
         slots=engines[0].slots,
         local_slots=engines[-1].slots,
         trainer=trainer,
         scorer=SimulatedScorer(lambda _: work.score_s, lambda trajectory: work.reward(trajectory.sample_id)),
-        source=SimulatedPrompts(
-            spec.batch.prompts,
-            different=work.different_prompts,
-            prompt_tokens=work.prompt_tokens,
-            held_out=min(work.held_out, spec.eval.prompts),
-        ),
+        source=source,
         checkpoints=SimulatedCheckpoints(SimulatedDisk(), trainer, cost_model.trainer),
         provider=provider,
         host=host,
         publisher=SimulatedPublisher(cost_model.weights) if host else None,
+        eval_sets=source.eval_sets(spec.eval) if work.held_out else {},
     )
     result = await drive(spec, components, recording, clock, seconds=seconds, make_fleet=factories.fleet)
     made = [worker.engine for worker in (*((local,) if local else ()), *(host.workers.values() if host else ()))]

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, Protocol
 
+from tidemill.config.schema import EvalConfig
 from tidemill.core.records import (
     ITEM_BYTES,
     LogprobBuffer,
@@ -151,6 +152,13 @@ class SimulatedPrompts:
 
     def held_out(self, limit: int | None = None) -> Sequence[Prompt]:
         return self._held_out[:limit]
+
+    def eval_sets(self, config: EvalConfig) -> dict[str, list[Prompt]]:
+        """Each set of `eval.sets` with as many prompts as it may have."""
+        return {
+            each.name: [self._prompt(f"{each.name}{at}") for at in range(each.prompts or config.prompts)]
+            for each in config.sets
+        }
 
     def _prompt(self, name: str) -> Prompt:
         return Prompt(prompt_id=name, token_ids=self._token_ids, text="", answer="")

@@ -45,7 +45,9 @@ WAIT_ABANDONED: Final = _define(
 ROLLOUT: Final = _define("rollout", "span: the samples of `step` were generated")
 TRAINING: Final = _define("training", "span: gradients and optimizer steps of `step`")
 EVALUATION: Final = _define(
-    "evaluation", "span: held-out prompts after `step`; `reward_mean`, `reward_stderr`, `greedy_accuracy`, `n`"
+    "evaluation",
+    "span: held-out prompts, or those of `set`, after `step`; `reward_mean`, `reward_stderr`, `greedy_accuracy`, `n`, "
+    "and with drawn samples `pass_at_K` and `drawn_reward_mean`",
 )
 REWARD_FAILED: Final = _define(
     "reward_failed",
@@ -149,8 +151,10 @@ def event_text(name: str, fields: dict[str, Any]) -> str:
         return f"{name} of step {step} {ended}" if step is not None else f"{name} {ended}"
     if name == EVALUATION and "reward_mean" in fields:
         n = f" (n {fields['n']}{took})" if "n" in fields else ""
-        accuracy = f", accuracy {decimal(fields['greedy_accuracy'])}" if "greedy_accuracy" in fields else ""
-        return f"held-out reward after step {step}: {decimal(fields['reward_mean'])}{accuracy}{n}"
+        figures = {"accuracy": "greedy_accuracy", "drawn samples": "drawn_reward_mean"}
+        figures |= {f"pass@{key[8:]}": key for key in fields if key.startswith("pass_at_")}
+        more = "".join(f", {label} {decimal(fields[key])}" for label, key in figures.items() if key in fields)
+        return f"{fields.get('set', 'held-out')} reward after step {step}: {decimal(fields['reward_mean'])}{more}{n}"
     if name == CHECKPOINT and not fields.get("interrupted"):
         return f"checkpoint of step {step} written{took}"
     if name == WAITING:

@@ -43,6 +43,10 @@ COMPONENT: Final = "reward/"
 """Prefix of the mean of each of several rewards."""
 HELD_OUT: Final = "eval/"
 """Prefix of metrics of held-out prompts or examples."""
+HELD_OUT_NAME: Final = "held_out"
+"""Name of the evaluation of the task's own held-out prompts, beside those of `eval.sets`."""
+PASS_AT: Final = "pass_at_"
+"""Follows the prefix in the name of pass@k, for each k."""
 HELD_OUT_REWARD: Final = _define(
     "eval/reward_mean", "", "mean valid reward of greedy completions of held-out prompts, after this step",
     label="held-out reward",
@@ -52,6 +56,9 @@ GREEDY_ACCURACY: Final = _define(
     "eval/greedy_accuracy", "", "share of those completions that are correct; only for rewards that define correctness",
     label="held-out accuracy",
 )  # fmt: skip
+DRAWN_REWARD: Final = _define(
+    "eval/drawn_reward_mean", "", "mean valid reward of eval.samples_per_prompt drawn samples, mean over prompts"
+)
 HELD_OUT_COUNT: Final = _define("eval/n", "prompts", "held-out prompts of that evaluation")
 ENTROPY: Final = _define(
     "entropy", "nats", "mean entropy of the policy's next-token distribution over trained tokens", label="entropy"
@@ -231,6 +238,11 @@ CONTROLLER_CPU: Final = _define("cpu_controller_s", "s", "CPU time of the contro
 PEAK_RSS: Final = _define("peak_rss_bytes", "bytes", "largest resident memory of the process so far")
 
 
+def held_out_prefix(name: str) -> str:
+    """Prefix of the metrics of one evaluation: `eval/`, or `eval/NAME/` for a set of `eval.sets`."""
+    return HELD_OUT if name == HELD_OUT_NAME else f"{HELD_OUT}{name}/"
+
+
 class Chart(Record):
     """One curve of the report, or several that share an axis. `band` is drawn around the first series."""
 
@@ -261,7 +273,7 @@ CHARTS: tuple[Chart, ...] = (
     Chart(
         title="Held-out reward",
         note="mean, greedy completions",
-        series=((HELD_OUT_REWARD, "mean"),),
+        series=((HELD_OUT_REWARD, "mean"), (DRAWN_REWARD, "drawn samples")),
         kind="points",
         low=None,
     ),

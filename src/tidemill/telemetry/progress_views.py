@@ -241,6 +241,10 @@ class ProgressPanel:
             padding=(0, 1),
         )
 
+    def _in_panel(self, name: str, fields: dict[str, Any]) -> bool:
+        """Whether the panel shows all figures of an event: an evaluation of one set without drawn samples."""
+        return name == EVALUATION and not fields.keys() & {"error", "set", "drawn_reward_mean"}
+
     def _clocks(self) -> Text:
         progress = self._progress
         running_s = self._clock.now() - self._started_s
@@ -327,8 +331,7 @@ class LiveView(ProgressPanel):
         self._live.refresh()
 
     def event(self, name: str, fields: dict[str, Any]) -> None:
-        # The panel shows evaluations itself.
-        if (name != EVALUATION or "error" in fields) and (text := event_text(name, fields)):
+        if not self._in_panel(name, fields) and (text := event_text(name, fields)):
             self.note(text)
 
     def phase(self) -> None:
@@ -369,7 +372,7 @@ class NotebookView(ProgressPanel):
         self._draw()
 
     def event(self, name: str, fields: dict[str, Any]) -> None:
-        if (name != EVALUATION or "error" in fields) and (text := event_text(name, fields)):
+        if not self._in_panel(name, fields) and (text := event_text(name, fields)):
             self.note(text)
 
     def phase(self) -> None:

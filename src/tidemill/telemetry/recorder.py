@@ -166,7 +166,7 @@ class Recorder:
         )
         if name in NOT_PART_OF_A_STEP and self._step_started_s is not None:
             self._step_started_s += float(fields.get("duration_s", 0.0))
-        if name == EVALUATION:
+        if name == EVALUATION and "set" not in fields:
             self._progress.add_evaluation(read_evaluation(int(fields.get("step", 0)), fields))
         if name in FLEET_EVENTS:
             self._note_all(self._fleet_lines.event(name, fields))

@@ -28,7 +28,7 @@ from tidemill.telemetry.jsonl import complete_lines, finite_number
 from tidemill.telemetry.manifest import Forecast, read_forecast
 from tidemill.telemetry.metrics import (
     EVAL_TIME,
-    HELD_OUT,
+    HELD_OUT_NAME,
     PEAK_RSS,
     ROLLOUT_TIME,
     SCORE_TIME,
@@ -38,6 +38,7 @@ from tidemill.telemetry.metrics import (
     TRAIN_TIME,
     TRAINER_IDLE,
     MetricLine,
+    held_out_prefix,
     read_metrics,
 )
 from tidemill.telemetry.run_dir import TRAINING_PURPOSE, RunDirectory
@@ -90,8 +91,10 @@ def read_evaluation(step: int, values: Mapping[str, Any], *, prefix: str = "") -
     return None if reward is None else Evaluation(step, reward, stderr, accuracy, int(n or 0))
 
 
-def evaluations(events: Iterable[dict[str, Any]], metrics: Sequence[MetricLine]) -> list[Evaluation]:
-    """Evaluations of the surviving history, by step.
+def evaluations(
+    events: Iterable[dict[str, Any]], metrics: Sequence[MetricLine], name: str = HELD_OUT_NAME
+) -> list[Evaluation]:
+    """Evaluations of one set of prompts in the surviving history, by step.
 
     Both logs are read: the event is written first, and metrics of rewound steps are gone.
     """
@@ -102,9 +105,12 @@ def evaluations(events: Iterable[dict[str, Any]], metrics: Sequence[MetricLine])
             continue
         if event["event"] == RESUME:
             logged = {at: evaluation for at, evaluation in logged.items() if at <= step}
-        elif event["event"] == EVALUATION and (one := read_evaluation(step, event)):
+        elif event["event"] != EVALUATION or event.get("set", HELD_OUT_NAME) != name:
+            continue
+        elif one := read_evaluation(step, event):
             logged[step] = one
-    found = {line.step: one for line in metrics if (one := read_evaluation(line.step, line.values, prefix=HELD_OUT))}
+    prefix = held_out_prefix(name)
+    found = {line.step: one for line in metrics if (one := read_evaluation(line.step, line.values, prefix=prefix))}
     found |= logged
     return [found[step] for step in sorted(found)]
 
@@ -179,6 +185,12 @@ class RunData:
     @cached_property
     def evaluations(self) -> list[Evaluation]:
         return evaluations(self.events, self.metrics)
+
+    @cached_property
+    def eval_sets(self) -> dict[str, list[Evaluation]]:
+        """The evaluations of each set of `eval.sets`, by name."""
+        names = dict.fromkeys(str(event["set"]) for event in self.events_named(EVALUATION) if "set" in event)
+        return {name: evaluations(self.events, self.metrics, name) for name in names}
 
     @cached_property
     def outcome(self) -> str:
@@ -273,7 +285,7 @@ class RunData:
             TOKENS_GENERATED: generated,
             TOKENS_TRAINED: trained,
             "tokens_per_s": round(generated / rollout_s, 2) if rollout_s > 0 else None,
-            "eval": _evaluation_summary(self.evaluations),
+            "eval": _evaluation_summary(self.evaluations) | self._sets_summary(),
             **fleet_figures(
                 self.events,
                 self.metrics,
@@ -283,6 +295,11 @@ class RunData:
             ),
             PEAK_RSS: max([peak_rss_bytes, *(int(line.values.get(PEAK_RSS, 0)) for line in self.metrics)]),
         }
+
+    def _sets_summary(self) -> dict[str, Any]:
+        """The summary of each set under `sets`; empty without sets."""
+        sets = {name: _evaluation_summary(found) for name, found in self.eval_sets.items()}
+        return {"sets": sets} if sets else {}
 
 
 def _total(lines: Iterable[MetricLine], name: str) -> float:
@@ -301,14 +318,14 @@ def _evaluation_summary(found: Sequence[Evaluation]) -> dict[str, Any]:
     return {**entries, "n": found[-1].n if found else 0}
 
 
-def held_out_changes(summary: dict[str, Any], digits: int) -> str:
+def held_out_changes(summary: dict[str, Any], digits: int, *, name: str = "held-out") -> str:
     """Mean reward and accuracy before and after, from the `eval` of a summary; empty if there is no such pair."""
     before, after = ((summary.get(when) or {}) for when in ("before", "after"))
     changes = []
-    for key, name in (("reward_mean", "mean reward"), ("greedy_accuracy", "greedy accuracy")):
+    for key, title in (("reward_mean", "mean reward"), ("greedy_accuracy", "greedy accuracy")):
         if before.get(key) is not None and after.get(key) is not None:
-            changes.append(f"{name} {before[key]:.{digits}f} → {after[key]:.{digits}f}")
-    return f"held-out {', '.join(changes)}" if changes else ""
+            changes.append(f"{title} {before[key]:.{digits}f} → {after[key]:.{digits}f}")
+    return f"{name} {', '.join(changes)}" if changes else ""
 
 
 def read_run_samples(path: Path) -> list[Sample]:

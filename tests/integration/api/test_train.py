@@ -243,6 +243,38 @@ def test_rows_that_changed_are_refused_on_resume(tmp_path: Path) -> None:
         small(tmp_path, data=ROWS[1:])
 
 
+def test_evaluation_sets_are_saved_and_reported(tmp_path: Path) -> None:
+    sums = [{"prompt": f"{a}+9=", "answer": str(a + 9)} for a in range(5)]
+    first = {"trainer.steps": 1}
+    run = small(tmp_path, eval_sets={"sums": sums, "of-a-file": tmp_path / "run/inputs/train.jsonl"}, overrides=first)
+    assert [run.metrics[-1][f"eval/{name}/n"] for name in ("sums", "of-a-file")] == [5, 64]
+    assert (tmp_path / "run/inputs/eval-sums.jsonl").is_file()
+    again = small(tmp_path, eval_sets={"sums": sums, "new": ROWS[:3]})
+    assert again.metrics[-1]["eval/new/n"] == 3
+    assert tm.evaluate(again)["sets"]["new"]["n"] == 3
+    assert "sets" not in tm.evaluate(again, data=sums)
+    with pytest.raises(tm.TidemillError, match="eval_sets, sums: the rows have changed"):
+        small(tmp_path, eval_sets={"sums": sums[1:]})
+    (tmp_path / "other.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}')
+    with pytest.raises(tm.TidemillError, match=r"eval\.sets, sums: the prompts of this set have changed"):
+        small(tmp_path, eval_sets={"sums": tmp_path / "other.jsonl"}, overrides={"trainer.steps": 4})
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (ROWS, "eval_sets: expected a dict, found list"),
+        ({"a/b": ROWS}, "eval_sets: 'a/b' is not a folder name"),
+        ({"a": [1]}, "eval_sets, a, row 0: expected a dict, found int"),
+        ({"a": [{"answer": "1"}]}, "eval-a.jsonl, line 1: expected either `prompt` or `messages`, found `answer`"),
+    ],
+)
+def test_invalid_evaluation_sets_are_refused(tmp_path: Path, given: Any, says: str) -> None:
+    with pytest.raises(tm.TidemillError) as caught:
+        small(tmp_path, eval_sets=given)
+    assert says in str(caught.value)
+
+
 def test_a_run_directory_alone_resumes_the_run(tmp_path: Path) -> None:
     small(tmp_path, overrides={"trainer.steps": 1})
     run = tm.train(run_dir=tmp_path / "run", overrides={"trainer.steps": 2})

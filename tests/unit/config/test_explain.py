@@ -288,3 +288,16 @@ def test_evaluation_and_generation_have_fewer_topics() -> None:
         "samples",
         "4 samples per prompt for pass@1, pass@2, pass@4; temperature 1, at most 3 new tokens",
     )
+
+
+def test_drawn_samples_and_sets_count() -> None:
+    sets = '[{name = "math", path = "m.jsonl", prompts = 5}, {name = "code", path = "c.jsonl"}]'
+    args = ["--eval.prompts=10", "--eval.every_steps=0", "--eval.samples_per_prompt=3", "--eval.max_new_tokens=7"]
+    spec = load_spec([*args, f"--eval.sets={sets}"])
+    # Before and after; 10 + 5 + 10 prompts, each with a greedy completion and three samples.
+    assert derive(spec).eval_samples == 2 * 25 * 4
+    assert derive(spec).eval_tokens == 200 * 7
+    found = dict(topics(spec))
+    assert "at most 10 held-out prompts and 5 of math and 10 of code, greedy" in found["evaluation"]
+    assert found["samples"].startswith("3 samples per prompt for pass@1, pass@2;")
+    assert "samples" not in dict(topics(load_spec(args[:2])))

@@ -6,7 +6,14 @@ import pytest
 
 from tests.config_issues import issues_of
 from tests.pretend_stages import pipeline
-from tidemill.config.issues import INACTIVE, purpose_issues, refuse_untrainable, shown_value, without_effect
+from tidemill.config.issues import (
+    INACTIVE,
+    ConfigError,
+    purpose_issues,
+    refuse_untrainable,
+    shown_value,
+    without_effect,
+)
 from tidemill.config.keys import find
 from tidemill.config.learning import BatchConfig
 from tidemill.config.load import load_spec
@@ -122,9 +129,27 @@ def test_values_of_a_preset_are_not_reported() -> None:
     assert messages(["--algorithm.name=ppo", "--algorithm.kl_beta=0"]) == []  # the preset sets kl_in = "reward"
 
 
-def test_samples_per_prompt_has_no_effect_in_training() -> None:
-    (line,) = messages(["--eval.samples_per_prompt=4"])
-    assert line.startswith("eval.samples_per_prompt has no effect: ")
+def test_training_compares_no_models() -> None:
+    (line,) = messages(["--eval.samples_per_prompt=4", "--eval.compare_with=char"])
+    assert line.startswith("eval.compare_with has no effect: ")
+
+
+@pytest.mark.parametrize(
+    ("names", "key", "what"),
+    [
+        (("a", "b", "a"), "eval", 'two sets have the name "a"'),
+        (("held_out",), "eval.sets[0]", 'name = "held_out" is reserved'),
+        (("a-drawn",), "eval.sets[0]", 'name = "a-drawn" is reserved'),
+        (("a/b",), "eval.sets[0]", 'name = "a/b" is not a folder name'),
+    ],
+)
+def test_names_of_evaluation_sets(names: tuple[str, ...], key: str, what: str) -> None:
+    tables = ", ".join(f'{{name = "{name}", path = "x.jsonl"}}' for name in names)
+    with pytest.raises(ConfigError) as caught:
+        load_spec([f"--eval.sets=[{tables}]"])
+    (issue,) = caught.value.issues
+    assert (issue.key, issue.what) == (key, what)
+    assert issue.hint
 
 
 def test_the_table_of_inactive_keys_contains_only_keys() -> None:

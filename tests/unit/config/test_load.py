@@ -88,6 +88,10 @@ def test_paths_start_at_the_recipe_or_the_working_directory(tmp_path: Path) -> N
     task = load_spec([jsonl, "--task.path", "y.jsonl"]).task
     assert isinstance(task, FileTask)
     assert task.path == tmp_path / "y.jsonl"
+    sets = recipe("sub/b.toml", '[[eval.sets]]\nname = "math"\npath = "m.jsonl"\n')
+    assert load_spec([sets]).eval.sets[0].path == tmp_path / "sub/m.jsonl"
+    (given,) = load_spec([sets, '--eval.sets=[{name = "code", path = "c.jsonl"}]']).eval.sets
+    assert (given.name, given.path, given.columns) == ("code", tmp_path / "c.jsonl", None)
 
 
 def test_all_issues_are_reported_with_their_sources() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 
@@ -35,7 +36,16 @@ class ByName(FakeScorer):
         }[prompt.prompt_id]
 
 
-async def run(prompts: list[Prompt], seen: list[GenerateRequest]) -> Evaluation:
+class ByIndex(FakeScorer):
+    """Drawn samples: of h0 only the first is correct, of h1 every one."""
+
+    async def score(self, prompt: Prompt, trajectory: Trajectory) -> Reward:
+        return Reward(value=float(prompt.prompt_id == "h1" or trajectory.sample_id.index == 0))
+
+
+async def run(
+    prompts: list[Prompt], seen: list[GenerateRequest], scorer: FakeScorer | None = None, **drawn: Any
+) -> Evaluation:
     engine = FakeEngine(VERSION)
     submit = engine.submit
     engine.submit = lambda requests: (seen.extend(requests), submit(requests))[1]  # type: ignore[method-assign,func-returns-value]
@@ -55,7 +65,14 @@ async def run(prompts: list[Prompt], seen: list[GenerateRequest]) -> Evaluation:
     try:
         async with fleet:
             return await evaluate(
-                step=3, version=VERSION, prompts=prompts, rollout=rollout, scorer=ByName(), sampling=sampling, seed=9
+                step=3,
+                version=VERSION,
+                prompts=prompts,
+                rollout=rollout,
+                scorer=scorer or ByName(),
+                sampling=sampling,
+                seed=9,
+                **drawn,
             )
     finally:
         await worker.close()
@@ -79,6 +96,29 @@ def test_accuracy_is_the_share_of_valid_right_answers() -> None:
     assert {(r.sampling.temperature, r.sampling.top_k, r.sampling.top_p) for r in seen} == {(0.0, 0, 1.0)}
     assert {(r.sampling.max_new_tokens, r.sampling.stop_strings) for r in seen} == {(5, ("\n",))}
     assert {(r.sample_id.purpose, r.sample_id.run_seed, r.sample_id.index) for r in seen} == {("eval:held_out", 9, 0)}
+
+
+def test_pass_at_k_of_drawn_samples() -> None:
+    seen: list[GenerateRequest] = []
+    prompts = [make_prompt("h1"), make_prompt("h0")]
+
+    evaluation = run_virtual(run(prompts, seen, ByIndex(), name="math", samples_per_prompt=3, ks=(1, 2, 3)))
+
+    result = evaluation.result
+    # 1 of 3 and 3 of 3 are correct. pass@1: (1/3 + 1) / 2; pass@2: (1 - C(2,2)/C(3,2) + 1) / 2; pass@3: 1.
+    assert result.pass_at == pytest.approx({1: 2 / 3, 2: 5 / 6, 3: 1.0})
+    assert result.drawn_reward_mean == pytest.approx(2 / 3)
+    assert (result.name, result.greedy_accuracy, result.samples_per_prompt) == ("math", 1.0, 3)
+    ids = [(one.sample_id.purpose, one.sample_id.prompt_id, one.sample_id.index) for one in evaluation.samples]
+    drawn = [("eval:math:drawn", name, index) for name in ("h1", "h0") for index in range(3)]
+    assert ids == [("eval:math", "h1", 0), ("eval:math", "h0", 0), *drawn]
+    assert {r.sampling.temperature for r in seen if r.sample_id.purpose == "eval:math:drawn"} == {0.7}
+
+
+def test_graded_rewards_of_drawn_samples_have_a_mean_and_no_pass_at_k() -> None:
+    samples = [make_trajectory(make_prompt("1"), "1", reward=Reward(value=value)) for value in (0.25, 0.5)]
+    found = eval_result("math", 0, VERSION, samples[:1], 1.0, drawn=[samples], ks=(1, 2))
+    assert (found.pass_at, found.drawn_reward_mean, found.samples_per_prompt) == ({}, 0.375, 2)
 
 
 def test_an_evaluation_without_prompts_is_refused() -> None:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from typing import Any
 
 import msgspec
 import pytest
 
-from tests.doubles.samples import FakePrompts
+from tests.doubles.samples import FakePrompts, make_prompt
 from tests.doubles.session import Disk, Session, small_spec
 from tests.virtual_time import run_virtual
-from tidemill.controller.ledger import NEVER_PRUNED
+from tidemill.controller.ledger import NEVER_PRUNED, EvalResult
 from tidemill.controller.waiting import Timeouts
 from tidemill.core.errors import DeadlineError, GuardStop, UserError
 from tidemill.core.records import Group, Prompt, Reward, StepMetrics, Trajectory
@@ -437,3 +438,76 @@ def test_the_prompts_of_a_step_are_requested_once() -> None:
     run_virtual(main())
 
     assert asked == [1, 2]
+
+
+DRAWN = {"eval": {"every_steps": 2, "prompts": 4, "samples_per_prompt": 2}}
+SETS = {"math": [make_prompt(f"m{at}") for at in range(3)], "code": [make_prompt("c0")]}
+
+
+def test_every_set_has_its_own_figures_samples_and_events() -> None:
+    session = run(small_spec(**DRAWN), eval_sets=SETS)
+
+    assert session.result is not None
+    names = [(known.step, known.name, known.n) for known in session.result.evaluations]
+    assert names == [(step, *each) for step in (0, 2, 4) for each in (("held_out", 4), ("math", 3), ("code", 1))]
+    main, math, _ = session.result.evaluations[6:]
+    values = session.telemetry.steps[-1].values
+    assert values["eval/pass_at_2"] == main.pass_at[2] and values["eval/drawn_reward_mean"] == main.drawn_reward_mean
+    assert values["eval/math/pass_at_1"] == math.pass_at[1] and values["eval/math/n"] == 3
+    assert values["eval/math/reward_mean"] == math.reward_mean and "eval/code/reward_mean" in values
+    total = sum(known.duration_s for known in session.result.evaluations[6:])
+    assert values["time_eval_s"] == pytest.approx(total)
+    assert [event.get("set") for event in session.telemetry.named("evaluation")] == [None, "math", "code"] * 3
+    assert len(session.telemetry.sample_files[4, "eval:math:drawn"]) == 6
+    # The best checkpoint is chosen by the held-out prompts of the task.
+    assert session.checkpoints.saved[-1] == (4, main.reward_mean)
+
+
+@pytest.mark.parametrize("schedule", [{}, {"max_policy_lag": 1}])
+def test_evaluations_do_not_change_what_is_learned(schedule: dict[str, Any]) -> None:
+    plain, evaluated = run(small_spec(schedule=schedule)), run(small_spec(schedule=schedule, **DRAWN), eval_sets=SETS)
+
+    assert plain.trainer.positions == evaluated.trainer.positions
+    if not schedule:  # else timing decides which version generates a token
+        assert plain.trainer.state == evaluated.trainer.state
+    new = {name for name in evaluated.telemetry.steps[-1].values if name.startswith("eval/")}
+    old = {name for name in plain.telemetry.steps[-1].values if name.startswith("eval/")}
+    assert old == {"eval/reward_mean", "eval/reward_stderr", "eval/greedy_accuracy", "eval/n"} < new
+
+
+def test_a_resumed_run_does_not_repeat_finished_evaluations() -> None:
+    """The power is cut at step 2, when the held-out prompts are evaluated and the first set is not."""
+    ends: list[int] = []
+
+    async def until_the_end() -> None:
+        session = Session(spec=small_spec(**DRAWN), eval_sets=SETS)
+        record = session.ledger.record_evaluation
+
+        async def noted(result: EvalResult, samples: Any) -> None:
+            await record(result, samples)
+            ends.append(session.journal.written)
+
+        session.ledger.record_evaluation = noted  # type: ignore[method-assign]
+        await session.run()
+
+    run_virtual(until_the_end())
+    disk = Disk()
+
+    async def live(power_cut_after: int | None) -> Session:
+        session = Session(disk=disk, spec=small_spec(**DRAWN), eval_sets=SETS, power_cut_after=power_cut_after)
+        session.result = await session.run_until_power_cut()
+        return session
+
+    assert run_virtual(live(ends[3] + 1)).result is None
+    resumed = run_virtual(live(None))
+    counts = Counter(sample.purpose for sample in resumed.engine.submitted if sample.purpose != "train")
+    # Four held-out prompts at step 4; the sets at steps 2 and 4, with two drawn samples per prompt.
+    assert counts == {
+        "eval:held_out": 4,
+        "eval:held_out:drawn": 8,
+        "eval:math": 6,
+        "eval:math:drawn": 12,
+        "eval:code": 2,
+        "eval:code:drawn": 4,
+    }
+    assert resumed.result is not None and len(resumed.result.evaluations) == 9

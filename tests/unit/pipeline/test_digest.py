@@ -180,6 +180,13 @@ def test_the_digest_depends_on_the_content_of_files_and_not_on_their_path(tmp_pa
     assert digest(first(tmp_path, text.replace("r.py:f", "r.py:g")), **contents) != plain
 
 
+def test_the_digest_of_an_evaluation_depends_on_its_sets(tmp_path: Path) -> None:
+    stage = first(tmp_path, EVAL, f'--eval.sets=[{{name = "math", path = "{tmp_path}/m.jsonl"}}]')
+    (file,) = [file for file in file_inputs(stage) if file.location[0] == "eval"]
+    assert (file.key, file.path) == ("eval.sets[0].path", tmp_path / "m.jsonl")
+    assert digest(stage, **{file.key: "1"}) != digest(stage, **{file.key: "2"})
+
+
 def test_the_digest_depends_on_the_file_of_a_reward_function_in_a_module(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

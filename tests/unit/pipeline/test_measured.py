@@ -12,6 +12,7 @@ import pytest
 from tests.unit.telemetry.report.test_report import Page
 from tidemill.config.schema import RunSpec
 from tidemill.pipeline.stage_kinds import evaluation_headline, write_evaluation
+from tidemill.telemetry.run_data import RunData
 
 FOUND: dict[str, Any] = {
     "reward_mean": 0.55,
@@ -91,6 +92,17 @@ def test_the_figures_have_pass_at_k_and_intervals(tmp_path: Path) -> None:
     assert (figures["score_liked"], figures["score_liked_interval"]) == (0.7, [0.41, 0.93])
     assert figures["greedy_accuracy_difference_interval"] == [-0.11, 0.61]
     assert json.loads((tmp_path / "summary.json").read_text(encoding="utf-8")) == FOUND
+
+
+def test_every_set_has_its_figures_and_samples(tmp_path: Path) -> None:
+    found = ALONE | {"sets": {"math": GRADED}}
+    figures = write_evaluation(tmp_path, RunSpec(), found)
+    assert (figures["reward_mean"], figures["math/reward_mean"]) == (0.55, 1.5)
+    assert evaluation_headline(found).endswith(", math mean reward 1.500 (95 %: 1.250 to 1.750; n = 4)")
+    data = RunData.read(tmp_path)
+    assert [one.reward_mean for one in (*data.evaluations, *data.eval_sets["math"])] == [0.55, 1.5]
+    assert (tmp_path / "samples" / "step_000000.eval-math.jsonl").is_file()
+    assert "math, greedy" in (tmp_path / "report.html").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("found", [FOUND, ALONE], ids=["everything", "accuracy alone"])

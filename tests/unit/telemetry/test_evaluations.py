@@ -27,6 +27,13 @@ def test_evaluations_rewound_by_a_resume_are_dropped() -> None:
     assert evaluations([*events, evaluated(10, 0.8)], [])[-1] == Evaluation(10, 0.8, 0.05, None, 64)
 
 
+def test_evaluations_of_other_sets_are_separate() -> None:
+    events = [evaluated(0, 0.25), evaluated(0, 0.75) | {"set": "math"}]
+    lines = [MetricLine(5, 5, "", 1, 1, 1.0, {"eval/reward_mean": 0.5, "eval/math/reward_mean": 1.0})]
+    assert [one.reward_mean for one in evaluations(events, lines)] == [0.25, 0.5]
+    assert [one.reward_mean for one in evaluations(events, lines, "math")] == [0.75, 1.0]
+
+
 def test_a_failed_evaluation_is_skipped() -> None:
     assert evaluations([{"event": "evaluation", "step": 5, "error": "OSError"}], []) == []
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Protocol, TypeAlias, TypeVar
 
@@ -282,6 +282,15 @@ class LongestPrompt:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EvalSet:
+    """Prompts that are only evaluated."""
+
+    prompts: Sequence[Prompt]
+    columns: tuple[str, ...]  # as `Task.columns`
+    digest: str  # of the content of the whole file
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
     """Prompts in order, the task's own scorer, and the figures needed to plan a run."""
 
@@ -294,10 +303,16 @@ class Task:
     digest: str  # of the content of both sides; changes if the prompts change
     columns: tuple[str, ...] = ()  # names in the metadata of every prompt
     description: str
+    eval_sets: Mapping[str, EvalSet] = field(default_factory=dict)  # by name
 
     @property
     def longest_prompt_tokens(self) -> int:
         return self.longest.tokens
+
+    @property
+    def eval_prompts(self) -> dict[str, Sequence[Prompt]]:
+        """The prompts of each evaluation set."""
+        return {name: found.prompts for name, found in self.eval_sets.items()}
 
 
 def longest_prompt(items: Iterable[Item], render: Callable[[Item], Prompt]) -> LongestPrompt:

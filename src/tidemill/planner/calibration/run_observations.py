@@ -216,7 +216,8 @@ class Observed(Record):
 
     @property
     def evaluations(self) -> list[dict[str, Any]]:
-        return [event for event in self.named(EVALUATION) if not event.get("recovered")]
+        """Those of the task's held-out prompts."""
+        return [event for event in self.named(EVALUATION) if not event.get("recovered") and "set" not in event]
 
     def named(self, name: str) -> list[dict[str, Any]]:
         return [event for event in self.events if event["event"] == name]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -140,16 +141,17 @@ def _mean_of_usual(runs: Sequence[SimulatedRun], name: str) -> float:
 
 def _extrapolated_s(run: SimulatedRun, name: str, spec: RunSpec) -> float:
     """Time of all evaluations or checkpoints of the whole run, extrapolated from the simulated steps, in seconds."""
-    durations = [amount(event, "duration_s") for event in _named(run, name)]
-    if not durations:
+    events = _named(run, name)
+    if not events:
         return 0.0
+    times = len({event["step"] for event in events})  # an evaluation has one event per set
     every, steps = (
         {EVALUATION: spec.eval.every_steps, CHECKPOINT: spec.checkpoint.every_steps}[name],
         spec.trainer.steps,
     )
     count = (steps - 1) // every if every else 0  # before the last step
     count += 2 if name == EVALUATION else 1
-    return fmean(durations) * count
+    return math.fsum(amount(event, "duration_s") for event in events) / times * count
 
 
 def _named(run: SimulatedRun, name: str) -> list[dict[str, Any]]:

@@ -324,22 +324,24 @@ async def _simulate(spec: RunSpec, profile: RunProfile) -> SimulatedRun:
     training, held_out = workloads(profile)
     machine = OneMachine(spec, profile, BlankCompletions(partial(length_of, training, held_out)), clock)
     trainer, local = machine.trainer(), machine.local()
+    source = SimulatedPrompts(
+        spec.batch.prompts,
+        different=training.different_prompts,
+        prompt_tokens=training.prompt_tokens,
+        held_out=min(spec.eval.prompts, round(profile["held_out_prompts"]) or spec.eval.prompts),
+    )
     parts = SimulatedComponents(
         local=local,
         slots=spec.engine.slots,
         local_slots=spec.engine.slots,
         trainer=trainer,
         scorer=SharedScorer(machine, lambda trajectory: training.reward(trajectory.sample_id)),
-        source=SimulatedPrompts(
-            spec.batch.prompts,
-            different=training.different_prompts,
-            prompt_tokens=training.prompt_tokens,
-            held_out=min(spec.eval.prompts, round(profile["held_out_prompts"]) or spec.eval.prompts),
-        ),
+        source=source,
         checkpoints=SimulatedCheckpoints(SimulatedDisk(), trainer, measured_trainer(spec, profile)),
         provider=provider,
         host=machine if provider else None,
         publisher=SimulatedPublisher(machine.weights) if provider else None,
+        eval_sets=source.eval_sets(spec.eval),
     )
     try:
         result = await drive(spec, parts, recording, clock)

@@ -16,14 +16,18 @@ from tidemill.telemetry.events import RESUME
 from tidemill.telemetry.metrics import (
     CHARTS,
     COMPONENT,
+    DRAWN_REWARD,
     FORECAST_HALF,
     FORECAST_STEP,
     GREEDY_ACCURACY,
     HELD_OUT,
+    HELD_OUT_NAME,
     HELD_OUT_REWARD,
     LAG,
     METRICS,
+    PASS_AT,
     Chart,
+    held_out_prefix,
 )
 from tidemill.telemetry.report.sample_cards import SampleWindow
 from tidemill.telemetry.run_data import RunData
@@ -38,11 +42,13 @@ AFTER_REWARD = 3
 def chart_data(data: RunData) -> dict[str, Any]:
     """JSON for report.js: the steps, and every chart that has at least one value."""
     by_step = {line.step: dict(line.values) for line in data.metrics}
-    for evaluation in data.evaluations:
-        row = by_step.setdefault(evaluation.step, {})
-        row[HELD_OUT_REWARD] = evaluation.reward_mean
-        if evaluation.greedy_accuracy is not None:
-            row[GREEDY_ACCURACY] = evaluation.greedy_accuracy
+    evaluated = {HELD_OUT_NAME: data.evaluations, **data.eval_sets}
+    for name, found in evaluated.items():
+        for evaluation in found:
+            row = by_step.setdefault(evaluation.step, {})
+            row[_of_set(HELD_OUT_REWARD, name)] = evaluation.reward_mean
+            if evaluation.greedy_accuracy is not None:
+                row[_of_set(GREEDY_ACCURACY, name)] = evaluation.greedy_accuracy
     if data.forecast is not None:
         for step, row in by_step.items():
             if step > 0:
@@ -55,9 +61,13 @@ def chart_data(data: RunData) -> dict[str, Any]:
     held_out = {name for name in unknown if name.removeprefix(HELD_OUT) in charted}
     rewards = tuple((name, name.removeprefix(COMPONENT)) for name in unknown if name.startswith(COMPONENT))
     lags = sorted((name for name in unknown if name.startswith(LAG)), key=lambda name: (len(name), name))
-    others = [name for name in unknown if not name.startswith((COMPONENT, LAG)) and name not in held_out]
-    charts = [_with_held_out(chart, held_out) for chart in CHARTS]
+    of_evaluations = tuple(f"{HELD_OUT}{name}" for name in (PASS_AT, *(f"{each}/" for each in data.eval_sets)))
+    others = [
+        name for name in unknown if not name.startswith((COMPONENT, LAG, *of_evaluations)) and name not in held_out
+    ]
+    charts = [_with_sets(_with_held_out(chart, held_out), data.eval_sets) for chart in CHARTS]
     charts.insert(AFTER_REWARD, Chart(title="Single rewards", note="mean of each", series=rewards, low=None))
+    charts[AFTER_REWARD:AFTER_REWARD] = [_pass_at_chart(name, unknown) for name in evaluated]
     if lags not in ([], [f"{LAG}0"]):
         series = tuple((name, name.removeprefix(LAG)) for name in lags)
         charts.append(Chart(title="Tokens by lag", note="% of tokens", series=series, kind="stacked", scale=100))
@@ -68,6 +78,35 @@ def chart_data(data: RunData) -> dict[str, Any]:
         "resumed": sorted(resumed),
         "charts": [plotted for chart in charts if (plotted := _plot(chart, rows))],
     }
+
+
+def _of_set(metric: str, name: str) -> str:
+    """A metric of the task's held-out prompts for another set."""
+    return metric.replace(HELD_OUT, held_out_prefix(name), 1)
+
+
+def _with_sets(chart: Chart, names: Collection[str]) -> Chart:
+    """Adds the series of held-out prompts for every set of `eval.sets`."""
+    more = [
+        (_of_set(metric, name), f"{name}, {label}" if metric == DRAWN_REWARD else name)
+        for name in names
+        for metric, label in chart.series
+        if metric in (HELD_OUT_REWARD, GREEDY_ACCURACY, DRAWN_REWARD)
+    ]
+    return replace(chart, series=(*chart.series, *more))
+
+
+def _pass_at_chart(name: str, metrics: Collection[str]) -> Chart:
+    """A curve for each k."""
+    prefix = f"{held_out_prefix(name)}{PASS_AT}"
+    found = sorted((metric for metric in metrics if metric.startswith(prefix)), key=lambda name: (len(name), name))
+    return Chart(
+        title="pass@k" if name == HELD_OUT_NAME else f"pass@k, {name}",
+        note="drawn samples of held-out prompts",
+        series=tuple((metric, f"pass@{metric.removeprefix(prefix)}") for metric in found),
+        kind="points",
+        high=1,
+    )
 
 
 def _with_held_out(chart: Chart, held_out: Collection[str]) -> Chart:

@@ -258,9 +258,13 @@ def _bar_row(label: str, remark: str, share: dict[str, float], *, is_share: bool
 def evaluation_section(found: dict[str, Any]) -> dict[str, Any]:
     """The tables of an evaluation."""
     other = found.get("compared_with", {})
+    compared = dict(other.get("figures", {}))
+    for name, of_set in found.get("sets", {}).items():
+        figures = of_set.get("compared_with", {}).get("figures", {})
+        compared |= {f"{name}: {figure}": pair for figure, pair in figures.items()}
     return {
         "figures": evaluation_rows(found),
-        "compared": other.get("figures", {}),
+        "compared": compared,
         "other": " ".join(str(other.get(key, "")) for key in ("model", "weights_digest")),
         "answers": answer_pairs(found),
     }

@@ -7,8 +7,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from statistics import fmean
 from typing import Any
 
+from msgspec.structs import replace
+
 from tidemill.core.formatting import between, compact, decimal, percent
 from tidemill.core.records import Record
+from tidemill.telemetry.metrics import HELD_OUT_NAME
 from tidemill.telemetry.run_dir import TRAINING_PURPOSE, RunDirectory
 from tidemill.telemetry.sample_files import Sample, read_samples
 
@@ -46,7 +49,7 @@ def report_samples(run: RunDirectory) -> ReportSamples:
 
     files = run.sample_files()
     training = [file for file in files if file[1] == TRAINING_PURPOSE]
-    held_out = [file for file in files if file[1].startswith("eval")]
+    held_out = [file for file in files if file[1] == f"eval-{HELD_OUT_NAME}"]
     size = min(WINDOW_STEPS, max(1, len(training) // 2))
     return ReportSamples(
         first=window(training[:size]),
@@ -255,7 +258,10 @@ def evaluation_rows(found: dict[str, Any]) -> list[EvaluationRow]:
         if reward := found["drawn"].get("reward_mean"):
             rows.append(_with_interval(_drawn_title(found), MEAN_REWARD, reward))
         rows += _completion_rows(_drawn_title(found), found["drawn"])
-    return sorted(rows, key=lambda row: row.of != GREEDY)
+    rows.sort(key=lambda row: row.of != GREEDY)
+    for name, of_set in found.get("sets", {}).items():
+        rows += [replace(row, of=f"{name}, {row.of}") for row in evaluation_rows(of_set)]
+    return rows
 
 
 def answer_pairs(found: dict[str, Any]) -> list[Pair]:

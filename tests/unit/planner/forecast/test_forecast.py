@@ -81,3 +81,15 @@ def test_a_character_model_has_the_parameters_that_it_is_built_with() -> None:
     inner = shape.intermediate
     per_layer = 4 * shape.hidden**2 + 3 * shape.hidden * inner + 2 * shape.hidden
     assert shape.parameters == shape.vocab * shape.hidden + shape.layers * per_layer + shape.hidden
+
+
+def test_a_forecast_includes_drawn_samples_and_every_set() -> None:
+    drawn = {"every_steps": 0, "prompts": 4, "samples_per_prompt": 1}
+    sets = [{"name": "math", "path": "math.jsonl"}]
+    specs = [spec_of(2, eval=each) for each in ({"every_steps": 0, "prompts": 4}, drawn, drawn | {"sets": sets})]
+    greedy, both, with_set = (
+        forecast_recipe(spec, planted(spec), seeds=1).outside_steps_s["evaluation"] for spec in specs
+    )
+    # Completions of equal lengths on average: twice and four times as many.
+    assert 1.5 < both / greedy < 2.5
+    assert 1.6 < with_set / both < 2.4

@@ -42,6 +42,19 @@ def test_graded_rewards_have_no_accuracy_chart(tmp_path: Path) -> None:
     assert (chart["title"], chart["series"]) == ("Held-out reward", [{"label": "mean", "values": [1.5]}])
 
 
+def test_sets_share_the_charts_of_held_out_prompts_and_have_their_own_pass_at_k(tmp_path: Path) -> None:
+    event = '{"event":"evaluation","step":1,"set":"math","reward_mean":0.5,"n":8}\n'
+    values = '"eval/reward_mean":0.25,"eval/drawn_reward_mean":0.125,"eval/pass_at_2":0.5,"eval/pass_at_16":0.75'
+    of_set = '"eval/math/reward_mean":0.5,"eval/math/reward_stderr":0.1,"eval/math/pass_at_1":1.0,"eval/math/n":8'
+    data = charts_of(tmp_path, f'{{"step":1,{values},{of_set}}}\n', event)
+    drawn = {chart["title"]: {one["label"]: one["values"] for one in chart["series"]} for chart in data["charts"]}
+    assert drawn == {
+        "Held-out reward": {"mean": [0.25], "drawn samples": [0.125], "math": [0.5]},
+        "pass@k": {"pass@2": [0.5], "pass@16": [0.75]},
+        "pass@k, math": {"pass@1": [1.0]},
+    }
+
+
 def test_the_band_is_the_standard_deviation(tmp_path: Path) -> None:
     (chart,) = charts_of(tmp_path, '{"step":1,"reward_mean":0.5,"reward_std":0.25}\n')["charts"]
     assert (chart["title"], chart["band"]) == ("Reward", [0.25])

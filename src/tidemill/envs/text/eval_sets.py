@@ -1,0 +1,79 @@
+"""The prompts of `eval.sets`: data files that are only evaluated."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from tidemill.config.schema import EvalSetConfig, RunSpec
+from tidemill.config.task import HUB, FileTask, RewardConfig, TaskConfig
+from tidemill.core.errors import UserError
+from tidemill.core.protocols import Codec
+from tidemill.envs.text.build_task import build_task
+from tidemill.envs.text.prompts import EvalSet, Task
+from tidemill.envs.text.user_rewards import WHERE, UserReward
+from tidemill.extensions.registry import resolve
+
+
+def with_eval_sets(task: Task, spec: RunSpec, *, codec: Codec) -> Task:
+    """The task with the prompts of `eval.sets`; its longest prompt is the longest of all.
+
+    Raises:
+        UserError: a file is missing, has no rows, or has an invalid row.
+    """
+    sets, longest = dict[str, EvalSet](), task.longest
+    for index, config in enumerate(spec.eval.sets):
+        key = f"eval.sets[{index}]"
+        if not str(config.path).startswith(HUB) and not config.path.exists():
+            raise UserError("no such file or folder", where=f"{key}.path: {config.path}", hint="correct the path")
+        try:
+            found = build_task(
+                _file_task(config, spec.task),
+                codec=codec,
+                batch_prompts=spec.batch.prompts,
+                seed=spec.run.seed,
+                chat_template=spec.model.chat_template,
+            )
+        except UserError as error:
+            raise UserError(error.what, where=error.where, hint=error.hint.replace("task.", f"{key}.")) from error
+        prompts = tuple(found.source.held_out(config.prompts or spec.eval.prompts))
+        sets[config.name] = EvalSet(prompts=prompts, columns=found.columns, digest=found.digest)
+        longest = max(longest, found.longest, key=lambda each: each.tokens)
+    return replace(task, eval_sets=sets, longest=longest)
+
+
+def _file_task(config: EvalSetConfig, task: TaskConfig) -> FileTask:
+    """A task whose held-out prompts are all rows of the file."""
+    columns, system_prompt = config.columns, config.system_prompt
+    if isinstance(task, FileTask):
+        columns = task.columns if columns is None else columns
+        system_prompt = task.system_prompt if system_prompt is None else system_prompt
+    return FileTask(
+        kind="file",
+        path=config.path,
+        columns=columns or {},
+        system_prompt=system_prompt or "",
+        held_out_fraction=1.0,
+    )
+
+
+def check_rewards(rewards: Sequence[RewardConfig], task: Task) -> None:
+    """Check that the rewards of an evaluation can score every set of the task.
+
+    Raises:
+        UserError: a function takes a column that a set lacks, or a reward scores only the prompts of its task.
+    """
+    for reward in rewards if task.eval_sets else ():
+        if reward.kind == "task":
+            what = 'the reward "task" scores only the prompts of its task'
+            hint = 'set eval.rewards = [{ kind = "exact" }], or another reward'
+            raise UserError(what, where="eval.sets", hint=hint)
+        if reward.kind == "python":
+            extension = resolve(reward.function, "reward", where=WHERE)
+            for name, found in task.eval_sets.items():
+                try:
+                    UserReward(extension, columns=found.columns, weights=reward.weights)
+                except UserError as error:
+                    where = f"eval.sets, {name}"
+                    hint = f"{error.hint}; add the column, or set eval.rewards"
+                    raise UserError(f"{error.what} in these rows", where=where, hint=hint) from error

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
+from tidemill.config.functions import FUNCTION_KEYS
 from tidemill.config.issues import (
     COMMAND_LINE,
     ConfigError,
@@ -68,6 +69,8 @@ ARRAYS_OF_TABLES: tuple[KeyPath, ...] = (
     ("task", "sources"),
     ("data", "sources"),
     ("eval", "sets"),
+    ("eval", "rewards"),
+    ("algorithm", "loss_terms"),
 )
 MODEL_SOURCES: tuple[KeyPath, ...] = (("model", "source"), ("critic", "source"), ("scoring", "rewards", "model"))
 """Keys that take the name of a model, or a path that starts with ./, ../ or ~."""
@@ -283,7 +286,7 @@ def _with_absolute_paths(path: KeyPath, value: Any, folder: Path) -> Any:
         }
     if isinstance(value, list) and path == (STAGES,):
         return [with_absolute_paths(each, folder) if isinstance(each, dict) else each for each in value]
-    if isinstance(value, list) and path in ARRAYS_OF_TABLES:
+    if isinstance(value, list) and (path in ARRAYS_OF_TABLES or path in FUNCTION_KEYS):
         return [_with_absolute_paths(path, each, folder) for each in value]
     if not isinstance(value, str) or value.startswith((PREFIX, HUB)):
         return value
@@ -291,7 +294,7 @@ def _with_absolute_paths(path: KeyPath, value: Any, folder: Path) -> Any:
         return _absolute(value, folder)
     if path == ("run", "dir") and value.startswith("~"):
         return str(Path(value).expanduser())
-    if path == ("scoring", "rewards", "function"):
+    if path in FUNCTION_KEYS:
         file, colon, function = value.rpartition(":")
         return f"{_absolute(file, folder)}:{function}" if colon and file.endswith(".py") else value
     return value

@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeAlias
 import msgspec
 import xxhash
 
+from tidemill.config.functions import function_references
 from tidemill.config.issues import ConfigError, ConfigIssue
 from tidemill.config.keys import did_you_mean, dotted, flattened
 from tidemill.config.load import PREFIX
@@ -36,6 +37,7 @@ class FileInput:
 
     location: tuple[str | int, ...]
     path: Path
+    function: str = ""  # its name; the path of the file does not matter
 
     @property
     def key(self) -> str:
@@ -43,17 +45,17 @@ class FileInput:
 
 
 def file_inputs(stage: StageSpec) -> list[FileInput]:
-    """The files and folders that a stage reads: data, local models, and files with reward functions. Modules that such
-    a file imports are not included."""
+    """The files and folders that a stage reads: data, local models, and files with user functions. Modules that such a
+    file imports are not included."""
     found = []
     for location, value in stage.sources():
         is_name = location[-1] in NAME_KEYS and (value in BUILT_IN_MODELS or not is_local(value))
         if not value.startswith((PREFIX, HUB)) and not is_name:
             found.append(FileInput(location=location, path=Path(value).expanduser()))
-    if "scoring" in KINDS[stage.kind].sections:
-        for index, reward in enumerate(stage.spec.scoring.rewards):
-            if reward.function and (file := source_file(reward.function)):
-                found.append(FileInput(location=("scoring", "rewards", index, "function"), path=file))
+    for each in function_references(stage.spec):
+        file = source_file(each.ref)
+        if file and each.location[0] in KINDS[stage.kind].sections:
+            found.append(FileInput(location=each.location, path=file, function=each.ref.rpartition(":")[2]))
     return found
 
 
@@ -68,10 +70,7 @@ def output_values(stage: StageSpec, *, upstream: Mapping[str, str], contents: Ma
     for reference in stage.references:
         put(sections, reference.key, {"stage": upstream[reference.stage]})
     for file in file_inputs(stage):
-        function = ""
-        if file.location[-1] == "function":  # the path of its file does not matter, its name does
-            function = stage.spec.scoring.rewards[int(file.location[2])].function.rpartition(":")[2]
-        put(sections, file.location, {"content": contents[file.key], "name": function})
+        put(sections, file.location, {"content": contents[file.key], "name": file.function})
     if stage.spec.model.source != "char":
         sections["model"].pop("char")
     if "supervised" in sections and stage.spec.supervised.epochs:

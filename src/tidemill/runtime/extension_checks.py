@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from tidemill.config.algorithm import ADVANTAGE_NAMES, LOSS_NAMES
+from tidemill.config.functions import FunctionReference, function_references
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError
-from tidemill.extensions.registry import TRAINER_KINDS, Extension, Kind, resolve
+from tidemill.extensions.registry import TRAINER_KINDS, Extension, resolve
 
 
 def run_extensions(spec: RunSpec) -> list[Extension]:
@@ -16,13 +16,13 @@ def run_extensions(spec: RunSpec) -> list[Extension]:
     Raises:
         UserError: one does not exist, cannot be imported, or is of another kind.
     """
-    found = {(kind, ref): resolve(ref, kind, where=where) for kind, ref, where in _references(spec)}
+    found = {(each.kind, each.ref): resolve(each.ref, each.kind, where=each.key) for each in _references(spec)}
     return list(found.values())
 
 
 def trainer_extensions(spec: RunSpec) -> list[Extension]:
     """Those that the trainer calls. Raises UserError: as `run_extensions`."""
-    return [resolve(ref, kind, where=where) for kind, ref, where in _references(spec) if kind in TRAINER_KINDS]
+    return [resolve(each.ref, each.kind, where=each.key) for each in _references(spec) if each.kind in TRAINER_KINDS]
 
 
 def identities(extensions: list[Extension]) -> dict[str, str]:
@@ -46,21 +46,8 @@ def refuse_changed(stored: Mapping[str, str], current: Mapping[str, str], *, whe
         )
 
 
-def _references(spec: RunSpec) -> Iterator[tuple[Kind, str, str]]:
-    for reward in spec.scoring.rewards:
-        if reward.kind == "python":
-            yield "reward", reward.function, "scoring.rewards.function"
-    algorithm = spec.algorithm
-    if algorithm.advantage not in ADVANTAGE_NAMES:
-        yield "advantage", algorithm.advantage, "algorithm.advantage"
-    if algorithm.loss not in LOSS_NAMES:
-        yield "loss", algorithm.loss, "algorithm.loss"
-    for term in algorithm.loss_terms:
-        yield "loss_term", term.function, "algorithm.loss_terms"
-    if spec.task.kind == "python":
-        yield "task", spec.task.function, "task.function"
-    if spec.batch.sampler:
-        yield "prompt_sampler", spec.batch.sampler, "batch.sampler"
+def _references(spec: RunSpec) -> Iterator[FunctionReference]:
+    return (each for each in function_references(spec) if each.location[0] != "eval")
 
 
 def _file_name(ref: str) -> str:

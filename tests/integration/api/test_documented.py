@@ -1,12 +1,15 @@
-"""The Python examples and the commands of the docs work as printed."""
+"""The Python examples and the commands of the docs work as printed, with Tidemill from a wheel."""
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import shutil
 import subprocess
 import sys
+import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -22,13 +25,35 @@ EXAMPLES = [
 ]
 
 
+Run = Callable[[list[str], Path], subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Runs Python in a folder with the contents of a wheel of this checkout, and with the installed dependencies."""
+    built, unpacked = tmp_path_factory.mktemp("wheel"), tmp_path_factory.mktemp("installed")
+    pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(built), str(REPOSITORY)]
+    subprocess.run(pip, check=True, timeout=200)
+    (wheel,) = built.glob("*.whl")
+    zipfile.ZipFile(wheel).extractall(unpacked)
+    environment = {**os.environ, "PYTHONPATH": str(unpacked)}
+
+    def python(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, *words]
+        return subprocess.run(
+            command, cwd=folder, env=environment, capture_output=True, text=True, timeout=280, check=False
+        )
+
+    where = python(["-c", "import tidemill; print(tidemill.__file__)"], unpacked.parent)
+    assert where.stdout.startswith(str(unpacked))
+    return python
+
+
 @pytest.mark.parametrize("source", EXAMPLES)
 @pytest.mark.timeout(300)
-def test_the_example_runs(source: str, tmp_path: Path) -> None:
+def test_the_example_runs(source: str, run: Run, tmp_path: Path) -> None:
     (tmp_path / "example.py").write_text(source.replace('"trainer.steps": 10', '"trainer.steps": 1'))
-    done = subprocess.run(
-        [sys.executable, "example.py"], cwd=tmp_path, capture_output=True, text=True, timeout=280, check=False
-    )
+    done = run(["example.py"], tmp_path)
     assert done.returncode == 0, done.stderr
 
 
@@ -67,16 +92,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("command", documented_commands())
-def test_the_command_works_as_printed(command: str, folder: Path) -> None:
+def test_the_command_works_as_printed(command: str, folder: Path, run: Run) -> None:
     if any(command == each or command.startswith(f"{each} ") for each in NOT_RUN):
         pytest.skip(next(why for each, why in NOT_RUN.items() if command.startswith(each)))
     words = shlex.split(command.replace("WORD", "kl_beta"))
     assert words[0] == "tidemill"
     if words[1] in DRY and "--help" not in words:
         words.append("--dry-run")  # what a training or a simulation computes is tested elsewhere
-    done = subprocess.run(
-        [sys.executable, "-m", *words], cwd=folder, capture_output=True, text=True, timeout=100, check=False
-    )
+    done = run(["-m", *words], folder)
     assert done.returncode == 0, done.stderr
 
 

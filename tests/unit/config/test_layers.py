@@ -180,6 +180,36 @@ def test_input_paths_start_at_the_folder(tmp_path: Path) -> None:
     assert changed["scoring"]["rewards"][2:] == [{"kind": "exact"}, "not a table"]
 
 
+def test_files_of_functions_start_at_the_folder(tmp_path: Path) -> None:
+    tree = {
+        "algorithm": {"advantage": "mine.py:f", "loss": "ppo", "loss_terms": [{"function": "../mine.py:g"}]},
+        "task": {"kind": "python", "function": "mine.py:rows", "sources": [{"path": "a.jsonl"}, {"path": "hub:a/b"}]},
+        "batch": {"sampler": "package.mine:h"},
+        "eval": {"rewards": [{"kind": "python", "function": "/abs/mine.py:i"}], "sets": [{"path": "b.jsonl"}]},
+        "telemetry": {"callbacks": ["mine.py:Watch", "package.mine:Watch"]},
+    }
+    changed = with_absolute_paths(tree, tmp_path / "recipes")
+    here = f"{tmp_path}/recipes"
+    assert changed == {
+        "algorithm": {
+            "advantage": f"{here}/mine.py:f",
+            "loss": "ppo",
+            "loss_terms": [{"function": f"{tmp_path}/mine.py:g"}],
+        },
+        "task": {
+            "kind": "python",
+            "function": f"{here}/mine.py:rows",
+            "sources": [{"path": f"{here}/a.jsonl"}, {"path": "hub:a/b"}],
+        },
+        "batch": {"sampler": "package.mine:h"},
+        "eval": {
+            "rewards": [{"kind": "python", "function": "/abs/mine.py:i"}],
+            "sets": [{"path": f"{here}/b.jsonl"}],
+        },
+        "telemetry": {"callbacks": [f"{here}/mine.py:Watch", "package.mine:Watch"]},
+    }
+
+
 def test_hub_ids_are_not_paths_and_home_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/someone")
     tree = {"model": {"source": "organisation/name"}, "run": {"dir": "~/runs"}}

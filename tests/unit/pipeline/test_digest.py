@@ -180,6 +180,18 @@ def test_the_digest_depends_on_the_content_of_files_and_not_on_their_path(tmp_pa
     assert digest(first(tmp_path, text.replace("r.py:f", "r.py:g")), **contents) != plain
 
 
+def test_the_digest_depends_on_the_files_of_all_functions_that_decide_what_is_learned(tmp_path: Path) -> None:
+    keys = {"algorithm.advantage": "f", "algorithm.loss": "g", "batch.sampler": "h", "task.function": "i"}
+    named = [f'--{key}="{tmp_path}/mine.py:{name}"' for key, name in keys.items()]
+    terms = f'--algorithm.loss_terms=[{{function = "{tmp_path}/mine.py:j"}}]'
+    text = '[[stage]]\nname = "a"\nkind = "rl"\nmodel.source = "char"\n'
+    stage = first(tmp_path, text, "--task.kind=python", *named, terms)
+    contents = {file.key: "1" for file in file_inputs(stage)}
+    assert contents.keys() == {*keys, "algorithm.loss_terms[0].function"}
+    digests = {digest(stage, **{**contents, key: "2"}) for key in contents}
+    assert len({digest(stage, **contents), *digests}) == 6
+
+
 def test_the_digest_of_an_evaluation_depends_on_its_sets(tmp_path: Path) -> None:
     stage = first(tmp_path, EVAL, f'--eval.sets=[{{name = "math", path = "{tmp_path}/m.jsonl"}}]')
     (file,) = [file for file in file_inputs(stage) if file.location[0] == "eval"]

@@ -39,7 +39,7 @@ from tidemill.core.records import (
     unpack_tokens,
 )
 from tidemill.models.attention import TreePlan, build_tree, hidden_states, vocabulary_logits
-from tidemill.rollout.sampling import gumbel, stream_key
+from tidemill.rollout.sampling import gumbel, noise_key
 from tidemill.runtime.backend import RuntimeBackend, scorers
 from tidemill.runtime.local import InProcessHost, in_process
 from tidemill.runtime.train import train
@@ -239,7 +239,7 @@ def _two_best(model: PreTrainedModel, one: Trajectory, at: int) -> tuple[set[int
     tree = build_tree([torch.tensor(known, dtype=torch.int32).numpy()])
     tokens, positions = torch.from_numpy(tree.token_ids), torch.from_numpy(tree.depths)
     logits = vocabulary_logits(model, hidden_states(model, tokens, positions, TreePlan(tree, tokens.device))[-1:])
-    scores = logits + gumbel([stream_key(one.sample_id.key, at)], logits.shape[1], logits.device)
+    scores = logits + gumbel([noise_key(one.sample_id.seed, len(known) - 1)], logits.shape[1], logits.device)
     best = scores[0].topk(2)
     return set(best.indices.tolist()), float(best.values[0] - best.values[1])
 

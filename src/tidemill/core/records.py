@@ -109,9 +109,15 @@ class SampleId(Record, gc=False):
 
     @property
     def key(self) -> int:
-        """64-bit seed of the sample's random stream: a hash of all fields."""
+        """A 64-bit hash of all fields."""
         fields = (self.run_seed, self.purpose, self.prompt_id, self.epoch, self.index)
         return int.from_bytes(hashlib.blake2b(repr(fields).encode(), digest_size=8).digest(), "little")
+
+    @property
+    def seed(self) -> int:
+        """63-bit seed of the sampling noise: a hash of all fields and of the branch, which is 0."""
+        fields = (self.run_seed, self.purpose, self.prompt_id, self.epoch, self.index, 0)
+        return int.from_bytes(hashlib.blake2b(repr(fields).encode(), digest_size=8).digest(), "little") >> 1
 
     @property
     def group(self) -> tuple[str, str, int]:

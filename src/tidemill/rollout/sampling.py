@@ -1,7 +1,8 @@
-"""Counter-based sampling: token t of sample s is `argmax_k(logit_k / T + Gumbel(hash(sample key, t, k)))`.
+"""Counter-based sampling: the next token is `argmax_k(logit_k / T + Gumbel(murmur3(seed, position, k)))`.
 
-The noise depends only on sample key, completion position and token, not on batch composition, worker, restarts or
-migration. With independent Gumbel noise the argmax is a draw from the softmax (Gumbel 1954; Maddison et al. 2014).
+The noise depends only on the sample's seed, the position of the last input token and the token, not on batch
+composition, worker, engine, restarts or migration. With independent Gumbel noise the argmax is a draw from the softmax
+(Gumbel 1954; Maddison et al. 2014). The function is that of vLLM's Model Runner V2 and SGLang's deterministic mode.
 """
 
 from __future__ import annotations
@@ -9,22 +10,33 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
 from tidemill.core.records import SamplingParams
 
-_MASK64 = (1 << 64) - 1
-_GOLDEN64 = 0x9E3779B97F4A7C15
-_ROWS_PER_BLOCK = 4  # fits the cache of one core
+_MASK32 = (1 << 32) - 1
+_BLOCK_BYTES = 1 << 20  # of noise; fits the cache of one core
+# Constants of MurmurHash3 x86_32 (Appleby).
+_C1, _C2, _N, _F1, _F2 = 0xCC9E2D51, 0x1B873593, 0xE6546B64, 0x85EBCA6B, 0xC2B2AE35
 
 
-def stream_key(sample_key: int, position: int) -> int:
-    """64 random bits for completion position `position` of a sample (splitmix64, Steele et al. 2014)."""
-    z = (sample_key + (position + 1) * _GOLDEN64) & _MASK64
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK64
-    return z ^ (z >> 31)
+def noise_key(seed: int, position: int) -> int:
+    """32 bits: the state of murmur3 after a 64-bit seed and a position.
+
+    Args:
+        position: index of the last input token, counted from the start of the prompt.
+    """
+    state = 0
+    for word in (seed & _MASK32, (seed >> 32) & _MASK32, position & _MASK32):
+        mixed = (_rotated((word * _C1) & _MASK32, 15) * _C2) & _MASK32
+        state = (_rotated(state ^ mixed, 13) * 5 + _N) & _MASK32
+    return state
+
+
+def _rotated(value: int, bits: int) -> int:
+    return ((value << bits) | (value >> (32 - bits))) & _MASK32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +48,7 @@ class Drawn:
 
 
 def draw(logits: torch.Tensor, keys: Sequence[int], params: Sequence[SamplingParams]) -> Drawn:
-    """Draw one token per row of `logits` (float32 [R, V]) with 64-bit stream `keys` [R].
+    """Draw one token per row of `logits` (float32 [R, V]) with the `noise_key` of each row.
 
     Greedy rows (temperature 0) take the argmax, with its logprob at temperature 1. With top-k or top-p, logprobs are
     normalised over the kept tokens.
@@ -46,8 +58,9 @@ def draw(logits: torch.Tensor, keys: Sequence[int], params: Sequence[SamplingPar
     scaled = _keep(scaled, params)
     noisy = [row for row, p in enumerate(params) if p.temperature > 0]
     token_ids = torch.empty(len(params), dtype=torch.int64, device=logits.device)
-    for start in range(0, len(noisy), _ROWS_PER_BLOCK):
-        rows = noisy[start : start + _ROWS_PER_BLOCK]
+    block = max(1, _BLOCK_BYTES // (4 * logits.shape[1])) if logits.device.type == "cpu" else len(params)
+    for start in range(0, len(noisy), block):
+        rows = noisy[start : start + block]
         noise = gumbel([keys[row] for row in rows], logits.shape[1], logits.device)
         token_ids[rows] = noise.add_(scaled[rows]).argmax(-1)
     greedy = [row for row, p in enumerate(params) if p.temperature == 0]
@@ -60,17 +73,28 @@ def draw(logits: torch.Tensor, keys: Sequence[int], params: Sequence[SamplingPar
 def gumbel(keys: Sequence[int], vocabulary: int, device: torch.device) -> torch.Tensor:
     """Standard Gumbel noise, float32 [len(keys), vocabulary], a function of key and column.
 
-    A 31-bit hash h gives v = (h + 1/2) / 2^31 in (0, 1); E = -log(1 - v) is exponential, -log E is Gumbel. Small v are
-    exact in float32, so the upper tail, which decides the argmax, has a resolution of 2^-32. Large v are kept below 1.
+    Of the hash h, u = (h + 1/2) / 2^32 is in (0, 1), -log(1 - u) is exponential, and its negative logarithm is Gumbel.
+    Small u, which decide the argmax, keep all 32 bits.
     """
-    low = torch.tensor([_signed(key & 0xFFFFFFFF) for key in keys], dtype=torch.int32, device=device)
-    high = torch.tensor([_signed(key >> 32) for key in keys], dtype=torch.int32, device=device)
-    x = torch.arange(vocabulary, dtype=torch.int32, device=device)[None] * _signed(0x9E3779B9) + low[:, None]
-    _mix(x, 0x7FEB352D, 0x846CA68B)
-    x += high[:, None]
-    _mix(x, 0x2C1B3C6D, 0x297A2D39)
-    v = x.bitwise_and_(0x7FFFFFFF).float().add_(0.5).mul_(2.0**-31).clamp_(max=1.0 - 2.0**-24)
-    return v.neg_().log1p_().neg_().log_().neg_()
+    x = torch.tensor([_signed(key) for key in keys], dtype=torch.int32, device=device)[:, None]
+    x = x ^ _token_words(vocabulary, device)
+    _rotate(x, 13)
+    x.mul_(5).add_(_signed(_N)).bitwise_xor_(16)  # 16: bytes hashed
+    for shift, factor in ((16, _F1), (13, _F2), (16, None)):
+        x ^= _shifted(x, shift)
+        if factor is not None:
+            x *= _signed(factor)
+    u = (x & 0xFFFF).float().add_(0.5).mul_(2.0**-32)
+    u.add_(_shifted(x, 16), alpha=2.0**-16).clamp_(max=1.0 - 2.0**-24)
+    return u.neg_().log1p_().neg_().log_().neg_()
+
+
+@lru_cache(maxsize=4)
+def _token_words(vocabulary: int, device: torch.device) -> torch.Tensor:
+    """The token ids as murmur3 mixes them into its state, int32 [vocabulary]."""
+    words = torch.arange(vocabulary, dtype=torch.int32, device=device) * _signed(_C1)
+    _rotate(words, 15)
+    return words * _signed(_C2)
 
 
 def _signed(value: int) -> int:
@@ -78,12 +102,15 @@ def _signed(value: int) -> int:
     return value - (1 << 32) if value >= 1 << 31 else value
 
 
-def _mix(x: torch.Tensor, first: int, second: int) -> None:
-    """Mix the bits of int32 `x` in place with bijective xor-shifts and multiplications modulo 2^32."""
-    for shift, factor in ((16, first), (15, second), (16, None)):
-        x ^= (x >> shift) & ((1 << (32 - shift)) - 1)  # a logical shift
-        if factor is not None:
-            x *= _signed(factor)
+def _shifted(x: torch.Tensor, bits: int) -> torch.Tensor:
+    """A logical shift to the right of int32."""
+    return (x >> bits).bitwise_and_((1 << (32 - bits)) - 1)
+
+
+def _rotate(x: torch.Tensor, bits: int) -> None:
+    """Rotate int32 to the left, in place."""
+    low = _shifted(x, 32 - bits)
+    x.bitwise_left_shift_(bits).bitwise_or_(low)
 
 
 def _keep(scaled: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:

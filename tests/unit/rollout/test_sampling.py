@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+import struct
 
 import pytest
 import torch
@@ -8,23 +9,51 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tidemill.core.records import SamplingParams
-from tidemill.rollout.sampling import draw, gumbel, stream_key
+from tidemill.rollout.sampling import draw, gumbel, noise_key
 
 CPU = torch.device("cpu")
+GOLDEN = [-0.7033924, 1.7988982, -0.3008050, 3.4727314]
 
 
 def params(count: int, **fields: float) -> list[SamplingParams]:
     return [SamplingParams(max_new_tokens=1, **fields)] * count  # type: ignore[arg-type]
 
 
-def test_stream_keys_are_splitmix64() -> None:
-    # Published first outputs of the generator with seed 1234567; position t is output t.
-    expected = [6457827717110365317, 3203168211198807973, 9817491932198370423]
-    assert [stream_key(1234567, position) for position in range(3)] == expected
+def murmur3(data: bytes) -> int:
+    """MurmurHash3 x86_32 with seed 0, for whole words (Appleby)."""
+    state, mask = 0, 0xFFFFFFFF
+    for (word,) in struct.iter_unpack("<I", data):
+        word = word * 0xCC9E2D51 & mask
+        word = (word << 15 | word >> 17) & mask
+        state ^= word * 0x1B873593 & mask
+        state = ((state << 13 | state >> 19) * 5 + 0xE6546B64) & mask
+    state ^= len(data)
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        state = (state ^ state >> shift) * factor & mask
+    return state ^ state >> 16
+
+
+def test_the_reference_of_these_tests_is_murmur3() -> None:
+    assert murmur3(b"test") == 0xBA6BD213  # published values of seed 0
+    assert murmur3(b"\xff\xff\xff\xff") == 0x76293B50
+
+
+def test_noise_is_a_function_of_seed_position_and_token() -> None:
+    places = [(1, 0), (2**63 - 1, 17), (987654321987, 130_000)]
+    noise = gumbel([noise_key(*place) for place in places], 3000, CPU)
+    for row, (seed, position) in enumerate(places):
+        for token in (0, 1, 77, 2999):
+            u = (murmur3(struct.pack("<QII", seed, position, token)) + 0.5) / 2**32
+            assert noise[row, token].item() == pytest.approx(-math.log(-math.log1p(-u)), rel=1e-5, abs=1e-5)
+
+
+def test_golden_noise() -> None:
+    noise = gumbel([noise_key(12345, 6)], 4, CPU)
+    assert noise[0].tolist() == pytest.approx(GOLDEN, abs=1e-6)
 
 
 def test_noise_is_standard_gumbel() -> None:
-    noise = gumbel([stream_key(1, t) for t in range(64)], 4096, CPU).double()
+    noise = gumbel([noise_key(1, t) for t in range(64)], 4096, CPU).double()
     n = noise.numel()
     # mean Euler's gamma, variance pi^2 / 6; standard error of the mean sqrt(1.645 / n), 5 of them allowed
     assert abs(noise.mean() - 0.5772157) < 5 * math.sqrt(math.pi**2 / 6 / n)
@@ -35,7 +64,7 @@ def test_noise_is_standard_gumbel() -> None:
 
 
 def test_noise_of_neighbouring_keys_positions_and_tokens_is_uncorrelated() -> None:
-    noise = gumbel([stream_key(7, t) for t in range(512)], 512, CPU)
+    noise = gumbel([noise_key(7, t) for t in range(512)], 512, CPU)
     centred = noise - noise.mean()
     for other in (centred.roll(1, 0), centred.roll(1, 1), centred.flip(0), centred.T):
         correlation = float((centred * other).mean() / centred.var())
@@ -45,7 +74,7 @@ def test_noise_of_neighbouring_keys_positions_and_tokens_is_uncorrelated() -> No
 def test_draws_follow_the_softmax() -> None:
     logits = torch.tensor([0.0, 1.0, 2.0, -1.0])
     n = 40_000
-    drawn = draw(logits.expand(n, 4), [stream_key(3, t) for t in range(n)], params(n, temperature=0.8))
+    drawn = draw(logits.expand(n, 4), [noise_key(3, t) for t in range(n)], params(n, temperature=0.8))
     expected = (logits / 0.8).softmax(-1)
     counts = torch.bincount(drawn.token_ids, minlength=4)
     assert float(((counts - n * expected) ** 2 / (n * expected)).sum()) < 16.3  # chi-squared(3), 0.999
@@ -61,7 +90,7 @@ def test_greedy_takes_the_most_likely_and_reports_its_probability() -> None:
 def test_top_k_and_top_p_normalise_over_kept_tokens() -> None:
     logits = torch.tensor([[0.4, 0.3, 0.2, 0.1]]).log()
     n = 400
-    keys = [stream_key(5, t) for t in range(n)]
+    keys = [noise_key(5, t) for t in range(n)]
     two = draw(logits.expand(n, 4), keys, params(n, top_k=2))
     assert set(two.token_ids.tolist()) == {0, 1}
     assert two.logprobs[two.token_ids == 0][0].item() == pytest.approx(math.log(0.4 / 0.7), rel=1e-5)
@@ -75,7 +104,7 @@ def test_top_k_and_top_p_normalise_over_kept_tokens() -> None:
 @given(st.permutations(range(9)), st.integers(0, 2**64 - 1))
 def test_a_row_does_not_depend_on_its_neighbours(order: list[int], seed: int) -> None:
     logits = torch.linspace(-3, 3, 9 * 50).reshape(9, 50).sin() * 4
-    keys = [stream_key(seed, t) for t in range(9)]
+    keys = [noise_key(seed, t) for t in range(9)]
     mixed = [*params(3), *params(3, temperature=0.0), *params(3, temperature=0.5, top_p=0.9)]
     together = draw(logits, keys, mixed)
     shuffled = draw(logits[list(order)], [keys[i] for i in order], [mixed[i] for i in order])

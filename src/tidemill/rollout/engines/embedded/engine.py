@@ -28,7 +28,7 @@ from tidemill.core.records import (
 from tidemill.models.loading import probe_logprobs
 from tidemill.rollout.engines.embedded.forwards import Sequence
 from tidemill.rollout.engines.embedded.scheduler import FixedScheduler, PackedScheduler
-from tidemill.rollout.sampling import draw, stream_key
+from tidemill.rollout.sampling import draw, noise_key
 
 
 class EmbeddedEngine:
@@ -182,7 +182,7 @@ class EmbeddedEngine:
         sequences, logits = self._scheduler.step(self._waiting, self._version.number)
         if not sequences:
             return
-        keys = [stream_key(s.sample_key, s.completion_length) for s in sequences]
+        keys = [noise_key(s.seed, s.known - 1) for s in sequences]
         drawn = draw(logits, keys, [s.request.sampling for s in sequences])
         for sequence, token_id, logprob in zip(
             sequences, drawn.token_ids.tolist(), drawn.logprobs.tolist(), strict=True

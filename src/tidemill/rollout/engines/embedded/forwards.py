@@ -108,7 +108,7 @@ class Sequence:
         self.known = len(prompt) + len(prefix)
         self._buffer[: self.known] = np.concatenate([prompt, prefix])
         self.computed = 0
-        self.sample_key = request.sample_id.key
+        self.seed = request.sample_id.seed
         self._flushed = len(prefix)
         self._logprobs: list[float] = []
         self.finish: Finish | None = None

@@ -14,7 +14,6 @@ from collections.abc import Sequence as Seq
 import torch
 from transformers import PreTrainedModel
 
-from tidemill.core.errors import UserError
 from tidemill.core.protocols import EngineCapabilities, EngineStatus
 from tidemill.core.records import (
     EngineWork,
@@ -26,9 +25,9 @@ from tidemill.core.records import (
     TokenDelta,
 )
 from tidemill.models.loading import probe_logprobs
-from tidemill.rollout.engines.embedded.forwards import Sequence
 from tidemill.rollout.engines.embedded.scheduler import FixedScheduler, PackedScheduler
 from tidemill.rollout.sampling import draw, noise_key
+from tidemill.rollout.sequence import Sequence
 
 
 class EmbeddedEngine:
@@ -81,30 +80,9 @@ class EmbeddedEngine:
         Raises:
             UserError: a prompt is empty, or fills the context; no sample of the call is queued.
         """
-        sequences = [self._sequence(request) for request in requests]
-        self._waiting.extend(sequence for sequence in sequences if not self._abort_if_other_version(sequence))
-
-    def _abort_if_other_version(self, sequence: Sequence) -> bool:
-        """Abort a sample that requires another version; returns whether it was aborted."""
-        wanted = sequence.request.exact_version
-        if wanted is None or wanted == self._version.number:
-            return False
-        sequence.finish = "aborted"
-        sequence.error = f"asked for version {wanted}, the engine has {self._version.number}"
-        self._ended.append(sequence)
-        return True
-
-    def _sequence(self, request: GenerateRequest) -> Sequence:
-        length = (len(request.prompt_ids) + len(request.prefix_ids)) // 4
-        if not request.prompt_ids:
-            raise UserError("the prompt is empty", where=f"prompt {request.sample_id.prompt_id}")
-        if length >= self._context:
-            raise UserError(
-                f"the prompt has {length} tokens, which leaves no room in a context of {self._context} tokens",
-                where=f"prompt {request.sample_id.prompt_id}",
-                hint="shorten the prompt, or raise engine.context_tokens up to the model's limit",
-            )
-        return Sequence(request, self._context)
+        for sequence in [Sequence(request, self._context) for request in requests]:
+            ended = sequence.abort_if_other_version(self._version)
+            (self._ended if ended else self._waiting).append(sequence)
 
     def poll(self, deadline_s: float) -> list[TokenDelta]:
         """Decode for about `deadline_s` seconds, at least one step; returns one delta per sample with new tokens."""
@@ -143,7 +121,8 @@ class EmbeddedEngine:
         if self._refresh is not None:
             self._refresh()
         self._version = version
-        self._waiting = deque(sequence for sequence in self._waiting if not self._abort_if_other_version(sequence))
+        self._ended.extend(sequence for sequence in self._waiting if sequence.abort_if_other_version(version))
+        self._waiting = deque(sequence for sequence in self._waiting if sequence.finish is None)
 
     def probe(self, token_ids: TokenBuffer) -> LogprobBuffer:
         """Logprobs float32 [N - 1] of a fixed sequence int32 [N]. Does not affect running samples."""
@@ -187,20 +166,7 @@ class EmbeddedEngine:
         for sequence, token_id, logprob in zip(
             sequences, drawn.token_ids.tolist(), drawn.logprobs.tolist(), strict=True
         ):
-            sequence.append(token_id, logprob)
-            sampling = sequence.request.sampling
-            if token_id in sampling.stop_token_ids or self._at_stop_string(sequence):
-                sequence.finish = "stop"
-            elif sequence.completion_length >= sampling.max_new_tokens or sequence.known >= self._context:
-                sequence.finish = "length"
+            sequence.append(token_id, logprob, self._decode)
         self._generated += len(sequences)
         self._ended.extend(s for s in sequences if s.finish is not None)
         self._scheduler.release()
-
-    def _at_stop_string(self, sequence: Sequence) -> bool:
-        strings = sequence.request.sampling.stop_strings
-        if not strings:
-            return False
-        longest = max(len(string.encode()) for string in strings)
-        tail = self._decode(sequence.completion[-longest - 1 :].tolist())
-        return any(string in tail for string in strings)

@@ -14,22 +14,11 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from tidemill.core.records import (
-    ITEM_BYTES,
-    Finish,
-    GenerateRequest,
-    PolicyVersion,
-    TokenDelta,
-    count,
-    pack_logprobs,
-    pack_tokens,
-)
 from tidemill.models.attention import (
     Tokens,
     TokenTree,
@@ -39,6 +28,7 @@ from tidemill.models.attention import (
     masked_attention,
     vocabulary_logits,
 )
+from tidemill.rollout.sequence import Sequence
 
 
 class SlotCache:
@@ -91,67 +81,6 @@ class SlotCache:
             tensor[target, :, :length] = tensor[source, :, :length]
         self._tokens[target] = self._tokens[source]
         self._resident[target] = min(int(self._resident[source]), length)
-
-
-class Sequence:
-    """A sample in the engine: known tokens (prompt, prefix, generated), and the logprobs since the last delta.
-
-    `computed` counts the tokens with keys and values in the cache.
-    """
-
-    def __init__(self, request: GenerateRequest, context: int) -> None:
-        self.request = request
-        prompt = np.frombuffer(request.prompt_ids, np.int32)
-        prefix = np.frombuffer(request.prefix_ids, np.int32)
-        self._buffer = np.empty(context + 1, np.int32)
-        self.prompt_length = len(prompt)
-        self.known = len(prompt) + len(prefix)
-        self._buffer[: self.known] = np.concatenate([prompt, prefix])
-        self.computed = 0
-        self.seed = request.sample_id.seed
-        self._flushed = len(prefix)
-        self._logprobs: list[float] = []
-        self.finish: Finish | None = None
-        self.error = ""
-
-    @property
-    def tokens(self) -> npt.NDArray[np.int32]:
-        """Known tokens, int32 [known]."""
-        return self._buffer[: self.known]
-
-    @property
-    def completion_length(self) -> int:
-        return self.known - self.prompt_length
-
-    @property
-    def completion(self) -> npt.NDArray[np.int32]:
-        return self._buffer[self.prompt_length : self.known]
-
-    def append(self, token_id: int, logprob: float) -> None:
-        self._buffer[self.known] = token_id
-        self.known += 1
-        self._logprobs.append(logprob)
-
-    def flush(self, version: PolicyVersion) -> TokenDelta | None:
-        """The delta since the last flush, or None if there is nothing new."""
-        if not self._logprobs and self.finish is None:
-            return None
-        start = self._flushed
-        token_ids = pack_tokens(self.completion[start:].tolist())
-        self._flushed += count(token_ids)
-        logprobs, self._logprobs = pack_logprobs(self._logprobs), []
-        assert len(token_ids) == len(logprobs) == ITEM_BYTES * (self.completion_length - start)
-        return TokenDelta(
-            sample_id=self.request.sample_id,
-            lease_id=self.request.lease_id,
-            attempt=self.request.attempt,
-            start=start,
-            token_ids=token_ids,
-            logprobs=logprobs,
-            version=version,
-            finish=self.finish,
-            error=self.error,
-        )
 
 
 @dataclass(slots=True)

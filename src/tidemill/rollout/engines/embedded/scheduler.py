@@ -11,12 +11,12 @@ from transformers import PreTrainedModel
 from tidemill.rollout.engines.embedded.forwards import (
     CHUNK,
     Job,
-    Sequence,
     SlotCache,
     decode_forward,
     packed_forward,
     prompt_forward,
 )
+from tidemill.rollout.sequence import Sequence
 
 _CACHED_PROMPTS = 64  # prompts whose last logits are kept for siblings (one vocabulary row each)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 from tidemill.core.errors import DeadlineError
 from tidemill.core.records import (
@@ -76,7 +76,7 @@ class EngineCapabilities(Record):
     logprobs: bool  # returns logprobs of sampled tokens; otherwise NaN
     keeps_kv: bool  # keeps its cache when it loads weights
     lora: bool  # loads adapters without their base
-    own_sampler: bool  # samples with random numbers other than Tidemill's counter-based ones
+    draws: Literal["position", "stream"]  # noise of sample, position and token; or random numbers in order of the calls
 
 
 class EngineStatus(Record):

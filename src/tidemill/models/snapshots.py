@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -124,6 +124,12 @@ def _matched(
         difference = next(iter(set(names) ^ set(parameters)), "the order of its tensors")
         raise WeightsError(f"the snapshot is not of this model ({type(model).__name__}): {difference}")
     return [(entry, parameters[entry.name]) for entry in tensors]
+
+
+def tensor_views(tensors: Sequence[TensorEntry], buffer: Bytes) -> Iterator[tuple[str, torch.Tensor]]:
+    """Name and tensor of every entry, in the memory of the buffer; nothing may be written to them."""
+    for entry in tensors:
+        yield entry.name, _view(entry, buffer)
 
 
 def _view(entry: TensorEntry, buffer: Bytes) -> torch.Tensor:

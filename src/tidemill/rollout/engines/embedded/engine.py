@@ -71,7 +71,7 @@ class EmbeddedEngine:
     @property
     def capabilities(self) -> EngineCapabilities:
         return EngineCapabilities(
-            batch_invariant=self._batch_invariant, logprobs=True, keeps_kv=False, lora=True, own_sampler=False
+            batch_invariant=self._batch_invariant, logprobs=True, keeps_kv=False, lora=True, draws="position"
         )
 
     def submit(self, requests: Seq[GenerateRequest]) -> None:

@@ -1,0 +1,1 @@
+"""vLLM as an engine of workers, in the worker's own process."""

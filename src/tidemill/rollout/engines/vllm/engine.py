@@ -1,0 +1,344 @@
+"""Generates with vLLM's `LLMEngine` in this process, so that weights change between two of its steps.
+
+At most `slots` samples are inside vLLM; the others wait here, as in the embedded engine. Tokens are ended by the same
+code, and samples draw the same noise.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections import deque
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tidemill.core.errors import UserError
+from tidemill.core.protocols import EngineCapabilities, EngineStatus
+from tidemill.core.records import (
+    EngineWork,
+    GenerateRequest,
+    LogprobBuffer,
+    PolicyVersion,
+    SampleId,
+    TokenBuffer,
+    TokenDelta,
+    pack_logprobs,
+    unpack_tokens,
+)
+from tidemill.rollout.sequence import Sequence
+from tidemill.weights.snapshot import Snapshot
+
+PROBE_STEPS = 10_000
+"""Steps after which a probe counts as lost."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VllmSettings:
+    """Settings of an engine.
+
+    Args:
+        folder: configuration of the model; weights only if `load_format` reads them.
+        dtype: of the weights: "float32", "bfloat16" or "float16".
+        context: maximum prompt plus completion, in tokens.
+        cache_gb: memory of the KV cache on a CPU; on a GPU `memory_fraction` of the device's memory is used in all.
+    """
+
+    folder: Path
+    dtype: str
+    slots: int
+    context: int
+    batch_invariant: bool = False
+    prefill_chunk_tokens: int = 512
+    cache_gb: float = 1.0
+    memory_fraction: float = 0.9
+    load_format: str = "dummy"
+    lora_rank: int = 0
+
+
+def set_environment(settings: VllmSettings) -> None:
+    """vLLM reads these variables when it is imported."""
+    os.environ |= {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine runs in this process
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_CPU_KVCACHE_SPACE": str(max(1, math.ceil(settings.cache_gb))),
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_BATCH_INVARIANT": str(int(settings.batch_invariant)),
+    }
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+
+
+def start_vllm(settings: VllmSettings) -> Any:
+    """An `LLMEngine` that loads snapshots and draws position-addressed noise.
+
+    Raises:
+        UserError: this vLLM would schedule asynchronously, so that weights could change in the middle of a step.
+    """
+    set_environment(settings)
+    from vllm import EngineArgs
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    if "tidemill" not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine("tidemill", f"{__package__}.transfer", "SnapshotTransfer")
+    engine = LLMEngine.from_engine_args(
+        EngineArgs(
+            model=str(settings.folder),
+            load_format=settings.load_format,
+            skip_tokenizer_init=True,
+            dtype=settings.dtype,
+            enforce_eager=True,
+            max_model_len=settings.context,
+            max_num_seqs=settings.slots,
+            max_num_batched_tokens=max(settings.prefill_chunk_tokens, settings.slots),
+            gpu_memory_utilization=settings.memory_fraction,
+            enable_prefix_caching=True,
+            async_scheduling=False,
+            logprobs_mode="raw_logprobs",
+            logits_processors=[f"{__package__}.noise:PositionNoise"],
+            weight_transfer_config={"backend": "tidemill"},
+            enable_lora=settings.lora_rank > 0,
+            max_lora_rank=max(8, settings.lora_rank),
+            seed=0,
+        )
+    )
+    if engine.vllm_config.scheduler_config.async_scheduling:
+        raise UserError("this vLLM schedules asynchronously", where="engine.kind", hint="use vllm 0.32")
+    return engine
+
+
+class VllmEngine:
+    """Implements `core.protocols.Engine`. Not thread-safe: one call at a time.
+
+    Args:
+        decode: converts token ids to text, for stop strings.
+    """
+
+    def __init__(
+        self, settings: VllmSettings, *, decode: Callable[[Seq[int]], str], version: PolicyVersion, llm: Any = None
+    ) -> None:
+        self._settings, self._decode, self._version = settings, decode, version
+        self._llm: Any = llm or start_vllm(settings)
+        self._waiting: deque[Sequence] = deque()
+        self._running: dict[str, Sequence] = {}  # by vLLM's request id
+        self._ended: list[Sequence] = []
+        self._probe: tuple[str, list[float] | None] = ("", None)
+        self._requests = self._steps = self._generated = self._rows = self._context_tokens = 0
+        self._prompt_computed = self._prompt_reused = 0
+        self._busy_s = self._cpu_s = 0.0
+
+    @property
+    def capabilities(self) -> EngineCapabilities:
+        return EngineCapabilities(
+            batch_invariant=self._settings.batch_invariant,
+            logprobs=True,
+            keeps_kv=False,
+            lora=True,
+            draws="position",
+        )
+
+    def submit(self, requests: Seq[GenerateRequest]) -> None:
+        """Queue samples in the given order.
+
+        Raises:
+            UserError: a prompt is empty or fills the context, or the sampling is not supported.
+        """
+        for request in requests:
+            if request.sampling.top_k or request.sampling.top_p < 1:
+                what = "top-k and top-p are not supported by this engine"
+                raise UserError(what, where="sampling", hint='remove them, or set engine.kind = "embedded"')
+        for sequence in [Sequence(request, self._settings.context) for request in requests]:
+            ended = sequence.abort_if_other_version(self._version)
+            (self._ended if ended else self._waiting).append(sequence)
+
+    def poll(self, deadline_s: float) -> list[TokenDelta]:
+        """Decode for about `deadline_s` seconds, at least one step; returns one delta per sample with new tokens."""
+        until = time.monotonic() + deadline_s
+        self._admit()
+        while self._running:
+            self._step()
+            self._admit()
+            if time.monotonic() >= until:
+                break
+        ended, self._ended = self._ended, []
+        deltas = (sequence.flush(self._version) for sequence in [*ended, *self._running.values()])
+        return [delta for delta in deltas if delta is not None]
+
+    def abort(self, sample_ids: Seq[SampleId]) -> list[TokenDelta]:
+        """Remove samples; returns their last deltas."""
+        ids = set(sample_ids)
+        inside = {name: each for name, each in self._running.items() if each.request.sample_id in ids}
+        aborted = [*(each for each in self._waiting if each.request.sample_id in ids), *inside.values()]
+        self._waiting = deque(each for each in self._waiting if each.request.sample_id not in ids)
+        self._remove(inside)
+        for sequence in aborted:
+            sequence.finish = "aborted"
+        return [delta for delta in (each.flush(self._version) for each in aborted) if delta is not None]
+
+    def load(self, version: PolicyVersion) -> None:
+        """Use the weights of `bind`. Running samples keep their tokens and recompute their keys and values.
+
+        Tokens of the old version must have been polled before.
+        """
+        inside = {name: each for name, each in self._running.items() if each.abort_if_other_version(version)}
+        self._remove(inside)
+        waiting = [each for each in self._waiting if each.abort_if_other_version(version)]
+        self._ended += [*inside.values(), *waiting]
+        self._waiting = deque(each for each in self._waiting if each.finish is None)
+        if not self._llm.reset_prefix_cache(reset_running_requests=True):
+            raise RuntimeError("vLLM did not clear its prefix cache after new weights")
+        self._version = version
+
+    def bind(self, snapshot: Snapshot) -> None:
+        """Copy a verified snapshot into the model; `load` must follow."""
+        from tidemill.rollout.engines.vllm import transfer
+
+        digest = snapshot.manifest.digest
+        transfer.waiting[digest] = snapshot
+        try:
+            self._llm.collective_rpc("start_weight_update")
+            self._llm.collective_rpc("update_weights", args=({"digest": digest},))
+            self._llm.collective_rpc("finish_weight_update")
+        finally:
+            del transfer.waiting[digest]
+
+    def probe(self, token_ids: TokenBuffer) -> LogprobBuffer:
+        """Logprobs float32 [N - 1] of a fixed sequence int32 [N]. Tokens that samples draw meanwhile are kept."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        name = self._name()
+        self._probe = (name, None)
+        params = SamplingParams(
+            temperature=0.0,
+            max_tokens=1,
+            prompt_logprobs=0,
+            ignore_eos=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        self._llm.add_request(name, {"prompt_token_ids": unpack_tokens(token_ids)}, params)
+        for _ in range(PROBE_STEPS):
+            self._step()
+            if (logprobs := self._probe[1]) is not None:
+                return pack_logprobs(logprobs)
+        raise RuntimeError(f"vLLM did not finish a probe in {PROBE_STEPS} steps")
+
+    def status(self) -> EngineStatus:
+        return EngineStatus(
+            version=self._version,
+            running=len(self._running),
+            queued=len(self._waiting),
+            free_slots=self._settings.slots - len(self._running),
+            tokens_generated=self._generated,
+            prompt_tokens_computed=self._prompt_computed,
+            prompt_tokens_reused=self._prompt_reused,
+            work=EngineWork(
+                passes=self._steps,
+                rows=self._rows,
+                context_tokens=self._context_tokens,
+                drawn=self._generated,
+                prefilled=self._prompt_computed,
+                busy_s=self._busy_s,
+                cpu_s=self._cpu_s,
+            ),
+        )
+
+    def close(self) -> None:
+        """Release the model and its caches."""
+        self._llm = None
+
+    def _name(self) -> str:
+        self._requests += 1
+        return str(self._requests)
+
+    def _admit(self) -> None:
+        while self._waiting and len(self._running) < self._settings.slots:
+            if self._waiting[0].request.min_version > self._version.number:
+                break
+            sequence = self._waiting.popleft()
+            name = self._name()
+            self._llm.add_request(name, {"prompt_token_ids": sequence.tokens.tolist()}, _params(sequence))
+            self._running[name] = sequence
+
+    def _remove(self, inside: dict[str, Sequence]) -> None:
+        if inside:
+            self._llm.abort_request(list(inside))
+            for name in inside:
+                del self._running[name]
+
+    def _step(self) -> None:
+        started_s, started_cpu_s = time.monotonic(), time.thread_time()
+        self._steps += 1
+        self._rows += len(self._running)
+        self._context_tokens += sum(sequence.known for sequence in self._running.values())
+        for output in self._llm.step():
+            self._take(output)
+        self._busy_s += time.monotonic() - started_s
+        self._cpu_s += time.thread_time() - started_cpu_s
+
+    def _take(self, output: Any) -> None:
+        name = output.request_id
+        if name == self._probe[0]:
+            if output.finished:
+                self._probe = (name, _prompt_logprobs(output))
+            return
+        sequence = self._running.get(name)
+        if sequence is None:  # ended by us, and not yet known to vLLM
+            return
+        (completion,) = output.outputs
+        if not sequence.computed:  # its first tokens
+            reused = output.num_cached_tokens or 0
+            self._prompt_reused += reused
+            self._prompt_computed += sequence.known - reused
+            sequence.computed = sequence.known
+        for at, token_id in enumerate(completion.token_ids):
+            if sequence.finish is None:  # tokens after a stop are dropped
+                sequence.append(token_id, _logprob(sequence, completion, at), self._decode)
+                self._generated += 1
+        if sequence.finish is None and output.finished:
+            raise RuntimeError(f"vLLM ended a sample ({completion.finish_reason}) that has room for {sequence.room} tokens")
+        if sequence.finish is not None:
+            if not output.finished:
+                self._llm.abort_request([name])
+            del self._running[name]
+            self._ended.append(sequence)
+
+
+def _params(sequence: Sequence) -> Any:
+    """vLLM's parameters of a sample: it stops where we stop it, and the noise decides the token."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    from tidemill.rollout.engines.vllm.noise import SEED
+
+    temperature = sequence.request.sampling.temperature
+    return SamplingParams(
+        temperature=temperature,
+        top_k=1,
+        max_tokens=sequence.room,
+        ignore_eos=True,
+        detokenize=False,
+        logprobs=0 if temperature in (0.0, 1.0) else None,
+        output_kind=RequestOutputKind.DELTA,
+        extra_args={SEED: sequence.seed},
+    )
+
+
+def _logprob(sequence: Sequence, completion: Any, at: int) -> float:
+    """Logprob of a new token at the sampling temperature; of a greedy one at temperature 1."""
+    if sequence.request.sampling.temperature in (0.0, 1.0):
+        return float(completion.logprobs[at][completion.token_ids[at]].logprob)
+    from tidemill.rollout.engines.vllm.noise import drawn_logprobs
+
+    return drawn_logprobs.pop((sequence.seed, sequence.known - 1))
+
+
+def _prompt_logprobs(output: Any) -> list[float]:
+    found = [each[token].logprob for each, token in zip(output.prompt_logprobs, output.prompt_token_ids, strict=True) if each]
+    return np.asarray(found, np.float32).tolist()

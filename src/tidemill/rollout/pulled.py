@@ -1,8 +1,9 @@
-"""A weight source that binds pulled snapshots to an empty model."""
+"""A weight source that hands pulled snapshots to the model of an engine."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import msgspec
 from transformers import PreTrainedModel
@@ -24,15 +25,38 @@ class _FirstPull:
     combined: Pulled
 
 
+class SnapshotUser(Protocol):
+    """Computes with a snapshot."""
+
+    def bind(self, snapshot: Snapshot, part: Part) -> None:
+        """Use the snapshot. Its buffer stays unchanged until the next call."""
+
+    def release(self, part: Part) -> None:
+        """Stop using it."""
+
+
+class EmptyModel:
+    """A model whose parameters become views of the snapshot (see `models.snapshots`)."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+
+    def bind(self, snapshot: Snapshot, part: Part) -> None:
+        bind_snapshot(self._model, snapshot.manifest.tensors, snapshot.buffer, part=part)
+
+    def release(self, part: Part) -> None:
+        release_snapshot(self._model, part=part)
+
+
 class PulledWeights:
-    """Implements `core.protocols.WeightSource`: binds what `puller` prepared to `model` (see `models.snapshots`).
+    """Implements `core.protocols.WeightSource`: hands what `puller` prepared to `user`.
 
     Args:
-        base: pulls the base of an adapter, once, with the first version; None if `model` has its base weights already.
+        base: pulls the base of an adapter, once, with the first version; None if `user` has its base weights already.
     """
 
-    def __init__(self, puller: Puller, model: PreTrainedModel, *, base: Puller | None = None) -> None:
-        self._puller, self._model, self._base = puller, model, base
+    def __init__(self, puller: Puller, user: SnapshotUser, *, base: Puller | None = None) -> None:
+        self._puller, self._user, self._base = puller, user, base
         self._first: _FirstPull | None = None
         self._base_digest = ""
 
@@ -54,18 +78,15 @@ class PulledWeights:
     def swap(self, pulled: Pulled) -> None:
         first, self._first = self._first, None
         if first is not None and self._base is not None and pulled is first.combined:
-            self._base.swap(first.base, lambda snapshot: self._bind(snapshot, part="base"))
+            self._base.swap(first.base, lambda snapshot: self._user.bind(snapshot, "base"))
             self._base_digest = first.base.manifest.digest
             pulled = first.version
-        self._puller.swap(pulled, self._bind)
-
-    def _bind(self, snapshot: Snapshot, part: Part = "learned") -> None:
-        bind_snapshot(self._model, snapshot.manifest.tensors, snapshot.buffer, part=part)
+        self._puller.swap(pulled, lambda snapshot: self._user.bind(snapshot, "learned"))
 
     def close(self) -> None:
         """Release the snapshots; reference cycles may keep the model alive."""
         self._puller.close()
-        release_snapshot(self._model)
+        self._user.release("learned")
         if self._base is not None:
             self._base.close()
-            release_snapshot(self._model, part="base")
+            self._user.release("base")

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from tidemill.config.schema import RunSpec
 from tidemill.core.protocols import Clock, Compute
 from tidemill.core.records import Lease
-from tidemill.rollout.pulled import PulledWeights
+from tidemill.rollout.pulled import EmptyModel, PulledWeights
 from tidemill.rollout.worker import EngineWorker
 from tidemill.runtime.backend import (
     ModelPublisher,
@@ -79,7 +79,7 @@ class InProcessHost:
             worker_id=lease.worker_id,
             lease_id=lease.lease_id,
             heartbeat_s=bundle.spec.fleet.heartbeat_s,
-            source=PulledWeights(puller, model),
+            source=PulledWeights(puller, EmptyModel(model)),
         )
         self._workers.add(worker)
         return worker

@@ -16,7 +16,7 @@ from tidemill.core.protocols import LoopClock
 from tidemill.core.records import PolicyVersion, WeightManifest, pack_tokens
 from tidemill.models.loading import probe_logprobs
 from tidemill.models.snapshots import empty_copy, snapshot_bytes, snapshot_layout, write_snapshot
-from tidemill.rollout.pulled import PulledWeights
+from tidemill.rollout.pulled import EmptyModel, PulledWeights
 from tidemill.runtime.backend import ModelPublisher
 from tidemill.runtime.compute import ComputeThread
 from tidemill.weights.puller import Puller
@@ -42,7 +42,7 @@ class Stage:
         )
         self.hollow = empty_copy(model, torch.float32)
         puller, base = (Puller(self.transport, compute, clock=LoopClock()) for _ in range(2))
-        self.pulled = PulledWeights(puller, self.hollow, base=base)
+        self.pulled = PulledWeights(puller, EmptyModel(self.hollow), base=base)
 
     async def publish_and_load(self, version: PolicyVersion) -> tuple[WeightManifest, int]:
         """(manifest, bytes pulled)."""

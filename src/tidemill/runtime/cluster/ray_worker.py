@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import os
-import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import httpx2
 import ray
-import torch
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -23,12 +20,11 @@ from tidemill.config.schema import RunSpec
 from tidemill.core.errors import TidemillError, WorkerLost
 from tidemill.core.protocols import LoopClock, Worker
 from tidemill.core.records import GenerateRequest, Lease, Loaded, PolicyVersion, Record, SampleId, WorkerReport
-from tidemill.models.codec import load_codec
-from tidemill.models.snapshots import DTYPES, uninitialized_model
 from tidemill.pool.notices import CLOUDS, Endpoint, Notice, detect, watch
 from tidemill.rollout.pulled import PulledWeights
 from tidemill.rollout.worker import EngineWorker
 from tidemill.runtime.cluster.connection import NodeWatch
+from tidemill.runtime.cluster.open_engine import ModelFiles, open_engine
 from tidemill.runtime.cluster.ray_calls import (
     EngineActor,
     Remote,
@@ -36,15 +32,13 @@ from tidemill.runtime.cluster.ray_calls import (
     decode,
     encode,
     read_answer,
-    require_reserved_gpus,
     resources_text,
     served,
     worker_lost,
 )
 from tidemill.runtime.cluster.ray_internals import signal_fd
 from tidemill.runtime.cluster.ray_trainer import ObjectStoreReader
-from tidemill.runtime.compute import ComputeThread, choose_device
-from tidemill.runtime.model_bundle import NO_VERSION, FrozenModels, ModelBundle
+from tidemill.runtime.compute import ComputeThread
 from tidemill.weights.puller import Puller
 
 CALL_S = 60.0
@@ -145,18 +139,27 @@ class RolloutActor(EngineActor):
         """
         planned, leased = decode(plan, WorkerPlan), decode(lease, Lease)
         engine_compute, weights_compute = ComputeThread(), ComputeThread("tidemill-weights")
-        bundle = await engine_compute.run(lambda: _bundle(planned, files))
+        spec, self._files = RunSpec.model_validate_json(planned.spec), ModelFiles(files)
+        engine, user = await engine_compute.run(
+            lambda: open_engine(
+                spec,
+                self._files.path,
+                prompt_tokens=planned.prompt_tokens,
+                dtype=planned.dtype,
+                threads=planned.threads,
+            )
+        )
         reader = ObjectStoreReader(publisher)
         puller, base = (Puller(reader, weights_compute, clock=LoopClock()) for _ in range(2))
         self.worker = EngineWorker(
-            bundle.engine_over(bundle.model, NO_VERSION, prompt_tokens=planned.prompt_tokens),
+            engine,
             engine_compute,
             clock=LoopClock(),
-            tick_s=bundle.spec.engine.tick_s,
+            tick_s=spec.engine.tick_s,
             worker_id=leased.worker_id,
             lease_id=leased.lease_id,
-            heartbeat_s=bundle.spec.fleet.heartbeat_s,
-            source=PulledWeights(puller, bundle.model, base=base if bundle.spec.model.lora.enabled else None),
+            heartbeat_s=spec.fleet.heartbeat_s,
+            source=PulledWeights(puller, user, base=base if spec.model.lora.enabled else None),
         )
         asyncio.get_running_loop().add_reader(signal_fd(), self._on_sigterm)
         self._start_task(self._exit_when_orphaned(planned.orphan_s))
@@ -175,30 +178,6 @@ class RolloutActor(EngineActor):
         while self.idle_s < orphan_s:  # noqa: ASYNC110 - there is no event for the absence of calls
             await asyncio.sleep(orphan_s / 4)
         os._exit(0)
-
-
-def _bundle(plan: WorkerPlan, files: dict[str, bytes]) -> ModelBundle:
-    """The trainer's bundle without weights."""
-    spec = RunSpec.model_validate_json(plan.spec)
-    torch.set_num_threads(plan.threads)
-    require_reserved_gpus(spec.ray.worker_gpus, "ray.worker_gpus")
-    device = choose_device(spec.trainer)
-    with tempfile.TemporaryDirectory(prefix="tidemill-model-") as name:
-        folder = Path(name)
-        for file, content in files.items():
-            (folder / file).write_bytes(content)
-        model = uninitialized_model(folder, spec.model, device=device, dtype=DTYPES[plan.dtype])
-        return ModelBundle(
-            spec=spec,
-            folder=folder,
-            model=model,
-            rollout_model=model,
-            frozen=FrozenModels(device),
-            codec=load_codec(folder),
-            device=device,
-            autocast=None,
-            threads=plan.threads,
-        )
 
 
 PLACE_S = 15.0

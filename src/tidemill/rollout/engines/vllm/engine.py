@@ -10,10 +10,9 @@ import math
 import os
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -31,6 +30,7 @@ from tidemill.core.records import (
     pack_logprobs,
     unpack_tokens,
 )
+from tidemill.models.snapshots import Part
 from tidemill.rollout.sequence import Sequence
 from tidemill.weights.snapshot import Snapshot
 
@@ -43,13 +43,14 @@ class VllmSettings:
     """Settings of an engine.
 
     Args:
-        folder: configuration of the model; weights only if `load_format` reads them.
+        model: folder with the model's configuration; or a source of weights that `load_format` reads.
         dtype: of the weights: "float32", "bfloat16" or "float16".
         context: maximum prompt plus completion, in tokens.
+        args: further arguments of vLLM's `EngineArgs`.
         cache_gb: memory of the KV cache on a CPU; on a GPU `memory_fraction` of the device's memory is used in all.
     """
 
-    folder: Path
+    model: str
     dtype: str
     slots: int
     context: int
@@ -58,7 +59,7 @@ class VllmSettings:
     cache_gb: float = 1.0
     memory_fraction: float = 0.9
     load_format: str = "dummy"
-    lora_rank: int = 0
+    args: Mapping[str, Any] = field(default_factory=dict)
 
 
 def set_environment(settings: VllmSettings) -> None:
@@ -88,7 +89,7 @@ def start_vllm(settings: VllmSettings) -> Any:
         WeightTransferEngineFactory.register_engine("tidemill", f"{__package__}.transfer", "SnapshotTransfer")
     engine = LLMEngine.from_engine_args(
         EngineArgs(
-            model=str(settings.folder),
+            model=settings.model,
             load_format=settings.load_format,
             skip_tokenizer_init=True,
             dtype=settings.dtype,
@@ -102,9 +103,8 @@ def start_vllm(settings: VllmSettings) -> Any:
             logprobs_mode="raw_logprobs",
             logits_processors=[f"{__package__}.noise:PositionNoise"],
             weight_transfer_config={"backend": "tidemill"},
-            enable_lora=settings.lora_rank > 0,
-            max_lora_rank=max(8, settings.lora_rank),
             seed=0,
+            **settings.args,
         )
     )
     if engine.vllm_config.scheduler_config.async_scheduling:
@@ -138,7 +138,7 @@ class VllmEngine:
             batch_invariant=self._settings.batch_invariant,
             logprobs=True,
             keeps_kv=False,
-            lora=True,
+            lora=False,
             draws="position",
         )
 
@@ -194,8 +194,8 @@ class VllmEngine:
             raise RuntimeError("vLLM did not clear its prefix cache after new weights")
         self._version = version
 
-    def bind(self, snapshot: Snapshot) -> None:
-        """Copy a verified snapshot into the model; `load` must follow."""
+    def bind(self, snapshot: Snapshot, part: Part) -> None:
+        """Copy a verified snapshot into the model; `load` must follow. Implements `rollout.pulled.SnapshotUser`."""
         from tidemill.rollout.engines.vllm import transfer
 
         digest = snapshot.manifest.digest
@@ -249,7 +249,7 @@ class VllmEngine:
             ),
         )
 
-    def close(self) -> None:
+    def release(self, part: Part) -> None:
         """Release the model and its caches."""
         self._llm = None
 
@@ -302,7 +302,9 @@ class VllmEngine:
                 sequence.append(token_id, _logprob(sequence, completion, at), self._decode)
                 self._generated += 1
         if sequence.finish is None and output.finished:
-            raise RuntimeError(f"vLLM ended a sample ({completion.finish_reason}) that has room for {sequence.room} tokens")
+            raise RuntimeError(
+                f"vLLM ended a sample ({completion.finish_reason}) that has room for {sequence.room} tokens"
+            )
         if sequence.finish is not None:
             if not output.finished:
                 self._llm.abort_request([name])
@@ -312,10 +314,9 @@ class VllmEngine:
 
 def _params(sequence: Sequence) -> Any:
     """vLLM's parameters of a sample: it stops where we stop it, and the noise decides the token."""
+    from tidemill.rollout.engines.vllm.noise import SEED
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
-
-    from tidemill.rollout.engines.vllm.noise import SEED
 
     temperature = sequence.request.sampling.temperature
     return SamplingParams(
@@ -340,5 +341,7 @@ def _logprob(sequence: Sequence, completion: Any, at: int) -> float:
 
 
 def _prompt_logprobs(output: Any) -> list[float]:
-    found = [each[token].logprob for each, token in zip(output.prompt_logprobs, output.prompt_token_ids, strict=True) if each]
+    found = [
+        each[token].logprob for each, token in zip(output.prompt_logprobs, output.prompt_token_ids, strict=True) if each
+    ]
     return np.asarray(found, np.float32).tolist()

@@ -9,11 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+
+from tidemill.rollout.sampling import gumbel, noise_key
 from vllm import SamplingParams
 from vllm.config import VllmConfig
 from vllm.v1.sample.logits_processor.interface import BatchUpdate, LogitsProcessor, MoveDirectionality
-
-from tidemill.rollout.sampling import gumbel, noise_key
 
 SEED = "tidemill_seed"
 """Key of a request's `extra_args`."""

@@ -6,6 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+
+from tidemill.models.snapshots import tensor_views
+from tidemill.weights.snapshot import Snapshot
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -14,9 +17,6 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
-
-from tidemill.models.snapshots import tensor_views
-from tidemill.weights.snapshot import Snapshot
 
 BACKEND = "tidemill"
 waiting: dict[str, Snapshot] = {}

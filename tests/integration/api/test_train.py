@@ -404,6 +404,7 @@ def test_other_arguments_that_cannot_work_are_refused(tmp_path: Path) -> None:
         ({"rewards": [3]}, "is not a function"),
         ({"data": {"prompt": []}}, "expected rows"),
         ({"data": [3]}, "data, row 0"),
+        ({"task": lambda: ROWS}, "data and task are both given"),
         ({"data": [(1, ROWS), ("a", ROWS)]}, "expected a (weight, data) pair"),
         ({"data": [(0, ROWS)]}, "weights of sources sum to zero"),
         ({"model": object()}, "expected a name, a folder or a transformers model"),

@@ -176,8 +176,8 @@ def evaluation_scoring(scoring: ScoringConfig, *, task: Task, rewards: tuple[Rew
     if rewards:
         return scoring.model_copy(update={"rewards": rewards})
     models = tuple(each.model_copy(update={"weight": 0.0}) for each in scoring.rewards if each.kind == "model")
-    judging = tuple(each.model_copy(update={"weight": 1.0}) for each in scoring.rewards if each.kind in
-                    CHECKS_THE_ANSWER)  # fmt: skip
+    as_reward = {"weight": 1.0, "role": "reward"}
+    judging = tuple(each.model_copy(update=as_reward) for each in scoring.rewards if each.kind in CHECKS_THE_ANSWER)
     others = tuple(each for each in scoring.rewards if each.kind not in NOT_ABOUT_CORRECTNESS)
     fallback = RewardConfig(kind="exact" if task.check is None else "task")
     return scoring.model_copy(update={"rewards": (judging[:1] or others or (fallback,)) + models})

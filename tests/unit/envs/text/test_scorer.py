@@ -376,6 +376,9 @@ def test_evaluation_asks_the_first_reward_that_compares_with_the_answer_and_no_o
         )
     )
     assert evaluation_scoring(mixed, task=TASK).rewards == (RewardConfig(kind="numeric"),)
+    gold = RewardConfig(kind="exact", role="gold", weight=0.0, name="truth")
+    measured = evaluation_scoring(ScoringConfig(rewards=(RewardConfig(kind="python", function="a:b"), gold)), task=TASK)
+    assert measured.rewards == (RewardConfig(kind="exact", name="truth"),)
 
 
 def test_evaluation_without_such_a_reward_keeps_those_that_may_tell_right_from_wrong() -> None:

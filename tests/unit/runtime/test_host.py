@@ -148,7 +148,7 @@ async def test_workers_of_a_version_share_its_memory_and_reports_name_the_lease(
         await worker.load(V1)
     assert len(stage.transport.blobs) == 2  # snapshot and manifest: both workers read the same
     sources = [worker._source for worker in workers]
-    addresses = {next(source._model.parameters()).data_ptr() for source in sources}  # type: ignore[union-attr]
+    addresses = {next(source._user._model.parameters()).data_ptr() for source in sources}  # type: ignore[union-attr]
     assert len(addresses) == 1
     report = await workers[1].next_report(5.0)
     assert report is not None

@@ -13,7 +13,7 @@ import torch
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError
 from tidemill.core.protocols import Engine, EngineCapabilities
-from tidemill.models.codec import TextCodec, load_codec
+from tidemill.models.codec import load_codec
 from tidemill.models.snapshots import DTYPES, stored_context_limit, uninitialized_model
 from tidemill.rollout.pulled import EmptyModel, SnapshotUser
 from tidemill.runtime.cluster.ray_calls import require_reserved_gpus
@@ -79,12 +79,8 @@ def _vllm(spec: RunSpec, folder: Path, prompt_tokens: int, dtype: str) -> Opened
         load_format=config.load_format,
         args=config.args,
     )
-    engine = VllmEngine(settings, decode=_decode(codec), version=NO_VERSION)
+    engine = VllmEngine(settings, decode=codec.decode, version=NO_VERSION)
     return engine, engine
-
-
-def _decode(codec: TextCodec) -> Callable[..., str]:
-    return codec.decode
 
 
 ENGINES: dict[str, Open] = {"embedded": _embedded, "vllm": _vllm}
@@ -118,9 +114,7 @@ def check_capabilities(capabilities: EngineCapabilities, spec: RunSpec) -> None:
     """
     hint = 'use engine.kind = "embedded"'
     if capabilities.draws != "position":
-        what = (
-            "the engine's random numbers depend on the order of its calls, so that no sample could continue elsewhere"
-        )
+        what = "the engine's random numbers depend on the order of its calls, so no sample could continue elsewhere"
         raise UserError(what, where="engine.kind", hint=hint)
     if spec.engine.batch_invariant and not capabilities.batch_invariant:
         raise UserError("the engine is not batch-invariant", where="engine.batch_invariant", hint=hint)

@@ -15,8 +15,6 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
 from tidemill.core.errors import UserError
 from tidemill.core.protocols import EngineCapabilities, EngineStatus
 from tidemill.core.records import (
@@ -112,6 +110,14 @@ def start_vllm(settings: VllmSettings) -> Any:
     return engine
 
 
+@dataclass(slots=True)
+class Probe:
+    """The request of a probe."""
+
+    name: str = ""
+    logprobs: list[float] = field(default_factory=list)  # of its tokens after the first, when it has ended
+
+
 class VllmEngine:
     """Implements `core.protocols.Engine`. Not thread-safe: one call at a time.
 
@@ -127,7 +133,7 @@ class VllmEngine:
         self._waiting: deque[Sequence] = deque()
         self._running: dict[str, Sequence] = {}  # by vLLM's request id
         self._ended: list[Sequence] = []
-        self._probe: tuple[str, list[float] | None] = ("", None)
+        self._probe = Probe()
         self._requests = self._steps = self._generated = self._rows = self._context_tokens = 0
         self._prompt_computed = self._prompt_reused = 0
         self._busy_s = self._cpu_s = 0.0
@@ -212,8 +218,7 @@ class VllmEngine:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        name = self._name()
-        self._probe = (name, None)
+        self._probe = Probe(name=self._name())
         params = SamplingParams(
             temperature=0.0,
             max_tokens=1,
@@ -222,11 +227,11 @@ class VllmEngine:
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        self._llm.add_request(name, {"prompt_token_ids": unpack_tokens(token_ids)}, params)
+        self._llm.add_request(self._probe.name, {"prompt_token_ids": unpack_tokens(token_ids)}, params)
         for _ in range(PROBE_STEPS):
             self._step()
-            if (logprobs := self._probe[1]) is not None:
-                return pack_logprobs(logprobs)
+            if self._probe.logprobs:
+                return pack_logprobs(self._probe.logprobs)
         raise RuntimeError(f"vLLM did not finish a probe in {PROBE_STEPS} steps")
 
     def status(self) -> EngineStatus:
@@ -284,9 +289,8 @@ class VllmEngine:
 
     def _take(self, output: Any) -> None:
         name = output.request_id
-        if name == self._probe[0]:
-            if output.finished:
-                self._probe = (name, _prompt_logprobs(output))
+        if name == self._probe.name:
+            self._probe.logprobs = _prompt_logprobs(output)
             return
         sequence = self._running.get(name)
         if sequence is None:  # ended by us, and not yet known to vLLM
@@ -302,9 +306,7 @@ class VllmEngine:
                 sequence.append(token_id, _logprob(sequence, completion, at), self._decode)
                 self._generated += 1
         if sequence.finish is None and output.finished:
-            raise RuntimeError(
-                f"vLLM ended a sample ({completion.finish_reason}) that has room for {sequence.room} tokens"
-            )
+            raise RuntimeError(f"vLLM ended a sample ({completion.finish_reason}) with room for {sequence.room} tokens")
         if sequence.finish is not None:
             if not output.finished:
                 self._llm.abort_request([name])
@@ -341,7 +343,6 @@ def _logprob(sequence: Sequence, completion: Any, at: int) -> float:
 
 
 def _prompt_logprobs(output: Any) -> list[float]:
-    found = [
-        each[token].logprob for each, token in zip(output.prompt_logprobs, output.prompt_token_ids, strict=True) if each
-    ]
-    return np.asarray(found, np.float32).tolist()
+    """Of the tokens after the first."""
+    rows = zip(output.prompt_logprobs, output.prompt_token_ids, strict=True)
+    return [float(each[token].logprob) for each, token in rows if each]

@@ -89,6 +89,7 @@ def start_vllm(settings: VllmSettings) -> Any:
         EngineArgs(
             model=settings.model,
             load_format=settings.load_format,
+            runner="generate",
             skip_tokenizer_init=True,
             dtype=settings.dtype,
             enforce_eager=True,

@@ -1,0 +1,140 @@
+"""The engines under the contract, small models for them, and what they must generate, computed by transformers."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+
+from tests.engine_requests import Collected
+from tidemill.core.protocols import Engine
+from tidemill.core.records import GenerateRequest, PolicyVersion, WeightManifest, unpack_tokens
+from tidemill.models.attention import use_packed_attention
+from tidemill.models.snapshots import Part, empty_copy, snapshot_bytes, snapshot_layout, write_snapshot
+from tidemill.rollout.engines.embedded import EmbeddedEngine
+from tidemill.rollout.pulled import EmptyModel
+from tidemill.rollout.sampling import gumbel, noise_key
+from tidemill.weights.snapshot import Snapshot, allocate
+
+SLOTS, CONTEXT, VOCABULARY = 4, 96, 128
+_SHAPE: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 128,
+    "intermediate_size": 192,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 64,  # vLLM has no kernels for smaller ones
+    "max_position_embeddings": 256,
+    "initializer_range": 0.15,  # large enough that logits are far from uniform
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+MODELS: dict[str, Callable[[], PreTrainedModel]] = {
+    "tied": lambda: LlamaForCausalLM(LlamaConfig(**_SHAPE, tie_word_embeddings=True)),
+    "untied": lambda: Qwen3ForCausalLM(Qwen3Config(**_SHAPE, tie_word_embeddings=False)),
+}
+HAS_VLLM = importlib.util.find_spec("vllm") is not None or "TIDEMILL_TEST_VLLM" in os.environ
+KINDS = ("embedded", "vllm") if HAS_VLLM else ("embedded",)
+
+
+def model(name: str, seed: int) -> PreTrainedModel:
+    """A model with weights of `seed`."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        made = MODELS[name]()
+    return made.float().eval()  # type: ignore[no-any-return]
+
+
+def letters(token_ids: Sequence[int]) -> str:
+    """One letter for each token."""
+    return "".join(chr(ord("a") + token % 26) for token in token_ids)
+
+
+class User(Protocol):
+    def bind(self, snapshot: Snapshot, part: Part) -> None: ...
+
+
+@dataclass
+class Contract:
+    """An engine with the model whose weights it has."""
+
+    engine: Engine
+    user: User
+    shape: str
+    version: int = -1
+    model: PreTrainedModel = field(init=False)
+    collected: Collected = field(default_factory=Collected)
+
+    def load(self, seed: int) -> None:
+        """Publish a model of `seed` to the engine as the next version."""
+        self.model = model(self.shape, seed)
+        self.version += 1
+        layout = snapshot_layout(self.model, torch.float32)
+        buffer = allocate(snapshot_bytes(layout))
+        write_snapshot(self.model, layout, buffer)
+        version = PolicyVersion(number=self.version, digest=f"weights {seed}")
+        manifest = WeightManifest(
+            version=version, digest=f"snapshot {seed}", nbytes=snapshot_bytes(layout), tensors=layout
+        )
+        self.user.bind(Snapshot(manifest=manifest, buffer=buffer), "learned")
+        self.engine.load(version)
+
+    def run(self, requests: Sequence[GenerateRequest], *, polls: int = 3000) -> Collected:
+        """Generate samples to their ends."""
+        collected = Collected()
+        for one in requests:
+            collected.tokens[one.sample_id] = unpack_tokens(one.prefix_ids)
+        self.engine.submit(requests)
+        return self.finish(collected, polls=polls)
+
+    def finish(self, collected: Collected, *, polls: int = 3000) -> Collected:
+        for _ in range(polls):
+            collected.add(self.engine.poll(0.0))
+            status = self.engine.status()
+            if not status.running and not status.queued:
+                collected.add(self.engine.poll(0.0))
+                return collected
+        raise AssertionError(f"not finished: {self.engine.status()}")
+
+    @torch.inference_mode()
+    def expected(self, request: GenerateRequest, tokens: int) -> tuple[list[int], list[float]]:
+        """The next tokens of a sample and their logprobs: one forward pass of transformers for each."""
+        known, temperature = unpack_tokens(request.prompt_ids) + unpack_tokens(request.prefix_ids), 1.0
+        temperature = request.sampling.temperature
+        drawn, logprobs = list[int](), list[float]()
+        for _ in range(tokens):
+            logits = self.model(torch.tensor([known])).logits[0, -1].float() / (temperature or 1.0)
+            noise = gumbel([noise_key(request.sample_id.seed, len(known) - 1)], len(logits), logits.device)[0]
+            token = int((logits + noise * bool(temperature)).argmax())
+            drawn.append(token)
+            logprobs.append(float(logits.log_softmax(-1)[token]))
+            known.append(token)
+        return drawn, logprobs
+
+
+def open_contract(kind: str, shape: str) -> Contract:
+    version = PolicyVersion(number=-1, digest="none")
+    if kind == "embedded":
+        hollow = model(shape, 0)
+        use_packed_attention(hollow)
+        hollow = empty_copy(hollow, torch.float32)
+        embedded = EmbeddedEngine(hollow, decode=letters, slots=SLOTS, context=CONTEXT, version=version)
+        return Contract(embedded, EmptyModel(hollow), shape)
+    from tidemill.rollout.engines.vllm.engine import VllmEngine, VllmSettings
+
+    folder = Path(tempfile.mkdtemp())
+    shown = model(shape, 0)
+    shown.config.architectures = [type(shown).__name__]
+    shown.config.save_pretrained(folder)
+    settings = VllmSettings(model=str(folder), dtype="float32", slots=SLOTS, context=CONTEXT)
+    vllm = VllmEngine(settings, decode=letters, version=version)
+    return Contract(vllm, vllm, shape)

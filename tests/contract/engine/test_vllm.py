@@ -1,0 +1,112 @@
+"""vLLM beyond the contract: its own noise kernel, many swaps, tied heads, and refusals. Run by `make test-vllm`."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.contract.engine.engines import HAS_VLLM, Contract, open_contract
+from tests.engine_requests import Collected, prompts, request
+from tidemill.core.errors import UserError
+from tidemill.rollout.sampling import gumbel, noise_key
+
+pytestmark = pytest.mark.skipif(not HAS_VLLM, reason="vLLM is not installed; `make test-vllm` runs this")
+PLACES = [(1, 0), (12345, 6), (2**62 + 98765, 130_000), (2**63 - 1, 4095)]
+KERNEL = """
+import importlib.util, sys, types
+from pathlib import Path
+import torch, triton, triton.language as tl
+
+# vLLM hides Triton where it finds no device for it, so its file is loaded with the real one.
+real = types.ModuleType("vllm.triton_utils")
+real.tl, real.triton = tl, triton
+sys.modules["vllm"] = types.ModuleType("vllm")
+sys.modules["vllm.triton_utils"] = real
+spec = importlib.util.spec_from_file_location("vllm_gumbel", sys.argv[2])
+gumbel = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(gumbel)
+uniform, log1p_neg = gumbel.murmur3_uniform32, gumbel._log1p_neg_stable
+
+@triton.jit
+def noise(out, seeds, positions, size: tl.constexpr):
+    row, tokens = tl.program_id(0), tl.arange(0, size)
+    u = uniform(tl.load(seeds + row), tl.load(positions + row), tokens)
+    tl.store(out + row * size + tokens, -tl.log(-log1p_neg(u)))
+
+seeds, positions = (torch.tensor(column) for column in zip(*eval(sys.argv[1])))
+out = torch.empty(len(seeds), 4096)
+noise[(len(seeds),)](out, seeds, positions, 4096)
+sys.stdout.buffer.write(out.numpy().tobytes())
+"""
+
+
+def test_noise_is_that_of_vllms_own_kernel(tmp_path: Path) -> None:
+    """Its Model Runner V2, which needs a GPU, draws with this kernel; here Triton interprets it."""
+    spec = importlib.util.find_spec("vllm")
+    assert spec is not None and spec.submodule_search_locations
+    file = Path(spec.submodule_search_locations[0]) / "v1" / "worker" / "gpu" / "sample" / "gumbel.py"
+    script = tmp_path / "kernel.py"  # Triton reads the source of a kernel from its file
+    script.write_text(KERNEL)
+    found = subprocess.run(
+        [sys.executable, str(script), repr(PLACES), str(file)],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        check=False,
+        timeout=200,
+    )
+    assert found.returncode == 0, found.stderr.decode()[-2000:]
+    kernel = torch.from_numpy(np.frombuffer(found.stdout, np.float32).copy()).reshape(len(PLACES), 4096)
+    ours = gumbel([noise_key(*place) for place in PLACES], 4096, torch.device("cpu"))
+    assert float((kernel - ours).abs().max()) <= 5e-6
+
+
+@pytest.fixture(scope="module", params=["tied", "untied"])
+def opened(request: pytest.FixtureRequest) -> Contract:
+    return open_contract("vllm", str(request.param))
+
+
+def test_twenty_swaps_under_load(opened: Contract) -> None:
+    """Every sample that starts after a swap is of the new weights only."""
+    collected = Collected()
+    for seed in range(20):
+        opened.load(seed)
+        fresh = [request(prompt, index=seed, max_new_tokens=6) for prompt in prompts(3, seed=seed)]
+        opened.engine.submit(fresh)
+        opened.finish(collected)
+        for one in fresh:
+            tokens, logprobs = opened.expected(one, 6)
+            assert collected.tokens[one.sample_id] == tokens
+            assert collected.logprobs[one.sample_id] == pytest.approx(logprobs, abs=1e-4)
+        opened.engine.submit([request(prompt, index=100 + seed, max_new_tokens=20) for prompt in prompts(3)])
+        collected.add(opened.engine.poll(0.0))  # these are running at the next swap
+    opened.finish(collected)
+
+
+def test_without_packing_the_tied_head_again_its_weights_are_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tidemill.rollout.engines.vllm import transfer
+
+    contract = open_contract("vllm", "tied")
+    contract.load(1)
+    asked = [request(prompt) for prompt in prompts(4)]
+
+    def right() -> bool:
+        collected = contract.run(asked)
+        return all(collected.tokens[one.sample_id] == contract.expected(one, 12)[0] for one in asked)
+
+    assert right()
+    monkeypatch.setattr(transfer, "dispatch_cpu_unquantized_gemm", lambda *_, **__: None)
+    contract.load(2)
+    assert not right()
+
+
+def test_top_k_and_top_p_are_refused(opened: Contract) -> None:
+    for changed in ({"top_k": 3}, {"top_p": 0.9}):
+        with pytest.raises(UserError, match="top-k and top-p"):
+            opened.engine.submit([request([2, 3], **changed)])

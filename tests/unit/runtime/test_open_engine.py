@@ -1,0 +1,59 @@
+"""Engines that a worker refuses to open."""
+
+from __future__ import annotations
+
+import pytest
+
+from tidemill.config.load import from_toml
+from tidemill.config.schema import RunSpec, VllmConfig
+from tidemill.core.errors import UserError
+from tidemill.core.protocols import EngineCapabilities
+from tidemill.rollout.engines import vllm
+from tidemill.runtime.cluster.open_engine import check_capabilities
+
+ABLE = {"batch_invariant": True, "logprobs": True, "keeps_kv": False, "lora": True, "draws": "position"}
+
+
+@pytest.mark.parametrize(
+    ("lacks", "settings", "where"),
+    [
+        ({"draws": "stream"}, "", "engine.kind"),
+        ({"batch_invariant": False}, "[engine]\nbatch_invariant = true", "engine.batch_invariant"),
+        ({"lora": False}, "[model]\nlora.rank = 4", "model.lora"),
+    ],
+)
+def test_an_engine_that_cannot_keep_a_promise_is_refused(lacks: dict[str, object], settings: str, where: str) -> None:
+    spec = from_toml(settings)
+    check_capabilities(EngineCapabilities(**ABLE), spec)  # type: ignore[arg-type]
+    with pytest.raises(UserError) as caught:
+        check_capabilities(EngineCapabilities(**{**ABLE, **lacks}), spec)  # type: ignore[arg-type]
+    assert caught.value.where == where
+
+
+@pytest.mark.parametrize(("found", "what"), [("", "is not installed"), ("0.33.1", "was not tested")])
+def test_a_missing_or_other_vllm_is_refused(found: str, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm, "installed_version", lambda: found)
+    with pytest.raises(UserError, match=what):
+        vllm.check_version()
+
+
+@pytest.mark.parametrize(
+    "name", ["tensor_parallel_size", "speculative_config", "quantization", "enable_prefix_caching"]
+)
+def test_arguments_that_break_a_promise_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=f"args.{name} is not allowed"):
+        VllmConfig(args={name: 1})
+    assert VllmConfig(args={"swap_space": 1}).args == {"swap_space": 1}
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({"runtime": "inprocess"}, 'needs runtime = "ray"'),
+        ({"sampling": {"top_k": 5}}, "no top-k"),
+        ({"model": {"lora": {"rank": 4}}}, "does not load adapters"),
+    ],
+)
+def test_what_vllm_cannot_do_is_refused_before_anything_starts(changes: dict[str, object], what: str) -> None:
+    with pytest.raises(ValueError, match=what):
+        RunSpec.model_validate({"runtime": "ray", "engine": {"kind": "vllm"}, **changes})

@@ -21,11 +21,13 @@ from tidemill.core.formatting import counted
 from tidemill.core.protocols import Clock, Provider, Reader
 from tidemill.core.records import Lease, LeaseEnded, LeaseEvent, LeaseGranted, LeaseNoticed
 from tidemill.extensions.registry import session_functions
+from tidemill.models.auto import load_config
 from tidemill.models.catalog import resolve
 from tidemill.models.codec import load_codec
 from tidemill.models.folder import refuse_reward_model, weight_files
 from tidemill.models.snapshots import files_without_weights, stored_context_limit
 from tidemill.pool.provider import BackOff
+from tidemill.rollout.engines.vllm import check_family
 from tidemill.runtime.backend import (
     Runtime,
     RuntimeBackend,
@@ -84,6 +86,8 @@ async def on_ray(spec: RunSpec, run: RunDirectory, recorder: Recorder, clock: Cl
     check_reward_models(spec, progress=recorder.note)
     refuse_reward_model(spec.model.source)
     folder = resolve(spec.model, progress=recorder.note)
+    if spec.engine.kind == "vllm":
+        check_family(load_config(folder).model_type)
     codec, limit = load_codec(folder), stored_context_limit(folder)
     task = fitting_task(spec, codec, limit=limit, progress=recorder.note)
     provider: Provider | None = scheduled_provider(spec, run, clock, log=recorder.note)

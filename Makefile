@@ -18,7 +18,7 @@ DEMO_DIR := runs/demo
 COVERED := algos controller core config
 BENCHMARKS := generation grpo_step batch_shapes demo_accuracy controller_scale simulator simulator.windows \
   simulator.fleet_size goodput weights lora algorithms staleness rlhf equivalence migration overlap critic_placement \
-  overlap_scoring pinned_versions
+  overlap_scoring pinned_versions user_advantage
 CHECKS := check-format check-lint check-types check-layers check-spelling check-dependencies
 
 define prepare

@@ -3,8 +3,8 @@
     .venv-vllm/bin/python -m benchmarks.engine_parity [--samples 128] [--tokens 80]
 
 Both engines of one process generate the same samples with SmolLM2 in fp32, one thread. Up to a sample's first
-difference both have the same input, so every token until there is one comparison of draws. For a difference the margin is
-printed: the distance of the two best noisy logits, from one forward pass.
+difference both have the same input, so every token until there is one comparison of draws. For a difference the
+margin is printed: the distance of the two best noisy logits, from one forward pass.
 """
 
 from __future__ import annotations

@@ -344,7 +344,7 @@ def _logprob(sequence: Sequence, completion: Any, at: int) -> float:
         return float(completion.logprobs[at][completion.token_ids[at]].logprob)
     from tidemill.rollout.engines.vllm.noise import drawn_logprobs
 
-    return drawn_logprobs.pop((sequence.seed, sequence.known - 1))
+    return drawn_logprobs[sequence.seed, sequence.known - 1]
 
 
 def _prompt_logprobs(output: Any) -> list[float]:

@@ -19,8 +19,8 @@ SEED = "tidemill_seed"
 """Key of a request's `extra_args`."""
 
 drawn_logprobs: dict[tuple[int, int], float] = {}
-"""Logprobs of the last tokens drawn at another temperature than 1, by seed and position of the last input token. V1
-itself returns logprobs at temperature 1 only."""
+"""Logprobs of the tokens that the last step drew at another temperature than 1, by seed and position of the last input
+token. V1 itself returns logprobs at temperature 1 only."""
 
 
 @dataclass(slots=True)
@@ -62,6 +62,7 @@ class PositionNoise(LogitsProcessor):
                 self._rows[source] = displaced
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        drawn_logprobs.clear()
         if not self._rows:
             return logits
         rows = sorted(self._rows)

@@ -54,7 +54,7 @@ ENVIRONMENTS = {
     "vllm": Environment(
         lock="vllm",
         # Warnings are those of vLLM.
-        pytest=("-W", "ignore", "--timeout=400", "tests/contract", "tests/integration/cluster/test_vllm_workers.py"),
+        pytest=("-W", "ignore", "--timeout=600", "tests/contract", "tests/integration/cluster/test_vllm_workers.py"),
         variables={"TIDEMILL_TEST_VLLM": "1"},
     ),
 }

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -18,9 +19,20 @@ from tests.processes import command_lines, processes_below
 pytestmark = [
     pytest.mark.xdist_group("ray"),
     pytest.mark.skipif(not HAS_VLLM, reason="vLLM is not installed; `make test-vllm` runs this"),
-    pytest.mark.timeout(400),
+    pytest.mark.timeout(600),
 ]
 START_S = 150.0
+KILLS = 10
+LONG = (
+    "--sampling.max_new_tokens=60",
+    '--sampling.stop=["no such string"]',
+    '--scoring.rewards=[{kind = "length", target_tokens = 30}]',
+    "--optimizer.learning_rate=1e-12",  # the weights stay, so that two runs can be compared sample by sample
+    "--batch.prompts=16",
+    "--batch.group_size=16",
+    "--eval.every_steps=0",
+    "--checkpoint.every_steps=0",
+)
 
 
 def test_vllm_workers_train_and_one_may_be_killed(tmp_path: Path) -> None:
@@ -53,3 +65,49 @@ def test_vllm_workers_train_and_one_may_be_killed(tmp_path: Path) -> None:
     assert max(mismatch) < 1e-3
     for line in done.metrics[1:]:
         assert line["samples"] == 256  # nothing lost, nothing twice
+
+
+def joined(run: Path) -> int:
+    return sum(line["event"] == "join" for line in _events(run))
+
+
+def completions(run: Path) -> dict[tuple[int, str, int], str]:
+    """By step, prompt and place in the group."""
+    seen, found = Counter[tuple[int, str]](), dict[tuple[int, str, int], str]()
+    for sample in tm.Run(run).samples(training=True):
+        seen[sample.step, sample.prompt] += 1
+        found[sample.step, sample.prompt, seen[sample.step, sample.prompt]] = sample.completion
+    return found
+
+
+def test_ten_killed_workers_change_no_sample(tmp_path: Path) -> None:
+    """Samples move between vLLM workers and the trainer's embedded engine, which alone generates the other run."""
+    run = tmp_path / "killed"
+    process = start(Path("vllm-local"), run, *LONG, "--engine.slots=48", "--trainer.steps=4000")
+    until, killed = time.monotonic() + 300.0, 0
+    while killed < KILLS:
+        assert process.poll() is None, process.communicate(60)
+        assert time.monotonic() < until, f"{killed} workers killed"
+        if joined(run) > killed:
+            time.sleep(1.5)  # it has samples now
+            names = command_lines(processes_below(process.pid))
+            os.kill(next(pid for pid, name in names.items() if "RolloutActor" in name), signal.SIGKILL)
+            killed += 1
+        time.sleep(0.2)
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=100)
+    evictions = [line for line in _events(run) if line["event"] == "eviction"]
+    assert len(evictions) == KILLS
+    assert sum(int(str(line["samples"])) for line in evictions) > 10  # they migrated
+    metrics = tm.Run(run).metrics[1:]
+    assert {line["samples"] for line in metrics} == {256}
+    steps = int(metrics[-1]["step"])
+    quiet = start(
+        Path("char-addition"), tmp_path / "quiet", *LONG, f"--trainer.steps={steps}", "--engine.batch_invariant=false",
+        "--task.held_out_fraction=0.2", "--trainer.threads=1",
+    )  # fmt: skip
+    assert quiet.communicate(timeout=200)
+    expected, found = completions(tmp_path / "quiet"), completions(run)
+    assert found.keys() == expected.keys()  # nothing lost, nothing twice
+    different = [key for key, text in expected.items() if found[key] != text]
+    assert len(different) <= len(expected) // 1000, different  # two engines round differently

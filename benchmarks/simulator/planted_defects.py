@@ -70,8 +70,8 @@ def _drop_messages(right: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _count_twice(right: Callable[..., Any]) -> Callable[..., Any]:
-    def wrong(self: InFlight, delta: Any) -> Any:
-        sample = right(self, delta)
+    def wrong(self: InFlight, delta: Any, source: str) -> Any:
+        sample = right(self, delta, source)
         self.counters.tokens_accepted += sample is not None and delta.finish == "stop"
         return sample
 

@@ -57,7 +57,7 @@ class FakeEngine:
     @property
     def capabilities(self) -> EngineCapabilities:
         return EngineCapabilities(
-            batch_invariant=True, logprobs=self.logprobs, keeps_kv=False, lora=False, draws="position"
+            name="fake", batch_invariant=True, logprobs=self.logprobs, keeps_kv=False, lora=False, draws="position"
         )
 
     def submit(self, requests: Sequence[GenerateRequest]) -> None:

@@ -65,7 +65,7 @@ PROMPTS = [(0, make_prompt("p0")), (0, make_prompt("p1")), (1, make_prompt("p0")
 
 
 def make_report(*deltas: TokenDelta) -> WorkerReport:
-    status = WorkerStatus(worker_id="w", version=3, running=0, queued=0, free_slots=1, tokens_per_s=0.0)
+    status = WorkerStatus(worker_id="w", version=3, running=0, queued=0, free_slots=1, tokens_per_s=0.0, engine="fake")
     return WorkerReport(lease_id="lease", deltas=deltas, status=status)
 
 

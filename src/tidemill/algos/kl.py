@@ -140,6 +140,19 @@ def mismatch(rollout_logprobs_T: Tensor, trainer_logprobs_T: Tensor) -> Mismatch
     )
 
 
+def mismatch_by_source(
+    rollout_logprobs_T: Tensor, trainer_logprobs_T: Tensor, sources_T: Tensor, sources: int
+) -> Tensor:
+    """Sums of `mismatch` for each engine and worker: float64 [2, sources], Σ (r - 1 - log r) and the tokens.
+
+    Args:
+        sources_T: int64 [T], which of them generated the token.
+    """
+    log_ratio_T = (trainer_logprobs_T.detach() - rollout_logprobs_T.detach()).double()
+    kl_T = torch.expm1(log_ratio_T) - log_ratio_T
+    return kl_T.new_zeros(2, sources).index_add_(1, sources_T, torch.stack((kl_T, torch.ones_like(kl_T))))
+
+
 def no_mismatch() -> MismatchSums:
     """Sums over zero tokens, the start of an accumulation."""
     return mismatch(torch.zeros(0), torch.zeros(0))

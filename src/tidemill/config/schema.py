@@ -327,8 +327,8 @@ class RunSpec(Config):
             return
         if self.runtime != "ray":
             yield f'engine.kind = "vllm" needs runtime = "ray", and runtime is "{self.runtime}"; change one of them'
-        if self.model.lora.enabled:
-            yield 'engine.kind = "vllm" does not load adapters; set engine.kind = "embedded", or model.lora.rank = 0'
+        if self.model.lora.enabled and self.engine.batch_invariant:
+            yield "vLLM's batch-invariant mode was not tested with adapters; set engine.batch_invariant = false"
         if self.sampling.top_k or self.sampling.top_p < 1:
             yield 'engine.kind = "vllm" has no top-k and top-p; remove them, or set engine.kind = "embedded"'
 

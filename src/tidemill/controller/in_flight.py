@@ -279,8 +279,11 @@ class InFlight:
 
     # Deltas and rewards.
 
-    def apply(self, delta: TokenDelta) -> Sample | None:
+    def apply(self, delta: TokenDelta, source: str = "") -> Sample | None:
         """Append a delta's tokens if its lease and attempt are current and `start` is the sample's length.
+
+        Args:
+            source: engine and worker that generated the tokens.
 
         Returns the sample, or None when the delta is ignored and counted. A `FATAL` verdict fails the attempt, and the
         sample waits for the next one.
@@ -293,7 +296,7 @@ class InFlight:
         if verdict == "applied":
             if not sample.version_starts:
                 self._invalidate_oldest(sample)
-            sample.extend(delta.token_ids, delta.logprobs, delta.version)
+            sample.extend(delta.token_ids, delta.logprobs, delta.version, source)
             self.counters.tokens_accepted += len(delta.token_ids) // ITEM_BYTES
             if delta.finish is not None:
                 sample.end_attempt(delta.finish, delta.error)

@@ -120,6 +120,7 @@ class Accepted(Entry, frozen=True, tag="tokens"):
 
     versions: tuple[PolicyVersion, ...]
     samples: tuple[AcceptedTokens, ...]
+    source: str = ""  # engine and worker
 
 
 class Published(Entry, frozen=True, tag="published"):
@@ -174,8 +175,8 @@ def _unreadable(step: int, why: str) -> UserError:
     )
 
 
-def accepted_entry(deltas: Iterable[tuple[int, TokenDelta]]) -> Accepted | None:
-    """The entry for (ordinal, applied delta) pairs; None when no delta has tokens or a finish."""
+def accepted_entry(deltas: Iterable[tuple[int, TokenDelta]], source: str) -> Accepted | None:
+    """The entry for (ordinal, applied delta) pairs of one worker; None when no delta has tokens or a finish."""
     versions: dict[PolicyVersion, int] = {}
     samples = []
     for ordinal, delta in deltas:
@@ -192,7 +193,7 @@ def accepted_entry(deltas: Iterable[tuple[int, TokenDelta]]) -> Accepted | None:
                     finish,
                 )
             )
-    return Accepted(tuple(versions), tuple(samples)) if samples else None
+    return Accepted(tuple(versions), tuple(samples), source) if samples else None
 
 
 def batches_after(entries: Sequence[tuple[int, AnyEntry]], step: int) -> dict[int, tuple[int, ...]]:
@@ -253,7 +254,7 @@ def _replay_accepted(in_flight: InFlight, entry: Accepted, step: int) -> None:
         if sample.state is not SampleState.RUNNING or tokens.start != sample.length:
             raise _unreadable(step, f"sample {tokens.ordinal}: tokens at {tokens.start}, expected {sample.length}")
         sample.attempt = tokens.attempt
-        sample.extend(tokens.token_ids, tokens.logprobs, entry.versions[tokens.version])
+        sample.extend(tokens.token_ids, tokens.logprobs, entry.versions[tokens.version], entry.source)
         if tokens.finish:
             sample.end_attempt(tokens.finish, "")
 
@@ -371,7 +372,7 @@ class Ledger:
         for report in reports:
             applied: defaultdict[int, list[tuple[int, TokenDelta]]] = defaultdict(list)
             for delta in report.deltas:
-                sample = in_flight.apply(delta)
+                sample = in_flight.apply(delta, report.status.source)
                 if sample is not None:
                     applied[sample.ordinal // per_round + 1].append((sample.ordinal, delta))
                     if delta.finish in ("stop", "length"):
@@ -379,7 +380,7 @@ class Ledger:
             if self._journal is None:
                 continue
             for step, deltas in applied.items():
-                if (entry := accepted_entry(deltas)) is not None:
+                if (entry := accepted_entry(deltas, report.status.source)) is not None:
                     blobs.append((step, encode(entry)))
         await self._append(blobs)
         return finished

@@ -72,6 +72,7 @@ class Compute(Protocol):
 class EngineCapabilities(Record):
     """Properties of an engine."""
 
+    name: str  # as in `engine.kind`
     batch_invariant: bool  # a sample's tokens do not depend on other samples, its slot or restarts
     logprobs: bool  # returns logprobs of sampled tokens; otherwise NaN
     keeps_kv: bool  # keeps its cache when it loads weights

@@ -202,6 +202,12 @@ class WorkerStatus(Record):
     prompt_tokens_reused: int = 0  # read from a shared prefix cache
     tokens_generated: int = 0  # since the engine started
     work: EngineWork = EngineWork()
+    engine: str = ""  # name of its engine
+
+    @property
+    def source(self) -> str:
+        """Names the worker in `Trajectory.sources`: "vllm/spot-3"."""
+        return f"{self.engine}/{self.worker_id}"
 
 
 class WorkerReport(Record):
@@ -330,6 +336,14 @@ class VersionRun(Record, gc=False):
     end: int
 
 
+class SourceRun(Record, gc=False):
+    """Completion tokens [start, end) came from `source`: engine and worker, "vllm/spot-3"."""
+
+    source: str
+    start: int
+    end: int
+
+
 class Segment(Record):
     """Tokens [start, end) of a trajectory; only `trained` segments have a loss and rollout logprobs."""
 
@@ -371,6 +385,7 @@ class Trajectory(Record):
     # was generated. Tokens generated after that publish have their rollout logprob.
     publish_logprobs: tuple[LogprobBuffer, ...] = ()
     ref_logprobs: LogprobBuffer = b""  # float32 [T], of the trained tokens; empty if the trainer computes them
+    sources: tuple[SourceRun, ...] = ()
 
     @property
     def prompt_length(self) -> int:

@@ -22,7 +22,7 @@ from tidemill.core.errors import WeightsError
 from tidemill.core.records import TensorEntry
 from tidemill.models.attention import use_packed_attention
 from tidemill.models.auto import build_unloaded, configured_context, load_config
-from tidemill.models.lora import attach_adapter, frozen_parameters, learned_parameters
+from tidemill.models.lora import attach_adapter, frozen_parameters, learned_parameters, linear_layers
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -161,6 +161,12 @@ def files_without_weights(folder: Path) -> dict[str, bytes]:
 def stored_context_limit(folder: Path) -> int:
     """`loading.context_limit` of the model in a folder, without loading it."""
     return configured_context(load_config(folder))
+
+
+def stored_linear_layers(folder: Path) -> list[str]:
+    """`lora.linear_layers` of the model in a folder; allocates no memory for it."""
+    with torch.device("meta"):
+        return linear_layers(build_unloaded(folder, torch.float32))
 
 
 def check_adapter(folder: Path, config: ModelConfig) -> None:

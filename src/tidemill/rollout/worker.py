@@ -275,6 +275,7 @@ class EngineWorker:
                     prompt_tokens_reused=status.prompt_tokens_reused,
                     tokens_generated=status.tokens_generated,
                     work=status.work,
+                    engine=self._engine.capabilities.name,
                 ),
                 notice_s=self._notice_s,
             )

@@ -371,7 +371,9 @@ class SteppedEngine:
 
     @property
     def capabilities(self) -> EngineCapabilities:
-        return EngineCapabilities(batch_invariant=False, logprobs=True, keeps_kv=False, lora=False, draws="stream")
+        return EngineCapabilities(
+            name="simulated", batch_invariant=False, logprobs=True, keeps_kv=False, lora=False, draws="stream"
+        )
 
     def submit(self, requests: Sequence[GenerateRequest]) -> None:
         self._state.submit(requests, 0.0)

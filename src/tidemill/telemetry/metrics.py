@@ -6,7 +6,7 @@ Charts, terminal views, findings and the tables of docs/metrics.md are derived f
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple
 
@@ -26,7 +26,7 @@ class Metric(NamedTuple):
 
 
 METRICS: dict[str, Metric] = {}
-"""Every metric this project writes, besides `reward/NAME` for each of several rewards and `lag/N` for each lag.
+"""Every metric this project writes, besides those of a `..._OF`, `COMPONENT` or `LAG` prefix.
 
 Other names are stored and reported, too, with a chart each.
 """
@@ -133,6 +133,10 @@ LEARNING_RATE: Final = _define("learning_rate", "", "learning rate of the last o
 MISMATCH_KL: Final = _define(
     "mismatch_kl", "nats/token", "k3 estimate of KL between the engine's and the trainer's logprobs of the same tokens"
 )
+MISMATCH_OF: Final = "mismatch_kl/"
+"""Prefix of the mismatch of an engine ("vllm"), and of an engine's worker ("vllm/spot-3")."""
+MISMATCH_TOKENS_OF: Final = "mismatch_tokens/"
+"""Prefix of the number of tokens in that mean."""
 RATIO_MEAN: Final = _define("ratio_mean", "", "mean importance ratio over trained tokens")
 RATIO_VAR: Final = _define("ratio_var", "", "variance of the importance ratio")
 RATIO_MAX: Final = _define("ratio_max", "", "largest importance ratio")
@@ -236,6 +240,18 @@ TRAINER_WAIT: Final = _define("time_trainer_wait_s", "s", "of that, while the re
 REMOTE_WAIT: Final = _define("time_remote_wait_s", "s", "idle time of preemptible workers, mean over workers")
 CONTROLLER_CPU: Final = _define("cpu_controller_s", "s", "CPU time of the controller's thread since the previous line")
 PEAK_RSS: Final = _define("peak_rss_bytes", "bytes", "largest resident memory of the process so far")
+
+
+def mismatches(rows: Iterable[Mapping[str, float]]) -> dict[str, tuple[float, float]]:
+    """(mean KL in nats per token, tokens) by engine, and by engine and worker, over the metrics of several steps."""
+    sums = dict[str, tuple[float, float]]()
+    for row in rows:
+        for metric, kl in row.items():
+            name = metric.removeprefix(MISMATCH_OF)
+            if name != metric:
+                tokens, total = row.get(MISMATCH_TOKENS_OF + name, 0.0), sums.get(name, (0.0, 0.0))
+                sums[name] = total[0] + kl * tokens, total[1] + tokens
+    return {name: (kl / tokens, tokens) for name, (kl, tokens) in sums.items() if tokens}
 
 
 def held_out_prefix(name: str) -> str:

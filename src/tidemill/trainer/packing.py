@@ -106,6 +106,8 @@ class Microbatch:
     publish_logprobs: Tensor  # float32 [K, T], under the versions published since generation, oldest first
     lags: Tensor  # int64 [T], versions between generation of the token and the trainer
     tokens_by_lag: Counter[int]
+    sources: tuple[str, ...]  # engines and workers that generated the tokens
+    source_rows: Tensor  # int64 [T], index into `sources`
     unpacked_tokens: int  # tokens to compute without prefix sharing
     returns: Tensor | None = None  # float32 [T], with a critic
     values: Tensor | None = None  # float32 [T], of the critic at the start of the update
@@ -161,14 +163,23 @@ def pack(samples: Sequence[WeightedSample], device: torch.device, *, version: in
             versions[run.start : run.end] = run.version.number
         return version - versions[positions - trajectory.prompt_length]
 
+    def token_sources(trajectory: Trajectory, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """int64 [T], index into `sources`."""
+        rows = np.zeros(trajectory.completion_length, np.int64)
+        for run in trajectory.sources:
+            rows[run.start : run.end] = sources.index(run.source)
+        return rows[positions - trajectory.prompt_length]
+
+    sources = ("", *sorted({run.source for trajectory in trajectories for run in trajectory.sources}))
     publishes = max((len(trajectory.publish_logprobs) for trajectory in trajectories), default=0)
     sized = list(zip(trajectories, lengths, strict=True))
-    lags = [token_lags(trajectory, positions) for trajectory, positions in zip(trajectories, trained, strict=True)]
+    placed = list(zip(trajectories, trained, strict=True))
+    lags = [token_lags(trajectory, positions) for trajectory, positions in placed]
     return Microbatch(
         tree=tree,
         head_nodes=torch.from_numpy(head_nodes).to(device),
         head_rows=torch.from_numpy(head_rows).to(device),
-        targets=gather([tokens_of(t.token_ids)[at] for t, at in zip(trajectories, trained, strict=True)], np.int64),
+        targets=gather([tokens_of(t.token_ids)[at] for t, at in placed], np.int64),
         samples=Samples(gather([np.full(n, index) for index, n in enumerate(lengths)], np.int64), len(samples)),
         advantages=gather([np.full(n, s.advantage) for s, n in zip(samples, lengths, strict=True)], np.float32),
         weights=gather([np.full(n, s.token_weight) for s, n in zip(samples, lengths, strict=True)], np.float32),
@@ -176,6 +187,8 @@ def pack(samples: Sequence[WeightedSample], device: torch.device, *, version: in
         publish_logprobs=gather([publish_logprobs(trajectory, n) for trajectory, n in sized], np.float32),
         lags=gather(lags, np.int64),
         tokens_by_lag=Counter(np.concatenate(lags).tolist()),
+        sources=sources,
+        source_rows=gather([token_sources(trajectory, positions) for trajectory, positions in placed], np.int64),
         unpacked_tokens=sum(len(sample.input_ids) for sample in samples),
         returns=gather_if_complete([sample.returns for sample in samples]),
         values=gather_if_complete([sample.values for sample in samples]),

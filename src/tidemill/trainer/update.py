@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from tidemill.algos.corrections import CORRECTIONS, Corrected
-from tidemill.algos.kl import MismatchSums, approximate_kl, k3, mismatch, no_mismatch
+from tidemill.algos.kl import MismatchSums, approximate_kl, k3, mismatch, mismatch_by_source, no_mismatch
 from tidemill.algos.losses import LOG_RATIO_LIMIT, LOSSES, TokenLoss
 from tidemill.algos.user_functions import UserLoss, user_loss
 from tidemill.config.algorithm import AlgorithmConfig
@@ -290,6 +290,7 @@ class UpdateSums:
     train_s: float = 0.0
     cpu_s: float = 0.0  # CPU time within train_s
     mismatch: MismatchSums = field(default_factory=no_mismatch)
+    mismatch_of: dict[str, Tensor] = field(default_factory=dict)  # by engine and worker: Σ KL and tokens, float64 [2]
     tokens_by_lag: Counter[int] = field(default_factory=Counter)
     critic: list[dict[str, float]] = field(default_factory=list)  # metrics of each critic step
     critic_wait_s: float | None = None  # None unless the critic runs in another process
@@ -299,6 +300,12 @@ class UpdateSums:
         self.tokens_by_lag += microbatch.tokens_by_lag
         if not bool(microbatch.rollout_logprobs.isnan().any()):
             self.mismatch += mismatch(microbatch.rollout_logprobs, logprobs_T)
+            sums = mismatch_by_source(
+                microbatch.rollout_logprobs, logprobs_T, microbatch.source_rows, len(microbatch.sources)
+            )
+            for source, of_source in zip(microbatch.sources, sums.unbind(1), strict=True):
+                if source:
+                    self.mismatch_of[source] = self.mismatch_of.get(source, 0) + of_source
 
     def add_backward(
         self, microbatch: Microbatch, outcome: PolicyOutcome, logprobs_T: Tensor, entropy_T: Tensor
@@ -352,6 +359,7 @@ class UpdateSums:
                 "ratio_max": stats.ratio_max,
                 "effective_sample_size": stats.effective_sample_size,
             }
+        values |= self._mismatch_by_source()
         if self.tokens_trained:
             values |= self._token_means()
         if self.optimizer_steps:
@@ -362,6 +370,21 @@ class UpdateSums:
             }
         critic_names = dict.fromkeys(name for step in self.critic for name in step)
         return values | {name: fmean(step[name] for step in self.critic if name in step) for name in critic_names}
+
+    def _mismatch_by_source(self) -> dict[str, float]:
+        """By engine, and by engine and worker; empty if one worker generated everything."""
+        if len(self.mismatch_of) < 2:
+            return {}
+        sums = dict(self.mismatch_of)
+        for source, of_source in self.mismatch_of.items():
+            engine = source.partition("/")[0]
+            sums[engine] = sums.get(engine, 0) + of_source
+        values: dict[str, float] = {}
+        for name, of_source in sorted(sums.items()):
+            kl, tokens = of_source.tolist()
+            if tokens:
+                values |= {f"mismatch_kl/{name}": kl / tokens, f"mismatch_tokens/{name}": tokens}
+        return values
 
     def _token_means(self) -> dict[str, float]:
         tokens = self.tokens_trained

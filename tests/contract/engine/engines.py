@@ -28,9 +28,11 @@ from transformers import (
 )
 
 from tests.engine_requests import Collected
+from tidemill.config.model import LoraConfig, ModelConfig
 from tidemill.core.protocols import Engine
 from tidemill.core.records import GenerateRequest, PolicyVersion, WeightManifest, unpack_tokens
 from tidemill.models.attention import use_packed_attention
+from tidemill.models.lora import attach_adapter, learned_parameters, linear_layers
 from tidemill.models.snapshots import Part, empty_copy, snapshot_bytes, snapshot_layout, write_snapshot
 from tidemill.rollout.engines.embedded import EmbeddedEngine
 from tidemill.rollout.pulled import EmptyModel
@@ -52,6 +54,7 @@ SHAPE: dict[str, Any] = {
     "bos_token_id": None,
     "eos_token_id": None,
 }
+NO_ADAPTER, ADAPTER = LoraConfig(), LoraConfig(rank=4)
 WINDOW = 8
 _WINDOWS = ["sliding_attention", "full_attention"]
 MODELS: dict[str, Callable[[], PreTrainedModel]] = {
@@ -97,23 +100,33 @@ class Contract:
     engine: Engine
     user: User
     shape: str
+    lora: LoraConfig = NO_ADAPTER
     version: int = -1
     model: PreTrainedModel = field(init=False)
     collected: Collected = field(default_factory=Collected)
 
     def load(self, seed: int) -> None:
-        """Publish a model of `seed` to the engine as the next version."""
-        self.model = model(self.shape, seed)
+        """Publish a model of `seed` to the engine as the next version; with an adapter only that is of `seed`."""
         self.version += 1
-        layout = snapshot_layout(self.model, torch.float32)
-        buffer = allocate(snapshot_bytes(layout))
-        write_snapshot(self.model, layout, buffer)
         version = PolicyVersion(number=self.version, digest=f"weights {seed}")
-        manifest = WeightManifest(
-            version=version, digest=f"snapshot {seed}", nbytes=snapshot_bytes(layout), tensors=layout
-        )
-        self.user.bind(Snapshot(manifest=manifest, buffer=buffer), "learned")
+        if not self.lora.enabled:
+            self.model = model(self.shape, seed)
+        elif self.version == 0:
+            self.model = model(self.shape, 0)
+            attach_adapter(self.model, ModelConfig(source="here", lora=self.lora))
+            self._bind("base", seed, version)
+        if self.lora.enabled:
+            fill_adapter(self.model, seed)
+        self._bind("learned", seed, version)
         self.engine.load(version)
+
+    def _bind(self, part: Part, seed: int, version: PolicyVersion) -> None:
+        layout = snapshot_layout(self.model, torch.float32, part=part)
+        buffer = allocate(snapshot_bytes(layout))
+        write_snapshot(self.model, layout, buffer, part=part)
+        digest = f"{part} {seed}"
+        manifest = WeightManifest(version=version, digest=digest, nbytes=snapshot_bytes(layout), tensors=layout)
+        self.user.bind(Snapshot(manifest=manifest, buffer=buffer), part)
 
     def run(self, requests: Sequence[GenerateRequest], *, polls: int = 3000) -> Collected:
         """Generate samples to their ends."""
@@ -148,21 +161,40 @@ class Contract:
         return drawn, logprobs
 
 
-def open_contract(kind: str, shape: str, **args: Any) -> Contract:
+def fill_adapter(adapted: PreTrainedModel, seed: int) -> None:
+    """Give both matrices of every adapted layer values that change the tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in learned_parameters(adapted).values():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+
+
+def open_contract(kind: str, shape: str, *, lora: LoraConfig = NO_ADAPTER, **args: Any) -> Contract:
     """An engine without weights. `args` are for vLLM."""
     version = PolicyVersion(number=-1, digest="none")
     if kind == "embedded":
         hollow = model(shape, 0)
         use_packed_attention(hollow)
+        if lora.enabled:
+            attach_adapter(hollow, ModelConfig(source="here", lora=lora))
         hollow = empty_copy(hollow, torch.float32)
         embedded = EmbeddedEngine(hollow, decode=letters, slots=SLOTS, context=CONTEXT, version=version)
-        return Contract(embedded, EmptyModel(hollow), shape)
+        return Contract(embedded, EmptyModel(hollow), shape, lora)
+    from tidemill.rollout.engines.vllm.adapters import AdapterSettings
     from tidemill.rollout.engines.vllm.engine import VllmEngine, VllmSettings
 
     folder = Path(tempfile.mkdtemp())
     shown = model(shape, 0)
     shown.config.architectures = [type(shown).__name__]
     shown.config.save_pretrained(folder)
-    settings = VllmSettings(model=str(folder), dtype="float32", slots=SLOTS, context=CONTEXT, args=args)
+    targets = lora.targets or linear_layers(shown)
+    settings = VllmSettings(
+        model=str(folder),
+        dtype="float32",
+        slots=SLOTS,
+        context=CONTEXT,
+        args=args,
+        adapter=AdapterSettings(rank=lora.rank, alpha=lora.alpha, targets=targets) if lora.enabled else None,
+    )
     vllm = VllmEngine(settings, decode=letters, version=version)
-    return Contract(vllm, vllm, shape)
+    return Contract(vllm, vllm, shape, lora)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
-from tests.contract.engine.engines import CONTEXT, KINDS, SLOTS, Contract, letters, open_contract
+from tests.contract.engine.engines import ADAPTER, CONTEXT, KINDS, NO_ADAPTER, SLOTS, Contract, letters, open_contract
 from tests.engine_requests import Collected, prompts, request
 from tidemill.core.errors import UserError
 from tidemill.core.records import GenerateRequest, pack_tokens, unpack_logprobs, unpack_tokens
@@ -16,10 +16,13 @@ from tidemill.models.loading import probe_logprobs
 PROMPTS = prompts(6, length=11)
 
 
-@pytest.fixture(scope="module", params=[f"{kind}-{shape}" for kind in KINDS for shape in ("tied", "untied")])
+VARIANTS = ("tied", "untied", "tied-adapter")
+
+
+@pytest.fixture(scope="module", params=[f"{kind}-{variant}" for kind in KINDS for variant in VARIANTS])
 def opened(request: pytest.FixtureRequest) -> Contract:
-    kind, _, shape = str(request.param).partition("-")
-    return open_contract(kind, shape)
+    kind, shape, *adapter = str(request.param).split("-")
+    return open_contract(kind, shape, lora=ADAPTER if adapter else NO_ADAPTER)
 
 
 @pytest.fixture
@@ -166,3 +169,4 @@ def test_capabilities_are_those_that_recovery_needs(contract: Contract) -> None:
     capabilities = contract.engine.capabilities
     assert capabilities.logprobs
     assert capabilities.draws == "position"
+    assert capabilities.lora or not contract.lora.enabled

@@ -12,10 +12,12 @@ import numpy as np
 import pytest
 import torch
 
-from tests.contract.engine.engines import HAS_VLLM, Contract, open_contract
+from tests.contract.engine.engines import ADAPTER, HAS_VLLM, NO_ADAPTER, Contract, open_contract
 from tests.engine_requests import Collected, prompts, request
+from tidemill.config.model import LoraConfig
 from tidemill.core.errors import UserError
 from tidemill.rollout.engines.vllm import check_family
+from tidemill.rollout.engines.vllm.adapters import AdapterSettings
 from tidemill.rollout.sampling import gumbel, noise_key
 
 pytestmark = pytest.mark.skipif(not HAS_VLLM, reason="vLLM is not installed; `make test-vllm` runs this")
@@ -68,9 +70,10 @@ def test_noise_is_that_of_vllms_own_kernel(tmp_path: Path) -> None:
     assert float((kernel - ours).abs().max()) <= 5e-6
 
 
-@pytest.fixture(scope="module", params=["tied", "untied"])
+@pytest.fixture(scope="module", params=["tied", "untied", "tied-adapter"])
 def opened(request: pytest.FixtureRequest) -> Contract:
-    return open_contract("vllm", str(request.param))
+    shape, *adapter = str(request.param).split("-")
+    return open_contract("vllm", shape, lora=ADAPTER if adapter else NO_ADAPTER)
 
 
 def test_twenty_swaps_under_load(opened: Contract) -> None:
@@ -105,6 +108,20 @@ def test_without_packing_the_tied_head_again_its_weights_are_old(monkeypatch: py
     monkeypatch.setattr(transfer, "dispatch_cpu_unquantized_gemm", lambda *_, **__: None)
     contract.load(2)
     assert not right()
+
+
+def test_an_adapter_of_some_layers() -> None:
+    """vLLM computes q, k and v in one layer, of which only q has an adapter here."""
+    contract = open_contract("vllm", "untied", lora=LoraConfig(rank=9, targets=("q_proj", "down_proj")))
+    contract.load(3)
+    asked = [request(prompt) for prompt in prompts(4)]
+    collected = contract.run(asked)
+    assert [collected.tokens[one.sample_id] for one in asked] == [contract.expected(one, 12)[0] for one in asked]
+
+
+def test_a_rank_that_vllm_cannot_compute_is_refused() -> None:
+    with pytest.raises(UserError, match="up to rank 512, not 513"):
+        AdapterSettings(rank=513, alpha=1.0, targets=["q_proj"]).engine_args()
 
 
 def test_top_k_and_top_p_are_refused(opened: Contract) -> None:

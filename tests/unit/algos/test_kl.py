@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from tidemill.algos.kl import adapted_beta, approximate_kl, k3, kl_reward, mismatch, no_mismatch
+from tidemill.algos.kl import adapted_beta, approximate_kl, k3, kl_reward, mismatch, mismatch_by_source, no_mismatch
 
 
 def test_k3_value_and_gradient() -> None:
@@ -101,6 +101,13 @@ def test_mismatch_stats() -> None:
 def test_the_maximum_of_ratios_below_one() -> None:
     stats = (no_mismatch() + mismatch(torch.tensor([0.0]), torch.tensor([math.log(0.5)]))).reduce()
     assert stats.ratio_max == pytest.approx(0.5)
+
+
+def test_mismatch_of_each_source() -> None:
+    ratios = torch.tensor([2.0, 1.0, 0.5, 1.0])
+    sums = mismatch_by_source(torch.full((4,), -4.0), ratios.log() - 4.0, torch.tensor([1, 0, 1, 1]), 3)
+    # r - 1 - log r: 1 - log 2 and log 2 - 0.5 and 0
+    assert sums.tolist() == [[0.0, pytest.approx(0.5), 0.0], [1.0, 3.0, 0.0]]
 
 
 def test_mismatch_of_tiny_differences_is_accurate() -> None:

@@ -26,7 +26,15 @@ from tidemill.controller.in_flight import InFlight, plan_groups
 from tidemill.controller.ledger import NEVER_PRUNED, EvalResult, Ledger, Published, encode
 from tidemill.controller.samples import SampleState
 from tidemill.core.errors import UserError
-from tidemill.core.records import PolicyVersion, Reward, TokenDelta, pack_logprobs, pack_tokens, unpack_tokens
+from tidemill.core.records import (
+    PolicyVersion,
+    Reward,
+    SourceRun,
+    TokenDelta,
+    pack_logprobs,
+    pack_tokens,
+    unpack_tokens,
+)
 
 GOOD = Reward(value=1.0, components={"exact": 1.0})
 FOLLOWING = [make_id("p0", 0), make_id("p0", 1), make_id("p1", 0)]
@@ -257,6 +265,14 @@ async def learn(ledger: Ledger, in_flight: InFlight, step: int, positions: Seque
             if sample.reward is None:
                 await ledger.record_rewards(in_flight, [(sample, GOOD)])
     await ledger.record_batch(in_flight, step, positions, reward_mean=0.5)
+
+
+async def test_restored_tokens_keep_their_worker() -> None:
+    journal = MemoryJournal()
+    ledger, batch = await opened(journal)
+    await generate(ledger, batch, [make_delta()])
+    _, again = await restarted(journal)
+    assert again.samples[FIRST].sources == [SourceRun(source="fake/w", start=0, end=2)]
 
 
 async def test_groups_trained_on_before_the_checkpoint_are_not_restored() -> None:

@@ -13,6 +13,7 @@ from tidemill.core.records import (
     PolicyVersion,
     Reward,
     Segment,
+    SourceRun,
     VersionRun,
     pack_logprobs,
     pack_tokens,
@@ -75,13 +76,22 @@ def test_a_waiting_sample_accepts_no_tokens() -> None:
     assert sample().check(make_delta(), 3) == "not_running"
 
 
-def test_version_runs_follow_the_tokens() -> None:
+def test_version_and_source_runs_follow_the_tokens() -> None:
     one = running()
-    for tokens, version in (([1, 2], V3), ([3], V3), ([], V3_AGAIN), ([4], V3_AGAIN)):
-        one.extend(pack_tokens(tokens), pack_logprobs([-1.0] * len(tokens)), version)
+    for tokens, version, source in (
+        ([1, 2], V3, "vllm/spot-0"),
+        ([3], V3, "embedded/local"),
+        ([], V3_AGAIN, "vllm/spot-1"),
+        ([4], V3_AGAIN, "embedded/local"),
+    ):
+        one.extend(pack_tokens(tokens), pack_logprobs([-1.0] * len(tokens)), version, source)
 
     # two tokens and one of the same version give [0, 3); the empty delta adds nothing; the last token is [3, 4)
     assert one.versions == [VersionRun(version=V3, start=0, end=3), VersionRun(version=V3_AGAIN, start=3, end=4)]
+    assert one.sources == [
+        SourceRun(source="vllm/spot-0", start=0, end=2),
+        SourceRun(source="embedded/local", start=2, end=4),
+    ]
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,14 @@ from tidemill.core.protocols import EngineCapabilities
 from tidemill.rollout.engines import vllm
 from tidemill.runtime.cluster.open_engine import check_capabilities
 
-ABLE = {"batch_invariant": True, "logprobs": True, "keeps_kv": False, "lora": True, "draws": "position"}
+ABLE = {
+    "name": "able",
+    "batch_invariant": True,
+    "logprobs": True,
+    "keeps_kv": False,
+    "lora": True,
+    "draws": "position",
+}
 
 
 @pytest.mark.parametrize(
@@ -51,7 +58,7 @@ def test_arguments_that_break_a_promise_are_refused(name: str) -> None:
     [
         ({"runtime": "inprocess"}, 'needs runtime = "ray"'),
         ({"sampling": {"top_k": 5}}, "no top-k"),
-        ({"model": {"lora": {"rank": 4}}}, "does not load adapters"),
+        ({"model": {"lora": {"rank": 4}}, "engine": {"kind": "vllm", "batch_invariant": True}}, "with adapters"),
     ],
 )
 def test_what_vllm_cannot_do_is_refused_before_anything_starts(changes: dict[str, object], what: str) -> None:

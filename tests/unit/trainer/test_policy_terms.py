@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 from transformers import PreTrainedModel
@@ -19,7 +21,7 @@ from tidemill.config.algorithm import CriticConfig
 from tidemill.config.learning import OptimizerConfig, TrainerConfig
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import TidemillError, UserError
-from tidemill.core.records import Group, Trajectory, pack_logprobs
+from tidemill.core.records import Group, SourceRun, Trajectory, pack_logprobs
 from tidemill.models.attention import use_packed_attention
 from tidemill.models.loading import weights_digest
 from tidemill.models.reward_model import reward_head
@@ -293,6 +295,39 @@ def test_rollout_logprobs_that_are_not_finite_are_reported_as_a_model_error(
         train_batch(trainer(settings), [group(0, [whole, broken]), other])
     assert caught.value.where == settings.model.source
     assert "algorithm" not in caught.value.hint
+
+
+def from_sources(name: str, sources: Sequence[str]) -> list[Group]:
+    """The batch with tokens of `sources` in turn, one token each, whose logprobs are off by 0.5 on `name`."""
+    changed = []
+    for one in batch():
+        trajectories = []
+        for each in one.trajectories:
+            length = each.completion_length
+            runs = [SourceRun(source=sources[at % len(sources)], start=at, end=at + 1) for at in range(length)]
+            off = [0.5 * (run.source == name) for run in runs]
+            shifted = np.frombuffer(each.rollout_logprobs, np.float32) - np.array(off, np.float32)
+            trajectories.append(msgspec.structs.replace(each, sources=tuple(runs), rollout_logprobs=shifted.tobytes()))
+        changed.append(group(one.position, trajectories))
+    return changed
+
+
+def test_mismatch_is_reported_for_each_engine_and_worker() -> None:
+    sources = ("vllm/spot-0", "vllm/spot-1", "embedded/local")
+    equal, off = (train_batch(trainer(spec({})), from_sources(name, sources)) for name in ("", "vllm/spot-1"))
+    for name in ("embedded", "embedded/local", "vllm/spot-0"):
+        assert off[f"mismatch_kl/{name}"] == equal[f"mismatch_kl/{name}"]
+    tokens = {name: off[f"mismatch_tokens/{name}"] for name in ("vllm", *sources)}
+    assert tokens["vllm"] == tokens["vllm/spot-0"] + tokens["vllm/spot-1"]
+    total = sum(off[f"mismatch_kl/{name}"] * tokens[name] for name in sources)
+    assert total / sum(tokens[name] for name in sources) == pytest.approx(off["mismatch_kl"])
+    assert off["mismatch_kl/vllm/spot-1"] != pytest.approx(equal["mismatch_kl/vllm/spot-1"])
+
+
+def test_one_worker_has_no_mismatch_of_its_own() -> None:
+    values = train_batch(trainer(spec({})), from_sources("", ["embedded/local"]))
+    assert "mismatch_kl" in values
+    assert not [name for name in values if name.startswith(("mismatch_kl/", "mismatch_tokens/"))]
 
 
 def test_without_rollout_logprobs_there_are_no_ratio_metrics() -> None:

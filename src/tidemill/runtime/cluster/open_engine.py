@@ -13,7 +13,7 @@ from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError
 from tidemill.core.protocols import Engine, EngineCapabilities
 from tidemill.models.codec import load_codec
-from tidemill.models.snapshots import DTYPES, stored_context_limit, uninitialized_model
+from tidemill.models.snapshots import DTYPES, stored_context_limit, stored_linear_layers, uninitialized_model
 from tidemill.rollout.engines.vllm import check_version
 from tidemill.rollout.pulled import EmptyModel, SnapshotUser
 from tidemill.runtime.cluster.ray_calls import require_reserved_gpus
@@ -62,8 +62,14 @@ def _embedded(spec: RunSpec, folder: Path, prompt_tokens: int, dtype: str) -> Op
 
 def _vllm(spec: RunSpec, folder: Path, prompt_tokens: int, dtype: str) -> Opened:
     check_version()
+    from tidemill.rollout.engines.vllm.adapters import AdapterSettings
     from tidemill.rollout.engines.vllm.engine import VllmEngine, VllmSettings
 
+    lora, adapter = spec.model.lora, None
+    if lora.enabled:
+        adapter = AdapterSettings(
+            rank=lora.rank, alpha=lora.alpha, targets=lora.targets or stored_linear_layers(folder)
+        )
     config, codec = spec.engine.vllm, load_codec(folder)
     settings = VllmSettings(
         model=str(folder) if config.load_format == "dummy" else spec.model.source,
@@ -76,6 +82,7 @@ def _vllm(spec: RunSpec, folder: Path, prompt_tokens: int, dtype: str) -> Opened
         memory_fraction=config.memory_fraction,
         load_format=config.load_format,
         args=config.args,
+        adapter=adapter,
     )
     engine = VllmEngine(settings, decode=codec.decode, version=NO_VERSION)
     return engine, engine

@@ -25,6 +25,8 @@ from tidemill.telemetry.metrics import (
     HELD_OUT_REWARD,
     LAG,
     METRICS,
+    MISMATCH_OF,
+    MISMATCH_TOKENS_OF,
     PASS_AT,
     Chart,
     held_out_prefix,
@@ -62,15 +64,21 @@ def chart_data(data: RunData) -> dict[str, Any]:
     rewards = tuple((name, name.removeprefix(COMPONENT)) for name in unknown if name.startswith(COMPONENT))
     lags = sorted((name for name in unknown if name.startswith(LAG)), key=lambda name: (len(name), name))
     of_evaluations = tuple(f"{HELD_OUT}{name}" for name in (PASS_AT, *(f"{each}/" for each in data.eval_sets)))
-    others = [
-        name for name in unknown if not name.startswith((COMPONENT, LAG, *of_evaluations)) and name not in held_out
-    ]
+    drawn = (COMPONENT, LAG, MISMATCH_OF, MISMATCH_TOKENS_OF, *of_evaluations)
+    others = [name for name in unknown if not name.startswith(drawn) and name not in held_out]
     charts = [_with_sets(_with_held_out(chart, held_out), data.eval_sets) for chart in CHARTS]
     charts.insert(AFTER_REWARD, Chart(title="Single rewards", note="mean of each", series=rewards, low=None))
     charts[AFTER_REWARD:AFTER_REWARD] = [_pass_at_chart(name, unknown) for name in evaluated]
     if lags not in ([], [f"{LAG}0"]):
         series = tuple((name, name.removeprefix(LAG)) for name in lags)
         charts.append(Chart(title="Tokens by lag", note="% of tokens", series=series, kind="stacked", scale=100))
+    engines = tuple(
+        (name, name.removeprefix(MISMATCH_OF))
+        for name in unknown
+        if name.startswith(MISMATCH_OF) and name.count("/") == 1
+    )
+    if len(engines) > 1:
+        charts.append(Chart(title="Mismatch by engine", note="KL, nats per token", series=engines))
     charts += [Chart(title=name, note="", series=((name, name),), low=None) for name in others[:OTHER_CHARTS]]
     resumed = {event["step"] for event in data.events_named(RESUME) if isinstance(event.get("step"), int)}
     return {

@@ -208,6 +208,10 @@ def _training_findings(data: RunData) -> Iterator[Finding]:
         yield Finding(title, "The samples of a group hardly differ any more.")
     if (mismatch := recent(metrics.MISMATCH_KL)) > MISMATCH_HIGH:
         text = f"KL {decimal(mismatch)} nats per token on the same tokens; this biases the gradients."
+        workers = metrics.mismatches(line.values for line in data.metrics[-RECENT:])
+        worst = max((name for name in workers if "/" in name), key=lambda name: workers[name][0], default="")
+        if worst:
+            text += f" Largest on {worst}: {decimal(workers[worst][0])}."
         yield Finding("Engine and trainer logprobs differ", text)
     _, after = first_and_last(data)
     best = max(data.evaluations, key=lambda evaluation: evaluation.reward_mean, default=None)

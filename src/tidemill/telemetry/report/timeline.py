@@ -40,7 +40,7 @@ from tidemill.telemetry.fleet_figures import (
     sessions_of,
     stretch,
 )
-from tidemill.telemetry.metrics import MetricLine
+from tidemill.telemetry.metrics import MetricLine, mismatches
 from tidemill.telemetry.run_data import RunData
 from tidemill.telemetry.run_dir import TRAINING_PURPOSE
 
@@ -50,6 +50,7 @@ MOST_BARS = 20_000
 FINEST = 4000
 """With more than MOST_BARS bars, those closer than this fraction of the whole time are merged."""
 TRAINER = "trainer"
+MISMATCH_ROWS = 20
 
 BarKind = Literal["held", "boot", "pull", "decode", "evaluate", "notice", "learn", "train", "checkpoint"]
 MarkKind = Literal["eviction", "drained", "quarantine", "failed"]
@@ -310,7 +311,18 @@ def fleet_section(data: RunData, found: Timeline) -> dict[str, Any]:
         "sentence": evictions_sentence(data.summary) or "No evictions",
         "tiles": fleet_tiles(data, found),
         "costs": cost_bars(data.summary),
+        "mismatches": mismatch_rows(data),
     }
+
+
+def mismatch_rows(data: RunData) -> list[tuple[str, str, str, str]]:
+    """(engine, worker, KL, tokens) of engines, and of the `MISMATCH_ROWS` workers with the largest mismatch."""
+    found = mismatches(line.values for line in data.metrics)
+    by_kl = sorted(found, key=lambda name: -found[name][0])
+    shown = [name for name in by_kl if "/" not in name]
+    shown += [name for name in by_kl if "/" in name][:MISMATCH_ROWS]
+    rows = [(*name.partition("/")[::2], *found[name]) for name in shown]
+    return [(engine, worker or "all", decimal(kl), compact(tokens)) for engine, worker, kl, tokens in rows]
 
 
 def fleet_tiles(data: RunData, found: Timeline) -> list[tuple[str, str, str]]:

@@ -109,6 +109,16 @@ def test_tokens_are_stacked_by_lag(tmp_path: Path) -> None:
     assert [(one["label"], one["values"][1]) for one in chart["series"]] == [("0", 50.0), ("2", 30.0), ("10", 20.0)]
 
 
+def test_mismatch_by_engine_is_one_chart_and_workers_have_none(tmp_path: Path) -> None:
+    lines = (
+        '{"step":1,"mismatch_kl/vllm":0.1,"mismatch_kl/vllm/spot-0":0.1,"mismatch_tokens/vllm":5,'
+        '"mismatch_kl/embedded":0}\n'
+    )
+    (chart,) = charts_of(tmp_path, lines)["charts"]
+    assert chart["title"] == "Mismatch by engine"
+    assert [(one["label"], one["values"]) for one in chart["series"]] == [("embedded", [0.0]), ("vllm", [0.1])]
+
+
 def test_lag_charts_are_omitted_on_policy(tmp_path: Path) -> None:
     assert charts_of(tmp_path, '{"step":1,"lag/0":1.0,"policy_lag_mean":0,"policy_lag_max":0}\n')["charts"] == []
 

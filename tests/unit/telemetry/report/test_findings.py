@@ -113,6 +113,18 @@ def test_a_healthy_run_has_no_findings(tmp_path: Path, metrics: str, config: str
     assert findings(data_of(tmp_path, metrics, "", config)) == []
 
 
+def test_the_worker_with_the_largest_mismatch_is_named(tmp_path: Path) -> None:
+    rows = [(0.001, 100.0), (0.03, 100.0), (0.05, 300.0)]  # of the local engine in step 1, of spot-4 in steps 1 and 2
+    metrics = "".join(
+        f'{{"step":{step},"mismatch_kl":0.02,"mismatch_kl/{name}":{kl},"mismatch_tokens/{name}":{tokens}}}\n'
+        for step, name, (kl, tokens) in zip(
+            (1, 2, 3), ("embedded/local", "vllm/spot-4", "vllm/spot-4"), rows, strict=True
+        )
+    )
+    (finding,) = findings(data_of(tmp_path, metrics, ""))
+    assert "Largest on vllm/spot-4: 0.045." in finding.text  # (0.03 · 100 + 0.05 · 300) / 400
+
+
 def test_a_worker_that_fails_to_start_is_not_a_finding(tmp_path: Path) -> None:
     assert findings(data_of(tmp_path, "", '{"event":"join","session":1,"error":"WorkerLost"}\n')) == []
 

@@ -71,7 +71,12 @@ class EmbeddedEngine:
     @property
     def capabilities(self) -> EngineCapabilities:
         return EngineCapabilities(
-            batch_invariant=self._batch_invariant, logprobs=True, keeps_kv=False, lora=True, draws="position"
+            name="embedded",
+            batch_invariant=self._batch_invariant,
+            logprobs=True,
+            keeps_kv=False,
+            lora=True,
+            draws="position",
         )
 
     def submit(self, requests: Seq[GenerateRequest]) -> None:

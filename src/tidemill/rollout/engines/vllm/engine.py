@@ -29,6 +29,7 @@ from tidemill.core.records import (
     unpack_tokens,
 )
 from tidemill.models.snapshots import Part
+from tidemill.rollout.engines.vllm.adapters import Adapters, AdapterSettings
 from tidemill.rollout.sequence import Sequence
 from tidemill.weights.snapshot import Snapshot
 
@@ -45,6 +46,7 @@ class VllmSettings:
         dtype: of the weights: "float32", "bfloat16" or "float16".
         context: maximum prompt plus completion, in tokens.
         args: further arguments of vLLM's `EngineArgs`.
+        adapter: None if versions are whole models.
         cache_gb: memory of the KV cache on a CPU; on a GPU `memory_fraction` of the device's memory is used in all.
     """
 
@@ -58,6 +60,7 @@ class VllmSettings:
     memory_fraction: float = 0.9
     load_format: str = "dummy"
     args: Mapping[str, Any] = field(default_factory=dict)
+    adapter: AdapterSettings | None = None
 
 
 def set_environment(settings: VllmSettings) -> None:
@@ -105,6 +108,7 @@ def start_vllm(settings: VllmSettings) -> Any:
             logits_processors=[f"{__package__}.noise:PositionNoise"],
             weight_transfer_config={"backend": "tidemill"},
             seed=0,
+            **(settings.adapter.engine_args() if settings.adapter else {}),
             **settings.args,
         )
     )
@@ -135,6 +139,7 @@ class VllmEngine:
     ) -> None:
         self._settings, self._decode, self._version = settings, decode, version
         self._llm: Any = llm or start_vllm(settings)
+        self._adapters = Adapters(settings.adapter) if settings.adapter else None
         self._waiting: deque[Sequence] = deque()
         self._running: dict[str, Sequence] = {}  # by vLLM's request id
         self._ended: list[Sequence] = []
@@ -146,10 +151,11 @@ class VllmEngine:
     @property
     def capabilities(self) -> EngineCapabilities:
         return EngineCapabilities(
-            batch_invariant=self._settings.batch_invariant,
+            name="vllm",
+            batch_invariant=self._settings.batch_invariant and self._adapters is None,
             logprobs=True,
             keeps_kv=False,
-            lora=False,
+            lora=self._adapters is not None,
             draws="position",
         )
 
@@ -201,14 +207,25 @@ class VllmEngine:
         waiting = [each for each in self._waiting if each.abort_if_other_version(version)]
         self._ended += [*inside.values(), *waiting]
         self._waiting = deque(each for each in self._waiting if each.finish is None)
+        if self._adapters is not None:  # a request of vLLM keeps its adapter until it ends
+            inside, self._running = self._running, {}
+            self._llm.abort_request(list(inside))
+            for sequence in inside.values():
+                self._add(sequence)
         if not self._llm.reset_prefix_cache(reset_running_requests=True):
             raise RuntimeError("vLLM did not clear its prefix cache after new weights")
         self._version = version
 
     def bind(self, snapshot: Snapshot, part: Part) -> None:
-        """Copy a verified snapshot into the model; `load` must follow. Implements `rollout.pulled.SnapshotUser`."""
+        """Copy a verified snapshot into the model, or add its adapter; `load` must follow.
+
+        Implements `rollout.pulled.SnapshotUser`.
+        """
         from tidemill.rollout.engines.vllm import transfer
 
+        if self._adapters is not None and part == "learned":
+            self._llm.add_lora(self._adapters.write(snapshot))
+            return
         digest = snapshot.manifest.digest
         transfer.waiting[digest] = snapshot
         try:
@@ -232,7 +249,7 @@ class VllmEngine:
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        self._llm.add_request(self._probe.name, {"prompt_token_ids": unpack_tokens(token_ids)}, params)
+        self._add_request(self._probe.name, unpack_tokens(token_ids), params)
         for _ in range(PROBE_STEPS):
             self._step()
             if self._probe.logprobs:
@@ -262,6 +279,8 @@ class VllmEngine:
     def release(self, part: Part) -> None:
         """Release the model and its caches."""
         self._llm = None
+        if self._adapters is not None:
+            self._adapters.close()
 
     def _name(self) -> str:
         self._requests += 1
@@ -271,10 +290,16 @@ class VllmEngine:
         while self._waiting and len(self._running) < self._settings.slots:
             if self._waiting[0].request.min_version > self._version.number:
                 break
-            sequence = self._waiting.popleft()
-            name = self._name()
-            self._llm.add_request(name, {"prompt_token_ids": sequence.tokens.tolist()}, _params(sequence))
-            self._running[name] = sequence
+            self._add(self._waiting.popleft())
+
+    def _add(self, sequence: Sequence) -> None:
+        name = self._name()
+        self._add_request(name, sequence.tokens.tolist(), _params(sequence))
+        self._running[name] = sequence
+
+    def _add_request(self, name: str, token_ids: list[int], params: Any) -> None:
+        adapter = self._adapters.newest if self._adapters else None
+        self._llm.add_request(name, {"prompt_token_ids": token_ids}, params, lora_request=adapter)
 
     def _remove(self, inside: dict[str, Sequence]) -> None:
         if inside:

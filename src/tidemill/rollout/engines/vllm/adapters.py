@@ -1,0 +1,83 @@
+"""Hands the adapter of each version to vLLM, which reads adapters from a folder in peft's format.
+
+Every version has an id of its own, so that vLLM's prefix cache never shares keys and values between versions.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+
+from tidemill.core.errors import UserError
+from tidemill.models.snapshots import tensor_views
+from tidemill.weights.snapshot import Snapshot
+
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Ranks for which vLLM allocates memory."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterSettings:
+    """Rank, scaling and layers of an adapter, as in `[model.lora]`; `targets` is not empty."""
+
+    rank: int
+    alpha: float
+    targets: Sequence[str]
+
+    def engine_args(self) -> dict[str, Any]:
+        """Arguments of vLLM's `EngineArgs`: one adapter in memory, in the dtype of the model.
+
+        Raises:
+            UserError: the rank is above vLLM's largest.
+        """
+        allocated = next((rank for rank in RANKS if rank >= self.rank), None)
+        if allocated is None:
+            what = f"vLLM computes adapters up to rank {RANKS[-1]}, not {self.rank}"
+            raise UserError(what, where="model.lora.rank", hint='lower it, or use engine.kind = "embedded"')
+        return {
+            "enable_lora": True,
+            "max_loras": 1,
+            "max_lora_rank": allocated,
+            "lora_target_modules": list(self.targets),
+        }
+
+
+class Adapters:
+    """The newest version's adapter as a request of vLLM; `newest` is None before the first."""
+
+    def __init__(self, settings: AdapterSettings) -> None:
+        self._config = json.dumps(
+            {
+                "peft_type": "LORA",
+                "r": settings.rank,
+                "lora_alpha": settings.alpha,
+                "target_modules": list(settings.targets),
+            }
+        )
+        self._folder = tempfile.TemporaryDirectory(prefix="tidemill-adapter-")
+        self._written = 0
+        self.newest: Any = None
+
+    def write(self, snapshot: Snapshot) -> Any:
+        """Write a version's adapter; the folder then holds no other."""
+        from vllm.lora.request import LoRARequest
+
+        self._written += 1
+        folder = Path(self._folder.name)
+        (folder / "adapter_config.json").write_text(self._config)
+        tensors = {
+            f"base_model.model.{name.replace('.default.', '.')}": tensor
+            for name, tensor in tensor_views(snapshot.manifest.tensors, snapshot.buffer)
+        }
+        save_file(tensors, folder / "adapter_model.safetensors")
+        self.newest = LoRARequest(f"version-{self._written}", self._written, str(folder))
+        return self.newest
+
+    def close(self) -> None:
+        self._folder.cleanup()

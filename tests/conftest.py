@@ -25,7 +25,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from tests.forked import stop_server
+from tests.forked import kill_forks, stop_server
 
 # The same examples every time. `pytest tests/property --hypothesis-profile=explore` draws new ones.
 settings.register_profile("fixed", derandomize=True, deadline=None)
@@ -83,6 +83,13 @@ def shared_cache(monkeypatch: pytest.MonkeyPatch) -> Path:
     cache.mkdir(parents=True, exist_ok=True)
     monkeypatch.setenv("TIDEMILL_CACHE", str(cache))
     return cache
+
+
+@pytest.fixture(autouse=True)
+def no_fork_left() -> Iterator[None]:
+    """Kill processes of a test that failed, so that they do not disturb the next one."""
+    yield
+    kill_forks()
 
 
 @pytest.fixture(autouse=True)

@@ -21,6 +21,7 @@ END_DEADLINE_S = 30.0
 COMMAND = "tidemill.cli.app:main"
 
 _servers: list[tuple[subprocess.Popen[bytes], socket.socket]] = []
+_live: list[Forked] = []
 
 
 class Forked:
@@ -53,6 +54,7 @@ class Forked:
             socket.send_fds(_server(), [json.dumps(request).encode()], files)
         self._said = b""
         self.pid = self._next(START_DEADLINE_S)
+        _live.append(self)
 
     def __enter__(self) -> Self:
         return self
@@ -77,6 +79,7 @@ class Forked:
         """
         if self.returncode is None:
             self.returncode = self._next(timeout)
+            _live.remove(self)
             self._report.close()
             for at, stream in enumerate(self._streams):
                 stream.seek(0)
@@ -112,6 +115,12 @@ class Forked:
             self._said += said
         number, _, self._said = self._said.partition(b"\n")
         return int(number)
+
+
+def kill_forks() -> None:
+    """Kill what a failed test left running."""
+    while _live:
+        _live[-1].__exit__()
 
 
 def stop_server() -> None:

@@ -16,18 +16,22 @@ GONE = (
 
 
 def processes_below(pid: int) -> Iterator[int]:
-    """All live descendants of a process."""
-    try:
-        children = [
-            int(child)
-            for task in Path(f"/proc/{pid}/task").iterdir()
-            for child in (task / "children").read_text().split()
-        ]
-    except GONE:
-        return
-    for child in children:
-        yield child
-        yield from processes_below(child)
+    """All live descendants of a process.
+
+    They are found by their parents: the kernel's list of children misses some while others end.
+    """
+    children: dict[int, list[int]] = {}
+    for each in process_ids():
+        try:
+            stat = Path(f"/proc/{each}/stat").read_text()
+        except GONE:
+            continue
+        parent = int(stat[stat.rindex(")") + 1 :].split()[1])  # a name in parentheses may contain spaces
+        children.setdefault(parent, []).append(each)
+    below = [pid]
+    for each in below:  # grows
+        below += children.get(each, [])
+    yield from below[1:]
 
 
 def process_ids() -> list[int]:

@@ -239,7 +239,7 @@ def _two_best(model: PreTrainedModel, one: Trajectory, at: int) -> tuple[set[int
     tree = build_tree([torch.tensor(known, dtype=torch.int32).numpy()])
     tokens, positions = torch.from_numpy(tree.token_ids), torch.from_numpy(tree.depths)
     logits = vocabulary_logits(model, hidden_states(model, tokens, positions, TreePlan(tree, tokens.device))[-1:])
-    scores = logits + gumbel([noise_key(one.sample_id.seed, len(known) - 1)], logits.shape[1], logits.device)
+    scores = logits + gumbel([noise_key(one.sample_id.seed(), len(known) - 1)], logits.shape[1], logits.device)
     best = scores[0].topk(2)
     return set(best.indices.tolist()), float(best.values[0] - best.values[1])
 

@@ -142,6 +142,13 @@ class AlgorithmConfig(Config):
     whiten: bool = False
     """Normalize advantages to mean 0 and standard deviation 1 over the batch's tokens. Training then starts when the
     whole batch is complete."""
+    credit: Literal["outcome", "turn_returns", "gigpo"] = "outcome"
+    """Advantage of the turns of an agent. outcome: that of the whole trajectory. turn_returns: from the discounted
+    rewards after each turn. gigpo: outcome plus the advantage among equal states of the group."""
+    turn_gamma: float = Field(0.95, gt=0, le=1)
+    """turn_returns, gigpo: discount per turn."""
+    step_weight: float = Field(1.0, ge=0)
+    """gigpo: weight of the advantage among equal states."""
     gamma: float = Field(1.0, gt=0, le=1)
     """gae, reinforce_pp: discount per token."""
     lam: Probability = 0.95

@@ -9,6 +9,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, ValidationInfo, model_validator
 
+from tidemill.config.agent import EnvConfig
 from tidemill.config.algorithm import AlgorithmConfig, CriticConfig
 from tidemill.config.base import Config, FolderName, NameOrFunction, OutputFolder, Seed
 from tidemill.config.learning import (
@@ -207,6 +208,7 @@ class RunSpec(Config):
     model: ModelConfig = ModelConfig()
     task: TaskConfig = ArithmeticTask()
     data: DataConfig = DataConfig()
+    env: EnvConfig = EnvConfig()
     scoring: ScoringConfig = ScoringConfig()
     sampling: SamplingConfig = SamplingConfig()
     engine: EngineConfig = EngineConfig()

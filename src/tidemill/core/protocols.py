@@ -8,8 +8,10 @@ from typing import Any, Literal, Protocol, TypeVar
 
 from tidemill.core.errors import DeadlineError
 from tidemill.core.records import (
+    Call,
     Completion,
     EngineWork,
+    Episode,
     FleetRow,
     GenerateRequest,
     Group,
@@ -19,6 +21,7 @@ from tidemill.core.records import (
     Loaded,
     LogprobBuffer,
     Message,
+    Observation,
     PolicyVersion,
     Prompt,
     Pulled,
@@ -241,6 +244,36 @@ class Scorer(Protocol):
     async def score(self, prompt: Prompt, trajectory: Trajectory) -> Reward: ...
 
     async def close(self) -> None: ...
+
+
+class CallLog(Protocol):
+    """Journals the calls of one turn."""
+
+    async def started(self, index: int) -> None:
+        """Return when it is durable that a call which must not be repeated is about to start."""
+
+    async def ended(self, index: int, call: Call) -> None:
+        """Return when a call's result is durable."""
+
+
+class Environments(Protocol):
+    """The environments of agents. They keep the state of an episode between two turns, and restore it if they have
+    lost it: reset, then repeat all earlier turns."""
+
+    async def act(self, episode: Episode, calls: CallLog) -> Observation:
+        """Answer the episode's last turn.
+
+        A call in `episode.finished` has this result and is not made again; one that `started` only gives a fault.
+
+        Raises:
+            GuardStop: too many episodes were lost to faults of the environment.
+        """
+
+    def forget(self, sample_ids: Sequence[SampleId]) -> None:
+        """Discard the state of episodes that ended, restarted or were dropped. Never waits."""
+
+    async def close(self) -> None:
+        """End all calls and processes."""
 
 
 class Reader(Protocol):

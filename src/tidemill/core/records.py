@@ -113,10 +113,9 @@ class SampleId(Record, gc=False):
         fields = (self.run_seed, self.purpose, self.prompt_id, self.epoch, self.index)
         return int.from_bytes(hashlib.blake2b(repr(fields).encode(), digest_size=8).digest(), "little")
 
-    @property
-    def seed(self) -> int:
-        """63-bit seed of the sampling noise: a hash of all fields and of the branch, which is 0."""
-        fields = (self.run_seed, self.purpose, self.prompt_id, self.epoch, self.index, 0)
+    def seed(self, branch: int = 0) -> int:
+        """63-bit seed of the sampling noise: a hash of all fields and of the branch."""
+        fields = (self.run_seed, self.purpose, self.prompt_id, self.epoch, self.index, branch)
         return int.from_bytes(hashlib.blake2b(repr(fields).encode(), digest_size=8).digest(), "little") >> 1
 
     @property
@@ -151,16 +150,30 @@ class SamplingParams(Record, gc=False):
 
 
 class GenerateRequest(Record, gc=False):
-    """A request to generate a sample, continuing from `prefix_ids`."""
+    """A request to generate a sample, or one turn of it, continuing from `prefix_ids`.
+
+    Positions in the completion are those of the whole sample. `prompt_ids` and `prefix_ids` are the context of one
+    branch; the first token of the prefix has the position `offset`.
+    """
 
     sample_id: SampleId
     lease_id: str
     attempt: int
     prompt_ids: TokenBuffer  # int32 [P]
     sampling: SamplingParams
-    prefix_ids: TokenBuffer = b""  # int32 [start], tokens generated in earlier attempts
+    prefix_ids: TokenBuffer = b""  # int32 [N], generated in earlier attempts and turns, and observations
     exact_version: int | None = None  # the only version that may generate it; None: any from `min_version` on
     min_version: int = 0
+    branch: int = 0  # part of the noise's seed
+    offset: int = 0
+    observations: tuple[tuple[int, int], ...] = ()  # ranges [start, end) of the prefix that were not generated
+    limit: int = 0  # tokens after the prompt, prefix included, at which it ends; 0: `sampling.max_new_tokens`
+    resumes: bool = False  # another turn may follow, so that the engine should keep its keys and values
+
+    @property
+    def turn_start(self) -> int:
+        """Index in prefix and completion of the turn's first token: stop strings are searched from there."""
+        return self.observations[-1][1] if self.observations else 0
 
 
 class TokenDelta(Record, gc=False):
@@ -345,12 +358,72 @@ class SourceRun(Record, gc=False):
 
 
 class Segment(Record):
-    """Tokens [start, end) of a trajectory; only `trained` segments have a loss and rollout logprobs."""
+    """Tokens [start, end) of a trajectory; only `trained` segments have a loss and rollout logprobs.
 
-    role: Literal["prompt", "action", "observation"]
+    A `context` starts a new branch: it is the whole input of the next action, and replaces all tokens before it.
+    """
+
+    role: Literal["prompt", "action", "observation", "context"]
     start: int
     end: int
     trained: bool
+
+
+class Call(Record, omit_defaults=True):
+    """One call of a tool."""
+
+    call_id: str  # the same when it is repeated: run, episode, turn and index
+    name: str
+    arguments: str  # JSON
+    result: str = ""
+    error: bool = False  # `result` is an error that the agent caused
+
+
+class Turn(Record, omit_defaults=True):
+    """One turn of a trajectory: what the policy generated, and what the environment answered."""
+
+    start: int  # completion position of its first generated token
+    end: int  # after its last generated token
+    text: str  # decoded
+    finish: Literal["stop", "length"] = "stop"
+    observation: str = ""  # the answer's text; empty after the last turn
+    observation_end: int = 0  # completion position after the answer's tokens; 0 without one
+    reward: float = 0.0
+    state_key: str = ""  # of the state that the policy saw; equal states have equal keys
+    calls: tuple[Call, ...] = ()
+    timeouts: int = 0  # deadlines that ended one of its calls
+
+
+EpisodeEnd: TypeAlias = Literal["", "done", "tokens", "context", "turns", "calls", "seconds", "failure", "fault"]
+"""Why an episode ended: not yet; the environment ended it; a budget is used up; the agent broke the environment, and
+gets its failure reward; an infrastructure fault, after which the episode is left out of its group."""
+
+
+class Observation(Record, omit_defaults=True):
+    """An environment's answer to a turn."""
+
+    text: str = ""
+    token_ids: TokenBuffer = b""  # int32, appended after the turn; empty if the episode has ended
+    new_branch: bool = False  # `token_ids` are the whole context of the next turn instead
+    reward: float = 0.0  # of the turn
+    end: EpisodeEnd = ""
+    reason: str = ""  # of a failure or fault
+    outcome: float | None = None  # reward of the whole trajectory, instead of the sum of its turns' rewards
+    state_key: str = ""  # of the state that it shows
+    calls: tuple[Call, ...] = ()
+    timeouts: int = 0
+
+
+class Episode(Record):
+    """What an environment needs to answer the last turn of a sample."""
+
+    sample_id: SampleId
+    prompt: Prompt
+    turns: tuple[Turn, ...]  # the last of them has no observation yet
+    token_ids: TokenBuffer  # int32, context of the last turn, and the turn
+    room: int  # tokens that an observation may have
+    finished: dict[int, Call] = {}  # calls of the last turn with a result in the journal, by index
+    started: tuple[int, ...] = ()  # calls of the last turn that started, and must not be repeated
 
 
 class Reward(Record, omit_defaults=True):
@@ -379,6 +452,10 @@ class Trajectory(Record):
     versions: tuple[VersionRun, ...]
     finish: Finish
     text: str = ""  # the completion, decoded
+    turns: tuple[Turn, ...] = ()  # of an agent; otherwise empty
+    episode_end: EpisodeEnd = ""
+    outcome: float | None = None  # see `Observation.outcome`
+    fault: str = ""  # why it has no reward and is left out of its group
     reward: Reward | None = None
     weight: float = 1.0
     # float32 [T] each, oldest version first: logprobs of the trained tokens under versions published while the sample
@@ -402,6 +479,16 @@ class Trajectory(Record):
     @property
     def completion_ids(self) -> TokenBuffer:
         return self.token_ids[self.prompt_length * ITEM_BYTES :]
+
+    @property
+    def trained_length(self) -> int:
+        """Number of trained tokens."""
+        return sum(segment.end - segment.start for segment in self.segments if segment.trained)
+
+    @property
+    def final(self) -> str:
+        """The text of the last turn; of a single completion, the text."""
+        return self.turns[-1].text if self.turns else self.text
 
     @property
     def truncated(self) -> bool:

@@ -18,7 +18,9 @@ from tidemill.core.errors import UserError
 from tidemill.extensions.identity import function_identity, path_identity
 from tidemill.extensions.loading import import_function
 
-Kind: TypeAlias = Literal["reward", "advantage", "loss", "loss_term", "task", "prompt_sampler", "callback"]
+Kind: TypeAlias = Literal[
+    "reward", "advantage", "loss", "loss_term", "task", "prompt_sampler", "callback", "environment"
+]
 SESSION = "session:"
 TRAINER_KINDS: tuple[Kind, ...] = ("advantage", "loss", "loss_term")
 """Kinds that the trainer's process calls; the others run in the process that starts the run."""

@@ -52,7 +52,8 @@ class Sequence:
         self.known = len(prompt) + len(prefix)
         self._buffer[: self.known] = np.concatenate([prompt, prefix])
         self.computed = 0
-        self.seed = request.sample_id.seed
+        self.seed = request.sample_id.seed(request.branch)
+        self._limit = request.limit or request.sampling.max_new_tokens
         self._flushed = len(prefix)
         self._logprobs: list[float] = []
         self.finish: Finish | None = None
@@ -74,7 +75,7 @@ class Sequence:
     @property
     def room(self) -> int:
         """Tokens that may still be generated."""
-        return min(self.request.sampling.max_new_tokens - self.completion_length, self._context - self.known)
+        return min(self._limit - self.completion_length, self._context - self.known)
 
     def append(self, token_id: int, logprob: float, decode: Callable[[Seq[int]], str]) -> None:
         """Add a token, and end the sample at a stop token, a stop string or a limit.
@@ -95,7 +96,8 @@ class Sequence:
         if not strings:
             return False
         longest = max(len(string.encode()) for string in strings)
-        tail = decode(self.completion[-longest - 1 :].tolist())
+        turn = self.completion[self.request.turn_start :]
+        tail = decode(turn[-longest - 1 :].tolist())
         return any(string in tail for string in strings)
 
     def abort_if_other_version(self, version: PolicyVersion) -> bool:
@@ -120,7 +122,7 @@ class Sequence:
             sample_id=self.request.sample_id,
             lease_id=self.request.lease_id,
             attempt=self.request.attempt,
-            start=start,
+            start=self.request.offset + start,
             token_ids=token_ids,
             logprobs=logprobs,
             version=version,

@@ -153,7 +153,9 @@ class Contract:
         drawn, logprobs = list[int](), list[float]()
         for _ in range(tokens):
             logits = self.model(torch.tensor([known])).logits[0, -1].float() / (temperature or 1.0)
-            noise = gumbel([noise_key(request.sample_id.seed, len(known) - 1)], len(logits), logits.device)[0]
+            noise = gumbel(
+                [noise_key(request.sample_id.seed(request.branch), len(known) - 1)], len(logits), logits.device
+            )[0]
             token = int((logits + noise * bool(temperature)).argmax())
             drawn.append(token)
             logprobs.append(float(logits.log_softmax(-1)[token]))

@@ -22,6 +22,7 @@ from tidemill.core.records import (
     LogprobBuffer,
     Message,
     Observation,
+    ParsedTurn,
     PolicyVersion,
     Prompt,
     Pulled,
@@ -244,6 +245,32 @@ class Scorer(Protocol):
     async def score(self, prompt: Prompt, trajectory: Trajectory) -> Reward: ...
 
     async def close(self) -> None: ...
+
+
+class TurnFormat(Protocol):
+    """Converts between an agent's turns and token ids. Text of users and environments never becomes special tokens."""
+
+    def prompt(self, messages: Sequence[Message], *, tools: Sequence[dict[str, Any]] = ()) -> tuple[str, list[int]]:
+        """Text and token ids up to the start of the first turn.
+
+        Args:
+            tools: JSON schemas of the functions that the model may call.
+        """
+
+    def parse(self, text: str) -> ParsedTurn:
+        """The calls in a generated text. An unreadable call is returned with its error."""
+
+    def answer(
+        self, episode: Episode, messages: Sequence[Message], *, tools: Sequence[dict[str, Any]] = ()
+    ) -> tuple[list[int], bool]:
+        """Token ids after the episode's last turn: messages of the roles "user" and "tool", and the start of the next
+        turn; and whether they are instead the whole context of the next turn (a new branch)."""
+
+    def encode_text(self, text: str) -> list[int]:
+        """Token ids of a text as text: `<|im_end|>` gives several ordinary tokens."""
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of token ids without special tokens."""
 
 
 class CallLog(Protocol):

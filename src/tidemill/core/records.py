@@ -379,6 +379,21 @@ class Call(Record, omit_defaults=True):
     error: bool = False  # `result` is an error that the agent caused
 
 
+class ToolRequest(Record):
+    """A call that a generated text asks for."""
+
+    name: str
+    arguments: str  # a JSON object
+    error: str = ""  # why it cannot be executed: not JSON, no name
+
+
+class ParsedTurn(Record):
+    """A generated text: what it says besides calls, and the calls in order."""
+
+    text: str
+    calls: tuple[ToolRequest, ...] = ()
+
+
 class Turn(Record, omit_defaults=True):
     """One turn of a trajectory: what the policy generated, and what the environment answered."""
 

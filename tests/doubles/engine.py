@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from tests.doubles.samples import VOCABULARY, completion, logprob, number
+from tests.doubles.samples import VOCABULARY, completion, logprob, number, turn_completion
 from tidemill.controller.reading import Reading
 from tidemill.core.protocols import EngineCapabilities, EngineStatus
 from tidemill.core.records import (
@@ -75,7 +75,10 @@ class FakeEngine:
 
     def _decode(self, sample_id: SampleId) -> TokenDelta:
         request, at = self.jobs[sample_id]
-        tokens, ending = completion(sample_id, self.version, request.sampling.max_new_tokens)
+        if request.resumes:
+            tokens, ending = turn_completion(request, self.version)
+        else:
+            tokens, ending = completion(sample_id, self.version, request.sampling.max_new_tokens)
         end = max(at, min(at + self.per_poll, len(tokens)))  # the completion under other weights may be longer
         self.jobs[sample_id] = (request, end)
         finish = ending if end >= len(tokens) else None
@@ -89,7 +92,7 @@ class FakeEngine:
             sample_id=request.sample_id,
             lease_id=request.lease_id,
             attempt=request.attempt,
-            start=at,
+            start=request.offset + at,
             token_ids=pack_tokens(tokens),
             logprobs=pack_logprobs(logprob(token) for token in tokens),
             version=self.version,

@@ -10,6 +10,7 @@ from tidemill.controller.in_flight import InFlight, SamplingPlan, plan_groups
 from tidemill.core.records import (
     Completion,
     Finish,
+    GenerateRequest,
     LogprobBuffer,
     Message,
     PolicyVersion,
@@ -100,6 +101,17 @@ def completion(sample_id: SampleId, version: PolicyVersion, limit: int = MAX_NEW
     length = 1 + number("length", sample_id.key, version.digest) % (limit + limit // 3)
     tokens = [number(sample_id.key, version.digest, at) % VOCABULARY for at in range(min(length, limit))]
     return tokens, "stop" if length <= limit else "length"
+
+
+def turn_completion(request: GenerateRequest, version: PolicyVersion) -> tuple[list[int], Finish]:
+    """The prefix, and the rest of the fake model's current turn: a function of context, branch and weights."""
+    known = unpack_tokens(request.prefix_ids)
+    turn = [*unpack_tokens(request.prompt_ids), *known[: request.turn_start]]
+    key = number(request.sample_id.key, request.branch, turn, version.digest)
+    most = request.limit - request.turn_start
+    length = 1 + key % 7
+    drawn = [number(key, at) % VOCABULARY for at in range(min(length, most))]
+    return [*known[: request.turn_start], *drawn], "stop" if length <= most else "length"
 
 
 def logprob(token: int) -> float:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.doubles.engine import FakeCompute, FakeEngine, FakeReader
+from tests.doubles.environments import LIMITS, FakeEnvironments
 from tests.doubles.journal import MemoryJournal, PowerCut
 from tests.doubles.provider import ScriptedProvider
 from tests.doubles.samples import MAX_NEW, FakeCodec, FakePrompts, digest_of, logprobs_of, number
@@ -76,6 +77,7 @@ def seen(group: Group) -> tuple[object, ...]:
                 t.reward and (t.reward.value, t.reward.valid),
                 t.weight,
                 t.versions,
+                *([t.turns, t.segments, t.fault] if t.turns else []),
                 *t.publish_logprobs,
                 *([t.ref_logprobs] if t.ref_logprobs else []),  # last, with a reference
             )
@@ -222,6 +224,7 @@ class Session:
     stop: asyncio.Event = field(default_factory=asyncio.Event)
     reader: FakeReader | None = None  # the reference
     eval_sets: dict[str, list[Prompt]] = field(default_factory=dict)
+    environments: FakeEnvironments | None = None
     result: LoopResult | None = None
 
     def __post_init__(self) -> None:
@@ -265,6 +268,8 @@ class Session:
                     reading=self.reader.reading() if self.reader else None,
                     timeouts=self.timeouts,
                     eval_sets=self.eval_sets,
+                    environments=self.environments,
+                    agent=LIMITS if self.environments else None,
                 )
         finally:
             self.disk.journal = self.journal.disk

@@ -219,7 +219,7 @@ def overcommitted(schedule: ScheduleConfig, batch_groups: int, rewards: Sequence
 def sample_figures(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """Metrics of rewards (over valid samples; standard deviation with ddof 0), lengths in tokens, and weights."""
     rewards = [trajectory.reward for trajectory in trajectories if trajectory.reward and trajectory.reward.valid]
-    lengths = [trajectory.completion_length for trajectory in trajectories]
+    lengths = [trajectory.trained_length for trajectory in trajectories]
     figures = {
         "completion_tokens_mean": fmean(lengths),
         "completion_tokens_max": float(max(lengths)),
@@ -228,6 +228,9 @@ def sample_figures(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         "samples_invalid": float(len(trajectories) - len(rewards)),
         "samples_left_out": float(sum(trajectory.weight == 0 for trajectory in trajectories)),
     }
+    if turns := [len(trajectory.turns) for trajectory in trajectories if trajectory.turns]:
+        calls = [sum(len(turn.calls) for turn in trajectory.turns) for trajectory in trajectories]
+        figures |= {"turns_mean": fmean(turns), "calls_mean": fmean(calls)}
     if rewards:
         values = [reward.value for reward in rewards]
         figures |= {"reward_mean": fmean(values), "reward_std": pstdev(values), **_components(rewards)}
@@ -254,7 +257,7 @@ def batch_figures(samples: Sequence[Sample], counters: StepCounters, version: Po
     runs = [run for sample in samples for run in sample.versions]
     other = (r.end - r.start for r in runs if r.version.number == version.number and r.version != version)
     return {
-        "tokens_generated": float(sum(sample.length for sample in samples)),
+        "tokens_generated": float(sum(sample.generated for sample in samples)),
         "tokens_recovered": float(sum(sample.recovered for sample in samples)),
         "tokens_other_weights": float(sum(other)),
         "prompt_tokens_computed": float(counters.prompt_tokens_computed),

@@ -6,7 +6,8 @@
    │                                                    ( mailbox ) ◀──rewards── scorer ◀──┐
    │                                                        │                              │
    └────── ledger: apply, journal, revoke ◀─────────────────┴───▶ finished samples ────────┘
-                                                            └───▶ scored samples ──▶ consumer
+                                                            ├───▶ scored samples ──▶ consumer
+                                                            └───▶ turns of agents that ended ──▶ environments
 ```
 One task reads the mailbox and changes samples; the fleet and the scorers only write messages. Generating, journalling
 and scoring continue while the consumer (the trainer) is busy, and the consumer may start, restart and drop groups.
@@ -19,6 +20,7 @@ import math
 from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, TypeVar
 
 from tidemill.controller.batching import scored
@@ -29,10 +31,11 @@ from tidemill.controller.ledger import Ledger
 from tidemill.controller.offload import Balance, HandOver
 from tidemill.controller.reading import Reading
 from tidemill.controller.samples import Sample, SampleState
+from tidemill.controller.turns import AgentLimits
 from tidemill.controller.waiting import Mailbox, Messages, Timeouts, Wait, log_waiting, wait_with_deadline
 from tidemill.core.errors import DeadlineError
-from tidemill.core.protocols import Clock, Codec, Scorer, Telemetry
-from tidemill.core.records import Trajectory, WorkerReport, WorkerStatus, view_tokens
+from tidemill.core.protocols import Clock, Codec, Environments, Scorer, Telemetry
+from tidemill.core.records import Call, Trajectory, WorkerReport, WorkerStatus
 from tidemill.telemetry.events import WAIT_ABANDONED, span
 
 T = TypeVar("T")
@@ -64,6 +67,8 @@ class RolloutContext:
     phase: str = "rollout"
     window_s: float = math.inf  # how long the local worker generates while preemptible workers serve
     reading: Reading | None = None  # None without models that read samples one by one
+    environments: Environments | None = None  # None: samples are single completions
+    agent: AgentLimits | None = None
     statuses: dict[str, WorkerStatus] = field(default_factory=dict)  # the latest, by lease
 
     async def wait_for(self, call: Coroutine[Any, Any, T], *, awaited: str, look_at: str, deadline_s: float) -> T:
@@ -144,11 +149,37 @@ async def collect_samples(
         try:
             yield collector
         finally:
-            for task in (*tasks, *collector.scoring):
+            jobs = [*tasks, *collector.scoring, *collector.acting.values()]
+            for task in jobs:
                 task.cancel()
-            await asyncio.gather(*tasks, *collector.scoring, return_exceptions=True)
+            await asyncio.gather(*jobs, return_exceptions=True)
             for lease_id in in_flight.leases:
                 rollout.fleet.abort(lease_id, [sample.sample_id for sample in in_flight.held(lease_id).values()])
+
+
+class TurnLog:
+    """Implements `core.protocols.CallLog` for the last turn of a sample."""
+
+    def __init__(self, sample: Sample, in_flight: InFlight, ledger: Ledger) -> None:
+        self._sample, self._in_flight, self._ledger, self._attempt = sample, in_flight, ledger, sample.attempt
+
+    async def started(self, index: int) -> None:
+        self._check()
+        await self._ledger.record_call_started(self._in_flight, self._sample, index)
+
+    async def ended(self, index: int, call: Call) -> None:
+        self._check()
+        await self._ledger.record_call(self._in_flight, self._sample, index, call)
+
+    def _check(self) -> None:
+        """Raises CancelledError: the sample was restarted or dropped."""
+        if not is_current(self._in_flight, self._sample, self._attempt, SampleState.ACTING):
+            raise asyncio.CancelledError
+
+
+def is_current(in_flight: InFlight, sample: Sample, attempt: int, state: SampleState) -> bool:
+    """Whether a sample was neither restarted nor dropped meanwhile."""
+    return sample.state is state and sample.attempt == attempt and sample.ordinal in in_flight.samples
 
 
 class SampleCollector:
@@ -165,6 +196,7 @@ class SampleCollector:
         self._paused: asyncio.Event | None = None  # while pausing; set when nothing is running
         self._batch_samples = len(in_flight.samples)
         self.scoring: set[asyncio.Task[None]] = set()
+        self.acting: dict[int, asyncio.Task[None]] = {}  # by ordinal
         self.waited_s = 0.0  # by the consumer, in this step
         self.idle_s = 0.0  # part of it in which the local worker did not generate
         self._fleet_shown_at = -FLEET_VIEW_S
@@ -184,6 +216,15 @@ class SampleCollector:
         self._batch_samples, self.waited_s, self.idle_s = samples, 0.0, 0.0
         self._dispatcher.begin_step(window_s, balance)
         self.mailbox.notify()
+
+    def forget(self, samples: Sequence[Sample]) -> None:
+        """Abandon the environments of samples that are restarted or dropped."""
+        if self._rollout.environments is None:
+            return
+        for sample in samples:
+            if (task := self.acting.pop(sample.ordinal, None)) is not None:
+                task.cancel()
+        self._rollout.environments.forget([sample.sample_id for sample in samples])
 
     async def next(self) -> Trajectory:
         """Wait for the next scored sample."""
@@ -273,6 +314,19 @@ class SampleCollector:
             self.mailbox.messages.rewards.append((sample, attempt, reward, ref_logprobs))
             self.mailbox.notify()
 
+    async def _act(self, sample: Sample) -> None:
+        rollout, attempt = self._rollout, sample.attempt
+        assert rollout.environments is not None and rollout.agent is not None
+        plan = self._in_flight.plan
+        episode = sample.episode(rollout.codec.decode, plan.sampling, rollout.agent)
+        try:
+            answer = await rollout.environments.act(episode, TurnLog(sample, self._in_flight, rollout.ledger))
+        except Exception as error:  # noqa: BLE001 - `next` raises it
+            self.mailbox.put_failure(error)
+        else:
+            self.mailbox.messages.observations.append((sample, attempt, answer))
+            self.mailbox.notify()
+
     async def _recompute_ref_logprobs(self, sample: Sample, reading: Reading) -> None:
         attempt = sample.attempt
         try:
@@ -288,6 +342,15 @@ class SampleCollector:
         self.scoring.add(task)
         task.add_done_callback(self.scoring.discard)
 
+    def _start_acting(self, samples: Sequence[Sample]) -> None:
+        for sample in samples:
+            task = self.acting[sample.ordinal] = asyncio.create_task(self._act(sample))
+            task.add_done_callback(partial(self._acted, sample.ordinal))
+
+    def _acted(self, ordinal: int, task: asyncio.Task[None]) -> None:
+        if self.acting.get(ordinal) is task:
+            del self.acting[ordinal]
+
     # The task that reads them.
 
     async def run(self) -> None:
@@ -296,6 +359,7 @@ class SampleCollector:
             self._restore_scored(self._in_flight.in_state(SampleState.SCORED))
             for sample in self._in_flight.in_state(SampleState.FINISHED):
                 self._start(self._score(sample))
+            self._start_acting(self._in_flight.in_state(SampleState.ACTING))
             self._dispatch()
             while self._endless or not self._in_flight.all_scored:
                 messages = await self._receive()
@@ -330,8 +394,8 @@ class SampleCollector:
         tokens_before = in_flight.counters.tokens_accepted
         for report in messages.reports:
             rollout.update_status(report, in_flight.counters)
-        finished = await rollout.ledger.accept(in_flight, messages.reports)
-        if messages.progress or finished or in_flight.counters.tokens_accepted != tokens_before:
+        ended = await rollout.ledger.accept(in_flight, messages.reports)
+        if messages.progress or ended or in_flight.counters.tokens_accepted != tokens_before:
             self._progress_at = self._logged_at = rollout.clock.now()
         else:
             self._check_deadline()
@@ -339,7 +403,9 @@ class SampleCollector:
             rollout.fleet.end_lease(lease_id, f"it sent an invalid delta ({verdict})")
         if rollout.reading is not None:
             rollout.reading.send_growth(in_flight, messages.reports)
-        self._finish(finished)
+        self._finish([sample for sample in ended if sample.state is SampleState.FINISHED])
+        self._start_acting([sample for sample in ended if sample.state is SampleState.ACTING])
+        await self._observe(messages)
         for outcome in messages.ended:
             samples = in_flight.revoke(outcome.lease_id)
             rollout.fleet.event_log.ended(outcome, samples)
@@ -358,10 +424,22 @@ class SampleCollector:
         for sample in samples:
             if self._is_current(sample, sample.attempt, SampleState.FINISHED):
                 sample.finished_s = self._rollout.clock.now()
-                self._rollout.fleet.lengths.observe(sample.sample_id.prompt_id, sample.length)
+                self._rollout.fleet.lengths.observe(sample.sample_id.prompt_id, sample.generated)
                 if self._rollout.reading is not None:
                     self._rollout.reading.finished(sample)
+                if self._rollout.environments is not None:
+                    self._rollout.environments.forget([sample.sample_id])
                 self._start(self._score(sample))
+
+    async def _observe(self, messages: Messages) -> None:
+        """Journal environments' answers; their samples wait for an engine again, or are finished."""
+        answers = [
+            (sample, answer)
+            for sample, attempt, answer in messages.observations
+            if self._is_current(sample, attempt, SampleState.ACTING)
+        ]
+        await self._rollout.ledger.observe(self._in_flight, answers)
+        self._finish([sample for sample, _ in answers if sample.state is SampleState.FINISHED])
 
     async def _store_rewards(self, messages: Messages) -> list[Sample]:
         """Journal rewards; returns the samples that may be trained on now."""
@@ -379,8 +457,7 @@ class SampleCollector:
         return [*(sample for sample, _ in rewards), *restored]
 
     def _is_current(self, sample: Sample, attempt: int, state: SampleState) -> bool:
-        """Whether a sample was neither restarted nor dropped meanwhile."""
-        return sample.state is state and sample.attempt == attempt and sample.ordinal in self._in_flight.samples
+        return is_current(self._in_flight, sample, attempt, state)
 
     def _emit(self, samples: Sequence[Sample]) -> None:
         for sample in samples:
@@ -397,12 +474,18 @@ class SampleCollector:
             self._progress_at = self._logged_at = self._rollout.clock.now()  # the deadline starts at the assignment
 
     async def _abort_running(self) -> None:
-        """Abort running samples, and journal the tokens that the workers still report."""
+        """Abort running samples, and journal the tokens that the workers still report, and the results of calls that
+        must not be repeated."""
         self._dispatcher.abort_all()
         with suppress(TimeoutError):
             async with asyncio.timeout(self._rollout.timeouts.stop_s):
-                while self._in_flight.running:
+                while self._in_flight.running or self._unrepeatable_calls:
                     await self._process(await self._receive())
+
+    @property
+    def _unrepeatable_calls(self) -> bool:
+        """Whether a call that must not be repeated is being made."""
+        return any(self._in_flight.samples[ordinal].turns.started_calls for ordinal in self.acting)
 
     # Deadlines and progress.
 
@@ -427,6 +510,12 @@ class SampleCollector:
     def _current_wait(self) -> Wait:
         batch, timeouts = self._in_flight, self._rollout.timeouts
         name = f"step {batch.newest_version + self._endless} ({batch.plan.purpose})"
+        if batch.acting and batch.acting == batch.unfinished:
+            return Wait(
+                awaited=f"the environments of {batch.acting} samples of {name}",
+                look_at="[env] and the environment's tools",
+                deadline_s=timeouts.act_s,
+            )
         if batch.unfinished and not batch.running:
             return Wait(
                 awaited=f"a worker to generate {batch.unfinished} samples of {name}",
@@ -455,5 +544,5 @@ class SampleCollector:
 
     def _trajectory(self, sample: Sample) -> Trajectory:
         if sample.decoded is None:  # cached: needed for scoring and for training
-            sample.decoded = sample.trajectory(self._rollout.codec.decode(view_tokens(sample.token_ids)))
+            sample.decoded = sample.trajectory(self._rollout.codec.decode)
         return sample.decoded

@@ -157,7 +157,7 @@ class Dispatcher:
             left = sum(self._expected(sample) for sample in self._in_flight if sample.finish is None)
             self._can_finish = can_finish(
                 self._balance,
-                made_tokens=sum(sample.length for sample in self._in_flight),
+                made_tokens=sum(sample.generated for sample in self._in_flight),
                 left_tokens=left if before is None or self._local_generates else left / REMAINING_FACTOR,
                 workers=workers,
                 best_tokens_per_s=fleet.profile.best_tokens_per_s,
@@ -206,8 +206,9 @@ class Dispatcher:
             self._push(sample)
 
     def _push(self, sample: Sample) -> None:
-        """Order: started samples (if versions may change within one), older batches, longest expected, canonical."""
-        waits = sample.attempt == 0 or self._in_flight.plan.exact_version
+        """Order: turns after an observation and started samples (if versions may change within one), older batches,
+        longest expected, canonical."""
+        waits = not sample.turns.returning and (sample.attempt == 0 or self._in_flight.plan.exact_version)
         heapq.heappush(self._queue, (waits, sample.from_version, -self._expected(sample), sample.ordinal))
 
     def _assign_waiting(self, workers: Sequence[WorkerState]) -> bool:
@@ -230,7 +231,8 @@ class Dispatcher:
                 ordinal=sample.ordinal,
                 group=sample.sample_id.group,
                 expected_tokens=self._expected(sample),
-                lost_lease=sample.lease_id,
+                lost_lease="" if sample.turns.returning else sample.lease_id,
+                kept_lease=sample.lease_id if sample.turns.returning else "",
             )
             for sample in chosen
         ]
@@ -238,7 +240,8 @@ class Dispatcher:
         for ordinal, lease_id in self._fleet.router.dispatch(waiting, loads, queue_limit=limit):
             assigned_to[lease_id].append(self._in_flight.samples[ordinal])
         for lease_id, samples in assigned_to.items():
-            for source, moved in by_previous_lease(samples).items():
+            interrupted = (sample for sample in samples if not sample.turns.returning)
+            for source, moved in by_previous_lease(interrupted).items():
                 if source != lease_id:
                     self._fleet.event_log.migrated(source, self._fleet[lease_id], moved)
             self._fleet.submit(
@@ -270,7 +273,7 @@ class Dispatcher:
     def _expected(self, sample: Sample) -> float:
         """Expected number of remaining tokens."""
         limit = self._in_flight.plan.sampling.max_new_tokens
-        return self._fleet.lengths.expected_remaining(sample.sample_id.prompt_id, sample.length, limit)
+        return self._fleet.lengths.expected_remaining(sample.sample_id.prompt_id, sample.generated, limit)
 
     # Balancing the load.
 

@@ -51,7 +51,9 @@ async def draw(
     Raises:
         Exception: as `collect_samples`.
     """
-    plan = SamplingPlan(purpose=purpose, run_seed=seed, group_size=samples_per_prompt, sampling=sampling)
+    plan = SamplingPlan(
+        purpose=purpose, run_seed=seed, group_size=samples_per_prompt, sampling=sampling, agent=rollout.agent
+    )
     in_flight = InFlight(plan, version_number=version.number)
     groups = plan_groups([(0, prompt) for prompt in prompts], first_position=0, from_version=version.number)
     in_flight.open(groups, prompts)
@@ -172,7 +174,7 @@ def eval_result(
         n=len(samples),
         invalid=len(samples) - len(rewards),
         truncated_fraction=fmean(sample.truncated for sample in samples),
-        completion_tokens_mean=fmean(sample.completion_length for sample in samples),
+        completion_tokens_mean=fmean(sample.trained_length for sample in samples),
         duration_s=duration_s,
         samples_per_prompt=len(drawn[0]) if drawn else 0,
         pass_at={k: mean_pass_at_k(counts, k).value for k in ks} if counts else {},

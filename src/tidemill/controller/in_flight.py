@@ -8,10 +8,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tidemill.controller.samples import Sample, SampleState, Verdict
+from tidemill.controller.turns import AgentLimits
 from tidemill.core.errors import UserError
 from tidemill.core.records import (
     ITEM_BYTES,
     GenerateRequest,
+    Observation,
     Prompt,
     Record,
     Reward,
@@ -36,6 +38,7 @@ class SamplingPlan(Record):
     group_size: int
     sampling: SamplingParams
     exact_version: bool = True  # the newest version generates every token
+    agent: AgentLimits | None = None  # None: a sample is one completion
 
 
 class PlannedGroup(Record):
@@ -200,8 +203,12 @@ class InFlight:
         return self._states[SampleState.RUNNING]
 
     @property
+    def acting(self) -> int:
+        return self._states[SampleState.ACTING]
+
+    @property
     def unfinished(self) -> int:
-        return self.running + self._states[SampleState.WAITING]
+        return self.running + self.acting + self._states[SampleState.WAITING]
 
     @property
     def scored(self) -> int:
@@ -252,22 +259,11 @@ class InFlight:
         """Assign waiting samples (default: all, in canonical order) to a lease; each continues from its tokens."""
         chosen = self.in_state(SampleState.WAITING) if samples is None else list(samples)
         for sample in chosen:
-            self.counters.tokens_recomputed += sample.length
+            self.counters.tokens_recomputed += 0 if sample.turns.returning else sample.length
             sample.assign(lease_id, self.newest_version)
             self._update_index(SampleState.WAITING, sample)
-        return [self._request(sample) for sample in chosen]
-
-    def _request(self, sample: Sample) -> GenerateRequest:
-        return GenerateRequest(
-            sample_id=sample.sample_id,
-            lease_id=sample.lease_id,
-            attempt=sample.attempt,
-            prompt_ids=sample.prompt.token_ids,
-            sampling=self.plan.sampling,
-            prefix_ids=bytes(sample.token_ids),
-            exact_version=self.newest_version if self.plan.exact_version else None,
-            min_version=sample.min_version,
-        )
+        exact_version = self.newest_version if self.plan.exact_version else None
+        return [sample.request(self.plan.sampling, exact_version, self.plan.agent) for sample in chosen]
 
     def revoke(self, lease_id: str) -> list[Sample]:
         """Return the samples of an ended lease to waiting, with their tokens; its later deltas are stale."""
@@ -299,15 +295,21 @@ class InFlight:
             sample.extend(delta.token_ids, delta.logprobs, delta.version, source)
             self.counters.tokens_accepted += len(delta.token_ids) // ITEM_BYTES
             if delta.finish is not None:
-                sample.end_attempt(delta.finish, delta.error)
+                sample.end_attempt(delta.finish, delta.error, self.plan.sampling, self.plan.agent)
                 self._update_index(SampleState.RUNNING, sample)
             return sample
         self.counters.ignored[verdict] += 1
         if verdict in FATAL:
             self._invalid_leases[sample.lease_id] = verdict
-            sample.end_attempt("error", f"its engine sent an invalid delta ({verdict})")
+            sample.end_attempt("error", f"its engine sent an invalid delta ({verdict})", self.plan.sampling)
             self._update_index(SampleState.RUNNING, sample)
         return None
+
+    def observe(self, sample: Sample, answer: Observation) -> None:
+        """Append the environment's answer to an acting sample."""
+        assert self.plan.agent is not None
+        sample.observe(answer, self.plan.sampling, self.plan.agent)
+        self._update_index(SampleState.ACTING, sample)
 
     def take_invalid_leases(self) -> dict[str, Verdict]:
         """Leases that sent a delta with a `FATAL` verdict since the last call, with that verdict."""
@@ -325,7 +327,7 @@ class InFlight:
         for sample in self:
             if sample.state is SampleState.RUNNING:
                 sample.move(SampleState.WAITING)
-            sample.recovered = sample.length
+            sample.recovered = sample.generated
         self._rebuild_index()
 
     def _update_index(self, before: SampleState, sample: Sample) -> None:

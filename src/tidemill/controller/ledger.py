@@ -21,7 +21,9 @@ from tidemill.controller.samples import IllegalTransition, Sample, SampleState
 from tidemill.core.errors import UserError
 from tidemill.core.protocols import Journal
 from tidemill.core.records import (
+    Call,
     LogprobBuffer,
+    Observation,
     PolicyVersion,
     Prompt,
     Record,
@@ -123,6 +125,32 @@ class Accepted(Entry, frozen=True, tag="tokens"):
     source: str = ""  # engine and worker
 
 
+class CallStarted(Entry, frozen=True, tag="call_started"):
+    """A call that must not be repeated is about to start."""
+
+    ordinal: int
+    turn: int
+    index: int
+
+
+class CallEnded(Entry, frozen=True, tag="call_ended"):
+    """The result of a call."""
+
+    ordinal: int
+    turn: int
+    index: int
+    call: Call
+
+
+class Observed(Entry, frozen=True, tag="observed"):
+    """The environment answered the last turn of a sample, whose completion had `start` tokens."""
+
+    ordinal: int
+    turn: int
+    start: int
+    answer: Observation
+
+
 class Published(Entry, frozen=True, tag="published"):
     """For tokens that older versions generated: their logprobs under a newly published version."""
 
@@ -144,7 +172,19 @@ class Evaluated(Entry, frozen=True, tag="evaluation"):
 
 
 AnyEntry: TypeAlias = (
-    Opened | Accepted | Rewarded | Trained | BatchReward | Checkpointed | Dropped | Restarted | Published | Evaluated
+    Opened
+    | Accepted
+    | CallStarted
+    | CallEnded
+    | Observed
+    | Rewarded
+    | Trained
+    | BatchReward
+    | Checkpointed
+    | Dropped
+    | Restarted
+    | Published
+    | Evaluated
 )
 
 _encoder = msgspec.msgpack.Encoder()
@@ -231,6 +271,8 @@ def replay(in_flight: InFlight, entry: AnyEntry, step: int, prompt_at: PromptAt)
             _replay_opened(in_flight, entry, step, prompt_at)
         elif isinstance(entry, Accepted):
             _replay_accepted(in_flight, entry, step)
+        elif isinstance(entry, CallStarted | CallEnded | Observed):
+            _replay_acting(in_flight, entry, step)
         elif isinstance(entry, Rewarded):
             for ordinal, reward in entry.rewards:
                 in_flight.samples[ordinal].score(reward)
@@ -256,7 +298,22 @@ def _replay_accepted(in_flight: InFlight, entry: Accepted, step: int) -> None:
         sample.attempt = tokens.attempt
         sample.extend(tokens.token_ids, tokens.logprobs, entry.versions[tokens.version], entry.source)
         if tokens.finish:
-            sample.end_attempt(tokens.finish, "")
+            sample.end_attempt(tokens.finish, "", in_flight.plan.sampling, in_flight.plan.agent)
+
+
+def _replay_acting(in_flight: InFlight, entry: CallStarted | CallEnded | Observed, step: int) -> None:
+    sample = in_flight.samples[entry.ordinal]
+    turns, agent = sample.turns, in_flight.plan.agent
+    if sample.state is not SampleState.ACTING or agent is None or len(turns.ended) - 1 != entry.turn:
+        raise _unreadable(step, f"sample {entry.ordinal}: {type(entry).__name__} of turn {entry.turn} does not fit")
+    if isinstance(entry, CallStarted):
+        turns.started_calls.append(entry.index)
+    elif isinstance(entry, CallEnded):
+        turns.finished_calls[entry.index] = entry.call
+    elif entry.start != sample.length:
+        raise _unreadable(step, f"sample {entry.ordinal}: observation at {entry.start}, expected {sample.length}")
+    else:
+        sample.observe(entry.answer, in_flight.plan.sampling, agent)
 
 
 def _replay_opened(in_flight: InFlight, entry: Opened, step: int, prompt_at: PromptAt) -> None:
@@ -365,7 +422,7 @@ class Ledger:
         await self._append([(step, encode(Opened(in_flight.plan, tuple(part)))) for step, part in rounds])
 
     async def accept(self, in_flight: InFlight, reports: Sequence[WorkerReport]) -> list[Sample]:
-        """Apply the deltas that fit; returns the samples that finished."""
+        """Apply the deltas that fit; returns the samples that finished, or whose turn ended."""
         blobs: list[tuple[int, bytes]] = []
         finished: list[Sample] = []
         per_round = self._round_size * in_flight.plan.group_size
@@ -384,6 +441,27 @@ class Ledger:
                     blobs.append((step, encode(entry)))
         await self._append(blobs)
         return finished
+
+    async def record_call_started(self, in_flight: InFlight, sample: Sample, index: int) -> None:
+        """When this returns, it is durable that a call which must not be repeated is about to start."""
+        sample.turns.started_calls.append(index)
+        entry = CallStarted(sample.ordinal, len(sample.turns.ended) - 1, index)
+        await self._append_by_position([(sample.ordinal // in_flight.plan.group_size, entry)])
+
+    async def record_call(self, in_flight: InFlight, sample: Sample, index: int, call: Call) -> None:
+        """Store a call's result."""
+        sample.turns.finished_calls[index] = call
+        entry = CallEnded(sample.ordinal, len(sample.turns.ended) - 1, index, call)
+        await self._append_by_position([(sample.ordinal // in_flight.plan.group_size, entry)])
+
+    async def observe(self, in_flight: InFlight, answers: Sequence[tuple[Sample, Observation]]) -> None:
+        """Append environments' answers to acting samples; when this returns, engines may continue them."""
+        entries = []
+        for sample, answer in answers:
+            entry = Observed(sample.ordinal, len(sample.turns.ended) - 1, sample.length, answer)
+            entries.append((sample.ordinal // in_flight.plan.group_size, entry))
+            in_flight.observe(sample, answer)
+        await self._append_by_position(entries)
 
     async def record_rewards(self, in_flight: InFlight, rewards: Sequence[tuple[Sample, Reward]]) -> None:
         """Store rewards; when this returns, the samples may be trained on."""

@@ -24,10 +24,20 @@ from tidemill.controller.in_flight import TRAIN, InFlight, SamplingPlan
 from tidemill.controller.ledger import EvalResult, Ledger
 from tidemill.controller.reading import Reading
 from tidemill.controller.run import Run
+from tidemill.controller.turns import AgentLimits
 from tidemill.controller.waiting import Timeouts
 from tidemill.core.errors import GuardStop
 from tidemill.core.guards import ScoreGuard, UpdateGuard
-from tidemill.core.protocols import Checkpoints, Clock, Codec, PromptSource, Scorer, Telemetry, Trainer
+from tidemill.core.protocols import (
+    Checkpoints,
+    Clock,
+    Codec,
+    Environments,
+    PromptSource,
+    Scorer,
+    Telemetry,
+    Trainer,
+)
 from tidemill.core.records import PolicyVersion, Prompt, Record, SamplingParams
 
 
@@ -62,6 +72,8 @@ async def train_loop(
     reading: Reading | None = None,
     timeouts: Timeouts | None = None,
     eval_sets: Mapping[str, Sequence[Prompt]] = {},
+    environments: Environments | None = None,
+    agent: AgentLimits | None = None,
 ) -> LoopResult:
     """Train until `spec.trainer.steps` batches are committed, resuming from the newest checkpoint and the ledger.
 
@@ -76,6 +88,8 @@ async def train_loop(
         reading: frozen models that read samples one by one.
         timeouts: deadlines of all waits.
         eval_sets: prompts by name, evaluated in addition to the held-out ones.
+        environments: answer the turns of agents; None for single completions.
+        agent: the limits of an agent's turns.
 
     Raises:
         UserError: an error in the user's input, the run directory or the disk.
@@ -94,6 +108,8 @@ async def train_loop(
         timeouts=timeouts or Timeouts(),
         truncated=spec.scoring.truncated,
         reading=reading,
+        environments=environments,
+        agent=agent,
     )
     plan = SamplingPlan(
         purpose=TRAIN,
@@ -101,6 +117,7 @@ async def train_loop(
         group_size=spec.batch.group_size,
         sampling=sampling_params(spec, codec, stop_strings),
         exact_version=spec.schedule.one_version,
+        agent=agent,
     )
     in_flight = InFlight(plan, version_number=trainer.version.number)
     run = Run(spec, source, trainer, eval_scorer, checkpoints, rollout, in_flight, eval_sets)

@@ -44,6 +44,7 @@ class Waiting(Record):
     group: GroupKey
     expected_tokens: float  # remaining
     lost_lease: str = ""  # lease of its last attempt: other workers are preferred
+    kept_lease: str = ""  # lease of its last turn, whose worker may have its keys and values: preferred
 
 
 class Movable(Record):
@@ -125,10 +126,24 @@ def dispatch(waiting: Sequence[Waiting], loads: Sequence[Load], *, queue_limit: 
     room = free + sum(max(queue_limit - worker.queued, 0) for worker in workers)
     chosen = heapq.nsmallest(room, waiting, key=lambda sample: (-sample.expected_tokens, sample.ordinal))
     holders = _prefix_holders(chosen, workers)
-    decided: list[tuple[int, str]] = []
+    decided = _returns(chosen, workers)
+    placed = {ordinal for ordinal, _ in decided}
+    chosen, free = [each for each in chosen if each.ordinal not in placed], free - len(placed)
     for limit, samples in ((0, chosen[:free]), (queue_limit, chosen[free:])):
         if samples:
             decided += _Tier(workers, holders, queue_limit=limit, samples=len(samples)).fill(samples)
+    return decided
+
+
+def _returns(samples: Sequence[Waiting], workers: Sequence[_Worker]) -> list[tuple[int, str]]:
+    """Samples that go back to the worker of their last turn, because it has a free slot."""
+    by_lease = {worker.load.lease_id: worker for worker in workers} if any(s.kept_lease for s in samples) else {}
+    decided = []
+    for sample in samples:
+        worker = by_lease.get(sample.kept_lease)
+        if worker is not None and worker.free:
+            worker.assigned += 1
+            decided.append((sample.ordinal, sample.kept_lease))
     return decided
 
 

@@ -238,15 +238,17 @@ class Run:
         samples = self.in_flight.group(position)
         self._abort(samples)
         await self.rollout.ledger.drop(self.in_flight, position)
-        self.in_flight.counters.tokens_discarded += sum(sample.length for sample in samples)
+        self.in_flight.counters.tokens_discarded += sum(sample.generated for sample in samples)
 
     def _abort(self, samples: Sequence[Sample]) -> None:
-        """Abort samples that are dropped or restarted, on their workers and in models that read ahead."""
+        """Abort samples that are dropped or restarted, on their workers, in environments and in models that read
+        ahead."""
         for sample in samples:
             if sample.state is SampleState.RUNNING:
                 self.rollout.fleet.abort(sample.lease_id, [sample.sample_id])
         if self.rollout.reading is not None:
             self.rollout.reading.forget(samples)
+        self._collector.forget(samples)
 
     def _latest_step(self, position: int) -> int | None:
         """The last step that may train on a group; None if the schedule does not wait for groups at the lag limit."""
@@ -295,7 +297,7 @@ class Run:
             await self._compute_publish_logprobs()
         self.timings |= self.seeding.end_step(
             self.timings,
-            tokens=sum(trajectory.completion_length for trajectory in trajectories),
+            tokens=sum(trajectory.trained_length for trajectory in trajectories),
             hand_over=self._collector.hand_over,
             finished_s=self.step_started_s + self.timings["time_rollout_s"],
         )
@@ -367,7 +369,7 @@ class Run:
             restarted = [sample for sample in samples if self._exceeds_lag(sample) or self._may_not_continue(sample)]
             if restarted:
                 counters.samples_restarted += sum(sample.length > 0 for sample in restarted)
-                counters.tokens_discarded += sum(sample.length for sample in restarted)
+                counters.tokens_discarded += sum(sample.generated for sample in restarted)
                 self.assembly.forget(position, [sample.sample_id for sample in restarted])
                 self._abort(restarted)
                 await self.rollout.ledger.restart(in_flight, restarted)

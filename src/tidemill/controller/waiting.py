@@ -11,7 +11,7 @@ from typing import TypeVar
 from tidemill.controller.samples import Sample
 from tidemill.core.errors import DeadlineError
 from tidemill.core.protocols import Clock, Telemetry
-from tidemill.core.records import LogprobBuffer, Record, Reward, WorkerReport
+from tidemill.core.records import LogprobBuffer, Observation, Record, Reward, WorkerReport
 
 T = TypeVar("T")
 
@@ -25,6 +25,7 @@ class Timeouts(Record):
     worker_s: float = 600.0  # without new tokens while samples are running
     pool_s: float = 86400.0  # without a worker: evicted machines may come back
     scorer_s: float = 600.0  # without a reward while samples are being scored
+    act_s: float = 7200.0  # without an answer while environments work; they have shorter deadlines themselves
     trainer_s: float = 7200.0  # one accumulate or commit
     stop_s: float = 30.0  # for the last tokens of aborted samples when the run stops
     load_s: float = 600.0  # a worker loading weights, accepting samples or aborting them
@@ -90,6 +91,7 @@ class Messages:
     reports: list[WorkerReport] = field(default_factory=list)
     ended: list[LeaseOutcome] = field(default_factory=list)
     draining: list[str] = field(default_factory=list)  # leases about to end
+    observations: list[tuple[Sample, int, Observation]] = field(default_factory=list)  # with the attempt answered
     # With the attempt that was scored, and its reference logprobs (empty without a separate reference).
     rewards: list[tuple[Sample, int, Reward, LogprobBuffer]] = field(default_factory=list)
     ref_logprobs: list[tuple[Sample, int, LogprobBuffer]] = field(default_factory=list)  # of samples already rewarded
@@ -99,7 +101,8 @@ class Messages:
     @property
     def progress(self) -> bool:
         """Whether there is anything but reports, which count as progress only if they have new tokens."""
-        return bool(self.rewards or self.ref_logprobs or self.failures or self.stop or self.ended or self.draining)
+        found = (self.rewards, self.ref_logprobs, self.observations, self.failures, self.ended, self.draining)
+        return self.stop or any(found)
 
 
 class Mailbox:

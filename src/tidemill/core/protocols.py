@@ -299,6 +299,9 @@ class Environments(Protocol):
     def forget(self, sample_ids: Sequence[SampleId]) -> None:
         """Discard the state of episodes that ended, restarted or were dropped. Never waits."""
 
+    def take_counts(self) -> dict[str, int]:
+        """Calls, mistakes of agents, timeouts, failures, faults and retries since the last call, by name."""
+
     async def close(self) -> None:
         """End all calls and processes."""
 

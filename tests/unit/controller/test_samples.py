@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.doubles.samples import V3, V3_AGAIN, make_delta, make_id, make_prompt
+from tests.doubles.samples import SAMPLING, V3, V3_AGAIN, make_delta, make_id, make_prompt
 from tidemill.controller.samples import TRANSITIONS, IllegalTransition, Sample, SampleState
 from tidemill.core.records import (
     PolicyVersion,
@@ -101,7 +101,7 @@ def test_an_aborted_attempt_keeps_its_tokens(finish: Any, error: str, failures: 
     one = running()
     one.extend(pack_tokens([1]), pack_logprobs([-1.0]), V3)
 
-    one.end_attempt(finish, error)
+    one.end_attempt(finish, error, SAMPLING)
 
     assert (one.state, one.length, one.failures, one.finish) == (SampleState.WAITING, 1, failures, None)
     one.assign("next", 4)
@@ -124,9 +124,9 @@ def test_without_tokens_the_assigned_version_is_the_oldest() -> None:
 def test_the_trajectory_starts_with_the_prompt() -> None:
     one = running()  # its prompt "p0" has two tokens: 112 and 48
     one.extend(pack_tokens([5, 6, 0]), pack_logprobs([-0.5, -1.0, -2.0]), V3)
-    one.end_attempt("stop", "")
+    one.end_attempt("stop", "", SAMPLING)
 
-    trajectory = one.trajectory("text")
+    trajectory = one.trajectory(lambda _: "text")
 
     assert unpack_tokens(trajectory.token_ids) == [112, 48, 5, 6, 0]
     assert trajectory.segments == (

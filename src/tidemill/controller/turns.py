@@ -1,0 +1,162 @@
+"""The turns of an agent's sample: what the engine is asked for, what the environment answered, and the trajectory.
+
+The completion is one buffer. A turn appends the tokens that the policy generated, its observation the tokens of the
+environment's answer; an observation that starts a new branch holds the whole context of the next turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from tidemill.core.records import (
+    ITEM_BYTES,
+    Call,
+    EpisodeEnd,
+    Observation,
+    Record,
+    Segment,
+    TokenBuffer,
+    Turn,
+    count,
+)
+
+Decode = Callable[[Sequence[int]], str]
+
+
+class AgentLimits(Record):
+    """Limits of a turn that the controller sends to engines; compared on resume."""
+
+    context_tokens: int  # of prompt and completion, or of one branch
+    turn_tokens: int = 0  # generated in one turn; 0: no limit
+
+
+@dataclass(slots=True, kw_only=True)
+class TurnState:
+    """A turn that the engine has ended."""
+
+    start: int  # completion positions [start, end)
+    end: int
+    finish: Literal["stop", "length"]
+    state_key: str  # of the state that the policy saw
+    text: str | None = None  # decoded when it is first needed
+    observation: Observation | None = None  # None until the environment has answered
+    observation_end: int = 0
+
+    def record(self, decode: Decode, tokens: Sequence[int]) -> Turn:
+        """The turn with its text; `tokens` is the completion."""
+        if self.text is None:
+            self.text = decode(tokens[self.start : self.end])
+        answer = self.observation or Observation()
+        return Turn(
+            start=self.start,
+            end=self.end,
+            text=self.text,
+            finish=self.finish,
+            observation=answer.text,
+            observation_end=self.observation_end,
+            reward=answer.reward,
+            state_key=self.state_key,
+            calls=answer.calls,
+            timeouts=answer.timeouts,
+        )
+
+
+@dataclass(slots=True)
+class Turns:
+    """The turns of one sample. All positions are those of its completion."""
+
+    ended: list[TurnState] = field(default_factory=list)
+    start: int = 0  # of the current turn
+    state_key: str = ""  # of the state that the current turn sees
+    observations: list[tuple[int, int]] = field(default_factory=list)  # ranges [start, end) that were not generated
+    contexts: list[tuple[int, int]] = field(default_factory=list)  # those of them that start a branch
+    finished_calls: dict[int, Call] = field(default_factory=dict)  # of the acting turn
+    started_calls: list[int] = field(default_factory=list)
+    returning: bool = False  # an observation was appended, and no engine has continued it yet
+    episode_end: EpisodeEnd = ""
+
+    def generated(self, length: int) -> int:
+        """Tokens of a completion of `length` tokens that the policy generated."""
+        return length - sum(end - start for start, end in self.observations)
+
+    def base(self) -> tuple[int, int]:
+        """(start of the current branch's context, its end); (0, 0) in the first branch, whose context is the prompt."""
+        return self.contexts[-1] if self.contexts else (0, 0)
+
+    def context_length(self, length: int, prompt_tokens: int) -> int:
+        """Tokens that the policy sees in the current branch."""
+        start, _ = self.base()
+        return length - start + (0 if self.contexts else prompt_tokens)
+
+    def limit(self, max_new_tokens: int, limits: AgentLimits) -> int:
+        """Tokens after the current branch's context at which the current turn ends, however often it is interrupted."""
+        room = max_new_tokens - self.generated(self.start)
+        if limits.turn_tokens:
+            room = min(room, limits.turn_tokens)
+        return self.start - self.base()[1] + room
+
+    def end_turn(
+        self,
+        finish: Literal["stop", "length"],
+        *,
+        length: int,
+        prompt_tokens: int,
+        max_new_tokens: int,
+        limits: AgentLimits,
+    ) -> bool:
+        """End the current turn; returns whether the episode ends with it because a limit of the sample is reached."""
+        self.ended.append(TurnState(start=self.start, end=length, finish=finish, state_key=self.state_key))
+        if finish == "length":
+            if self.generated(length) >= max_new_tokens:
+                self.episode_end = "tokens"
+            elif self.context_length(length, prompt_tokens) >= limits.context_tokens:
+                self.episode_end = "context"
+        return bool(self.episode_end)
+
+    def observe(
+        self, answer: Observation, *, length: int, prompt_tokens: int, max_new_tokens: int, limits: AgentLimits
+    ) -> TokenBuffer:
+        """Store the environment's answer to the last turn; returns the tokens to append. The episode may end."""
+        turn = self.ended[-1]
+        turn.observation, self.finished_calls, self.started_calls = answer, {}, []
+        self.episode_end = answer.end
+        added = count(answer.token_ids)
+        if not self.episode_end:
+            context = added if answer.new_branch else self.context_length(length, prompt_tokens) + added
+            if self.generated(length) >= max_new_tokens:
+                self.episode_end = "tokens"
+            elif context >= limits.context_tokens:
+                self.episode_end = "context"
+        if self.episode_end:
+            return b""
+        self.start, self.state_key, self.returning = length + added, answer.state_key, True
+        turn.observation_end = self.start
+        self.observations.append((length, self.start))
+        if answer.new_branch:
+            self.contexts.append((length, self.start))
+        return answer.token_ids
+
+    def segments(self, prompt_tokens: int, length: int) -> tuple[Segment, ...]:
+        """Prompt, actions, observations and contexts in order; only actions are trained."""
+        found = [Segment(role="prompt", start=0, end=prompt_tokens, trained=False)]
+        at = 0
+        for start, end in (*self.observations, (length, length)):
+            if start > at or not self.observations:
+                found.append(Segment(role="action", start=prompt_tokens + at, end=prompt_tokens + start, trained=True))
+            if end > start:
+                role: Literal["context", "observation"] = "context" if (start, end) in self.contexts else "observation"
+                found.append(Segment(role=role, start=prompt_tokens + start, end=prompt_tokens + end, trained=False))
+            at = end
+        return tuple(found)
+
+    def trained(self, buffer: bytes) -> bytes:
+        """The items of generated tokens, of a buffer with one item for each completion token (or the first of them)."""
+        if not self.observations:
+            return buffer
+        parts, at = [], 0
+        for start, end in self.observations:
+            parts.append(buffer[at * ITEM_BYTES : start * ITEM_BYTES])
+            at = end
+        return b"".join([*parts, buffer[at * ITEM_BYTES :]])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from tidemill.config.agent import BUILT_IN
 from tidemill.config.algorithm import ADVANTAGE_NAMES, LOSS_NAMES
 from tidemill.config.keys import KeyPath
 from tidemill.config.schema import RunSpec
@@ -17,6 +18,7 @@ FUNCTION_KEYS: tuple[KeyPath, ...] = (
     ("algorithm", "loss"),
     ("algorithm", "loss_terms", "function"),
     ("task", "function"),
+    ("env", "name"),
     ("batch", "sampler"),
     ("telemetry", "callbacks"),
 )
@@ -51,5 +53,7 @@ def function_references(spec: RunSpec) -> Iterator[FunctionReference]:
         yield FunctionReference(("algorithm", "loss_terms", index, "function"), "loss_term", term.function)
     if spec.task.kind == "python":
         yield FunctionReference(("task", "function"), "task", spec.task.function)
+    if spec.env.enabled and spec.env.name not in BUILT_IN:
+        yield FunctionReference(("env", "name"), "environment", spec.env.name)
     if spec.batch.sampler:
         yield FunctionReference(("batch", "sampler"), "prompt_sampler", spec.batch.sampler)

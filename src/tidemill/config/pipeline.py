@@ -87,7 +87,7 @@ KINDS: dict[StageKind, StageKindSpec] = {
     ),
     "rl": StageKindSpec(
         sections=(
-            *("runtime", "run", "model", "task", "scoring", "sampling", "engine", "pool", "fleet", "ray"),
+            *("runtime", "run", "model", "task", "env", "scoring", "sampling", "engine", "pool", "fleet", "ray"),
             *("placement", "reading", "batch", "schedule", "algorithm", "optimizer", "critic", "trainer", "eval"),
             *("checkpoint", "telemetry", "simulation"),
         ),
@@ -99,7 +99,7 @@ KINDS: dict[StageKind, StageKindSpec] = {
         ),
     ),
     "eval": StageKindSpec(
-        sections=("run", "model", "task", "scoring", "sampling", "engine", "trainer", "eval"),
+        sections=("run", "model", "task", "env", "scoring", "sampling", "engine", "trainer", "eval"),
         output=None,
         purpose="eval",
         neutral=(*_SCORING, *_TRAINING, "eval.every_steps"),

@@ -314,6 +314,7 @@ class RunSpec(Config):
         if self.pool.kind == "ray" and self.runtime != "ray":
             yield f'pool.kind = "ray" needs runtime = "ray", and runtime is "{self.runtime}"; change one of them'
         yield from self._vllm_issues()
+        yield from self._agent_issues()
         if self.placement.critic == "actor" and self.critic.kind == "shared":
             yield (
                 'placement.critic = "actor" and critic.kind = "shared": a shared critic runs in the trainer; set '
@@ -323,6 +324,27 @@ class RunSpec(Config):
             for name in self.placement.on_actors:
                 what = f'placement.{name} = "actor" needs runtime = "ray", and runtime is "{self.runtime}"'
                 yield f"{what}; change one of them"
+
+    def _agent_issues(self) -> Iterator[str]:
+        rewards = {reward.kind for reward in self.scoring.rewards}
+        if not self.env.enabled:
+            if self.task.kind == "environment":
+                yield 'task.kind = "environment" needs an environment; set env.name'
+            if "environment" in rewards:
+                yield 'scoring.rewards has kind = "environment" without an environment; set env.name'
+            return
+        if self.reading.ahead or self.placement.reference == "actor" or "model" in rewards:
+            yield (
+                "reward models and a reference on an actor read single completions; with env.name set neither, and "
+                "reading.ahead = false"
+            )
+        if self.corrects_each_publish:
+            yield 'algorithm.correction.kind = "mu_step" is not available for agents at a policy lag; choose "tis"'
+        if self.task.kind == "environment" and rewards & {"exact", "numeric", "math_verify"}:
+            yield (
+                'tasks of task.kind = "environment" have no answer to compare with; set scoring.rewards = '
+                '[{ kind = "environment" }]'
+            )
 
     def _vllm_issues(self) -> Iterator[str]:
         if self.engine.kind != "vllm":

@@ -141,7 +141,17 @@ class PythonTask(Config):
     """Fraction of the prompts held out for evaluation if the function returns one list."""
 
 
-TaskConfig = Annotated[ArithmeticTask | ReasoningGymTask | FileTask | PythonTask, Field(discriminator="kind")]
+class EnvironmentTask(Config):
+    kind: Literal["environment"]
+    train_size: int = Field(1000, ge=1)
+    """Number of training tasks that the environment is asked for."""
+    held_out_size: int = Field(100, ge=1)
+    """Number of evaluation tasks."""
+
+
+TaskConfig = Annotated[
+    ArithmeticTask | ReasoningGymTask | FileTask | PythonTask | EnvironmentTask, Field(discriminator="kind")
+]
 
 ENVIRONMENT_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 HEADER_NAME = re.compile(r"[A-Za-z0-9-]+")
@@ -164,9 +174,22 @@ REWARD_NEEDS = {
 
 
 class RewardConfig(Config):
-    kind: Literal["exact", "numeric", "math_verify", "regex", "length", "task", "random", "python", "model", "http"]
+    kind: Literal[
+        "exact",
+        "numeric",
+        "math_verify",
+        "regex",
+        "length",
+        "task",
+        "environment",
+        "random",
+        "python",
+        "model",
+        "http",
+    ]
     """exact, numeric, math_verify: compare with the answer. regex: search for `pattern`. length: score the completion's
-    length. task: the task's own scorer (reasoning_gym). random: a control. python: `function`. model: a reward model.
+    length. task: the task's own scorer (reasoning_gym). environment: the sum of the rewards of an agent's turns; the
+    others read the text of the last turn. random: a control. python: `function`. model: a reward model.
     http: a server."""
     weight: float = 1.0
     """Weight in the sample's reward, which is the weighted sum of the rewards that apply to the sample."""

@@ -53,6 +53,7 @@ class RuntimeBackend:
     scorer: Scorer  # rewards of training samples
     eval_scorer: Scorer  # scores of held-out samples
     threads: int  # inside one operation of the trainer
+    context_tokens: int  # limit of prompt and completion in an engine
     device_info: dict[str, Any] = field(default_factory=dict)  # for the event log
     provider: Provider | None = None
     host: WorkerHost | None = None

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from tidemill.config.schema import RunSpec
 from tidemill.core.protocols import Clock, Compute
 from tidemill.core.records import Lease
+from tidemill.models.loading import context_limit
 from tidemill.rollout.pulled import EmptyModel, PulledWeights
 from tidemill.rollout.worker import EngineWorker
 from tidemill.runtime.backend import (
@@ -29,7 +30,14 @@ from tidemill.runtime.backend import (
     scorers,
 )
 from tidemill.runtime.compute import ComputeThread, choose_device
-from tidemill.runtime.model_bundle import NO_VERSION, ModelBundle, build_critic, check_vocabularies, load_model_bundle
+from tidemill.runtime.model_bundle import (
+    NO_VERSION,
+    ModelBundle,
+    build_critic,
+    check_vocabularies,
+    engine_context,
+    load_model_bundle,
+)
 from tidemill.runtime.readers import Readers, check_reward_models, reference_reader, reward_reader
 from tidemill.telemetry.recorder import Recorder
 from tidemill.telemetry.run_dir import RunDirectory
@@ -174,6 +182,9 @@ async def in_process(
             scorer=scorer,
             eval_scorer=eval_scorer,
             threads=bundle.threads,
+            context_tokens=engine_context(
+                spec, limit=context_limit(bundle.model), prompt_tokens=task.longest_prompt_tokens
+            ),
             device_info=bundle.device_info,
             provider=provider,
             host=host,

@@ -64,6 +64,10 @@ class FrozenModels:
         return model
 
 
+SCAFFOLD_TOKENS = 32
+"""Tokens of a chat template around an observation, at most."""
+
+
 def fitting_task(
     spec: RunSpec, codec: TextCodec, *, limit: int, progress: Callable[[str], None] = lambda _: None
 ) -> Task:
@@ -90,7 +94,9 @@ def fitting_task(
 
 def engine_context(spec: RunSpec, *, limit: int, prompt_tokens: int) -> int:
     """Maximum length of prompt plus completion in an engine, in tokens."""
-    return spec.engine.context_tokens or min(prompt_tokens + new_tokens(spec), longest_context(spec, limit))
+    observed = spec.env.turns * (spec.env.observation_tokens + SCAFFOLD_TOKENS) if spec.env.enabled else 0
+    needed = prompt_tokens + new_tokens(spec) + observed
+    return spec.engine.context_tokens or min(needed, longest_context(spec, limit))
 
 
 def new_tokens(spec: RunSpec) -> int:

@@ -18,7 +18,7 @@ import msgspec
 
 from tidemill.config.task import RewardConfig
 from tidemill.core.errors import UserError
-from tidemill.core.records import Prompt, SampleId, TokenBuffer
+from tidemill.core.records import Prompt, SampleId, TokenBuffer, Turn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +31,7 @@ class Sample:
     sample_id: SampleId
     token_ids: TokenBuffer = b""  # int32 [P + T], prompt and completion as generated
     step: int = 0  # 1 + the version of the policy that generated the last token
+    turns: tuple[Turn, ...] = ()  # of an agent, whose last turn is the completion
 
 
 class BatchScorer(Protocol):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
@@ -158,6 +159,11 @@ def _task(config: RewardConfig, context: Context) -> RewardFunction:
     return lambda sample: check(sample.completion, sample.prompt)
 
 
+def _environment(config: RewardConfig, context: Context) -> RewardFunction:
+    """The sum of the rewards that the environment gave to the turns."""
+    return lambda sample: math.fsum(turn.reward for turn in sample.turns)
+
+
 def _random(config: RewardConfig, context: Context) -> RewardFunction:
     """0 or 1 with equal probability, from run seed and sample id: a control that cannot be learned."""
     return lambda sample: float(hash_number("random reward", context.seed, sample.sample_id.key) % 2)
@@ -183,11 +189,12 @@ BUILT_IN: dict[str, Callable[[RewardConfig, Context], RewardFunction]] = {
     "regex": _regex,
     "length": _length,
     "task": _task,
+    "environment": _environment,
     "random": _random,
     "model": _model,
     "http": _http,
 }
-INLINE = frozenset({"exact", "numeric", "length", "random"})
+INLINE = frozenset({"exact", "numeric", "length", "environment", "random"})
 QUEUED = frozenset({"model", "http"})
 CORRECT_AT_ONE = frozenset({"exact", "numeric", "math_verify", "regex", "task"})
 

@@ -56,13 +56,18 @@ class RewardScorer:
         Raises:
             ReaderLost: the process of a reward model ended and cannot be restarted.
         """
+        if trajectory.fault:
+            return Reward(value=0.0, valid=False, reason=trajectory.fault)
+        if trajectory.outcome is not None:
+            return Reward(value=trajectory.outcome, components={"environment": trajectory.outcome})
         sample = Sample(
             prompt=prompt,
-            completion=trajectory.text,
-            completion_tokens=trajectory.completion_length,
+            completion=trajectory.final,
+            completion_tokens=trajectory.trained_length,
             sample_id=trajectory.sample_id,
             token_ids=trajectory.token_ids,
             step=trajectory.versions[-1].version.number + 1 if trajectory.versions else 0,
+            turns=trajectory.turns,
         )
         found: dict[str, Score] = {}
         faults: list[str] = []

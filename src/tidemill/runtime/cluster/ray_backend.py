@@ -67,7 +67,7 @@ from tidemill.runtime.cluster.ray_trainer import (
 from tidemill.runtime.cluster.ray_worker import RayHost, RayWorker, WorkerPlan
 from tidemill.runtime.compute import collected_rarely
 from tidemill.runtime.extension_checks import identities, trainer_extensions
-from tidemill.runtime.model_bundle import check_vocabularies, fitting_task
+from tidemill.runtime.model_bundle import check_vocabularies, engine_context, fitting_task
 from tidemill.runtime.readers import Readers, check_reward_models, reward_reader
 from tidemill.telemetry.events import READER_RESTART
 from tidemill.telemetry.recorder import Recorder
@@ -159,6 +159,7 @@ async def on_ray(spec: RunSpec, run: RunDirectory, recorder: Recorder, clock: Cl
             scorer=scorer,
             eval_scorer=eval_scorer,
             threads=started.threads,
+            context_tokens=engine_context(spec, limit=limit, prompt_tokens=task.longest_prompt_tokens),
             device_info=started.device_info,
             provider=provider,
             host=host,

@@ -16,15 +16,19 @@ if TYPE_CHECKING:
     from tidemill.api.run import Run
     from tidemill.api.train import load_config, train, train_async
     from tidemill.core.errors import TidemillError
+    from tidemill.envs.agents.environment import Environment, Step, ToolEnvironment, tool
     from tidemill.runtime.callbacks import Callback
     from tidemill.telemetry.sample_files import Sample
 
 __version__ = "0.1.0"
 __all__ = [
     "Callback",
+    "Environment",
     "Run",
     "Sample",
+    "Step",
     "TidemillError",
+    "ToolEnvironment",
     "advantage",
     "evaluate",
     "generate",
@@ -35,6 +39,7 @@ __all__ = [
     "reward",
     "rewards",
     "task",
+    "tool",
     "train",
     "train_async",
 ]
@@ -44,6 +49,7 @@ _MODULES = {
     "tidemill.api.run": ("Run",),
     "tidemill.api.train": ("load_config", "train", "train_async"),
     "tidemill.core.errors": ("TidemillError",),
+    "tidemill.envs.agents.environment": ("Environment", "Step", "ToolEnvironment", "tool"),
     "tidemill.runtime.callbacks": ("Callback",),
     "tidemill.telemetry.sample_files": ("Sample",),
 }

@@ -120,6 +120,14 @@ class Inputs:
             ref = task if isinstance(task, str) else self._reference("task", task)
             self.overrides["task"] = {"kind": "python", "function": ref, "params": dict(params or {})}
 
+    def add_environment(self, environment: type | str | None, params: Mapping[str, Any] | None) -> None:
+        """A class, or the text that names one; without rows it makes the tasks and gives the rewards."""
+        self.add_function("env.name", "environment", environment)
+        if environment is not None:
+            self.overrides["env.params"] = dict(params or {})
+            if "task" not in self.overrides:
+                self.overrides |= {"task": {"kind": "environment"}, "scoring.rewards": [{"kind": "environment"}]}
+
     def _reference(self, kind: Kind, given: Callable[..., Any]) -> str:
         extension = given_function(given, kind, where=kind)
         self.extensions.append(extension)

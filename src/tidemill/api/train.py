@@ -53,6 +53,8 @@ def train(
     rewards: Sequence[Any] | None = None,
     task: Function | str | None = None,
     task_params: Mapping[str, Any] | None = None,
+    environment: type | str | None = None,
+    environment_params: Mapping[str, Any] | None = None,
     advantage: Function | str | None = None,
     loss: Function | str | None = None,
     loss_terms: Sequence[Any] = (),
@@ -84,6 +86,9 @@ def train(
             `path/file.py:function`.
         task: a function that returns rows (see `tidemill.task`), instead of `data`.
         task_params: its arguments.
+        environment: of an agent: a class (see `tidemill.Environment` and `tidemill.ToolEnvironment`), or the name of
+            one. Without `data` it also makes the tasks, and its own rewards are the default.
+        environment_params: arguments of the class.
         advantage: a function (see `tidemill.advantage`) or a name.
         loss: a function (see `tidemill.loss`) or a name.
         loss_terms: functions (see `tidemill.loss_term`), or (weight, function) pairs.
@@ -144,6 +149,8 @@ def prepare(
     rewards: Sequence[Any] | None = None,
     task: Function | str | None = None,
     task_params: Mapping[str, Any] | None = None,
+    environment: type | str | None = None,
+    environment_params: Mapping[str, Any] | None = None,
     advantage: Function | str | None = None,
     loss: Function | str | None = None,
     loss_terms: Sequence[Any] = (),
@@ -166,6 +173,7 @@ def prepare(
     inputs.add_data(data, eval_data, columns)
     inputs.add_eval_sets(eval_sets)
     inputs.add_task(task, task_params)
+    inputs.add_environment(environment, environment_params)
     inputs.add_rewards(rewards)
     inputs.add_function("algorithm.advantage", "advantage", advantage)
     inputs.add_function("algorithm.loss", "loss", loss)

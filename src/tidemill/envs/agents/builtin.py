@@ -79,9 +79,7 @@ class Calculator(ToolEnvironment):
         pairs = [(left, right) for left in range(10, 100) for right in range(10, 100)]
         chosen = [pair for pair in pairs if _held_out("product", *sorted(pair)) == (split == "held_out")]
         random.Random(HELD_OUT_SEEDS).shuffle(chosen)
-        return [
-            {"prompt": f"What is {left} * {right}?", "answer": str(left * right)} for left, right in chosen[:count]
-        ]
+        return [{"prompt": f"What is {left} * {right}?", "answer": str(left * right)} for left, right in chosen[:count]]
 
     @tool(timeout_s=2)
     def calculate(self, expression: str) -> str:

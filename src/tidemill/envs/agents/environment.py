@@ -68,7 +68,7 @@ class Environment:
         observation."""
         raise NotImplementedError
 
-    def close(self) -> None | Awaitable[None]:
+    def close(self) -> Awaitable[None] | None:
         """Release what the episode holds. Not called if its process is lost."""
 
     @property

@@ -90,7 +90,7 @@ def _tool(name: str, function: Any) -> Tool:
         raise UserError(f"the tool {name} has no docstring", where=where, hint="describe what it does in one sentence")
     try:
         hints = typing.get_type_hints(function)
-    except Exception as error:  # hints are expressions of the user's
+    except Exception as error:  # noqa: BLE001 -- hints are expressions of the user's
         what = f"the type hints of the tool {name} cannot be read: {exception_text(error)}"
         raise UserError(what, where=where, hint="use types that the module imports") from None
     fields: dict[str, Any] = {}
@@ -134,9 +134,7 @@ def _in_json(hint: Any) -> bool:
 def _untitled(schema: Any) -> Any:
     """Without the titles that pydantic derives from names; a property named `title` is a dict."""
     if isinstance(schema, dict):
-        return {
-            key: _untitled(value) for key, value in schema.items() if key != "title" or not isinstance(value, str)
-        }
+        return {key: _untitled(value) for key, value in schema.items() if key != "title" or not isinstance(value, str)}
     return schema
 
 

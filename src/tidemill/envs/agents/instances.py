@@ -113,7 +113,7 @@ class EpisodeEndedError(Exception):
 
 
 def _step_problem(step: Any) -> str:
-    if not isinstance(step, Step):
+    if type(step) is not Step:
         return f"returned {type(step).__name__}, and a Step is needed"
     if not isinstance(step.done, bool) or not isinstance(step.state_key, str):
         return f"returned {step!r:.80}; done is True or False, and state_key is text"

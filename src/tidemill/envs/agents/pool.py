@@ -465,9 +465,9 @@ async def _outcomes(host: Host, running: Mapping[int, Planned], left_s: float) -
     loop = asyncio.get_running_loop()
     deadlines = {index: loop.time() + min(call.timeout_s, left_s) for index, call in running.items()}
     late: set[int] = set()
-    while running:
+    while waiting := [deadlines[index] for index in running if index not in late]:
         try:
-            outcome = await host.outcome(min(deadlines[index] for index in running if index not in late) - loop.time())
+            outcome = await host.outcome(min(waiting) - loop.time())
         except TimeoutError:
             late |= {index for index in running if deadlines[index] <= loop.time()}
             if all(call.idempotent or index in late for index, call in running.items()):

@@ -40,9 +40,9 @@ class Planned(Record):
     index: int
     name: str  # of a tool, or "step" or "score"
     arguments: str  # JSON, checked
+    timeout_s: float
     given: str = ""  # arguments as generated
     idempotent: bool = True
-    timeout_s: float
     mistake: str = ""  # why it is not made
 
     @property
@@ -108,7 +108,7 @@ class TurnPlanner:
 
     def restores(self, planned: Planned, outcome: Outcome) -> bool:
         """Whether a finished call is repeated to restore the state."""
-        return planned.idempotent and not planned.mistake and outcome.error != "late"
+        return planned.idempotent and not planned.mistake and outcome.error != "late" and not self.finishes(planned)
 
     def step(self, text: str) -> Planned:
         return Planned(

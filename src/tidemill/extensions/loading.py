@@ -30,7 +30,7 @@ def import_function(path: str, *, where: str) -> Callable[..., Any]:
         UserError: it cannot be imported within `IMPORT_DEADLINE_S`, or does not exist.
     """
     try:
-        return call_blocking(lambda: _import_function(path, where), timeout_s=IMPORT_DEADLINE_S)
+        return call_blocking(lambda: import_now(path, where), timeout_s=IMPORT_DEADLINE_S)
     except CallTimeout:
         what = f"importing {path.rpartition(':')[0]} takes longer than {IMPORT_DEADLINE_S:g} s"
         hint = "move slow initialization from the import to the first call"
@@ -53,7 +53,7 @@ def source_file(path: str) -> Path | None:
     return Path(spec.origin) if spec and spec.has_location and spec.origin else None
 
 
-def _import_function(path: str, where: str) -> Callable[..., Any]:
+def import_now(path: str, where: str) -> Callable[..., Any]:
     source, _, name = path.rpartition(":")
     try:
         if source.endswith(".py"):

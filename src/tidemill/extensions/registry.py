@@ -135,7 +135,7 @@ def given_function(function: Any, kind: Kind, *, where: str) -> Extension:
         what = f"{function!r:.60} is not a function"
         raise UserError(what, where=where, hint=f"give a function, or a text such as path/file.py:{kind}")
     found = mark_of(function, kind, where=where)
-    path = _import_path(function)
+    path = import_path(function)
     if path:
         identity = path_identity(path, version=found.version)
     else:
@@ -171,7 +171,7 @@ def _loaded(ref: str, path: str, kind: Kind, where: str) -> Extension:
     return Extension(ref=ref, kind=kind, function=function, identity=identity, options=found.options)
 
 
-def _import_path(function: Callable[..., Any]) -> str:
+def import_path(function: Callable[..., Any]) -> str:
     """`file.py:name` or `module:name` from which the same function can be imported; empty if there is none.
 
     `__main__` has none: importing a script again would run it again.

@@ -1,0 +1,1 @@
+"""Environments and tools of agents: what users write, and the processes that run it."""

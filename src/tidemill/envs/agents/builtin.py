@@ -1,0 +1,125 @@
+"""Built-in environments: guessing a number, and products with a calculator."""
+
+from __future__ import annotations
+
+import ast
+import operator
+import random
+import re
+from collections.abc import Callable
+from typing import Any
+
+from tidemill.envs.agents.environment import HELD_OUT_SEEDS, Environment, Split, Step, ToolEnvironment, tool
+
+HELD_OUT_SHARE = 0.2
+"""Share of the ranges, and of the products, that only held-out tasks have."""
+NUMBERS = (10, 99)
+SIZES = (8, 15)
+"""Numbers in a range. Four guesses that halve it find every number among 15."""
+NUMBER = re.compile(r"-?\d+")
+LONGEST_EXPRESSION = 100
+
+
+class Guess(Environment):
+    """Find a number between two others. The prompt is "34-48" and an action "41", each with the end of the line; the
+    answer is "higher" or "lower", and "error" for an action that is not a number.
+
+    All texts consist of digits, `-`, the letters of "higher" and "lower", and the end of the line.
+
+    Args:
+        guesses: number of guesses.
+    """
+
+    stop = ("\n",)
+
+    def __init__(self, guesses: int = 4) -> None:
+        self.left = guesses
+
+    @classmethod
+    def tasks(cls, split: Split, count: int) -> list[dict[str, Any]]:
+        return [{**row, "split": split} for row in super().tasks(split, count)]
+
+    def reset(self, task: dict[str, Any], seed: int) -> str:
+        draw = random.Random(seed)
+        held_out = task.get("split") == "held_out"
+        while True:
+            size = draw.randint(*SIZES)
+            low = draw.randint(NUMBERS[0], NUMBERS[1] - size + 1)
+            if _held_out("range", low, size) == held_out:
+                break
+        self.low, self.high = low, low + size - 1
+        self.number = draw.randint(self.low, self.high)
+        return f"{self.low}-{self.high}\n"
+
+    def step(self, action: str) -> Step:
+        self.left -= 1
+        text = action.strip()
+        guess = int(text) if re.fullmatch(r"[0-9]{1,9}", text) else None
+        if guess == self.number:
+            return Step(text="right", reward=1.0, done=True)
+        if guess is None:
+            answer = "error\n"
+        elif guess < self.number:
+            answer, self.low = "higher\n", max(self.low, guess + 1)
+        else:
+            answer, self.high = "lower\n", min(self.high, guess - 1)
+        if self.left == 0:
+            return Step(text=f"it was {self.number}", done=True)
+        return Step(text=answer, state_key=f"{self.low}-{self.high}")
+
+
+class Calculator(ToolEnvironment):
+    """Products of two-digit numbers."""
+
+    system_prompt = "Answer with a number."
+    stateful = False
+
+    @classmethod
+    def tasks(cls, split: Split, count: int) -> list[dict[str, Any]]:
+        pairs = [(left, right) for left in range(10, 100) for right in range(10, 100)]
+        chosen = [pair for pair in pairs if _held_out("product", *sorted(pair)) == (split == "held_out")]
+        random.Random(HELD_OUT_SEEDS).shuffle(chosen)
+        return [{"prompt": f"What is {left} * {right}?", "answer": str(left * right)} for left, right in chosen[:count]]
+
+    @tool(timeout_s=2)
+    def calculate(self, expression: str) -> str:
+        """Value of an arithmetic expression.
+
+        Args:
+            expression: Numbers with +, -, *, / and parentheses.
+        """
+        if len(expression) > LONGEST_EXPRESSION:
+            raise ValueError("the expression is too long")
+        value = _value(ast.parse(expression.strip(), mode="eval").body)
+        return str(int(value)) if value == int(value) else f"{value:.6g}"
+
+    def score(self, answer: str) -> float:
+        """1 if the last number of the answer is right."""
+        numbers = NUMBER.findall(answer.replace(",", ""))
+        return float(bool(numbers) and numbers[-1] == self.task["answer"])
+
+
+OPERATIONS: dict[type, Callable[..., float]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.USub: operator.neg,
+}
+
+
+def _value(node: ast.expr) -> float:
+    if isinstance(node, ast.Constant) and isinstance(node.value, (int, float)) and not isinstance(node.value, bool):
+        return node.value
+    if isinstance(node, ast.BinOp) and type(node.op) in OPERATIONS:
+        return OPERATIONS[type(node.op)](_value(node.left), _value(node.right))
+    if isinstance(node, ast.UnaryOp) and type(node.op) in OPERATIONS:
+        return OPERATIONS[type(node.op)](_value(node.operand))
+    raise ValueError("use numbers, +, -, *, / and parentheses")
+
+
+def _held_out(*key: object) -> bool:
+    return random.Random(repr(key)).random() < HELD_OUT_SHARE
+
+
+BUILT_IN: dict[str, type[Environment]] = {"guess": Guess, "calculator": Calculator}

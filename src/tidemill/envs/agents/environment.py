@@ -1,0 +1,139 @@
+"""The classes that users derive environments from. This module is imported in every environment process: it stays
+light."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Awaitable, Callable
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, TypeAlias, TypeVar, overload
+
+from tidemill.core.errors import UserError
+
+FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
+Split: TypeAlias = Literal["train", "held_out"]
+
+HELD_OUT_SEEDS = 2**32
+"""First seed of held-out tasks; training seeds are below it."""
+TOOL_MARK = "__tidemill_tool__"
+
+current_call: ContextVar[str] = ContextVar("current_call", default="")
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """An environment's answer to an action."""
+
+    text: str = ""  # observation
+    reward: float = 0.0  # of this turn
+    done: bool = False
+    state_key: str = ""  # equal for equal states; empty: the text's digest
+
+
+class Environment:
+    """A multi-turn task. Every episode has an instance, which lives in a process of its own or shared with others.
+
+    Methods may be `async`. An episode whose process was lost is restored: a new instance is reset and repeats the
+    earlier actions, so results must depend only on the task, the seed and the actions.
+    """
+
+    lowest_reward: ClassVar[float] = 0.0
+    """The lowest reward of an episode: what an episode gets that breaks its environment."""
+    system_prompt: ClassVar[str] = ""
+    """First message of the chat template."""
+    stop: ClassVar[tuple[str, ...]] = ()
+    """Strings that end a turn of a model without chat template."""
+    idempotent: ClassVar[bool] = True
+    """Whether `step` may be repeated, in a new instance with the same history. If not, an episode whose process is lost
+    is left out of its group."""
+
+    @classmethod
+    def tasks(cls, split: Split, count: int) -> list[dict[str, Any]]:
+        """At most `count` rows; those of "train" and "held_out" must be disjoint."""
+        first = HELD_OUT_SEEDS if split == "held_out" else 0
+        return [{"seed": first + number} for number in range(count)]
+
+    def reset(self, task: dict[str, Any], seed: int) -> str | Awaitable[str]:
+        """Start an episode; returns the first user message, or the prompt of a model without chat template.
+
+        Args:
+            task: the row.
+            seed: equal for all samples of a group.
+        """
+        raise NotImplementedError
+
+    def step(self, action: str) -> Step | Awaitable[Step]:
+        """Answer an action, the text of one turn. An exception is the agent's mistake: its message becomes the
+        observation."""
+        raise NotImplementedError
+
+    def close(self) -> Awaitable[None] | None:
+        """Release what the episode holds. Not called if its process is lost."""
+
+    @property
+    def call_id(self) -> str:
+        """Identifies the running step or tool call: run, episode, turn and index. Equal when it is repeated."""
+        return current_call.get()
+
+
+class ToolEnvironment(Environment):
+    """An environment whose methods marked with `@tool` are functions that the model may call.
+
+    A turn without a call ends the episode; its text is the final answer. The calls of one turn run at the same time, on
+    several threads if they are not `async`.
+    """
+
+    offer_finish: ClassVar[bool] = False
+    """Offer a tool `finish(answer)`, which ends the episode."""
+    stateful: ClassVar[bool] = True
+    """Whether a call can change the results of later ones. If not, a lost episode is restored without repeating
+    calls."""
+
+    def reset(self, task: dict[str, Any], seed: int) -> str | Awaitable[str]:
+        """By default the task's prompt."""
+        self.task, self.seed = task, seed
+        return str(task["prompt"])
+
+    def score(self, answer: str) -> float | Awaitable[float]:
+        """Reward of the final answer, which ends the episode; by default 0."""
+        return 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class ToolOptions:
+    """What `@tool` stores in a method."""
+
+    timeout_s: float | None  # None: env.call_timeout_s
+    idempotent: bool
+
+
+@overload
+def tool(function: FunctionT, /) -> FunctionT: ...
+@overload
+def tool(*, timeout_s: float | None = None, idempotent: bool = True) -> Callable[[FunctionT], FunctionT]: ...
+def tool(function: Any = None, /, *, timeout_s: float | None = None, idempotent: bool = True) -> Any:
+    """Mark a method of a `ToolEnvironment` as a tool: it returns text, and its type hints and docstring are its schema.
+
+    Args:
+        timeout_s: deadline, from the start of its execution; by default `env.call_timeout_s`.
+        idempotent: it may be repeated, in a new instance with the same history. If not, it runs at most once; an
+            episode that loses its result is left out of its group.
+    """
+    frame = inspect.currentframe()
+    body = frame.f_back.f_locals if frame is not None and frame.f_back is not None else {}
+
+    def marked(given: FunctionT) -> FunctionT:
+        if hasattr(earlier := body.get(given.__name__), TOOL_MARK):
+            what = f"two tools are named {given.__name__}; the other is at {place_of(earlier)}"
+            raise UserError(what, where=place_of(given), hint="rename one of them")
+        setattr(given, TOOL_MARK, ToolOptions(timeout_s=timeout_s, idempotent=idempotent))
+        return given
+
+    return marked(function) if function is not None else marked
+
+
+def place_of(function: Any) -> str:
+    """file:line of a function."""
+    code = inspect.unwrap(function).__code__
+    return f"{code.co_filename}:{code.co_firstlineno}"

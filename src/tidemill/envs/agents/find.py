@@ -1,0 +1,41 @@
+"""Finds the environment that a configuration names, and checks it before a run starts."""
+
+from __future__ import annotations
+
+import inspect
+
+from tidemill.config.agent import EnvConfig
+from tidemill.core.errors import UserError
+from tidemill.envs.agents.builtin import BUILT_IN
+from tidemill.envs.agents.environment import Environment, ToolEnvironment
+from tidemill.envs.agents.tools import tools_of
+from tidemill.extensions.registry import Extension, given_function, resolve
+
+WHERE = "env.name"
+
+
+def find_environment(config: EnvConfig) -> Extension:
+    """The environment `env.name`: `function` is its class.
+
+    Raises:
+        UserError: there is none, it is not an environment, does not take `env.params`, or has a wrong tool.
+    """
+    if config.name in BUILT_IN:
+        found = given_function(BUILT_IN[config.name], "environment", where=WHERE)
+    else:
+        found = resolve(config.name, "environment", where=WHERE)
+    environment = found.function
+    if not isinstance(environment, type) or not issubclass(environment, Environment):
+        hint = "derive it from tidemill.Environment or tidemill.ToolEnvironment"
+        raise UserError(f"{config.name} is not an environment", where=WHERE, hint=hint)
+    try:
+        inspect.signature(environment).bind(**config.params)
+    except TypeError as error:
+        hint = f"it takes {inspect.signature(environment)}"
+        raise UserError(f"{found.name}: {error}", where="env.params", hint=hint) from None
+    if issubclass(environment, ToolEnvironment):
+        if not tools_of(environment):
+            raise UserError(f"{found.name} has no tools", where=WHERE, hint="mark its methods with @tidemill.tool")
+    elif environment.step is Environment.step:
+        raise UserError(f"{found.name} has no method step", where=WHERE, hint="define step(self, action)")
+    return found

@@ -1,0 +1,126 @@
+"""Instances of a user's environment, one per episode, and the calls of their methods.
+
+Used in environment processes, and on threads for classes that another process cannot import.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from typing import Any, Literal
+
+from tidemill.core.errors import exception_text
+from tidemill.core.records import Record
+from tidemill.envs.agents.environment import Environment, Step, current_call
+
+ADDRESS = re.compile(r"\b0x[0-9a-f]{6,}\b")
+
+
+class Work(Record, gc=False):
+    """One call of a method: reset, step, score, close or a tool."""
+
+    index: int  # of the call in its turn
+    episode: int
+    method: str
+    arguments: str = "{}"  # JSON object
+    call_id: str = ""
+
+
+class Outcome(Record, gc=False, omit_defaults=True):
+    """What a call returned, or how it failed."""
+
+    index: int
+    text: str = ""  # observation, or the error
+    # raised: an exception; invalid: not what a method may return; late: no result within the deadline
+    error: Literal["", "raised", "invalid", "late"] = ""
+    reward: float = 0.0  # of a step or score
+    done: bool = False
+    state_key: str = ""
+
+
+class Instances:
+    """The live episodes of one process.
+
+    Args:
+        longest: characters that an observation may have; the prompt's length is limited elsewhere.
+    """
+
+    def __init__(self, environment: type[Environment], params: dict[str, Any], longest: int) -> None:
+        self._environment, self._params, self._longest = environment, params, longest
+        self._live: dict[int, Environment] = {}
+        self._ended: set[int] = set()
+
+    def invoke(self, work: Work) -> Any:
+        """The method's result, which may be awaitable. Raises what the method raises."""
+        current_call.set(work.call_id)
+        if work.method == "reset":
+            self._ended.discard(work.episode)
+            self._live[work.episode] = self._environment(**self._params)
+        elif work.method == "close":
+            self._ended.discard(work.episode)
+            return self._live.pop(work.episode).close()
+        elif work.episode in self._ended:
+            raise EpisodeEndedError(f"{work.method} was called after the end of the episode")
+        return getattr(self._live[work.episode], work.method)(**json.loads(work.arguments))
+
+    def outcome(self, work: Work, value: Any) -> Outcome:
+        """Check what a method returned."""
+        problem = ""
+        step = Step()
+        if work.method == "step":
+            step, problem = value, _step_problem(value)
+        elif work.method == "score":
+            step, problem = Step(reward=value), _number_problem(value)
+        elif work.method != "close":
+            step = Step(text=value)
+        problem = problem or self._text_problem(step.text, 0 if work.method == "reset" else self._longest)
+        if problem:
+            return Outcome(index=work.index, text=f"{self._name(work)} {problem}", error="invalid")
+        if step.done:
+            self._ended.add(work.episode)
+        return Outcome(
+            index=work.index, text=step.text, reward=float(step.reward), done=step.done, state_key=step.state_key
+        )
+
+    def failed(self, work: Work, error: BaseException | str) -> Outcome:
+        """What an exception means: in a tool or step the agent's mistake, elsewhere a fault of the environment."""
+        text = error if isinstance(error, str) else exception_text(error)
+        text = ADDRESS.sub("0x…", text).replace("\0", "\\0")  # equal when it is repeated
+        if work.method in ("reset", "score", "close") or isinstance(error, EpisodeEndedError):
+            return Outcome(index=work.index, text=f"{self._name(work)} raised {text}", error="invalid")
+        return Outcome(index=work.index, text=text, error="raised")
+
+    def _name(self, work: Work) -> str:
+        return f"{self._environment.__name__}.{work.method}"
+
+    def _text_problem(self, text: Any, longest: int) -> str:
+        if not isinstance(text, str):
+            return f"returned {type(text).__name__}, and text is needed"
+        if longest and len(text) > longest:
+            return f"returned an observation of {len(text):,} characters; more than {longest:,} are refused"
+        if "\0" in text:
+            return "returned text with a NUL character"
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            return "returned text that is not valid Unicode"
+        return ""
+
+
+class EpisodeEndedError(Exception):
+    """A method was called after the environment had ended the episode."""
+
+
+def _step_problem(step: Any) -> str:
+    if type(step) is not Step:
+        return f"returned {type(step).__name__}, and a Step is needed"
+    if not isinstance(step.done, bool) or not isinstance(step.state_key, str):
+        return f"returned {step!r:.80}; done is True or False, and state_key is text"
+    return _number_problem(step.reward)
+
+
+def _number_problem(reward: Any) -> str:
+    if not isinstance(reward, (int, float)) or not math.isfinite(reward):
+        return f"returned the reward {reward!r:.40}, and a finite number is needed"
+    return ""

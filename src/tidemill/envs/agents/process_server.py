@@ -1,0 +1,267 @@
+"""Program that forks environment processes, and ends each of them with everything that it started.
+
+It imports the user's class once, so that a fork takes milliseconds; if the import starts threads, which do not survive
+a fork, every process imports the class itself. Each environment process is the subreaper of its descendants, and the
+server of the orphans of dead ones. When the control socket closes, or the process that started the server dies, all of
+them are killed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import gc
+import inspect
+import os
+import select
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from contextvars import copy_context
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from tidemill.core.errors import UserError
+from tidemill.core.records import Record
+from tidemill.envs.agents.environment import Environment
+from tidemill.envs.agents.instances import Instances, Outcome, Work
+from tidemill.extensions.loading import import_now
+
+PROGRAM = """\
+import json, sys
+sys.path[:] = json.loads(sys.argv[2])["path"]
+from tidemill.envs.agents.process_server import main
+main()
+"""
+PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
+READY = -1
+"""Index of the first outcome of a process; its text is the error if the class could not be imported."""
+MAX_THREADS = 256
+LENGTH_BYTES = 4
+"""Every message on a stream is preceded by its length, little-endian."""
+
+
+class Setup(Record):
+    """What the processes run."""
+
+    parent: int  # process id
+    path: tuple[str, ...]  # sys.path
+    environment: str  # import path of the class
+    params: dict[str, bool | int | float | str]
+    longest: int  # characters of a text
+    preload: bool = True
+
+
+class Command(Record):
+    """Sent to the server: fork, with a socket, or kill."""
+
+    process: int  # number given by the client
+    kill: bool = False
+
+
+class Ended(Record):
+    """Sent by the server: a process has ended."""
+
+    process: int
+    status: int  # exit code, or minus the number of the signal
+
+
+def server_command(control: str, setup: Setup) -> list[str]:
+    """Command line of the server.
+
+    Args:
+        control: number of an inherited socket.
+    """
+    return [sys.executable, "-c", PROGRAM, control, msgspec.json.encode(setup).decode()]
+
+
+def main() -> None:
+    control = socket.socket(fileno=int(sys.argv[1]))
+    setup = msgspec.json.decode(sys.argv[2], type=Setup)
+    _die_with_parent(setup.parent, signal.SIGTERM)
+    _prctl(PR_SET_CHILD_SUBREAPER, 1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the run, which then closes the socket
+    sys.path[:] = setup.path
+    if setup.preload:
+        with suppress(UserError):  # every process reports it
+            import_now(setup.environment, "env.name")
+        if len(list(Path("/proc/self/task").iterdir())) > 1:
+            os.execv(sys.executable, server_command(sys.argv[1], msgspec.structs.replace(setup, preload=False)))
+    gc.collect()
+    gc.freeze()  # memory stays shared with the forks
+    _serve(control, setup)
+
+
+def _serve(control: socket.socket, setup: Setup) -> None:
+    wake, woken = os.pipe()
+    for end in (wake, woken):
+        os.set_blocking(end, False)
+    signal.set_wakeup_fd(woken)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    processes: dict[int, int] = {}  # process id by the client's number
+    try:
+        while True:
+            ready, _, _ = select.select([control.fileno(), wake], [], [])
+            if control.fileno() in ready:
+                text, files, _, _ = socket.recv_fds(control, 4096, 1)
+                if not text:
+                    return
+                command = msgspec.json.decode(text, type=Command)
+                if not command.kill:
+                    processes[command.process] = _fork(files[0], setup, control, [wake, woken])
+                elif command.process in processes:
+                    kill_tree(processes[command.process])
+            if wake in ready:
+                with suppress(BlockingIOError):
+                    os.read(wake, 4096)
+                _reap(control, processes)
+    finally:
+        while below := _descendants(os.getpid()):
+            for each in below:
+                with suppress(ProcessLookupError):
+                    os.kill(each, signal.SIGKILL)
+            with suppress(ChildProcessError):
+                while os.waitpid(-1, os.WNOHANG)[0]:
+                    pass
+
+
+def _reap(control: socket.socket, processes: dict[int, int]) -> None:
+    """Report processes that have ended, and kill what they left."""
+    with suppress(ChildProcessError):
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            number = next((number for number, pid in processes.items() if pid == ended[0]), None)
+            if number is not None:
+                del processes[number]
+                with suppress(OSError):  # the client is gone
+                    control.send(msgspec.json.encode(Ended(process=number, status=os.waitstatus_to_exitcode(ended[1]))))
+    known = set(processes.values())
+    for each, parent in _parents().items():
+        if parent == os.getpid() and each not in known:
+            kill_tree(each)
+
+
+def kill_tree(pid: int) -> None:
+    """Kill a process and all its descendants. They are stopped first, so that they start nothing meanwhile."""
+    stopped: list[int] = []
+    found = [pid]
+    while found:
+        for each in found:
+            with suppress(ProcessLookupError):
+                os.kill(each, signal.SIGSTOP)
+        stopped += found
+        found = [each for each in _descendants(pid) if each not in stopped]
+    for each in reversed(stopped):
+        with suppress(ProcessLookupError):
+            os.kill(each, signal.SIGKILL)
+
+
+def _parents() -> dict[int, int]:
+    """Parent of each process that is not a zombie."""
+    parents = {}
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            with suppress(FileNotFoundError, ProcessLookupError):  # it has ended
+                stat = (folder / "stat").read_text()
+                state, parent = stat[stat.rindex(")") + 1 :].split()[:2]  # a name in parentheses may contain spaces
+                if state != "Z":
+                    parents[int(folder.name)] = int(parent)
+    return parents
+
+
+def _descendants(pid: int) -> list[int]:
+    parents = _parents()
+    below = [pid]
+    for each in below:  # grows
+        below += [child for child, parent in parents.items() if parent == each]
+    return below[1:]
+
+
+def _fork(file: int, setup: Setup, control: socket.socket, others: list[int]) -> int:
+    server = os.getpid()
+    if pid := os.fork():
+        os.close(file)
+        return pid
+    try:
+        signal.set_wakeup_fd(-1)
+        for number in (signal.SIGCHLD, signal.SIGTERM):
+            signal.signal(number, signal.SIG_DFL)
+        _die_with_parent(server, signal.SIGKILL)
+        _prctl(PR_SET_CHILD_SUBREAPER, 1)
+        control.close()
+        for each in others:
+            os.close(each)
+        stream = socket.socket(fileno=file)
+        os.register_at_fork(after_in_child=stream.close)  # so that the socket closes with this process
+        _attend(stream, setup)
+    finally:
+        os._exit(1)
+
+
+def _attend(stream: socket.socket, setup: Setup) -> None:
+    """Make calls until the socket closes."""
+
+    def send(outcome: Outcome) -> None:
+        data = msgspec.msgpack.encode(outcome)
+        stream.sendall(len(data).to_bytes(LENGTH_BYTES, "little") + data)
+
+    loop = asyncio.new_event_loop()
+    asyncio.set_event_loop(loop)
+    threads = ThreadPoolExecutor(MAX_THREADS)
+    decoder = msgspec.msgpack.Decoder(tuple[Work, ...])
+    try:
+        environment: Any = import_now(setup.environment, "env.name")
+    except UserError as error:
+        send(Outcome(index=READY, text=str(error), error="raised"))
+        return
+    instances = Instances(environment, setup.params, setup.longest)
+    send(Outcome(index=READY))
+    with stream.makefile("rb") as reader:
+        while head := reader.read(LENGTH_BYTES):
+            works = decoder.decode(reader.read(int.from_bytes(head, "little")))
+            loop.run_until_complete(_make_calls(instances, environment, works, threads, send))
+    os._exit(0)
+
+
+async def _make_calls(
+    instances: Instances,
+    environment: type[Environment],
+    works: tuple[Work, ...],
+    threads: ThreadPoolExecutor,
+    send: Callable[[Outcome], None],
+) -> None:
+    """Make calls at the same time. A single one runs on the main thread, as objects such as sqlite's connections
+    require."""
+
+    async def make(work: Work) -> None:
+        try:
+            if len(works) == 1 or inspect.iscoroutinefunction(getattr(environment, work.method)):
+                value = instances.invoke(work)
+            else:
+                run = copy_context().run
+                value = await asyncio.get_running_loop().run_in_executor(threads, run, instances.invoke, work)
+            if inspect.isawaitable(value):
+                value = await value
+            outcome = instances.outcome(work, value)
+        except BaseException as error:  # noqa: BLE001 -- a tool may call sys.exit
+            outcome = instances.failed(work, error)
+        send(outcome)
+
+    await asyncio.gather(*[make(work) for work in works])
+
+
+def _die_with_parent(parent: int, number: signal.Signals) -> None:
+    """Receive a signal when the parent ends."""
+    _prctl(PR_SET_PDEATHSIG, number)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def _prctl(option: int, value: int) -> None:
+    ctypes.CDLL(None).prctl(option, value, 0, 0, 0)

@@ -1,0 +1,217 @@
+"""The calls that a turn asks for, the faults that end an episode, and the length of observations."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+import msgspec
+
+from tidemill.config.agent import EnvConfig
+from tidemill.core.errors import UserError
+from tidemill.core.protocols import TurnFormat
+from tidemill.core.records import Call, Prompt, Record, ToolRequest, Turn
+from tidemill.envs.agents.environment import Environment, ToolEnvironment
+from tidemill.envs.agents.instances import Outcome
+from tidemill.envs.agents.tools import FINISH, MistakeError, Tool, tools_of
+
+REFUSED_FACTOR = 10
+"""An observation longer than this times `env.observation_tokens` is an error of the environment."""
+SHORTEST = 8
+"""Tokens that each of several results may have at least."""
+
+
+class FaultError(Exception):
+    """A fault of the environment or the infrastructure: the episode is left out of its group.
+
+    Args:
+        name: of the method that caused it; faults of one method are reported once.
+    """
+
+    def __init__(self, text: str, name: str = "") -> None:
+        self.name = name or text
+        super().__init__(text)
+
+
+class Planned(Record):
+    """One call of a turn."""
+
+    index: int
+    name: str  # of a tool, or "step" or "score"
+    arguments: str  # JSON, checked
+    timeout_s: float
+    given: str = ""  # arguments as generated
+    idempotent: bool = True
+    mistake: str = ""  # why it is not made
+
+    @property
+    def late_text(self) -> str:
+        """What the agent sees if it is not done within its deadline."""
+        return f"error: {self.name} did not return within {self.timeout_s:g} s"
+
+
+def task_of(prompt: Prompt) -> dict[str, Any]:
+    """The row of a prompt: `metadata["task"]`, or else its columns with `prompt` and `answer`."""
+    task = prompt.metadata.get("task")
+    if isinstance(task, dict):
+        return task
+    return {**prompt.metadata, "prompt": first_text(prompt), "answer": prompt.answer}
+
+
+def first_text(prompt: Prompt) -> str:
+    return prompt.messages[-1].content if prompt.messages else prompt.text
+
+
+def task_seed(task: dict[str, Any]) -> int:
+    """The row's `seed`, or a 63-bit hash of the row."""
+    if isinstance(seed := task.get("seed"), int):
+        return seed
+    content = json.dumps(task, sort_keys=True, default=repr).encode()
+    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little") >> 1
+
+
+class TurnPlanner:
+    """Plans the calls of turns, and turns what they returned into the texts that the model sees.
+
+    Raises:
+        UserError: a tool of the class is wrong.
+    """
+
+    def __init__(self, environment: type[Environment], config: EnvConfig, format: TurnFormat) -> None:  # noqa: A002
+        self._environment, self._config, self._format = environment, config, format
+        self.uses_tools = issubclass(environment, ToolEnvironment)
+        self.tools: dict[str, Tool] = tools_of(environment) if issubclass(environment, ToolEnvironment) else {}
+        self._stateful = not issubclass(environment, ToolEnvironment) or environment.stateful
+        self._finish = issubclass(environment, ToolEnvironment) and environment.offer_finish
+        self.scores = issubclass(environment, ToolEnvironment) and environment.score is not ToolEnvironment.score
+
+    def calls(self, turn: Turn) -> list[Planned]:
+        """The calls that a turn asks for. The built-in `finish` is one of them."""
+        if not self.uses_tools:
+            return [self.step(turn.text)]
+        return [self._call(index, request) for index, request in enumerate(self._format.parse(turn.text).calls)]
+
+    def earlier_calls(self, turn: Turn) -> list[tuple[Planned, Outcome]]:
+        """Calls that restore the state after an earlier turn, and what they returned then. A call whose deadline fired
+        has left no trace: its process was killed."""
+        if not self._stateful:
+            return []
+        if not self.uses_tools:
+            if turn.timeouts:
+                return []
+            step = self.step(turn.text)
+            return [(step, Outcome(index=0, text=turn.observation, reward=turn.reward))]
+        planned = [self._call(index, _request(call)) for index, call in enumerate(turn.calls)]
+        pairs = [(each, self.recorded(each, call)) for each, call in zip(planned, turn.calls, strict=True)]
+        return [(each, outcome) for each, outcome in pairs if self.restores(each, outcome)]
+
+    def restores(self, planned: Planned, outcome: Outcome) -> bool:
+        """Whether a finished call is repeated to restore the state."""
+        return planned.idempotent and not planned.mistake and outcome.error != "late" and not self.finishes(planned)
+
+    def step(self, text: str) -> Planned:
+        return Planned(
+            index=0,
+            name="step",
+            arguments=json.dumps({"action": text}),
+            idempotent=self._environment.idempotent,
+            timeout_s=self._config.call_timeout_s,
+        )
+
+    def score(self, index: int, answer: str) -> Planned:
+        arguments = json.dumps({"answer": answer})
+        return Planned(index=index, name="score", arguments=arguments, timeout_s=self._config.call_timeout_s)
+
+    def answer(self, planned: list[Planned], text: str) -> str | None:
+        """The final answer of an agent with tools; None if the turn is not the last one."""
+        if not planned:
+            return text  # nothing was called
+        finishing = [each for each in planned if self.finishes(each)]
+        return str(json.loads(finishing[0].arguments)["answer"]) if finishing else None
+
+    def finishes(self, planned: Planned) -> bool:
+        return self._finish and planned.name == FINISH and not planned.mistake
+
+    def settle(self, planned: Planned, outcome: Outcome, shared: int) -> Outcome:
+        """With the text that the model sees.
+
+        Args:
+            shared: number of calls whose results share the observation.
+
+        Raises:
+            FaultError: it is not an observation.
+        """
+        name = f"{self._environment.__name__}.{planned.name}"
+        if outcome.error == "invalid":
+            raise FaultError(outcome.text, name)
+        text, reward = outcome.text, outcome.reward
+        if outcome.error:  # an agent must not gain by an exception
+            text, reward = f"error: {text}", min(0.0, self._environment.lowest_reward)
+        limit = max(SHORTEST, self._config.observation_tokens // max(shared, 1))
+        try:
+            text = self._shortened(text, limit, name)
+        except UserError as error:
+            raise FaultError(f"{name} returned text that cannot be encoded: {error.what}", name) from error
+        return msgspec.structs.replace(outcome, text=text, reward=reward)
+
+    def record(self, planned: Planned, outcome: Outcome, call_id: str) -> Call:
+        result = outcome.text if self.uses_tools else msgspec.json.encode(outcome).decode()
+        return Call(
+            call_id=call_id,
+            name=planned.name,
+            arguments=planned.given or planned.arguments,
+            result=result,
+            error=bool(outcome.error),
+        )
+
+    def recorded(self, planned: Planned, call: Call) -> Outcome:
+        """What a call in the journal returned."""
+        if not self.uses_tools:
+            return msgspec.json.decode(call.result, type=Outcome)
+        late = call.error and call.result == planned.late_text
+        return Outcome(index=planned.index, text=call.result, error="late" if late else "raised" if call.error else "")
+
+    def _call(self, index: int, request: ToolRequest) -> Planned:
+        mistake, arguments = request.error, ""
+        tool = self.tools.get(request.name)
+        if not mistake and tool is None:
+            mistake = f"there is no tool {request.name}; the tools are {', '.join(self.tools)}"
+        elif not mistake and tool is not None:
+            try:
+                arguments = tool.check(request.arguments)
+            except MistakeError as error:
+                mistake = str(error)
+        options = tool.options if tool is not None else None
+        return Planned(
+            index=index,
+            name=request.name,
+            arguments=arguments,
+            given=request.arguments,
+            idempotent=options is None or options.idempotent,
+            timeout_s=(options and options.timeout_s) or self._config.call_timeout_s,
+            mistake=mistake,
+        )
+
+    def _shortened(self, text: str, limit: int, name: str) -> str:
+        """At most `limit` tokens; the middle of a longer text is replaced by the number of tokens cut."""
+        ids = self._format.encode_text(text)
+        if len(ids) <= limit:
+            return text
+        if len(ids) > (refused := REFUSED_FACTOR * self._config.observation_tokens):
+            what = f"returned an observation of {len(ids):,} tokens; more than {refused:,} are refused"
+            raise FaultError(f"{name} {what}", name)
+        keep = limit
+        while keep > 0:
+            head, tail = ids[: (keep + 1) // 2], ids[len(ids) - keep // 2 :]
+            middle = f"\n[{len(ids) - keep} tokens cut]\n"
+            shortened = self._format.decode(head) + middle + self._format.decode(tail)
+            excess = len(self._format.encode_text(shortened)) - limit
+            if excess <= 0:
+                return shortened
+            keep -= excess
+        return self._format.decode(ids[:limit])
+
+
+def _request(call: Call) -> ToolRequest:
+    return ToolRequest(name=call.name, arguments=call.arguments)

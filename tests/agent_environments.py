@@ -1,0 +1,201 @@
+"""Environments that misbehave on purpose; environment processes import them from this file."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any, Literal
+
+from tidemill.envs.agents.environment import Environment, Step, ToolEnvironment, tool
+
+
+class Counter(Environment):
+    """Observations count the actions; some actions misbehave."""
+
+    def reset(self, task: dict[str, Any], seed: int) -> str:
+        self.seen: list[str] = []
+        self.seed = seed
+        if task.get("once") and Path(task["once"]).exists():
+            raise RuntimeError("cannot be reset again")
+        if task.get("once"):
+            Path(task["once"]).touch()
+        return task.get("prompt", "")
+
+    def step(self, action: str) -> Any:
+        self.seen.append(action)
+        kind, _, value = action.partition(" ")
+        if hasattr(self, f"do_{kind}"):
+            return getattr(self, f"do_{kind}")(value)
+        return Step(f"{len(self.seen)} {action} {self.seed}", reward=0.5, state_key=f"k{len(self.seen)}")
+
+    def do_number(self, value: str) -> Any:
+        return 7
+
+    def do_none(self, value: str) -> Any:
+        return Step(None)  # type: ignore[arg-type]
+
+    def do_nul(self, value: str) -> Any:
+        return Step("a\0b")
+
+    def do_huge(self, value: str) -> Any:
+        return Step("x" * 10_000_000)
+
+    def do_surrogate(self, value: str) -> Any:
+        return Step("\ud800")
+
+    def do_long(self, value: str) -> Any:
+        return Step("ab" * int(value))
+
+    def do_nan(self, value: str) -> Any:
+        return Step("x", reward=float("nan"))
+
+    def do_done(self, value: str) -> Any:
+        return Step("over", reward=1.0, done=True)
+
+    def do_raise(self, value: str) -> Any:
+        raise ValueError(f"bad action {object()}")
+
+    def do_exit(self, value: str) -> Any:
+        sys.exit(3)
+
+    def do_die(self, value: str) -> Any:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def do_dieonce(self, value: str) -> Any:
+        if not Path(value).exists():
+            Path(value).touch()
+            os._exit(7)
+        return Step("survived")
+
+    def do_hang(self, value: str) -> Any:
+        """A loop that no Python code can interrupt, and a process in a session of its own."""
+        sleeper = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+        Path(value).write_text(f"{os.getpid()} {sleeper.pid}")
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
+        while True:
+            pass
+
+    def do_leave(self, value: str) -> Any:
+        Path(value).write_text(str(subprocess.Popen(["sleep", "1000"], start_new_session=True).pid))
+        return Step("left")
+
+    def do_random(self, value: str) -> Any:
+        return Step(f"{time.time_ns()} {os.getpid()}")
+
+    def do_pid(self, value: str) -> Any:
+        return Step("", state_key=str(os.getpid()))
+
+
+class OnceCounter(Counter):
+    """Its steps must not be repeated."""
+
+    idempotent = False
+    lowest_reward = -2.0
+
+
+class AsyncCounter(Environment):
+    async def reset(self, task: dict[str, Any], seed: int) -> str:
+        self.count = 0
+        return "go"
+
+    async def step(self, action: str) -> Step:
+        await asyncio.sleep(0)
+        self.count += 1
+        return Step(str(self.count), done=self.count == 3)
+
+
+class Tools(ToolEnvironment):
+    """Tools that sleep, fail and leave traces in a file."""
+
+    offer_finish = True
+
+    def reset(self, task: dict[str, Any], seed: int) -> str:
+        self.total = 0
+        return super().reset(task, seed)  # type: ignore[return-value]
+
+    @tool(timeout_s=2)
+    def add(self, number: int) -> str:
+        """Add a number to the total."""
+        self.total += number
+        return f"{self.total}"
+
+    @tool(timeout_s=2)
+    def sleep(self, seconds: float, text: str = "slept") -> str:
+        """Sleep."""
+        time.sleep(seconds)
+        return text
+
+    @tool(timeout_s=2)
+    async def wait(self, seconds: float) -> str:
+        """Sleep without a thread."""
+        await asyncio.sleep(seconds)
+        return "waited"
+
+    @tool(timeout_s=0.3)
+    def hang(self) -> str:
+        """Never return."""
+        while True:
+            pass
+
+    @tool(timeout_s=2, idempotent=False)
+    def pay(self, file: str, seconds: float = 0.0, how: Literal["well", "die"] = "well") -> str:
+        """Write a line to a file."""
+        with Path(file).open("a") as out:
+            out.write(f"{self.call_id}\n")
+        time.sleep(seconds)
+        if how == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return "paid"
+
+    @tool
+    def wrong(self) -> str:
+        """Return a number."""
+        return 5  # type: ignore[return-value]
+
+    @tool
+    def fail(self, text: str) -> str:
+        """Raise."""
+        raise RuntimeError(text)
+
+    def score(self, answer: str) -> float:
+        if answer == "broken":
+            raise ValueError("no score")
+        return float(answer == str(self.total))
+
+
+class Unfinished(ToolEnvironment):
+    @tool
+    def look(self) -> str:
+        """Look."""
+        return "nothing"
+
+
+class Moody(Environment):
+    """Its texts depend on the number of episodes of its process."""
+
+    episodes = 0
+
+    def reset(self, task: dict[str, Any], seed: int) -> str:
+        type(self).episodes += 1
+        return ""
+
+    def step(self, action: str) -> Step:
+        return Step(f"{self.episodes}")
+
+
+class Broken(Environment):
+    def reset(self, task: dict[str, Any], seed: int) -> str:
+        raise ConnectionError("no database")
+
+    def step(self, action: str) -> Step:
+        return Step()
+
+
+class DiesAtReset(Broken):
+    def reset(self, task: dict[str, Any], seed: int) -> str:
+        os._exit(9)

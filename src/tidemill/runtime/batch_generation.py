@@ -38,11 +38,12 @@ from tidemill.envs.text.prompts import Task
 from tidemill.envs.text.rows import ScoredCompletion, demonstration_row, pair_rows
 from tidemill.models.catalog import resolve
 from tidemill.models.codec import load_codec
-from tidemill.models.loading import weights_digest
+from tidemill.models.loading import context_limit, weights_digest
 from tidemill.rollout.worker import EngineWorker
+from tidemill.runtime.agents import agent_limits, open_environments
 from tidemill.runtime.backend import scorers
 from tidemill.runtime.compute import ComputeThread
-from tidemill.runtime.model_bundle import ModelBundle, load_model_bundle
+from tidemill.runtime.model_bundle import ModelBundle, engine_context, load_model_bundle
 from tidemill.telemetry.jsonl import JsonlWriter, write_atomically
 from tidemill.telemetry.manifest import versions
 from tidemill.telemetry.metrics import HELD_OUT_NAME
@@ -218,6 +219,10 @@ async def batch_generator(
         stack.push_async_callback(eval_scorer.close)
         fleet = Fleet(worker, slots=spec.engine.slots, clock=clock, telemetry=telemetry)
         await stack.enter_async_context(fleet)
+        environments = await stack.enter_async_context(
+            open_environments(spec, bundle.codec, task, run_id=version.digest[:12], report=progress)
+        )
+        context = engine_context(spec, limit=context_limit(bundle.model), prompt_tokens=task.longest_prompt_tokens)
         rollout = RolloutContext(
             fleet=fleet,
             ledger=Ledger(None),
@@ -228,6 +233,8 @@ async def batch_generator(
             stop=asyncio.Event(),
             phase="evaluation",
             window_s=math.inf,
+            environments=environments,
+            agent=agent_limits(spec, context),
         )
         sampling = sampling_params(spec, bundle.codec, task.default_stop_strings)
         limit = spec.eval.max_new_tokens or sampling.max_new_tokens

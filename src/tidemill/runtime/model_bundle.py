@@ -26,6 +26,7 @@ from tidemill.models.reward_model import ScalarHead, check_head_fits, hidden_siz
 from tidemill.models.saving import load_adapter, read_origin
 from tidemill.models.snapshots import copy_on_base, empty_copy
 from tidemill.rollout.engines.embedded import EmbeddedEngine
+from tidemill.runtime.agents import agent_prompts
 from tidemill.runtime.compute import choose_device, choose_precision, set_threads
 from tidemill.runtime.readers import check_reward_models
 from tidemill.trainer.critic import Critic, ModelCritic, TrunkCritic
@@ -79,6 +80,7 @@ def fitting_task(
     Raises:
         UserError: the task cannot be built, or does not fit.
     """
+    agent = agent_prompts(spec, codec)
     task = build_task(
         spec.task,
         codec=codec,
@@ -86,8 +88,9 @@ def fitting_task(
         seed=spec.run.seed,
         chat_template=spec.model.chat_template,
         progress=progress,
+        agent=agent,
     )
-    task = with_eval_sets(task, spec, codec=codec)
+    task = with_eval_sets(task, spec, codec=codec, agent=agent)
     check_fits(task, longest_context(spec, limit), new_tokens(spec))
     return task
 

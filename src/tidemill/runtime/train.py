@@ -20,6 +20,7 @@ from tidemill.core.errors import UserError, describe_error
 from tidemill.core.protocols import LoopClock, PromptSource
 from tidemill.core.records import Trajectory
 from tidemill.envs.text.curriculum import Curriculum
+from tidemill.runtime.agents import agent_limits, open_environments
 from tidemill.runtime.backend import OpenBackend, Runtime
 from tidemill.runtime.callbacks import Callback, CallbackTelemetry, configured_callbacks
 from tidemill.runtime.extension_checks import identities, refuse_changed, run_extensions
@@ -259,6 +260,11 @@ async def _train(
                 chunk_tokens=spec.reading.chunk_tokens,
                 ahead=spec.reading.ahead,
             )
+        environments = await stack.enter_async_context(
+            open_environments(
+                spec, backend.codec, backend.task, run_id=run.read_manifest()["run_id"], report=recorder.note
+            )
+        )
         source: PromptSource = backend.task.source
         observe: Callable[[int, Sequence[Trajectory]], None] | None = None
         if spec.batch.sampler:
@@ -298,4 +304,6 @@ async def _train(
                 stop_strings=backend.task.default_stop_strings,
                 reading=reading,
                 eval_sets=backend.task.eval_prompts,
+                environments=environments,
+                agent=agent_limits(spec, backend.context_tokens),
             )

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
-from tidemill.config.task import ArithmeticTask, FileTask, PythonTask, ReasoningGymTask, TaskConfig
+from tidemill.config.task import ArithmeticTask, EnvironmentTask, FileTask, PythonTask, ReasoningGymTask, TaskConfig
 from tidemill.core.errors import UserError
 from tidemill.core.protocols import Codec
-from tidemill.core.records import count
+from tidemill.core.records import Prompt, count
 from tidemill.envs.text.arithmetic import build_arithmetic
 from tidemill.envs.text.prompts import Item, ListedSource, Render, Task, longest_prompt, renderer
 from tidemill.envs.text.reasoning_gym import build_reasoning_gym
@@ -117,6 +117,16 @@ def _given_rows(rows: Any, name: str) -> Iterator[Row]:
         yield Row(fields=dict(fields), where=where, number=number)
 
 
+class AgentTasks(Protocol):
+    """Makes the prompts of an agent (`envs.agents.prompts`)."""
+
+    def render(self, item: Item) -> Prompt: ...
+
+    def adapted(self, task: Task) -> Task: ...
+
+    def task(self, config: EnvironmentTask, *, batch_prompts: int, seed: int) -> Task: ...
+
+
 def build_task(
     task: TaskConfig,
     *,
@@ -125,16 +135,31 @@ def build_task(
     seed: int,
     chat_template: bool,
     progress: Progress = lambda _: None,
+    agent: AgentTasks | None = None,
 ) -> Task:
     """The task of a configuration.
 
     Training and held-out prompts are separated by content, so every `seed` is evaluated on the same prompts; `seed`
     orders the training prompts.
 
+    Args:
+        agent: makes the prompts of an agent.
+
     Raises:
         UserError: the configuration or a file is invalid, or a package is missing.
     """
+    if agent is not None:
+        if isinstance(task, EnvironmentTask):
+            return agent.task(task, batch_prompts=batch_prompts, seed=seed)
+        return agent.adapted(_rows_task(task, agent.render, batch_prompts=batch_prompts, seed=seed, progress=progress))
     render = renderer(codec, chat_template=chat_template)
+    return _rows_task(task, render, batch_prompts=batch_prompts, seed=seed, progress=progress)
+
+
+def _rows_task(task: TaskConfig, render: Render, *, batch_prompts: int, seed: int, progress: Progress) -> Task:
+    if isinstance(task, EnvironmentTask):
+        what = 'task.kind = "environment" needs an environment'
+        raise UserError(what, where="env.name", hint="name one, or choose another task.kind")
     if isinstance(task, ArithmeticTask):
         return build_arithmetic(task, batch_prompts=batch_prompts, seed=seed, render=render)
     if isinstance(task, ReasoningGymTask):

@@ -9,13 +9,13 @@ from tidemill.config.schema import EvalSetConfig, RunSpec
 from tidemill.config.task import HUB, FileTask, RewardConfig, TaskConfig
 from tidemill.core.errors import UserError
 from tidemill.core.protocols import Codec
-from tidemill.envs.text.build_task import build_task
+from tidemill.envs.text.build_task import AgentTasks, build_task
 from tidemill.envs.text.prompts import EvalSet, Task
 from tidemill.envs.text.user_rewards import WHERE, UserReward
 from tidemill.extensions.registry import resolve
 
 
-def with_eval_sets(task: Task, spec: RunSpec, *, codec: Codec) -> Task:
+def with_eval_sets(task: Task, spec: RunSpec, *, codec: Codec, agent: AgentTasks | None = None) -> Task:
     """The task with the prompts of `eval.sets`; its longest prompt is the longest of all.
 
     Raises:
@@ -33,6 +33,7 @@ def with_eval_sets(task: Task, spec: RunSpec, *, codec: Codec) -> Task:
                 batch_prompts=spec.batch.prompts,
                 seed=spec.run.seed,
                 chat_template=spec.model.chat_template,
+                agent=agent,
             )
         except UserError as error:
             raise UserError(error.what, where=error.where, hint=error.hint.replace("task.", f"{key}.")) from error

@@ -1,0 +1,67 @@
+"""The agent of a run: its environment, the format of its turns, and the pool that answers them."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+from tidemill.config.schema import RunSpec
+from tidemill.controller.turns import AgentLimits
+from tidemill.envs.agents.find import find_environment
+from tidemill.envs.agents.pool import EnvironmentPool
+from tidemill.envs.agents.prompts import AgentPrompts
+from tidemill.envs.agents.self_test import self_test
+from tidemill.envs.text.prompts import Task
+from tidemill.models.codec import TextCodec
+from tidemill.models.turn_format import turn_format
+
+SELF_TEST = "self_test"
+"""Event: the result of the self-test."""
+
+
+def agent_prompts(spec: RunSpec, codec: TextCodec) -> AgentPrompts | None:
+    """What makes the prompts of `spec.env`; None without an environment.
+
+    Raises:
+        UserError: the environment does not exist or is wrong, or the model's chat template does not work with turns.
+    """
+    if not spec.env.enabled:
+        return None
+    environment = find_environment(spec.env).function
+    format = turn_format(codec, spec.env, chat_template=spec.model.chat_template)  # noqa: A001
+    return AgentPrompts(environment=environment, config=spec.env, format=format)  # type: ignore[arg-type]
+
+
+def agent_limits(spec: RunSpec, context_tokens: int) -> AgentLimits | None:
+    """The limits of a turn; None without an environment."""
+    if not spec.env.enabled:
+        return None
+    return AgentLimits(context_tokens=context_tokens, turn_tokens=spec.env.turn_tokens)
+
+
+@asynccontextmanager
+async def open_environments(
+    spec: RunSpec, codec: TextCodec, task: Task, *, run_id: str, report: Callable[[str], None]
+) -> AsyncIterator[EnvironmentPool | None]:
+    """The environments of a run, after their self-test; closed when the block ends. None without an environment.
+
+    Args:
+        run_id: part of the ids of calls.
+        report: gets findings of the self-test, and the first fault of each kind.
+
+    Raises:
+        UserError: as `agent_prompts`, or an environment cannot be reset.
+    """
+    prompts = agent_prompts(spec, codec)
+    if prompts is None:
+        yield None
+        return
+    pool = EnvironmentPool(find_environment(spec.env), spec.env, prompts.format, run_id=run_id, report=report)
+    try:
+        if spec.env.self_test:
+            rows = [prompt for _, prompt in task.source.train_batch(1)][: spec.env.self_test]
+            for finding in await self_test(pool, rows):
+                report(finding)
+        yield pool
+    finally:
+        await pool.close()

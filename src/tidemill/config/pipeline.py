@@ -58,7 +58,7 @@ _SUPERVISED = ("run", "model", "data", "supervised", "optimizer", "trainer", "ch
 
 KINDS: dict[StageKind, StageKindSpec] = {
     "demonstrations": StageKindSpec(
-        sections=("run", "model", "task", "sampling", "data_generation"),
+        sections=("run", "model", "task", "env", "sampling", "data_generation"),
         output="demonstrations",
         purpose="generate",
         # Nothing is sampled: the model provides its tokenizer, and `sampling` the stop strings.

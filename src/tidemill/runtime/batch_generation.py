@@ -33,6 +33,7 @@ from tidemill.core.records import (
     decode_json,
     unpack_tokens,
 )
+from tidemill.envs.agents.demonstrations import agent_demonstrations
 from tidemill.envs.text.build_task import build_task
 from tidemill.envs.text.prompts import Task
 from tidemill.envs.text.rows import ScoredCompletion, demonstration_row, pair_rows
@@ -40,7 +41,7 @@ from tidemill.models.catalog import resolve
 from tidemill.models.codec import load_codec
 from tidemill.models.loading import context_limit, weights_digest
 from tidemill.rollout.worker import EngineWorker
-from tidemill.runtime.agents import agent_limits, open_environments
+from tidemill.runtime.agents import agent_limits, agent_prompts, open_environments
 from tidemill.runtime.backend import scorers
 from tidemill.runtime.compute import ComputeThread
 from tidemill.runtime.model_bundle import ModelBundle, engine_context, load_model_bundle
@@ -255,7 +256,8 @@ Split: TypeAlias = Literal["train", "held_out"]
 def make_demonstrations(
     spec: RunSpec, path: Path, *, prompts: int, progress: Progress, split: Split = "train"
 ) -> dict[str, Any]:
-    """Write the task's prompts with their answers as JSON lines, and a provenance file next to it.
+    """Write the task's prompts with their answers, or an agent's episodes with its environment's teacher, as JSON
+    lines, and a provenance file next to it.
 
     Args:
         prompts: maximum number; training prompts are taken in the order of the run's seed.
@@ -269,15 +271,21 @@ def make_demonstrations(
     """
     _refuse_existing(path)
     codec = load_codec(resolve(spec.model, progress=progress))
+    agent = agent_prompts(spec, codec)
     task = build_task(
         spec.task,
         codec=codec,
         batch_prompts=spec.batch.prompts,
         seed=spec.run.seed,
         chat_template=spec.model.chat_template,
+        agent=agent,
     )
-    ending = next(iter(spec.sampling.stop or task.default_stop_strings), "")
-    rows = [demonstration_row(prompt, ending=ending) for prompt in prompts_of(task, split, prompts)]
+    chosen = prompts_of(task, split, prompts)
+    if agent is not None:
+        rows = agent_demonstrations(agent, chosen)
+    else:
+        ending = next(iter(spec.sampling.stop or task.default_stop_strings), "")
+        rows = [demonstration_row(prompt, ending=ending) for prompt in chosen]
     return _write_rows(path, rows, {"kind": "demonstrations", "side": split, **_origin(spec, task)})
 
 

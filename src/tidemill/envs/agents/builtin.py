@@ -28,12 +28,14 @@ class Guess(Environment):
 
     Args:
         guesses: number of guesses.
+        careless: share of the teacher's guesses that are any number of the first range, instead of the middle of what
+            is still possible.
     """
 
     stop = ("\n",)
 
-    def __init__(self, guesses: int = 4) -> None:
-        self.left = guesses
+    def __init__(self, guesses: int = 4, careless: float = 0.7) -> None:
+        self.left, self.careless = guesses, careless
 
     @classmethod
     def tasks(cls, split: Split, count: int) -> list[dict[str, Any]]:
@@ -49,6 +51,7 @@ class Guess(Environment):
                 break
         self.low, self.high = low, low + size - 1
         self.number = draw.randint(self.low, self.high)
+        self.range, self.draw = (self.low, self.high), draw
         return f"{self.low}-{self.high}\n"
 
     def step(self, action: str) -> Step:
@@ -66,6 +69,11 @@ class Guess(Environment):
         if self.left == 0:
             return Step(text=f"it was {self.number}", done=True)
         return Step(text=answer, state_key=f"{self.low}-{self.high}")
+
+    def demonstrate(self) -> str:
+        careless = self.draw.random() < self.careless
+        guess = self.draw.randint(*self.range) if careless else (self.low + self.high) // 2
+        return f"{guess}\n"
 
 
 class Calculator(ToolEnvironment):

@@ -68,6 +68,10 @@ class Environment:
         observation."""
         raise NotImplementedError
 
+    def demonstrate(self) -> str | Awaitable[str]:
+        """The next action of a teacher, for demonstrations (stages of kind "demonstrations"). Optional."""
+        raise NotImplementedError
+
     def close(self) -> Awaitable[None] | None:
         """Release what the episode holds. Not called if its process is lost."""
 

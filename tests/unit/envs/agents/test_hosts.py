@@ -15,9 +15,12 @@ from pathlib import Path
 import pytest
 
 from tests import agent_environments as envs
-from tests.agent_format import Play, call
+from tests.agent_format import LineFormat, Play, call
 from tests.processes import command_lines, processes_below
 from tests.unit.envs.agents.test_pool import open_pool
+from tidemill.config.agent import EnvConfig
+from tidemill.envs.agents.find import find_environment
+from tidemill.envs.agents.pool import EnvironmentPool
 
 WAIT_S = 10.0
 
@@ -60,7 +63,7 @@ async def test_what_a_dead_process_started_is_killed(tmp_path: Path) -> None:
         assert command_lines([left])
         os.kill(own, signal.SIGKILL)
         assert ended(own, left)
-        assert (await play.act("pid")).end == "fault"  # the id of the process differs in the replay
+        assert (await play.act("b")).text.startswith("3 b")
     async with open_pool(envs.Counter) as pool:
         await Play(pool, {}).act(f"leave {tmp_path}/pid")
     assert ended(int((tmp_path / "pid").read_text()))
@@ -90,6 +93,9 @@ import asyncio, sys
 from tests import agent_environments as envs
 from tests.agent_format import Play
 from tests.unit.envs.agents.test_pool import open_pool
+from tidemill.config.agent import EnvConfig
+from tidemill.envs.agents.find import find_environment
+from tidemill.envs.agents.pool import EnvironmentPool
 
 async def main():
     async with open_pool(envs.Counter) as pool:
@@ -121,7 +127,7 @@ async def test_episodes_whose_processes_are_killed_equal_undisturbed_ones(enviro
     async def play_all(kill: bool) -> list[list[object]]:
         draw = random.Random(0)
         async with open_pool(environment, concurrency=2, attempts=20) as pool:
-            plays = [Play(pool, {"seed": index, "prompt": ""}, index=index) for index in range(20)]
+            plays = [Play(pool, {"seed": index, "prompt": ""}, index=index) for index in range(8)]
             killed = 0
             for turn in range(6):
                 acting = [asyncio.create_task(each.act(action(each.sample_id.index, turn))) for each in plays]
@@ -158,12 +164,7 @@ async def test_a_class_whose_import_starts_threads_is_imported_after_the_fork(tm
         "    def reset(self, task, seed): return ''\n"
         "    def step(self, action): return Step(str(thread in threading.enumerate()))\n"
     )
-    from tidemill.config.agent import EnvConfig
-    from tidemill.envs.agents.find import find_environment
-    from tidemill.envs.agents.pool import EnvironmentPool
-    from tests.agent_format import LineFormat
-
-    config = EnvConfig(name=f"{tmp_path}/threaded.py:Threaded")
+        config = EnvConfig(name=f"{tmp_path}/threaded.py:Threaded")
     pool = EnvironmentPool(find_environment(config), config, LineFormat())
     assert (await Play(pool, {}).act("a")).text == "True"
     await pool.close()

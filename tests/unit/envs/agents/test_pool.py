@@ -18,6 +18,7 @@ from tidemill.core.errors import GuardStop, UserError
 from tidemill.core.records import unpack_tokens
 from tidemill.envs.agents.find import find_environment
 from tidemill.envs.agents.pool import EnvironmentPool
+from tidemill.extensions.registry import given_function, provide
 
 FILE = envs.__file__
 
@@ -71,7 +72,10 @@ async def test_tools_answer_and_the_answer_is_scored() -> None:
     ("text", "error"),
     [
         ("{not json", "error: the call is not JSON"),
-        (call("nothing"), "error: there is no tool nothing; the tools are add, sleep, wait, hang, pay, wrong, fail, finish"),
+        (
+            call("nothing"),
+            "error: there is no tool nothing; the tools are add, sleep, wait, hang, pay, wrong, fail, finish",
+        ),
         (call("add"), "error: add: number: Field required"),
         (call("add", number="2"), "error: add: number: Input should be a valid integer"),
         (call("add", number=2, extra=1), "error: add: extra: Extra inputs are not permitted"),
@@ -298,8 +302,6 @@ async def test_classes_of_the_session_run_on_threads() -> None:
         def do_sleep(self, value: str) -> Any:
             time.sleep(float(value))
             return super().step("x")
-
-    from tidemill.extensions.registry import given_function, provide
 
     extension = given_function(Local, "environment", where="env.name")
     provide([extension])

@@ -168,13 +168,6 @@ class Tools(ToolEnvironment):
         return float(answer == str(self.total))
 
 
-class Unfinished(ToolEnvironment):
-    @tool
-    def look(self) -> str:
-        """Look."""
-        return "nothing"
-
-
 class Moody(Environment):
     """Its texts depend on the number of episodes of its process."""
 

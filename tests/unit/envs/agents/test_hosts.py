@@ -164,7 +164,7 @@ async def test_a_class_whose_import_starts_threads_is_imported_after_the_fork(tm
         "    def reset(self, task, seed): return ''\n"
         "    def step(self, action): return Step(str(thread in threading.enumerate()))\n"
     )
-        config = EnvConfig(name=f"{tmp_path}/threaded.py:Threaded")
+    config = EnvConfig(name=f"{tmp_path}/threaded.py:Threaded")
     pool = EnvironmentPool(find_environment(config), config, LineFormat())
     assert (await Play(pool, {}).act("a")).text == "True"
     await pool.close()

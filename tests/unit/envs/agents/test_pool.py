@@ -13,7 +13,7 @@ import pytest
 
 from tests import agent_environments as envs
 from tests.agent_format import LineFormat, Play, call
-from tidemill.config.agent import EnvConfig
+from tidemill.config.agent import BUILT_IN, EnvConfig
 from tidemill.core.errors import GuardStop, UserError
 from tidemill.core.records import unpack_tokens
 from tidemill.envs.agents.find import find_environment
@@ -27,7 +27,8 @@ FILE = envs.__file__
 async def open_pool(
     environment: type, *, report: Callable[[str], None] = lambda _: None, **keys: Any
 ) -> AsyncIterator[EnvironmentPool]:
-    config = EnvConfig(name=f"{FILE}:{environment.__name__}", **keys)
+    name = environment.__name__
+    config = EnvConfig(name=name.lower() if name.lower() in BUILT_IN else f"{FILE}:{name}", **keys)
     pool = EnvironmentPool(find_environment(config), config, LineFormat(), run_id="run", report=report)
     try:
         yield pool

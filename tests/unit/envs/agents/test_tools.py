@@ -79,12 +79,13 @@ def test_a_schema_comes_from_hints_and_docstring() -> None:
     ],
 )
 def test_arguments_are_checked(arguments: str, checked: str | None) -> None:
-    try:
+    if checked is None or checked.startswith("{"):
         found = tools_of(Search)["search"].check(arguments)
-    except MistakeError as error:
-        assert checked is not None and str(error).startswith(checked)
+        assert found == (checked or '{"query":"a","schema":"web","limit":99999999999999999999,"tags":["b"]}')
     else:
-        assert found == (checked or found)
+        with pytest.raises(MistakeError) as caught:
+            tools_of(Search)["search"].check(arguments)
+        assert str(caught.value).startswith(checked)
 
 
 def refused(body: str, tmp_path: Path) -> UserError:
@@ -94,10 +95,12 @@ def refused(body: str, tmp_path: Path) -> UserError:
         + body
     )
     names: dict[str, Any] = {"__name__": "wrong"}
-    with pytest.raises(UserError) as caught:
+    try:
         exec(compile(file.read_text(), str(file), "exec"), names)
         tools_of(names["Env"])
-    return caught.value
+    except UserError as error:
+        return error
+    pytest.fail("it was not refused")
 
 
 DOC = '        "Doc."\n'
@@ -132,5 +135,5 @@ def test_a_subclass_may_replace_a_tool_but_two_bases_may_not_share_one(tmp_path:
             return ""
 
     assert tools_of(More)["title"].schema["function"]["description"] == "Another one."
-    body = f"class A(ToolEnvironment):\n    @tool\n    def a(self):\n{DOC}class B(ToolEnvironment):\n    @tool\n    def a(self):\n{DOC}"
+    body = "".join(f"class {name}(ToolEnvironment):\n    @tool\n    def a(self):\n{DOC}" for name in "AB")
     assert "two tools are named a" in refused(body + "class Env(A, B): pass\n", tmp_path).what

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Sequence
+from itertools import zip_longest
 from typing import Any
 
 from tidemill.core.errors import UserError
@@ -24,7 +25,7 @@ class SelfTest(Record):
     """Result of a self-test."""
 
     deterministic: bool
-    warning: str = ""  # how two runs differ
+    warning: str = ""  # how two runs differ, or what a method returned instead of an observation
 
 
 async def self_test(pool: EnvironmentPool, tasks: Sequence[dict[str, Any]]) -> SelfTest:
@@ -37,51 +38,58 @@ async def self_test(pool: EnvironmentPool, tasks: Sequence[dict[str, Any]]) -> S
     """
     tasks = tasks[: pool.config.self_test]
     try:
-        first = await _run(pool, tasks)
-        second = (await _run(pool, tasks[::-1]))[::-1]
+        first, second = await _run(pool, tasks), (await _run(pool, tasks[::-1]))[::-1]
     except (LostError, FaultError) as error:
         raise UserError(f"the self-test of the environment failed: {error}", where="env.name") from error
+    warning = ""
     for task, *outcomes in zip(tasks, first, second, strict=True):
-        for one, other in zip(*outcomes, strict=True):
+        for one, other in zip_longest(*outcomes):
             if one != other:
-                name = pool.environment.__name__
-                what = f"the environment {name} is not deterministic: two runs of seed {task_seed(task)} with the same"
-                hint = "draw all random numbers from the seed; otherwise an episode that loses its process is left out"
-                return SelfTest(
-                    deterministic=False, warning=f"{what} actions gave {_show(one)} and {_show(other)}; {hint}"
-                )
-    return SelfTest(deterministic=True)
+                what = f"the environment {pool.environment.__name__} is not deterministic: two runs of seed"
+                differ = f"{task_seed(task)} with the same actions gave {_show(one)} and {_show(other)}"
+                hint = "draw random numbers from the seed; otherwise an episode that loses its process is left out"
+                return SelfTest(deterministic=False, warning=f"{what} {differ}; {hint}")
+            if one.error == "invalid":
+                warning = one.text
+    return SelfTest(deterministic=True, warning=warning)
 
 
 async def _run(pool: EnvironmentPool, tasks: Sequence[dict[str, Any]]) -> list[list[Outcome]]:
-    """Outcomes of each task's calls, all in one new process."""
-    async with pool.fresh_host() as host:
-        return [await _episode(pool, host, key, task) for key, task in enumerate(tasks)]
+    """Outcomes of each task's calls, in one new process; in another one after a call that ends it."""
+    episodes: list[list[Outcome]] = []
+    while len(episodes) < len(tasks):
+        async with pool.fresh_host() as host:
+            while host.alive and len(episodes) < len(tasks):
+                episodes.append(await _episode(pool, host, len(episodes), tasks[len(episodes)]))
+    return episodes
 
 
 async def _episode(pool: EnvironmentPool, host: Host, key: int, task: dict[str, Any]) -> list[Outcome]:
     outcomes = [await pool.reset(host, key, task)]
-    for method, arguments in _script(pool):
+    for method, arguments, timeout_s in _script(pool):
         work = Work(index=0, episode=key, method=method, arguments=json.dumps(arguments))
-        outcomes.append(await pool.single(host, work, pool.config.call_timeout_s))
+        try:
+            outcomes.append(await pool.single(host, work, timeout_s or pool.config.call_timeout_s))
+        except LostError as error:
+            outcomes.append(Outcome(index=0, text=str(error), done=True))
         if outcomes[-1].done:
             break
     return outcomes
 
 
-def _script(pool: EnvironmentPool) -> list[tuple[str, dict[str, Any]]]:
-    """Methods and arguments."""
+def _script(pool: EnvironmentPool) -> list[tuple[str, dict[str, Any], float | None]]:
+    """Methods, arguments and deadlines."""
     draw = random.Random(0)
-    if pool.planner.uses_tools:
-        tools = [each for each in pool.planner.tools.values() if each.options.idempotent]
-        return [
-            (each.name, {name: _argument(given, draw) for name, given in parameters["properties"].items()})
-            for each in tools
-            if (parameters := each.schema["function"]["parameters"]) and hasattr(pool.environment, each.name)
-        ]
-    if not pool.environment.idempotent:
-        return []
-    return [("step", {"action": "".join(draw.choices(ACTION_CHARACTERS, k=8))}) for _ in range(ACTIONS)]
+    if not pool.planner.uses_tools:
+        texts = ["".join(draw.choices(ACTION_CHARACTERS, k=8)) for _ in range(ACTIONS)]
+        return [("step", {"action": text}, None) for text in texts if pool.environment.idempotent]
+    script: list[tuple[str, dict[str, Any], float | None]] = []
+    for tool in pool.planner.tools.values():
+        if tool.options.idempotent and hasattr(pool.environment, tool.name):  # not the built-in finish
+            properties = tool.schema["function"]["parameters"]["properties"]
+            arguments = {name: _argument(schema, draw) for name, schema in properties.items()}
+            script.append((tool.name, arguments, tool.options.timeout_s))
+    return script
 
 
 def _argument(schema: dict[str, Any], draw: random.Random) -> Any:
@@ -90,9 +98,9 @@ def _argument(schema: dict[str, Any], draw: random.Random) -> Any:
         return schema["default"]
     if "anyOf" in schema:
         return _argument(schema["anyOf"][0], draw)
-    if "enum" in schema or "const" in schema:
-        return schema.get("const", schema.get("enum", [None])[0])
-    return SIMPLE.get(schema.get("type", ""), str(draw.randrange(10)))
+    if "enum" in schema:
+        return schema["enum"][0]
+    return schema["const"] if "const" in schema else SIMPLE.get(schema["type"], str(draw.randrange(10)))
 
 
 def _show(outcome: Outcome) -> str:

@@ -44,6 +44,10 @@ def eventually(condition: Callable[[], bool]) -> bool:
     return True
 
 
+def written(file: Path) -> str:
+    return file.read_text() if file.exists() else ""
+
+
 async def test_a_late_step_is_killed_with_everything_that_it_started(tmp_path: Path) -> None:
     async with open_pool(envs.Counter, call_timeout_s=0.5) as pool:
         play = Play(pool, {})
@@ -72,15 +76,13 @@ async def test_what_a_dead_process_started_is_killed(tmp_path: Path) -> None:
 async def test_close_and_cancellation_leave_nothing(tmp_path: Path) -> None:
     async with open_pool(envs.Counter) as pool:
         acting = asyncio.create_task(Play(pool, {}).act(f"hang {tmp_path}/pids"))
-        while not (tmp_path / "pids").exists():
-            await asyncio.sleep(0.01)
+        assert await asyncio.to_thread(eventually, lambda: bool(written(tmp_path / "pids")))
         acting.cancel()
         await asyncio.gather(acting, return_exceptions=True)
         assert ended(*map(int, (tmp_path / "pids").read_text().split()))
         (tmp_path / "pids").unlink()
         acting = asyncio.create_task(Play(pool, {}, index=1).act(f"hang {tmp_path}/pids"))
-        while not (tmp_path / "pids").exists():
-            await asyncio.sleep(0.01)
+        assert await asyncio.to_thread(eventually, lambda: bool(written(tmp_path / "pids")))
         below = list(processes_below(os.getpid()))
         await pool.close()
     acting.cancel()
@@ -108,7 +110,7 @@ asyncio.run(main())
 
 def test_nothing_survives_a_killed_run(tmp_path: Path) -> None:
     parent = subprocess.Popen([sys.executable, "-c", PARENT, str(tmp_path)])
-    assert eventually(lambda: (tmp_path / "pids").exists() and bool((tmp_path / "pids").read_text()))
+    assert eventually(lambda: bool(written(tmp_path / "pids")))
     below = list(processes_below(parent.pid))
     assert len(below) == 5  # the server, two environments, and what they started
     assert {*map(int, (tmp_path / "pids").read_text().split()), int((tmp_path / "left").read_text())} < set(below)

@@ -22,6 +22,7 @@ async def test_deterministic_environments_pass(environment: type) -> None:
         tasks = [{"seed": 3, "prompt": "x", "answer": "1"}, {"seed": 4, "prompt": "y", "answer": "1"}]
         found = await self_test(pool, tasks)
         assert found.deterministic, found.warning
+        assert found.warning == ("Tools.wrong returned int, and text is needed" if environment is envs.Tools else "")
 
 
 async def test_others_are_named() -> None:

@@ -24,7 +24,7 @@ class Counter(Environment):
             raise RuntimeError("cannot be reset again")
         if task.get("once"):
             Path(task["once"]).touch()
-        return task.get("prompt", "")
+        return str(task.get("prompt", ""))
 
     def step(self, action: str) -> Any:
         self.seen.append(action)
@@ -136,6 +136,11 @@ class Tools(ToolEnvironment):
         await asyncio.sleep(seconds)
         return "waited"
 
+    @tool
+    def wrong(self) -> str:
+        """Return a number."""
+        return 5  # type: ignore[return-value]
+
     @tool(timeout_s=0.3)
     def hang(self) -> str:
         """Never return."""
@@ -151,11 +156,6 @@ class Tools(ToolEnvironment):
         if how == "die":
             os.kill(os.getpid(), signal.SIGKILL)
         return "paid"
-
-    @tool
-    def wrong(self) -> str:
-        """Return a number."""
-        return 5  # type: ignore[return-value]
 
     @tool
     def fail(self, text: str) -> str:

@@ -75,7 +75,7 @@ async def test_tools_answer_and_the_answer_is_scored() -> None:
         ("{not json", "error: the call is not JSON"),
         (
             call("nothing"),
-            "error: there is no tool nothing; the tools are add, sleep, wait, hang, pay, wrong, fail, finish",
+            "error: there is no tool nothing; the tools are add, sleep, wait, wrong, hang, pay, fail, finish",
         ),
         (call("add"), "error: add: number: Field required"),
         (call("add", number="2"), "error: add: number: Input should be a valid integer"),

@@ -130,7 +130,7 @@ def test_a_wrong_tool_is_refused_with_its_line(body: str, what: str, line: int, 
 def test_a_subclass_may_replace_a_tool_but_two_bases_may_not_share_one(tmp_path: Path) -> None:
     class More(Search):
         @tool
-        def title(self) -> str:
+        def title(self, title: dict[str, float]) -> str:
             """Another one."""
             return ""
 

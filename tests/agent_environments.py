@@ -24,7 +24,7 @@ class Counter(Environment):
             raise RuntimeError("cannot be reset again")
         if task.get("once"):
             Path(task["once"]).touch()
-        return task.get("prompt", "")
+        return str(task.get("prompt", ""))
 
     def step(self, action: str) -> Any:
         self.seen.append(action)
@@ -136,6 +136,11 @@ class Tools(ToolEnvironment):
         await asyncio.sleep(seconds)
         return "waited"
 
+    @tool
+    def wrong(self) -> str:
+        """Return a number."""
+        return 5  # type: ignore[return-value]
+
     @tool(timeout_s=0.3)
     def hang(self) -> str:
         """Never return."""
@@ -153,11 +158,6 @@ class Tools(ToolEnvironment):
         return "paid"
 
     @tool
-    def wrong(self) -> str:
-        """Return a number."""
-        return 5  # type: ignore[return-value]
-
-    @tool
     def fail(self, text: str) -> str:
         """Raise."""
         raise RuntimeError(text)
@@ -166,13 +166,6 @@ class Tools(ToolEnvironment):
         if answer == "broken":
             raise ValueError("no score")
         return float(answer == str(self.total))
-
-
-class Unfinished(ToolEnvironment):
-    @tool
-    def look(self) -> str:
-        """Look."""
-        return "nothing"
 
 
 class Moody(Environment):

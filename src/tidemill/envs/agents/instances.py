@@ -115,7 +115,7 @@ class EpisodeEndedError(Exception):
 def _step_problem(step: Any) -> str:
     if type(step) is not Step:
         return f"returned {type(step).__name__}, and a Step is needed"
-    if not isinstance(step.done, bool) or not isinstance(step.state_key, str):
+    if [type(step.done), type(step.state_key)] != [bool, str]:
         return f"returned {step!r:.80}; done is True or False, and state_key is text"
     return _number_problem(step.reward)
 

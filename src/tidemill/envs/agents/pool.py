@@ -347,6 +347,20 @@ class EnvironmentPool:
             raise
 
     @asynccontextmanager
+    async def fresh_host(self) -> AsyncIterator[Host]:
+        """A host that no other episode uses.
+
+        Raises:
+            LostError: it did not start.
+        """
+        host = self._launcher.host()
+        try:
+            await host.start()
+            yield host
+        finally:
+            host.kill()
+
+    @asynccontextmanager
     async def _hold(self, live: Live, calls: int) -> AsyncIterator[Host]:
         """The host of an episode, started, and permits for calls."""
         while True:
@@ -406,14 +420,11 @@ class EnvironmentPool:
 
     async def _blame(self, episode: Episode, lost: str, attempts: int) -> Exception:
         """Whose fault it is that an episode lost all its hosts: the episode's, if its task can be reset elsewhere."""
-        host = self._launcher.host()
         try:
-            await host.start()
-            await self.reset(host, 0, task_of(episode.prompt))
+            async with self.fresh_host() as host:
+                await self.reset(host, 0, task_of(episode.prompt))
         except (LostError, FaultError) as error:
             return FaultError(f"{lost} ({attempts} attempts), and a new process fails too: {error}", "lost process")
-        finally:
-            host.kill()
         return FailureError(f"{lost} ({attempts} attempts), while a new process can be reset")
 
     def _fault(self, error: FaultError) -> Observation:

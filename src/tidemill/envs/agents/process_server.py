@@ -95,7 +95,10 @@ def main() -> None:
             os.execv(sys.executable, server_command(sys.argv[1], msgspec.structs.replace(setup, preload=False)))
     gc.collect()
     gc.freeze()  # memory stays shared with the forks
-    _serve(control, setup)
+    try:
+        _serve(control, setup)
+    finally:
+        _kill_all()
 
 
 def _serve(control: socket.socket, setup: Setup) -> None:
@@ -103,33 +106,44 @@ def _serve(control: socket.socket, setup: Setup) -> None:
     for end in (wake, woken):
         os.set_blocking(end, False)
     signal.set_wakeup_fd(woken)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    for number in (signal.SIGCHLD, signal.SIGTERM):
+        signal.signal(number, lambda *_: None)  # only wakes `select`: an exception could interrupt the killing
     processes: dict[int, int] = {}  # process id by the client's number
-    try:
-        while True:
-            ready, _, _ = select.select([control.fileno(), wake], [], [])
-            if control.fileno() in ready:
+    while True:
+        ready, _, _ = select.select([control.fileno(), wake], [], [])
+        if wake in ready:
+            if signal.SIGTERM in os.read(wake, 4096):
+                return
+            _reap(control, processes)
+        if control.fileno() in ready:
+            try:
                 text, files, _, _ = socket.recv_fds(control, 4096, 1)
-                if not text:
-                    return
-                command = msgspec.json.decode(text, type=Command)
-                if not command.kill:
-                    processes[command.process] = _fork(files[0], setup, control, [wake, woken])
-                elif command.process in processes:
+            except ConnectionResetError:
+                return
+            if not text:
+                return
+            command = msgspec.json.decode(text, type=Command)
+            if command.kill:
+                if command.process in processes:
                     kill_tree(processes[command.process])
-            if wake in ready:
-                with suppress(BlockingIOError):
-                    os.read(wake, 4096)
-                _reap(control, processes)
-    finally:
-        while below := _descendants(os.getpid()):
-            for each in below:
-                with suppress(ProcessLookupError):
-                    os.kill(each, signal.SIGKILL)
-            with suppress(ChildProcessError):
-                while os.waitpid(-1, os.WNOHANG)[0]:
-                    pass
+                continue
+            with suppress(OSError):  # no process can be started; the client sees that the socket closes
+                processes[command.process] = _fork(files[0], setup, control, [wake, woken])
+            os.close(files[0])
+
+
+def _kill_all() -> None:
+    """Kill all descendants of this process."""
+    empty = 0
+    while empty < 2:  # one scan misses a process whose parent ends during it
+        below = _descendants(os.getpid())
+        empty = 0 if below else empty + 1
+        for each in below:
+            with suppress(ProcessLookupError):
+                os.kill(each, signal.SIGKILL)
+        with suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
 
 
 def _reap(control: socket.socket, processes: dict[int, int]) -> None:
@@ -141,9 +155,8 @@ def _reap(control: socket.socket, processes: dict[int, int]) -> None:
                 del processes[number]
                 with suppress(OSError):  # the client is gone
                     control.send(msgspec.json.encode(Ended(process=number, status=os.waitstatus_to_exitcode(ended[1]))))
-    known = set(processes.values())
-    for each, parent in _parents().items():
-        if parent == os.getpid() and each not in known:
+    for each in _children().get(os.getpid(), []):
+        if each not in processes.values():
             kill_tree(each)
 
 
@@ -162,31 +175,29 @@ def kill_tree(pid: int) -> None:
             os.kill(each, signal.SIGKILL)
 
 
-def _parents() -> dict[int, int]:
-    """Parent of each process that is not a zombie."""
-    parents = {}
+def _children() -> dict[int, list[int]]:
+    """Children of each process, zombies included."""
+    children: dict[int, list[int]] = {}
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
             with suppress(FileNotFoundError, ProcessLookupError):  # it has ended
                 stat = (folder / "stat").read_text()
-                state, parent = stat[stat.rindex(")") + 1 :].split()[:2]  # a name in parentheses may contain spaces
-                if state != "Z":
-                    parents[int(folder.name)] = int(parent)
-    return parents
+                parent = int(stat[stat.rindex(")") + 1 :].split()[1])  # a name in parentheses may contain spaces
+                children.setdefault(parent, []).append(int(folder.name))
+    return children
 
 
 def _descendants(pid: int) -> list[int]:
-    parents = _parents()
+    children = _children()
     below = [pid]
     for each in below:  # grows
-        below += [child for child, parent in parents.items() if parent == each]
+        below += children.get(each, [])
     return below[1:]
 
 
 def _fork(file: int, setup: Setup, control: socket.socket, others: list[int]) -> int:
     server = os.getpid()
     if pid := os.fork():
-        os.close(file)
         return pid
     try:
         signal.set_wakeup_fd(-1)

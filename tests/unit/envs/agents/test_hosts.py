@@ -15,9 +15,12 @@ from pathlib import Path
 import pytest
 
 from tests import agent_environments as envs
-from tests.agent_format import Play, call
+from tests.agent_format import LineFormat, Play, call
 from tests.processes import command_lines, processes_below
 from tests.unit.envs.agents.test_pool import open_pool
+from tidemill.config.agent import EnvConfig
+from tidemill.envs.agents.find import find_environment
+from tidemill.envs.agents.pool import EnvironmentPool
 
 WAIT_S = 10.0
 
@@ -41,6 +44,10 @@ def eventually(condition: Callable[[], bool]) -> bool:
     return True
 
 
+def written(file: Path) -> str:
+    return file.read_text() if file.exists() else ""
+
+
 async def test_a_late_step_is_killed_with_everything_that_it_started(tmp_path: Path) -> None:
     async with open_pool(envs.Counter, call_timeout_s=0.5) as pool:
         play = Play(pool, {})
@@ -60,7 +67,7 @@ async def test_what_a_dead_process_started_is_killed(tmp_path: Path) -> None:
         assert command_lines([left])
         os.kill(own, signal.SIGKILL)
         assert ended(own, left)
-        assert (await play.act("pid")).end == "fault"  # the id of the process differs in the replay
+        assert (await play.act("b")).text.startswith("3 b")
     async with open_pool(envs.Counter) as pool:
         await Play(pool, {}).act(f"leave {tmp_path}/pid")
     assert ended(int((tmp_path / "pid").read_text()))
@@ -69,15 +76,13 @@ async def test_what_a_dead_process_started_is_killed(tmp_path: Path) -> None:
 async def test_close_and_cancellation_leave_nothing(tmp_path: Path) -> None:
     async with open_pool(envs.Counter) as pool:
         acting = asyncio.create_task(Play(pool, {}).act(f"hang {tmp_path}/pids"))
-        while not (tmp_path / "pids").exists():
-            await asyncio.sleep(0.01)
+        assert await asyncio.to_thread(eventually, lambda: bool(written(tmp_path / "pids")))
         acting.cancel()
         await asyncio.gather(acting, return_exceptions=True)
         assert ended(*map(int, (tmp_path / "pids").read_text().split()))
         (tmp_path / "pids").unlink()
         acting = asyncio.create_task(Play(pool, {}, index=1).act(f"hang {tmp_path}/pids"))
-        while not (tmp_path / "pids").exists():
-            await asyncio.sleep(0.01)
+        assert await asyncio.to_thread(eventually, lambda: bool(written(tmp_path / "pids")))
         below = list(processes_below(os.getpid()))
         await pool.close()
     acting.cancel()
@@ -90,6 +95,9 @@ import asyncio, sys
 from tests import agent_environments as envs
 from tests.agent_format import Play
 from tests.unit.envs.agents.test_pool import open_pool
+from tidemill.config.agent import EnvConfig
+from tidemill.envs.agents.find import find_environment
+from tidemill.envs.agents.pool import EnvironmentPool
 
 async def main():
     async with open_pool(envs.Counter) as pool:
@@ -102,7 +110,7 @@ asyncio.run(main())
 
 def test_nothing_survives_a_killed_run(tmp_path: Path) -> None:
     parent = subprocess.Popen([sys.executable, "-c", PARENT, str(tmp_path)])
-    assert eventually(lambda: (tmp_path / "pids").exists() and bool((tmp_path / "pids").read_text()))
+    assert eventually(lambda: bool(written(tmp_path / "pids")))
     below = list(processes_below(parent.pid))
     assert len(below) == 5  # the server, two environments, and what they started
     assert {*map(int, (tmp_path / "pids").read_text().split()), int((tmp_path / "left").read_text())} < set(below)
@@ -119,9 +127,9 @@ async def test_episodes_whose_processes_are_killed_equal_undisturbed_ones(enviro
         return call("add", number=index) + call("hang") * (turn == 3) + call("sleep", seconds=0.01)
 
     async def play_all(kill: bool) -> list[list[object]]:
-        draw = random.Random(0)
+        draw, count = random.Random(0), 30 if environment is envs.Counter else 8
         async with open_pool(environment, concurrency=2, attempts=20) as pool:
-            plays = [Play(pool, {"seed": index, "prompt": ""}, index=index) for index in range(20)]
+            plays = [Play(pool, {"seed": index, "prompt": ""}, index=index) for index in range(count)]
             killed = 0
             for turn in range(6):
                 acting = [asyncio.create_task(each.act(action(each.sample_id.index, turn))) for each in plays]
@@ -133,7 +141,7 @@ async def test_episodes_whose_processes_are_killed_equal_undisturbed_ones(enviro
                         os.kill(draw.choice(below), signal.SIGKILL)
                         killed += 1
                 await asyncio.gather(*acting)
-            assert killed >= 12 * kill
+            assert killed >= 8 * kill
         return [[*each.turns] for each in plays]
 
     assert await play_all(kill=True) == await play_all(kill=False)
@@ -158,11 +166,6 @@ async def test_a_class_whose_import_starts_threads_is_imported_after_the_fork(tm
         "    def reset(self, task, seed): return ''\n"
         "    def step(self, action): return Step(str(thread in threading.enumerate()))\n"
     )
-    from tidemill.config.agent import EnvConfig
-    from tidemill.envs.agents.find import find_environment
-    from tidemill.envs.agents.pool import EnvironmentPool
-    from tests.agent_format import LineFormat
-
     config = EnvConfig(name=f"{tmp_path}/threaded.py:Threaded")
     pool = EnvironmentPool(find_environment(config), config, LineFormat())
     assert (await Play(pool, {}).act("a")).text == "True"

@@ -13,11 +13,12 @@ import pytest
 
 from tests import agent_environments as envs
 from tests.agent_format import LineFormat, Play, call
-from tidemill.config.agent import EnvConfig
+from tidemill.config.agent import BUILT_IN, EnvConfig
 from tidemill.core.errors import GuardStop, UserError
 from tidemill.core.records import unpack_tokens
 from tidemill.envs.agents.find import find_environment
 from tidemill.envs.agents.pool import EnvironmentPool
+from tidemill.extensions.registry import given_function, provide
 
 FILE = envs.__file__
 
@@ -26,7 +27,8 @@ FILE = envs.__file__
 async def open_pool(
     environment: type, *, report: Callable[[str], None] = lambda _: None, **keys: Any
 ) -> AsyncIterator[EnvironmentPool]:
-    config = EnvConfig(name=f"{FILE}:{environment.__name__}", **keys)
+    name = environment.__name__
+    config = EnvConfig(name=name.lower() if name.lower() in BUILT_IN else f"{FILE}:{name}", **keys)
     pool = EnvironmentPool(find_environment(config), config, LineFormat(), run_id="run", report=report)
     try:
         yield pool
@@ -73,7 +75,7 @@ async def test_tools_answer_and_the_answer_is_scored() -> None:
         ("{not json", "error: the call is not JSON"),
         (
             call("nothing"),
-            "error: there is no tool nothing; the tools are add, sleep, wait, hang, pay, wrong, fail, finish",
+            "error: there is no tool nothing; the tools are add, sleep, wait, wrong, hang, pay, fail, finish",
         ),
         (call("add"), "error: add: number: Field required"),
         (call("add", number="2"), "error: add: number: Input should be a valid integer"),
@@ -301,8 +303,6 @@ async def test_classes_of_the_session_run_on_threads() -> None:
         def do_sleep(self, value: str) -> Any:
             time.sleep(float(value))
             return super().step("x")
-
-    from tidemill.extensions.registry import given_function, provide
 
     extension = given_function(Local, "environment", where="env.name")
     provide([extension])

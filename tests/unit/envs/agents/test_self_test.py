@@ -1,0 +1,63 @@
+"""The self-test at the start of a run, and how environments are found."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests import agent_environments as envs
+from tests.unit.envs.agents.test_pool import open_pool
+from tidemill.config.agent import EnvConfig
+from tidemill.core.errors import UserError
+from tidemill.envs.agents.builtin import Calculator, Guess
+from tidemill.envs.agents.find import find_environment
+from tidemill.envs.agents.self_test import self_test
+from tidemill.extensions.registry import resolve
+
+
+@pytest.mark.parametrize("environment", [envs.Counter, envs.OnceCounter, envs.Tools, Guess, Calculator])
+async def test_deterministic_environments_pass(environment: type) -> None:
+    async with open_pool(environment) as pool:
+        tasks = [{"seed": 3, "prompt": "x", "answer": "1"}, {"seed": 4, "prompt": "y", "answer": "1"}]
+        found = await self_test(pool, tasks)
+        assert found.deterministic, found.warning
+        assert found.warning == ("Tools.wrong returned int, and text is needed" if environment is envs.Tools else "")
+
+
+async def test_others_are_named() -> None:
+    async with open_pool(envs.Moody) as pool:
+        found = await self_test(pool, [{"seed": 3}, {"seed": 4}])
+    assert not found.deterministic
+    assert "the environment Moody is not deterministic: two runs of seed 3 with the same actions gave" in found.warning
+    assert "'1 (reward 0)' and '2 (reward 0)'" in found.warning
+    async with open_pool(envs.Broken) as pool:
+        with pytest.raises(UserError, match=r"Broken\.reset raised ConnectionError: no database"):
+            await self_test(pool, [{"seed": 3}])
+
+
+def test_environments_are_found_by_name_and_identified_by_their_file(tmp_path: Path) -> None:
+    found = find_environment(EnvConfig(name="guess", params={"guesses": 5}))
+    assert (found.function, found.importable) == (Guess, True)
+    assert find_environment(EnvConfig(name="calculator")).function is Calculator
+    file = tmp_path / "mine.py"
+    text = Path(envs.__file__).read_text()
+    file.write_text(text)
+    one = resolve(f"{file}:Counter", "environment", where="env.name")
+    file.write_text(text + "\n")
+    assert resolve(f"{file}:Counter", "environment", where="env.name").identity != one.identity
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "what"),
+    [
+        ("guess", {"gueses": 5}, "gueses"),
+        (f"{envs.__file__}:Literal", {}, "is not an environment"),
+        (f"{envs.__file__}:ToolEnvironment", {}, "has no tools"),
+        (f"{envs.__file__}:Environment", {}, "has no method step"),
+        (f"{envs.__file__}:Countr", {}, "no function Countr"),
+    ],
+)
+def test_what_is_no_environment_is_refused(name: str, params: dict[str, int], what: str) -> None:
+    with pytest.raises(UserError, match=what):
+        find_environment(EnvConfig(name=name, params=params))

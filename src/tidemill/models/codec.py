@@ -63,25 +63,36 @@ class TextCodec:
         Raises:
             UserError: the model has no chat template, or its template refuses these messages.
         """
+        text = self.render_chat([{"role": each.role, "content": each.content} for each in messages], tools)
+        return text, self._encode(text)
+
+    def render_chat(self, messages: Sequence[dict[str, str]], tools: Sequence[dict[str, Any]] = ()) -> str:
+        """Text of the chat template up to the start of the assistant's turn.
+
+        Args:
+            messages: role and content each.
+
+        Raises:
+            UserError: as `encode_chat`.
+        """
         if not self._tokenizer.chat_template:
             raise UserError(
                 "the model has no chat template",
                 where="model.chat_template",
                 hint="set model.chat_template = false, or choose an instruction-tuned model",
             )
-        turns = [{"role": message.role, "content": message.content} for message in messages]
         try:
             text = self._tokenizer.apply_chat_template(
-                turns, tools=list(tools) or None, tokenize=False, add_generation_prompt=True
+                list(messages), tools=list(tools) or None, tokenize=False, add_generation_prompt=True
             )
         except Exception as error:  # a template can raise anything
             raise UserError(
                 f"the model's chat template refuses the messages: {first_line(error)}",
                 where="model.chat_template",
-                hint=f"the messages have the roles {', '.join(message.role for message in messages)}",
+                hint=f"the messages have the roles {', '.join(message['role'] for message in messages)}",
             ) from error
         assert isinstance(text, str)
-        return text, self._encode(text)
+        return text
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of a completion without special tokens. An incomplete last character becomes U+FFFD."""
@@ -111,6 +122,16 @@ class TextCodec:
         if chat not in self._end_token_ids:
             self._end_token_ids[chat] = self._find_end_token(chat=chat)
         return self._end_token_ids[chat]
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """Not to be changed."""
+        return self._tokenizer
+
+    @property
+    def prefix_ids(self) -> tuple[int, ...]:
+        """Special tokens before a raw prompt."""
+        return tuple(self._prefix)
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
@@ -152,11 +173,7 @@ class TextCodec:
         try:
             ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
         except Exception as error:  # the tokenizers library raises nothing more specific
-            raise UserError(
-                f"the model's vocabulary lacks {self._first_unknown(text)!r}",
-                where="the prompt",
-                hint="for model.source = char, add it to model.char.alphabet",
-            ) from error
+            raise self.unknown_character(text) from error
         if self._without_embedding and (missing := self._without_embedding.keys() & set(ids)):
             raise self._no_embedding(min(missing), where="the prompt")
         return ids
@@ -187,6 +204,14 @@ class TextCodec:
     def _vocabulary(self, *, added: bool = True) -> dict[str, int]:
         vocabulary: dict[str, int] = self._backend.get_vocab(with_added_tokens=added)
         return vocabulary
+
+    def unknown_character(self, text: str) -> UserError:
+        """The error for a text that has a character outside the vocabulary."""
+        return UserError(
+            f"the model's vocabulary lacks {self._first_unknown(text)!r}",
+            where="the prompt",
+            hint="for model.source = char, add it to model.char.alphabet",
+        )
 
     def _first_unknown(self, text: str) -> str:
         for char in text:

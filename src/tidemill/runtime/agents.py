@@ -11,12 +11,10 @@ from tidemill.envs.agents.find import find_environment
 from tidemill.envs.agents.pool import EnvironmentPool
 from tidemill.envs.agents.prompts import AgentPrompts
 from tidemill.envs.agents.self_test import self_test
+from tidemill.envs.agents.turn_plan import task_of
 from tidemill.envs.text.prompts import Task
 from tidemill.models.codec import TextCodec
 from tidemill.models.turn_format import turn_format
-
-SELF_TEST = "self_test"
-"""Event: the result of the self-test."""
 
 
 def agent_prompts(spec: RunSpec, codec: TextCodec) -> AgentPrompts | None:
@@ -59,9 +57,9 @@ async def open_environments(
     pool = EnvironmentPool(find_environment(spec.env), spec.env, prompts.format, run_id=run_id, report=report)
     try:
         if spec.env.self_test:
-            rows = [prompt for _, prompt in task.source.train_batch(1)][: spec.env.self_test]
-            for finding in await self_test(pool, rows):
-                report(finding)
+            tested = await self_test(pool, [task_of(prompt) for _, prompt in task.source.train_batch(1)])
+            if tested.warning:
+                report(tested.warning)
         yield pool
     finally:
         await pool.close()

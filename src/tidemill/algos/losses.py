@@ -16,6 +16,7 @@ class Samples:
 
     index_T: Tensor  # int64 [T], the sample of each token
     count: int  # S, including samples without tokens
+    buffer_T: Tensor | None = None  # int64 [T], rank of each token by sample and place in it; None: ascending by place
 
     def sum(self, values_T: Tensor) -> Tensor:
         """float [S], 0 for a sample without tokens; differentiable."""

@@ -29,7 +29,6 @@ from tidemill.trainer.packing import (
     rollout_logprobs,
     split_by_sample,
     split_by_tokens,
-    trained_tokens,
 )
 
 TokenFunction = Callable[[Microbatch], Deferred[torch.Tensor]]
@@ -155,7 +154,7 @@ class AdvantageEstimator:
             advantages = function(
                 rewards=torch.tensor([reward for index in call for reward in rewards[index]]),
                 valid=torch.tensor([each for index in call for each in valid[index]]),
-                lengths=[trained_tokens(trajectory) for trajectory in trajectories],
+                lengths=[trajectory.trained_length for trajectory in trajectories],
                 truncated=torch.tensor([trajectory.truncated for trajectory in trajectories]),
                 components={name: torch.tensor([_component(t, name) for t in trajectories]) for name in names},
                 step=step,
@@ -244,7 +243,7 @@ class AdvantageEstimator:
     def _compute(self, function: TokenFunction, trajectories: Sequence[Trajectory]) -> Deferred[list[FloatArray]]:
         """[T] of each sample, in token order."""
         samples = [WeightedSample(trajectory=each, advantage=0.0, token_weight=0.0) for each in trajectories]
-        runs = split_by_tokens(samples, lambda sample: (sample.input_ids,), self._spec.batch.microbatch_tokens)
+        runs = split_by_tokens(samples, lambda sample: sample.input_ids, self._spec.batch.microbatch_tokens)
         started = [(microbatch, function(microbatch)) for microbatch in (pack(run, self._device) for run in runs)]
         return lambda: [
             each for microbatch, result in started for each in split_by_sample(result(), microbatch.samples)
@@ -264,7 +263,7 @@ class AdvantageEstimator:
             sample_id=trajectory.sample_id,
             token_ids=pack_tokens(ids.tolist()),
             segments=(*trajectory.segments, final),
-            rollout_logprobs=pack_logprobs([0.0] * (trained_tokens(trajectory) + 1)),
+            rollout_logprobs=pack_logprobs([0.0] * (trajectory.trained_length + 1)),
             versions=(),
             finish=trajectory.finish,
         )
@@ -273,7 +272,7 @@ class AdvantageEstimator:
         """The reward plus the length penalty."""
         value = trajectory.reward.value if trajectory.reward else 0.0
         return value + overlong_penalty(
-            trajectory.completion_length,
+            trajectory.trained_length,
             max_new_tokens=self._spec.sampling.max_new_tokens,
             buffer_tokens=self._spec.algorithm.overlong_buffer_tokens,
         )
@@ -307,12 +306,12 @@ def _component(trajectory: Trajectory, name: str) -> float:
 
 def _trainable(group: Group, valid: Sequence[bool]) -> list[int]:
     """Indices of the valid samples that have trained tokens."""
-    return [index for index, t in enumerate(group.trajectories) if valid[index] and trained_tokens(t)]
+    return [index for index, t in enumerate(group.trajectories) if valid[index] and t.trained_length]
 
 
 def _kl_penalty(trajectory: Trajectory, ref: FloatArray | None, kl_beta: float) -> DoubleArray:
     """[T], the KL penalty of each token; zeros without `ref`."""
-    tokens = trained_tokens(trajectory)
+    tokens = trajectory.trained_length
     if ref is None:
         return np.zeros(tokens)
     rollout = torch.from_numpy(rollout_logprobs(trajectory, tokens).astype(np.float64))
@@ -322,7 +321,7 @@ def _kl_penalty(trajectory: Trajectory, ref: FloatArray | None, kl_beta: float) 
 
 def _whitened(samples: list[WeightedSample]) -> list[WeightedSample]:
     """Whiten the advantages over all trained tokens."""
-    lengths = [trained_tokens(sample.trajectory) for sample in samples]
+    lengths = [sample.trajectory.trained_length for sample in samples]
     flat = np.concatenate([np.full(n, s.advantage, np.float64) for s, n in zip(samples, lengths, strict=True)])
     parts = np.split(whiten(torch.from_numpy(flat)).numpy(), np.cumsum(lengths)[:-1])
     return [replace(sample, advantage=part) for sample, part in zip(samples, parts, strict=True)]

@@ -243,7 +243,7 @@ TERMS: dict[str, dict[str, Term]] = {
     },
     "shaping": {
         "overlong": Term(
-            "R + min(-(L - (max_new_tokens - b)) / b, 0), L tokens long, b = overlong_buffer_tokens; 0: off",
+            "R + min(-(L - (max_new_tokens - b)) / b, 0), L trained tokens long, b = overlong_buffer_tokens; 0: off",
             "DAPO, arXiv 2503.14476, whose b is a fifth of the longest completion",
             ("algorithm.overlong_buffer_tokens",),
         ),

@@ -307,7 +307,7 @@ class AdvantageEstimator:
     def _turn_rewards(self, trajectory: Trajectory) -> DoubleArray:
         """The reward of each turn; an ordinary sample is one turn. Everything of the shaped reward that is not a reward
         of a turn belongs to the last turn, so the sum is the shaped reward."""
-        rewards = np.array([turn.reward for turn in trajectory.turns] or [0.0])
+        rewards = np.array([turn.reward for turn in trajectory.turns] or [0.0], np.float64)
         rewards[-1] = self._shaped_reward(trajectory) - rewards[:-1].sum()
         return rewards
 

@@ -1,4 +1,4 @@
-"""A plain policy update: one sample and one token at a time, without packing or shared prefixes.
+"""A plain policy update: one turn and one token at a time, without packing or shared prefixes.
 
 The formulas are reimplemented from the papers, without any function of `algos`.
 """
@@ -8,7 +8,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
+from statistics import fmean, stdev
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ from tidemill.core.records import Group, Trajectory, unpack_logprobs, unpack_tok
 
 @dataclass(kw_only=True)
 class PlainSample:
-    """A sample; lists and tensors have one element per completion token."""
+    """A sample; lists and tensors have one element per generated token."""
 
     trajectory: Trajectory
     group: int
@@ -36,6 +37,17 @@ class PlainSample:
     @property
     def length(self) -> int:
         return len(self.rollout)
+
+    @property
+    def turn_lengths(self) -> list[int]:
+        return [len(ids) - start for ids, start in _passes(self.trajectory)]
+
+    def turn_rewards(self, penalty: Sequence[float]) -> list[float]:
+        """The rewards of the turns minus the penalties of their tokens; the last turn gets the rest of the reward."""
+        rewards = [turn.reward for turn in self.trajectory.turns] or [0.0]
+        rewards[-1] = self.reward - sum(rewards[:-1])
+        ends = list(accumulate(self.turn_lengths))
+        return [r - sum(penalty[end - n : end]) for r, end, n in zip(rewards, ends, self.turn_lengths, strict=True)]
 
 
 def plain_policy(
@@ -68,7 +80,7 @@ def _sample(
     with torch.no_grad():
         ref = _chosen(_logits(reference, t), t) if reference is not None else None
     buffer = settings.algorithm.overlong_buffer_tokens
-    over = t.completion_length - (settings.sampling.max_new_tokens - buffer)
+    over = len(logits) - (settings.sampling.max_new_tokens - buffer)
     assert t.reward is not None
     probabilities = logits.softmax(-1)
     return PlainSample(
@@ -84,15 +96,35 @@ def _sample(
     )
 
 
+def _passes(t: Trajectory) -> list[tuple[list[int], int]]:
+    """(tokens from the start of the context to the end of the turn, place where the turn starts) of every turn."""
+    ids, passes, context = unpack_tokens(t.token_ids), [], 0
+    for segment in t.segments:
+        if segment.role == "context":
+            context = segment.start
+        if segment.role == "action":
+            passes.append((ids[context : segment.end], segment.start - context))
+    return passes
+
+
 def _logits(model: PreTrainedModel, t: Trajectory) -> Tensor:
-    ids = unpack_tokens(t.token_ids)
-    logits: Tensor = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, t.prompt_length - 1 : -1]
-    return logits
+    """[T, vocabulary], with one forward pass for every turn."""
+    passes = _passes(t)
+    return torch.cat(
+        [model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, at - 1 : -1] for ids, at in passes]
+    )
+
+
+@torch.no_grad()
+def generated_logprobs(model: PreTrainedModel, t: Trajectory) -> list[float]:
+    """[T] of the generated tokens."""
+    logprobs: list[float] = _chosen(_logits(model, t), t).tolist()
+    return logprobs
 
 
 def _chosen(logits: Tensor, t: Trajectory) -> Tensor:
-    completion = unpack_tokens(t.token_ids)[t.prompt_length :]
-    return logits.log_softmax(-1)[torch.arange(len(completion)), torch.tensor(completion)]
+    generated = [token for ids, start in _passes(t) for token in ids[start:]]
+    return logits.log_softmax(-1)[torch.arange(len(generated)), torch.tensor(generated)]
 
 
 def _advantages(settings: RunSpec, siblings: list[PlainSample]) -> None:
@@ -106,19 +138,57 @@ def _advantages(settings: RunSpec, siblings: list[PlainSample]) -> None:
     if algorithm.advantage in ("gae", "reinforce_pp"):
         for sample, penalty in zip(siblings, penalties, strict=True):
             rewards = [-each for each in penalty]
-            rewards[-1] += sample.reward
+            of_turns = sample.turn_rewards([0.0] * sample.length)
+            for end, reward in zip(accumulate(sample.turn_lengths), of_turns, strict=True):
+                rewards[end - 1] += reward
             _over_time(settings, sample, rewards)
         return
     totals = [sample.reward - sum(penalty) for sample, penalty in zip(siblings, penalties, strict=True)]
-    n, mean = len(totals), sum(totals) / len(totals)
-    deviation = math.sqrt(sum((total - mean) ** 2 for total in totals) / (n - 1))
-    for sample, total in zip(siblings, totals, strict=True):
-        advantage = total - mean
-        if algorithm.advantage == "grpo":
-            advantage /= deviation + 1e-4
-        if algorithm.advantage == "rloo":
-            advantage = total - (sum(totals) - total) / (n - 1)
+    if algorithm.credit != "outcome":
+        rewards_by_turn = [sample.turn_rewards(penalty) for sample, penalty in zip(siblings, penalties, strict=True)]
+        advantages = _by_turn(settings, [sample.trajectory for sample in siblings], rewards_by_turn)
+        for sample, row in zip(siblings, advantages, strict=True):
+            sample.advantages = [a for a, n in zip(row, sample.turn_lengths, strict=True) for _ in range(n)]
+        return
+    for sample, advantage in zip(siblings, _relative(algorithm.advantage, totals), strict=True):
         sample.advantages = [advantage] * sample.length
+
+
+def _relative(advantage: str, rewards: list[float], floor: float = 1e-4) -> list[float]:
+    if len(rewards) < 2:
+        return [0.0] * len(rewards)
+    n, mean = len(rewards), fmean(rewards)
+    if advantage == "grpo":
+        return [(reward - mean) / (stdev(rewards) + floor) for reward in rewards]
+    if advantage == "rloo":
+        return [reward - (sum(rewards) - reward) / (n - 1) for reward in rewards]
+    return [reward - mean for reward in rewards]
+
+
+def _by_turn(settings: RunSpec, samples: list[Trajectory], rewards: list[list[float]]) -> list[list[float]]:
+    """One advantage per turn of every sample."""
+    algorithm = settings.algorithm
+    returns = [
+        [sum(algorithm.turn_gamma ** (k - t) * row[k] for k in range(t, len(row))) for t in range(len(row))]
+        for row in rewards
+    ]
+    steps = [(s, t) for s, row in enumerate(rewards) for t in range(len(row))]
+    if algorithm.credit == "turn_returns":
+        key, kind, floor = {(s, t): str(t) for s, t in steps}, algorithm.advantage, 1e-6
+        kind = kind if kind == "grpo" else "dr_grpo"
+    else:
+        key, kind, floor = {(s, t): samples[s].turns[t].state_key for s, t in steps}, algorithm.advantage, 1e-4
+    found = [[0.0] * len(row) for row in rewards]
+    for value in set(key.values()):
+        members = [step for step in steps if key[step] == value]
+        for (s, t), advantage in zip(members, _relative(kind, [returns[s][t] for s, t in members], floor), strict=True):
+            found[s][t] = advantage
+    if algorithm.credit == "gigpo":
+        episodes = _relative(kind, [sum(row) for row in rewards])
+        found = [
+            [whole + algorithm.step_weight * step for step in row] for whole, row in zip(episodes, found, strict=True)
+        ]
+    return found
 
 
 def _over_time(settings: RunSpec, sample: PlainSample, rewards: list[float]) -> None:
@@ -126,10 +196,11 @@ def _over_time(settings: RunSpec, sample: PlainSample, rewards: list[float]) -> 
     values = [0.0] * (sample.length + 1)
     lam = 1.0
     if algorithm.advantage == "gae":
-        ids, lam = unpack_tokens(t.token_ids), algorithm.lam
-        values = [fixed_value(ids[at], at) for at in range(t.prompt_length - 1, len(ids))]
-        if not (t.truncated and algorithm.bootstrap_truncated):
-            values[-1] = 0.0
+        passes, lam = _passes(t), algorithm.lam
+        values = [fixed_value(ids[at - 1], at - 1) for ids, start in passes for at in range(start, len(ids))]
+        final = passes[-1][0]
+        bootstrapped = t.truncated and algorithm.bootstrap_truncated
+        values.append(fixed_value(final[-1], len(final) - 1) if bootstrapped else 0.0)
     advantage = 0.0
     for at in reversed(range(sample.length)):
         error = rewards[at] + algorithm.gamma * values[at + 1] - values[at]

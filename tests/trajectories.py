@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, Literal
 
 from tidemill.core.records import (
     Group,
@@ -11,6 +12,7 @@ from tidemill.core.records import (
     SampleId,
     Segment,
     Trajectory,
+    Turn,
     VersionRun,
     pack_logprobs,
     pack_tokens,
@@ -44,6 +46,54 @@ def trajectory(
         reward=Reward(value=reward, valid=valid, reason="" if valid else "made invalid"),
         weight=weight,
     )
+
+
+Part = tuple[Literal["action", "observation", "context"], Sequence[int]]
+"""Role and tokens of a segment."""
+
+
+def agent_trajectory(
+    prompt: Sequence[int],
+    parts: Sequence[Part],
+    rewards: Sequence[float],
+    *,
+    total: float | None = None,
+    states: Sequence[str] = (),
+    index: int = 0,
+    valid: bool = True,
+    **changed: Any,
+) -> Trajectory:
+    """A trajectory whose actions are its turns, with their `rewards`.
+
+    Args:
+        total: the trajectory's reward; None: the sum of the turns' rewards.
+        states: `state_key` of each turn; by default all differ.
+        changed: other fields.
+    """
+    tokens, turns = list(prompt), list[Turn]()
+    segments = [Segment(role="prompt", start=0, end=len(prompt), trained=False)]
+    for role, ids in parts:
+        start, end = len(tokens), len(tokens) + len(ids)
+        segments.append(Segment(role=role, start=start, end=end, trained=role == "action"))
+        tokens += ids
+        if role == "action":
+            number = len(turns)
+            state = states[number] if states else f"{index}.{number}"
+            own = (start - len(prompt), end - len(prompt))
+            turns.append(Turn(start=own[0], end=own[1], text="", reward=rewards[number], state_key=state))
+    length, value = len(tokens) - len(prompt), sum(rewards) if total is None else total
+    fields: dict[str, Any] = {
+        "sample_id": SampleId(run_seed=0, purpose="train", prompt_id=str(list(prompt)), epoch=0, index=index),
+        "token_ids": pack_tokens(tokens),
+        "segments": tuple(segments),
+        "rollout_logprobs": pack_logprobs([-1.0] * sum(turn.end - turn.start for turn in turns)),
+        "versions": (VersionRun(version=VERSION, start=0, end=length),),
+        "finish": "stop",
+        "turns": tuple(turns),
+        "reward": Reward(value=value, valid=valid, reason="" if valid else "made invalid"),
+        "weight": float(valid),
+    }
+    return Trajectory(**{**fields, **changed})
 
 
 def group(position: int, trajectories: Sequence[Trajectory]) -> Group:

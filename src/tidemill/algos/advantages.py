@@ -29,16 +29,18 @@ class Advantage:
     level: Literal["sample", "token"]
     function: Callable[..., Tensor]
     settings: tuple[str, ...] = ()  # keys of [algorithm] passed by name
+    deviation: bool = False  # divides by the standard deviation of the group
     formula: str
     source: str
 
 
-def grpo(rewards_G: Tensor, valid_G: Tensor) -> Tensor:
-    """Group-relative advantage, A = (R - mean) / (std + 1e-4), std with ddof 1.
+def grpo(rewards_G: Tensor, valid_G: Tensor, *, floor: float = STD_FLOOR) -> Tensor:
+    """Group-relative advantage, A = (R - mean) / (std + floor), std with ddof 1.
 
     Args:
         rewards_G: float [G], one group's rewards; invalid samples may have any value, including NaN.
         valid_G: bool [G], False where the reward failed or the sample is excluded.
+        floor: added to the deviation.
 
     Returns:
         float32 [G], 0 for invalid samples. Statistics are over valid samples. All zeros with fewer than two valid
@@ -49,7 +51,7 @@ def grpo(rewards_G: Tensor, valid_G: Tensor) -> Tensor:
     centred = _centred(rewards_G, valid_G)
     rewards = rewards_G[valid_G].double()
     deviation = rewards.std(correction=1) if rewards.numel() > 1 else rewards.new_zeros(())
-    return (centred / (deviation + STD_FLOOR)).float()
+    return (centred / (deviation + floor)).float()
 
 
 def dr_grpo(rewards_G: Tensor, valid_G: Tensor) -> Tensor:
@@ -93,6 +95,7 @@ ADVANTAGES: dict[str, Advantage] = {
         scope="group",
         level="sample",
         function=grpo,
+        deviation=True,
         formula="A = (R - mean_G) / (std_G + 1e-4), ddof 1, over valid samples",
         source="DeepSeekMath, arXiv 2402.03300",
     ),

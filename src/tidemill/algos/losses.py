@@ -16,6 +16,7 @@ class Samples:
 
     index_T: Tensor  # int64 [T], the sample of each token
     count: int  # S, including samples without tokens
+    buffer_T: Tensor | None = None  # int64 [T], rank of each token by sample and place in it; None: ascending by place
 
     def sum(self, values_T: Tensor) -> Tensor:
         """float [S], 0 for a sample without tokens; differentiable."""
@@ -242,7 +243,7 @@ TERMS: dict[str, dict[str, Term]] = {
     },
     "shaping": {
         "overlong": Term(
-            "R + min(-(L - (max_new_tokens - b)) / b, 0), L tokens long, b = overlong_buffer_tokens; 0: off",
+            "R + min(-(L - (max_new_tokens - b)) / b, 0), L trained tokens long, b = overlong_buffer_tokens; 0: off",
             "DAPO, arXiv 2503.14476, whose b is a fifth of the longest completion",
             ("algorithm.overlong_buffer_tokens",),
         ),

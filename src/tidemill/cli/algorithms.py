@@ -11,6 +11,7 @@ from rich.table import Table
 
 from tidemill.algos.advantages import ADVANTAGES
 from tidemill.algos.corrections import CORRECTIONS
+from tidemill.algos.credit import CREDITS
 from tidemill.algos.losses import LOSSES, TERMS
 from tidemill.algos.preference import PREFERENCE_LOSSES
 from tidemill.cli.output import Json, Result
@@ -21,6 +22,7 @@ from tidemill.config.toml import write_value
 TITLES = {
     "presets": "algorithm.name: sets the defaults of the other keys",
     "advantages": "algorithm.advantage",
+    "credits": 'algorithm.credit, the advantage of each turn; "outcome" (default): that of the trajectory',
     "losses": "algorithm.loss, ρ = exp(trainer - proximal)",
     "corrections": "algorithm.correction.kind, a weight of each token by r = exp(proximal - rollout)",
     "preference": "losses on preference pairs",
@@ -33,7 +35,7 @@ TITLES = {
 
 
 def algorithms(*, json: Json = False) -> Result:
-    """List presets, advantages, losses, corrections and other loss terms."""
+    """List presets, advantages, credit of turns, losses, corrections and other loss terms."""
     data = listing()
     return Result(data=data, text=Group(*(table(TITLES[kind], rows) for kind, rows in data.items())))
 
@@ -49,6 +51,11 @@ def listing() -> dict[str, list[dict[str, Any]]]:
             {"name": name, "formula": row.formula, "source": row.source, "scope": row.scope}
             | {"defaults": defaults("advantage", name, row.settings)}
             for name, row in ADVANTAGES.items()
+        ],
+        "credits": [
+            {"name": name, "formula": row.formula, "source": row.source}
+            | {"defaults": plain_values([f"algorithm.{setting}" for setting in row.settings])}
+            for name, row in CREDITS.items()
         ],
         "losses": [
             {"name": name, "formula": row.formula, "source": row.source}

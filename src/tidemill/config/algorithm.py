@@ -144,7 +144,8 @@ class AlgorithmConfig(Config):
     whole batch is complete."""
     credit: Literal["outcome", "turn_returns", "gigpo"] = "outcome"
     """Advantage of the turns of an agent. outcome: that of the whole trajectory. turn_returns: from the discounted
-    rewards after each turn. gigpo: outcome plus the advantage among equal states of the group."""
+    rewards after each turn. gigpo: outcome plus the advantage among equal states of the group; algorithm.advantage is
+    then "dr_grpo" by default, which does not divide by a deviation."""
     turn_gamma: float = Field(0.95, gt=0, le=1)
     """turn_returns, gigpo: discount per turn."""
     step_weight: float = Field(1.0, ge=0)
@@ -205,6 +206,8 @@ class AlgorithmConfig(Config):
         if preset is None:
             return given
         defaults, preset_loss = dict(preset.settings), preset.settings.get("loss", "ppo_clip")
+        if given.get("credit") == "gigpo":
+            defaults = {"advantage": "dr_grpo"} | defaults
         loss = given.get("loss", preset_loss)
         if loss != preset_loss and isinstance(loss, str):  # the preset's limits and correction are for its own loss
             defaults.pop("correction", None)

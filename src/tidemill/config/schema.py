@@ -296,6 +296,16 @@ class RunSpec(Config):
                 f'batch.group_size = 1, and algorithm.advantage = "{algorithm.advantage}" compares the samples of a '
                 'group; set group_size to 2 or more, or advantage = "gae" or "reinforce_pp"'
             )
+        if algorithm.credit != "outcome" and not algorithm.compares_siblings:
+            yield (
+                f'algorithm.credit = "{algorithm.credit}" is one advantage per turn, which algorithm.advantage = '
+                f'"{algorithm.advantage}" does not compute; set credit = "outcome", or advantage = "grpo" or "dr_grpo"'
+            )
+        if algorithm.credit != "outcome" and not self.env.enabled:
+            yield (
+                f'algorithm.credit = "{algorithm.credit}" needs turns, and env.name is not set; name an environment, '
+                'or set credit = "outcome"'
+            )
         if algorithm.overlong_buffer_tokens > self.sampling.max_new_tokens:
             yield (
                 f"algorithm.overlong_buffer_tokens = {algorithm.overlong_buffer_tokens} is more than "

@@ -77,12 +77,12 @@ CLIP_FRACTION: Final = _define(
     "clip_fraction", "", "share of trained tokens whose importance ratio was clipped", label="clipped", write=percent
 )
 LENGTH_MEAN: Final = _define(
-    "completion_tokens_mean", "tokens", "mean completion length", label="length", write=compact
+    "completion_tokens_mean", "tokens", "mean number of generated tokens of a sample", label="length", write=compact
 )
-LENGTH_MAX: Final = _define("completion_tokens_max", "tokens", "longest completion", write=compact)
+LENGTH_MAX: Final = _define("completion_tokens_max", "tokens", "generated tokens of the longest sample", write=compact)
 TRUNCATED: Final = _define("truncated_fraction", "", "share of completions truncated at max_new_tokens", write=percent)
 NO_SIGNAL: Final = _define(
-    "groups_without_signal", "groups", "groups skipped because all their rewards are equal",
+    "groups_without_signal", "groups", "groups skipped because all their advantages are 0",
     label="no signal", write=compact,
 )  # fmt: skip
 GROUPS_INVALID: Final = _define(

@@ -88,7 +88,10 @@ def sample_line(step: int, trajectory: Trajectory, prompt: Prompt, texts: TokenT
 
 
 def _aligned_logprobs(trajectory: Trajectory, tokens: int) -> list[float | None]:
-    """One entry per completion token, None for tokens the model did not generate; rounded to float32's precision."""
+    """One entry per completion token, None for tokens the model did not generate, rounded to float32's precision; empty
+    if the engine returned none."""
+    if not trajectory.rollout_logprobs:
+        return []
     logprobs = [round(value, 6) for value in unpack_logprobs(trajectory.rollout_logprobs)]
     aligned: list[float | None] = [None] * tokens
     taken = 0
@@ -132,8 +135,8 @@ class Sample(Record):
 
     @property
     def length(self) -> int:
-        """Completion tokens."""
-        return len(self.token_ids)
+        """Generated tokens, which have logprobs; without logprobs, all tokens of the completion."""
+        return sum(logprob is not None for logprob in self.logprobs) or len(self.token_ids)
 
 
 def read_samples(path: Path) -> list[Sample]:

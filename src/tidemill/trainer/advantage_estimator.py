@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 
 from tidemill.algos.advantages import ADVANTAGES, Scope, has_signal, overlong_penalty
+from tidemill.algos.credit import CREDITS, GroupTurns
 from tidemill.algos.kl import kl_reward
 from tidemill.algos.returns import whiten
 from tidemill.algos.user_functions import UserAdvantage, user_advantage
@@ -29,7 +30,7 @@ from tidemill.trainer.packing import (
     rollout_logprobs,
     split_by_sample,
     split_by_tokens,
-    trained_tokens,
+    trained_positions,
 )
 
 TokenFunction = Callable[[Microbatch], Deferred[torch.Tensor]]
@@ -117,13 +118,14 @@ class AdvantageEstimator:
             token_rewards = []
             for trajectory, penalty in zip(trajectories, penalties, strict=True):
                 token_rewards.append(-penalty)
-                token_rewards[-1][-1] += self._shaped_reward(trajectory)
+                np.add.at(token_rewards[-1], _last_tokens(trajectory), self._turn_rewards(trajectory))
             samples = self._token_level(trajectories, token_rewards, [each for each in values if each is not None])
         else:
             samples = []
             rest = iter(penalties)
+            level = self._sample_level if self._spec.algorithm.credit == "outcome" else self._turn_level
             for group, ok, indices in zip(groups, valid, kept, strict=True):
-                samples += self._sample_level(group, ok, indices, [next(rest) for _ in indices])
+                samples += level(group, ok, indices, [next(rest) for _ in indices])
         samples = [replace(sample, ref_logprobs=ref) for sample, ref in zip(samples, references, strict=True)]
         signals = [has_signal(torch.as_tensor(sample.advantage)) for sample in samples]
         if self._spec.algorithm.whiten:
@@ -155,7 +157,7 @@ class AdvantageEstimator:
             advantages = function(
                 rewards=torch.tensor([reward for index in call for reward in rewards[index]]),
                 valid=torch.tensor([each for index in call for each in valid[index]]),
-                lengths=[trained_tokens(trajectory) for trajectory in trajectories],
+                lengths=[trajectory.trained_length for trajectory in trajectories],
                 truncated=torch.tensor([trajectory.truncated for trajectory in trajectories]),
                 components={name: torch.tensor([_component(t, name) for t in trajectories]) for name in names},
                 step=step,
@@ -188,6 +190,30 @@ class AdvantageEstimator:
             WeightedSample(trajectory=group.trajectories[index], advantage=advantages[index], token_weight=1.0)
             for index in kept
         ]
+
+    def _turn_level(
+        self, group: Group, valid: Sequence[bool], kept: Sequence[int], penalties: Sequence[DoubleArray]
+    ) -> list[WeightedSample]:
+        """One advantage per turn, for all its trained tokens."""
+        assert self._estimator is not None
+        algorithm, trajectories = self._spec.algorithm, group.trajectories
+        counted = [index for index, ok in enumerate(valid) if ok]
+        rewards = {index: self._turn_rewards(trajectories[index]) for index in counted}
+        for index, penalty in zip(kept, penalties, strict=True):
+            np.subtract.at(rewards[index], _turn_of_tokens(trajectories[index]), penalty)
+        keys = [[turn.state_key for turn in trajectories[index].turns] or [""] for index in counted]
+        numbers = {key: number for number, key in enumerate({key for row in keys for key in row})}
+        turns = GroupTurns(
+            rewards_GN=_padded(list(rewards.values())),
+            reached_GN=_padded([np.ones(len(row)) for row in keys]).bool(),
+            states_GN=_padded([np.array([float(numbers[key]) for key in row]) for row in keys]).long(),
+        )
+        credit = CREDITS[algorithm.credit]
+        settings = {name: getattr(algorithm, name) for name in credit.settings}
+        advantages_GN = credit.function(turns, self._estimator, **settings).numpy()
+        rows = dict(zip(counted, advantages_GN, strict=True))
+        chosen = [(trajectories[index], rows[index]) for index in kept]
+        return [WeightedSample(trajectory=t, advantage=row[_turn_of_tokens(t)], token_weight=1.0) for t, row in chosen]
 
     def _token_level(
         self,
@@ -244,7 +270,7 @@ class AdvantageEstimator:
     def _compute(self, function: TokenFunction, trajectories: Sequence[Trajectory]) -> Deferred[list[FloatArray]]:
         """[T] of each sample, in token order."""
         samples = [WeightedSample(trajectory=each, advantage=0.0, token_weight=0.0) for each in trajectories]
-        runs = split_by_tokens(samples, lambda sample: (sample.input_ids,), self._spec.batch.microbatch_tokens)
+        runs = split_by_tokens(samples, lambda sample: sample.input_ids, self._spec.batch.microbatch_tokens)
         started = [(microbatch, function(microbatch)) for microbatch in (pack(run, self._device) for run in runs)]
         return lambda: [
             each for microbatch, result in started for each in split_by_sample(result(), microbatch.samples)
@@ -264,7 +290,7 @@ class AdvantageEstimator:
             sample_id=trajectory.sample_id,
             token_ids=pack_tokens(ids.tolist()),
             segments=(*trajectory.segments, final),
-            rollout_logprobs=pack_logprobs([0.0] * (trained_tokens(trajectory) + 1)),
+            rollout_logprobs=pack_logprobs([0.0] * (trajectory.trained_length + 1)),
             versions=(),
             finish=trajectory.finish,
         )
@@ -273,10 +299,17 @@ class AdvantageEstimator:
         """The reward plus the length penalty."""
         value = trajectory.reward.value if trajectory.reward else 0.0
         return value + overlong_penalty(
-            trajectory.completion_length,
+            trajectory.trained_length,
             max_new_tokens=self._spec.sampling.max_new_tokens,
             buffer_tokens=self._spec.algorithm.overlong_buffer_tokens,
         )
+
+    def _turn_rewards(self, trajectory: Trajectory) -> DoubleArray:
+        """The reward of each turn; an ordinary sample is one turn. Everything of the shaped reward that is not a reward
+        of a turn belongs to the last turn, so the sum is the shaped reward."""
+        rewards = np.array([turn.reward for turn in trajectory.turns] or [0.0], np.float64)
+        rewards[-1] = self._shaped_reward(trajectory) - rewards[:-1].sum()
+        return rewards
 
     def _check_logprobs(self, trajectories: Sequence[Trajectory]) -> None:
         needs = self._spec.algorithm.needs_rollout_logprobs
@@ -300,6 +333,17 @@ class AdvantageEstimator:
             )
 
 
+def _turn_of_tokens(trajectory: Trajectory) -> npt.NDArray[np.int64]:
+    """int64 [T], the turn of each trained token."""
+    starts = [turn.start for turn in trajectory.turns[1:]]
+    return np.searchsorted(starts, trained_positions(trajectory), side="right")
+
+
+def _last_tokens(trajectory: Trajectory) -> npt.NDArray[np.int64]:
+    """int64 [N], the last trained token of each turn."""
+    return np.searchsorted(_turn_of_tokens(trajectory), np.arange(max(len(trajectory.turns), 1)), side="right") - 1
+
+
 def _component(trajectory: Trajectory, name: str) -> float:
     """A named reward of a sample; NaN if it has none."""
     return trajectory.reward.components.get(name, math.nan) if trajectory.reward else math.nan
@@ -307,12 +351,12 @@ def _component(trajectory: Trajectory, name: str) -> float:
 
 def _trainable(group: Group, valid: Sequence[bool]) -> list[int]:
     """Indices of the valid samples that have trained tokens."""
-    return [index for index, t in enumerate(group.trajectories) if valid[index] and trained_tokens(t)]
+    return [index for index, t in enumerate(group.trajectories) if valid[index] and t.trained_length]
 
 
 def _kl_penalty(trajectory: Trajectory, ref: FloatArray | None, kl_beta: float) -> DoubleArray:
     """[T], the KL penalty of each token; zeros without `ref`."""
-    tokens = trained_tokens(trajectory)
+    tokens = trajectory.trained_length
     if ref is None:
         return np.zeros(tokens)
     rollout = torch.from_numpy(rollout_logprobs(trajectory, tokens).astype(np.float64))
@@ -322,7 +366,7 @@ def _kl_penalty(trajectory: Trajectory, ref: FloatArray | None, kl_beta: float) 
 
 def _whitened(samples: list[WeightedSample]) -> list[WeightedSample]:
     """Whiten the advantages over all trained tokens."""
-    lengths = [trained_tokens(sample.trajectory) for sample in samples]
+    lengths = [sample.trajectory.trained_length for sample in samples]
     flat = np.concatenate([np.full(n, s.advantage, np.float64) for s, n in zip(samples, lengths, strict=True)])
     parts = np.split(whiten(torch.from_numpy(flat)).numpy(), np.cumsum(lengths)[:-1])
     return [replace(sample, advantage=part) for sample, part in zip(samples, parts, strict=True)]

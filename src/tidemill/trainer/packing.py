@@ -6,7 +6,7 @@ import bisect
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias, TypeVar
+from typing import NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +16,7 @@ from torch import Tensor
 from tidemill.algos.losses import Samples
 from tidemill.core.errors import TidemillError
 from tidemill.core.records import TokenBuffer, Trajectory
-from tidemill.models.attention import Tokens, TokenTree, build_tree, common_prefix
+from tidemill.models.attention import IntArray, Tokens, TokenTree, build_tree, common_prefix
 
 FloatArray: TypeAlias = npt.NDArray[np.float32]
 ItemT = TypeVar("ItemT")
@@ -82,9 +82,9 @@ class WeightedSample:
     ref_logprobs: FloatArray | None = None  # [T], if already computed
 
     @property
-    def input_ids(self) -> Tokens:
-        """int32, without the last token, which predicts nothing."""
-        return tokens_of(self.trajectory.token_ids)[:-1]
+    def input_ids(self) -> list[Tokens]:
+        """int32 of each row, without its last token, which predicts nothing."""
+        return [row.token_ids[:-1] for row in rows_of(self.trajectory)]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -121,27 +121,27 @@ class Microbatch:
 
 
 def split_by_sample(values_T: Tensor, samples: Samples) -> list[FloatArray]:
-    """[T_s] of each sample, in token order (a microbatch interleaves the tokens of samples)."""
+    """[T_s] of each sample, in buffer order (a microbatch interleaves the tokens of samples and rows)."""
     index_T = samples.index_T.cpu().numpy()
-    order = np.argsort(index_T, kind="stable")
+    order = np.argsort(index_T if samples.buffer_T is None else samples.buffer_T.cpu().numpy(), kind="stable")
     ends = np.cumsum(np.bincount(index_T, minlength=samples.count))
     return np.split(values_T.float().cpu().numpy()[order], ends[:-1])
 
 
 def packed_size(samples: Sequence[WeightedSample]) -> int:
     """Tokens to compute if these samples are packed into one tree."""
-    return build_tree([sample.input_ids for sample in samples]).size
+    return build_tree([ids for sample in samples for ids in sample.input_ids]).size
 
 
 def pack(samples: Sequence[WeightedSample], device: torch.device, *, version: int = 0) -> Microbatch:
     """Pack `samples` into one microbatch on `device`; lags are relative to the trainer's `version`."""
     trajectories = [sample.trajectory for sample in samples]
-    tree = build_tree([sample.input_ids for sample in samples])
-    trained = [_trained_positions(trajectory) for trajectory in trajectories]
-    nodes = np.concatenate([path[positions - 1] for path, positions in zip(tree.paths, trained, strict=True)])
+    rows = [row for trajectory in trajectories for row in rows_of(trajectory)]
+    tree = build_tree([row.token_ids[:-1] for row in rows])
+    nodes = np.concatenate([path[row.trained - 1] for path, row in zip(tree.paths, rows, strict=True)])
     order = np.argsort(nodes, kind="stable")
     head_nodes, head_rows = np.unique(nodes[order], return_inverse=True)
-    lengths = [len(positions) for positions in trained]
+    lengths = [trajectory.trained_length for trajectory in trajectories]
 
     def gather(parts: Sequence[npt.NDArray[np.generic]], dtype: type[np.generic]) -> Tensor:
         return torch.from_numpy(np.concatenate(parts, axis=-1)[..., order].astype(dtype)).to(device)
@@ -156,31 +156,31 @@ def pack(samples: Sequence[WeightedSample], device: torch.device, *, version: in
         before = [rollout_logprobs(trajectory, tokens)] * (publishes - len(seen))
         return np.stack([*before, *seen]) if publishes else np.empty((0, tokens), np.float32)
 
-    def token_lags(trajectory: Trajectory, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    def token_lags(trajectory: Trajectory) -> IntArray:
         """int64 [T]; 0 for a token without a recorded version."""
         versions = np.full(trajectory.completion_length, version, np.int64)
         for run in trajectory.versions:
             versions[run.start : run.end] = run.version.number
-        return version - versions[positions - trajectory.prompt_length]
+        return version - versions[trained_positions(trajectory)]
 
-    def token_sources(trajectory: Trajectory, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    def token_sources(trajectory: Trajectory) -> IntArray:
         """int64 [T], index into `sources`."""
-        rows = np.zeros(trajectory.completion_length, np.int64)
+        indices = np.zeros(trajectory.completion_length, np.int64)
         for run in trajectory.sources:
-            rows[run.start : run.end] = sources.index(run.source)
-        return rows[positions - trajectory.prompt_length]
+            indices[run.start : run.end] = sources.index(run.source)
+        return indices[trained_positions(trajectory)]
 
     sources = ("", *sorted({run.source for trajectory in trajectories for run in trajectory.sources}))
     publishes = max((len(trajectory.publish_logprobs) for trajectory in trajectories), default=0)
     sized = list(zip(trajectories, lengths, strict=True))
-    placed = list(zip(trajectories, trained, strict=True))
-    lags = [token_lags(trajectory, positions) for trajectory, positions in placed]
+    lags = [token_lags(trajectory) for trajectory in trajectories]
+    owners = [np.full(tokens, index) for index, tokens in enumerate(lengths)]
     return Microbatch(
         tree=tree,
         head_nodes=torch.from_numpy(head_nodes).to(device),
         head_rows=torch.from_numpy(head_rows).to(device),
-        targets=gather([tokens_of(t.token_ids)[at] for t, at in placed], np.int64),
-        samples=Samples(gather([np.full(n, index) for index, n in enumerate(lengths)], np.int64), len(samples)),
+        targets=gather([row.token_ids[row.trained] for row in rows], np.int64),
+        samples=Samples(gather(owners, np.int64), len(samples), gather([np.arange(len(nodes))], np.int64)),
         advantages=gather([np.full(n, s.advantage) for s, n in zip(samples, lengths, strict=True)], np.float32),
         weights=gather([np.full(n, s.token_weight) for s, n in zip(samples, lengths, strict=True)], np.float32),
         rollout_logprobs=gather([rollout_logprobs(trajectory, n) for trajectory, n in sized], np.float32),
@@ -188,17 +188,40 @@ def pack(samples: Sequence[WeightedSample], device: torch.device, *, version: in
         lags=gather(lags, np.int64),
         tokens_by_lag=Counter(np.concatenate(lags).tolist()),
         sources=sources,
-        source_rows=gather([token_sources(trajectory, positions) for trajectory, positions in placed], np.int64),
-        unpacked_tokens=sum(len(sample.input_ids) for sample in samples),
+        source_rows=gather([token_sources(trajectory) for trajectory in trajectories], np.int64),
+        unpacked_tokens=sum(len(row.token_ids) - 1 for row in rows),
         returns=gather_if_complete([sample.returns for sample in samples]),
         values=gather_if_complete([sample.values for sample in samples]),
         ref_logprobs=gather_if_complete([sample.ref_logprobs for sample in samples]),
     )
 
 
-def trained_tokens(trajectory: Trajectory) -> int:
-    """Number of tokens of a sample that contribute to the loss."""
-    return sum(segment.end - segment.start for segment in trajectory.segments if segment.trained)
+class Row(NamedTuple):
+    """A sequence that the model sees, up to its last trained token, which is predicted at the token before it."""
+
+    token_ids: Tokens  # int32 [R]
+    trained: IntArray  # int64 [N], N >= 1, places of the trained tokens in the row, ascending
+
+
+def rows_of(trajectory: Trajectory) -> list[Row]:
+    """The rows of a trajectory that have trained tokens; each trained token is in one row, in buffer order.
+
+    The first row starts with the prompt. A segment of role `context` starts another row, which replaces everything
+    before it. Tokens after the last trained one of a row are left out: nothing is predicted from them.
+    """
+    tokens, rows = tokens_of(trajectory.token_ids), []
+    starts = [0, *(segment.start for segment in trajectory.segments if segment.role == "context")]
+    trained = trained_positions(trajectory) + trajectory.prompt_length
+    for start, own in zip(starts, np.split(trained, np.searchsorted(trained, starts[1:])), strict=True):
+        if len(own):
+            rows.append(Row(tokens[start : own[-1] + 1], own - start))
+    return rows
+
+
+def trained_positions(trajectory: Trajectory) -> IntArray:
+    """int64 [T], completion positions of the trained tokens, ascending."""
+    spans = [np.arange(segment.start, segment.end) for segment in trajectory.segments if segment.trained]
+    return np.concatenate(spans) - trajectory.prompt_length if spans else np.empty(0, np.int64)
 
 
 def rollout_logprobs(trajectory: Trajectory, tokens: int) -> FloatArray:
@@ -220,11 +243,6 @@ def missing_reference(trajectory: Trajectory) -> TidemillError:
     return TidemillError(
         f"{trajectory.sample_id} has no reference logprobs, and this trainer has no reference model to compute them"
     )
-
-
-def _trained_positions(trajectory: Trajectory) -> npt.NDArray[np.int64]:
-    spans = [np.arange(segment.start, segment.end) for segment in trajectory.segments if segment.trained]
-    return np.concatenate(spans) if spans else np.empty(0, np.int64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

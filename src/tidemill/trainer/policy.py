@@ -37,7 +37,6 @@ from tidemill.trainer.packing import (
     missing_reference,
     pack,
     split_by_tokens,
-    trained_tokens,
 )
 from tidemill.trainer.scoring import completion_logprobs, predicting_states, token_logprobs
 from tidemill.trainer.update import (
@@ -227,7 +226,7 @@ class PolicyTrainer:
         """
         algorithm = self.spec.algorithm
         trajectories = zip(pending.group.trajectories, pending.valid, strict=True)
-        lengths = [trained_tokens(trajectory) if valid else 0 for trajectory, valid in trajectories]
+        lengths = [trajectory.trained_length if valid else 0 for trajectory, valid in trajectories]
         constant = self.spec.sampling.max_new_tokens
         self._minibatches[pending.minibatch].denominator += denominator(lengths, algorithm.normalize, constant=constant)
         if self.spec.compares_siblings and not advantages.signal:
@@ -245,7 +244,7 @@ class PolicyTrainer:
     def _add_samples(self, index: int, samples: list[WeightedSample]) -> None:
         """Add the samples of a group to a minibatch, and process its full microbatches."""
         minibatch, budget = self._minibatches[index], self.spec.batch.microbatch_tokens
-        for run in split_by_tokens(samples, lambda sample: (sample.input_ids,), budget):
+        for run in split_by_tokens(samples, lambda sample: sample.input_ids, budget):
             if full := minibatch.add(run, budget):
                 self._add_microbatch(minibatch, full, backward=index == 0)
 

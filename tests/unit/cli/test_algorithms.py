@@ -4,7 +4,7 @@ from typing import get_args
 
 from tests.unit.cli.conftest import Run
 from tidemill.algos.losses import TERMS
-from tidemill.config.algorithm import CORRECTION_LIMITS, PRESETS, NormalizeName
+from tidemill.config.algorithm import CORRECTION_LIMITS, PRESETS, AlgorithmConfig, NormalizeName
 
 
 def test_everything_a_recipe_can_name_is_listed(run: Run) -> None:
@@ -14,6 +14,7 @@ def test_everything_a_recipe_can_name_is_listed(run: Run) -> None:
     assert names["corrections"] == list(CORRECTION_LIMITS)
     assert names["losses"] == ["ppo_clip", "gspo", "cispo"]
     assert "gae" in names["advantages"]
+    assert {"outcome", *names["credits"]} == set(get_args(AlgorithmConfig.model_fields["credit"].annotation))
     assert names["preference"] == ["dpo", "ipo"]
     assert names["normalize"] == list(get_args(NormalizeName))
     assert names["kl"] == ["loss", "reward", "kl_target", "kl_stop"]
@@ -36,6 +37,10 @@ def test_defaults_are_those_that_hold_when_the_row_is_chosen(run: Run) -> None:
     assert rows["value_clip"]["defaults"] == {"value_clip": 0.2, "value_coefficient": 0.5}
     assert rows["overlong"]["defaults"] == {"overlong_buffer_tokens": 0}
     assert rows["kl_stop"]["defaults"] == {}
+    assert {row["name"]: row["defaults"] for row in data["credits"]} == {
+        "turn_returns": {"turn_gamma": 0.95},
+        "gigpo": {"turn_gamma": 0.95, "step_weight": 1.0},
+    }
     assert rows["icepop"]["defaults"] == {"low": 0.5, "high": 5.0}
 
 
@@ -46,6 +51,7 @@ def test_people_get_tables(run: Run) -> None:
         "algorithm.loss",
         "dynamic_sampling = true",
         "(R - mean_G)",
+        "2505.10978",
         "2503.14476",
         "overlong_buffer_tokens = 0",
         "PopArt",

@@ -70,6 +70,19 @@ CASES: list[tuple[type[Config], dict[str, Any], str, str]] = [  # section, value
         'overcommit = "adaptive"',
     ),
     (FleetConfig, {"heartbeat_timeout_s": 0.9}, "heartbeat_timeout_s = 0.9", "1 or more"),
+    (
+        RunSpec,
+        {"algorithm": {"name": "ppo", "credit": "turn_returns"}, "env": {"name": "guess"}},
+        'algorithm.advantage = "gae" does not compute',
+        'credit = "outcome"',
+    ),
+    (
+        RunSpec,
+        {"algorithm": {"advantage": "mine.py:centred", "credit": "gigpo"}, "env": {"name": "guess"}},
+        'algorithm.advantage = "mine.py:centred" does not compute',
+        '"dr_grpo"',
+    ),
+    (RunSpec, {"algorithm": {"credit": "gigpo"}}, "env.name is not set", "name an environment"),
     (RunSpec, {"batch": {"prompts": 8, "minibatches": 3}}, "batch.minibatches = 3", "multiple of minibatches"),
     (
         RunSpec,

@@ -79,7 +79,7 @@ def test_a_samples_line_has_all_fields(tmp_path: Path) -> None:
     assert (first.reward, first.valid, first.length, first.components) == (0.5, True, 3, {"exact": 1.0, "length": 0.0})
 
 
-def test_tokens_the_model_did_not_generate_have_no_logprob() -> None:
+def test_tokens_the_model_did_not_generate_have_no_logprob(tmp_path: Path) -> None:
     prompt = make_prompt("1")
     trajectory = msgspec.structs.replace(
         make_trajectory(prompt, ""),
@@ -95,6 +95,11 @@ def test_tokens_the_model_did_not_generate_have_no_logprob() -> None:
     line = sample_line(1, trajectory, prompt, None)
     assert line["logprobs"] == [-0.5, None, None, -2.0]
     assert (line["reward"], line["valid"], line["reason"], line["tokens"]) == (None, False, "not scored", [])
+    path = tmp_path / "step_000001.jsonl"
+    write_samples(path, [line])
+    assert read_samples(path)[0].length == 2
+    without = sample_line(1, msgspec.structs.replace(trajectory, rollout_logprobs=b""), prompt, None)
+    assert without["logprobs"] == []
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any, get_args
@@ -13,11 +14,12 @@ import torch
 from transformers import PreTrainedModel
 
 from tests.fixed_critic import FixedCritic
-from tests.model_shapes import VOCABULARY, llama
-from tests.plain_policy import plain_policy
-from tests.trajectories import group, trajectory
+from tests.model_shapes import VOCABULARY, llama, qwen3
+from tests.plain_policy import generated_logprobs, plain_policy
+from tests.trajectories import Part, agent_trajectory, group, trajectory
 from tidemill.algos.advantages import ADVANTAGES
 from tidemill.algos.corrections import CORRECTIONS
+from tidemill.algos.credit import CREDITS
 from tidemill.algos.losses import LOSSES, Normalize
 from tidemill.config.algorithm import CORRECTION_LIMITS, PRESETS
 from tidemill.config.schema import RunSpec
@@ -57,9 +59,26 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+AGENT_CASES: dict[str, dict[str, Any]] = {
+    "outcome": {},
+    "outcome, gspo": {"name": "gspo", "correction": {"kind": "tis", "high": 1.2}},
+    "turn returns": {"credit": "turn_returns"},
+    "turn returns, mean only": {"name": "dr_grpo", "credit": "turn_returns", "turn_gamma": 0.8},
+    "turn returns, KL in the reward": {"credit": "turn_returns", "kl_beta": 0.3, "kl_in": "reward"},
+    "gigpo": {"credit": "gigpo", "step_weight": 0.5, "overlong_buffer_tokens": 8},
+    "gigpo, deviation": {"credit": "gigpo", "advantage": "grpo", "normalize": "token"},
+    "gigpo, whitened": {"credit": "gigpo", "whiten": True, "normalize": "constant"},
+    "KL in the loss": {"kl_beta": 0.3},
+    "discounted": {"name": "reinforce_pp", "gamma": 0.9, "kl_beta": 0.1},
+    "bootstrap": {"name": "ppo", "bootstrap_truncated": True, "gamma": 0.9, "lam": 0.8},
+}
+
+
 def spec(algorithm: dict[str, Any], **batch: Any) -> RunSpec:
+    environment = {"name": "guess"} if "credit" in algorithm else {}
     return RunSpec.model_validate(
         {
+            "env": environment,
             "algorithm": algorithm,
             "batch": {"prompts": 3, "group_size": 4, **batch},
             "optimizer": {"max_grad_norm": 1e9},
@@ -112,6 +131,70 @@ def _as_generated(t: Trajectory, logprobs: FloatArray, rng: np.random.Generator,
     )
 
 
+def linear(prompt: list[int], words: Callable[[int], list[int]]) -> list[Part]:
+    """Three turns in one context, and an observation that nothing follows."""
+    return [(role, words(3)) for _ in range(3) for role in ("action", "observation")]
+
+
+def stripped(prompt: list[int], words: Callable[[int], list[int]]) -> list[Part]:
+    """Four turns, and before each a context without the first two tokens of the earlier turns, which were thinking."""
+    parts: list[Part] = []
+    context = list(prompt)
+    for number in range(4):
+        if number:
+            parts.append(("context", list(context)))
+        action, answer = words(4), words(2)
+        parts += [("action", action), ("observation", answer)]
+        context += [*action[2:], *answer]
+    return parts
+
+
+def branches(prompt: list[int], words: Callable[[int], list[int]]) -> list[Part]:
+    """Two contexts that share nothing with the prompt, the second with two turns, and one without a turn."""
+    turns: list[Part] = [("action", words(2)), ("context", words(5)), ("action", words(3))]
+    return [*turns, ("context", words(4)), ("action", words(1)), ("observation", words(2)), ("action", words(3)),
+            ("context", words(3))]  # fmt: skip
+
+
+def repeated(prompt: list[int], words: Callable[[int], list[int]]) -> list[Part]:
+    """The same context three times, twice with the same turn, and once as a continuation of the first turn."""
+    action, other, last = words(3), words(3), words(2)
+    return [("action", action), ("context", prompt), ("action", action), ("context", prompt), ("action", other),
+            ("context", [*prompt, *action]), ("action", last)]  # fmt: skip
+
+
+STRUCTURES = {"linear": linear, "stripped": stripped, "branches": branches, "repeated": repeated}
+
+
+@cache
+def agent_groups(*names: str, build: Callable[[], PreTrainedModel] = llama) -> tuple[Group, ...]:
+    """Groups of four agents with these structures in turn, few different states, and rewards after turns and at the
+    end; every fourth has another reward for the whole and is truncated."""
+    rng, model = np.random.default_rng(1), build()
+
+    def words(count: int) -> list[int]:
+        return [int(each) for each in rng.integers(2, VOCABULARY, count)]
+
+    made = []
+    for position in range(3):
+        prompt, samples = words(6), []
+        for index in range(4):
+            parts = STRUCTURES[names[index % len(names)]](prompt, words)
+            turns = sum(role == "action" for role, _ in parts)
+            plain = agent_trajectory(
+                prompt,
+                parts,
+                rng.normal(size=turns).tolist(),
+                total=1.5 if index == 3 else None,
+                states=[f"state {each}" for each in rng.integers(0, 3, turns)],
+                index=index,
+            )
+            logprobs = np.array(generated_logprobs(model, plain))
+            samples.append(_as_generated(plain, logprobs, rng, cut=index == 3, lag=index % 3))
+        made.append(group(position, samples))
+    return tuple(made)
+
+
 def nearby() -> PreTrainedModel:
     """A reference model close to the policy."""
     model, draw = llama(), torch.Generator().manual_seed(9)
@@ -135,8 +218,10 @@ class Captured:
         return 1.0
 
 
-def trainer(settings: RunSpec, monkeypatch: pytest.MonkeyPatch) -> tuple[PolicyTrainer, FixedCritic, Captured]:
-    model, critic = llama(), FixedCritic()
+def trainer(
+    settings: RunSpec, monkeypatch: pytest.MonkeyPatch, *, build: Callable[[], PreTrainedModel] = llama
+) -> tuple[PolicyTrainer, FixedCritic, Captured]:
+    model, critic = build(), FixedCritic()
     reference = nearby() if settings.algorithm.kl_beta else None
     for one in (model, reference):
         if one is not None:
@@ -173,6 +258,53 @@ def test_packed_gradients_equal_plain_ones(case: str, microbatch_tokens: int, mo
     assert metrics.values["loss"] == pytest.approx(loss.item(), rel=1e-4, abs=1e-6)
     returns = sorted(each for sample in samples for each in sample.returns)
     assert sorted(each for each, _, _ in critic.learned) == pytest.approx(returns, rel=1e-4, abs=1e-5)
+
+
+def assert_agents_are_trained_as_without_packing(
+    settings: RunSpec,
+    batch: tuple[Group, ...],
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    build: Callable[[], PreTrainedModel],
+) -> None:
+    subject, critic, captured = trainer(settings, monkeypatch, build=build)
+    for one in batch:
+        subject.add_group(one)
+    metrics = subject.finish_batch(4)
+    plain = build()
+    loss, samples = plain_policy(plain, settings, batch, nearby() if settings.algorithm.kl_beta else None)
+    loss.backward()
+    (ours,) = captured.steps
+    assert_equal_gradients(ours, plain)
+    assert metrics.values["loss"] == pytest.approx(loss.item(), rel=1e-4, abs=1e-5)
+    assert metrics.values["tokens_trained"] == sum(sample.length for sample in samples)
+    returns = sorted(each for sample in samples for each in sample.returns)
+    assert sorted(each for each, _, _ in critic.learned) == pytest.approx(returns, rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.parametrize("microbatch_tokens", [4096, 40])
+@pytest.mark.parametrize("case", AGENT_CASES)
+def test_gradients_of_agents_equal_those_of_separate_turns(
+    case: str, microbatch_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = spec(AGENT_CASES[case], microbatch_tokens=microbatch_tokens)
+    assert_agents_are_trained_as_without_packing(settings, agent_groups(*STRUCTURES), monkeypatch, build=llama)
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_gradients_of_each_structure(structure: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = spec({"credit": "turn_returns"})
+    assert_agents_are_trained_as_without_packing(settings, agent_groups(structure), monkeypatch, build=llama)
+
+
+def test_gradients_of_stripped_contexts_in_qwen3(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings, batch = spec({"credit": "gigpo"}), agent_groups("stripped", build=qwen3)
+    assert_agents_are_trained_as_without_packing(settings, batch, monkeypatch, build=qwen3)
+
+
+def test_the_agent_cases_cover_every_kind_of_credit() -> None:
+    kinds = {spec(case).algorithm.credit for case in AGENT_CASES.values()}
+    assert kinds == {"outcome", *CREDITS}
 
 
 def test_the_cases_cover_every_registry_entry() -> None:

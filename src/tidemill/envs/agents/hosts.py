@@ -75,6 +75,22 @@ class Host:
             raise LostError(await self._cause())
         return found
 
+    async def make(self, work: Work, timeout_s: float) -> Outcome:
+        """Make one call.
+
+        Raises:
+            LostError: the host ended, also because the call did not return in time.
+        """
+        self.send([work])
+        try:
+            return await self.outcome(timeout_s)
+        except TimeoutError:
+            self.kill()
+            raise LostError(f"{work.method} did not return within {timeout_s:g} s") from None
+        except asyncio.CancelledError:
+            self.kill()
+            raise
+
     def kill(self) -> None:
         """End it with everything that it started. Does not wait."""
         self.alive = False
@@ -246,6 +262,9 @@ class ProcessHost(Host, asyncio.Protocol):
                 self._launcher.fork(self._number, theirs)
             await asyncio.get_running_loop().connect_accepted_socket(lambda: self, ours)
             ready = await self.outcome(START_DEADLINE_S)
+        except asyncio.CancelledError:
+            self.kill()
+            raise
         except (OSError, TimeoutError) as error:
             self.kill()
             raise LostError(f"its process did not start: {str(error) or 'no answer'}") from error

@@ -135,7 +135,7 @@ async def test_episodes_whose_processes_are_killed_equal_undisturbed_ones(enviro
                 acting = [asyncio.create_task(each.act(action(each.sample_id.index, turn))) for each in plays]
                 while kill and not all(each.done() for each in acting):
                     await asyncio.sleep(0.02)
-                    server = pool._launcher._server  # type: ignore[attr-defined]
+                    server = pool.placement._launcher._server  # type: ignore[attr-defined]
                     below = list(processes_below(server.pid)) if server else []
                     if below and killed < 4 * (turn + 1):
                         os.kill(draw.choice(below), signal.SIGKILL)
@@ -151,7 +151,7 @@ async def test_the_server_is_started_anew() -> None:
     async with open_pool(envs.Counter) as pool:
         play = Play(pool, {})
         await play.act("a")
-        server = pool._launcher._server  # type: ignore[attr-defined]
+        server = pool.placement._launcher._server  # type: ignore[attr-defined]
         server.kill()
         assert (await play.act("b")).text.startswith("2 b")
 

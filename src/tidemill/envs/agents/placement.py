@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from tidemill.config.agent import EnvConfig
 from tidemill.envs.agents.environment import Environment, ToolEnvironment
-from tidemill.envs.agents.hosts import Host, Launcher, LostError, ProcessLauncher, ThreadLauncher
+from tidemill.envs.agents.hosts import Host, LostError, ProcessLauncher, ThreadLauncher
 from tidemill.envs.agents.instances import Instances, Work
 from tidemill.envs.agents.turn_plan import REFUSED_FACTOR
 from tidemill.extensions.registry import import_path
@@ -40,7 +40,7 @@ class Placement:
 
     def __init__(self, environment: type[Environment], config: EnvConfig) -> None:
         longest = REFUSED_FACTOR * config.observation_tokens * CHARACTERS_PER_TOKEN
-        self._launcher: Launcher
+        self._launcher: ProcessLauncher | ThreadLauncher
         if path := import_path(environment):
             self._launcher = ProcessLauncher(path, config.params, longest)
         else:
@@ -76,7 +76,11 @@ class Placement:
                     await self._permits.acquire()
                     acquired += 1
             if not host.started:
-                await host.start()
+                try:
+                    await host.start()
+                except BaseException:
+                    host.kill()
+                    raise
             yield host
         finally:
             for _ in range(acquired):

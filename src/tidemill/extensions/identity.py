@@ -39,7 +39,7 @@ def path_identity(path: str, *, version: str = "") -> str:
 
 
 def function_identity(function: Callable[..., Any], *, where: str, version: str = "") -> str:
-    """32 hex digits for a function that was defined in this process.
+    """32 hex digits for a function or class that was defined in this process.
 
     Raises:
         UserError: its source, or a value that it uses, cannot be determined, and there is no `version`.
@@ -48,7 +48,7 @@ def function_identity(function: Callable[..., Any], *, where: str, version: str 
     if version:
         return _digest("version", name, version)
     try:
-        return _digest("source", *_parts(function, set()))
+        return _digest("source", *(_class_parts(function) if isinstance(function, type) else _parts(function, set())))
     except Undetermined as error:
         raise UserError(
             f"cannot determine whether {name} changes between sessions: {error}",
@@ -109,6 +109,21 @@ def _function_parts(function: types.FunctionType, seen: set[int]) -> tuple[Any, 
         _named(closure, seen),
         _named(own, seen),
     )
+
+
+def _class_parts(given: type) -> tuple[Any, ...]:
+    """The members of a class and of its bases in the same module. (A class of a notebook has no source; its methods
+    have.)"""
+    parts: list[Any] = ["class"]
+    for owner in given.__mro__:
+        if owner.__module__ == given.__module__:
+            members = {
+                name: value.fget if isinstance(value, property) else getattr(value, "__func__", value)
+                for name, value in vars(owner).items()
+                if isinstance(value, types.FunctionType) or not name.startswith(("__", "_abc_"))
+            }
+            parts += [owner.__qualname__, *_named(members, {id(owner)})]
+    return tuple(parts)
 
 
 def _named(values: Mapping[str, Any], seen: set[int]) -> tuple[Any, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import linecache
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -96,6 +97,27 @@ def test_functions_that_call_each_other_have_one() -> None:
 def test_partials_methods_and_objects_have_one() -> None:
     assert identity(functools.partial(helper, 1.0)) != identity(functools.partial(helper, 2.0))
     assert identity(Judge(1).__call__) != identity(Judge(2).__call__)
+
+
+def made_class(source: str) -> type:
+    """A class of a notebook: nothing but its functions has a source."""
+    name = f"<cell {len(linecache.cache)}>"
+    linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
+    names: dict[str, Any] = {"__name__": "cells"}
+    exec(compile(source, name, "exec"), names)
+    found = names["Env"]
+    assert isinstance(found, type)
+    return found
+
+
+def test_a_class_depends_on_its_methods_attributes_bases_and_constants() -> None:
+    base = "LIMIT = 1\nclass Base:\n    def size(self): return LIMIT\n"
+    source = base + "class Env(Base):\n    stop = (1,)\n    def __init__(self): super().__init__()\n"
+    first = identity(made_class(source))
+    assert identity(made_class(source)) == first
+    others = [source.replace("(1,)", "(2,)"), source.replace("LIMIT = 1", "LIMIT = 2")]
+    others += [source.replace("return LIMIT", "return 1"), source + "    def more(self): return 1\n"]
+    assert len({first, *(identity(made_class(each)) for each in others)}) == 5
 
 
 def test_what_cannot_be_determined_needs_a_version() -> None:

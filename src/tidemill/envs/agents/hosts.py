@@ -10,30 +10,29 @@ import asyncio
 import contextlib
 import itertools
 import os
-import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
 from tidemill.core.errors import DeadlineError
 from tidemill.envs.agents.instances import Instances, Outcome, Work
-from tidemill.envs.agents.process_server import LENGTH_BYTES, READY, Command, Ended, Setup, server_command
+from tidemill.envs.agents.process_server import LENGTH_BYTES, PROCESS, Command, Setup, server_command
 from tidemill.extensions.calls import CallError, CallTimeout, HangingError, UserCalls
 
 START_DEADLINE_S = 300.0
 """As long as an import may take (`extensions.loading`)."""
-STATUS_S = 1.0
-"""Wait for the exit code of a process whose socket has closed."""
 CLOSE_S = 10.0
 STDERR = 2
 THREAD_S = 86_400.0
 """Deadline of a thread's call; the pool abandons it much earlier."""
+# One thread for each process, and the same order of sets in every session.
+SETTINGS = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
 
 
 class LostError(Exception):
@@ -48,7 +47,7 @@ class Host:
         self.started = False
         self.episodes: set[int] = set()  # that it holds
         self.turn = asyncio.Lock()  # held while it makes the calls of one episode
-        self._outcomes: asyncio.Queue[Outcome | None] = asyncio.Queue()  # None: it has ended
+        self._outcomes: asyncio.Queue[Outcome] = asyncio.Queue()
 
     async def start(self) -> None:
         """Raises LostError: it did not start."""
@@ -70,27 +69,30 @@ class Host:
                 found = await self._outcomes.get()
         else:
             found = self._outcomes.get_nowait()
-        if found is None:
+        if found.index == PROCESS and found.text:
             self.alive = False
-            raise LostError(await self._cause())
+            raise LostError(found.text)
         return found
+
+    async def make(self, work: Work, timeout_s: float) -> Outcome:
+        """Make one call.
+
+        Raises:
+            LostError: the host ended, also because the call did not return in time.
+        """
+        self.send([work])
+        try:
+            return await self.outcome(timeout_s)
+        except TimeoutError:
+            self.kill()
+            raise LostError(f"{work.method} did not return within {timeout_s:g} s") from None
+        except asyncio.CancelledError:
+            self.kill()
+            raise
 
     def kill(self) -> None:
         """End it with everything that it started. Does not wait."""
         self.alive = False
-
-    async def _cause(self) -> str:
-        return "too many earlier calls hang"
-
-
-class Launcher(Protocol):
-    """Makes hosts for one class."""
-
-    def host(self) -> Host:
-        """A host that has not been started."""
-
-    async def close(self) -> None:
-        """End all hosts."""
 
 
 class ThreadLauncher:
@@ -121,14 +123,13 @@ class ThreadHost(Host):
             task.add_done_callback(self._tasks.discard)
 
     async def _make(self, work: Work) -> None:
-        found: Outcome | None = None
-        convert = partial(self._instances.outcome, work)
+        invoke, convert = partial(self._instances.invoke, work), partial(self._instances.outcome, work)
         try:
-            found = await self._calls.call(partial(self._instances.invoke, work), convert=convert, timeout_s=THREAD_S)
+            found = await self._calls.call(invoke, convert=convert, timeout_s=THREAD_S)
         except CallError as error:
             found = self._instances.failed(work, str(error))
         except (CallTimeout, HangingError):
-            pass
+            found = Outcome(index=PROCESS, text="too many earlier calls hang")
         self._outcomes.put_nowait(found)
 
     def kill(self) -> None:
@@ -145,7 +146,6 @@ class ProcessLauncher:
         self._server: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         self._numbers = itertools.count(1)
-        self.statuses: dict[int, asyncio.Future[int]] = {}  # of processes by number
 
     def host(self) -> Host:
         return ProcessHost(self, next(self._numbers))
@@ -156,67 +156,21 @@ class ProcessLauncher:
         Raises:
             OSError: the server does not run.
         """
-        if self._control is None:
-            self._start()
-        assert self._control is not None
-        socket.send_fds(self._control, [msgspec.json.encode(Command(process=number))], [stream.fileno()])
+        command = [msgspec.json.encode(Command(process=number))]
+        try:
+            socket.send_fds(self._control or self._start(), command, [stream.fileno()])
+        except ConnectionError:  # it has ended, and with it all processes
+            socket.send_fds(self._start(), command, [stream.fileno()])
 
     def kill(self, number: int) -> None:
         if self._control is not None:
-            with contextlib.suppress(OSError):  # the server has ended, and with it all processes
+            with contextlib.suppress(OSError):  # the server has ended, or the launcher is closed
                 self._control.send(msgspec.json.encode(Command(process=number, kill=True)))
 
-    def _start(self) -> None:
-        if self._server is not None:
-            self._server.wait(CLOSE_S)
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        setup = Setup(
-            parent=os.getpid(),
-            path=tuple(str(Path(each).absolute()) for each in sys.path),
-            environment=self._environment,
-            params=self._params,
-            longest=self._longest,
-        )
-        # One thread for each process, and the same order of sets in every session.
-        settings = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
-        with theirs:
-            self._server = subprocess.Popen(
-                server_command(str(theirs.fileno()), setup),
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=STDERR,
-                env={**os.environ, **settings},
-                start_new_session=True,
-            )
-        ours.setblocking(False)
-        self._control = ours
-        asyncio.get_running_loop().add_reader(ours, self._read)
-
-    def _read(self) -> None:
-        assert self._control is not None
-        try:
-            data = self._control.recv(4096)
-        except BlockingIOError:
-            return
-        except OSError:
-            data = b""
-        if not data:
-            self._disconnect()
-            return
-        ended = msgspec.json.decode(data, type=Ended)
-        if (waiting := self.statuses.get(ended.process)) is not None and not waiting.done():
-            waiting.set_result(ended.status)
-
-    def _disconnect(self) -> None:
-        if self._control is not None:
-            asyncio.get_running_loop().remove_reader(self._control)
-            self._control.close()
-            self._control = None
-
     async def close(self) -> None:
-        self._disconnect()
-        if self._server is None:
+        if self._control is None or self._server is None:
             return
+        self._control.close()
         loop = asyncio.get_running_loop()
         deadline = loop.time() + CLOSE_S
         while self._server.poll() is None:
@@ -224,6 +178,29 @@ class ProcessLauncher:
                 self._server.kill()
                 raise DeadlineError("the end of environment processes", waited_s=CLOSE_S, look_at="ps -ef")
             await asyncio.sleep(0.005)
+
+    def _start(self) -> socket.socket:
+        if self._control is not None and self._server is not None:
+            self._control.close()
+            self._server.wait(CLOSE_S)
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        setup = Setup(
+            parent=os.getpid(),
+            path=tuple(str(Path(each).absolute()) for each in sys.path),
+            environment=self._environment,
+            params=self._params,
+            longest=self._longest,
+        )
+        with theirs:
+            self._server = subprocess.Popen(
+                server_command(str(theirs.fileno()), setup),
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=STDERR,
+                env={**os.environ, **SETTINGS},
+                start_new_session=True,
+            )
+        return self._control
 
 
 class ProcessHost(Host, asyncio.Protocol):
@@ -235,24 +212,18 @@ class ProcessHost(Host, asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._received = bytearray()
         self._decoder = msgspec.msgpack.Decoder(Outcome)
-        self._status: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
     async def start(self) -> None:
         await super().start()
         ours, theirs = socket.socketpair()
-        self._launcher.statuses[self._number] = self._status
         try:
             with theirs:
                 self._launcher.fork(self._number, theirs)
             await asyncio.get_running_loop().connect_accepted_socket(lambda: self, ours)
-            ready = await self.outcome(START_DEADLINE_S)
+            await self.outcome(START_DEADLINE_S)
         except (OSError, TimeoutError) as error:
-            self.kill()
+            ours.close()
             raise LostError(f"its process did not start: {str(error) or 'no answer'}") from error
-        assert ready.index == READY
-        if ready.error:
-            self.kill()
-            raise LostError(f"its process did not start: {ready.text}")
 
     def send(self, works: Sequence[Work]) -> None:
         data = msgspec.msgpack.encode(works)
@@ -264,7 +235,6 @@ class ProcessHost(Host, asyncio.Protocol):
         self._launcher.kill(self._number)
         if self._transport is not None:
             self._transport.abort()
-        self._launcher.statuses.pop(self._number, None)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
@@ -281,15 +251,4 @@ class ProcessHost(Host, asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         self.alive = False
-        self._outcomes.put_nowait(None)
-
-    async def _cause(self) -> str:
-        try:
-            async with asyncio.timeout(STATUS_S):
-                status = await asyncio.shield(self._status)
-        except TimeoutError:
-            return "its process has ended"
-        self._launcher.statuses.pop(self._number, None)
-        if status < 0:
-            return f"its process was ended by {signal.Signals(-status).name}"
-        return f"its process ended with exit code {status}"
+        self._outcomes.put_nowait(Outcome(index=PROCESS, text="its process has ended"))

@@ -17,7 +17,7 @@ import select
 import signal
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from contextvars import copy_context
@@ -40,8 +40,9 @@ main()
 """
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
-READY = -1
-"""Index of the first outcome of a process; its text is the error if the class could not be imported."""
+PROCESS = -1
+"""Index of outcomes of the process itself: the first one without text when it is ready, and then, or instead, one with
+the cause of its end."""
 MAX_THREADS = 256
 LENGTH_BYTES = 4
 """Every message on a stream is preceded by its length, little-endian."""
@@ -63,13 +64,6 @@ class Command(Record):
 
     process: int  # number given by the client
     kill: bool = False
-
-
-class Ended(Record):
-    """Sent by the server: a process has ended."""
-
-    process: int
-    status: int  # exit code, or minus the number of the signal
 
 
 def server_command(control: str, setup: Setup) -> list[str]:
@@ -96,7 +90,8 @@ def main() -> None:
     gc.collect()
     gc.freeze()  # memory stays shared with the forks
     try:
-        _serve(control, setup)
+        with suppress(ConnectionResetError):
+            _serve(control, setup)
     finally:
         _kill_all()
 
@@ -108,28 +103,27 @@ def _serve(control: socket.socket, setup: Setup) -> None:
     signal.set_wakeup_fd(woken)
     for number in (signal.SIGCHLD, signal.SIGTERM):
         signal.signal(number, lambda *_: None)  # only wakes `select`: an exception could interrupt the killing
-    processes: dict[int, int] = {}  # process id by the client's number
+    processes: dict[int, tuple[int, socket.socket]] = {}  # process id and its socket, by the client's number
     while True:
         ready, _, _ = select.select([control.fileno(), wake], [], [])
         if wake in ready:
             if signal.SIGTERM in os.read(wake, 4096):
                 return
-            _reap(control, processes)
+            _reap(processes)
         if control.fileno() in ready:
-            try:
-                text, files, _, _ = socket.recv_fds(control, 4096, 1)
-            except ConnectionResetError:
-                return
+            text, files, _, _ = socket.recv_fds(control, 4096, 1)
             if not text:
                 return
             command = msgspec.json.decode(text, type=Command)
-            if command.kill:
-                if command.process in processes:
-                    kill_tree(processes[command.process])
-                continue
-            with suppress(OSError):  # no process can be started; the client sees that the socket closes
-                processes[command.process] = _fork(files[0], setup, control, [wake, woken])
-            os.close(files[0])
+            if not command.kill:
+                stream = socket.socket(fileno=files[0])
+                others = [control, *(other for _, other in processes.values())]
+                try:
+                    processes[command.process] = (_fork(stream, others, setup), stream)
+                except OSError:  # no process can be started; the client sees that the socket closes
+                    stream.close()
+            elif command.process in processes:
+                kill_tree(processes[command.process][0])
 
 
 def _kill_all() -> None:
@@ -146,18 +140,26 @@ def _kill_all() -> None:
                 pass
 
 
-def _reap(control: socket.socket, processes: dict[int, int]) -> None:
+def _reap(processes: dict[int, tuple[int, socket.socket]]) -> None:
     """Report processes that have ended, and kill what they left."""
     with suppress(ChildProcessError):
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-            number = next((number for number, pid in processes.items() if pid == ended[0]), None)
-            if number is not None:
-                del processes[number]
-                with suppress(OSError):  # the client is gone
-                    control.send(msgspec.json.encode(Ended(process=number, status=os.waitstatus_to_exitcode(ended[1]))))
+            for number, (pid, stream) in list(processes.items()):
+                if pid == ended[0]:
+                    del processes[number]
+                    code = os.waitstatus_to_exitcode(ended[1])
+                    how = f"ended with exit code {code}" if code >= 0 else f"was ended by {signal.Signals(-code).name}"
+                    with stream, suppress(OSError):  # the client has closed it
+                        _send(stream, Outcome(index=PROCESS, text=f"its process {how}"))
+    known = {pid for pid, _ in processes.values()}
     for each in _children().get(os.getpid(), []):
-        if each not in processes.values():
+        if each not in known:
             kill_tree(each)
+
+
+def _send(stream: socket.socket, outcome: Outcome) -> None:
+    data = msgspec.msgpack.encode(outcome)
+    stream.sendall(len(data).to_bytes(LENGTH_BYTES, "little") + data)
 
 
 def kill_tree(pid: int) -> None:
@@ -195,21 +197,20 @@ def _descendants(pid: int) -> list[int]:
     return below[1:]
 
 
-def _fork(file: int, setup: Setup, control: socket.socket, others: list[int]) -> int:
+def _fork(stream: socket.socket, others: list[socket.socket], setup: Setup) -> int:
+    """Fork a process that serves a socket, without the others."""
     server = os.getpid()
     if pid := os.fork():
         return pid
     try:
-        signal.set_wakeup_fd(-1)
+        os.close(signal.set_wakeup_fd(-1))
         for number in (signal.SIGCHLD, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL)
         _die_with_parent(server, signal.SIGKILL)
         _prctl(PR_SET_CHILD_SUBREAPER, 1)
-        control.close()
         for each in others:
-            os.close(each)
-        stream = socket.socket(fileno=file)
-        os.register_at_fork(after_in_child=stream.close)  # so that the socket closes with this process
+            each.close()
+        os.register_at_fork(after_in_child=stream.close)  # so that it closes with this process
         _attend(stream, setup)
     finally:
         os._exit(1)
@@ -217,54 +218,43 @@ def _fork(file: int, setup: Setup, control: socket.socket, others: list[int]) ->
 
 def _attend(stream: socket.socket, setup: Setup) -> None:
     """Make calls until the socket closes."""
-
-    def send(outcome: Outcome) -> None:
-        data = msgspec.msgpack.encode(outcome)
-        stream.sendall(len(data).to_bytes(LENGTH_BYTES, "little") + data)
-
+    try:
+        environment: Any = import_now(setup.environment, "env.name")
+    except UserError as error:
+        _send(stream, Outcome(index=PROCESS, text=f"its process did not start: {error}"))
+        return
     loop = asyncio.new_event_loop()
     asyncio.set_event_loop(loop)
     threads = ThreadPoolExecutor(MAX_THREADS)
     decoder = msgspec.msgpack.Decoder(tuple[Work, ...])
-    try:
-        environment: Any = import_now(setup.environment, "env.name")
-    except UserError as error:
-        send(Outcome(index=READY, text=str(error), error="raised"))
-        return
     instances = Instances(environment, setup.params, setup.longest)
-    send(Outcome(index=READY))
+    _send(stream, Outcome(index=PROCESS))
     with stream.makefile("rb") as reader:
         while head := reader.read(LENGTH_BYTES):
             works = decoder.decode(reader.read(int.from_bytes(head, "little")))
-            loop.run_until_complete(_make_calls(instances, environment, works, threads, send))
+            calls = [_make_call(instances, environment, work, threads if len(works) > 1 else None) for work in works]
+            loop.run_until_complete(_send_each(stream, calls))
     os._exit(0)
 
 
-async def _make_calls(
-    instances: Instances,
-    environment: type[Environment],
-    works: tuple[Work, ...],
-    threads: ThreadPoolExecutor,
-    send: Callable[[Outcome], None],
-) -> None:
-    """Make calls at the same time. A single one runs on the main thread, as objects such as sqlite's connections
-    require."""
+async def _send_each(stream: socket.socket, calls: list[Coroutine[Any, Any, Outcome]]) -> None:
+    for each in asyncio.as_completed(calls):
+        _send(stream, await each)
 
-    async def make(work: Work) -> None:
-        try:
-            if len(works) == 1 or inspect.iscoroutinefunction(getattr(environment, work.method)):
-                value = instances.invoke(work)
-            else:
-                run = copy_context().run
-                value = await asyncio.get_running_loop().run_in_executor(threads, run, instances.invoke, work)
-            if inspect.isawaitable(value):
-                value = await value
-            outcome = instances.outcome(work, value)
-        except BaseException as error:  # noqa: BLE001 -- a tool may call sys.exit
-            outcome = instances.failed(work, error)
-        send(outcome)
 
-    await asyncio.gather(*[make(work) for work in works])
+async def _make_call(
+    instances: Instances, environment: type[Environment], work: Work, threads: ThreadPoolExecutor | None
+) -> Outcome:
+    """Make a call; without `threads` on the main thread, as objects such as sqlite's connections require."""
+    try:
+        if threads is None or inspect.iscoroutinefunction(getattr(environment, work.method)):
+            value = instances.invoke(work)
+        else:
+            run = copy_context().run
+            value = await asyncio.get_running_loop().run_in_executor(threads, run, instances.invoke, work)
+        return instances.outcome(work, await value if inspect.isawaitable(value) else value)
+    except BaseException as error:  # noqa: BLE001 -- a tool may call sys.exit
+        return instances.failed(work, error)
 
 
 def _die_with_parent(parent: int, number: signal.Signals) -> None:

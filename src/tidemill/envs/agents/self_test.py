@@ -58,7 +58,7 @@ async def _run(pool: EnvironmentPool, tasks: Sequence[dict[str, Any]]) -> list[l
     """Outcomes of each task's calls, in one new process; in another one after a call that ends it."""
     episodes: list[list[Outcome]] = []
     while len(episodes) < len(tasks):
-        async with pool.fresh_host() as host:
+        async with pool.placement.fresh_host() as host:
             while host.alive and len(episodes) < len(tasks):
                 episodes.append(await _episode(pool, host, len(episodes), tasks[len(episodes)]))
     return episodes
@@ -69,7 +69,7 @@ async def _episode(pool: EnvironmentPool, host: Host, key: int, task: dict[str, 
     for method, arguments, timeout_s in _script(pool):
         work = Work(index=0, episode=key, method=method, arguments=json.dumps(arguments))
         try:
-            outcomes.append(await pool.single(host, work, timeout_s or pool.config.call_timeout_s))
+            outcomes.append(await host.make(work, timeout_s or pool.config.call_timeout_s))
         except LostError as error:
             outcomes.append(Outcome(index=0, text=str(error), done=True))
         if outcomes[-1].done:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -41,6 +42,7 @@ class Planned(Record):
     name: str  # of a tool, or "step" or "score"
     arguments: str  # JSON, checked
     timeout_s: float
+    limit: int  # tokens of its result
     given: str = ""  # arguments as generated
     idempotent: bool = True
     mistake: str = ""  # why it is not made
@@ -90,7 +92,7 @@ class TurnPlanner:
         """The calls that a turn asks for. The built-in `finish` is one of them."""
         if not self.uses_tools:
             return [self.step(turn.text)]
-        return [self._call(index, request) for index, request in enumerate(self._format.parse(turn.text).calls)]
+        return self._calls(self._format.parse(turn.text).calls)
 
     def earlier_calls(self, turn: Turn) -> list[tuple[Planned, Outcome]]:
         """Calls that restore the state after an earlier turn, and what they returned then. A call whose deadline fired
@@ -102,7 +104,7 @@ class TurnPlanner:
                 return []
             step = self.step(turn.text)
             return [(step, Outcome(index=0, text=turn.observation, reward=turn.reward))]
-        planned = [self._call(index, _request(call)) for index, call in enumerate(turn.calls)]
+        planned = self._calls([ToolRequest(name=call.name, arguments=call.arguments) for call in turn.calls])
         pairs = [(each, self.recorded(each, call)) for each, call in zip(planned, turn.calls, strict=True)]
         return [(each, outcome) for each, outcome in pairs if self.restores(each, outcome)]
 
@@ -117,11 +119,14 @@ class TurnPlanner:
             arguments=json.dumps({"action": text}),
             idempotent=self._environment.idempotent,
             timeout_s=self._config.call_timeout_s,
+            limit=self._config.observation_tokens,
         )
 
     def score(self, index: int, answer: str) -> Planned:
         arguments = json.dumps({"answer": answer})
-        return Planned(index=index, name="score", arguments=arguments, timeout_s=self._config.call_timeout_s)
+        return Planned(
+            index=index, name="score", arguments=arguments, timeout_s=self._config.call_timeout_s, limit=SHORTEST
+        )
 
     def answer(self, planned: list[Planned], text: str) -> str | None:
         """The final answer of an agent with tools; None if the turn is not the last one."""
@@ -133,11 +138,8 @@ class TurnPlanner:
     def finishes(self, planned: Planned) -> bool:
         return self._finish and planned.name == FINISH and not planned.mistake
 
-    def settle(self, planned: Planned, outcome: Outcome, shared: int) -> Outcome:
+    def settle(self, planned: Planned, outcome: Outcome) -> Outcome:
         """With the text that the model sees.
-
-        Args:
-            shared: number of calls whose results share the observation.
 
         Raises:
             FaultError: it is not an observation.
@@ -148,9 +150,8 @@ class TurnPlanner:
         text, reward = outcome.text, outcome.reward
         if outcome.error:  # an agent must not gain by an exception
             text, reward = f"error: {text}", min(0.0, self._environment.lowest_reward)
-        limit = max(SHORTEST, self._config.observation_tokens // max(shared, 1))
         try:
-            text = self._shortened(text, limit, name)
+            text = self._shortened(text, planned.limit, name)
         except UserError as error:
             raise FaultError(f"{name} returned text that cannot be encoded: {error.what}", name) from error
         return msgspec.structs.replace(outcome, text=text, reward=reward)
@@ -172,7 +173,12 @@ class TurnPlanner:
         late = call.error and call.result == planned.late_text
         return Outcome(index=planned.index, text=call.result, error="late" if late else "raised" if call.error else "")
 
-    def _call(self, index: int, request: ToolRequest) -> Planned:
+    def _calls(self, requests: Sequence[ToolRequest]) -> list[Planned]:
+        """The calls of one turn, whose results share the observation."""
+        limit = max(SHORTEST, self._config.observation_tokens // max(len(requests), 1))
+        return [self._call(index, request, limit) for index, request in enumerate(requests)]
+
+    def _call(self, index: int, request: ToolRequest, limit: int) -> Planned:
         mistake, arguments = request.error, ""
         tool = self.tools.get(request.name)
         if not mistake and tool is None:
@@ -190,6 +196,7 @@ class TurnPlanner:
             given=request.arguments,
             idempotent=options is None or options.idempotent,
             timeout_s=(options and options.timeout_s) or self._config.call_timeout_s,
+            limit=limit,
             mistake=mistake,
         )
 
@@ -211,7 +218,3 @@ class TurnPlanner:
                 return shortened
             keep -= excess
         return self._format.decode(ids[:limit])
-
-
-def _request(call: Call) -> ToolRequest:
-    return ToolRequest(name=call.name, arguments=call.arguments)

@@ -20,6 +20,7 @@ from tests.processes import command_lines, processes_below
 from tests.unit.envs.agents.test_pool import open_pool
 from tidemill.config.agent import EnvConfig
 from tidemill.envs.agents.find import find_environment
+from tidemill.envs.agents.hosts import ProcessLauncher
 from tidemill.envs.agents.pool import EnvironmentPool
 
 WAIT_S = 10.0
@@ -44,6 +45,12 @@ def eventually(condition: Callable[[], bool]) -> bool:
     return True
 
 
+def server_of(pool: EnvironmentPool) -> subprocess.Popen[bytes] | None:
+    launcher = pool.placement._launcher
+    assert isinstance(launcher, ProcessLauncher)
+    return launcher._server
+
+
 def written(file: Path) -> str:
     return file.read_text() if file.exists() else ""
 
@@ -64,7 +71,7 @@ async def test_what_a_dead_process_started_is_killed(tmp_path: Path) -> None:
         await play.act(f"leave {tmp_path}/pid")
         own = int((await play.act("pid")).state_key)
         left = int((tmp_path / "pid").read_text())
-        assert command_lines([left])
+        assert eventually(lambda: bool(command_lines([left])))  # empty until the program is loaded
         os.kill(own, signal.SIGKILL)
         assert ended(own, left)
         assert (await play.act("b")).text.startswith("3 b")
@@ -97,6 +104,7 @@ from tests.agent_format import Play
 from tests.unit.envs.agents.test_pool import open_pool
 from tidemill.config.agent import EnvConfig
 from tidemill.envs.agents.find import find_environment
+from tidemill.envs.agents.hosts import ProcessLauncher
 from tidemill.envs.agents.pool import EnvironmentPool
 
 async def main():
@@ -135,8 +143,8 @@ async def test_episodes_whose_processes_are_killed_equal_undisturbed_ones(enviro
                 acting = [asyncio.create_task(each.act(action(each.sample_id.index, turn))) for each in plays]
                 while kill and not all(each.done() for each in acting):
                     await asyncio.sleep(0.02)
-                    server = pool._launcher._server  # type: ignore[attr-defined]
-                    below = list(processes_below(server.pid)) if server else []
+                    server = server_of(pool)
+                    below = list(processes_below(server.pid)) if server is not None else []
                     if below and killed < 4 * (turn + 1):
                         os.kill(draw.choice(below), signal.SIGKILL)
                         killed += 1
@@ -151,7 +159,8 @@ async def test_the_server_is_started_anew() -> None:
     async with open_pool(envs.Counter) as pool:
         play = Play(pool, {})
         await play.act("a")
-        server = pool._launcher._server  # type: ignore[attr-defined]
+        server = server_of(pool)
+        assert server is not None
         server.kill()
         assert (await play.act("b")).text.startswith("2 b")
 

@@ -25,13 +25,14 @@ CHATML = (
 """As SmolLM2's: no tools."""
 _HERMES_SYSTEM = (
     "{% if tools %}<|im_start|>system\n{% if messages[0].role == 'system' %}{{ messages[0].content }}\n\n{% endif %}"
-    "<tools>{% for t in tools %}\n{{ t | tojson }}{% endfor %}\n</tools>\nwrite <tool_call></tool_call><|im_end|>\n"
+    "<tools>{% for t in tools %}{{ '\n' + t | tojson }}{% endfor %}{{ '\n' }}</tools>\n"
+    "write <tool_call></tool_call><|im_end|>\n"
     "{% elif messages[0].role == 'system' %}<|im_start|>system\n{{ messages[0].content }}<|im_end|>\n{% endif %}"
 )
 _HERMES_TOOL = (
     "{% elif m.role == 'tool' %}"
     "{% if loop.first or messages[loop.index0 - 1].role != 'tool' %}<|im_start|>user{% endif %}"
-    "\n<tool_response>\n{{ m.content }}\n</tool_response>"
+    "{{ '\n' }}<tool_response>\n{{ m.content }}\n</tool_response>"
     "{% if loop.last or messages[loop.index0 + 1].role != 'tool' %}<|im_end|>\n{% endif %}"
     "{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
@@ -99,7 +100,14 @@ def chat_codec(template: str, *, added: bool = True, in_vocabulary: bool = False
     if added:
         tokenizer.add_tokens([AddedToken(text, normalized=False, special=False) for text in CHAT_ADDED])
     fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token=special[0], eos_token=special[1] if llama else special[2]
+        tokenizer_object=tokenizer,
+        bos_token=special[0],
+        eos_token=special[1] if llama else special[2],
+        additional_special_tokens=special,
     )
     fast.chat_template = template
     return TextCodec(fast, [int(tokenizer.token_to_id(text) or 0) for text in STOPS & set(special)])
+
+
+def token_id(codec: TextCodec, token: str) -> int:
+    return codec.tokenizer.get_vocab()[token]

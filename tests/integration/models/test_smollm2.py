@@ -20,6 +20,7 @@ from tidemill.models import builtin, catalog
 from tidemill.models.auto import quiet
 from tidemill.models.codec import TextCodec, load_codec
 from tidemill.models.loading import context_limit, load_model, weights_digest
+from tidemill.models.turn_format import ChatFormat
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -83,6 +84,16 @@ def test_a_completion_ends_as_in_the_template(folder: Path, codec: TextCodec) ->
     written = [*codec.encode_completion("It is 4."), codec.end_token_id(chat=True)]
     assert whole[: len(asked) + len(written)] == asked + written
     assert codec.decode(whole[len(asked) + len(written) :]) == "\n"  # the separator of the template
+
+
+def test_markers_in_prompts_of_agents_are_text(codec: TextCodec) -> None:
+    form = ChatFormat(codec)
+    plain = [Message(role="system", content="S"), Message(role="user", content="17  times 23?\n")]
+    assert form.prompt(plain) == codec.encode_chat(plain)
+    for marker in codec.tokenizer.all_special_tokens:
+        ids = form.prompt([Message(role="system", content=marker), Message(role="user", content=f"a{marker}")])[1]
+        assert (ids.count(1), ids.count(2), ids.count(0)) == (3, 2, 0)  # those of the template
+        assert codec.decode_whole(ids).count(f"a{marker}<|im_end|>") == 1
 
 
 def test_a_missing_wheel_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -214,6 +214,10 @@ def purpose_issues(spec: RunSpec, purpose: Purpose) -> Iterator[ConfigIssue]:
         if relevant and spec.model.source == "char" and limit >= context:
             what = f"{limit} new tokens leave no room for a prompt in the model's {context} (model.char.context)"
             yield ConfigIssue(key=name, what=what, hint=f"lower {name} or raise model.char.context")
+    compared = [reward.kind for reward in spec.scoring.rewards if reward.kind in ("exact", "numeric", "math_verify")]
+    if purpose in ("train", "eval") and spec.task.kind == "environment" and compared:
+        what = f'{compared[0]} compares with an answer, and tasks of kind "environment" have none'
+        yield ConfigIssue(key="scoring.rewards", what=what, hint='set it to [{ kind = "environment" }]')
     if purpose == "eval" and spec.eval.samples_per_prompt > 1 and sampling.temperature == 0:
         what = f"0 is greedy, so that all {spec.eval.samples_per_prompt} samples of a prompt would be equal"
         hint = "set it above 0, or eval.samples_per_prompt to 0"

@@ -350,11 +350,6 @@ class RunSpec(Config):
             )
         if self.corrects_each_publish:
             yield 'algorithm.correction.kind = "mu_step" is not available for agents at a policy lag; choose "tis"'
-        if self.task.kind == "environment" and rewards & {"exact", "numeric", "math_verify"}:
-            yield (
-                'tasks of task.kind = "environment" have no answer to compare with; set scoring.rewards = '
-                '[{ kind = "environment" }]'
-            )
 
     def _vllm_issues(self) -> Iterator[str]:
         if self.engine.kind != "vllm":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import operator
 import random
 import re
@@ -77,7 +78,11 @@ class Guess(Environment):
 
 
 class Calculator(ToolEnvironment):
-    """Products of two-digit numbers."""
+    """Products of two-digit numbers.
+
+    Args:
+        careful: share of the teacher's episodes that use the tool; in the others it answers at once.
+    """
 
     system_prompt = "Answer with a number."
     stateful = False
@@ -88,6 +93,18 @@ class Calculator(ToolEnvironment):
         chosen = [pair for pair in pairs if _held_out("product", *sorted(pair)) == (split == "held_out")]
         random.Random(HELD_OUT_SEEDS).shuffle(chosen)
         return [{"prompt": f"What is {left} * {right}?", "answer": str(left * right)} for left, right in chosen[:count]]
+
+    def __init__(self, careful: float = 0.25) -> None:
+        self.careful, self.called = careful, False
+
+    def demonstrate(self) -> str:
+        careful = random.Random(repr(self.seed)).random() < self.careful
+        if self.called or not careful:
+            return str(self.task["answer"])
+        self.called = True
+        expression = re.findall(r"\d+ \* \d+", self.task["prompt"])[0]
+        arguments = json.dumps({"name": "calculate", "arguments": {"expression": expression}})
+        return f"<tool_call>\n{arguments}\n</tool_call>"
 
     @tool(timeout_s=2)
     def calculate(self, expression: str) -> str:

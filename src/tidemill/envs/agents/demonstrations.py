@@ -24,7 +24,8 @@ def agent_demonstrations(agent: AgentPrompts, prompts: Sequence[Prompt]) -> list
     if agent.environment.demonstrate is Environment.demonstrate:
         hint = "define demonstrate(self), which returns the next action"
         raise UserError(f"{agent.config.name} has no teacher", where="env.name", hint=hint)
-    return [{"messages": asyncio.run(_played(agent, prompt))} for prompt in prompts]
+    tools = {"tools": agent.schemas} if agent.schemas else {}
+    return [{"messages": asyncio.run(_played(agent, prompt)), **tools} for prompt in prompts]
 
 
 async def _played(agent: AgentPrompts, prompt: Prompt) -> list[dict[str, str]]:

@@ -48,6 +48,30 @@ def test_sft_logs_its_progress_and_returns_a_model(tmp_path: Path) -> None:
     assert again["already_finished"]
 
 
+def test_sft_learns_the_turns_of_conversations(tmp_path: Path) -> None:
+    data = tmp_path / "turns.jsonl"
+    rows = [
+        {
+            "prompt": f"{a}+{b}=",
+            "completion": [
+                {"role": "assistant", "content": f"{a + b}"},
+                {"role": "user", "content": "=\n"},
+                {"role": "assistant", "content": f"{a}\n"},
+            ],
+        }
+        for a in range(8)
+        for b in range(8)
+    ]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    session(tmp_path / "run", data, "sft")
+    lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    steps = [line.values for line in lines if line.values.get("tokens_trained")]
+    assert steps[-1]["loss"] < steps[0]["loss"]
+    # One or two digits and the end token; then a digit, a new line and the end token. The user's "=" and "\n" are not
+    # trained.
+    assert all(5 <= step["tokens_trained"] / step["examples"] <= 6 for step in steps)
+
+
 def test_a_reward_model_ranks_answers_and_scores_text(tmp_path: Path) -> None:
     longer = {"trainer": {"steps": 120}, "supervised": {"evaluate_every_steps": 20, "minibatch_tokens": 200}}
     summary = session(tmp_path / "run", write_data(tmp_path / "data.jsonl"), "reward_model", **longer)

@@ -54,7 +54,7 @@ NEUTRAL = (
 _SCORING = ("engine.tick_s", "scoring.concurrency", "scoring.timeout_s")
 _TRAINING = ("scoring.truncated", "trainer.steps", "trainer.logits_budget_mb", "trainer.activation_checkpointing")
 """Keys that affect only training, in sections that kinds without training use too."""
-_SUPERVISED = ("run", "model", "data", "supervised", "optimizer", "trainer", "checkpoint", "telemetry")
+_SUPERVISED = ("run", "model", "data", "env", "supervised", "optimizer", "trainer", "checkpoint", "telemetry")
 
 KINDS: dict[StageKind, StageKindSpec] = {
     "demonstrations": StageKindSpec(

@@ -303,7 +303,8 @@ class ScoringConfig(Config):
 class DataConfig(RowsConfig):
     path: Path | None = None
     """Demonstrations (`completion`) or preference pairs (`chosen`, `rejected`, optionally `margin`), one per row, each
-    with `prompt` or `messages`; formats as for task.path. Required by sft, reward_model and dpo stages."""
+    with `prompt` or `messages`; formats as for task.path. Lists of messages with several turns of the assistant are
+    conversations, of which all turns are learned. Required by sft, reward_model and dpo stages."""
     sources: tuple[SourceConfig, ...] = ()
     """Several files instead of path, each with its weight."""
     columns: dict[Column, str] = {}

@@ -20,6 +20,9 @@ TokenBuffer: TypeAlias = bytes
 LogprobBuffer: TypeAlias = bytes
 """Natural-log probabilities, little-endian float32 [T]."""
 
+Ranges: TypeAlias = tuple[tuple[int, int], ...]
+"""Ranges [start, end) of positions."""
+
 ITEM_BYTES = 4
 assert sys.byteorder == "little", "packed buffers are little-endian; this machine is not"
 
@@ -85,7 +88,9 @@ class Demonstration(Record, gc=False):
 
     id: str  # a hash of the content
     prompt_ids: TokenBuffer  # int32 [P], as `Prompt.token_ids`
-    completion_ids: TokenBuffer  # int32 [C], C >= 1, including the end token
+    completion_ids: TokenBuffer  # int32 [C], C >= 1, including the end token; of several turns, all after the prompt
+    trained: Ranges = ()  # of the completion; empty: all of it
+    branches: tuple[int, ...] = ()  # starts of new contexts in the completion, which replace all tokens before
 
 
 class PreferencePair(Record, gc=False):
@@ -96,6 +101,10 @@ class PreferencePair(Record, gc=False):
     chosen_ids: TokenBuffer  # int32 [C], C >= 1, including the end token
     rejected_ids: TokenBuffer  # int32 [R], R >= 1, different from `chosen_ids`
     margin: float = 0.0  # target difference of their rewards (Llama 2's m(r))
+    chosen_trained: Ranges = ()  # as `Demonstration.trained`
+    chosen_branches: tuple[int, ...] = ()  # as `Demonstration.branches`
+    rejected_trained: Ranges = ()
+    rejected_branches: tuple[int, ...] = ()
 
 
 class SampleId(Record, gc=False):

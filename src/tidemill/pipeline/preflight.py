@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from tidemill.config.model import ModelConfig
 from tidemill.config.pipeline import KINDS, Product, StageSpec
 from tidemill.config.task import DataConfig
 from tidemill.core.errors import UserError
-from tidemill.core.records import Message
+from tidemill.core.records import Episode, Message, ParsedTurn
 from tidemill.envs.text.build_task import build_task
 from tidemill.envs.text.eval_sets import check_rewards, with_eval_sets
 from tidemill.envs.text.examples import load_demonstrations, load_pairs
@@ -31,6 +31,7 @@ from tidemill.models.codec import TextCodec, load_codec
 from tidemill.models.folder import refuse_reward_model
 from tidemill.models.reward_model import check_same_vocabulary, other_tokenizer, read_description
 from tidemill.models.snapshots import check_adapter, stored_context_limit
+from tidemill.models.turn_format import turn_format
 from tidemill.pipeline.stage_plan import stage_issue
 from tidemill.runtime.export import refuse_foreign
 from tidemill.runtime.model_bundle import check_critic_vocabulary, fitting_task, own_source
@@ -69,8 +70,8 @@ class KnownModel:
 
 
 class AnyCodec:
-    """Implements core.protocols.CompletionCodec for an unknown tokenizer: every text is one token of its own, so that
-    rows and tasks are read as usual and no row is too long."""
+    """Implements core.protocols.CompletionCodec and TurnFormat for an unknown tokenizer: every text is one token of its
+    own, so that rows and tasks are read as usual and no row is too long."""
 
     stop_token_ids = ()
 
@@ -89,8 +90,22 @@ class AnyCodec:
     def end_token_id(self, *, chat: bool) -> int:
         return 0
 
+    def prompt(self, messages: Sequence[Message], *, tools: Sequence[dict[str, Any]] = ()) -> tuple[str, list[int]]:
+        return self.encode_chat(messages, tools=tools)
+
+    def answer(
+        self, episode: Episode, messages: Sequence[Message], *, tools: Sequence[dict[str, Any]] = ()
+    ) -> tuple[list[int], bool]:
+        return self.encode_chat(messages)[1], False
+
+    def parse(self, text: str) -> ParsedTurn:
+        return ParsedTurn(text=text)
+
+    def encode_text(self, text: str) -> list[int]:
+        return self.encode(text)
+
     def decode(self, token_ids: Sequence[int]) -> str:
-        raise NotImplementedError("nothing is generated before a stage runs")
+        return ""
 
 
 class Preflight:
@@ -196,18 +211,31 @@ class Preflight:
             return None
 
     def _check_rows(self, stage: StageSpec, load: Callable[..., object], policy: KnownModel | None) -> None:
-        data, chat = _existing_data(stage.spec.data), stage.spec.model.chat_template
+        data, chat, env = _existing_data(stage.spec.data), stage.spec.model.chat_template, stage.spec.env
         if data is None:
             return
 
         def check() -> None:
             if policy is None:
                 unlimited = data.model_copy(update={"max_tokens": 0})
-                load(unlimited, chat_template=chat, codec=AnyCodec(), context_limit=sys.maxsize)
+                codec = AnyCodec()
+                load(
+                    unlimited,
+                    chat_template=chat,
+                    codec=codec,
+                    turn_formats=lambda _: codec,
+                    context_limit=sys.maxsize,
+                )
             else:
-                load(data, chat_template=chat, codec=policy.codec, context_limit=policy.context_limit)
+                load(
+                    data,
+                    chat_template=chat,
+                    codec=policy.codec,
+                    turn_formats=cache(lambda chat: turn_format(policy.codec, env, chat_template=chat)),
+                    context_limit=policy.context_limit,
+                )
 
-        self._once(stage, ("rows", load, data, chat, policy), check)
+        self._once(stage, ("rows", load, data, chat, env.thinking, policy), check)
 
     def _check_task(self, stage: StageSpec, policy: KnownModel | None) -> None:
         """The task and the evaluation sets, and their rewards other than reward models."""

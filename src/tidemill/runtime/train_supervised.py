@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import threading
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal, TextIO, TypeAlias
 
@@ -17,6 +18,7 @@ from tidemill.models.folder import holds_adapter
 from tidemill.models.loading import context_limit, weights_digest
 from tidemill.models.reward_model import copy_head
 from tidemill.models.saving import export_merged
+from tidemill.models.turn_format import turn_format
 from tidemill.runtime.model_bundle import load_model_bundle
 from tidemill.runtime.stopping import StopRequest, stop_on_signals
 from tidemill.runtime.train import DATA_DIGEST, record_start, run_session
@@ -93,6 +95,7 @@ def _train(
         codec=bundle.codec,
         context_limit=context_limit(bundle.model),
         chat_template=spec.model.chat_template,
+        turn_formats=cache(lambda chat: turn_format(bundle.codec, spec.env, chat_template=chat)),
         progress=recorder.note,
     )
     record_start(

@@ -19,7 +19,7 @@ from tidemill.models.codec import load_codec
 from tidemill.models.loading import weights_digest
 from tidemill.models.reward_model import hidden_size, load_head, reward_head, save_head, sequence_scores
 from tidemill.telemetry.jsonl import write_atomically
-from tidemill.trainer.packing import PackedCompletions, pack_completions, split_by_tokens, tokens_of
+from tidemill.trainer.packing import MaskedCompletion, PackedCompletions, pack_completions, split_by_tokens
 from tidemill.trainer.scoring import hits, token_logprobs
 from tidemill.trainer.supervised_loop import FitContext, LossSums, Objective
 
@@ -30,18 +30,30 @@ REFERENCE = "reference.safetensors"
 """File in the run directory with the summed reference logprobs of preference pairs."""
 
 
+def _masked(example: Demonstration) -> MaskedCompletion:
+    return MaskedCompletion(example.prompt_ids, example.completion_ids, example.trained, example.branches)
+
+
+def _sides(pair: PreferencePair) -> tuple[MaskedCompletion, MaskedCompletion]:
+    """Chosen and rejected."""
+    return (
+        MaskedCompletion(pair.prompt_ids, pair.chosen_ids, pair.chosen_trained, pair.chosen_branches),
+        MaskedCompletion(pair.prompt_ids, pair.rejected_ids, pair.rejected_trained, pair.rejected_branches),
+    )
+
+
 class SupervisedObjective(Objective[Demonstration]):
-    """-log π of every completion token, averaged over the tokens of a minibatch."""
+    """-log π of every trained token, averaged over the tokens of a minibatch."""
 
     def __init__(self, spec: RunSpec, context: FitContext) -> None:
         self.trained = context.model
         self._context, self._logits_bytes = context, spec.trainer.logits_budget_mb * MEGABYTE
 
     def sequences(self, example: Demonstration) -> Sequence[Tokens]:
-        return (tokens_of(example.prompt_ids + example.completion_ids)[:-1],)
+        return [tokens[:-1] for tokens, _ in _masked(example).rows]
 
     def losses(self, examples: Sequence[Demonstration]) -> LossSums:
-        packed = pack_completions([(each.prompt_ids, each.completion_ids) for each in examples], self._context.device)
+        packed = pack_completions([_masked(example) for example in examples], self._context.device)
         with self._context.autocasting():
             logprobs_T, hits_T = token_logprobs(
                 self._context.model, packed, temperature=1.0, logits_budget_bytes=self._logits_bytes, statistic=hits
@@ -80,8 +92,7 @@ class RewardObjective(Objective[PreferencePair]):
         self._head.bias.sub_(total / sum(each.weight for each in sums))
 
     def sequences(self, example: PreferencePair) -> Sequence[Tokens]:
-        completions = (example.chosen_ids, example.rejected_ids)
-        return tuple(tokens_of(example.prompt_ids + completion) for completion in completions)
+        return tuple(side.rows[-1][0] for side in _sides(example))
 
     def losses(self, examples: Sequence[PreferencePair]) -> LossSums:
         sequences = [sequence for example in examples for sequence in self.sequences(example)]
@@ -136,8 +147,7 @@ class PreferenceObjective(Objective[PreferencePair]):
         self._reference: dict[str, tuple[float, float]] = {}  # summed logprobs of (chosen, rejected) by pair
 
     def sequences(self, example: PreferencePair) -> Sequence[Tokens]:
-        completions = (example.chosen_ids, example.rejected_ids)
-        return tuple(tokens_of(example.prompt_ids + completion)[:-1] for completion in completions)
+        return [tokens[:-1] for side in _sides(example) for tokens, _ in side.rows]
 
     def prepare(self, examples: Sequence[PreferencePair]) -> None:
         path, digest = self._context.directory / REFERENCE, self._digest(examples)
@@ -185,8 +195,7 @@ class PreferenceObjective(Objective[PreferencePair]):
 
     def _logprobs(self, examples: Sequence[PreferencePair]) -> tuple[PackedCompletions, Tensor]:
         """Logprobs [T] of 2P completions, chosen and rejected alternating."""
-        pairs = [(each.prompt_ids, ids) for each in examples for ids in (each.chosen_ids, each.rejected_ids)]
-        packed = pack_completions(pairs, self._context.device)
+        packed = pack_completions([side for each in examples for side in _sides(each)], self._context.device)
         with self._context.autocasting():
             logprobs_T, _ = token_logprobs(
                 self._context.model,

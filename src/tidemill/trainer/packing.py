@@ -6,6 +6,7 @@ import bisect
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from tidemill.algos.losses import Samples
 from tidemill.core.errors import TidemillError
-from tidemill.core.records import TokenBuffer, Trajectory
+from tidemill.core.records import Ranges, TokenBuffer, Trajectory, count
 from tidemill.models.attention import IntArray, Tokens, TokenTree, build_tree, common_prefix
 
 FloatArray: TypeAlias = npt.NDArray[np.float32]
@@ -247,13 +248,13 @@ def missing_reference(trajectory: Trajectory) -> TidemillError:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedCompletions:
-    """The T completion tokens of S sequences, over the tree of their inputs; implements `scoring.Predictions`."""
+    """The T trained tokens of S completions, over the tree of their inputs; implements `scoring.Predictions`."""
 
     tree: TokenTree
     head_nodes: Tensor  # int64 [H], distinct nodes that predict a completion token, ascending
     head_rows: Tensor  # int64 [T], index into `head_nodes` of the node that predicts the token, ascending
     targets: Tensor  # int64 [T]
-    samples: Samples  # the sequence of each token
+    samples: Samples  # the completion of each token
     unpacked_tokens: int  # tokens to compute without prefix sharing
 
 
@@ -262,23 +263,40 @@ def tokens_of(buffer: TokenBuffer) -> Tokens:
     return np.frombuffer(buffer, np.int32)
 
 
-def pack_completions(pairs: Sequence[tuple[TokenBuffer, TokenBuffer]], device: torch.device) -> PackedCompletions:
-    """Pack (prompt, completion) pairs into one tree. Without a prompt the first token has no prediction, and is not
-    trained."""
-    sequences = [tokens_of(prompt + completion) for prompt, completion in pairs]
-    tree = build_tree([sequence[:-1] for sequence in sequences])
-    starts = [max(len(tokens_of(prompt)), 1) for prompt, _ in pairs]
-    nodes = np.concatenate([path[start - 1 :] for path, start in zip(tree.paths, starts, strict=True)])
-    lengths = [len(sequence) - start for sequence, start in zip(sequences, starts, strict=True)]
+class MaskedCompletion(NamedTuple):
+    """A prompt and a completion; fields as in `Demonstration`."""
+
+    prompt_ids: TokenBuffer
+    completion_ids: TokenBuffer
+    trained: Ranges = ()
+    branches: tuple[int, ...] = ()
+
+    @property
+    def rows(self) -> list[tuple[Tokens, npt.NDArray[np.int64]]]:
+        """The sequences that the model sees, int32 [R] each, and the places of their trained tokens. The first token
+        of a sequence has no prediction, and is not trained."""
+        tokens, start = tokens_of(self.prompt_ids + self.completion_ids), count(self.prompt_ids)
+        mask = np.zeros(len(tokens), bool)
+        for first, end in self.trained or [(0, len(tokens))]:
+            mask[start + first : start + end] = True
+        edges = pairwise([0, *(start + at for at in self.branches), len(tokens)])
+        return [(tokens[first:end], np.flatnonzero(mask[first + 1 : end]) + 1) for first, end in edges]
+
+
+def pack_completions(completions: Sequence[MaskedCompletion], device: torch.device) -> PackedCompletions:
+    """Pack the trained tokens of completions into one tree."""
+    rows = [(owner, *row) for owner, completion in enumerate(completions) for row in completion.rows]
+    tree = build_tree([tokens[:-1] for _, tokens, _ in rows])
+    nodes = np.concatenate([path[trained - 1] for path, (_, _, trained) in zip(tree.paths, rows, strict=True)])
     order = np.argsort(nodes, kind="stable")
     head_nodes, head_rows = np.unique(nodes[order], return_inverse=True)
-    targets = np.concatenate([sequence[start:] for sequence, start in zip(sequences, starts, strict=True)])
-    owners = np.repeat(np.arange(len(sequences)), lengths)
+    targets = np.concatenate([tokens[trained] for _, tokens, trained in rows])
+    owners = np.concatenate([np.full(len(trained), owner) for owner, _, trained in rows])
     return PackedCompletions(
         tree=tree,
         head_nodes=torch.from_numpy(head_nodes).to(device),
         head_rows=torch.from_numpy(head_rows).to(device),
         targets=torch.from_numpy(targets[order].astype(np.int64)).to(device),
-        samples=Samples(torch.from_numpy(owners[order]).to(device), len(sequences)),
-        unpacked_tokens=sum(len(sequence) - 1 for sequence in sequences),
+        samples=Samples(torch.from_numpy(owners[order]).to(device), len(completions)),
+        unpacked_tokens=sum(len(tokens) - 1 for _, tokens, _ in rows),
     )

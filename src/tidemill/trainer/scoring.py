@@ -27,7 +27,7 @@ from tidemill.models.attention import (
     vocabulary_logits,
 )
 from tidemill.models.reward_model import RewardModel, sequence_scores
-from tidemill.trainer.packing import pack_completions, split_by_sample, split_by_tokens, tokens_of
+from tidemill.trainer.packing import MaskedCompletion, pack_completions, split_by_sample, split_by_tokens, tokens_of
 
 FLOAT_BYTES = 4
 
@@ -348,7 +348,7 @@ def completion_logprobs(
         return (tokens_of(completion.prompt_ids + completion.token_ids)[:-1],)
 
     for run in split_by_tokens(completions, inputs, budget):
-        packed = pack_completions([(completion.prompt_ids, completion.token_ids) for completion in run], device)
+        packed = pack_completions([MaskedCompletion(each.prompt_ids, each.token_ids) for each in run], device)
         with torch.autocast(device.type, autocast, enabled=autocast is not None):
             logprobs_T, _ = token_logprobs(
                 model,

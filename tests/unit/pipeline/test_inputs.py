@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -17,10 +18,13 @@ from tests.model_folders import save_folder, small_tokenizer
 from tests.model_shapes import HIDDEN, llama
 from tests.pretend_stages import Quiet, Stages, pipeline
 from tidemill.config.issues import ConfigError, ConfigIssue
+from tidemill.config.task import DataConfig
+from tidemill.envs.text.examples import load_demonstrations
 from tidemill.models.codec import load_codec
 from tidemill.models.folder import DESCRIPTION
 from tidemill.models.reward_model import HeadDescription
 from tidemill.pipeline.execution import plan_pipeline, run_pipeline
+from tidemill.pipeline.preflight import AnyCodec
 from tidemill.pipeline.stage_plan import Choice
 
 GOOD = '{"prompt": "1+1=", "chosen": "2", "rejected": "3"}\n{"prompt": "1+2=", "chosen": "3", "rejected": "2"}\n'
@@ -107,6 +111,35 @@ def test_rows_of_tables_are_checked_too(tmp_path: Path) -> None:
     (issue,) = refused(tmp_path, RECIPE.replace("pairs.jsonl", "pairs.parquet"))
     assert issue.key.startswith("pairs.parquet, row 2")
     assert issue.source == "stage rm"
+
+
+TURNS = (
+    '{"prompt": "1+2=", "completion": [{"role": "assistant", "content": "2"}, {"role": "user", "content": "+1="}, '
+    '{"role": "assistant", "content": "3"}]}\n'
+)
+
+
+def test_rows_with_several_turns_are_encoded_in_advance(tmp_path: Path) -> None:
+    rows = {"pairs": GOOD, "prompts": NUMBER.replace("7", '"7"')}
+    written(tmp_path, shown=NO_COMPLETION.splitlines()[0] + "\n" + TURNS, **rows)
+    plan_pipeline(pipeline(tmp_path, RECIPE))
+    tools = TURNS.replace('"prompt"', '"tools": [{"type": "function"}], "prompt"')
+    written(tmp_path, shown=NO_COMPLETION.splitlines()[0] + "\n" + tools)
+    (issue,) = refused(tmp_path, RECIPE)
+    assert (issue.key, issue.source) == ("shown.jsonl, line 2", "stage sft")
+    assert "no chat template" in issue.what
+    written(tmp_path, shown=NO_COMPLETION.splitlines()[0] + "\n" + TURNS.replace("+1=", "+1é"))
+    (issue,) = refused(tmp_path, RECIPE)
+    assert "vocabulary lacks 'é'" in issue.what
+
+
+def test_rows_with_several_turns_are_read_without_a_tokenizer(tmp_path: Path) -> None:
+    written(tmp_path, shown=TURNS * 2)
+    config = DataConfig(path=tmp_path / "shown.jsonl", held_out_fraction=0)
+    codec = AnyCodec()
+    load = partial(load_demonstrations, config, codec=codec, turn_formats=lambda _: codec, context_limit=9)
+    (made,) = load(chat_template=True).train
+    assert made.trained == ((0, 2), (3, 5))  # every text is a token, and every turn has an end
 
 
 def test_only_stages_that_are_due_are_checked(tmp_path: Path) -> None:

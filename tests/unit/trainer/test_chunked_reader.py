@@ -13,7 +13,7 @@ from tests.frozen_readers import CHUNK, frozen, growing, logprob_scorer, named, 
 from tests.model_shapes import HIDDEN, MODEL_SHAPES
 from tidemill.core.records import Read
 from tidemill.models.reward_model import HeadDescription, RewardModel, reward_head
-from tidemill.trainer.packing import pack_completions
+from tidemill.trainer.packing import MaskedCompletion, pack_completions
 from tidemill.trainer.scoring import RewardModelScorer, reward_scores, token_logprobs
 
 
@@ -27,7 +27,7 @@ def test_logprobs_equal_those_of_a_token_tree(shape: str) -> None:
     model = frozen(shape)
     prompt, completion = tokens(13), tokens(21, seed=1)
     read = read_all(reader(model, logprob_scorer(model, rows=5)), named(0), prompt + completion, 13)
-    packed = pack_completions([(prompt, completion)], torch.device("cpu"))
+    packed = pack_completions([MaskedCompletion(prompt, completion)], torch.device("cpu"))
     with torch.no_grad():
         expected, _ = token_logprobs(model, packed, temperature=0.7, logits_budget_bytes=1 << 20)
     np.testing.assert_allclose(np.frombuffer(read.values, np.float32), expected.numpy(), atol=1e-5)

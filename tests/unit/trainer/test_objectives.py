@@ -202,6 +202,75 @@ def test_a_first_token_without_a_prompt_is_not_trained(tmp_path: Path) -> None:
     assert float(sums.loss.detach()) == pytest.approx(-float(expected.detach().sum()), rel=1e-5)
 
 
+# Three turns after the prompt 5 6 7: 20 21 1 is generated, 30 31 seen; then a new context 5 40 41, in which 22 1 and
+# 23 24 1 are generated and 32 is seen.
+PROMPT, TURNS = [5, 6, 7], [20, 21, 1, 30, 31, 5, 40, 41, 22, 1, 32, 23, 24, 1]
+TRAINED, BRANCHES = ((0, 3), (8, 10), (11, 14)), (5,)
+
+
+def turn_logprobs(model: PreTrainedModel) -> Tensor:
+    """Of the eight generated tokens, each after all that the model saw."""
+    seen = [([5, 6, 7], [20, 21, 1]), ([5, 40, 41], [22, 1]), ([5, 40, 41, 22, 1, 32], [23, 24, 1])]
+    return torch.cat([plain_logprobs(model, pack_tokens(before), pack_tokens(turn)) for before, turn in seen])
+
+
+@pytest.mark.parametrize("budget", [10_000, 1])
+def test_only_turns_are_trained_and_each_in_its_context(budget: int, tmp_path: Path) -> None:
+    example = Demonstration(
+        id="turns",
+        prompt_ids=pack_tokens(PROMPT),
+        completion_ids=pack_tokens(TURNS),
+        trained=TRAINED,
+        branches=BRANCHES,
+    )
+    (plain,), model = demonstrations(1), llama()
+    logprobs = torch.cat([turn_logprobs(model), plain_logprobs(model, plain.prompt_ids, plain.completion_ids)])
+    (-logprobs.sum()).backward()
+    objective = SupervisedObjective(supervised_spec(), fit_context(tmp_path))
+    totals, ours = learned(objective, [example, plain], budget)
+    assert_equal_gradients(ours, gradients(model))
+    assert totals.weight == totals.tokens_trained == len(logprobs) == 8 + len(unpack_tokens(plain.completion_ids))
+    # Rows of 8 and 9 tokens without their last ones.
+    assert sum(map(len, objective.sequences(example))) == 7 + 8
+
+
+def test_preferences_between_conversations(tmp_path: Path) -> None:
+    pair = PreferencePair(
+        id="turns",
+        prompt_ids=pack_tokens(PROMPT),
+        chosen_ids=pack_tokens([9, 1]),
+        rejected_ids=pack_tokens(TURNS),
+        rejected_trained=TRAINED,
+        rejected_branches=BRANCHES,
+    )
+    initial, moved, subject = llama(0), llama(1), fit_context(tmp_path, model=llama(0))
+    spec = supervised_spec(preference={"beta": BETA})
+    objective = PreferenceObjective(spec, subject)
+    objective.prepare([pair])
+    subject.model.load_state_dict(moved.state_dict())
+    with torch.no_grad():
+        policy, ref = (
+            plain_logprobs(model, pair.prompt_ids, pair.chosen_ids).sum() - turn_logprobs(model).sum()
+            for model in (moved, initial)
+        )
+    sums = objective.losses([pair])
+    assert float(sums.figures["reward_margin"]) == pytest.approx(BETA * float(policy - ref), rel=1e-4)
+    assert sums.tokens_trained == 2 + 8
+
+
+def test_a_reward_model_reads_the_last_context_of_a_conversation(tmp_path: Path) -> None:
+    pair = PreferencePair(
+        id="turns",
+        prompt_ids=pack_tokens(PROMPT),
+        chosen_ids=pack_tokens(TURNS),
+        rejected_ids=pack_tokens([9, 1]),
+        chosen_trained=TRAINED,
+        chosen_branches=BRANCHES,
+    )
+    objective = RewardObjective(supervised_spec(), fit_context(tmp_path, source=save_folder(llama(), tmp_path / "f")))
+    assert [each.tolist() for each in objective.sequences(pair)] == [TURNS[5:], [*PROMPT, 9, 1]]
+
+
 def test_vocabulary_in_chunks_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     examples = demonstrations(4)
     whole = learned(SupervisedObjective(supervised_spec(), fit_context(tmp_path)), examples, 10_000)

@@ -5,58 +5,146 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Generic, TypeVar
+from itertools import pairwise
+from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
+
+import msgspec
 
 from tidemill.config.task import DataConfig
 from tidemill.core.errors import UserError
-from tidemill.core.protocols import CompletionCodec
-from tidemill.core.records import Demonstration, PreferencePair, TokenBuffer, count, pack_tokens
+from tidemill.core.protocols import CompletionCodec, TurnFormat
+from tidemill.core.records import (
+    Call,
+    Demonstration,
+    Episode,
+    Message,
+    PreferencePair,
+    Prompt,
+    Ranges,
+    SampleId,
+    TokenBuffer,
+    Turn,
+    count,
+    pack_tokens,
+    unpack_tokens,
+)
 from tidemill.envs.text.prompts import Order, Question, content_id, encode_question, in_chat, with_location
 from tidemill.envs.text.row_split import Side, read_split
 from tidemill.envs.text.row_table import Progress, RowUse
 from tidemill.envs.text.rows import (
+    ASSISTANT,
     DEMONSTRATION_SHAPE,
     PAIR_SHAPE,
     DemonstrationText,
     PairText,
+    Reply,
     identical_replies,
     to_demonstration,
     to_pair,
 )
 
+TurnFormats: TypeAlias = Callable[[bool], TurnFormat]
+"""The format of turns with a chat template (True) and of plain text (False)."""
+NO_SAMPLE = SampleId(run_seed=0, purpose="data", prompt_id="", epoch=0, index=0)
+
+
+class Encoded(NamedTuple):
+    """A reply; fields as in `Demonstration`."""
+
+    token_ids: TokenBuffer
+    trained: Ranges = ()
+    branches: tuple[int, ...] = ()
+
 
 class Encoder:
-    """Encodes rows as a model sees them during generation: prompt and completion separately, then concatenated.
+    """Encodes rows as a model sees them during generation: prompt and completion separately, then concatenated. A row
+    with tools or several turns has the token ids of an agent's episode with the same texts.
 
     Args:
         chat_template: also apply the model's chat template to plain prompts.
         end_token: append the token that ends the model's turn to completions that do not end with one.
+        turn_formats: needed for rows with tools or several turns.
     """
 
-    def __init__(self, codec: CompletionCodec, *, chat_template: bool, end_token: bool) -> None:
+    def __init__(
+        self,
+        codec: CompletionCodec,
+        *,
+        chat_template: bool,
+        end_token: bool,
+        turn_formats: TurnFormats | None = None,
+    ) -> None:
         self._codec, self._chat_template, self._end_token = codec, chat_template, end_token
+        self._turn_formats = turn_formats
 
     def demonstration(self, row: DemonstrationText) -> Demonstration:
         """Raises UserError: the codec rejects the text."""
+        prompt_ids, (reply,) = self._encode(row, row.completion)
         return Demonstration(
-            id=content_id(row), prompt_ids=self._prompt(row), completion_ids=self._completion(row, row.completion)
+            id=content_id(row),
+            prompt_ids=prompt_ids,
+            completion_ids=reply.token_ids,
+            trained=reply.trained,
+            branches=reply.branches,
         )
 
     def pair(self, row: PairText) -> PreferencePair:
         """Raises UserError: the codec rejects the text, or both sides have the same tokens."""
-        chosen, rejected = self._completion(row, row.chosen), self._completion(row, row.rejected)
+        prompt_ids, (chosen, rejected) = self._encode(row, row.chosen, row.rejected)
         if chosen == rejected:
             raise identical_replies(row)
         return PreferencePair(
             id=content_id(row),
-            prompt_ids=self._prompt(row),
-            chosen_ids=chosen,
-            rejected_ids=rejected,
+            prompt_ids=prompt_ids,
+            chosen_ids=chosen.token_ids,
+            rejected_ids=rejected.token_ids,
             margin=row.margin,
+            chosen_trained=chosen.trained,
+            chosen_branches=chosen.branches,
+            rejected_trained=rejected.trained,
+            rejected_branches=rejected.branches,
         )
 
-    def _prompt(self, row: Question) -> TokenBuffer:
-        return pack_tokens(encode_question(row, self._codec, chat_template=self._chat_template)[1])
+    def _encode(self, row: Question, *replies: Reply) -> tuple[TokenBuffer, list[Encoded]]:
+        """The prompt and its replies."""
+        if not row.tools and all(isinstance(reply, str) for reply in replies):
+            prompt_ids = pack_tokens(encode_question(row, self._codec, chat_template=self._chat_template)[1])
+            return prompt_ids, [Encoded(self._completion(row, str(reply))) for reply in replies]
+        assert self._turn_formats is not None
+        try:
+            turns = self._turn_formats(in_chat(row, chat_template=self._chat_template))
+            text, token_ids = turns.prompt(row.messages, tools=row.tools)
+            prompt_ids = pack_tokens(token_ids)
+            prompt = Prompt(prompt_id="", token_ids=prompt_ids, text=text, answer="", messages=row.messages)
+            return prompt_ids, [self._episode(row, turns, prompt, reply) for reply in replies]
+        except UserError as error:
+            raise with_location(error, row) from error
+
+    def _episode(self, row: Question, turns: TurnFormat, prompt: Prompt, reply: Reply) -> Encoded:
+        """The reply as an agent would have generated it, with its observations."""
+        if isinstance(reply, str):
+            return Encoded(self._completion(row, reply))
+        context, token_ids = unpack_tokens(prompt.token_ids), list[int]()
+        done, trained, branches = list[Turn](), list[tuple[int, int]](), list[int]()
+        places = [at for at, message in enumerate(reply) if message.role == ASSISTANT]
+        for at, following in pairwise([*places, len(reply)]):
+            generated = unpack_tokens(self._completion(row, reply[at].content))
+            start, end = len(token_ids), len(token_ids) + len(generated)
+            token_ids, context = token_ids + generated, context + generated
+            trained.append((start, end))
+            if following == len(reply):
+                break
+            turn, seen = Turn(start=start, end=end, text=turns.decode(generated)), reply[at + 1 : following]
+            episode = Episode(
+                sample_id=NO_SAMPLE, prompt=prompt, turns=(*done, turn), token_ids=pack_tokens(context), room=0
+            )
+            added, new_branch = turns.answer(episode, seen, tools=row.tools)
+            if new_branch:
+                branches.append(end)
+                context = []
+            token_ids, context = token_ids + added, context + added
+            done.append(_answered(turn, seen))
+        return Encoded(pack_tokens(token_ids), tuple(trained), tuple(branches))
 
     def _completion(self, row: Question, text: str) -> TokenBuffer:
         try:
@@ -67,6 +155,18 @@ class Encoder:
             chat = in_chat(row, chat_template=self._chat_template)
             token_ids = [*token_ids, self._codec.end_token_id(chat=chat)]
         return pack_tokens(token_ids)
+
+
+def _answered(turn: Turn, seen: Sequence[Message]) -> Turn:
+    """The turn with its observation: the results of tools, or one message."""
+    texts = [message.content for message in seen]
+    calls = [Call(call_id="", name="", arguments="", result=text) for text in texts if seen[0].role == "tool"]
+    return msgspec.structs.replace(turn, observation="\n".join(texts), calls=tuple(calls))
+
+
+def _longest_row(prompt_ids: TokenBuffer, completion_ids: TokenBuffer, branches: Sequence[int]) -> int:
+    """Tokens of the longest sequence that the model sees."""
+    return max(end - start for start, end in pairwise([-count(prompt_ids), *branches, count(completion_ids)]))
 
 
 ExampleT = TypeVar("ExampleT", bound=Demonstration | PreferencePair)
@@ -113,6 +213,7 @@ def load_demonstrations(
     codec: CompletionCodec,
     context_limit: int,
     chat_template: bool,
+    turn_formats: TurnFormats | None = None,
     progress: Progress = lambda _: None,
 ) -> Examples[Demonstration]:
     """The demonstrations of the `[data]` section.
@@ -120,11 +221,12 @@ def load_demonstrations(
     Args:
         context_limit: maximum sequence length of the model, in tokens.
         chat_template: also apply the model's chat template to plain prompts (`model.chat_template`).
+        turn_formats: as for `Encoder`.
 
     Raises:
         UserError: a row is invalid; names file, row and field.
     """
-    encoder = Encoder(codec, chat_template=chat_template, end_token=config.end_token)
+    encoder = Encoder(codec, chat_template=chat_template, end_token=config.end_token, turn_formats=turn_formats)
 
     def use(**settings: Any) -> RowUse[DemonstrationText, Demonstration]:
         return RowUse(
@@ -132,7 +234,7 @@ def load_demonstrations(
             shape=DEMONSTRATION_SHAPE,
             parse=partial(to_demonstration, **settings),
             encode=encoder.demonstration,
-            tokens=lambda example: count(example.prompt_ids) + count(example.completion_ids),
+            tokens=lambda example: _longest_row(example.prompt_ids, example.completion_ids, example.branches),
             settings=repr(("demonstrations", settings)),
         )
 
@@ -145,10 +247,11 @@ def load_pairs(
     codec: CompletionCodec,
     context_limit: int,
     chat_template: bool,
+    turn_formats: TurnFormats | None = None,
     progress: Progress = lambda _: None,
 ) -> Examples[PreferencePair]:
     """The preference pairs of the `[data]` section; arguments and errors as `load_demonstrations`."""
-    encoder = Encoder(codec, chat_template=chat_template, end_token=config.end_token)
+    encoder = Encoder(codec, chat_template=chat_template, end_token=config.end_token, turn_formats=turn_formats)
 
     def use(**settings: Any) -> RowUse[PairText, PreferencePair]:
         return RowUse(
@@ -156,7 +259,10 @@ def load_pairs(
             shape=PAIR_SHAPE,
             parse=partial(to_pair, **settings),
             encode=encoder.pair,
-            tokens=lambda pair: count(pair.prompt_ids) + max(count(pair.chosen_ids), count(pair.rejected_ids)),
+            tokens=lambda pair: max(
+                _longest_row(pair.prompt_ids, pair.chosen_ids, pair.chosen_branches),
+                _longest_row(pair.prompt_ids, pair.rejected_ids, pair.rejected_branches),
+            ),
             settings=repr(("pairs", settings)),
         )
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, NoReturn
+from itertools import groupby
+from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 from tidemill.core.errors import UserError
 from tidemill.core.records import Message, Prompt
@@ -17,7 +18,7 @@ PROMPT_SHAPE = (
 )
 DEMONSTRATION_SHAPE = (
     'a row looks like {"prompt": "2+2=", "completion": "4"}, or has "messages" (role and content each) instead of '
-    '"prompt"; messages that end with the assistant\'s need no completion'
+    '"prompt"; messages that end with the assistant\'s need no completion, and all turns of the assistant are learned'
 )
 PAIR_SHAPE = (
     'a row looks like {"prompt": "2+2=", "chosen": "4", "rejected": "5"}, or has "messages" (role and content each) '
@@ -28,26 +29,35 @@ CONTENT_FIELDS = frozenset({"prompt", "messages", "answer", "tools"})
 TOOLS_SHAPE = 'a tool looks like {"type": "function", "function": {"name": …, "parameters": {…}}}'
 
 
+Reply: TypeAlias = str | tuple[Message, ...]
+"""What follows a prompt: one text, or the messages from the first to the last of several turns of the assistant."""
+
+
 class DemonstrationText(Question, kw_only=True):
     """A demonstration before tokenization."""
 
-    completion: str
+    completion: Reply
 
     @property
     def replies(self) -> tuple[str, ...]:
-        return (self.completion,)
+        return _texts(self.completion)
 
 
 class PairText(Question, kw_only=True):
     """A preference pair before tokenization. Two rows that differ only in the margin are the same pair."""
 
-    chosen: str
-    rejected: str
+    chosen: Reply
+    rejected: Reply
     margin: float = 0.0
 
     @property
     def replies(self) -> tuple[str, ...]:
-        return (self.chosen, self.rejected)
+        return (*_texts(self.chosen), *_texts(self.rejected))
+
+
+def _texts(reply: Reply) -> tuple[str, ...]:
+    """The reply; of several turns, role and content of each message."""
+    return (reply,) if isinstance(reply, str) else tuple(text for each in reply for text in (each.role, each.content))
 
 
 def to_item(row: Row, *, columns: Mapping[str, str], system_prompt: str) -> Item:
@@ -98,18 +108,26 @@ def _tools(row: Row) -> tuple[dict[str, Any], ...]:
 
 
 def to_demonstration(row: Row, *, columns: Mapping[str, str], system_prompt: str) -> DemonstrationText:
-    """The prompt of a row with the completion to learn; arguments and errors as `to_item`."""
+    """The prompt of a row with the completion to learn; arguments and errors as `to_item`.
+
+    Without a completion, the messages from the assistant's first turn on are the completion.
+    """
     row = _renamed(row, columns, "data")
     messages, completion = _messages(row, DEMONSTRATION_SHAPE, system_prompt), row.get("completion")
     if completion is None and row.get("prompt") is None and messages[-1].role == ASSISTANT:
-        *asked, last = messages
-        if len(asked) <= bool(system_prompt):
+        asked = bool(system_prompt) + 1  # a row starts with at least one message of its prompt
+        first = next((at for at in range(asked, len(messages)) if messages[at].role == ASSISTANT), None)
+        if first is None:
             _fault("`messages` holds only the assistant's turn", row, DEMONSTRATION_SHAPE)
-        messages, completion = tuple(asked), last.content
+        messages, completion = messages[:first], _turns(messages[first:], "messages", row, DEMONSTRATION_SHAPE)
+    else:
+        completion = _reply(completion, "completion", row, DEMONSTRATION_SHAPE)
+    tools = _tools(row)
     return DemonstrationText(
         messages=messages,
-        completion=_reply(completion, "completion", row, DEMONSTRATION_SHAPE),
-        plain=isinstance(row.get("prompt"), str),
+        completion=completion,
+        plain=isinstance(row.get("prompt"), str) and not tools,
+        tools=tools,
         where=row.where,
     )
 
@@ -121,12 +139,14 @@ def to_pair(row: Row, *, columns: Mapping[str, str], system_prompt: str) -> Pair
         UserError: as `to_item`; also if both sides have the same text.
     """
     row = _renamed(row, columns, "data")
+    tools = _tools(row)
     pair = PairText(
         messages=_messages(row, PAIR_SHAPE, system_prompt),
         chosen=_reply(row.get("chosen"), "chosen", row, PAIR_SHAPE),
         rejected=_reply(row.get("rejected"), "rejected", row, PAIR_SHAPE),
         margin=_margin(row),
-        plain=isinstance(row.get("prompt"), str),
+        plain=isinstance(row.get("prompt"), str) and not tools,
+        tools=tools,
         where=row.where,
     )
     if pair.chosen == pair.rejected:
@@ -137,7 +157,7 @@ def to_pair(row: Row, *, columns: Mapping[str, str], system_prompt: str) -> Pair
 def identical_replies(pair: PairText) -> UserError:
     """The error for a pair with two equal sides."""
     return UserError(
-        f"`chosen` and `rejected` are the same, {pair.chosen[:40]!r}",
+        f"`chosen` and `rejected` are the same, {_texts(pair.chosen)[-1][:40]!r}",
         where=pair.where,
         hint="remove the row",
     )
@@ -178,13 +198,13 @@ def _answer(row: Row) -> str:
     return str(answer)
 
 
-def _reply(value: Any, field: str, row: Row, shape: str) -> str:
-    """A completion: its text, or a list with one assistant message."""
+def _reply(value: Any, field: str, row: Row, shape: str) -> Reply:
+    """A completion: its text, or a list of messages."""
     if isinstance(value, list):
-        messages = [_message(message, field, row, shape) for message in value]
-        if len(messages) != 1 or messages[0].role != ASSISTANT:
-            _fault(f"`{field}` must be a text, or one message with the role {ASSISTANT}", row, shape)
-        value = messages[0].content
+        turns = _turns(tuple(_message(message, field, row, shape) for message in value), field, row, shape)
+        if not isinstance(turns, str):
+            return turns
+        value = turns
     if value is None:
         _fault(f"the row has no `{field}`", row, shape)
     if not isinstance(value, str):
@@ -192,6 +212,16 @@ def _reply(value: Any, field: str, row: Row, shape: str) -> str:
     if not value.strip():
         _fault(f"`{field}` is empty", row, "remove the row, or add the completion")
     return value
+
+
+def _turns(messages: tuple[Message, ...], field: str, row: Row, shape: str) -> Reply:
+    """The messages of several turns, or the text of a single one."""
+    if not messages or messages[0].role != ASSISTANT or messages[-1].role != ASSISTANT:
+        _fault(f"`{field}` must be a text, or messages that start and end with the role {ASSISTANT}", row, shape)
+    between = [list(run) for spoken, run in groupby(messages, lambda each: each.role == ASSISTANT) if not spoken]
+    if any(len(run) > 1 and any(each.role != "tool" for each in run) for run in between):
+        _fault(f"`{field}` must have one message, or only tool messages, between two turns", row, shape)
+    return messages if len(messages) > 1 else messages[0].content
 
 
 def _margin(row: Row) -> float:

@@ -45,6 +45,47 @@ def test_completions_as_the_assistants_message(tmp_path: Path) -> None:
     assert (pair.chosen, pair.rejected) == ("4", "5")
 
 
+AGAIN = {"role": "user", "content": "3+3?"}
+TOOL = {"role": "tool", "content": "6"}
+SIX = {"role": "assistant", "content": "6"}
+
+
+@pytest.mark.parametrize("data_format", FORMATS)
+def test_all_turns_of_a_conversation_are_learned(tmp_path: Path, data_format: str) -> None:
+    turns = [ASSISTANT, AGAIN, SIX]
+    rows: list[dict[str, Any]] = [
+        {"messages": [USER, *turns]},
+        {"prompt": [USER], "completion": turns},
+    ]
+    for number, row in enumerate(rows):
+        (read,) = read_demonstrations(write(tmp_path, data_format, [row], f"rows{number}"))
+        assert read.messages == (Message(**USER),)
+        assert read.completion == tuple(Message(**turn) for turn in turns)
+    (plain,) = read_demonstrations(write(tmp_path, data_format, [{"prompt": "q", "completion": turns}], "plain"))
+    assert plain.plain
+    # A completion of its own: earlier turns of the assistant belong to the prompt.
+    (single,) = read_demonstrations(
+        write(tmp_path, data_format, [{"messages": [USER, ASSISTANT, AGAIN], "completion": "6"}], "single")
+    )
+    assert (len(single.messages), single.completion) == (3, "6")
+
+
+def test_tools_and_their_results(tmp_path: Path) -> None:
+    tool = {"type": "function", "function": {"name": "add", "parameters": {}}}
+    turns = [ASSISTANT, TOOL, TOOL, SIX]
+    row = {"prompt": "q", "chosen": turns, "rejected": "7", "tools": [tool]}
+    (pair,) = read_pairs(write(tmp_path, "jsonl", [row]))
+    assert (pair.tools, pair.plain, len(pair.chosen), pair.rejected) == ((tool,), False, 4, "7")
+    (read,) = read_demonstrations(write(tmp_path, "jsonl", [{"messages": [USER, *turns], "tools": [tool]}], "d"))
+    assert read.tools == (tool,)
+
+
+def test_the_id_of_a_conversation_is_of_all_its_messages(tmp_path: Path) -> None:
+    conversations = [[USER, ASSISTANT, AGAIN, SIX], [USER, ASSISTANT, TOOL, SIX], [USER, ASSISTANT, AGAIN, ASSISTANT]]
+    rows: list[dict[str, Any]] = [{"messages": messages} for messages in conversations]
+    assert len({content_id(read) for read in read_demonstrations(write(tmp_path, "jsonl", rows))}) == 3
+
+
 def test_fields_that_a_table_adds_empty_to_messages_do_not_matter(tmp_path: Path) -> None:
     rows = [{"messages": [{**USER, "name": None}], "answer": "4"}]
     (item,) = read_items(write(tmp_path, "parquet", rows))
@@ -80,7 +121,15 @@ def faults(read: Callable[[Path], Any], tmp_path: Path, row: dict[str, Any], goo
         ({"prompt": "q", "completion": ""}, "`completion` is empty"),
         ({"prompt": "q", "completion": " \n"}, "`completion` is empty"),
         ({"prompt": "q", "completion": 4}, "`completion` must be a text, found int"),
-        ({"prompt": "q", "completion": [USER]}, "`completion` must be a text, or one message with the role assistant"),
+        (
+            {"prompt": "q", "completion": [USER]},
+            "must be a text, or messages that start and end with the role assistant",
+        ),
+        ({"prompt": "q", "completion": [ASSISTANT, USER]}, "messages that start and end with the role assistant"),
+        (
+            {"prompt": "q", "completion": [ASSISTANT, USER, USER, ASSISTANT]},
+            "must have one message, or only tool messages",
+        ),
         ({"messages": [USER]}, "the row has no `completion`"),
         ({"messages": [ASSISTANT]}, "`messages` holds only the assistant's turn"),
         ({"question": "q", "text": "a"}, "expected either `prompt` or `messages`, found `question`, `text`"),

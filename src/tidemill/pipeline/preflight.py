@@ -33,6 +33,7 @@ from tidemill.models.reward_model import check_same_vocabulary, other_tokenizer,
 from tidemill.models.snapshots import check_adapter, stored_context_limit
 from tidemill.models.turn_format import turn_format
 from tidemill.pipeline.stage_plan import stage_issue
+from tidemill.runtime.agents import agent_prompts
 from tidemill.runtime.export import refuse_foreign
 from tidemill.runtime.model_bundle import check_critic_vocabulary, fitting_task, own_source
 from tidemill.runtime.train import runtime_of
@@ -246,15 +247,17 @@ class Preflight:
             if policy is not None and generates:
                 task = fitting_task(spec, policy.codec, limit=policy.context_limit)
             else:
-                codec = AnyCodec() if policy is None else policy.codec
+                codec: AnyCodec | TextCodec = AnyCodec() if policy is None else policy.codec
+                agent = agent_prompts(spec, codec)
                 task = build_task(
                     spec.task,
                     codec=codec,
                     batch_prompts=spec.batch.prompts,
                     seed=spec.run.seed,
                     chat_template=spec.model.chat_template,
+                    agent=agent,
                 )
-                task = with_eval_sets(task, spec, codec=codec)
+                task = with_eval_sets(task, spec, codec=codec, agent=agent)
             rewards = [reward for reward in spec.scoring.rewards if reward.kind != "model"]
             context = Context(task=task, seed=spec.run.seed, stop_strings=task.default_stop_strings)
             build_rewards(rewards, context)
@@ -262,8 +265,10 @@ class Preflight:
 
         lengths = (spec.sampling.max_new_tokens, spec.eval.max_new_tokens, spec.engine.context_tokens)
         chat = spec.model.chat_template
-        sets = (spec.eval.sets, spec.eval.rewards)
-        self._once(stage, ("task", spec.task, spec.scoring.rewards, sets, lengths, generates, chat, policy), check)
+        sets = spec.eval.sets
+        self._once(
+            stage, ("task", spec.task, spec.env, spec.scoring.rewards, sets, lengths, generates, chat, policy), check
+        )
 
     def _check_reward_models(self, stage: StageSpec, policy: KnownModel | None) -> None:
         for index, reward in enumerate(stage.spec.scoring.rewards):

@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 
 from tidemill.config.schema import RunSpec
 from tidemill.controller.turns import AgentLimits
+from tidemill.core.protocols import TurnFormat
 from tidemill.envs.agents.find import find_environment
 from tidemill.envs.agents.pool import EnvironmentPool
 from tidemill.envs.agents.prompts import AgentPrompts
@@ -17,8 +18,11 @@ from tidemill.models.codec import TextCodec
 from tidemill.models.turn_format import turn_format
 
 
-def agent_prompts(spec: RunSpec, codec: TextCodec) -> AgentPrompts | None:
+def agent_prompts(spec: RunSpec, codec: TextCodec | TurnFormat) -> AgentPrompts | None:
     """What makes the prompts of `spec.env`; None without an environment.
+
+    Args:
+        codec: of the model; or the format itself.
 
     Raises:
         UserError: the environment does not exist or is wrong, or the model's chat template does not work with turns.
@@ -26,7 +30,8 @@ def agent_prompts(spec: RunSpec, codec: TextCodec) -> AgentPrompts | None:
     if not spec.env.enabled:
         return None
     environment = find_environment(spec.env).function
-    format = turn_format(codec, spec.env, chat_template=spec.model.chat_template)  # noqa: A001
+    chat = spec.model.chat_template
+    format = turn_format(codec, spec.env, chat_template=chat) if isinstance(codec, TextCodec) else codec  # noqa: A001
     return AgentPrompts(environment=environment, config=spec.env, format=format)  # type: ignore[arg-type]
 
 

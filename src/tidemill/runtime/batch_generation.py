@@ -282,7 +282,7 @@ def make_demonstrations(
     )
     chosen = prompts_of(task, split, prompts)
     if agent is not None:
-        rows = agent_demonstrations(agent, chosen)
+        rows = agent_demonstrations(agent, chosen, chat_template=spec.model.chat_template)
     else:
         ending = next(iter(spec.sampling.stop or task.default_stop_strings), "")
         rows = [demonstration_row(prompt, ending=ending) for prompt in chosen]

@@ -68,7 +68,7 @@ class Guess(Environment):
         else:
             answer, self.high = "lower\n", min(self.high, guess - 1)
         if self.left == 0:
-            return Step(text=f"it was {self.number}", done=True)
+            return Step(text=f"{self.number}\n", done=True)
         return Step(text=answer, state_key=f"{self.low}-{self.high}")
 
     def demonstrate(self) -> str:

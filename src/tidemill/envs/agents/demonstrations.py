@@ -8,6 +8,8 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
+
 from tidemill.core.errors import UserError, exception_text
 from tidemill.core.records import Message, Prompt
 from tidemill.envs.agents.environment import Environment, Step, ToolEnvironment
@@ -15,8 +17,11 @@ from tidemill.envs.agents.prompts import AgentPrompts
 from tidemill.envs.agents.turn_plan import task_of, task_seed
 
 
-def agent_demonstrations(agent: AgentPrompts, prompts: Sequence[Prompt]) -> list[dict[str, Any]]:
-    """One row of `messages` for each prompt: the first messages, and the turns of `Environment.demonstrate`.
+def agent_demonstrations(
+    agent: AgentPrompts, prompts: Sequence[Prompt], *, chat_template: bool
+) -> list[dict[str, Any]]:
+    """One row for each prompt: its messages, or its text without a chat template, and the turns of
+    `Environment.demonstrate`.
 
     Raises:
         UserError: the environment has no teacher, or the teacher or the environment raises.
@@ -25,22 +30,28 @@ def agent_demonstrations(agent: AgentPrompts, prompts: Sequence[Prompt]) -> list
         hint = "define demonstrate(self), which returns the next action"
         raise UserError(f"{agent.config.name} has no teacher", where="env.name", hint=hint)
     tools = {"tools": agent.schemas} if agent.schemas else {}
-    return [{"messages": asyncio.run(_played(agent, prompt)), **tools} for prompt in prompts]
+    rows = []
+    for prompt in prompts:
+        turns, first = asyncio.run(_played(agent, prompt)), [msgspec.to_builtins(each) for each in prompt.messages]
+        rows.append(
+            {"messages": first + turns, **tools} if chat_template else {"prompt": prompt.text, "completion": turns}
+        )
+    return rows
 
 
 async def _played(agent: AgentPrompts, prompt: Prompt) -> list[dict[str, str]]:
     try:
-        messages = await _episode(agent, prompt)
+        turns = await _episode(agent, prompt)
     except Exception as error:  # of the user's class
         what = f"the teacher of {agent.config.name} raised {exception_text(error)}"
         raise UserError(what, where=f"task {prompt.text[:60]!r}", hint="correct demonstrate()") from error
-    return [{"role": message.role, "content": message.content} for message in messages]
+    return [{"role": turn.role, "content": turn.content} for turn in turns]
 
 
 async def _episode(agent: AgentPrompts, prompt: Prompt) -> list[Message]:
     environment, task = agent.environment(**agent.config.params), task_of(prompt)
     await _result(environment.reset(task, task_seed(task)))
-    messages = list(prompt.messages)
+    messages: list[Message] = []
     for _ in range(agent.config.turns):
         action = str(await _result(environment.demonstrate()))
         messages.append(Message(role="assistant", content=action))

@@ -87,6 +87,9 @@ class Counter(Environment):
     def do_random(self, value: str) -> Any:
         return Step(f"{time.time_ns()} {os.getpid()}")
 
+    def do_order(self, value: str) -> Any:
+        return Step(" ".join({str(number) for number in range(20)}))
+
     def do_pid(self, value: str) -> Any:
         return Step("", state_key=str(os.getpid()))
 
@@ -166,6 +169,15 @@ class Tools(ToolEnvironment):
         if answer == "broken":
             raise ValueError("no score")
         return float(answer == str(self.total))
+
+
+class Stateless(ToolEnvironment):
+    stateful = False
+
+    @tool
+    def now(self) -> str:
+        """The time."""
+        return str(time.time_ns())
 
 
 class Moody(Environment):

@@ -84,6 +84,10 @@ class Counter(Environment):
         Path(value).write_text(str(subprocess.Popen(["sleep", "1000"], start_new_session=True).pid))
         return Step("left")
 
+    def do_daemon(self, value: str) -> Any:
+        subprocess.run(["sh", "-c", f"sleep 1000 & echo $! > {value}"], check=True)
+        return Step("started")
+
     def do_random(self, value: str) -> Any:
         return Step(f"{time.time_ns()} {os.getpid()}")
 

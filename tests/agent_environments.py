@@ -84,8 +84,15 @@ class Counter(Environment):
         Path(value).write_text(str(subprocess.Popen(["sleep", "1000"], start_new_session=True).pid))
         return Step("left")
 
+    def do_daemon(self, value: str) -> Any:
+        subprocess.run(["sh", "-c", f"sleep 1000 & echo $! > {value}"], check=True)
+        return Step("started")
+
     def do_random(self, value: str) -> Any:
         return Step(f"{time.time_ns()} {os.getpid()}")
+
+    def do_order(self, value: str) -> Any:
+        return Step(" ".join({str(number) for number in range(20)}))
 
     def do_pid(self, value: str) -> Any:
         return Step("", state_key=str(os.getpid()))
@@ -166,6 +173,15 @@ class Tools(ToolEnvironment):
         if answer == "broken":
             raise ValueError("no score")
         return float(answer == str(self.total))
+
+
+class Stateless(ToolEnvironment):
+    stateful = False
+
+    @tool
+    def now(self) -> str:
+        """The time."""
+        return str(time.time_ns())
 
 
 class Moody(Environment):

@@ -49,19 +49,14 @@ class Instances:
     def __init__(self, environment: type[Environment], params: dict[str, Any], longest: int) -> None:
         self._environment, self._params, self._longest = environment, params, longest
         self._live: dict[int, Environment] = {}
-        self._ended: set[int] = set()
 
     def invoke(self, work: Work) -> Any:
         """The method's result, which may be awaitable. Raises what the method raises."""
         current_call.set(work.call_id)
         if work.method == "reset":
-            self._ended.discard(work.episode)
             self._live[work.episode] = self._environment(**self._params)
         elif work.method == "close":
-            self._ended.discard(work.episode)
             return self._live.pop(work.episode).close()
-        elif work.episode in self._ended:
-            raise EpisodeEndedError(f"{work.method} was called after the end of the episode")
         return getattr(self._live[work.episode], work.method)(**json.loads(work.arguments))
 
     def outcome(self, work: Work, value: Any) -> Outcome:
@@ -77,8 +72,6 @@ class Instances:
         problem = problem or self._text_problem(step.text, 0 if work.method == "reset" else self._longest)
         if problem:
             return Outcome(index=work.index, text=f"{self._name(work)} {problem}", error="invalid")
-        if step.done:
-            self._ended.add(work.episode)
         return Outcome(
             index=work.index, text=step.text, reward=float(step.reward), done=step.done, state_key=step.state_key
         )
@@ -87,7 +80,7 @@ class Instances:
         """What an exception means: in a tool or step the agent's mistake, elsewhere a fault of the environment."""
         text = error if isinstance(error, str) else exception_text(error)
         text = ADDRESS.sub("0x…", text).replace("\0", "\\0")  # equal when it is repeated
-        if work.method in ("reset", "score", "close") or isinstance(error, EpisodeEndedError):
+        if work.method in ("reset", "score", "close"):
             return Outcome(index=work.index, text=f"{self._name(work)} raised {text}", error="invalid")
         return Outcome(index=work.index, text=text, error="raised")
 
@@ -106,10 +99,6 @@ class Instances:
         except UnicodeEncodeError:
             return "returned text that is not valid Unicode"
         return ""
-
-
-class EpisodeEndedError(Exception):
-    """A method was called after the environment had ended the episode."""
 
 
 def _step_problem(step: Any) -> str:

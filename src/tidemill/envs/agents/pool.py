@@ -291,7 +291,9 @@ class EnvironmentPool:
         for turn, call, earlier in repeated:
             again = await host.make(self._work(answering, call, turn), call.timeout_s)
             again = self.planner.settle(call, again)
-            if again.text != earlier.text or again.reward != earlier.reward or again.done:
+            if again.done:
+                raise FaultError(f"{self._name}.step was called after the end of the episode")
+            if again.text != earlier.text or again.reward != earlier.reward:
                 raise self._different(turn, again.text, earlier.text)
         live.answered = len(history)
 
@@ -346,13 +348,13 @@ async def _outcomes(host: Host, running: Mapping[int, Planned], left_s: float) -
     loop = asyncio.get_running_loop()
     deadlines = {index: loop.time() + min(call.timeout_s, left_s) for index, call in running.items()}
     late: set[int] = set()
-    while waiting := [deadlines[index] for index in running if index not in late]:
+    while waiting := [call for call in running.values() if call.index not in late]:
+        if late and all(call.idempotent for call in waiting):
+            break
         try:
-            outcome = await host.outcome(min(waiting) - loop.time())
+            outcome = await host.outcome(min(deadlines[call.index] for call in waiting) - loop.time())
         except TimeoutError:
             late |= {index for index in running if deadlines[index] <= loop.time()}
-            if all(call.idempotent or index in late for index, call in running.items()):
-                break
         else:
             if outcome.index not in late:
                 yield outcome

@@ -1,9 +1,9 @@
 """Program that forks environment processes, and ends each of them with everything that it started.
 
 It imports the user's class once, so that a fork takes milliseconds; if the import starts threads, which do not survive
-a fork, every process imports the class itself. Each environment process is the subreaper of its descendants, and the
-server of the orphans of dead ones. When the control socket closes, or the process that started the server dies, all of
-them are killed.
+a fork, every process imports the class itself. Each environment process is the subreaper of its descendants. When it
+ends, the server inherits them, and kills them. When the control socket closes, or the process that started the server
+dies, all are killed.
 """
 
 from __future__ import annotations
@@ -117,27 +117,21 @@ def _serve(control: socket.socket, setup: Setup) -> None:
             command = msgspec.json.decode(text, type=Command)
             if not command.kill:
                 stream = socket.socket(fileno=files[0])
-                others = [control, *(other for _, other in processes.values())]
                 try:
-                    processes[command.process] = (_fork(stream, others, setup), stream)
+                    processes[command.process] = (_fork(stream, control, setup), stream)
                 except OSError:  # no process can be started; the client sees that the socket closes
                     stream.close()
             elif command.process in processes:
-                kill_tree(processes[command.process][0])
+                os.kill(processes[command.process][0], signal.SIGKILL)
 
 
 def _kill_all() -> None:
-    """Kill all descendants of this process."""
-    empty = 0
-    while empty < 2:  # one scan misses a process whose parent ends during it
-        below = _descendants(os.getpid())
-        empty = 0 if below else empty + 1
-        for each in below:
-            with suppress(ProcessLookupError):
-                os.kill(each, signal.SIGKILL)
-        with suppress(ChildProcessError):
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
+    """Kill all descendants of this process, which inherits the children of the killed."""
+    while children := _children():
+        for each in children:
+            os.kill(each, signal.SIGKILL)
+        while children and os.waitpid(-1, os.WNOHANG)[0]:
+            children.pop()
 
 
 def _reap(processes: dict[int, tuple[int, socket.socket]]) -> None:
@@ -151,10 +145,8 @@ def _reap(processes: dict[int, tuple[int, socket.socket]]) -> None:
                     how = f"ended with exit code {code}" if code >= 0 else f"was ended by {signal.Signals(-code).name}"
                     with stream, suppress(OSError):  # the client has closed it
                         _send(stream, Outcome(index=PROCESS, text=f"its process {how}"))
-    known = {pid for pid, _ in processes.values()}
-    for each in _children().get(os.getpid(), []):
-        if each not in known:
-            kill_tree(each)
+    for each in set(_children()) - {pid for pid, _ in processes.values()}:
+        os.kill(each, signal.SIGKILL)  # its children come next, when its end is reported
 
 
 def _send(stream: socket.socket, outcome: Outcome) -> None:
@@ -162,43 +154,21 @@ def _send(stream: socket.socket, outcome: Outcome) -> None:
     stream.sendall(len(data).to_bytes(LENGTH_BYTES, "little") + data)
 
 
-def kill_tree(pid: int) -> None:
-    """Kill a process and all its descendants. They are stopped first, so that they start nothing meanwhile."""
-    stopped: list[int] = []
-    found = [pid]
-    while found:
-        for each in found:
-            with suppress(ProcessLookupError):
-                os.kill(each, signal.SIGSTOP)
-        stopped += found
-        found = [each for each in _descendants(pid) if each not in stopped]
-    for each in reversed(stopped):
-        with suppress(ProcessLookupError):
-            os.kill(each, signal.SIGKILL)
-
-
-def _children() -> dict[int, list[int]]:
-    """Children of each process, zombies included."""
-    children: dict[int, list[int]] = {}
+def _children() -> list[int]:
+    """Children of this process, zombies included. (The kernel's list of children misses some while others end.)"""
+    children = []
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
             with suppress(FileNotFoundError, ProcessLookupError):  # it has ended
                 stat = (folder / "stat").read_text()
                 parent = int(stat[stat.rindex(")") + 1 :].split()[1])  # a name in parentheses may contain spaces
-                children.setdefault(parent, []).append(int(folder.name))
+                if parent == os.getpid():
+                    children.append(int(folder.name))
     return children
 
 
-def _descendants(pid: int) -> list[int]:
-    children = _children()
-    below = [pid]
-    for each in below:  # grows
-        below += children.get(each, [])
-    return below[1:]
-
-
-def _fork(stream: socket.socket, others: list[socket.socket], setup: Setup) -> int:
-    """Fork a process that serves a socket, without the others."""
+def _fork(stream: socket.socket, control: socket.socket, setup: Setup) -> int:
+    """Fork a process that serves `stream`."""
     server = os.getpid()
     if pid := os.fork():
         return pid
@@ -208,9 +178,7 @@ def _fork(stream: socket.socket, others: list[socket.socket], setup: Setup) -> i
             signal.signal(number, signal.SIG_DFL)
         _die_with_parent(server, signal.SIGKILL)
         _prctl(PR_SET_CHILD_SUBREAPER, 1)
-        for each in others:
-            each.close()
-        os.register_at_fork(after_in_child=stream.close)  # so that it closes with this process
+        control.close()
         _attend(stream, setup)
     finally:
         os._exit(1)

@@ -80,6 +80,16 @@ async def test_what_a_dead_process_started_is_killed(tmp_path: Path) -> None:
     assert ended(int((tmp_path / "pid").read_text()))
 
 
+async def test_what_a_live_process_started_survives_the_death_of_others(tmp_path: Path) -> None:
+    async with open_pool(envs.Counter) as pool:
+        await Play(pool, {}).act(f"daemon {tmp_path}/pid")
+        daemon = int((tmp_path / "pid").read_text())
+        for index in (1, 2):  # the second process is forked after the orphans of the first one were killed
+            await Play(pool, {}, index=index).act(f"dieonce {tmp_path}/{index}")
+        assert command_lines([daemon])
+    assert ended(daemon)
+
+
 async def test_close_and_cancellation_leave_nothing(tmp_path: Path) -> None:
     async with open_pool(envs.Counter) as pool:
         acting = asyncio.create_task(Play(pool, {}).act(f"hang {tmp_path}/pids"))

@@ -55,7 +55,7 @@ def test_environments_are_found_by_name_and_identified_by_their_file(tmp_path: P
         (f"{envs.__file__}:Literal", {}, "is not an environment"),
         (f"{envs.__file__}:ToolEnvironment", {}, "has no tools"),
         (f"{envs.__file__}:Environment", {}, "has no method step"),
-        (f"{envs.__file__}:Countr", {}, "no function Countr"),
+        (f"{envs.__file__}:Missing", {}, "no function Missing"),
     ],
 )
 def test_what_is_no_environment_is_refused(name: str, params: dict[str, int], what: str) -> None:

@@ -20,7 +20,7 @@ REPOSITORY = Path(__file__).resolve().parents[3]
 BLOCK = re.compile(r"```python\n(.*?)```", re.DOTALL)
 EXAMPLES = [
     pytest.param(block, id=f"{path.stem}-{number}")
-    for path in (REPOSITORY / "README.md", REPOSITORY / "docs" / "extending.md")
+    for path in (REPOSITORY / name for name in ("README.md", "docs/extending.md", "docs/agents.md"))
     for number, block in enumerate(BLOCK.findall(path.read_text(encoding="utf-8")))
 ]
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import numpy as np
 from transformers import PreTrainedModel
 
@@ -43,11 +45,59 @@ def request(prompt: Sequence[int], *, index: int = 0, prefix: Sequence[int] = ()
     )
 
 
-class Collected:
-    """Joins the deltas of each sample, and checks that they are contiguous."""
+@dataclass
+class Conversation:
+    """A sample with turns: tokens after the prompt of its current branch, and which of them are observations."""
 
-    def __init__(self) -> None:
-        self.tokens: dict[SampleId, list[int]] = {}
+    prompt: list[int]
+    index: int = 0
+    turn_tokens: int = 6
+    branch: int = 0
+    offset: int = 0
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    observations: list[tuple[int, int]] = field(default_factory=list)
+    sample: list[int] = field(default_factory=list)  # prompt of the first branch, which identifies the sample
+
+    def request(self, **sampling: Any) -> GenerateRequest:
+        """The rest of the current turn."""
+        one = request(self.sample or self.prompt, index=self.index, prefix=self.tokens, **sampling)
+        start = self.observations[-1][1] if self.observations else 0
+        return msgspec.structs.replace(
+            one,
+            prompt_ids=pack_tokens(self.prompt),
+            branch=self.branch,
+            offset=self.offset,
+            observations=tuple(self.observations),
+            limit=start + self.turn_tokens,
+            resumes=True,
+        )
+
+    def observe(self, tokens: Sequence[int]) -> None:
+        self.observations.append((len(self.tokens), len(self.tokens) + len(tokens)))
+        self.tokens += tokens
+
+    def start_branch(self, context: list[int]) -> None:
+        """Replace everything before the next turn by `context`."""
+        self.sample = self.sample or self.prompt
+        self.prompt, self.branch = context, self.branch + 1
+        self.offset += len(self.tokens) + len(context)
+        self.tokens, self.observations = [], []
+
+    def take(self, collected: Collected) -> str | None:
+        """Add generated tokens; returns the finish."""
+        sample_id = self.request().sample_id
+        self.tokens = collected.tokens[sample_id][self.offset :]
+        self.logprobs += collected.logprobs.get(sample_id, [])
+        return collected.finish.get(sample_id)
+
+
+class Collected:
+    """Joins the deltas of each sample after the tokens of its request (-1 for those before `offset`), and checks that
+    they are contiguous."""
+
+    def __init__(self, requests: Sequence[GenerateRequest] = ()) -> None:
+        self.tokens = {one.sample_id: [-1] * one.offset + unpack_tokens(one.prefix_ids) for one in requests}
         self.logprobs: dict[SampleId, list[float]] = {}
         self.finish: dict[SampleId, str] = {}
 
@@ -64,9 +114,7 @@ class Collected:
 
 def finish_all(engine: EmbeddedEngine, requests: Sequence[GenerateRequest], *, steps: int = 500) -> Collected:
     """Run until every sample has finished, one step per poll."""
-    collected = Collected()
-    for one in requests:
-        collected.tokens[one.sample_id] = unpack_tokens(one.prefix_ids)
+    collected = Collected(requests)
     engine.submit(requests)
     for _ in range(steps):
         collected.add(engine.poll(0.0))

@@ -24,7 +24,8 @@ from tidemill.core.records import (
 class Sequence:
     """A sample in the engine: known tokens (prompt, prefix, generated), and the logprobs since the last delta.
 
-    `computed` counts the tokens with keys and values in the engine's cache, where the engine needs that.
+    `spans` are the ranges of known tokens that were not generated: the prompt, then observations. `computed` counts the
+    tokens with keys and values in the engine's cache, where the engine needs that.
 
     Args:
         context: maximum number of known tokens.
@@ -51,6 +52,10 @@ class Sequence:
         self.prompt_length = len(prompt)
         self.known = len(prompt) + len(prefix)
         self._buffer[: self.known] = np.concatenate([prompt, prefix])
+        self.spans = [
+            (0, len(prompt)),
+            *((len(prompt) + start, len(prompt) + end) for start, end in request.observations),
+        ]
         self.computed = 0
         self.seed = request.sample_id.seed(request.branch)
         self._limit = request.limit or request.sampling.max_new_tokens
@@ -71,6 +76,13 @@ class Sequence:
     @property
     def completion(self) -> npt.NDArray[np.int32]:
         return self._buffer[self.prompt_length : self.known]
+
+    @property
+    def span_end(self) -> int:
+        """End of the span that contains the next token to compute; 0 if that token was generated."""
+        if self.computed >= self.spans[-1][1]:
+            return 0
+        return next((end for start, end in self.spans if start <= self.computed < end), 0)
 
     @property
     def room(self) -> int:

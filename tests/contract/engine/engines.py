@@ -73,7 +73,7 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     ),
 }
 HAS_VLLM = importlib.util.find_spec("vllm") is not None or "TIDEMILL_TEST_VLLM" in os.environ
-KINDS = ("embedded", "vllm") if HAS_VLLM else ("embedded",)
+KINDS = ("embedded", "fixed", "vllm") if HAS_VLLM else ("embedded", "fixed")
 
 
 def model(name: str, seed: int) -> PreTrainedModel:
@@ -130,9 +130,7 @@ class Contract:
 
     def run(self, requests: Sequence[GenerateRequest], *, polls: int = 3000) -> Collected:
         """Generate samples to their ends."""
-        collected = Collected()
-        for one in requests:
-            collected.tokens[one.sample_id] = unpack_tokens(one.prefix_ids)
+        collected = Collected(requests)
         self.engine.submit(requests)
         return self.finish(collected, polls=polls)
 
@@ -172,15 +170,23 @@ def fill_adapter(adapted: PreTrainedModel, seed: int) -> None:
 
 
 def open_contract(kind: str, shape: str, *, lora: LoraConfig = NO_ADAPTER, **args: Any) -> Contract:
-    """An engine without weights. `args` are for vLLM."""
+    """An engine without weights; "fixed" is the embedded one in batch-invariant mode. `args` are for vLLM."""
     version = PolicyVersion(number=-1, digest="none")
-    if kind == "embedded":
+    if kind != "vllm":
         hollow = model(shape, 0)
         use_packed_attention(hollow)
         if lora.enabled:
             attach_adapter(hollow, ModelConfig(source="here", lora=lora))
         hollow = empty_copy(hollow, torch.float32)
-        embedded = EmbeddedEngine(hollow, decode=letters, slots=SLOTS, context=CONTEXT, version=version)
+        embedded = EmbeddedEngine(
+            hollow,
+            decode=letters,
+            slots=SLOTS,
+            context=CONTEXT,
+            version=version,
+            batch_invariant=kind == "fixed",
+            prefill_chunk_tokens=64,
+        )
         return Contract(embedded, EmptyModel(hollow), shape, lora)
     from tidemill.rollout.engines.vllm.adapters import AdapterSettings
     from tidemill.rollout.engines.vllm.engine import VllmEngine, VllmSettings

@@ -1,11 +1,12 @@
-"""Forward passes of the embedded engine, packed (fast) and batch-invariant, and their KV cache.
+"""Forward passes of the embedded engine, packed (fast) and batch-invariant.
 
 Packed: new samples are computed as trees of tokens (jobs), each continuing a prefix that is in a row of the cache.
 Siblings of a group add no node, and prompts with a common header share its nodes.
 
-Batch-invariant: on a given machine, a row of a fixed-shape matrix product does not depend on the other rows. Prompt
-tokens are always computed with shape [1, CHUNK] and completion tokens (also of a continued prefix) with shape
-[slots, 1], against the whole capacity of the cache, so the bits of a token do not depend on slot or batch composition.
+Batch-invariant: on a given machine, a row of a fixed-shape matrix product does not depend on the other rows. Tokens of
+prompts and observations are always computed with shape [1, CHUNK] and generated tokens (also of a continued prefix)
+with shape [slots, 1], against the whole capacity of the cache, so the bits of a token do not depend on slot or batch
+composition, or on how often its sample was interrupted.
 """
 
 from __future__ import annotations
@@ -28,59 +29,8 @@ from tidemill.models.attention import (
     masked_attention,
     vocabulary_logits,
 )
+from tidemill.rollout.engines.embedded.cache import SlotCache
 from tidemill.rollout.sequence import Sequence
-
-
-class SlotCache:
-    """Keys and values of `rows` rows with `context` tokens each.
-
-    Keys [rows, kv_heads, context + 1, head_dim] and values [rows, kv_heads, context + 1, value_dim] of a layer are
-    allocated at its first write. Position `context` is for padding and never read. A row remains usable as a shared
-    prefix after its sample has finished, until the row is reused.
-    """
-
-    def __init__(self, *, rows: int, context: int) -> None:
-        self.rows, self.context = rows, context
-        self._keys: list[Tensor] = []
-        self._values: list[Tensor] = []
-        self._tokens = np.full((rows, context), -1, np.int32)
-        self._resident = np.zeros(rows, np.int64)  # per row, tokens whose keys and values can be shared
-
-    def layer(self, index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of a layer; `key` and `value` [1, kv_heads, N, *] give shape, dtype and device."""
-        while len(self._keys) <= index:
-            # zeros, not empty: masked positions have weight 0, but 0 * NaN is NaN
-            self._keys.append(self._zeros(key))
-            self._values.append(self._zeros(value))
-        return self._keys[index], self._values[index]
-
-    def _zeros(self, like: Tensor) -> Tensor:
-        return like.new_zeros((self.rows, like.shape[1], self.context + 1, like.shape[3]))
-
-    def keep(self, row: int, tokens: Tokens) -> None:
-        """Declare that `row` contains keys and values of `tokens`."""
-        self._tokens[row, : len(tokens)] = tokens
-        self._resident[row] = len(tokens)
-
-    def forget(self) -> None:
-        """Invalidate all rows, after a change of the weights."""
-        self._resident[:] = 0
-
-    def longest_prefix(self, tokens: Tokens) -> tuple[int, int]:
-        """(row, length) of the longest cached prefix of `tokens`; length 0 if there is none."""
-        if not len(tokens) or not self._resident.any():
-            return 0, 0
-        equal = self._tokens[:, : len(tokens)] == tokens
-        lengths = np.minimum(np.where(equal.all(1), len(tokens), equal.argmin(1)), self._resident)
-        row = int(lengths.argmax())
-        return row, int(lengths[row])
-
-    def copy(self, source: int, target: int, length: int) -> None:
-        """Copy the first `length` keys and values of a row to another row."""
-        for tensor in (*self._keys, *self._values):
-            tensor[target, :, :length] = tensor[source, :, :length]
-        self._tokens[target] = self._tokens[source]
-        self._resident[target] = min(int(self._resident[source]), length)
 
 
 @dataclass(slots=True)
@@ -245,11 +195,12 @@ class FixedPlan:
         return self._masks[window]
 
 
-def prompt_forward(
+def chunk_forward(
     model: PreTrainedModel, cache: SlotCache, row: int, sequence: Sequence, device: torch.device
 ) -> Tensor | None:
-    """Compute up to CHUNK more prompt tokens; returns logits [V] if they include the last token of the prompt."""
-    start, end = sequence.computed, min(sequence.computed + CHUNK, sequence.prompt_length)
+    """Compute up to CHUNK more tokens of a prompt or observation; returns logits [V] if they include its last token."""
+    start, last = sequence.computed, sequence.span_end
+    end = min(start + CHUNK, last)
     tokens = torch.zeros(CHUNK, dtype=torch.int64, device=device)
     positions = torch.full((CHUNK,), cache.context, dtype=torch.int64, device=device)
     tokens[: end - start] = torch.from_numpy(sequence.tokens[start:end].copy()).to(device)
@@ -257,10 +208,7 @@ def prompt_forward(
     plan = FixedPlan(cache, torch.full((CHUNK,), row, device=device), positions, one_row=True)
     hidden = hidden_states(model, tokens, positions, plan)
     sequence.computed = end
-    if end < sequence.prompt_length:
-        return None
-    last = end - start - 1
-    return vocabulary_logits(model, hidden[last : last + 1])[0]
+    return vocabulary_logits(model, hidden[end - start - 1 : end - start])[0] if end == last else None
 
 
 def decode_forward(

@@ -5,17 +5,12 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Iterable
 
+import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from tidemill.rollout.engines.embedded.forwards import (
-    CHUNK,
-    Job,
-    SlotCache,
-    decode_forward,
-    packed_forward,
-    prompt_forward,
-)
+from tidemill.rollout.engines.embedded.cache import Parking, SlotCache
+from tidemill.rollout.engines.embedded.forwards import CHUNK, Job, chunk_forward, decode_forward, packed_forward
 from tidemill.rollout.sequence import Sequence
 
 _CACHED_PROMPTS = 64  # prompts whose last logits are kept for siblings (one vocabulary row each)
@@ -32,6 +27,7 @@ class PackedScheduler:
         self._model, self._slots, self._budget = model, slots, prefill_chunk_tokens
         self._device = next(model.parameters()).device
         self._cache = SlotCache(rows=slots + 1, context=context)
+        self._parking = Parking(self._cache, slots=slots)
         self.running: list[Sequence] = []
         self.prompt_tokens_computed = 0
         self.prompt_tokens_reused = 0
@@ -77,6 +73,7 @@ class PackedScheduler:
             job.suffixes.append(tokens[past:].copy())
             job.rows.append(len(self.running) + len(admitted))
             admitted.append(waiting.popleft())
+            self._parking.take(admitted[-1])  # `source`, if its tokens are the longest prefix
             self.prompt_tokens_computed += cost
             self.prompt_tokens_reused += len(tokens) - cost
         return list(jobs.values()), admitted
@@ -91,6 +88,9 @@ class PackedScheduler:
 
     def release(self) -> None:
         """Free the rows of ended samples, and move running samples to the rows 0..R-1."""
+        for row, sequence in enumerate(self.running):
+            if sequence.finish is not None:
+                self._parking.park(row, sequence, shared=sequence.computed)
         running = [row for row, sequence in enumerate(self.running) if sequence.finish is None]
         count = len(running)
         sources = [row for row in running if row >= count]
@@ -103,18 +103,21 @@ class PackedScheduler:
     def forget(self) -> list[Sequence]:
         """Drop all keys and values; returns the samples that were running."""
         self._cache.forget()
+        self._parking.forget()
         running, self.running = self.running, []
         return running
 
 
 class FixedScheduler:
-    """Samples keep their rows. A step computes prompts one chunk at a time, then decodes all rows together."""
+    """Samples keep their rows. A step computes prompts and observations one chunk at a time, then decodes all rows
+    together."""
 
     def __init__(self, model: PreTrainedModel, *, slots: int, context: int, prefill_chunk_tokens: int) -> None:
         self._model = model
         self._chunks = max(1, prefill_chunk_tokens // CHUNK)
         self._device = next(model.parameters()).device
         self._cache = SlotCache(rows=slots, context=context)
+        self._parking = Parking(self._cache, slots=slots)
         self._rows: list[Sequence | None] = [None] * slots
         self._last_logits: OrderedDict[bytes, torch.Tensor] = OrderedDict()
         self.prompt_tokens_computed = 0
@@ -129,23 +132,20 @@ class FixedScheduler:
         return self._rows.count(None)
 
     def step(self, waiting: deque[Sequence], version: int) -> tuple[list[Sequence], torch.Tensor]:
-        """Compute prompt chunks up to the budget, then decode all rows whose prompt is complete; returns as above."""
+        """Compute chunks up to the budget, then decode the rows whose next token was generated; returns as above."""
         drawing: list[Sequence] = []
         logits: list[torch.Tensor] = []
         chunks = self._chunks
         for row in self._admissible(waiting, version):
             sequence = self._rows[row]
             assert sequence is not None
-            while chunks and sequence.computed < sequence.prompt_length:
-                if (
-                    found := self._continue_prompt(row, sequence)
-                ) is not None and sequence.known == sequence.prompt_length:
+            while chunks and sequence.span_end:
+                found = self._continue_span(row, sequence)
+                if found is not None and sequence.computed == sequence.known:
                     drawing.append(sequence)
                     logits.append(found)
                 chunks -= 1
-        decoding = [
-            s if s is not None and s.computed >= s.prompt_length and s.computed < s.known else None for s in self._rows
-        ]
+        decoding = [s if s is not None and s.computed < s.known and not s.span_end else None for s in self._rows]
         if any(decoding):
             decoded = decode_forward(self._model, self._cache, decoding, self._device)
             for row, sequence in enumerate(decoding):
@@ -155,24 +155,38 @@ class FixedScheduler:
         return drawing, torch.stack(logits) if logits else torch.empty(0, 0)
 
     def _admissible(self, waiting: deque[Sequence], version: int) -> Iterable[int]:
-        """Rows with an incomplete prompt: rows in use, then newly admitted samples."""
-        yield from (r for r, s in enumerate(self._rows) if s is not None and s.computed < s.prompt_length)
+        """Rows with an incomplete prompt or observation: rows in use, then newly admitted samples."""
+        yield from (r for r, s in enumerate(self._rows) if s is not None and s.span_end)
         for row, sequence in enumerate(self._rows):
             if sequence is None and waiting and waiting[0].request.min_version <= version:
-                self._rows[row] = waiting.popleft()
+                self._rows[row] = admitted = waiting.popleft()
+                self._resume(row, admitted)
                 yield row
 
-    def _continue_prompt(self, row: int, sequence: Sequence) -> torch.Tensor | None:
-        """Copy a prefix from another row, or compute one chunk; returns the last logits if the prompt is complete."""
+    def _resume(self, row: int, sequence: Sequence) -> None:
+        """Copy the sample's parked row, if all its tokens would be computed with the same shapes again."""
+        if (found := self._parking.take(sequence)) is None:
+            return
+        source, before = found
+        past = before.computed
+        same = np.array_equal(before.tokens[:past], sequence.tokens[: sequence.known - 1][:past])
+        if same and [span for span in sequence.spans if span[0] < past] == before.spans:
+            self._cache.copy(source, row, past)
+            sequence.computed = past
+            self.prompt_tokens_reused += past
+
+    def _continue_span(self, row: int, sequence: Sequence) -> torch.Tensor | None:
+        """Copy a prefix of a prompt from another row, or compute one chunk; returns the last logits if the prompt or
+        observation is complete."""
+        if sequence.computed >= sequence.prompt_length:
+            return self._compute_chunk(row, sequence)
         prompt = sequence.tokens[: sequence.prompt_length]
         name = prompt.tobytes()
         source, past = self._cache.longest_prefix(prompt)
         if past == len(prompt) and name not in self._last_logits:
             past -= 1  # recompute the last token for its logits
         if past <= sequence.computed:
-            before = sequence.computed
-            found = prompt_forward(self._model, self._cache, row, sequence, self._device)
-            self.prompt_tokens_computed += sequence.computed - before
+            found = self._compute_chunk(row, sequence)
         else:
             self.prompt_tokens_reused += past - sequence.computed
             self._cache.copy(source, row, past)
@@ -186,13 +200,23 @@ class FixedScheduler:
                 self._last_logits.popitem(last=False)
         return found
 
+    def _compute_chunk(self, row: int, sequence: Sequence) -> torch.Tensor | None:
+        before = sequence.computed
+        found = chunk_forward(self._model, self._cache, row, sequence, self._device)
+        self.prompt_tokens_computed += sequence.computed - before
+        return found
+
     def release(self) -> None:
         """Free the rows of ended samples."""
-        self._rows = [s if s is not None and s.finish is None else None for s in self._rows]
+        for row, sequence in enumerate(self._rows):
+            if sequence is not None and sequence.finish is not None:
+                self._parking.park(row, sequence, shared=sequence.prompt_length)
+                self._rows[row] = None
 
     def forget(self) -> list[Sequence]:
         """Drop all keys and values; returns the samples that were running."""
         self._cache.forget()
+        self._parking.forget()
         self._last_logits.clear()
         running, self._rows = self.running, [None] * len(self._rows)
         return running

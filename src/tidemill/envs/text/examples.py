@@ -141,8 +141,7 @@ class Encoder:
             added, new_branch = turns.answer(episode, seen, tools=row.tools)
             if new_branch:
                 branches.append(end)
-                context = []
-            token_ids, context = token_ids + added, context + added
+            token_ids, context = token_ids + added, added if new_branch else context + added
             done.append(_answered(turn, seen))
         return Encoded(pack_tokens(token_ids), tuple(trained), tuple(branches))
 

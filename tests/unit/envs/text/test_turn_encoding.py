@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any, Literal
 
 import pytest
@@ -22,7 +24,8 @@ from tidemill.core.records import (
     unpack_tokens,
 )
 from tidemill.envs.text.examples import Encoder, _longest_row
-from tidemill.envs.text.rows import DemonstrationText, PairText
+from tidemill.envs.text.row_files import Row
+from tidemill.envs.text.rows import DemonstrationText, PairText, to_demonstration
 from tidemill.models.codec import TextCodec
 from tidemill.models.turn_format import turn_format
 
@@ -148,6 +151,20 @@ def test_pairs_of_conversations() -> None:
     assert (made.rejected_trained, made.rejected_branches) == ((), ())
     with pytest.raises(UserError, match="are the same, 'no'"):
         encoder(codec).pair(PairText(messages=BEGIN, chosen="no", rejected="no<|im_end|>", tools=(TOOL,), where="f"))
+
+
+def test_the_row_in_the_guide() -> None:
+    guide = (Path(__file__).parents[4] / "docs" / "guide.md").read_text(encoding="utf-8")
+    fields = json.loads(guide.split("### Rows with several turns")[1].split("```json\n")[1].split("```")[0])
+    text = to_demonstration(Row(fields=fields, where="docs/guide.md"), columns={}, system_prompt="")
+    codec = chat_codec(CHATML)
+    made = encoder(codec).demonstration(text)
+    ids, ((start, end), second) = unpack_tokens(made.completion_ids), made.trained
+    (call,) = turn_format(codec, EnvConfig(), chat_template=True).parse(codec.decode(ids[start:end])).calls
+    assert (call.name, call.arguments) == ("calculate", '{"expression": "12 * 34"}')
+    assert codec.decode_whole(ids[end : second[0]]) == (
+        "\n<|im_start|>user\n<tool_response>\n408\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+    )
 
 
 def test_what_the_template_refuses_is_placed() -> None:

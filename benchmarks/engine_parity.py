@@ -117,7 +117,7 @@ def compared(
             if mine != other:
                 known = prompt + ours["drawn"][name][:at]
                 scores = logits(known)
-                noise = gumbel([noise_key(name.seed, len(known) - 1)], len(scores), scores.device)[0]
+                noise = gumbel([noise_key(name.seed(), len(known) - 1)], len(scores), scores.device)[0]
                 best = (scores + noise).topk(2).values
                 margins.append(float(best[0] - best[1]))
                 break

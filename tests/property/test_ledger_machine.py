@@ -90,7 +90,7 @@ class LedgerMachine(RuleBasedStateMachine):
         sample = self.batch[sample_id]
         assert sample.reward is not None
         position = sample.ordinal // 2
-        if self.assembly.add(position, scored(sample.trajectory(""), sample.reward, truncated="trained")):
+        if self.assembly.add(position, scored(sample.trajectory(lambda _: ""), sample.reward, truncated="trained")):
             self.learned += [trajectory.sample_id for trajectory in self.assembly.complete.pop(position)]
 
     def _restart(self) -> None:

@@ -310,6 +310,9 @@ class Run:
         figures = {**rewards, **batch_figures(samples, counters, version), **self.timings}
         if rollout.reading is not None:
             figures |= rollout.reading.take_figures()
+        if rollout.environments is not None:
+            counts = rollout.environments.take_counts()
+            figures |= {f"env_{name}": float(count) for name, count in counts.items()}
         ahead = self.spec.schedule.max_policy_lag > 0  # then generating never pauses
         generating_s = rollout.clock.now() - self.step_started_s if ahead else self.timings["time_rollout_s"]
         if generating_s > 0:

@@ -96,6 +96,16 @@ SAMPLES: Final = _define("samples", "samples", "completions of the batch")
 SAMPLES_LEFT_OUT: Final = _define(
     "samples_left_out", "samples", "completions of weight 0: invalid, or truncated and masked"
 )
+TURNS_MEAN: Final = _define("turns_mean", "turns", "turns of an agent's episode")
+CALLS_MEAN: Final = _define("calls_mean", "calls", "tool calls of an agent's episode")
+ENV_CALLS: Final = _define("env_calls", "calls", "steps and tool calls that environments made since the previous step")
+ENV_MISTAKES: Final = _define("env_mistakes", "calls", "of these, wrong calls and exceptions, which the agent sees")
+ENV_TIMEOUTS: Final = _define("env_timeouts", "calls", "of these, calls that ran past their deadline")
+ENV_RETRIES: Final = _define("env_retries", "calls", "attempts repeated because the environment's process was lost")
+ENV_FAILURES: Final = _define(
+    "env_failures", "episodes", "episodes that broke their environment and got failure_reward"
+)
+ENV_FAULTS: Final = _define("env_faults", "episodes", "episodes left out of their group because of a fault")
 TOKENS_GENERATED: Final = _define("tokens_generated", "tokens", "completion tokens of this batch")
 TOKENS_RECOVERED: Final = _define("tokens_recovered", "tokens", "of these, tokens generated in an earlier session")
 TOKENS_OTHER_WEIGHTS: Final = _define(
@@ -294,6 +304,19 @@ CHARTS: tuple[Chart, ...] = (
         low=None,
     ),
     Chart(title="Reward", note="mean ± standard deviation", series=((REWARD_MEAN, "mean"),), band=REWARD_STD, low=None),
+    Chart(title="Turns", note="mean of an episode", series=((TURNS_MEAN, "turns"), (CALLS_MEAN, "calls"))),
+    Chart(
+        title="Environment errors",
+        note="since the previous step",
+        series=(
+            (ENV_MISTAKES, "mistakes"),
+            (ENV_TIMEOUTS, "timeouts"),
+            (ENV_RETRIES, "retries"),
+            (ENV_FAILURES, "failures"),
+            (ENV_FAULTS, "faults"),
+        ),
+        only_if_any=True,
+    ),
     Chart(
         title="Loss",
         note="mean",

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from tidemill.core.records import Prompt, Record, Trajectory, unpack_logprobs, unpack_tokens
+from tidemill.core.records import Prompt, Record, Trajectory, Turn, unpack_logprobs, unpack_tokens
 from tidemill.telemetry.jsonl import encode, read_lines, write_atomically
 
 Decode: TypeAlias = Callable[[Sequence[int]], str]
@@ -65,7 +65,7 @@ def sample_line(step: int, trajectory: Trajectory, prompt: Prompt, texts: TokenT
     """One line of a samples file; docs/metrics.md explains the keys."""
     token_ids = unpack_tokens(trajectory.completion_ids)
     reward = trajectory.reward
-    return {
+    line = {
         "step": step,
         "purpose": trajectory.sample_id.purpose,
         "prompt_id": prompt.prompt_id,
@@ -85,6 +85,24 @@ def sample_line(step: int, trajectory: Trajectory, prompt: Prompt, texts: TokenT
         "weight": trajectory.weight,
         "versions": [[run.version.number, run.version.digest, run.start, run.end] for run in trajectory.versions],
     }
+    if trajectory.turns:
+        line |= {
+            "turns": [_turn_line(turn, trajectory) for turn in trajectory.turns],
+            "episode_end": trajectory.episode_end,
+            "fault": trajectory.fault,
+        }
+    return line
+
+
+def _turn_line(turn: Turn, trajectory: Trajectory) -> dict[str, Any]:
+    """A turn with the workers and versions that generated it, and their first tokens' completion positions."""
+    parts = [
+        SampleSegment(start=start, worker=source.source, version=version.version.number)
+        for source in trajectory.sources
+        for version in trajectory.versions
+        if (start := max(turn.start, source.start, version.start)) < min(turn.end, source.end, version.end)
+    ]
+    return {**msgspec.to_builtins(turn), "segments": [msgspec.to_builtins(part) for part in parts]}
 
 
 def _aligned_logprobs(trajectory: Trajectory, tokens: int) -> list[float | None]:
@@ -116,6 +134,20 @@ def write_samples(path: Path, lines: Sequence[dict[str, Any]]) -> None:
     write_atomically(path, b"".join(encode(line) + b"\n" for line in lines))
 
 
+class SampleSegment(Record):
+    """Tokens of a turn from the completion position `start` on: their worker ("vllm/spot-3") and policy version."""
+
+    start: int
+    worker: str
+    version: int
+
+
+class SampleTurn(Turn):
+    """A turn of a sample."""
+
+    segments: tuple[SampleSegment, ...] = ()
+
+
 class Sample(Record):
     """One line of a samples file; missing fields have their defaults."""
 
@@ -132,6 +164,9 @@ class Sample(Record):
     valid: bool = False
     reason: str = ""
     finish: str = ""
+    turns: tuple[SampleTurn, ...] = ()  # of an agent
+    episode_end: str = ""
+    fault: str = ""
 
     @property
     def length(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import msgspec
 import pytest
@@ -27,7 +28,7 @@ V0, V1 = PolicyVersion(number=0, digest="a"), PolicyVersion(number=1, digest="b"
 COSTS = ConstantEngine(slots=2, plateau=1, step_s=0.1, prefill_tokens_per_s=100.0)
 
 
-def request(index: int, *, prompt: int = 10, prefix: int = 0, limit: int = 50, **changes: int) -> GenerateRequest:
+def request(index: int, *, prompt: int = 10, prefix: int = 0, limit: int = 50, **changes: Any) -> GenerateRequest:
     return GenerateRequest(
         sample_id=make_id(f"p{index}", index),
         lease_id="lease",

@@ -13,7 +13,7 @@ from tidemill.core.formatting import between, compact, decimal, percent
 from tidemill.core.records import Record
 from tidemill.telemetry.metrics import HELD_OUT_NAME
 from tidemill.telemetry.run_dir import TRAINING_PURPOSE, RunDirectory
-from tidemill.telemetry.sample_files import Sample, read_samples
+from tidemill.telemetry.sample_files import Sample, SampleTurn, read_samples
 
 WINDOW_STEPS = 3
 
@@ -73,6 +73,16 @@ class Token(Record):
     title: str
 
 
+class TurnRow(Record):
+    """A turn as the page shows it."""
+
+    text: str
+    calls: tuple[str, ...]  # "calculate({...}) → result"
+    observation: str
+    reward: str
+    generated_by: str  # workers and versions
+
+
 class SampleCard(Record):
     """A sample as the page shows it."""
 
@@ -88,6 +98,8 @@ class SampleCard(Record):
     finish: str
     length: int
     logprob: str
+    turns: tuple[TurnRow, ...] = ()
+    episode_end: str = ""
 
 
 class Pair(Record):
@@ -143,6 +155,18 @@ def sample_card(sample: Sample) -> SampleCard:
         finish=sample.finish,
         length=sample.length,
         logprob=decimal(logprob),
+        turns=tuple(map(_turn_row, sample.turns)),
+        episode_end=sample.episode_end,
+    )
+
+
+def _turn_row(turn: SampleTurn) -> TurnRow:
+    return TurnRow(
+        text=shorten(turn.text),
+        calls=tuple(f"{call.name}({call.arguments}) → {shorten(call.result)}" for call in turn.calls),
+        observation="" if turn.calls else shorten(turn.observation),
+        reward=compact(turn.reward),
+        generated_by=", ".join(dict.fromkeys(f"{part.worker}, version {part.version}" for part in turn.segments)),
     )
 
 

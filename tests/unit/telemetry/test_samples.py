@@ -7,8 +7,21 @@ import msgspec
 import pytest
 
 from tests.fabricated_run import decode, make_prompt, make_trajectory
-from tidemill.core.records import Reward, Segment, pack_logprobs, pack_tokens
+from tests.trajectories import agent_trajectory, trajectory
+from tidemill.core.records import (
+    Call,
+    PolicyVersion,
+    Reward,
+    Segment,
+    SourceRun,
+    Turn,
+    VersionRun,
+    pack_logprobs,
+    pack_tokens,
+)
 from tidemill.telemetry.sample_files import TokenTexts, chosen, read_samples, sample_line, write_samples
+
+PROMPT = make_prompt("1 + 1 =", "2")
 
 
 def test_a_text_is_cut_at_token_borders() -> None:
@@ -116,3 +129,35 @@ def test_damaged_lines_are_skipped_and_missing_fields_have_defaults(tmp_path: Pa
     (sample,) = read_samples(path)
     assert (sample.step, sample.prompt, sample.tokens, sample.logprobs) == (2, "", (), (None, -1.0))
     assert (sample.reward, sample.components, sample.valid) == (None, {}, False)
+
+
+def test_a_turn_names_the_workers_and_versions_that_generated_it(tmp_path: Path) -> None:
+    call = Call(call_id="1", name="add", arguments="{}", result="3")
+    turns = (
+        Turn(start=0, end=3, text="abc", observation="3", observation_end=4, reward=0.5, calls=(call,)),
+        Turn(start=4, end=6, text="de", reward=1.0),
+    )
+    old, new = (PolicyVersion(number=number, digest="x") for number in (3, 4))
+    agent = agent_trajectory(
+        [1],
+        [("action", [2, 3, 4]), ("observation", [5]), ("action", [6, 7])],
+        [0.5, 1.0],
+        turns=turns,
+        episode_end="done",
+        versions=(VersionRun(version=old, start=0, end=2), VersionRun(version=new, start=2, end=6)),
+        sources=(SourceRun(source="vllm/spot-1", start=0, end=3), SourceRun(source="embedded/local", start=3, end=6)),
+    )
+    write_samples(tmp_path / "s.jsonl", [sample_line(1, agent, PROMPT, None)])
+    (sample,) = read_samples(tmp_path / "s.jsonl")
+    # Tokens 0-1 are of version 3, token 2 of version 4, both of spot-1; tokens 4-5 of version 4 and the local engine.
+    assert [[(part.start, part.worker, part.version) for part in turn.segments] for turn in sample.turns] == [
+        [(0, "vllm/spot-1", 3), (2, "vllm/spot-1", 4)],
+        [(4, "embedded/local", 4)],
+    ]
+    assert sample.turns[0].calls == (call,)
+    assert [turn.reward for turn in sample.turns] == [0.5, 1.0]
+    assert (sample.episode_end, sample.length) == ("done", 5)
+
+
+def test_a_single_completion_has_no_keys_of_turns() -> None:
+    assert not {"turns", "episode_end", "fault"} & sample_line(1, trajectory([1], [2], 1.0), PROMPT, None).keys()

@@ -14,11 +14,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
+from msgspec.structs import replace as replace_fields
 
 from tests.char_codec import CharCodec, make_prompt, make_trajectory
 from tidemill.config.task import ArithmeticTask, RewardConfig, ScoringConfig
-from tidemill.core.records import Reward, SampleId
+from tidemill.core.records import Reward, SampleId, Turn
 from tidemill.envs.text import build_scorer, build_task, evaluation_scoring
 from tidemill.envs.text.rewards import NamedReward
 from tidemill.envs.text.scorer import RewardScorer
@@ -413,3 +415,30 @@ async def test_a_pattern_that_backtracks_for_ages_costs_its_sample_and_leaves_th
     await subject.close()
     assert not reward.valid and "0.2 s" in reward.reason
     assert ticks > 3
+
+
+async def test_rewards_read_the_last_turn_and_the_turns_own_rewards() -> None:
+    """The tool's number is not the agent's answer."""
+    rewards = (RewardConfig(kind="numeric"), RewardConfig(kind="environment", weight=2.0))
+    made = build_scorer(ScoringConfig(rewards=rewards), task=TASK, seed=0)
+    turns = (
+        Turn(start=0, end=2, text="call", observation="12", reward=0.25),
+        Turn(start=4, end=6, text="it is 13", reward=0.5),
+    )
+    agent = replace_fields(make_trajectory(PROMPT, "call12it is 13"), turns=turns)
+    reward = await made.score(PROMPT, agent)
+    assert reward.components == {"numeric": 0.0, "environment": 0.75}
+    assert reward.value == 1.5
+    right = replace_fields(agent, turns=(turns[0], msgspec.structs.replace(turns[1], text="it is 12")))
+    assert (await made.score(PROMPT, right)).value == 2.5
+    await made.close()
+
+
+async def test_a_fault_has_no_reward_and_a_failure_the_environments() -> None:
+    made = scorer(lambda sample: 1.0)
+    agent = make_trajectory(PROMPT, "12")
+    fault = await made.score(PROMPT, replace_fields(agent, fault="lost"))
+    assert (fault.valid, fault.reason) == (False, "lost")
+    failure = await made.score(PROMPT, replace_fields(agent, outcome=-1.0))
+    assert (failure.valid, failure.value) == (True, -1.0)
+    await made.close()

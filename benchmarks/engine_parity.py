@@ -1,8 +1,9 @@
 """Whether vLLM draws the tokens of the embedded engine, and how fast both are. Runs where vLLM is installed:
 
-    .venv-vllm/bin/python -m benchmarks.engine_parity [--samples 128] [--tokens 80]
+    .venv-vllm/bin/python -m benchmarks.engine_parity [--model large-vocabulary] [--samples 128] [--tokens 80]
 
-Both engines of one process generate the same samples with SmolLM2 in fp32, one thread. Up to a sample's first
+Both engines of one process generate the same samples in fp32 with one thread, with SmolLM2 or with a random model of
+151,936 tokens. Up to a sample's first
 difference both have the same input, so every token until there is one comparison of draws. For a difference the
 margin is printed: the distance of the two best noisy logits, from one forward pass.
 """
@@ -10,12 +11,16 @@ margin is printed: the distance of the two best noisy logits, from one forward p
 from __future__ import annotations
 
 import argparse
+import shutil
+import tempfile
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from benchmarks.measuring import write_result
 from benchmarks.models import quiet, smollm2
@@ -47,12 +52,13 @@ def no_text(token_ids: Sequence[int]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Draws of vLLM and of the embedded engine.")
+    parser.add_argument("--model", choices=("smollm2", "large-vocabulary"), default="smollm2")
     parser.add_argument("--samples", type=int, default=128)
     parser.add_argument("--tokens", type=int, default=80)
     options = parser.parse_args()
     quiet()
     torch.set_num_threads(1)
-    folder, device = smollm2(), torch.device("cpu")
+    folder, device = smollm2() if options.model == "smollm2" else large_vocabulary(), torch.device("cpu")
     model = load_model(folder, device=device)
     context = PROMPT_TOKENS + options.tokens
     embedded = EmbeddedEngine(model, decode=no_text, slots=SLOTS, context=context, version=VERSION)
@@ -69,8 +75,31 @@ def main() -> int:
     found = compared(asked, sides["ours"], sides["vllm"], lambda known: logits_of(model, known))
     found |= {f"{name}_tokens_per_cpu_s": side["tokens"] / side["cpu_s"] for name, side in sides.items()}
     print(found)
-    write_result("engine_parity", found)
+    write_result("engine_parity" if options.model == "smollm2" else "engine_parity_large_vocabulary", found)
     return 0
+
+
+def large_vocabulary() -> Path:
+    """A random two-layer Qwen2 with the vocabulary of Qwen2.5, whose tokens have different probabilities."""
+    folder = smollm2()
+    config = Qwen2Config(
+        vocab_size=151_936,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        tie_word_embeddings=True,
+        initializer_range=0.3,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    torch.manual_seed(0)
+    made = Path(tempfile.mkdtemp())
+    Qwen2ForCausalLM(config).save_pretrained(made)
+    for file in folder.glob("*token*"):  # any tokenizer: ids are given
+        shutil.copy(file, made)
+    return made
 
 
 def requests(samples: int, tokens: int, vocabulary: int) -> list[GenerateRequest]:
@@ -108,8 +137,8 @@ def compared(
     theirs: dict[str, Any],
     logits: Callable[[list[int]], torch.Tensor],
 ) -> dict[str, Any]:
-    """Draws with equal input, differences with their margins, and the largest difference of equal tokens' logprobs."""
-    draws, margins, furthest = 0, list[float](), 0.0
+    """Draws with equal input, differences with their margins, and the differences of equal tokens' logprobs."""
+    draws, margins, apart = 0, list[float](), list[float]()
     for one in asked:
         name, prompt = one.sample_id, unpack_tokens(one.prompt_ids)
         for at, (mine, other) in enumerate(zip(ours["drawn"][name], theirs["drawn"][name], strict=True)):
@@ -121,12 +150,15 @@ def compared(
                 best = (scores + noise).topk(2).values
                 margins.append(float(best[0] - best[1]))
                 break
-            furthest = max(furthest, abs(ours["logprobs"][name][at] - theirs["logprobs"][name][at]))
+            apart.append(abs(ours["logprobs"][name][at] - theirs["logprobs"][name][at]))
     return {
         "draws": draws,
         "equal_share": 1 - len(margins) / draws,
         "margins_of_differences": margins,
-        "largest_logprob_difference": furthest,
+        "logprob_difference_median": float(np.median(apart)),
+        "logprob_difference_99.9%": float(np.quantile(apart, 0.999)),
+        "logprob_difference_largest": max(apart),
+        "logprobs_within_1e-4": float(np.mean(np.array(apart) <= 1e-4)),
     }
 
 

@@ -68,6 +68,20 @@ VLLM_REFUSED = {
     "seed": "the noise is a function of the sample",
 }
 """Arguments of vLLM that would break a promise, and why."""
+VLLM_OWN = {
+    "model": "model.source",
+    "load_format": "engine.vllm.load_format",
+    "dtype": "trainer.precision",
+    "max_model_len": "engine.context_tokens",
+    "max_num_seqs": "engine.slots",
+    "max_num_batched_tokens": "engine.prefill_chunk_tokens",
+    "gpu_memory_utilization": "engine.vllm.memory_fraction",
+    "enable_lora": "model.lora.rank",
+    "max_lora_rank": "model.lora.rank",
+}
+"""Arguments of vLLM that have a key of their own."""
+VLLM_LARGEST_RANK = 512
+"""Largest rank of an adapter that vLLM computes."""
 
 
 class VllmConfig(Config):
@@ -85,6 +99,8 @@ class VllmConfig(Config):
         for name in self.args:
             if name in VLLM_REFUSED:
                 yield f"args.{name} is not allowed: {VLLM_REFUSED[name]}; leave it out"
+            if name in VLLM_OWN:
+                yield f"args.{name} is not allowed; set {VLLM_OWN[name]}"
 
 
 class EngineConfig(Config):
@@ -358,6 +374,11 @@ class RunSpec(Config):
             yield f'engine.kind = "vllm" needs runtime = "ray", and runtime is "{self.runtime}"; change one of them'
         if self.model.lora.enabled and self.engine.batch_invariant:
             yield "vLLM's batch-invariant mode was not tested with adapters; set engine.batch_invariant = false"
+        if self.model.lora.rank > VLLM_LARGEST_RANK:
+            what = (
+                f"vLLM computes adapters up to rank {VLLM_LARGEST_RANK}, and model.lora.rank is {self.model.lora.rank}"
+            )
+            yield f'{what}; lower it, or set engine.kind = "embedded"'
         if self.sampling.top_k or self.sampling.top_p < 1:
             yield 'engine.kind = "vllm" has no top-k and top-p; remove them, or set engine.kind = "embedded"'
 

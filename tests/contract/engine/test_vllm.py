@@ -17,7 +17,6 @@ from tests.engine_requests import Collected, prompts, request
 from tidemill.config.model import LoraConfig
 from tidemill.core.errors import UserError
 from tidemill.rollout.engines.vllm import check_family
-from tidemill.rollout.engines.vllm.adapters import AdapterSettings
 from tidemill.rollout.sampling import gumbel, noise_key
 
 pytestmark = pytest.mark.skipif(not HAS_VLLM, reason="vLLM is not installed; `make test-vllm` runs this")
@@ -117,11 +116,6 @@ def test_an_adapter_of_some_layers() -> None:
     asked = [request(prompt) for prompt in prompts(4)]
     collected = contract.run(asked)
     assert [collected.tokens[one.sample_id] for one in asked] == [contract.expected(one, 12)[0] for one in asked]
-
-
-def test_a_rank_that_vllm_cannot_compute_is_refused() -> None:
-    with pytest.raises(UserError, match="up to rank 512, not 513"):
-        AdapterSettings(rank=513, alpha=1.0, targets=["q_proj"]).engine_args()
 
 
 def test_top_k_and_top_p_are_refused(opened: Contract) -> None:

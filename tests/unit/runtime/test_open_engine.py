@@ -59,6 +59,7 @@ def test_arguments_that_break_a_promise_are_refused(name: str) -> None:
         ({"runtime": "inprocess"}, 'needs runtime = "ray"'),
         ({"sampling": {"top_k": 5}}, "no top-k"),
         ({"model": {"lora": {"rank": 4}}, "engine": {"kind": "vllm", "batch_invariant": True}}, "with adapters"),
+        ({"model": {"lora": {"rank": 513}}}, "up to rank 512"),
     ],
 )
 def test_what_vllm_cannot_do_is_refused_before_anything_starts(changes: dict[str, object], what: str) -> None:

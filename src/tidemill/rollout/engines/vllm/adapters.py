@@ -14,11 +14,11 @@ from typing import Any
 
 from safetensors.torch import save_file
 
-from tidemill.core.errors import UserError
+from tidemill.config.schema import VLLM_LARGEST_RANK
 from tidemill.models.snapshots import tensor_views
 from tidemill.weights.snapshot import Snapshot
 
-RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, VLLM_LARGEST_RANK)
 """Ranks for which vLLM allocates memory."""
 
 
@@ -31,15 +31,8 @@ class AdapterSettings:
     targets: Sequence[str]
 
     def engine_args(self) -> dict[str, Any]:
-        """Arguments of vLLM's `EngineArgs`: one adapter in memory, in the dtype of the model.
-
-        Raises:
-            UserError: the rank is above vLLM's largest.
-        """
-        allocated = next((rank for rank in RANKS if rank >= self.rank), None)
-        if allocated is None:
-            what = f"vLLM computes adapters up to rank {RANKS[-1]}, not {self.rank}"
-            raise UserError(what, where="model.lora.rank", hint='lower it, or use engine.kind = "embedded"')
+        """Arguments of vLLM's `EngineArgs`: one adapter in memory, in the dtype of the model."""
+        allocated = next(rank for rank in RANKS if rank >= self.rank)
         return {
             "enable_lora": True,
             "max_loras": 1,

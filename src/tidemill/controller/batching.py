@@ -36,7 +36,7 @@ def scored(
     The weight is 0 for an invalid reward, an empty completion, and, with `truncated="masked"`, a completion cut by the
     token limit.
     """
-    excluded = not reward.valid or trajectory.completion_length == 0 or (truncated == "masked" and trajectory.truncated)
+    excluded = not reward.valid or trajectory.trained_length == 0 or (truncated == "masked" and trajectory.truncated)
     weight = 0.0 if excluded else 1.0
     return msgspec.structs.replace(trajectory, reward=reward, weight=weight, ref_logprobs=ref_logprobs)
 

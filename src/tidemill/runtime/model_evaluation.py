@@ -107,7 +107,7 @@ def figures(measured: ModelEvaluation, *, ks: Sequence[int]) -> dict[str, Any]:
         "duration_s": result.duration_s,
         "model": measured.model,
         "weights_digest": result.version.digest,
-        "completion_tokens": length_figures([sample.completion_length for sample in samples]),
+        "completion_tokens": length_figures([sample.trained_length for sample in samples]),
         **_distinct(samples),
     }
     if measured.scores:
@@ -161,7 +161,7 @@ def _drawn(measured: ModelEvaluation, ks: Sequence[int]) -> dict[str, Any]:
         "pass_at": {str(k): mean_pass_at_k(counts, k)._asdict() for k in ks} if counts else {},
         "invalid": len(samples) - len(rewards_of(samples)),
         "truncated_fraction": fmean(sample.truncated for sample in samples),
-        "completion_tokens": length_figures([sample.completion_length for sample in samples]),
+        "completion_tokens": length_figures([sample.trained_length for sample in samples]),
         **_distinct(samples),
         **{f"{name}_in_prompt": _mean_of_numbers([each[name] for each in within]) for name in within[0]},
     }
@@ -206,7 +206,7 @@ def _paired(before: Sequence[float], after: Sequence[float]) -> dict[str, Any]:
 
 
 def _lengths(measured: ModelEvaluation) -> list[float]:
-    return [float(sample.completion_length) for sample in measured.greedy.samples]
+    return [float(sample.trained_length) for sample in measured.greedy.samples]
 
 
 def _mean_of_numbers(values: Sequence[float]) -> float:

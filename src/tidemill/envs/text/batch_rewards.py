@@ -30,6 +30,7 @@ class Sample:
     completion_tokens: int
     sample_id: SampleId
     token_ids: TokenBuffer = b""  # int32 [P + T], prompt and completion as generated
+    prompt_tokens: int = 0  # P
     step: int = 0  # 1 + the version of the policy that generated the last token
     turns: tuple[Turn, ...] = ()  # of an agent, whose last turn is the completion
 

@@ -66,6 +66,7 @@ class RewardScorer:
             completion_tokens=trajectory.trained_length,
             sample_id=trajectory.sample_id,
             token_ids=trajectory.token_ids,
+            prompt_tokens=trajectory.prompt_length,
             step=trajectory.versions[-1].version.number + 1 if trajectory.versions else 0,
             turns=trajectory.turns,
         )

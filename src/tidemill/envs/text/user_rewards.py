@@ -140,13 +140,12 @@ def _arguments(sample: Sample) -> dict[str, Any]:
     """Every argument that a reward can take, by name; a copy, so that the function may change it."""
     prompt: Prompt = sample.prompt
     metadata = deepcopy(prompt.metadata)
-    completion_ids = unpack_tokens(sample.token_ids)
     return {
         **metadata,
         "prompt": prompt.text,
         "messages": [{"role": each.role, "content": each.content} for each in prompt.messages],
         "completion": sample.completion,
-        "token_ids": completion_ids[len(completion_ids) - sample.completion_tokens :],
+        "token_ids": unpack_tokens(sample.token_ids)[sample.prompt_tokens :],
         "answer": prompt.answer,
         "metadata": metadata,
         "step": sample.step,

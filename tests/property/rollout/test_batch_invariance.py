@@ -105,6 +105,7 @@ def test_turns_do_not_depend_on_interruptions_and_parked_rows(
     """Conversations beside ordinary samples, aborted in the middle of turns, and continued in the same or a new engine
     whose parked rows are sometimes overwritten."""
     monkeypatch.setattr(cache, "PARKING_ROWS", parking_rows)
+    monkeypatch.setattr(cache, "PARKING_BYTES", 0)
     rng = random.Random(seed)
     left = [Conversation(TEXTS[index], index) for index in range(4)]
     made = list(left)

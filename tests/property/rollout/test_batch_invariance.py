@@ -97,7 +97,7 @@ def replayed(shape: str, index: int) -> Conversation:
 
 
 @pytest.mark.parametrize("shape", MODELS)
-@settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=5, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(seed=st.integers(0, 10**6), parking_rows=st.sampled_from([1, 2, 16]))
 def test_turns_do_not_depend_on_interruptions_and_parked_rows(
     monkeypatch: pytest.MonkeyPatch, shape: str, seed: int, parking_rows: int
@@ -105,6 +105,7 @@ def test_turns_do_not_depend_on_interruptions_and_parked_rows(
     """Conversations beside ordinary samples, aborted in the middle of turns, and continued in the same or a new engine
     whose parked rows are sometimes overwritten."""
     monkeypatch.setattr(cache, "PARKING_ROWS", parking_rows)
+    monkeypatch.setattr(cache, "PARKING_BYTES", 0)
     rng = random.Random(seed)
     left = [Conversation(TEXTS[index], index) for index in range(4)]
     made = list(left)

@@ -6,11 +6,12 @@ import pytest
 import torch
 
 from tests.adapters import adapted
-from tests.engine_requests import VERSION, Collected, engine, finish_all, prompts, request
+from tests.engine_requests import VERSION, Collected, Conversation, engine, finish_all, prompts, request
 from tests.model_shapes import MODEL_SHAPES, llama
 from tidemill.core.errors import UserError
 from tidemill.core.records import PolicyVersion, count, pack_tokens, unpack_logprobs, unpack_tokens
 from tidemill.models.loading import probe_logprobs
+from tidemill.rollout.engines.embedded import EmbeddedEngine, cache
 
 
 @pytest.fixture(params=MODEL_SHAPES)
@@ -254,3 +255,69 @@ def test_a_probe_does_not_affect_samples_and_uses_current_weights(batch_invarian
     with torch.no_grad():
         next(model.parameters()).mul_(1.1)
     assert subject.probe(ids) not in probes
+
+
+def run_turns(subject: EmbeddedEngine, conversations: list[Conversation]) -> int:
+    """One turn of each, then an observation of three tokens; returns the prompt and prefix tokens reused."""
+    before = subject.status().prompt_tokens_reused
+    made = finish_all(subject, [each.request() for each in conversations])
+    for each in conversations:
+        assert each.take(made) == "length"
+        each.observe([5, 6, 7])
+    return subject.status().prompt_tokens_reused - before
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_a_parked_turn_survives_other_samples_in_its_slot(batch_invariant: bool) -> None:
+    subject = engine(llama(), slots=2, batch_invariant=batch_invariant)
+    turns = [Conversation(text, index=i) for i, text in enumerate(prompts(3))]
+    run_turns(subject, turns)
+    finish_all(subject, [request(text) for text in prompts(4, seed=9)])
+    assert run_turns(subject, turns) == 3 * (9 + 5)  # all but the last token of each turn
+    assert run_turns(subject, turns) == 3 * (9 + 5 + 4 + 5)
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_the_turns_parked_first_are_overwritten(batch_invariant: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache, "PARKING_BYTES", 0)
+    subject = engine(llama(), slots=2, batch_invariant=batch_invariant)
+    first, *others = [Conversation(text, index=i) for i, text in enumerate(prompts(3))]
+    for each in (first, *others):
+        run_turns(subject, [each])
+    assert run_turns(subject, others) == 2 * (9 + 5)
+    assert run_turns(subject, [first]) == 0
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_new_weights_clear_parked_turns(batch_invariant: bool) -> None:
+    model = llama(0)
+    subject, one = engine(model, batch_invariant=batch_invariant), Conversation(prompts(1)[0])
+    run_turns(subject, [one])
+    model.load_state_dict(llama(1).state_dict())
+    subject.load(PolicyVersion(number=1, digest="next"))
+    known = len(one.tokens)
+    expected = finish_all(engine(llama(1), batch_invariant=batch_invariant), [one.request()])
+    assert run_turns(subject, [one]) == 0
+    assert one.tokens[:-3] == expected.tokens[one.request().sample_id]
+    assert one.tokens[known:-3] != []
+
+
+def test_rows_for_turns_are_allocated_with_the_first_turn() -> None:
+    subject = engine(llama(), slots=2)
+    finish_all(subject, [request(text) for text in prompts(2)])
+    rows = subject._scheduler._cache
+    assert rows.rows == 3  # slots and staging row
+    run_turns(subject, [Conversation(prompts(1)[0])])
+    run_turns(subject, [Conversation(prompts(1)[0], index=1)])
+    assert rows.rows == 3 + cache.MOST_PARKING_ROWS
+
+
+def test_a_prompt_does_not_share_parked_tokens_that_were_decoded() -> None:
+    """In batch-invariant mode: the context of a new branch contains the first turn, but as a prompt."""
+    subject, one = engine(llama(), batch_invariant=True), Conversation(prompts(1)[0])
+    run_turns(subject, [one])
+    one.start_branch([*one.prompt, *one.tokens])
+    alone = finish_all(engine(llama(), batch_invariant=True), [one.request()])
+    made = finish_all(subject, [one.request()])
+    assert (made.tokens, made.logprobs) == (alone.tokens, alone.logprobs)
+    assert subject.status().prompt_tokens_reused == 9

@@ -13,8 +13,11 @@ from tidemill.models.attention import Tokens
 from tidemill.rollout.sequence import Sequence
 
 PARKING_ROWS = 16
-"""With the default of 64 slots a quarter more memory. It is enough if returning samples are served first: then about as
-many wait for an environment as turns end in the time that it takes to answer."""
+"""At least, if there are as many slots: with the default of 64 slots a quarter more memory. A row is lost if more
+samples than rows end a turn before it is read."""
+
+PARKING_BYTES, MOST_PARKING_ROWS = 256 << 20, 128
+"""More rows if they fit in these bytes: a small model generates faster than environments answer."""
 
 
 class SlotCache:
@@ -71,6 +74,10 @@ class SlotCache:
         self._resident = np.concatenate([self._resident, np.zeros(count, np.int64)])
         return range(first, self.rows)
 
+    @property
+    def row_bytes(self) -> int:
+        return sum(tensor[0].nbytes for tensor in (*self._keys, *self._values))
+
     def copy(self, source: int, target: int, length: int) -> None:
         """Copy the first `length` keys and values of a row to another row."""
         for tensor in (*self._keys, *self._values):
@@ -86,7 +93,7 @@ class Parking:
     """
 
     def __init__(self, cache: SlotCache, *, slots: int) -> None:
-        self._cache, self._count = cache, min(slots, PARKING_ROWS)
+        self._cache, self._slots = cache, slots
         self._free: list[int] = []
         self._parked: OrderedDict[SampleId, tuple[int, Sequence]] = OrderedDict()
 
@@ -99,7 +106,8 @@ class Parking:
         if sequence.finish == "aborted" or not sequence.request.resumes:
             return
         if not self._free and not self._parked:
-            self._free = list(self._cache.add_rows(self._count))
+            fitting = min(PARKING_BYTES // self._cache.row_bytes, MOST_PARKING_ROWS)
+            self._free = list(self._cache.add_rows(max(min(self._slots, PARKING_ROWS), fitting)))
         target = self._free.pop() if self._free else self._parked.popitem(last=False)[1][0]
         self._cache.copy(row, target, sequence.computed)
         self._cache.keep(target, sequence.tokens[:shared])

@@ -295,7 +295,7 @@ def _replay_accepted(in_flight: InFlight, entry: Accepted, step: int) -> None:
             sample.move(SampleState.RUNNING)
         if sample.state is not SampleState.RUNNING or tokens.start != sample.length:
             raise _unreadable(step, f"sample {tokens.ordinal}: tokens at {tokens.start}, expected {sample.length}")
-        sample.attempt = tokens.attempt
+        sample.attempt, sample.turns.returning = tokens.attempt, False
         sample.extend(tokens.token_ids, tokens.logprobs, entry.versions[tokens.version], entry.source)
         if tokens.finish:
             sample.end_attempt(tokens.finish, "", in_flight.plan.sampling, in_flight.plan.agent)

@@ -35,7 +35,7 @@ from tidemill.controller.turns import AgentLimits
 from tidemill.controller.waiting import Mailbox, Messages, Timeouts, Wait, log_waiting, wait_with_deadline
 from tidemill.core.errors import DeadlineError
 from tidemill.core.protocols import Clock, Codec, Environments, Scorer, Telemetry
-from tidemill.core.records import Call, Trajectory, WorkerReport, WorkerStatus
+from tidemill.core.records import Call, Observation, Trajectory, WorkerReport, WorkerStatus
 from tidemill.telemetry.events import WAIT_ABANDONED, span
 
 T = TypeVar("T")
@@ -179,7 +179,7 @@ class TurnLog:
 
 def is_current(in_flight: InFlight, sample: Sample, attempt: int, state: SampleState) -> bool:
     """Whether a sample was neither restarted nor dropped meanwhile."""
-    return sample.state is state and sample.attempt == attempt and sample.ordinal in in_flight.samples
+    return sample.state is state and sample.attempt == attempt and in_flight.samples.get(sample.ordinal) is sample
 
 
 class SampleCollector:
@@ -323,9 +323,14 @@ class SampleCollector:
             answer = await rollout.environments.act(episode, TurnLog(sample, self._in_flight, rollout.ledger))
         except Exception as error:  # noqa: BLE001 - `next` raises it
             self.mailbox.put_failure(error)
-        else:
-            self.mailbox.messages.observations.append((sample, attempt, answer))
-            self.mailbox.notify()
+            return
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if (task is not None and task.cancelling()) or not self._is_current(sample, attempt, SampleState.ACTING):
+                raise
+            answer = Observation(end="fault", reason="its environment was cancelled")  # by itself: a connection ended
+        self.mailbox.messages.observations.append((sample, attempt, answer))
+        self.mailbox.notify()
 
     async def _recompute_ref_logprobs(self, sample: Sample, reading: Reading) -> None:
         attempt = sample.attempt
@@ -343,7 +348,10 @@ class SampleCollector:
         task.add_done_callback(self.scoring.discard)
 
     def _start_acting(self, samples: Sequence[Sample]) -> None:
+        """Let environments answer the turns that have ended; those of a run that is to stop are left to its resume."""
         for sample in samples:
+            if self._rollout.stop.is_set() or not self._is_current(sample, sample.attempt, SampleState.ACTING):
+                continue
             task = self.acting[sample.ordinal] = asyncio.create_task(self._act(sample))
             task.add_done_callback(partial(self._acted, sample.ordinal))
 
@@ -403,8 +411,8 @@ class SampleCollector:
             rollout.fleet.end_lease(lease_id, f"it sent an invalid delta ({verdict})")
         if rollout.reading is not None:
             rollout.reading.send_growth(in_flight, messages.reports)
-        self._finish([sample for sample in ended if sample.state is SampleState.FINISHED])
-        self._start_acting([sample for sample in ended if sample.state is SampleState.ACTING])
+        self._finish(ended)
+        self._start_acting(ended)
         await self._observe(messages)
         for outcome in messages.ended:
             samples = in_flight.revoke(outcome.lease_id)
@@ -433,13 +441,12 @@ class SampleCollector:
 
     async def _observe(self, messages: Messages) -> None:
         """Journal environments' answers; their samples wait for an engine again, or are finished."""
-        answers = [
-            (sample, answer)
-            for sample, attempt, answer in messages.observations
-            if self._is_current(sample, attempt, SampleState.ACTING)
-        ]
-        await self._rollout.ledger.observe(self._in_flight, answers)
-        self._finish([sample for sample, _ in answers if sample.state is SampleState.FINISHED])
+        answers: dict[int, tuple[Sample, Observation]] = {}  # by ordinal; an answer that arrives twice counts once
+        for sample, attempt, answer in messages.observations:
+            if self._is_current(sample, attempt, SampleState.ACTING):
+                answers.setdefault(sample.ordinal, (sample, answer))
+        await self._rollout.ledger.observe(self._in_flight, list(answers.values()))
+        self._finish([sample for sample, _ in answers.values()])
 
     async def _store_rewards(self, messages: Messages) -> list[Sample]:
         """Journal rewards; returns the samples that may be trained on now."""
@@ -485,7 +492,8 @@ class SampleCollector:
     @property
     def _unrepeatable_calls(self) -> bool:
         """Whether a call that must not be repeated is being made."""
-        return any(self._in_flight.samples[ordinal].turns.started_calls for ordinal in self.acting)
+        acting = (self._in_flight.samples[ordinal].turns for ordinal in self.acting)
+        return any(turns.started_calls and set(turns.started_calls) - turns.finished_calls.keys() for turns in acting)
 
     # Deadlines and progress.
 

@@ -259,7 +259,8 @@ class InFlight:
         """Assign waiting samples (default: all, in canonical order) to a lease; each continues from its tokens."""
         chosen = self.in_state(SampleState.WAITING) if samples is None else list(samples)
         for sample in chosen:
-            self.counters.tokens_recomputed += 0 if sample.turns.returning else sample.length
+            kept = sample.turns.returning and sample.lease_id == lease_id  # its worker has its keys and values
+            self.counters.tokens_recomputed += 0 if kept else sample.length
             sample.assign(lease_id, self.newest_version)
             self._update_index(SampleState.WAITING, sample)
         exact_version = self.newest_version if self.plan.exact_version else None

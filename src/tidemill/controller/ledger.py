@@ -295,7 +295,7 @@ def _replay_accepted(in_flight: InFlight, entry: Accepted, step: int) -> None:
             sample.move(SampleState.RUNNING)
         if sample.state is not SampleState.RUNNING or tokens.start != sample.length:
             raise _unreadable(step, f"sample {tokens.ordinal}: tokens at {tokens.start}, expected {sample.length}")
-        sample.attempt = tokens.attempt
+        sample.attempt, sample.turns.returning = tokens.attempt, False
         sample.extend(tokens.token_ids, tokens.logprobs, entry.versions[tokens.version], entry.source)
         if tokens.finish:
             sample.end_attempt(tokens.finish, "", in_flight.plan.sampling, in_flight.plan.agent)
@@ -307,9 +307,9 @@ def _replay_acting(in_flight: InFlight, entry: CallStarted | CallEnded | Observe
     if sample.state is not SampleState.ACTING or agent is None or len(turns.ended) - 1 != entry.turn:
         raise _unreadable(step, f"sample {entry.ordinal}: {type(entry).__name__} of turn {entry.turn} does not fit")
     if isinstance(entry, CallStarted):
-        turns.started_calls.append(entry.index)
+        turns.started_calls += (entry.index,)
     elif isinstance(entry, CallEnded):
-        turns.finished_calls[entry.index] = entry.call
+        turns.finished_calls = {**turns.finished_calls, entry.index: entry.call}
     elif entry.start != sample.length:
         raise _unreadable(step, f"sample {entry.ordinal}: observation at {entry.start}, expected {sample.length}")
     else:
@@ -444,13 +444,13 @@ class Ledger:
 
     async def record_call_started(self, in_flight: InFlight, sample: Sample, index: int) -> None:
         """When this returns, it is durable that a call which must not be repeated is about to start."""
-        sample.turns.started_calls.append(index)
+        sample.turns.started_calls += (index,)
         entry = CallStarted(sample.ordinal, len(sample.turns.ended) - 1, index)
         await self._append_by_position([(sample.ordinal // in_flight.plan.group_size, entry)])
 
     async def record_call(self, in_flight: InFlight, sample: Sample, index: int, call: Call) -> None:
         """Store a call's result."""
-        sample.turns.finished_calls[index] = call
+        sample.turns.finished_calls = {**sample.turns.finished_calls, index: call}
         entry = CallEnded(sample.ordinal, len(sample.turns.ended) - 1, index, call)
         await self._append_by_position([(sample.ordinal // in_flight.plan.group_size, entry)])
 

@@ -98,6 +98,7 @@ class Sample:
     attempt: int = 0
     assigned_version: int = 0  # newest version at the time of assignment
     moves: int = 0  # times it was aborted to balance the load
+    restarts: int = 0
     failures: int = 0  # attempts that ended in an engine error
     last_error: str = ""
     token_ids: bytearray = field(default_factory=bytearray)  # int32 [T]
@@ -206,7 +207,7 @@ class Sample:
 
     def restart(self) -> None:
         """Discard all tokens and the reward."""
-        self.state = SampleState.WAITING
+        self.state, self.restarts = SampleState.WAITING, self.restarts + 1
         self.token_ids, self.logprobs = bytearray(), bytearray()
         self.version_starts = self.source_starts = ()
         self.published, self.turns = {}, Turns()
@@ -299,7 +300,8 @@ class Sample:
             token_ids=before + bytes(self.token_ids[start * ITEM_BYTES :]),
             room=max(0, limits.context_tokens - used),
             finished=dict(self.turns.finished_calls),
-            started=tuple(self.turns.started_calls),
+            started=self.turns.started_calls,
+            restarts=self.restarts,
         )
 
     def score(self, reward: Reward) -> None:

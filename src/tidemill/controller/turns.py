@@ -6,8 +6,9 @@ environment's answer; an observation that starts a new branch holds the whole co
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Literal
 
 from tidemill.core.records import (
@@ -23,6 +24,8 @@ from tidemill.core.records import (
 )
 
 Decode = Callable[[Sequence[int]], str]
+
+NO_CALLS: Mapping[int, Call] = MappingProxyType({})
 
 
 class AgentLimits(Record):
@@ -65,15 +68,15 @@ class TurnState:
 
 @dataclass(slots=True)
 class Turns:
-    """The turns of one sample. All positions are those of its completion."""
+    """The turns of one sample. All positions are those of its completion. Without turns it takes little memory."""
 
-    ended: list[TurnState] = field(default_factory=list)
+    ended: tuple[TurnState, ...] = ()
     start: int = 0  # of the current turn
     state_key: str = ""  # of the state that the current turn sees
-    observations: list[tuple[int, int]] = field(default_factory=list)  # ranges [start, end) that were not generated
-    contexts: list[tuple[int, int]] = field(default_factory=list)  # those of them that start a branch
-    finished_calls: dict[int, Call] = field(default_factory=dict)  # of the acting turn
-    started_calls: list[int] = field(default_factory=list)
+    observations: tuple[tuple[int, int], ...] = ()  # ranges [start, end) that were not generated
+    contexts: tuple[tuple[int, int], ...] = ()  # those of them that start a branch
+    finished_calls: Mapping[int, Call] = field(default_factory=lambda: NO_CALLS)  # of the acting turn
+    started_calls: tuple[int, ...] = ()
     returning: bool = False  # an observation was appended, and no engine has continued it yet
     episode_end: EpisodeEnd = ""
 
@@ -107,7 +110,7 @@ class Turns:
         limits: AgentLimits,
     ) -> bool:
         """End the current turn; returns whether the episode ends with it because a limit of the sample is reached."""
-        self.ended.append(TurnState(start=self.start, end=length, finish=finish, state_key=self.state_key))
+        self.ended += (TurnState(start=self.start, end=length, finish=finish, state_key=self.state_key),)
         if finish == "length":
             if self.generated(length) >= max_new_tokens:
                 self.episode_end = "tokens"
@@ -120,7 +123,7 @@ class Turns:
     ) -> TokenBuffer:
         """Store the environment's answer to the last turn; returns the tokens to append. The episode may end."""
         turn = self.ended[-1]
-        turn.observation, self.finished_calls, self.started_calls = answer, {}, []
+        turn.observation, self.finished_calls, self.started_calls = answer, NO_CALLS, ()
         self.episode_end = answer.end
         added = count(answer.token_ids)
         if not self.episode_end:
@@ -133,9 +136,9 @@ class Turns:
             return b""
         self.start, self.state_key, self.returning = length + added, answer.state_key, True
         turn.observation_end = self.start
-        self.observations.append((length, self.start))
+        self.observations += ((length, self.start),)
         if answer.new_branch:
-            self.contexts.append((length, self.start))
+            self.contexts += ((length, self.start),)
         return answer.token_ids
 
     def segments(self, prompt_tokens: int, length: int) -> tuple[Segment, ...]:

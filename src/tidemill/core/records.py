@@ -381,7 +381,7 @@ class Segment(Record):
 class Call(Record, omit_defaults=True):
     """One call of a tool."""
 
-    call_id: str  # the same when it is repeated: run, episode, turn and index
+    call_id: str  # the same when it is repeated: run, episode, its restarts, turn and index
     name: str
     arguments: str  # JSON
     result: str = ""
@@ -448,6 +448,7 @@ class Episode(Record):
     room: int  # tokens that an observation may have
     finished: dict[int, Call] = {}  # calls of the last turn with a result in the journal, by index
     started: tuple[int, ...] = ()  # calls of the last turn that started, and must not be repeated
+    restarts: int = 0  # times that the episode was started again, under newer weights; part of the ids of its calls
 
 
 class Reward(Record, omit_defaults=True):

@@ -68,7 +68,16 @@ def test_a_seed_is_replayed_exactly() -> None:
     assert len({outcome.digest for outcome in (first.run(), simulate_faults(306))}) == 2
 
 
-@pytest.mark.parametrize("name", ["counts a token twice", "learns from a group twice", "acts before it is durable"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "counts a token twice",
+        "learns from a group twice",
+        "acts before it is durable",
+        "does not journal observations",
+        "reuses calls of an earlier turn",
+    ],
+)
 def test_a_planted_defect_is_found(name: str) -> None:
     result = found(DEFECTS[name], 10)
 

@@ -10,6 +10,7 @@ violation.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import itertools
 import sys
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 from rich.console import Console
 from rich.table import Table
 
@@ -29,8 +31,10 @@ from tidemill.controller.fleet import Fleet
 from tidemill.controller.in_flight import InFlight
 from tidemill.controller.ledger import Ledger
 from tidemill.controller.run import Run
-from tidemill.controller.samples import Sample
+from tidemill.controller.samples import Sample, SampleState
+from tidemill.controller.turns import AgentLimits, Turns
 from tidemill.controller.waiting import Mailbox
+from tidemill.core.records import count
 
 TARGET = 1000
 
@@ -211,6 +215,98 @@ def _as_they_come(right: Callable[..., Any]) -> Callable[..., Any]:
     return wrong
 
 
+# Of agents.
+
+
+def _journal_after_sending(right: Callable[..., Any]) -> Callable[..., Any]:
+    """Engines may continue a sample before its observation is durable."""
+
+    async def wrong(self: Ledger, in_flight: InFlight, answers: Any) -> None:
+        append, held = self._append, list[Any]()
+
+        async def hold(blobs: Any) -> None:
+            held.extend(blobs)
+
+        self._append = hold  # type: ignore[method-assign]
+        try:
+            await right(self, in_flight, answers)
+        finally:
+            self._append = append  # type: ignore[method-assign]
+        if held:
+            asyncio.get_running_loop().call_later(0.2, lambda: asyncio.ensure_future(self._append(held)))
+
+    return wrong
+
+
+def _skip_observations(right: Callable[..., Any]) -> Callable[..., Any]:
+    async def wrong(self: Ledger, in_flight: InFlight, answers: Any) -> None:
+        for sample, answer in answers:
+            in_flight.observe(sample, answer)
+
+    return wrong
+
+
+def _offset_without_branch(right: Callable[..., Any]) -> Callable[..., Any]:
+    """Positions are counted from the start of the branch's context instead of its end."""
+
+    def wrong(self: Sample, *arguments: Any) -> Any:
+        request = right(self, *arguments)
+        return msgspec.structs.replace(request, offset=self.turns.base()[0])
+
+    return wrong
+
+
+def _forget_started_call(right: Callable[..., Any]) -> Callable[..., Any]:
+    async def wrong(self: Ledger, in_flight: InFlight, sample: Sample, index: int) -> None:
+        sample.turns.started_calls.append(index)
+
+    return wrong
+
+
+def _observe_twice(right: Callable[..., Any]) -> Callable[..., Any]:
+    """The tokens of an observation are appended twice."""
+
+    def wrong(self: Sample, answer: Any, *arguments: Any) -> None:
+        right(self, answer, *arguments)
+        if self.state is SampleState.WAITING:
+            self.token_ids += answer.token_ids
+            self.logprobs += bytes(len(answer.token_ids))
+
+    return wrong
+
+
+def _limit_of_attempt(right: Callable[..., Any]) -> Callable[..., Any]:
+    """The limit of an interrupted turn counts from where it is continued."""
+
+    def wrong(self: Sample, *arguments: Any) -> Any:
+        request = right(self, *arguments)
+        done = count(request.prefix_ids) - request.turn_start
+        return msgspec.structs.replace(request, limit=request.limit + done) if request.limit else request
+
+    return wrong
+
+
+def _limit_of_turn(right: Callable[..., Any]) -> Callable[..., Any]:
+    """Every turn may have as many tokens as the whole episode."""
+
+    def wrong(self: Turns, max_new_tokens: int, limits: AgentLimits) -> Any:
+        return int(right(self, max_new_tokens + self.generated(self.start), limits))
+
+    return wrong
+
+
+def _keep_calls(right: Callable[..., Any]) -> Callable[..., Any]:
+    """The results of a turn's calls are used for the next turn, too."""
+
+    def wrong(self: Turns, *arguments: Any, **named: Any) -> Any:
+        calls = self.finished_calls
+        added = right(self, *arguments, **named)
+        self.finished_calls = calls
+        return added
+
+    return wrong
+
+
 DEFECTS = {
     "drops a message": Defect(Mailbox, "put_reports", _drop_messages),
     "counts a token twice": Defect(InFlight, "apply", _count_twice),
@@ -235,6 +331,14 @@ DEFECTS = {
     "believes any probe": Defect(publishing, "probe_difference", lambda right: lambda *_: 0.0),
     "fills queues beyond their end": Defect(Dispatcher, "_assign_waiting", _overfill),
     "keeps machines it does not use": Defect(Fleet, "_remove", _nothing),
+    "sends observations before they are durable": Defect(Ledger, "observe", _journal_after_sending),
+    "does not journal observations": Defect(Ledger, "observe", _skip_observations),
+    "continues a branch at a wrong offset": Defect(Sample, "request", _offset_without_branch),
+    "does not journal that a call started": Defect(Ledger, "record_call_started", _forget_started_call),
+    "appends observations twice": Defect(Sample, "observe", _observe_twice),
+    "limits the attempt, not the turn": Defect(Sample, "request", _limit_of_attempt),
+    "limits the turn, not the episode": Defect(Turns, "limit", _limit_of_turn),
+    "reuses calls of an earlier turn": Defect(Turns, "observe", _keep_calls),
 }
 
 

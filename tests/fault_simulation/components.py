@@ -35,6 +35,7 @@ class WatchedJournal(MemoryJournal):
             before = self._invariants.durable.tokens
             for _, blob in blobs:
                 self._take(self._invariants.durable, blob)
+            self._invariants.note_renewed()
             self.accepted += self._invariants.durable.tokens - before
 
     async def load(self) -> list[tuple[int, bytes]]:
@@ -48,10 +49,11 @@ class WatchedJournal(MemoryJournal):
             self._read(await super().load())
 
     def _read(self, stored: Sequence[tuple[int, bytes]]) -> None:
-        durable = DurableState(self._invariants.spec.batch.group_size)
+        durable = self._invariants.nothing_durable()
         for _, blob in stored:
             self._take(durable, blob)
         self._invariants.durable = durable
+        self._invariants.note_renewed()
 
     @staticmethod
     def _take(durable: DurableState, blob: bytes) -> None:
@@ -152,7 +154,13 @@ class EventLog:
 
 
 def reward_of(trajectory: Trajectory) -> Reward:
-    """A reward as a function of the tokens; every ninth is invalid, and some groups have no signal."""
+    """A reward as a function of the tokens; every ninth is invalid, and some groups have no signal. That of an episode
+    is its environment's."""
+    if trajectory.fault:
+        return Reward(value=0.0, valid=False, reason=trajectory.fault)
+    if trajectory.turns:
+        total = sum(turn.reward for turn in trajectory.turns)
+        return Reward(value=total if trajectory.outcome is None else trajectory.outcome)
     number = sum(trajectory.completion_ids) + trajectory.completion_length
     if number % 9 == 0:
         return Reward(value=0.0, valid=False, reason="unlucky")

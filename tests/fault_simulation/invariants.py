@@ -9,15 +9,35 @@ import math
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
-from tests.fault_simulation.journal_reading import DurableState
+from tests.fault_simulation.episodes import Episodes, Told, ToldTurn, Walked, WrongEpisode, compact
+from tests.fault_simulation.journal_reading import DurableSample, DurableState
 from tests.fault_simulation.mailbox import ObservedFleet
 from tidemill.config.schema import RunSpec
-from tidemill.controller.in_flight import InFlight
+from tidemill.controller.in_flight import TRAIN, InFlight
 from tidemill.controller.samples import Sample, SampleState
 from tidemill.core.protocols import LoopClock
-from tidemill.core.records import ITEM_BYTES, Finish, PolicyVersion, SampleId, VersionRun
+from tidemill.core.records import (
+    ITEM_BYTES,
+    Call,
+    Episode,
+    Finish,
+    GenerateRequest,
+    PolicyVersion,
+    SampleId,
+    TokenBuffer,
+    VersionRun,
+    count,
+    pack_tokens,
+)
 from tidemill.sim.workload import Completions
+
+PROMPT = pack_tokens([1] * 3)
+"""The tokens of every prompt."""
+
+Draws: TypeAlias = dict[tuple[int, int], TokenBuffer]
+"""The context at the start of the turn in which a sample drew, by branch and position in the branch's context."""
 
 SLOW_S = 10.0
 """Longest time to process the end of a lease."""
@@ -49,11 +69,22 @@ class Invariants:
     Args:
         completions: the expected tokens.
         most_held: limit of samples per worker.
+        episodes: of an agent; None if samples are single completions.
     """
 
-    def __init__(self, spec: RunSpec, completions: Completions, *, most_held: float = math.inf) -> None:
-        self.spec, self.completions = spec, completions
-        self.durable = DurableState(spec.batch.group_size)
+    def __init__(
+        self,
+        spec: RunSpec,
+        completions: Completions,
+        *,
+        most_held: float = math.inf,
+        episodes: Episodes | None = None,
+    ) -> None:
+        self.spec, self.completions, self.episodes = spec, completions, episodes
+        self.durable = self.nothing_durable()
+        self.faults: set[tuple[SampleId, int]] = set()  # given by environments, with their turns
+        self._draws: dict[int, Draws] = {}  # by ordinal, since the sample was last started
+        self._executed: Counter[tuple[int, int, int]] = Counter()  # by ordinal, turn and index, likewise
         self.newest = 0  # of all published versions
         self.looks = 0
         self._most_held = most_held
@@ -67,6 +98,21 @@ class Invariants:
         self._fleet, self._in_flight = fleet, None
         self._seen.clear()
         self._gone.clear()
+
+    def nothing_durable(self) -> DurableState:
+        limits = self.episodes.plan.limits if self.episodes else None
+        return DurableState(
+            self.spec.batch.group_size,
+            limits=limits,
+            most=self.spec.sampling.max_new_tokens,
+            prompt_tokens=count(PROMPT),
+        )
+
+    def note_renewed(self) -> None:
+        """Forget what samples did before they durably started again: they have no turn."""
+        known, none = self.durable.samples, DurableSample(0)
+        self._draws = {at: draws for at, draws in self._draws.items() if known.get(at, none).turns}
+        self._executed = Counter({key: n for key, n in self._executed.items() if known.get(key[0], none).turns})
 
     def resumed(self, in_flight: InFlight, learned: Collection[int]) -> None:
         """Check a replay: it contains exactly the durable state.
@@ -84,6 +130,13 @@ class Invariants:
             require(sample.reward == kept.reward, f"{sample.ordinal} was resumed with another reward")
             require(sample.published == kept.published, f"{sample.ordinal} was resumed without its publish logprobs")
             require(list(sample.version_starts) == kept.versions, f"{sample.ordinal} was resumed with other versions")
+            self._resumed_turns(sample, kept)
+
+    def _resumed_turns(self, sample: Sample, kept: DurableSample) -> None:
+        turns, acting = sample.turns, sample.state is SampleState.ACTING
+        said = len(turns.ended), acting, turns.observations, turns.started_calls, turns.finished_calls
+        right = kept.turns, kept.acting, kept.observed, kept.started, kept.finished
+        require(said == right, f"{sample.ordinal} was resumed with the turns {said}, not {right}")
 
     def look(self) -> None:
         """Check all samples in flight."""
@@ -124,6 +177,124 @@ class Invariants:
         require(length == min(whole, limit), f"{sample_id} ended with {length} of {min(whole, limit)} tokens")
         require(finish == ("stop" if whole <= limit else "length"), f"{sample_id} ended as {finish}")
 
+    # Agents.
+
+    def requested(self, request: GenerateRequest) -> Draws:
+        """A turn is requested: what it continues must be durable. Returns what the sample has drawn."""
+        if request.sample_id.purpose != TRAIN or self._in_flight is None:
+            return {}
+        sample = self._in_flight.get(request.sample_id)
+        if sample is None or sample.ordinal not in self.durable.samples:
+            return {}
+        kept = self.durable.samples[sample.ordinal]
+        if request.prefix_ids or request.branch:  # possibly it was restarted, which is not durable yet
+            context = kept.context(PROMPT)
+            said = request.prompt_ids + request.prefix_ids
+            require(not kept.acting and context == said, f"{sample.ordinal} continues what is not durable")
+            base = 0 if kept.context_start is None else kept.context_start + count(request.prompt_ids)
+            here = [(start - base, end - base) for start, end in kept.observed if start >= base]
+            require(list(request.observations) == here, f"{sample.ordinal} has observations at {request.observations}")
+            require(request.offset == base, f"{sample.ordinal} is continued at {request.offset}, not {base}")
+        return self._draws.setdefault(sample.ordinal, {})
+
+    @staticmethod
+    def draws(drawn: Draws, request: GenerateRequest, context: TokenBuffer, start: int, end: int) -> None:
+        """Tokens [start, end) after the prompt are drawn in the turn that begins after `context`."""
+        first = count(request.prompt_ids)
+        for at in range(start, end):
+            known = drawn.setdefault((request.branch, first + at), context)
+            require(
+                known == context,
+                f"{request.sample_id} draws position {first + at} of branch {request.branch} under two contexts",
+            )
+
+    def _ordinal(self, sample_id: SampleId) -> int | None:
+        """None for evaluations and dropped samples."""
+        sample = self._in_flight.get(sample_id) if self._in_flight and sample_id.purpose == TRAIN else None
+        return sample.ordinal if sample else None
+
+    def acts(self, episode: Episode) -> None:
+        """An environment is asked: the episode must be durable."""
+        ordinal = self._ordinal(episode.sample_id)
+        if ordinal is None:
+            return
+        kept = self.durable.samples[ordinal]
+        said = len(episode.turns), episode.finished, list(episode.started)
+        right = kept.turns, kept.finished, kept.started
+        require(kept.acting and said == right, f"{ordinal} acts with {said}, not {right}")
+        require(episode.token_ids == kept.context(PROMPT), f"{ordinal} acts with tokens that are not durable")
+
+    def executes(self, episode: Episode, turn: int, index: int, *, repeatable: bool) -> None:
+        """A call is made."""
+        ordinal = self._ordinal(episode.sample_id)
+        if ordinal is None or repeatable:
+            return
+        require(index in self.durable.samples[ordinal].started, f"{ordinal} makes call {index} before it is durable")
+        self._executed[ordinal, turn, index] += 1
+        require(self._executed[ordinal, turn, index] == 1, f"{ordinal} makes call {index} of turn {turn} twice")
+
+    @staticmethod
+    def reuses(episode: Episode, right: Call, said: Call) -> None:
+        require(said == right, f"{episode.sample_id} has the call {said}, not {right}")
+
+    def gives_fault(self, episode: Episode) -> None:
+        self.faults.add((episode.sample_id, len(episode.turns) - 1))
+
+    def finished(self, opened: Collection[SampleId]) -> None:
+        """The run finished: environments may keep only the state of samples in flight."""
+        assert self._in_flight is not None
+        left = [sample_id for sample_id in opened if self._in_flight.get(sample_id) is None]
+        require(not left, f"the states of {left} are never forgotten")
+
+    def check_episode(self, sample_id: SampleId, told: Told, most: int) -> Walked:
+        """Check an episode against its model and environment."""
+        assert self.episodes is not None
+        try:
+            walked = self.episodes.walk(sample_id, PROMPT, told, most)
+        except WrongEpisode as error:
+            raise Violation(str(error)) from error
+        if told.end == "fault":
+            require((sample_id, len(told.turns) - 1) in self.faults, f"{sample_id} has a fault that nobody gave")
+        return walked
+
+    def _look_at_episode(self, sample: Sample) -> None:
+        turns = sample.turns
+        ended = []
+        for turn in turns.ended:
+            answer = turn.observation
+            ended.append(
+                ToldTurn(
+                    start=turn.start,
+                    end=turn.end,
+                    finish=turn.finish,
+                    observation_end=turn.observation_end,
+                    reward=answer.reward if answer else 0.0,
+                    calls=answer.calls if answer else (),
+                    answered=answer is not None,
+                )
+            )
+        last = turns.ended[-1].observation if turns.ended else None
+        told = Told(
+            token_ids=bytes(sample.token_ids),
+            logprobs=compact(bytes(sample.logprobs), turns.observations),
+            versions=tuple(sample.versions),
+            turns=tuple(ended),
+            end=turns.episode_end,
+            fault=last.reason if last else "",
+        )
+        walked = self.check_episode(sample.sample_id, told, self.spec.sampling.max_new_tokens)
+        stages = {SampleState.ACTING: "acting", SampleState.FINISHED: "ended", SampleState.SCORED: "ended"}
+        right = stages.get(sample.state, "generating"), sample.finish
+        require((walked.stage, walked.finish) == right, f"{sample.ordinal} is {right}, not {walked}")
+        segments = sample.turns.segments(count(PROMPT), sample.length)
+        trained = [segment for segment in segments if segment.trained and segment.end > segment.start]
+        require(
+            trained == [segment for segment in walked.segments if segment.trained],
+            f"{sample.ordinal} trains {trained}, not {walked.segments}",
+        )
+
+    # All samples.
+
     def _look_at(self, sample: Sample) -> None:
         before = self._seen.get(sample.ordinal)
         begun = 0
@@ -139,13 +310,16 @@ class Invariants:
             len(sample.logprobs) == len(sample.token_ids),
             f"sample {sample.ordinal} has a different number of logprobs than tokens",
         )
-        self.check_tokens(
-            sample.sample_id, bytes(sample.token_ids), bytes(sample.logprobs), sample.versions, start=begun
-        )
+        if self.episodes:
+            self._look_at_episode(sample)
+        else:
+            self.check_tokens(
+                sample.sample_id, bytes(sample.token_ids), bytes(sample.logprobs), sample.versions, start=begun
+            )
         self._check_versions(sample)
         finished = sample.state in (SampleState.FINISHED, SampleState.SCORED)
         require(finished == (sample.finish is not None), f"sample {sample.ordinal} is {sample.state}: {sample.finish}")
-        if finished:
+        if finished and not self.episodes:
             self.check_end(sample.sample_id, sample.length, sample.finish, self.spec.sampling.max_new_tokens)
         scored = sample.state is SampleState.SCORED
         require(scored == (sample.reward is not None), f"sample {sample.ordinal} is {sample.state}: {sample.reward}")
@@ -167,9 +341,13 @@ class Invariants:
             )
 
     def _look_at_counts(self, in_flight: InFlight, states: Counter[SampleState]) -> None:
-        counted = (in_flight.running, in_flight.unfinished - in_flight.running, in_flight.scored)
-        right = (states[SampleState.RUNNING], states[SampleState.WAITING], states[SampleState.SCORED])
-        require(counted == right, f"(running, waiting, scored) are counted as {counted}, expected {right}")
+        acting = in_flight.acting
+        counted = (in_flight.running, in_flight.unfinished - in_flight.running - acting, in_flight.scored, acting)
+        right = tuple(
+            states[state]
+            for state in (SampleState.RUNNING, SampleState.WAITING, SampleState.SCORED, SampleState.ACTING)
+        )
+        require(counted == right, f"(running, waiting, scored, acting) are counted as {counted}, expected {right}")
         require(len(in_flight.waiting) == right[1], f"{len(in_flight.waiting)} samples wait, expected {right[1]}")
         held = sum(len(in_flight.held(lease_id)) for lease_id in in_flight.leases)
         require(held == right[0], f"workers hold {held} samples, expected {right[0]}")

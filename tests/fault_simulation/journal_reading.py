@@ -4,8 +4,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from tidemill.controller.ledger import Accepted, AnyEntry, Dropped, Opened, Published, Restarted, Rewarded, Trained
-from tidemill.core.records import Finish, LogprobBuffer, PolicyVersion, Reward
+from tidemill.controller.ledger import (
+    Accepted,
+    AnyEntry,
+    CallEnded,
+    CallStarted,
+    Dropped,
+    Observed,
+    Opened,
+    Published,
+    Restarted,
+    Rewarded,
+    Trained,
+)
+from tidemill.controller.turns import AgentLimits
+from tidemill.core.records import Call, Finish, LogprobBuffer, PolicyVersion, Reward
 
 
 @dataclass(slots=True)
@@ -18,6 +31,22 @@ class DurableSample:
     finish: Finish | None = None
     reward: Reward | None = None
     published: dict[int, LogprobBuffer] = field(default_factory=dict)  # by version, of the tokens older ones had made
+    turns: int = 0  # of an agent, that ended
+    acting: bool = False
+    observed: list[tuple[int, int]] = field(default_factory=list)  # completion positions of observations
+    context_start: int | None = None  # of the branch; None: at the prompt
+    started: list[int] = field(default_factory=list)  # calls of the acting turn
+    finished: dict[int, Call] = field(default_factory=dict)
+
+    @property
+    def generated(self) -> int:
+        return len(self.token_ids) // 4 - sum(end - start for start, end in self.observed)
+
+    def context(self, prompt_ids: bytes) -> bytes:
+        """What the policy sees."""
+        if self.context_start is None:
+            return prompt_ids + self.token_ids
+        return self.token_ids[self.context_start * 4 :]
 
 
 class DurableState:
@@ -27,8 +56,11 @@ class DurableState:
         ValueError: an entry contradicts earlier ones.
     """
 
-    def __init__(self, group_size: int) -> None:
+    def __init__(
+        self, group_size: int, *, limits: AgentLimits | None = None, most: int = 0, prompt_tokens: int = 0
+    ) -> None:
         self._group_size = group_size
+        self._limits, self._most, self._prompt_tokens = limits, most, prompt_tokens  # of agents
         self.samples: dict[int, DurableSample] = {}  # by ordinal
         self.learned: dict[int, tuple[int, ...]] = {}  # by step
         self.dropped: set[int] = set()
@@ -48,6 +80,8 @@ class DurableState:
                 self.samples |= {ordinal: DurableSample(group.from_version) for ordinal in self._of(group.position)}
         elif isinstance(entry, Accepted):
             self._accept(entry)
+        elif isinstance(entry, CallStarted | CallEnded | Observed):
+            self._act(entry)
         elif isinstance(entry, Rewarded):
             self._reward(entry)
         elif isinstance(entry, Published):
@@ -76,11 +110,56 @@ class DurableState:
     def _accept(self, entry: Accepted) -> None:
         for tokens in entry.samples:
             sample = self.samples[tokens.ordinal]
-            if sample.finish is not None or tokens.start * 4 != len(sample.token_ids):
+            if sample.finish is not None or sample.acting or tokens.start * 4 != len(sample.token_ids):
                 raise ValueError(f"sample {tokens.ordinal} has misplaced tokens")
             version = entry.versions[tokens.version]
             if tokens.token_ids and (not sample.versions or sample.versions[-1][0] != version):
                 sample.versions.append((version, tokens.start))
             sample.token_ids += tokens.token_ids
-            sample.finish = tokens.finish
             self.tokens += len(tokens.token_ids) // 4
+            if self._limits is None or tokens.finish is None:
+                sample.finish = tokens.finish
+                continue
+            sample.turns += 1
+            if tokens.finish == "length" and self._full(sample, 0):
+                sample.finish = "length"
+            else:
+                sample.acting = True
+
+    def _full(self, sample: DurableSample, added: int) -> bool:
+        """Whether an agent's sample has reached a limit."""
+        assert self._limits is not None
+        seen = len(sample.context(bytes(4 * self._prompt_tokens))) // 4 + added
+        return sample.generated >= self._most or seen >= self._limits.context_tokens
+
+    def _act(self, entry: CallStarted | CallEnded | Observed) -> None:
+        sample = self.samples[entry.ordinal]
+        if not sample.acting or entry.turn != sample.turns - 1:
+            raise ValueError(f"sample {entry.ordinal} has turn {sample.turns - 1}, not {entry.turn} of {entry!r}")
+        if isinstance(entry, CallStarted):
+            if entry.index in sample.started:
+                raise ValueError(f"sample {entry.ordinal} started call {entry.index} twice")
+            sample.started.append(entry.index)
+        elif isinstance(entry, CallEnded):
+            if entry.index in sample.finished:
+                raise ValueError(f"sample {entry.ordinal} ended call {entry.index} twice")
+            sample.finished[entry.index] = entry.call
+        else:
+            self._observe(sample, entry)
+
+    def _observe(self, sample: DurableSample, entry: Observed) -> None:
+        answer, start, added = entry.answer, len(sample.token_ids) // 4, len(entry.answer.token_ids) // 4
+        if entry.start != start:
+            raise ValueError(f"sample {entry.ordinal} is observed at {entry.start}, not {start}")
+        sample.acting, sample.started, sample.finished = False, [], {}
+        if answer.end:
+            sample.finish = "stop" if answer.end in ("done", "failure", "fault") else "length"
+        elif sample.generated >= self._most or (
+            added >= self._limits.context_tokens if answer.new_branch and self._limits else self._full(sample, added)
+        ):
+            sample.finish = "length"
+        else:
+            sample.token_ids += answer.token_ids
+            sample.observed.append((start, start + added))
+            if answer.new_branch:
+                sample.context_start = start

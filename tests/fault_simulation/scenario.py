@@ -5,8 +5,12 @@ from __future__ import annotations
 import random
 from typing import Any, Literal, TypeAlias, get_args
 
+import msgspec
+
 from tests.doubles.costs import ConstantEngine, ConstantTrainer
+from tests.fault_simulation.episodes import AgentPlan
 from tidemill.config.schema import RunSpec
+from tidemill.controller.turns import AgentLimits
 from tidemill.core.records import Record
 
 FaultKind: TypeAlias = Literal[
@@ -87,6 +91,7 @@ class Scenario(Record):
     score_s: float
     fetch_s: float
     lives: tuple[LifePlan, ...]
+    agent: AgentPlan | None = None  # None: samples are single completions
 
     @property
     def spec(self) -> RunSpec:
@@ -98,9 +103,34 @@ MU_STEP = {"correction": {"kind": "mu_step"}}
 """Every publish needs logprobs of samples in flight."""
 LONG_SILENCE_S = 10.0
 
+AGENTS = (2, 5, 7)
+"""Seeds with one of these remainders modulo 9 run an agent."""
+
 
 def draw(seed: int) -> Scenario:
     """Draw the scenario of a seed; equal on every machine."""
+    scenario = _draw(seed)
+    return with_agent(scenario) if seed % 9 in AGENTS else scenario
+
+
+def with_agent(scenario: Scenario) -> Scenario:
+    """The scenario with episodes instead of single completions."""
+    rng = random.Random(f"agents {scenario.seed}")
+    algorithm = {name: value for name, value in scenario.sections["algorithm"].items() if name not in MU_STEP}
+    plan = AgentPlan(
+        limits=AgentLimits(context_tokens=rng.choice([16, 40, 200]), turn_tokens=rng.choice([0, 2, 5])),
+        longest_turn=min(scenario.longest, rng.choice([2, 6, 12])),
+        most_turns=rng.choice([2, 4, 8]),
+        slow_s=rng.choice([0.0, 0.3, 3.0]),
+        dead=rng.choice([0.0, 0.02, 0.2]),
+        dies=rng.choice([0.0, 0.05, 0.3]),
+        late=rng.choice([0.0, 0.5]),
+        raises=rng.choice([0.0, 0.0, 0.02]),
+    )
+    return msgspec.structs.replace(scenario, sections={**scenario.sections, "algorithm": algorithm}, agent=plan)
+
+
+def _draw(seed: int) -> Scenario:
     rng = random.Random(f"faults {seed}")
     sections = _sections(rng)
     elastic = rng.random() < 0.9

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from tests.fault_simulation.components import reward_of
+from tests.fault_simulation.episodes import Episodes
 from tests.fault_simulation.invariants import Invariants, Violation
 from tests.fault_simulation.scenario import LifePlan, Scenario, draw
 from tests.fault_simulation.training_invariants import TrainingInvariants
@@ -43,7 +44,8 @@ class Simulation:
         spec = scenario.spec
         completions = EncodedCompletions(scenario.longest)
         most_held = scenario.engine.slots + spec.fleet.queue_limit if scenario.elastic else math.inf
-        self.invariants = Invariants(spec, completions, most_held=most_held)
+        episodes = Episodes(scenario.agent) if scenario.agent else None
+        self.invariants = Invariants(spec, completions, most_held=most_held, episodes=episodes)
         source = prompts_of(scenario, spec)
         size, steps = spec.batch.prompts, 4 * spec.trainer.steps + 8
         positions = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 
+from tests.fault_simulation.episodes import told_of
 from tests.fault_simulation.invariants import Invariants, Violation, require
 from tests.fault_simulation.journal_reading import DurableSample
 from tidemill.config.schema import RunSpec
@@ -64,25 +65,38 @@ class TrainingInvariants:
             require(self._position(trajectory) == position, f"{name} has a sample of another group")
             self._check_learned(trajectory, version, name)
         self._batch.append(position)
-        self._lengths += [trajectory.completion_length for trajectory in group.trajectories]
+        self._lengths += [trajectory.trained_length for trajectory in group.trajectories]
 
     def _check_learned(self, trajectory: Trajectory, version: PolicyVersion, name: str) -> None:
-        invariants, sample_id = self._invariants, trajectory.sample_id
-        require(sample_id.purpose == TRAIN, f"{name} has a sample of {sample_id.purpose}")
-        invariants.check_tokens(sample_id, trajectory.completion_ids, trajectory.rollout_logprobs, trajectory.versions)
-        invariants.check_end(
-            sample_id, trajectory.completion_length, trajectory.finish, self._spec.sampling.max_new_tokens
-        )
+        purpose = trajectory.sample_id.purpose
+        require(purpose == TRAIN, f"{name} has a sample of {purpose}")
+        self._check_tokens(trajectory, self._spec.sampling.max_new_tokens)
         lags = [version.number - run.version.number for run in trajectory.versions]
         right = all(0 <= lag <= self._spec.schedule.max_policy_lag for lag in lags)
         require(right, f"{name} has a sample that lags by {lags} versions")
         reward = self._reward(trajectory)
         require(trajectory.reward == reward, f"{name} has a wrong reward: {trajectory.reward}")
         require(trajectory.weight == float(reward.valid), f"{name} has weight {trajectory.weight}")
+        require(not (trajectory.fault and reward.valid), f"{name} is trained on a fault")
         self._check_durable(trajectory)
         kept = self._durable(trajectory)
         require(kept.reward == reward, f"{name} was trained before its reward was durable")
         self._check_published(trajectory, kept, name)
+
+    def _check_tokens(self, trajectory: Trajectory, limit: int) -> None:
+        """Check a finished sample: its tokens, versions and end; of an episode also its turns and segments."""
+        invariants, sample_id = self._invariants, trajectory.sample_id
+        if not invariants.episodes:
+            invariants.check_tokens(
+                sample_id, trajectory.completion_ids, trajectory.rollout_logprobs, trajectory.versions
+            )
+            invariants.check_end(sample_id, trajectory.completion_length, trajectory.finish, limit)
+            return
+        walked = invariants.check_episode(sample_id, told_of(trajectory), limit)
+        require(
+            (walked.stage, walked.finish, walked.segments) == ("ended", trajectory.finish, trajectory.segments),
+            f"{sample_id} ended as {trajectory.finish} with {trajectory.segments}, expected {walked}",
+        )
 
     def _check_published(self, trajectory: Trajectory, kept: DurableSample, name: str) -> None:
         """Check logprobs at each publish, and at generation for later tokens."""
@@ -147,13 +161,9 @@ class TrainingInvariants:
         require(len(names) == len(trajectories) == self._spec.eval.prompts, f"step {step} evaluates {sorted(names)}")
         limit = self._spec.eval.max_new_tokens or self._spec.sampling.max_new_tokens
         for trajectory in trajectories:
-            sample_id = trajectory.sample_id
             numbers = {run.version.number for run in trajectory.versions}
             require(numbers == {step}, f"step {step} is evaluated with versions {numbers}")
-            self._invariants.check_tokens(
-                sample_id, trajectory.completion_ids, trajectory.rollout_logprobs, trajectory.versions
-            )
-            self._invariants.check_end(sample_id, trajectory.completion_length, trajectory.finish, limit)
+            self._check_tokens(trajectory, limit)
 
     def finished(self, result: LoopResult) -> None:
         """The run finished: no started group may be missing."""

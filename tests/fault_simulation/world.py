@@ -9,6 +9,7 @@ from collections.abc import Callable
 from tests.doubles.costs import ConstantEngine
 from tests.doubles.journal import PowerCut
 from tests.doubles.provider import EventProvider
+from tests.fault_simulation.acting import SimulatedEnvironments, TurnEngine
 from tests.fault_simulation.components import (
     EventLog,
     WatchedJournal,
@@ -45,6 +46,7 @@ TIMEOUTS = Timeouts(
     worker_s=20.0,
     pool_s=300.0,
     scorer_s=30.0,
+    act_s=100.0,
     trainer_s=100.0,
     stop_s=5.0,
     load_s=100.0,
@@ -94,8 +96,9 @@ class World:
         )
         self._scorer = WatchedScorer(training, seconds=scenario.score_s, reward=reward_of)
         self._trainer = WatchedTrainer(scenario.trainer, training, salt=life.salt)
+        self._environments = self._make_environments(random.Random(f"environments {life.seed}"))
         self.reserved = SimulatedWorker(
-            SimulatedEngine(scenario.engine, completions, now_s=clock.now()),
+            self._engine(scenario.engine),
             clock=clock,
             worker_id="local",
             lease_id="local",
@@ -117,6 +120,17 @@ class World:
             else None,
             heartbeat_timeout_s=scenario.heartbeat_timeout_s,
         )
+
+    def _engine(self, costs: ConstantEngine) -> SimulatedEngine:
+        if self._scenario.agent:
+            return TurnEngine(costs, self._invariants, now_s=LoopClock().now())
+        return SimulatedEngine(costs, self._completions, now_s=LoopClock().now())
+
+    def _make_environments(self, rng: random.Random) -> SimulatedEnvironments | None:
+        if not self._scenario.agent:
+            return None
+        error = None if self._life.fault is None else lambda: InjectedError("the environment is on fire")
+        return SimulatedEnvironments(self._invariants, rng, error)
 
     async def live(self) -> LoopResult | None:
         """Run this life; return the result, or None if a planned fault ended it.
@@ -163,6 +177,8 @@ class World:
                     clock=LoopClock(),
                     stop=self._stop,
                     timeouts=TIMEOUTS,
+                    environments=self._environments,
+                    agent=self._scenario.agent.limits if self._scenario.agent else None,
                 )
         finally:
             self._disk.journal = self.journal.disk
@@ -172,6 +188,8 @@ class World:
         if result is None or (result.interrupted and self._life.fault == "stop"):
             return None
         self._training.finished(result)
+        if self._environments is not None:
+            self._invariants.finished(self._environments.open)
         right = self.journal.accepted
         said = result.tokens_generated
         require(said == right, f"the run reports {said} generated tokens, accepted were {right}")
@@ -236,7 +254,7 @@ class World:
             clock = LoopClock()
             puller = Puller(self._transport, PromptCompute(), clock=clock, timeout_s=60.0)
             return PullingWorker(
-                SimulatedEngine(costs, self._completions, now_s=clock.now()),
+                self._engine(costs),
                 clock=clock,
                 worker_id=lease.worker_id,
                 lease_id=lease.lease_id,

@@ -232,14 +232,8 @@ class SimulatedEngine:
     def _start(self, request: GenerateRequest) -> int:
         """Assign a slot; return the tokens to prefill."""
         have, kept = count(request.prefix_ids), self._kept(request)
-        limit, length = request.sampling.max_new_tokens, self._completions.length(request.sample_id)
-        one = _Running(
-            request,
-            self._steps - kept,
-            have,
-            max(have, min(limit, length)),
-            "stop" if length <= limit else "length",
-        )
+        end, finish = self._ending(request)
+        one = _Running(request, self._steps - kept, have, max(have, end), finish)
         tokens = self._uncached(request) + kept
         self._running[request.sample_id] = one
         self._context += count(request.prompt_ids) + kept
@@ -248,6 +242,15 @@ class SimulatedEngine:
         if one.end == kept:
             self._end()
         return tokens
+
+    def _ending(self, request: GenerateRequest) -> tuple[int, Finish]:
+        """Prefix and new tokens at which it ends, and why."""
+        limit, length = request.sampling.max_new_tokens, self._completions.length(request.sample_id)
+        return min(limit, length), "stop" if length <= limit else "length"
+
+    def _drawn(self, request: GenerateRequest, start: int, end: int) -> tuple[TokenBuffer, LogprobBuffer]:
+        """Tokens [start, end) after the prompt, and their logprobs."""
+        return self._completions.tokens(request.sample_id, self.computes_with, start, end)
 
     def _kept(self, request: GenerateRequest) -> int:
         """Prefix tokens to keep; the others are regenerated and not reported."""
@@ -273,12 +276,12 @@ class SimulatedEngine:
     def _flush(self, one: _Running, finish: Finish | None) -> TokenDelta:
         start, one.flushed = one.flushed, max(one.flushed, self._steps - one.offset)
         request = one.request
-        token_ids, logprobs = self._completions.tokens(request.sample_id, self.computes_with, start, one.flushed)
+        token_ids, logprobs = self._drawn(request, start, one.flushed)
         return TokenDelta(
             sample_id=request.sample_id,
             lease_id=request.lease_id,
             attempt=request.attempt,
-            start=start,
+            start=request.offset + start,
             token_ids=token_ids,
             logprobs=logprobs,
             version=self.version,
@@ -291,7 +294,7 @@ class SimulatedEngine:
             sample_id=request.sample_id,
             lease_id=request.lease_id,
             attempt=request.attempt,
-            start=count(request.prefix_ids),
+            start=request.offset + count(request.prefix_ids),
             token_ids=b"",
             logprobs=b"",
             version=self.version,

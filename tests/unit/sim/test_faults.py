@@ -9,8 +9,11 @@ import pytest
 
 from benchmarks.simulator.planted_defects import DEFECTS, found
 from tests.fault_simulation import __main__ as command
+from tests.fault_simulation.invariants import Invariants
 from tests.fault_simulation.scenario import draw
 from tests.fault_simulation.seed_run import Simulation, simulate_faults
+from tidemill.core.records import Episode, Group
+from tidemill.sim.simulated_trainer import SimulatedTrainer
 
 CHUNK, CHUNKS = 40, 5
 
@@ -65,7 +68,16 @@ def test_a_seed_is_replayed_exactly() -> None:
     assert len({outcome.digest for outcome in (first.run(), simulate_faults(306))}) == 2
 
 
-@pytest.mark.parametrize("name", ["counts a token twice", "learns from a group twice", "acts before it is durable"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "counts a token twice",
+        "learns from a group twice",
+        "acts before it is durable",
+        "does not journal observations",
+        "reuses calls of an earlier turn",
+    ],
+)
 def test_a_planted_defect_is_found(name: str) -> None:
     result = found(DEFECTS[name], 10)
 
@@ -96,3 +108,27 @@ def test_every_scenario_ends_with_an_undisturbed_life() -> None:
     assert any(scenario.tick_s == math.inf for scenario in scenarios)
     apply = {f.kind for s in scenarios for life in s.lives for machine in life.machines for f in machine.faults}
     assert len(apply) == 14
+
+
+def test_seeds_with_agents_reach_every_part_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    reached: set[str] = set()
+    acts = Invariants.acts
+
+    def noted(self: Invariants, episode: Episode) -> None:
+        acts(self, episode)
+        reached.update(name for name in ("finished", "started") if getattr(episode, name))
+
+    def learned(self: SimulatedTrainer, group: Group) -> object:
+        for one in group.trajectories:
+            reached.update([one.episode_end, *(segment.role for segment in one.segments)])
+        return accumulate(self, group)
+
+    accumulate = SimulatedTrainer.accumulate
+    monkeypatch.setattr(Invariants, "acts", noted)
+    monkeypatch.setattr(SimulatedTrainer, "accumulate", learned)
+    seeds = [seed for seed in range(100, 200) if draw(seed).agent is not None]
+
+    assert len(seeds) > 30
+    assert [simulate_faults(seed).violation for seed in seeds] == [""] * len(seeds)
+    ends = {"done", "tokens", "context", "turns", "failure", "fault"}
+    assert reached == {*ends, "finished", "started", "prompt", "action", "observation", "context"}

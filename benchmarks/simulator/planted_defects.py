@@ -258,7 +258,7 @@ def _offset_without_branch(right: Callable[..., Any]) -> Callable[..., Any]:
 
 def _forget_started_call(right: Callable[..., Any]) -> Callable[..., Any]:
     async def wrong(self: Ledger, in_flight: InFlight, sample: Sample, index: int) -> None:
-        sample.turns.started_calls.append(index)
+        sample.turns.started_calls += (index,)
 
     return wrong
 

@@ -134,7 +134,8 @@ class Invariants:
 
     def _resumed_turns(self, sample: Sample, kept: DurableSample) -> None:
         turns, acting = sample.turns, sample.state is SampleState.ACTING
-        said = len(turns.ended), acting, turns.observations, turns.started_calls, turns.finished_calls
+        calls = list(turns.started_calls), dict(turns.finished_calls)
+        said = len(turns.ended), acting, list(turns.observations), *calls
         right = kept.turns, kept.acting, kept.observed, kept.started, kept.finished
         require(said == right, f"{sample.ordinal} was resumed with the turns {said}, not {right}")
 

@@ -331,7 +331,7 @@ class EnvironmentPool:
         return Work(index=call.index, episode=key, method=call.name, arguments=call.arguments, call_id=call_id)
 
     def _call_id(self, episode: Episode, turn: int, call: Planned) -> str:
-        return f"{self._run_id}-{episode.sample_id.key:016x}-{turn}-{call.index}"
+        return f"{self._run_id}-{episode.sample_id.key:016x}-{episode.restarts}-{turn}-{call.index}"
 
     def _record(self, episode: Episode, call: Planned, outcome: Outcome) -> Call:
         return self.planner.record(call, outcome, self._call_id(episode, len(episode.turns), call))

@@ -1,14 +1,17 @@
-"""The stages of recipes/rlhf.toml, without running them."""
+"""The stages of the recipes rlhf, guess and calc-tool, without running them."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.commands import run_here
 from tidemill.config.pipeline import PipelineSpec, load_recipe
 
-RECIPE = f"@{Path(__file__).parents[3] / 'recipes' / 'rlhf.toml'}"
+RECIPES = Path(__file__).parents[3] / "recipes"
+RECIPE = f"@{RECIPES / 'rlhf.toml'}"
 
 
 def test_the_stages_of_rlhf(tmp_path: Path) -> None:
@@ -34,3 +37,15 @@ def test_ppo_has_four_models() -> None:
     assert ppo.critic.kind == "shared"
     assert ppo.algorithm.kl_beta > 0  # needs a reference
     assert [(reward.kind, reward.model) for reward in ppo.scoring.rewards] == [("model", "stage:rm")]
+
+
+@pytest.mark.parametrize("name", ["guess", "calc-tool"])
+def test_agents_start_from_demonstrations(name: str, tmp_path: Path) -> None:
+    recipe = f"@{RECIPES / f'{name}.toml'}"
+    data: dict[str, Any] = run_here("train", recipe, f"--run.dir={tmp_path / 'D'}", "--dry-run", "--json").data
+    assert [(row["stage"], row["kind"], row["inputs"]) for row in data["plan"]] == [
+        ("written", "demonstrations", []),
+        ("sft", "sft", ["written"]),
+        ("rl", "rl", ["sft"]),
+    ]
+    assert not (tmp_path / "D").exists()

@@ -14,15 +14,15 @@ from tidemill.envs.agents.environment import HELD_OUT_SEEDS, Environment, Split,
 
 HELD_OUT_SHARE = 0.2
 """Share of the ranges, and of the products, that only held-out tasks have."""
-NUMBERS = (10, 99)
-SIZES = (8, 15)
+NUMBERS = (1, 24)
+SIZES = (9, 12)
 """Numbers in a range. Four guesses that halve it find every number among 15."""
 NUMBER = re.compile(r"-?\d+")
 LONGEST_EXPRESSION = 100
 
 
 class Guess(Environment):
-    """Find a number between two others. The prompt is "34-48" and an action "41", each with the end of the line; the
+    """Find a number between two others. The prompt is "3-12" and an action "7", each with the end of the line; the
     answer is "higher" or "lower", and "error" for an action that is not a number.
 
     All texts consist of digits, `-`, the letters of "higher" and "lower", and the end of the line.

@@ -66,6 +66,8 @@ def context_of(request: GenerateRequest) -> TokenBuffer:
 class SimulatedEnvironments:
     """Implements `core.protocols.Environments` with environments that are slow, dead or late, and calls that die.
 
+    The first sample of a group has no faults, because a run ends if no sample gets a valid reward.
+
     Args:
         error: raised by a planned share of the turns; None in a life that must finish.
     """
@@ -82,7 +84,7 @@ class SimulatedEnvironments:
         rng, plan, turn = self._rng, self._plan, len(episode.turns) - 1
         answer = self._episodes.answer(episode.sample_id, turn, episode.prompt.token_ids, episode.token_ids)
         seconds, late_s = rng.uniform(0, plan.slow_s), rng.uniform(0, 5) if rng.random() < plan.late else None
-        dead = rng.random() < plan.dead
+        dead = rng.random() < plan.dead and episode.sample_id.index > 0
         raises = self._error is not None and rng.random() < plan.raises
         making = [
             asyncio.create_task(self._call(episode, turn, index, call, calls))
@@ -117,7 +119,7 @@ class SimulatedEnvironments:
         if not repeatable:
             await calls.started(index)
         seconds = self._rng.uniform(0, self._plan.slow_s)
-        while self._rng.random() < self._plan.dies:
+        while self._rng.random() < self._plan.dies and episode.sample_id.index > 0:
             self._invariants.executes(episode, turn, index, repeatable=repeatable)
             await asyncio.sleep(seconds)
             if not repeatable:

@@ -33,7 +33,7 @@ from tidemill.controller.reading import Reading
 from tidemill.controller.samples import Sample, SampleState
 from tidemill.controller.turns import AgentLimits
 from tidemill.controller.waiting import Mailbox, Messages, Timeouts, Wait, log_waiting, wait_with_deadline
-from tidemill.core.errors import DeadlineError
+from tidemill.core.errors import DeadlineError, TidemillError
 from tidemill.core.protocols import Clock, Codec, Environments, Scorer, Telemetry
 from tidemill.core.records import Call, Observation, Trajectory, WorkerReport, WorkerStatus
 from tidemill.telemetry.events import WAIT_ABANDONED, span
@@ -149,7 +149,7 @@ async def collect_samples(
         try:
             yield collector
         finally:
-            jobs = [*tasks, *collector.scoring, *collector.acting.values()]
+            jobs = [*tasks, *collector.scoring, *collector.acting.values(), *collector.forgotten]
             for task in jobs:
                 task.cancel()
             await asyncio.gather(*jobs, return_exceptions=True)
@@ -197,6 +197,7 @@ class SampleCollector:
         self._batch_samples = len(in_flight.samples)
         self.scoring: set[asyncio.Task[None]] = set()
         self.acting: dict[int, asyncio.Task[None]] = {}  # by ordinal
+        self.forgotten: set[asyncio.Task[None]] = set()  # cancelled, but not ended yet
         self.waited_s = 0.0  # by the consumer, in this step
         self.idle_s = 0.0  # part of it in which the local worker did not generate
         self._fleet_shown_at = -FLEET_VIEW_S
@@ -224,6 +225,8 @@ class SampleCollector:
         for sample in samples:
             if (task := self.acting.pop(sample.ordinal, None)) is not None:
                 task.cancel()
+                self.forgotten.add(task)
+                task.add_done_callback(self.forgotten.discard)
         self._rollout.environments.forget([sample.sample_id for sample in samples])
 
     async def next(self) -> Trajectory:
@@ -321,6 +324,13 @@ class SampleCollector:
         episode = sample.episode(rollout.codec.decode, plan.sampling, rollout.agent)
         try:
             answer = await rollout.environments.act(episode, TurnLog(sample, self._in_flight, rollout.ledger))
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            assert task is not None
+            if task.cancelling() or not self._is_current(sample, attempt, SampleState.ACTING):
+                raise
+            # Otherwise the run would wait for the answer until `timeouts.act_s`.
+            self.mailbox.put_failure(TidemillError(f"the environment of {sample.sample_id} cancelled its own answer"))
         except Exception as error:  # noqa: BLE001 - `next` raises it
             self.mailbox.put_failure(error)
             return

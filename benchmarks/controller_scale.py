@@ -1,6 +1,7 @@
 """The controller's share of a core with 1,000 workers of 64 samples and one report per worker and second.
 
     python -m benchmarks.controller_scale [--workers 1000] [--seconds 20] [--rounds 5]
+    python -m benchmarks.controller_scale --turns 4
 
 The process is pinned to one core. Three measurements:
 
@@ -32,11 +33,21 @@ from typing import Any
 import msgspec
 
 from benchmarks.measuring import write_result
-from benchmarks.synthetic_fleet import TICK_S, Apart, Judge, Mute, SyntheticPool, SyntheticWorker, make_lease
+from benchmarks.synthetic_fleet import (
+    TICK_S,
+    Apart,
+    Judge,
+    Mute,
+    SyntheticEnvironments,
+    SyntheticPool,
+    SyntheticWorker,
+    make_lease,
+)
 from tidemill.controller.collector import RolloutContext, SampleCollector, collect_samples
 from tidemill.controller.fleet import Fleet
 from tidemill.controller.in_flight import TRAIN, InFlight, SamplingPlan, plan_groups
 from tidemill.controller.ledger import Ledger
+from tidemill.controller.turns import AgentLimits
 from tidemill.core.protocols import LoopClock
 from tidemill.core.records import PolicyVersion, Prompt, SamplingParams, WorkerReport, pack_tokens
 from tidemill.runtime.compute import collected_rarely
@@ -47,6 +58,8 @@ SLOTS = 64
 GROUP = 16
 TOKENS = 32  # per sample and second
 PROMPT_TOKENS = 128
+CALL_S = 1.0  # of a turn's call
+SETTLING_S = 30.0  # until episodes of several turns end
 VERSION = PolicyVersion(number=3, digest="0123456789abcdef0123456789abcdef")
 TARGET_SHARE = 0.5
 TARGET_BYTES = 16.0
@@ -57,23 +70,32 @@ ENCODER = msgspec.msgpack.Encoder()
 DECODER = msgspec.msgpack.Decoder(WorkerReport)
 
 
-async def in_flight_of(ledger: Ledger, samples: int) -> InFlight:
+async def in_flight_of(ledger: Ledger, samples: int, agent: AgentLimits | None = None) -> InFlight:
     """`samples` started samples."""
     prompts = [
         Prompt(prompt_id=f"synthetic/{index:06d}", token_ids=pack_tokens(range(PROMPT_TOKENS)), text="", answer="")
         for index in range(samples // GROUP)
     ]
-    plan = SamplingPlan(purpose=TRAIN, run_seed=0, group_size=GROUP, sampling=SamplingParams(max_new_tokens=4096))
+    sampling = SamplingParams(max_new_tokens=4096)
+    plan = SamplingPlan(purpose=TRAIN, run_seed=0, group_size=GROUP, sampling=sampling, agent=agent)
     in_flight = InFlight(plan, version_number=VERSION.number)
     groups = plan_groups([(0, prompt) for prompt in prompts], first_position=0, from_version=VERSION.number)
     await ledger.open(in_flight, groups, prompts)
     return in_flight
 
 
-async def whole_controller(folder: Path, *, workers: int, seconds: float) -> dict[str, float]:
-    """Run it for some seconds with 1.5 times as many samples as slots; about 2 % finish every second."""
-    pool = SyntheticPool(workers=workers, slots=SLOTS, tokens=TOKENS, ticks=(2, 60))
-    samples = workers * SLOTS * 3 // 2
+async def whole_controller(folder: Path, *, workers: int, seconds: float, turns: int = 1) -> dict[str, float]:
+    """Run it for some seconds with 1.5 times as many samples as slots, once all are assigned and all workers have
+    reported; about 3 % finish every second.
+
+    With several turns there are 3 times as many samples as slots. A sample has about as many generated tokens, and a
+    call and an observation after each turn.
+    """
+    ticks = (2, 60) if turns == 1 else (1, max(1, 60 // turns))
+    pool = SyntheticPool(workers=workers, slots=SLOTS, tokens=TOKENS, ticks=ticks)
+    agent = AgentLimits(context_tokens=8192) if turns > 1 else None
+    environments = SyntheticEnvironments(turns=turns, seconds=CALL_S, tokens=TOKENS) if turns > 1 else None
+    samples, settling_s = (workers * SLOTS * 3 // 2, 3 * TICK_S) if turns == 1 else (workers * SLOTS * 3, SETTLING_S)
     journal = await SqliteJournal.open(folder / "ledger.sqlite")
     ledger, telemetry, clock = Ledger(journal, round_size=samples // GROUP), NullTelemetry(), LoopClock()
     fleet = Fleet(None, slots=SLOTS, clock=clock, telemetry=telemetry, provider=pool, host=pool, publisher=pool)
@@ -82,15 +104,18 @@ async def whole_controller(folder: Path, *, workers: int, seconds: float) -> dic
         async with asyncio.timeout(60.0):
             while len(fleet.serving(VERSION.number)) < workers:  # noqa: ASYNC110 - nobody else asks
                 await asyncio.sleep(0.1)
-        in_flight = await in_flight_of(ledger, samples)
+        in_flight = await in_flight_of(ledger, samples, agent)
         rollout = RolloutContext(
             fleet=fleet, ledger=ledger, scorer=Judge(), codec=Mute(), telemetry=telemetry, clock=clock,
-            stop=asyncio.Event(),
+            stop=asyncio.Event(), environments=environments, agent=agent,
         )  # fmt: skip
         async with collect_samples(in_flight, rollout) as collection:
             consumer = asyncio.create_task(consume(collection))
-            await asyncio.sleep(3 * TICK_S)  # until all samples are assigned and all workers have reported
+            await asyncio.sleep(settling_s)
+            answers = environments.answers if environments else 0
             figures = await measured(in_flight, pool, seconds)
+            if environments:
+                figures["turns_per_s"] = (environments.answers - answers) / seconds
             consumer.cancel()
             await asyncio.gather(consumer, return_exceptions=True)
     await journal.close()
@@ -205,13 +230,21 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=1000)
     parser.add_argument("--seconds", type=float, default=20.0)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--turns", type=int, default=1, help="more than 1: measure only the whole controller with them")
     options = parser.parse_args()
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     sizes = [*(size for size in (10, 100) if size < options.workers), options.workers]
     with tempfile.TemporaryDirectory() as name:
         # First, in a fresh process: the heap left by the other part costs time.
         with collected_rarely():  # as the driver of a cluster does
-            whole = asyncio.run(whole_controller(Path(name), workers=options.workers, seconds=options.seconds))
+            whole = asyncio.run(
+                whole_controller(Path(name), workers=options.workers, seconds=options.seconds, turns=options.turns)
+            )
+        if options.turns > 1:
+            print(f"the whole controller, {options.workers} workers, {options.turns} turns a sample: {told(whole)}")
+            figures = {"workers": options.workers, "slots": SLOTS, "tokens_per_delta": TOKENS, "call_s": CALL_S}
+            write_result("controller_turns", {**figures, "turns": options.turns, "controller": whole})
+            return 0
         costs = ledger_costs(Path(name), sizes, options.rounds)
     kept = memory(min(20, options.workers))
     growth = costs[sizes[-1]] / costs[sizes[0]]

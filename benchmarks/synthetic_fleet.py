@@ -16,7 +16,10 @@ from typing import Any
 
 import msgspec
 
+from tidemill.core.protocols import CallLog
 from tidemill.core.records import (
+    Call,
+    Episode,
     Finish,
     GenerateRequest,
     Lease,
@@ -24,6 +27,7 @@ from tidemill.core.records import (
     LeaseGranted,
     Loaded,
     Message,
+    Observation,
     PolicyVersion,
     Prompt,
     Reward,
@@ -60,6 +64,36 @@ class Apart:
             self.cpu_s += time.thread_time() - began_s
 
 
+class SyntheticEnvironments:
+    """Implements `core.protocols.Environments`: every answer takes one call and `seconds`.
+
+    Args:
+        turns: of every episode.
+    """
+
+    def __init__(self, *, turns: int, seconds: float, tokens: int) -> None:
+        self._turns, self._seconds, self._token_ids = turns, seconds, pack_tokens(range(2000, 2000 + tokens))
+        self.answers = 0
+
+    async def act(self, episode: Episode, calls: CallLog) -> Observation:
+        await asyncio.sleep(self._seconds)
+        call = Call(call_id=f"{episode.sample_id.prompt_id}/{len(episode.turns)}", name="tool", arguments="{}")
+        await calls.ended(0, call)
+        self.answers += 1
+        if len(episode.turns) == self._turns:
+            return Observation(end="done", calls=(call,))
+        return Observation(token_ids=self._token_ids, calls=(call,))
+
+    def forget(self, sample_ids: Sequence[SampleId]) -> None:
+        pass
+
+    def take_counts(self) -> dict[str, int]:
+        return {}
+
+    async def close(self) -> None:
+        pass
+
+
 class Job(msgspec.Struct, gc=False):
     request: GenerateRequest
     at: int  # completion tokens so far
@@ -88,7 +122,7 @@ class SyntheticWorker:
     async def submit(self, requests: Sequence[GenerateRequest]) -> None:
         with self.apart.timed():
             for request in requests:
-                end = self.tokens * self.source.randint(*self.ticks)
+                end = request.turn_start + self.tokens * self.source.randint(*self.ticks)
                 self.jobs[request.sample_id] = Job(request, count(request.prefix_ids), end)
 
     async def abort(self, sample_ids: Sequence[SampleId]) -> None:
@@ -136,7 +170,7 @@ class SyntheticWorker:
             sample_id=job.request.sample_id,
             lease_id=job.request.lease_id,
             attempt=job.request.attempt,
-            start=start,
+            start=job.request.offset + start,
             token_ids=self._tokens if fresh else b"",
             logprobs=self._logprobs if fresh else b"",
             version=self.version,

@@ -68,18 +68,22 @@ class FakeEnvironments:
         sample, repeatable = episode.sample_id, index % 2 == 0
         call_id = f"{sample.purpose}/{sample.key}/{turn}/{index}"
         if index in episode.finished:
+            assert episode.finished[index].call_id == call_id, "the result of another call"
             return episode.finished[index]
         if index in episode.started:
             return None
         if not repeatable:
             await calls.started(index)
+        await self.execute(sample, call_id, repeatable=repeatable)
+        call = Call(call_id=call_id, name="tool", arguments="{}", result=str(number(call_id, "result")))
+        await calls.ended(index, call)
+        return call
+
+    async def execute(self, sample: SampleId, call_id: str, *, repeatable: bool) -> None:
         self.executed[call_id] += 1
         # Evaluations are not journalled: they are repeated.
         assert repeatable or sample.purpose != "train" or self.executed[call_id] == 1, f"{call_id} was made twice"
         await asyncio.sleep(self.slow_s * (number(call_id) % 4) / 4)
-        call = Call(call_id=call_id, name="tool", arguments="{}", result=str(number(call_id, "result")))
-        await calls.ended(index, call)
-        return call
 
     def forget(self, sample_ids: Sequence[SampleId]) -> None:
         self.forgotten += sample_ids

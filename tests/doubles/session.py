@@ -92,6 +92,7 @@ class FakeTrainer:
         self.open: list[tuple[object, ...]] = []
         self.positions: list[list[int]] = []  # by batch, in training order
         self.salt = ""  # simulates other rounding
+        self.learns = True  # False: the weights never change, only their version
         self._compute, self._engine = compute, engine
 
     @property
@@ -114,7 +115,8 @@ class FakeTrainer:
         assert step == self.state.version.number + 1
         batch, self.open = tuple(self.open), []
         self.positions.append([group[0] for group in batch])  # type: ignore[misc]
-        digest = digest_of(self.state.version.digest, batch, self.salt)
+        known = self.state.version.digest
+        digest = digest_of(known, batch, self.salt) if self.learns else known
         self.state = TrainerState(PolicyVersion(number=step, digest=digest), (*self.state.history, batch))
         return StepMetrics(step=step, version=self.version, optimizer_steps=1, values={"loss": 1.0})
 

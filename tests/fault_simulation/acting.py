@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 from tests.doubles.costs import ConstantEngine
 from tests.fault_simulation.episodes import FAULTS
@@ -66,14 +66,16 @@ def context_of(request: GenerateRequest) -> TokenBuffer:
 class SimulatedEnvironments:
     """Implements `core.protocols.Environments` with environments that are slow, dead or late, and calls that die.
 
+    The first sample of a group has no faults, because a run ends if no sample gets a valid reward.
+
     Args:
-        error: raised by a planned share of the turns; None in a life that must finish.
+        errors: raised by a planned share of the turns; none in a life that must finish.
     """
 
-    def __init__(self, invariants: Invariants, rng: random.Random, error: Callable[[], Exception] | None) -> None:
+    def __init__(self, invariants: Invariants, rng: random.Random, errors: Sequence[BaseException]) -> None:
         assert invariants.episodes is not None
         self._invariants, self._episodes, self._rng = invariants, invariants.episodes, rng
-        self._plan, self._error = invariants.episodes.plan, error
+        self._plan, self._errors = invariants.episodes.plan, errors
         self.open: set[SampleId] = set()  # asked for an answer, and not forgotten
 
     async def act(self, episode: Episode, calls: CallLog) -> Observation:
@@ -82,8 +84,8 @@ class SimulatedEnvironments:
         rng, plan, turn = self._rng, self._plan, len(episode.turns) - 1
         answer = self._episodes.answer(episode.sample_id, turn, episode.prompt.token_ids, episode.token_ids)
         seconds, late_s = rng.uniform(0, plan.slow_s), rng.uniform(0, 5) if rng.random() < plan.late else None
-        dead = rng.random() < plan.dead
-        raises = self._error is not None and rng.random() < plan.raises
+        dead = rng.random() < plan.dead and episode.sample_id.index > 0
+        raises = rng.random() < plan.raises
         making = [
             asyncio.create_task(self._call(episode, turn, index, call, calls))
             for index, call in enumerate(answer.calls)
@@ -99,8 +101,8 @@ class SimulatedEnvironments:
         finally:
             for task in making:  # one of them failed
                 task.cancel()
-        if raises and self._error is not None:
-            raise self._error()
+        if raises and self._errors:
+            raise rng.choice(self._errors)
         if dead or not all(made):
             self._invariants.gives_fault(episode)
             return Observation(end="fault", reason=FAULTS[0 if dead else 1])
@@ -117,7 +119,7 @@ class SimulatedEnvironments:
         if not repeatable:
             await calls.started(index)
         seconds = self._rng.uniform(0, self._plan.slow_s)
-        while self._rng.random() < self._plan.dies:
+        while self._rng.random() < self._plan.dies and episode.sample_id.index > 0:
             self._invariants.executes(episode, turn, index, repeatable=repeatable)
             await asyncio.sleep(seconds)
             if not repeatable:

@@ -129,8 +129,8 @@ class World:
     def _make_environments(self, rng: random.Random) -> SimulatedEnvironments | None:
         if not self._scenario.agent:
             return None
-        error = None if self._life.fault is None else lambda: InjectedError("the environment is on fire")
-        return SimulatedEnvironments(self._invariants, rng, error)
+        errors = [InjectedError("the environment is on fire"), asyncio.CancelledError()] if self._life.fault else []
+        return SimulatedEnvironments(self._invariants, rng, errors)
 
     async def live(self) -> LoopResult | None:
         """Run this life; return the result, or None if a planned fault ended it.
@@ -201,6 +201,8 @@ class World:
             return True
         if isinstance(error, DeadlineError):
             return self._life.fault == "scorer hangs"
+        if "cancelled its own answer" in str(error):
+            return self._scenario.agent is not None and self._life.fault is not None
         return "attempts to generate" in str(error) and any(machine.breaking for machine in self.machines.values())
 
     def _inject(self, fault: RunFault | None) -> None:

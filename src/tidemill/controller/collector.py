@@ -149,7 +149,7 @@ async def collect_samples(
         try:
             yield collector
         finally:
-            jobs = [*tasks, *collector.scoring, *collector.acting.values()]
+            jobs = [*tasks, *collector.scoring, *collector.acting.values(), *collector.forgotten]
             for task in jobs:
                 task.cancel()
             await asyncio.gather(*jobs, return_exceptions=True)
@@ -197,6 +197,7 @@ class SampleCollector:
         self._batch_samples = len(in_flight.samples)
         self.scoring: set[asyncio.Task[None]] = set()
         self.acting: dict[int, asyncio.Task[None]] = {}  # by ordinal
+        self.forgotten: set[asyncio.Task[None]] = set()  # cancelled, but not ended yet
         self.waited_s = 0.0  # by the consumer, in this step
         self.idle_s = 0.0  # part of it in which the local worker did not generate
         self._fleet_shown_at = -FLEET_VIEW_S
@@ -224,6 +225,8 @@ class SampleCollector:
         for sample in samples:
             if (task := self.acting.pop(sample.ordinal, None)) is not None:
                 task.cancel()
+                self.forgotten.add(task)
+                task.add_done_callback(self.forgotten.discard)
         self._rollout.environments.forget([sample.sample_id for sample in samples])
 
     async def next(self) -> Trajectory:

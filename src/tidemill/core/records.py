@@ -465,7 +465,7 @@ CORRECT_REWARD = 1.0 - 1e-6
 """Threshold for a reward of 1, allowing for rounding."""
 
 
-class Trajectory(Record):
+class Trajectory(Record, omit_defaults=True):
     """A finished sample: one token buffer with segments."""
 
     sample_id: SampleId

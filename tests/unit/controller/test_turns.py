@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 
 import pytest
 
 from tests.doubles.environments import LIMITS, FakeEnvironments
-from tests.doubles.samples import SAMPLING, V3, make_id, make_prompt
+from tests.doubles.samples import PROMPTS, SAMPLING, V3, FakeCodec, make_id, make_prompt
 from tests.doubles.session import Disk, Session, small_spec
 from tests.virtual_time import run_virtual
+from tidemill.controller.collector import RolloutContext, collect_samples
+from tidemill.controller.in_flight import InFlight, SamplingPlan, plan_groups
+from tidemill.controller.ledger import Ledger
 from tidemill.controller.samples import Sample, SampleState
 from tidemill.controller.turns import AgentLimits
+from tidemill.core.protocols import CallLog, LoopClock
 from tidemill.core.records import (
+    Episode,
     GenerateRequest,
     Observation,
+    SampleId,
     Segment,
     pack_logprobs,
     pack_tokens,
@@ -119,6 +126,59 @@ def test_an_observation_that_fills_the_context_ends_the_episode(added: int, end:
     observe(sample, [1] * added, limits)
     assert sample.turns.episode_end == end
     assert sample.length == 2 + (0 if end else added)  # an observation that nothing follows is left out
+
+
+def test_an_answer_that_its_environment_cancels_is_a_fault() -> None:
+    class Cancelling(FakeEnvironments):
+        async def act(self, episode: Episode, calls: CallLog) -> Observation:
+            raise asyncio.CancelledError
+
+    async def main() -> None:
+        session = Session(spec=small_spec(eval={"every_steps": 0}), environments=Cancelling())
+        await session.run()
+        assert "its environment was cancelled" in repr(session.trainer.state.history)
+        assert LoopClock().now() < 60
+
+    run_virtual(main())
+
+
+def test_collecting_ends_after_abandoned_environments() -> None:
+    ended: list[SampleId] = []
+
+    class Late(FakeEnvironments):
+        async def act(self, episode: Episode, calls: CallLog) -> Observation:
+            try:
+                await asyncio.sleep(1e6)
+            except asyncio.CancelledError:
+                await asyncio.sleep(1.0)
+                ended.append(episode.sample_id)
+            return Observation(end="done")
+
+    async def main() -> None:
+        session = Session(environments=Late())
+        plan = SamplingPlan(purpose="train", run_seed=0, group_size=2, sampling=SAMPLING, agent=LIMITS)
+        in_flight = InFlight(plan, version_number=0)
+        in_flight.open(plan_groups(PROMPTS[:1], first_position=0, from_version=0), [PROMPTS[0][1]])
+        rollout = RolloutContext(
+            fleet=session.fleet,
+            ledger=Ledger(None),
+            scorer=session.scorer,
+            codec=FakeCodec(),
+            telemetry=session.telemetry,
+            clock=LoopClock(),
+            stop=session.stop,
+            environments=session.environments,
+            agent=LIMITS,
+        )
+        async with session.fleet, collect_samples(in_flight, rollout, endless=True) as collector:
+            while in_flight.acting < 2:  # noqa: ASYNC110 - nobody tells
+                await asyncio.sleep(0.1)
+            collector.forget(list(in_flight))
+            in_flight.restart(list(in_flight))
+        assert len(ended) == 2
+        await session.worker.close()
+
+    run_virtual(main())
 
 
 @pytest.mark.parametrize("lag", [0, 2])

@@ -44,7 +44,7 @@ def test_guesses_run_out_and_what_is_no_number_is_a_guess() -> None:
     guess.reset({"seed": 1}, 1)
     assert guess.step("x\n").text == "error\n"
     last = guess.step("0\n")
-    assert (last.text, last.reward, last.done) == (f"it was {guess.number}", 0.0, True)
+    assert (last.text, last.reward, last.done) == (f"{guess.number}\n", 0.0, True)
 
 
 @pytest.mark.parametrize(

@@ -91,6 +91,7 @@ async def test_what_a_live_process_started_survives_the_death_of_others(tmp_path
 
 
 async def test_close_and_cancellation_leave_nothing(tmp_path: Path) -> None:
+    before = set(processes_below(os.getpid()))
     async with open_pool(envs.Counter) as pool:
         acting = asyncio.create_task(Play(pool, {}).act(f"hang {tmp_path}/pids"))
         assert await asyncio.to_thread(eventually, lambda: bool(written(tmp_path / "pids")))
@@ -100,7 +101,7 @@ async def test_close_and_cancellation_leave_nothing(tmp_path: Path) -> None:
         (tmp_path / "pids").unlink()
         acting = asyncio.create_task(Play(pool, {}, index=1).act(f"hang {tmp_path}/pids"))
         assert await asyncio.to_thread(eventually, lambda: bool(written(tmp_path / "pids")))
-        below = list(processes_below(os.getpid()))
+        below = set(processes_below(os.getpid())) - before
         await pool.close()
     acting.cancel()
     await asyncio.gather(acting, return_exceptions=True)

@@ -62,7 +62,9 @@ async def test_tools_answer_and_the_answer_is_scored() -> None:
         play = Play(pool, {"prompt": "add"}, "add")
         seen = await play.act(call("add", number=2) + call("add", number=3))
         assert [each.result for each in seen.calls] == ["2", "5"]
-        assert [each.call_id for each in seen.calls] == [f"run-{play.sample_id.key:016x}-1-{index}" for index in (0, 1)]
+        assert [each.call_id for each in seen.calls] == [
+            f"run-{play.sample_id.key:016x}-0-1-{index}" for index in (0, 1)
+        ]
         last = await play.act("5")
         assert (last.end, last.reward, last.calls) == ("done", 1.0, ())
         finished = await Play(pool, {"prompt": "add"}, "add").act(call("finish", answer="0"))
@@ -219,7 +221,7 @@ async def test_calls_that_must_not_be_repeated_are_not(tmp_path: Path) -> None:
         pool.forget([play.sample_id])  # restoring skips it, and repeats the others
         assert (await play.act(call("add", number=1))).text == "2"
         lines = file.read_text().splitlines()
-        assert lines == [f"run-{each.sample_id.key:016x}-1-0" for each in (play, dying)]
+        assert lines == [f"run-{each.sample_id.key:016x}-0-1-0" for each in (play, dying)]
 
 
 async def test_a_late_call_is_killed_once_calls_that_must_not_be_repeated_have_ended(tmp_path: Path) -> None:

@@ -80,6 +80,17 @@ VLLM_OWN = {
     "max_lora_rank": "model.lora.rank",
 }
 """Arguments of vLLM that have a key of their own."""
+VLLM_ALLOWED = (
+    "block_size",
+    "cpu_offload_gb",
+    "download_dir",
+    "max_cpu_loras",
+    "model_loader_extra_config",
+    "num_gpu_blocks_override",
+    "revision",
+    "swap_space",
+)
+"""Further arguments of vLLM, which decide about memory and loading only."""
 VLLM_LARGEST_RANK = 512
 """Largest rank of an adapter that vLLM computes."""
 
@@ -93,14 +104,17 @@ class VllmConfig(Config):
     """How vLLM loads its first weights. dummy: not at all; they come with the first version. Others, such as
     runai_streamer, read model.source, so that a worker starts with weights near the first version."""
     args: dict[str, bool | int | float | str] = {}
-    """Further arguments of vLLM's EngineArgs."""
+    """Further arguments of vLLM's EngineArgs about memory and loading: block_size, cpu_offload_gb, download_dir,
+    max_cpu_loras, model_loader_extra_config, num_gpu_blocks_override, revision, swap_space."""
 
     def issues(self) -> Iterator[str]:
         for name in self.args:
             if name in VLLM_REFUSED:
                 yield f"args.{name} is not allowed: {VLLM_REFUSED[name]}; leave it out"
-            if name in VLLM_OWN:
+            elif name in VLLM_OWN:
                 yield f"args.{name} is not allowed; set {VLLM_OWN[name]}"
+            elif name not in VLLM_ALLOWED:
+                yield f"args.{name} was not tested with Tidemill; use one of {', '.join(VLLM_ALLOWED)}"
 
 
 class EngineConfig(Config):
@@ -374,6 +388,8 @@ class RunSpec(Config):
             yield f'engine.kind = "vllm" needs runtime = "ray", and runtime is "{self.runtime}"; change one of them'
         if self.model.lora.enabled and self.engine.batch_invariant:
             yield "vLLM's batch-invariant mode was not tested with adapters; set engine.batch_invariant = false"
+        if self.engine.batch_invariant and not self.ray.worker_gpus:
+            yield "vLLM's batch-invariant mode needs GPUs (Triton); set engine.batch_invariant = false, or ray.worker_gpus"
         if self.model.lora.rank > VLLM_LARGEST_RANK:
             what = (
                 f"vLLM computes adapters up to rank {VLLM_LARGEST_RANK}, and model.lora.rank is {self.model.lora.rank}"

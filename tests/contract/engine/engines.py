@@ -169,7 +169,9 @@ def fill_adapter(adapted: PreTrainedModel, seed: int) -> None:
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
 
 
-def open_contract(kind: str, shape: str, *, lora: LoraConfig = NO_ADAPTER, **args: Any) -> Contract:
+def open_contract(
+    kind: str, shape: str, *, lora: LoraConfig = NO_ADAPTER, context: int = CONTEXT, **args: Any
+) -> Contract:
     """An engine without weights; "fixed" is the embedded one in batch-invariant mode. `args` are for vLLM."""
     version = PolicyVersion(number=-1, digest="none")
     if kind != "vllm":
@@ -182,7 +184,7 @@ def open_contract(kind: str, shape: str, *, lora: LoraConfig = NO_ADAPTER, **arg
             hollow,
             decode=letters,
             slots=SLOTS,
-            context=CONTEXT,
+            context=context,
             version=version,
             batch_invariant=kind == "fixed",
             prefill_chunk_tokens=64,
@@ -200,7 +202,7 @@ def open_contract(kind: str, shape: str, *, lora: LoraConfig = NO_ADAPTER, **arg
         model=str(folder),
         dtype="float32",
         slots=SLOTS,
-        context=CONTEXT,
+        context=context,
         args=args,
         adapter=AdapterSettings(rank=lora.rank, alpha=lora.alpha, targets=targets) if lora.enabled else None,
     )

@@ -72,7 +72,9 @@ def test_noise_is_that_of_vllms_own_kernel(tmp_path: Path) -> None:
 @pytest.fixture(scope="module", params=["tied", "untied", "tied-adapter"])
 def opened(request: pytest.FixtureRequest) -> Contract:
     shape, *adapter = str(request.param).split("-")
-    return open_contract("vllm", shape, lora=ADAPTER if adapter else NO_ADAPTER)
+    if adapter:  # vLLM keeps earlier adapters, too, so that one that is not replaced gives its own tokens
+        return open_contract("vllm", shape, lora=ADAPTER, max_cpu_loras=4)
+    return open_contract("vllm", shape, lora=NO_ADAPTER)
 
 
 def test_twenty_swaps_under_load(opened: Contract) -> None:
@@ -107,6 +109,18 @@ def test_without_packing_the_tied_head_again_its_weights_are_old(monkeypatch: py
     monkeypatch.setattr(transfer, "dispatch_cpu_unquantized_gemm", lambda *_, **__: None)
     contract.load(2)
     assert not right()
+
+
+def test_the_prefix_cache_is_used_within_a_version_and_cleared_by_the_next() -> None:
+    """vLLM on a CPU keeps blocks of 128 tokens."""
+    contract = open_contract("vllm", "untied", context=200)
+    (prompt,) = prompts(1, length=150)
+    for seed in (1, 2):
+        contract.load(seed)
+        for index in range(2):
+            one, before = request(prompt, index=index), contract.engine.status().prompt_tokens_reused
+            assert contract.run([one]).tokens[one.sample_id] == contract.expected(one, 12)[0]
+            assert (contract.engine.status().prompt_tokens_reused > before) is (index > 0)
 
 
 def test_an_adapter_of_some_layers() -> None:

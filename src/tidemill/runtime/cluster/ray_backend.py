@@ -27,7 +27,7 @@ from tidemill.models.codec import load_codec
 from tidemill.models.folder import refuse_reward_model, weight_files
 from tidemill.models.snapshots import files_without_weights, stored_context_limit
 from tidemill.pool.provider import BackOff
-from tidemill.rollout.engines.vllm import check_family
+from tidemill.rollout.engines.vllm import check_family, check_version
 from tidemill.runtime.backend import (
     Runtime,
     RuntimeBackend,
@@ -87,6 +87,8 @@ async def on_ray(spec: RunSpec, run: RunDirectory, recorder: Recorder, clock: Cl
     refuse_reward_model(spec.model.source)
     folder = resolve(spec.model, progress=recorder.note)
     if spec.engine.kind == "vllm":
+        if not spec.ray.address:  # the workers are on this machine
+            check_version()
         check_family(load_config(folder).model_type)
     codec, limit = load_codec(folder), stored_context_limit(folder)
     task = fitting_task(spec, codec, limit=limit, progress=recorder.note)

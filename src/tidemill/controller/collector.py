@@ -33,7 +33,7 @@ from tidemill.controller.reading import Reading
 from tidemill.controller.samples import Sample, SampleState
 from tidemill.controller.turns import AgentLimits
 from tidemill.controller.waiting import Mailbox, Messages, Timeouts, Wait, log_waiting, wait_with_deadline
-from tidemill.core.errors import DeadlineError
+from tidemill.core.errors import DeadlineError, TidemillError
 from tidemill.core.protocols import Clock, Codec, Environments, Scorer, Telemetry
 from tidemill.core.records import Call, Observation, Trajectory, WorkerReport, WorkerStatus
 from tidemill.telemetry.events import WAIT_ABANDONED, span
@@ -324,16 +324,18 @@ class SampleCollector:
         episode = sample.episode(rollout.codec.decode, plan.sampling, rollout.agent)
         try:
             answer = await rollout.environments.act(episode, TurnLog(sample, self._in_flight, rollout.ledger))
-        except Exception as error:  # noqa: BLE001 - `next` raises it
-            self.mailbox.put_failure(error)
-            return
         except asyncio.CancelledError:
             task = asyncio.current_task()
-            if (task is not None and task.cancelling()) or not self._is_current(sample, attempt, SampleState.ACTING):
+            assert task is not None
+            if task.cancelling() or not self._is_current(sample, attempt, SampleState.ACTING):
                 raise
-            answer = Observation(end="fault", reason="its environment was cancelled")  # by itself: a connection ended
-        self.mailbox.messages.observations.append((sample, attempt, answer))
-        self.mailbox.notify()
+            # Otherwise the run would wait for the answer until `timeouts.act_s`.
+            self.mailbox.put_failure(TidemillError(f"the environment of {sample.sample_id} cancelled its own answer"))
+        except Exception as error:  # noqa: BLE001 - `next` raises it
+            self.mailbox.put_failure(error)
+        else:
+            self.mailbox.messages.observations.append((sample, attempt, answer))
+            self.mailbox.notify()
 
     async def _recompute_ref_logprobs(self, sample: Sample, reading: Reading) -> None:
         attempt = sample.attempt

@@ -16,6 +16,7 @@ from tidemill.controller.in_flight import InFlight, SamplingPlan, plan_groups
 from tidemill.controller.ledger import Ledger
 from tidemill.controller.samples import Sample, SampleState
 from tidemill.controller.turns import AgentLimits
+from tidemill.core.errors import TidemillError
 from tidemill.core.protocols import CallLog, LoopClock
 from tidemill.core.records import (
     Episode,
@@ -128,15 +129,14 @@ def test_an_observation_that_fills_the_context_ends_the_episode(added: int, end:
     assert sample.length == 2 + (0 if end else added)  # an observation that nothing follows is left out
 
 
-def test_an_answer_that_its_environment_cancels_is_a_fault() -> None:
+def test_an_answer_that_its_environment_cancels_ends_the_run_at_once() -> None:
     class Cancelling(FakeEnvironments):
         async def act(self, episode: Episode, calls: CallLog) -> Observation:
             raise asyncio.CancelledError
 
     async def main() -> None:
-        session = Session(spec=small_spec(eval={"every_steps": 0}), environments=Cancelling())
-        await session.run()
-        assert "its environment was cancelled" in repr(session.trainer.state.history)
+        with pytest.raises(TidemillError, match="cancelled its own answer"):
+            await Session(spec=small_spec(eval={"every_steps": 0}), environments=Cancelling()).run()
         assert LoopClock().now() < 60
 
     run_virtual(main())

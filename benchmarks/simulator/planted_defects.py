@@ -132,11 +132,8 @@ def _one_more(right: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _forget_prefix(right: Callable[..., Any]) -> Callable[..., Any]:
-    def wrong(self: InFlight, sample: Sample) -> Any:
-        request = right(self, sample)
-        return type(request)(
-            **{name: getattr(request, name) for name in request.__struct_fields__} | {"prefix_ids": b""}
-        )
+    def wrong(self: Sample, *arguments: Any) -> Any:
+        return msgspec.structs.replace(right(self, *arguments), prefix_ids=b"")
 
     return wrong
 
@@ -321,7 +318,7 @@ DEFECTS = {
     "files entries under the next round": Defect(Ledger, "_round", _round_too_late),
     "forgets to revoke": Defect(InFlight, "revoke", _forget_to_revoke),
     "forgets a sample that waits": Defect(InFlight, "take_newly_waiting", _forget_waiting),
-    "forgets the prefix": Defect(InFlight, "_request", _forget_prefix),
+    "forgets the prefix": Defect(Sample, "request", _forget_prefix),
     "begins again by half": Defect(Sample, "restart", _begin_again_half),
     "learns from a group twice": Defect(Run, "_accumulate", _learn_twice),
     "lets groups grow a version older": Defect(run, "latest_step", _one_more),

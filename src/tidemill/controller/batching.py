@@ -19,6 +19,7 @@ from tidemill.config.learning import ScheduleConfig
 from tidemill.controller.in_flight import StepCounters
 from tidemill.controller.samples import Sample
 from tidemill.core.records import LogprobBuffer, PolicyVersion, Reward, SampleId, Trajectory
+from tidemill.telemetry.metrics import EPISODE_ENDS
 
 Order: TypeAlias = Literal["canonical", "arrival"]
 Membership: TypeAlias = Literal["planned", "first_finished"]
@@ -225,12 +226,14 @@ def sample_figures(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         "completion_tokens_max": float(max(lengths)),
         "truncated_fraction": fmean(trajectory.truncated for trajectory in trajectories),
         "samples": float(len(trajectories)),
-        "samples_invalid": float(len(trajectories) - len(rewards)),
+        "samples_invalid": float(len(trajectories) - len(rewards) - sum(bool(each.fault) for each in trajectories)),
         "samples_left_out": float(sum(trajectory.weight == 0 for trajectory in trajectories)),
     }
     if turns := [len(trajectory.turns) for trajectory in trajectories if trajectory.turns]:
         calls = [sum(len(turn.calls) for turn in trajectory.turns) for trajectory in trajectories]
         figures |= {"turns_mean": fmean(turns), "calls_mean": fmean(calls)}
+        ended = Counter(trajectory.episode_end for trajectory in trajectories)
+        figures |= {name: ended[end] / len(trajectories) for end, name in EPISODE_ENDS.items()}
     if rewards:
         values = [reward.value for reward in rewards]
         figures |= {"reward_mean": fmean(values), "reward_std": pstdev(values), **_components(rewards)}
@@ -256,7 +259,9 @@ def batch_figures(samples: Sequence[Sample], counters: StepCounters, version: Po
     """
     runs = [run for sample in samples for run in sample.versions]
     other = (r.end - r.start for r in runs if r.version.number == version.number and r.version != version)
+    answered = counters.turns_answered
     return {
+        **({"time_env_answer_s": counters.answer_s / answered} if answered else {}),
         "tokens_generated": float(sum(sample.generated for sample in samples)),
         "tokens_recovered": float(sum(sample.recovered for sample in samples)),
         "tokens_other_weights": float(sum(other)),

@@ -322,6 +322,7 @@ class SampleCollector:
         assert rollout.environments is not None and rollout.agent is not None
         plan = self._in_flight.plan
         episode = sample.episode(rollout.codec.decode, plan.sampling, rollout.agent)
+        started_s = rollout.clock.now()
         try:
             answer = await rollout.environments.act(episode, TurnLog(sample, self._in_flight, rollout.ledger))
         except asyncio.CancelledError:
@@ -334,6 +335,8 @@ class SampleCollector:
         except Exception as error:  # noqa: BLE001 - `next` raises it
             self.mailbox.put_failure(error)
         else:
+            self._in_flight.counters.turns_answered += 1
+            self._in_flight.counters.answer_s += rollout.clock.now() - started_s
             self.mailbox.messages.observations.append((sample, attempt, answer))
             self.mailbox.notify()
 

@@ -79,6 +79,8 @@ class StepCounters:
     samples_restarted: int = 0
     groups_dropped: int = 0  # because of the lag limit
     groups_redrawn: int = 0  # replaced by dynamic sampling
+    turns_answered: int = 0  # by environments
+    answer_s: float = 0.0  # sum of the times from the end of a turn to its answer
     ignored: Counter[Verdict] = field(default_factory=Counter)
 
 

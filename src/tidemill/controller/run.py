@@ -310,9 +310,6 @@ class Run:
         figures = {**rewards, **batch_figures(samples, counters, version), **self.timings}
         if rollout.reading is not None:
             figures |= rollout.reading.take_figures()
-        if rollout.environments is not None:
-            counts = rollout.environments.take_counts()
-            figures |= {f"env_{name}": float(count) for name, count in counts.items()}
         ahead = self.spec.schedule.max_policy_lag > 0  # then generating never pauses
         generating_s = rollout.clock.now() - self.step_started_s if ahead else self.timings["time_rollout_s"]
         if generating_s > 0:
@@ -394,7 +391,10 @@ class Run:
             self._log(metrics, figures)
 
     def _log(self, metrics: StepMetrics, figures: dict[str, float]) -> None:
-        values = {**self.rollout.fleet.event_log.take_figures(), **metrics.values, **figures}
+        environments = self.rollout.environments
+        counts = environments.take_counts() if environments is not None else {}
+        counted = {f"env_{name}": float(count) for name, count in counts.items()}
+        values = {**self.rollout.fleet.event_log.take_figures(), **counted, **metrics.values, **figures}
         self.rollout.telemetry.step(msgspec.structs.replace(metrics, values=values))
 
     async def _evaluate_if_due(self) -> dict[str, float]:

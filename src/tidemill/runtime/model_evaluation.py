@@ -40,6 +40,7 @@ from tidemill.runtime.batch_generation import batch_generator
 from tidemill.runtime.model_bundle import ModelBundle, load_model_bundle
 from tidemill.runtime.readers import check_reward_models, model_scores
 from tidemill.telemetry.metrics import HELD_OUT_NAME
+from tidemill.telemetry.sample_files import turn_lines
 from tidemill.telemetry.statistics import (
     bootstrap_mean,
     distinct_n,
@@ -118,7 +119,7 @@ def figures(measured: ModelEvaluation, *, ks: Sequence[int]) -> dict[str, Any]:
     if measured.drawn:
         found["drawn"] = _drawn(measured, ks)
     found["samples"] = [
-        {"prompt": prompt.text, "completion": sample.text, "answer": prompt.answer, **scored}
+        {"prompt": prompt.text, "completion": sample.text, "answer": prompt.answer, **scored, **_turns(sample)}
         for prompt, sample, scored in zip(measured.prompts, samples, _rewards_and_correctness(measured), strict=True)
     ]
     return found
@@ -143,7 +144,7 @@ def comparison(other: ModelEvaluation, this: ModelEvaluation) -> dict[str, Any]:
         "weights_digest": other.greedy.result.version.digest,
         "figures": {name: _paired(*values) for name, values in pairs.items() if values[0]},
         "samples": [
-            {"prompt": prompt.text, "completion": sample.text, **scored}
+            {"prompt": prompt.text, "completion": sample.text, **scored, **_turns(sample)}
             for prompt, sample, scored in zip(
                 other.prompts, other.greedy.samples, _rewards_and_correctness(other), strict=True
             )
@@ -168,8 +169,14 @@ def _drawn(measured: ModelEvaluation, ks: Sequence[int]) -> dict[str, Any]:
 
 
 def _distinct(samples: Sequence[Trajectory]) -> dict[str, float]:
-    completions = [unpack_tokens(sample.completion_ids) for sample in samples]
+    completions = [_generated(sample) for sample in samples]
     return {f"distinct_{n}": distinct_n(completions, n) for n in NGRAMS}
+
+
+def _generated(sample: Trajectory) -> list[int]:
+    """The tokens that the model generated."""
+    tokens = unpack_tokens(sample.token_ids)
+    return [token for each in sample.segments if each.trained for token in tokens[each.start : each.end]]
 
 
 def _value(reward: Reward | None) -> float | None:
@@ -185,6 +192,13 @@ def _rewards_and_correctness(measured: ModelEvaluation) -> list[dict[str, Any]]:
     rewards = _rewards(measured.greedy.samples)
     right: Sequence[bool | None] = measured.right or [None] * len(rewards)
     return [{"reward": reward, "correct": each} for reward, each in zip(rewards, right, strict=True)]
+
+
+def _turns(sample: Trajectory) -> dict[str, Any]:
+    """The turns of an agent, as in samples files; empty for a single completion."""
+    if not sample.turns:
+        return {}
+    return {"turns": turn_lines(sample), "episode_end": sample.episode_end, "fault": sample.fault}
 
 
 def _valid_pairs(one: Sequence[float | None], other: Sequence[float | None]) -> tuple[list[float], list[float]]:

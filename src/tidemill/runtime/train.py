@@ -27,6 +27,7 @@ from tidemill.runtime.extension_checks import identities, refuse_changed, run_ex
 from tidemill.runtime.journal import SqliteJournal
 from tidemill.runtime.local import IN_PROCESS
 from tidemill.runtime.stopping import StopRequest, stop_on_signals
+from tidemill.telemetry.events import ENVIRONMENT_WARNING
 from tidemill.telemetry.manifest import Forecast, build_manifest, write_forecast
 from tidemill.telemetry.recorder import Recorder
 from tidemill.telemetry.report import report_at_the_end
@@ -262,7 +263,11 @@ async def _train(
             )
         environments = await stack.enter_async_context(
             open_environments(
-                spec, backend.codec, backend.task, run_id=run.read_manifest()["run_id"], report=recorder.note
+                spec,
+                backend.codec,
+                backend.task,
+                run_id=run.read_manifest()["run_id"],
+                report=lambda reason: recorder.event(ENVIRONMENT_WARNING, reason=reason),
             )
         )
         source: PromptSource = backend.task.source

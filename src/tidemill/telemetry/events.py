@@ -54,6 +54,10 @@ REWARD_FAILED: Final = _define(
     "the first failure of its kind in a reward function, on a sample of `step`: `reason`, `prompt`, `response` "
     "(both shortened)",
 )
+ENVIRONMENT_WARNING: Final = _define(
+    "environment_warning",
+    "the self-test found a fault of the environment, or an episode the first of its kind: `reason`",
+)
 CHECKPOINT: Final = _define("checkpoint", "span: the trainer's state after `step` became durable")
 PUBLISH: Final = _define(
     "publish",
@@ -168,6 +172,8 @@ def event_text(name: str, fields: dict[str, Any]) -> str:
         return f"all {fields['steps']} steps are already done"
     if name == RESUME:
         return f"resumed after step {step}"
+    if name == ENVIRONMENT_WARNING:
+        return f"warning: {fields['reason']}"
     return ""
 
 

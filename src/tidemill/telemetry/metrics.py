@@ -8,10 +8,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple, get_args
 
 from tidemill.core.formatting import compact, decimal, percent
-from tidemill.core.records import Record, StepMetrics
+from tidemill.core.records import EpisodeEnd, Record, StepMetrics
 from tidemill.telemetry.events import EVENTS, timestamp
 from tidemill.telemetry.jsonl import finite_number, read_lines
 
@@ -96,16 +96,29 @@ SAMPLES: Final = _define("samples", "samples", "completions of the batch")
 SAMPLES_LEFT_OUT: Final = _define(
     "samples_left_out", "samples", "completions of weight 0: invalid, or truncated and masked"
 )
-TURNS_MEAN: Final = _define("turns_mean", "turns", "turns of an agent's episode")
-CALLS_MEAN: Final = _define("calls_mean", "calls", "tool calls of an agent's episode")
-ENV_CALLS: Final = _define("env_calls", "calls", "steps and tool calls that environments made since the previous step")
+TURNS_MEAN: Final = _define("turns_mean", "turns", "turns of an agent's episode, mean over the batch", label="turns")
+CALLS_MEAN: Final = _define("calls_mean", "calls", "tool calls of an agent's episode, mean over the batch")
+EPISODE_ENDS = {
+    end: _define(f"episodes_ended/{end}", "", f"share of the batch's episodes whose `episode_end` is `{end}`")
+    for end in get_args(EpisodeEnd)
+    if end
+}
+ENV_ANSWER_TIME: Final = _define(
+    "time_env_answer_s", "s", "time from the end of a turn to its environment's answer, mean over turns"
+)
+ENV_CALLS: Final = _define(
+    "env_calls", "calls", "steps and tool calls of environments since the previous step, evaluations included"
+)
 ENV_MISTAKES: Final = _define("env_mistakes", "calls", "of these, wrong calls and exceptions, which the agent sees")
 ENV_TIMEOUTS: Final = _define("env_timeouts", "calls", "of these, calls that ran past their deadline")
 ENV_RETRIES: Final = _define("env_retries", "calls", "attempts repeated because the environment's process was lost")
 ENV_FAILURES: Final = _define(
     "env_failures", "episodes", "episodes that broke their environment and got failure_reward"
 )
-ENV_FAULTS: Final = _define("env_faults", "episodes", "episodes left out of their group because of a fault")
+ENV_FAULTS: Final = _define(
+    "env_faults", "episodes", "episodes left out of their group because of a fault of the environment",
+    label="faults", write=compact,
+)  # fmt: skip
 TOKENS_GENERATED: Final = _define("tokens_generated", "tokens", "completion tokens of this batch")
 TOKENS_RECOVERED: Final = _define("tokens_recovered", "tokens", "of these, tokens generated in an earlier session")
 TOKENS_OTHER_WEIGHTS: Final = _define(
@@ -304,17 +317,25 @@ CHARTS: tuple[Chart, ...] = (
         low=None,
     ),
     Chart(title="Reward", note="mean ± standard deviation", series=((REWARD_MEAN, "mean"),), band=REWARD_STD, low=None),
-    Chart(title="Turns", note="mean of an episode", series=((TURNS_MEAN, "turns"), (CALLS_MEAN, "calls"))),
+    Chart(title="Turns and calls", note="mean of an episode", series=((TURNS_MEAN, "turns"), (CALLS_MEAN, "calls"))),
     Chart(
-        title="Environment errors",
-        note="since the previous step",
-        series=(
-            (ENV_MISTAKES, "mistakes"),
-            (ENV_TIMEOUTS, "timeouts"),
-            (ENV_RETRIES, "retries"),
-            (ENV_FAILURES, "failures"),
-            (ENV_FAULTS, "faults"),
-        ),
+        title="Ends of episodes",
+        note="% of episodes",
+        series=tuple((name, end) for end, name in EPISODE_ENDS.items()),
+        kind="stacked",
+        scale=100,
+    ),
+    Chart(title="Answers of environments", note="seconds a turn", series=((ENV_ANSWER_TIME, "mean"),)),
+    Chart(
+        title="Mistakes of agents",
+        note="calls per step",
+        series=((ENV_MISTAKES, "mistakes"), (ENV_TIMEOUTS, "timeouts")),
+        only_if_any=True,
+    ),
+    Chart(
+        title="Environment faults",
+        note="per step",
+        series=((ENV_RETRIES, "retries"), (ENV_FAILURES, "failures"), (ENV_FAULTS, "episodes left out")),
         only_if_any=True,
     ),
     Chart(

@@ -115,15 +115,15 @@ class Progress:
 
 STEP_COLUMNS = (
     metrics.REWARD_MEAN, metrics.HELD_OUT_REWARD, metrics.GREEDY_ACCURACY, metrics.ENTROPY, metrics.KL_REF,
-    metrics.CLIP_FRACTION, metrics.LENGTH_MEAN, metrics.NO_SIGNAL, metrics.SAMPLES_INVALID, metrics.UPDATES_SKIPPED,
-    metrics.TOKENS_PER_S,
+    metrics.CLIP_FRACTION, metrics.LENGTH_MEAN, metrics.TURNS_MEAN, metrics.NO_SIGNAL, metrics.SAMPLES_INVALID,
+    metrics.ENV_FAULTS, metrics.UPDATES_SKIPPED, metrics.TOKENS_PER_S,
 )  # fmt: skip
 SUPERVISED_COLUMNS = tuple(
     prefix + name
     for prefix in ("", HELD_OUT)
     for name in (metrics.LOSS, metrics.TOKEN_ACCURACY, metrics.PAIRWISE_ACCURACY)
 )
-ONLY_IF_ANY = (metrics.SAMPLES_INVALID, metrics.UPDATES_SKIPPED)
+ONLY_IF_ANY = (metrics.SAMPLES_INVALID, metrics.ENV_FAULTS, metrics.UPDATES_SKIPPED)
 
 
 def label_of(name: str) -> str:

@@ -220,7 +220,7 @@ class Recorder:
         failed = [
             (each, prompt)
             for each, prompt in zip(trajectories, prompts, strict=True)
-            if each.reward is not None and not each.reward.valid
+            if each.reward is not None and not each.reward.valid and not each.fault
         ]
         for trajectory, prompt in failed:
             assert trajectory.reward is not None

@@ -87,22 +87,25 @@ def sample_line(step: int, trajectory: Trajectory, prompt: Prompt, texts: TokenT
     }
     if trajectory.turns:
         line |= {
-            "turns": [_turn_line(turn, trajectory) for turn in trajectory.turns],
+            "turns": turn_lines(trajectory),
             "episode_end": trajectory.episode_end,
             "fault": trajectory.fault,
         }
     return line
 
 
-def _turn_line(turn: Turn, trajectory: Trajectory) -> dict[str, Any]:
-    """A turn with the workers and versions that generated it, and their first tokens' completion positions."""
-    parts = [
-        SampleSegment(start=start, worker=source.source, version=version.version.number)
-        for source in trajectory.sources
-        for version in trajectory.versions
-        if (start := max(turn.start, source.start, version.start)) < min(turn.end, source.end, version.end)
-    ]
-    return {**msgspec.to_builtins(turn), "segments": [msgspec.to_builtins(part) for part in parts]}
+def turn_lines(trajectory: Trajectory) -> list[dict[str, Any]]:
+    """The turns, each with the tokens of every worker and version that generated it; see `SampleTurn`."""
+    lines = []
+    for turn in trajectory.turns:
+        segments = [
+            SampleSegment(start=start, end=end, worker=source.source, version=version.version.number)
+            for source in trajectory.sources
+            for version in trajectory.versions
+            if (start := max(turn.start, source.start, version.start)) < (end := min(turn.end, source.end, version.end))
+        ]
+        lines.append({**msgspec.to_builtins(turn), "segments": msgspec.to_builtins(segments)})
+    return lines
 
 
 def _aligned_logprobs(trajectory: Trajectory, tokens: int) -> list[float | None]:
@@ -135,17 +138,28 @@ def write_samples(path: Path, lines: Sequence[dict[str, Any]]) -> None:
 
 
 class SampleSegment(Record):
-    """Tokens of a turn from the completion position `start` on: their worker ("vllm/spot-3") and policy version."""
+    """Tokens of a turn, completion positions [start, end): their worker ("vllm/spot-3") and policy version."""
 
     start: int
-    worker: str
-    version: int
+    end: int
+    worker: str = ""
+    version: int = 0
+
+    @property
+    def name(self) -> str:
+        """`spot-3 v4`; empty if the worker is not known."""
+        return f"{self.worker.rpartition('/')[2]} v{self.version}" if self.worker else ""
 
 
 class SampleTurn(Turn):
     """A turn of a sample."""
 
-    segments: tuple[SampleSegment, ...] = ()
+    segments: tuple[SampleSegment, ...] = ()  # in order; empty if the workers are not known
+
+    @property
+    def workers(self) -> str:
+        """`spot-3 v4, spot-1 v5`: who generated it, in order."""
+        return ", ".join(segment.name for segment in self.segments)
 
 
 class Sample(Record):
@@ -167,6 +181,21 @@ class Sample(Record):
     turns: tuple[SampleTurn, ...] = ()  # of an agent
     episode_end: str = ""
     fault: str = ""
+
+    @property
+    def transcript(self) -> str:
+        """Prompt, turns and answers for a terminal, each after its author; of a single completion its text."""
+        if not self.turns:
+            return f"{self.prompt}{self.completion}"
+        parts = [("prompt", self.prompt)]
+        for number, turn in enumerate(self.turns, 1):
+            parts.append((f"turn {number}, {turn.workers}, reward {turn.reward:g}", turn.text))
+            parts += [(f"{call.name}({call.arguments})", call.result) for call in turn.calls]
+            if turn.observation and not turn.calls:
+                parts.append(("environment", turn.observation))
+        reward = "no valid reward" if self.reward is None or not self.valid else f"reward {self.reward:g}"
+        parts.append(("end", f"{self.episode_end}, {self.fault or reward}"))
+        return "\n".join(f"[{author}] {text.strip()}" for author, text in parts)
 
     @property
     def length(self) -> int:

@@ -15,9 +15,10 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 import tidemill
 from tidemill.core.formatting import between, compact, counted, decimal, duration, gigabytes, percent
 from tidemill.telemetry import metrics
-from tidemill.telemetry.events import FLEET_EVENTS, HEADER, LISTED_EVENTS, REWARD_FAILED
+from tidemill.telemetry.events import ENVIRONMENT_WARNING, FLEET_EVENTS, HEADER, LISTED_EVENTS, REWARD_FAILED
 from tidemill.telemetry.report.charts import chart_data, histograms
 from tidemill.telemetry.report.sample_cards import (
+    BUDGETS,
     LEGEND,
     MEAN_REWARD,
     answer_pairs,
@@ -155,6 +156,7 @@ def headline(data: RunData) -> str:
 
 RECENT = 5
 TRUNCATED_HIGH, MISMATCH_HIGH, ENTROPY_LEFT, NO_SIGNAL_HIGH = 0.2, 1e-3, 0.1, 0.5
+MISTAKES_HIGH, LEFT_OUT_HIGH = 0.2, 0.03
 
 
 class Finding(NamedTuple):
@@ -174,7 +176,7 @@ def findings(data: RunData) -> list[Finding]:
         example = f" For example: {failures[-1].get('reason')}" if failures else ""
         title = f"{compact(invalid)} samples without a valid reward"
         found.append(Finding(title, f"They were excluded from training.{example}"))
-    found += _training_findings(data)
+    found += [*_environment_findings(data), *_training_findings(data)]
     if workers := data.summary["quarantined"]:
         text = "Their probe logprobs differed from the trainer's by more than fleet.probe_tolerance."
         found.append(Finding(f"{counted(workers, 'worker')} quarantined", text))
@@ -190,6 +192,28 @@ def findings(data: RunData) -> list[Finding]:
     return found
 
 
+def _environment_findings(data: RunData) -> Iterator[Finding]:
+    """Errors of environments, which the page shows by kind if there are any but a few mistakes of the agent."""
+    kinds = {
+        "mistakes of the agent": sum(data.values(metrics.ENV_MISTAKES)),
+        "timeouts": sum(data.values(metrics.ENV_TIMEOUTS)),
+        "lost processes": sum(data.values(metrics.ENV_RETRIES)),
+        "episodes that broke their environment": sum(data.values(metrics.ENV_FAILURES)),
+        "episodes left out because of a fault": sum(data.values(metrics.ENV_FAULTS)),
+    }
+    warnings = data.events_named(ENVIRONMENT_WARNING)
+    first = f" First warning: {warnings[0].get('reason')}" if warnings else ""
+    calls = sum(data.values(metrics.ENV_CALLS))
+    mistakes, *others = kinds.values()
+    if warnings or any(others) or mistakes > MISTAKES_HIGH * calls:
+        counts = ", ".join(f"{compact(count)} {kind}" for kind, count in kinds.items() if count) or "no errors"
+        yield Finding("Errors of the environment", f"{counts}, in {compact(calls)} calls.{first}")
+    shares = [line.values.get(metrics.EPISODE_ENDS["fault"], 0.0) for line in data.metrics if line.step > 0]
+    if shares and (share := fmean(shares)) > LEFT_OUT_HIGH:
+        text = "Their groups were trained on without them, which biases training if faults depend on the task."
+        yield Finding(f"{percent(share)} of episodes were left out", text)
+
+
 def _training_findings(data: RunData) -> Iterator[Finding]:
     def recent(name: str) -> float:
         values = data.values(name)[-RECENT:]
@@ -199,7 +223,12 @@ def _training_findings(data: RunData) -> Iterator[Finding]:
     if groups and (share := recent(metrics.NO_SIGNAL) / groups) > NO_SIGNAL_HIGH:
         text = "All samples of these groups got the same reward: the prompts are now too easy or too hard."
         yield Finding(f"{percent(share)} of recent groups had no signal", text)
-    if (share := recent(metrics.TRUNCATED)) > TRUNCATED_HIGH:
+    ends = {end: recent(metrics.EPISODE_ENDS[end]) for end in BUDGETS}
+    if any(ends.values()):
+        for end, share in ends.items():
+            if share > TRUNCATED_HIGH:
+                yield Finding(f"{percent(share)} of recent episodes were cut", f"Consider a larger {BUDGETS[end]}.")
+    elif (share := recent(metrics.TRUNCATED)) > TRUNCATED_HIGH:
         title = f"{percent(share)} of recent completions were truncated"
         yield Finding(title, "Consider a larger sampling.max_new_tokens.")
     entropy = data.values(metrics.ENTROPY)

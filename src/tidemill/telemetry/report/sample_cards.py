@@ -7,13 +7,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from statistics import fmean
 from typing import Any
 
+import msgspec
 from msgspec.structs import replace
 
-from tidemill.core.formatting import between, compact, decimal, percent
-from tidemill.core.records import Record
+from tidemill.core.formatting import between, compact, counted, decimal, percent
+from tidemill.core.records import Call, Record
 from tidemill.telemetry.metrics import HELD_OUT_NAME
 from tidemill.telemetry.run_dir import TRAINING_PURPOSE, RunDirectory
-from tidemill.telemetry.sample_files import Sample, SampleTurn, read_samples
+from tidemill.telemetry.sample_files import Sample, SampleSegment, SampleTurn, read_samples
 
 WINDOW_STEPS = 3
 
@@ -73,14 +74,40 @@ class Token(Record):
     title: str
 
 
-class TurnRow(Record):
+class TurnPart(Record):
+    """Tokens of a turn that one worker generated with one version."""
+
+    author: str  # "spot-3 v4"; empty if it is not known
+    title: str
+    tokens: tuple[Token, ...]
+
+
+class TurnCard(Record):
     """A turn as the page shows it."""
 
-    text: str
-    calls: tuple[str, ...]  # "calculate({...}) → result"
+    parts: tuple[TurnPart, ...]
+    left_out: int  # tokens not shown
+    remark: str
+    calls: tuple[Call, ...]
     observation: str
-    reward: str
-    generated_by: str  # workers and versions
+    reward: str  # empty if no turn of the episode has one
+
+
+BUDGETS: dict[str, str] = {
+    "tokens": "sampling.max_new_tokens",
+    "context": "engine.context_tokens",
+    "turns": "env.turns",
+    "calls": "env.calls",
+    "seconds": "env.seconds",
+}
+"""The key of each budget of an episode, by `EpisodeEnd`."""
+ENDED_BY: dict[str, str] = {
+    **BUDGETS,
+    "done": "its environment",
+    "failure": "a failure: the agent broke its environment",
+    "fault": "a fault of its environment",
+}
+"""What ended an episode, by `EpisodeEnd`."""
 
 
 class SampleCard(Record):
@@ -98,8 +125,7 @@ class SampleCard(Record):
     finish: str
     length: int
     logprob: str
-    turns: tuple[TurnRow, ...] = ()
-    episode_end: str = ""
+    turns: tuple[TurnCard, ...] = ()
 
 
 class Pair(Record):
@@ -111,6 +137,21 @@ class Pair(Record):
     before_reward: float | None
     after: str
     after_reward: float | None
+    before_turns: tuple[SampleTurn, ...] = ()  # of an agent, shown instead of its completion
+    after_turns: tuple[SampleTurn, ...] = ()
+
+
+def _pair(prompt: str, before: Sample, after: Sample) -> Pair:
+    return Pair(
+        prompt=shorten(prompt),
+        answer=after.answer,
+        before=before.completion,
+        before_reward=before.reward,
+        after=after.completion,
+        after_reward=after.reward,
+        before_turns=before.turns,
+        after_turns=after.turns,
+    )
 
 
 def level(logprob: float) -> int:
@@ -121,14 +162,20 @@ def level(logprob: float) -> int:
 
 def colour(sample: Sample) -> tuple[Token, ...]:
     """The completion as coloured tokens; as one piece if its tokens are unknown."""
-    if not sample.tokens or "".join(sample.tokens).strip() != sample.completion.strip():
+    if not _tokens_known(sample, 0, len(sample.tokens), sample.completion):
         return (Token(text=sample.completion, level=None, title=""),)
+    return _coloured(sample, 0, len(sample.tokens))
+
+
+def _tokens_known(sample: Sample, start: int, end: int, text: str) -> bool:
+    """Whether the tokens [start, end) of the completion are known, and are those of the text."""
+    return len(sample.tokens) >= end > start and "".join(sample.tokens[start:end]).strip() == text.strip()
+
+
+def _coloured(sample: Sample, start: int, end: int) -> tuple[Token, ...]:
     logprobs = [*sample.logprobs, *[None] * (len(sample.tokens) - len(sample.logprobs))]
-    return tuple(
-        _token(text, logprob)
-        for text, logprob in zip(sample.tokens, logprobs, strict=False)
-        if text or logprob is not None
-    )
+    pairs = zip(sample.tokens[start:end], logprobs[start:end], strict=True)
+    return tuple(_token(text, logprob) for text, logprob in pairs if text or logprob is not None)
 
 
 def _token(text: str, logprob: float | None) -> Token:
@@ -152,21 +199,38 @@ def sample_card(sample: Sample) -> SampleCard:
         components=", ".join(f"{name} {compact(value)}" for name, value in sample.components.items()),
         valid=sample.valid,
         reason=sample.reason,
-        finish=sample.finish,
+        finish=ENDED_BY.get(sample.episode_end, sample.finish),
         length=sample.length,
         logprob=decimal(logprob),
-        turns=tuple(map(_turn_row, sample.turns)),
-        episode_end=sample.episode_end,
+        turns=turn_cards(sample),
     )
 
 
-def _turn_row(turn: SampleTurn) -> TurnRow:
-    return TurnRow(
-        text=shorten(turn.text),
-        calls=tuple(f"{call.name}({call.arguments}) → {shorten(call.result)}" for call in turn.calls),
+def turn_cards(sample: Sample) -> tuple[TurnCard, ...]:
+    """The turns of an agent; together about `TOKENS_SHOWN` tokens are shown."""
+    most = TOKENS_SHOWN // max(1, len(sample.turns))
+    rewarded = any(turn.reward for turn in sample.turns)
+    return tuple(_turn_card(sample, turn, most, rewarded=rewarded) for turn in sample.turns)
+
+
+def _turn_card(sample: Sample, turn: SampleTurn, most: int, *, rewarded: bool) -> TurnCard:
+    end, parts = min(turn.end, turn.start + most), list[TurnPart]()
+    if _tokens_known(sample, turn.start, turn.end, turn.text):
+        for segment in turn.segments or (SampleSegment(start=turn.start, end=turn.end),):
+            tokens = _coloured(sample, segment.start, min(segment.end, end))
+            parts.append(TurnPart(author=segment.name, title=segment.worker, tokens=tokens))
+    else:
+        end, token = turn.end, Token(text=turn.text, level=None, title="")
+        parts.append(TurnPart(author=turn.workers, title="", tokens=(token,)))
+    remarks = ["cut at its token limit"] if turn.finish == "length" else []
+    remarks += [counted(turn.timeouts, "timeout")] if turn.timeouts else []
+    return TurnCard(
+        parts=tuple(part for part in parts if part.tokens),
+        left_out=turn.end - end,
+        remark=", ".join(remarks),
+        calls=tuple(replace(call, result=shorten(call.result)) for call in turn.calls),
         observation="" if turn.calls else shorten(turn.observation),
-        reward=compact(turn.reward),
-        generated_by=", ".join(dict.fromkeys(f"{part.worker}, version {part.version}" for part in turn.segments)),
+        reward=compact(turn.reward) if rewarded else "",
     )
 
 
@@ -221,17 +285,7 @@ def before_and_after(first: SampleWindow, last: SampleWindow) -> tuple[list[Pair
     gained, lost = sum(change > 0 for change in changes), sum(change < 0 for change in changes)
     ordered = sorted(both, key=lambda two: two[0].reward == two[1].reward)
     lead = common_lines([now.prompt for _, now in ordered])
-    pairs = [
-        Pair(
-            prompt=shorten(now.prompt[lead:]),
-            answer=now.answer,
-            before=before.completion,
-            before_reward=before.reward,
-            after=now.completion,
-            after_reward=now.reward,
-        )
-        for before, now in ordered[:PAIRS_SHOWN]
-    ]
+    pairs = [_pair(now.prompt[lead:], before, now) for before, now in ordered[:PAIRS_SHOWN]]
     return pairs, f"{gained} of {len(both)} gained reward, {lost} lost"
 
 
@@ -293,24 +347,13 @@ def answer_pairs(found: dict[str, Any]) -> list[Pair]:
 
     Prompts whose rewards differ come first, then those with low rewards.
     """
-    samples = found.get("samples", [])
-    others = found.get("compared_with", {}).get("samples") or samples
+    samples = msgspec.convert(found.get("samples", []), list[Sample])
+    others = msgspec.convert(found.get("compared_with", {}).get("samples", []), list[Sample]) or samples
     both = sorted(
-        zip(others, samples, strict=True),
-        key=lambda two: (two[0]["reward"] == two[1]["reward"], two[1]["reward"] or 0.0),
+        zip(others, samples, strict=True), key=lambda two: (two[0].reward == two[1].reward, two[1].reward or 0.0)
     )
-    lead = common_lines([sample["prompt"] for sample in samples])
-    return [
-        Pair(
-            prompt=shorten(this["prompt"][lead:]),
-            answer=this["answer"],
-            before=other["completion"],
-            before_reward=other["reward"],
-            after=this["completion"],
-            after_reward=this["reward"],
-        )
-        for other, this in both[:PAIRS_SHOWN]
-    ]
+    lead = common_lines([sample.prompt for sample in samples])
+    return [_pair(this.prompt[lead:], other, this) for other, this in both[:PAIRS_SHOWN]]
 
 
 def _interval(found: dict[str, Any], name: str) -> dict[str, float]:

@@ -26,7 +26,7 @@ from tidemill.telemetry.manifest import build_manifest
 from tidemill.telemetry.recorder import Recorder
 from tidemill.telemetry.run_dir import RunDirectory
 
-ALPHABET = "\n 0123456789+=-abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ<>/'\"()&;.!é"
+ALPHABET = "\n 0123456789+=-abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ<>/'\"()&;.!é*{}:,_"
 HELD_OUT = 64
 
 

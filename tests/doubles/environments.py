@@ -34,7 +34,7 @@ class FakeEnvironments:
         self.slow_s, self.most_turns = slow_s, most_turns
         self.seen: dict[tuple[SampleId, int], Episode] = {}  # the last, by sample and turn
         self.forgotten: list[SampleId] = []
-        self.busy = self.busiest = 0
+        self.busy = self.busiest = self.answered = 0
 
     async def act(self, episode: Episode, calls: CallLog) -> Observation:
         turn = len(episode.turns) - 1
@@ -42,6 +42,7 @@ class FakeEnvironments:
         self.seen[episode.sample_id, turn] = episode
         self.busy += 1
         self.busiest = max(self.busiest, self.busy)
+        self.answered += 1
         try:
             made = await asyncio.gather(*(self._call(episode, calls, turn, index) for index in range(key % 3)))
             await asyncio.sleep(self.slow_s * (key % 5) / 4)
@@ -89,6 +90,7 @@ class FakeEnvironments:
         self.forgotten += sample_ids
 
     def take_counts(self) -> dict[str, int]:
-        return {"calls": 0}
+        counts, self.answered = {"calls": self.answered}, 0
+        return counts
 
     async def close(self) -> None: ...

@@ -7,8 +7,9 @@ import pytest
 
 from tests.doubles.samples import V3, V3_AGAIN, make_delta, make_in_flight
 from tests.fabricated_run import make_prompt, make_trajectory
+from tests.trajectories import agent_trajectory
 from tidemill.controller.batching import batch_figures, sample_figures
-from tidemill.core.records import Reward, Trajectory
+from tidemill.core.records import Call, Reward, Trajectory
 
 PROMPT = make_prompt("1+1=")
 
@@ -68,3 +69,24 @@ def test_batch_figures_count_tokens_of_recomputed_versions() -> None:
     assert figures["tokens_other_weights"] == 2.0
     assert figures["deltas_ignored"] == 1.0
     assert figures["tokens_recovered"] == 0.0
+
+
+def test_agents_have_turns_calls_and_ends() -> None:
+    call = Call(call_id="c", name="add", arguments="{}")
+    one = agent_trajectory(
+        [1], [("action", [2]), ("observation", [3]), ("action", [4])], [0.0, 1.0], episode_end="done"
+    )
+    one = msgspec.structs.replace(one, turns=(msgspec.structs.replace(one.turns[0], calls=(call,)), one.turns[1]))
+    lost = agent_trajectory([1], [("action", [2])], [0.0], valid=False, episode_end="fault", fault="gone")
+    figures = sample_figures([one, one, one, lost])
+    # 2, 2, 2 and 1 turns; 1, 1, 1 and 0 calls
+    assert (figures["turns_mean"], figures["calls_mean"]) == (1.75, 0.75)
+    assert (figures["episodes_ended/done"], figures["episodes_ended/fault"]) == (0.75, 0.25)
+    assert figures["episodes_ended/turns"] == 0.0
+    assert (figures["samples_invalid"], figures["samples_left_out"]) == (0.0, 1.0)  # no reward failed
+
+
+def test_single_completions_have_no_figures_of_agents() -> None:
+    one = make_in_flight()
+    figures = sample_figures([sample("1", Reward(value=1.0))]) | batch_figures(list(one), one.counters, V3)
+    assert not [name for name in figures if "turns" in name or "episodes" in name or "env" in name]

@@ -181,6 +181,20 @@ def test_collecting_ends_after_abandoned_environments() -> None:
     run_virtual(main())
 
 
+def test_answers_of_environments_are_counted_with_the_evaluation_of_their_step() -> None:
+    async def main() -> None:
+        session = Session(spec=small_spec(), environments=FakeEnvironments())
+        await session.run()
+        lines = session.telemetry.steps
+        assert session.environments is not None and session.environments.answered == 0  # all are in a line
+        assert len(session.environments.seen) == sum(line.values["env_calls"] for line in lines)
+        assert lines[0].step == 0 and lines[0].values["env_calls"] > 0
+        # Answers take 0, 0.25, 0.5, 0.75 or 1 s after their calls, which take up to 0.75 s.
+        assert all(0.25 < line.values["time_env_answer_s"] < 1.75 for line in lines[1:])
+
+    run_virtual(main())
+
+
 @pytest.mark.parametrize("lag", [0, 2])
 def test_killed_at_every_write_a_run_learns_the_same_and_repeats_no_call(lag: int) -> None:
     spec = small_spec(schedule={"max_policy_lag": lag, **({"unfinished": "wait"} if lag else {})})

@@ -10,9 +10,10 @@ import msgspec
 import pytest
 
 from tests.char_codec import make_prompt, make_trajectory
+from tests.trajectories import agent_trajectory
 from tidemill.controller.evaluation import Evaluation, eval_result
 from tidemill.controller.ledger import EvalResult
-from tidemill.core.records import Group, PolicyVersion, Prompt, Reward, Trajectory
+from tidemill.core.records import Group, PolicyVersion, Prompt, Reward, SourceRun, Trajectory
 from tidemill.runtime.model_evaluation import ModelEvaluation, comparison, figures
 from tidemill.telemetry.statistics import wilson_interval
 
@@ -149,3 +150,20 @@ def test_a_comparison_is_paired_by_prompt() -> None:
     # The pair with an invalid score is left out.
     assert (found["liked"]["n"], found["liked"]["higher"]) == (3, 2)
     assert (found["completion_tokens"]["higher"], found["completion_tokens"]["lower"]) == (0, 1)
+
+
+def test_agents_are_measured_by_generated_tokens_and_show_their_turns() -> None:
+    agent = agent_trajectory([1], [("action", [2]), ("observation", [7, 8, 9]), ("action", [2])], [0.0, 1.0])
+    agent = msgspec.structs.replace(agent, episode_end="done", sources=(SourceRun(source="e/w", start=0, end=5),))
+    plain = measured(["0", "1", "2", "3"])
+    evaluation = Evaluation(result=plain.greedy.result, samples=(agent, *plain.greedy.samples[1:]))
+    found = figures(replace(plain, greedy=evaluation), ks=())
+    # Generated: 2 2 and one token of each other prompt, which all differ from 2; observations would be 3 more.
+    assert found["completion_tokens"]["max"] == 2
+    assert found["distinct_1"] == 4 / 5
+    first, second, *_ = found["samples"]
+    assert [(turn["start"], turn["end"], turn["segments"][0]["worker"]) for turn in first["turns"]] == [
+        (0, 1, "e/w"),
+        (4, 5, "e/w"),
+    ]
+    assert first["episode_end"] == "done" and "turns" not in second

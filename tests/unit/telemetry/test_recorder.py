@@ -8,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.fabricated_run import FabricatedRun, FakeClock, decode, make_prompt, make_trajectory
@@ -265,6 +266,17 @@ def test_each_kind_of_reward_failure_is_reported_once_with_its_sample(tmp_path: 
         shown,
         "2",
     )
+
+
+def test_a_fault_of_an_environment_is_no_failure_of_a_reward(tmp_path: Path) -> None:
+    recorder, prompt = open_recorder(tmp_path), make_prompt("1+1=")
+    lost = make_trajectory(prompt, "2", reward=Reward(value=0.0, valid=False, reason="Shop.price gave a list"))
+    recorder.samples(1, [msgspec.structs.replace(lost, fault="Shop.price gave a list")], [prompt])
+    recorder.event("environment_warning", reason="Shop.price gave a list")
+    end(recorder)
+    assert isinstance(recorder._view, PlainView) and isinstance(recorder._view._stream, io.StringIO)
+    assert recorder._view._stream.getvalue().splitlines() == ["warning: Shop.price gave a list"]
+    assert "reward_failed" not in {event["event"] for event in read_events(recorder.run.events)}
 
 
 def test_fleet_events_are_shown_and_counted_at_the_end(tmp_path: Path) -> None:

@@ -150,13 +150,22 @@ def test_a_turn_names_the_workers_and_versions_that_generated_it(tmp_path: Path)
     write_samples(tmp_path / "s.jsonl", [sample_line(1, agent, PROMPT, None)])
     (sample,) = read_samples(tmp_path / "s.jsonl")
     # Tokens 0-1 are of version 3, token 2 of version 4, both of spot-1; tokens 4-5 of version 4 and the local engine.
-    assert [[(part.start, part.worker, part.version) for part in turn.segments] for turn in sample.turns] == [
-        [(0, "vllm/spot-1", 3), (2, "vllm/spot-1", 4)],
-        [(4, "embedded/local", 4)],
+    assert [[(part.start, part.end, part.worker, part.version) for part in turn.segments] for turn in sample.turns] == [
+        [(0, 2, "vllm/spot-1", 3), (2, 3, "vllm/spot-1", 4)],
+        [(4, 6, "embedded/local", 4)],
     ]
     assert sample.turns[0].calls == (call,)
     assert [turn.reward for turn in sample.turns] == [0.5, 1.0]
     assert (sample.episode_end, sample.length) == ("done", 5)
+    assert sample.transcript.splitlines() == [
+        f"[prompt] {PROMPT.text}",
+        "[turn 1, spot-1 v3, spot-1 v4, reward 0.5] abc",
+        "[add({})] 3",
+        "[turn 2, local v4, reward 1] de",
+        "[end] done, reward 1.5",
+    ]
+    left_out = msgspec.structs.replace(sample, fault="the service is gone", episode_end="fault", valid=False)
+    assert left_out.transcript.splitlines()[-1] == "[end] fault, the service is gone"
 
 
 def test_a_single_completion_has_no_keys_of_turns() -> None:

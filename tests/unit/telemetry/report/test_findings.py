@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,11 @@ def evaluated(step: int, accuracy: float) -> str:
 
 def graded(step: int, reward: float, stderr: float = 0.05) -> str:
     return f'{{"event":"evaluation","step":{step},"reward_mean":{reward},"reward_stderr":{stderr},"n":64}}\n'
+
+
+def errors(**counts: float) -> str:
+    """A step with these counts of environments."""
+    return json.dumps({"step": 1, **{f"env_{kind}": count for kind, count in counts.items()}}) + "\n"
 
 
 ONE_STEP = lines("entropy", [1.0])
@@ -86,6 +92,10 @@ def test_headlines(tmp_path: Path, metrics: str, events: str, sentence: str) -> 
         (lines("truncated_fraction", [0.0, 0.5]), "", "", "25 % of recent completions were truncated"),
         (lines("entropy", [2.0] + [0.1] * 6), "", "", "Entropy collapsed: 2.000 → 0.100 nats"),
         (lines("mismatch_kl", [0.01]), "", "", "Engine and trainer logprobs differ"),
+        (lines("env_faults", [0.0, 1.0]), "", "", "Errors of the environment"),
+        (errors(calls=10, mistakes=3), "", "", "Errors of the environment"),
+        (lines("episodes_ended/fault", [0.0, 0.1]), "", "", "5.0 % of episodes were left out"),
+        (lines("episodes_ended/turns", [0.4, 0.6]), "", "", "50 % of recent episodes were cut"),
         (lines("loss", [1, 1]), evaluated(1, 0.9) + evaluated(2, 0.4), "", "Held-out accuracy fell below its best"),
         (lines("loss", [1, 1]), graded(1, 1.5) + graded(2, 0.9), "", "Held-out mean reward fell below its best"),
         ("", '{"event":"checkpoint","error":"OSError"}\n', "", "1 error in the event log"),
@@ -106,6 +116,8 @@ def test_each_finding_is_reported(tmp_path: Path, metrics: str, events: str, con
         (lines("truncated_fraction", [0.5] + [0.1] * 5), ""),
         (lines("entropy", [2.0, 0.1]), ""),
         (lines("samples_invalid", [0, 0]), ""),
+        (errors(calls=10, mistakes=1), ""),
+        (lines("episodes_ended/fault", [0.0, 0.04]), ""),
         (lines("mismatch_kl", [1e-6]), ""),
     ],
 )
@@ -123,6 +135,22 @@ def test_the_worker_with_the_largest_mismatch_is_named(tmp_path: Path) -> None:
     )
     (finding,) = findings(data_of(tmp_path, metrics, ""))
     assert "Largest on vllm/spot-4: 0.045." in finding.text  # (0.03 · 100 + 0.05 · 300) / 400
+
+
+def test_errors_of_the_environment_are_listed_by_kind(tmp_path: Path) -> None:
+    metrics = errors(calls=1234, mistakes=5, timeouts=2, retries=0, failures=1, faults=3)
+    warning = '{"event":"environment_warning","reason":"Shop.price gave a list"}\n'
+    (finding,) = findings(data_of(tmp_path, metrics, warning + warning.replace("list", "tuple")))
+    assert finding.text == (
+        "5 mistakes of the agent, 2 timeouts, 1 episodes that broke their environment, "
+        "3 episodes left out because of a fault, in 1.23k calls. First warning: Shop.price gave a list"
+    )
+
+
+def test_the_budget_that_cut_episodes_is_named(tmp_path: Path) -> None:
+    metrics = '{"step":1,"truncated_fraction":0.9,"episodes_ended/calls":0.8,"episodes_ended/tokens":0.1}\n'
+    (finding,) = findings(data_of(tmp_path, metrics))
+    assert finding.text == "Consider a larger env.calls."
 
 
 def test_a_worker_that_fails_to_start_is_not_a_finding(tmp_path: Path) -> None:

@@ -8,12 +8,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from tests.fabricated_agents import FAULT, FabricatedAgents
 from tests.fabricated_fleet import FabricatedFleet
 from tests.fabricated_forecast import make_forecast
 from tests.fabricated_run import FabricatedRun, make_prompt, make_trajectory
 from tidemill.core.errors import UserError
 from tidemill.core.formatting import percent
-from tidemill.core.records import Reward
+from tidemill.core.records import Call, Reward, SourceRun, Turn
 from tidemill.telemetry.manifest import write_forecast
 from tidemill.telemetry.metrics import read_metrics
 from tidemill.telemetry.report import write_report
@@ -111,6 +112,23 @@ def test_a_run_without_preemptible_workers_has_no_fleet_section(finished: RunDir
     assert "fleets" not in json.loads(Page(text).scripts["data"])
 
 
+def test_the_page_of_agents_shows_turns_calls_workers_and_errors(tmp_path: Path) -> None:
+    page = page_of(FabricatedAgents(tmp_path, steps=12).make())
+    assert page.mismatched == [] and page.open == []
+    for words in (
+        "Turn 4", "spot-3 v", "local v", "Environment", "calculate", "higher", "ended by its environment",
+        "ended by a fault of its environment", "error: calculate has no argument expresion",
+        "calculate → error: calculate", "Errors of the environment", f"First warning: {FAULT}",
+        "episodes were left out",
+    ):  # fmt: skip
+        assert words in page.text, words
+    charts = {chart["title"]: chart for chart in json.loads(page.scripts["data"])["charts"]}
+    assert charts.keys() >= {"Turns and calls", "Answers of environments", "Mistakes of agents", "Environment faults"}
+    ends = charts["Ends of episodes"]["series"]
+    assert [one["label"] for one in ends] == ["done", "turns", "fault"]
+    assert sum(one["values"][-1] for one in ends) == pytest.approx(100, abs=0.01)
+
+
 def test_the_page_needs_no_network(finished: RunDirectory) -> None:
     text = write_report(finished.path).read_text(encoding="utf-8")
     for tag, attributes in Page(text).tags:
@@ -151,7 +169,13 @@ def test_nothing_a_model_writes_becomes_markup(tmp_path: Path) -> None:
         samples = [
             make_trajectory(prompt, ATTACK, reward=one, purpose=purpose, index=i) for i, one in enumerate(rewards)
         ]
+        call = Call(call_id="", name=ATTACK, arguments=ATTACK, result=ATTACK)
+        texts = {"text": ATTACK, "observation": ATTACK}
+        turns = (Turn(start=0, end=len(ATTACK), **texts), Turn(start=0, end=1, **texts, calls=(call,)))
+        source = (SourceRun(source=ATTACK, start=0, end=len(ATTACK)),)
+        samples[0] = msgspec.structs.replace(samples[0], turns=turns, sources=source, fault=ATTACK)
         recorder.samples(step, samples, [prompt] * 3)
+    recorder.event("environment_warning", reason=ATTACK)
     named = {"lease": ATTACK, "worker": ATTACK, "kind": "preemptible"}
     recorder.event("lease", **named, price_usd_per_hour=0.0)
     for event in ("eviction", "join_failed", "notice", "quarantine", "decode"):

@@ -6,9 +6,11 @@ from pathlib import Path
 import pytest
 
 from tests.fabricated_run import FabricatedRun
+from tidemill.core.records import Call
 from tidemill.telemetry.report.sample_cards import (
     LEGEND,
     SampleWindow,
+    answer_pairs,
     before_and_after,
     best_and_worst,
     colour,
@@ -18,7 +20,7 @@ from tidemill.telemetry.report.sample_cards import (
     shorten,
 )
 from tidemill.telemetry.run_dir import RunDirectory
-from tidemill.telemetry.sample_files import Sample
+from tidemill.telemetry.sample_files import Sample, SampleSegment, SampleTurn
 
 
 @pytest.mark.parametrize(
@@ -126,3 +128,62 @@ def test_windows_do_not_overlap(tmp_path: Path, steps: int, first: tuple[int, ..
         (run.samples / f"step_{step:06d}.jsonl").write_text(f'{{"step":{step}}}\n')
     found = report_samples(run)
     assert (found.first.steps, found.last.steps) == (first, last)
+
+
+def agent(*turns: SampleTurn, tokens: tuple[str, ...] = (), **more: object) -> Sample:
+    """A sample whose tokens are single characters; observations have no logprob."""
+    generated = {at for turn in turns for at in range(turn.start, turn.end)}
+    logprobs = tuple(-0.1 if at in generated else None for at in range(len(tokens)))
+    return sample("".join(tokens), tokens=tokens, logprobs=logprobs, turns=turns, **more)
+
+
+def test_a_turn_is_coloured_and_cut_where_its_worker_changed() -> None:
+    spot, local = (SampleSegment(start=0, end=2, worker="vllm/spot-3", version=4),), "embedded/local"
+    first = SampleTurn(
+        start=0, end=3, text="abc", observation="xy", reward=0.5, finish="length", timeouts=1,
+        segments=(*spot, SampleSegment(start=2, end=3, worker=local, version=5)),
+    )  # fmt: skip
+    last = SampleTurn(start=5, end=6, text="d", segments=(SampleSegment(start=5, end=6, worker=local, version=5),))
+    card = sample_card(agent(first, last, tokens=tuple("abcxyd"), episode_end="turns"))
+    shown = [
+        [(part.author, "".join(token.text for token in part.tokens)) for part in turn.parts] for turn in card.turns
+    ]
+    assert shown == [[("spot-3 v4", "ab"), ("local v5", "c")], [("local v5", "d")]]
+    assert {token.level for turn in card.turns for part in turn.parts for token in part.tokens} == {1}
+    assert [(turn.remark, turn.observation, turn.reward) for turn in card.turns] == [
+        ("cut at its token limit, 1 timeout", "xy", "0.5"),
+        ("", "", "0"),
+    ]
+    assert card.finish == "env.turns"
+
+
+def test_results_of_calls_replace_the_observation() -> None:
+    call = Call(call_id="c", name="add", arguments="{}", result="x" * 700, error=True)
+    turn = SampleTurn(start=0, end=1, text="a", observation="the same", calls=(call,))
+    (card,) = sample_card(agent(turn, tokens=("a",))).turns
+    assert (card.observation, card.reward) == ("", "")  # no turn of the episode has a reward
+    assert (card.calls[0].error, len(card.calls[0].result)) == (True, 602)
+
+
+def test_a_turn_without_known_tokens_is_one_piece() -> None:
+    parts = (
+        SampleSegment(start=0, end=1, worker="e/w", version=1),
+        SampleSegment(start=1, end=2, worker="e/v", version=1),
+    )
+    (card,) = sample_card(agent(SampleTurn(start=0, end=2, text="ab", segments=parts))).turns
+    assert [(part.author, part.tokens[0].text) for part in card.parts] == [("w v1, v v1", "ab")]
+
+
+def test_the_tokens_shown_are_shared_by_the_turns() -> None:
+    turns = [SampleTurn(start=at, end=at + 500, text="a" * 500) for at in (0, 500)]
+    card = sample_card(agent(*turns, tokens=("a",) * 1000))
+    assert [(len(turn.parts[0].tokens), turn.left_out) for turn in card.turns] == [(400, 100), (400, 100)]
+
+
+def test_agents_are_compared_turn_by_turn() -> None:
+    before, after = (agent(SampleTurn(start=0, end=1, text=text), tokens=(text,)) for text in "ab")
+    (pair,), _ = before_and_after(window(before), window(after))
+    assert [turn.text for turn in (*pair.before_turns, *pair.after_turns)] == ["a", "b"]
+    line = {"prompt": "p", "completion": "a", "answer": "", "reward": 0.5, "correct": None}
+    (pair,) = answer_pairs({"samples": [{**line, "turns": [{"start": 0, "end": 1, "text": "a"}]}]})
+    assert [turn.text for turn in pair.after_turns] == ["a"]

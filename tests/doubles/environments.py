@@ -34,7 +34,7 @@ class FakeEnvironments:
         self.slow_s, self.most_turns = slow_s, most_turns
         self.seen: dict[tuple[SampleId, int], Episode] = {}  # the last, by sample and turn
         self.forgotten: list[SampleId] = []
-        self.busy = self.busiest = self.answered = 0
+        self.busy = self.busiest = self.answered = self.counted = 0
 
     async def act(self, episode: Episode, calls: CallLog) -> Observation:
         turn = len(episode.turns) - 1
@@ -90,7 +90,7 @@ class FakeEnvironments:
         self.forgotten += sample_ids
 
     def take_counts(self) -> dict[str, int]:
-        counts, self.answered = {"calls": self.answered}, 0
-        return counts
+        new, self.counted = self.answered - self.counted, self.answered
+        return {"calls": new}
 
     async def close(self) -> None: ...

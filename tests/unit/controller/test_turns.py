@@ -186,8 +186,8 @@ def test_answers_of_environments_are_counted_with_the_evaluation_of_their_step()
         session = Session(spec=small_spec(), environments=FakeEnvironments())
         await session.run()
         lines = session.telemetry.steps
-        assert session.environments is not None and session.environments.answered == 0  # all are in a line
-        assert len(session.environments.seen) == sum(line.values["env_calls"] for line in lines)
+        assert session.environments is not None
+        assert session.environments.answered == sum(line.values["env_calls"] for line in lines)
         assert lines[0].step == 0 and lines[0].values["env_calls"] > 0
         # Answers take 0, 0.25, 0.5, 0.75 or 1 s after their calls, which take up to 0.75 s.
         assert all(0.25 < line.values["time_env_answer_s"] < 1.75 for line in lines[1:])

@@ -170,8 +170,8 @@ def test_nothing_a_model_writes_becomes_markup(tmp_path: Path) -> None:
             make_trajectory(prompt, ATTACK, reward=one, purpose=purpose, index=i) for i, one in enumerate(rewards)
         ]
         call = Call(call_id="", name=ATTACK, arguments=ATTACK, result=ATTACK)
-        texts = {"text": ATTACK, "observation": ATTACK}
-        turns = (Turn(start=0, end=len(ATTACK), **texts), Turn(start=0, end=1, **texts, calls=(call,)))
+        turn = Turn(start=0, end=len(ATTACK), text=ATTACK, observation=ATTACK)
+        turns = (turn, msgspec.structs.replace(turn, end=1, calls=(call,)))
         source = (SourceRun(source=ATTACK, start=0, end=len(ATTACK)),)
         samples[0] = msgspec.structs.replace(samples[0], turns=turns, sources=source, fault=ATTACK)
         recorder.samples(step, samples, [prompt] * 3)

@@ -130,11 +130,11 @@ def test_windows_do_not_overlap(tmp_path: Path, steps: int, first: tuple[int, ..
     assert (found.first.steps, found.last.steps) == (first, last)
 
 
-def agent(*turns: SampleTurn, tokens: tuple[str, ...] = (), **more: object) -> Sample:
+def agent(*turns: SampleTurn, tokens: tuple[str, ...] = (), episode_end: str = "done") -> Sample:
     """A sample whose tokens are single characters; observations have no logprob."""
     generated = {at for turn in turns for at in range(turn.start, turn.end)}
     logprobs = tuple(-0.1 if at in generated else None for at in range(len(tokens)))
-    return sample("".join(tokens), tokens=tokens, logprobs=logprobs, turns=turns, **more)
+    return sample("".join(tokens), tokens=tokens, logprobs=logprobs, turns=turns, episode_end=episode_end)
 
 
 def test_a_turn_is_coloured_and_cut_where_its_worker_changed() -> None:

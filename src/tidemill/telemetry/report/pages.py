@@ -202,12 +202,13 @@ def _environment_findings(data: RunData) -> Iterator[Finding]:
         "episodes left out because of a fault": sum(data.values(metrics.ENV_FAULTS)),
     }
     warnings = data.events_named(ENVIRONMENT_WARNING)
-    first = f" First warning: {warnings[0].get('reason')}" if warnings else ""
+    first = f"First warning: {warnings[0].get('reason')}" if warnings else ""
     calls = sum(data.values(metrics.ENV_CALLS))
     mistakes, *others = kinds.values()
     if warnings or any(others) or mistakes > MISTAKES_HIGH * calls:
-        counts = ", ".join(f"{compact(count)} {kind}" for kind, count in kinds.items() if count) or "no errors"
-        yield Finding("Errors of the environment", f"{counts}, in {compact(calls)} calls.{first}")
+        counts = ", ".join(f"{compact(count)} {kind}" for kind, count in kinds.items() if count)
+        logged = f"{counts}, in {compact(calls)} calls. " if counts else ""  # empty if a guard ended the first step
+        yield Finding("Errors of the environment", f"{logged}{first}")
     shares = [line.values.get(metrics.EPISODE_ENDS["fault"], 0.0) for line in data.metrics if line.step > 0]
     if shares and (share := fmean(shares)) > LEFT_OUT_HIGH:
         text = "Their groups were trained on without them, which biases training if faults depend on the task."

@@ -147,6 +147,12 @@ def test_errors_of_the_environment_are_listed_by_kind(tmp_path: Path) -> None:
     )
 
 
+def test_a_run_that_a_guard_ended_in_its_first_step_shows_the_fault(tmp_path: Path) -> None:
+    warning = '{"event":"environment_warning","reason":"Shop.price gave a list"}\n'
+    (finding,) = findings(data_of(tmp_path, "", warning))
+    assert finding.text == "First warning: Shop.price gave a list"
+
+
 def test_the_budget_that_cut_episodes_is_named(tmp_path: Path) -> None:
     metrics = '{"step":1,"truncated_fraction":0.9,"episodes_ended/calls":0.8,"episodes_ended/tokens":0.1}\n'
     (finding,) = findings(data_of(tmp_path, metrics))

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.contract.engine.engines import ADAPTER, HAS_VLLM, NO_ADAPTER, Contract, open_contract
-from tests.engine_requests import Collected, prompts, request
+from tests.engine_requests import Collected, Conversation, prompts, request
 from tidemill.config.model import LoraConfig
 from tidemill.core.errors import UserError
 from tidemill.rollout.engines.vllm import check_family
@@ -169,6 +169,21 @@ def test_samples_that_vllm_preempts_for_lack_of_cache_continue(opened: Contract)
     collected = contract.run(asked)
     for one in asked:
         assert collected.tokens[one.sample_id] == contract.expected(one, 70)[0]
+
+
+def test_a_turn_reuses_the_whole_blocks_of_earlier_turns() -> None:
+    contract = open_contract("vllm", "tied", block_size=32)
+    contract.load(1)
+    one = Conversation(prompts(1, length=11)[0], turn_tokens=30)
+    one.take(contract.run([one.request()]))
+    one.observe([40, 41, 42])
+    one.turn_tokens = 6
+    expected, _ = contract.expected(one.request(), 6)
+    one.take(contract.run([one.request()]))
+    assert one.tokens[33:] == expected
+    status = contract.engine.status()
+    # The first turn has 40 computed tokens: one whole block of 32. The second starts with 44 tokens.
+    assert (status.prompt_tokens_reused, status.prompt_tokens_computed) == (32, 11 + 44 - 32)
 
 
 def test_an_error_of_vllm_is_raised_by_poll(opened: Contract, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,11 +8,14 @@ violation.
 """
 
 from __future__ import annotations
+import __future__
 
 import argparse
 import asyncio
+import inspect
 import itertools
 import sys
+import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,8 +27,9 @@ from rich.table import Table
 
 from benchmarks.measuring import write_result
 from tests.fault_simulation.seed_run import simulate_faults
-from tidemill.controller import publishing, run
+from tidemill.controller import ledger, publishing, run
 from tidemill.controller.batching import BatchBuilder
+from tidemill.controller.collector import SampleCollector, TurnLog
 from tidemill.controller.dispatcher import Dispatcher
 from tidemill.controller.fleet import Fleet
 from tidemill.controller.in_flight import InFlight
@@ -34,7 +38,7 @@ from tidemill.controller.run import Run
 from tidemill.controller.samples import Sample, SampleState
 from tidemill.controller.turns import AgentLimits, Turns
 from tidemill.controller.waiting import Mailbox
-from tidemill.core.records import count
+from tidemill.core.records import GenerateRequest, count
 
 TARGET = 1000
 
@@ -57,6 +61,22 @@ def planted(defect: Defect) -> Iterator[None]:
         yield
     finally:
         setattr(defect.owner, defect.name, right)
+
+
+def _edited(old: str, new: str) -> Wrong:
+    """The same function, or property, with one part of its text replaced."""
+
+    def make(right: Any) -> Any:
+        function: Any = right.fget if isinstance(right, property) else right
+        source = textwrap.dedent(inspect.getsource(function))
+        if source.count(old) != 1:
+            raise ValueError(f"{function.__qualname__} contains {old!r} {source.count(old)} times, not once")
+        names: dict[str, Any] = {}
+        code = compile(source.replace(old, new), __file__, "exec", __future__.annotations.compiler_flag)
+        exec(code, function.__globals__, names)
+        return names[function.__name__]
+
+    return make
 
 
 def _now_and_then(right: Callable[..., Any], every: int) -> Callable[..., Any]:
@@ -336,6 +356,52 @@ DEFECTS = {
     "limits the attempt, not the turn": Defect(Sample, "request", _limit_of_attempt),
     "limits the turn, not the episode": Defect(Turns, "limit", _limit_of_turn),
     "reuses calls of an earlier turn": Defect(Turns, "observe", _keep_calls),
+    # By somebody who had not read the checks:
+    "replays only the last started call": Defect(
+        ledger,
+        "_replay_acting",
+        _edited("turns.started_calls += (entry.index,)", "turns.started_calls = (entry.index,)"),
+    ),
+    "starts a call before that is durable": Defect(
+        TurnLog,
+        "started",
+        _edited(
+            "await self._ledger.record_call_started(self._in_flight, self._sample, index)",
+            "self.starting = asyncio.create_task("
+            "self._ledger.record_call_started(self._in_flight, self._sample, index))",
+        ),
+    ),
+    "keeps environments of ended episodes": Defect(
+        SampleCollector,
+        "_finish",
+        _edited(
+            "if self._rollout.environments is not None:",
+            'if self._rollout.environments is not None and sample.turns.episode_end in ("tokens", "context"):',
+        ),
+    ),
+    "calls a broken episode truncated": Defect(
+        Sample, "observe", _edited('("done", "failure", "fault")', '("done", "fault")')
+    ),
+    "takes faults for a signal": Defect(
+        run, "has_signal", _edited("if t.weight > 0 and t.reward is not None", "if t.reward is not None")
+    ),
+    "lets acting episodes mix versions": Defect(
+        Run,
+        "_may_not_continue",
+        _edited(
+            "started = sample.length > 0 or sample.state is SampleState.RUNNING",
+            "started = sample.length > 0 and sample.state is SampleState.WAITING"
+            " or sample.state is SampleState.RUNNING",
+        ),
+    ),
+    "searches stop strings in the attempt": Defect(
+        GenerateRequest,
+        "turn_start",
+        _edited("return self.observations[-1][1] if self.observations else 0", "return count(self.prefix_ids)"),
+    ),
+    "counts the prompt in every branch": Defect(
+        Turns, "context_length", _edited("(0 if self.contexts else prompt_tokens)", "prompt_tokens")
+    ),
 }
 
 

@@ -12,6 +12,7 @@ from tests.fault_simulation.journal_reading import DurableState
 from tests.fault_simulation.training_invariants import TrainingInvariants
 from tidemill.controller.in_flight import InFlight
 from tidemill.controller.ledger import Ledger, decode
+from tidemill.controller.samples import Sample
 from tidemill.core.protocols import Clock, Journal
 from tidemill.core.records import FleetRow, Group, Prompt, Reward, StepMetrics, Trajectory
 from tidemill.sim.costs import TrainerCosts
@@ -80,6 +81,13 @@ class WatchedLedger(Ledger):
         self._training.dropped |= self._invariants.durable.dropped  # a power cut may strike before `drop` returns
         self._invariants.resumed(in_flight, self._training.learned)
         return replayed
+
+    async def record_batch(
+        self, in_flight: InFlight, step: int, positions: Sequence[int], *, reward_mean: float | None
+    ) -> list[Sample]:
+        samples = await super().record_batch(in_flight, step, positions, reward_mean=reward_mean)
+        self._training.recorded(in_flight)
+        return samples
 
     async def drop(self, in_flight: InFlight, position: int) -> None:
         await super().drop(in_flight, position)

@@ -141,7 +141,7 @@ class Episodes:
         key = turn_key(sample_id, f"calls {turn}", context)
         return tuple(
             Call(call_id=f"{sample_id.key}/{turn}/{index}", name="tool", arguments="{}", result=f"{key} {index}")
-            for index in range(key % 3)
+            for index in range(key % 5)
         )
 
     def answer(self, sample_id: SampleId, turn: int, prompt_ids: TokenBuffer, context: TokenBuffer) -> Observation:

@@ -88,14 +88,14 @@ class Invariants:
         self.newest = 0  # of all published versions
         self.looks = 0
         self._most_held = most_held
-        self._in_flight: InFlight | None = None
+        self.in_flight: InFlight | None = None
         self._fleet: ObservedFleet | None = None
         self._seen: dict[int, _Seen] = {}
         self._gone: dict[str, float] = {}  # leases unknown to the fleet, and since when
         self._clock = LoopClock()
 
     def begin_life(self, fleet: ObservedFleet) -> None:
-        self._fleet, self._in_flight = fleet, None
+        self._fleet, self.in_flight = fleet, None
         self._seen.clear()
         self._gone.clear()
 
@@ -120,7 +120,7 @@ class Invariants:
         Args:
             learned: groups already in the restored weights.
         """
-        self._in_flight = in_flight
+        self.in_flight = in_flight
         left = self.durable.positions - set(learned)
         require(set(in_flight.groups) == left, f"groups {sorted(in_flight.groups)} were resumed, not {sorted(left)}")
         for sample in in_flight:
@@ -141,7 +141,7 @@ class Invariants:
 
     def look(self) -> None:
         """Check all samples in flight."""
-        in_flight = self._in_flight
+        in_flight = self.in_flight
         if in_flight is None:
             return
         self.looks += 1
@@ -182,9 +182,9 @@ class Invariants:
 
     def requested(self, request: GenerateRequest) -> Draws:
         """A turn is requested: what it continues must be durable. Returns what the sample has drawn."""
-        if request.sample_id.purpose != TRAIN or self._in_flight is None:
+        if request.sample_id.purpose != TRAIN or self.in_flight is None:
             return {}
-        sample = self._in_flight.get(request.sample_id)
+        sample = self.in_flight.get(request.sample_id)
         if sample is None or sample.ordinal not in self.durable.samples:
             return {}
         kept = self.durable.samples[sample.ordinal]
@@ -211,7 +211,7 @@ class Invariants:
 
     def _ordinal(self, sample_id: SampleId) -> int | None:
         """None for evaluations and dropped samples."""
-        sample = self._in_flight.get(sample_id) if self._in_flight and sample_id.purpose == TRAIN else None
+        sample = self.in_flight.get(sample_id) if self.in_flight and sample_id.purpose == TRAIN else None
         return sample.ordinal if sample else None
 
     def acts(self, episode: Episode) -> None:
@@ -243,8 +243,8 @@ class Invariants:
 
     def finished(self, opened: Collection[SampleId]) -> None:
         """The run finished: environments may keep only the state of samples in flight."""
-        assert self._in_flight is not None
-        left = [sample_id for sample_id in opened if self._in_flight.get(sample_id) is None]
+        assert self.in_flight is not None
+        left = [sample_id for sample_id in opened if self.in_flight.get(sample_id) is None]
         require(not left, f"the states of {left} are never forgotten")
 
     def check_episode(self, sample_id: SampleId, told: Told, most: int) -> Walked:

@@ -9,6 +9,7 @@ from tests.fault_simulation.episodes import told_of
 from tests.fault_simulation.invariants import Invariants, Violation, require
 from tests.fault_simulation.journal_reading import DurableSample
 from tidemill.config.schema import RunSpec
+from tidemill.controller.in_flight import InFlight
 from tidemill.controller.loop import LoopResult
 from tidemill.core.records import Group, PolicyVersion, Prompt, Reward, StepMetrics, Trajectory
 from tidemill.sim.simulated_trainer import publish_logprobs
@@ -33,6 +34,9 @@ class TrainingInvariants:
         self._spec: RunSpec = invariants.spec
         self._batch: list[int] = []
         self._lengths: list[int] = []  # tokens of the batch's completions
+        self._equal: list[int] = []  # groups of the batch whose valid rewards are equal
+        self._may_be_equal = False  # dynamic sampling reached its limit in this life
+        self._to_restart: dict[int, int] = {}  # restarts, by ordinal, of samples in flight at the last commit
         self._told = 0  # step of the last metrics line
         self._resumed_from = 0
 
@@ -40,6 +44,7 @@ class TrainingInvariants:
         """The weights were restored from a checkpoint."""
         self.history = {done: positions for done, positions in self.history.items() if done <= step}
         self._batch, self._lengths, self._told, self._resumed_from = [], [], step, step
+        self._equal, self._may_be_equal, self._to_restart = [], False, {}
 
     @property
     def learned(self) -> set[int]:
@@ -65,6 +70,8 @@ class TrainingInvariants:
             require(self._position(trajectory) == position, f"{name} has a sample of another group")
             self._check_learned(trajectory, version, name)
         self._batch.append(position)
+        if len({each.reward.value for each in group.trajectories if each.reward and each.reward.valid}) < 2:
+            self._equal.append(position)
         self._lengths += [trajectory.trained_length for trajectory in group.trajectories]
 
     def _check_learned(self, trajectory: Trajectory, version: PolicyVersion, name: str) -> None:
@@ -120,6 +127,8 @@ class TrainingInvariants:
             require(set(batch) == planned, f"batch {step} is {batch}, planned {planned}")
         if recorded is None:
             self._check_renewed(step, batch)
+        else:
+            self._equal = []  # chosen in an earlier life
         self.history[step] = batch
         self._invariants.newest = max(self._invariants.newest, step)
 
@@ -133,9 +142,23 @@ class TrainingInvariants:
         fresh = sum(self._invariants.durable.group(position)[0].from_version == step - 1 for position in batch)
         require(fresh >= wanted, f"batch {step} has {fresh} fresh groups, expected {wanted}")
 
+    def recorded(self, in_flight: InFlight) -> None:
+        """A batch was recorded: samples that have begun may have to start again."""
+        if self._spec.schedule.unfinished == "restart":
+            begun = [sample for sample in in_flight if sample.length and sample.finish is None]
+            self._to_restart = {sample.ordinal: sample.restarts for sample in begun}
+
+    def _check_restarted(self) -> None:
+        waiting, self._to_restart = self._to_restart, {}
+        for sample in self._invariants.in_flight or ():
+            if sample.finish is None and sample.length and sample.ordinal in waiting:
+                again = sample.restarts > waiting[sample.ordinal]
+                require(again, f"{sample.ordinal} did not start again before a publish")
+
     def published(self, version: PolicyVersion) -> None:
         """A version is published: its batch must be durable."""
         step = version.number
+        self._check_restarted()
         if step > self._resumed_from:
             known = self._invariants.durable.learned.get(step)
             require(known == self.history[step], f"version {step} is published before its batch is durable: {known}")
@@ -145,10 +168,20 @@ class TrainingInvariants:
             return
         require(metrics.step == self._told + 1, f"step {metrics.step} is logged after step {self._told}")
         self._told = metrics.step
+        self._check_redrawn(metrics)
         lengths, self._lengths = self._lengths, []
         for name, right in (("samples", len(lengths)), ("tokens_generated", sum(lengths))):
             said = metrics.values[name]
             require(said == right, f"step {metrics.step} has {name} = {said}, expected {right}")
+
+    def _check_redrawn(self, metrics: StepMetrics) -> None:
+        """Dynamic sampling replaces groups without a signal, up to a limit per step."""
+        equal, self._equal, algorithm = self._equal, [], self._spec.algorithm
+        most = algorithm.max_redraws * self._spec.batch.prompts
+        self._may_be_equal |= not algorithm.dynamic_sampling or metrics.values["groups_redrawn"] >= most
+        require(
+            self._may_be_equal or not equal, f"step {metrics.step} trains on groups {equal}, whose rewards are equal"
+        )
 
     def told_samples(self, step: int, trajectories: Sequence[Trajectory]) -> None:
         purpose = trajectories[0].sample_id.purpose

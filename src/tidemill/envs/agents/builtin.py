@@ -14,29 +14,29 @@ from tidemill.envs.agents.environment import HELD_OUT_SEEDS, Environment, Split,
 
 HELD_OUT_SHARE = 0.2
 """Share of the ranges, and of the products, that only held-out tasks have."""
-NUMBERS = (1, 24)
-SIZES = (9, 12)
+NUMBERS = (10, 59)
+SIZES = (10, 15)
 """Numbers in a range. Four guesses that halve it find every number among 15."""
 NUMBER = re.compile(r"-?\d+")
 LONGEST_EXPRESSION = 100
 
 
 class Guess(Environment):
-    """Find a number between two others. The prompt is "3-12" and an action "7", each with the end of the line; the
+    """Find a number between two others. The prompt is "34-48" and an action "41", each with the end of the line; the
     answer is "higher" or "lower", and "error" for an action that is not a number.
 
     All texts consist of digits, `-`, the letters of "higher" and "lower", and the end of the line.
 
     Args:
         guesses: number of guesses.
-        careless: share of the teacher's guesses that are any number of the first range, instead of the middle of what
-            is still possible.
+        careful: share of the teacher's episodes in which it guesses the middle of what is still possible; in the others
+            it counts up from the lowest number.
     """
 
     stop = ("\n",)
 
-    def __init__(self, guesses: int = 4, careless: float = 0.7) -> None:
-        self.left, self.careless = guesses, careless
+    def __init__(self, guesses: int = 4, careful: float = 0.15) -> None:
+        self.left, self.careful = guesses, careful
 
     @classmethod
     def tasks(cls, split: Split, count: int) -> list[dict[str, Any]]:
@@ -52,7 +52,7 @@ class Guess(Environment):
                 break
         self.low, self.high = low, low + size - 1
         self.number = draw.randint(self.low, self.high)
-        self.range, self.draw = (self.low, self.high), draw
+        self.halves = draw.random() < self.careful
         return f"{self.low}-{self.high}\n"
 
     def step(self, action: str) -> Step:
@@ -72,9 +72,7 @@ class Guess(Environment):
         return Step(text=answer, state_key=f"{self.low}-{self.high}")
 
     def demonstrate(self) -> str:
-        careless = self.draw.random() < self.careless
-        guess = self.draw.randint(*self.range) if careless else (self.low + self.high) // 2
-        return f"{guess}\n"
+        return f"{(self.low + self.high) // 2 if self.halves else self.low}\n"
 
 
 class Calculator(ToolEnvironment):

@@ -33,8 +33,8 @@ def test_halving_always_finds_the_number_and_ranges_are_held_out() -> None:
             assert reward == 1.0
             seen.add(prompt)
             letters |= set(text)
-    assert len(ranges["train"]) > 35
-    assert len(ranges["held_out"]) > 5
+    assert len(ranges["train"]) > 100
+    assert len(ranges["held_out"]) > 30
     assert not ranges["train"] & ranges["held_out"]
     assert letters <= set("0123456789-\nhigherlowerror")
 
@@ -45,6 +45,20 @@ def test_guesses_run_out_and_what_is_no_number_is_a_guess() -> None:
     assert guess.step("x\n").text == "error\n"
     last = guess.step("0\n")
     assert (last.text, last.reward, last.done) == (f"{guess.number}\n", 0.0, True)
+
+
+@pytest.mark.parametrize(("careful", "guesses"), [(1.0, 4), (0.0, 15)])
+def test_the_teacher_halves_or_counts(careful: float, guesses: int) -> None:
+    for task in Guess.tasks("train", 50):
+        guess = Guess(careful=careful, guesses=guesses)
+        prompt = guess.reset(task, task["seed"])
+        low = int(prompt.split("-")[0])
+        actions = []
+        while not actions or not step.done:
+            actions.append(int(guess.demonstrate()))
+            step = guess.step(f"{actions[-1]}\n")
+        assert step.reward == 1.0
+        assert careful or actions == list(range(low, guess.number + 1))
 
 
 @pytest.mark.parametrize(

@@ -91,7 +91,7 @@ def test_rows_of_other_tasks_are_for_tools() -> None:
 
 
 def test_demonstrations_are_episodes_with_the_teacher() -> None:
-    agent = prompts_of(Guess, careless=0.0)
+    agent = prompts_of(Guess, careful=1.0)
     prompts = task(Guess).source.held_out()
     for prompt, row in zip(prompts, agent_demonstrations(agent, prompts, chat_template=False), strict=True):
         assert row["prompt"] == prompt.text

@@ -15,10 +15,11 @@ export LOCK
 SETUP := pyproject.toml $(LOCK) scripts/prepare_venv.py
 CANDIDATES := $(or $(PYTHON),python3.11 python3.12 python3.13 python3.14 python3 python)
 DEMO_DIR := runs/demo
+AGENTS_DIR := runs/demo-agents
 COVERED := algos controller core config
 BENCHMARKS := generation grpo_step batch_shapes demo_accuracy controller_scale simulator simulator.windows \
   simulator.fleet_size goodput weights lora algorithms staleness rlhf equivalence migration overlap critic_placement \
-  overlap_scoring pinned_versions user_advantage
+  overlap_scoring pinned_versions user_advantage agents
 CHECKS := check-format check-lint check-types check-layers check-spelling check-dependencies
 
 define prepare
@@ -32,7 +33,7 @@ define prepare
 	exit 2
 endef
 
-.PHONY: help setup demo test test-all test-lowest test-vllm covered-tests check format chaos faults bench clean locks $(CHECKS)
+.PHONY: help setup demo demo-agents test test-all test-lowest test-vllm covered-tests check format chaos faults bench clean locks $(CHECKS)
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1	\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 20
@@ -50,6 +51,16 @@ demo: $(READY_RUNTIME) ## a 135M-parameter model learns addition while its worke
 	@if grep -qs '"finished": *true' $(DEMO_DIR)/summary.json; then rm -rf $(DEMO_DIR); fi
 	$(BIN)/tidemill train @spot-trace --run.dir $(DEMO_DIR)
 	@printf '\nOpen in a browser: file://%s\n' "$(CURDIR)/$(DEMO_DIR)/report.html"
+
+demo-agents: $(READY_RUNTIME) ## two agents learn while their workers come and go; 10 minutes, no GPU, no network
+	@# An interrupted demo is resumed, a finished one is replaced.
+	@finished() { grep -qs '"outcome": *"finished"' $(AGENTS_DIR)/$$1/summary.json; }; \
+	  if finished guess && finished calc-tool; then rm -rf $(AGENTS_DIR); fi
+	$(BIN)/tidemill train @guess --run.dir $(AGENTS_DIR)/guess
+	$(BIN)/tidemill train @calc-tool --run.dir $(AGENTS_DIR)/calc-tool
+	@for name in guess calc-tool; do $(BIN)/python scripts/agent_episodes.py $(AGENTS_DIR)/$$name || exit; done
+	@printf '\nOpen in a browser:\n'; \
+	  printf 'file://%s\n' "$(CURDIR)/$(AGENTS_DIR)/guess/report.html" "$(CURDIR)/$(AGENTS_DIR)/calc-tool/report.html"
 
 # One target each, so that `make -k check` tells everything that is wrong at once.
 check: $(CHECKS) ## format, lint, types, layers, spelling, dependencies

@@ -99,7 +99,7 @@ class Sample:
     assigned_version: int = 0  # newest version at the time of assignment
     moves: int = 0  # times it was aborted to balance the load
     restarts: int = 0
-    failures: int = 0  # attempts that ended in an engine error
+    failures: int = 0  # attempts that ended in an engine error; for an agent, of the current turn
     last_error: str = ""
     token_ids: bytearray = field(default_factory=bytearray)  # int32 [T]
     logprobs: bytearray = field(default_factory=bytearray)  # float32 [T]; 0 for tokens of observations
@@ -260,6 +260,7 @@ class Sample:
         if finish in ("stop", "length"):
             if limits is not None and not self.turns.end_turn(finish, **self._sizes(sampling), limits=limits):
                 self.move(SampleState.ACTING)
+                self.failures = 0
                 return
             self.move(SampleState.FINISHED)
             self.finish = finish

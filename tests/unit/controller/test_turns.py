@@ -76,6 +76,18 @@ def test_an_observation_is_part_of_the_prefix_and_never_trained() -> None:
     assert (trajectory.final, trajectory.turns[1].reward, trajectory.finish) == ("[4]", 1.0, "stop")
 
 
+def test_failures_are_counted_for_each_turn() -> None:
+    sample = acting([5])
+    observe(sample, [7])
+    for _ in range(2):
+        next_request(sample)
+        sample.end_attempt("error", "the engine failed", SAMPLING, LIMITS)
+    assert sample.failures == 2
+    next_request(sample)
+    generate(sample, [4])
+    assert sample.failures == 0
+
+
 def test_a_limit_is_absolute_however_often_a_turn_is_interrupted() -> None:
     sample = acting([5, 6, 7])
     observe(sample, [1, 1, 1, 1])

@@ -14,28 +14,29 @@ from tidemill.envs.agents.environment import HELD_OUT_SEEDS, Environment, Split,
 
 HELD_OUT_SHARE = 0.2
 """Share of the ranges, and of the products, that only held-out tasks have."""
-NUMBERS = (10, 59)
-SIZES = (10, 15)
+NUMBERS = (10, 99)
+SIZES = (12, 15)
 """Numbers in a range. Four guesses that halve it find every number among 15."""
+LOWEST = 0.7
+"""Share of the lowest number among the guesses of a teacher that does not halve."""
 NUMBER = re.compile(r"-?\d+")
 LONGEST_EXPRESSION = 100
 
 
 class Guess(Environment):
-    """Find a number between two others. The prompt is "34-48" and an action "41", each with the end of the line; the
-    answer is "higher" or "lower", and "error" for an action that is not a number.
-
-    All texts consist of digits, `-`, the letters of "higher" and "lower", and the end of the line.
+    """Find a number. The prompt is a range, "30-42", and an action a number, "35", each with the end of the line. The
+    answer is the range that is still possible, "36-42", and at the end the number. An action that is not a number does
+    not change the range.
 
     Args:
         guesses: number of guesses.
         careful: share of the teacher's episodes in which it guesses the middle of what is still possible; in the others
-            it counts up from the lowest number.
+            it tries the lowest or the highest number.
     """
 
     stop = ("\n",)
 
-    def __init__(self, guesses: int = 4, careful: float = 0.15) -> None:
+    def __init__(self, guesses: int = 4, careful: float = 0.2) -> None:
         self.left, self.careful = guesses, careful
 
     @classmethod
@@ -52,27 +53,28 @@ class Guess(Environment):
                 break
         self.low, self.high = low, low + size - 1
         self.number = draw.randint(self.low, self.high)
-        self.halves = draw.random() < self.careful
-        return f"{self.low}-{self.high}\n"
+        self.halves, self.draw = draw.random() < self.careful, draw
+        return self._range()
 
     def step(self, action: str) -> Step:
         self.left -= 1
         text = action.strip()
         guess = int(text) if re.fullmatch(r"[0-9]{1,9}", text) else None
-        if guess == self.number:
-            return Step(text="right", reward=1.0, done=True)
-        if guess is None:
-            answer = "error\n"
-        elif guess < self.number:
-            answer, self.low = "higher\n", max(self.low, guess + 1)
-        else:
-            answer, self.high = "lower\n", min(self.high, guess - 1)
-        if self.left == 0:
-            return Step(text=f"{self.number}\n", done=True)
-        return Step(text=answer, state_key=f"{self.low}-{self.high}")
+        if guess == self.number or self.left == 0:
+            return Step(text=f"{self.number}\n", reward=float(guess == self.number), done=True)
+        if guess is not None and guess < self.number:
+            self.low = max(self.low, guess + 1)
+        elif guess is not None:
+            self.high = min(self.high, guess - 1)
+        return Step(text=self._range(), state_key=self._range())
 
     def demonstrate(self) -> str:
-        return f"{(self.low + self.high) // 2 if self.halves else self.low}\n"
+        if self.halves:
+            return f"{(self.low + self.high) // 2}\n"
+        return f"{self.low if self.draw.random() < LOWEST else self.high}\n"
+
+    def _range(self) -> str:
+        return f"{self.low}-{self.high}\n"
 
 
 class Calculator(ToolEnvironment):

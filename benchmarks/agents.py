@@ -1,0 +1,206 @@
+"""Agents: whether the recipes learn, and whether evictions, kills and slow environments cost or change anything.
+
+    python -m benchmarks.agents [--only recipes,waiting,evictions,kills] [--seeds 3]
+
+- *recipes*: guess and calc-tool over seeds, on 200 held-out tasks, greedy and at the temperature of training; a control
+with random rewards, and one whose calculator is out of order. Both start from the models of the seed's SFT stage.
+- *waiting*: wall time of 64 episodes with calls of one second, compared with engine time and critical path.
+- *evictions*: a batch-invariant run with slow steps, with and without evictions: all samples and weights.
+- *kills*: the same with the process killed at 50 random moments.
+
+Parts that are not run keep their results in results/agents.json; seeds of *recipes* are kept too, unless --again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import msgspec
+import torch
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.agent_faults import evicted_run, killed_run
+from benchmarks.agent_runs import KINDS, LEARNING, RECIPES, Accuracy, AgentRun, agent_run
+from benchmarks.agent_waiting import CONTROL_LEAST, MOST, waited
+from benchmarks.measuring import RESULTS, machine, write_result
+from benchmarks.models import quiet, smollm2
+from benchmarks.stopping import interruptible
+
+NAME = "agents"
+PARTS = ("recipes", "waiting", "evictions", "kills")
+AIMS = {"guess": (0.45, 0.85), "calc-tool": (0.35, 0.90)}
+"""Highest share before, lowest share after."""
+EVICTIONS, EVICTIONS_ACTING, KILLS = 200, 60, 50
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else "")
+    parser.add_argument("--only", default=",".join(PARTS), help="parts, separated by commas")
+    parser.add_argument("--seeds", type=int, default=3, help="of recipes and evictions")
+    parser.add_argument("--steps", type=int, default=40, help="of evictions and kills")
+    parser.add_argument("--again", action="store_true", help="measure existing results of recipes again")
+    options = parser.parse_args()
+    quiet()
+    torch.set_num_threads(1)
+    parts: dict[str, Callable[[Path], dict[str, Any]]] = {
+        "recipes": lambda folder: recipes_part(folder, seeds=options.seeds, again=options.again),
+        "waiting": waiting_part,
+        "evictions": lambda folder: evictions_part(folder, seeds=options.seeds, steps=options.steps),
+        "kills": lambda folder: kills_part(folder, steps=options.steps),
+    }
+    reached = True
+    for name in options.only.split(","):
+        with tempfile.TemporaryDirectory(prefix="tidemill-agents-") as folder:
+            reached = _keep(name, parts[name](Path(folder))) and reached
+    return 0 if reached else 1
+
+
+def recipes_part(folder: Path, *, seeds: int, again: bool) -> dict[str, Any]:
+    """Results are written after every run, so that an interrupt loses one run."""
+    smollm2()
+    runs = [] if again else earlier_runs()
+    for recipe, kinds in KINDS.items():
+        for seed in range(seeds):
+            for kind in kinds:
+                if not any((each.recipe, each.kind, each.seed) == (recipe, kind, seed) for each in runs):
+                    runs.append(agent_run(folder / f"{recipe}-{seed}", recipe, kind, seed))
+                    _keep("recipes", recipes_figures(runs))
+    _print(runs)
+    return recipes_figures(runs)
+
+
+def earlier_runs() -> list[AgentRun]:
+    """Results in results/agents.json of the current recipes."""
+    try:
+        found = _earlier()["recipes"]
+        return msgspec.convert(found["runs"], list[AgentRun]) if found["digest"] == _digest() else []
+    except (KeyError, msgspec.ValidationError):
+        return []
+
+
+def recipes_figures(runs: Sequence[AgentRun]) -> dict[str, Any]:
+    aims = verdict(runs)
+    return {
+        "digest": _digest(),
+        "aims": aims,
+        "reached": all(aims.values()),
+        "runs": [msgspec.to_builtins(run) for run in runs],
+    }
+
+
+def verdict(runs: Sequence[AgentRun]) -> dict[str, bool]:
+    """Each aim, and whether every seed reaches it."""
+    found: dict[str, bool] = {}
+    for recipe, (most, least) in AIMS.items():
+        learning = [run for run in runs if run.recipe == recipe and run.kind == LEARNING]
+        controls = [run for run in runs if run.recipe == recipe and run.kind != LEARNING]
+        before = [share for run in learning for share in (run.greedy_before.share, run.sampled_before.share)]
+        after = [share for run in learning for share in (run.greedy_after.share, run.sampled_after.share)]
+        found[f"{recipe}: at most {most:g} before"] = max(before, default=1.0) <= most
+        found[f"{recipe}: at least {least:g} after"] = min(after, default=0.0) >= least
+        found[f"{recipe}: controls do not learn"] = all(
+            run.sampled_after.low <= run.sampled_before.high for run in controls
+        )
+    return found
+
+
+def waiting_part(folder: Path) -> dict[str, Any]:
+    found = waited(folder, rounds=3)
+    figures = msgspec.to_builtins(found) | {"ratio": found.ratio, "control_ratio": found.control_ratio}
+    _table("64 episodes of 4 turns, 32 tokens and one second a turn, 8 slots", [figures])
+    return {**figures, "reached": found.ratio <= MOST and found.control_ratio >= CONTROL_LEAST}
+
+
+def evictions_part(folder: Path, *, seeds: int, steps: int) -> dict[str, Any]:
+    runs = [evicted_run(folder, seed=seed, steps=steps) for seed in range(seeds)]
+    _table(
+        "guess with slow steps, batch-invariant: with evictions against without", list(map(msgspec.to_builtins, runs))
+    )
+    same = all(run.differing_samples == run.differing_steps == 0 for run in runs)
+    enough = sum(run.evictions for run in runs) >= EVICTIONS
+    acting = sum(run.evictions_own_acting for run in runs) >= EVICTIONS_ACTING
+    return {"runs": list(map(msgspec.to_builtins, runs)), "reached": same and enough and acting}
+
+
+def kills_part(folder: Path, *, steps: int) -> dict[str, Any]:
+    runs = []
+    while (done := sum(run.kills for run in runs)) < KILLS:
+        runs.append(killed_run(folder, seed=len(runs), steps=steps, kills=KILLS - done))
+    _table("the same, its process killed at random moments", list(map(msgspec.to_builtins, runs)))
+    return {"runs": list(map(msgspec.to_builtins, runs)), "reached": all(run.same for run in runs)}
+
+
+def _digest() -> str:
+    """Of both recipes and the built-in environments."""
+    paths = [RECIPES / f"{recipe}.toml" for recipe in KINDS]
+    paths.append(RECIPES.resolve().parent / "envs" / "agents" / "builtin.py")
+    return hashlib.blake2b(b"".join(path.read_bytes() for path in paths), digest_size=8).hexdigest()
+
+
+def _earlier() -> dict[str, Any]:
+    """Earlier results of all parts."""
+    try:
+        found: dict[str, Any] = json.loads((RESULTS / f"{NAME}.json").read_text())
+    except (OSError, ValueError):
+        return {}
+    return {name: found[name] for name in PARTS if name in found}
+
+
+def _keep(name: str, figures: dict[str, Any]) -> bool:
+    """Replace one part in the results file; returns whether it reached its aims."""
+    write_result(NAME, _earlier() | {name: {"measured_on": machine(), **figures}})
+    return bool(figures["reached"])
+
+
+def _print(runs: Sequence[AgentRun]) -> None:
+    table = Table(title="held-out tasks solved, mean over seeds (95 % intervals of the seeds)", box=box.SIMPLE)
+    for column in (
+        "recipe",
+        "run",
+        "seeds",
+        "greedy before",
+        "after",
+        "sampled before",
+        "after",
+        "evictions",
+        "CPU min",
+    ):
+        table.add_column(column)
+    for recipe, kinds in KINDS.items():
+        for kind in kinds:
+            group = [run for run in runs if (run.recipe, run.kind) == (recipe, kind)]
+            shares = ("greedy_before", "greedy_after", "sampled_before", "sampled_after")
+            cells = [_shares([getattr(run, name) for run in group]) for name in shares]
+            minutes = f"{fmean(run.cpu_minutes for run in group):.1f}"
+            table.add_row(recipe, kind, str(len(group)), *cells, str(sum(run.evictions for run in group)), minutes)
+    Console(width=190).print(table)
+    for aim, reached in verdict(runs).items():
+        print(f"{'reached' if reached else 'MISSED '}  {aim}")
+
+
+def _shares(shares: Sequence[Accuracy]) -> str:
+    spread = f"{min(each.low for each in shares):.2f}-{max(each.high for each in shares):.2f}"
+    return f"{fmean(each.share for each in shares):.3f} ({spread})"
+
+
+def _table(title: str, records: Sequence[dict[str, Any]]) -> None:
+    """One column per record, one row per name."""
+    table = Table(title=title, box=box.SIMPLE, show_header=False)
+    for name in records[0]:
+        cells = (f"{value:.3g}" if isinstance(value := record[name], float) else str(value) for record in records)
+        table.add_row(name.replace("_", " "), *cells)
+    Console(width=180).print(table)
+
+
+if __name__ == "__main__":
+    sys.exit(interruptible(main))

@@ -80,7 +80,8 @@ def agent_run(folder: Path, recipe: str, kind: str, seed: int) -> AgentRun:
 
 
 def _accuracy(share: float) -> Accuracy:
-    return Accuracy(share, *wilson_interval(share, HELD_OUT))
+    low, high = wilson_interval(share, HELD_OUT)
+    return Accuracy(share=share, low=low, high=high)
 
 
 def _children_cpu_s() -> float:

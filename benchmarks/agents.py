@@ -29,7 +29,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.agent_faults import evicted_run, killed_run
+from benchmarks.agent_faults import KilledRun, evicted_run, killed_run
 from benchmarks.agent_runs import KINDS, LEARNING, RECIPES, Accuracy, AgentRun, agent_run
 from benchmarks.agent_waiting import CONTROL_LEAST, MOST, waited
 from benchmarks.measuring import RESULTS, machine, write_result
@@ -46,6 +46,7 @@ EVICTIONS, EVICTIONS_ACTING, KILLS = 200, 60, 50
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else "")
     parser.add_argument("--only", default=",".join(PARTS), help="parts, separated by commas")
+    parser.add_argument("--recipes", default=",".join(KINDS), help="likewise")
     parser.add_argument("--seeds", type=int, default=3, help="of recipes and evictions")
     parser.add_argument("--steps", type=int, default=40, help="of evictions and kills")
     parser.add_argument("--again", action="store_true", help="measure existing results of recipes again")
@@ -53,7 +54,9 @@ def main() -> int:
     quiet()
     torch.set_num_threads(1)
     parts: dict[str, Callable[[Path], dict[str, Any]]] = {
-        "recipes": lambda folder: recipes_part(folder, seeds=options.seeds, again=options.again),
+        "recipes": lambda folder: recipes_part(
+            folder, options.recipes.split(","), seeds=options.seeds, again=options.again
+        ),
         "waiting": waiting_part,
         "evictions": lambda folder: evictions_part(folder, seeds=options.seeds, steps=options.steps),
         "kills": lambda folder: kills_part(folder, steps=options.steps),
@@ -65,13 +68,13 @@ def main() -> int:
     return 0 if reached else 1
 
 
-def recipes_part(folder: Path, *, seeds: int, again: bool) -> dict[str, Any]:
+def recipes_part(folder: Path, recipes: Sequence[str], *, seeds: int, again: bool) -> dict[str, Any]:
     """Results are written after every run, so that an interrupt loses one run."""
     smollm2()
     runs = [] if again else earlier_runs()
-    for recipe, kinds in KINDS.items():
+    for recipe in recipes:
         for seed in range(seeds):
-            for kind in kinds:
+            for kind in KINDS[recipe]:
                 if not any((each.recipe, each.kind, each.seed) == (recipe, kind, seed) for each in runs):
                     runs.append(agent_run(folder / f"{recipe}-{seed}", recipe, kind, seed))
                     _keep("recipes", recipes_figures(runs))
@@ -133,7 +136,7 @@ def evictions_part(folder: Path, *, seeds: int, steps: int) -> dict[str, Any]:
 
 
 def kills_part(folder: Path, *, steps: int) -> dict[str, Any]:
-    runs = []
+    runs = list[KilledRun]()
     while (done := sum(run.kills for run in runs)) < KILLS:
         runs.append(killed_run(folder, seed=len(runs), steps=steps, kills=KILLS - done))
     _table("the same, its process killed at random moments", list(map(msgspec.to_builtins, runs)))

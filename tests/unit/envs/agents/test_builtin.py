@@ -11,7 +11,8 @@ from tidemill.envs.agents.environment import Split
 def play(guess: Guess, task: dict[str, object]) -> tuple[str, list[str], list[str], float]:
     """Play an episode with the teacher: the range, its actions, the answers, and the last reward."""
     prompt = guess.reset(task, int(str(task["seed"])))
-    actions, answers = [], []
+    actions: list[str] = []
+    answers: list[str] = []
     while True:
         actions.append(guess.demonstrate())
         step = guess.step(actions[-1])

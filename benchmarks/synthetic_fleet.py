@@ -65,7 +65,7 @@ class Apart:
 
 
 class SyntheticEnvironments:
-    """Implements `core.protocols.Environments`: every answer takes one call and `seconds`.
+    """Implements `core.protocols.Environments`: every answer takes one idempotent call and `seconds`.
 
     Args:
         turns: of every episode.
@@ -78,7 +78,6 @@ class SyntheticEnvironments:
     async def act(self, episode: Episode, calls: CallLog) -> Observation:
         await asyncio.sleep(self._seconds)
         call = Call(call_id=f"{episode.sample_id.prompt_id}/{len(episode.turns)}", name="tool", arguments="{}")
-        await calls.ended(0, call)
         self.answers += 1
         if len(episode.turns) == self._turns:
             return Observation(end="done", calls=(call,))

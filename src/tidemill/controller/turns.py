@@ -74,6 +74,7 @@ class Turns:
     start: int = 0  # of the current turn
     state_key: str = ""  # of the state that the current turn sees
     observations: tuple[tuple[int, int], ...] = ()  # ranges [start, end) that were not generated
+    observed: int = 0  # tokens in them
     contexts: tuple[tuple[int, int], ...] = ()  # those of them that start a branch
     finished_calls: Mapping[int, Call] = field(default_factory=lambda: NO_CALLS)  # of the acting turn
     started_calls: tuple[int, ...] = ()
@@ -82,7 +83,7 @@ class Turns:
 
     def generated(self, length: int) -> int:
         """Tokens of a completion of `length` tokens that the policy generated."""
-        return length - sum(end - start for start, end in self.observations)
+        return length - self.observed
 
     def base(self) -> tuple[int, int]:
         """(start of the current branch's context, its end); (0, 0) in the first branch, whose context is the prompt."""
@@ -137,6 +138,7 @@ class Turns:
         self.start, self.state_key, self.returning = length + added, answer.state_key, True
         turn.observation_end = self.start
         self.observations += ((length, self.start),)
+        self.observed += self.start - length
         if answer.new_branch:
             self.contexts += ((length, self.start),)
         return answer.token_ids

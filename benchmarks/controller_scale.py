@@ -43,10 +43,11 @@ from benchmarks.synthetic_fleet import (
     SyntheticWorker,
     make_lease,
 )
-from tidemill.controller.collector import RolloutContext, SampleCollector, collect_samples
+from tidemill.controller.collector import SampleCollector, collect_samples
 from tidemill.controller.fleet import Fleet
 from tidemill.controller.in_flight import TRAIN, InFlight, SamplingPlan, plan_groups
 from tidemill.controller.ledger import Ledger
+from tidemill.controller.rollout_context import RolloutContext
 from tidemill.controller.turns import AgentLimits
 from tidemill.core.protocols import LoopClock
 from tidemill.core.records import PolicyVersion, Prompt, SamplingParams, WorkerReport, pack_tokens

@@ -28,10 +28,11 @@ from benchmarks.measuring import RESULTS, write_result
 from tests.doubles.costs import ConstantEngine
 from tests.doubles.journal import MemoryJournal
 from tidemill.config.pool import FleetConfig
-from tidemill.controller.collector import RolloutContext, collect_samples
+from tidemill.controller.collector import collect_samples
 from tidemill.controller.fleet import Fleet
 from tidemill.controller.in_flight import TRAIN, InFlight, SamplingPlan, plan_groups
 from tidemill.controller.ledger import Ledger
+from tidemill.controller.rollout_context import RolloutContext
 from tidemill.core.protocols import LoopClock
 from tidemill.core.records import (
     PolicyVersion,

@@ -20,11 +20,12 @@ from transformers import PreTrainedModel
 from benchmarks.saboteur import Cue, Eviction, Saboteur
 from tidemill.config.load import merge
 from tidemill.config.schema import RunSpec
-from tidemill.controller.collector import RolloutContext, collect_samples
+from tidemill.controller.collector import collect_samples
 from tidemill.controller.fleet import Fleet
 from tidemill.controller.in_flight import TRAIN, InFlight, SamplingPlan, plan_groups
 from tidemill.controller.ledger import Ledger
 from tidemill.controller.loop import sampling_params
+from tidemill.controller.rollout_context import RolloutContext
 from tidemill.core.protocols import Clock, Trainer
 from tidemill.core.records import (
     Completion,

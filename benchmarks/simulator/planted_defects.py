@@ -28,8 +28,9 @@ from rich.table import Table
 from benchmarks.measuring import write_result
 from tests.fault_simulation.seed_run import simulate_faults
 from tidemill.controller import ledger, publishing, run
+from tidemill.controller.acting import TurnLog
 from tidemill.controller.batching import BatchBuilder
-from tidemill.controller.collector import SampleCollector, TurnLog
+from tidemill.controller.collector import SampleCollector
 from tidemill.controller.dispatcher import Dispatcher
 from tidemill.controller.fleet import Fleet
 from tidemill.controller.in_flight import InFlight

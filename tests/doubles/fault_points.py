@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from tests.doubles.environments import FakeEnvironments
 from tests.doubles.journal import HEADER, MemoryJournal, PowerCut
 from tests.doubles.session import FakeCheckpoints, Session
-from tidemill.controller.ledger import Accepted, AnyEntry, CallEnded, CallStarted, Ledger, Observed, Rewarded, decode
+from tidemill.controller.entries import Accepted, AnyEntry, CallEnded, CallStarted, Observed, Rewarded, decode
+from tidemill.controller.ledger import Ledger
 from tidemill.core.records import GenerateRequest, SampleId
 
 ENTRIES: dict[type, str] = {

@@ -10,8 +10,9 @@ from tests.doubles.journal import MemoryJournal
 from tests.fault_simulation.invariants import Invariants, Violation
 from tests.fault_simulation.journal_reading import DurableState
 from tests.fault_simulation.training_invariants import TrainingInvariants
+from tidemill.controller.entries import decode
 from tidemill.controller.in_flight import InFlight
-from tidemill.controller.ledger import Ledger, decode
+from tidemill.controller.ledger import Ledger
 from tidemill.controller.samples import Sample
 from tidemill.core.protocols import Clock, Journal
 from tidemill.core.records import FleetRow, Group, Prompt, Reward, StepMetrics, Trajectory

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from tidemill.controller.ledger import (
+from tidemill.controller.entries import (
     Accepted,
     AnyEntry,
     CallEnded,

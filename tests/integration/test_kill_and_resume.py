@@ -12,7 +12,7 @@ import pytest
 from tests.doubles.journal import HEADER, PowerCut
 from tests.doubles.session import Disk, Session, small_spec
 from tests.virtual_time import run_virtual
-from tidemill.controller.ledger import Published, decode
+from tidemill.controller.entries import Published, decode
 from tidemill.core.records import SampleId
 
 SPEC = small_spec()

@@ -12,7 +12,7 @@ import pytest
 from tests.fabricated_forecast import make_forecast
 from tests.planted import planted, spec_of
 from tidemill.config.model import ModelConfig
-from tidemill.controller.ledger import Rewarded, decode, encode
+from tidemill.controller.entries import Rewarded, decode, encode
 from tidemill.core.errors import UserError
 from tidemill.core.records import Reward
 from tidemill.models.folder import DESCRIPTION

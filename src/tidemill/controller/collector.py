@@ -16,27 +16,21 @@ and scoring continue while the consumer (the trainer) is busy, and the consumer 
 from __future__ import annotations
 
 import asyncio
-import math
-from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager, suppress
-from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, Literal, TypeVar
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from contextlib import asynccontextmanager, suppress
+from typing import Any, TypeVar
 
+from tidemill.controller.acting import ActingEpisodes, is_current
 from tidemill.controller.batching import scored
 from tidemill.controller.dispatcher import Dispatcher
-from tidemill.controller.fleet import Fleet
-from tidemill.controller.in_flight import InFlight, StepCounters
-from tidemill.controller.ledger import Ledger
+from tidemill.controller.in_flight import InFlight
 from tidemill.controller.offload import Balance, HandOver
 from tidemill.controller.reading import Reading
+from tidemill.controller.rollout_context import RolloutContext, StopRequested
 from tidemill.controller.samples import Sample, SampleState
-from tidemill.controller.turns import AgentLimits
-from tidemill.controller.waiting import Mailbox, Messages, Timeouts, Wait, log_waiting, wait_with_deadline
-from tidemill.core.errors import DeadlineError, TidemillError
-from tidemill.core.protocols import Clock, Codec, Environments, Scorer, Telemetry
-from tidemill.core.records import Call, Observation, Trajectory, WorkerReport, WorkerStatus
-from tidemill.telemetry.events import WAIT_ABANDONED, span
+from tidemill.controller.waiting import Mailbox, Messages, Wait, log_waiting
+from tidemill.core.errors import DeadlineError
+from tidemill.core.records import Observation, Trajectory
 
 T = TypeVar("T")
 
@@ -45,87 +39,6 @@ GATHER_S = 1e-4
 
 FLEET_VIEW_S = 0.5
 """Interval of the live view's fleet rows."""
-
-
-class StopRequested(Exception):
-    """The user asked the run to stop; samples received so far are journalled."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RolloutContext:
-    """Everything that generating and scoring samples needs."""
-
-    fleet: Fleet
-    ledger: Ledger
-    scorer: Scorer
-    codec: Codec
-    telemetry: Telemetry
-    clock: Clock
-    stop: asyncio.Event  # set to end the run
-    timeouts: Timeouts = field(default_factory=Timeouts)
-    truncated: Literal["trained", "masked"] = "trained"  # treatment of completions cut by the token limit
-    phase: str = "rollout"
-    window_s: float = math.inf  # how long the local worker generates while preemptible workers serve
-    reading: Reading | None = None  # None without models that read samples one by one
-    environments: Environments | None = None  # None: samples are single completions
-    agent: AgentLimits | None = None
-    statuses: dict[str, WorkerStatus] = field(default_factory=dict)  # the latest, by lease
-
-    async def wait_for(self, call: Coroutine[Any, Any, T], *, awaited: str, look_at: str, deadline_s: float) -> T:
-        """Await with "waiting" events and a deadline.
-
-        Raises:
-            DeadlineError: it took longer than `deadline_s` seconds.
-        """
-        wait = Wait(awaited=awaited, look_at=look_at, deadline_s=deadline_s)
-        return await wait_with_deadline(
-            call, wait, notice_s=self.timeouts.notice_s, telemetry=self.telemetry, clock=self.clock
-        )
-
-    async def unless_stopped(self, call: Coroutine[Any, Any, T], *, awaited: str, lost: str) -> T:
-        """Await; once the run is to stop, for at most `timeouts.stop_s` more seconds.
-
-        Args:
-            lost: what a timeout costs, for the event.
-
-        Raises:
-            StopRequested: the time is up, and `call` was cancelled.
-        """
-        task, stop = asyncio.ensure_future(call), asyncio.create_task(self.stop.wait())
-        try:
-            await asyncio.wait({task, stop}, return_when=asyncio.FIRST_COMPLETED)
-            if not task.done():
-                await asyncio.wait({task}, timeout=self.timeouts.stop_s)
-            if not task.done():
-                self.telemetry.event(WAIT_ABANDONED, awaited=awaited, waited_s=self.timeouts.stop_s, lost=lost)
-                raise StopRequested
-            return task.result()
-        finally:
-            for one in (task, stop):
-                one.cancel()
-            await asyncio.gather(task, stop, return_exceptions=True)
-
-    @contextmanager
-    def span(self, name: str, **fields: Any) -> Iterator[dict[str, Any]]:
-        """An event with a duration; `StopRequested` marks it as interrupted, not as failed."""
-        stopped: StopRequested | None = None
-        with span(self.telemetry, self.clock, name, **fields) as all_fields:
-            try:
-                yield all_fields
-            except StopRequested as request:
-                all_fields["interrupted"], stopped = True, request
-        if stopped is not None:
-            raise stopped
-
-    def update_status(self, report: WorkerReport, counters: StepCounters) -> None:
-        """Store a worker's status, and count the prompt tokens since its last report."""
-        status = report.status
-        before = self.statuses.get(report.lease_id)
-        counters.prompt_tokens_computed += status.prompt_tokens_computed - (
-            before.prompt_tokens_computed if before else 0
-        )
-        counters.prompt_tokens_reused += status.prompt_tokens_reused - (before.prompt_tokens_reused if before else 0)
-        self.statuses[report.lease_id] = status
 
 
 @asynccontextmanager
@@ -149,37 +62,12 @@ async def collect_samples(
         try:
             yield collector
         finally:
-            jobs = [*tasks, *collector.scoring, *collector.acting.values(), *collector.forgotten]
+            jobs = [*tasks, *collector.scoring, *collector.acting.tasks]
             for task in jobs:
                 task.cancel()
             await asyncio.gather(*jobs, return_exceptions=True)
             for lease_id in in_flight.leases:
                 rollout.fleet.abort(lease_id, [sample.sample_id for sample in in_flight.held(lease_id).values()])
-
-
-class TurnLog:
-    """Implements `core.protocols.CallLog` for the last turn of a sample."""
-
-    def __init__(self, sample: Sample, in_flight: InFlight, ledger: Ledger) -> None:
-        self._sample, self._in_flight, self._ledger, self._attempt = sample, in_flight, ledger, sample.attempt
-
-    async def started(self, index: int) -> None:
-        self._check()
-        await self._ledger.record_call_started(self._in_flight, self._sample, index)
-
-    async def ended(self, index: int, call: Call) -> None:
-        self._check()
-        await self._ledger.record_call(self._in_flight, self._sample, index, call)
-
-    def _check(self) -> None:
-        """Raises CancelledError: the sample was restarted or dropped."""
-        if not is_current(self._in_flight, self._sample, self._attempt, SampleState.ACTING):
-            raise asyncio.CancelledError
-
-
-def is_current(in_flight: InFlight, sample: Sample, attempt: int, state: SampleState) -> bool:
-    """Whether a sample was neither restarted nor dropped meanwhile."""
-    return sample.state is state and sample.attempt == attempt and in_flight.samples.get(sample.ordinal) is sample
 
 
 class SampleCollector:
@@ -196,8 +84,7 @@ class SampleCollector:
         self._paused: asyncio.Event | None = None  # while pausing; set when nothing is running
         self._batch_samples = len(in_flight.samples)
         self.scoring: set[asyncio.Task[None]] = set()
-        self.acting: dict[int, asyncio.Task[None]] = {}  # by ordinal
-        self.forgotten: set[asyncio.Task[None]] = set()  # cancelled, but not ended yet
+        self.acting = ActingEpisodes(in_flight, rollout, self.mailbox)
         self.waited_s = 0.0  # by the consumer, in this step
         self.idle_s = 0.0  # part of it in which the local worker did not generate
         self._fleet_shown_at = -FLEET_VIEW_S
@@ -217,17 +104,6 @@ class SampleCollector:
         self._batch_samples, self.waited_s, self.idle_s = samples, 0.0, 0.0
         self._dispatcher.begin_step(window_s, balance)
         self.mailbox.notify()
-
-    def forget(self, samples: Sequence[Sample]) -> None:
-        """Abandon the environments of samples that are restarted or dropped."""
-        if self._rollout.environments is None:
-            return
-        for sample in samples:
-            if (task := self.acting.pop(sample.ordinal, None)) is not None:
-                task.cancel()
-                self.forgotten.add(task)
-                task.add_done_callback(self.forgotten.discard)
-        self._rollout.environments.forget([sample.sample_id for sample in samples])
 
     async def next(self) -> Trajectory:
         """Wait for the next scored sample."""
@@ -317,29 +193,6 @@ class SampleCollector:
             self.mailbox.messages.rewards.append((sample, attempt, reward, ref_logprobs))
             self.mailbox.notify()
 
-    async def _act(self, sample: Sample) -> None:
-        rollout, attempt = self._rollout, sample.attempt
-        assert rollout.environments is not None and rollout.agent is not None
-        plan = self._in_flight.plan
-        episode = sample.episode(rollout.codec.decode, plan.sampling, rollout.agent)
-        started_s = rollout.clock.now()
-        try:
-            answer = await rollout.environments.act(episode, TurnLog(sample, self._in_flight, rollout.ledger))
-        except asyncio.CancelledError:
-            task = asyncio.current_task()
-            assert task is not None
-            if task.cancelling() or not self._is_current(sample, attempt, SampleState.ACTING):
-                raise
-            # Otherwise the run would wait for the answer until `timeouts.act_s`.
-            self.mailbox.put_failure(TidemillError(f"the environment of {sample.sample_id} cancelled its own answer"))
-        except Exception as error:  # noqa: BLE001 - `next` raises it
-            self.mailbox.put_failure(error)
-        else:
-            self._in_flight.counters.turns_answered += 1
-            self._in_flight.counters.answer_s += rollout.clock.now() - started_s
-            self.mailbox.messages.observations.append((sample, attempt, answer))
-            self.mailbox.notify()
-
     async def _recompute_ref_logprobs(self, sample: Sample, reading: Reading) -> None:
         attempt = sample.attempt
         try:
@@ -355,18 +208,6 @@ class SampleCollector:
         self.scoring.add(task)
         task.add_done_callback(self.scoring.discard)
 
-    def _start_acting(self, samples: Sequence[Sample]) -> None:
-        """Let environments answer the turns that have ended; those of a run that is to stop are left to its resume."""
-        for sample in samples:
-            if self._rollout.stop.is_set() or not self._is_current(sample, sample.attempt, SampleState.ACTING):
-                continue
-            task = self.acting[sample.ordinal] = asyncio.create_task(self._act(sample))
-            task.add_done_callback(partial(self._acted, sample.ordinal))
-
-    def _acted(self, ordinal: int, task: asyncio.Task[None]) -> None:
-        if self.acting.get(ordinal) is task:
-            del self.acting[ordinal]
-
     # The task that reads them.
 
     async def run(self) -> None:
@@ -375,7 +216,7 @@ class SampleCollector:
             self._restore_scored(self._in_flight.in_state(SampleState.SCORED))
             for sample in self._in_flight.in_state(SampleState.FINISHED):
                 self._start(self._score(sample))
-            self._start_acting(self._in_flight.in_state(SampleState.ACTING))
+            self.acting.start(self._in_flight.in_state(SampleState.ACTING))
             self._dispatch()
             while self._endless or not self._in_flight.all_scored:
                 messages = await self._receive()
@@ -420,7 +261,7 @@ class SampleCollector:
         if rollout.reading is not None:
             rollout.reading.send_growth(in_flight, messages.reports)
         self._finish(ended)
-        self._start_acting(ended)
+        self.acting.start(ended)
         await self._observe(messages)
         for outcome in messages.ended:
             samples = in_flight.revoke(outcome.lease_id)
@@ -494,14 +335,8 @@ class SampleCollector:
         self._dispatcher.abort_all()
         with suppress(TimeoutError):
             async with asyncio.timeout(self._rollout.timeouts.stop_s):
-                while self._in_flight.running or self._unrepeatable_calls:
+                while self._in_flight.running or self.acting.calls_unrepeatable:
                     await self._process(await self._receive())
-
-    @property
-    def _unrepeatable_calls(self) -> bool:
-        """Whether a call that must not be repeated is being made."""
-        acting = (self._in_flight.samples[ordinal].turns for ordinal in self.acting)
-        return any(turns.started_calls and set(turns.started_calls) - turns.finished_calls.keys() for turns in acting)
 
     # Deadlines and progress.
 

@@ -13,9 +13,11 @@ from typing import Any
 import msgspec
 
 from tidemill.config.schema import RunSpec
-from tidemill.controller.collector import RolloutContext, SampleCollector, collect_samples
+from tidemill.controller.collector import SampleCollector, collect_samples
+from tidemill.controller.entries import EvalResult, Evaluated
 from tidemill.controller.in_flight import InFlight, SamplingPlan, plan_groups
-from tidemill.controller.ledger import EvalResult, Evaluated, Ledger
+from tidemill.controller.ledger import Ledger
+from tidemill.controller.rollout_context import RolloutContext
 from tidemill.core.errors import UserError
 from tidemill.core.protocols import PromptSource, Scorer
 from tidemill.core.records import CORRECT_REWARD, PolicyVersion, Prompt, Record, SamplingParams, Trajectory

@@ -10,23 +10,39 @@ started round by round, so that a checkpoint allows whole rounds to be pruned.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import groupby
-from typing import Literal, TypeAlias
 
-import msgspec
-
-from tidemill.controller.in_flight import InFlight, PlannedGroup, SamplingPlan, plan_groups
-from tidemill.controller.samples import IllegalTransition, Sample, SampleState
-from tidemill.core.errors import UserError
+from tidemill.controller.entries import (
+    AnyEntry,
+    BatchReward,
+    CallEnded,
+    CallStarted,
+    Checkpointed,
+    Dropped,
+    EvalResult,
+    Evaluated,
+    Observed,
+    Opened,
+    Published,
+    Restarted,
+    Rewarded,
+    Trained,
+    accepted_entry,
+    batches_after,
+    decode,
+    encode,
+    has_lost_versions,
+)
+from tidemill.controller.in_flight import InFlight, PlannedGroup, plan_groups
+from tidemill.controller.replay import PromptAt, replay
+from tidemill.controller.samples import Sample
 from tidemill.core.protocols import Journal
 from tidemill.core.records import (
     Call,
     LogprobBuffer,
     Observation,
-    PolicyVersion,
     Prompt,
-    Record,
     Reward,
     TokenDelta,
     Trajectory,
@@ -35,307 +51,6 @@ from tidemill.core.records import (
 
 NEVER_PRUNED = 2**62
 """Journal step of entries that `Ledger.prune` keeps."""
-
-PromptAt: TypeAlias = Callable[[int], tuple[int, Prompt]]
-"""Returns the (epoch, prompt) of a group's position."""
-
-
-class EvalResult(Record, omit_defaults=True):
-    """Figures of one evaluation."""
-
-    name: str
-    step: int  # batches committed before it
-    version: PolicyVersion
-    greedy_accuracy: float | None  # share of correct samples; None for graded rewards
-    n: int
-    invalid: int  # samples whose reward failed; left out of the mean, counted as incorrect
-    truncated_fraction: float
-    completion_tokens_mean: float
-    duration_s: float
-    reward_mean: float | None = None  # over samples with a valid reward; None without any
-    reward_stderr: float | None = None  # of that mean, over prompts
-    samples_per_prompt: int = 0  # drawn in addition to the greedy completion
-    pass_at: dict[int, float] = {}  # pass@k of the drawn samples by k; empty for graded rewards
-    drawn_reward_mean: float | None = None  # of the drawn samples, mean over prompts
-
-
-class Entry(msgspec.Struct, frozen=True, array_like=True):
-    """Base of journal entries; packed as arrays to keep the journal small."""
-
-
-class Opened(Entry, frozen=True, tag="opened"):
-    """Groups were started."""
-
-    plan: SamplingPlan
-    groups: tuple[PlannedGroup, ...]
-
-
-class Trained(Entry, frozen=True, tag="trained"):
-    """The groups of a committed batch, in training order."""
-
-    step: int
-    positions: tuple[int, ...]
-
-
-class BatchReward(Entry, frozen=True, tag="batch_reward"):
-    """Mean reward of a batch. Never pruned: an adaptive overcommit depends on the trend since the start."""
-
-    step: int
-    reward_mean: float | None  # over samples with a valid reward; None without any
-
-
-class Checkpointed(Entry, frozen=True, tag="checkpointed"):
-    """A checkpoint was written and earlier rounds were pruned. Lists what a resume from it must start again when
-    later checkpoints are lost."""
-
-    step: int
-    next_position: int
-    open: tuple[int, ...]  # earlier positions that the checkpoint was not trained on
-
-
-class Dropped(Entry, frozen=True, tag="dropped"):
-    """A group was dropped: no reward signal, or over the lag limit."""
-
-    position: int
-
-
-class Restarted(Entry, frozen=True, tag="restarted"):
-    """The tokens of these samples were discarded."""
-
-    ordinals: tuple[int, ...]
-
-
-class AcceptedTokens(Entry, frozen=True):
-    """New tokens of one sample."""
-
-    ordinal: int  # group position * group size + index
-    attempt: int
-    start: int
-    token_ids: bytes
-    logprobs: bytes
-    version: int  # index into `Accepted.versions`
-    finish: Literal["stop", "length"] | None
-
-
-class Accepted(Entry, frozen=True, tag="tokens"):
-    """The accepted deltas of one report."""
-
-    versions: tuple[PolicyVersion, ...]
-    samples: tuple[AcceptedTokens, ...]
-    source: str = ""  # engine and worker
-
-
-class CallStarted(Entry, frozen=True, tag="call_started"):
-    """A call that must not be repeated is about to start."""
-
-    ordinal: int
-    turn: int
-    index: int
-
-
-class CallEnded(Entry, frozen=True, tag="call_ended"):
-    """The result of a call."""
-
-    ordinal: int
-    turn: int
-    index: int
-    call: Call
-
-
-class Observed(Entry, frozen=True, tag="observed"):
-    """The environment answered the last turn of a sample, whose completion had `start` tokens."""
-
-    ordinal: int
-    turn: int
-    start: int
-    answer: Observation
-
-
-class Published(Entry, frozen=True, tag="published"):
-    """For tokens that older versions generated: their logprobs under a newly published version."""
-
-    version: int
-    logprobs: tuple[tuple[int, LogprobBuffer], ...]  # by ordinal: float32 [N] of the sample's first tokens
-
-
-class Rewarded(Entry, frozen=True, tag="rewards"):
-    """Rewards by sample ordinal."""
-
-    rewards: tuple[tuple[int, Reward], ...]
-
-
-class Evaluated(Entry, frozen=True, tag="evaluation"):
-    """A finished evaluation; its samples are pruned with the next checkpoint."""
-
-    result: EvalResult
-    samples: tuple[Trajectory, ...] = ()
-
-
-AnyEntry: TypeAlias = (
-    Opened
-    | Accepted
-    | CallStarted
-    | CallEnded
-    | Observed
-    | Rewarded
-    | Trained
-    | BatchReward
-    | Checkpointed
-    | Dropped
-    | Restarted
-    | Published
-    | Evaluated
-)
-
-_encoder = msgspec.msgpack.Encoder()
-_decoder: msgspec.msgpack.Decoder[AnyEntry] = msgspec.msgpack.Decoder(AnyEntry)
-
-
-def encode(entry: AnyEntry) -> bytes:
-    return _encoder.encode(entry)
-
-
-def decode(blob: bytes, step: int = 0) -> AnyEntry:
-    """Decode an entry stored under `step`.
-
-    Raises:
-        UserError: the blob is not an entry.
-    """
-    try:
-        return _decoder.decode(blob)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise _unreadable(step, str(error)) from error
-
-
-def _unreadable(step: int, why: str) -> UserError:
-    return UserError(
-        f"the ledger's entries of step {step} are not readable ({why})",
-        where="ledger.sqlite",
-        hint="delete ledger.sqlite: the run resumes from its last checkpoint and generates later samples again",
-    )
-
-
-def accepted_entry(deltas: Iterable[tuple[int, TokenDelta]], source: str) -> Accepted | None:
-    """The entry for (ordinal, applied delta) pairs of one worker; None when no delta has tokens or a finish."""
-    versions: dict[PolicyVersion, int] = {}
-    samples = []
-    for ordinal, delta in deltas:
-        finish = delta.finish if delta.finish in ("stop", "length") else None
-        if delta.token_ids or finish:
-            samples.append(
-                AcceptedTokens(
-                    ordinal,
-                    delta.attempt,
-                    delta.start,
-                    delta.token_ids,
-                    delta.logprobs,
-                    versions.setdefault(delta.version, len(versions)),
-                    finish,
-                )
-            )
-    return Accepted(tuple(versions), tuple(samples), source) if samples else None
-
-
-def batches_after(entries: Sequence[tuple[int, AnyEntry]], step: int) -> dict[int, tuple[int, ...]]:
-    """Group positions of the consecutive batches after `step`, by step."""
-    known = {entry.step: entry.positions for _, entry in entries if isinstance(entry, Trained)}
-    following = dict[int, tuple[int, ...]]()
-    while (step := step + 1) in known:
-        following[step] = known[step]
-    return following
-
-
-def has_lost_versions(entries: Sequence[tuple[int, AnyEntry]], checkpoint: int, *, newest: int) -> bool:
-    """Whether entries refer to versions that cannot be recomputed because their checkpoint is lost.
-
-    Args:
-        checkpoint: step of the newest checkpoint.
-        newest: newest version that can be recomputed from it.
-    """
-    checkpointed = [entry.step for _, entry in entries if isinstance(entry, Checkpointed)]
-    return bool(checkpointed and checkpointed[-1] > checkpoint) or any(
-        (isinstance(entry, Trained) and entry.step > newest)
-        or (isinstance(entry, Opened) and any(group.from_version > newest for group in entry.groups))
-        for _, entry in entries
-    )
-
-
-def replay(in_flight: InFlight, entry: AnyEntry, step: int, prompt_at: PromptAt) -> None:
-    """Apply a stored entry.
-
-    Raises:
-        UserError: it contradicts earlier entries, or belongs to other prompts or settings.
-    """
-    try:
-        if isinstance(entry, Opened):
-            _replay_opened(in_flight, entry, step, prompt_at)
-        elif isinstance(entry, Accepted):
-            _replay_accepted(in_flight, entry, step)
-        elif isinstance(entry, CallStarted | CallEnded | Observed):
-            _replay_acting(in_flight, entry, step)
-        elif isinstance(entry, Rewarded):
-            for ordinal, reward in entry.rewards:
-                in_flight.samples[ordinal].score(reward)
-        elif isinstance(entry, Published):
-            for ordinal, logprobs in entry.logprobs:
-                in_flight.samples[ordinal].set_published(entry.version, logprobs)
-        elif isinstance(entry, Restarted):
-            for ordinal in entry.ordinals:
-                in_flight.samples[ordinal].restart()
-        elif isinstance(entry, Dropped):
-            in_flight.close(entry.position)
-    except (LookupError, IllegalTransition) as error:
-        raise _unreadable(step, str(error)) from error
-
-
-def _replay_accepted(in_flight: InFlight, entry: Accepted, step: int) -> None:
-    for tokens in entry.samples:
-        sample = in_flight.samples[tokens.ordinal]
-        if sample.state is SampleState.WAITING:
-            sample.move(SampleState.RUNNING)
-        if sample.state is not SampleState.RUNNING or tokens.start != sample.length:
-            raise _unreadable(step, f"sample {tokens.ordinal}: tokens at {tokens.start}, expected {sample.length}")
-        sample.attempt, sample.turns.returning = tokens.attempt, False
-        sample.extend(tokens.token_ids, tokens.logprobs, entry.versions[tokens.version], entry.source)
-        if tokens.finish:
-            sample.end_attempt(tokens.finish, "", in_flight.plan.sampling, in_flight.plan.agent)
-
-
-def _replay_acting(in_flight: InFlight, entry: CallStarted | CallEnded | Observed, step: int) -> None:
-    sample = in_flight.samples[entry.ordinal]
-    turns, agent = sample.turns, in_flight.plan.agent
-    if sample.state is not SampleState.ACTING or agent is None or len(turns.ended) - 1 != entry.turn:
-        raise _unreadable(step, f"sample {entry.ordinal}: {type(entry).__name__} of turn {entry.turn} does not fit")
-    if isinstance(entry, CallStarted):
-        turns.started_calls += (entry.index,)
-    elif isinstance(entry, CallEnded):
-        turns.finished_calls = {**turns.finished_calls, entry.index: entry.call}
-    elif entry.start != sample.length:
-        raise _unreadable(step, f"sample {entry.ordinal}: observation at {entry.start}, expected {sample.length}")
-    else:
-        sample.observe(entry.answer, in_flight.plan.sampling, agent)
-
-
-def _replay_opened(in_flight: InFlight, entry: Opened, step: int, prompt_at: PromptAt) -> None:
-    pairs = [prompt_at(group.position) for group in entry.groups]
-    different = [
-        name for name in SamplingPlan.__struct_fields__ if getattr(entry.plan, name) != getattr(in_flight.plan, name)
-    ]
-    for group, (epoch, prompt) in zip(entry.groups, pairs, strict=True):
-        (planned,) = plan_groups([(epoch, prompt)], first_position=group.position, from_version=group.from_version)
-        different += [name for name in PlannedGroup.__struct_fields__ if getattr(planned, name) != getattr(group, name)]
-    if different:
-        raise UserError(
-            f"step {step} was started with other prompts or settings (different: "
-            f"{', '.join(dict.fromkeys(different))})",
-            where="ledger.sqlite",
-            hint="resume with the task, batch, sampling and seed settings the run was started with; or delete "
-            "ledger.sqlite to generate the samples since the last checkpoint again",
-        )
-    for group in entry.groups:
-        if group.position in in_flight.groups:  # opened a second time after a checkpoint was lost
-            in_flight.close(group.position)
-    in_flight.open(entry.groups, [prompt for _, prompt in pairs])
 
 
 class Ledger:

@@ -18,11 +18,13 @@ import asyncio
 from collections.abc import Mapping, Sequence
 
 from tidemill.config.schema import RunSpec
-from tidemill.controller.collector import RolloutContext, StopRequested, collect_samples
+from tidemill.controller.collector import collect_samples
+from tidemill.controller.entries import EvalResult
 from tidemill.controller.fleet import Fleet
 from tidemill.controller.in_flight import TRAIN, InFlight, SamplingPlan
-from tidemill.controller.ledger import EvalResult, Ledger
+from tidemill.controller.ledger import Ledger
 from tidemill.controller.reading import Reading
+from tidemill.controller.rollout_context import RolloutContext, StopRequested
 from tidemill.controller.run import Run
 from tidemill.controller.turns import AgentLimits
 from tidemill.controller.waiting import Timeouts

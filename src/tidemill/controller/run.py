@@ -21,10 +21,11 @@ from tidemill.controller.batching import (
     overcommitted,
     sample_figures,
 )
-from tidemill.controller.collector import RolloutContext, SampleCollector, StopRequested
+from tidemill.controller.collector import SampleCollector
 from tidemill.controller.evaluation import EvalSchedule
 from tidemill.controller.in_flight import InFlight, plan_groups
 from tidemill.controller.offload import Seeding
+from tidemill.controller.rollout_context import RolloutContext, StopRequested
 from tidemill.controller.samples import Sample, SampleState
 from tidemill.core.errors import TidemillError
 from tidemill.core.protocols import Checkpoints, PromptSource, Scorer, Trainer
@@ -248,7 +249,7 @@ class Run:
                 self.rollout.fleet.abort(sample.lease_id, [sample.sample_id])
         if self.rollout.reading is not None:
             self.rollout.reading.forget(samples)
-        self._collector.forget(samples)
+        self._collector.acting.forget(samples)
 
     def _latest_step(self, position: int) -> int | None:
         """The last step that may train on a group; None if the schedule does not wait for groups at the lag limit."""

@@ -16,11 +16,11 @@ from typing import Any, Literal, TypeAlias
 import msgspec
 
 from tidemill.config.schema import RunSpec
-from tidemill.controller.collector import RolloutContext
 from tidemill.controller.evaluation import Evaluation, correctness, draw, eval_result, evaluate, is_correct
 from tidemill.controller.fleet import Fleet
 from tidemill.controller.ledger import Ledger
 from tidemill.controller.loop import sampling_params
+from tidemill.controller.rollout_context import RolloutContext
 from tidemill.core.errors import UserError
 from tidemill.core.protocols import LoopClock
 from tidemill.core.records import (

@@ -14,10 +14,11 @@ from tests.doubles.journal import MemoryJournal
 from tests.doubles.samples import GROUPS, FakeCodec, make_plan, make_prompts, prompt_of
 from tests.doubles.session import FakeScorer, FakeTelemetry
 from tests.virtual_time import run_virtual
-from tidemill.controller.collector import RolloutContext, SampleCollector, StopRequested, collect_samples
+from tidemill.controller.collector import SampleCollector, collect_samples
 from tidemill.controller.fleet import Fleet
 from tidemill.controller.in_flight import InFlight
 from tidemill.controller.ledger import Ledger
+from tidemill.controller.rollout_context import RolloutContext, StopRequested
 from tidemill.controller.samples import SampleState
 from tidemill.controller.waiting import Timeouts
 from tidemill.core.errors import DeadlineError, TidemillError

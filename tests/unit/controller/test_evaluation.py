@@ -12,10 +12,10 @@ from tests.doubles.samples import FakeCodec, make_prompt
 from tests.doubles.session import FakeScorer, FakeTelemetry
 from tests.fabricated_run import make_trajectory
 from tests.virtual_time import run_virtual
-from tidemill.controller.collector import RolloutContext
 from tidemill.controller.evaluation import Evaluation, eval_result, evaluate, is_correct
 from tidemill.controller.fleet import Fleet
 from tidemill.controller.ledger import Ledger
+from tidemill.controller.rollout_context import RolloutContext
 from tidemill.core.errors import UserError
 from tidemill.core.protocols import LoopClock
 from tidemill.core.records import GenerateRequest, PolicyVersion, Prompt, Reward, SamplingParams, Trajectory

@@ -12,7 +12,7 @@ from tests.doubles.journal import MemoryJournal
 from tests.doubles.session import Disk, small_spec
 from tests.virtual_time import run_virtual
 from tidemill.config.schema import RunSpec
-from tidemill.controller.ledger import CallEnded, CallStarted, Observed, decode
+from tidemill.controller.entries import CallEnded, CallStarted, Observed, decode
 
 VERSIONS = 7
 """Index in what the trainer gets of a sample."""

@@ -6,8 +6,8 @@ from typing import Any, cast
 import msgspec
 
 from tests.doubles.samples import make_report
-from tidemill.controller.collector import RolloutContext
 from tidemill.controller.in_flight import StepCounters
+from tidemill.controller.rollout_context import RolloutContext
 
 
 def test_counters_of_a_new_lease_start_at_zero() -> None:

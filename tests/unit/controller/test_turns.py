@@ -11,9 +11,10 @@ from tests.doubles.environments import LIMITS, FakeEnvironments
 from tests.doubles.samples import PROMPTS, SAMPLING, V3, FakeCodec, make_id, make_prompt
 from tests.doubles.session import Disk, Session, small_spec
 from tests.virtual_time import run_virtual
-from tidemill.controller.collector import RolloutContext, collect_samples
+from tidemill.controller.collector import collect_samples
 from tidemill.controller.in_flight import InFlight, SamplingPlan, plan_groups
 from tidemill.controller.ledger import Ledger
+from tidemill.controller.rollout_context import RolloutContext
 from tidemill.controller.samples import Sample, SampleState
 from tidemill.controller.turns import AgentLimits
 from tidemill.core.errors import TidemillError
@@ -185,7 +186,7 @@ def test_collecting_ends_after_abandoned_environments() -> None:
         async with session.fleet, collect_samples(in_flight, rollout, endless=True) as collector:
             while in_flight.acting < 2:  # noqa: ASYNC110 - nobody tells
                 await asyncio.sleep(0.1)
-            collector.forget(list(in_flight))
+            collector.acting.forget(list(in_flight))
             in_flight.restart(list(in_flight))
         assert len(ended) == 2
         await session.worker.close()

@@ -11,8 +11,8 @@ import pytest
 
 from tests.char_codec import make_prompt, make_trajectory
 from tests.trajectories import agent_trajectory
+from tidemill.controller.entries import EvalResult
 from tidemill.controller.evaluation import Evaluation, eval_result
-from tidemill.controller.ledger import EvalResult
 from tidemill.core.records import Group, PolicyVersion, Prompt, Reward, SourceRun, Trajectory
 from tidemill.runtime.model_evaluation import ModelEvaluation, comparison, figures
 from tidemill.telemetry.statistics import wilson_interval

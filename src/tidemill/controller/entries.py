@@ -1,0 +1,242 @@
+"""Entries of the ledger's journal, and what they say together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Literal, TypeAlias
+
+import msgspec
+
+from tidemill.controller.in_flight import PlannedGroup, SamplingPlan
+from tidemill.core.errors import UserError
+from tidemill.core.records import (
+    Call,
+    LogprobBuffer,
+    Observation,
+    PolicyVersion,
+    Record,
+    Reward,
+    TokenDelta,
+    Trajectory,
+)
+
+
+class EvalResult(Record, omit_defaults=True):
+    """Figures of one evaluation."""
+
+    name: str
+    step: int  # batches committed before it
+    version: PolicyVersion
+    greedy_accuracy: float | None  # share of correct samples; None for graded rewards
+    n: int
+    invalid: int  # samples whose reward failed; left out of the mean, counted as incorrect
+    truncated_fraction: float
+    completion_tokens_mean: float
+    duration_s: float
+    reward_mean: float | None = None  # over samples with a valid reward; None without any
+    reward_stderr: float | None = None  # of that mean, over prompts
+    samples_per_prompt: int = 0  # drawn in addition to the greedy completion
+    pass_at: dict[int, float] = {}  # pass@k of the drawn samples by k; empty for graded rewards
+    drawn_reward_mean: float | None = None  # of the drawn samples, mean over prompts
+
+
+class Entry(msgspec.Struct, frozen=True, array_like=True):
+    """Base of journal entries; packed as arrays to keep the journal small."""
+
+
+class Opened(Entry, frozen=True, tag="opened"):
+    """Groups were started."""
+
+    plan: SamplingPlan
+    groups: tuple[PlannedGroup, ...]
+
+
+class Trained(Entry, frozen=True, tag="trained"):
+    """The groups of a committed batch, in training order."""
+
+    step: int
+    positions: tuple[int, ...]
+
+
+class BatchReward(Entry, frozen=True, tag="batch_reward"):
+    """Mean reward of a batch. Never pruned: an adaptive overcommit depends on the trend since the start."""
+
+    step: int
+    reward_mean: float | None  # over samples with a valid reward; None without any
+
+
+class Checkpointed(Entry, frozen=True, tag="checkpointed"):
+    """A checkpoint was written and earlier rounds were pruned. Lists what a resume from it must start again when
+    later checkpoints are lost."""
+
+    step: int
+    next_position: int
+    open: tuple[int, ...]  # earlier positions that the checkpoint was not trained on
+
+
+class Dropped(Entry, frozen=True, tag="dropped"):
+    """A group was dropped: no reward signal, or over the lag limit."""
+
+    position: int
+
+
+class Restarted(Entry, frozen=True, tag="restarted"):
+    """The tokens of these samples were discarded."""
+
+    ordinals: tuple[int, ...]
+
+
+class AcceptedTokens(Entry, frozen=True):
+    """New tokens of one sample."""
+
+    ordinal: int  # group position * group size + index
+    attempt: int
+    start: int
+    token_ids: bytes
+    logprobs: bytes
+    version: int  # index into `Accepted.versions`
+    finish: Literal["stop", "length"] | None
+
+
+class Accepted(Entry, frozen=True, tag="tokens"):
+    """The accepted deltas of one report."""
+
+    versions: tuple[PolicyVersion, ...]
+    samples: tuple[AcceptedTokens, ...]
+    source: str = ""  # engine and worker
+
+
+class CallStarted(Entry, frozen=True, tag="call_started"):
+    """A call that must not be repeated is about to start."""
+
+    ordinal: int
+    turn: int
+    index: int
+
+
+class CallEnded(Entry, frozen=True, tag="call_ended"):
+    """The result of a call."""
+
+    ordinal: int
+    turn: int
+    index: int
+    call: Call
+
+
+class Observed(Entry, frozen=True, tag="observed"):
+    """The environment answered the last turn of a sample, whose completion had `start` tokens."""
+
+    ordinal: int
+    turn: int
+    start: int
+    answer: Observation
+
+
+class Published(Entry, frozen=True, tag="published"):
+    """For tokens that older versions generated: their logprobs under a newly published version."""
+
+    version: int
+    logprobs: tuple[tuple[int, LogprobBuffer], ...]  # by ordinal: float32 [N] of the sample's first tokens
+
+
+class Rewarded(Entry, frozen=True, tag="rewards"):
+    """Rewards by sample ordinal."""
+
+    rewards: tuple[tuple[int, Reward], ...]
+
+
+class Evaluated(Entry, frozen=True, tag="evaluation"):
+    """A finished evaluation; its samples are pruned with the next checkpoint."""
+
+    result: EvalResult
+    samples: tuple[Trajectory, ...] = ()
+
+
+AnyEntry: TypeAlias = (
+    Opened
+    | Accepted
+    | CallStarted
+    | CallEnded
+    | Observed
+    | Rewarded
+    | Trained
+    | BatchReward
+    | Checkpointed
+    | Dropped
+    | Restarted
+    | Published
+    | Evaluated
+)
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[AnyEntry] = msgspec.msgpack.Decoder(AnyEntry)
+
+
+def encode(entry: AnyEntry) -> bytes:
+    return _encoder.encode(entry)
+
+
+def decode(blob: bytes, step: int = 0) -> AnyEntry:
+    """Decode an entry stored under `step`.
+
+    Raises:
+        UserError: the blob is not an entry.
+    """
+    try:
+        return _decoder.decode(blob)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise unreadable(step, str(error)) from error
+
+
+def unreadable(step: int, why: str) -> UserError:
+    """The error for an entry stored under `step` that cannot be used."""
+    return UserError(
+        f"the ledger's entries of step {step} are not readable ({why})",
+        where="ledger.sqlite",
+        hint="delete ledger.sqlite: the run resumes from its last checkpoint and generates later samples again",
+    )
+
+
+def accepted_entry(deltas: Iterable[tuple[int, TokenDelta]], source: str) -> Accepted | None:
+    """The entry for (ordinal, applied delta) pairs of one worker; None when no delta has tokens or a finish."""
+    versions: dict[PolicyVersion, int] = {}
+    samples = []
+    for ordinal, delta in deltas:
+        finish = delta.finish if delta.finish in ("stop", "length") else None
+        if delta.token_ids or finish:
+            samples.append(
+                AcceptedTokens(
+                    ordinal,
+                    delta.attempt,
+                    delta.start,
+                    delta.token_ids,
+                    delta.logprobs,
+                    versions.setdefault(delta.version, len(versions)),
+                    finish,
+                )
+            )
+    return Accepted(tuple(versions), tuple(samples), source) if samples else None
+
+
+def batches_after(entries: Sequence[tuple[int, AnyEntry]], step: int) -> dict[int, tuple[int, ...]]:
+    """Group positions of the consecutive batches after `step`, by step."""
+    known = {entry.step: entry.positions for _, entry in entries if isinstance(entry, Trained)}
+    following = dict[int, tuple[int, ...]]()
+    while (step := step + 1) in known:
+        following[step] = known[step]
+    return following
+
+
+def has_lost_versions(entries: Sequence[tuple[int, AnyEntry]], checkpoint: int, *, newest: int) -> bool:
+    """Whether entries refer to versions that cannot be recomputed because their checkpoint is lost.
+
+    Args:
+        checkpoint: step of the newest checkpoint.
+        newest: newest version that can be recomputed from it.
+    """
+    checkpointed = [entry.step for _, entry in entries if isinstance(entry, Checkpointed)]
+    return bool(checkpointed and checkpointed[-1] > checkpoint) or any(
+        (isinstance(entry, Trained) and entry.step > newest)
+        or (isinstance(entry, Opened) and any(group.from_version > newest for group in entry.groups))
+        for _, entry in entries
+    )

@@ -50,3 +50,20 @@ class Waiting(Environment):
     def step(self, action: str) -> Step:
         time.sleep(self.seconds)
         return Step("0")
+
+
+class Scribble(Environment):
+    """Answers with random letters and spaces; the reward is random, too."""
+
+    stop = ("eee",)
+
+    def reset(self, task: dict[str, Any], seed: int) -> str:
+        self.draw = random.Random(seed)
+        return self._text()
+
+    def step(self, action: str) -> Step:
+        draw = random.Random(f"{self.draw.random()} {action}")
+        return Step(self._text(), reward=draw.random(), done=draw.random() < 0.1)
+
+    def _text(self) -> str:
+        return "".join(self.draw.choices("abcde  \n", k=self.draw.randint(1, 16)))

@@ -1,9 +1,10 @@
 """Agents: whether the recipes learn, and whether evictions, kills and slow environments cost or change anything.
 
-    python -m benchmarks.agents [--only recipes,waiting,evictions,kills] [--seeds 3]
+    python -m benchmarks.agents [--only recipes,tokens,waiting,evictions,kills] [--seeds 3]
 
 - *recipes*: guess and calc-tool over seeds, on 200 held-out tasks, greedy and at the temperature of training; a control
 with random rewards, and one whose calculator is out of order. Both start from the models of the seed's SFT stage.
+- *tokens*: 10,000 episodes of random turns: what the engines drew against what is trained.
 - *waiting*: wall time of 64 episodes with calls of one second, compared with engine time and critical path.
 - *evictions*: a batch-invariant run with slow steps, with and without evictions: all samples and weights.
 - *kills*: the same with the process killed at 50 random moments.
@@ -31,15 +32,17 @@ from rich.table import Table
 
 from benchmarks.agent_faults import KilledRun, evicted_run, killed_run
 from benchmarks.agent_runs import KINDS, LEARNING, RECIPES, Accuracy, AgentRun, agent_run
+from benchmarks.agent_tokens import compared_tokens
 from benchmarks.agent_waiting import CONTROL_LEAST, MOST, waited
 from benchmarks.measuring import RESULTS, machine, write_result
 from benchmarks.models import quiet, smollm2
 from benchmarks.stopping import interruptible
 
 NAME = "agents"
-PARTS = ("recipes", "waiting", "evictions", "kills")
+PARTS = ("recipes", "tokens", "waiting", "evictions", "kills")
 AIMS = {"guess": (0.45, 0.85), "calc-tool": (0.35, 0.90)}
 """Highest share before, lowest share after."""
+TRAJECTORIES, TOKEN_STEPS = 10_000, 40
 EVICTIONS, EVICTIONS_ACTING, KILLS = 200, 60, 50
 
 
@@ -48,7 +51,7 @@ def main() -> int:
     parser.add_argument("--only", default=",".join(PARTS), help="parts, separated by commas")
     parser.add_argument("--recipes", default=",".join(KINDS), help="likewise")
     parser.add_argument("--seeds", type=int, default=3, help="of recipes and evictions")
-    parser.add_argument("--steps", type=int, default=40, help="of evictions and kills")
+    parser.add_argument("--steps", type=int, default=12, help="of evictions and kills")
     parser.add_argument("--again", action="store_true", help="measure existing results of recipes again")
     options = parser.parse_args()
     quiet()
@@ -57,6 +60,7 @@ def main() -> int:
         "recipes": lambda folder: recipes_part(
             folder, options.recipes.split(","), seeds=options.seeds, again=options.again
         ),
+        "tokens": tokens_part,
         "waiting": waiting_part,
         "evictions": lambda folder: evictions_part(folder, seeds=options.seeds, steps=options.steps),
         "kills": lambda folder: kills_part(folder, steps=options.steps),
@@ -115,6 +119,12 @@ def verdict(runs: Sequence[AgentRun]) -> dict[str, bool]:
             run.sampled_after.low <= run.sampled_before.high for run in controls
         )
     return found
+
+
+def tokens_part(folder: Path) -> dict[str, Any]:
+    found = msgspec.to_builtins(compared_tokens(folder, steps=TOKEN_STEPS))
+    _table("episodes of random turns: trained against drawn tokens", [found])
+    return {**found, "reached": not found["differing"] and found["trajectories"] >= TRAJECTORIES}
 
 
 def waiting_part(folder: Path) -> dict[str, Any]:

@@ -16,6 +16,8 @@ from tidemill.telemetry.statistics import wilson_interval
 HERE = Path(__file__).resolve().parent
 RECIPES = HERE.parent / "recipes"
 HELD_OUT = 200
+SAMPLED = {"guess": 1, "calc-tool": 0}
+"""Samples per held-out task at the temperature of training. SmolLM2 needs minutes for them."""
 LEARNING = "rewards"
 RANDOM = (
     '--stage.rl.scoring.rewards=[{ kind = "random" }]',
@@ -38,7 +40,7 @@ class Accuracy(Record):
 
 
 class AgentRun(Record):
-    """One run: before and after RL, greedy and at the temperature of training."""
+    """One run: before and after RL, greedy and, if drawn, at the temperature of training."""
 
     recipe: str
     kind: str
@@ -46,8 +48,8 @@ class AgentRun(Record):
     n: int
     greedy_before: Accuracy
     greedy_after: Accuracy
-    sampled_before: Accuracy
-    sampled_after: Accuracy
+    sampled_before: Accuracy | None
+    sampled_after: Accuracy | None
     evictions: int
     minutes: float  # of this call: with the demonstrations and SFT if it is the first of its seed
     cpu_minutes: float
@@ -55,7 +57,12 @@ class AgentRun(Record):
 
 def agent_run(folder: Path, recipe: str, kind: str, seed: int) -> AgentRun:
     """Run a recipe in a separate process; stages that the folder contains are not repeated."""
-    arguments = ["--run.seed", str(seed), f"--stage.rl.eval.prompts={HELD_OUT}", "--stage.rl.eval.samples_per_prompt=1"]
+    arguments = [
+        "--run.seed",
+        str(seed),
+        f"--stage.rl.eval.prompts={HELD_OUT}",
+        f"--stage.rl.eval.samples_per_prompt={SAMPLED[recipe]}",
+    ]
     arguments += ["--stage.rl.eval.every_steps=0", *KINDS[recipe][kind]]
     before_s = _children_cpu_s()
     summary = train(RECIPES / f"{recipe}.toml", folder, *arguments)
@@ -71,8 +78,8 @@ def agent_run(folder: Path, recipe: str, kind: str, seed: int) -> AgentRun:
         n=HELD_OUT,
         greedy_before=_accuracy(first["eval/greedy_accuracy"]),
         greedy_after=_accuracy(last["eval/greedy_accuracy"]),
-        sampled_before=_accuracy(first[f"eval/{PASS_AT}1"]),
-        sampled_after=_accuracy(last[f"eval/{PASS_AT}1"]),
+        sampled_before=_accuracy(first[f"eval/{PASS_AT}1"]) if SAMPLED[recipe] else None,
+        sampled_after=_accuracy(last[f"eval/{PASS_AT}1"]) if SAMPLED[recipe] else None,
         evictions=sum(event["event"] == EVICTION for event in read_events(run.events)),
         minutes=summary["wall_s"] / 60,
         cpu_minutes=(_children_cpu_s() - before_s) / 60,

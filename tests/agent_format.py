@@ -95,7 +95,6 @@ class Play:
             prompt=self.prompt,
             turns=(*self.turns, turn),
             token_ids=pack_tokens([]),
-            room=1000,
             finished=finished or {},
             started=started,
         )

@@ -27,7 +27,7 @@ from rich.table import Table
 
 from benchmarks.measuring import write_result
 from tests.fault_simulation.seed_run import simulate_faults
-from tidemill.controller import ledger, publishing, run
+from tidemill.controller import publishing, replay, run
 from tidemill.controller.acting import TurnLog
 from tidemill.controller.batching import BatchBuilder
 from tidemill.controller.collector import SampleCollector
@@ -359,7 +359,7 @@ DEFECTS = {
     "reuses calls of an earlier turn": Defect(Turns, "observe", _keep_calls),
     # By somebody who had not read the checks:
     "replays only the last started call": Defect(
-        ledger,
+        replay,
         "_replay_acting",
         _edited("turns.started_calls += (entry.index,)", "turns.started_calls = (entry.index,)"),
     ),

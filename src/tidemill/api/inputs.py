@@ -121,12 +121,15 @@ class Inputs:
             self.overrides["task"] = {"kind": "python", "function": ref, "params": dict(params or {})}
 
     def add_environment(self, environment: type | str | None, params: Mapping[str, Any] | None) -> None:
-        """A class, or the text that names one; without rows it makes the tasks and gives the rewards."""
+        """A class, or the text that names one. Without rows it makes the tasks and gives the rewards; a class with a
+        `score` gives the rewards of rows, too."""
         self.add_function("env.name", "environment", environment)
         if environment is not None:
             self.overrides["env.params"] = dict(params or {})
             if "task" not in self.overrides:
                 self.overrides |= {"task": {"kind": "environment"}, "scoring.rewards": [{"kind": "environment"}]}
+            elif getattr(environment, "score", ToolEnvironment.score) is not ToolEnvironment.score:
+                self.overrides["scoring.rewards"] = [{"kind": "environment"}]
 
     def _reference(self, kind: Kind, given: Callable[..., Any]) -> str:
         extension = given_function(given, kind, where=kind)

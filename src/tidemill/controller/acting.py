@@ -31,13 +31,8 @@ class TurnLog:
 
     def _check(self) -> None:
         """Raises CancelledError: the sample was restarted or dropped."""
-        if not is_current(self._in_flight, self._sample, self._attempt, SampleState.ACTING):
+        if not self._in_flight.is_current(self._sample, self._attempt, SampleState.ACTING):
             raise asyncio.CancelledError
-
-
-def is_current(in_flight: InFlight, sample: Sample, attempt: int, state: SampleState) -> bool:
-    """Whether a sample was neither restarted nor dropped meanwhile."""
-    return sample.state is state and sample.attempt == attempt and in_flight.samples.get(sample.ordinal) is sample
 
 
 class ActingEpisodes:
@@ -53,7 +48,7 @@ class ActingEpisodes:
         return [*self._acting.values(), *self._forgotten]
 
     @property
-    def calls_unrepeatable(self) -> bool:
+    def has_unrepeatable_call(self) -> bool:
         """Whether a call that must not be repeated is being made."""
         acting = (self._in_flight.samples[ordinal].turns for ordinal in self._acting)
         return any(turns.started_calls and set(turns.started_calls) - turns.finished_calls.keys() for turns in acting)
@@ -61,8 +56,8 @@ class ActingEpisodes:
     def start(self, samples: Sequence[Sample]) -> None:
         """Let environments answer the turns that have ended; those of a run that is to stop are left to its resume."""
         for sample in samples:
-            if self._rollout.stop.is_set() or not is_current(
-                self._in_flight, sample, sample.attempt, SampleState.ACTING
+            if self._rollout.stop.is_set() or not self._in_flight.is_current(
+                sample, sample.attempt, SampleState.ACTING
             ):
                 continue
             task = self._acting[sample.ordinal] = asyncio.create_task(self._act(sample))
@@ -85,16 +80,15 @@ class ActingEpisodes:
 
     async def _act(self, sample: Sample) -> None:
         rollout, attempt = self._rollout, sample.attempt
-        assert rollout.environments is not None and rollout.agent is not None
-        plan = self._in_flight.plan
-        episode = sample.episode(rollout.codec.decode, plan.sampling, rollout.agent)
+        assert rollout.environments is not None
+        episode = sample.episode(rollout.codec.decode)
         started_s = rollout.clock.now()
         try:
             answer = await rollout.environments.act(episode, TurnLog(sample, self._in_flight, rollout.ledger))
         except asyncio.CancelledError:
             task = asyncio.current_task()
             assert task is not None
-            if task.cancelling() or not is_current(self._in_flight, sample, attempt, SampleState.ACTING):
+            if task.cancelling() or not self._in_flight.is_current(sample, attempt, SampleState.ACTING):
                 raise
             # Otherwise the run would wait for the answer until `timeouts.act_s`.
             self._mailbox.put_failure(TidemillError(f"the environment of {sample.sample_id} cancelled its own answer"))

@@ -20,7 +20,7 @@ from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any, TypeVar
 
-from tidemill.controller.acting import ActingEpisodes, is_current
+from tidemill.controller.acting import ActingEpisodes
 from tidemill.controller.batching import scored
 from tidemill.controller.dispatcher import Dispatcher
 from tidemill.controller.in_flight import InFlight
@@ -117,7 +117,7 @@ class SampleCollector:
             if isinstance(item, Exception):
                 raise item
             sample, attempt = item
-            if self._is_current(sample, attempt, SampleState.SCORED):
+            if self._in_flight.is_current(sample, attempt, SampleState.SCORED):
                 assert sample.reward is not None
                 return scored(
                     self._trajectory(sample),
@@ -279,7 +279,7 @@ class SampleCollector:
 
     def _finish(self, samples: Sequence[Sample]) -> None:
         for sample in samples:
-            if self._is_current(sample, sample.attempt, SampleState.FINISHED):
+            if self._in_flight.is_current(sample, sample.attempt, SampleState.FINISHED):
                 sample.finished_s = self._rollout.clock.now()
                 self._rollout.fleet.lengths.observe(sample.sample_id.prompt_id, sample.generated)
                 if self._rollout.reading is not None:
@@ -292,7 +292,7 @@ class SampleCollector:
         """Journal environments' answers; their samples wait for an engine again, or are finished."""
         answers: dict[int, tuple[Sample, Observation]] = {}  # by ordinal; an answer that arrives twice counts once
         for sample, attempt, answer in messages.observations:
-            if self._is_current(sample, attempt, SampleState.ACTING):
+            if self._in_flight.is_current(sample, attempt, SampleState.ACTING):
                 answers.setdefault(sample.ordinal, (sample, answer))
         await self._rollout.ledger.observe(self._in_flight, list(answers.values()))
         self._finish([sample for sample, _ in answers.values()])
@@ -301,19 +301,16 @@ class SampleCollector:
         """Journal rewards; returns the samples that may be trained on now."""
         rewards = []
         for sample, attempt, reward, ref_logprobs in messages.rewards:
-            if self._is_current(sample, attempt, SampleState.FINISHED):
+            if self._in_flight.is_current(sample, attempt, SampleState.FINISHED):
                 sample.ref_logprobs = ref_logprobs
                 rewards.append((sample, reward))
         await self._rollout.ledger.record_rewards(self._in_flight, rewards)
         restored = list[Sample]()
         for sample, attempt, ref_logprobs in messages.ref_logprobs:
-            if self._is_current(sample, attempt, SampleState.SCORED):
+            if self._in_flight.is_current(sample, attempt, SampleState.SCORED):
                 sample.ref_logprobs = ref_logprobs
                 restored.append(sample)
         return [*(sample for sample, _ in rewards), *restored]
-
-    def _is_current(self, sample: Sample, attempt: int, state: SampleState) -> bool:
-        return is_current(self._in_flight, sample, attempt, state)
 
     def _emit(self, samples: Sequence[Sample]) -> None:
         for sample in samples:
@@ -335,7 +332,7 @@ class SampleCollector:
         self._dispatcher.abort_all()
         with suppress(TimeoutError):
             async with asyncio.timeout(self._rollout.timeouts.stop_s):
-                while self._in_flight.running or self.acting.calls_unrepeatable:
+                while self._in_flight.running or self.acting.has_unrepeatable_call:
                     await self._process(await self._receive())
 
     # Deadlines and progress.

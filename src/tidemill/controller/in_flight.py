@@ -200,6 +200,10 @@ class InFlight:
     def get(self, sample_id: SampleId) -> Sample | None:
         return self._by_id.get(sample_id)
 
+    def is_current(self, sample: Sample, attempt: int, state: SampleState) -> bool:
+        """Whether a sample was neither restarted nor dropped meanwhile."""
+        return sample.state is state and sample.attempt == attempt and self.samples.get(sample.ordinal) is sample
+
     @property
     def running(self) -> int:
         return self._states[SampleState.RUNNING]

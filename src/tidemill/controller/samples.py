@@ -288,18 +288,16 @@ class Sample:
             "max_new_tokens": sampling.max_new_tokens,
         }
 
-    def episode(self, decode: Decode, sampling: SamplingParams, limits: AgentLimits) -> Episode:
+    def episode(self, decode: Decode) -> Episode:
         """What the environment needs to answer the last turn."""
         start, _ = self.turns.base()
         before = b"" if self.turns.contexts else self.prompt.token_ids
         tokens = view_tokens(bytes(self.token_ids))
-        used = self.turns.context_length(self.length, count(self.prompt.token_ids))
         return Episode(
             sample_id=self.sample_id,
             prompt=self.prompt,
             turns=tuple(turn.record(decode, tokens) for turn in self.turns.ended),
             token_ids=before + bytes(self.token_ids[start * ITEM_BYTES :]),
-            room=max(0, limits.context_tokens - used),
             finished=dict(self.turns.finished_calls),
             started=self.turns.started_calls,
             restarts=self.restarts,

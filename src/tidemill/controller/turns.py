@@ -59,6 +59,7 @@ class TurnState:
             finish=self.finish,
             observation=answer.text,
             observation_end=self.observation_end,
+            final=answer.final,
             reward=answer.reward,
             state_key=self.state_key,
             calls=answer.calls,

@@ -386,6 +386,7 @@ class Call(Record, omit_defaults=True):
     arguments: str  # JSON
     result: str = ""
     error: bool = False  # `result` is an error that the agent caused
+    late: bool = False  # its deadline fired
 
 
 class ToolRequest(Record):
@@ -410,7 +411,8 @@ class Turn(Record, omit_defaults=True):
     end: int  # after its last generated token
     text: str  # decoded
     finish: Literal["stop", "length"] = "stop"
-    observation: str = ""  # the answer's text; empty after the last turn
+    observation: str = ""  # the answer's text; empty until the environment has answered
+    final: str | None = None  # the agent's final answer, which ended the episode
     observation_end: int = 0  # completion position after the answer's tokens; 0 without one
     reward: float = 0.0
     state_key: str = ""  # of the state that the policy saw; equal states have equal keys
@@ -432,6 +434,7 @@ class Observation(Record, omit_defaults=True):
     reward: float = 0.0  # of the turn
     end: EpisodeEnd = ""
     reason: str = ""  # of a failure or fault
+    final: str | None = None  # see `Turn.final`
     outcome: float | None = None  # reward of the whole trajectory, instead of the sum of its turns' rewards
     state_key: str = ""  # of the state that it shows
     calls: tuple[Call, ...] = ()
@@ -445,7 +448,6 @@ class Episode(Record):
     prompt: Prompt
     turns: tuple[Turn, ...]  # the last of them has no observation yet
     token_ids: TokenBuffer  # int32, context of the last turn, and the turn
-    room: int  # tokens that an observation may have
     finished: dict[int, Call] = {}  # calls of the last turn with a result in the journal, by index
     started: tuple[int, ...] = ()  # calls of the last turn that started, and must not be repeated
     restarts: int = 0  # times that the episode was started again, under newer weights; part of the ids of its calls
@@ -512,8 +514,11 @@ class Trajectory(Record, omit_defaults=True):
 
     @property
     def final(self) -> str:
-        """The text of the last turn; of a single completion, the text."""
-        return self.turns[-1].text if self.turns else self.text
+        """The final answer of an agent with tools, else the text of the last turn; of a single completion, its text."""
+        if not self.turns:
+            return self.text
+        last = self.turns[-1]
+        return last.text if last.final is None else last.final
 
     @property
     def truncated(self) -> bool:

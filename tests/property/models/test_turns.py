@@ -85,7 +85,6 @@ class Conversation:
             prompt=self.prompt,
             turns=tuple(self.turns),
             token_ids=pack_tokens(self.context),
-            room=999,
         )
         ids, new_branch = self.form.answer(episode, messages, tools=self.tools)
         self.append("context" if new_branch else "observation", ids)

@@ -36,7 +36,6 @@ def episode(form: TurnFormat, codec: TextCodec, messages: list[Message], *turns:
         prompt=prompt,
         turns=turns,
         token_ids=pack_tokens([*ids, *last]),
-        room=99,
     )
 
 

@@ -144,7 +144,7 @@ class EnvironmentPool:
         """Raises FailureError, FaultError."""
         turn, uses_tools = episode.turns[-1], self.planner.uses_tools
         planned = self.planner.calls(turn)
-        answer = self.planner.answer(planned, turn.text)
+        answer = self.planner.answer(planned, turn)
         left = self.config.calls - sum(len(each.calls) for each in episode.turns[:-1])
         over = uses_tools and len(planned) > left
         if over:
@@ -168,7 +168,10 @@ class EnvironmentPool:
         if answer is not None and self.planner.scores:
             answering.planned = [*planned, self.planner.score(len(planned), answer)]
             await self._perform(answering)
-            reward = answering.done[len(planned)].reward
+            scored = answering.done[len(planned)]
+            if scored.error:
+                raise FaultError(scored.text, f"{self._name}.score")
+            reward = scored.reward
         if live.answered >= 0:
             live.answered = len(episode.turns)
         text = "\n".join(each.text for each in outcomes)
@@ -181,6 +184,7 @@ class EnvironmentPool:
             new_branch=new_branch,
             reward=reward,
             end=end,
+            final=answer,
             state_key=digest if uses_tools else outcomes[0].state_key or digest,
             calls=tuple(calls) if uses_tools else (),
             timeouts=late,
@@ -255,7 +259,7 @@ class EnvironmentPool:
             host.send([self._work(answering, call, len(episode.turns)) for call in pending])
             async for outcome in _outcomes(host, running, max(self.config.seconds - live.spent_s, 0.0)):
                 call = running.pop(outcome.index)
-                settled = outcome if outcome.error == "late" else self.planner.settle(call, outcome)
+                settled = self.planner.settle(call, outcome)
                 answering.done[call.index] = settled
                 if not call.idempotent:
                     await answering.log.ended(call.index, self._record(episode, call, settled))
@@ -346,7 +350,8 @@ async def _outcomes(host: Host, running: Mapping[int, Planned], left_s: float) -
         LostError: the host ended.
     """
     loop = asyncio.get_running_loop()
-    deadlines = {index: loop.time() + min(call.timeout_s, left_s) for index, call in running.items()}
+    timeouts = {index: min(call.timeout_s, left_s) for index, call in running.items()}
+    deadlines = {index: loop.time() + timeout_s for index, timeout_s in timeouts.items()}
     late: set[int] = set()
     while waiting := [call for call in running.values() if call.index not in late]:
         if late and all(call.idempotent for call in waiting):
@@ -359,4 +364,5 @@ async def _outcomes(host: Host, running: Mapping[int, Planned], left_s: float) -
             if outcome.index not in late:
                 yield outcome
     for index in late:
-        yield Outcome(index=index, text=running[index].late_text, error="late")
+        text = f"{running[index].name} did not return within {timeouts[index]:.3g} s"
+        yield Outcome(index=index, text=text, error="late")

@@ -7,6 +7,7 @@ import inspect
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from tidemill.config.agent import EnvConfig
@@ -45,7 +46,7 @@ class TaskItem(Item, kw_only=True):
         return (self.answer, json.dumps(self.metadata, sort_keys=True, default=repr), self.environment)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class AgentPrompts:
     """Makes the prompts of one environment."""
 
@@ -53,7 +54,7 @@ class AgentPrompts:
     config: EnvConfig
     format: TurnFormat
 
-    @property
+    @cached_property
     def schemas(self) -> list[dict[str, Any]]:
         """Of the tools."""
         tools = tools_of(self.environment) if issubclass(self.environment, ToolEnvironment) else {}
@@ -133,6 +134,7 @@ class AgentPrompts:
             outcome = instances.outcome(work, _awaited(instances.invoke(work)))
             if outcome.error:
                 raise TypeError(outcome.text)
+            _awaited(instances.invoke(Work(index=0, episode=0, method="close")))
             item = TaskItem(
                 messages=(Message(role="user", content=outcome.text),),
                 answer=str(row.get("answer", "")),

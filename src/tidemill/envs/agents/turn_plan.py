@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -46,11 +46,6 @@ class Planned(Record):
     given: str = ""  # arguments as generated
     idempotent: bool = True
     mistake: str = ""  # why it is not made
-
-    @property
-    def late_text(self) -> str:
-        """What the agent sees if it is not done within its deadline."""
-        return f"error: {self.name} did not return within {self.timeout_s:g} s"
 
 
 def task_of(prompt: Prompt) -> dict[str, Any]:
@@ -128,10 +123,10 @@ class TurnPlanner:
             index=index, name="score", arguments=arguments, timeout_s=self._config.call_timeout_s, limit=SHORTEST
         )
 
-    def answer(self, planned: list[Planned], text: str) -> str | None:
-        """The final answer of an agent with tools; None if the turn is not the last one."""
-        if not planned:
-            return text  # nothing was called
+    def answer(self, planned: list[Planned], turn: Turn) -> str | None:
+        """The final answer of an agent with tools, without thinking; None if the turn is not the last one."""
+        if not planned:  # nothing was called
+            return self._format.parse(turn.text).text if self.uses_tools else None
         finishing = [each for each in planned if self.finishes(each)]
         return str(json.loads(finishing[0].arguments)["answer"]) if finishing else None
 
@@ -164,14 +159,15 @@ class TurnPlanner:
             arguments=planned.given or planned.arguments,
             result=result,
             error=bool(outcome.error),
+            late=outcome.error == "late",
         )
 
     def recorded(self, planned: Planned, call: Call) -> Outcome:
         """What a call in the journal returned."""
         if not self.uses_tools:
             return msgspec.json.decode(call.result, type=Outcome)
-        late = call.error and call.result == planned.late_text
-        return Outcome(index=planned.index, text=call.result, error="late" if late else "raised" if call.error else "")
+        error: Literal["", "raised", "late"] = "late" if call.late else "raised" if call.error else ""
+        return Outcome(index=planned.index, text=call.result, error=error)
 
     def _calls(self, requests: Sequence[ToolRequest]) -> list[Planned]:
         """The calls of one turn, whose results share the observation."""

@@ -135,9 +135,7 @@ class Encoder:
             if following == len(reply):
                 break
             turn, seen = Turn(start=start, end=end, text=turns.decode(generated)), reply[at + 1 : following]
-            episode = Episode(
-                sample_id=NO_SAMPLE, prompt=prompt, turns=(*done, turn), token_ids=pack_tokens(context), room=0
-            )
+            episode = Episode(sample_id=NO_SAMPLE, prompt=prompt, turns=(*done, turn), token_ids=pack_tokens(context))
             added, new_branch = turns.answer(episode, seen, tools=row.tools)
             if new_branch:
                 branches.append(end)

@@ -74,7 +74,6 @@ def played(codec: TextCodec, thinking: Literal["template", "keep"], *, chat: boo
             prompt=prompt,
             turns=(*turns, turn),
             token_ids=pack_tokens(context),
-            room=99,
         )
         added, new_branch = form.answer(episode, seen, tools=tools)
         if new_branch:

@@ -1,4 +1,4 @@
-"""Print a held-out episode of an agents' recipe before and after RL, in the folder of its run.
+"""Print a held-out episode of an agent before and after RL: of a run, or of the stage `rl` of a recipe.
 
     python scripts/agent_episodes.py runs/demo-agents/guess
 
@@ -25,7 +25,8 @@ MARK = re.compile(r"<\|.*?\|>(?:assistant|user|system)?")
 
 def main(argv: Sequence[str]) -> int:
     folder = PipelineFolder(Path(argv[0]))
-    run = RunDirectory(next(folder.stages / each for each, stage in folder.found().items() if stage.name == "rl"))
+    stages = [folder.stages / each for each, stage in folder.found().items() if stage.name == "rl"]
+    run = RunDirectory(stages[0] if stages else folder.path)
     files = {step: path for step, purpose, path in run.sample_files() if purpose == HELD_OUT}
     before, after = (read_samples(files[step]) for step in (min(files), max(files)))
     evictions = sum(event["event"] == EVICTION for event in read_events(run.events))

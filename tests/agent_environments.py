@@ -172,6 +172,8 @@ class Tools(ToolEnvironment):
     def score(self, answer: str) -> float:
         if answer == "broken":
             raise ValueError("no score")
+        if answer == "slow":
+            time.sleep(3)
         return float(answer == str(self.total))
 
 

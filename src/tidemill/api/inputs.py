@@ -14,6 +14,7 @@ from tidemill.api.rewards import function as user_reward
 from tidemill.config.schema import SET_NAME
 from tidemill.config.task import HUB, RewardConfig
 from tidemill.core.errors import UserError
+from tidemill.envs.agents.environment import ToolEnvironment
 from tidemill.extensions.registry import Extension, Kind, given_function
 from tidemill.telemetry.jsonl import disk_error, write_atomically
 

@@ -26,7 +26,7 @@ class EnvConfig(Config):
     calls: int = Field(32, ge=1)
     """Maximum number of tool calls of an episode."""
     seconds: float = Field(600.0, gt=0)
-    """Maximum time that an episode spends in its environment."""
+    """Maximum time that an episode spends in its environment, in seconds; it starts again when a run is resumed."""
     call_timeout_s: float = Field(30.0, gt=0)
     """Deadline of a call or step without one of its own, from the start of its execution, in seconds."""
     observation_tokens: int = Field(256, ge=8)

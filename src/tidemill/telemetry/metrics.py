@@ -107,10 +107,16 @@ ENV_ANSWER_TIME: Final = _define(
     "time_env_answer_s", "s", "time from the end of a turn to its environment's answer, mean over turns"
 )
 ENV_CALLS: Final = _define(
-    "env_calls", "calls", "steps and tool calls of environments since the previous step, evaluations included"
+    "env_calls",
+    "calls",
+    "steps, tool calls and scores that environments made since the previous step, evaluations included",
 )
-ENV_MISTAKES: Final = _define("env_mistakes", "calls", "of these, wrong calls and exceptions, which the agent sees")
-ENV_TIMEOUTS: Final = _define("env_timeouts", "calls", "of these, calls that ran past their deadline")
+ENV_MISTAKES: Final = _define(
+    "env_mistakes",
+    "calls",
+    "exceptions in them, and tool calls that were not made (unknown tool, wrong arguments): the agent sees both",
+)
+ENV_TIMEOUTS: Final = _define("env_timeouts", "calls", "of these, calls past their deadline")
 ENV_RETRIES: Final = _define("env_retries", "calls", "attempts repeated because the environment's process was lost")
 ENV_FAILURES: Final = _define(
     "env_failures", "episodes", "episodes that broke their environment and got failure_reward"

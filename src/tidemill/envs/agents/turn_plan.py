@@ -118,9 +118,12 @@ class TurnPlanner:
         )
 
     def score(self, index: int, answer: str) -> Planned:
-        arguments = json.dumps({"answer": answer})
         return Planned(
-            index=index, name="score", arguments=arguments, timeout_s=self._config.call_timeout_s, limit=SHORTEST
+            index=index,
+            name="score",
+            arguments=json.dumps({"answer": answer}),
+            timeout_s=self._config.call_timeout_s,
+            limit=self._config.observation_tokens,
         )
 
     def answer(self, planned: list[Planned], turn: Turn) -> str | None:

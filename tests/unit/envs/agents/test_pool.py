@@ -136,6 +136,9 @@ async def test_wrong_results_of_tools_and_scores_are_faults() -> None:
         assert (seen.end, seen.reason) == ("fault", "Tools.wrong returned int, and text is needed")
         seen = await Play(pool, {"prompt": ""}, index=1).act("broken")
         assert (seen.end, seen.reason) == ("fault", "Tools.score raised ValueError: no score")
+    async with open_pool(envs.Tools, call_timeout_s=0.3) as pool:
+        seen = await Play(pool, {"prompt": ""}).act("slow")
+        assert (seen.end, seen.reason) == ("fault", "error: score did not return within 0.3 s")
 
 
 async def test_a_step_after_the_end_is_a_fault() -> None:
@@ -164,6 +167,7 @@ async def test_budgets_end_episodes() -> None:
         assert (seen.end, [each.result for each in seen.calls]) == ("calls", ["3"])
         seen = await Play(pool, {"prompt": ""}, index=1).act(call("sleep", seconds=9))
         assert (seen.end, seen.timeouts) == ("seconds", 1)
+        assert seen.text.startswith("error: sleep did not return within 0.")  # what was left of the 0.5 s
 
 
 async def test_an_episode_that_kills_every_process_gets_its_failure_reward(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -268,9 +272,19 @@ async def test_stateless_tools_are_not_repeated() -> None:
         assert (await play.act(call("now"))).end == ""
 
 
-async def test_an_exception_never_gains() -> None:
-    async with open_pool(envs.OnceCounter) as pool:
+async def test_exceptions_and_late_steps_never_gain(tmp_path: Path) -> None:
+    async with open_pool(envs.OnceCounter, call_timeout_s=0.5) as pool:
         assert (await Play(pool, {}).act("raise")).reward == -2.0
+        assert (await Play(pool, {}, index=1).act(f"hang {tmp_path / 'pid'}")).reward == -2.0
+
+
+async def test_the_final_answer_is_text_without_calls() -> None:
+    async with open_pool(envs.Tools) as pool:
+        assert (await Play(pool, {"prompt": ""}).act("3")).final == "3"
+        assert (await Play(pool, {"prompt": ""}, index=1).act(call("finish", answer="4"))).final == "4"
+        assert (await Play(pool, {"prompt": ""}, index=2).act(call("add", number=1))).final is None
+    async with open_pool(envs.Counter) as pool:
+        assert (await Play(pool, {}).act("done")).final is None
 
 
 async def test_episodes_reuse_processes_and_repeat_in_every_session() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -102,6 +102,36 @@ def test_demonstrations_are_episodes_with_the_teacher() -> None:
         environment.reset(task_of(prompt), task_of(prompt)["seed"])
         *_, last = [environment.step(turn["content"]) for turn in row["completion"] if turn["role"] == "assistant"]
         assert (last.done, last.reward) == (True, 1.0)
+
+
+class Verbose(Walk):
+    """Its observations are too long, and it counts open episodes."""
+
+    open: ClassVar[int] = 0
+
+    def reset(self, task: dict[str, Any], seed: int) -> str:
+        Verbose.open += 1
+        return f"go {seed}"
+
+    def step(self, action: str) -> Step:
+        return Step("x" * 500)
+
+    def demonstrate(self) -> str:
+        return "a"
+
+    def close(self) -> None:
+        Verbose.open -= 1
+
+
+def test_demonstrations_have_the_observations_of_episodes_and_close_them() -> None:
+    prompts = task(Verbose).source.held_out()
+    assert Verbose.open == 0
+    agent = prompts_of(Verbose)
+    rows = agent_demonstrations(agent, prompts, chat_template=False)
+    assert Verbose.open == 0
+    texts = [turn["content"] for row in rows for turn in row["completion"] if turn["role"] == "user"]
+    assert texts
+    assert all("tokens cut" in text and len(text) <= agent.config.observation_tokens for text in texts)
 
 
 def test_an_environment_without_a_teacher_has_no_demonstrations() -> None:

@@ -54,6 +54,12 @@ class Counter(Environment):
     def do_nan(self, value: str) -> Any:
         return Step("x", reward=float("nan"))
 
+    def do_vast(self, value: str) -> Any:
+        return Step("x", reward=10**400)
+
+    def do_key(self, value: str) -> Any:
+        return Step("x", state_key="\ud800")
+
     def do_done(self, value: str) -> Any:
         return Step("over", reward=1.0, done=True)
 

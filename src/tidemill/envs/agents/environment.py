@@ -124,6 +124,8 @@ def tool(function: Any = None, /, *, timeout_s: float | None = None, idempotent:
         idempotent: it may be repeated, in a new instance with the same history. If not, it runs at most once; an
             episode that loses its result is left out of its group.
     """
+    if timeout_s is not None and not timeout_s > 0:
+        raise UserError(f"timeout_s = {timeout_s!r}", where="@tool", hint="give seconds above 0")
     frame = inspect.currentframe()
     body = frame.f_back.f_locals if frame is not None and frame.f_back is not None else {}
 

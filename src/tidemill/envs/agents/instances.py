@@ -8,12 +8,15 @@ from __future__ import annotations
 import json
 import math
 import re
+from numbers import Real
 from typing import Any, Literal
 
 from tidemill.core.errors import exception_text
 from tidemill.core.records import Record
 from tidemill.envs.agents.environment import Environment, Step, current_call
 
+LONGEST_KEY = 10_000
+"""Characters of a state key."""
 ADDRESS = re.compile(r"\b0x[0-9a-f]{6,}\b")
 
 
@@ -69,7 +72,8 @@ class Instances:
             step, problem = Step(reward=value), _number_problem(value)
         elif work.method != "close":
             step = Step(text=value)
-        problem = problem or self._text_problem(step.text, 0 if work.method == "reset" else self._longest)
+        problem = problem or _text_problem("", step.text, 0 if work.method == "reset" else self._longest)
+        problem = problem or _text_problem(" as state_key", step.state_key, LONGEST_KEY)
         if problem:
             return Outcome(index=work.index, text=f"{self._name(work)} {problem}", error="invalid")
         return Outcome(
@@ -87,18 +91,19 @@ class Instances:
     def _name(self, work: Work) -> str:
         return f"{self._environment.__name__}.{work.method}"
 
-    def _text_problem(self, text: Any, longest: int) -> str:
-        if not isinstance(text, str):
-            return f"returned {type(text).__name__}, and text is needed"
-        if longest and len(text) > longest:
-            return f"returned an observation of {len(text):,} characters; more than {longest:,} are refused"
-        if "\0" in text:
-            return "returned text with a NUL character"
-        try:
-            text.encode()
-        except UnicodeEncodeError:
-            return "returned text that is not valid Unicode"
-        return ""
+
+def _text_problem(place: str, text: Any, longest: int) -> str:
+    if not isinstance(text, str):
+        return f"returned {type(text).__name__}{place}, and text is needed"
+    if longest and len(text) > longest:
+        return f"returned {len(text):,} characters{place}; more than {longest:,} are refused"
+    if "\0" in text:
+        return f"returned text with a NUL character{place}"
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return f"returned text that is not valid Unicode{place}"
+    return ""
 
 
 def _step_problem(step: Any) -> str:
@@ -110,6 +115,10 @@ def _step_problem(step: Any) -> str:
 
 
 def _number_problem(reward: Any) -> str:
-    if not isinstance(reward, (int, float)) or not math.isfinite(reward):
+    try:
+        finite = isinstance(reward, Real) and math.isfinite(float(reward))
+    except OverflowError:
+        finite = False
+    if not finite:
         return f"returned the reward {reward!r:.40}, and a finite number is needed"
     return ""

@@ -9,6 +9,7 @@ import asyncio
 import hashlib
 import itertools
 import json
+import uuid
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,8 @@ from tidemill.envs.agents.placement import Live, Placement
 from tidemill.envs.agents.turn_plan import FaultError, Planned, TurnPlanner, first_text, task_of, task_seed
 from tidemill.extensions.registry import Extension
 
+EVALUATION = "eval"
+"""Start of the purposes of evaluations' samples."""
 BACKOFF_S = 0.1
 """Wait before the second attempt; doubles with each further one."""
 COUNTS = ("calls", "mistakes", "timeouts", "retries", "failures", "faults")
@@ -72,7 +75,7 @@ class EnvironmentPool:
         self.schemas = [each.schema for each in self.planner.tools.values()]
         self.placement = Placement(self.environment, config)
         self._live: dict[SampleId, Live] = {}
-        self._keys = itertools.count(1)
+        self._keys, self._session = itertools.count(1), uuid.uuid4().hex[:8]
         self._counts = dict.fromkeys(COUNTS, 0)
         self._faults: dict[str, str] = {}  # first message of each method
         self._lost_episodes = 0
@@ -206,7 +209,8 @@ class EnvironmentPool:
             elif self.planner.finishes(call):
                 done[call.index] = Outcome(index=call.index)
             elif call.index in episode.started:
-                raise FaultError(f"{self._name}.{call.name} was interrupted, and must not be repeated")
+                what = f"{self._name}.{call.name} was interrupted, and must not be repeated"
+                raise FaultError(what, "interrupted", interrupted=True)
         return done
 
     def _encode(self, episode: Episode, outcomes: Sequence[Outcome]) -> tuple[list[int], bool]:
@@ -285,7 +289,8 @@ class EnvironmentPool:
         episode, live = answering.episode, answering.live
         history = episode.turns[:-1]
         if history and self.placement.exclusive:
-            raise FaultError(f"{self._name}.step must not be repeated, and the state of the episode was lost")
+            what = f"{self._name}.step must not be repeated, and the state of the episode was lost"
+            raise FaultError(what, "interrupted", interrupted=True)
         started = await self.reset(host, live.key, task_of(episode.prompt))
         if not first_text(episode.prompt).endswith(started.text):
             raise self._different(0, started.text, first_text(episode.prompt))
@@ -313,7 +318,7 @@ class EnvironmentPool:
     def _fault(self, error: FaultError) -> Observation:
         """Raises GuardStop: too many episodes were lost."""
         self._counts["faults"] += 1
-        self._lost_episodes += 1
+        self._lost_episodes += not error.interrupted
         if error.name not in self._faults:
             self._faults[error.name] = str(error)
             self._report(str(error))
@@ -335,7 +340,10 @@ class EnvironmentPool:
         return Work(index=call.index, episode=key, method=call.name, arguments=call.arguments, call_id=call_id)
 
     def _call_id(self, episode: Episode, turn: int, call: Planned) -> str:
-        return f"{self._run_id}-{episode.sample_id.key:016x}-{episode.restarts}-{turn}-{call.index}"
+        name = f"{episode.sample_id.key:016x}-{episode.restarts}"
+        if episode.sample_id.purpose.startswith(EVALUATION):  # repeated with other weights, and not journalled
+            name = f"{self._session}-{self._live[episode.sample_id].key}"
+        return f"{self._run_id}-{name}-{turn}-{call.index}"
 
     def _record(self, episode: Episode, call: Planned, outcome: Outcome) -> Call:
         return self.planner.record(call, outcome, self._call_id(episode, len(episode.turns), call))

@@ -132,8 +132,11 @@ class AgentPrompts:
             arguments = json.dumps({"task": row, "seed": task_seed(dict(row))})
             work = Work(index=0, episode=0, method="reset", arguments=arguments)
             outcome = instances.outcome(work, _awaited(instances.invoke(work)))
-            if outcome.error:
-                raise TypeError(outcome.text)
+            problem = outcome.text if outcome.error else ""
+            if not problem and not 0 < len(outcome.text) <= LONGEST:
+                problem = f"reset returned {len(outcome.text):,} characters; 1 to {LONGEST:,} are needed"
+            if problem:
+                raise UserError(problem, where=f"{self.config.name}, {split}", hint="correct reset()")
             _awaited(instances.invoke(Work(index=0, episode=0, method="close")))
             item = TaskItem(
                 messages=(Message(role="user", content=outcome.text),),

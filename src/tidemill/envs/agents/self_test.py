@@ -25,7 +25,7 @@ class SelfTest(Record):
     """Result of a self-test."""
 
     deterministic: bool
-    warning: str = ""  # how two runs differ, or what a method returned instead of an observation
+    warning: str = ""  # how two runs differ
 
 
 async def self_test(pool: EnvironmentPool, tasks: Sequence[dict[str, Any]]) -> SelfTest:
@@ -34,14 +34,13 @@ async def self_test(pool: EnvironmentPool, tasks: Sequence[dict[str, Any]]) -> S
     repeated is only reset.
 
     Raises:
-        UserError: it cannot be reset.
+        UserError: it cannot be reset, or a method returned something wrong.
     """
     tasks = tasks[: pool.config.self_test]
     try:
         first, second = await _run(pool, tasks), (await _run(pool, tasks[::-1]))[::-1]
     except (LostError, FaultError) as error:
         raise UserError(f"the self-test of the environment failed: {error}", where="env.name") from error
-    warning = ""
     for task, *outcomes in zip(tasks, first, second, strict=True):
         for one, other in zip_longest(*outcomes):
             if one != other:
@@ -50,8 +49,8 @@ async def self_test(pool: EnvironmentPool, tasks: Sequence[dict[str, Any]]) -> S
                 hint = "draw random numbers from the seed; otherwise an episode that loses its process is left out"
                 return SelfTest(deterministic=False, warning=f"{what} {differ}; {hint}")
             if one.error == "invalid":
-                warning = one.text
-    return SelfTest(deterministic=True, warning=warning)
+                raise UserError(one.text, where="env.name", hint="correct the method: every such episode is lost")
+    return SelfTest(deterministic=True)
 
 
 async def _run(pool: EnvironmentPool, tasks: Sequence[dict[str, Any]]) -> list[list[Outcome]]:

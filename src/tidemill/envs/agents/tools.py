@@ -68,9 +68,16 @@ def tools_of(environment: type[ToolEnvironment]) -> dict[str, Tool]:
     owners: dict[str, type] = {}
     for owner in reversed(environment.__mro__):
         for name, value in vars(owner).items():
+            wraps = isinstance(value, (staticmethod, classmethod))
+            if wraps and (hasattr(value, TOOL_MARK) or hasattr(value.__func__, TOOL_MARK)):
+                hint = "remove @staticmethod or @classmethod"
+                raise UserError(f"the tool {name} is not a method", where=place_of(value.__func__), hint=hint)
             if not hasattr(value, TOOL_MARK):
                 functions.pop(name, None)
                 continue
+            if hasattr(ToolEnvironment, name):
+                what = f"a tool cannot be named {name}: environments have a method of that name"
+                raise UserError(what, where=place_of(value), hint="rename it")
             if name in functions and not issubclass(owner, owners[name]):
                 what = f"two tools are named {name}; the other is at {place_of(functions[name])}"
                 raise UserError(what, where=place_of(value), hint="rename one of them")
@@ -93,6 +100,9 @@ def _tool(name: str, function: Any) -> Tool:
     except Exception as error:  # noqa: BLE001 -- hints are expressions of the user's
         what = f"the type hints of the tool {name} cannot be read: {exception_text(error)}"
         raise UserError(what, where=where, hint="use types that the module imports") from None
+    if hints.get("return", str) is not str:
+        what = f"the tool {name} returns {inspect.signature(function).return_annotation}"
+        raise UserError(what, where=where, hint="return text, and write -> str")
     fields: dict[str, Any] = {}
     for number, parameter in enumerate(list(inspect.signature(function).parameters.values())[1:]):
         argument = parameter.name

@@ -19,6 +19,8 @@ from tidemill.envs.agents.tools import FINISH, MistakeError, Tool, tools_of
 
 REFUSED_FACTOR = 10
 """An observation longer than this times `env.observation_tokens` is an error of the environment."""
+MISTAKE = "error"
+"""A mistake for a model whose vocabulary lacks characters of the whole message."""
 SHORTEST = 8
 """Tokens that each of several results may have at least."""
 
@@ -28,10 +30,11 @@ class FaultError(Exception):
 
     Args:
         name: of the method that caused it; faults of one method are reported once.
+        interrupted: the run itself was interrupted, so that the environment is not to blame.
     """
 
-    def __init__(self, text: str, name: str = "") -> None:
-        self.name = name or text
+    def __init__(self, text: str, name: str = "", *, interrupted: bool = False) -> None:
+        self.name, self.interrupted = name or text, interrupted
         super().__init__(text)
 
 
@@ -147,7 +150,8 @@ class TurnPlanner:
             raise FaultError(outcome.text, name)
         text, reward = outcome.text, outcome.reward
         if outcome.error:  # an agent must not gain by an exception
-            text, reward = f"error: {text}", min(0.0, self._environment.lowest_reward)
+            reward = min(0.0, self._environment.lowest_reward)
+            text = self._encodable(f"error: {text}", MISTAKE, "")
         try:
             text = self._shortened(text, planned.limit, name)
         except UserError as error:
@@ -198,6 +202,16 @@ class TurnPlanner:
             limit=limit,
             mistake=mistake,
         )
+
+    def _encodable(self, *texts: str) -> str:
+        """The first text that the model's vocabulary can express; the last one always can."""
+        for text in texts[:-1]:
+            try:
+                self._format.encode_text(text)
+            except UserError:
+                continue
+            return text
+        return texts[-1]
 
     def _shortened(self, text: str, limit: int, name: str) -> str:
         """At most `limit` tokens; the middle of a longer text is replaced by the number of tokens cut."""

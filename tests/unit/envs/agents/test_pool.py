@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from tests import agent_environments as envs
 from tests.agent_format import LineFormat, Play, call
@@ -17,7 +18,9 @@ from tidemill.config.agent import BUILT_IN, EnvConfig
 from tidemill.core.errors import GuardStop, UserError
 from tidemill.core.records import unpack_tokens
 from tidemill.envs.agents.find import find_environment
+from tidemill.envs.agents.instances import Outcome
 from tidemill.envs.agents.pool import EnvironmentPool
+from tidemill.envs.agents.turn_plan import TurnPlanner
 from tidemill.extensions.registry import given_function, provide
 
 FILE = envs.__file__
@@ -113,10 +116,12 @@ async def test_an_exception_of_a_step_is_an_observation_that_repeats_exactly() -
         ("number", "returned int, and a Step is needed"),
         ("none", "returned NoneType, and text is needed"),
         ("nul", "returned text with a NUL character"),
-        ("huge", "returned an observation of 10,000,000 characters; more than 40,960 are refused"),
+        ("huge", "returned 10,000,000 characters; more than 40,960 are refused"),
         ("long 1300", "returned an observation of 2,600 tokens; more than 2,560 are refused"),
         ("surrogate", "returned text that is not valid Unicode"),
         ("nan", "returned the reward nan, and a finite number is needed"),
+        ("vast", f"returned the reward 1{'0' * 39}, and a finite number is needed"),
+        ("key", "returned text that is not valid Unicode as state_key"),
     ],
 )
 async def test_what_is_not_an_observation_is_the_environments_fault(action: str, reason: str) -> None:
@@ -252,6 +257,30 @@ async def test_state_that_cannot_be_repeated_is_not_restored() -> None:
         assert (await play.act("c")).end == "fault"
 
 
+async def test_an_interrupted_run_is_not_the_environments_fault() -> None:
+    async with open_pool(envs.OnceCounter, max_environment_errors=1) as pool:
+        play = Play(pool, {})
+        await play.act("a")
+        pool.forget([play.sample_id])
+        assert (await play.act("b")).end == "fault"
+    async with open_pool(envs.Tools, max_environment_errors=1) as pool:
+        seen = await Play(pool, {"prompt": ""}).act(call("pay", file="x"), started=(0,))
+        assert (seen.end, seen.reason) == ("fault", "Tools.pay was interrupted, and must not be repeated")
+
+
+async def test_every_evaluation_has_call_ids_of_its_own() -> None:
+    ids = []
+    for purpose in ("train", "eval:held_out"):
+        for _ in range(2):
+            async with open_pool(envs.Tools) as pool:
+                play = Play(pool, {"prompt": ""})
+                play.sample_id = structs.replace(play.sample_id, purpose=purpose)
+                ids.append((await play.act(call("add", number=1))).calls[0].call_id)
+                pool.forget([play.sample_id])
+    assert ids[0] == ids[1]
+    assert len({*ids}) == 3
+
+
 async def test_a_different_observation_in_a_replay_is_a_fault() -> None:
     async with open_pool(envs.Counter) as pool:
         play = Play(pool, {})
@@ -270,6 +299,21 @@ async def test_stateless_tools_are_not_repeated() -> None:
         await play.act(call("now"))
         pool.forget([play.sample_id])
         assert (await play.act(call("now"))).end == ""
+
+
+@pytest.mark.parametrize(
+    ("characters", "seen"), [("error: ValueError", "error: ValueError"), ("ero", "error"), ("x", "")]
+)
+def test_a_mistake_is_shortened_to_what_the_vocabulary_expresses(characters: str, seen: str) -> None:
+    class Narrow(LineFormat):
+        def encode_text(self, text: str) -> list[int]:
+            if set(text) - set(characters):
+                raise UserError("the vocabulary lacks characters", where="model")
+            return super().encode_text(text)
+
+    planner = TurnPlanner(envs.Counter, EnvConfig(), Narrow())
+    outcome = Outcome(index=0, text="ValueError", error="raised")
+    assert planner.settle(planner.step("x"), outcome).text == seen
 
 
 async def test_exceptions_and_late_steps_never_gain(tmp_path: Path) -> None:

@@ -16,13 +16,18 @@ from tidemill.envs.agents.self_test import self_test
 from tidemill.extensions.registry import resolve
 
 
-@pytest.mark.parametrize("environment", [envs.Counter, envs.OnceCounter, envs.Tools, Guess, Calculator])
+@pytest.mark.parametrize("environment", [envs.Counter, envs.OnceCounter, Guess, Calculator])
 async def test_deterministic_environments_pass(environment: type) -> None:
     async with open_pool(environment) as pool:
         tasks = [{"seed": 3, "prompt": "x", "answer": "1"}, {"seed": 4, "prompt": "y", "answer": "1"}]
         found = await self_test(pool, tasks)
-        assert found.deterministic, found.warning
-        assert found.warning == ("Tools.wrong returned int, and text is needed" if environment is envs.Tools else "")
+        assert (found.deterministic, found.warning) == (True, "")
+
+
+async def test_a_method_with_a_wrong_result_is_refused() -> None:
+    async with open_pool(envs.Tools) as pool:
+        with pytest.raises(UserError, match=r"Tools\.wrong returned int, and text is needed"):
+            await self_test(pool, [{"seed": 3, "prompt": "x", "answer": "1"}])
 
 
 async def test_others_are_named() -> None:

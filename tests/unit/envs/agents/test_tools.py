@@ -118,6 +118,10 @@ DOC = '        "Doc."\n'
         (f"    @tool\n    def a(self):\n{DOC}    @tool\n    def a(self):\n{DOC}", "two tools are named a", 7),
         (f"    @tool\n    def a(self):\n{DOC}    @tool()\n    def a(self):\n{DOC}", "two tools are named a", 7),
         (f"    offer_finish = True\n    @tool\n    def finish(self):\n{DOC}", "two tools are named finish", 5),
+        (f"    @tool\n    def close(self):\n{DOC}", "a tool cannot be named close", 4),
+        (f"    @tool\n    def a(self) -> int:\n{DOC}", "the tool a returns int", 4),
+        (f"    @staticmethod\n    @tool\n    def a(x: int):\n{DOC}", "the tool a is not a method", 4),
+        (f"    @tool\n    @classmethod\n    def a(cls):\n{DOC}", "the tool a is not a method", 4),
     ],
 )
 def test_a_wrong_tool_is_refused_with_its_line(body: str, what: str, line: int, tmp_path: Path) -> None:
@@ -125,6 +129,12 @@ def test_a_wrong_tool_is_refused_with_its_line(body: str, what: str, line: int, 
     assert what in error.what
     assert error.where == f"{tmp_path}/wrong.py:{line}"
     assert error.hint
+
+
+@pytest.mark.parametrize("timeout_s", [0, -1.0, float("nan")])
+def test_a_deadline_is_above_0(timeout_s: float) -> None:
+    with pytest.raises(UserError, match="timeout_s"):
+        tool(timeout_s=timeout_s)
 
 
 def test_a_subclass_may_replace_a_tool_but_two_bases_may_not_share_one(tmp_path: Path) -> None:

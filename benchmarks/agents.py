@@ -77,8 +77,8 @@ def recipes_part(folder: Path, recipes: Sequence[str], *, seeds: int, again: boo
     smollm2()
     runs = [] if again else earlier_runs()
     for recipe in recipes:
-        for seed in range(seeds):
-            for kind in KINDS[recipe]:
+        for kind in KINDS[recipe]:
+            for seed in range(seeds):
                 if not any((each.recipe, each.kind, each.seed) == (recipe, kind, seed) for each in runs):
                     runs.append(agent_run(folder / f"{recipe}-{seed}", recipe, kind, seed))
                     _keep("recipes", recipes_figures(runs))

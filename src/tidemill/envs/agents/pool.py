@@ -53,7 +53,7 @@ class EnvironmentPool:
     Args:
         environment: of the class; see `find_environment`.
         run_id: part of the call ids, which are unique across runs.
-        report: receives the first fault of each method.
+        report: receives the first failure, and the first fault of each method.
 
     Raises:
         UserError: a tool of the class is wrong.
@@ -77,7 +77,7 @@ class EnvironmentPool:
         self._live: dict[SampleId, Live] = {}
         self._keys, self._session = itertools.count(1), uuid.uuid4().hex[:8]
         self._counts = dict.fromkeys(COUNTS, 0)
-        self._faults: dict[str, str] = {}  # first message of each method
+        self._reported: dict[str, str] = {}  # first message of each kind
         self._lost_episodes = 0
 
     async def act(self, episode: Episode, calls: CallLog) -> Observation:
@@ -89,6 +89,7 @@ class EnvironmentPool:
             observation = await self._answer(live, episode, calls)
         except FailureError as error:
             self._counts["failures"] += 1
+            self._report_first("failure", f"an episode broke the environment {self._name}: {error}")
             given = self.config.failure_reward
             outcome = self.environment.lowest_reward if given is None else given
             observation = Observation(end="failure", reason=str(error), outcome=outcome)
@@ -319,16 +320,20 @@ class EnvironmentPool:
         """Raises GuardStop: too many episodes were lost."""
         self._counts["faults"] += 1
         self._lost_episodes += not error.interrupted
-        if error.name not in self._faults:
-            self._faults[error.name] = str(error)
-            self._report(str(error))
+        self._report_first(error.name, str(error))
         if self._lost_episodes >= self.config.max_environment_errors:
-            first = next(iter(self._faults.values()))
+            first = next(text for name, text in self._reported.items() if name not in ("failure", "interrupted"))
             raise GuardStop(
                 f"{self._lost_episodes} episodes were lost to faults of the environment {self._name}; the first: "
                 f"{first}\n  correct it and run the same command again: the run resumes from its checkpoint"
             )
         return Observation(end="fault", reason=str(error))
+
+    def _report_first(self, name: str, text: str) -> None:
+        """Report what happened, once for each name."""
+        if name not in self._reported:
+            self._reported[name] = text
+            self._report(text)
 
     def _different(self, turn: int, now: str, earlier: str) -> FaultError:
         what = f"the environment {self._name} is not deterministic: repeating turn {turn} gave"

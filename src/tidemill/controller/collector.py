@@ -265,7 +265,8 @@ class SampleCollector:
         await self._observe(messages)
         for outcome in messages.ended:
             samples = in_flight.revoke(outcome.lease_id)
-            rollout.fleet.event_log.ended(outcome, samples)
+            most = sum(in_flight.plan.sampling.max_new_tokens - sample.generated for sample in samples)
+            rollout.fleet.event_log.ended(outcome, samples, most_lost=most)
             if outcome.crashed:
                 for sample in samples:
                     sample.failures += 1

@@ -270,11 +270,15 @@ class FleetEventLog:
             REBALANCE, from_worker=source.lease.worker_id, to_worker=target.lease.worker_id, samples=samples
         )
 
-    def ended(self, outcome: LeaseOutcome, samples: Sequence[Sample]) -> None:
-        """Log an eviction or a crash of a worker that had joined."""
+    def ended(self, outcome: LeaseOutcome, samples: Sequence[Sample], *, most_lost: int = 0) -> None:
+        """Log an eviction or a crash of a worker that had joined.
+
+        Args:
+            most_lost: tokens that its samples still lacked, a limit of the estimate.
+        """
         if not (outcome.evicted or outcome.crashed):
             return
-        lost = outcome.tokens_lost if samples else 0
+        lost = min(outcome.tokens_lost, most_lost)
         self.counters.evictions += outcome.evicted
         self.counters.crashes += outcome.crashed
         self.counters.tokens_lost += lost

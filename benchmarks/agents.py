@@ -190,7 +190,8 @@ def _print(runs: Sequence[AgentRun]) -> None:
         table.add_column(column)
     for recipe, kinds in KINDS.items():
         for kind in kinds:
-            group = [run for run in runs if (run.recipe, run.kind) == (recipe, kind)]
+            if not (group := [run for run in runs if (run.recipe, run.kind) == (recipe, kind)]):
+                continue
             shares = ("greedy_before", "greedy_after", "sampled_before", "sampled_after")
             cells = [_shares([getattr(run, name) for run in group]) for name in shares]
             minutes = f"{fmean(run.cpu_minutes for run in group):.1f}"

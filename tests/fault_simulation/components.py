@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 
 from tests.doubles.journal import MemoryJournal
@@ -21,18 +22,29 @@ from tidemill.sim.simulated_trainer import SimulatedTrainer
 
 
 class WatchedJournal(MemoryJournal):
-    """A journal whose writes are checked; a write takes `seconds`."""
+    """A journal whose writes are checked. A write takes `seconds`; those that wait are written together, in order."""
 
     def __init__(self, disk: bytes, invariants: Invariants, *, power_cut_after: int | None, seconds: float) -> None:
         super().__init__(disk, power_cut_after=power_cut_after)
         self.accepted = 0  # tokens
         self._invariants, self._seconds = invariants, seconds
-        self._turn = asyncio.Lock()
+        self._last = asyncio.Event()  # set once the last write has ended
+        self._last.set()
 
-    async def append(self, blobs: Sequence[tuple[int, bytes]]) -> None:
-        async with self._turn:
+    @asynccontextmanager
+    async def _in_order(self) -> AsyncIterator[None]:
+        earlier, own = self._last, asyncio.Event()
+        self._last = own
+        try:
             if self._seconds:
                 await asyncio.sleep(self._seconds)
+            await earlier.wait()
+            yield
+        finally:
+            own.set()
+
+    async def append(self, blobs: Sequence[tuple[int, bytes]]) -> None:
+        async with self._in_order():
             await super().append(blobs)
             before = self._invariants.durable.tokens
             for _, blob in blobs:
@@ -46,7 +58,7 @@ class WatchedJournal(MemoryJournal):
         return stored
 
     async def prune(self, through_step: int) -> None:
-        async with self._turn:
+        async with self._in_order():
             await super().prune(through_step)
             self._read(await super().load())
 

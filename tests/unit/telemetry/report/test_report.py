@@ -117,7 +117,7 @@ def test_the_page_of_agents_shows_turns_calls_workers_and_errors(tmp_path: Path)
     assert page.mismatched == [] and page.open == []
     for words in (
         "Turn 4", "spot-3 v", "local v", "Environment", "calculate", "higher", "ended by its environment",
-        "ended by a fault of its environment", "error: calculate has no argument expresion",
+        "ended by a fault of its environment", "error: calculate has no argument expressions",
         "calculate → error: calculate", "Errors of the environment", f"First warning: {FAULT}",
         "episodes were left out",
     ):  # fmt: skip

@@ -35,8 +35,8 @@ class FabricatedAgents(FabricatedRun):
         end: EpisodeEnd = "done"
         if group % 2 == 0:
             prompt = make_prompt(f"Multiply with the calculator.\n{left} * 47 =", str(left * 47))
-            asked = f'{{"expression": "{left} * 47"}}' if able else f'{{"expresion": "{left} 47"}}'
-            result = str(left * 47) if able else "error: calculate has no argument expresion"
+            asked = f'{{"expression": "{left} * 47"}}' if able else f'{{"expressions": "{left} 47"}}'
+            result = str(left * 47) if able else "error: calculate has no argument expressions"
             call_id = f"{step}-{group}-{index}"
             call = Call(call_id=call_id, name="calculate", arguments=asked, result=result, error=not able)
             said = [(f"<tool>{asked}</tool>", result, (call,)), (str(left * (47 if able else 40)), "", ())]

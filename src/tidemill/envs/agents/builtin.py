@@ -100,7 +100,7 @@ class Calculator(ToolEnvironment):
     def demonstrate(self) -> str:
         careful = random.Random(repr(self.seed)).random() < self.careful
         if self.called or not careful:
-            return str(self.task["answer"])
+            return f"It is {self.task['answer']}."
         self.called = True
         expression = re.findall(r"\d+ \* \d+", self.task["prompt"])[0]
         arguments = json.dumps({"name": "calculate", "arguments": {"expression": expression}})

@@ -122,7 +122,7 @@ def test_ctrl_c_restores_the_terminal(tmp_path: Path, way: str) -> None:
             process.send_signal(signal.SIGINT)
             signalled = True
     os.close(primary)
-    assert process.wait(timeout=DEADLINE_S) == 0, shown[-4000:].decode()
+    assert process.wait(timeout=DEADLINE_S) == 0, shown[-4000:].decode(errors="replace")
     assert shown.rindex(b"\x1b[?25h") > shown.rindex(b"\x1b[?25l"), "the cursor is shown again"
     assert "reward" in shown.decode() and b"\x1b[?1049h" not in shown, "printed lines stay on the screen"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import json
 import math
@@ -241,6 +242,8 @@ def emptied(tmp_path: Path) -> Iterator[Path]:
     ],
 )
 def test_recipes_of_the_pretrained_model(recipe: Path, shared_cache: Path, emptied: Path) -> None:
+    if recipe.stem == "vllm-local" and importlib.util.find_spec("vllm") is None:
+        pytest.skip("vLLM is not installed; `make test-vllm` tests it")
     run = emptied / "run"
     shortened = ["--trainer.steps=1", "--batch.prompts=4", "--eval.prompts=2", "--eval.every_steps=0"]
     if recipe.stem == "spot-trace":

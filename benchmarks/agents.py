@@ -34,7 +34,7 @@ from benchmarks.agent_faults import KilledRun, evicted_run, killed_run
 from benchmarks.agent_runs import KINDS, LEARNING, RECIPES, Accuracy, AgentRun, agent_run
 from benchmarks.agent_tokens import compared_tokens
 from benchmarks.agent_waiting import CONTROL_LEAST, MOST, waited
-from benchmarks.measuring import RESULTS, machine, write_result
+from benchmarks.measuring import RESULTS, machine, print_records, write_result
 from benchmarks.models import quiet, smollm2
 from benchmarks.stopping import interruptible
 
@@ -122,20 +122,20 @@ def verdict(runs: Sequence[AgentRun]) -> dict[str, bool]:
 
 def tokens_part(folder: Path) -> dict[str, Any]:
     found = msgspec.to_builtins(compared_tokens(folder, steps=TOKEN_STEPS))
-    _table("episodes of random turns: trained against drawn tokens", [found])
+    print_records("episodes of random turns: trained against drawn tokens", [found])
     return {**found, "reached": not found["differing"] and found["trajectories"] >= TRAJECTORIES}
 
 
 def waiting_part(folder: Path) -> dict[str, Any]:
     found = waited(folder, rounds=3)
     figures = msgspec.to_builtins(found) | {"ratio": found.ratio, "control_ratio": found.control_ratio}
-    _table("64 episodes of 4 turns, 32 tokens and one second a turn, 8 slots", [figures])
+    print_records("64 episodes of 4 turns, 32 tokens and one second a turn, 8 slots", [figures])
     return {**figures, "reached": found.ratio <= MOST and found.control_ratio >= CONTROL_LEAST}
 
 
 def evictions_part(folder: Path, *, seeds: int, steps: int) -> dict[str, Any]:
     runs = [evicted_run(folder, seed=seed, steps=steps) for seed in range(seeds)]
-    _table(
+    print_records(
         "guess with slow steps, batch-invariant: with evictions against without", list(map(msgspec.to_builtins, runs))
     )
     same = all(run.differing_samples == run.differing_steps == 0 for run in runs)
@@ -148,7 +148,7 @@ def kills_part(folder: Path, *, steps: int) -> dict[str, Any]:
     runs = list[KilledRun]()
     while (done := sum(run.kills for run in runs)) < KILLS:
         runs.append(killed_run(folder, seed=len(runs), steps=steps, kills=KILLS - done))
-    _table("the same, its process killed at random moments", list(map(msgspec.to_builtins, runs)))
+    print_records("the same, its process killed at random moments", list(map(msgspec.to_builtins, runs)))
     return {"runs": list(map(msgspec.to_builtins, runs)), "reached": all(run.same for run in runs)}
 
 
@@ -206,15 +206,6 @@ def _shares(found: Sequence[Accuracy | None]) -> str:
         return "-"
     spread = f"{min(each.low for each in shares):.2f}-{max(each.high for each in shares):.2f}"
     return f"{fmean(each.share for each in shares):.3f} ({spread})"
-
-
-def _table(title: str, records: Sequence[dict[str, Any]]) -> None:
-    """One column per record, one row per name."""
-    table = Table(title=title, box=box.SIMPLE, show_header=False)
-    for name in records[0]:
-        cells = (f"{value:.3g}" if isinstance(value := record[name], float) else str(value) for record in records)
-        table.add_row(name.replace("_", " "), *cells)
-    Console(width=180).print(table)
 
 
 if __name__ == "__main__":

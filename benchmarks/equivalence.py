@@ -24,13 +24,10 @@ from typing import Any
 
 import msgspec
 import torch
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
 from benchmarks.equivalent_runs import compare, disturbed_run, quiet_run
 from benchmarks.learning_curves import RECIPES, Curve, Point, curve, points
-from benchmarks.measuring import RESULTS, machine, write_result
+from benchmarks.measuring import RESULTS, machine, print_records, write_result
 from benchmarks.models import quiet, smollm2
 from benchmarks.saboteur import Eviction
 from benchmarks.twin_batches import losses, twin_run
@@ -89,7 +86,7 @@ def char_part(folder: Path, *, seeds: int, steps: int) -> dict[str, Any]:
                 "tokens_lost_as_estimated": found.summary["tokens_lost"],
             }
         )
-    _table("character model, batch-invariant: quiet run against disturbed run", runs)
+    print_records("character model, batch-invariant: quiet run against disturbed run", runs)
     same = all(run["differing_samples"] == run["differing_steps"] == 0 and run["same_files"] for run in runs)
     kept = all(run["lost_more_than_a_tick"] == run["lost_after_notice"] == 0 for run in runs)
     return {"runs": runs, "reached": same and kept}
@@ -109,9 +106,9 @@ def _by_cue(evictions: Sequence[Eviction]) -> dict[str, Any]:
 def twins_part(folder: Path, *, steps: int) -> dict[str, Any]:
     smollm2()
     figures = twin_run(folder / "run", steps=steps)
-    _table("SmolLM2, fast mode: every batch generated twice from the same weights", figures["by_step"])
+    print_records("SmolLM2, fast mode: every batch generated twice from the same weights", figures["by_step"])
     if figures["differences"]:
-        _table("where samples part", figures["differences"])
+        print_records("where samples part", figures["differences"])
     kept = figures["lost_more_than_a_tick"] == figures["lost_after_notice"] == 0
     return {**figures, "reached": figures["identical_share"] >= IDENTICAL_SHARE and kept}
 
@@ -124,7 +121,7 @@ def curves_part(folder: Path, *, seeds: int) -> dict[str, Any]:
             of_kind.append(curve(folder, kind, seed))
             print(of_kind[-1], flush=True)
     found = points(curves)
-    _table("demo: held-out greedy accuracy, mean over seeds (lowest-highest)", [_row(point) for point in found])
+    print_records("demo: held-out greedy accuracy, mean over seeds (lowest-highest)", [_row(point) for point in found])
     return {
         "seeds": seeds,
         "points": msgspec.to_builtins(found),
@@ -141,15 +138,6 @@ def _row(point: Point) -> dict[str, Any]:
     }
     noise = "-" if point.noise is None else f"{point.noise:.3f}"
     return {"step": point.step, **cells, "difference": f"{point.difference:+.3f}", "noise": noise}
-
-
-def _table(title: str, records: list[dict[str, Any]]) -> None:
-    """One column per record, one row per name."""
-    table = Table(title=title, box=box.SIMPLE, show_header=False)
-    for name in records[0]:
-        cells = (f"{value:.3g}" if isinstance(value := record[name], float) else str(value) for record in records)
-        table.add_row(name.replace("_", " "), *cells)
-    Console(width=180).print(table)
 
 
 if __name__ == "__main__":

@@ -119,3 +119,12 @@ def write_result(name: str, content: Mapping[str, Any]) -> Path:
     path.write_text(json.dumps({"benchmark": name, "machine": machine(), **content}, indent=2) + "\n")
     print(f"written: {path}")
     return path
+
+
+def print_records(title: str, records: Sequence[dict[str, Any]]) -> None:
+    """One column per record, one row per name."""
+    table = Table(title=title, box=box.SIMPLE, show_header=False)
+    for name in records[0]:
+        cells = (f"{value:.3g}" if isinstance(value := record[name], float) else str(value) for record in records)
+        table.add_row(name.replace("_", " "), *cells)
+    Console(width=180).print(table)

@@ -56,9 +56,8 @@ class ActingEpisodes:
     def start(self, samples: Sequence[Sample]) -> None:
         """Let environments answer the turns that have ended; those of a run that is to stop are left to its resume."""
         for sample in samples:
-            if self._rollout.stop.is_set() or not self._in_flight.is_current(
-                sample, sample.attempt, SampleState.ACTING
-            ):
+            current = self._in_flight.is_current(sample, sample.attempt, SampleState.ACTING)
+            if self._rollout.stop.is_set() or not current:
                 continue
             task = self._acting[sample.ordinal] = asyncio.create_task(self._act(sample))
             task.add_done_callback(partial(self._ended, sample.ordinal))

@@ -164,7 +164,9 @@ def compared(
 
 @torch.inference_mode()
 def logits_of(model: Any, known: list[int]) -> torch.Tensor:
-    from tidemill.models.attention import TreePlan, build_tree, hidden_states, vocabulary_logits
+    from tidemill.models.attention import hidden_states, vocabulary_logits
+    from tidemill.models.token_tree import build_tree
+    from tidemill.models.tree_attention import TreePlan
 
     tree = build_tree([np.array(known, np.int32)])
     tokens, positions = torch.from_numpy(tree.token_ids), torch.from_numpy(tree.depths)

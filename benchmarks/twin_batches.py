@@ -39,7 +39,9 @@ from tidemill.core.records import (
     unpack_logprobs,
     unpack_tokens,
 )
-from tidemill.models.attention import TreePlan, build_tree, hidden_states, vocabulary_logits
+from tidemill.models.attention import hidden_states, vocabulary_logits
+from tidemill.models.token_tree import build_tree
+from tidemill.models.tree_attention import TreePlan
 from tidemill.rollout.sampling import gumbel, noise_key
 from tidemill.runtime.backend import RuntimeBackend, scorers
 from tidemill.runtime.local import InProcessHost, in_process

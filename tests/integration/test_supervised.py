@@ -18,6 +18,7 @@ from tidemill.core.errors import UserError
 from tidemill.models.codec import load_codec
 from tidemill.models.loading import load_model
 from tidemill.models.reward_model import load_reward_model, sequence_scores
+from tidemill.models.tree_forward import TreeForward
 from tidemill.runtime.train_supervised import SupervisedKind
 from tidemill.telemetry.metrics import read_metrics
 
@@ -81,7 +82,8 @@ def test_a_reward_model_ranks_answers_and_scores_text(tmp_path: Path) -> None:
     assert lines[-1].values["pairwise_accuracy"] > 0.9  # of the training pairs
     sides = [np.array(codec.encode(text), np.int32) for text in ("2+3=5\n", "2+3=6\n")]
     stop = np.array(codec.stop_token_ids[:1], np.int32)
-    right, wrong = sequence_scores(reward.model, reward.head, [np.concatenate([side, stop]) for side in sides])[0]
+    sequences = [np.concatenate([side, stop]) for side in sides]
+    right, wrong = sequence_scores(TreeForward(reward.model), reward.head, sequences)[0]
     assert right > wrong
 
 

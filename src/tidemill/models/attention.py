@@ -1,4 +1,4 @@
-"""Packs sequences into token trees and runs a model over the packed tokens [1, N].
+"""Runs a model over packed tokens [1, N].
 
 Tidemill replaces only the attention of a `transformers` causal language model; projections, norms and rotary embeddings
 are the library's. An `AttentionPlan` defines which keys each token attends to.
@@ -10,83 +10,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-import numpy as np
-import numpy.typing as npt
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from tidemill.core.errors import UserError
-
-IntArray = npt.NDArray[np.int64]
-Tokens = npt.NDArray[np.int32]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenTree:
-    """A prefix tree of S sequences; each of its N nodes is one distinct prefix and is computed once.
-
-    A node's hidden state depends only on its ancestors, so one forward pass over the nodes equals one pass over all
-    sequences, and the gradient of a shared node is the sum over its sequences. Nodes are in depth-first order, so that
-    "j is an ancestor of i" is the interval test `j <= i < ends[j]`.
-    """
-
-    token_ids: IntArray  # [N]
-    depths: IntArray  # [N] position of the node's token in its sequences
-    ends: IntArray  # [N] one past the last node of the subtree
-    paths: tuple[IntArray, ...]  # per sequence, in input order: the nodes of its tokens
-
-    @property
-    def size(self) -> int:
-        return len(self.token_ids)
-
-    def ancestor_mask(self, device: torch.device, *, window: int | None = None) -> Tensor:
-        """bool [N, N]: whether node i (row) attends to node j (column), optionally in a sliding window of positions."""
-        ends = torch.from_numpy(self.ends).to(device)
-        nodes = torch.arange(self.size, device=device)
-        mask = (nodes[None, :] <= nodes[:, None]) & (nodes[:, None] < ends[None, :])
-        if window is not None:
-            depths = torch.from_numpy(self.depths).to(device)
-            mask &= depths[:, None] - depths[None, :] < window
-        return mask
-
-
-def common_prefix(a: Tokens, b: Tokens) -> int:
-    """Length of the longest common prefix of two token arrays."""
-    shorter = min(len(a), len(b))
-    differing = np.flatnonzero(a[:shorter] != b[:shorter])
-    return int(differing[0]) if len(differing) else shorter
-
-
-def build_tree(sequences: Sequence[Tokens]) -> TokenTree:
-    """Pack sequences (int32 [T_s] each) into a tree, in lexicographic order."""
-    order = sorted(range(len(sequences)), key=lambda index: sequences[index].tolist())
-    paths: list[IntArray] = [np.empty(0, np.int64)] * len(sequences)
-    tokens: list[Tokens] = []
-    depths: list[IntArray] = []
-    size, previous, path = 0, np.empty(0, np.int32), np.empty(0, np.int64)
-    for index in order:
-        sequence = sequences[index]
-        shared = common_prefix(previous, sequence)
-        added = len(sequence) - shared
-        path = np.concatenate([path[:shared], np.arange(size, size + added)])
-        tokens.append(sequence[shared:])
-        depths.append(np.arange(shared, len(sequence)))
-        paths[index], previous = path, sequence
-        size += added
-    ends = np.empty(size, np.int64)
-    reached = 0
-    for index in order:
-        reached = max(reached, int(paths[index][-1]) + 1) if len(paths[index]) else reached
-        ends[paths[index]] = reached
-    return TokenTree(
-        token_ids=np.concatenate(tokens).astype(np.int64) if tokens else np.empty(0, np.int64),
-        depths=np.concatenate(depths).astype(np.int64) if depths else np.empty(0, np.int64),
-        ends=ends,
-        paths=tuple(paths),
-    )
-
+from tidemill.models.token_tree import Tokens
 
 MaskFunction = Callable[[int, int, Tensor, Tensor], Tensor]
 """(batch, head, query positions, key positions) -> bool, broadcast: how transformers defines a mask."""
@@ -139,25 +69,10 @@ class AttentionPlan(Protocol):
 def masked_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float) -> Tensor:
     """[B, heads, N, D] queries against [B, kv_heads, M, D] keys and values, bool mask broadcast to [B, 1, N, M]."""
     repeats = query.shape[1] // key.shape[1]
-    if repeats > 1:
+    if repeats > 1 and query.is_cuda:  # the CPU's kernel shares keys and values between heads by itself
         key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
-    return functional.scaled_dot_product_attention(query, key, value, mask, scale=scaling)
-
-
-class TreePlan:
-    """Each token attends to itself and its ancestors in a tree, as in training."""
-
-    def __init__(self, tree: TokenTree, device: torch.device) -> None:
-        self._tree = tree
-        self._device = device
-        self._masks: dict[int | None, Tensor] = {}
-
-    def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None
-    ) -> Tensor:
-        if window not in self._masks:
-            self._masks[window] = self._tree.ancestor_mask(self._device, window=window)[None, None]
-        return masked_attention(query, key, value, self._masks[window], scaling)
+        repeats = 1
+    return functional.scaled_dot_product_attention(query, key, value, mask, scale=scaling, enable_gqa=repeats > 1)
 
 
 def _attention(
@@ -241,19 +156,33 @@ def hidden_states(model: PreTrainedModel, token_ids: Tensor, positions: Tensor, 
     return hidden
 
 
+def output_layer(model: PreTrainedModel) -> nn.Linear:
+    """The layer that computes logits from last hidden states.
+
+    Raises:
+        UserError: the model scales its logits in an unsupported way.
+    """
+    config = model.config
+    for field in ("logit_scale", "logits_scaling", "lm_head_multiplier"):
+        if getattr(config, field, None) not in (None, 1, 1.0):
+            raise unsupported(model, f"scales its logits by {field}, which Tidemill does not compute")
+    layer: nn.Linear = model.get_output_embeddings()
+    return layer
+
+
+def logit_softcap(model: PreTrainedModel) -> float | None:
+    """c of logits capped as `c tanh(logits / c)`; None if they are not capped."""
+    return getattr(model.config, "final_logit_softcapping", None)
+
+
 def vocabulary_logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
     """Logits float32 [N, vocabulary] of hidden states [N, hidden], as the model's own head computes them.
 
     Raises:
         UserError: the model's head scales logits in an unsupported way.
     """
-    logits: Tensor = model.get_output_embeddings()(hidden)
-    config = model.config
-    for field in ("logit_scale", "logits_scaling", "lm_head_multiplier"):
-        if getattr(config, field, None) not in (None, 1, 1.0):
-            raise unsupported(model, f"scales its logits by {field}, which Tidemill does not compute")
-    softcap = getattr(config, "final_logit_softcapping", None)
-    logits = logits.float()
+    logits: Tensor = output_layer(model)(hidden).float()
+    softcap = logit_softcap(model)
     return torch.tanh(logits / softcap) * softcap if softcap else logits
 
 

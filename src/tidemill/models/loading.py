@@ -16,10 +16,6 @@ from transformers import PreTrainedModel
 from tidemill.core.errors import UserError
 from tidemill.core.records import LogprobBuffer, TokenBuffer
 from tidemill.models.attention import (
-    Tokens,
-    TokenTree,
-    TreePlan,
-    build_tree,
     hidden_states,
     unsupported,
     use_own_attention,
@@ -30,6 +26,8 @@ from tidemill.models.auto import configured_context, first_line, load_pretrained
 from tidemill.models.checkpoint_manifest import refuse_damaged
 from tidemill.models.folder import check_folder, stored_tensors
 from tidemill.models.lora import adapter_of, frozen_parameters, learned_parameters
+from tidemill.models.token_tree import Tokens, TokenTree, build_tree
+from tidemill.models.tree_attention import TreePlan
 
 _DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}
 

@@ -24,12 +24,13 @@ from transformers import PreTrainedModel
 
 from tidemill.core.errors import UserError
 from tidemill.core.records import Record, decode_json
-from tidemill.models.attention import Tokens, TreePlan, build_tree, hidden_states
 from tidemill.models.auto import first_line
 from tidemill.models.catalog import merged_folder
 from tidemill.models.codec import TextCodec, load_codec
 from tidemill.models.folder import DESCRIPTION, damaged
 from tidemill.models.loading import load_model
+from tidemill.models.token_tree import Tokens, build_tree
+from tidemill.models.tree_forward import TreeForward
 
 HEAD = "head.safetensors"
 FORMAT = 1
@@ -207,14 +208,13 @@ def hidden_size(model: PreTrainedModel) -> int:
     return int(model.config.get_text_config().hidden_size)
 
 
-def sequence_scores(model: PreTrainedModel, head: nn.Module, sequences: Sequence[Tokens]) -> tuple[Tensor, int]:
+def sequence_scores(forward: TreeForward, head: nn.Module, sequences: Sequence[Tokens]) -> tuple[Tensor, int]:
     """Scores float32 [S] of token sequences (int32 [T_s], T_s >= 1), with gradient if enabled.
 
     Also returns the number of tokens computed: a shared prefix is computed once.
     """
-    device = next(model.parameters()).device
+    device = next(forward.parameters()).device
     tree = build_tree(sequences)
-    tokens, positions = (torch.from_numpy(array).to(device) for array in (tree.token_ids, tree.depths))
     last = torch.tensor([int(path[-1]) for path in tree.paths], device=device)
-    scores: Tensor = head(hidden_states(model, tokens, positions, TreePlan(tree, device))[last])
+    scores: Tensor = head(forward(tree, last).states)
     return scores, tree.size

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -34,6 +33,7 @@ from tidemill.pipeline.stage_plan import (
 )
 from tidemill.pipeline.state import PipelineFolder, PipelineOutcome, PipelineState
 from tidemill.runtime.callbacks import Callback
+from tidemill.runtime.compute import release_memory
 from tidemill.runtime.stopping import StopRequest
 from tidemill.telemetry.events import timestamp
 from tidemill.telemetry.jsonl import write_atomically
@@ -253,7 +253,7 @@ def _run_stages(
         results[stage.name] = result
         state.stage_finished(planned, result)
         session.reporter.achieved(planned, result)
-        gc.collect()  # models are in reference cycles; free this one before the next stage loads its own
+        release_memory()  # before the next stage loads its model
     return "finished"
 
 

@@ -20,9 +20,10 @@ from tidemill.algos.returns import value_loss
 from tidemill.config.algorithm import CriticConfig
 from tidemill.config.learning import OptimizerConfig
 from tidemill.models.reward_model import ScalarHead, load_head, save_head
+from tidemill.models.tree_forward import TreeForward, TreeOutput
 from tidemill.trainer.checkpoint import restore_state, save_state, state_bytes
 from tidemill.trainer.packing import Microbatch
-from tidemill.trainer.scoring import Predictions, predicting_states
+from tidemill.trainer.scoring import Predictions
 from tidemill.trainer.update import build_optimizer, clip_and_step
 
 STD_FLOOR = 1e-2
@@ -184,14 +185,15 @@ class _HeadCritic:
         self.optimizer = build_optimizer(trained, OptimizerConfig(learning_rate=config.learning_rate))
         self.optimizer_steps = 0
         self._stored_model, self._source = model if self.owns_model else None, source
-        self._value_coefficient, self._value_clip, self._autocast = value_coefficient, value_clip, autocast
+        self._value_coefficient, self._value_clip = value_coefficient, value_clip
+        self._tree_forward = TreeForward(model, autocast=autocast)
         self._scale = ReturnScale()
         self._sums = ValueSums()
 
     def _forward(self, microbatch: Predictions) -> Tensor:
         """Hidden states [H, hidden] of the trunk."""
-        with torch.autocast(microbatch.targets.device.type, self._autocast, enabled=self._autocast is not None):
-            return predicting_states(self.model, microbatch)
+        output: TreeOutput = self._tree_forward(microbatch.tree, microbatch.head_nodes)
+        return output.states
 
     def _values(self, states: Tensor, microbatch: Predictions) -> Tensor:
         values_H: Tensor = self._scale.mean + self._scale.std * self.head(states)

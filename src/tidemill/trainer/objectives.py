@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from tidemill.algos.preference import PREFERENCE_LOSSES, bradley_terry, cross_entropy
 from tidemill.config.schema import RunSpec
 from tidemill.core.records import Demonstration, PreferencePair, count
-from tidemill.models.attention import Tokens
 from tidemill.models.codec import load_codec
 from tidemill.models.loading import weights_digest
 from tidemill.models.reward_model import hidden_size, load_head, reward_head, save_head, sequence_scores
+from tidemill.models.token_tree import Tokens
 from tidemill.telemetry.jsonl import write_atomically
 from tidemill.trainer.packing import MaskedCompletion, PackedCompletions, pack_completions, split_by_tokens
-from tidemill.trainer.scoring import hits, token_logprobs
+from tidemill.trainer.scoring import token_logprobs
 from tidemill.trainer.supervised_loop import FitContext, LossSums, Objective
 
 MEGABYTE = 1 << 20
@@ -54,15 +54,14 @@ class SupervisedObjective(Objective[Demonstration]):
 
     def losses(self, examples: Sequence[Demonstration]) -> LossSums:
         packed = pack_completions([_masked(example) for example in examples], self._context.device)
-        with self._context.autocasting():
-            logprobs_T, hits_T = token_logprobs(
-                self._context.model, packed, temperature=1.0, logits_budget_bytes=self._logits_bytes, statistic=hits
-            )
+        output = token_logprobs(
+            self._context.forward, packed, temperature=1.0, logits_budget_bytes=self._logits_bytes, statistic="hit"
+        )
         tokens = len(packed.targets)
         return LossSums(
-            loss=cross_entropy(logprobs_T).sum(),
+            loss=cross_entropy(output.logprobs).sum(),
             weight=tokens,
-            figures={"token_accuracy": hits_T.sum()},
+            figures={"token_accuracy": output.statistic.sum()},
             tokens_trained=tokens,
             tokens_packed=packed.tree.size,
             tokens_unpacked=packed.unpacked_tokens,
@@ -96,8 +95,7 @@ class RewardObjective(Objective[PreferencePair]):
 
     def losses(self, examples: Sequence[PreferencePair]) -> LossSums:
         sequences = [sequence for example in examples for sequence in self.sequences(example)]
-        with self._context.autocasting():
-            scores, computed = sequence_scores(self._context.model, self._head, sequences)
+        scores, computed = sequence_scores(self._context.forward, self._head, sequences)
         chosen_P, rejected_P = scores[0::2], scores[1::2]
         margins_P = torch.tensor([each.margin for each in examples], device=scores.device)
         loss_P = bradley_terry(
@@ -196,15 +194,14 @@ class PreferenceObjective(Objective[PreferencePair]):
     def _logprobs(self, examples: Sequence[PreferencePair]) -> tuple[PackedCompletions, Tensor]:
         """Logprobs [T] of 2P completions, chosen and rejected alternating."""
         packed = pack_completions([side for each in examples for side in _sides(each)], self._context.device)
-        with self._context.autocasting():
-            logprobs_T, _ = token_logprobs(
-                self._context.model,
-                packed,
-                temperature=1.0,
-                logits_budget_bytes=self._spec.trainer.logits_budget_mb * MEGABYTE,
-                statistic=hits,
-            )
-        return packed, logprobs_T
+        output = token_logprobs(
+            self._context.forward,
+            packed,
+            temperature=1.0,
+            logits_budget_bytes=self._spec.trainer.logits_budget_mb * MEGABYTE,
+            statistic="none",
+        )
+        return packed, output.logprobs
 
     @torch.no_grad()
     def _reference_sums(self, examples: Sequence[PreferencePair]) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor
 from tidemill.algos.losses import Samples
 from tidemill.core.errors import TidemillError
 from tidemill.core.records import Ranges, TokenBuffer, Trajectory, count
-from tidemill.models.attention import IntArray, Tokens, TokenTree, build_tree, common_prefix
+from tidemill.models.token_tree import IntArray, Tokens, TokenTree, build_tree, common_prefix
 
 FloatArray: TypeAlias = npt.NDArray[np.float32]
 ItemT = TypeVar("ItemT")

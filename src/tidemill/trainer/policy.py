@@ -27,6 +27,8 @@ from tidemill.core.errors import UserError
 from tidemill.core.protocols import Compute
 from tidemill.core.records import Completion, Group, LogprobBuffer, PolicyVersion, StepMetrics
 from tidemill.models.loading import weights_digest
+from tidemill.models.token_logprobs import Statistic
+from tidemill.models.tree_forward import TreeForward, TreeOutput
 from tidemill.trainer.advantage_estimator import AdvantageEstimator, GroupAdvantages
 from tidemill.trainer.checkpoint import restore_state, save_state, state_bytes
 from tidemill.trainer.critic import Critic, Deferred
@@ -38,7 +40,7 @@ from tidemill.trainer.packing import (
     pack,
     split_by_tokens,
 )
-from tidemill.trainer.scoring import completion_logprobs, predicting_states, token_logprobs
+from tidemill.trainer.scoring import completion_logprobs, token_logprobs
 from tidemill.trainer.update import (
     Minibatch,
     UpdateSums,
@@ -98,7 +100,8 @@ class PolicyTrainer:
         self.critic_steps = 0
         self.kl_beta = spec.algorithm.kl_beta
         self._compute, self._source = compute, source
-        self._reference, self._autocast = reference, autocast
+        self._forward = TreeForward(model, autocast=autocast)
+        self._reference = None if reference is None else TreeForward(reference, autocast=autocast)
         self._device = next(model.parameters()).device
         self._logits_budget_bytes = spec.trainer.logits_budget_mb * MEGABYTE
         if spec.algorithm.needs_critic and critic is None:
@@ -133,12 +136,11 @@ class PolicyTrainer:
     async def logprobs(self, completions: Sequence[Completion]) -> list[LogprobBuffer]:
         return await self._compute.run(
             lambda: completion_logprobs(
-                self.model,
+                self._forward,
                 completions,
                 budget=self.spec.batch.microbatch_tokens,
                 temperature=self.spec.sampling.temperature,
                 logits_budget_bytes=self._logits_budget_bytes,
-                autocast=self._autocast,
             )
         )
 
@@ -261,8 +263,7 @@ class PolicyTrainer:
             self._backward(microbatch)
         elif self.spec.algorithm.proximal == "recomputed":
             with torch.no_grad():
-                microbatch.proximal_logprobs, _ = self._logprobs(self.model, microbatch)
-            microbatch.states = None
+                microbatch.proximal_logprobs = self._logprobs(self._forward, microbatch, statistic="none").logprobs
             self._sums.add_rollout(microbatch, microbatch.proximal_logprobs)
 
     def _optimize(self) -> None:
@@ -320,7 +321,8 @@ class PolicyTrainer:
     def _backward(self, microbatch: Microbatch) -> None:
         """Add the gradient and statistics of a microbatch; during critic warm-up the gradient of the critic only."""
         with torch.set_grad_enabled(not self._critic_warmup):
-            logprobs, entropy = self._logprobs(self.model, microbatch)
+            output = self._logprobs(self._forward, microbatch)
+        logprobs, entropy = output.logprobs, output.statistic
         detached = logprobs.detach()
         if microbatch.proximal_logprobs is None:
             self._sums.add_rollout(microbatch, detached)
@@ -334,6 +336,7 @@ class PolicyTrainer:
                 )
         if self._critic is not None:
             assert microbatch.returns is not None and microbatch.values is not None
+            microbatch.states = output.states
             self._critic.learn(microbatch, microbatch.returns, microbatch.values)
         outcome = policy_outcome(
             self.spec.algorithm,
@@ -353,22 +356,16 @@ class PolicyTrainer:
     @torch.no_grad()
     def _ref_logprobs(self, microbatch: Microbatch) -> torch.Tensor:
         assert self._reference is not None
-        return self._logprobs(self._reference, microbatch)[0]
+        return self._logprobs(self._reference, microbatch, statistic="none").logprobs
 
-    def _logprobs(self, model: PreTrainedModel, microbatch: Microbatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """(logprobs [T], entropy [T]); keeps the hidden states of the policy for a critic."""
-        with torch.autocast(self._device.type, self._autocast, enabled=self._autocast is not None):
-            states = predicting_states(model, microbatch)
-            if model is self.model and self._critic is not None:
-                microbatch.states = states
-            return token_logprobs(
-                model,
-                microbatch,
-                temperature=self.spec.sampling.temperature,
-                logits_budget_bytes=self._logits_budget_bytes,
-                states=states,
-                statistic_grad=self.spec.algorithm.entropy_bonus > 0,
-            )
+    def _logprobs(self, forward: TreeForward, microbatch: Microbatch, statistic: Statistic = "entropy") -> TreeOutput:
+        return token_logprobs(
+            forward,
+            microbatch,
+            temperature=self.spec.sampling.temperature,
+            logits_budget_bytes=self._logits_budget_bytes,
+            statistic=statistic,
+        )
 
     def state_bytes(self) -> int:
         """Upper bound of the bytes that `write_state` writes."""

@@ -7,29 +7,21 @@ again (overlap within a step as in OPPO, arXiv 2509.25762). Samples of a group s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, TypeAlias
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from tidemill.core.records import ITEM_BYTES, Completion, LogprobBuffer, Read, SampleId, TokenBuffer, count
-from tidemill.models.attention import (
-    KVChunk,
-    Tokens,
-    TokenTree,
-    TreePlan,
-    hidden_states,
-    prefill_chunk,
-    vocabulary_logits,
-)
+from tidemill.models.attention import KVChunk, prefill_chunk, vocabulary_logits
 from tidemill.models.reward_model import RewardModel, sequence_scores
+from tidemill.models.token_logprobs import FLOAT_BYTES, Statistic
+from tidemill.models.token_tree import Tokens, TokenTree
+from tidemill.models.tree_forward import Targets, TreeForward, TreeOutput
 from tidemill.trainer.packing import MaskedCompletion, pack_completions, split_by_sample, split_by_tokens, tokens_of
-
-FLOAT_BYTES = 4
 
 
 class Predictions(Protocol):
@@ -45,76 +37,18 @@ class Predictions(Protocol):
     def targets(self) -> Tensor: ...  # int64 [T]
 
 
-TokenStatistic: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-"""(logits [H, vocabulary], normalizers [H], rows [T], targets [T]) -> [T]: a statistic of each token."""
-
-
-def entropy(logits: Tensor, normalizers: Tensor, rows: Tensor, targets: Tensor) -> Tensor:
-    """Entropy in nats of the distribution that predicts each token."""
-    return (normalizers - (torch.softmax(logits, -1) * logits).sum(-1))[rows]
-
-
-def hits(logits: Tensor, normalizers: Tensor, rows: Tensor, targets: Tensor) -> Tensor:
-    """1 if the token has the highest probability, else 0."""
-    return (logits.argmax(-1)[rows] == targets).float()
-
-
-def predicting_states(model: PreTrainedModel, predictions: Predictions) -> Tensor:
-    """Hidden states [H, hidden] at `head_nodes`, with gradient if enabled."""
-    device, tree = predictions.targets.device, predictions.tree
-    tokens, positions = (torch.from_numpy(array).to(device) for array in (tree.token_ids, tree.depths))
-    return hidden_states(model, tokens, positions, TreePlan(tree, device))[predictions.head_nodes]
-
-
 def token_logprobs(
-    model: PreTrainedModel,
+    forward: TreeForward,
     predictions: Predictions,
     *,
     temperature: float,
     logits_budget_bytes: int,
-    states: Tensor | None = None,
-    statistic: TokenStatistic = entropy,
-    statistic_grad: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """Logprobs float32 [T] of the target tokens, with gradient if enabled, and a statistic [T] of them.
-
-    Args:
-        logits_budget_bytes: above this size, logits are computed in chunks of rows, and recomputed in the backward
-            pass.
-        states: result of `predicting_states`, if already computed.
-        statistic_grad: whether the statistic has a gradient, which needs more memory.
-    """
-    hidden = predicting_states(model, predictions) if states is None else states
-    vocabulary = model.get_output_embeddings().weight.shape[0]
-    rows_at_once = max(1, logits_budget_bytes // (FLOAT_BYTES * vocabulary))
-
-    def chunk(states: Tensor, rows: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        logits = vocabulary_logits(model, states)
-        if temperature != 1.0:
-            logits = logits / temperature
-        normalizers = logits.logsumexp(-1)
-        with torch.set_grad_enabled(statistic_grad and torch.is_grad_enabled()):
-            values = statistic(logits, normalizers, rows, targets)
-        return logits[rows, targets] - normalizers[rows], values
-
-    if len(hidden) <= rows_at_once:
-        return chunk(hidden, predictions.head_rows, predictions.targets)
-    logprobs, statistics = [], []
-    device = predictions.targets.device
-    for start in range(0, len(hidden), rows_at_once):
-        first, last = torch.searchsorted(
-            predictions.head_rows, torch.tensor([start, start + rows_at_once], device=device)
-        ).tolist()
-        part = checkpoint(
-            chunk,
-            hidden[start : start + rows_at_once],
-            predictions.head_rows[first:last] - start,
-            predictions.targets[first:last],
-            use_reentrant=False,
-        )
-        logprobs.append(part[0])
-        statistics.append(part[1])
-    return torch.cat(logprobs), torch.cat(statistics)
+    statistic: Statistic = "entropy",
+) -> TreeOutput:
+    """States at `head_nodes`, and logprobs [T] and a statistic [T] of the target tokens, with gradient if enabled."""
+    targets = Targets(predictions.head_rows, predictions.targets, temperature, logits_budget_bytes, statistic)
+    output: TreeOutput = forward(predictions.tree, predictions.head_nodes, targets)
+    return output
 
 
 class SampleScorer(Protocol):
@@ -326,13 +260,12 @@ class ChunkedReader:
 
 @torch.no_grad()
 def completion_logprobs(
-    model: PreTrainedModel,
+    forward: TreeForward,
     completions: Sequence[Completion],
     *,
     budget: int,
     temperature: float,
     logits_budget_bytes: int,
-    autocast: torch.dtype | None = None,
 ) -> list[LogprobBuffer]:
     """Logprobs float32 [N] of the tokens of each completion, in the given order.
 
@@ -341,7 +274,7 @@ def completion_logprobs(
         budget: packed tokens per forward pass; a longer completion gets its own.
         logits_budget_bytes: as for `token_logprobs`.
     """
-    device = next(model.parameters()).device
+    device = next(forward.parameters()).device
     logprobs: list[LogprobBuffer] = []
 
     def inputs(completion: Completion) -> tuple[Tokens]:
@@ -349,15 +282,10 @@ def completion_logprobs(
 
     for run in split_by_tokens(completions, inputs, budget):
         packed = pack_completions([MaskedCompletion(each.prompt_ids, each.token_ids) for each in run], device)
-        with torch.autocast(device.type, autocast, enabled=autocast is not None):
-            logprobs_T, _ = token_logprobs(
-                model,
-                packed,
-                temperature=temperature,
-                logits_budget_bytes=logits_budget_bytes,
-                statistic=lambda logits, normalizers, rows, targets: targets,  # costs nothing
-            )
-        logprobs += [values.tobytes() for values in split_by_sample(logprobs_T, packed.samples)]
+        output = token_logprobs(
+            forward, packed, temperature=temperature, logits_budget_bytes=logits_budget_bytes, statistic="none"
+        )
+        logprobs += [values.tobytes() for values in split_by_sample(output.logprobs, packed.samples)]
     return logprobs
 
 
@@ -370,7 +298,7 @@ def reward_scores(
     Args:
         budget: packed tokens per forward pass; a longer sample gets its own.
     """
-    device = next(reward.model.parameters()).device
+    forward = TreeForward(reward.model, autocast=autocast)
     # Lexicographic order puts samples of the same prompt next to each other.
     order = sorted(range(len(samples)), key=lambda index: tokens_of(samples[index]).astype(">i4").tobytes())
     scores = [0.0] * len(samples)
@@ -379,8 +307,7 @@ def reward_scores(
         return (tokens_of(samples[index]),)
 
     for run in split_by_tokens(order, inputs, budget):
-        with torch.autocast(device.type, autocast, enabled=autocast is not None):
-            run_scores, _ = sequence_scores(reward.model, reward.head, [tokens_of(samples[index]) for index in run])
+        run_scores, _ = sequence_scores(forward, reward.head, [tokens_of(samples[index]) for index in run])
         for index, score in zip(run, run_scores.tolist(), strict=True):
             scores[index] = score
     return scores

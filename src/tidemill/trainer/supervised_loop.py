@@ -16,10 +16,9 @@ import hashlib
 import math
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -30,9 +29,10 @@ from tidemill.core.errors import UserError
 from tidemill.core.guards import UpdateGuard
 from tidemill.core.protocols import Clock, Telemetry
 from tidemill.core.records import PolicyVersion, Record, StepMetrics
-from tidemill.models.attention import Tokens
 from tidemill.models.loading import weights_digest
 from tidemill.models.reward_model import ScalarHead
+from tidemill.models.token_tree import Tokens
+from tidemill.models.tree_forward import TreeForward
 from tidemill.telemetry.events import ALREADY_FINISHED, CHECKPOINT, EVALUATION, MonotonicClock, span
 from tidemill.trainer.checkpoint import restore_state, save_state, state_bytes
 from tidemill.trainer.checkpoint_store import CheckpointStore
@@ -182,8 +182,10 @@ class FitContext:
     def device(self) -> torch.device:
         return next(self.model.parameters()).device
 
-    def autocasting(self) -> AbstractContextManager[Any]:
-        return torch.autocast(self.device.type, self.autocast, enabled=self.autocast is not None)
+    @property
+    def forward(self) -> TreeForward:
+        """Loss terms are computed through this."""
+        return TreeForward(self.model, autocast=self.autocast)
 
 
 class FitResult(Record):

@@ -6,7 +6,7 @@ import numpy as np
 
 from tests.trajectories import Part, agent_trajectory
 from tidemill.core.records import Trajectory, unpack_tokens
-from tidemill.models.attention import build_tree
+from tidemill.models.token_tree import build_tree
 from tidemill.trainer.packing import rows_of, trained_positions
 
 TRAJECTORIES = 10_000

@@ -17,15 +17,10 @@ from tests.model_families import FAMILIES, UNSUPPORTED, VOCABULARY, WINDOW, buil
 from tests.model_folders import save_folder
 from tests.model_shapes import gemma3, llama
 from tidemill.core.errors import UserError
-from tidemill.models.attention import (
-    LibraryMask,
-    TreePlan,
-    build_tree,
-    hidden_states,
-    use_packed_attention,
-    vocabulary_logits,
-)
+from tidemill.models.attention import LibraryMask, hidden_states, use_packed_attention, vocabulary_logits
 from tidemill.models.loading import TOLERANCE, check_forward, forward_difference, load_model
+from tidemill.models.token_tree import build_tree
+from tidemill.models.tree_attention import TreePlan
 
 TOKENS = 64  # eight windows
 CPU = torch.device("cpu")

@@ -28,6 +28,7 @@ from tidemill.models.reward_model import (
     save_head,
     sequence_scores,
 )
+from tidemill.models.tree_forward import TreeForward
 
 CPU = torch.device("cpu")
 UP_PROJECTION = "model.layers.0.mlp.up_proj.weight"
@@ -84,7 +85,7 @@ def test_scores_of_a_tree_equal_those_of_each_sequence_alone(shape: str) -> None
         plain.append(head(output.hidden_states[-1][0, -1:]))
     (gradient,) = torch.autograd.grad(torch.cat(plain).square().sum(), [model.get_parameter(UP_PROJECTION)])
     use_packed_attention(model)
-    scores, computed = sequence_scores(model, head, sequences)
+    scores, computed = sequence_scores(TreeForward(model), head, sequences)
     torch.testing.assert_close(scores, torch.cat(plain), rtol=1e-5, atol=1e-5)
     assert computed == 6 + 1 + 4 + 9 - int(sequences[0][6] == sequences[1][6]) - int(sequences[0][6] == sequences[2][6])
     (ours,) = torch.autograd.grad(scores.square().sum(), [model.get_parameter(UP_PROJECTION)])

@@ -7,15 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.model_shapes import MODEL_SHAPES, VOCABULARY
-from tidemill.models.attention import (
-    Tokens,
-    TreePlan,
-    build_tree,
-    common_prefix,
-    hidden_states,
-    use_packed_attention,
-    vocabulary_logits,
-)
+from tidemill.models.attention import hidden_states, use_packed_attention, vocabulary_logits
+from tidemill.models.token_tree import Tokens, build_tree, common_prefix
+from tidemill.models.tree_attention import TreePlan
 
 
 def tokens(*ids: int) -> Tokens:

@@ -13,6 +13,7 @@ from tests.frozen_readers import CHUNK, frozen, growing, logprob_scorer, named, 
 from tests.model_shapes import HIDDEN, MODEL_SHAPES
 from tidemill.core.records import Read
 from tidemill.models.reward_model import HeadDescription, RewardModel, reward_head
+from tidemill.models.tree_forward import TreeForward
 from tidemill.trainer.packing import MaskedCompletion, pack_completions
 from tidemill.trainer.scoring import RewardModelScorer, reward_scores, token_logprobs
 
@@ -29,7 +30,7 @@ def test_logprobs_equal_those_of_a_token_tree(shape: str) -> None:
     read = read_all(reader(model, logprob_scorer(model, rows=5)), named(0), prompt + completion, 13)
     packed = pack_completions([MaskedCompletion(prompt, completion)], torch.device("cpu"))
     with torch.no_grad():
-        expected, _ = token_logprobs(model, packed, temperature=0.7, logits_budget_bytes=1 << 20)
+        expected = token_logprobs(TreeForward(model), packed, temperature=0.7, logits_budget_bytes=1 << 20).logprobs
     np.testing.assert_allclose(np.frombuffer(read.values, np.float32), expected.numpy(), atol=1e-5)
     assert (read.tokens_ahead, read.tokens_late) == (0, 34)
 

@@ -9,6 +9,7 @@ import torch
 from tests.model_shapes import VOCABULARY, llama
 from tidemill.core.records import Completion, unpack_logprobs, unpack_tokens
 from tidemill.models.attention import use_packed_attention
+from tidemill.models.tree_forward import TreeForward
 from tidemill.trainer.scoring import completion_logprobs
 
 ROOMY = 1 << 20
@@ -48,7 +49,11 @@ def test_logprobs_equal_those_of_each_completion_alone(
     use_packed_attention(model)
 
     found = completion_logprobs(
-        model, completions(), budget=budget, temperature=temperature, logits_budget_bytes=logits_budget_bytes
+        TreeForward(model),
+        completions(),
+        budget=budget,
+        temperature=temperature,
+        logits_budget_bytes=logits_budget_bytes,
     )
 
     for completion, logprobs in zip(completions(), found, strict=True):
@@ -62,9 +67,9 @@ def test_shared_prefixes_are_computed_once_within_the_budget() -> None:
         lambda _module, _args, kwargs: computed.append(kwargs["input_ids"].shape[1]), with_kwargs=True
     )
 
-    completion_logprobs(model, completions(), budget=10_000, temperature=1.0, logits_budget_bytes=ROOMY)
+    completion_logprobs(TreeForward(model), completions(), budget=10_000, temperature=1.0, logits_budget_bytes=ROOMY)
     # header 6, prompts 6 + 6, completions of 1 to 4 tokens without their last: 2 × (0 + 1 + 2 + 3)
     assert computed == [6 + 12 + 12]
     computed.clear()
-    completion_logprobs(model, completions(), budget=18, temperature=1.0, logits_budget_bytes=ROOMY)
+    completion_logprobs(TreeForward(model), completions(), budget=18, temperature=1.0, logits_budget_bytes=ROOMY)
     assert computed == [18, 18, 12]  # one tree per prompt with its completions, one for the repeated completion

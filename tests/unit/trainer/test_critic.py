@@ -18,9 +18,10 @@ from tidemill.core.records import Trajectory, unpack_tokens
 from tidemill.models.attention import use_packed_attention
 from tidemill.models.loading import weights_digest
 from tidemill.models.reward_model import ScalarHead, reward_head
+from tidemill.models.tree_forward import TreeForward, TreeOutput
 from tidemill.trainer.critic import ModelCritic, ReturnScale, TrunkCritic
 from tidemill.trainer.packing import Microbatch, WeightedSample, pack
-from tidemill.trainer.scoring import predicting_states, token_logprobs
+from tidemill.trainer.scoring import token_logprobs
 
 CPU = torch.device("cpu")
 COEFFICIENT = 0.3
@@ -104,9 +105,12 @@ def test_values_and_gradients_of_a_separate_model_equal_plain_ones(shape: str, c
     assert critic.step(3.0)()["value_loss"] == pytest.approx(loss.item() / 3, rel=1e-5)
 
 
-def policy_loss(model: PreTrainedModel, microbatch: Microbatch, states: Tensor | None = None) -> Tensor:
-    logprobs, _ = token_logprobs(model, microbatch, temperature=1.0, logits_budget_bytes=1 << 20, states=states)
-    return -(microbatch.weights * microbatch.advantages * logprobs).sum()
+def forward(model: PreTrainedModel, microbatch: Microbatch) -> TreeOutput:
+    return token_logprobs(TreeForward(model), microbatch, temperature=1.0, logits_budget_bytes=1 << 20)
+
+
+def policy_loss(output: TreeOutput, microbatch: Microbatch) -> Tensor:
+    return -(microbatch.weights * microbatch.advantages * output.logprobs).sum()
 
 
 def joint_plain_gradients() -> dict[str, Tensor]:
@@ -115,10 +119,11 @@ def joint_plain_gradients() -> dict[str, Tensor]:
     use_packed_attention(model)
     microbatch = packed()
     returns = in_microbatch_order(returns_of(SAMPLES))
-    values = head(predicting_states(model, microbatch))[microbatch.head_rows]
+    output = forward(model, microbatch)
+    values = head(output.states)[microbatch.head_rows]
     value_part = (microbatch.weights * (values - returns).square()).sum()
-    trunk = torch.autograd.grad(policy_loss(model, microbatch) + COEFFICIENT * value_part, list(model.parameters()))
-    values = head(predicting_states(model, microbatch).detach())[microbatch.head_rows]
+    trunk = torch.autograd.grad(policy_loss(output, microbatch) + COEFFICIENT * value_part, list(model.parameters()))
+    values = head(output.states.detach())[microbatch.head_rows]
     (microbatch.weights * (values - returns).square()).sum().backward()
     names = [f"0.{name}" for name, _ in model.named_parameters()]
     head_gradients = {name.replace("0.", "1."): gradient for name, gradient in gradients(head).items()}
@@ -133,11 +138,11 @@ def test_a_shared_trunk_has_both_gradients_and_one_forward_pass(shared: bool) ->
     model.base_model.register_forward_hook(lambda *_: runs.append(1))
     critic, microbatch = trunk_critic(model), packed()
     returns = in_microbatch_order(returns_of(SAMPLES))
-    states = predicting_states(model, microbatch)
-    microbatch.states = states if shared else None
+    output = forward(model, microbatch)
+    microbatch.states = output.states if shared else None
     values = critic.values(microbatch)()
     critic.learn(microbatch, returns, values)
-    policy_loss(model, microbatch, states).backward()
+    policy_loss(output, microbatch).backward()
     assert_equal_gradients(gradients(model, critic.head), joint_plain_gradients())
     assert len(runs) == (1 if shared else 3)
 
@@ -146,7 +151,7 @@ def test_states_without_a_graph_train_only_the_head() -> None:
     model = llama()
     use_packed_attention(model)
     critic, microbatch = trunk_critic(model), packed()
-    microbatch.states = predicting_states(model, microbatch).detach()
+    microbatch.states = forward(model, microbatch).states.detach()
     critic.learn(microbatch, in_microbatch_order(returns_of(SAMPLES)), critic.values(microbatch)())
     assert gradients(model) == {}
     assert set(gradients(critic.head)) == {"0.weight", "0.bias"}

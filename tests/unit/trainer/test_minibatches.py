@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tidemill.models.attention import Tokens, build_tree
+from tidemill.models.token_tree import Tokens, build_tree
 from tidemill.trainer.packing import TreeSize, split_by_tokens
 from tidemill.trainer.supervised_loop import Minibatches
 

@@ -17,8 +17,8 @@ from torch import Tensor
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import TidemillError, TrainerLost, UserError
 from tidemill.core.records import Record
-from tidemill.models.attention import TokenTree
 from tidemill.models.catalog import resolve
+from tidemill.models.token_tree import TokenTree
 from tidemill.runtime.cluster.ray_calls import (
     answering,
     decode,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tidemill.core.records import SampleId
-from tidemill.models.attention import Tokens
+from tidemill.models.token_tree import Tokens
 from tidemill.rollout.sequence import Sequence
 
 PARKING_ROWS = 16

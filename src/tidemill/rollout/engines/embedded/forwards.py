@@ -20,15 +20,8 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from tidemill.models.attention import (
-    Tokens,
-    TokenTree,
-    build_tree,
-    common_prefix,
-    hidden_states,
-    masked_attention,
-    vocabulary_logits,
-)
+from tidemill.models.attention import hidden_states, masked_attention, vocabulary_logits
+from tidemill.models.token_tree import Tokens, TokenTree, build_tree, common_prefix
 from tidemill.rollout.engines.embedded.cache import SlotCache
 from tidemill.rollout.sequence import Sequence
 

@@ -1,0 +1,209 @@
+"""Logprobs of chosen tokens from hidden states, without a [tokens, vocabulary] block beyond a budget.
+
+The output layer, softmax and gather are one autograd function, computed in chunks of rows. Element-wise work runs over
+a few rows at a time, which stay in the cache. Probabilities that fit the budget are kept for the backward pass, the
+others are computed again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from tidemill.models.attention import logit_softcap, output_layer
+
+Statistic: TypeAlias = Literal["entropy", "hit", "none"]
+"""Computed with the logprobs of the tokens: entropy in nats of the distribution that predicts each; 1 if it has the
+highest probability there, else 0; or nothing (zeros)."""
+
+FLOAT_BYTES = 4
+_CHUNK_ROWS = 512  # for an efficient matrix product
+_CACHED_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Head:
+    """How logits are computed from hidden states."""
+
+    temperature: float
+    softcap: float | None
+    statistic: Statistic
+    budget_bytes: int
+
+
+def token_logprobs(
+    model: PreTrainedModel,
+    hidden: Tensor,
+    rows: Tensor,
+    targets: Tensor,
+    *,
+    temperature: float,
+    budget_bytes: int,
+    statistic: Statistic = "entropy",
+) -> tuple[Tensor, Tensor]:
+    """Logprobs float32 [T] of target tokens, and a statistic float32 [T]; entropy has a gradient, too.
+
+    Args:
+        model: its output layer is used.
+        hidden: [H, hidden], the states that predict.
+        rows: int64 [T], the state that predicts each token, ascending.
+        targets: int64 [T].
+        temperature: of the logits.
+        budget_bytes: largest size of the probabilities kept for the backward pass, and of a chunk of them.
+
+    Raises:
+        UserError: the model's head scales logits in an unsupported way.
+    """
+    layer = output_layer(model)
+    if torch.is_autocast_enabled(hidden.device.type):
+        hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
+    head = _Head(temperature=temperature, softcap=logit_softcap(model), statistic=statistic, budget_bytes=budget_bytes)
+    results: tuple[Tensor, Tensor] = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
+        hidden, layer.weight, layer.bias, rows, targets, head
+    )
+    return results
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    """With z the scaled logits of a row, p their softmax and H its entropy: logprob_t = z_t - logsumexp(z), so
+    d logprob_t / dz = onehot(t) - p, and dH / dz = -p (log p + H)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, rows: Tensor, targets: Tensor, head: _Head
+    ) -> tuple[Tensor, Tensor]:
+        logprobs = torch.empty(len(targets), dtype=torch.float32, device=hidden.device)
+        values = torch.zeros_like(logprobs)
+        entropy = torch.zeros(len(hidden), dtype=torch.float32, device=hidden.device)
+        rounded_weight = weight.to(hidden.dtype)
+        needed = any(ctx.needs_input_grad[:3])
+        kept: list[Tensor] = []
+        for states, first, last, tokens in _chunks(hidden, rows, weight, head):
+            logits = _logits(states, rounded_weight, bias, head)
+            own, chosen = rows[tokens] - first, targets[tokens]
+            picked = logits[own, chosen]
+            if head.statistic == "hit":
+                values[tokens] = (logits.argmax(-1)[own] == chosen).float()
+            normalizers = _to_probabilities(logits, entropy[first:last] if head.statistic == "entropy" else None)
+            logprobs[tokens] = picked - normalizers[own]
+            if needed and not head.softcap and sum(each.nbytes for each in kept) + logits.nbytes <= head.budget_bytes:
+                kept.append(logits)
+        if head.statistic == "entropy":
+            values = entropy[rows]
+        else:
+            ctx.mark_non_differentiable(values)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(hidden, weight, bias, rows, targets, entropy)
+        ctx.head, ctx.kept = head, kept
+        return logprobs, values
+
+    @staticmethod
+    def backward(ctx: Any, logprob_grad: Tensor | None, value_grad: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, rows, targets, entropy = ctx.saved_tensors
+        head, kept, rounded_weight = ctx.head, ctx.kept, weight.to(hidden.dtype)
+        needs = ctx.needs_input_grad
+        hidden_grad = torch.empty_like(hidden) if needs[0] else None
+        weight_grad = torch.zeros_like(weight, dtype=torch.float32) if needs[1] else None
+        bias_grad = torch.zeros_like(bias, dtype=torch.float32) if needs[2] else None
+        for number, (states, first, last, tokens) in enumerate(_chunks(hidden, rows, weight, head)):
+            own, chosen = rows[tokens] - first, targets[tokens]
+            slope = None
+            if number < len(kept):
+                gradient, kept[number] = kept[number], None
+            else:
+                gradient = _logits(states, rounded_weight, bias, head)
+                slope = 1 - (gradient * (head.temperature / head.softcap)).square() if head.softcap else None
+                _to_probabilities(gradient, None)
+            token_grad = torch.zeros(len(own), device=own.device) if logprob_grad is None else logprob_grad[tokens]
+            entropy_grad = None if value_grad is None else _summed(value_grad[tokens], own, last - first)
+            _to_gradient(gradient, _summed(token_grad, own, last - first), entropy_grad, entropy[first:last])
+            gradient.index_put_((own, chosen), token_grad, accumulate=True)
+            if slope is not None:
+                gradient *= slope
+            if head.temperature != 1.0:
+                gradient /= head.temperature
+            if bias_grad is not None:
+                bias_grad += gradient.sum(0)
+            rounded = gradient.to(hidden.dtype)
+            del gradient
+            if hidden_grad is not None:
+                torch.mm(rounded, rounded_weight, out=hidden_grad[first:last])
+            if weight_grad is not None:
+                _add_product(weight_grad, rounded.t(), states)
+        grads = weight_grad, bias_grad
+        typed = (None if g is None else g.to(each.dtype) for g, each in zip(grads, (weight, bias), strict=True))
+        return hidden_grad, *typed, None, None, None
+
+
+def _chunks(hidden: Tensor, rows: Tensor, weight: Tensor, head: _Head) -> Iterator[tuple[Tensor, int, int, slice]]:
+    """(states, first row, end, tokens that they predict) of each chunk."""
+    size = max(1, min(_CHUNK_ROWS, head.budget_bytes // (FLOAT_BYTES * len(weight))))
+    starts = list(range(0, len(hidden), size))
+    edges = torch.tensor([*starts, len(hidden)], device=rows.device)
+    at = torch.searchsorted(rows, edges).tolist()
+    for number, first in enumerate(starts):
+        last = min(first + size, len(hidden))
+        yield hidden[first:last], first, last, slice(at[number], at[number + 1])
+
+
+def _logits(states: Tensor, weight: Tensor, bias: Tensor | None, head: _Head) -> Tensor:
+    """float32 [R, vocabulary], capped and divided by the temperature."""
+    logits = torch.mm(states, weight.t()).float()
+    if bias is not None:
+        logits += bias
+    if head.softcap:
+        logits.div_(head.softcap).tanh_().mul_(head.softcap)
+    if head.temperature != 1.0:
+        logits /= head.temperature
+    return logits
+
+
+def _cached_rows(block: Tensor) -> int:
+    return max(1, _CACHED_BYTES // (FLOAT_BYTES * block.shape[1])) if block.device.type == "cpu" else len(block)
+
+
+def _to_probabilities(logits: Tensor, entropy: Tensor | None) -> Tensor:
+    """Replace logits by probabilities; returns the normalizers [R] and writes the entropy [R] of each row."""
+    normalizers = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
+    size = _cached_rows(logits)
+    for start in range(0, len(logits), size):
+        block = logits[start : start + size]
+        largest = block.amax(-1, keepdim=True)
+        block -= largest
+        powers = torch.exp(block)
+        total = powers.sum(-1, keepdim=True)
+        log_total = total.log()[:, 0]
+        normalizers[start : start + size] = largest[:, 0] + log_total
+        if entropy is not None:
+            entropy[start : start + size] = log_total - torch.linalg.vecdot(powers, block) / total[:, 0]
+        torch.div(powers, total, out=block)
+    return normalizers
+
+
+def _to_gradient(probabilities: Tensor, token_grad: Tensor, entropy_grad: Tensor | None, entropy: Tensor) -> None:
+    """Replace the probabilities p of each row by `-p token_grad - p (log p + entropy) entropy_grad`."""
+    size = _cached_rows(probabilities)
+    for start in range(0, len(probabilities), size):
+        block, rows = probabilities[start : start + size], slice(start, start + size)
+        if entropy_grad is None:
+            block *= -token_grad[rows, None]
+            continue
+        slope, factor = entropy_grad[rows, None], token_grad[rows] + entropy_grad[rows] * entropy[rows]
+        surprise = torch.special.xlogy(block, block)
+        block.mul_(-factor[:, None]).sub_(surprise.mul_(slope))
+
+
+def _summed(values: Tensor, rows: Tensor, count: int) -> Tensor:
+    return torch.zeros(count, dtype=torch.float32, device=values.device).index_add_(0, rows, values)
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    if left.dtype == total.dtype:
+        total.addmm_(left, right)
+    else:
+        total += left @ right

@@ -1,0 +1,201 @@
+"""Attention over token trees: each token attends to itself and its ancestors.
+
+On a CPU the tree is cut into blocks, and each block attends to the keys of its own path only: the work grows with the
+lengths of the paths, not with the square of the tree. Small trees on a GPU use one dense mask, large ones
+FlexAttention (see `flex_attention`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from tidemill.models.attention import AttentionPlan, masked_attention
+from tidemill.models.flex_attention import FlexPlan
+from tidemill.models.token_tree import IntArray, TokenTree
+
+FLEX_NODES = 1500
+"""Size from which trees on a GPU use FlexAttention."""
+BLOCK_TOKENS = 256
+"""Longest block. A block computes all pairs of its tokens, of which it needs half."""
+PADDING = 1.25
+"""Largest ratio of computed to needed pairs of blocks that are computed together."""
+_MASK_BYTES = 64 << 20  # of the mask of blocks that are computed together
+
+
+class TreePlan:
+    """Attends in a tree with the implementation that suits its device and size."""
+
+    def __init__(self, tree: TokenTree, device: torch.device) -> None:
+        self._plan: AttentionPlan
+        if device.type == "cpu":
+            self._plan = BlockPlan(tree)
+        elif tree.size < FLEX_NODES:
+            self._plan = DensePlan(tree, device)
+        else:
+            self._plan = FlexPlan(tree, device)
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None
+    ) -> Tensor:
+        return self._plan.attend(layer, query, key, value, scaling, window)
+
+
+class DensePlan:
+    """Attends with one mask of all pairs of nodes."""
+
+    def __init__(self, tree: TokenTree, device: torch.device) -> None:
+        self._tree, self._device = tree, device
+        self._masks: dict[int | None, Tensor] = {}
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None
+    ) -> Tensor:
+        if window not in self._masks:
+            self._masks[window] = self._tree.ancestor_mask(self._device, window=window)[None, None]
+        return masked_attention(query, key, value, self._masks[window], scaling)
+
+
+class Block(NamedTuple):
+    """Consecutive nodes `path[-size:]`, of which each is the child of the one before, with all their ancestors."""
+
+    size: int
+    path: IntArray  # [K], from the root
+
+
+def blocks_of(tree: TokenTree) -> list[Block]:
+    """Cut a tree where a branch ends, and into blocks of at most `BLOCK_TOKENS` nodes, in the order of the nodes."""
+    blocks = []
+    path = np.empty(int(tree.depths.max(initial=-1)) + 1, np.int64)
+    starts = np.flatnonzero(np.diff(tree.depths, prepend=-2) != 1).tolist()
+    for start, end in zip(starts, [*starts[1:], tree.size], strict=True):
+        first = int(tree.depths[start])
+        path[first : first + end - start] = np.arange(start, end)
+        for begin in range(start, end, BLOCK_TOKENS):
+            size = min(BLOCK_TOKENS, end - begin)
+            blocks.append(Block(size, path[: first + begin - start + size].copy()))
+    return blocks
+
+
+def buckets_of(blocks: Sequence[Block]) -> list[list[int]]:
+    """Indices of blocks that are computed together, padded to the largest of them."""
+    buckets: list[list[int]] = []
+    needed = tokens = 0
+    for index in sorted(range(len(blocks)), key=lambda index: (-blocks[index].size, -len(blocks[index].path), index)):
+        block = blocks[index]
+        pairs, longest = block.size * len(block.path), max(tokens, len(block.path))
+        if buckets:
+            padded = (len(buckets[-1]) + 1) * blocks[buckets[-1][0]].size * longest
+            if padded > PADDING * (needed + pairs) or padded > _MASK_BYTES:
+                needed = 0
+        if not needed:
+            buckets.append([])
+            longest = len(block.path)
+        buckets[-1].append(index)
+        needed, tokens = needed + pairs, longest
+    return buckets
+
+
+@dataclass(frozen=True, slots=True)
+class _Bucket:
+    """B blocks of up to Q nodes with paths of up to K nodes, both aligned at their ends."""
+
+    queries: Tensor  # int64 [B * Q] nodes; padding repeats the first
+    keys: Tensor  # int64 [B * K]
+    sizes: Tensor  # int64 [B] nodes
+    lengths: Tensor  # int64 [B] of the paths
+    shape: tuple[int, int, int]  # B, Q, K
+
+    def mask(self, window: int | None) -> Tensor:
+        """bool [B, 1, Q, K]. A padded query attends to the whole path, so that its softmax is finite."""
+        _, queries, keys = self.shape
+        places = torch.arange(queries)[:, None] + keys - queries  # of the query's own key
+        others = torch.arange(keys)
+        causal = others <= places
+        if window is not None:
+            causal = causal & (places - others < window)
+        padded = torch.arange(queries) < queries - self.sizes[:, None]
+        real = others >= keys - self.lengths[:, None]
+        return ((causal | padded[:, :, None]) & real[:, None])[:, None]
+
+
+class BlockPlan:
+    """Attends block by block, in float32: the backward pass of bfloat16 attention takes three times as long on a CPU."""
+
+    def __init__(self, tree: TokenTree) -> None:
+        blocks = blocks_of(tree)
+        self._buckets = [_bucket([blocks[index] for index in bucket]) for bucket in buckets_of(blocks)]
+        self._masks: dict[int | None, list[Tensor]] = {}
+        nodes, start = np.empty(tree.size, np.int64), 0
+        for bucket, shape in ((bucket.queries, bucket.shape) for bucket in self._buckets):
+            # A padding row comes before the row of the node that it repeats.
+            nodes[bucket.numpy()] = np.arange(start, start + shape[0] * shape[1])
+            start += shape[0] * shape[1]
+        self._rows = torch.from_numpy(nodes)  # of each node, in the concatenated results
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None
+    ) -> Tensor:
+        if window not in self._masks:
+            self._masks[window] = [bucket.mask(window) for bucket in self._buckets]
+        queries, keys, values = (_by_node(each) for each in (query, key, value))
+        outputs = []
+        for bucket, mask in zip(self._buckets, self._masks[window], strict=True):
+            count, longest, most = bucket.shape
+            own = _gathered(queries, bucket.queries).view(count, longest, *query.shape[1::2]).transpose(1, 2)
+            seen = _gathered(keys, bucket.keys).view(count, most, *key.shape[1::2]).transpose(1, 2)
+            content = _gathered(values, bucket.keys).view(count, most, *value.shape[1::2]).transpose(1, 2)
+            with torch.autocast("cpu", enabled=False):
+                out = masked_attention(own, seen, content, mask, scaling)
+            outputs.append(out.transpose(1, 2).reshape(count * longest, -1))
+        rows = _gathered(torch.cat(outputs), self._rows).to(query.dtype)
+        return rows.view(1, len(rows), query.shape[1], value.shape[3]).transpose(1, 2)
+
+
+def _bucket(blocks: Sequence[Block]) -> _Bucket:
+    sizes, lengths = [block.size for block in blocks], [len(block.path) for block in blocks]
+    shape = len(blocks), max(sizes), max(lengths)
+    queries, keys = np.empty(shape[:2], np.int64), np.empty((shape[0], shape[2]), np.int64)
+    for row, block in enumerate(blocks):
+        own = block.path[len(block.path) - block.size :]
+        queries[row], keys[row] = own[0], block.path[0]
+        queries[row, shape[1] - block.size :] = own
+        keys[row, shape[2] - len(block.path) :] = block.path
+    return _Bucket(
+        torch.from_numpy(queries.ravel()),
+        torch.from_numpy(keys.ravel()),
+        torch.tensor(sizes),
+        torch.tensor(lengths),
+        shape,
+    )
+
+
+def _by_node(states: Tensor) -> Tensor:
+    """float32 [N, heads * D] of [1, heads, N, D]."""
+    return states[0].transpose(0, 1).reshape(states.shape[2], -1).float()
+
+
+def _gathered(rows: Tensor, index: Tensor) -> Tensor:
+    result: Tensor = _Gather.apply(rows, index)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _Gather(torch.autograd.Function):
+    """Rows [M, C] of float32 [N, C], each of which may be taken several times."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, index: Tensor) -> Tensor:
+        ctx.save_for_backward(index)
+        ctx.count = len(rows)
+        return functional.embedding(index, rows)  # several times as fast as indexing
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        (index,) = ctx.saved_tensors
+        return torch.ops.aten.embedding_dense_backward(gradient, index, ctx.count, -1, False), None

@@ -16,6 +16,9 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from tidemill.models.attention import use_packed_attention
+from tidemill.models.tree_forward import TreeForward
+
 VOCABULARY = 128
 HIDDEN = 64
 CONTEXT = 256
@@ -79,3 +82,11 @@ def _built(build: Callable[[], PreTrainedModel], seed: int) -> PreTrainedModel:
                     parameter.add_(0.1 * torch.randn_like(parameter))
     model.eval()
     return model
+
+
+def forward_of(model: PreTrainedModel | None) -> TreeForward | None:
+    """With packed attention; None without a model."""
+    if model is None:
+        return None
+    use_packed_attention(model)
+    return TreeForward(model)

@@ -20,7 +20,7 @@ from tests.commands import DEADLINE_S, Ran, run_fork, run_here
 from tests.conftest import REPOSITORY
 from tests.forked import Forked
 from tidemill.models.auto import quiet
-from tidemill.models.loading import weights_digest
+from tidemill.models.weights_digest import weights_digest
 
 RECIPE = (
     """\

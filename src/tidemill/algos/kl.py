@@ -102,6 +102,16 @@ class MismatchSums:
             largest=torch.maximum(self.largest, other.largest),
         )
 
+    def as_list(self) -> list[float]:
+        """The fields, which `from_list` reads."""
+        sums = torch.stack((self.excess, self.excess_squared, self.kl, self.largest))
+        return [float(self.tokens), *sums.tolist()]
+
+    @staticmethod
+    def from_list(values: list[float]) -> MismatchSums:
+        excess, squared, kl, largest = torch.tensor(values[1:], dtype=torch.float64).unbind()
+        return MismatchSums(tokens=int(values[0]), excess=excess, excess_squared=squared, kl=kl, largest=largest)
+
     def reduce(self) -> MismatchStats:
         """Statistics of the step; without tokens those of identical policies."""
         if self.tokens == 0:

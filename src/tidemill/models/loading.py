@@ -1,15 +1,13 @@
-"""Loads a model from a folder, checks its packed forward pass and computes the digest of its weights."""
+"""Loads a model from a folder and checks its packed forward pass."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import xxhash
 from safetensors import safe_open
 from transformers import PreTrainedModel
 
@@ -25,7 +23,6 @@ from tidemill.models.attention import (
 from tidemill.models.auto import configured_context, first_line, load_pretrained
 from tidemill.models.checkpoint_manifest import refuse_damaged
 from tidemill.models.folder import check_folder, stored_tensors
-from tidemill.models.lora import adapter_of, frozen_parameters, learned_parameters
 from tidemill.models.token_tree import Tokens, TokenTree, build_tree
 from tidemill.models.tree_attention import TreePlan
 
@@ -205,33 +202,6 @@ def _check_config(model: PreTrainedModel) -> None:
         raise unsupported(
             model, f"has rotary frequencies that depend on the longest sequence of a call (rope_type {min(kinds)!r})"
         )
-
-
-def weights_digest(model: torch.nn.Module) -> str:
-    """32 hex digits (xxh3-128) over name, dtype, shape and bytes of every parameter, in the order of named_parameters.
-
-    Tied parameters count once. For a model with an adapter: over the base's digest and the adapter's parameters. From a
-    GPU one tensor at a time is copied.
-    """
-    return _digest(learned_parameters(model), prefix=base_digest(model))
-
-
-def base_digest(model: torch.nn.Module) -> str:
-    """The digest of the frozen base under an adapter, computed once; empty without an adapter."""
-    adapter = adapter_of(model)
-    if adapter is None:
-        return ""
-    adapter.base_digest = adapter.base_digest or _digest(frozen_parameters(model))
-    return adapter.base_digest
-
-
-def _digest(parameters: Mapping[str, torch.nn.Parameter], *, prefix: str = "") -> str:
-    digest = xxhash.xxh3_128(prefix.encode())
-    for name, parameter in parameters.items():
-        tensor = parameter.detach().contiguous().cpu()
-        digest.update(f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode())
-        digest.update(memoryview(tensor.view(-1).view(torch.uint8).numpy()))  # type: ignore[arg-type]
-    return digest.hexdigest()
 
 
 @torch.inference_mode()

@@ -27,8 +27,9 @@ from tidemill.core.errors import UserError
 from tidemill.models.auto import quiet
 from tidemill.models.checkpoint_manifest import refuse_damaged
 from tidemill.models.folder import DESCRIPTION, holds_adapter, is_local
-from tidemill.models.loading import base_digest, load_model
+from tidemill.models.loading import load_model
 from tidemill.models.lora import adapter_of, attach_adapter, merge_adapter
+from tidemill.models.weights_digest import base_digest
 
 WEIGHTS = "adapter_model.safetensors"
 ORIGIN = "base_model.json"
@@ -42,7 +43,7 @@ class Origin(Config):
     model: ModelConfig
     """The [model] section of the run that trained it."""
     digest: str
-    """`loading.weights_digest` of the base."""
+    """`weights_digest` of the base."""
 
 
 def write_origin(model: PreTrainedModel, folder: Path) -> None:

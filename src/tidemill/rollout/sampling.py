@@ -62,7 +62,8 @@ def draw(logits: torch.Tensor, keys: Sequence[int], params: Sequence[SamplingPar
     for start in range(0, len(noisy), block):
         rows = noisy[start : start + block]
         noise = gumbel([keys[row] for row in rows], logits.shape[1], logits.device)
-        token_ids[rows] = noise.add_(scaled[rows]).argmax(-1)
+        chosen = slice(start, start + len(rows)) if len(noisy) == len(params) else rows  # a slice copies nothing
+        token_ids[chosen] = noise.add_(scaled[chosen]).argmax(-1)
     greedy = [row for row, p in enumerate(params) if p.temperature == 0]
     if greedy:
         token_ids[greedy] = scaled[greedy].argmax(-1)

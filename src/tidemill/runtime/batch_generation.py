@@ -39,7 +39,8 @@ from tidemill.envs.text.prompts import Task
 from tidemill.envs.text.rows import ScoredCompletion, demonstration_row, pair_rows
 from tidemill.models.catalog import resolve
 from tidemill.models.codec import load_codec
-from tidemill.models.loading import context_limit, weights_digest
+from tidemill.models.loading import context_limit
+from tidemill.models.weights_digest import weights_digest
 from tidemill.rollout.worker import EngineWorker
 from tidemill.runtime.agents import agent_limits, agent_prompts, open_environments
 from tidemill.runtime.backend import scorers

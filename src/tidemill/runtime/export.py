@@ -18,8 +18,9 @@ from tidemill.core.formatting import compact
 from tidemill.core.records import Record
 from tidemill.models.catalog import resolve
 from tidemill.models.folder import holds_adapter
-from tidemill.models.loading import load_model, weights_digest
+from tidemill.models.loading import load_model
 from tidemill.models.saving import export_merged, save_model
+from tidemill.models.weights_digest import weights_digest
 from tidemill.telemetry.jsonl import disk_error
 from tidemill.telemetry.manifest import git_state
 from tidemill.telemetry.run_dir import read_json

@@ -126,13 +126,12 @@ async def in_process(
         stack.push_async_callback(compute.close)
         reference = bundle.reference()
         trainer = PolicyTrainer(
-            bundle.model,
+            bundle.forward,
             spec,
             compute=compute,
             source=bundle.folder,
-            reference=reference,
+            reference=bundle.forward_of(reference),
             critic=build_critic(bundle, progress=recorder.note),
-            autocast=bundle.autocast,
         )
         engine = bundle.engine(trainer.version, prompt_tokens=task.longest_prompt_tokens)
         local = EngineWorker(engine, compute, clock=clock, tick_s=spec.engine.tick_s)

@@ -25,6 +25,7 @@ from tidemill.models.lora import attach_adapter, learned_parameters, require_pef
 from tidemill.models.reward_model import ScalarHead, check_head_fits, hidden_size, load_head
 from tidemill.models.saving import load_adapter, read_origin
 from tidemill.models.snapshots import copy_on_base, empty_copy
+from tidemill.models.tree_forward import TreeForward
 from tidemill.rollout.engines.embedded import EmbeddedEngine
 from tidemill.runtime.agents import agent_prompts
 from tidemill.runtime.compute import choose_device, choose_precision, set_threads
@@ -125,7 +126,7 @@ class ModelBundle:
 
     spec: RunSpec
     folder: Path  # Hugging Face folder of the model
-    model: PreTrainedModel
+    forward: TreeForward  # of `model`; policy and shared critic use the same
     rollout_model: PreTrainedModel  # used by engines: `model` itself, or a copy
     frozen: FrozenModels
     codec: TextCodec
@@ -164,6 +165,10 @@ class ModelBundle:
         )
 
     @property
+    def model(self) -> PreTrainedModel:
+        return self.forward.model
+
+    @property
     def device_info(self) -> dict[str, Any]:
         """For the event log."""
         return {"device": str(self.device), "threads": self.threads, "autocast": str(self.autocast)}
@@ -181,6 +186,10 @@ class ModelBundle:
         """The frozen initial model, if the loss needs it and it is placed in this process."""
         needed = self.spec.algorithm.kl_beta > 0 and self.spec.placement.reference == "trainer"
         return self.frozen.load(self.folder) if needed else None
+
+    def forward_of(self, model: PreTrainedModel | None) -> TreeForward | None:
+        """The forward pass of a frozen model in the precision of the policy's."""
+        return None if model is None else TreeForward(model, autocast=self.autocast)
 
 
 def load_model_bundle(spec: RunSpec, *, progress: Callable[[str], None], folder: Path | None = None) -> ModelBundle:
@@ -216,7 +225,7 @@ def load_model_bundle(spec: RunSpec, *, progress: Callable[[str], None], folder:
     return ModelBundle(
         spec=spec,
         folder=found,
-        model=model,
+        forward=TreeForward(model, autocast=autocast),
         rollout_model=rollout_model,
         frozen=frozen,
         codec=load_codec(found),
@@ -291,12 +300,11 @@ def build_critic(bundle: ModelBundle, *, progress: Callable[[str], None]) -> Cri
             progress=progress,
         )
     return TrunkCritic(
-        bundle.model,
+        bundle.forward,
         ScalarHead(hidden_size(bundle.model)).to(bundle.device),
         config,
         value_coefficient=config.value_coefficient,
         value_clip=config.value_clip,
-        autocast=bundle.autocast,
     )
 
 
@@ -337,12 +345,11 @@ def build_model_critic(
         model.gradient_checkpointing_enable()
         model.train()
     return ModelCritic(
-        model,
+        TreeForward(model, autocast=autocast),
         head,
         spec.critic,
         source=folder,
         value_clip=spec.critic.value_clip,
-        autocast=autocast,
     )
 
 

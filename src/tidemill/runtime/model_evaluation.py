@@ -35,7 +35,7 @@ from tidemill.core.records import (
     unpack_tokens,
 )
 from tidemill.models.catalog import errors_at_key
-from tidemill.models.loading import weights_digest
+from tidemill.models.weights_digest import weights_digest
 from tidemill.runtime.batch_generation import batch_generator
 from tidemill.runtime.model_bundle import ModelBundle, load_model_bundle
 from tidemill.runtime.readers import check_reward_models, model_scores

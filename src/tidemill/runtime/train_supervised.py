@@ -15,10 +15,11 @@ from tidemill.envs.text.examples import Examples, load_demonstrations, load_pair
 from tidemill.models.catalog import resolve
 from tidemill.models.checkpoint_manifest import read_manifest, seal
 from tidemill.models.folder import holds_adapter
-from tidemill.models.loading import context_limit, weights_digest
+from tidemill.models.loading import context_limit
 from tidemill.models.reward_model import copy_head
 from tidemill.models.saving import export_merged
 from tidemill.models.turn_format import turn_format
+from tidemill.models.weights_digest import weights_digest
 from tidemill.runtime.model_bundle import load_model_bundle
 from tidemill.runtime.stopping import StopRequest, stop_on_signals
 from tidemill.runtime.train import DATA_DIGEST, record_start, run_session

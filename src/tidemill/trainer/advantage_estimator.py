@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -19,6 +20,7 @@ from tidemill.algos.user_functions import UserAdvantage, user_advantage
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError
 from tidemill.core.records import Group, Segment, Trajectory, pack_logprobs, pack_tokens
+from tidemill.models.ranks import ONE_RANK, Ranks
 from tidemill.trainer.critic import Deferred, resolved
 from tidemill.trainer.packing import (
     FloatArray,
@@ -54,6 +56,7 @@ class AdvantageEstimator:
         reference: computes logprobs of the reference model for samples that have none; None if there is no model.
         values: computes values of the critic, if there is one.
         request_early: request values as soon as a group is complete, because the critic runs in another process.
+        ranks: the ranks that share the computation of values and reference logprobs.
     """
 
     def __init__(
@@ -64,8 +67,9 @@ class AdvantageEstimator:
         reference: Callable[[Microbatch], torch.Tensor] | None = None,
         values: TokenFunction | None = None,
         request_early: bool = False,
+        ranks: Ranks = ONE_RANK,
     ) -> None:
-        self._spec, self._device = spec, device
+        self._spec, self._device, self._ranks = spec, device, ranks
         name = spec.algorithm.advantage
         self._estimator = ADVANTAGES.get(name)
         self._user: UserAdvantage | None = None if self._estimator else user_advantage(name)
@@ -271,10 +275,23 @@ class AdvantageEstimator:
         """[T] of each sample, in token order."""
         samples = [WeightedSample(trajectory=each, advantage=0.0, token_weight=0.0) for each in trajectories]
         runs = split_by_tokens(samples, lambda sample: sample.input_ids, self._spec.batch.microbatch_tokens)
+        if self._ranks.size > 1:
+            return resolved(self._computed_by_ranks(function, runs))
         started = [(microbatch, function(microbatch)) for microbatch in (pack(run, self._device) for run in runs)]
         return lambda: [
             each for microbatch, result in started for each in split_by_sample(result(), microbatch.samples)
         ]
+
+    def _computed_by_ranks(self, function: TokenFunction, runs: Sequence[Sequence[WeightedSample]]) -> list[FloatArray]:
+        """The same, with one run of each round on each rank; ranks without one compute the last again."""
+        results: list[FloatArray] = []
+        for first in range(0, len(runs), self._ranks.size):
+            microbatch = pack(runs[min(first + self._ranks.index, len(runs) - 1)], self._device)
+            own = split_by_sample(function(microbatch)(), microbatch.samples)
+            parts = self._ranks.gather(msgspec.msgpack.encode([each.tobytes() for each in own]))
+            for part in parts[: len(runs) - first]:
+                results += [np.frombuffer(each, np.float32) for each in msgspec.msgpack.decode(part, type=list[bytes])]
+        return results
 
     def _bootstraps(self, trajectory: Trajectory) -> bool:
         """Whether the value of the final state stands in for the missing rest of a truncated sample."""

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import ClassVar, Protocol, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from tidemill.algos.returns import value_loss
 from tidemill.config.algorithm import CriticConfig
 from tidemill.config.learning import OptimizerConfig
+from tidemill.models.ranks import ONE_RANK, Ranks
 from tidemill.models.reward_model import ScalarHead, load_head, save_head
 from tidemill.models.tree_forward import TreeForward, TreeOutput
 from tidemill.trainer.checkpoint import restore_state, save_state, state_bytes
@@ -79,6 +79,8 @@ class WeightedPredictions(Predictions, Protocol):
 
     @property
     def weights(self) -> Tensor: ...  # float32 [T]
+    @property
+    def counted(self) -> bool: ...  # whether its tokens count in metrics and in the scale of the returns
 
 
 class Critic(Protocol):
@@ -138,6 +140,12 @@ class ValueSums:
         self.clipped += figures[4]
         self.loss += figures[5]
 
+    def over(self, ranks: Ranks) -> ValueSums:
+        """Sums over all ranks."""
+        own = torch.tensor([float(getattr(self, each.name)) for each in fields(self)], dtype=torch.float64)
+        tokens, *rest = ranks.all_sum(own).tolist()
+        return ValueSums(int(tokens), *rest)
+
     def metrics(self, denominator: float) -> dict[str, float]:
         """Means over tokens; empty without tokens. The explained variance 1 - Var(R - V) / Var(R) is omitted if Var(R)
         is 0."""
@@ -158,12 +166,11 @@ class _HeadCritic:
     """A value head on a model, with its optimizer, return scale and state.
 
     Args:
-        model: with packed attention.
+        forward: the pass whose states the head reads: that of the critic's own model, or the policy's.
         source: the folder of the model, if it belongs to the critic; its tokenizer is copied into checkpoints.
         value_coefficient: factor of the value loss in the gradient of a shared trunk, not of the head.
         value_clip: largest change of a value in one update, in units of the return (of its deviation if returns are
             normalised); 0 for no limit.
-        autocast: dtype of the forward and backward passes; None for the dtype of the weights.
     """
 
     remote = False
@@ -171,22 +178,22 @@ class _HeadCritic:
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        forward: TreeForward,
         head: ScalarHead,
         config: CriticConfig,
         *,
         source: Path = Path(),
         value_coefficient: float = 1.0,
         value_clip: float = 0.0,
-        autocast: torch.dtype | None = None,
+        ranks: Ranks = ONE_RANK,
     ) -> None:
-        self.model, self.head, self.config = model, head, config
-        trained = nn.ModuleList([model, head]) if self.owns_model else head
+        self.model, self.head, self.config = forward.model, head, config
+        trained = nn.ModuleList([forward, head]) if self.owns_model else head
         self.optimizer = build_optimizer(trained, OptimizerConfig(learning_rate=config.learning_rate))
         self.optimizer_steps = 0
-        self._stored_model, self._source = model if self.owns_model else None, source
+        self._stored_model, self._source = forward.model if self.owns_model else None, source
         self._value_coefficient, self._value_clip = value_coefficient, value_clip
-        self._tree_forward = TreeForward(model, autocast=autocast)
+        self._tree_forward, self._ranks = forward, ranks
         self._scale = ReturnScale()
         self._sums = ValueSums()
 
@@ -205,12 +212,14 @@ class _HeadCritic:
         outputs_T = self.head(states)[microbatch.head_rows]
         parts = value_loss(outputs_T, (returns_T - mean) / std, (values_T - mean) / std, clip=self._value_clip)
         loss = (microbatch.weights * parts.loss_T).sum()
-        self._sums.add(returns_T, values_T, loss, parts.clipped_T)
+        if microbatch.counted:
+            self._sums.add(returns_T, values_T, loss, parts.clipped_T)
         return loss
 
     def step(self, denominator: float) -> Deferred[dict[str, float]]:
-        sums, self._sums = self._sums, ValueSums()
-        norm = clip_and_step(self.optimizer, scale=1.0 / denominator, max_grad_norm=self.config.max_grad_norm)
+        sums, self._sums = self._sums.over(self._ranks), ValueSums()
+        limit = self.config.max_grad_norm
+        norm = clip_and_step(self.optimizer, scale=1.0 / denominator, max_grad_norm=limit, ranks=self._ranks)
         self.optimizer_steps += 1
         if self.config.normalize and sums.tokens:
             self._scale.update(self.head, mean=sums.returns / sums.tokens, mean_square=sums.squares / sums.tokens)

@@ -15,9 +15,9 @@ from tidemill.algos.preference import PREFERENCE_LOSSES, bradley_terry, cross_en
 from tidemill.config.schema import RunSpec
 from tidemill.core.records import Demonstration, PreferencePair, count
 from tidemill.models.codec import load_codec
-from tidemill.models.loading import weights_digest
 from tidemill.models.reward_model import hidden_size, load_head, reward_head, save_head, sequence_scores
 from tidemill.models.token_tree import Tokens
+from tidemill.models.weights_digest import weights_digest
 from tidemill.telemetry.jsonl import write_atomically
 from tidemill.trainer.packing import MaskedCompletion, PackedCompletions, pack_completions, split_by_tokens
 from tidemill.trainer.scoring import token_logprobs

@@ -115,6 +115,7 @@ class Microbatch:
     proximal_logprobs: Tensor | None = None  # float32 [T], once computed
     ref_logprobs: Tensor | None = None  # float32 [T], once computed
     states: Tensor | None = None  # [H, hidden] of the policy at `head_nodes`, during its forward and backward pass
+    counted: bool = True  # False on a rank that has no microbatch in a round: weights are 0, and sums do not include it
 
     @property
     def tokens(self) -> int:

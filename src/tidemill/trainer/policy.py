@@ -17,7 +17,6 @@ from typing import TypeVar
 
 import msgspec
 import torch
-from transformers import PreTrainedModel
 
 from tidemill.algos.corrections import interpolated_proximal
 from tidemill.algos.kl import adapted_beta
@@ -26,9 +25,10 @@ from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError
 from tidemill.core.protocols import Compute
 from tidemill.core.records import Completion, Group, LogprobBuffer, PolicyVersion, StepMetrics
-from tidemill.models.loading import weights_digest
+from tidemill.models.ranks import ONE_RANK, Ranks
 from tidemill.models.token_logprobs import Statistic
 from tidemill.models.tree_forward import TreeForward, TreeOutput
+from tidemill.models.weights_digest import weights_digest
 from tidemill.trainer.advantage_estimator import AdvantageEstimator, GroupAdvantages
 from tidemill.trainer.checkpoint import restore_state, save_state, state_bytes
 from tidemill.trainer.critic import Critic, Deferred
@@ -69,15 +69,17 @@ class PendingGroup:
 
 
 class PolicyTrainer:
-    """Implements `core.protocols.Trainer` on one device.
+    """Implements `core.protocols.Trainer` on one device, or one rank of several.
+
+    With several ranks, every rank is given the same groups and makes the same decisions. Microbatches are computed in
+    rounds, one on each rank; in the last round of a minibatch, ranks without one compute the first with weights of 0.
 
     Args:
-        model: trained in place; the embedded engine reads the same parameters.
+        forward: its model is trained in place; the embedded engine reads the same parameters.
         reference: frozen model, needed if `algorithm.kl_beta` is positive and samples have no reference logprobs.
         critic: needed if `algorithm.advantage` is "gae".
         source: the folder of the model; its tokenizer is copied into checkpoints.
         compute: runs the work; the public coroutines wait for it.
-        autocast: dtype of the forward and backward passes; None for the dtype of the weights.
 
     Raises:
         UserError: the algorithm needs a critic and there is none.
@@ -85,24 +87,23 @@ class PolicyTrainer:
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        forward: TreeForward,
         spec: RunSpec,
         *,
         compute: Compute,
         source: Path,
-        reference: PreTrainedModel | None = None,
+        reference: TreeForward | None = None,
         critic: Critic | None = None,
-        autocast: torch.dtype | None = None,
+        ranks: Ranks = ONE_RANK,
     ) -> None:
-        self.model, self.spec = model, spec
-        self.optimizer = build_optimizer(model, spec.optimizer)
+        self.model, self.spec = forward.model, spec
+        self.optimizer = build_optimizer(forward, spec.optimizer)
         self.optimizer_steps = 0
         self.critic_steps = 0
         self.kl_beta = spec.algorithm.kl_beta
         self._compute, self._source = compute, source
-        self._forward = TreeForward(model, autocast=autocast)
-        self._reference = None if reference is None else TreeForward(reference, autocast=autocast)
-        self._device = next(model.parameters()).device
+        self._forward, self._reference, self._ranks = forward, reference, ranks
+        self._device = next(forward.parameters()).device
         self._logits_budget_bytes = spec.trainer.logits_budget_mb * MEGABYTE
         if spec.algorithm.needs_critic and critic is None:
             raise UserError(
@@ -118,9 +119,10 @@ class PolicyTrainer:
             reference=self._ref_logprobs if reference is not None else None,
             values=self._critic.values if self._critic else None,
             request_early=self._remote_critic,
+            ranks=ranks,
         )
         self._user_losses = user_losses(spec.algorithm, has_reference=spec.algorithm.kl_beta > 0)
-        self._version = PolicyVersion(number=0, digest=weights_digest(model))
+        self._version = PolicyVersion(number=0, digest=weights_digest(self.model, ranks))
         self._start_batch()
 
     @property
@@ -165,9 +167,11 @@ class PolicyTrainer:
         for index, minibatch in enumerate(self._minibatches):
             if rest := minibatch.flush():
                 self._add_microbatch(minibatch, rest, backward=index == 0)
+            self._run_round(minibatch, backward=index == 0)
         self._optimize()
+        self._sums.add_ranks(self._ranks)
         steps_taken = self._sums.optimizer_steps
-        digest = weights_digest(self.model) if steps_taken else self._version.digest
+        digest = weights_digest(self.model, self._ranks) if steps_taken else self._version.digest
         self._version = PolicyVersion(number=step, digest=digest)
         self._sums.critic = [self._wait_for_critic(metrics) for metrics in self._critic_metrics]
         self._add_time(started)
@@ -251,9 +255,21 @@ class PolicyTrainer:
                 self._add_microbatch(minibatch, full, backward=index == 0)
 
     def _add_microbatch(self, minibatch: Minibatch, samples: list[WeightedSample], *, backward: bool) -> None:
-        """Pack samples, compute what is needed from before the first optimizer step, and run the backward pass if
-        `backward`."""
+        """Add the samples of one microbatch, and process a round of microbatches when every rank has one."""
+        minibatch.round.append(samples)
+        if len(minibatch.round) == self._ranks.size:
+            self._run_round(minibatch, backward=backward)
+
+    def _run_round(self, minibatch: Minibatch, *, backward: bool) -> None:
+        """Pack this rank's samples, compute what is needed from before the first optimizer step, and run the backward
+        pass if `backward`."""
+        waiting, minibatch.round = minibatch.round, []
+        if not waiting:
+            return
+        counted = self._ranks.index < len(waiting)
+        samples = waiting[self._ranks.index] if counted else [replace(waiting[0][0], token_weight=0.0)]
         microbatch = pack(samples, self._device, version=self._version.number)
+        microbatch.counted = counted
         minibatch.microbatches.append(microbatch)
         if self.spec.algorithm.kl_beta and microbatch.ref_logprobs is None:
             if self._reference is None:
@@ -264,7 +280,8 @@ class PolicyTrainer:
         elif self.spec.algorithm.proximal == "recomputed":
             with torch.no_grad():
                 microbatch.proximal_logprobs = self._logprobs(self._forward, microbatch, statistic="none").logprobs
-            self._sums.add_rollout(microbatch, microbatch.proximal_logprobs)
+            if counted:
+                self._sums.add_rollout(microbatch, microbatch.proximal_logprobs)
 
     def _optimize(self) -> None:
         """Take the optimizer steps of all minibatches and epochs; the first minibatch already has its gradient."""
@@ -284,9 +301,13 @@ class PolicyTrainer:
         before, tokens = self._sums.approx_kl, 0
         for microbatch in minibatch.microbatches:
             self._backward(microbatch)
-            tokens += microbatch.tokens
+            tokens += microbatch.tokens if microbatch.counted else 0
         limit = self.spec.algorithm.kl_stop
-        return limit is None or (self._sums.approx_kl - before) / max(tokens, 1) <= limit
+        if limit is None:
+            return True
+        sums = torch.tensor([self._sums.approx_kl - before, tokens], dtype=torch.float64)
+        kl, tokens_of_all = self._ranks.all_sum(sums).tolist()
+        return bool(kl / max(tokens_of_all, 1) <= limit)
 
     def _step_critic_only(self, minibatch: Minibatch) -> None:
         """Discard the policy gradient; the returns are still valid targets of the critic."""
@@ -307,9 +328,11 @@ class PolicyTrainer:
         config = self.spec.optimizer
         rate = learning_rate(self.optimizer_steps + 1, self.spec.policy_steps, config)
         set_learning_rate(self.optimizer, rate)
-        norm = clip_and_step(self.optimizer, scale=1.0 / minibatch.denominator, max_grad_norm=config.max_grad_norm)
+        scale, ranks = 1.0 / minibatch.denominator, self._ranks
+        norm = clip_and_step(self.optimizer, scale=scale, max_grad_norm=config.max_grad_norm, ranks=ranks)
         self._sums.learning_rate = rate
-        loss, self._loss = self._loss / minibatch.denominator, 0.0
+        loss = float(ranks.all_sum(torch.tensor(self._loss, dtype=torch.float64))) / minibatch.denominator
+        self._loss = 0.0
         if math.isfinite(norm):
             self._sums.loss += loss
             self._sums.grad_norm += norm
@@ -325,7 +348,8 @@ class PolicyTrainer:
         logprobs, entropy = output.logprobs, output.statistic
         detached = logprobs.detach()
         if microbatch.proximal_logprobs is None:
-            self._sums.add_rollout(microbatch, detached)
+            if microbatch.counted:
+                self._sums.add_rollout(microbatch, detached)
             if self.spec.algorithm.proximal == "rollout":
                 microbatch.proximal_logprobs = microbatch.rollout_logprobs
             elif self._sums.optimizer_steps == 0:  # the weights are still those of the start of the update
@@ -351,7 +375,8 @@ class PolicyTrainer:
             outcome.loss.backward()
             self._loss += float(outcome.loss.detach())
         microbatch.states = None  # only valid during this pass
-        self._sums.add_backward(microbatch, outcome, detached, entropy)
+        if microbatch.counted:
+            self._sums.add_backward(microbatch, outcome, detached, entropy)
 
     @torch.no_grad()
     def _ref_logprobs(self, microbatch: Microbatch) -> torch.Tensor:
@@ -398,7 +423,7 @@ class PolicyTrainer:
         self.critic_steps = int(counters["critic_steps"])
         self.kl_beta = float(counters["kl_beta"])
         self._version = msgspec.convert(counters["version"], PolicyVersion)
-        if weights_digest(self.model) != self._version.digest:
+        if weights_digest(self.model, self._ranks) != self._version.digest:
             raise UserError(
                 "the weights do not match the trainer state of the checkpoint",
                 where=str(directory),

@@ -29,10 +29,10 @@ from tidemill.core.errors import UserError
 from tidemill.core.guards import UpdateGuard
 from tidemill.core.protocols import Clock, Telemetry
 from tidemill.core.records import PolicyVersion, Record, StepMetrics
-from tidemill.models.loading import weights_digest
 from tidemill.models.reward_model import ScalarHead
 from tidemill.models.token_tree import Tokens
 from tidemill.models.tree_forward import TreeForward
+from tidemill.models.weights_digest import weights_digest
 from tidemill.telemetry.events import ALREADY_FINISHED, CHECKPOINT, EVALUATION, MonotonicClock, span
 from tidemill.trainer.checkpoint import restore_state, save_state, state_bytes
 from tidemill.trainer.checkpoint_store import CheckpointStore

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import reduce
 from statistics import fmean
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor, nn
 
@@ -17,6 +20,8 @@ from tidemill.algos.losses import LOG_RATIO_LIMIT, LOSSES, TokenLoss
 from tidemill.algos.user_functions import UserLoss, user_loss
 from tidemill.config.algorithm import AlgorithmConfig
 from tidemill.config.learning import OptimizerConfig
+from tidemill.core.records import Record
+from tidemill.models.ranks import ONE_RANK, Ranks, is_sharded, local_rows
 from tidemill.trainer.packing import Microbatch, WeightedSample, packed_size
 
 
@@ -77,11 +82,14 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
         group["lr"] = rate
 
 
-def clip_and_step(optimizer: torch.optim.Optimizer, *, scale: float, max_grad_norm: float) -> float:
+def clip_and_step(
+    optimizer: torch.optim.Optimizer, *, scale: float, max_grad_norm: float, ranks: Ranks = ONE_RANK
+) -> float:
     """Scale the accumulated gradients, clip them by global norm, and take one optimizer step.
 
     Args:
         optimizer: the `.grad` of its parameters are sums over the batch; they are changed in place and set to None.
+            Those of a parameter that every rank holds as a whole are sums over this rank's part of the batch.
         scale: factor of the gradients, one over the denominator of the sums.
         max_grad_norm: largest global L2 norm after scaling.
 
@@ -90,7 +98,7 @@ def clip_and_step(optimizer: torch.optim.Optimizer, *, scale: float, max_grad_no
         are unchanged.
     """
     gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-    norm = _global_norm(gradients) * scale
+    norm = _global_norm(gradients, ranks) * scale
     if gradients and math.isfinite(norm):
         factor = scale * min(1.0, max_grad_norm / norm) if norm > 0 else scale
         with torch.no_grad():
@@ -101,13 +109,25 @@ def clip_and_step(optimizer: torch.optim.Optimizer, *, scale: float, max_grad_no
     return norm
 
 
-def _global_norm(gradients: list[Tensor]) -> float:
-    """L2 norm over all gradients, with one transfer from the device."""
+def _global_norm(gradients: list[Tensor], ranks: Ranks) -> float:
+    """L2 norm over all gradients, with one transfer from the device; first sums whole gradients over the ranks."""
     if not gradients:
         return 0.0
+    shards = [local_rows(gradient)[0] for gradient in gradients if is_sharded(gradient)]
+    whole = [gradient for gradient in gradients if not is_sharded(gradient)]
+    for gradient in whole if ranks.size > 1 else ():
+        gradient.copy_(ranks.all_sum(gradient))
+    total = _squares(whole, gradients[0].device)
+    if shards:
+        total = total + ranks.all_sum(_squares(shards, gradients[0].device))
+    return math.sqrt(total.item())
+
+
+def _squares(gradients: list[Tensor], device: torch.device) -> Tensor:
+    """float64 [], the sum of squares."""
     # Per row, then in double: a float32 sum over the 28M elements of an embedding has an error of 2e-3.
     squares = [torch.linalg.vector_norm(g, dim=-1 if g.ndim else None).double().square().sum() for g in gradients]
-    return math.sqrt(torch.stack(squares).sum().item())
+    return torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64, device=device)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -247,6 +267,7 @@ class Minibatch:
     denominator: int = 0  # of the summed gradients
     pending: list[WeightedSample] = field(default_factory=list)
     pending_tokens: int = 0
+    round: list[list[WeightedSample]] = field(default_factory=list)  # of each rank, not computed yet
     microbatches: list[Microbatch] = field(default_factory=list)
 
     def add(self, samples: list[WeightedSample], budget: int) -> list[WeightedSample]:
@@ -261,6 +282,30 @@ class Minibatch:
         """Remove and return the pending samples."""
         samples, self.pending, self.pending_tokens = self.pending, [], 0
         return samples
+
+
+_SUMS_OF_MICROBATCHES = (
+    "tokens_trained",
+    "tokens_packed",
+    "pairs_packed",
+    "tokens_unpacked",
+    "clipped",
+    "truncated",
+    "masked",
+    "entropy",
+    "approx_kl",
+    "kl_ref_k1",
+)
+
+
+class _RankSums(Record):
+    """Sums over the microbatches of one rank."""
+
+    sums: dict[str, float]
+    kl_ref: float | None
+    mismatch: list[float]
+    mismatch_of: dict[str, list[float]]
+    tokens_by_lag: dict[int, int]
 
 
 @dataclass(slots=True)
@@ -326,6 +371,32 @@ class UpdateSums:
             self.kl_ref = (self.kl_ref or 0.0) + float(outcome.kl_T.sum())
         if outcome.log_ratio_ref_T is not None:
             self.kl_ref_k1 += float(outcome.log_ratio_ref_T.sum())
+
+    def add_ranks(self, ranks: Ranks) -> None:
+        """Add the sums over microbatches of the other ranks, in the order of the ranks."""
+        if ranks.size == 1:
+            return
+        sums = {name: getattr(self, name) for name in _SUMS_OF_MICROBATCHES}
+        mismatch_of = {source: each.tolist() for source, each in self.mismatch_of.items()}
+        own = _RankSums(
+            sums=sums,
+            kl_ref=self.kl_ref,
+            mismatch=self.mismatch.as_list(),
+            mismatch_of=mismatch_of,
+            tokens_by_lag=dict(self.tokens_by_lag),
+        )
+        parts = [msgspec.msgpack.decode(part, type=_RankSums) for part in ranks.gather(msgspec.msgpack.encode(own))]
+        for name in _SUMS_OF_MICROBATCHES:
+            setattr(self, name, sum(part.sums[name] for part in parts))
+        known = [part.kl_ref for part in parts if part.kl_ref is not None]
+        self.kl_ref = sum(known) if known else None
+        self.mismatch = reduce(operator.add, (MismatchSums.from_list(part.mismatch) for part in parts))
+        self.mismatch_of, self.tokens_by_lag = {}, Counter()
+        for part in parts:
+            self.tokens_by_lag += Counter(part.tokens_by_lag)
+            for source, figures in part.mismatch_of.items():
+                of_source = torch.tensor(figures, dtype=torch.float64)
+                self.mismatch_of[source] = self.mismatch_of.get(source, 0) + of_source
 
     def values(self) -> dict[str, float]:
         """Metrics by name, see docs/metrics.md. Means over zero tokens or steps are omitted."""

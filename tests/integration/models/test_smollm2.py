@@ -19,8 +19,9 @@ from tidemill.core.records import Message
 from tidemill.models import builtin, catalog
 from tidemill.models.auto import quiet
 from tidemill.models.codec import TextCodec, load_codec
-from tidemill.models.loading import context_limit, load_model, weights_digest
+from tidemill.models.loading import context_limit, load_model
 from tidemill.models.turn_format import ChatFormat
+from tidemill.models.weights_digest import weights_digest
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -15,7 +15,7 @@ import torch
 from tests.killed_lives import killed_until_done
 from tests.model_shapes import VOCABULARY, llama
 from tidemill.config.learning import OptimizerConfig
-from tidemill.models.loading import weights_digest
+from tidemill.models.weights_digest import weights_digest
 from tidemill.trainer.checkpoint import restore_state, save_state
 from tidemill.trainer.checkpoint_store import CheckpointStore
 from tidemill.trainer.update import build_optimizer, clip_and_step

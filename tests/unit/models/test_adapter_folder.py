@@ -19,9 +19,10 @@ from tidemill.models.auto import quiet
 from tidemill.models.catalog import merged_folder, resolve
 from tidemill.models.checkpoint_manifest import seal
 from tidemill.models.folder import holds_adapter
-from tidemill.models.loading import load_model, weights_digest
+from tidemill.models.loading import load_model
 from tidemill.models.lora import adapter_of, attach_adapter
 from tidemill.models.saving import ORIGIN, WEIGHTS, export_merged, load_adapter, read_origin, save_model, write_origin
+from tidemill.models.weights_digest import weights_digest
 
 CPU = torch.device("cpu")
 TOKENS = torch.arange(2, 40)[None]

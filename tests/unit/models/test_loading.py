@@ -22,7 +22,8 @@ from tidemill.core.errors import UserError
 from tidemill.models.attention import IMPLEMENTATION
 from tidemill.models.auto import quiet
 from tidemill.models.checkpoint_manifest import seal
-from tidemill.models.loading import context_limit, load_model, weights_digest
+from tidemill.models.loading import context_limit, load_model
+from tidemill.models.weights_digest import weights_digest
 
 CPU = torch.device("cpu")
 
@@ -156,13 +157,18 @@ class Pair(nn.Module):
 
 
 def test_digest_by_hand() -> None:
-    model = Pair(torch.tensor([[1.0, -2.0]]), torch.tensor([0.5], dtype=torch.bfloat16))
-    # float32, little-endian: 1 = 3f800000, -2 = c0000000; bfloat16: 0.5 = 3f00
-    expected = (
-        b"a\0torch.float32\0(1, 2)\0" + bytes.fromhex("0000803f 000000c0")
-        + b"b\0torch.bfloat16\0(1,)\0" + bytes.fromhex("003f")
-    )  # fmt: skip
-    assert weights_digest(model) == xxhash.xxh3_128(expected).hexdigest()
+    model = Pair(torch.tensor([[1.0, -2.0], [-2.0, 1.0]]), torch.tensor([0.5, 2.0], dtype=torch.bfloat16))
+    # float32, little-endian: 1 = 3f800000, -2 = c0000000; bfloat16: 0.5 = 3f00, 2 = 4000
+    matrix = [bytes.fromhex("0000803f 000000c0"), bytes.fromhex("000000c0 0000803f")]
+    vector = [bytes.fromhex("003f"), bytes.fromhex("0040")]
+    sums = [sum(xxhash.xxh3_64_intdigest(row, at) for at, row in enumerate(rows)) % 2**64 for rows in (matrix, vector)]
+    expected = f"a\0torch.float32\0(2, 2)\0{sums[0]}\0b\0torch.bfloat16\0(2,)\0{sums[1]}\0"
+    assert weights_digest(model) == xxhash.xxh3_128(expected.encode()).hexdigest()
+
+
+def test_digest_tells_rows_in_another_order_apart() -> None:
+    rows = torch.tensor([[1.0, -2.0], [3.0, 4.0]])
+    assert weights_digest(Pair(rows, rows)) != weights_digest(Pair(rows.flip(0), rows))
 
 
 def test_digest_tells_models_apart() -> None:
@@ -187,4 +193,5 @@ def test_digest_reads_strided_and_frozen_parameters() -> None:
 def test_digest_counts_tied_parameters_once() -> None:
     model = Pair(torch.ones(2), torch.ones(2))
     model.b = model.a
-    assert weights_digest(model) == xxhash.xxh3_128(b"a\0torch.float32\0(2,)\0" + b"\0\0\x80\x3f" * 2).hexdigest()
+    total = sum(xxhash.xxh3_64_intdigest(bytes.fromhex("0000803f"), row) for row in (0, 1)) % 2**64
+    assert weights_digest(model) == xxhash.xxh3_128(f"a\0torch.float32\0(2,)\0{total}\0".encode()).hexdigest()

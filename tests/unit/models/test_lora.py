@@ -14,7 +14,7 @@ from tests.model_shapes import HIDDEN, MODEL_SHAPES, llama
 from tidemill.core.errors import UserError, WeightsError
 from tidemill.core.records import pack_tokens, unpack_logprobs
 from tidemill.models.attention import use_packed_attention
-from tidemill.models.loading import base_digest, probe_logprobs, weights_digest
+from tidemill.models.loading import probe_logprobs
 from tidemill.models.lora import attach_adapter, frozen_parameters, learned_parameters, linear_layers
 from tidemill.models.snapshots import (
     bind_snapshot,
@@ -25,6 +25,7 @@ from tidemill.models.snapshots import (
     snapshot_layout,
     write_snapshot,
 )
+from tidemill.models.weights_digest import base_digest, weights_digest
 
 IDS = pack_tokens(range(2, 40))
 PROJECTIONS = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]

@@ -11,8 +11,9 @@ from tests.adapters import lora_config, teach
 from tests.model_folders import save_folder
 from tests.model_shapes import llama, qwen3
 from tidemill.core.records import pack_tokens
-from tidemill.models.loading import base_digest, probe_logprobs, weights_digest
+from tidemill.models.loading import probe_logprobs
 from tidemill.models.lora import frozen_parameters, learned_parameters
+from tidemill.models.weights_digest import base_digest, weights_digest
 from tidemill.runtime.model_bundle import FrozenModels
 
 IDS = pack_tokens(range(2, 30))

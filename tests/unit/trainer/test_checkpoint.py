@@ -18,7 +18,8 @@ from tidemill.core.errors import UserError
 from tidemill.models.attention import use_packed_attention
 from tidemill.models.builtin import build_char_model
 from tidemill.models.checkpoint_manifest import MANIFEST
-from tidemill.models.loading import load_model, weights_digest
+from tidemill.models.loading import load_model
+from tidemill.models.weights_digest import weights_digest
 from tidemill.trainer import checkpoint
 from tidemill.trainer.checkpoint import restore_state, save_state, state_bytes
 from tidemill.trainer.checkpoint_store import CheckpointStore

@@ -16,9 +16,9 @@ from tests.trajectories import trajectory
 from tidemill.config.algorithm import CriticConfig
 from tidemill.core.records import Trajectory, unpack_tokens
 from tidemill.models.attention import use_packed_attention
-from tidemill.models.loading import weights_digest
 from tidemill.models.reward_model import ScalarHead, reward_head
 from tidemill.models.tree_forward import TreeForward, TreeOutput
+from tidemill.models.weights_digest import weights_digest
 from tidemill.trainer.critic import ModelCritic, ReturnScale, TrunkCritic
 from tidemill.trainer.packing import Microbatch, WeightedSample, pack
 from tidemill.trainer.scoring import token_logprobs
@@ -74,12 +74,12 @@ def model_critic(shape: str = "llama", *, clip: float = 0.0, source: Path = Path
     model = MODEL_SHAPES[shape]()
     use_packed_attention(model)
     config = CriticConfig(learning_rate=1e-2)
-    return ModelCritic(model, reward_head(HIDDEN), config, source=source, value_clip=clip)
+    return ModelCritic(TreeForward(model), reward_head(HIDDEN), config, source=source, value_clip=clip)
 
 
 def trunk_critic(model: PreTrainedModel) -> TrunkCritic:
     config = CriticConfig(kind="shared", learning_rate=1e-2)
-    return TrunkCritic(model, reward_head(HIDDEN), config, value_coefficient=COEFFICIENT)
+    return TrunkCritic(TreeForward(model), reward_head(HIDDEN), config, value_coefficient=COEFFICIENT)
 
 
 @pytest.mark.parametrize("shape", MODEL_SHAPES)
@@ -158,13 +158,13 @@ def test_states_without_a_graph_train_only_the_head() -> None:
 
 
 def test_a_new_value_head_outputs_zero() -> None:
-    critic = ModelCritic(llama(), ScalarHead(HIDDEN), CriticConfig(), source=Path())
+    critic = ModelCritic(TreeForward(llama()), ScalarHead(HIDDEN), CriticConfig(), source=Path())
     use_packed_attention(critic.model)
     assert critic.values(packed())().tolist() == [0.0] * 9
 
 
 def test_metrics_by_hand() -> None:
-    critic = ModelCritic(llama(), ScalarHead(HIDDEN), CriticConfig(), source=Path())
+    critic = ModelCritic(TreeForward(llama()), ScalarHead(HIDDEN), CriticConfig(), source=Path())
     use_packed_attention(critic.model)
     microbatch = packed(SAMPLES[:1])  # three tokens of weight 1/3, and values of 0
     critic.learn(microbatch, torch.tensor([1.0, 2.0, 3.0]), torch.tensor([1.0, 1.0, 3.0]))
@@ -204,7 +204,7 @@ def test_returns_of_any_scale_are_learned_if_normalised() -> None:
     config = CriticConfig(learning_rate=1e-2, normalize=True)
     model = llama()
     use_packed_attention(model)
-    critic = ModelCritic(model, ScalarHead(HIDDEN), config, source=Path())
+    critic = ModelCritic(TreeForward(model), ScalarHead(HIDDEN), config, source=Path())
     microbatch = packed()
     returns = 1000 + 50 * in_microbatch_order(returns_of(SAMPLES))
     for _ in range(40):

@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from tests.fixed_critic import FixedCritic
-from tests.model_shapes import VOCABULARY, llama, qwen3
+from tests.model_shapes import VOCABULARY, forward_of, llama, qwen3
 from tests.plain_policy import generated_logprobs, plain_policy
 from tests.trajectories import Part, agent_trajectory, group, trajectory
 from tidemill.algos.advantages import ADVANTAGES
@@ -25,6 +25,7 @@ from tidemill.config.algorithm import CORRECTION_LIMITS, PRESETS
 from tidemill.config.schema import RunSpec
 from tidemill.core.records import Group, Trajectory, pack_logprobs, unpack_tokens
 from tidemill.models.attention import use_packed_attention
+from tidemill.models.tree_forward import TreeForward
 from tidemill.runtime.compute import ComputeThread
 from tidemill.trainer.packing import FloatArray
 from tidemill.trainer.policy import PolicyTrainer
@@ -211,7 +212,7 @@ class Captured:
         self.model = model
         self.steps: list[dict[str, torch.Tensor]] = []
 
-    def __call__(self, optimizer: torch.optim.Optimizer, *, scale: float, max_grad_norm: float) -> float:
+    def __call__(self, optimizer: torch.optim.Optimizer, *, scale: float, **_: object) -> float:
         named = self.model.named_parameters()
         self.steps.append({name: p.grad * scale for name, p in named if p.grad is not None})
         optimizer.zero_grad(set_to_none=True)
@@ -223,12 +224,17 @@ def trainer(
 ) -> tuple[PolicyTrainer, FixedCritic, Captured]:
     model, critic = build(), FixedCritic()
     reference = nearby() if settings.algorithm.kl_beta else None
-    for one in (model, reference):
-        if one is not None:
-            use_packed_attention(one)
+    use_packed_attention(model)
     captured = Captured(model)
     monkeypatch.setattr("tidemill.trainer.policy.clip_and_step", captured)
-    subject = PolicyTrainer(model, settings, compute=ComputeThread(), source=Path(), reference=reference, critic=critic)
+    subject = PolicyTrainer(
+        TreeForward(model),
+        settings,
+        compute=ComputeThread(),
+        source=Path(),
+        reference=forward_of(reference),
+        critic=critic,
+    )
     subject._version = msgspec.structs.replace(subject.version, number=3)
     return subject, critic, captured
 

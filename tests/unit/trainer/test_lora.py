@@ -17,8 +17,9 @@ from tests.trajectories import group, trajectory
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError
 from tidemill.core.records import Group, unpack_tokens
-from tidemill.models.loading import load_model, weights_digest
+from tidemill.models.loading import load_model
 from tidemill.models.lora import frozen_parameters, learned_parameters
+from tidemill.models.weights_digest import weights_digest
 from tidemill.runtime.compute import ComputeThread
 from tidemill.runtime.model_bundle import ModelBundle, load_model_bundle
 from tidemill.trainer.policy import PolicyTrainer
@@ -42,7 +43,11 @@ def spec(base: Path, *, rank: int = 4, **sections: dict[str, Any]) -> RunSpec:
 
 def trainer_of(parts: ModelBundle) -> PolicyTrainer:
     return PolicyTrainer(
-        parts.model, parts.spec, compute=ComputeThread(), source=parts.folder, reference=parts.reference()
+        parts.forward,
+        parts.spec,
+        compute=ComputeThread(),
+        source=parts.folder,
+        reference=parts.forward_of(parts.reference()),
     )
 
 

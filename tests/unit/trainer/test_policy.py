@@ -11,11 +11,12 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from tests.model_shapes import MODEL_SHAPES, VOCABULARY, llama
+from tests.model_shapes import MODEL_SHAPES, VOCABULARY, forward_of, llama
 from tests.trajectories import group, trajectory
 from tidemill.config.schema import RunSpec
 from tidemill.core.records import Group, unpack_tokens
 from tidemill.models.attention import use_packed_attention
+from tidemill.models.tree_forward import TreeForward
 from tidemill.runtime.compute import ComputeThread
 from tidemill.trainer.policy import PolicyTrainer
 
@@ -35,10 +36,14 @@ def spec(**sections: dict[str, Any]) -> RunSpec:
 
 
 def trainer(model: PreTrainedModel, settings: RunSpec, reference: PreTrainedModel | None = None) -> PolicyTrainer:
-    for one in (model, reference):
-        if one is not None:
-            use_packed_attention(one)
-    return PolicyTrainer(model, settings, compute=ComputeThread(), source=Path(), reference=reference)
+    use_packed_attention(model)
+    return PolicyTrainer(
+        TreeForward(model),
+        settings,
+        compute=ComputeThread(),
+        source=Path(),
+        reference=forward_of(reference),
+    )
 
 
 def groups(seed: int = 0, *, count: int = 3, size: int = 4) -> list[Group]:

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from tests.fixed_critic import FixedCritic, fixed_value
 from tests.model_folders import save_folder
-from tests.model_shapes import HIDDEN, llama
+from tests.model_shapes import HIDDEN, forward_of, llama
 from tests.trajectories import group, trajectory
 from tidemill.config.algorithm import CriticConfig
 from tidemill.config.learning import OptimizerConfig, TrainerConfig
@@ -23,8 +23,9 @@ from tidemill.config.schema import RunSpec
 from tidemill.core.errors import TidemillError, UserError
 from tidemill.core.records import Group, SourceRun, Trajectory, pack_logprobs
 from tidemill.models.attention import use_packed_attention
-from tidemill.models.loading import weights_digest
 from tidemill.models.reward_model import reward_head
+from tidemill.models.tree_forward import TreeForward
+from tidemill.models.weights_digest import weights_digest
 from tidemill.runtime.compute import ComputeThread
 from tidemill.trainer.critic import Critic, ModelCritic, TrunkCritic
 from tidemill.trainer.packing import WeightedSample, pack, split_by_sample
@@ -59,10 +60,15 @@ def trainer(
     source: Path = Path(),
 ) -> PolicyTrainer:
     model = model or llama()
-    for one in (model, reference):
-        if one is not None:
-            use_packed_attention(one)
-    return PolicyTrainer(model, settings, compute=ComputeThread(), source=source, critic=critic, reference=reference)
+    use_packed_attention(model)
+    return PolicyTrainer(
+        TreeForward(model),
+        settings,
+        compute=ComputeThread(),
+        source=source,
+        critic=critic,
+        reference=forward_of(reference),
+    )
 
 
 def batch() -> list[Group]:
@@ -159,10 +165,10 @@ def test_the_schedule_counts_only_policy_steps() -> None:
 def real_critic(kind: str, model: PreTrainedModel) -> ModelCritic | TrunkCritic:
     config = CriticConfig.model_validate({"kind": kind, "learning_rate": 1e-2})
     if kind == "shared":
-        return TrunkCritic(model, reward_head(HIDDEN), config, value_coefficient=0.5)
+        return TrunkCritic(TreeForward(model), reward_head(HIDDEN), config, value_coefficient=0.5)
     own = llama(3)
     use_packed_attention(own)
-    return ModelCritic(own, reward_head(HIDDEN), config, source=Path())
+    return ModelCritic(TreeForward(own), reward_head(HIDDEN), config, source=Path())
 
 
 @pytest.mark.parametrize("kind", ["own", "shared"])
@@ -181,7 +187,7 @@ def test_the_value_loss_changes_a_shared_trunk() -> None:
         model = llama()
         head = reward_head(HIDDEN)
         torch.nn.init.constant_(head.weight, 0.05)
-        critic = TrunkCritic(model, head, CriticConfig(kind="shared"), value_coefficient=coefficient)
+        critic = TrunkCritic(TreeForward(model), head, CriticConfig(kind="shared"), value_coefficient=coefficient)
         train_batch(trainer(spec(PPO), critic, model=model))
         digests.append(weights_digest(model))
     assert digests[0] != digests[1]

@@ -16,6 +16,7 @@ from tests.trajectories import Part, agent_trajectory, group, trajectory
 from tidemill.config.schema import RunSpec
 from tidemill.core.records import Trajectory, pack_logprobs
 from tidemill.models.attention import use_packed_attention
+from tidemill.models.tree_forward import TreeForward
 from tidemill.runtime.compute import ComputeThread
 from tidemill.trainer.advantage_estimator import AdvantageEstimator, GroupAdvantages
 from tidemill.trainer.policy import PolicyTrainer
@@ -132,7 +133,7 @@ def test_signal_is_that_of_the_turns(credit: str, signal: bool) -> None:
     assert estimated(algorithm, *members).signal is signal
     model = llama()
     use_packed_attention(model)
-    subject = PolicyTrainer(model, spec(algorithm), compute=ComputeThread(), source=Path())
+    subject = PolicyTrainer(TreeForward(model), spec(algorithm), compute=ComputeThread(), source=Path())
     subject.add_group(group(0, members))
     values = subject.finish_batch(1).values
     assert (values["groups_without_signal"], values["tokens_trained"]) == ((0, 6) if signal else (1, 0))
@@ -157,7 +158,9 @@ def test_samples_are_weighed_by_trajectory() -> None:
     seen: list[float] = []
     model = llama()
     use_packed_attention(model)
-    subject = PolicyTrainer(model, spec(MEAN_ONLY | {"normalize": "sample"}), compute=ComputeThread(), source=Path())
+    subject = PolicyTrainer(
+        TreeForward(model), spec(MEAN_ONLY | {"normalize": "sample"}), compute=ComputeThread(), source=Path()
+    )
     subject._add_samples = lambda index, samples: seen.extend(s.token_weight for s in samples)  # type: ignore[method-assign]
     subject.add_group(group(0, [agent(3, [1, 0, 4]), agent(2, [3, 4], index=1)]))
     assert seen == [1 / 6, 1 / 3]

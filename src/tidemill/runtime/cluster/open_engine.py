@@ -14,6 +14,7 @@ from tidemill.core.errors import UserError
 from tidemill.core.protocols import Engine, EngineCapabilities
 from tidemill.models.codec import load_codec
 from tidemill.models.snapshots import DTYPES, stored_context_limit, stored_linear_layers, uninitialized_model
+from tidemill.models.tree_forward import TreeForward
 from tidemill.rollout.engines.vllm import check_version
 from tidemill.rollout.pulled import EmptyModel, SnapshotUser
 from tidemill.runtime.cluster.ray_calls import require_reserved_gpus
@@ -49,7 +50,7 @@ def _embedded(spec: RunSpec, folder: Path, prompt_tokens: int, dtype: str) -> Op
     bundle = ModelBundle(
         spec=spec,
         folder=folder,
-        model=model,
+        forward=TreeForward(model),
         rollout_model=model,
         frozen=FrozenModels(device),
         codec=load_codec(folder),

@@ -62,6 +62,7 @@ class ReceivedTokens:
     head_rows: Tensor
     targets: Tensor  # zeros; values do not depend on them
     weights: Tensor
+    counted: bool = True
 
 
 def pack_microbatch(microbatch: Microbatch) -> SentTokens:

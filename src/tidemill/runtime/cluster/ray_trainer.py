@@ -171,13 +171,12 @@ class TrainerActor(EngineActor, ReadingActor):
                 lambda: remote_critic.start(planned.spec, threads=threads, checkpoints=checkpoints)
             )
         trainer = PolicyTrainer(
-            bundle.model,
+            bundle.forward,
             spec,
             compute=compute,
             source=bundle.folder,
-            reference=reference,
+            reference=bundle.forward_of(reference),
             critic=trained_critic,
-            autocast=bundle.autocast,
         )
         engine = bundle.engine(trainer.version, prompt_tokens=planned.prompt_tokens)
         self.worker = EngineWorker(engine, compute, clock=LoopClock(), tick_s=spec.engine.tick_s)

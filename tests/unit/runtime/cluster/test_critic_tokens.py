@@ -12,6 +12,7 @@ from tests.trajectories import trajectory
 from tidemill.config.algorithm import CriticConfig
 from tidemill.models.attention import use_packed_attention
 from tidemill.models.reward_model import reward_head
+from tidemill.models.tree_forward import TreeForward
 from tidemill.runtime.cluster.ray_calls import decode, encode
 from tidemill.runtime.cluster.ray_critic import (
     ReceivedTokens,
@@ -37,7 +38,7 @@ def _microbatch() -> Microbatch:
 def _learned(microbatch: Microbatch | ReceivedTokens, returns: Tensor) -> list[Tensor]:
     model = llama()
     use_packed_attention(model)
-    critic = ModelCritic(model, reward_head(HIDDEN), CriticConfig(learning_rate=1e-2), source=Path())
+    critic = ModelCritic(TreeForward(model), reward_head(HIDDEN), CriticConfig(learning_rate=1e-2), source=Path())
     values = critic.values(microbatch)()
     critic.learn(microbatch, returns, values)
     critic.step(2.0)

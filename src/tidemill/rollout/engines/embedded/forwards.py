@@ -152,7 +152,8 @@ def packed_forward(
     last_nodes.extend(range(start, start + len(running)))
     distinct, spread = np.unique(np.array(last_nodes, np.int64), return_inverse=True)
     logits = vocabulary_logits(model, hidden[torch.from_numpy(distinct).to(device)])
-    return logits[torch.from_numpy(spread).to(device)]
+    ordered = np.array_equal(spread, np.arange(len(last_nodes)))
+    return logits if ordered else logits[torch.from_numpy(spread).to(device)]
 
 
 CHUNK = 32

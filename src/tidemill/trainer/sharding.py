@@ -1,0 +1,93 @@
+"""Shards a model over ranks with FSDP2, and the ranks of a process group.
+
+Every rank holds a range of rows of each parameter, and its gradient and moments. Layers are gathered one at a time for
+the forward and the backward pass; gradients are summed, not averaged: they are sums over samples.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+from torch import Tensor, distributed, nn
+from torch._C._distributed_c10d import FileStore
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from transformers import PreTrainedModel
+
+from tidemill.models.ranks import Ranks
+from tidemill.models.tree_forward import TreeForward
+
+
+class GroupRanks:
+    """The ranks of the process group that this process has joined; implements `Ranks`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.size, self.index = distributed.get_world_size(), distributed.get_rank()
+        self._device = device
+
+    def all_sum(self, values: Tensor) -> Tensor:
+        own = values.to(self._device).contiguous()
+        parts = [torch.empty_like(own) for _ in range(self.size)]
+        distributed.all_gather(parts, own)
+        return torch.stack(parts).sum(0).to(values.device)  # in the order of the ranks: the same bits everywhere
+
+    def gather(self, value: bytes) -> list[bytes]:
+        lengths = torch.zeros(self.size, dtype=torch.int64, device=self._device)
+        lengths[self.index] = len(value)
+        distributed.all_reduce(lengths)
+        longest = int(lengths.max())
+        padded = torch.zeros(max(longest, 1), dtype=torch.uint8)
+        padded[: len(value)] = torch.frombuffer(bytearray(value), dtype=torch.uint8) if value else padded[:0]
+        parts = [torch.empty_like(padded, device=self._device) for _ in range(self.size)]
+        distributed.all_gather(parts, padded.to(self._device))
+        return [part[:length].cpu().numpy().tobytes() for part, length in zip(parts, lengths.tolist(), strict=True)]
+
+    def barrier(self) -> None:
+        self.all_sum(torch.zeros(1, device=self._device))
+
+
+def join_ranks(meeting: Path, *, size: int, index: int, device: torch.device, timeout_s: float) -> GroupRanks:
+    """Join the group of `size` ranks that meet at a file. Nothing listens for connections from outside the group.
+
+    Args:
+        meeting: a new path in a folder that all ranks see.
+        timeout_s: of every operation of the group, including this.
+    """
+    store = FileStore(str(meeting), size)
+    distributed.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        store=store,
+        rank=index,
+        world_size=size,
+        timeout=timedelta(seconds=timeout_s),
+    )
+    return GroupRanks(device)
+
+
+def shard(forward: TreeForward, ranks: Ranks, *, offload: bool = False) -> None:
+    """Keep only this rank's rows of every parameter of `forward`, in place; does nothing with one rank.
+
+    Args:
+        offload: keep parameters, gradients and moments in host memory, and run the optimizer there.
+    """
+    if ranks.size == 1:
+        return
+    device = next(forward.parameters()).device
+    mesh = init_device_mesh(device.type, (ranks.size,))
+    precision = MixedPrecisionPolicy(
+        param_dtype=forward.autocast, reduce_dtype=torch.float32, cast_forward_inputs=False
+    )
+    placement = CPUOffloadPolicy() if offload else OffloadPolicy()
+    for module in (*layers_of(forward.model), forward):
+        fully_shard(module, mesh=mesh, mp_policy=precision, offload_policy=placement)
+        assert isinstance(module, FSDPModule)
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+
+
+def layers_of(model: PreTrainedModel) -> list[nn.Module]:
+    """The repeated layers of a model, which are gathered as wholes."""
+    names = set(model._no_split_modules or ())
+    return [module for module in model.modules() if type(module).__name__ in names]

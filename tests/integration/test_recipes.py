@@ -226,6 +226,16 @@ def test_the_ray_recipe_trains_while_its_workers_are_killed(tmp_path: Path) -> N
     check_report(run)
 
 
+@pytest.mark.xdist_group("ray")
+def test_the_recipe_of_shards_resumes_with_another_number_of_ranks(tmp_path: Path) -> None:
+    recipe, run = f"@{REPOSITORY / 'recipes' / 'shards-local.toml'}", tmp_path / "run"
+    for steps, shards in ((4, 2), (6, 3)):
+        shortened = [f"--trainer.steps={steps}", f"--trainer.shards={shards}", "--checkpoint.every_steps=2"]
+        check_summary(run_fork("train", recipe, *shortened, f"--run.dir={run}", "--json", cwd=tmp_path), run)
+    assert len(figures(run, "reward_mean")) == 6
+    assert not list((run / "checkpoints").glob(".ranks-*"))
+
+
 @pytest.fixture
 def emptied(tmp_path: Path) -> Iterator[Path]:
     """A folder that is removed after the test: a checkpoint of SmolLM2 takes 1.6 GB."""
@@ -238,7 +248,8 @@ def emptied(tmp_path: Path) -> Iterator[Path]:
     [
         pytest.param(path, id=path.stem, marks=[] if path.stem == "spot-trace" else pytest.mark.slow)
         for path in RECIPES
-        if path.stem not in ("char-addition", "ray-local", "rlhf", "guess", "calc-tool")  # tested elsewhere
+        if path.stem
+        not in ("char-addition", "ray-local", "shards-local", "rlhf", "guess", "calc-tool")  # tested elsewhere
     ],
 )
 def test_recipes_of_the_pretrained_model(recipe: Path, shared_cache: Path, emptied: Path) -> None:

@@ -66,6 +66,11 @@ class TrainerConfig(Config):
     """Maximum size of a [tokens, vocabulary] block in MB; larger ones are computed in chunks."""
     activation_checkpointing: bool = False
     """Recompute activations in the backward pass to save memory."""
+    shards: int = Field(1, ge=1)
+    """Number of processes that share weights, gradients, optimizer state and microbatches (FSDP2); each needs
+    ray.trainer_cpus and ray.trainer_gpus. More than 1 needs runtime = "ray"."""
+    offload: Literal["none", "optimizer"] = "none"
+    """optimizer: keep weights, gradients and optimizer state of a shard in host memory, and update them there."""
 
 
 class ScheduleConfig(Config):

@@ -303,6 +303,19 @@ class RunSpec(Config):
                     "raise context_tokens, or set it to 0 to take what the task needs"
                 )
 
+    def _shard_issues(self) -> Iterator[str]:
+        shards = f"trainer.shards = {self.trainer.shards}"
+        if self.trainer.shards == 1:
+            if self.trainer.offload != "none":
+                yield f'trainer.offload = "{self.trainer.offload}" needs trainer.shards above 1, and it is 1'
+            return
+        if self.runtime != "ray":
+            yield f'{shards} needs runtime = "ray", and runtime is "{self.runtime}"; change one of them'
+        if self.algorithm.needs_critic and self.placement.critic == "actor":
+            yield f'{shards} and placement.critic = "actor": shards train the critic, too; set it to "trainer"'
+        if self.reading.ahead:
+            yield f"{shards} and reading.ahead: shards cannot read between two microbatches; turn it off"
+
     def _learning_issues(self) -> Iterator[str]:
         batch, algorithm, schedule = self.batch, self.algorithm, self.schedule
         if batch.prompts % batch.minibatches:
@@ -355,6 +368,7 @@ class RunSpec(Config):
             yield f'pool.kind = "ray" needs runtime = "ray", and runtime is "{self.runtime}"; change one of them'
         yield from self._vllm_issues()
         yield from self._agent_issues()
+        yield from self._shard_issues()
         if self.placement.critic == "actor" and self.critic.kind == "shared":
             yield (
                 'placement.critic = "actor" and critic.kind = "shared": a shared critic runs in the trainer; set '

@@ -57,6 +57,12 @@ def local_rows(tensor: Tensor) -> tuple[Tensor, int]:
     return local, min(mesh.get_local_rank() * rows, tensor.shape[0])
 
 
+def whole(tensor: Tensor) -> Tensor:
+    """All rows of a tensor; every rank calls this."""
+    result: Tensor = tensor.full_tensor() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+    return result.detach()
+
+
 def is_sharded(tensor: Tensor) -> bool:
     return getattr(tensor, "device_mesh", None) is not None
 

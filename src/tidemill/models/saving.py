@@ -28,7 +28,9 @@ from tidemill.models.auto import quiet
 from tidemill.models.checkpoint_manifest import refuse_damaged
 from tidemill.models.folder import DESCRIPTION, holds_adapter, is_local
 from tidemill.models.loading import load_model
-from tidemill.models.lora import adapter_of, attach_adapter, merge_adapter
+from tidemill.models.lora import adapter_of, attach_adapter, learned_parameters, merge_adapter
+from tidemill.models.ranks import ONE_RANK, Ranks, filled, whole
+from tidemill.models.streamed_weights import write_tensors
 from tidemill.models.weights_digest import base_digest
 
 WEIGHTS = "adapter_model.safetensors"
@@ -46,7 +48,7 @@ class Origin(Config):
     """`weights_digest` of the base."""
 
 
-def write_origin(model: PreTrainedModel, folder: Path) -> None:
+def write_origin(model: PreTrainedModel, folder: Path, ranks: Ranks = ONE_RANK) -> None:
     """Write the base model of `model`'s adapter; a local base is written as an absolute path."""
     adapter = adapter_of(model)
     assert adapter is not None, "a model without an adapter"
@@ -54,7 +56,9 @@ def write_origin(model: PreTrainedModel, folder: Path) -> None:
     if made_from.source not in BUILT_IN_MODELS and is_local(made_from.source):
         absolute = str(Path(made_from.source).expanduser().resolve())
         made_from = made_from.model_copy(update={"source": absolute})
-    origin = Origin(model=made_from, digest=base_digest(model))
+    origin = Origin(model=made_from, digest=base_digest(model, ranks))
+    if ranks.index > 0:
+        return
     (folder / ORIGIN).write_text(origin.model_dump_json(indent=2) + "\n", encoding="utf-8")
 
 
@@ -75,7 +79,7 @@ def read_origin(folder: Path) -> Origin:
         ) from error
 
 
-def load_adapter(folder: Path, model: PreTrainedModel) -> None:
+def load_adapter(folder: Path, model: PreTrainedModel, ranks: Ranks = ONE_RANK) -> None:
     """Load the weights of a stored adapter into the adapter of `model`, bit-exact.
 
     Raises:
@@ -99,7 +103,7 @@ def load_adapter(folder: Path, model: PreTrainedModel) -> None:
             where=str(folder),
             hint="use the [model.lora] it was trained with, or start a new run directory",
         )
-    if origin.digest != base_digest(model):
+    if origin.digest != base_digest(model, ranks):
         raise UserError(
             "the adapter was trained on a base model with other weights", where=str(folder), hint=_OTHER_BASE
         )
@@ -116,9 +120,8 @@ def _load_tensors(targets: dict[str, torch.Tensor], file: Path) -> None:
     if found != expected:
         name = min(name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name))
         raise UserError(f"the adapter does not fit this model at {name}", where=str(file), hint=_OTHER_BASE)
-    with torch.no_grad():
-        for name, target in targets.items():
-            target.copy_(stored[name])
+    for name, target in targets.items():
+        filled(target, stored[name], 0)
 
 
 def _differences(stored: LoraConfig, given: LoraConfig) -> str:
@@ -137,26 +140,48 @@ _NOT_COPIED = {"config.json", "generation_config.json", "checkpoint.json", DESCR
 _TEMPLATE_FOLDERS = ("additional_chat_templates",)
 
 
-def save_model(model: PreTrainedModel, directory: Path, *, source: Path) -> None:
+def save_model(model: PreTrainedModel, directory: Path, *, source: Path, ranks: Ranks = ONE_RANK) -> None:
     """Write weights, configuration and tokenizer into an empty directory.
 
     For a model with an adapter, write only the adapter in peft's format, and its base's name and digest.
 
     Args:
         source: the Hugging Face folder the model was loaded from; its tokenizer files are copied.
+        ranks: all of them call this; the first writes. It holds one tensor of a whole model at a time.
 
     Raises:
         OSError: the disk is full or a file cannot be written.
     """
     with disk_errors(directory), quiet():
-        model.save_pretrained(directory)
+        if ranks.size == 1:
+            model.save_pretrained(directory)
+        else:
+            _save_shards(model, directory, ranks)
         if adapter_of(model) is not None:
-            write_origin(model, directory)
+            write_origin(model, directory, ranks)
+        if ranks.index > 0:
+            return
         for path in tokenizer_files(source):
             target = directory / path.relative_to(source)
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(path, target)
     share_files(directory)
+
+
+def _save_shards(model: PreTrainedModel, directory: Path, ranks: Ranks) -> None:
+    """Write what `save_pretrained` writes for a model in one process."""
+    if adapter_of(model) is not None:
+        state = {name: whole(tensor) for name, tensor in learned_parameters(model).items()}
+        if ranks.index == 0:
+            model.save_pretrained(directory, state_dict=state)
+        return
+    named = dict(model.named_parameters())
+    if ranks.index == 0:
+        model.config.architectures, model.config.dtype = [type(model).__name__], str(model.dtype).partition(".")[2]
+        model.config.save_pretrained(directory)
+        if model.can_generate():
+            model.generation_config.save_pretrained(directory)
+    write_tensors(directory / "model.safetensors" if ranks.index == 0 else None, named)
 
 
 def share_files(directory: Path) -> None:

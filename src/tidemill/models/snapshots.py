@@ -1,7 +1,8 @@
 """Copies a model's parameters to and from one flat buffer, and builds models whose weights arrive later.
 
-A tied parameter is one tensor. Persistent buffers are not included (no supported model has any). For a model with an
-adapter a snapshot holds the adapter only; `part="base"` selects the frozen base, which no version changes.
+A tied parameter is one tensor. Of a sharded model, the buffer holds the rows of one rank. Persistent buffers are not
+included (no supported model has any). For a model with an adapter a snapshot holds the adapter only; `part="base"`
+selects the frozen base, which no version changes.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from tidemill.core.records import TensorEntry
 from tidemill.models.attention import use_packed_attention
 from tidemill.models.auto import build_unloaded, configured_context, load_config
 from tidemill.models.lora import attach_adapter, frozen_parameters, learned_parameters, linear_layers
+from tidemill.models.ranks import local_rows
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -33,12 +35,12 @@ Part: TypeAlias = Literal["learned", "base"]
 
 
 def snapshot_layout(model: PreTrainedModel, dtype: torch.dtype, *, part: Part = "learned") -> tuple[TensorEntry, ...]:
-    """The place of every parameter in a snapshot of `dtype`; checksums are 0."""
+    """The place of every parameter, or of this rank's rows of it, in a snapshot of `dtype`; checksums are 0."""
     entries: list[TensorEntry] = []
     offset = 0
     for name, parameter in _parameters(model, part).items():
-        nbytes = parameter.numel() * dtype.itemsize
-        shape = tuple(parameter.shape)
+        rows, _ = local_rows(parameter)
+        nbytes, shape = rows.numel() * dtype.itemsize, tuple(rows.shape)
         entries.append(
             TensorEntry(name=name, dtype=_NAMES[dtype], shape=shape, offset=offset, nbytes=nbytes, checksum=0)
         )
@@ -55,9 +57,9 @@ def snapshot_bytes(tensors: Sequence[TensorEntry]) -> int:
 def write_snapshot(
     model: PreTrainedModel, tensors: Sequence[TensorEntry], buffer: Bytes, *, part: Part = "learned"
 ) -> None:
-    """Copy every parameter into the buffer, rounded to the entry's dtype."""
+    """Copy the rows of every parameter into the buffer, rounded to the entry's dtype."""
     for entry, parameter in _matched(model, tensors, part):
-        _view(entry, buffer).copy_(parameter)
+        _view(entry, buffer).copy_(local_rows(parameter)[0])
 
 
 @torch.no_grad()

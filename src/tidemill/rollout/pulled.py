@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import msgspec
 from transformers import PreTrainedModel
@@ -12,6 +12,7 @@ from tidemill.core.errors import WeightsError
 from tidemill.core.records import PolicyVersion, Pulled
 from tidemill.models.snapshots import Part, bind_snapshot, release_snapshot
 from tidemill.weights.puller import Puller
+from tidemill.weights.sharded import PullerGroup
 from tidemill.weights.snapshot import Snapshot
 from tidemill.weights.store import BASE
 
@@ -23,6 +24,10 @@ class _FirstPull:
     base: Pulled
     version: Pulled
     combined: Pulled
+
+
+AnyPuller: TypeAlias = Puller | PullerGroup
+"""Pulls from one publisher, or from every rank of a sharded one."""
 
 
 class SnapshotUser(Protocol):
@@ -55,7 +60,7 @@ class PulledWeights:
         base: pulls the base of an adapter, once, with the first version; None if `user` has its base weights already.
     """
 
-    def __init__(self, puller: Puller, user: SnapshotUser, *, base: Puller | None = None) -> None:
+    def __init__(self, puller: AnyPuller, user: SnapshotUser, *, base: AnyPuller | None = None) -> None:
         self._puller, self._user, self._base = puller, user, base
         self._first: _FirstPull | None = None
         self._base_digest = ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeAlias
 
 from transformers import PreTrainedModel
@@ -30,6 +31,7 @@ from tidemill.envs.text.scorer import RewardScorer, build_scorer, evaluation_sco
 from tidemill.models.codec import TextCodec
 from tidemill.models.loading import probe_logprobs
 from tidemill.models.lora import adapter_of
+from tidemill.models.ranks import ONE_RANK, Ranks
 from tidemill.models.snapshots import bind_snapshot, copy_on_base, snapshot_bytes, snapshot_layout, write_snapshot
 from tidemill.pool.build_provider import build_provider, trace_remarks
 from tidemill.runtime.readers import Readers, model_rewards
@@ -133,25 +135,42 @@ class TrainerCheckpoints:
 
     Args:
         warn: gets a message for every damaged checkpoint that was skipped.
+        ranks: all of them call every method; the first creates the folders.
     """
 
     def __init__(
-        self, store: CheckpointStore, trainer: PolicyTrainer, compute: Compute, *, warn: Callable[[str], None]
+        self,
+        store: CheckpointStore,
+        trainer: PolicyTrainer,
+        compute: Compute,
+        *,
+        warn: Callable[[str], None],
+        ranks: Ranks = ONE_RANK,
     ) -> None:
-        self._store, self._trainer, self._compute, self._warn = store, trainer, compute, warn
+        self._store, self._trainer, self._compute, self._warn, self._ranks = store, trainer, compute, warn, ranks
 
     async def save(self, step: int, *, score: float | None) -> None:
         def write() -> None:
-            self._store.write(step, self._trainer.write_state, score=score, expected_bytes=self._trainer.state_bytes())
+            if self._ranks.index > 0:
+                self._trainer.write_state(Path(self._ranks.gather(b"")[0].decode()))
+            else:
+                expected_bytes = self._trainer.state_bytes()
+                self._store.write(step, self._write_with_others, score=score, expected_bytes=expected_bytes)
 
         await self._compute.run(write)
+
+    def _write_with_others(self, directory: Path) -> None:
+        self._ranks.gather(str(directory).encode())
+        self._trainer.write_state(directory)
 
     async def restore_latest(self) -> int:
         return await self._compute.run(self._restore)
 
     def _restore(self) -> int:
-        for finding in self._store.recover():
-            self._warn(finding)
+        if self._ranks.index == 0:
+            for finding in self._store.recover():
+                self._warn(finding)
+        self._ranks.barrier()
         latest = self._store.latest()
         for damaged in latest.skipped:
             self._warn(f"skipped checkpoint {damaged.path.name}: {damaged.reason}")

@@ -22,6 +22,7 @@ from tidemill.models.codec import TextCodec, load_codec
 from tidemill.models.folder import holds_adapter, holds_reward_model, refuse_reward_model
 from tidemill.models.loading import context_limit, load_model
 from tidemill.models.lora import attach_adapter, learned_parameters, require_peft
+from tidemill.models.ranks import ONE_RANK, Ranks
 from tidemill.models.reward_model import ScalarHead, check_head_fits, hidden_size, load_head
 from tidemill.models.saving import load_adapter, read_origin
 from tidemill.models.snapshots import copy_on_base, empty_copy
@@ -31,6 +32,7 @@ from tidemill.runtime.agents import agent_prompts
 from tidemill.runtime.compute import choose_device, choose_precision, set_threads
 from tidemill.runtime.readers import check_reward_models
 from tidemill.trainer.critic import Critic, ModelCritic, TrunkCritic
+from tidemill.trainer.sharding import shard
 
 NO_VERSION = PolicyVersion(number=-1, digest="")
 """Version of an engine before its first load; no request asks for it."""
@@ -192,12 +194,15 @@ class ModelBundle:
         return None if model is None else TreeForward(model, autocast=self.autocast)
 
 
-def load_model_bundle(spec: RunSpec, *, progress: Callable[[str], None], folder: Path | None = None) -> ModelBundle:
+def load_model_bundle(
+    spec: RunSpec, *, progress: Callable[[str], None], folder: Path | None = None, generates: bool = True
+) -> ModelBundle:
     """Choose device and threads, and load model and tokenizer.
 
     Args:
         progress: gets a line before each slow operation.
         folder: a model or checkpoint folder that replaces the configured source, including its adapter settings.
+        generates: whether an engine uses the model, which may then need a copy.
 
     Raises:
         UserError: the model, the device or the tokenizer cannot be used.
@@ -216,7 +221,7 @@ def load_model_bundle(spec: RunSpec, *, progress: Callable[[str], None], folder:
     if folder is not None and holds_adapter(folder):
         load_adapter(folder, model)
     # Engines need a copy if their dtype differs, or if they generate while the optimizer changes the weights.
-    separate = autocast is not None or spec.schedule.max_policy_lag > 0
+    separate = generates and (autocast is not None or spec.schedule.max_policy_lag > 0)
     rollout_model = _copy_of(model, autocast or torch.float32) if separate else model
     if spec.trainer.activation_checkpointing:
         model.gradient_checkpointing_enable()
@@ -275,7 +280,7 @@ def _refuse_dropout(model: PreTrainedModel) -> None:
         )
 
 
-def build_critic(bundle: ModelBundle, *, progress: Callable[[str], None]) -> Critic | None:
+def build_critic(bundle: ModelBundle, *, progress: Callable[[str], None], ranks: Ranks = ONE_RANK) -> Critic | None:
     """The critic, or None if the algorithm needs none. A new value head is initialised to output 0.
 
     Args:
@@ -283,6 +288,7 @@ def build_critic(bundle: ModelBundle, *, progress: Callable[[str], None]) -> Cri
             unless `critic.source` is set. If the policy trains an adapter, so does a separate critic, and both share
             the base in memory.
         progress: gets a line before each slow operation.
+        ranks: a separate model is sharded over them.
 
     Raises:
         UserError: the critic's model cannot be loaded, or its tokenizer differs from the policy's.
@@ -298,6 +304,7 @@ def build_critic(bundle: ModelBundle, *, progress: Callable[[str], None]) -> Cri
             device=bundle.device,
             autocast=bundle.autocast,
             progress=progress,
+            ranks=ranks,
         )
     return TrunkCritic(
         bundle.forward,
@@ -305,6 +312,7 @@ def build_critic(bundle: ModelBundle, *, progress: Callable[[str], None]) -> Cri
         config,
         value_coefficient=config.value_coefficient,
         value_clip=config.value_clip,
+        ranks=ranks,
     )
 
 
@@ -316,6 +324,7 @@ def build_model_critic(
     device: torch.device,
     autocast: torch.dtype | None,
     progress: Callable[[str], None],
+    ranks: Ranks = ONE_RANK,
 ) -> ModelCritic:
     """A critic with a separate model, in the policy's process or another.
 
@@ -344,12 +353,15 @@ def build_model_critic(
     if spec.trainer.activation_checkpointing:
         model.gradient_checkpointing_enable()
         model.train()
+    forward = TreeForward(model, autocast=autocast)
+    shard(forward, ranks, offload=spec.trainer.offload == "optimizer")
     return ModelCritic(
-        TreeForward(model, autocast=autocast),
+        forward,
         head,
         spec.critic,
         source=folder,
         value_clip=spec.critic.value_clip,
+        ranks=ranks,
     )
 
 

@@ -65,6 +65,12 @@ def train_supervised(
     Raises:
         UserError: the input, the run directory or the disk is at fault; checkpointed steps are kept.
     """
+    if spec.trainer.shards > 1:
+        raise UserError(
+            f"trainer.shards = {spec.trainer.shards} is for RL stages; this stage trains in one process",
+            where="trainer.shards",
+            hint="set it in the RL stages only",
+        )
     stop = threading.Event()
     with run_session(spec, telemetry_stream) as (resumed, run, recorder):
         with stop_on_signals(stop.set), (stop_request or StopRequest()).bound(lambda _: stop.set()):

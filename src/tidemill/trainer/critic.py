@@ -236,11 +236,14 @@ class _HeadCritic:
             source=self._source,
             counters={"optimizer_steps": self.optimizer_steps, "scale": self._scale.state()},
             head=self.head,
+            ranks=self._ranks,
         )
-        save_head(directory, self.head, kind="value_model", pooling="every_token", vocabulary_digest="")
+        if self._ranks.index == 0:
+            save_head(directory, self.head, kind="value_model", pooling="every_token", vocabulary_digest="")
 
     def read_state(self, directory: Path) -> None:
-        counters = restore_state(directory, model=self._stored_model, optimizer=self.optimizer, head=self.head)
+        model, optimizer = self._stored_model, self.optimizer
+        counters = restore_state(directory, model=model, optimizer=optimizer, head=self.head, ranks=self._ranks)
         stored, _ = load_head(directory, "value_model", device=self.head.weight.device)
         self.head.load_state_dict(stored.state_dict())
         self.optimizer_steps = int(counters["optimizer_steps"])

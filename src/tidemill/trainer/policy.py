@@ -405,9 +405,18 @@ class PolicyTrainer:
             "kl_beta": self.kl_beta,
             "version": msgspec.to_builtins(self._version),
         }
-        save_state(directory, model=self.model, optimizer=self.optimizer, source=self._source, counters=counters)
+        save_state(
+            directory,
+            model=self.model,
+            optimizer=self.optimizer,
+            source=self._source,
+            counters=counters,
+            ranks=self._ranks,
+        )
         if self._critic is not None:
-            (directory / CRITIC_FOLDER).mkdir()
+            if self._ranks.index == 0:
+                (directory / CRITIC_FOLDER).mkdir()
+            self._ranks.barrier()
             self._critic.write_state(directory / CRITIC_FOLDER)
 
     def read_state(self, directory: Path) -> None:
@@ -418,7 +427,7 @@ class PolicyTrainer:
         """
         if self._critic is not None:
             self._critic.read_state(directory / CRITIC_FOLDER)
-        counters = restore_state(directory, model=self.model, optimizer=self.optimizer)
+        counters = restore_state(directory, model=self.model, optimizer=self.optimizer, ranks=self._ranks)
         self.optimizer_steps = int(counters["optimizer_steps"])
         self.critic_steps = int(counters["critic_steps"])
         self.kl_beta = float(counters["kl_beta"])

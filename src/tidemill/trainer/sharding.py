@@ -81,7 +81,9 @@ def shard(forward: TreeForward, ranks: Ranks, *, offload: bool = False) -> None:
     )
     placement = CPUOffloadPolicy() if offload else OffloadPolicy()
     for module in (*layers_of(forward.model), forward):
-        fully_shard(module, mesh=mesh, mp_policy=precision, offload_policy=placement)
+        # The root, too, is resharded after every forward pass: without it, a pass without gradient would leave
+        # whole parameters behind.
+        fully_shard(module, mesh=mesh, reshard_after_forward=True, mp_policy=precision, offload_policy=placement)
         assert isinstance(module, FSDPModule)
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)

@@ -32,9 +32,13 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Ad
     are updated one at a time, with temporaries of the size of the largest.
     """
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    groups = [
-        {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
+    groups = [  # an implementation updates sharded and whole parameters in separate groups only
+        {
+            "params": [p for p in trainable if (p.ndim >= 2, is_sharded(p)) == (matrix, sharded)],
+            "weight_decay": config.weight_decay if matrix else 0.0,
+        }
+        for matrix in (True, False)
+        for sharded in (True, False)
     ]
 
     def adamw(*, fused: bool) -> torch.optim.AdamW:

@@ -155,7 +155,7 @@ class Workplace:
             CONFIG,
             self.nodes,
             files=files_without_weights(resolve(SPEC.model, progress=lambda _: None)),
-            publisher=self.trainer.handle,
+            publishers=[self.trainer.handle],
             preemptible=selector,
             reserved=RESERVED,
             start_s=start_s,

@@ -57,10 +57,14 @@ def local_nodes(spec: RunSpec) -> tuple[LocalNode, ...]:
     config, selector, placement = spec.ray, selector_of(spec.pool), spec.placement
     more_reward_models = len(spec.scoring.model_folders[1:]) if placement.reward_model == "actor" else 0
     actors = len(placement.on_actors) + more_reward_models
+    shards = spec.trainer.shards
+    engines = int(shards > 1)  # the reserved engine is then a process of its own
+    cpus = shards * config.trainer_cpus + engines * config.worker_cpus + actors * placement.actor_cpus
+    gpus = shards * config.trainer_gpus + engines * config.worker_gpus + actors * placement.actor_gpus
     head = LocalNode(
         name="reserved",
-        cpus=math.ceil(config.trainer_cpus + actors * placement.actor_cpus),  # Ray takes whole numbers only
-        gpus=math.ceil(config.trainer_gpus + actors * placement.actor_gpus),
+        cpus=math.ceil(cpus),  # Ray takes whole numbers only
+        gpus=math.ceil(gpus),
         labels=_equal_labels(config.reserved_selector),
         visible_gpus=None,
     )

@@ -18,7 +18,7 @@ from tidemill.config.pool import RayConfig, RayPool
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError
 from tidemill.core.formatting import counted
-from tidemill.core.protocols import Clock, Provider, Reader
+from tidemill.core.protocols import Clock, Provider, Reader, Worker
 from tidemill.core.records import Lease, LeaseEnded, LeaseEvent, LeaseGranted, LeaseNoticed
 from tidemill.extensions.registry import session_functions
 from tidemill.models.auto import load_config
@@ -50,10 +50,12 @@ from tidemill.runtime.cluster.ray_calls import (
     blocking,
     encode,
     placed,
+    placed_group,
     spec_to_send,
     trainer_lost,
 )
 from tidemill.runtime.cluster.ray_critic import CriticActor
+from tidemill.runtime.cluster.ray_ranks import RankActor, RankGroup
 from tidemill.runtime.cluster.ray_reader import RayReader, ReaderProcess
 from tidemill.runtime.cluster.ray_trainer import (
     NO_DEADLINE,
@@ -100,25 +102,29 @@ async def on_ray(spec: RunSpec, run: RunDirectory, recorder: Recorder, clock: Cl
         preemptible = selector_of(spec.pool)
         reserved = reserved_selector(spec.ray, preemptible)
         resources = ActorResources(spec.ray.trainer_cpus, spec.ray.trainer_gpus, "ray.trainer")
-        handle = await stack.enter_async_context(placed(TrainerActor, "trainer", resources, reserved))
+        shards = spec.trainer.shards
+        actor = TrainerActor if shards == 1 else RankActor
+        handles = await stack.enter_async_context(placed_group(actor, "trainer", resources, reserved, size=shards))
         critic = None
         if spec.algorithm.needs_critic and spec.placement.critic == "actor":
             resources = ActorResources(spec.placement.actor_cpus, spec.placement.actor_gpus, "placement.actor")
             critic = await stack.enter_async_context(placed(CriticActor, "critic", resources, reserved))
-        remote = Remote(handle, lost=trainer_lost)
+        remote = Remote(handles[0], lost=trainer_lost) if shards == 1 else RankGroup(handles)
         plan = TrainerPlan(
             spec=spec_to_send(spec, folder),
             checkpoints=str(run.checkpoints.resolve()),
             prompt_tokens=task.longest_prompt_tokens,
-            probe_ids=probe_sequence(task.source) if is_elastic(spec) else b"",
+            probe_ids=probe_sequence(task.source) if is_elastic(spec) or shards > 1 else b"",
             identities=identities(trainer_extensions(spec)),
         )
         started, readers = await asyncio.gather(
-            remote.call("start", encode(plan), critic, session_functions(), kind=Started, timeout_s=LOAD_S),
+            remote.start(encode(plan), run.checkpoints)
+            if isinstance(remote, RankGroup)
+            else remote.call("start", encode(plan), critic, session_functions(), kind=Started, timeout_s=LOAD_S),
             _start_readers(remote, spec, folder, reserved, recorder, stack),
         )
         host = publisher = None
-        if is_elastic(spec):
+        if is_elastic(spec) or shards > 1:
             host = RayHost(
                 WorkerPlan(
                     spec=spec_to_send(spec, folder),
@@ -130,7 +136,7 @@ async def on_ray(spec: RunSpec, run: RunDirectory, recorder: Recorder, clock: Cl
                 spec.ray,
                 nodes,
                 files=files_without_weights(folder),
-                publisher=handle,
+                publishers=handles,
                 preemptible=preemptible,
                 reserved=reserved,
                 start_s=spec.fleet.join_timeout_s,
@@ -151,11 +157,12 @@ async def on_ray(spec: RunSpec, run: RunDirectory, recorder: Recorder, clock: Cl
         scorer, eval_scorer = scorers(spec, task, readers=readers)
         stack.push_async_callback(scorer.close)
         stack.push_async_callback(eval_scorer.close)
+        local = RayWorker(remote, owned=False) if isinstance(remote, Remote) else await _start_local(host, clock)
         trainer = RayTrainer(remote, started.version)
         yield RuntimeBackend(
             trainer=trainer,
             checkpoints=RayCheckpoints(remote, trainer, warn=recorder.note),
-            local=RayWorker(remote, owned=False),
+            local=local,
             task=task,
             codec=codec,
             scorer=scorer,
@@ -164,7 +171,7 @@ async def on_ray(spec: RunSpec, run: RunDirectory, recorder: Recorder, clock: Cl
             context_tokens=engine_context(spec, limit=limit, prompt_tokens=task.longest_prompt_tokens),
             device_info=started.device_info,
             provider=provider,
-            host=host,
+            host=host if is_elastic(spec) else None,
             publisher=publisher,
             readers=readers,
         )
@@ -196,8 +203,17 @@ def _check(spec: RunSpec) -> None:
 RAY = Runtime(check=_check, check_devices=_check_devices, open=on_ray)
 
 
+async def _start_local(host: RayHost | None, clock: Clock) -> Worker:
+    """The engine of the reserved side, in a process of its own: no rank of a sharded trainer has the whole weights."""
+    assert host is not None
+    lease = Lease(
+        lease_id="reserved", worker_id="reserved", kind="reserved", price_usd_per_hour=0.0, start_s=clock.now()
+    )
+    return await host.start(lease)
+
+
 async def _start_readers(
-    trainer: Remote,
+    trainer: Remote | RankGroup,
     spec: RunSpec,
     folder: Path,
     selector: dict[str, str],
@@ -228,7 +244,7 @@ async def _start_readers(
     reference: Reader | None = None
     if spec.algorithm.kl_beta and placement.reference == "actor":
         reference = await start("reference", None)
-    elif spec.algorithm.kl_beta and spec.reading.ahead:
+    elif spec.algorithm.kl_beta and spec.reading.ahead and isinstance(trainer, Remote):
         reference = RayReader(trainer, read_s=NO_DEADLINE)  # the trainer reads between two of its batches
     readers = Readers(rewards=rewards, reference=reference)
     for reader in readers.all:

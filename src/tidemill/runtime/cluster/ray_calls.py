@@ -11,6 +11,7 @@ import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
@@ -295,25 +296,42 @@ async def placed(actor: type, role: str, resources: ActorResources, selector: Ma
     Raises:
         UserError: no node has the free resources.
     """
+    async with placed_group(actor, role, resources, selector, size=1) as handles:
+        yield handles[0]
+
+
+@asynccontextmanager
+async def placed_group(
+    actor: type, role: str, resources: ActorResources, selector: Mapping[str, str], *, size: int
+) -> AsyncIterator[list[Any]]:
+    """Like `placed`, for `size` actors with one bundle each, on as few nodes as possible."""
     need = {"CPU": resources.cpus, "GPU": resources.gpus}
     bundle = {kind: amount for kind, amount in need.items() if amount} or {"CPU": 0.001}
-    group = placement_group([bundle], strategy="PACK", bundle_label_selector=[dict(selector)])
+    group = placement_group([bundle] * size, strategy="PACK", bundle_label_selector=[dict(selector)] * size)
     try:
         found = await blocking(lambda: group.wait(PLACE_S), awaited=f"a place for the {role}", timeout_s=PLACE_S + 10)
         if not found:
             labels, wanted = resources_text(bundle, selector)
+            whom = f"the {role}" if size == 1 else f"each of {size} {role}s"
             raise UserError(
-                f"no node with label {labels} has {wanted} for the {role}",
+                f"no node with label {labels} has {wanted} for {whom}",
                 where=resources.key.partition(".")[0],
                 hint=f"lower {resources.key}_cpus or {resources.key}_gpus, change ray.reserved_selector, or add a node",
             )
         options = {"num_cpus": bundle.get("CPU", 0), "num_gpus": bundle.get("GPU", 0), "max_restarts": 0}
-        where = PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=0)
-        handle = ray.remote(actor).options(scheduling_strategy=where, max_task_retries=0, **options).remote()
+        places = [
+            PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=index)
+            for index in range(size)
+        ]
+        handles = [
+            ray.remote(actor).options(scheduling_strategy=place, max_task_retries=0, **options).remote()
+            for place in places
+        ]
         try:
-            yield handle
+            yield handles
         finally:
-            await clean_up(lambda: ray.kill(handle, no_restart=True), awaited=f"the end of the {role}")
+            for handle in handles:
+                await clean_up(partial(ray.kill, handle, no_restart=True), awaited=f"the end of the {role}")
     finally:
         await clean_up(lambda: remove_placement_group(group), awaited=f"the removal of the {role}'s placement group")
 

@@ -6,14 +6,14 @@ import asyncio
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import ray
 from ray.exceptions import RayError
 
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import TidemillError, WeightsError
-from tidemill.core.protocols import LoopClock
+from tidemill.core.protocols import LoopClock, Publisher
 from tidemill.core.records import (
     Completion,
     Group,
@@ -27,7 +27,7 @@ from tidemill.core.records import (
 from tidemill.extensions.registry import Extension, provide
 from tidemill.rollout.worker import EngineWorker
 from tidemill.runtime.backend import ModelPublisher, TrainerCheckpoints
-from tidemill.runtime.cluster.ray_calls import EngineActor, Remote, decode, encode, require_reserved_gpus, served
+from tidemill.runtime.cluster.ray_calls import EngineActor, decode, encode, require_reserved_gpus, served
 from tidemill.runtime.cluster.ray_critic import RayCritic
 from tidemill.runtime.cluster.ray_reader import ReadingActor
 from tidemill.runtime.compute import ComputeThread
@@ -38,6 +38,8 @@ from tidemill.trainer.checkpoint_store import CheckpointStore
 from tidemill.trainer.policy import PolicyTrainer
 from tidemill.weights.snapshot import Blob, Missing
 from tidemill.weights.store import WeightStore
+
+T = TypeVar("T")
 
 NO_DEADLINE = math.inf
 """The training loop has deadlines for all calls to the trainer, and cancels them."""
@@ -77,10 +79,16 @@ class Restored(Record):
     warnings: tuple[str, ...]
 
 
+class Caller(Protocol):
+    """Calls on the trainer's actor, or on all of them."""
+
+    async def call(self, method: str, *args: object, kind: type[T], timeout_s: float) -> T: ...
+
+
 class RayTrainer:
     """Implements `core.protocols.Trainer`."""
 
-    def __init__(self, remote: Remote, version: PolicyVersion) -> None:
+    def __init__(self, remote: Caller, version: PolicyVersion) -> None:
         self._remote, self.version = remote, version
 
     async def accumulate(self, group: Group) -> None:
@@ -102,7 +110,7 @@ class RayCheckpoints:
         warn: gets a message for every damaged checkpoint that was skipped.
     """
 
-    def __init__(self, remote: Remote, trainer: RayTrainer, *, warn: Callable[[str], None]) -> None:
+    def __init__(self, remote: Caller, trainer: RayTrainer, *, warn: Callable[[str], None]) -> None:
         self._remote, self._trainer, self._warn = remote, trainer, warn
 
     async def save(self, step: int, *, score: float | None) -> None:
@@ -119,7 +127,7 @@ class RayCheckpoints:
 class RayPublisher:
     """Implements `core.protocols.Publisher`."""
 
-    def __init__(self, remote: Remote) -> None:
+    def __init__(self, remote: Caller) -> None:
         self._remote = remote
 
     async def publish(self, version: PolicyVersion) -> WeightManifest:
@@ -137,7 +145,7 @@ class TrainerActor(EngineActor, ReadingActor):
         super().__init__()
         self._trainer: PolicyTrainer | None = None
         self._checkpoints: TrainerCheckpoints | None = None
-        self._publisher: ModelPublisher | None = None
+        self._publisher: Publisher | None = None
         self._transport = ObjectStoreTransport()
         self._warnings: list[str] = []
 

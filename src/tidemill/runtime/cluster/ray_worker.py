@@ -40,6 +40,7 @@ from tidemill.runtime.cluster.ray_internals import signal_fd
 from tidemill.runtime.cluster.ray_trainer import ObjectStoreReader
 from tidemill.runtime.compute import ComputeThread
 from tidemill.weights.puller import Puller
+from tidemill.weights.sharded import PullerGroup
 
 CALL_S = 60.0
 LOAD_S = 600.0
@@ -127,12 +128,12 @@ class RolloutActor(EngineActor):
         return node_id
 
     @served
-    async def start(self, plan: bytes, files: dict[str, bytes], lease: bytes, publisher: Any) -> None:
+    async def start(self, plan: bytes, files: dict[str, bytes], lease: bytes, publishers: Sequence[Any]) -> None:
         """Create the engine; its weights come with the first `load`.
 
         Args:
             files: configuration and tokenizer of the model.
-            publisher: the actor that owns the published versions.
+            publishers: the actors that own the published versions, one for each shard.
 
         Raises:
             UserError: this node cannot run the configuration.
@@ -149,8 +150,12 @@ class RolloutActor(EngineActor):
                 threads=planned.threads,
             )
         )
-        reader = ObjectStoreReader(publisher)
-        puller, base = (Puller(reader, weights_compute, clock=LoopClock()) for _ in range(2))
+
+        def open_puller() -> Puller | PullerGroup:
+            readers = [ObjectStoreReader(publisher) for publisher in publishers]
+            pullers = [Puller(reader, weights_compute, clock=LoopClock()) for reader in readers]
+            return pullers[0] if len(pullers) == 1 else PullerGroup(pullers)
+
         self.worker = EngineWorker(
             engine,
             engine_compute,
@@ -159,7 +164,7 @@ class RolloutActor(EngineActor):
             worker_id=leased.worker_id,
             lease_id=leased.lease_id,
             heartbeat_s=spec.fleet.heartbeat_s,
-            source=PulledWeights(puller, user, base=base if spec.model.lora.enabled else None),
+            source=PulledWeights(open_puller(), user, base=open_puller() if spec.model.lora.enabled else None),
         )
         asyncio.get_running_loop().add_reader(signal_fd(), self._on_sigterm)
         self._start_task(self._exit_when_orphaned(planned.orphan_s))
@@ -189,7 +194,7 @@ class RayHost:
 
     Args:
         files: configuration and tokenizer of the model.
-        publisher: the actor that owns the published versions.
+        publishers: the actors that own the published versions, one for each shard.
         preemptible: labels of the nodes for preemptible workers.
         reserved: labels of the nodes for other workers.
         start_s: deadline for starting a worker.
@@ -203,14 +208,14 @@ class RayHost:
         nodes: NodeWatch,
         *,
         files: Mapping[str, bytes],
-        publisher: Any,
+        publishers: Sequence[Any],
         preemptible: dict[str, str],
         reserved: dict[str, str],
         start_s: float,
         notify_drains: bool,
     ) -> None:
         self._plan, self._config, self._nodes = encode(plan), config, nodes
-        self._files, self._publisher = ray.put(dict(files)), publisher
+        self._files, self._publishers = ray.put(dict(files)), list(publishers)
         self._preemptible, self._reserved, self._start_s = preemptible, reserved, start_s
         self._workers: dict[RayWorker, str] = {}  # node ids of started workers
         self._notifying = asyncio.create_task(self._notify_drains(), name="drains") if notify_drains else None
@@ -233,7 +238,7 @@ class RayHost:
             self._workers[worker] = node_id
             left_s = deadline_s - asyncio.get_running_loop().time()
             await remote.call(
-                "start", self._plan, self._files, encode(lease), self._publisher, kind=type(None), timeout_s=left_s
+                "start", self._plan, self._files, encode(lease), self._publishers, kind=type(None), timeout_s=left_s
             )
         except BaseException as error:
             self._workers.pop(worker, None)

@@ -1,0 +1,297 @@
+"""A trainer of several ranks computes the gradients, metrics and weights of one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+from tests.adapters import adapted
+from tests.model_shapes import HIDDEN, VOCABULARY, forward_of, llama, qwen3
+from tests.rank_processes import on_ranks
+from tests.trajectories import group, trajectory
+from tidemill.config.algorithm import CriticConfig
+from tidemill.config.schema import RunSpec
+from tidemill.core.records import Group, PolicyVersion, WeightManifest
+from tidemill.models.ranks import Ranks
+from tidemill.models.reward_model import reward_head
+from tidemill.models.snapshots import snapshot_bytes, snapshot_layout, write_snapshot
+from tidemill.models.tree_forward import TreeForward
+from tidemill.runtime.compute import ComputeThread
+from tidemill.trainer import critic as critics
+from tidemill.trainer import policy
+from tidemill.trainer.critic import Critic, ModelCritic, TrunkCritic
+from tidemill.trainer.policy import PolicyTrainer
+from tidemill.trainer.sharding import shard
+from tidemill.trainer.update import clip_and_step
+from tidemill.weights.sharded import assembled
+from tidemill.weights.snapshot import Snapshot, aligned, allocate, digest_of, sealed, verify
+
+Arrays = dict[str, npt.NDArray[np.float32]]
+
+CASES: dict[str, dict[str, Any]] = {
+    "grpo": {"algorithm": {}},
+    "two minibatches, two epochs": {"algorithm": {}, "batch": {"minibatches": 5, "epochs": 2}},
+    "kl": {"algorithm": {"kl_beta": 0.1}},
+    "kl in the reward": {"algorithm": {"name": "ppo", "kl_beta": 0.1, "kl_in": "reward"}},
+    "value head": {"algorithm": {"name": "ppo", "kl_beta": 0.0}, "critic": {"kind": "shared"}},
+    "own critic": {"algorithm": {"name": "ppo", "kl_beta": 0.0}, "critic": {"kind": "own"}},
+    "adapter": {"algorithm": {"kl_beta": 0.1}},
+    "entropy bonus": {"algorithm": {"entropy_bonus": 0.1}},
+    "bf16": {"algorithm": {}, "trainer": {"precision": "bf16"}},
+}
+
+
+def groups() -> list[Group]:
+    """Five groups of three samples; microbatches of 30 tokens give rounds with and without padding."""
+    rng = np.random.default_rng(0)
+    made = []
+    for position in range(5):
+        prompt = rng.integers(2, VOCABULARY, 6).tolist()
+        samples = []
+        for index in range(3):
+            completion = rng.integers(2, VOCABULARY, rng.integers(2, 9)).tolist()
+            logprobs = (-5 + rng.random(len(completion))).tolist()
+            samples.append(trajectory(prompt, completion, float(rng.random()), index=index, logprobs=logprobs))
+        made.append(group(position, samples))
+    return made
+
+
+def spec_of(case: str) -> RunSpec:
+    given = CASES[case]
+    batch = {"prompts": 5, "group_size": 3, "microbatch_tokens": 30, **given.get("batch", {})}
+    return RunSpec.model_validate(
+        {
+            "optimizer": {"learning_rate": 1e-3, "max_grad_norm": 0.5},
+            "sampling": {"max_new_tokens": 16},
+            **given,
+            "batch": batch,
+        }
+    )
+
+
+def sharded(model: Any, ranks: Ranks, *, autocast: torch.dtype | None = None) -> TreeForward:
+    forward = forward_of(model)
+    assert forward is not None
+    forward.autocast = autocast
+    shard(forward, ranks)
+    return forward
+
+
+def critic_of(spec: RunSpec, forward: TreeForward, ranks: Ranks) -> Critic | None:
+    if not spec.algorithm.needs_critic:
+        return None
+    config, head = CriticConfig(kind=spec.critic.kind, learning_rate=1e-2), reward_head(HIDDEN)
+    if config.kind == "shared":
+        return TrunkCritic(forward, head, config, value_coefficient=0.5, ranks=ranks)
+    return ModelCritic(sharded(llama(3), ranks), head, config, ranks=ranks)
+
+
+def train(ranks: Ranks, case: str) -> dict[str, Any]:
+    """Two steps: gradients before each optimizer step, metrics, final weights and their digests."""
+    torch.set_num_threads(1)
+    spec = spec_of(case)
+    autocast = torch.bfloat16 if spec.trainer.precision == "bf16" else None
+    model = adapted() if case == "adapter" else qwen3() if case == "grpo" else llama()
+    forward = sharded(model, ranks, autocast=autocast)
+    reference = sharded(llama(7), ranks) if spec.algorithm.kl_beta else None
+    gradients: list[Arrays] = []
+
+    def captured(optimizer: torch.optim.Optimizer, **settings: Any) -> float:
+        parameters = [p for each in optimizer.param_groups for p in each["params"] if p.grad is not None]
+        grads = [whole(parameter.grad, ranks) * settings["scale"] for parameter in parameters]
+        gradients.append({str(index): gradient.numpy() for index, gradient in enumerate(grads)})
+        return clip_and_step(optimizer, **settings)
+
+    policy.clip_and_step = critics.clip_and_step = captured  # type: ignore[attr-defined]
+    subject = PolicyTrainer(
+        forward,
+        spec,
+        compute=ComputeThread(),
+        source=Path(),
+        reference=reference,
+        critic=critic_of(spec, forward, ranks),
+        ranks=ranks,
+    )
+    start, metrics = subject.version.digest, []
+    for step in (1, 2):
+        for each in groups():
+            subject.add_group(each)
+        values = subject.finish_batch(step).values
+        metrics.append({name: value for name, value in values.items() if "time" not in name and "cpu" not in name})
+    policy.clip_and_step = critics.clip_and_step = clip_and_step  # type: ignore[attr-defined]
+    return {
+        "gradients": gradients,
+        "metrics": metrics,
+        "digests": (start, subject.version.digest),
+        "rows": sum(p.to_local().numel() if hasattr(p, "to_local") else p.numel() for p in model.parameters()),
+        "parameters": sum(p.numel() for p in model.parameters()),
+    }
+
+
+def whole(tensor: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+    """All rows of a sharded gradient; the sum over the ranks of one that every rank holds."""
+    result: torch.Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else ranks.all_sum(tensor)
+    return result.detach().clone()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_ranks_compute_the_gradients_of_one(case: str) -> None:
+    (alone,) = on_ranks(1, train, case)
+    first, second = on_ranks(2, train, case)
+    # The gradients of the first step; later ones are those of weights that differ by rounding.
+    tolerance = 0.1 if case == "bf16" else 1e-6  # shards keep the residual stream in bf16, too
+    steps = 1 if not spec_of(case).algorithm.needs_critic else 2  # the critic's and the policy's
+    for expected, found in zip(alone["gradients"][:steps], first["gradients"][:steps], strict=True):
+        assert found.keys() == expected.keys()
+        largest = max(float(np.abs(each).max()) for each in expected.values())
+        for name, gradient in expected.items():
+            scale = max(float(np.abs(gradient).max()), 1e-3 * largest)
+            assert float(np.abs(found[name] - gradient).max()) <= tolerance * scale, name
+    for expected, found in zip(alone["metrics"], first["metrics"], strict=True):
+        coarse = case == "bf16" or "epochs" in case  # many optimizer steps amplify rounding
+        assert found == pytest.approx(expected, rel=0.1 if coarse else 1e-3, abs=0.02 if coarse else 1e-4)
+    assert first["metrics"] == second["metrics"]
+    assert first["digests"] == second["digests"]
+    assert first["digests"][0] == alone["digests"][0]
+    assert first["rows"] + second["rows"] == alone["parameters"]
+
+
+def test_ranks_beyond_the_rows_of_a_parameter() -> None:
+    (alone,) = on_ranks(1, train, "value head")
+    several = on_ranks(5, train, "value head")
+    for name, gradient in alone["gradients"][1].items():
+        found = several[4]["gradients"][1][name]
+        assert float(np.abs(found - gradient).max()) <= 1e-5 * float(np.abs(gradient).max()), name
+    assert len({each["digests"] for each in several}) == 1
+
+
+def test_the_same_number_of_ranks_gives_the_same_bits() -> None:
+    first, second = (on_ranks(2, train, "grpo")[0] for _ in range(2))
+    assert first["digests"] == second["digests"]
+    assert first["metrics"] == second["metrics"]
+
+
+def trainer_of(ranks: Ranks, case: str, *, source: Path) -> PolicyTrainer:
+    spec = spec_of(case)
+    model = adapted() if case == "adapter" else llama()
+    forward = sharded(model, ranks)
+    return PolicyTrainer(
+        forward,
+        spec,
+        compute=ComputeThread(),
+        source=source,
+        critic=critic_of(spec, forward, ranks),
+        reference=sharded(llama(7), ranks) if spec.algorithm.kl_beta else None,
+        ranks=ranks,
+    )
+
+
+def one_step(subject: PolicyTrainer, step: int) -> None:
+    for each in groups():
+        subject.add_group(each)
+    subject.finish_batch(step)
+
+
+def state_of(subject: PolicyTrainer, ranks: Ranks) -> Arrays:
+    """All weights and moments, of the policy and of a critic with a model of its own."""
+    found: Arrays = {}
+    parts = [("policy", subject.model, subject.optimizer)]
+    if isinstance(subject._critic, ModelCritic):
+        parts.append(("critic", subject._critic.model, subject._critic.optimizer))
+    for part, model, optimizer in parts:
+        for name, parameter in model.named_parameters():
+            found[f"{part} {name}"] = all_rows(parameter).numpy()
+            for key, value in optimizer.state.get(parameter, {}).items():
+                found[f"{part} {name} {key}"] = all_rows(value).numpy()
+    return found
+
+
+def all_rows(tensor: torch.Tensor) -> torch.Tensor:
+    result: torch.Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return result.detach().clone()
+
+
+def save(ranks: Ranks, case: str, folder: Path) -> tuple[Arrays, str]:
+    subject = trainer_of(ranks, case, source=folder)
+    one_step(subject, 1)
+    if ranks.index == 0:
+        (folder / "state").mkdir()
+    ranks.barrier()
+    subject.write_state(folder / "state")
+    return state_of(subject, ranks), subject.version.digest
+
+
+def restore(ranks: Ranks, case: str, folder: Path) -> tuple[Arrays, str]:
+    subject = trainer_of(ranks, case, source=folder)
+    subject.read_state(folder / "state")
+    found = state_of(subject, ranks)
+    one_step(subject, 2)
+    return found, subject.version.digest
+
+
+@pytest.mark.parametrize(("saved_by", "restored_by"), [(2, 1), (1, 2), (2, 3), (2, 2)])
+@pytest.mark.parametrize("case", ["grpo", "own critic", "adapter"])
+def test_any_number_of_ranks_restores_a_checkpoint(case: str, saved_by: int, restored_by: int, tmp_path: Path) -> None:
+    stored, digest = on_ranks(saved_by, save, case, tmp_path)[0]
+    found, _ = on_ranks(restored_by, restore, case, tmp_path)[0]
+    assert found.keys() == stored.keys()
+    assert any("exp_avg_sq" in name for name in found)
+    for name, value in stored.items():
+        assert np.array_equal(found[name], value), name
+    assert digest
+
+
+def test_the_export_of_two_ranks_has_the_bytes_of_one(tmp_path: Path) -> None:
+    folders = [tmp_path / "one", tmp_path / "two"]
+    for size, folder in zip((1, 2), folders, strict=True):
+        folder.mkdir()
+        on_ranks(size, export, folder)
+    names = {path.name for path in (folders[0] / "state").iterdir() if path.is_file()}
+    assert "model.safetensors" in names
+    for name in names:
+        assert (folders[1] / "state" / name).read_bytes() == (folders[0] / "state" / name).read_bytes(), name
+
+
+def export(ranks: Ranks, folder: Path) -> None:
+    subject = trainer_of(ranks, "grpo", source=folder)
+    if ranks.index == 0:
+        (folder / "state").mkdir()
+    ranks.barrier()
+    subject.write_state(folder / "state")
+
+
+def published(ranks: Ranks, shape: str) -> list[tuple[bytes, bytes]]:
+    """(manifest, buffer) of this rank's rows, in bf16."""
+    model = {"llama": llama, "qwen3": qwen3}[shape]()
+    sharded(model, ranks)
+    layout = snapshot_layout(model, torch.bfloat16)
+    buffer = allocate(snapshot_bytes(layout))
+    buffer[:] = 0
+    write_snapshot(model, layout, buffer)
+    entries = sealed(layout, buffer)
+    version = PolicyVersion(number=3, digest="any")
+    manifest = WeightManifest(version=version, digest=digest_of(entries), nbytes=len(buffer), tensors=entries)
+    return [(msgspec.msgpack.encode(manifest), buffer.tobytes())]
+
+
+@pytest.mark.parametrize("size", [2, 5])
+@pytest.mark.parametrize("shape", ["llama", "qwen3"])
+def test_the_snapshots_of_several_ranks_make_that_of_one(shape: str, size: int) -> None:
+    def snapshot(manifest: bytes, buffer: bytes) -> Snapshot:
+        decoded = msgspec.msgpack.decode(manifest, type=WeightManifest)
+        found = Snapshot(manifest=decoded, buffer=aligned(np.frombuffer(buffer, np.uint8)))
+        verify(decoded, found.buffer)
+        return found
+
+    ((alone,),) = on_ranks(1, published, shape)
+    expected = snapshot(*alone)
+    whole = assembled([snapshot(*part) for (part,) in on_ranks(size, published, shape)])
+    assert whole.buffer.tobytes() == expected.buffer.tobytes()
+    places = [(entry.name, entry.shape, entry.offset, entry.nbytes) for entry in whole.manifest.tensors]
+    assert places == [(entry.name, entry.shape, entry.offset, entry.nbytes) for entry in expected.manifest.tensors]

@@ -1,0 +1,68 @@
+"""Functions run on every rank of a process group, one process per rank."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tidemill.models.ranks import ONE_RANK, Ranks
+from tidemill.trainer.sharding import join_ranks
+
+DEADLINE_S = 120.0
+
+
+def on_ranks(size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """`function(ranks, *arguments)` on every rank; returns their results. With one rank it is called here."""
+    if size == 1:
+        return [function(ONE_RANK, *arguments)]
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        pipes, processes = [], []
+        for index in range(size):
+            ours, theirs = context.Pipe()
+            target = (Path(folder) / "meeting", size, index, theirs, function, arguments)
+            processes.append(context.Process(target=_run, args=target, daemon=True))
+            processes[-1].start()
+            theirs.close()
+            pipes.append(ours)
+        try:
+            return _results(pipes)
+        finally:
+            for process in processes:
+                process.kill()
+                process.join(DEADLINE_S)
+
+
+def _results(pipes: list[Connection]) -> list[Any]:
+    results: dict[int, Any] = {}
+    while len(results) < len(pipes):
+        waiting = [pipe for index, pipe in enumerate(pipes) if index not in results]
+        ready = wait(waiting, DEADLINE_S)
+        if not ready:
+            raise TimeoutError(f"ranks {sorted(set(range(len(pipes))) - results.keys())} did not answer")
+        for pipe in ready:
+            assert isinstance(pipe, Connection)
+            failure, result = pipe.recv()
+            assert not failure, failure
+            results[pipes.index(pipe)] = result
+    return [results[index] for index in range(len(pipes))]
+
+
+def _run(
+    meeting: Path, size: int, index: int, pipe: Connection, function: Callable[..., Any], arguments: tuple[Any, ...]
+) -> None:
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    try:
+        ranks: Ranks = join_ranks(meeting, size=size, index=index, device=torch.device("cpu"), timeout_s=DEADLINE_S)
+        pipe.send(("", function(ranks, *arguments)))
+    except BaseException:  # noqa: BLE001 - shown by the test
+        pipe.send((traceback.format_exc(), None))

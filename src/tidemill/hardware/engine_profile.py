@@ -24,6 +24,19 @@ FLAT = 0.9
 """The plateau starts at the batch size with this share of the best throughput."""
 
 
+PARKING_ROWS = 16
+"""At least, if there are as many slots: with the default of 64 slots a quarter more memory. A row is lost if more
+samples than rows end a turn before it is read."""
+PARKING_BYTES, MOST_PARKING_ROWS = 256 << 20, 128
+"""More rows if they fit in these bytes: a small model generates faster than environments answer."""
+
+
+def parking_rows(slots: int, row_bytes: float) -> int:
+    """Rows of the embedded engine's cache for samples between two turns."""
+    fitting = min(int(PARKING_BYTES // row_bytes), MOST_PARKING_ROWS)
+    return max(min(slots, PARKING_ROWS), fitting)
+
+
 class EngineEfficiency(Record):
     """Share of a GPU's peaks that an engine reaches; assumed unless calibrated."""
 

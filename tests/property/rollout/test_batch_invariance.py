@@ -12,7 +12,7 @@ from tests.adapters import adapted
 from tests.engine_requests import Collected, Conversation, engine, finish_all, prompts, request
 from tests.model_shapes import MODEL_SHAPES
 from tidemill.core.records import GenerateRequest, SampleId
-from tidemill.rollout.engines.embedded import cache
+from tidemill.hardware import engine_profile
 
 TEXTS = [*prompts(3, length=9, shared=5), *prompts(2, length=38, shared=20), *prompts(1, length=3)]
 SETTINGS = {"slots": 5, "context": 64, "batch_invariant": True}
@@ -104,8 +104,8 @@ def test_turns_do_not_depend_on_interruptions_and_parked_rows(
 ) -> None:
     """Conversations beside ordinary samples, aborted in the middle of turns, and continued in the same or a new engine
     whose parked rows are sometimes overwritten."""
-    monkeypatch.setattr(cache, "PARKING_ROWS", parking_rows)
-    monkeypatch.setattr(cache, "PARKING_BYTES", 0)
+    monkeypatch.setattr(engine_profile, "PARKING_ROWS", parking_rows)
+    monkeypatch.setattr(engine_profile, "PARKING_BYTES", 0)
     rng = random.Random(seed)
     left = [Conversation(TEXTS[index], index) for index in range(4)]
     made = list(left)

@@ -10,8 +10,9 @@ from tests.engine_requests import VERSION, Collected, Conversation, engine, fini
 from tests.model_shapes import MODEL_SHAPES, llama
 from tidemill.core.errors import UserError
 from tidemill.core.records import PolicyVersion, count, pack_tokens, unpack_logprobs, unpack_tokens
+from tidemill.hardware import engine_profile
 from tidemill.models.loading import probe_logprobs
-from tidemill.rollout.engines.embedded import EmbeddedEngine, cache
+from tidemill.rollout.engines.embedded import EmbeddedEngine
 
 
 @pytest.fixture(params=MODEL_SHAPES)
@@ -279,7 +280,7 @@ def test_a_parked_turn_survives_other_samples_in_its_slot(batch_invariant: bool)
 
 @pytest.mark.parametrize("batch_invariant", [False, True])
 def test_the_turns_parked_first_are_overwritten(batch_invariant: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache, "PARKING_BYTES", 0)
+    monkeypatch.setattr(engine_profile, "PARKING_BYTES", 0)
     subject = engine(llama(), slots=2, batch_invariant=batch_invariant)
     first, *others = [Conversation(text, index=i) for i, text in enumerate(prompts(3))]
     for each in (first, *others):
@@ -309,7 +310,7 @@ def test_rows_for_turns_are_allocated_with_the_first_turn() -> None:
     assert rows.rows == 3  # slots and staging row
     run_turns(subject, [Conversation(prompts(1)[0])])
     run_turns(subject, [Conversation(prompts(1)[0], index=1)])
-    assert rows.rows == 3 + cache.MOST_PARKING_ROWS
+    assert rows.rows == 3 + engine_profile.MOST_PARKING_ROWS
 
 
 def test_a_prompt_does_not_share_parked_tokens_that_were_decoded() -> None:

@@ -16,6 +16,7 @@ from tidemill.config.schema import RunSpec
 from tidemill.core.errors import TidemillError, UserError
 from tidemill.core.formatting import counted
 from tidemill.core.records import Record
+from tidemill.hardware.engine_profile import parking_rows
 from tidemill.hardware.model_shape import ModelShape, adapter_parameters
 from tidemill.hardware.trainer_profile import Recompute, activation_bytes
 from tidemill.planner.calibration.profile import RunProfile, kept_profiles, setting_differences
@@ -311,17 +312,17 @@ def memory_on_this_machine(spec: RunSpec, models: Models, profile: RunProfile, s
 
 def _models(spec: RunSpec, models: Models, element: int, sheet: Derivation) -> float:
     """Bytes of the policy and all other models in the training process."""
-    policy = models.policy
+    policy, one_rank = models.policy, spec.trainer.shards == 1
     total = _role("policy", spec, policy, sheet, base_elsewhere=False)
     learned = learned_parameters(spec, policy)
-    if element != FP32 or spec.schedule.max_policy_lag > 0:
+    if one_rank and (element != FP32 or spec.schedule.max_policy_lag > 0):
         # In fp32 a copy shares the frozen base with the policy.
         copied = policy.parameters + (learned if spec.model.lora.enabled else 0.0) if element != FP32 else learned
         total += _plain("engine_copy", copied, element, "the engine's copy of the weights", sheet)
     if spec.algorithm.kl_beta > 0 and spec.placement.reference == "trainer":
         # With LoRA the reference is the policy's frozen base.
-        frozen = 0.0 if spec.model.lora.enabled else policy.parameters
-        total += _plain("reference", frozen, FP32, HELD, sheet)
+        frozen = 0.0 if one_rank and spec.model.lora.enabled else policy.parameters
+        total += _plain("reference", frozen / spec.trainer.shards, FP32, HELD, sheet)
     if spec.algorithm.needs_critic and spec.placement.critic == "trainer" and spec.critic.kind == "own":
         total += _role("critic", spec, models.critic or policy, sheet, base_elsewhere=models.critic is None)
     in_process = spec.runtime == "inprocess"
@@ -357,8 +358,9 @@ def _role(role: str, spec: RunSpec, shape: ModelShape, sheet: Derivation, *, bas
     return sheet.compute(
         f"{role}_bytes",
         "bytes",
-        formula="learned_parameters * learned_bytes + frozen_parameters * frozen_bytes",
+        formula="(learned_parameters * learned_bytes + frozen_parameters * frozen_bytes) / shards",
         source=HELD,
+        shards=spec.trainer.shards,
         learned_parameters=learned,
         learned_bytes=LEARNED,
         frozen_parameters=frozen,
@@ -407,14 +409,18 @@ def _microbatch(spec: RunSpec, shape: ModelShape, profile: RunProfile, sheet: De
 def _cache(spec: RunSpec, shape: ModelShape, profile: RunProfile, element: int, sheet: Derivation) -> float:
     """Bytes of keys and values of the engines in this process."""
     context = profile["prompt_tokens"] + max(spec.sampling.max_new_tokens, spec.eval.max_new_tokens)
-    engines = 1 + (workers_of(spec) if spec.runtime == "inprocess" else 0)
+    engines = int(spec.trainer.shards == 1) + (workers_of(spec) if spec.runtime == "inprocess" else 0)
+    rows, token_bytes = spec.engine.slots + 1, shape.kv_bytes_per_token(element)
+    if spec.env.enabled:
+        context += spec.env.turns * spec.env.observation_tokens
+        rows += parking_rows(spec.engine.slots, context * token_bytes)
     return sheet.compute(
         "kv_bytes",
         "bytes",
-        formula="engines * (slots + 1) * context * bytes_per_token",
-        source="every slot of every engine in this process at its full length",
+        formula="engines * rows * context * bytes_per_token",
+        source="every slot of every engine in this process at its full length, and rows of episodes between two turns",
         engines=engines,
-        slots=spec.engine.slots,
+        rows=rows,
         context=context,
-        bytes_per_token=shape.kv_bytes_per_token(element),
+        bytes_per_token=token_bytes,
     )

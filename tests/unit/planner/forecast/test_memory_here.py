@@ -59,3 +59,20 @@ def test_frozen_models_are_counted(sections: dict[str, Any], more: int) -> None:
     )
     assert others == more * parameters()
     assert total - alone == pytest.approx(others, rel=0.02)
+
+
+def test_a_shard_holds_its_part_of_every_model_and_no_engine() -> None:
+    sections: dict[str, Any] = {"algorithm": {"name": "ppo"} | KL, "critic": {"kind": "own"}, "runtime": "ray"}
+    _, whole = memory(**sections)
+    _, shard = memory(**sections, trainer={"shards": 4})
+    for name in ("policy_bytes", "critic_bytes", "reference_bytes"):
+        assert shard[name] == whole[name] / 4
+    assert shard["kv_bytes"] == 0
+    assert shard["activation_bytes"] == whole["activation_bytes"]
+
+
+def test_rows_of_episodes_between_two_turns_are_counted() -> None:
+    _, alone = memory(engine={"slots": 4})
+    environment = {"name": "guess", "turns": 3, "observation_tokens": 8}
+    _, agent = memory(engine={"slots": 4}, env=environment, task={"kind": "environment"})
+    assert agent["kv_bytes"] > alone["kv_bytes"] * (4 + 1 + 4) / (4 + 1)

@@ -9,15 +9,9 @@ import torch
 from torch import Tensor
 
 from tidemill.core.records import SampleId
+from tidemill.hardware.engine_profile import parking_rows
 from tidemill.models.token_tree import Tokens
 from tidemill.rollout.sequence import Sequence
-
-PARKING_ROWS = 16
-"""At least, if there are as many slots: with the default of 64 slots a quarter more memory. A row is lost if more
-samples than rows end a turn before it is read."""
-
-PARKING_BYTES, MOST_PARKING_ROWS = 256 << 20, 128
-"""More rows if they fit in these bytes: a small model generates faster than environments answer."""
 
 
 class SlotCache:
@@ -106,8 +100,7 @@ class Parking:
         if sequence.finish == "aborted" or not sequence.request.resumes:
             return
         if not self._free and not self._parked:
-            fitting = min(PARKING_BYTES // self._cache.row_bytes, MOST_PARKING_ROWS)
-            self._free = list(self._cache.add_rows(max(min(self._slots, PARKING_ROWS), fitting)))
+            self._free = list(self._cache.add_rows(parking_rows(self._slots, self._cache.row_bytes)))
         target = self._free.pop() if self._free else self._parked.popitem(last=False)[1][0]
         self._cache.copy(row, target, sequence.computed)
         self._cache.keep(target, sequence.tokens[:shared])

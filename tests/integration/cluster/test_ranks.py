@@ -1,0 +1,106 @@
+"""A sharded trainer on Ray: a rank that is killed in any phase, late, or unable to start."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import REPOSITORY
+from tidemill.config.schema import RunSpec
+from tidemill.core.errors import TrainerLost
+from tidemill.runtime.cluster.ray_calls import decode
+from tidemill.runtime.cluster.ray_ranks import RankActor
+from tidemill.runtime.cluster.ray_trainer import TrainerPlan
+from tidemill.runtime.train import train
+from tidemill.telemetry.metrics import read_metrics
+from tidemill.trainer import checkpoint
+from tidemill.trainer.sharding import layers_of
+
+pytestmark = pytest.mark.xdist_group("ray")
+
+FAULT = "fault.json"
+PHASES = ("accumulate", "backward", "step", "save", "publish")
+
+
+def spec_of(directory: Path, *, steps: int = 4) -> RunSpec:
+    tree: dict[str, Any] = tomllib.loads((REPOSITORY / "recipes" / "shards-local.toml").read_text())
+    tree["run"] = {"dir": str(directory)}
+    tree["batch"] |= {"prompts": 8, "group_size": 4, "microbatch_tokens": 64}
+    tree["trainer"] |= {"steps": steps}
+    tree["eval"] = {"every_steps": 0, "prompts": 4}
+    tree["checkpoint"] = {"every_steps": 1}
+    tree["telemetry"] = {"live": False}
+    return RunSpec.model_validate(tree)
+
+
+class DyingRank(RankActor):
+    """Its second rank is killed (SIGKILL) in the phase and step of a file beside the checkpoints, once."""
+
+    async def start_rank(self, plan: bytes, index: int, *rest: Any) -> bytes:
+        answer: bytes = await super().start_rank(plan, index, *rest)
+        fault = Path(decode(plan, TrainerPlan).checkpoints).parent / FAULT
+        if index == 1 and fault.exists():
+            self._arm(fault, **json.loads(fault.read_text()))
+        return answer
+
+    def _arm(self, fault: Path, phase: str, step: int) -> None:
+        trainer, publisher = self._started_trainer(), self._publisher
+        before = step if phase in ("save", "publish") else step - 1  # the version at that moment
+
+        def dying(call: Callable[..., Any]) -> Callable[..., Any]:
+            def called(*args: Any, **kwargs: Any) -> Any:
+                if trainer.version.number == before:
+                    fault.unlink()
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return call(*args, **kwargs)
+
+            return called
+
+        match phase:
+            case "accumulate":
+                trainer.add_group = dying(trainer.add_group)  # type: ignore[method-assign]
+            case "backward":
+                layers_of(trainer.model)[0].register_full_backward_hook(dying(lambda *_: None))
+            case "step":
+                trainer.optimizer.step = dying(trainer.optimizer.step)  # type: ignore[method-assign]
+            case "save":
+                checkpoint.save_file = dying(checkpoint.save_file)  # type: ignore[attr-defined]
+            case "publish":
+                publisher._copied = dying(publisher._copied)  # type: ignore[union-attr,attr-defined]
+
+
+def figures(directory: Path) -> list[tuple[int, str, float, float]]:
+    lines = read_metrics(directory / "metrics.jsonl")
+    return [
+        (line.step, line.weights_digest, line.values.get("reward_mean", 0.0), line.values.get("grad_norm", 0.0))
+        for line in lines
+    ]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[int, str, float, float]]:
+    directory = tmp_path_factory.mktemp("undisturbed") / "run"
+    train(spec_of(directory))
+    return figures(directory)
+
+
+@pytest.mark.parametrize("phase", [pytest.param(p, marks=[] if p == "step" else pytest.mark.slow) for p in PHASES])
+def test_a_rank_killed_in_any_phase_gives_the_same_run(
+    phase: str, undisturbed: list[tuple[int, str, float, float]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tidemill.runtime.cluster.ray_backend.RankActor", DyingRank)
+    directory = tmp_path / "run"
+    directory.mkdir()
+    (directory / FAULT).write_text(json.dumps({"phase": phase, "step": 2}))
+    with pytest.raises(TrainerLost, match=r"the trainer's rank 1 died: its process was killed"):
+        train(spec_of(directory))
+    assert not (directory / FAULT).exists()
+    train(spec_of(directory))
+    assert figures(directory) == undisturbed

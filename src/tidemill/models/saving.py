@@ -30,7 +30,7 @@ from tidemill.models.folder import DESCRIPTION, holds_adapter, is_local
 from tidemill.models.loading import load_model
 from tidemill.models.lora import adapter_of, attach_adapter, learned_parameters, merge_adapter
 from tidemill.models.ranks import ONE_RANK, Ranks, filled, whole
-from tidemill.models.streamed_weights import write_tensors
+from tidemill.models.streamed_weights import stored_state, write_tensors
 from tidemill.models.weights_digest import base_digest
 
 WEIGHTS = "adapter_model.safetensors"
@@ -175,13 +175,12 @@ def _save_shards(model: PreTrainedModel, directory: Path, ranks: Ranks) -> None:
         if ranks.index == 0:
             model.save_pretrained(directory, state_dict=state)
         return
-    named = dict(model.named_parameters())
     if ranks.index == 0:
         model.config.architectures, model.config.dtype = [type(model).__name__], str(model.dtype).partition(".")[2]
         model.config.save_pretrained(directory)
         if model.can_generate():
             model.generation_config.save_pretrained(directory)
-    write_tensors(directory / "model.safetensors" if ranks.index == 0 else None, named)
+    write_tensors(directory / "model.safetensors" if ranks.index == 0 else None, stored_state(model))
 
 
 def share_files(directory: Path) -> None:

@@ -19,12 +19,14 @@ import torch
 from transformers import PreTrainedModel
 
 from tidemill.config.model import ModelConfig
-from tidemill.core.errors import WeightsError
+from tidemill.core.errors import UserError, WeightsError
 from tidemill.core.records import TensorEntry
 from tidemill.models.attention import use_packed_attention
 from tidemill.models.auto import build_unloaded, configured_context, load_config
+from tidemill.models.folder import stored_tensors
 from tidemill.models.lora import attach_adapter, frozen_parameters, learned_parameters, linear_layers
 from tidemill.models.ranks import local_rows
+from tidemill.models.streamed_weights import stored_state
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -179,6 +181,23 @@ def check_adapter(folder: Path, config: ModelConfig) -> None:
     """
     with torch.device("meta"):
         attach_adapter(build_unloaded(folder, torch.float32), config)
+
+
+def check_shardable(folder: Path) -> None:
+    """Check that a folder's model can be written tensor by tensor; allocates no memory for it.
+
+    Raises:
+        UserError: the folder stores weights under other names than the modules have.
+    """
+    with torch.device("meta"):
+        model = build_unloaded(folder, torch.float32)
+    model.tie_weights()
+    if other := sorted(stored_state(model).keys() - stored_tensors(folder).keys()):
+        raise UserError(
+            f"{type(model).__name__} stores its weights under other names than its modules have ({other[0]})",
+            where="trainer.shards",
+            hint="train it in one process, or choose another model",
+        )
 
 
 def uninitialized_model(

@@ -8,12 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tidemill.models.ranks import whole
 
 _DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 _ALIGNMENT = 8
+
+
+def stored_state(model: nn.Module) -> dict[str, Tensor]:
+    """The parameters and persistent buffers of a model by name; tied ones once."""
+    names = {id(tensor): name for name, tensor in reversed(model.state_dict(keep_vars=True).items())}
+    return {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if names[id(tensor)] == name}
 
 
 def write_tensors(path: Path | None, tensors: Mapping[str, Tensor]) -> None:

@@ -86,19 +86,17 @@ def blocks_of(tree: TokenTree) -> list[Block]:
 def buckets_of(blocks: Sequence[Block]) -> list[list[int]]:
     """Indices of blocks that are computed together, padded to the largest of them."""
     buckets: list[list[int]] = []
-    needed = tokens = 0
+    needed = longest = 0  # pairs of the last bucket, and its longest path
     for index in sorted(range(len(blocks)), key=lambda index: (-blocks[index].size, -len(blocks[index].path), index)):
-        block = blocks[index]
-        pairs, longest = block.size * len(block.path), max(tokens, len(block.path))
+        size, length = blocks[index].size, len(blocks[index].path)
         if buckets:
-            padded = (len(buckets[-1]) + 1) * blocks[buckets[-1][0]].size * longest
-            if padded > PADDING * (needed + pairs) or padded > _MASK_BYTES:
-                needed = 0
-        if not needed:
+            most = blocks[buckets[-1][0]].size  # the first is the largest
+            padded = (len(buckets[-1]) + 1) * most * max(longest, length)
+        if not buckets or padded > PADDING * (needed + size * length) or padded > _MASK_BYTES:
             buckets.append([])
-            longest = len(block.path)
+            needed = longest = 0
         buckets[-1].append(index)
-        needed, tokens = needed + pairs, longest
+        needed, longest = needed + size * length, max(longest, length)
     return buckets
 
 

@@ -25,7 +25,7 @@ from tidemill.models.auto import load_config
 from tidemill.models.catalog import resolve
 from tidemill.models.codec import load_codec
 from tidemill.models.folder import refuse_reward_model, weight_files
-from tidemill.models.snapshots import files_without_weights, stored_context_limit
+from tidemill.models.snapshots import check_shardable, files_without_weights, stored_context_limit
 from tidemill.pool.provider import BackOff
 from tidemill.rollout.engines.vllm import check_family, check_version
 from tidemill.runtime.backend import (
@@ -92,6 +92,8 @@ async def on_ray(spec: RunSpec, run: RunDirectory, recorder: Recorder, clock: Cl
         if not spec.ray.address:  # the workers are on this machine
             check_version()
         check_family(load_config(folder).model_type)
+    if spec.trainer.shards > 1:
+        check_shardable(folder)
     codec, limit = load_codec(folder), stored_context_limit(folder)
     task = fitting_task(spec, codec, limit=limit, progress=recorder.note)
     provider: Provider | None = scheduled_provider(spec, run, clock, log=recorder.note)

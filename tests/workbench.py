@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from transformers import PreTrainedModel
 
 from tests.model_shapes import VOCABULARY, llama
 from tidemill.config.schema import RunSpec
 from tidemill.core.records import Demonstration, PreferencePair, StepMetrics, pack_tokens
 from tidemill.models.attention import use_packed_attention
+from tidemill.models.tree_forward import TreeForward
 from tidemill.telemetry.recorder import NullTelemetry
 from tidemill.trainer.checkpoint_store import CheckpointStore
 from tidemill.trainer.supervised_loop import FitContext
@@ -47,15 +49,21 @@ def supervised_spec(**sections: dict[str, Any]) -> RunSpec:
 
 
 def fit_context(
-    folder: Path, *, model: PreTrainedModel | None = None, source: Path | None = None, **options: Any
+    folder: Path,
+    *,
+    model: PreTrainedModel | None = None,
+    source: Path | None = None,
+    autocast: torch.dtype | None = None,
+    **options: Any,
 ) -> FitContext:
     """A context in `folder`, by default with the small Llama model."""
     model = model if model is not None else llama()
     use_packed_attention(model)
+    forward = options.pop("forward", None) or TreeForward(model, autocast=autocast)
     (folder / "source").mkdir(parents=True, exist_ok=True)
     options = {"telemetry": RecordedSteps(), **options}
     return FitContext(
-        model=model,
+        forward=forward,
         source=source or folder / "source",
         directory=folder,
         checkpoints=CheckpointStore(folder / "checkpoints", keep_last=2),

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, TypeAlias
 
 from transformers import PreTrainedModel
@@ -37,7 +36,7 @@ from tidemill.pool.build_provider import build_provider, trace_remarks
 from tidemill.runtime.readers import Readers, model_rewards
 from tidemill.telemetry.recorder import Recorder
 from tidemill.telemetry.run_dir import RunDirectory
-from tidemill.trainer.checkpoint_store import CheckpointStore
+from tidemill.trainer.checkpoint_store import CheckpointStore, recover_together, write_together
 from tidemill.trainer.policy import PolicyTrainer
 from tidemill.weights.snapshot import Blob, allocate
 from tidemill.weights.store import WeightStore
@@ -151,26 +150,20 @@ class TrainerCheckpoints:
 
     async def save(self, step: int, *, score: float | None) -> None:
         def write() -> None:
-            if self._ranks.index > 0:
-                self._trainer.write_state(Path(self._ranks.gather(b"")[0].decode()))
-            else:
-                expected_bytes = self._trainer.state_bytes()
-                self._store.write(step, self._write_with_others, score=score, expected_bytes=expected_bytes)
+            trainer = self._trainer
+            expected = trainer.state_bytes()
+            write_together(
+                self._store, step, trainer.write_state, ranks=self._ranks, score=score, expected_bytes=expected
+            )
 
         await self._compute.run(write)
-
-    def _write_with_others(self, directory: Path) -> None:
-        self._ranks.gather(str(directory).encode())
-        self._trainer.write_state(directory)
 
     async def restore_latest(self) -> int:
         return await self._compute.run(self._restore)
 
     def _restore(self) -> int:
-        if self._ranks.index == 0:
-            for finding in self._store.recover():
-                self._warn(finding)
-        self._ranks.barrier()
+        for finding in recover_together(self._store, ranks=self._ranks):
+            self._warn(finding)
         latest = self._store.latest()
         for damaged in latest.skipped:
             self._warn(f"skipped checkpoint {damaged.path.name}: {damaged.reason}")

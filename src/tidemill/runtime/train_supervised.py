@@ -120,14 +120,13 @@ def _train(
     recorder.event("machine", **bundle.device_info)
     recorder.note(f"{len(examples.train)} training examples, {len(examples.held_out)} held out")
     context = FitContext(
-        model=bundle.model,
+        forward=bundle.forward,
         source=bundle.folder,
         directory=run.path,
         checkpoints=CheckpointStore(
             run.checkpoints, keep_last=spec.checkpoint.keep_last, keep_best=spec.checkpoint.keep_best
         ),
         telemetry=recorder,
-        autocast=bundle.autocast,
         stop=stop.is_set,
         set_total_steps=recorder.expect,
         warn=recorder.note,

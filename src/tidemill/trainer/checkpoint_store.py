@@ -18,6 +18,7 @@ import msgspec
 from tidemill.core.errors import UserError
 from tidemill.core.records import Record
 from tidemill.models.checkpoint_manifest import damage, make_durable, read_manifest, seal, unpinned
+from tidemill.models.ranks import Ranks
 
 _VISIBLE = re.compile(r"step_(\d+)")
 _HIDDEN = re.compile(r"\.(writing|replaced|deleting)-(step_\d+)")
@@ -208,6 +209,35 @@ class CheckpointStore:
         for path in list(self._root.iterdir()) if self._root.is_dir() else ():
             if (match := pattern.fullmatch(path.name)) and path.is_dir():
                 yield path, match
+
+
+def write_together(
+    store: CheckpointStore,
+    step: int,
+    writer: Callable[[Path], None],
+    *,
+    ranks: Ranks,
+    score: float | None = None,
+    expected_bytes: int = 0,
+) -> None:
+    """`CheckpointStore.write` on all ranks: the first creates, seals and renames the folder, and all call `writer`."""
+    if ranks.index > 0:
+        writer(Path(ranks.gather(b"")[0].decode()))
+    else:
+
+        def announced(directory: Path) -> None:
+            ranks.gather(str(directory).encode())
+            writer(directory)
+
+        store.write(step, announced, score=score, expected_bytes=expected_bytes)
+    ranks.barrier()
+
+
+def recover_together(store: CheckpointStore, *, ranks: Ranks) -> list[str]:
+    """`CheckpointStore.recover` on the first rank, before any reads."""
+    findings = store.recover() if ranks.index == 0 else []
+    ranks.barrier()
+    return findings
 
 
 def _free_bytes(folder: Path) -> int:

@@ -154,8 +154,9 @@ class PreferenceObjective(Objective[PreferencePair]):
         except (OSError, SafetensorError):
             sums = None
         if sums is None:
-            sums = self._reference_sums(examples)
-            write_atomically(path, save({digest: sums}))
+            sums = self._reference_sums(examples)  # on every rank: the first one's file does not exist yet
+            if self._context.ranks.index == 0:
+                write_atomically(path, save({digest: sums}))
         self._reference = {
             example.id: (float(chosen), float(rejected))
             for example, (chosen, rejected) in zip(examples, sums.tolist(), strict=True)
@@ -216,8 +217,8 @@ class PreferenceObjective(Objective[PreferencePair]):
 
     def _digest(self, examples: Sequence[PreferencePair]) -> str:
         """Digest of the weights, the precision, and the pairs in order."""
-        digest = hashlib.blake2b(digest_size=16)
-        digest.update(f"{weights_digest(self._context.model)} {self._context.autocast}".encode())
+        context, digest = self._context, hashlib.blake2b(digest_size=16)
+        digest.update(f"{weights_digest(context.model, context.ranks)} {context.forward.autocast}".encode())
         for example in examples:
             digest.update(f"\0{example.id}".encode())
         return digest.hexdigest()

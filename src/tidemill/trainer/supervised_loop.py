@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
+import msgspec
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -29,13 +30,14 @@ from tidemill.core.errors import UserError
 from tidemill.core.guards import UpdateGuard
 from tidemill.core.protocols import Clock, Telemetry
 from tidemill.core.records import PolicyVersion, Record, StepMetrics
+from tidemill.models.ranks import ONE_RANK, Ranks
 from tidemill.models.reward_model import ScalarHead
 from tidemill.models.token_tree import Tokens
 from tidemill.models.tree_forward import TreeForward
 from tidemill.models.weights_digest import weights_digest
 from tidemill.telemetry.events import ALREADY_FINISHED, CHECKPOINT, EVALUATION, MonotonicClock, span
 from tidemill.trainer.checkpoint import restore_state, save_state, state_bytes
-from tidemill.trainer.checkpoint_store import CheckpointStore
+from tidemill.trainer.checkpoint_store import CheckpointStore, recover_together, write_together
 from tidemill.trainer.packing import ItemT, Sequences, split_by_tokens
 from tidemill.trainer.update import build_optimizer, clip_and_step, learning_rate, set_learning_rate
 
@@ -106,6 +108,19 @@ class Totals:
         self.tokens_packed += sums.tokens_packed
         self.tokens_unpacked += sums.tokens_unpacked
 
+    def over(self, ranks: Ranks) -> Totals:
+        """Sums over all ranks, added in their order."""
+        if ranks.size == 1:
+            return self
+        parts = [msgspec.msgpack.decode(each, type=Totals) for each in ranks.gather(msgspec.msgpack.encode(self))]
+        total = Totals()
+        for part in parts:
+            for each in ("loss", "weight", "tokens_trained", "tokens_packed", "tokens_unpacked"):
+                setattr(total, each, getattr(total, each) + getattr(part, each))
+            for name, value in part.figures.items():
+                total.figures[name] = total.figures.get(name, 0.0) + value
+        return total
+
     def means(self) -> dict[str, float]:
         """The loss and every metric divided by the weight; empty if the weight is 0."""
         if not self.weight:
@@ -167,12 +182,12 @@ class Minibatches(Generic[ItemT]):
 class FitContext:
     """Model, folders and callbacks of a supervised run."""
 
-    model: PreTrainedModel  # trained in place, with packed attention
+    forward: TreeForward  # its model is trained in place
     source: Path  # folder of the model; its tokenizer is copied into checkpoints
     directory: Path  # of the run
     checkpoints: CheckpointStore
     telemetry: Telemetry
-    autocast: torch.dtype | None = None  # of the forward and backward passes; None for the dtype of the weights
+    ranks: Ranks = ONE_RANK  # all of them run the same loop; the first one's telemetry counts
     stop: Callable[[], bool] = lambda: False  # called before each step; True ends the run with a checkpoint
     set_total_steps: Callable[[int], None] = lambda _: None  # called with the number of steps once it is known
     warn: Callable[[str], None] = lambda _: None  # called for a damaged checkpoint
@@ -180,12 +195,11 @@ class FitContext:
 
     @property
     def device(self) -> torch.device:
-        return next(self.model.parameters()).device
+        return next(self.forward.parameters()).device
 
     @property
-    def forward(self) -> TreeForward:
-        """Loss terms are computed through this."""
-        return TreeForward(self.model, autocast=self.autocast)
+    def model(self) -> PreTrainedModel:
+        return self.forward.model
 
 
 class FitResult(Record):
@@ -254,7 +268,7 @@ class _FitLoop(Generic[E]):
             self._evaluate()
             self._log_step({}, optimizer_steps=0)
         interrupted = False
-        while not self._finished and not (interrupted := context.stop()):
+        while not self._finished and not (interrupted := self._stop_requested()):
             self._run_step()
         if self.saved_step < self.step:
             self._checkpoint()
@@ -271,6 +285,9 @@ class _FitLoop(Generic[E]):
             model=model.path if model else None,
             held_out=self.evaluated,
         )
+
+    def _stop_requested(self) -> bool:
+        return any(self.context.ranks.gather(b"stop" if self.context.stop() else b""))
 
     @property
     def _stopped_early(self) -> bool:
@@ -296,16 +313,13 @@ class _FitLoop(Generic[E]):
 
     def _optimize(self, examples: Sequence[E]) -> tuple[dict[str, float], int]:
         """Take one optimizer step; returns its metrics, and 0 if the gradient was not finite, else 1."""
-        totals, config = Totals(), self.spec.optimizer
+        config, ranks = self.spec.optimizer, self.context.ranks
         runs = split_by_tokens(examples, self.objective.sequences, self.config.microbatch_tokens)
-        for done, run in enumerate(runs):
-            sums = self.objective.losses(run)
-            sums.loss.backward()
-            totals.add(sums)
-            self.context.telemetry.progress("training", done + 1, len(runs))
+        totals = self._totals("training", runs, backward=True)
         rate = learning_rate(self.step + 1, self.minibatches.total, config)
         set_learning_rate(self.optimizer, rate)
-        norm = clip_and_step(self.optimizer, scale=1.0 / totals.weight, max_grad_norm=config.max_grad_norm)
+        scale = 1.0 / totals.weight
+        norm = clip_and_step(self.optimizer, scale=scale, max_grad_norm=config.max_grad_norm, ranks=ranks)
         finite = math.isfinite(norm)
         counts = {
             "examples": float(len(examples)),
@@ -317,16 +331,26 @@ class _FitLoop(Generic[E]):
         values = totals.means() | {"learning_rate": rate} | ({"grad_norm": norm} if finite else {})
         return values | counts, int(finite)
 
+    def _totals(self, phase: str, runs: Sequence[Sequence[E]], *, backward: bool) -> Totals:
+        """Sums over all runs, of which each rank computes every N-th; a rank without one computes the last again."""
+        totals, ranks = Totals(), self.context.ranks
+        for first in range(0, len(runs), ranks.size):
+            counted = first + ranks.index < len(runs)
+            sums = self.objective.losses(runs[first + ranks.index] if counted else runs[-1])
+            if backward:
+                (sums.loss if counted else 0.0 * sums.loss).backward()
+            if counted:
+                totals.add(sums)
+            self.context.telemetry.progress(phase, min(first + ranks.size, len(runs)), len(runs))
+        return totals.over(ranks)
+
     @torch.no_grad()
     def _evaluate(self) -> bool:
         """Evaluate the held-out examples; returns whether their loss is a new minimum."""
         if not self.held_out:
             return False
-        totals = Totals()
         with span(self.context.telemetry, self.context.clock, EVALUATION, step=self.step) as fields:
-            for done, run in enumerate(self.held_out):
-                totals.add(self.objective.losses(run))
-                self.context.telemetry.progress("evaluation", done + 1, len(self.held_out))
+            totals = self._totals("evaluation", self.held_out, backward=False)
             self.evaluated, self.evaluated_at = totals.means(), self.step
             fields |= self.evaluated | {"n": sum(map(len, self.held_out))}
         improved = self.evaluated["loss"] < self.lowest_loss
@@ -338,7 +362,7 @@ class _FitLoop(Generic[E]):
         if self.evaluated_at == self.step:
             values = values | {f"eval/{name}": value for name, value in self.evaluated.items()}
             values["eval/n"] = float(sum(map(len, self.held_out)))
-        version = PolicyVersion(number=self.step, digest=weights_digest(self.objective.trained))
+        version = PolicyVersion(number=self.step, digest=weights_digest(self.objective.trained, self.context.ranks))
         metrics = StepMetrics(step=self.step, version=version, optimizer_steps=optimizer_steps, values=values)
         self.context.telemetry.step(metrics)
         return metrics
@@ -348,7 +372,9 @@ class _FitLoop(Generic[E]):
         score = -self.evaluated["loss"] if self.evaluated_at == self.step else None
         with span(context.telemetry, context.clock, CHECKPOINT, step=self.step):
             needed = state_bytes(context.model, self.optimizer, source=context.source, head=head)
-            context.checkpoints.write(self.step, self._write, score=score, expected_bytes=needed)
+            write_together(
+                context.checkpoints, self.step, self._write, ranks=context.ranks, score=score, expected_bytes=needed
+            )
         self.saved_step = self.step
 
     def _write(self, directory: Path) -> None:
@@ -358,7 +384,7 @@ class _FitLoop(Generic[E]):
             "evaluated_at": self.evaluated_at,
             "lowest": self.lowest_loss if math.isfinite(self.lowest_loss) else None,
             "worse": self.evaluations_without_improvement,
-            "digest": weights_digest(self.objective.trained),
+            "digest": weights_digest(self.objective.trained, self.context.ranks),
         }
         save_state(
             directory,
@@ -367,13 +393,15 @@ class _FitLoop(Generic[E]):
             source=self.context.source,
             counters=counters,
             head=self.objective.head,
+            ranks=self.context.ranks,
         )
-        self.objective.write(directory)
+        if self.context.ranks.index == 0:
+            self.objective.write(directory)
 
     def _restore(self) -> int:
         """Restore the newest intact checkpoint; returns its step, 0 if there is none."""
-        store = self.context.checkpoints
-        for finding in store.recover():
+        store, ranks = self.context.checkpoints, self.context.ranks
+        for finding in recover_together(store, ranks=ranks):
             self.context.warn(finding)
         latest = store.latest()
         for damaged in latest.skipped:
@@ -381,9 +409,10 @@ class _FitLoop(Generic[E]):
         if latest.checkpoint is None:
             return 0
         path = latest.checkpoint.path
-        counters = restore_state(path, model=self.context.model, optimizer=self.optimizer, head=self.objective.head)
+        model, head = self.context.model, self.objective.head
+        counters = restore_state(path, model=model, optimizer=self.optimizer, head=head, ranks=ranks)
         self.objective.read(path)
-        if weights_digest(self.objective.trained) != counters["digest"]:
+        if weights_digest(self.objective.trained, ranks) != counters["digest"]:
             raise UserError(
                 "the weights do not match the trainer state of the checkpoint",
                 where=str(path),

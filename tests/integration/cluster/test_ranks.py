@@ -73,7 +73,7 @@ class DyingRank(RankActor):
             case "save":
                 checkpoint.save_file = dying(checkpoint.save_file)  # type: ignore[attr-defined]
             case "publish":
-                publisher._copied = dying(publisher._copied)  # type: ignore[union-attr,attr-defined]
+                publisher._copied = dying(publisher._copied)  # type: ignore[union-attr]
 
 
 def figures(directory: Path) -> list[tuple[int, str, float, float]]:

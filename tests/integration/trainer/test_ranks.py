@@ -12,9 +12,11 @@ import pytest
 import torch
 
 from tests.adapters import adapted
+from tests.model_folders import save_folder
 from tests.model_shapes import HIDDEN, VOCABULARY, forward_of, llama, qwen3
 from tests.rank_processes import on_ranks
 from tests.trajectories import group, trajectory
+from tests.workbench import RecordedSteps, demonstrations, fit_context, pairs, supervised_spec
 from tidemill.config.algorithm import CriticConfig
 from tidemill.config.schema import RunSpec
 from tidemill.core.records import Group, PolicyVersion, WeightManifest
@@ -24,10 +26,12 @@ from tidemill.models.snapshots import snapshot_bytes, snapshot_layout, write_sna
 from tidemill.models.tree_forward import TreeForward
 from tidemill.runtime.compute import ComputeThread
 from tidemill.trainer import critic as critics
-from tidemill.trainer import policy
+from tidemill.trainer import policy, supervised_loop
 from tidemill.trainer.critic import Critic, ModelCritic, TrunkCritic
+from tidemill.trainer.objectives import PreferenceObjective, RewardObjective, SupervisedObjective
 from tidemill.trainer.policy import PolicyTrainer
 from tidemill.trainer.sharding import shard
+from tidemill.trainer.supervised_loop import fit
 from tidemill.trainer.update import clip_and_step
 from tidemill.weights.sharded import assembled
 from tidemill.weights.snapshot import Snapshot, aligned, allocate, digest_of, sealed, verify
@@ -295,3 +299,56 @@ def test_the_snapshots_of_several_ranks_make_that_of_one(shape: str, size: int) 
     assert whole.buffer.tobytes() == expected.buffer.tobytes()
     places = [(entry.name, entry.shape, entry.offset, entry.nbytes) for entry in whole.manifest.tensors]
     assert places == [(entry.name, entry.shape, entry.offset, entry.nbytes) for entry in expected.manifest.tensors]
+
+
+def fit_on_ranks(ranks: Ranks, kind: str, folder: Path) -> dict[str, Any]:
+    """Three steps of a supervised objective; gradients of the first, metrics, and a resume for two more."""
+    torch.set_num_threads(1)
+    results: dict[str, Any] = {"gradients": []}
+
+    def captured(optimizer: torch.optim.Optimizer, **settings: Any) -> float:
+        parameters = [p for each in optimizer.param_groups for p in each["params"] if p.grad is not None]
+        grads = [whole(parameter.grad, ranks) * settings["scale"] for parameter in parameters]
+        results["gradients"].append({str(index): gradient.numpy() for index, gradient in enumerate(grads)})
+        return clip_and_step(optimizer, **settings)
+
+    supervised_loop.clip_and_step = captured  # type: ignore[attr-defined]
+    for steps in (3, 5):
+        spec = supervised_spec(
+            supervised={"minibatch_tokens": 120, "microbatch_tokens": 30, "epochs": 0},
+            trainer={"steps": steps},
+            optimizer={"learning_rate": 1e-3},
+            checkpoint={"every_steps": 1},
+        )
+        forward = sharded(llama(), ranks)
+        lines = RecordedSteps()
+        context = fit_context(
+            folder / "run", model=forward.model, source=folder / "model", forward=forward, ranks=ranks, telemetry=lines
+        )
+        objective: Any = {"sft": SupervisedObjective, "reward": RewardObjective, "dpo": PreferenceObjective}[kind]
+        examples: Any = demonstrations(24) if kind == "sft" else pairs(24)
+        result = fit(spec, objective(spec, context), train=examples[:20], held_out=examples[20:], context=context)
+        results[f"metrics {steps}"] = [
+            {name: value for name, value in each.values.items() if "time" not in name} for each in lines.steps
+        ]
+        results[f"resumed {steps}"] = result.resumed_from
+        results[f"digest {steps}"] = lines.steps[-1].version.digest
+    supervised_loop.clip_and_step = clip_and_step  # type: ignore[attr-defined]
+    return results
+
+
+@pytest.mark.parametrize("kind", ["sft", "reward", "dpo"])
+def test_supervised_stages_compute_on_two_ranks_what_they_compute_on_one(kind: str, tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        save_folder(llama(), tmp_path / name / "model")
+    (alone,) = on_ranks(1, fit_on_ranks, kind, tmp_path / "one")
+    first, second = on_ranks(2, fit_on_ranks, kind, tmp_path / "two")
+    for name, gradient in alone["gradients"][0].items():
+        scale = max(float(np.abs(gradient).max()), 1e-6)
+        assert float(np.abs(first["gradients"][0][name] - gradient).max()) <= 2e-6 * scale, name
+    for steps in (3, 5):
+        for expected, found in zip(alone[f"metrics {steps}"], first[f"metrics {steps}"], strict=True):
+            assert found == pytest.approx(expected, rel=1e-3, abs=1e-3)
+        assert first[f"digest {steps}"] == second[f"digest {steps}"]
+    assert (first["resumed 3"], first["resumed 5"]) == (0, 3)

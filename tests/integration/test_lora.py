@@ -20,7 +20,7 @@ from tidemill.models.loading import load_model
 from tidemill.models.lora import frozen_parameters, learned_parameters
 from tidemill.models.reward_model import load_reward_model
 from tidemill.runtime.model_bundle import load_model_bundle
-from tidemill.runtime.train_supervised import SupervisedKind
+from tidemill.trainer.objectives import SupervisedKind
 
 RECIPE = f"@{REPOSITORY / 'recipes' / 'char-addition.toml'}"
 LORA = "--model.lora.rank=4"

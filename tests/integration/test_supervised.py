@@ -19,8 +19,8 @@ from tidemill.models.codec import load_codec
 from tidemill.models.loading import load_model
 from tidemill.models.reward_model import load_reward_model, sequence_scores
 from tidemill.models.tree_forward import TreeForward
-from tidemill.runtime.train_supervised import SupervisedKind
 from tidemill.telemetry.metrics import read_metrics
+from tidemill.trainer.objectives import SupervisedKind
 
 PROCESS = "tests.integration.supervised_process:main"
 CPU = torch.device("cpu")

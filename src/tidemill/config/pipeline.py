@@ -52,9 +52,16 @@ NEUTRAL = (
 )
 """Keys that do not affect the output of any kind."""
 _SCORING = ("engine.tick_s", "scoring.concurrency", "scoring.timeout_s")
-_TRAINING = ("scoring.truncated", "trainer.steps", "trainer.logits_budget_mb", "trainer.activation_checkpointing")
+_TRAINING = (
+    *("scoring.truncated", "trainer.steps", "trainer.logits_budget_mb", "trainer.activation_checkpointing"),
+    *("trainer.shards", "trainer.offload"),
+)
 """Keys that affect only training, in sections that kinds without training use too."""
-_SUPERVISED = ("run", "model", "data", "env", "supervised", "optimizer", "trainer", "checkpoint", "telemetry")
+_SUPERVISED = (
+    *("runtime", "run", "model", "data", "env", "ray", "supervised", "optimizer", "trainer", "checkpoint"),
+    "telemetry",
+)
+_WHERE = ("runtime", "ray.")
 
 KINDS: dict[StageKind, StageKindSpec] = {
     "demonstrations": StageKindSpec(
@@ -74,16 +81,18 @@ KINDS: dict[StageKind, StageKindSpec] = {
         neutral=(*_SCORING, *_TRAINING),
     ),
     # A supervised stage may output its best checkpoint, so checkpoint.every_steps affects its output.
-    "sft": StageKindSpec(sections=_SUPERVISED, output="a model", data="demonstrations"),
+    "sft": StageKindSpec(sections=_SUPERVISED, output="a model", data="demonstrations", neutral=_WHERE),
     "reward_model": StageKindSpec(
         sections=(*_SUPERVISED, "reward_model"),
         output="a reward model",
         data="preference pairs",
+        neutral=_WHERE,
     ),
     "dpo": StageKindSpec(
         sections=(*_SUPERVISED, "preference"),
         output="a model",
         data="preference pairs",
+        neutral=_WHERE,
     ),
     "rl": StageKindSpec(
         sections=(

@@ -122,7 +122,8 @@ def run_rl(job: Job) -> Outcome:
 
 def run_supervised(job: Job) -> Outcome:
     """Train on demonstrations or preference pairs; outputs the best checkpoint if it is kept, else the last."""
-    from tidemill.runtime.train_supervised import OBJECTIVES, train_supervised
+    from tidemill.runtime.train_supervised import train_supervised
+    from tidemill.trainer.objectives import OBJECTIVES
 
     kind = next(kind for kind in OBJECTIVES if kind == job.kind)
     summary = train_supervised(job.spec, kind, stop_request=job.stop)

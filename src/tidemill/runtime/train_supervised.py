@@ -1,4 +1,4 @@
-"""Supervised stages in one process: SFT, reward models and DPO."""
+"""Supervised stages: SFT, reward models and DPO."""
 
 from __future__ import annotations
 
@@ -7,17 +7,19 @@ import threading
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, TextIO, TypeAlias
+from typing import Any, TextIO
 
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError
 from tidemill.envs.text.examples import Examples, load_demonstrations, load_pairs
 from tidemill.models.catalog import resolve
 from tidemill.models.checkpoint_manifest import read_manifest, seal
+from tidemill.models.codec import TextCodec, load_codec
 from tidemill.models.folder import holds_adapter
 from tidemill.models.loading import context_limit
 from tidemill.models.reward_model import copy_head
 from tidemill.models.saving import export_merged
+from tidemill.models.snapshots import stored_context_limit
 from tidemill.models.turn_format import turn_format
 from tidemill.models.weights_digest import weights_digest
 from tidemill.runtime.model_bundle import load_model_bundle
@@ -26,10 +28,8 @@ from tidemill.runtime.train import DATA_DIGEST, record_start, run_session
 from tidemill.telemetry.recorder import Recorder
 from tidemill.telemetry.run_dir import RunDirectory
 from tidemill.trainer.checkpoint_store import CheckpointStore
-from tidemill.trainer.objectives import PreferenceObjective, RewardObjective, SupervisedObjective
-from tidemill.trainer.supervised_loop import FitContext, FitResult, Objective, fit
-
-SupervisedKind: TypeAlias = Literal["sft", "reward_model", "dpo"]
+from tidemill.trainer.objectives import OBJECTIVES, SupervisedKind
+from tidemill.trainer.supervised_loop import FitContext, FitResult, fit
 
 MERGED = "model"
 """Folder in the run directory that holds the merged model of a stage that trained an adapter."""
@@ -38,11 +38,6 @@ LOADERS: dict[SupervisedKind, Callable[..., Examples[Any]]] = {
     "sft": load_demonstrations,
     "reward_model": load_pairs,
     "dpo": load_pairs,
-}
-OBJECTIVES: dict[SupervisedKind, Callable[[RunSpec, FitContext], Objective[Any]]] = {
-    "sft": SupervisedObjective,
-    "reward_model": RewardObjective,
-    "dpo": PreferenceObjective,
 }
 
 
@@ -65,12 +60,6 @@ def train_supervised(
     Raises:
         UserError: the input, the run directory or the disk is at fault; checkpointed steps are kept.
     """
-    if spec.trainer.shards > 1:
-        raise UserError(
-            f"trainer.shards = {spec.trainer.shards} is for RL stages; this stage trains in one process",
-            where="trainer.shards",
-            hint="set it in the RL stages only",
-        )
     stop = threading.Event()
     with run_session(spec, telemetry_stream) as (resumed, run, recorder):
         with stop_on_signals(stop.set), (stop_request or StopRequest()).bound(lambda _: stop.set()):
@@ -96,29 +85,12 @@ def train_supervised(
 def _train(
     spec: RunSpec, kind: SupervisedKind, run: RunDirectory, recorder: Recorder, stop: threading.Event
 ) -> FitResult:
+    if spec.trainer.shards > 1:
+        return _train_on_ranks(spec, kind, run, recorder, stop)
     bundle = load_model_bundle(spec, progress=recorder.note)
-    examples = LOADERS[kind](
-        spec.data,
-        codec=bundle.codec,
-        context_limit=context_limit(bundle.model),
-        chat_template=spec.model.chat_template,
-        turn_formats=cache(lambda chat: turn_format(bundle.codec, spec.env, chat_template=chat)),
-        progress=recorder.note,
-    )
-    record_start(
-        run,
-        model_digest=weights_digest(bundle.model),
-        data_key=DATA_DIGEST,
-        data_digest=examples.digest,
-        data_changed=UserError(
-            "the examples have changed since this run started",
-            where="data.path",
-            hint="restore the previous file, or choose another --run.dir",
-        ),
-        threads=bundle.threads,
-    )
-    recorder.event("machine", **bundle.device_info)
-    recorder.note(f"{len(examples.train)} training examples, {len(examples.held_out)} held out")
+    examples = _examples(spec, kind, bundle.codec, context_limit(bundle.model), recorder)
+    digest, info = weights_digest(bundle.model), bundle.device_info
+    _record_start(run, recorder, examples, model_digest=digest, threads=bundle.threads, device_info=info)
     context = FitContext(
         forward=bundle.forward,
         source=bundle.folder,
@@ -132,6 +104,71 @@ def _train(
         warn=recorder.note,
     )
     return fit(spec, OBJECTIVES[kind](spec, context), train=examples.train, held_out=examples.held_out, context=context)
+
+
+def _train_on_ranks(
+    spec: RunSpec, kind: SupervisedKind, run: RunDirectory, recorder: Recorder, stop: threading.Event
+) -> FitResult:
+    from tidemill.runtime.cluster.ray_supervised import SupervisedStarted, fit_on_ranks
+
+    folder = resolve(spec.model, progress=recorder.note)
+    examples = _examples(spec, kind, load_codec(folder), stored_context_limit(folder), recorder)
+
+    def started(rank: SupervisedStarted) -> None:
+        digest, info = rank.model_digest, rank.device_info
+        _record_start(run, recorder, examples, model_digest=digest, threads=rank.threads, device_info=info)
+
+    return fit_on_ranks(
+        spec,
+        kind,
+        folder=folder,
+        directory=run.path,
+        train=examples.train,
+        held_out=examples.held_out,
+        telemetry=recorder,
+        note=recorder.note,
+        expect=recorder.expect,
+        started=started,
+        stop=stop.is_set,
+    )
+
+
+def _examples(
+    spec: RunSpec, kind: SupervisedKind, codec: TextCodec, context_limit: int, recorder: Recorder
+) -> Examples[Any]:
+    return LOADERS[kind](
+        spec.data,
+        codec=codec,
+        context_limit=context_limit,
+        chat_template=spec.model.chat_template,
+        turn_formats=cache(lambda chat: turn_format(codec, spec.env, chat_template=chat)),
+        progress=recorder.note,
+    )
+
+
+def _record_start(
+    run: RunDirectory,
+    recorder: Recorder,
+    examples: Examples[Any],
+    *,
+    model_digest: str,
+    threads: int,
+    device_info: dict[str, Any],
+) -> None:
+    record_start(
+        run,
+        model_digest=model_digest,
+        data_key=DATA_DIGEST,
+        data_digest=examples.digest,
+        data_changed=UserError(
+            "the examples have changed since this run started",
+            where="data.path",
+            hint="restore the previous file, or choose another --run.dir",
+        ),
+        threads=threads,
+    )
+    recorder.event("machine", **device_info)
+    recorder.note(f"{len(examples.train)} training examples, {len(examples.held_out)} held out")
 
 
 def _merged_model(checkpoint: Path, run: RunDirectory, progress: Callable[[str], None]) -> Path:

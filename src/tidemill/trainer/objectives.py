@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any, Literal, TypeAlias
 
 import torch
 from safetensors import SafetensorError
@@ -222,3 +223,12 @@ class PreferenceObjective(Objective[PreferencePair]):
         for example in examples:
             digest.update(f"\0{example.id}".encode())
         return digest.hexdigest()
+
+
+SupervisedKind: TypeAlias = Literal["sft", "reward_model", "dpo"]
+
+OBJECTIVES: dict[SupervisedKind, Callable[[RunSpec, FitContext], Objective[Any]]] = {
+    "sft": SupervisedObjective,
+    "reward_model": RewardObjective,
+    "dpo": PreferenceObjective,
+}

@@ -19,9 +19,9 @@ from tidemill.runtime.cluster.ray_calls import decode
 from tidemill.runtime.cluster.ray_ranks import RankActor
 from tidemill.runtime.cluster.ray_trainer import TrainerPlan
 from tidemill.runtime.train import train
+from tidemill.runtime.train_supervised import train_supervised
 from tidemill.telemetry.metrics import read_metrics
 from tidemill.trainer import checkpoint
-from tidemill.trainer.sharding import layers_of
 
 pytestmark = pytest.mark.xdist_group("ray")
 
@@ -67,7 +67,7 @@ class DyingRank(RankActor):
             case "accumulate":
                 trainer.add_group = dying(trainer.add_group)  # type: ignore[method-assign]
             case "backward":
-                layers_of(trainer.model)[0].register_full_backward_hook(dying(lambda *_: None))
+                trainer.model.get_submodule("model.layers.0").register_full_backward_hook(dying(lambda *_: None))
             case "step":
                 trainer.optimizer.step = dying(trainer.optimizer.step)  # type: ignore[method-assign]
             case "save":
@@ -104,3 +104,32 @@ def test_a_rank_killed_in_any_phase_gives_the_same_run(
     assert not (directory / FAULT).exists()
     train(spec_of(directory))
     assert figures(directory) == undisturbed
+
+
+def sft(folder: Path, *, shards: int) -> list[tuple[int, float, float]]:
+    """Step, loss and gradient norm of a stage of supervised fine-tuning."""
+    rows = [{"prompt": f"{a}+{b}=", "completion": f"{a + b}\n"} for a in range(8) for b in range(8)]
+    folder.mkdir()
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    spec = RunSpec.model_validate(
+        {
+            "runtime": "ray" if shards > 1 else "inprocess",
+            "run": {"dir": str(folder / "run")},
+            "model": {"source": "char", "char": {"alphabet": "0123456789+=\n"}},
+            "data": {"path": str(folder / "rows.jsonl"), "held_out_fraction": 0.1},
+            "supervised": {"epochs": 0, "minibatch_tokens": 120, "microbatch_tokens": 30},
+            "trainer": {"steps": 4, "threads": 1, "shards": shards},
+            "telemetry": {"live": False},
+        }
+    )
+    summary = train_supervised(spec, "sft")
+    assert (Path(summary["model"]) / "model.safetensors").is_file()
+    lines = read_metrics(folder / "run" / "metrics.jsonl")
+    return [(line.step, line.values.get("loss", 0.0), line.values.get("grad_norm", 0.0)) for line in lines]
+
+
+def test_a_supervised_stage_trains_on_two_ranks(tmp_path: Path) -> None:
+    alone, sharded = sft(tmp_path / "one", shards=1), sft(tmp_path / "two", shards=2)
+    assert len(sharded) == 5
+    for expected, found in zip(alone, sharded, strict=True):
+        assert found == pytest.approx(expected, rel=1e-4)

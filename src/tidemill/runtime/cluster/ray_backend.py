@@ -120,7 +120,7 @@ async def on_ray(spec: RunSpec, run: RunDirectory, recorder: Recorder, clock: Cl
             identities=identities(trainer_extensions(spec)),
         )
         started, readers = await asyncio.gather(
-            remote.start(encode(plan), run.checkpoints)
+            remote.start(encode(plan), run.checkpoints, kind=Started)
             if isinstance(remote, RankGroup)
             else remote.call("start", encode(plan), critic, session_functions(), kind=Started, timeout_s=LOAD_S),
             _start_readers(remote, spec, folder, reserved, recorder, stack),

@@ -63,17 +63,17 @@ class RankGroup:
             for index, handle in enumerate(handles)
         ]
 
-    async def start(self, plan: bytes, checkpoints: Path) -> Started:
-        """Start all ranks, which meet at a file in the folder of the checkpoints.
+    @property
+    def first(self) -> Remote:
+        return self._remotes[0]
 
-        Raises:
-            UserError: as `RankActor.start_rank`.
-        """
+    async def start(self, plan: bytes, checkpoints: Path, *, kind: type[T]) -> T:
+        """Start all ranks with their `start_rank`; they meet at a file in the folder of the checkpoints."""
         with _meeting_file(checkpoints) as meeting:
             return await self._call_each(
                 "start_rank",
                 [(plan, index, meeting, session_functions()) for index in range(len(self._remotes))],
-                kind=Started,
+                kind=kind,
                 timeout_s=START_S,
             )
 

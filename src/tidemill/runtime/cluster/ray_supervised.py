@@ -1,0 +1,292 @@
+"""Supervised stages on several ranks: an actor for each runs the whole loop, and the first one's telemetry is shown."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from tidemill.config.schema import RunSpec
+from tidemill.core.protocols import Telemetry
+from tidemill.core.records import Demonstration, PreferencePair, Record, StepMetrics
+from tidemill.models.folder import weight_files
+from tidemill.models.snapshots import check_shardable
+from tidemill.models.weights_digest import weights_digest
+from tidemill.runtime.cluster.connection import connected, reserved_selector, selector_of
+from tidemill.runtime.cluster.ray_calls import (
+    ActorResources,
+    AsyncActor,
+    decode,
+    encode,
+    placed_group,
+    require_reserved_gpus,
+    served,
+    spec_to_send,
+)
+from tidemill.runtime.cluster.ray_ranks import RANK_S, RankGroup
+from tidemill.runtime.cluster.ray_trainer import NO_DEADLINE
+from tidemill.runtime.compute import ComputeThread
+from tidemill.runtime.model_bundle import ModelBundle, load_model_bundle
+from tidemill.telemetry.recorder import NullTelemetry
+from tidemill.trainer.checkpoint_store import CheckpointStore
+from tidemill.trainer.objectives import OBJECTIVES, SupervisedKind
+from tidemill.trainer.sharding import GroupRanks, join_ranks, shard
+from tidemill.trainer.supervised_loop import FitContext, FitResult, fit
+
+POLL_S = 0.5
+EXAMPLES: dict[SupervisedKind, type[Demonstration | PreferencePair]] = {
+    "sft": Demonstration,
+    "reward_model": PreferencePair,
+    "dpo": PreferencePair,
+}
+
+
+class SupervisedPlan(Record):
+    """Arguments of `SupervisedRank.start_rank`."""
+
+    spec: str  # a RunSpec as JSON
+    kind: SupervisedKind
+    directory: str  # of the run
+
+
+class SupervisedStarted(Record):
+    """Result of `SupervisedRank.start_rank`."""
+
+    model_digest: str  # of the initial weights
+    threads: int
+    device_info: dict[str, Any]
+
+
+class Fitted(Record):
+    """A `FitResult` as it crosses processes."""
+
+    steps: int
+    total_steps: int
+    resumed_from: int
+    interrupted: bool
+    stopped_early: bool
+    already_finished: bool
+    model: str  # empty for none
+    held_out: dict[str, float]
+
+
+class Line(Record):
+    """One call of a telemetry's method, or of a function of the context."""
+
+    call: str
+    name: str = ""
+    step: int = 0
+    total: int = 0
+    fields: dict[str, Any] = {}
+    metrics: StepMetrics | None = None
+
+
+class LineQueue(NullTelemetry):
+    """A telemetry whose calls are taken as lines by another thread."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda _: None)
+        self._lines: deque[Line] = deque()
+
+    def add(self, line: Line) -> None:
+        self._lines.append(line)
+
+    def take(self) -> list[Line]:
+        return [self._lines.popleft() for _ in range(len(self._lines))]
+
+    def resume(self, step: int) -> None:
+        self.add(Line(call="resume", step=step))
+
+    def event(self, name: str, **fields: Any) -> None:
+        self.add(Line(call="event", name=name, fields=fields))
+
+    def step(self, metrics: StepMetrics) -> None:
+        self.add(Line(call="step", metrics=metrics))
+
+    def progress(self, phase: str, done: int, total: int) -> None:
+        self.add(Line(call="progress", name=phase, step=done, total=total))
+
+
+def relay(
+    lines: Sequence[Line], telemetry: Telemetry, *, note: Callable[[str], None], expect: Callable[[int], None]
+) -> None:
+    """Repeat the calls of a `LineQueue`."""
+    for line in lines:
+        match line.call:
+            case "resume":
+                telemetry.resume(line.step)
+            case "event":
+                telemetry.event(line.name, **line.fields)
+            case "step":
+                assert line.metrics is not None
+                telemetry.step(line.metrics)
+            case "progress":
+                telemetry.progress(line.name, line.step, line.total)
+            case "note":
+                note(line.name)
+            case "expect":
+                expect(line.total)
+
+
+class SupervisedRank(AsyncActor):
+    """One rank of a supervised stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._compute = ComputeThread()
+        self._stop = threading.Event()
+        self._lines = LineQueue()
+        self._plan: SupervisedPlan | None = None
+        self._bundle: ModelBundle | None = None
+        self._ranks: GroupRanks | None = None
+
+    @served
+    async def start_rank(
+        self, plan: bytes, index: int, meeting: str, functions: Sequence[Any] = ()
+    ) -> SupervisedStarted:
+        """Load the model, and keep this rank's rows.
+
+        Raises:
+            UserError: the model or the device cannot be used.
+        """
+        self._plan = planned = decode(plan, SupervisedPlan)
+        spec = RunSpec.model_validate_json(planned.spec)
+        require_reserved_gpus(spec.ray.trainer_gpus, "ray.trainer_gpus")
+
+        def start() -> SupervisedStarted:
+            bundle = load_model_bundle(spec, progress=lambda _: None, generates=False)
+            size = spec.trainer.shards
+            ranks = join_ranks(Path(meeting), size=size, index=index, device=bundle.device, timeout_s=RANK_S)
+            shard(bundle.forward, ranks, offload=spec.trainer.offload == "optimizer")
+            self._bundle, self._ranks = bundle, ranks
+            return SupervisedStarted(
+                model_digest=weights_digest(bundle.model, ranks),
+                threads=bundle.threads,
+                device_info=bundle.device_info | {"shards": size},
+            )
+
+        return await self._compute.run(start)
+
+    @served
+    async def fit(self, train: bytes, held_out: bytes) -> Fitted:
+        """Train until the end, or until `stop`."""
+        return await self._compute.run(lambda: self._fit(train, held_out))
+
+    def _fit(self, train: bytes, held_out: bytes) -> Fitted:
+        assert self._plan is not None, "not started"
+        assert self._bundle is not None
+        assert self._ranks is not None
+        bundle, spec, lines = self._bundle, self._bundle.spec, self._lines
+        directory, first = Path(self._plan.directory), self._ranks.index == 0
+        context = FitContext(
+            forward=bundle.forward,
+            source=bundle.folder,
+            directory=directory,
+            checkpoints=CheckpointStore(
+                directory / "checkpoints", keep_last=spec.checkpoint.keep_last, keep_best=spec.checkpoint.keep_best
+            ),
+            telemetry=lines if first else NullTelemetry(lambda _: None),
+            ranks=self._ranks,
+            stop=self._stop.is_set,
+            set_total_steps=lambda total: lines.add(Line(call="expect", total=total)) if first else None,
+            warn=lambda text: lines.add(Line(call="note", name=text)) if first else None,
+        )
+        kind = EXAMPLES[self._plan.kind]
+        examples, others = (decode(each, list[kind]) for each in (train, held_out))  # type: ignore[valid-type]
+        objective = OBJECTIVES[self._plan.kind](spec, context)
+        result = fit(spec, objective, train=examples, held_out=others, context=context)
+        return Fitted(
+            steps=result.steps,
+            total_steps=result.total_steps,
+            resumed_from=result.resumed_from,
+            interrupted=result.interrupted,
+            stopped_early=result.stopped_early,
+            already_finished=result.already_finished,
+            model=str(result.model or ""),
+            held_out=result.held_out,
+        )
+
+    @served
+    async def take_lines(self) -> list[Line]:
+        return self._lines.take()
+
+    @served
+    async def stop(self) -> None:
+        """End the loop with a checkpoint before its next step."""
+        self._stop.set()
+
+
+def fit_on_ranks(
+    spec: RunSpec,
+    kind: SupervisedKind,
+    *,
+    folder: Path,
+    directory: Path,
+    train: Sequence[Demonstration | PreferencePair],
+    held_out: Sequence[Demonstration | PreferencePair],
+    telemetry: Telemetry,
+    note: Callable[[str], None],
+    expect: Callable[[int], None],
+    started: Callable[[SupervisedStarted], None],
+    stop: Callable[[], bool],
+) -> FitResult:
+    """Train on `trainer.shards` ranks.
+
+    Args:
+        folder: of the model.
+        directory: of the run.
+        started: called when the ranks have loaded the model.
+        stop: called repeatedly; True ends the stage with a checkpoint.
+
+    Raises:
+        UserError: the cluster, the model or the examples cannot be used.
+        TrainerLost: a rank died or was late.
+    """
+    check_shardable(folder)
+    plan = encode(SupervisedPlan(spec=spec_to_send(spec, folder), kind=kind, directory=str(directory.resolve())))
+
+    async def run() -> FitResult:
+        async with AsyncExitStack() as stack:
+            nbytes = sum(file.stat().st_size for file in weight_files(folder))
+            await stack.enter_async_context(connected(spec, model_bytes=nbytes, log=note))
+            reserved = reserved_selector(spec.ray, selector_of(spec.pool))
+            resources = ActorResources(spec.ray.trainer_cpus, spec.ray.trainer_gpus, "ray.trainer")
+            size = spec.trainer.shards
+            handles = await stack.enter_async_context(
+                placed_group(SupervisedRank, "trainer", resources, reserved, size=size)
+            )
+            group = RankGroup(handles)
+            started(await group.start(plan, directory / "checkpoints", kind=SupervisedStarted))
+            examples = [ray.put(encode(list(each))) for each in (train, held_out)]
+            fitting = asyncio.create_task(group.call("fit", *examples, kind=Fitted, timeout_s=NO_DEADLINE))
+            stopping = False
+            try:
+                while not fitting.done():
+                    await asyncio.wait({fitting}, timeout=POLL_S)
+                    if stop() and not stopping and not fitting.done():
+                        stopping = True
+                        await group.call("stop", kind=type(None), timeout_s=RANK_S)
+                    if not fitting.done() or fitting.exception() is None:
+                        lines = await group.first.call("take_lines", kind=list[Line], timeout_s=RANK_S)
+                        relay(lines, telemetry, note=note, expect=expect)
+                fitted = fitting.result()
+            finally:
+                fitting.cancel()
+            return FitResult(
+                steps=fitted.steps,
+                total_steps=fitted.total_steps,
+                resumed_from=fitted.resumed_from,
+                interrupted=fitted.interrupted,
+                stopped_early=fitted.stopped_early,
+                already_finished=fitted.already_finished,
+                model=Path(fitted.model) if fitted.model else None,
+                held_out=fitted.held_out,
+            )
+
+    return asyncio.run(run())

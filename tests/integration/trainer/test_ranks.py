@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -144,7 +145,12 @@ def whole(tensor: torch.Tensor, ranks: Ranks) -> torch.Tensor:
     return result.detach().clone()
 
 
-@pytest.mark.parametrize("case", CASES)
+def slow_except(*usual: str, among: Iterable[Any] = CASES) -> list[Any]:
+    """Parameters of a test, of which only `usual` run in `make test`."""
+    return [case if case in usual else pytest.param(case, marks=pytest.mark.slow) for case in among]
+
+
+@pytest.mark.parametrize("case", slow_except("grpo", "two minibatches, two epochs", "value head", "adapter"))
 def test_two_ranks_compute_the_gradients_of_one(case: str) -> None:
     (alone,) = on_ranks(1, train, case)
     first, second = on_ranks(2, train, case)
@@ -166,6 +172,7 @@ def test_two_ranks_compute_the_gradients_of_one(case: str) -> None:
     assert first["rows"] + second["rows"] == alone["parameters"]
 
 
+@pytest.mark.slow
 def test_ranks_beyond_the_rows_of_a_parameter() -> None:
     (alone,) = on_ranks(1, train, "value head")
     several = on_ranks(5, train, "value head")
@@ -175,6 +182,7 @@ def test_ranks_beyond_the_rows_of_a_parameter() -> None:
     assert len({each["digests"] for each in several}) == 1
 
 
+@pytest.mark.slow
 def test_the_same_number_of_ranks_gives_the_same_bits() -> None:
     first, second = (on_ranks(2, train, "grpo")[0] for _ in range(2))
     assert first["digests"] == second["digests"]
@@ -239,8 +247,20 @@ def restore(ranks: Ranks, case: str, folder: Path) -> tuple[Arrays, str]:
     return found, subject.version.digest
 
 
-@pytest.mark.parametrize(("saved_by", "restored_by"), [(2, 1), (1, 2), (2, 3), (2, 2)])
-@pytest.mark.parametrize("case", ["grpo", "own critic", "adapter"])
+@pytest.mark.parametrize(
+    ("case", "saved_by", "restored_by"),
+    [
+        ("grpo", 2, 1),
+        ("grpo", 1, 2),
+        ("own critic", 2, 3),
+        *(
+            pytest.param(case, *sizes, marks=pytest.mark.slow)
+            for case in ("grpo", "own critic", "adapter")
+            for sizes in ((2, 1), (1, 2), (2, 3), (2, 2))
+            if (case, *sizes) not in {("grpo", 2, 1), ("grpo", 1, 2), ("own critic", 2, 3)}
+        ),
+    ],
+)
 def test_any_number_of_ranks_restores_a_checkpoint(case: str, saved_by: int, restored_by: int, tmp_path: Path) -> None:
     stored, digest = on_ranks(saved_by, save, case, tmp_path)[0]
     found, _ = on_ranks(restored_by, restore, case, tmp_path)[0]
@@ -284,8 +304,7 @@ def published(ranks: Ranks, shape: str) -> list[tuple[bytes, bytes]]:
     return [(msgspec.msgpack.encode(manifest), buffer.tobytes())]
 
 
-@pytest.mark.parametrize("size", [2, 5])
-@pytest.mark.parametrize("shape", ["llama", "qwen3"])
+@pytest.mark.parametrize(("shape", "size"), [("llama", 5), pytest.param("qwen3", 2, marks=pytest.mark.slow)])
 def test_the_snapshots_of_several_ranks_make_that_of_one(shape: str, size: int) -> None:
     def snapshot(manifest: bytes, buffer: bytes) -> Snapshot:
         decoded = msgspec.msgpack.decode(manifest, type=WeightManifest)
@@ -337,7 +356,7 @@ def fit_on_ranks(ranks: Ranks, kind: str, folder: Path) -> dict[str, Any]:
     return results
 
 
-@pytest.mark.parametrize("kind", ["sft", "reward", "dpo"])
+@pytest.mark.parametrize("kind", slow_except("sft", among=("sft", "reward", "dpo")))
 def test_supervised_stages_compute_on_two_ranks_what_they_compute_on_one(kind: str, tmp_path: Path) -> None:
     for name in ("one", "two"):
         (tmp_path / name).mkdir()

@@ -313,7 +313,7 @@ def memory_on_this_machine(spec: RunSpec, models: Models, profile: RunProfile, s
 def _models(spec: RunSpec, models: Models, element: int, sheet: Derivation) -> float:
     """Bytes of the policy and all other models in the training process."""
     policy, one_rank = models.policy, spec.trainer.shards == 1
-    total = _role("policy", spec, policy, sheet, base_elsewhere=False)
+    total = trained_bytes("policy", spec, policy, sheet, base_elsewhere=False)
     learned = learned_parameters(spec, policy)
     if one_rank and (element != FP32 or spec.schedule.max_policy_lag > 0):
         # In fp32 a copy shares the frozen base with the policy.
@@ -324,7 +324,7 @@ def _models(spec: RunSpec, models: Models, element: int, sheet: Derivation) -> f
         frozen = 0.0 if one_rank and spec.model.lora.enabled else policy.parameters
         total += _plain("reference", frozen / spec.trainer.shards, FP32, HELD, sheet)
     if spec.algorithm.needs_critic and spec.placement.critic == "trainer" and spec.critic.kind == "own":
-        total += _role("critic", spec, models.critic or policy, sheet, base_elsewhere=models.critic is None)
+        total += trained_bytes("critic", spec, models.critic or policy, sheet, base_elsewhere=models.critic is None)
     in_process = spec.runtime == "inprocess"
     if models.rewards and in_process:
         total += _plain("reward", sum(shape.parameters for shape in models.rewards), FP32, HELD, sheet)
@@ -347,7 +347,7 @@ def workers_of(spec: RunSpec) -> int:
     return pool.workers if isinstance(pool, StaticPool | SyntheticPool) else 0
 
 
-def _role(role: str, spec: RunSpec, shape: ModelShape, sheet: Derivation, *, base_elsewhere: bool) -> float:
+def trained_bytes(role: str, spec: RunSpec, shape: ModelShape, sheet: Derivation, *, base_elsewhere: bool) -> float:
     """Bytes of a trained model.
 
     Args:

@@ -6,6 +6,7 @@ the forward and the backward pass; gradients are summed, not averaged: they are 
 
 from __future__ import annotations
 
+import ctypes
 from datetime import timedelta
 from pathlib import Path
 
@@ -75,6 +76,8 @@ def shard(forward: TreeForward, ranks: Ranks, *, offload: bool = False) -> None:
     if ranks.size == 1:
         return
     device = next(forward.parameters()).device
+    if device.type == "cpu":
+        _return_large_blocks()
     mesh = init_device_mesh(device.type, (ranks.size,))
     precision = MixedPrecisionPolicy(
         param_dtype=forward.autocast, reduce_dtype=torch.float32, cast_forward_inputs=False
@@ -87,6 +90,19 @@ def shard(forward: TreeForward, ranks: Ranks, *, offload: bool = False) -> None:
         assert isinstance(module, FSDPModule)
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
+
+
+_M_MMAP_THRESHOLD, _LARGE_BYTES = -3, 1 << 20
+
+
+def _return_large_blocks() -> None:
+    """Make the C library (glibc) return freed blocks of a megabyte or more to the operating system at once.
+
+    Layers are gathered and freed in turn; kept for later use, their memory would add up to that of the whole model.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
 
 
 def layers_of(model: PreTrainedModel) -> list[nn.Module]:

@@ -27,7 +27,7 @@ GROUPS, GROUP_SIZE, PROMPT_TOKENS, NEW_TOKENS, MICROBATCH_TOKENS = 8, 4, 20, 16,
 
 
 def main() -> int:
-    os.environ |= ONE_THREAD | {"GLOO_SOCKET_IFNAME": "lo"}
+    os.environ |= ONE_THREAD
     alone, shard = (_largest(_measured(size)) for size in (1, 2))
     forecast = _forecast(2)
     figures = {
@@ -97,7 +97,7 @@ def _rank(meeting: Path, size: int, index: int, pipe: Connection) -> None:
     device = torch.device("cpu")
     ranks: Ranks = ONE_RANK
     if size > 1:
-        ranks = join_ranks(meeting, size=size, index=index, device=device, timeout_s=DEADLINE_S)
+        ranks = join_ranks(meeting, size=size, index=index, device=device, timeout_s=DEADLINE_S, one_machine=True)
     imported = _resident_bytes()
     forward = TreeForward(load_model(smollm2(), device=device))
     shard(forward, ranks)

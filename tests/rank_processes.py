@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -60,9 +59,10 @@ def _run(
     meeting: Path, size: int, index: int, pipe: Connection, function: Callable[..., Any], arguments: tuple[Any, ...]
 ) -> None:
     torch.set_num_threads(1)
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     try:
-        ranks: Ranks = join_ranks(meeting, size=size, index=index, device=torch.device("cpu"), timeout_s=DEADLINE_S)
+        ranks: Ranks = join_ranks(
+            meeting, size=size, index=index, device=torch.device("cpu"), timeout_s=DEADLINE_S, one_machine=True
+        )
         pipe.send(("", function(ranks, *arguments)))
     except BaseException:  # noqa: BLE001 - shown by the test
         pipe.send((traceback.format_exc(), None))

@@ -7,6 +7,8 @@ the forward and the backward pass; gradients are summed, not averaged: they are 
 from __future__ import annotations
 
 import ctypes
+import os
+import socket
 from datetime import timedelta
 from pathlib import Path
 
@@ -49,13 +51,20 @@ class GroupRanks:
         self.all_sum(torch.zeros(1, device=self._device))
 
 
-def join_ranks(meeting: Path, *, size: int, index: int, device: torch.device, timeout_s: float) -> GroupRanks:
-    """Join the group of `size` ranks that meet at a file. Nothing listens for connections from outside the group.
+def join_ranks(
+    meeting: Path, *, size: int, index: int, device: torch.device, timeout_s: float, one_machine: bool
+) -> GroupRanks:
+    """Join the group of `size` ranks that meet at a file.
 
     Args:
         meeting: a new path in a folder that all ranks see.
         timeout_s: of every operation of the group, including this.
+        one_machine: whether all ranks are on this machine; they then listen on the loopback interface only. Otherwise
+            anyone on their network can connect: neither gloo nor NCCL authenticates.
     """
+    if one_machine:
+        loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
+        os.environ |= {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback}
     store = FileStore(str(meeting), size)
     distributed.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",

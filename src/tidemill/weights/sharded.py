@@ -69,7 +69,13 @@ class PullerGroup:
     async def prepare(self, version: PolicyVersion) -> Pulled:
         """Raises WeightsError: a part cannot be pulled; the version in use is unchanged."""
         self._ready = None
-        parts = await asyncio.gather(*(puller.prepare(version) for puller in self._pullers))
+        # All of them end before an error is raised: a puller prepares one version at a time.
+        pulls = (puller.prepare(version) for puller in self._pullers)
+        parts: list[Pulled] = []
+        for result in await asyncio.gather(*pulls, return_exceptions=True):
+            if isinstance(result, BaseException):
+                raise result
+            parts.append(result)
         pulled = Pulled(
             manifest=whole_manifest([part.manifest for part in parts]),
             nbytes=sum(part.nbytes for part in parts),

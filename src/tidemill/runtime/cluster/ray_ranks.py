@@ -29,19 +29,18 @@ from tidemill.core.records import (
     TokenBuffer,
     WeightManifest,
 )
-from tidemill.extensions.registry import Extension, provide, session_functions
+from tidemill.extensions.registry import Extension, session_functions
 from tidemill.models.lora import adapter_of
 from tidemill.models.snapshots import Part, snapshot_bytes, snapshot_layout, write_snapshot
 from tidemill.runtime.backend import TrainerCheckpoints
-from tidemill.runtime.cluster.ray_calls import Remote, decode, require_reserved_gpus, served, trainer_lost
-from tidemill.runtime.cluster.ray_trainer import Started, TrainerActor, TrainerPlan
+from tidemill.runtime.cluster.ray_calls import Remote, decode, served, trainer_lost
+from tidemill.runtime.cluster.ray_trainer import Started, TrainerActor, TrainerPlan, checked_spec
 from tidemill.runtime.compute import ComputeThread
-from tidemill.runtime.extension_checks import identities, refuse_changed, trainer_extensions
 from tidemill.runtime.model_bundle import ModelBundle, build_critic, load_model_bundle
 from tidemill.trainer.checkpoint_store import CheckpointStore
 from tidemill.trainer.policy import MEGABYTE, PolicyTrainer
 from tidemill.trainer.scoring import completion_logprobs
-from tidemill.trainer.sharding import join_ranks, shard
+from tidemill.trainer.sharding import GroupRanks, join_ranks, shard
 from tidemill.weights.snapshot import Blob, allocate
 from tidemill.weights.store import WeightStore
 
@@ -135,6 +134,18 @@ def _meeting_file(folder: Path) -> Iterator[str]:
         path.unlink(missing_ok=True)
 
 
+def join_group(spec: RunSpec, meeting: Path, *, index: int, device: torch.device) -> GroupRanks:
+    """Join the ranks of a run, in the actor of one of them."""
+    return join_ranks(
+        meeting,
+        size=spec.trainer.shards,
+        index=index,
+        device=device,
+        timeout_s=RANK_S,
+        one_machine=not spec.ray.address,
+    )
+
+
 class ShardPublisher:
     """Implements `core.protocols.Publisher` for the rows of one rank: its snapshots and deltas are those of a model
     that has only these rows. A worker pulls the same version from every rank.
@@ -194,16 +205,10 @@ class RankActor(TrainerActor):
             UserError: a model or the device cannot be used, or the ranks do not see the folder.
         """
         planned = decode(plan, TrainerPlan)
-        spec, compute = RunSpec.model_validate_json(planned.spec), ComputeThread()
-        provide(functions)
-        here = identities(trainer_extensions(spec))
-        refuse_changed({name: planned.identities[name] for name in here}, here, where="the trainer's machine")
-        require_reserved_gpus(spec.ray.trainer_gpus, "ray.trainer_gpus")
+        spec, compute = checked_spec(planned, functions), ComputeThread()
         bundle = await compute.run(lambda: load_model_bundle(spec, progress=lambda _: None, generates=False))
         size = spec.trainer.shards
-        ranks = await compute.run(
-            lambda: join_ranks(Path(meeting), size=size, index=index, device=bundle.device, timeout_s=RANK_S)
-        )
+        ranks = await compute.run(lambda: join_group(spec, Path(meeting), index=index, device=bundle.device))
         offload = spec.trainer.offload == "optimizer"
         reference = bundle.forward_of(await compute.run(bundle.reference))
         critic = await compute.run(lambda: build_critic(bundle, progress=lambda _: None, ranks=ranks))

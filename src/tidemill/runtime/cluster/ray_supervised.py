@@ -10,6 +10,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import ray
 
 from tidemill.config.schema import RunSpec
@@ -29,14 +30,14 @@ from tidemill.runtime.cluster.ray_calls import (
     served,
     spec_to_send,
 )
-from tidemill.runtime.cluster.ray_ranks import RANK_S, RankGroup
+from tidemill.runtime.cluster.ray_ranks import RANK_S, RankGroup, join_group
 from tidemill.runtime.cluster.ray_trainer import NO_DEADLINE
 from tidemill.runtime.compute import ComputeThread
 from tidemill.runtime.model_bundle import ModelBundle, load_model_bundle
 from tidemill.telemetry.recorder import NullTelemetry
 from tidemill.trainer.checkpoint_store import CheckpointStore
 from tidemill.trainer.objectives import OBJECTIVES, SupervisedKind
-from tidemill.trainer.sharding import GroupRanks, join_ranks, shard
+from tidemill.trainer.sharding import GroupRanks, shard
 from tidemill.trainer.supervised_loop import FitContext, FitResult, fit
 
 POLL_S = 0.5
@@ -64,16 +65,10 @@ class SupervisedStarted(Record):
 
 
 class Fitted(Record):
-    """A `FitResult` as it crosses processes."""
+    """A `FitResult` as it crosses processes, which cannot exchange paths."""
 
-    steps: int
-    total_steps: int
-    resumed_from: int
-    interrupted: bool
-    stopped_early: bool
-    already_finished: bool
+    result: FitResult  # without its model
     model: str  # empty for none
-    held_out: dict[str, float]
 
 
 class Line(Record):
@@ -162,7 +157,7 @@ class SupervisedRank(AsyncActor):
         def start() -> SupervisedStarted:
             bundle = load_model_bundle(spec, progress=lambda _: None, generates=False)
             size = spec.trainer.shards
-            ranks = join_ranks(Path(meeting), size=size, index=index, device=bundle.device, timeout_s=RANK_S)
+            ranks = join_group(spec, Path(meeting), index=index, device=bundle.device)
             shard(bundle.forward, ranks, offload=spec.trainer.offload == "optimizer")
             self._bundle, self._ranks = bundle, ranks
             return SupervisedStarted(
@@ -201,16 +196,7 @@ class SupervisedRank(AsyncActor):
         examples, others = (decode(each, list[kind]) for each in (train, held_out))  # type: ignore[valid-type]
         objective = OBJECTIVES[self._plan.kind](spec, context)
         result = fit(spec, objective, train=examples, held_out=others, context=context)
-        return Fitted(
-            steps=result.steps,
-            total_steps=result.total_steps,
-            resumed_from=result.resumed_from,
-            interrupted=result.interrupted,
-            stopped_early=result.stopped_early,
-            already_finished=result.already_finished,
-            model=str(result.model or ""),
-            held_out=result.held_out,
-        )
+        return Fitted(result=msgspec.structs.replace(result, model=None), model=str(result.model or ""))
 
     @served
     async def take_lines(self) -> list[Line]:
@@ -278,15 +264,7 @@ def fit_on_ranks(
                 fitted = fitting.result()
             finally:
                 fitting.cancel()
-            return FitResult(
-                steps=fitted.steps,
-                total_steps=fitted.total_steps,
-                resumed_from=fitted.resumed_from,
-                interrupted=fitted.interrupted,
-                stopped_early=fitted.stopped_early,
-                already_finished=fitted.already_finished,
-                model=Path(fitted.model) if fitted.model else None,
-                held_out=fitted.held_out,
-            )
+            model = Path(fitted.model) if fitted.model else None
+            return msgspec.structs.replace(fitted.result, model=model)
 
     return asyncio.run(run())

@@ -55,6 +55,20 @@ class TrainerPlan(Record):
     identities: dict[str, str]  # of user functions, which this process must have too
 
 
+def checked_spec(plan: TrainerPlan, functions: Sequence[Extension]) -> RunSpec:
+    """The configuration of a trainer's actor, with its user functions.
+
+    Raises:
+        UserError: a function differs on this machine, or torch cannot use the reserved GPU.
+    """
+    spec = RunSpec.model_validate_json(plan.spec)
+    provide(functions)
+    here = identities(trainer_extensions(spec))
+    refuse_changed({name: plan.identities[name] for name in here}, here, where="the trainer's machine")
+    require_reserved_gpus(spec.ray.trainer_gpus, "ray.trainer_gpus")
+    return spec
+
+
 class Started(Record):
     """Result of `TrainerActor.start`."""
 
@@ -161,12 +175,7 @@ class TrainerActor(EngineActor, ReadingActor):
             UserError: a model or the device cannot be used.
         """
         planned = decode(plan, TrainerPlan)
-        compute = ComputeThread()
-        spec = RunSpec.model_validate_json(planned.spec)
-        provide(functions)
-        here = identities(trainer_extensions(spec))
-        refuse_changed({name: planned.identities[name] for name in here}, here, where="the trainer's machine")
-        require_reserved_gpus(spec.ray.trainer_gpus, "ray.trainer_gpus")
+        compute, spec = ComputeThread(), checked_spec(planned, functions)
         bundle = await compute.run(lambda: load_model_bundle(spec, progress=lambda _: None))
         reference = await compute.run(bundle.reference)
         device_info = bundle.device_info

@@ -40,6 +40,8 @@ from tidemill.controller.samples import Sample, SampleState
 from tidemill.controller.turns import AgentLimits, Turns
 from tidemill.controller.waiting import Mailbox
 from tidemill.core.records import GenerateRequest, count
+from tidemill.runtime.cluster.rank_group import RankGroup
+from tidemill.weights.sharded import PullerGroup
 
 TARGET = 1000
 
@@ -402,6 +404,25 @@ DEFECTS = {
     ),
     "counts the prompt in every branch": Defect(
         Turns, "context_length", _edited("(0 if self.contexts else prompt_tokens)", "prompt_tokens")
+    ),
+    # In the calls to a sharded trainer, and in what its ranks publish:
+    "takes the answer of one rank for that of all": Defect(
+        RankGroup, "_call_each", _edited("if all(call", "if any(call")
+    ),
+    "lets the other ranks run on": Defect(RankGroup, "kill", _edited("self._ranks", "self._ranks[:1]")),
+    "blames the rank that noticed": Defect(
+        RankGroup, "_failure", _edited("if isinstance(error, TrainerLost)", "if not isinstance(error, TrainerLost)")
+    ),
+    "takes a late rank for a failure of the others": Defect(
+        RankGroup, "_failure", _edited("not late or seconds < self._late_s", "raised")
+    ),
+    "puts rows of ranks together in another order": Defect(
+        PullerGroup, "swap", _edited("assembled(snapshots, self._buffer)", "assembled(snapshots[::-1], self._buffer)")
+    ),
+    "keeps rows of an older version": Defect(
+        PullerGroup,
+        "swap",
+        _edited("puller.swap(part, snapshots.append)", "snapshots or puller.swap(part, snapshots.append)"),
     ),
 }
 

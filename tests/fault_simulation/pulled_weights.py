@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import random
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from functools import lru_cache
 from typing import Any, TypeVar
 
+import msgspec
 import numpy as np
 
 from tests.fault_simulation.training_invariants import TrainingInvariants
@@ -23,7 +24,8 @@ from tidemill.core.records import (
 )
 from tidemill.sim.simulated_worker import SimulatedWorker
 from tidemill.weights.puller import Puller
-from tidemill.weights.snapshot import Blob, Snapshot, allocate
+from tidemill.weights.sharded import PullerGroup
+from tidemill.weights.snapshot import ALIGNMENT, Blob, MemoryTransport, Snapshot, allocate
 from tidemill.weights.store import WeightStore
 
 T = TypeVar("T")
@@ -85,10 +87,57 @@ class StoredPublisher:
         await self.store.close()
 
 
+class RankRows:
+    """Publishes the rows of one rank through a store of its own.
+
+    Args:
+        index: of the rank, of `size`; like FSDP's, its rows of a tensor are one of `size` chunks, the last ones shorter
+            or empty.
+    """
+
+    def __init__(self, index: int, size: int, transport: MemoryTransport, *, seconds: float) -> None:
+        self.transport = transport
+        self._store = WeightStore(transport, compute=PromptCompute())
+        self._seconds = seconds
+        tensors, offset = list[TensorEntry](), 0
+        self._sources: list[slice] = []  # in the whole weights
+        for entry in LAYOUT:
+            (rows,) = entry.shape
+            most = -(-rows // size)
+            first, last = min(rows, index * most), min(rows, (index + 1) * most)
+            nbytes = 4 * (last - first)
+            tensors.append(msgspec.structs.replace(entry, shape=(last - first,), offset=offset, nbytes=nbytes))
+            self._sources.append(slice(entry.offset + 4 * first, entry.offset + 4 * last))
+            offset += -(-nbytes // ALIGNMENT) * ALIGNMENT
+        self._layout = tuple(tensors)
+
+    @property
+    def version(self) -> PolicyVersion | None:
+        return self._store.latest.version if self._store.latest else None
+
+    async def publish(self, version: PolicyVersion, *, probed: Callable[[], Awaitable[None]]) -> WeightManifest:
+        latest = self._store.latest
+        if latest is not None and latest.version == version:
+            return latest
+        await asyncio.sleep(self._seconds)
+        await self._store.make_room()
+        whole, rows = weights_of(version), allocate(max(entry.offset + entry.nbytes for entry in self._layout))
+        for entry, source in zip(self._layout, self._sources, strict=True):
+            rows[entry.offset : entry.offset + entry.nbytes] = whole[source]
+        await probed()
+        return await self._store.publish(
+            version, self._layout, rows, probe_ids=PROBE, probe_logprobs=probe_logprobs(version.digest)
+        )
+
+    def lose(self) -> None:
+        """Its process ended, and its objects with it."""
+        self.transport.blobs.clear()
+
+
 class PulledBytes:
     """Implements `core.protocols.WeightSource` over a real puller."""
 
-    def __init__(self, puller: Puller) -> None:
+    def __init__(self, puller: Puller | PullerGroup) -> None:
         self.snapshot: Blob | None = None
         self._puller = puller
 

@@ -61,6 +61,16 @@ class MachinePlan(Record):
     faults: tuple[MachineFault, ...]
 
 
+class RankFault(Record):
+    """A fault of one rank of a sharded trainer, in one of the calls to it."""
+
+    kind: Literal["dies", "hangs", "raises", "lags"]
+    rank: int  # modulo their number
+    method: Literal["accumulate", "commit", "logprobs", "save", "restore_latest", "publish"]
+    call: int  # counted from 1 in this life
+    moment: Literal["before", "after"]  # its work and its collective operations
+
+
 class LifePlan(Record):
     """One life of the controller, from start to end."""
 
@@ -73,6 +83,8 @@ class LifePlan(Record):
     salt: str  # of its versions
     spoiled: tuple[tuple[str, bool, int], ...]  # (kind of blob, torn rather than corrupt, reads)
     machines: tuple[MachinePlan, ...]
+    ranks: int = 1  # of the trainer
+    rank_fault: RankFault | None = None
 
 
 class Scenario(Record):
@@ -105,12 +117,39 @@ LONG_SILENCE_S = 10.0
 
 AGENTS = (2, 5, 7)
 """Seeds with one of these remainders modulo 9 run an agent."""
+RANKS = (1, 3)
+"""Seeds with one of these remainders modulo 5 have a sharded trainer."""
 
 
 def draw(seed: int) -> Scenario:
     """Draw the scenario of a seed; equal on every machine."""
     scenario = _draw(seed)
-    return with_agent(scenario) if seed % 9 in AGENTS else scenario
+    if seed % 9 in AGENTS:
+        scenario = with_agent(scenario)
+    return with_ranks(scenario) if seed % 5 in RANKS else scenario
+
+
+def with_ranks(scenario: Scenario) -> Scenario:
+    """The scenario with a sharded trainer; every life draws its number of ranks."""
+    rng = random.Random(f"ranks {scenario.seed}")
+    lives = [
+        msgspec.structs.replace(
+            life, ranks=rng.choice([1, 2, 2, 3]), rank_fault=_rank_fault(rng, ends_life=life.fault is not None)
+        )
+        for life in scenario.lives
+    ]
+    return msgspec.structs.replace(scenario, lives=tuple(lives))
+
+
+def _rank_fault(rng: random.Random, *, ends_life: bool) -> RankFault | None:
+    fault = RankFault(
+        kind=rng.choice(["dies", "dies", "hangs", "raises", "lags"] if ends_life else ["lags"]),
+        rank=rng.randrange(6),
+        method=rng.choice(["accumulate", "commit", "logprobs", "save", "restore_latest", "publish"]),
+        call=1 + int(rng.expovariate(1 / 2)),
+        moment=rng.choice(["before", "after"]),
+    )
+    return fault if rng.random() < 0.8 else None
 
 
 def with_agent(scenario: Scenario) -> Scenario:

@@ -21,20 +21,29 @@ from tests.fault_simulation.components import (
 from tests.fault_simulation.invariants import Invariants, Violation, require
 from tests.fault_simulation.machine import Machine
 from tests.fault_simulation.mailbox import ObservedFleet
-from tests.fault_simulation.pulled_weights import PromptCompute, PulledBytes, PullingWorker, StoredPublisher
+from tests.fault_simulation.pulled_weights import (
+    PromptCompute,
+    PulledBytes,
+    PullingWorker,
+    RankRows,
+    StoredPublisher,
+)
+from tests.fault_simulation.ranks import WatchedGroup, WatchedPublisher, ranks_of_life
 from tests.fault_simulation.scenario import LifePlan, RunFault, Scenario
 from tests.fault_simulation.training_invariants import TrainingInvariants
 from tidemill.config.schema import RunSpec
 from tidemill.controller.loop import LoopResult, train_loop
 from tidemill.controller.waiting import Timeouts
 from tidemill.core.errors import DeadlineError, TidemillError
-from tidemill.core.protocols import LoopClock, Worker
+from tidemill.core.protocols import Checkpoints, LoopClock, Publisher, Trainer, Worker
 from tidemill.core.records import Lease, LeaseEvent, WorkerReport
+from tidemill.runtime.cluster.ray_trainer import RayCheckpoints, RayTrainer
 from tidemill.sim.simulated_engine import SimulatedEngine
-from tidemill.sim.simulated_trainer import SimulatedCheckpoints, SimulatedDisk
+from tidemill.sim.simulated_trainer import START, SimulatedCheckpoints, SimulatedDisk
 from tidemill.sim.simulated_worker import SimulatedWorker
 from tidemill.sim.workload import Completions, NoText, SimulatedPrompts
 from tidemill.weights.puller import Puller
+from tidemill.weights.sharded import PullerGroup
 from tidemill.weights.snapshot import MemoryTransport, corrupt, torn
 from tidemill.weights.store import WeightStore
 
@@ -79,10 +88,7 @@ class World:
         self._stop = asyncio.Event()
         clock = LoopClock()
         self.log = EventLog(clock, training)
-        self._transport = MemoryTransport(zero_copy=False)
-        self._transport.delay_s = scenario.fetch_s
-        for kind, is_torn, reads in life.spoiled:
-            self._transport.spoil(kind, torn if is_torn else corrupt, times=reads)
+        self._transports = [self._transport_of(life) for _ in range(life.ranks)]
         rng = random.Random(life.seed)
         self.machines = {
             f"lease-{plan.name}": Machine(plan, self, random.Random(rng.getrandbits(32))) for plan in life.machines
@@ -95,7 +101,8 @@ class World:
             seconds=life.journal_s,
         )
         self._scorer = WatchedScorer(training, seconds=scenario.score_s, reward=reward_of)
-        self._trainer = WatchedTrainer(scenario.trainer, training, salt=life.salt)
+        self._group = self._start_ranks() if life.ranks > 1 else None
+        self._trainer, self._checkpoints = self._make_trainer(self._group)
         self._environments = self._make_environments(random.Random(f"environments {life.seed}"))
         self.reserved = SimulatedWorker(
             self._engine(scenario.engine),
@@ -115,11 +122,40 @@ class World:
             timeouts=TIMEOUTS,
             provider=self.provider if elastic else None,
             host=self if elastic else None,
-            publisher=StoredPublisher(WeightStore(self._transport, compute=PromptCompute()), training, seconds=0.05)
-            if elastic
-            else None,
+            publisher=self._make_publisher(self._group) if elastic else None,
             heartbeat_timeout_s=scenario.heartbeat_timeout_s,
         )
+
+    def _transport_of(self, life: LifePlan) -> MemoryTransport:
+        transport = MemoryTransport(zero_copy=False)
+        transport.delay_s = self._scenario.fetch_s
+        for kind, is_torn, reads in life.spoiled:
+            transport.spoil(kind, torn if is_torn else corrupt, times=reads)
+        return transport
+
+    def _start_ranks(self) -> WatchedGroup:
+        size = len(self._transports)
+        return ranks_of_life(
+            [RankRows(index, size, each, seconds=0.05) for index, each in enumerate(self._transports)],
+            costs=self._scenario.trainer,
+            training=self._training,
+            salt=self._life.salt,
+            disk=self._disk,
+            fault=self._life.rank_fault,
+        )
+
+    def _make_trainer(self, group: WatchedGroup | None) -> tuple[Trainer, Checkpoints]:
+        if group is None:
+            trainer = WatchedTrainer(self._scenario.trainer, self._training, salt=self._life.salt)
+            return trainer, SimulatedCheckpoints(self._disk, trainer, self._scenario.trainer)
+        remote = RayTrainer(group, START)
+        return remote, RayCheckpoints(group, remote, warn=self._unseen.append)
+
+    def _make_publisher(self, group: WatchedGroup | None) -> Publisher:
+        if group is not None:
+            return WatchedPublisher(group, self._training)
+        store = WeightStore(self._transports[0], compute=PromptCompute())
+        return StoredPublisher(store, self._training, seconds=0.05)
 
     def _engine(self, costs: ConstantEngine) -> SimulatedEngine:
         if self._scenario.agent:
@@ -160,7 +196,6 @@ class World:
     async def _run(self) -> LoopResult:
         spec = self._spec
         ledger = WatchedLedger(self.journal, self._invariants, self._training, round_size=spec.batch.prompts)
-        checkpoints = SimulatedCheckpoints(self._disk, self._trainer, self._scenario.trainer)
         try:
             async with self.fleet:
                 return await train_loop(
@@ -171,7 +206,7 @@ class World:
                     scorer=self._scorer,
                     eval_scorer=self._scorer,
                     ledger=ledger,
-                    checkpoints=checkpoints,
+                    checkpoints=self._checkpoints,
                     telemetry=self.log,
                     codec=NoText(),
                     clock=LoopClock(),
@@ -199,6 +234,8 @@ class World:
         """Whether the plan allows this error."""
         if isinstance(error, InjectedError):
             return True
+        if self._group is not None and self._group.allows(error):
+            return True
         if isinstance(error, DeadlineError):
             return self._life.fault == "scorer hangs"
         if "cancelled its own answer" in str(error):
@@ -220,6 +257,8 @@ class World:
     async def _clean_up(self) -> None:
         for timer in self._timers:
             timer.cancel()
+        if self._group is not None:
+            self._group.kill()
         await self.reserved.close()
         for _ in range(5):
             await asyncio.sleep(0)
@@ -240,6 +279,9 @@ class World:
         # A controller that dies may have read the end of a lease without logging it.
         told_of = set(evicted) == right if finished else set(evicted) <= right
         require(told_of and len(set(evicted)) == len(evicted), f"logged evictions {sorted(evicted)}, expected {right}")
+        quarantined = {fields["lease"] for fields in told("quarantine")}
+        wrong = {lease for lease, machine in self.machines.items() if machine.computes_wrongly}
+        require(quarantined <= wrong, f"workers of {quarantined - wrong} computed with other bytes than were published")
         for lease_id, machine in self.machines.items():
             if lease_id in ended and machine.line is not None:
                 require(machine.line.killed, f"worker of {lease_id} was not stopped")
@@ -254,7 +296,7 @@ class World:
 
         def worker(costs: ConstantEngine) -> SimulatedWorker:
             clock = LoopClock()
-            puller = Puller(self._transport, PromptCompute(), clock=clock, timeout_s=60.0)
+            pullers = [Puller(each, PromptCompute(), clock=clock, timeout_s=60.0) for each in self._transports]
             return PullingWorker(
                 self._engine(costs),
                 clock=clock,
@@ -262,7 +304,7 @@ class World:
                 lease_id=lease.lease_id,
                 tick_s=self._scenario.tick_s,
                 heartbeat_s=HEARTBEAT_S,
-                bytes_=PulledBytes(puller),
+                bytes_=PulledBytes(pullers[0] if len(pullers) == 1 else PullerGroup(pullers)),
                 wrongly=machine.computes_wrongly,
             )
 

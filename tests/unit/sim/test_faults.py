@@ -77,6 +77,7 @@ def test_a_seed_is_replayed_exactly() -> None:
         "acts before it is durable",
         "does not journal observations",
         "reuses calls of an earlier turn",
+        "lets the other ranks run on",
     ],
 )
 def test_a_planted_defect_is_found(name: str) -> None:

@@ -44,6 +44,7 @@ from tidemill.runtime.cluster.connection import (
     reserved_selector,
     selector_of,
 )
+from tidemill.runtime.cluster.rank_group import RankGroup
 from tidemill.runtime.cluster.ray_calls import (
     ActorResources,
     Remote,
@@ -55,7 +56,7 @@ from tidemill.runtime.cluster.ray_calls import (
     trainer_lost,
 )
 from tidemill.runtime.cluster.ray_critic import CriticActor
-from tidemill.runtime.cluster.ray_ranks import RankActor, RankGroup
+from tidemill.runtime.cluster.ray_ranks import RankActor, rank_remotes
 from tidemill.runtime.cluster.ray_reader import RayReader, ReaderProcess
 from tidemill.runtime.cluster.ray_trainer import (
     NO_DEADLINE,
@@ -111,7 +112,7 @@ async def on_ray(spec: RunSpec, run: RunDirectory, recorder: Recorder, clock: Cl
         if spec.algorithm.needs_critic and spec.placement.critic == "actor":
             resources = ActorResources(spec.placement.actor_cpus, spec.placement.actor_gpus, "placement.actor")
             critic = await stack.enter_async_context(placed(CriticActor, "critic", resources, reserved))
-        remote = Remote(handles[0], lost=trainer_lost) if shards == 1 else RankGroup(handles)
+        remote = Remote(handles[0], lost=trainer_lost) if shards == 1 else RankGroup(rank_remotes(handles))
         plan = TrainerPlan(
             spec=spec_to_send(spec, folder),
             checkpoints=str(run.checkpoints.resolve()),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -15,11 +14,12 @@ import ray
 
 from tidemill.config.schema import RunSpec
 from tidemill.core.protocols import Telemetry
-from tidemill.core.records import Demonstration, PreferencePair, Record, StepMetrics
+from tidemill.core.records import Demonstration, PreferencePair, Record
 from tidemill.models.folder import weight_files
 from tidemill.models.snapshots import check_shardable
 from tidemill.models.weights_digest import weights_digest
 from tidemill.runtime.cluster.connection import connected, reserved_selector, selector_of
+from tidemill.runtime.cluster.rank_group import RANK_S, RankGroup
 from tidemill.runtime.cluster.ray_calls import (
     ActorResources,
     AsyncActor,
@@ -30,8 +30,9 @@ from tidemill.runtime.cluster.ray_calls import (
     served,
     spec_to_send,
 )
-from tidemill.runtime.cluster.ray_ranks import RANK_S, RankGroup, join_group
+from tidemill.runtime.cluster.ray_ranks import join_group, rank_remotes
 from tidemill.runtime.cluster.ray_trainer import NO_DEADLINE
+from tidemill.runtime.cluster.telemetry_relay import Line, LineQueue, relay
 from tidemill.runtime.compute import ComputeThread
 from tidemill.runtime.model_bundle import ModelBundle, load_model_bundle
 from tidemill.telemetry.recorder import NullTelemetry
@@ -69,64 +70,6 @@ class Fitted(Record):
 
     result: FitResult  # without its model
     model: str  # empty for none
-
-
-class Line(Record):
-    """One call of a telemetry's method, or of a function of the context."""
-
-    call: str
-    name: str = ""
-    step: int = 0
-    total: int = 0
-    fields: dict[str, Any] = {}
-    metrics: StepMetrics | None = None
-
-
-class LineQueue(NullTelemetry):
-    """A telemetry whose calls are taken as lines by another thread."""
-
-    def __init__(self) -> None:
-        super().__init__(lambda _: None)
-        self._lines: deque[Line] = deque()
-
-    def add(self, line: Line) -> None:
-        self._lines.append(line)
-
-    def take(self) -> list[Line]:
-        return [self._lines.popleft() for _ in range(len(self._lines))]
-
-    def resume(self, step: int) -> None:
-        self.add(Line(call="resume", step=step))
-
-    def event(self, name: str, **fields: Any) -> None:
-        self.add(Line(call="event", name=name, fields=fields))
-
-    def step(self, metrics: StepMetrics) -> None:
-        self.add(Line(call="step", metrics=metrics))
-
-    def progress(self, phase: str, done: int, total: int) -> None:
-        self.add(Line(call="progress", name=phase, step=done, total=total))
-
-
-def relay(
-    lines: Sequence[Line], telemetry: Telemetry, *, note: Callable[[str], None], expect: Callable[[int], None]
-) -> None:
-    """Repeat the calls of a `LineQueue`."""
-    for line in lines:
-        match line.call:
-            case "resume":
-                telemetry.resume(line.step)
-            case "event":
-                telemetry.event(line.name, **line.fields)
-            case "step":
-                assert line.metrics is not None
-                telemetry.step(line.metrics)
-            case "progress":
-                telemetry.progress(line.name, line.step, line.total)
-            case "note":
-                note(line.name)
-            case "expect":
-                expect(line.total)
 
 
 class SupervisedRank(AsyncActor):
@@ -247,7 +190,7 @@ def fit_on_ranks(
             handles = await stack.enter_async_context(
                 placed_group(SupervisedRank, "trainer", resources, reserved, size=size)
             )
-            group = RankGroup(handles)
+            group = RankGroup(rank_remotes(handles))
             started(await group.start(plan, directory / "checkpoints", kind=SupervisedStarted))
             examples = [ray.put(encode(list(each))) for each in (train, held_out)]
             fitting = asyncio.create_task(group.call("fit", *examples, kind=Fitted, timeout_s=NO_DEADLINE))

@@ -1,0 +1,124 @@
+"""Calls that reach every rank of a sharded trainer.
+
+The ranks make the same decisions from the same groups, so every call goes to all and the first one's answer counts. A
+rank that dies or is late ends the others: a collective operation cannot continue without it. The run resumes from its
+checkpoint.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+from tidemill.core.errors import TrainerLost, UserError
+from tidemill.extensions.registry import session_functions
+from tidemill.runtime.cluster.ray_calls import trainer_lost
+
+T = TypeVar("T")
+
+RANK_S = 600.0
+"""Deadline of a collective operation, and of the other ranks once the first has answered."""
+START_S = 900.0
+CAUSE_S = 5.0
+"""After a failure, how long to wait for the answers of other ranks, which may tell its cause."""
+
+
+class RankCalls(Protocol):
+    """Calls on one rank, as `Remote` makes them."""
+
+    async def call(self, method: str, *args: object, kind: type[T], timeout_s: float) -> T:
+        """Raises TrainerLost: the rank died; TidemillError: what the method raised."""
+
+    def kill(self) -> None: ...
+
+
+class RankGroup:
+    """Calls on all ranks; has the interface of `Remote`.
+
+    Args:
+        late_s: deadline of a collective operation, and of the other ranks once the first has answered.
+    """
+
+    def __init__(self, ranks: Sequence[RankCalls], *, late_s: float = RANK_S) -> None:
+        self._ranks, self._late_s = ranks, late_s
+
+    @property
+    def first(self) -> RankCalls:
+        return self._ranks[0]
+
+    async def start(self, plan: bytes, checkpoints: Path, *, kind: type[T]) -> T:
+        """Start all ranks with their `start_rank`; they meet at a file in the folder of the checkpoints."""
+        with _meeting_file(checkpoints) as meeting:
+            return await self._call_each(
+                "start_rank",
+                [(plan, index, meeting, session_functions()) for index in range(len(self._ranks))],
+                kind=kind,
+                timeout_s=START_S,
+            )
+
+    async def call(self, method: str, *args: object, kind: type[T], timeout_s: float) -> T:
+        """The answer of the first rank, when all have answered.
+
+        Raises:
+            TidemillError: what a rank raised, or that it died or was late; all ranks are ended.
+        """
+        return await self._call_each(method, [args] * len(self._ranks), kind=kind, timeout_s=timeout_s)
+
+    async def _call_each(
+        self, method: str, arguments: Sequence[Sequence[object]], *, kind: type[T], timeout_s: float
+    ) -> T:
+        calls = [
+            asyncio.ensure_future(rank.call(method, *args, kind=kind, timeout_s=timeout_s))
+            for rank, args in zip(self._ranks, arguments, strict=True)
+        ]
+        began_s = asyncio.get_running_loop().time()
+        try:
+            await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(calls, timeout=self._late_s, return_when=asyncio.FIRST_EXCEPTION)
+            if all(call.done() and call.exception() is None for call in calls):
+                return calls[0].result()
+            await asyncio.wait(calls, timeout=CAUSE_S)
+            raise self._failure(method, calls, asyncio.get_running_loop().time() - began_s)
+        except BaseException:
+            self.kill()
+            raise
+        finally:
+            for call in calls:
+                call.cancel()
+            await asyncio.gather(*calls, return_exceptions=True)
+
+    def _failure(self, method: str, calls: Sequence[asyncio.Future[T]], seconds: float) -> BaseException:
+        """The error that explains the others: of a user, of a rank that died, that one is late, or any other."""
+        raised = [error for call in calls if call.done() and (error := call.exception()) is not None]
+        for error in raised:
+            if isinstance(error, UserError):
+                return error
+        for error in raised:
+            if isinstance(error, TrainerLost):
+                return error
+        late = [index for index, call in enumerate(calls) if not call.done()]
+        if raised and (not late or seconds < self._late_s):
+            return raised[0]
+        # The others may have given up a collective operation; their errors are a consequence.
+        cause = f"no answer to `{method}` within {self._late_s:.0f} s of the others"
+        return trainer_lost(cause, "check its machine and its log", role=f"trainer's rank {late[0]}")
+
+    def kill(self) -> None:
+        """End all ranks now."""
+        for rank in self._ranks:
+            rank.kill()
+
+
+@contextmanager
+def _meeting_file(folder: Path) -> Iterator[str]:
+    """Path of a new file in a folder, which is created if needed; the file is removed at the end."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder.resolve() / f".ranks-{uuid.uuid4().hex}"
+    try:
+        yield str(path)
+    finally:
+        path.unlink(missing_ok=True)

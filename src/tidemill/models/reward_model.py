@@ -213,7 +213,7 @@ def sequence_scores(forward: TreeForward, head: nn.Module, sequences: Sequence[T
 
     Also returns the number of tokens computed: a shared prefix is computed once.
     """
-    device = next(forward.parameters()).device
+    device = forward.device
     tree = build_tree(sequences)
     last = torch.tensor([int(path[-1]) for path in tree.paths], device=device)
     scores: Tensor = head(forward(tree, last).states)

@@ -82,8 +82,8 @@ class _TokenLogprobs(torch.autograd.Function):
         entropy = torch.zeros(len(hidden), dtype=torch.float32, device=hidden.device)
         rounded_weight = weight.to(hidden.dtype)
         needed = any(ctx.needs_input_grad[:3])
-        kept: list[Tensor] = []
-        for states, first, last, tokens in _chunks(hidden, rows, weight, head):
+        kept: dict[int, Tensor] = {}  # by chunk; a short last one may fit when one before it did not
+        for number, (states, first, last, tokens) in enumerate(_chunks(hidden, rows, weight, head)):
             logits = _logits(states, rounded_weight, bias, head)
             own, chosen = rows[tokens] - first, targets[tokens]
             picked = logits[own, chosen]
@@ -91,8 +91,9 @@ class _TokenLogprobs(torch.autograd.Function):
                 values[tokens] = (logits.argmax(-1)[own] == chosen).float()
             normalizers = _to_probabilities(logits, entropy[first:last] if head.statistic == "entropy" else None)
             logprobs[tokens] = picked - normalizers[own]
-            if needed and not head.softcap and sum(each.nbytes for each in kept) + logits.nbytes <= head.budget_bytes:
-                kept.append(logits)
+            nbytes = sum(each.nbytes for each in kept.values()) + logits.nbytes
+            if needed and not head.softcap and nbytes <= head.budget_bytes:
+                kept[number] = logits
         if head.statistic == "entropy":
             values = entropy[rows]
         else:
@@ -113,8 +114,8 @@ class _TokenLogprobs(torch.autograd.Function):
         for number, (states, first, last, tokens) in enumerate(_chunks(hidden, rows, weight, head)):
             own, chosen = rows[tokens] - first, targets[tokens]
             slope = None
-            if number < len(kept):
-                gradient, kept[number] = kept[number], None
+            if number in kept:
+                gradient = kept.pop(number)
             else:
                 gradient = _logits(states, rounded_weight, bias, head)
                 slope = 1 - (gradient * (head.temperature / head.softcap)).square() if head.softcap else None

@@ -43,6 +43,7 @@ class TreeForward(nn.Module):
     def __init__(self, model: PreTrainedModel, *, autocast: torch.dtype | None = None) -> None:
         super().__init__()
         self.model, self.autocast = model, autocast
+        self.device = next(model.parameters()).device  # of the computation; offloaded parameters are elsewhere
 
     def forward(self, tree: TokenTree, nodes: Tensor, targets: Targets | None = None) -> TreeOutput:
         """Compute the last hidden states of `nodes` (int64 [H]), and the logprobs of tokens that they predict."""

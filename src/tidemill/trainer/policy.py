@@ -103,7 +103,7 @@ class PolicyTrainer:
         self.kl_beta = spec.algorithm.kl_beta
         self._compute, self._source = compute, source
         self._forward, self._reference, self._ranks = forward, reference, ranks
-        self._device = next(forward.parameters()).device
+        self._device = forward.device
         self._logits_budget_bytes = spec.trainer.logits_budget_mb * MEGABYTE
         if spec.algorithm.needs_critic and critic is None:
             raise UserError(

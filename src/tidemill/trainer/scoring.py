@@ -274,7 +274,7 @@ def completion_logprobs(
         budget: packed tokens per forward pass; a longer completion gets its own.
         logits_budget_bytes: as for `token_logprobs`.
     """
-    device = next(forward.parameters()).device
+    device = forward.device
     logprobs: list[LogprobBuffer] = []
 
     def inputs(completion: Completion) -> tuple[Tokens]:

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from transformers import PreTrainedModel
 
+from tidemill.core.errors import UserError
 from tidemill.models.ranks import Ranks
 from tidemill.models.tree_forward import TreeForward
 
@@ -81,10 +82,19 @@ def shard(forward: TreeForward, ranks: Ranks, *, offload: bool = False) -> None:
 
     Args:
         offload: keep parameters, gradients and moments in host memory, and run the optimizer there.
+
+    Raises:
+        UserError: `offload` on the CPU.
     """
     if ranks.size == 1:
         return
-    device = next(forward.parameters()).device
+    device = forward.device
+    if device.type == "cpu" and offload:
+        raise UserError(
+            "there is no GPU whose memory it could save",
+            where="trainer.offload",
+            hint='leave it out, or set it to "none"',
+        )
     if device.type == "cpu":
         _return_large_blocks()
     mesh = init_device_mesh(device.type, (ranks.size,))

@@ -195,7 +195,7 @@ class FitContext:
 
     @property
     def device(self) -> torch.device:
-        return next(self.forward.parameters()).device
+        return self.forward.device
 
     @property
     def model(self) -> PreTrainedModel:

@@ -20,8 +20,9 @@ from tests.trajectories import group, trajectory
 from tests.workbench import RecordedSteps, demonstrations, fit_context, pairs, supervised_spec
 from tidemill.config.algorithm import CriticConfig
 from tidemill.config.schema import RunSpec
+from tidemill.core.errors import UserError
 from tidemill.core.records import Group, PolicyVersion, WeightManifest
-from tidemill.models.ranks import Ranks
+from tidemill.models.ranks import OneRank, Ranks
 from tidemill.models.reward_model import reward_head
 from tidemill.models.snapshots import snapshot_bytes, snapshot_layout, write_snapshot
 from tidemill.models.tree_forward import TreeForward
@@ -80,11 +81,15 @@ def spec_of(case: str) -> RunSpec:
     )
 
 
-def sharded(model: Any, ranks: Ranks, *, autocast: torch.dtype | None = None) -> TreeForward:
+class TwoRanks(OneRank):
+    size = 2
+
+
+def sharded(model: Any, ranks: Ranks, *, autocast: torch.dtype | None = None, offload: bool = False) -> TreeForward:
     forward = forward_of(model)
     assert forward is not None
     forward.autocast = autocast
-    shard(forward, ranks)
+    shard(forward, ranks, offload=offload)
     return forward
 
 
@@ -371,3 +376,9 @@ def test_supervised_stages_compute_on_two_ranks_what_they_compute_on_one(kind: s
             assert found == pytest.approx(expected, rel=1e-3, abs=1e-3)
         assert first[f"digest {steps}"] == second[f"digest {steps}"]
     assert (first["resumed 3"], first["resumed 5"]) == (0, 3)
+
+
+def test_offloading_without_a_gpu_is_refused() -> None:
+    with pytest.raises(UserError, match="no GPU") as refused:
+        sharded(llama(), TwoRanks(), offload=True)
+    assert refused.value.where == "trainer.offload"

@@ -1,0 +1,129 @@
+"""Command lines of bubblewrap: of the launcher's namespaces, and of a command in a sandbox.
+
+host ── launcher: own mounts and processes; IMAGE, what sandboxes see; SLOTS, a tmpfs per sandbox
+        └─ command: own users, processes, network, mounts: IMAGE read-only, /work and /tmp from its slot
+
+The launcher is process 2 of its namespace: when it ends, the kernel ends every sandbox and forgets every mount.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from tidemill.core.errors import UserError
+
+IMAGE, SLOTS = "/tidemill-image", "/tidemill-slots"
+WORK = "/work"
+USER = 1000
+"""User id that a command sees."""
+PATH = f"{os.path.realpath(sys.base_prefix)}/bin:/usr/local/bin:/usr/bin:/bin"
+SYSTEM = ("/usr", "/etc/alternatives", "/etc/ld.so.cache", "/etc/localtime", "/etc/ssl/certs")
+LINKS = ("/bin", "/sbin", "/lib", "/lib32", "/lib64")
+"""Links into /usr on current distributions, folders on others."""
+MS_NOSUID, MS_NODEV, MS_NOEXEC = 2, 4, 8
+
+LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+def find_bubblewrap() -> str:
+    """Raises UserError: it is not installed."""
+    found = shutil.which("bwrap")
+    if found is None:
+        raise UserError(
+            "bubblewrap is not installed",
+            where="sandbox.backend",
+            hint='install it ("apt install bubblewrap"); `tidemill doctor` says which back-ends work',
+        )
+    return str(Path(found).resolve())
+
+
+def launcher_command(program: Sequence[str]) -> list[str]:
+    """The launcher, as the same user with all capabilities in new namespaces, and the image of sandboxes."""
+    command = [find_bubblewrap(), "--die-with-parent", "--new-session", "--unshare-pid", "--cap-add", "ALL"]
+    if os.getuid() != 0:
+        command += ["--unshare-user"]
+    for entry in sorted(os.scandir("/"), key=lambda each: each.name):
+        if entry.is_symlink():
+            command += ["--symlink", os.readlink(entry.path), entry.path]
+        else:
+            command += ["--dev-bind", entry.path, entry.path]
+    for path in visible_paths():
+        command += [*_folders(IMAGE + path), "--ro-bind", path, IMAGE + path]
+    for link in filter(os.path.islink, LINKS):
+        command += ["--symlink", os.readlink(link), IMAGE + link]
+    for folder in ("/proc", "/dev", "/dev/shm", WORK, "/tmp", "/etc"):
+        command += _folders(f"{IMAGE}{folder}/")
+    return [*command, "--dir", SLOTS, "--", *program]
+
+
+def visible_paths() -> list[str]:
+    """Paths that a sandbox sees read-only: the system's programs and libraries, and this interpreter."""
+    paths = [*filter(os.path.exists, SYSTEM), *(each for each in LINKS if os.path.isdir(each) and not os.path.islink(each))]
+    prefix = os.path.realpath(sys.base_prefix)
+    if not prefix.startswith("/usr"):
+        paths.append(prefix)
+    return paths
+
+
+def _folders(path: str) -> Iterator[str]:
+    """Options that make the folders above a path readable; bubblewrap would hide them from other users."""
+    parts = path.split("/")[1:-1]
+    for end in range(1, len(parts) + 1):
+        yield from ("--dir", "/" + "/".join(parts[:end]))
+
+
+def mount_processes() -> None:
+    """Let the launcher see the processes of its own namespace. Raises OSError."""
+    _mount("proc", "/proc", MS_NOSUID | MS_NODEV | MS_NOEXEC, "")
+
+
+def mount_scratch(folder: str, size_bytes: int, files: int) -> None:
+    """Mount a file system of limited size. Raises OSError."""
+    Path(folder).mkdir()
+    _mount("tmpfs", folder, MS_NOSUID | MS_NODEV, f"size={size_bytes},nr_inodes={files},mode=0700")
+
+
+def unmount(folder: str) -> None:
+    detach = 2
+    LIBC.umount2(folder.encode(), detach)
+
+
+def _mount(kind: str, folder: str, flags: int, options: str) -> None:
+    if LIBC.mount(kind.encode(), folder.encode(), kind.encode(), flags, options.encode() or None) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"mount of {kind}: {os.strerror(number)}")
+
+
+def sandbox_command(
+    slot: str,
+    argv: Sequence[str],
+    env: Mapping[str, str],
+    *,
+    filter_fd: int,
+    status_fd: int,
+    processes: int,
+    bubblewrap: str,
+) -> list[str]:
+    """A command in namespaces of its own.
+
+    Args:
+        slot: folder with `work`, `tmp` and `shm`.
+        filter_fd: of the filter of system calls.
+        status_fd: receives the start and the exit code.
+        processes: limit; set inside, where it counts this sandbox alone.
+    """
+    options = ["--unshare-all", "--unshare-user", "--disable-userns", "--die-with-parent", "--new-session"]
+    options += ["--uid", str(USER), "--gid", str(USER), "--hostname", "sandbox", "--cap-drop", "ALL"]
+    options += ["--ro-bind", IMAGE, "/", "--proc", "/proc", "--dev", "/dev"]
+    for name, path in (("work", WORK), ("tmp", "/tmp"), ("shm", "/dev/shm")):
+        options += ["--bind", f"{slot}/{name}", path]
+    options += ["--remount-ro", "/dev", "--chdir", WORK, "--seccomp", str(filter_fd)]
+    options += ["--json-status-fd", str(status_fd)]
+    for name, value in {"PATH": PATH, "HOME": WORK, "LANG": "C.UTF-8", **env}.items():
+        options += ["--setenv", name, value]
+    return [bubblewrap, *options, "--", "/usr/bin/prlimit", f"--nproc={processes}", "--", *argv]

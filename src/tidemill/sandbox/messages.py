@@ -1,0 +1,76 @@
+"""Messages between a sandbox's owner and the launcher: their length in four bytes, then MessagePack."""
+
+from __future__ import annotations
+
+import socket
+from typing import Any, Literal, TypeAlias
+
+import msgspec
+
+from tidemill.core.records import Record
+from tidemill.sandbox.records import Limits, SandboxError
+
+Backend: TypeAlias = Literal["bwrap", "runsc", "none"]
+LENGTH_BYTES = 4
+
+
+class Setup(Record):
+    """What a launcher is started with."""
+
+    backend: Backend
+    address: str  # its socket, in the abstract namespace
+    path: tuple[str, ...]  # sys.path
+
+
+class Request(Record, omit_defaults=True):
+    """One method of a sandbox. The first one, of a connection, is `open` or `attach`."""
+
+    method: Literal["open", "run", "start", "attach", "read", "write", "snapshot", "restore"]
+    limits: Limits = Limits()
+    network: tuple[str, ...] = ()
+    argv: tuple[str, ...] = ()
+    env: dict[str, str] = {}
+    stdin: bytes = b""
+    timeout_s: float = 0.0
+    path: str = ""
+    data: bytes = b""
+    stream: str = ""  # start, attach: names the connection that becomes the standard input and output of a process
+
+
+class Reply(Record, omit_defaults=True):
+    """What a method returned, encoded; or how it failed."""
+
+    value: msgspec.Raw = msgspec.Raw(b"\xc0")
+    error: str = ""
+
+
+def send(stream: socket.socket, request: Request) -> None:
+    data = msgspec.msgpack.encode(request)
+    stream.sendall(len(data).to_bytes(LENGTH_BYTES, "little") + data)
+
+
+def receive(stream: socket.socket, kind: Any) -> Any:
+    """The value of the next reply.
+
+    Args:
+        kind: its type; None: no value.
+
+    Raises:
+        SandboxError: of the method.
+        OSError: the connection is lost, or its timeout has passed.
+    """
+    length = int.from_bytes(_read_exactly(stream, LENGTH_BYTES), "little")
+    reply = msgspec.msgpack.decode(_read_exactly(stream, length), type=Reply)
+    if reply.error:
+        raise SandboxError(reply.error)
+    return msgspec.msgpack.decode(reply.value, type=kind)
+
+
+def _read_exactly(stream: socket.socket, length: int) -> bytes:
+    data = bytearray()
+    while len(data) < length:
+        part = stream.recv(min(length - len(data), 1 << 20))
+        if not part:
+            raise ConnectionError("the sandbox has ended")
+        data += part
+    return bytes(data)

@@ -1,0 +1,98 @@
+"""What a sandbox is given and returns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Literal, Protocol, TypeAlias
+
+from tidemill.core.records import Record
+
+MEGABYTE = 1 << 20
+
+Ending: TypeAlias = Literal["", "wall", "cpu", "memory", "processes"]
+"""The limit that ended a command; empty: none did."""
+
+
+class SandboxError(Exception):
+    """The sandbox itself failed, not the command in it."""
+
+
+class Limits(Record):
+    """Of a sandbox as a whole: of all its processes together."""
+
+    memory_bytes: int = 512 * MEGABYTE
+    processes: int = 64  # threads count, too
+    cpu_s: float = 10.0  # of one command
+    wall_s: float = 30.0  # of one command
+    scratch_bytes: int = 64 * MEGABYTE
+    scratch_files: int = 4096
+    output_bytes: int = MEGABYTE  # of standard output, and of standard error
+
+
+class Finished(Record):
+    """How a command ended."""
+
+    stdout: bytes
+    stderr: bytes
+    code: int  # exit code; -N: ended by signal N
+    ended: Ending = ""
+    discarded_bytes: int = 0  # output beyond the limit
+    cpu_s: float = 0.0
+    wall_s: float = 0.0
+
+
+class Snapshot(Record):
+    """The regular files and folders of a sandbox."""
+
+    data: bytes  # tar
+    left_out: int = 0  # links, FIFOs, sockets and devices, which are not kept; and set-uid bits, which are removed
+
+
+class Sandbox(Protocol):
+    """A folder of files, and commands that see nothing else. A sandbox runs one command at a time.
+
+    Paths are relative to the folder, in which commands start. All methods raise SandboxError if the sandbox is lost.
+    """
+
+    def run(
+        self,
+        argv: Sequence[str],
+        *,
+        stdin: bytes = b"",
+        env: Mapping[str, str] = {},
+        timeout_s: float | None = None,
+    ) -> Finished:
+        """Run a command to its end; processes that it leaves behind are killed.
+
+        Args:
+            argv: program and arguments. "python3" is the interpreter that runs Tidemill, without its packages.
+            env: variables besides PATH, HOME and LANG.
+            timeout_s: deadline; at most the limit.
+        """
+
+    def read(self, path: str) -> bytes:
+        """The content of a regular file; links are not followed.
+
+        Raises:
+            SandboxError: there is none.
+        """
+
+    def write(self, path: str, data: bytes) -> None:
+        """Write a file and the folders above it; links are not followed.
+
+        Raises:
+            SandboxError: it cannot be written: a link, or no space.
+        """
+
+    def snapshot(self) -> Snapshot:
+        """All files."""
+
+    def restore(self, snapshot: Snapshot) -> None:
+        """Replace all files.
+
+        Raises:
+            SandboxError: it is larger than the sandbox or damaged.
+        """
+
+    def close(self) -> None:
+        """End all processes and delete the files. May be called again."""

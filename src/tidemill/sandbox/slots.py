@@ -1,0 +1,174 @@
+"""Slots: the folder and user of a sandbox, and the command line of a command in it, for each back-end."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import resource
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from tidemill.sandbox import bubblewrap
+from tidemill.sandbox.messages import Request
+from tidemill.sandbox.records import Limits
+from tidemill.sandbox.scratch import Scratch
+from tidemill.sandbox.seccomp import seccomp_program
+
+FIRST_USER, FEW_USERS = 1_900_000_000, 60_000
+"""First user id of slots, above those of people, services and containers; and the one where fewer ids exist."""
+OPEN_FILES = 256
+PR_CAP_AMBIENT, CLEAR_ALL = 47, 4
+FOLDERS = ("work", "tmp", "shm")
+
+
+@dataclass(kw_only=True)
+class Slot:
+    """A sandbox, to the launcher."""
+
+    number: int
+    folder: str
+    owner: int | None  # user id of its commands; None: the launcher's
+    limits: Limits
+
+    @property
+    def scratch(self) -> Scratch:
+        return Scratch(
+            f"{self.folder}/work",
+            owner=self.owner,
+            limit_bytes=self.limits.scratch_bytes,
+            limit_files=self.limits.scratch_files,
+        )
+
+
+@dataclass(kw_only=True)
+class Spawn:
+    """Arguments of `subprocess.Popen`."""
+
+    argv: list[str]
+    status_fd: int | None = None  # where bubblewrap reports that the command has started and ended
+    options: dict[str, Any]
+
+
+class Slots(Protocol):
+    """The sandboxes of one back-end."""
+
+    def open(self, limits: Limits) -> Slot:
+        """Raises OSError."""
+
+    @contextmanager
+    def spawn(self, slot: Slot, request: Request) -> Iterator[Spawn]:
+        """What to start for a command; its file descriptors are open inside the block."""
+
+    def close(self, slot: Slot) -> None:
+        """Delete the files; no process is left."""
+
+
+class BubblewrapSlots:
+    def __init__(self) -> None:
+        self._numbers = itertools.count()
+        self._bubblewrap = bubblewrap.find_bubblewrap()
+        self._filter = seccomp_program()
+        self._first_user = _first_user() if os.getuid() == 0 else None
+
+    def open(self, limits: Limits) -> Slot:
+        number = next(self._numbers)
+        owner = None if self._first_user is None else self._first_user + number % 5000
+        slot = Slot(number=number, folder=f"{bubblewrap.SLOTS}/{number}", owner=owner, limits=limits)
+        bubblewrap.mount_scratch(slot.folder, limits.scratch_bytes, limits.scratch_files + len(FOLDERS) + 1)
+        _make_folders(slot)
+        return slot
+
+    @contextmanager
+    def spawn(self, slot: Slot, request: Request) -> Iterator[Spawn]:
+        filter_read, filter_write = os.pipe()
+        status_read, status_write = os.pipe()
+        try:
+            with os.fdopen(filter_write, "wb") as file:
+                file.write(self._filter)
+            argv = bubblewrap.sandbox_command(
+                slot.folder,
+                request.argv,
+                request.env,
+                filter_fd=filter_read,
+                status_fd=status_write,
+                processes=slot.limits.processes,
+                bubblewrap=self._bubblewrap,
+            )
+            options: dict[str, Any] = {
+                "env": {},
+                "pass_fds": (filter_read, status_write),
+                "preexec_fn": _confine(slot.limits),
+            }
+            if slot.owner is not None:
+                options |= {"user": slot.owner, "group": slot.owner, "extra_groups": []}
+            yield Spawn(argv=argv, status_fd=os.dup(status_read), options=options)
+        finally:
+            for each in (filter_read, status_read, status_write):
+                os.close(each)
+
+    def close(self, slot: Slot) -> None:
+        bubblewrap.unmount(slot.folder)
+        os.rmdir(slot.folder)
+
+
+class PlainSlots:
+    """Commands that see everything which this user sees; only their resources are limited."""
+
+    def open(self, limits: Limits) -> Slot:
+        slot = Slot(number=0, folder=tempfile.mkdtemp(prefix="tidemill-sandbox-"), owner=None, limits=limits)
+        _make_folders(slot)
+        return slot
+
+    @contextmanager
+    def spawn(self, slot: Slot, request: Request) -> Iterator[Spawn]:
+        env = {"PATH": bubblewrap.PATH, "HOME": f"{slot.folder}/work", "LANG": "C.UTF-8", "TMPDIR": f"{slot.folder}/tmp"}
+        options = {
+            "env": env | request.env,
+            "cwd": f"{slot.folder}/work",
+            "start_new_session": True,
+            "preexec_fn": _confine(slot.limits),
+        }
+        yield Spawn(argv=list(request.argv), options=options)
+
+    def close(self, slot: Slot) -> None:
+        shutil.rmtree(slot.folder, ignore_errors=True)
+
+
+def _make_folders(slot: Slot) -> None:
+    for path in (slot.folder, *(f"{slot.folder}/{name}" for name in FOLDERS)):
+        Path(path).mkdir(mode=0o700, exist_ok=True)
+        if slot.owner is not None:
+            os.chown(path, slot.owner, slot.owner)
+
+
+def _first_user() -> int:
+    """The first user id of slots. Raises OSError: this namespace has too few."""
+    ranges = [tuple(map(int, line.split())) for line in Path("/proc/self/uid_map").read_text().splitlines()]
+    for first in (FIRST_USER, FEW_USERS):
+        if any(inside <= first < inside + count for inside, _, count in ranges):
+            return first
+    raise OSError(f"user {FEW_USERS} does not exist in this container, so that root could not be dropped")
+
+
+def _confine(limits: Limits) -> Callable[[], None]:
+    """Limits of each process, set in the child before it becomes the command; the watchdog adds up the processes."""
+
+    def set_limits() -> None:
+        bubblewrap.LIBC.prctl(PR_CAP_AMBIENT, CLEAR_ALL, 0, 0, 0)
+        for kind, value in (
+            (resource.RLIMIT_CORE, 0),
+            (resource.RLIMIT_NOFILE, OPEN_FILES),
+            (resource.RLIMIT_FSIZE, limits.scratch_bytes),
+            (resource.RLIMIT_DATA, limits.memory_bytes),
+            (resource.RLIMIT_MEMLOCK, 0),
+            (resource.RLIMIT_MSGQUEUE, 0),
+            (resource.RLIMIT_CPU, int(limits.cpu_s) + 2),
+        ):
+            resource.setrlimit(kind, (value, value))
+
+    return set_limits

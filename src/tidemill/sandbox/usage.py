@@ -1,0 +1,77 @@
+"""What the processes of sandboxes use, read from /proc."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+PAGE = os.sysconf("SC_PAGE_SIZE")
+TICKS = os.sysconf("SC_CLK_TCK")
+
+
+@dataclass
+class Process:
+    """One process, with the processor time of its ended children that it has waited for."""
+
+    parent: int
+    cpu_s: float
+    threads: int
+    private_bytes: int  # resident memory that is not of a file; after a fork both sides count shared pages
+
+
+@dataclass
+class Usage:
+    """Of a process and all its descendants."""
+
+    pids: list[int]
+    cpu_s: float = 0.0
+    threads: int = 0
+    private_bytes: int = 0
+
+    def exact_bytes(self) -> int:
+        """As `private_bytes`, with pages that processes share counted once; slow."""
+        total = 0
+        for pid in self.pids:
+            with suppress(OSError, IndexError):
+                for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+                    if line.startswith(("Pss_Anon:", "Pss_Shmem:")):
+                        total += int(line.split()[1]) << 10
+        return total
+
+
+def read_processes() -> dict[int, Process]:
+    """All processes that /proc shows, by id."""
+    processes = {}
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            with suppress(OSError, ValueError):  # it has ended
+                stat = Path(f"/proc/{name}/stat").read_text()
+                fields = stat[stat.rindex(")") + 2 :].split()  # a name in parentheses may contain spaces
+                resident, of_files = map(int, Path(f"/proc/{name}/statm").read_text().split()[1:3])
+                processes[int(name)] = Process(
+                    parent=int(fields[1]),
+                    cpu_s=sum(map(int, fields[11:15])) / TICKS,
+                    threads=int(fields[17]),
+                    private_bytes=(resident - of_files) * PAGE,
+                )
+    return processes
+
+
+def usage_of(root: int, processes: dict[int, Process]) -> Usage:
+    """The use of a process and its descendants."""
+    children: dict[int, list[int]] = {}
+    for pid, process in processes.items():
+        children.setdefault(process.parent, []).append(pid)
+    usage, left = Usage([]), [root]
+    while left:
+        pid = left.pop()
+        if pid in processes:
+            process = processes[pid]
+            usage.pids.append(pid)
+            usage.cpu_s += process.cpu_s
+            usage.threads += process.threads
+            usage.private_bytes += process.private_bytes
+            left += children.get(pid, ())
+    return usage

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from tidemill.config.base import Config, NameOrFunction
 
-BUILT_IN = ("guess", "calculator")
+BUILT_IN = ("guess", "calculator", "python")
 
 
 class EnvConfig(Config):

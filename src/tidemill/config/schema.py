@@ -23,6 +23,7 @@ from tidemill.config.learning import (
 )
 from tidemill.config.model import ModelConfig, PlacementConfig, ReadingConfig
 from tidemill.config.pool import FleetConfig, PoolConfig, RayConfig, SimulationConfig, StaticPool
+from tidemill.config.sandbox import SandboxConfig
 from tidemill.config.task import (
     ArithmeticTask,
     Column,
@@ -239,6 +240,7 @@ class RunSpec(Config):
     task: TaskConfig = ArithmeticTask()
     data: DataConfig = DataConfig()
     env: EnvConfig = EnvConfig()
+    sandbox: SandboxConfig = SandboxConfig()
     scoring: ScoringConfig = ScoringConfig()
     sampling: SamplingConfig = SamplingConfig()
     engine: EngineConfig = EngineConfig()

@@ -32,7 +32,7 @@ def agent_prompts(spec: RunSpec, codec: TextCodec | TurnFormat) -> AgentPrompts 
     environment = find_environment(spec.env).function
     chat = spec.model.chat_template
     format = turn_format(codec, spec.env, chat_template=chat) if isinstance(codec, TextCodec) else codec  # noqa: A001
-    return AgentPrompts(environment=environment, config=spec.env, format=format)  # type: ignore[arg-type]
+    return AgentPrompts(environment=environment, config=spec.env, format=format, sandbox=spec.sandbox)  # type: ignore[arg-type]
 
 
 def agent_limits(spec: RunSpec, context_tokens: int) -> AgentLimits | None:
@@ -59,7 +59,9 @@ async def open_environments(
     if prompts is None:
         yield None
         return
-    pool = EnvironmentPool(find_environment(spec.env), spec.env, prompts.format, run_id=run_id, report=report)
+    pool = EnvironmentPool(
+        find_environment(spec.env), spec.env, prompts.format, sandbox=spec.sandbox, run_id=run_id, report=report
+    )
     try:
         if spec.env.self_test:
             tested = await self_test(pool, [task_of(prompt) for _, prompt in task.source.train_batch(1)])

@@ -63,7 +63,10 @@ def launcher_command(program: Sequence[str]) -> list[str]:
 
 def visible_paths() -> list[str]:
     """Paths that a sandbox sees read-only: the system's programs and libraries, and this interpreter."""
-    paths = [*filter(os.path.exists, SYSTEM), *(each for each in LINKS if os.path.isdir(each) and not os.path.islink(each))]
+    paths = [
+        *filter(os.path.exists, SYSTEM),
+        *(each for each in LINKS if os.path.isdir(each) and not os.path.islink(each)),
+    ]
     prefix = os.path.realpath(sys.base_prefix)
     if not prefix.startswith("/usr"):
         paths.append(prefix)

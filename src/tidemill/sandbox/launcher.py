@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import signal
 import socket
 import struct
@@ -22,8 +23,8 @@ import msgspec
 
 from tidemill.sandbox import bubblewrap
 from tidemill.sandbox.messages import LENGTH_BYTES, Reply, Request, Setup
-from tidemill.sandbox.records import Ending, Finished, Limits, SandboxError
-from tidemill.sandbox.slots import BubblewrapSlots, PlainSlots, Slot, Slots
+from tidemill.sandbox.records import Ending, Finished, Limits, SandboxError, SandboxLostError
+from tidemill.sandbox.slots import BubblewrapSlots, PlainSlots, Slot, Slots, Spawn
 from tidemill.sandbox.usage import read_processes, usage_of
 
 PROGRAM = """\
@@ -195,7 +196,7 @@ class Launcher:
                 await writer.drain()
         except OSError as error:
             with suppress(OSError):
-                _answer(writer, Reply(error=f"the sandbox cannot be made: {error}"))
+                _answer(writer, Reply(error=f"the sandbox cannot be made: {error}", lost=True))
         finally:
             reading.cancel()
             if slot is not None:
@@ -210,29 +211,29 @@ class Launcher:
                 case "read":
                     value = slot.scratch.read(request.path)
                 case "write":
-                    value = slot.scratch.write(request.path, request.data)
+                    value = None
+                    slot.scratch.write(request.path, request.data)
                 case "snapshot":
                     value = slot.scratch.snapshot()
                 case "restore":
-                    value = slot.scratch.restore(request.data)
+                    value = None
+                    slot.scratch.restore(request.data)
                 case _:
                     raise SandboxError(f"{request.method} comes first")
             return Reply(value=msgspec.Raw(msgspec.msgpack.encode(value)))
         except (SandboxError, OSError) as error:
-            return Reply(error=str(error))
+            return Reply(
+                error=str(error), lost=not isinstance(error, SandboxError) or isinstance(error, SandboxLostError)
+            )
 
     async def _run(self, slot: Slot, request: Request) -> Finished:
-        """Raises SandboxError: it did not start; OSError."""
+        """Raises SandboxLostError: it did not start; OSError."""
         loop, limits = asyncio.get_running_loop(), slot.limits
         stream = self._streams.pop(request.stream) if request.method == "start" else None
         with self._slots.spawn(slot, request) as spawn:
-            process = subprocess.Popen(
-                spawn.argv,
-                stdin=stream or subprocess.PIPE,
-                stdout=stream or subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                **spawn.options,
-            )
+            if spawn.status_fd is None and not shutil.which(request.argv[0], path=spawn.options["env"]["PATH"]):
+                return Finished(stdout=b"", stderr=f"{request.argv[0]}: not found\n".encode(), code=127)
+            process = _start(spawn, stream)
         if stream is not None:
             stream.close()
         job = Job(process, limits)
@@ -276,6 +277,11 @@ class Launcher:
         )
 
 
+def _start(spawn: Spawn, stream: socket.socket | None) -> subprocess.Popen[bytes]:
+    given = stream.fileno() if stream else subprocess.PIPE
+    return subprocess.Popen(spawn.argv, stdin=given, stdout=given, stderr=subprocess.PIPE, **spawn.options)
+
+
 def kill_tree(root: int) -> None:
     """Kill a process and all its descendants, the first process of a namespace before its parent."""
     for pid in reversed(usage_of(root, read_processes()).pids):
@@ -287,7 +293,7 @@ def _exit_code(status_fd: int, code: int, *, started: bool, errors: bytes) -> in
     """What bubblewrap reports, where the command cannot write.
 
     Raises:
-        SandboxError: the command did not start.
+        SandboxLostError: the command did not start.
     """
     with os.fdopen(status_fd) as status:
         reports = [json.loads(line) for line in status]
@@ -297,7 +303,7 @@ def _exit_code(status_fd: int, code: int, *, started: bool, errors: bytes) -> in
     if started:
         return code
     first = errors.decode(errors="replace").strip().split("\n")[-1]
-    raise SandboxError(f"the sandbox did not start: {first or f'bubblewrap ended with {code}'}")
+    raise SandboxLostError(f"the sandbox did not start: {first or f'bubblewrap ended with {code}'}")
 
 
 def _same_user(connection: socket.socket) -> bool:

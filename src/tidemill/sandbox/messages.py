@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeAlias
 import msgspec
 
 from tidemill.core.records import Record
-from tidemill.sandbox.records import Limits, SandboxError
+from tidemill.sandbox.records import Limits, SandboxError, SandboxLostError
 
 Backend: TypeAlias = Literal["bwrap", "runsc", "none"]
 LENGTH_BYTES = 4
@@ -42,6 +42,7 @@ class Reply(Record, omit_defaults=True):
 
     value: msgspec.Raw = msgspec.Raw(b"\xc0")
     error: str = ""
+    lost: bool = False  # whether the sandbox itself failed
 
 
 def send(stream: socket.socket, request: Request) -> None:
@@ -57,12 +58,13 @@ def receive(stream: socket.socket, kind: Any) -> Any:
 
     Raises:
         SandboxError: of the method.
+        SandboxLostError: the launcher could not do it.
         OSError: the connection is lost, or its timeout has passed.
     """
     length = int.from_bytes(_read_exactly(stream, LENGTH_BYTES), "little")
     reply = msgspec.msgpack.decode(_read_exactly(stream, length), type=Reply)
     if reply.error:
-        raise SandboxError(reply.error)
+        raise (SandboxLostError if reply.lost else SandboxError)(reply.error)
     return msgspec.msgpack.decode(reply.value, type=kind)
 
 

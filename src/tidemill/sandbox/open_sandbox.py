@@ -1,191 +1,77 @@
-"""Opens sandboxes of this machine, all of them by one launcher per process."""
+"""Opens a sandbox of the configured back-end."""
 
 from __future__ import annotations
 
+import logging
 import os
-import secrets
-import select
-import socket
-import subprocess
-import sys
-import threading
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
 
-import msgspec
-
+from tidemill.config.sandbox import SandboxConfig
 from tidemill.core.errors import UserError
-from tidemill.sandbox.bubblewrap import launcher_command
-from tidemill.sandbox.launcher import PROGRAM, READY
-from tidemill.sandbox.messages import Backend, Request, Setup, receive, send
-from tidemill.sandbox.records import Finished, Limits, Sandbox, SandboxError, Snapshot
+from tidemill.sandbox.local import LocalSandbox, launcher
+from tidemill.sandbox.records import MEGABYTE, Limits, Sandbox, SandboxError
+from tidemill.sandbox.remote import RemoteSandbox
 
-START_S = 30.0
-ANSWER_S = 30.0
-"""Deadline of the launcher beyond that of a command."""
+WHERE = "sandbox.backend"
+CHECK_S = 10.0
+log = logging.getLogger(__name__)
 
 
-def open_sandbox(
-    backend: Backend = "bwrap", *, limits: Limits = Limits(), network: Sequence[str] = ()
-) -> Sandbox:
+def open_sandbox(config: SandboxConfig = SandboxConfig()) -> Sandbox:  # noqa: B008 -- frozen
     """A new, empty sandbox. Close it, or use `contextlib.closing`.
-
-    Args:
-        network: pairs "HOST:PORT" that commands may connect to; by default none.
 
     Raises:
         UserError: the back-end does not work on this machine.
         SandboxError: the sandbox cannot be made.
     """
-    return LocalSandbox(launcher(backend), limits, tuple(network))
+    limits, network = limits_of(config), () if config.network == "none" else config.network
+    if config.backend == "http":
+        return RemoteSandbox(config.url, _token(config), limits, network)
+    return LocalSandbox(launcher(config.backend).address, limits, network)
 
 
-class LocalSandbox:
-    """A sandbox of this machine; implements `Sandbox`."""
-
-    def __init__(self, address: str, limits: Limits, network: tuple[str, ...]) -> None:
-        self._address, self._limits = address, limits
-        self._lock = threading.Lock()
-        self._connection: socket.socket | None = _connect(address)
-        self._call(Request(method="open", limits=limits, network=network), None)
-
-    def run(
-        self,
-        argv: Sequence[str],
-        *,
-        stdin: bytes = b"",
-        env: Mapping[str, str] = {},
-        timeout_s: float | None = None,
-    ) -> Finished:
-        request = Request(method="run", argv=tuple(argv), stdin=stdin, env=dict(env), timeout_s=timeout_s or 0.0)
-        finished: Finished = self._call(request, Finished, min(timeout_s or self._limits.wall_s, self._limits.wall_s))
-        return finished
-
-    def read(self, path: str) -> bytes:
-        data: bytes = self._call(Request(method="read", path=path), bytes)
-        return data
-
-    def write(self, path: str, data: bytes) -> None:
-        self._call(Request(method="write", path=path, data=data), None)
-
-    def snapshot(self) -> Snapshot:
-        snapshot: Snapshot = self._call(Request(method="snapshot"), Snapshot)
-        return snapshot
-
-    def restore(self, snapshot: Snapshot) -> None:
-        self._call(Request(method="restore", data=snapshot.data), None)
-
-    def close(self) -> None:
-        if self._connection is not None:
-            self._connection.close()
-            self._connection = None
-
-    def _call(self, request: Request, kind: Any, longest_s: float = 0.0) -> Any:
-        with self._lock:
-            if self._connection is None:
-                raise SandboxError("the sandbox is closed")
-            self._connection.settimeout(longest_s + ANSWER_S)
-            try:
-                send(self._connection, request)
-                return receive(self._connection, kind)
-            except OSError as error:
-                self.close()
-                raise SandboxError(f"the sandbox is lost: {error or 'no answer'}") from error
+def limits_of(config: SandboxConfig) -> Limits:
+    return Limits(
+        memory_bytes=int(config.memory_mb * MEGABYTE),
+        processes=config.processes,
+        cpu_s=config.cpu_s,
+        wall_s=config.wall_s,
+        scratch_bytes=int(config.scratch_mb * MEGABYTE),
+        scratch_files=config.scratch_files,
+        output_bytes=int(config.output_kb * 1024),
+    )
 
 
-class Launcher:
-    """The launcher of this process."""
-
-    def __init__(self, backend: Backend) -> None:
-        self.address = f"tidemill-sandbox-{secrets.token_hex(16)}"
-        path = tuple(str(Path(each).absolute()) for each in sys.path)
-        setup = Setup(backend=backend, address=self.address, path=path)
-        program = [sys.executable, "-c", PROGRAM, msgspec.json.encode(setup).decode()]
-        command = program if backend == "none" else launcher_command(program)
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd="/"
-        )
-        self.owner = os.getpid()
-        try:
-            self._wait_until_ready()
-        except BaseException:
-            self.close()
-            raise
-
-    @property
-    def alive(self) -> bool:
-        return self.owner != os.getpid() or self._process.poll() is None
-
-    def close(self) -> None:
-        """End all sandboxes."""
-        if self.owner == os.getpid():
-            assert self._process.stdin is not None
-            self._process.stdin.close()
-            try:
-                self._process.wait(START_S)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-
-    def leave(self) -> None:
-        """Let a forked process use the launcher without keeping it alive."""
-        assert self._process.stdin is not None
-        os.close(self._process.stdin.fileno())
-
-    def _wait_until_ready(self) -> None:
-        assert self._process.stdout is not None
-        assert self._process.stderr is not None
-        output = self._process.stdout.fileno()
-        ready, _, _ = select.select([output], [], [], START_S)
-        if ready and os.read(output, len(READY)) == READY:
-            return
-        self._process.kill()
-        errors = self._process.stderr.read().decode(errors="replace").strip()
-        raise UserError(
-            f"sandboxes cannot be started: {errors.splitlines()[-1] if errors else 'the launcher did not answer'}",
-            where="sandbox.backend",
-            hint="`tidemill doctor` says which back-ends work here, and why the others do not",
-        )
-
-
-_launchers: dict[Backend, Launcher] = {}
-_lock = threading.Lock()
-
-
-def launcher(backend: Backend) -> str:
-    """The address of this process's launcher, started on first use. A forked process shares that of its parent.
+def check_sandbox(config: SandboxConfig) -> None:
+    """Run a command in a sandbox.
 
     Raises:
-        UserError: the back-end does not work on this machine.
+        UserError: it does not work on this machine.
     """
-    with _lock:
-        found = _launchers.get(backend)
-        if found is None or not found.alive:
-            found = _launchers[backend] = Launcher(backend)
-        return found.address
-
-
-def close_launchers() -> None:
-    """End all sandboxes of this process."""
-    with _lock:
-        while _launchers:
-            _launchers.popitem()[1].close()
-
-
-def _after_fork() -> None:
-    for each in _launchers.values():
-        each.leave()
-
-
-os.register_at_fork(after_in_child=_after_fork)
-
-
-def _connect(address: str) -> socket.socket:
-    connection = socket.socket(socket.AF_UNIX)
-    connection.settimeout(ANSWER_S)
+    if config.backend == "none":
+        log.warning('sandbox.backend = "none": what the model writes runs with all rights of this user')
     try:
-        connection.connect("\0" + address)
-    except OSError as error:
-        connection.close()
-        raise SandboxError(f"the launcher of sandboxes has ended: {error}") from error
-    return connection
+        sandbox = open_sandbox(config)
+        try:
+            finished = sandbox.run(["python3", "-c", "print(6 * 7)"], timeout_s=CHECK_S)
+        finally:
+            sandbox.close()
+    except SandboxError as error:
+        raise UserError(str(error), where=WHERE, hint=_hint(config)) from error
+    if finished.stdout != b"42\n":
+        how = finished.stderr.decode(errors="replace").strip() or f"exit code {finished.code} {finished.ended}"
+        raise UserError(f"Python does not run in a sandbox: {how[-300:]}", where=WHERE, hint=_hint(config))
+
+
+def _hint(config: SandboxConfig) -> str:
+    if config.backend == "http":
+        return "check sandbox.url and the server's log"
+    return "`tidemill doctor` says which back-ends work here, and why the others do not"
+
+
+def _token(config: SandboxConfig) -> str:
+    """Raises UserError: it is not set."""
+    token = os.environ.get(config.token_env, "")
+    if not token:
+        hint = f"set {config.token_env} to the server's token"
+        raise UserError("the server's token is missing", where="sandbox.token_env", hint=hint)
+    return token

@@ -14,7 +14,11 @@ Ending: TypeAlias = Literal["", "wall", "cpu", "memory", "processes"]
 
 
 class SandboxError(Exception):
-    """The sandbox itself failed, not the command in it."""
+    """A method of a sandbox cannot do what it was asked: a file that is missing, too large or a link."""
+
+
+class SandboxLostError(SandboxError):
+    """The sandbox itself failed, whatever was done in it."""
 
 
 class Limits(Record):
@@ -51,7 +55,7 @@ class Snapshot(Record):
 class Sandbox(Protocol):
     """A folder of files, and commands that see nothing else. A sandbox runs one command at a time.
 
-    Paths are relative to the folder, in which commands start. All methods raise SandboxError if the sandbox is lost.
+    Paths are relative to the folder, in which commands start. All methods raise SandboxLostError if the sandbox fails.
     """
 
     def run(

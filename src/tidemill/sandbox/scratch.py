@@ -155,4 +155,3 @@ class Scratch:
                 f"its files are too large: {total:,} bytes in {files:,} files; the limit is {self._limit_bytes:,} "
                 f"bytes and {self._limit_files:,} files"
             )
-

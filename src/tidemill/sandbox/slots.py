@@ -126,7 +126,12 @@ class PlainSlots:
 
     @contextmanager
     def spawn(self, slot: Slot, request: Request) -> Iterator[Spawn]:
-        env = {"PATH": bubblewrap.PATH, "HOME": f"{slot.folder}/work", "LANG": "C.UTF-8", "TMPDIR": f"{slot.folder}/tmp"}
+        env = {
+            "PATH": bubblewrap.PATH,
+            "HOME": f"{slot.folder}/work",
+            "LANG": "C.UTF-8",
+            "TMPDIR": f"{slot.folder}/tmp",
+        }
         options = {
             "env": env | request.env,
             "cwd": f"{slot.folder}/work",

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tidemill.envs.agents.environment import HELD_OUT_SEEDS, Environment, Split, Step, ToolEnvironment, tool
+from tidemill.envs.agents.python_tool import PythonTool
 
 HELD_OUT_SHARE = 0.2
 """Share of the ranges, and of the products, that only held-out tasks have."""
@@ -147,4 +148,4 @@ def _held_out(*key: object) -> bool:
     return random.Random(repr(key)).random() < HELD_OUT_SHARE
 
 
-BUILT_IN: dict[str, type[Environment]] = {"guess": Guess, "calculator": Calculator}
+BUILT_IN: dict[str, type[Environment]] = {"guess": Guess, "calculator": Calculator, "python": PythonTool}

@@ -13,8 +13,8 @@ import msgspec
 from tidemill.core.errors import UserError, exception_text
 from tidemill.core.records import Message, Prompt, Turn
 from tidemill.envs.agents.environment import Environment
-from tidemill.envs.agents.instances import Instances, Work
-from tidemill.envs.agents.prompts import LONGEST, AgentPrompts
+from tidemill.envs.agents.instances import Work
+from tidemill.envs.agents.prompts import AgentPrompts
 from tidemill.envs.agents.turn_plan import TurnPlanner, task_of, task_seed
 
 
@@ -52,7 +52,7 @@ def _played(agent: AgentPrompts, planner: TurnPlanner, prompt: Prompt) -> list[d
 
 async def _episode(agent: AgentPrompts, planner: TurnPlanner, prompt: Prompt) -> list[Message]:
     """The messages of an episode up to the teacher's last action, with observations as the model sees them."""
-    instances, task = Instances(agent.environment, dict(agent.config.params), LONGEST), task_of(prompt)
+    instances, task = agent.instances(), task_of(prompt)
     role: Literal["tool", "user"] = "tool" if planner.uses_tools else "user"
 
     async def made(method: str, arguments: str = "{}") -> tuple[Work, Any]:

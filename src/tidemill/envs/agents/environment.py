@@ -7,9 +7,13 @@ import inspect
 from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, TypeAlias, TypeVar, overload
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, TypeVar, overload
 
 from tidemill.core.errors import UserError
+
+if TYPE_CHECKING:
+    from tidemill.config.sandbox import SandboxConfig
+    from tidemill.sandbox import Sandbox
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 Split: TypeAlias = Literal["train", "held_out"]
@@ -19,6 +23,7 @@ HELD_OUT_SEEDS = 2**32
 TOOL_MARK = "__tidemill_tool__"
 
 current_call: ContextVar[str] = ContextVar("current_call", default="")
+current_sandbox: ContextVar[SandboxConfig | None] = ContextVar("current_sandbox", default=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +53,9 @@ class Environment:
     """Whether `step` may be repeated, in a new instance with the same history. If not, an episode whose process is lost
     is left out of its group."""
 
+    needs_sandbox: ClassVar[bool] = False
+    """Whether it uses `self.sandbox`. A run then starts only if its sandbox works."""
+
     @classmethod
     def tasks(cls, split: Split, count: int) -> list[dict[str, Any]]:
         """At most `count` rows; those of "train" and "held_out" must be disjoint."""
@@ -74,6 +82,29 @@ class Environment:
 
     def close(self) -> Awaitable[None] | None:
         """Release what the episode holds. Not called if its process is lost."""
+
+    @property
+    def sandbox(self) -> Sandbox:
+        """The sandbox of this episode, with the settings of `[sandbox]`; opened on first use, closed with the episode.
+
+        Raises:
+            UserError: the class does not say `needs_sandbox = True`.
+        """
+        if not self.needs_sandbox:
+            hint = "add needs_sandbox = True to the class"
+            raise UserError("self.sandbox is not prepared", where=type(self).__name__, hint=hint)
+        if (opened := vars(self).get("_sandbox")) is None:
+            from tidemill.config.sandbox import SandboxConfig
+            from tidemill.sandbox import open_sandbox
+
+            opened = vars(self)["_sandbox"] = open_sandbox(current_sandbox.get() or SandboxConfig())
+        found: Sandbox = opened
+        return found
+
+    def close_sandbox(self) -> None:
+        """Close it, if it was opened; called after `close`."""
+        if (opened := vars(self).pop("_sandbox", None)) is not None:
+            opened.close()
 
     @property
     def call_id(self) -> str:

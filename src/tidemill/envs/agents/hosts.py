@@ -20,6 +20,7 @@ from typing import Any
 
 import msgspec
 
+from tidemill.config.sandbox import SandboxConfig
 from tidemill.core.errors import DeadlineError
 from tidemill.envs.agents.instances import Instances, Outcome, Work
 from tidemill.envs.agents.process_server import LENGTH_BYTES, PROCESS, Command, Setup, server_command
@@ -141,8 +142,10 @@ class ThreadHost(Host):
 class ProcessLauncher:
     """Hosts that are processes, forked by a server (`process_server`) that is started on first use."""
 
-    def __init__(self, environment: str, params: dict[str, Any], longest: int) -> None:
-        self._environment, self._params, self._longest = environment, params, longest
+    def __init__(
+        self, environment: str, params: dict[str, Any], longest: int, sandbox: SandboxConfig | None = None
+    ) -> None:
+        self._environment, self._params, self._longest, self._sandbox = environment, params, longest, sandbox
         self._server: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         self._numbers = itertools.count(1)
@@ -190,6 +193,7 @@ class ProcessLauncher:
             environment=self._environment,
             params=self._params,
             longest=self._longest,
+            sandbox=self._sandbox.model_dump_json() if self._sandbox else "",
         )
         with theirs:
             self._server = subprocess.Popen(

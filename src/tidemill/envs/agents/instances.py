@@ -5,15 +5,20 @@ Used in environment processes, and on threads for classes that another process c
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 import re
+from collections.abc import Awaitable
 from numbers import Real
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from tidemill.core.errors import exception_text
+from tidemill.core.errors import UserError, exception_text
 from tidemill.core.records import Record
-from tidemill.envs.agents.environment import Environment, Step, current_call
+from tidemill.envs.agents.environment import Environment, Step, current_call, current_sandbox
+
+if TYPE_CHECKING:
+    from tidemill.config.sandbox import SandboxConfig
 
 LONGEST_KEY = 10_000
 """Characters of a state key."""
@@ -47,19 +52,23 @@ class Instances:
 
     Args:
         longest: characters that an observation may have; the prompt's length is limited elsewhere.
+        sandbox: settings of `Environment.sandbox`.
     """
 
-    def __init__(self, environment: type[Environment], params: dict[str, Any], longest: int) -> None:
-        self._environment, self._params, self._longest = environment, params, longest
+    def __init__(
+        self, environment: type[Environment], params: dict[str, Any], longest: int, sandbox: SandboxConfig | None
+    ) -> None:
+        self._environment, self._params, self._longest, self._sandbox = environment, params, longest, sandbox
         self._live: dict[int, Environment] = {}
 
     def invoke(self, work: Work) -> Any:
         """The method's result, which may be awaitable. Raises what the method raises."""
         current_call.set(work.call_id)
+        current_sandbox.set(self._sandbox)
         if work.method == "reset":
             self._live[work.episode] = self._environment(**self._params)
         elif work.method == "close":
-            return self._live.pop(work.episode).close()
+            return _closed(self._live.pop(work.episode))
         return getattr(self._live[work.episode], work.method)(**json.loads(work.arguments))
 
     def outcome(self, work: Work, value: Any) -> Outcome:
@@ -84,12 +93,26 @@ class Instances:
         """What an exception means: in a tool or step the agent's mistake, elsewhere a fault of the environment."""
         text = error if isinstance(error, str) else exception_text(error)
         text = ADDRESS.sub("0x…", text).replace("\0", "\\0")  # equal when it is repeated
-        if work.method in ("reset", "score", "close"):
+        if work.method in ("reset", "score", "close") or isinstance(error, UserError):
             return Outcome(index=work.index, text=f"{self._name(work)} raised {text}", error="invalid")
         return Outcome(index=work.index, text=text, error="raised")
 
     def _name(self, work: Work) -> str:
         return f"{self._environment.__name__}.{work.method}"
+
+
+def _closed(environment: Environment) -> Awaitable[None] | None:
+    """Close an environment, and then its sandbox."""
+    result = environment.close()
+    if inspect.isawaitable(result):
+        return _close_after(result, environment)
+    environment.close_sandbox()
+    return None
+
+
+async def _close_after(result: Awaitable[None], environment: Environment) -> None:
+    await result
+    environment.close_sandbox()
 
 
 def _text_problem(place: str, text: Any, longest: int) -> str:

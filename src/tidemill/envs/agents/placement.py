@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from tidemill.config.agent import EnvConfig
+from tidemill.config.sandbox import SandboxConfig
 from tidemill.envs.agents.environment import Environment, ToolEnvironment
 from tidemill.envs.agents.hosts import Host, LostError, ProcessLauncher, ThreadLauncher
 from tidemill.envs.agents.instances import Instances, Work
@@ -38,13 +39,15 @@ class Live:
 class Placement:
     """The hosts of one environment."""
 
-    def __init__(self, environment: type[Environment], config: EnvConfig) -> None:
+    def __init__(self, environment: type[Environment], config: EnvConfig, sandbox: SandboxConfig) -> None:
         longest = REFUSED_FACTOR * config.observation_tokens * CHARACTERS_PER_TOKEN
         self._launcher: ProcessLauncher | ThreadLauncher
         if path := import_path(environment):
-            self._launcher = ProcessLauncher(path, config.params, longest)
+            self._launcher = ProcessLauncher(
+                path, config.params, longest, sandbox if environment.needs_sandbox else None
+            )
         else:
-            self._launcher = ThreadLauncher(lambda: Instances(environment, config.params, longest))
+            self._launcher = ThreadLauncher(lambda: Instances(environment, config.params, longest, sandbox))
         self.exclusive = not issubclass(environment, ToolEnvironment) and not environment.idempotent
         self._most = HOSTS_PER_CALL * config.concurrency
         self._close_s = config.call_timeout_s

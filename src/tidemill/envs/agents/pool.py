@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tidemill.config.agent import EnvConfig
+from tidemill.config.sandbox import SandboxConfig
 from tidemill.core.errors import GuardStop, UserError
 from tidemill.core.protocols import CallLog, TurnFormat
 from tidemill.core.records import Call, Episode, EpisodeEnd, Message, Observation, SampleId, pack_tokens
@@ -65,6 +66,7 @@ class EnvironmentPool:
         config: EnvConfig,
         format: TurnFormat,  # noqa: A002
         *,
+        sandbox: SandboxConfig = SandboxConfig(),  # noqa: B008 -- frozen
         run_id: str = "",
         report: Callable[[str], None] = lambda _: None,
     ) -> None:
@@ -73,7 +75,7 @@ class EnvironmentPool:
         self._name, self._format, self._run_id, self._report = environment.name, format, run_id, report
         self.planner = TurnPlanner(self.environment, config, format)
         self.schemas = [each.schema for each in self.planner.tools.values()]
-        self.placement = Placement(self.environment, config)
+        self.placement = Placement(self.environment, config, sandbox)
         self._live: dict[SampleId, Live] = {}
         self._keys, self._session = itertools.count(1), uuid.uuid4().hex[:8]
         self._counts = dict.fromkeys(COUNTS, 0)

@@ -22,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from contextvars import copy_context
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -31,6 +31,10 @@ from tidemill.core.records import Record
 from tidemill.envs.agents.environment import Environment
 from tidemill.envs.agents.instances import Instances, Outcome, Work
 from tidemill.extensions.loading import import_now
+from tidemill.sandbox.records import SandboxLostError
+
+if TYPE_CHECKING:
+    from tidemill.config.sandbox import SandboxConfig
 
 PROGRAM = """\
 import json, sys
@@ -56,6 +60,7 @@ class Setup(Record):
     environment: str  # import path of the class
     params: dict[str, bool | int | float | str]
     longest: int  # characters of a text
+    sandbox: str = ""  # settings as JSON; empty: the class needs none
     preload: bool = True
 
 
@@ -87,6 +92,8 @@ def main() -> None:
             import_now(setup.environment, "env.name")
         if len(list(Path("/proc/self/task").iterdir())) > 1:
             os.execv(sys.executable, server_command(sys.argv[1], msgspec.structs.replace(setup, preload=False)))
+    if setup.sandbox:
+        _start_sandboxes(_sandbox_config(setup))
     gc.collect()
     gc.freeze()  # memory stays shared with the forks
     try:
@@ -94,6 +101,25 @@ def main() -> None:
             _serve(control, setup)
     finally:
         _kill_all()
+
+
+_launchers: list[int] = []
+"""Process ids of launchers of sandboxes."""
+
+
+def _sandbox_config(setup: Setup) -> SandboxConfig:
+    from tidemill.config.sandbox import SandboxConfig  # slow to import
+
+    return SandboxConfig.model_validate_json(setup.sandbox)
+
+
+def _start_sandboxes(config: SandboxConfig) -> None:
+    """Start the launcher that all processes will use."""
+    from tidemill.sandbox.local import launcher
+
+    if config.backend != "http":
+        with suppress(UserError):  # every process reports it
+            _launchers.append(launcher(config.backend).pid)
 
 
 def _serve(control: socket.socket, setup: Setup) -> None:
@@ -145,7 +171,7 @@ def _reap(processes: dict[int, tuple[int, socket.socket]]) -> None:
                     how = f"ended with exit code {code}" if code >= 0 else f"was ended by {signal.Signals(-code).name}"
                     with stream, suppress(OSError):  # the client has closed it
                         _send(stream, Outcome(index=PROCESS, text=f"its process {how}"))
-    for each in set(_children()) - {pid for pid, _ in processes.values()}:
+    for each in set(_children()) - {pid for pid, _ in processes.values()} - set(_launchers):
         os.kill(each, signal.SIGKILL)  # its children come next, when its end is reported
 
 
@@ -195,7 +221,7 @@ def _attend(stream: socket.socket, setup: Setup) -> None:
     asyncio.set_event_loop(loop)
     threads = ThreadPoolExecutor(MAX_THREADS)
     decoder = msgspec.msgpack.Decoder(tuple[Work, ...])
-    instances = Instances(environment, setup.params, setup.longest)
+    instances = Instances(environment, setup.params, setup.longest, _sandbox_config(setup) if setup.sandbox else None)
     _send(stream, Outcome(index=PROCESS))
     with stream.makefile("rb") as reader:
         while head := reader.read(LENGTH_BYTES):
@@ -221,6 +247,9 @@ async def _make_call(
             run = copy_context().run
             value = await asyncio.get_running_loop().run_in_executor(threads, run, instances.invoke, work)
         return instances.outcome(work, await value if inspect.isawaitable(value) else value)
+    except SandboxLostError as error:
+        print(f"{work.method}: {error}", file=sys.stderr, flush=True)  # noqa: T201
+        os._exit(1)  # not the agent's mistake: the call is made again in another process
     except BaseException as error:  # noqa: BLE001 -- a tool may call sys.exit
         return instances.failed(work, error)
 

@@ -6,11 +6,12 @@ import asyncio
 import inspect
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 from tidemill.config.agent import EnvConfig
+from tidemill.config.sandbox import SandboxConfig
 from tidemill.config.task import EnvironmentTask
 from tidemill.core.errors import UserError
 from tidemill.core.protocols import TurnFormat
@@ -53,6 +54,7 @@ class AgentPrompts:
     environment: type[Environment]
     config: EnvConfig
     format: TurnFormat
+    sandbox: SandboxConfig = field(default_factory=SandboxConfig)
 
     @cached_property
     def schemas(self) -> list[dict[str, Any]]:
@@ -76,6 +78,10 @@ class AgentPrompts:
             metadata=item.metadata,
             messages=messages,
         )
+
+    def instances(self) -> Instances:
+        """For calls in this process."""
+        return Instances(self.environment, dict(self.config.params), LONGEST, self.sandbox)
 
     def adapted(self, task: Task) -> Task:
         """A task of rows for this environment.
@@ -124,7 +130,7 @@ class AgentPrompts:
     def _made(self, split: Split, count: int) -> list[TaskItem]:
         rows = self.environment.tasks(split, count)
         key = json.dumps([self.config.name, self.config.params], sort_keys=True)
-        instances = Instances(self.environment, dict(self.config.params), LONGEST)
+        instances = self.instances()
         items: dict[str, TaskItem] = {}
         for row in rows[:count]:
             if not isinstance(row, Mapping):

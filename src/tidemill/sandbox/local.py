@@ -1,0 +1,182 @@
+"""Sandboxes of this machine, all of them made by one launcher per process."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import select
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from tidemill.core.errors import UserError
+from tidemill.sandbox.bubblewrap import launcher_command
+from tidemill.sandbox.launcher import PROGRAM, READY
+from tidemill.sandbox.messages import Backend, Request, Setup, receive, send
+from tidemill.sandbox.records import Finished, Limits, SandboxError, SandboxLostError, Snapshot
+
+START_S = 30.0
+ANSWER_S = 30.0
+"""Deadline of the launcher beyond that of a command."""
+
+
+class LocalSandbox:
+    """A sandbox of this machine; implements `Sandbox`."""
+
+    def __init__(self, address: str, limits: Limits, network: tuple[str, ...]) -> None:
+        self._address, self._limits = address, limits
+        self._lock = threading.Lock()
+        self._connection: socket.socket | None = _connect(address)
+        self._call(Request(method="open", limits=limits, network=network), None)
+
+    def run(
+        self,
+        argv: Sequence[str],
+        *,
+        stdin: bytes = b"",
+        env: Mapping[str, str] = {},
+        timeout_s: float | None = None,
+    ) -> Finished:
+        request = Request(method="run", argv=tuple(argv), stdin=stdin, env=dict(env), timeout_s=timeout_s or 0.0)
+        finished: Finished = self._call(request, Finished, min(timeout_s or self._limits.wall_s, self._limits.wall_s))
+        return finished
+
+    def read(self, path: str) -> bytes:
+        data: bytes = self._call(Request(method="read", path=path), bytes)
+        return data
+
+    def write(self, path: str, data: bytes) -> None:
+        self._call(Request(method="write", path=path, data=data), None)
+
+    def snapshot(self) -> Snapshot:
+        snapshot: Snapshot = self._call(Request(method="snapshot"), Snapshot)
+        return snapshot
+
+    def restore(self, snapshot: Snapshot) -> None:
+        self._call(Request(method="restore", data=snapshot.data), None)
+
+    def close(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+    def _call(self, request: Request, kind: Any, longest_s: float = 0.0) -> Any:
+        with self._lock:
+            if self._connection is None:
+                raise SandboxError("the sandbox is closed")
+            self._connection.settimeout(longest_s + ANSWER_S)
+            try:
+                send(self._connection, request)
+                return receive(self._connection, kind)
+            except OSError as error:
+                self.close()
+                raise SandboxLostError(f"the sandbox is lost: {str(error) or 'no answer'}") from error
+
+
+class Launcher:
+    """The launcher of this process."""
+
+    def __init__(self, backend: Backend) -> None:
+        self.address = f"tidemill-sandbox-{secrets.token_hex(16)}"
+        path = tuple(str(Path(each).absolute()) for each in sys.path)
+        setup = Setup(backend=backend, address=self.address, path=path)
+        program = [sys.executable, "-c", PROGRAM, msgspec.json.encode(setup).decode()]
+        command = program if backend == "none" else launcher_command(program)
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 -- as long as the process
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, cwd="/"
+        )
+        self.owner = os.getpid()
+        try:
+            self._wait_until_ready()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        return self.owner != os.getpid() or self._process.poll() is None
+
+    def close(self) -> None:
+        """End all sandboxes."""
+        if self.owner == os.getpid():
+            assert self._process.stdin is not None
+            self._process.stdin.close()
+            try:
+                self._process.wait(START_S)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+
+    def leave(self) -> None:
+        """Let a forked process use the launcher without keeping it alive."""
+        assert self._process.stdin is not None
+        os.close(self._process.stdin.fileno())
+
+    def _wait_until_ready(self) -> None:
+        assert self._process.stdout is not None
+        output = self._process.stdout.fileno()
+        ready, _, _ = select.select([output], [], [], START_S)
+        if ready and os.read(output, len(READY)) == READY:
+            return
+        self._process.kill()
+        self._errors.seek(0)
+        errors = self._errors.read().decode(errors="replace").strip()
+        raise UserError(
+            f"sandboxes cannot be started: {errors.splitlines()[-1] if errors else 'the launcher did not answer'}",
+            where="sandbox.backend",
+            hint="`tidemill doctor` says which back-ends work here, and why the others do not",
+        )
+
+
+_launchers: dict[Backend, Launcher] = {}
+_lock = threading.Lock()
+
+
+def launcher(backend: Backend) -> Launcher:
+    """The launcher of this process, started on first use. A forked process shares that of its parent.
+
+    Raises:
+        UserError: the back-end does not work on this machine.
+    """
+    with _lock:
+        found = _launchers.get(backend)
+        if found is None or not found.alive:
+            found = _launchers[backend] = Launcher(backend)
+        return found
+
+
+def close_launchers() -> None:
+    """End all sandboxes of this process."""
+    with _lock:
+        while _launchers:
+            _launchers.popitem()[1].close()
+
+
+def _after_fork() -> None:
+    for each in _launchers.values():
+        each.leave()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def _connect(address: str) -> socket.socket:
+    connection = socket.socket(socket.AF_UNIX)
+    connection.settimeout(ANSWER_S)
+    try:
+        connection.connect("\0" + address)
+    except OSError as error:
+        connection.close()
+        raise SandboxLostError(f"the launcher of sandboxes has ended: {error}") from error
+    return connection

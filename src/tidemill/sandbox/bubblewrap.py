@@ -42,23 +42,23 @@ def find_bubblewrap() -> str:
     return str(Path(found).resolve())
 
 
-def launcher_command(program: Sequence[str]) -> list[str]:
-    """The launcher, as the same user with all capabilities in new namespaces, and the image of sandboxes."""
-    command = [find_bubblewrap(), "--die-with-parent", "--new-session", "--unshare-pid", "--cap-add", "ALL"]
+def launcher_options() -> list[str]:
+    """Options for the launcher: the same user with all capabilities in new namespaces, and the image of sandboxes."""
+    options = ["--die-with-parent", "--new-session", "--unshare-pid", "--cap-add", "ALL"]
     if os.getuid() != 0:
-        command += ["--unshare-user"]
+        options += ["--unshare-user"]
     for entry in sorted(os.scandir("/"), key=lambda each: each.name):
         if entry.is_symlink():
-            command += ["--symlink", os.readlink(entry.path), entry.path]
+            options += ["--symlink", os.readlink(entry.path), entry.path]
         else:
-            command += ["--dev-bind", entry.path, entry.path]
+            options += ["--dev-bind", entry.path, entry.path]
     for path in visible_paths():
-        command += [*_folders(IMAGE + path), "--ro-bind", path, IMAGE + path]
+        options += [*_folders(IMAGE + path), "--ro-bind", path, IMAGE + path]
     for link in filter(os.path.islink, LINKS):
-        command += ["--symlink", os.readlink(link), IMAGE + link]
+        options += ["--symlink", os.readlink(link), IMAGE + link]
     for folder in ("/proc", "/dev", "/dev/shm", WORK, "/tmp", "/etc"):
-        command += _folders(f"{IMAGE}{folder}/")
-    return [*command, "--dir", SLOTS, "--", *program]
+        options += _folders(f"{IMAGE}{folder}/")
+    return [*options, "--dir", SLOTS]
 
 
 def visible_paths() -> list[str]:

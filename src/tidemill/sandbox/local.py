@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from tidemill.core.errors import UserError
-from tidemill.sandbox.bubblewrap import launcher_command
+from tidemill.sandbox.bubblewrap import find_bubblewrap, launcher_options
 from tidemill.sandbox.launcher import PROGRAM, READY
 from tidemill.sandbox.messages import Backend, Request, Setup, receive, send
 from tidemill.sandbox.records import Finished, Limits, SandboxError, SandboxLostError, Snapshot
@@ -70,7 +70,7 @@ class LocalSandbox:
     def _call(self, request: Request, kind: Any, longest_s: float = 0.0) -> Any:
         with self._lock:
             if self._connection is None:
-                raise SandboxError("the sandbox is closed")
+                raise SandboxLostError("the sandbox is closed")
             self._connection.settimeout(longest_s + ANSWER_S)
             try:
                 send(self._connection, request)
@@ -88,11 +88,16 @@ class Launcher:
         path = tuple(str(Path(each).absolute()) for each in sys.path)
         setup = Setup(backend=backend, address=self.address, path=path)
         program = [sys.executable, "-c", PROGRAM, msgspec.json.encode(setup).decode()]
-        command = program if backend == "none" else launcher_command(program)
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 -- as long as the process
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, cwd="/"
-        )
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._errors}
+        if backend == "none":
+            self._process = subprocess.Popen(program, cwd="/", **pipes)
+        else:
+            with tempfile.TemporaryFile() as options:  # too long for a list of processes that people read
+                options.write(b"".join(each.encode() + b"\0" for each in launcher_options()))
+                options.seek(0)
+                command = [find_bubblewrap(), "--args", str(options.fileno()), "--", *program]
+                self._process = subprocess.Popen(command, cwd="/", pass_fds=[options.fileno()], **pipes)
         self.owner = os.getpid()
         try:
             self._wait_until_ready()
@@ -110,13 +115,17 @@ class Launcher:
 
     def close(self) -> None:
         """End all sandboxes."""
-        if self.owner == os.getpid():
-            assert self._process.stdin is not None
-            self._process.stdin.close()
-            try:
-                self._process.wait(START_S)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
+        if self.owner != os.getpid():
+            return
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(START_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+        self._process.stdout.close()
+        self._errors.close()
 
     def leave(self) -> None:
         """Let a forked process use the launcher without keeping it alive."""
@@ -151,7 +160,10 @@ def launcher(backend: Backend) -> Launcher:
     """
     with _lock:
         found = _launchers.get(backend)
-        if found is None or not found.alive:
+        if found is not None and not found.alive:
+            found.close()
+            found = None
+        if found is None:
             found = _launchers[backend] = Launcher(backend)
         return found
 

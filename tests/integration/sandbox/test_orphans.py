@@ -1,0 +1,88 @@
+"""Nothing of a sandbox outlives the process that opened it, also if that is killed while the sandbox starts."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from tests.sandboxes import REPOSITORY, need_bubblewrap
+from tidemill.config.sandbox import SandboxConfig
+from tidemill.sandbox import SandboxLostError, open_sandbox
+from tidemill.sandbox.local import launcher
+
+KILLS = 12
+START_S = 0.4
+"""Kills fall into this time after the start, in which namespaces are made, and into the same time after it."""
+GRACE_S = 2.0
+OWNER = """\
+import sys
+from tidemill.config.sandbox import SandboxConfig
+from tidemill.sandbox import open_sandbox
+sandbox = open_sandbox(SandboxConfig(backend=sys.argv[1]))
+print("open", flush=True)
+sandbox.run(["sh", "-c", "setsid sleep 1234.5 & sleep 1234.5"])
+"""
+
+
+def owned(mark: str) -> list[str]:
+    """Command lines of processes with a mark in their environment or arguments, and of sleeping ones."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        try:
+            command = (folder / "cmdline").read_bytes()
+            if b"1234.5" in command or mark.encode() in (folder / "environ").read_bytes():
+                found.append(command.replace(b"\0", b" ").decode())
+        except OSError:
+            continue
+    return [each for each in found if each]
+
+
+@pytest.mark.parametrize("backend", ["bwrap", "none"])
+def test_no_process_outlives_a_killed_owner(backend: str) -> None:
+    if backend == "bwrap":
+        need_bubblewrap()
+    draw = random.Random(7)
+    for number in range(KILLS):
+        mark = f"TIDEMILL_ORPHAN_TEST={os.getpid()}-{number}"
+        environment = {**os.environ, "PYTHONPATH": str(REPOSITORY / "src"), mark.split("=")[0]: mark.split("=")[1]}
+        owner = subprocess.Popen(
+            [sys.executable, "-c", OWNER, backend], env=environment, stdout=subprocess.PIPE, start_new_session=True
+        )
+        with owner:
+            if number % 2:
+                assert owner.stdout is not None
+                assert owner.stdout.readline() == b"open\n"
+            time.sleep(draw.uniform(0, START_S))
+            owner.send_signal(signal.SIGKILL)
+        deadline = time.monotonic() + GRACE_S
+        while (left := owned(mark)) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert not left, f"kill {number}"
+
+
+def test_a_closed_sandbox_ends_its_command_and_frees_its_files() -> None:
+    need_bubblewrap()
+    with closing(open_sandbox(SandboxConfig())) as sandbox:
+        sandbox.write("file", b"x")
+    with pytest.raises(SandboxLostError, match="closed"):
+        sandbox.read("file")
+
+
+def test_a_killed_launcher_is_reported_and_replaced() -> None:
+    need_bubblewrap()
+    sandbox = open_sandbox(SandboxConfig())
+    os.kill(launcher("bwrap").pid, signal.SIGKILL)
+
+    with pytest.raises(SandboxLostError, match="lost"):
+        sandbox.run(["sleep", "5"])
+    time.sleep(0.2)
+    with closing(open_sandbox(SandboxConfig())) as another:
+        assert another.run(["true"]).code == 0

@@ -21,12 +21,15 @@ from rich.table import Table
 
 import tidemill
 from tidemill.cli.output import Json, Result
+from tidemill.config.sandbox import SandboxConfig
 from tidemill.config.schema import RunConfig, RunSpec
+from tidemill.core.errors import UserError
 from tidemill.core.folders import cache_dir
 from tidemill.envs.text.row_table import INDEX_FOLDER
 from tidemill.models.cache import is_built
 from tidemill.planner.calibration.profile import profiles_folder
 from tidemill.rollout.engines.vllm import TESTED, installed_version
+from tidemill.sandbox.open_sandbox import check_sandbox
 
 Facts: TypeAlias = dict[str, Any]
 GB = 1e9
@@ -205,6 +208,25 @@ def _vllm(facts: Facts) -> Iterator[Finding]:
         yield Finding(status="ok", topic="vllm", text=f"vLLM {number} works; workers on Ray can use it")
 
 
+def _sandbox(facts: Facts) -> Iterator[Finding]:
+    found = facts["sandbox"]
+    if found["bwrap"]:
+        hint = "apt install bubblewrap" if "not installed" in found["bwrap"] else ""
+        text = f"bubblewrap does not work, so code of a model cannot run: {found['bwrap']}"
+        yield Finding(status="note", topic="sandbox", text=text, hint=hint)
+    elif found["root"]:
+        yield Finding(status="ok", topic="sandbox", text="bubblewrap works; every sandbox has a user of its own")
+    else:
+        text = "bubblewrap works; sandboxes share your user: code that leaves its namespaces could read your files"
+        hint = "as root, every sandbox has a user of its own"
+        yield Finding(status="ok", topic="sandbox", text=text, hint=hint)
+    if found["runsc"]:
+        text = f"gVisor (runsc) does not work: {found['runsc']}"
+        yield Finding(status="note", topic="sandbox", text=text, hint="optional: gvisor.dev")
+    else:
+        yield Finding(status="ok", topic="sandbox", text="gVisor (runsc) works")
+
+
 def _would_run(facts: Facts) -> Iterator[Finding]:
     torch = facts["torch"]
     if "error" in torch:
@@ -229,6 +251,7 @@ CHECKS: tuple[Callable[[Facts], Iterator[Finding]], ...] = (
     _model,
     _extras,
     _vllm,
+    _sandbox,
     _would_run,
 )
 
@@ -258,6 +281,7 @@ def gather(run_folder: Path) -> dict[str, Any]:
         "packages": packages(),
         "cache": cache_contents(cache_dir()),
         "vllm": probe_vllm(),
+        "sandbox": probe_sandboxes(),
         "smollm2_wheel": smollm2_wheel(),
         "nvidia_driver": Path("/proc/driver/nvidia/version").exists() or Path("/dev/nvidia0").exists(),
         "torch": probe_torch(),
@@ -366,6 +390,18 @@ def probe_vllm(deadline_s: float = PROBE_DEADLINE_S) -> dict[str, str]:
             found["error"] = done.stderr.strip().splitlines()[-1] if done.returncode else ""
         except subprocess.TimeoutExpired:
             found["error"] = f"it was not imported within {deadline_s:g} s"
+    return found
+
+
+def probe_sandboxes() -> dict[str, Any]:
+    """Why a back-end of this machine does not work; empty if it does."""
+    found: dict[str, Any] = {"root": hasattr(os, "getuid") and os.getuid() == 0}
+    for backend in ("bwrap", "runsc"):
+        try:
+            check_sandbox(SandboxConfig(backend=backend))
+            found[backend] = ""
+        except UserError as error:
+            found[backend] = error.what
     return found
 
 

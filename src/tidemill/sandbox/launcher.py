@@ -16,15 +16,16 @@ import struct
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
 import msgspec
 
 from tidemill.sandbox import bubblewrap
-from tidemill.sandbox.messages import LENGTH_BYTES, Reply, Request, Setup
+from tidemill.sandbox.messages import LENGTH_BYTES, Backend, Reply, Request, Setup
 from tidemill.sandbox.records import Ending, Finished, Limits, SandboxError, SandboxLostError
-from tidemill.sandbox.slots import BubblewrapSlots, PlainSlots, Slot, Slots, Spawn
+from tidemill.sandbox.slots import BubblewrapSlots, PlainSlots, RunscSlots, Slot, Slots, Spawn
 from tidemill.sandbox.usage import read_processes, usage_of
 
 PROGRAM = """\
@@ -46,11 +47,10 @@ def main() -> None:
     setup = msgspec.json.decode(sys.argv[1], type=Setup)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     bubblewrap.LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    if setup.backend == "none":
-        slots: Slots = PlainSlots()
-    else:
+    if setup.backend != "none":
         bubblewrap.mount_processes()
-        slots = BubblewrapSlots()
+    makers: dict[Backend, Callable[[], Slots]] = {"bwrap": BubblewrapSlots, "runsc": RunscSlots, "none": PlainSlots}
+    slots = makers[setup.backend]()
     launcher = Launcher(slots)
     try:
         asyncio.run(launcher.serve(setup.address))
@@ -231,7 +231,7 @@ class Launcher:
         loop, limits = asyncio.get_running_loop(), slot.limits
         stream = self._streams.pop(request.stream) if request.method == "start" else None
         with self._slots.spawn(slot, request) as spawn:
-            if spawn.status_fd is None and not shutil.which(request.argv[0], path=spawn.options["env"]["PATH"]):
+            if "cwd" in spawn.options and not shutil.which(request.argv[0], path=spawn.options["env"]["PATH"]):
                 return Finished(stdout=b"", stderr=f"{request.argv[0]}: not found\n".encode(), code=127)
             process = _start(spawn, stream)
         if stream is not None:

@@ -20,7 +20,8 @@ from tidemill.core.errors import UserError
 from tidemill.sandbox.bubblewrap import find_bubblewrap, launcher_options
 from tidemill.sandbox.launcher import PROGRAM, READY
 from tidemill.sandbox.messages import Backend, Request, Setup, receive, send
-from tidemill.sandbox.records import Finished, Limits, SandboxError, SandboxLostError, Snapshot
+from tidemill.sandbox.oci import find_runsc
+from tidemill.sandbox.records import Finished, Limits, SandboxLostError, Snapshot
 
 START_S = 30.0
 ANSWER_S = 30.0
@@ -84,6 +85,10 @@ class Launcher:
     """The launcher of this process."""
 
     def __init__(self, backend: Backend) -> None:
+        if backend != "none":
+            find_bubblewrap()
+        if backend == "runsc":
+            find_runsc()
         self.address = f"tidemill-sandbox-{secrets.token_hex(16)}"
         path = tuple(str(Path(each).absolute()) for each in sys.path)
         setup = Setup(backend=backend, address=self.address, path=path)

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from tidemill.sandbox import bubblewrap
 from tidemill.sandbox.messages import Request
+from tidemill.sandbox.oci import bundle_config, find_runsc, runtime_command, write_bundle
 from tidemill.sandbox.records import Limits
 from tidemill.sandbox.scratch import Scratch
 from tidemill.sandbox.seccomp import seccomp_program
@@ -110,6 +111,34 @@ class BubblewrapSlots:
         finally:
             for each in (filter_read, status_read, status_write):
                 os.close(each)
+
+    def close(self, slot: Slot) -> None:
+        bubblewrap.unmount(slot.folder)
+        os.rmdir(slot.folder)
+
+
+class RunscSlots:
+    """As `BubblewrapSlots`, with gVisor's kernel between the command and Linux. Root only."""
+
+    def __init__(self) -> None:
+        self._runsc = find_runsc()
+        if os.getuid() != 0:
+            raise OSError("runsc needs root")
+        self._numbers, self._commands = itertools.count(), itertools.count()
+
+    def open(self, limits: Limits) -> Slot:
+        number = next(self._numbers)
+        slot = Slot(number=number, folder=f"{bubblewrap.SLOTS}/{number}", owner=bubblewrap.USER, limits=limits)
+        bubblewrap.mount_scratch(slot.folder, limits.scratch_bytes, limits.scratch_files + len(FOLDERS) + 1)
+        _make_folders(slot)
+        return slot
+
+    @contextmanager
+    def spawn(self, slot: Slot, request: Request) -> Iterator[Spawn]:
+        name = f"command-{next(self._commands)}"
+        folder = Path(bubblewrap.SLOTS, name)
+        write_bundle(folder, bundle_config(slot.folder, request.argv, request.env, slot.limits))
+        yield Spawn(argv=runtime_command(self._runsc, folder, name), options={"env": {"PATH": os.environ["PATH"]}})
 
     def close(self, slot: Slot) -> None:
         bubblewrap.unmount(slot.folder)

@@ -108,11 +108,13 @@ print("out" if [each for each in open_ones if not each.startswith("/proc")] else
     "write to the caller's terminal": calling(16, 29) + "print('in' if call(0, 0x5412, b'x')[1] == 1 else 'out')",
     "clone3": calling(435, 435) + "print('in' if call(0, 0)[1] == 38 else 'out')",
     "an unknown system call": calling(1000, 1000) + "print('in' if call(0, 0)[1] == 38 else 'out')",
-    "the x32 interface": calling(0x40000000 + 39, 172) + """\
+    "the x32 interface": calling(0x40000000 + 39, 172)
+    + """\
 if os.fork() == 0:
     os._exit(0 if call()[0] > 0 and platform.machine() == "x86_64" else 1)
 print("out" if os.wait()[1] == 0 else "in")""",
-    "the 32-bit interface": calling(0, 0) + """\
+    "the 32-bit interface": calling(0, 0)
+    + """\
 import mmap
 if platform.machine() == "x86_64" and os.fork() == 0:
     page = mmap.mmap(-1, 4096, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)

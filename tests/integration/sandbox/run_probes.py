@@ -22,7 +22,7 @@ VARIABLE = "TIDEMILL_PROBED_SECRET"
 
 
 def main() -> None:
-    config = SandboxConfig(backend=sys.argv[1])  # type: ignore[arg-type]
+    config = SandboxConfig(backend=sys.argv[1])
     os.environ[VARIABLE] = "x"
     folder = tempfile.mkdtemp(prefix="tidemill-secret-")
     secret = Path(folder) / "secret"

@@ -20,7 +20,7 @@ SMALL = {"memory_mb": 128, "processes": 16, "cpu_s": 2.0, "wall_s": 6.0, "scratc
 @contextmanager
 def small(**changed: float) -> Iterator[Sandbox]:
     need_bubblewrap()
-    with closing(open_sandbox(SandboxConfig(**{**SMALL, **changed}))) as sandbox:  # type: ignore[arg-type]
+    with closing(open_sandbox(SandboxConfig(**{**SMALL, **changed}))) as sandbox:
         yield sandbox
 
 
@@ -62,8 +62,7 @@ def test_processor_time_is_added_up_over_processes() -> None:
 
 def test_processor_time_of_processes_that_have_ended_counts() -> None:
     with small(cpu_s=1.0) as sandbox:
-        program = "import os, time\nwhile True:\n    if os.fork() == 0:\n        sum(range(10**6)); os._exit(0)\n    os.wait()"
-        finished = python(sandbox, program)
+        finished = python(sandbox, SHORT_PROCESSES)
 
     assert finished.ended == "cpu"
 
@@ -77,12 +76,17 @@ def test_a_fork_bomb_gets_no_more_processes_than_the_limit() -> None:
 
 def test_two_sandboxes_do_not_share_the_limit_of_processes() -> None:
     with small() as one, small() as other:
-        assert [int(python(each, FORK_BOMB).stdout) for each in (one, other)] == [int(python(one, FORK_BOMB).stdout)] * 2
+        assert [int(python(each, FORK_BOMB).stdout) for each in (one, other)] == [
+            int(python(one, FORK_BOMB).stdout)
+        ] * 2
 
 
 def test_threads_count_as_processes() -> None:
     with small() as sandbox:
-        finished = python(sandbox, "import threading, time\nfor _ in range(100): threading.Thread(target=time.sleep, args=(1,)).start()")
+        finished = python(
+            sandbox,
+            "import threading, time\nfor _ in range(100): threading.Thread(target=time.sleep, args=(1,)).start()",
+        )
 
     assert b"can't start new thread" in finished.stderr
 
@@ -97,8 +101,7 @@ def test_files_beyond_the_limit_are_refused_by_the_file_system(folder: str) -> N
 
 def test_the_number_of_files_is_limited() -> None:
     with small() as sandbox:
-        program = "import os\ntry:\n    for number in range(1000): open(f'/work/{number}', 'w').close()\nexcept OSError as error: print(error.errno, number)"
-        finished = python(sandbox, program)
+        finished = python(sandbox, MANY_FILES)
 
     assert finished.stdout == b"28 100\n"
 
@@ -141,7 +144,13 @@ def test_a_command_that_stops_itself_is_ended() -> None:
 
 def test_processes_that_a_command_leaves_behind_are_ended() -> None:
     with small() as sandbox:
-        sandbox.run(["sh", "-c", "setsid sh -c 'while true; do date >> /work/log; sleep 0.02; done' >/dev/null 2>&1 & sleep 0.2"])
+        sandbox.run(
+            [
+                "sh",
+                "-c",
+                "setsid sh -c 'while true; do date >> /work/log; sleep 0.02; done' >/dev/null 2>&1 & sleep 0.2",
+            ]
+        )
         first = sandbox.read("log")
         time.sleep(0.2)
 
@@ -183,6 +192,19 @@ for _ in range({count}):
         {work}
         os._exit(0)
 for _ in range({count}): os.wait()
+"""
+SHORT_PROCESSES = """\
+import os
+while True:
+    if os.fork() == 0:
+        sum(range(10**6))
+        os._exit(0)
+    os.wait()
+"""
+MANY_FILES = """\
+try:
+    for number in range(1000): open(f"/work/{number}", "w").close()
+except OSError as error: print(error.errno, number)
 """
 FORK_BOMB = """\
 import os, time

@@ -51,8 +51,8 @@ def test_no_process_outlives_a_killed_owner(backend: str) -> None:
         need_bubblewrap()
     draw = random.Random(7)
     for number in range(KILLS):
-        mark = f"TIDEMILL_ORPHAN_TEST={os.getpid()}-{number}"
-        environment = {**os.environ, "PYTHONPATH": str(REPOSITORY / "src"), mark.split("=")[0]: mark.split("=")[1]}
+        mark = f"{os.getpid()}-{number}"
+        environment = {**os.environ, "PYTHONPATH": str(REPOSITORY / "src"), "TIDEMILL_ORPHAN_TEST": mark}
         owner = subprocess.Popen(
             [sys.executable, "-c", OWNER, backend], env=environment, stdout=subprocess.PIPE, start_new_session=True
         )
@@ -63,7 +63,7 @@ def test_no_process_outlives_a_killed_owner(backend: str) -> None:
             time.sleep(draw.uniform(0, START_S))
             owner.send_signal(signal.SIGKILL)
         deadline = time.monotonic() + GRACE_S
-        while (left := owned(mark)) and time.monotonic() < deadline:
+        while (left := owned(f"TIDEMILL_ORPHAN_TEST={mark}")) and time.monotonic() < deadline:
             time.sleep(0.02)
         assert not left, f"kill {number}"
 

@@ -23,6 +23,7 @@ FACTS: Facts = {
     "cache": {"path": "/cache", "models": [{"name": "smollm2-135m-fp32-v1", "bytes": 5 * 10**8, "complete": True}]},
     "smollm2_wheel": True,
     "vllm": {"version": "", "error": ""},
+    "sandbox": {"root": True, "bwrap": "", "runsc": ""},
     "nvidia_driver": False,
     "torch": {
         "version": "2.13.0",
@@ -113,6 +114,15 @@ def test_without_torch_nothing_would_run() -> None:
 @pytest.mark.parametrize(("value", "text"), [(1.62e9, "1.6 GB"), (541_900_000, "542 MB"), (0, "0 MB")])
 def test_sizes(value: float, text: str) -> None:
     assert size(value) == text
+
+
+def test_sandboxes_work_with_what_is_lost_or_not_at_all() -> None:
+    def told(**facts: object) -> str:
+        return found(changed("sandbox", {"root": True, "bwrap": "", "runsc": "", **facts}), "sandbox")[0].text
+
+    assert "a user of its own" in told()
+    assert "share your user" in told(root=False)
+    assert "does not work, so code of a model cannot run: no namespaces" in told(bwrap="no namespaces")
 
 
 def test_vllm_is_missing_broken_or_works() -> None:

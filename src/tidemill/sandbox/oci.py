@@ -1,0 +1,95 @@
+"""The bundle of a command for gVisor (`runsc run`), by the runtime specification of the Open Container Initiative.
+
+`runsc do` is not used: it shows the files of the host.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tidemill.core.errors import UserError
+from tidemill.sandbox.bubblewrap import IMAGE, PATH, USER, WORK
+from tidemill.sandbox.records import Limits
+
+OPEN_FILES = 256
+NAMESPACES = ("pid", "network", "ipc", "uts", "mount")
+
+
+def find_runsc() -> str:
+    """Raises UserError: it is not installed."""
+    found = shutil.which("runsc")
+    if found is None:
+        raise UserError(
+            "runsc (gVisor) is not installed",
+            where="sandbox.backend",
+            hint='install it from gvisor.dev, or use backend = "bwrap"',
+        )
+    return found
+
+
+def bundle_config(
+    slot: str, argv: Sequence[str], env: Mapping[str, str], limits: Limits, *, user: int = USER
+) -> dict[str, Any]:
+    """The content of config.json.
+
+    Args:
+        slot: folder with `work`, `tmp` and `shm`.
+        user: whom these belong to.
+    """
+    variables = {"PATH": PATH, "HOME": WORK, "LANG": "C.UTF-8", **env}
+    rlimits = {
+        "RLIMIT_NPROC": limits.processes,
+        "RLIMIT_NOFILE": OPEN_FILES,
+        "RLIMIT_CORE": 0,
+        "RLIMIT_FSIZE": limits.scratch_bytes,
+        "RLIMIT_DATA": limits.memory_bytes,
+    }
+    return {
+        "ociVersion": "1.0.2",
+        "process": {
+            "terminal": False,
+            "user": {"uid": user, "gid": user},
+            "args": list(argv),
+            "env": [f"{name}={value}" for name, value in variables.items()],
+            "cwd": WORK,
+            "capabilities": {},
+            "rlimits": [{"type": name, "hard": value, "soft": value} for name, value in rlimits.items()],
+            "noNewPrivileges": True,
+        },
+        "root": {"path": IMAGE, "readonly": True},
+        "hostname": "sandbox",
+        "mounts": [
+            {"destination": "/proc", "type": "proc", "source": "proc"},
+            {"destination": "/dev", "type": "tmpfs", "source": "tmpfs", "options": ["nosuid", "mode=755", "size=64k"]},
+            *(
+                {"destination": path, "type": "bind", "source": f"{slot}/{name}", "options": ["bind", "rw", "nosuid"]}
+                for name, path in (("work", WORK), ("tmp", "/tmp"), ("shm", "/dev/shm"))
+            ),
+        ],
+        "linux": {
+            "namespaces": [{"type": name} for name in NAMESPACES],
+            "resources": {"pids": {"limit": limits.processes}, "memory": {"limit": limits.memory_bytes}},
+            "maskedPaths": ["/proc/kcore", "/proc/keys", "/proc/sysrq-trigger"],
+            "readonlyPaths": ["/proc/sys"],
+        },
+    }
+
+
+def write_bundle(folder: Path, config: Mapping[str, Any]) -> None:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def runtime_command(runtime: str, folder: Path, name: str) -> list[str]:
+    """Run a bundle without a network.
+
+    Args:
+        runtime: path of `runsc`.
+        name: of the container.
+    """
+    state = folder / "state"
+    return [runtime, "--root", str(state), "--network=none", "--ignore-cgroups", "run", "--bundle", str(folder), name]

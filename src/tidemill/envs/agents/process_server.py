@@ -232,7 +232,8 @@ def _attend(stream: socket.socket, setup: Setup) -> None:
 
 
 async def _send_each(stream: socket.socket, calls: list[Coroutine[Any, Any, Outcome]]) -> None:
-    for each in asyncio.as_completed(calls):
+    tasks = [asyncio.ensure_future(call) for call in calls]  # in their order: `as_completed` alone starts them in any
+    for each in asyncio.as_completed(tasks):
         _send(stream, await each)
 
 

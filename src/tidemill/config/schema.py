@@ -315,6 +315,14 @@ class RunSpec(Config):
             yield f'{shards} needs runtime = "ray", and runtime is "{self.runtime}"; change one of them'
         if self.algorithm.needs_critic and self.placement.critic == "actor":
             yield f'{shards} and placement.critic = "actor": shards train the critic, too; set it to "trainer"'
+        if self.ray.trainer_gpus not in (0.0, 1.0):
+            gpus = f"ray.trainer_gpus = {self.ray.trainer_gpus:g}"
+            yield f"{shards} and {gpus}: a shard uses one GPU or none; set it to 1 or 0"
+        if self.trainer.offload != "none" and not self.ray.trainer_gpus:
+            yield (
+                f'trainer.offload = "{self.trainer.offload}" saves memory of GPUs, and shards have none; set '
+                "ray.trainer_gpus = 1, or leave offload out"
+            )
         if self.reading.ahead:
             yield f"{shards} and reading.ahead: shards cannot read between two microbatches; turn it off"
 

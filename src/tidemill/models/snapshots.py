@@ -184,13 +184,14 @@ def check_adapter(folder: Path, config: ModelConfig) -> None:
 
 
 def check_shardable(folder: Path) -> None:
-    """Check that a folder's model can be written tensor by tensor; allocates no memory for it.
+    """Check that a folder's model can be computed packed and written tensor by tensor; allocates no memory for it.
 
     Raises:
-        UserError: the folder stores weights under other names than the modules have.
+        UserError: it does not use the attention interface, or stores weights under other names than its modules have.
     """
     with torch.device("meta"):
         model = build_unloaded(folder, torch.float32)
+    use_packed_attention(model)
     model.tie_weights()
     if other := sorted(stored_state(model).keys() - stored_tensors(folder).keys()):
         raise UserError(

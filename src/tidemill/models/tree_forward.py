@@ -38,12 +38,15 @@ class TreeForward(nn.Module):
     Args:
         model: with packed attention.
         autocast: dtype of the computation; None for the dtype of the weights.
+        device: of the computation, where a model that is loaded elsewhere will be; by default that of the weights.
     """
 
-    def __init__(self, model: PreTrainedModel, *, autocast: torch.dtype | None = None) -> None:
+    def __init__(
+        self, model: PreTrainedModel, *, autocast: torch.dtype | None = None, device: torch.device | None = None
+    ) -> None:
         super().__init__()
         self.model, self.autocast = model, autocast
-        self.device = next(model.parameters()).device  # of the computation; offloaded parameters are elsewhere
+        self.device = device or next(model.parameters()).device
 
     def forward(self, tree: TokenTree, nodes: Tensor, targets: Targets | None = None) -> TreeOutput:
         """Compute the last hidden states of `nodes` (int64 [H]), and the logprobs of tokens that they predict."""

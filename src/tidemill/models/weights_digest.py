@@ -10,7 +10,7 @@ import xxhash
 from torch import Tensor, nn
 
 from tidemill.models.lora import adapter_of, frozen_parameters, learned_parameters
-from tidemill.models.ranks import ONE_RANK, Ranks, local_rows
+from tidemill.models.ranks import ONE_RANK, Ranks, is_sharded, local_rows
 
 _MASK64 = (1 << 64) - 1
 
@@ -35,7 +35,12 @@ def base_digest(model: nn.Module, ranks: Ranks = ONE_RANK) -> str:
 
 
 def _digest(parameters: Mapping[str, nn.Parameter], ranks: Ranks, *, prefix: str = "") -> str:
-    own = np.array([_rows_hash(parameter.detach()) for parameter in parameters.values()], np.uint64)
+    # Every rank holds all rows of a parameter that is not sharded; the first one's count.
+    counted = [ranks.index == 0 or is_sharded(parameter) for parameter in parameters.values()]
+    hashes = (
+        _rows_hash(each.detach()) if counts else 0 for each, counts in zip(parameters.values(), counted, strict=True)
+    )
+    own = np.fromiter(hashes, np.uint64)
     sums = np.stack([np.frombuffer(each, np.uint64) for each in ranks.gather(own.tobytes())]).sum(0, dtype=np.uint64)
     digest = xxhash.xxh3_128(prefix.encode())
     for (name, parameter), total in zip(parameters.items(), sums.tolist(), strict=True):

@@ -56,6 +56,10 @@ class FrozenModels:
             self._models[folder] = load_model(folder, device=self._device).requires_grad_(False)
         return self._models[folder]
 
+    def clear(self) -> None:
+        """Forget the models, for example when their users have kept a part of each."""
+        self._models.clear()
+
     def with_adapter(self, folder: Path, config: ModelConfig) -> PreTrainedModel:
         """A model with a new adapter, whose base shares the parameters of the frozen model.
 
@@ -191,7 +195,7 @@ class ModelBundle:
 
     def forward_of(self, model: PreTrainedModel | None) -> TreeForward | None:
         """The forward pass of a frozen model in the precision of the policy's."""
-        return None if model is None else TreeForward(model, autocast=self.autocast)
+        return None if model is None else TreeForward(model, autocast=self.autocast, device=self.device)
 
 
 def load_model_bundle(
@@ -215,9 +219,9 @@ def load_model_bundle(
     if spec.model.lora.enabled:
         require_peft()
     found, autocast = resolve(spec.model, progress=progress), choose_precision(spec.trainer, device)
-    frozen = FrozenModels(device)
+    frozen = FrozenModels(loading_device(spec, device))
     lora = spec.model.lora.enabled
-    model = frozen.with_adapter(found, spec.model) if lora else load_model(found, device=device)
+    model = frozen.with_adapter(found, spec.model) if lora else load_model(found, device=loading_device(spec, device))
     if folder is not None and holds_adapter(folder):
         load_adapter(folder, model)
     # Engines need a copy if their dtype differs, or if they generate while the optimizer changes the weights.
@@ -230,7 +234,7 @@ def load_model_bundle(
     return ModelBundle(
         spec=spec,
         folder=found,
-        forward=TreeForward(model, autocast=autocast),
+        forward=TreeForward(model, autocast=autocast, device=device),
         rollout_model=rollout_model,
         frozen=frozen,
         codec=load_codec(found),
@@ -238,6 +242,11 @@ def load_model_bundle(
         autocast=autocast,
         threads=threads,
     )
+
+
+def loading_device(spec: RunSpec, device: torch.device) -> torch.device:
+    """Where a model is loaded: ranks load it into host memory, and move their rows layer by layer."""
+    return torch.device("cpu") if spec.trainer.shards > 1 else device
 
 
 def _stored_config(folder: Path, config: ModelConfig) -> ModelConfig:
@@ -344,7 +353,7 @@ def build_model_critic(
         base = spec.model.source if folder == policy_folder else str(folder)
         model = frozen.with_adapter(folder, spec.model.model_copy(update={"source": base}))
     else:
-        model = load_model(folder, device=device)
+        model = load_model(folder, device=loading_device(spec, device))
     head = ScalarHead(hidden_size(model)).to(device)
     if source is not None and holds_reward_model(given := Path(source).expanduser()):
         head, _ = load_head(given, "reward_model", device=device)
@@ -353,7 +362,7 @@ def build_model_critic(
     if spec.trainer.activation_checkpointing:
         model.gradient_checkpointing_enable()
         model.train()
-    forward = TreeForward(model, autocast=autocast)
+    forward = TreeForward(model, autocast=autocast, device=device)
     shard(forward, ranks, offload=spec.trainer.offload == "optimizer")
     return ModelCritic(
         forward,
@@ -363,6 +372,24 @@ def build_model_critic(
         value_clip=spec.critic.value_clip,
         ranks=ranks,
     )
+
+
+def sharded_models(bundle: ModelBundle, ranks: Ranks) -> tuple[TreeForward | None, Critic | None]:
+    """Keep this rank's rows of the policy, in place; returns the reference and the critic, also sharded. No more than
+    one whole model is in memory at a time, and afterwards none.
+
+    Raises:
+        UserError: as `build_critic`.
+    """
+    shard(bundle.forward, ranks, offload=bundle.spec.trainer.offload == "optimizer")
+    bundle.frozen.clear()
+    reference = bundle.forward_of(bundle.reference())
+    if reference is not None:
+        shard(reference, ranks)
+        bundle.frozen.clear()
+    critic = build_critic(bundle, progress=lambda _: None, ranks=ranks)
+    bundle.frozen.clear()
+    return reference, critic
 
 
 def own_source(spec: RunSpec) -> str | None:

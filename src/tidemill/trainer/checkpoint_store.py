@@ -106,7 +106,7 @@ class CheckpointStore:
             self._publish(step, writing)
         except OSError as error:
             self._discard(writing)
-            raise self._write_error(step, needed, error) from error
+            raise self.write_error(step, needed, error) from error
         except BaseException:
             self._discard(writing)
             raise
@@ -183,7 +183,8 @@ class CheckpointStore:
         with contextlib.suppress(OSError):  # the original error is more important
             self.recover()
 
-    def _write_error(self, step: int, needed: int, error: OSError) -> UserError:
+    def write_error(self, step: int, needed: int, error: OSError) -> UserError:
+        """What a user is told of a failed write."""
         earlier = self.checkpoints()
         resume = f"{earlier[-1].path.name} is intact" if earlier else "there is no earlier checkpoint"
         if error.errno not in _DISK_FULL:
@@ -222,7 +223,11 @@ def write_together(
 ) -> None:
     """`CheckpointStore.write` on all ranks: the first creates, seals and renames the folder, and all call `writer`."""
     if ranks.index > 0:
-        writer(Path(ranks.gather(b"")[0].decode()))
+        directory = Path(ranks.gather(b"")[0].decode())
+        try:
+            writer(directory)
+        except OSError as error:
+            raise store.write_error(step, expected_bytes, error) from error
     else:
 
         def announced(directory: Path) -> None:

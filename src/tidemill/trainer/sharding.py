@@ -59,22 +59,38 @@ def join_ranks(
 
     Args:
         meeting: a new path in a folder that all ranks see.
+        device: of the computation; what is offloaded is gathered on the CPU.
         timeout_s: of every operation of the group, including this.
         one_machine: whether all ranks are on this machine; they then listen on the loopback interface only. Otherwise
             anyone on their network can connect: neither gloo nor NCCL authenticates.
+
+    Raises:
+        UserError: the ranks do not meet.
     """
+    if not meeting.parent.is_dir():
+        raise _not_met(meeting, "there is no such folder on this machine")
     if one_machine:
         loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
         os.environ |= {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback}
-    store = FileStore(str(meeting), size)
-    distributed.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo",
-        store=store,
-        rank=index,
-        world_size=size,
-        timeout=timedelta(seconds=timeout_s),
-    )
+    try:
+        distributed.init_process_group(
+            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+            store=FileStore(str(meeting), size),
+            rank=index,
+            world_size=size,
+            timeout=timedelta(seconds=timeout_s),
+        )
+    except RuntimeError as error:
+        raise _not_met(meeting, str(error).split("\n", 1)[0]) from error
     return GroupRanks(device)
+
+
+def _not_met(meeting: Path, why: str) -> UserError:
+    return UserError(
+        f"the trainer's shards do not find each other through {meeting}: {why}",
+        where="run.dir",
+        hint="choose a folder that all nodes with shards share, and check that they can connect to each other",
+    )
 
 
 def shard(forward: TreeForward, ranks: Ranks, *, offload: bool = False) -> None:
@@ -82,19 +98,10 @@ def shard(forward: TreeForward, ranks: Ranks, *, offload: bool = False) -> None:
 
     Args:
         offload: keep parameters, gradients and moments in host memory, and run the optimizer there.
-
-    Raises:
-        UserError: `offload` on the CPU.
     """
     if ranks.size == 1:
         return
     device = forward.device
-    if device.type == "cpu" and offload:
-        raise UserError(
-            "there is no GPU whose memory it could save",
-            where="trainer.offload",
-            hint='leave it out, or set it to "none"',
-        )
     if device.type == "cpu":
         _return_large_blocks()
     mesh = init_device_mesh(device.type, (ranks.size,))

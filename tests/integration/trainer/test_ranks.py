@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -22,17 +24,20 @@ from tidemill.config.algorithm import CriticConfig
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError
 from tidemill.core.records import Group, PolicyVersion, WeightManifest
-from tidemill.models.ranks import OneRank, Ranks
+from tidemill.models.catalog import resolve
+from tidemill.models.ranks import ONE_RANK, Ranks, local_rows
 from tidemill.models.reward_model import reward_head
 from tidemill.models.snapshots import snapshot_bytes, snapshot_layout, write_snapshot
 from tidemill.models.tree_forward import TreeForward
+from tidemill.models.weights_digest import weights_digest
 from tidemill.runtime.compute import ComputeThread
+from tidemill.runtime.model_bundle import load_model_bundle, sharded_models
 from tidemill.trainer import critic as critics
 from tidemill.trainer import policy, supervised_loop
 from tidemill.trainer.critic import Critic, ModelCritic, TrunkCritic
 from tidemill.trainer.objectives import PreferenceObjective, RewardObjective, SupervisedObjective
 from tidemill.trainer.policy import PolicyTrainer
-from tidemill.trainer.sharding import shard
+from tidemill.trainer.sharding import join_ranks, shard
 from tidemill.trainer.supervised_loop import fit
 from tidemill.trainer.update import clip_and_step
 from tidemill.weights.sharded import assembled
@@ -40,6 +45,7 @@ from tidemill.weights.snapshot import Snapshot, aligned, allocate, digest_of, se
 
 Arrays = dict[str, npt.NDArray[np.float32]]
 
+KL_STOP = 0.01
 CASES: dict[str, dict[str, Any]] = {
     "grpo": {"algorithm": {}},
     "two minibatches, two epochs": {"algorithm": {}, "batch": {"minibatches": 5, "epochs": 2}},
@@ -49,6 +55,9 @@ CASES: dict[str, dict[str, Any]] = {
     "own critic": {"algorithm": {"name": "ppo", "kl_beta": 0.0}, "critic": {"kind": "own"}},
     "adapter": {"algorithm": {"kl_beta": 0.1}},
     "entropy bonus": {"algorithm": {"entropy_bonus": 0.1}},
+    # Stops before the last minibatches, by a mean over the tokens of all ranks.
+    "kl stop": {"algorithm": {"kl_stop": KL_STOP}, "batch": {"minibatches": 5, "epochs": 2}},
+    "recomputed activations": {"algorithm": {}, "trainer": {"activation_checkpointing": True}},
     "bf16": {"algorithm": {}, "trainer": {"precision": "bf16"}},
 }
 
@@ -81,15 +90,11 @@ def spec_of(case: str) -> RunSpec:
     )
 
 
-class TwoRanks(OneRank):
-    size = 2
-
-
-def sharded(model: Any, ranks: Ranks, *, autocast: torch.dtype | None = None, offload: bool = False) -> TreeForward:
+def sharded(model: Any, ranks: Ranks, *, autocast: torch.dtype | None = None) -> TreeForward:
     forward = forward_of(model)
     assert forward is not None
     forward.autocast = autocast
-    shard(forward, ranks, offload=offload)
+    shard(forward, ranks)
     return forward
 
 
@@ -108,6 +113,9 @@ def train(ranks: Ranks, case: str) -> dict[str, Any]:
     spec = spec_of(case)
     autocast = torch.bfloat16 if spec.trainer.precision == "bf16" else None
     model = adapted() if case == "adapter" else qwen3() if case == "grpo" else llama()
+    if spec.trainer.activation_checkpointing:
+        model.gradient_checkpointing_enable()
+        model.train()
     forward = sharded(model, ranks, autocast=autocast)
     reference = sharded(llama(7), ranks) if spec.algorithm.kl_beta else None
     gradients: list[Arrays] = []
@@ -155,7 +163,7 @@ def slow_except(*usual: str, among: Iterable[Any] = CASES) -> list[Any]:
     return [case if case in usual else pytest.param(case, marks=pytest.mark.slow) for case in among]
 
 
-@pytest.mark.parametrize("case", slow_except("grpo", "two minibatches, two epochs", "value head", "adapter"))
+@pytest.mark.parametrize("case", slow_except("grpo", "kl stop", "value head", "adapter"))
 def test_two_ranks_compute_the_gradients_of_one(case: str) -> None:
     (alone,) = on_ranks(1, train, case)
     first, second = on_ranks(2, train, case)
@@ -276,6 +284,15 @@ def test_any_number_of_ranks_restores_a_checkpoint(case: str, saved_by: int, res
     assert digest
 
 
+def test_missing_rows_of_moments_are_not_restored(tmp_path: Path) -> None:
+    on_ranks(2, save, "grpo", tmp_path)
+    state = tmp_path / "state" / "trainer_state" / "state.json"
+    written = json.loads(state.read_text())
+    state.write_text(json.dumps({**written, "moments": written["moments"][:1]}))
+    with pytest.raises(UserError, match=r"it has \d+ rows of the exp_avg"):
+        restore(ONE_RANK, "grpo", tmp_path)
+
+
 def test_the_export_of_two_ranks_has_the_bytes_of_one(tmp_path: Path) -> None:
     folders = [tmp_path / "one", tmp_path / "two"]
     for size, folder in zip((1, 2), folders, strict=True):
@@ -378,7 +395,42 @@ def test_supervised_stages_compute_on_two_ranks_what_they_compute_on_one(kind: s
     assert (first["resumed 3"], first["resumed 5"]) == (0, 3)
 
 
-def test_offloading_without_a_gpu_is_refused() -> None:
-    with pytest.raises(UserError, match="no GPU") as refused:
-        sharded(llama(), TwoRanks(), offload=True)
-    assert refused.value.where == "trainer.offload"
+def reward_digest(ranks: Ranks) -> str:
+    """Of a sharded model and a head that every rank holds as a whole."""
+    module = torch.nn.ModuleDict({"model": sharded(llama(), ranks), "head": reward_head(HIDDEN)})
+    return weights_digest(module, ranks)
+
+
+def test_the_digest_of_a_reward_model_does_not_depend_on_the_number_of_ranks() -> None:
+    (alone,) = on_ranks(1, reward_digest)
+    assert on_ranks(2, reward_digest) == [alone, alone]
+
+
+def bytes_of_a_started_rank(ranks: Ranks, sizes: dict[str, Any]) -> tuple[int, int]:
+    """(bytes of all parameters alive in this process, bytes of the policy and its reference as wholes)."""
+    torch.set_num_threads(1)
+    spec = RunSpec.model_validate({"runtime": "ray", "trainer": {"shards": 2, "threads": 1}, **sizes})
+    bundle = load_model_bundle(spec, progress=lambda _: None, generates=False)
+    whole_bytes = sum(parameter.nbytes for parameter in bundle.model.parameters())
+    models = sharded_models(bundle, ranks)
+    assert len(models) == 2
+    gc.collect()
+    alive = [each for each in gc.get_objects() if isinstance(each, torch.nn.Parameter)]
+    storages = {local_rows(each)[0].untyped_storage().data_ptr(): local_rows(each)[0].nbytes for each in alive}
+    return sum(storages.values()), 2 * whole_bytes
+
+
+def test_no_whole_model_is_left_after_the_start_of_a_rank() -> None:
+    model = {"source": "char", "char": {"alphabet": "0123456789+=\n", "hidden_size": 256}, "lora": {"rank": 2}}
+    sizes = {"model": model, "algorithm": {"kl_beta": 0.1}}
+    resolve(RunSpec.model_validate(sizes).model, progress=lambda _: None)
+    for alive, whole_bytes in on_ranks(2, bytes_of_a_started_rank, sizes):
+        assert alive <= 0.51 * whole_bytes
+
+
+def test_ranks_that_do_not_share_a_folder_are_told_so(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"size": 2, "index": 0, "device": torch.device("cpu"), "one_machine": True}
+    for meeting, timeout_s in ((tmp_path / "missing" / "meeting", 60.0), (tmp_path / "meeting", 0.5)):
+        with pytest.raises(UserError, match="do not find each other") as refused:
+            join_ranks(meeting, timeout_s=timeout_s, **settings)
+        assert refused.value.where == "run.dir"

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from tests.config_issues import issues_of
 from tests.pretend_stages import pipeline
@@ -55,6 +57,25 @@ def test_training_refuses(spec: RunSpec, key: str, what: str, hint: str) -> None
     assert hint in issue.hint
     for purpose in ("generate", "eval", "read"):
         assert list(purpose_issues(spec, purpose)) == []
+
+
+@pytest.mark.parametrize(
+    ("changed", "what"),
+    [
+        ({"runtime": "inprocess"}, 'trainer.shards = 2 needs runtime = "ray"'),
+        ({"algorithm": {"name": "ppo"}, "placement": {"critic": "actor"}}, 'placement.critic = "actor"'),
+        ({"reading": {"ahead": True}, "algorithm": {"kl_beta": 0.1}}, "reading.ahead"),
+        ({"ray": {"trainer_gpus": 0.5}}, "ray.trainer_gpus = 0.5"),
+        ({"ray": {"trainer_gpus": 2}}, "ray.trainer_gpus = 2"),
+        ({"trainer": {"shards": 2, "offload": "optimizer"}}, "shards have none"),
+        ({"trainer": {"shards": 1, "offload": "optimizer"}}, "needs trainer.shards above 1"),
+    ],
+)
+def test_what_shards_cannot_do_is_refused(changed: dict[str, Any], what: str) -> None:
+    given = {"runtime": "ray", "trainer": {"shards": 2}, **changed}
+    with pytest.raises(ValidationError) as refused:
+        RunSpec.model_validate(given)
+    assert what in str(refused.value)
 
 
 def test_a_completion_must_leave_room_for_a_prompt_in_the_char_model() -> None:

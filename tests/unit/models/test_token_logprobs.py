@@ -53,6 +53,20 @@ def test_values_and_gradients_equal_those_of_all_logits_at_once(
         torch.testing.assert_close(tensor.grad, wanted.grad, rtol=1e-4, atol=1e-5)
 
 
+def test_no_chunk_of_logits_is_larger_than_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes, computed = [], module._logits
+
+    def noted(*arguments: Any) -> Tensor:
+        logits = computed(*arguments)
+        sizes.append(logits.nbytes)
+        return logits
+
+    monkeypatch.setattr(module, "_logits", noted)
+    results = logprobs_of(*inputs(), rows=ROWS, targets=TARGETS, budget_bytes=3 * ROW_BYTES)
+    loss(results, entropy=True).backward()
+    assert max(sizes) == 3 * ROW_BYTES
+
+
 def test_only_probabilities_within_the_budget_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_CHUNK_ROWS", 4)
     logprobs, _ = logprobs_of(*inputs(), rows=ROWS, targets=TARGETS, budget_bytes=8 * ROW_BYTES)

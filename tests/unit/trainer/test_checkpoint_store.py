@@ -8,10 +8,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from torch import Tensor
 
 from tidemill.core.errors import UserError
 from tidemill.models.checkpoint_manifest import pinned, unpinned
-from tidemill.trainer.checkpoint_store import CheckpointStore
+from tidemill.trainer.checkpoint_store import CheckpointStore, write_together
 
 
 def payload(text: str = "weights") -> Callable[[Path], None]:
@@ -331,3 +332,29 @@ def test_without_file_locks_nothing_is_pinned(tmp_path: Path, monkeypatch: pytes
         assert exists
         store.write(2, payload())
     assert names(tmp_path) == {"step_2"}
+
+
+class SecondRank:
+    """Of two; the first one has announced `folder`."""
+
+    size, index = 2, 1
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def all_sum(self, values: Tensor) -> Tensor:
+        return values
+
+    def gather(self, value: bytes) -> list[bytes]:
+        return [str(self._folder).encode(), b""]
+
+    def barrier(self) -> None:
+        pass
+
+
+def test_a_full_disk_of_another_rank_is_told_as_such(tmp_path: Path) -> None:
+    def full(folder: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(UserError, match="the disk is full: cannot write checkpoint step_3"):
+        write_together(CheckpointStore(tmp_path, keep_last=1), 3, full, ranks=SecondRank(tmp_path))

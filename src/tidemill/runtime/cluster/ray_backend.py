@@ -22,7 +22,7 @@ from tidemill.core.protocols import Clock, Provider, Reader, Worker
 from tidemill.core.records import Lease, LeaseEnded, LeaseEvent, LeaseGranted, LeaseNoticed
 from tidemill.extensions.registry import session_functions
 from tidemill.models.auto import load_config
-from tidemill.models.catalog import resolve
+from tidemill.models.catalog import present, resolve
 from tidemill.models.codec import load_codec
 from tidemill.models.folder import refuse_reward_model, weight_files
 from tidemill.models.snapshots import check_shardable, files_without_weights, stored_context_limit
@@ -93,7 +93,7 @@ async def on_ray(spec: RunSpec, run: RunDirectory, recorder: Recorder, clock: Cl
         if not spec.ray.address:  # the workers are on this machine
             check_version()
         check_family(load_config(folder).model_type)
-    if spec.trainer.shards > 1:
+    if spec.trainer.shards > 1:  # again: it may have been built or downloaded
         check_shardable(folder)
     codec, limit = load_codec(folder), stored_context_limit(folder)
     task = fitting_task(spec, codec, limit=limit, progress=recorder.note)
@@ -201,6 +201,9 @@ def _check_devices(spec: RunSpec) -> None:
 def _check(spec: RunSpec) -> None:
     _check_devices(spec)
     check_vocabularies(spec)
+    folder = present(spec.model)
+    if spec.trainer.shards > 1 and folder is not None:
+        check_shardable(folder)
 
 
 RAY = Runtime(check=_check, check_devices=_check_devices, open=on_ray)

@@ -30,7 +30,7 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from tidemill.config.schema import RunSpec
-from tidemill.core.errors import TidemillError, TrainerLost, UserError, WeightsError, WorkerLost
+from tidemill.core.errors import GuardStop, TidemillError, TrainerLost, UserError, WeightsError, WorkerLost
 from tidemill.core.protocols import with_deadline
 from tidemill.core.records import GenerateRequest, Loaded, PolicyVersion, Record, SampleId, WorkerReport
 from tidemill.rollout.worker import EngineWorker
@@ -103,6 +103,7 @@ class Answer(Record):
 
 
 _ERRORS: dict[str, Callable[..., TidemillError]] = {
+    "guard": GuardStop,
     "user": lambda what, where, hint: UserError(what, where=where, hint=hint),
     "worker": lambda cause, hint: WorkerLost(cause, hint=hint),
     "trainer": TrainerLost,
@@ -152,6 +153,8 @@ def read_answer(blob: bytes, kind: type[T]) -> T:
 def _failure(error: Exception) -> RemoteFailure:
     if isinstance(error, UserError):
         return RemoteFailure(kind="user", arguments=(error.what, error.where, error.hint))
+    if isinstance(error, GuardStop):
+        return RemoteFailure(kind="guard", arguments=(str(error),))
     if isinstance(error, WorkerLost):
         return RemoteFailure(kind="worker", arguments=(error.cause, error.hint))
     if isinstance(error, TrainerLost):

@@ -17,10 +17,10 @@ from tidemill.runtime.cluster.ray_calls import Remote, decode, served, trainer_l
 from tidemill.runtime.cluster.ray_trainer import Started, TrainerActor, TrainerPlan, checked_spec
 from tidemill.runtime.cluster.shard_publisher import ShardPublisher
 from tidemill.runtime.compute import ComputeThread
-from tidemill.runtime.model_bundle import build_critic, load_model_bundle
+from tidemill.runtime.model_bundle import load_model_bundle, sharded_models
 from tidemill.trainer.checkpoint_store import CheckpointStore
 from tidemill.trainer.policy import PolicyTrainer
-from tidemill.trainer.sharding import GroupRanks, join_ranks, shard
+from tidemill.trainer.sharding import GroupRanks, join_ranks
 from tidemill.weights.store import WeightStore
 
 
@@ -62,14 +62,9 @@ class RankActor(TrainerActor):
         bundle = await compute.run(lambda: load_model_bundle(spec, progress=lambda _: None, generates=False))
         size = spec.trainer.shards
         ranks = await compute.run(lambda: join_group(spec, Path(meeting), index=index, device=bundle.device))
-        offload = spec.trainer.offload == "optimizer"
-        reference = bundle.forward_of(await compute.run(bundle.reference))
-        critic = await compute.run(lambda: build_critic(bundle, progress=lambda _: None, ranks=ranks))
 
         def build() -> PolicyTrainer:
-            shard(bundle.forward, ranks, offload=offload)
-            if reference is not None:
-                shard(reference, ranks)
+            reference, critic = sharded_models(bundle, ranks)
             return PolicyTrainer(
                 bundle.forward,
                 spec,

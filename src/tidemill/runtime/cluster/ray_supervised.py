@@ -13,6 +13,7 @@ import msgspec
 import ray
 
 from tidemill.config.schema import RunSpec
+from tidemill.core.errors import TrainerLost
 from tidemill.core.protocols import Telemetry
 from tidemill.core.records import Demonstration, PreferencePair, Record
 from tidemill.models.folder import weight_files
@@ -102,6 +103,7 @@ class SupervisedRank(AsyncActor):
             size = spec.trainer.shards
             ranks = join_group(spec, Path(meeting), index=index, device=bundle.device)
             shard(bundle.forward, ranks, offload=spec.trainer.offload == "optimizer")
+            bundle.frozen.clear()
             self._bundle, self._ranks = bundle, ranks
             return SupervisedStarted(
                 model_digest=weights_digest(bundle.model, ranks),
@@ -201,7 +203,7 @@ def fit_on_ranks(
                     if stop() and not stopping and not fitting.done():
                         stopping = True
                         await group.call("stop", kind=type(None), timeout_s=RANK_S)
-                    if not fitting.done() or fitting.exception() is None:
+                    if not fitting.done() or not isinstance(fitting.exception(), TrainerLost):
                         lines = await group.first.call("take_lines", kind=list[Line], timeout_s=RANK_S)
                         relay(lines, telemetry, note=note, expect=expect)
                 fitted = fitting.result()

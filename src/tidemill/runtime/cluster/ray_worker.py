@@ -34,6 +34,7 @@ from tidemill.runtime.cluster.ray_calls import (
     read_answer,
     resources_text,
     served,
+    trainer_lost,
     worker_lost,
 )
 from tidemill.runtime.cluster.ray_internals import signal_fd
@@ -221,7 +222,7 @@ class RayHost:
         self._notifying = asyncio.create_task(self._notify_drains(), name="drains") if notify_drains else None
 
     async def start(self, lease: Lease) -> Worker:
-        """Raises WorkerLost: no node has room for it, or it fails to start."""
+        """Raises WorkerLost: no node has room for it, or it fails to start. The reserved engine raises TrainerLost."""
         selector = self._preemptible if lease.kind == "preemptible" else self._reserved
         node_id = lease.node
 
@@ -231,7 +232,9 @@ class RayHost:
         deadline_s = asyncio.get_running_loop().time() + self._start_s
         create = partial(self._create_actor, lease, selector)  # blocks if the cluster's head is gone
         handle = await blocking(create, awaited="Ray to create a worker's process", timeout_s=self._start_s)
-        remote = Remote(handle, lost=worker_lost, node_name=node_name)
+        reserved = lease.kind == "reserved"
+        lost = partial(trainer_lost, role="reserved engine") if reserved else worker_lost
+        remote = Remote(handle, lost=lost, node_name=node_name)
         worker = RayWorker(remote, owned=True)
         try:
             node_id = await self._wait_for_place(remote, selector, deadline_s)
@@ -243,7 +246,7 @@ class RayHost:
         except BaseException as error:
             self._workers.pop(worker, None)
             worker.kill()
-            if isinstance(error, TidemillError) and not isinstance(error, WorkerLost):
+            if isinstance(error, TidemillError) and not isinstance(error, WorkerLost) and not reserved:
                 raise WorkerLost(f"it does not start: {error}") from error
             raise
         return worker

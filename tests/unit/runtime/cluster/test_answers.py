@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tidemill.core.errors import TidemillError, TrainerLost, UserError, WeightsError, WorkerLost
+from tidemill.core.errors import GuardStop, TidemillError, TrainerLost, UserError, WeightsError, WorkerLost
 from tidemill.core.records import PolicyVersion
 from tidemill.runtime.cluster.ray_calls import RemoteError, answering, read_answer
 
@@ -46,6 +46,8 @@ async def test_other_errors_keep_their_type() -> None:
     assert (lost.value.cause, lost.value.hint) == ("its node died", "wait")
     with pytest.raises(TrainerLost, match=r"^the critic died$"):
         await _through(TrainerLost("the critic died"))
+    with pytest.raises(GuardStop, match=r"^the loss is not finite$"):
+        await _through(GuardStop("the loss is not finite"))
     with pytest.raises(WeightsError, match=r"^version 3 is torn$"):
         await _through(WeightsError("version 3 is torn"))
     with pytest.raises(TidemillError, match=r"^waited long$") as other:

@@ -407,22 +407,22 @@ def test_the_digest_of_a_reward_model_does_not_depend_on_the_number_of_ranks() -
 
 
 def bytes_of_a_started_rank(ranks: Ranks, sizes: dict[str, Any]) -> tuple[int, int]:
-    """(bytes of all parameters alive in this process, bytes of the policy and its reference as wholes)."""
+    """(bytes of all parameters alive in this process, bytes of the policy as a whole)."""
     torch.set_num_threads(1)
     spec = RunSpec.model_validate({"runtime": "ray", "trainer": {"shards": 2, "threads": 1}, **sizes})
     bundle = load_model_bundle(spec, progress=lambda _: None, generates=False)
     whole_bytes = sum(parameter.nbytes for parameter in bundle.model.parameters())
     models = sharded_models(bundle, ranks)
-    assert len(models) == 2
     gc.collect()
     alive = [each for each in gc.get_objects() if isinstance(each, torch.nn.Parameter)]
     storages = {local_rows(each)[0].untyped_storage().data_ptr(): local_rows(each)[0].nbytes for each in alive}
-    return sum(storages.values()), 2 * whole_bytes
+    assert models == (None, None)
+    return sum(storages.values()), whole_bytes
 
 
 def test_no_whole_model_is_left_after_the_start_of_a_rank() -> None:
     model = {"source": "char", "char": {"alphabet": "0123456789+=\n", "hidden_size": 256}, "lora": {"rank": 2}}
-    sizes = {"model": model, "algorithm": {"kl_beta": 0.1}}
+    sizes = {"model": model, "algorithm": {"kl_beta": 0.0}}
     resolve(RunSpec.model_validate(sizes).model, progress=lambda _: None)
     for alive, whole_bytes in on_ranks(2, bytes_of_a_started_rank, sizes):
         assert alive <= 0.51 * whole_bytes

@@ -53,6 +53,18 @@ def task(*, weight: float = 1.0, name: str = "", role: Role = "reward") -> Rewar
     return _reward("task", weight, name, role)
 
 
+def tests(
+    *, with_prompt: bool = False, partial: bool = False, weight: float = 1.0, name: str = "", role: Role = "reward"
+) -> Reward:
+    """1 if the completion, a Python program, passes the tests of its row in the sandbox, else 0.
+
+    Args:
+        with_prompt: the program is the prompt followed by the completion.
+        partial: the share of tests passed instead.
+    """
+    return _reward("tests", weight, name, role, with_prompt=with_prompt, partial=partial)
+
+
 def random(*, weight: float = 1.0, name: str = "", role: Role = "reward") -> Reward:
     """0 or 1 at random: a control that cannot be learned."""
     return _reward("random", weight, name, role)

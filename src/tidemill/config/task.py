@@ -163,6 +163,8 @@ REWARD_KEYS = {
     "model": "model",
     "url": "http",
     "auth_env": "http",
+    "with_prompt": "tests",
+    "partial": "tests",
 }
 """Keys of a reward that only one kind has."""
 REWARD_NEEDS = {
@@ -182,6 +184,7 @@ class RewardConfig(Config):
         "length",
         "task",
         "environment",
+        "tests",
         "random",
         "python",
         "model",
@@ -189,7 +192,8 @@ class RewardConfig(Config):
     ]
     """exact, numeric, math_verify: compare with the answer. regex: search for `pattern`. length: score the completion's
     length. task: the task's own scorer (reasoning_gym). environment: the sum of the rewards of an agent's turns; the
-    others read the text of the last turn. random: a control. python: `function`. model: a reward model.
+    others read the text of the last turn. tests: run the completion, a Python program, in the sandbox against the tests
+    of its row. random: a control. python: `function`. model: a reward model.
     http: a server."""
     weight: float = 1.0
     """Weight in the sample's reward, which is the weighted sum of the rewards that apply to the sample."""
@@ -221,16 +225,22 @@ class RewardConfig(Config):
     batch: int = Field(64, ge=1)
     """model, http, python with batch=True: maximum number of samples per forward pass, request or call. With 1, or with
     [reading], the score of a sample is bit-identical whatever other samples are scored."""
+    with_prompt: bool = False
+    """tests: the program is the prompt followed by the completion; otherwise it is the completion's last fenced block,
+    or all of it."""
+    partial: bool = False
+    """tests: the score is the share of tests passed; otherwise 1 if all are, else 0."""
     timeout_s: float = Field(0.0, ge=0)
-    """model, http: a sample without a score after this many seconds, queueing and retries included, is invalid.
+    """tests: time of all tests of a sample, in seconds; 0: 10 s. A test that it does not suffice for is failed.
+    model, http: a sample without a score after this many seconds, queueing and retries included, is invalid.
     0: 60 s for http, 600 s for model, which waits between training steps."""
     retries: int = Field(2, ge=0)
     """http: how often a failed request is sent again."""
 
     @property
     def longest_wait_s(self) -> float:
-        """Timeout of the kinds that score several samples at once, in seconds."""
-        return self.timeout_s or (600.0 if self.kind == "model" else 60.0)
+        """`timeout_s`, or its default for this kind, in seconds."""
+        return self.timeout_s or {"model": 600.0, "tests": 10.0}.get(self.kind, 60.0)
 
     def issues(self) -> Iterator[str]:
         for key, needed in REWARD_NEEDS.items():

@@ -36,6 +36,7 @@ from tidemill.pipeline.stage_plan import stage_issue
 from tidemill.runtime.agents import agent_prompts
 from tidemill.runtime.export import refuse_foreign
 from tidemill.runtime.model_bundle import check_critic_vocabulary, fitting_task, own_source
+from tidemill.runtime.sandbox_check import check_needed_sandbox
 from tidemill.runtime.train import runtime_of
 
 LOADERS: Mapping[Product, Callable[..., object]] = {
@@ -143,6 +144,8 @@ class Preflight:
         compared = models.get("eval.compare_with")
         for model in (policy, compared) if compared is not None else (policy,):
             if "task" in kind.sections:
+                programs = ("sandbox", spec.sandbox, spec.env, spec.scoring.rewards, spec.eval.rewards)
+                self._once(stage, programs, lambda: check_needed_sandbox(spec))
                 self._check_task(stage, model)
             if "scoring" in kind.sections:
                 self._check_reward_models(stage, model)

@@ -97,7 +97,13 @@ def scorers(
 
     def build(scoring: ScoringConfig) -> RewardScorer:
         return build_scorer(
-            scoring, task=task, seed=spec.run.seed, stop_strings=stops, open_model=open_model, calls=calls
+            scoring,
+            task=task,
+            seed=spec.run.seed,
+            stop_strings=stops,
+            open_model=open_model,
+            calls=calls,
+            sandbox=spec.sandbox,
         )
 
     evaluated = evaluation_scoring(spec.scoring, task=task, rewards=spec.eval.rewards)

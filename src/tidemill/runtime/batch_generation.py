@@ -46,6 +46,7 @@ from tidemill.runtime.agents import agent_limits, agent_prompts, open_environmen
 from tidemill.runtime.backend import scorers
 from tidemill.runtime.compute import ComputeThread
 from tidemill.runtime.model_bundle import ModelBundle, engine_context, load_model_bundle
+from tidemill.runtime.sandbox_check import check_needed_sandbox
 from tidemill.telemetry.jsonl import JsonlWriter, write_atomically
 from tidemill.telemetry.manifest import versions
 from tidemill.telemetry.metrics import HELD_OUT_NAME
@@ -208,6 +209,7 @@ async def batch_generator(
         UserError: a reward cannot be built.
     """
     spec, clock, telemetry = bundle.spec, LoopClock(), NullTelemetry(progress)
+    check_needed_sandbox(spec)
     version = PolicyVersion(number=0, digest=weights_digest(bundle.model))
     async with AsyncExitStack() as stack:
         cache = stack.enter_context(closing(CompletionCache(cache_file)))

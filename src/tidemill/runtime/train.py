@@ -26,6 +26,7 @@ from tidemill.runtime.callbacks import Callback, CallbackTelemetry, configured_c
 from tidemill.runtime.extension_checks import identities, refuse_changed, run_extensions
 from tidemill.runtime.journal import SqliteJournal
 from tidemill.runtime.local import IN_PROCESS
+from tidemill.runtime.sandbox_check import check_needed_sandbox
 from tidemill.runtime.stopping import StopRequest, stop_on_signals
 from tidemill.telemetry.events import ENVIRONMENT_WARNING
 from tidemill.telemetry.manifest import Forecast, build_manifest, write_forecast
@@ -75,6 +76,7 @@ def train(
     refuse_untrainable(spec)
     runtime = runtime_of(spec)
     runtime.check(spec)
+    check_needed_sandbox(spec)
     own_code = identities(run_extensions(spec))
     with run_session(spec, telemetry_stream) as (resumed, run, recorder):
         for remark in without_effect(spec):

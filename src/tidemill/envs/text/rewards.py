@@ -13,9 +13,11 @@ from typing import Any, Protocol, TypeAlias
 
 import regex
 
+from tidemill.config.sandbox import SandboxConfig
 from tidemill.config.task import RewardConfig
 from tidemill.core.errors import UserError
 from tidemill.envs.text.batch_rewards import BatchedReward, HttpScorer, Sample
+from tidemill.envs.text.code_tests import COLUMN, GRACE_S, CodeTests
 from tidemill.envs.text.prompts import Task, hash_number
 from tidemill.envs.text.row_files import import_extra
 from tidemill.envs.text.user_rewards import WHERE as WHERE_FUNCTION
@@ -72,6 +74,7 @@ class Context:
     seed: int
     stop_strings: tuple[str, ...]
     calls: UserCalls = field(default_factory=UserCalls)  # runs user functions of batches
+    sandbox: SandboxConfig = field(default_factory=SandboxConfig)  # for rewards that run programs
     open_model: Callable[[RewardConfig], QueuedReward] | None = None  # scores with a reward model, if available
 
 
@@ -169,6 +172,14 @@ def _random(config: RewardConfig, context: Context) -> RewardFunction:
     return lambda sample: float(hash_number("random reward", context.seed, sample.sample_id.key) % 2)
 
 
+def _tests(config: RewardConfig, context: Context) -> RewardFunction:
+    """1 if the program passes the tests of its row; else 0."""
+    if COLUMN not in context.task.columns:
+        hint = f'add a column "{COLUMN}" to its rows, or name it in task.columns'
+        raise UserError(f'the reward "tests" needs a column "{COLUMN}"', where=WHERE, hint=hint)
+    return CodeTests(config, context.sandbox)
+
+
 def _model(config: RewardConfig, context: Context) -> RewardFunction:
     """The score of a reward model for the token ids of prompt and completion."""
     if context.open_model is None:
@@ -190,13 +201,14 @@ BUILT_IN: dict[str, Callable[[RewardConfig, Context], RewardFunction]] = {
     "length": _length,
     "task": _task,
     "environment": _environment,
+    "tests": _tests,
     "random": _random,
     "model": _model,
     "http": _http,
 }
 INLINE = frozenset({"exact", "numeric", "length", "environment", "random"})
 QUEUED = frozenset({"model", "http"})
-CORRECT_AT_ONE = frozenset({"exact", "numeric", "math_verify", "regex", "task"})
+CORRECT_AT_ONE = frozenset({"exact", "numeric", "math_verify", "regex", "task", "tests"})
 
 
 def build_rewards(configs: Sequence[RewardConfig], context: Context) -> tuple[NamedReward, ...]:
@@ -245,10 +257,16 @@ def _build(name: str, config: RewardConfig, context: Context) -> NamedReward:
         inline=config.kind in INLINE,
         scores=scores,
         value=value,
-        timeout_s=config.longest_wait_s if scores else None,
+        timeout_s=_timeout_s(config, scores),
         correct_at_one=config.kind in CORRECT_AT_ONE,
         gold=config.role == "gold",
     )
+
+
+def _timeout_s(config: RewardConfig, scores: QueuedReward | None) -> float | None:
+    if config.kind == "tests":  # ends by itself: a program that takes long must not make its sample invalid
+        return config.longest_wait_s + GRACE_S
+    return config.longest_wait_s if scores else None
 
 
 def _converted(score: Score) -> Score:

@@ -7,6 +7,7 @@ import contextlib
 import math
 from collections.abc import Callable
 
+from tidemill.config.sandbox import SandboxConfig
 from tidemill.config.task import RewardConfig, ScoringConfig
 from tidemill.core.errors import ReaderLost, exception_text
 from tidemill.core.records import CORRECT_REWARD, Prompt, Reward, Trajectory
@@ -16,7 +17,7 @@ from tidemill.envs.text.rewards import Context, NamedReward, QueuedReward, build
 from tidemill.envs.text.user_rewards import LARGEST, TOO_LARGE, Score
 from tidemill.extensions.calls import MAX_HANGING, CallError, CallTimeout, HangingError, UserCalls
 
-CHECKS_THE_ANSWER = frozenset({"exact", "numeric", "math_verify", "task"})
+CHECKS_THE_ANSWER = frozenset({"exact", "numeric", "math_verify", "task", "tests"})
 NOT_ABOUT_CORRECTNESS = frozenset({"random", "length", "model"})
 
 
@@ -150,6 +151,7 @@ def build_scorer(
     stop_strings: tuple[str, ...] | None = None,
     open_model: Callable[[RewardConfig], QueuedReward] | None = None,
     calls: UserCalls | None = None,
+    sandbox: SandboxConfig = SandboxConfig(),  # noqa: B008 -- frozen
 ) -> RewardScorer:
     """The scorer of a run.
 
@@ -157,13 +159,14 @@ def build_scorer(
         stop_strings: where `exact` and `numeric` stop reading a completion; by default the task's.
         open_model: makes the function of rewards of kind "model"; None refuses them.
         calls: runs the functions; by default a new one.
+        sandbox: where rewards of kind "tests" run programs.
 
     Raises:
         UserError: a reward cannot work.
     """
     stops = task.default_stop_strings if stop_strings is None else stop_strings
     calls = calls or user_calls(scoring.concurrency)
-    context = Context(task=task, seed=seed, stop_strings=stops, calls=calls, open_model=open_model)
+    context = Context(task=task, seed=seed, stop_strings=stops, calls=calls, sandbox=sandbox, open_model=open_model)
     rewards = build_rewards(scoring.rewards, context)
     return RewardScorer(rewards, timeout_s=scoring.timeout_s, concurrency=scoring.concurrency, calls=calls)
 

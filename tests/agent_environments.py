@@ -216,3 +216,30 @@ class Broken(Environment):
 class DiesAtReset(Broken):
     def reset(self, task: dict[str, Any], seed: int) -> str:
         os._exit(9)
+
+
+class Shell(ToolEnvironment):
+    """Runs commands in the sandbox."""
+
+    needs_sandbox = True
+
+    @tool(timeout_s=10)
+    def run(self, command: str) -> str:
+        """Run a command.
+
+        Args:
+            command: for the shell.
+        """
+        if command == "lose the sandbox" and not Path(self.task["mark"]).exists():
+            Path(self.task["mark"]).touch()
+            vars(self.sandbox)["_connection"].close()
+        return self.sandbox.run(["sh", "-c", command]).stdout.decode()
+
+
+class Forgetful(ToolEnvironment):
+    """Uses a sandbox without saying so."""
+
+    @tool
+    def run(self) -> str:
+        """Run nothing."""
+        return str(self.sandbox)

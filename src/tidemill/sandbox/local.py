@@ -72,8 +72,8 @@ class LocalSandbox:
         with self._lock:
             if self._connection is None:
                 raise SandboxLostError("the sandbox is closed")
-            self._connection.settimeout(longest_s + ANSWER_S)
             try:
+                self._connection.settimeout(longest_s + ANSWER_S)
                 send(self._connection, request)
                 return receive(self._connection, kind)
             except OSError as error:

@@ -32,7 +32,7 @@ def graded(program: str, tests: list[dict[str, Any]], **settings: Any) -> float:
     return CodeTests(RewardConfig(kind="tests", **settings), SANDBOX)(sample_of(program, tests))
 
 
-RIGHT = {
+RIGHT: dict[str, tuple[str, list[dict[str, Any]]]] = {
     "function": ("def add(a, b):\n    return a + b\n", ADD),
     "function that prints": ("def add(a, b):\n    print('adding')\n    return a + b\n", ADD),
     "last block": ("First:\n```python\nx\n```\nBetter:\n```python\ndef add(a, b): return a + b\n```\nDone.", ADD),

@@ -44,7 +44,8 @@ def find_bubblewrap() -> str:
 
 def launcher_options() -> list[str]:
     """Options for the launcher: the same user with all capabilities in new namespaces, and the image of sandboxes."""
-    options = ["--die-with-parent", "--new-session", "--unshare-pid", "--cap-add", "ALL"]
+    # Without --die-with-parent, which kills it when the thread that started it ends; it ends with its standard input.
+    options = ["--new-session", "--unshare-pid", "--cap-add", "ALL"]
     if os.getuid() != 0:
         options += ["--unshare-user"]
     for entry in sorted(os.scandir("/"), key=lambda each: each.name):

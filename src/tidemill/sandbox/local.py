@@ -35,7 +35,11 @@ class LocalSandbox:
         self._address, self._limits = address, limits
         self._lock = threading.Lock()
         self._connection: socket.socket | None = _connect(address)
-        self._call(Request(method="open", limits=limits, network=network), None)
+        try:
+            self._call(Request(method="open", limits=limits, network=network), None)
+        except BaseException:
+            self.close()
+            raise
 
     def run(
         self,

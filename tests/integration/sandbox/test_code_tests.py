@@ -45,7 +45,7 @@ RIGHT: dict[str, tuple[str, list[dict[str, Any]]]] = {
     ),
 }
 
-WRONG = {
+WRONG: dict[str, tuple[str, list[dict[str, Any]]]] = {
     "nothing": ("", ADD),
     "syntax error": ("def add(a, b:", ADD),
     "wrong value": ("def add(a, b): return a - b", ADD),

@@ -7,6 +7,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from contextlib import closing
 from pathlib import Path
@@ -15,7 +16,8 @@ import pytest
 
 from tests.sandboxes import REPOSITORY, need_bubblewrap
 from tidemill.config.sandbox import SandboxConfig
-from tidemill.sandbox import SandboxLostError, open_sandbox
+from tidemill.sandbox import Sandbox, SandboxLostError, local, open_sandbox
+from tidemill.sandbox.launcher import kill_tree
 from tidemill.sandbox.local import launcher
 
 KILLS = 12
@@ -68,6 +70,20 @@ def test_no_process_outlives_a_killed_owner(backend: str) -> None:
         assert not left, f"kill {number}"
 
 
+def test_a_launcher_outlives_the_thread_that_started_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    need_bubblewrap()
+    monkeypatch.setattr(local, "_launchers", {})
+    opened: list[Sandbox] = []
+    thread = threading.Thread(target=lambda: opened.append(open_sandbox(SandboxConfig())))
+    thread.start()
+    thread.join()
+    time.sleep(0.2)
+
+    with closing(opened[0]) as sandbox:
+        assert sandbox.run(["true"]).code == 0
+    local.close_launchers()
+
+
 def test_a_closed_sandbox_ends_its_command_and_frees_its_files() -> None:
     need_bubblewrap()
     with closing(open_sandbox(SandboxConfig())) as sandbox:
@@ -79,7 +95,7 @@ def test_a_closed_sandbox_ends_its_command_and_frees_its_files() -> None:
 def test_a_killed_launcher_is_reported_and_replaced() -> None:
     need_bubblewrap()
     sandbox = open_sandbox(SandboxConfig())
-    os.kill(launcher("bwrap").pid, signal.SIGKILL)
+    kill_tree(launcher("bwrap").pid)
 
     with pytest.raises(SandboxLostError, match="lost"):
         sandbox.run(["sleep", "5"])

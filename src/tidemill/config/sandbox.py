@@ -18,7 +18,7 @@ class SandboxConfig(Config):
     """bwrap: Linux namespaces by bubblewrap; the kernel is shared. runsc: gVisor. http: a server of sandboxes at `url`.
     none: no sandbox; the code can do whatever this user can."""
     network: Literal["none"] | tuple[str, ...] = "none"
-    """"HOST:PORT" pairs that the code may connect to."""
+    """"HOST:PORT" pairs that the code may connect to by TCP; the addresses of a cloud's metadata are refused."""
     url: str = ""
     """http: address of the server."""
     token_env: str = "TIDEMILL_SANDBOX_TOKEN"
@@ -44,3 +44,5 @@ class SandboxConfig(Config):
         for each in self.network if self.network != "none" else ():
             if not HOST_AND_PORT.fullmatch(each) or int(each.rpartition(":")[2]) > 65535:
                 yield f'network: {each!r} is not "HOST:PORT"; write for example "pypi.org:443"'
+        if self.network != "none" and self.backend == "runsc":
+            yield 'network needs backend = "bwrap"; with runsc there is none'

@@ -62,6 +62,11 @@ def launcher_options() -> list[str]:
     return [*options, "--dir", SLOTS]
 
 
+def write_hosts() -> None:
+    """Make the image's file of host names, over which that of a sandbox is mounted."""
+    Path(f"{IMAGE}/etc/hosts").write_text("127.0.0.1 localhost\n")
+
+
 def visible_paths() -> list[str]:
     """Paths that a sandbox sees read-only: the system's programs and libraries, and this interpreter."""
     paths = [
@@ -110,15 +115,17 @@ def sandbox_command(
     *,
     filter_fd: int,
     status_fd: int,
+    block_fd: int | None = None,
     processes: int,
     bubblewrap: str,
 ) -> list[str]:
     """A command in namespaces of its own.
 
     Args:
-        slot: folder with `work`, `tmp` and `shm`.
+        slot: folder with `work`, `tmp` and `shm`, and with `hosts` if `block_fd` is given.
         filter_fd: of the filter of system calls.
         status_fd: receives the start and the exit code.
+        block_fd: the command starts when it can be read from.
         processes: limit; set inside, where it counts this sandbox alone.
     """
     options = ["--unshare-all", "--unshare-user", "--disable-userns", "--die-with-parent", "--new-session"]
@@ -128,6 +135,8 @@ def sandbox_command(
         options += ["--bind", f"{slot}/{name}", path]
     options += ["--remount-ro", "/dev", "--chdir", WORK, "--seccomp", str(filter_fd)]
     options += ["--json-status-fd", str(status_fd)]
+    if block_fd is not None:
+        options += ["--ro-bind", f"{slot}/hosts", "/etc/hosts", "--block-fd", str(block_fd)]
     for name, value in {"PATH": PATH, "HOME": WORK, "LANG": "C.UTF-8", **env}.items():
         options += ["--setenv", name, value]
     return [bubblewrap, *options, "--", "/usr/bin/prlimit", f"--nproc={processes}", "--", *argv]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import shutil
 import signal
@@ -24,6 +25,7 @@ import msgspec
 
 from tidemill.sandbox import bubblewrap
 from tidemill.sandbox.messages import LENGTH_BYTES, Backend, Reply, Request, Setup
+from tidemill.sandbox.network import Relay
 from tidemill.sandbox.records import Ending, Finished, Limits, SandboxError, SandboxLostError
 from tidemill.sandbox.slots import BubblewrapSlots, PlainSlots, RunscSlots, Slot, Slots, Spawn
 from tidemill.sandbox.usage import read_processes, usage_of
@@ -49,6 +51,7 @@ def main() -> None:
     bubblewrap.LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     if setup.backend != "none":
         bubblewrap.mount_processes()
+        bubblewrap.write_hosts()
     makers: dict[Backend, Callable[[], Slots]] = {"bwrap": BubblewrapSlots, "runsc": RunscSlots, "none": PlainSlots}
     slots = makers[setup.backend]()
     launcher = Launcher(slots)
@@ -183,7 +186,7 @@ class Launcher:
                 _answer(writer, Reply())
                 await writer.drain()
                 return
-            slot = self._slots.open(first.limits)
+            slot = self._slots.open(first.limits, first.network)
             _answer(writer, Reply())
             while (request := await requests.get()) is not None:
                 serving = asyncio.create_task(self._serve(slot, request))
@@ -228,9 +231,12 @@ class Launcher:
 
     async def _run(self, slot: Slot, request: Request) -> Finished:
         """Raises SandboxLostError: it did not start; OSError."""
-        loop, limits = asyncio.get_running_loop(), slot.limits
-        stream = self._streams.pop(request.stream) if request.method == "start" else None
-        with self._slots.spawn(slot, request) as spawn:
+        loop, limits, relay = asyncio.get_running_loop(), slot.limits, Relay()
+        stream = None
+        if request.method == "start":
+            stream = self._streams.pop(request.stream)
+            limits = msgspec.structs.replace(limits, cpu_s=math.inf, wall_s=math.inf)
+        with self._slots.spawn(slot, request, limits) as spawn:
             if "cwd" in spawn.options and not shutil.which(request.argv[0], path=spawn.options["env"]["PATH"]):
                 return Finished(stdout=b"", stderr=f"{request.argv[0]}: not found\n".encode(), code=127)
             process = _start(spawn, stream)
@@ -240,6 +246,12 @@ class Launcher:
         self._jobs.add(job)
         outputs = [Output(limits.output_bytes) for _ in range(2)]
         try:
+            if spawn.block_fd is not None:
+                assert spawn.status_fd is not None
+                with os.fdopen(spawn.block_fd, "wb") as block:
+                    child = json.loads(await _first_report(spawn.status_fd))["child-pid"]
+                    await relay.open(child, slot.network)
+                    block.write(b"\n")
             for output, pipe in zip(outputs, (process.stdout, process.stderr), strict=True):
                 if pipe is None:
                     output.closed.set_result(None)
@@ -251,7 +263,7 @@ class Launcher:
                 transport.write_eof()
             wait_s = min(request.timeout_s or limits.wall_s, limits.wall_s)
             try:
-                async with asyncio.timeout(wait_s):
+                async with asyncio.timeout(wait_s if math.isfinite(wait_s) else None):
                     await asyncio.shield(job.exited)
             except TimeoutError:
                 job.end("wall")
@@ -261,6 +273,7 @@ class Launcher:
             if not job.exited.done():
                 job.end("")
                 await job.exited
+            relay.close()
             self._jobs.discard(job)
             self._kill_strays()
         code = process.returncode
@@ -280,6 +293,27 @@ class Launcher:
 def _start(spawn: Spawn, stream: socket.socket | None) -> subprocess.Popen[bytes]:
     given = stream.fileno() if stream else subprocess.PIPE
     return subprocess.Popen(spawn.argv, stdin=given, stdout=given, stderr=subprocess.PIPE, **spawn.options)
+
+
+async def _first_report(status_fd: int) -> bytes:
+    """The line in which bubblewrap names the command's process.
+
+    Raises:
+        SandboxLostError: it ended instead.
+    """
+    loop, report = asyncio.get_running_loop(), b""
+    async with asyncio.timeout(KILL_S):
+        while not report.endswith(b"\n"):
+            readable = loop.create_future()
+            loop.add_reader(status_fd, readable.set_result, None)
+            try:
+                await readable
+            finally:
+                loop.remove_reader(status_fd)
+            if not (byte := os.read(status_fd, 1)):
+                raise SandboxLostError("the sandbox did not start: bubblewrap ended")
+            report += byte
+    return report
 
 
 def kill_tree(root: int) -> None:

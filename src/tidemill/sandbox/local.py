@@ -10,7 +10,8 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,19 @@ from tidemill.sandbox.bubblewrap import find_bubblewrap, launcher_options
 from tidemill.sandbox.launcher import PROGRAM, READY
 from tidemill.sandbox.messages import Backend, Request, Setup, receive, send
 from tidemill.sandbox.oci import find_runsc
-from tidemill.sandbox.records import Finished, Limits, SandboxLostError, Snapshot
+from tidemill.sandbox.records import Finished, Limits, SandboxError, SandboxLostError, Snapshot
 
 START_S = 30.0
 ANSWER_S = 30.0
 """Deadline of the launcher beyond that of a command."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """A program that runs in a sandbox."""
+
+    stream: socket.socket  # its standard input and output
+    finish: Callable[[float], Finished]  # given a deadline in seconds; raises SandboxLostError
 
 
 class LocalSandbox:
@@ -52,6 +61,36 @@ class LocalSandbox:
         request = Request(method="run", argv=tuple(argv), stdin=stdin, env=dict(env), timeout_s=timeout_s or 0.0)
         finished: Finished = self._call(request, Finished, min(timeout_s or self._limits.wall_s, self._limits.wall_s))
         return finished
+
+    def start(self, argv: Sequence[str], *, env: Mapping[str, str] = {}) -> Program:
+        """Start a program that runs until the sandbox is closed, with no limit of time; no other command runs meanwhile."""
+        stream, name = _connect(self._address), secrets.token_hex(8)
+        try:
+            send(stream, Request(method="attach", stream=name))
+            receive(stream, None)
+            with self._lock:
+                if self._connection is None:
+                    raise SandboxLostError("the sandbox is closed")
+                send(self._connection, Request(method="start", argv=tuple(argv), env=dict(env), stream=name))
+        except OSError as error:
+            stream.close()
+            raise SandboxLostError(f"the sandbox is lost: {error}") from error
+        except SandboxError:
+            stream.close()
+            raise
+        return Program(stream=stream, finish=self._finish)
+
+    def _finish(self, wait_s: float) -> Finished:
+        """How the program ended. Raises SandboxLostError."""
+        with self._lock:
+            if self._connection is None:
+                raise SandboxLostError("the sandbox is closed")
+            try:
+                self._connection.settimeout(wait_s)
+                finished: Finished = receive(self._connection, Finished)
+                return finished
+            except OSError as error:
+                raise SandboxLostError(f"the program has not ended: {error}") from error
 
     def read(self, path: str) -> bytes:
         data: bytes = self._call(Request(method="read", path=path), bytes)

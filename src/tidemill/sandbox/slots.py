@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import resource
 import shutil
@@ -15,6 +16,7 @@ from typing import Any, Protocol
 
 from tidemill.sandbox import bubblewrap
 from tidemill.sandbox.messages import Request
+from tidemill.sandbox.network import hosts_file
 from tidemill.sandbox.oci import bundle_config, find_runsc, runtime_command, write_bundle
 from tidemill.sandbox.records import Limits
 from tidemill.sandbox.scratch import Scratch
@@ -35,6 +37,7 @@ class Slot:
     folder: str
     owner: int | None  # user id of its commands; None: the launcher's
     limits: Limits
+    network: tuple[str, ...]  # "HOST:PORT" pairs
 
     @property
     def scratch(self) -> Scratch:
@@ -52,17 +55,18 @@ class Spawn:
 
     argv: list[str]
     status_fd: int | None = None  # where bubblewrap reports that the command has started and ended
+    block_fd: int | None = None  # the command starts when this is written to
     options: dict[str, Any]
 
 
 class Slots(Protocol):
     """The sandboxes of one back-end."""
 
-    def open(self, limits: Limits) -> Slot:
+    def open(self, limits: Limits, network: tuple[str, ...]) -> Slot:
         """Raises OSError."""
 
     @contextmanager
-    def spawn(self, slot: Slot, request: Request) -> Iterator[Spawn]:
+    def spawn(self, slot: Slot, request: Request, limits: Limits) -> Iterator[Spawn]:
         """What to start for a command; its file descriptors are open inside the block."""
 
     def close(self, slot: Slot) -> None:
@@ -76,18 +80,22 @@ class BubblewrapSlots:
         self._filter = seccomp_program()
         self._first_user = _first_user() if os.getuid() == 0 else None
 
-    def open(self, limits: Limits) -> Slot:
+    def open(self, limits: Limits, network: tuple[str, ...]) -> Slot:
         number = next(self._numbers)
         owner = None if self._first_user is None else self._first_user + number % 5000
-        slot = Slot(number=number, folder=f"{bubblewrap.SLOTS}/{number}", owner=owner, limits=limits)
-        bubblewrap.mount_scratch(slot.folder, limits.scratch_bytes, limits.scratch_files + len(FOLDERS) + 1)
+        folder = f"{bubblewrap.SLOTS}/{number}"
+        slot = Slot(number=number, folder=folder, owner=owner, limits=limits, network=network)
+        bubblewrap.mount_scratch(slot.folder, limits.scratch_bytes, limits.scratch_files + len(FOLDERS) + 2)
         _make_folders(slot)
+        if network:
+            Path(slot.folder, "hosts").write_text(hosts_file(network))
         return slot
 
     @contextmanager
-    def spawn(self, slot: Slot, request: Request) -> Iterator[Spawn]:
+    def spawn(self, slot: Slot, request: Request, limits: Limits) -> Iterator[Spawn]:
         filter_read, filter_write = os.pipe()
         status_read, status_write = os.pipe()
+        block = os.pipe() if slot.network else ()
         try:
             with os.fdopen(filter_write, "wb") as file:
                 file.write(self._filter)
@@ -97,19 +105,21 @@ class BubblewrapSlots:
                 request.env,
                 filter_fd=filter_read,
                 status_fd=status_write,
-                processes=slot.limits.processes,
+                block_fd=block[0] if block else None,
+                processes=limits.processes,
                 bubblewrap=self._bubblewrap,
             )
             options: dict[str, Any] = {
                 "env": {},
-                "pass_fds": (filter_read, status_write),
-                "preexec_fn": _confine(slot.limits),
+                "pass_fds": (filter_read, status_write, *block[:1]),
+                "preexec_fn": _confine(limits),
             }
             if slot.owner is not None:
                 options |= {"user": slot.owner, "group": slot.owner, "extra_groups": []}
-            yield Spawn(argv=argv, status_fd=os.dup(status_read), options=options)
+            block_fd = os.dup(block[1]) if block else None
+            yield Spawn(argv=argv, status_fd=os.dup(status_read), block_fd=block_fd, options=options)
         finally:
-            for each in (filter_read, status_read, status_write):
+            for each in (filter_read, status_read, status_write, *block):
                 os.close(each)
 
     def close(self, slot: Slot) -> None:
@@ -126,18 +136,21 @@ class RunscSlots:
             raise OSError("runsc needs root")
         self._numbers, self._commands = itertools.count(), itertools.count()
 
-    def open(self, limits: Limits) -> Slot:
+    def open(self, limits: Limits, network: tuple[str, ...]) -> Slot:
         number = next(self._numbers)
-        slot = Slot(number=number, folder=f"{bubblewrap.SLOTS}/{number}", owner=bubblewrap.USER, limits=limits)
+        if network:
+            raise OSError("runsc has no network here; use bwrap for sandbox.network")
+        folder = f"{bubblewrap.SLOTS}/{number}"
+        slot = Slot(number=number, folder=folder, owner=bubblewrap.USER, limits=limits, network=())
         bubblewrap.mount_scratch(slot.folder, limits.scratch_bytes, limits.scratch_files + len(FOLDERS) + 1)
         _make_folders(slot)
         return slot
 
     @contextmanager
-    def spawn(self, slot: Slot, request: Request) -> Iterator[Spawn]:
+    def spawn(self, slot: Slot, request: Request, limits: Limits) -> Iterator[Spawn]:
         name = f"command-{next(self._commands)}"
         folder = Path(bubblewrap.SLOTS, name)
-        write_bundle(folder, bundle_config(slot.folder, request.argv, request.env, slot.limits))
+        write_bundle(folder, bundle_config(slot.folder, request.argv, request.env, limits))
         yield Spawn(argv=runtime_command(self._runsc, folder, name), options={"env": {"PATH": os.environ["PATH"]}})
 
     def close(self, slot: Slot) -> None:
@@ -148,13 +161,14 @@ class RunscSlots:
 class PlainSlots:
     """Commands that see everything which this user sees; only their resources are limited."""
 
-    def open(self, limits: Limits) -> Slot:
-        slot = Slot(number=0, folder=tempfile.mkdtemp(prefix="tidemill-sandbox-"), owner=None, limits=limits)
+    def open(self, limits: Limits, network: tuple[str, ...]) -> Slot:
+        folder = tempfile.mkdtemp(prefix="tidemill-sandbox-")
+        slot = Slot(number=0, folder=folder, owner=None, limits=limits, network=network)
         _make_folders(slot)
         return slot
 
     @contextmanager
-    def spawn(self, slot: Slot, request: Request) -> Iterator[Spawn]:
+    def spawn(self, slot: Slot, request: Request, limits: Limits) -> Iterator[Spawn]:
         env = {
             "PATH": bubblewrap.PATH,
             "HOME": f"{slot.folder}/work",
@@ -165,7 +179,7 @@ class PlainSlots:
             "env": env | request.env,
             "cwd": f"{slot.folder}/work",
             "start_new_session": True,
-            "preexec_fn": _confine(slot.limits),
+            "preexec_fn": _confine(limits),
         }
         yield Spawn(argv=list(request.argv), options=options)
 
@@ -191,6 +205,7 @@ def _first_user() -> int:
 
 def _confine(limits: Limits) -> Callable[[], None]:
     """Limits of each process, set in the child before it becomes the command; the watchdog adds up the processes."""
+    cpu_s = int(limits.cpu_s) + 2 if math.isfinite(limits.cpu_s) else resource.RLIM_INFINITY
 
     def set_limits() -> None:
         bubblewrap.LIBC.prctl(PR_CAP_AMBIENT, CLEAR_ALL, 0, 0, 0)
@@ -201,7 +216,7 @@ def _confine(limits: Limits) -> Callable[[], None]:
             (resource.RLIMIT_DATA, limits.memory_bytes),
             (resource.RLIMIT_MEMLOCK, 0),
             (resource.RLIMIT_MSGQUEUE, 0),
-            (resource.RLIMIT_CPU, int(limits.cpu_s) + 2),
+            (resource.RLIMIT_CPU, cpu_s),
         ):
             resource.setrlimit(kind, (value, value))
 

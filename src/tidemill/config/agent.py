@@ -9,7 +9,8 @@ from pydantic import Field
 
 from tidemill.config.base import Config, NameOrFunction
 
-BUILT_IN = ("guess", "calculator", "python")
+ADAPTERS = ("gymnasium", "mcp", "openenv", "skyrl-gym", "textarena", "verifiers")
+BUILT_IN = ("guess", "calculator", "python", *ADAPTERS)
 
 
 class EnvConfig(Config):

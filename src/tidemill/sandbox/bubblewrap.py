@@ -25,7 +25,7 @@ PATH = f"{os.path.realpath(sys.base_prefix)}/bin:/usr/local/bin:/usr/bin:/bin"
 SYSTEM = ("/usr", "/etc/alternatives", "/etc/ld.so.cache", "/etc/localtime", "/etc/ssl/certs")
 LINKS = ("/bin", "/sbin", "/lib", "/lib32", "/lib64")
 """Links into /usr on current distributions, folders on others."""
-MS_NOSUID, MS_NODEV, MS_NOEXEC = 2, 4, 8
+MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_BIND, MS_REC = 2, 4, 8, 4096, 16384
 
 LIBC = ctypes.CDLL(None, use_errno=True)
 
@@ -57,7 +57,7 @@ def launcher_options() -> list[str]:
         options += [*_folders(IMAGE + path), "--ro-bind", path, IMAGE + path]
     for link in filter(os.path.islink, LINKS):
         options += ["--symlink", os.readlink(link), IMAGE + link]
-    for folder in ("/proc", "/dev", "/dev/shm", WORK, "/tmp", "/etc"):
+    for folder in ("/proc", "/dev", "/dev/shm", WORK, "/tmp", "/etc", "/mnt"):
         options += _folders(f"{IMAGE}{folder}/")
     return [*options, "--dir", SLOTS]
 
@@ -86,6 +86,12 @@ def _folders(path: str) -> Iterator[str]:
         yield from ("--dir", "/" + "/".join(parts[:end]))
 
 
+def show(path: str, folder: str) -> None:
+    """Mount a folder as another one. Raises OSError: it does not exist."""
+    Path(folder).mkdir()
+    _mount(path, folder, MS_BIND | MS_REC, "")
+
+
 def mount_processes() -> None:
     """Let the launcher see the processes of its own namespace. Raises OSError."""
     _mount("proc", "/proc", MS_NOSUID | MS_NODEV | MS_NOEXEC, "")
@@ -102,10 +108,11 @@ def unmount(folder: str) -> None:
     LIBC.umount2(folder.encode(), detach)
 
 
-def _mount(kind: str, folder: str, flags: int, options: str) -> None:
-    if LIBC.mount(kind.encode(), folder.encode(), kind.encode(), flags, options.encode() or None) != 0:
+def _mount(source: str, folder: str, flags: int, options: str) -> None:
+    """Mount a folder, or a file system named by its type."""
+    if LIBC.mount(source.encode(), folder.encode(), source.encode(), flags, options.encode() or None) != 0:
         number = ctypes.get_errno()
-        raise OSError(number, f"mount of {kind}: {os.strerror(number)}")
+        raise OSError(number, f"mount of {source}: {os.strerror(number)}")
 
 
 def sandbox_command(
@@ -122,7 +129,7 @@ def sandbox_command(
     """A command in namespaces of its own.
 
     Args:
-        slot: folder with `work`, `tmp` and `shm`, and with `hosts` if `block_fd` is given.
+        slot: folder with `work`, `tmp`, `shm` and `mnt`, and with `hosts` if `block_fd` is given.
         filter_fd: of the filter of system calls.
         status_fd: receives the start and the exit code.
         block_fd: the command starts when it can be read from.
@@ -133,7 +140,17 @@ def sandbox_command(
     options += ["--ro-bind", IMAGE, "/", "--proc", "/proc", "--dev", "/dev"]
     for name, path in (("work", WORK), ("tmp", "/tmp"), ("shm", "/dev/shm")):
         options += ["--bind", f"{slot}/{name}", path]
-    options += ["--remount-ro", "/dev", "--chdir", WORK, "--seccomp", str(filter_fd)]
+    options += [
+        "--ro-bind",
+        f"{slot}/mnt",
+        "/mnt",
+        "--remount-ro",
+        "/dev",
+        "--chdir",
+        WORK,
+        "--seccomp",
+        str(filter_fd),
+    ]
     options += ["--json-status-fd", str(status_fd)]
     if block_fd is not None:
         options += ["--ro-bind", f"{slot}/hosts", "/etc/hosts", "--block-fd", str(block_fd)]

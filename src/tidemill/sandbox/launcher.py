@@ -186,7 +186,7 @@ class Launcher:
                 _answer(writer, Reply())
                 await writer.drain()
                 return
-            slot = self._slots.open(first.limits, first.network)
+            slot = self._slots.open(first)
             _answer(writer, Reply())
             while (request := await requests.get()) is not None:
                 serving = asyncio.create_task(self._serve(slot, request))

@@ -40,12 +40,14 @@ class Program:
 class LocalSandbox:
     """A sandbox of this machine; implements `Sandbox`."""
 
-    def __init__(self, address: str, limits: Limits, network: tuple[str, ...]) -> None:
+    def __init__(
+        self, address: str, limits: Limits, network: tuple[str, ...] = (), visible: Mapping[str, str] = {}
+    ) -> None:
         self._address, self._limits = address, limits
         self._lock = threading.Lock()
         self._connection: socket.socket | None = _connect(address)
         try:
-            self._call(Request(method="open", limits=limits, network=network), None)
+            self._call(Request(method="open", limits=limits, network=network, visible=dict(visible)), None)
         except BaseException:
             self.close()
             raise
@@ -63,7 +65,7 @@ class LocalSandbox:
         return finished
 
     def start(self, argv: Sequence[str], *, env: Mapping[str, str] = {}) -> Program:
-        """Start a program that runs until the sandbox is closed, with no limit of time; no other command runs meanwhile."""
+        """Start a program, which has no limit of time and ends with the sandbox. No other command runs meanwhile."""
         stream, name = _connect(self._address), secrets.token_hex(8)
         try:
             send(stream, Request(method="attach", stream=name))

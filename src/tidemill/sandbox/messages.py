@@ -28,6 +28,7 @@ class Request(Record, omit_defaults=True):
     method: Literal["open", "run", "start", "attach", "read", "write", "snapshot", "restore"]
     limits: Limits = Limits()
     network: tuple[str, ...] = ()
+    visible: dict[str, str] = {}  # open: folders that the sandbox sees read-only, by their names in /mnt
     argv: tuple[str, ...] = ()
     env: dict[str, str] = {}
     stdin: bytes = b""

@@ -37,7 +37,7 @@ def bundle_config(
     """The content of config.json.
 
     Args:
-        slot: folder with `work`, `tmp` and `shm`.
+        slot: folder with `work`, `tmp`, `shm` and `mnt`.
         user: whom these belong to.
     """
     variables = {"PATH": PATH, "HOME": WORK, "LANG": "C.UTF-8", **env}
@@ -69,6 +69,7 @@ def bundle_config(
                 {"destination": path, "type": "bind", "source": f"{slot}/{name}", "options": ["bind", "rw", "nosuid"]}
                 for name, path in (("work", WORK), ("tmp", "/tmp"), ("shm", "/dev/shm"))
             ),
+            {"destination": "/mnt", "type": "bind", "source": f"{slot}/mnt", "options": ["rbind", "ro", "nosuid"]},
         ],
         "linux": {
             "namespaces": [{"type": name} for name in NAMESPACES],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Mapping
 
 from tidemill.config.sandbox import SandboxConfig
 from tidemill.core.errors import UserError
@@ -27,6 +28,22 @@ def open_sandbox(config: SandboxConfig = SandboxConfig()) -> Sandbox:  # noqa: B
     if config.backend == "http":
         return RemoteSandbox(config.url, _token(config), limits, network)
     return LocalSandbox(launcher(config.backend).address, limits, network)
+
+
+def open_local_sandbox(config: SandboxConfig, visible: Mapping[str, str]) -> LocalSandbox:
+    """A sandbox in which a program can be started.
+
+    Args:
+        visible: folders that it sees read-only, by their names in /mnt. Without a sandbox they are where they are.
+
+    Raises:
+        UserError: the back-end does not work on this machine, or is a server.
+        SandboxError: the sandbox cannot be made.
+    """
+    if config.backend == "http":
+        raise UserError("environments of other packages need a local sandbox", where=WHERE, hint='set it to "bwrap"')
+    network = () if config.network == "none" else config.network
+    return LocalSandbox(launcher(config.backend).address, limits_of(config), network, visible)
 
 
 def limits_of(config: SandboxConfig) -> Limits:

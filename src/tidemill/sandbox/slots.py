@@ -62,7 +62,7 @@ class Spawn:
 class Slots(Protocol):
     """The sandboxes of one back-end."""
 
-    def open(self, limits: Limits, network: tuple[str, ...]) -> Slot:
+    def open(self, request: Request) -> Slot:
         """Raises OSError."""
 
     @contextmanager
@@ -80,15 +80,14 @@ class BubblewrapSlots:
         self._filter = seccomp_program()
         self._first_user = _first_user() if os.getuid() == 0 else None
 
-    def open(self, limits: Limits, network: tuple[str, ...]) -> Slot:
+    def open(self, request: Request) -> Slot:
         number = next(self._numbers)
         owner = None if self._first_user is None else self._first_user + number % 5000
         folder = f"{bubblewrap.SLOTS}/{number}"
-        slot = Slot(number=number, folder=folder, owner=owner, limits=limits, network=network)
-        bubblewrap.mount_scratch(slot.folder, limits.scratch_bytes, limits.scratch_files + len(FOLDERS) + 2)
-        _make_folders(slot)
-        if network:
-            Path(slot.folder, "hosts").write_text(hosts_file(network))
+        slot = Slot(number=number, folder=folder, owner=owner, limits=request.limits, network=request.network)
+        _mount(slot, request)
+        if slot.network:
+            Path(slot.folder, "hosts").write_text(hosts_file(slot.network))
         return slot
 
     @contextmanager
@@ -136,14 +135,13 @@ class RunscSlots:
             raise OSError("runsc needs root")
         self._numbers, self._commands = itertools.count(), itertools.count()
 
-    def open(self, limits: Limits, network: tuple[str, ...]) -> Slot:
+    def open(self, request: Request) -> Slot:
         number = next(self._numbers)
-        if network:
+        if request.network:
             raise OSError("runsc has no network here; use bwrap for sandbox.network")
         folder = f"{bubblewrap.SLOTS}/{number}"
-        slot = Slot(number=number, folder=folder, owner=bubblewrap.USER, limits=limits, network=())
-        bubblewrap.mount_scratch(slot.folder, limits.scratch_bytes, limits.scratch_files + len(FOLDERS) + 1)
-        _make_folders(slot)
+        slot = Slot(number=number, folder=folder, owner=bubblewrap.USER, limits=request.limits, network=())
+        _mount(slot, request)
         return slot
 
     @contextmanager
@@ -161,9 +159,9 @@ class RunscSlots:
 class PlainSlots:
     """Commands that see everything which this user sees; only their resources are limited."""
 
-    def open(self, limits: Limits, network: tuple[str, ...]) -> Slot:
+    def open(self, request: Request) -> Slot:
         folder = tempfile.mkdtemp(prefix="tidemill-sandbox-")
-        slot = Slot(number=0, folder=folder, owner=None, limits=limits, network=network)
+        slot = Slot(number=0, folder=folder, owner=None, limits=request.limits, network=request.network)
         _make_folders(slot)
         return slot
 
@@ -185,6 +183,16 @@ class PlainSlots:
 
     def close(self, slot: Slot) -> None:
         shutil.rmtree(slot.folder, ignore_errors=True)
+
+
+def _mount(slot: Slot, request: Request) -> None:
+    """Mount the scratch of a sandbox, and what it sees besides the image."""
+    files = slot.limits.scratch_files + len(FOLDERS) + len(request.visible) + 3  # the root, `mnt` and `hosts`
+    bubblewrap.mount_scratch(slot.folder, slot.limits.scratch_bytes, files)
+    _make_folders(slot)
+    Path(slot.folder, "mnt").mkdir(mode=0o755)
+    for name, path in request.visible.items():
+        bubblewrap.show(path, f"{slot.folder}/mnt/{name}")
 
 
 def _make_folders(slot: Slot) -> None:

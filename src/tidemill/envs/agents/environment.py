@@ -26,6 +26,14 @@ current_call: ContextVar[str] = ContextVar("current_call", default="")
 current_sandbox: ContextVar[SandboxConfig | None] = ContextVar("current_sandbox", default=None)
 
 
+class AgentMistake(Exception):
+    """A mistake of the agent, whose message it sees as it is."""
+
+
+class ProgramLostError(Exception):
+    """A program that an environment needs has ended: the call is made again, in another process."""
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
     """An environment's answer to an action."""
@@ -56,11 +64,23 @@ class Environment:
     needs_sandbox: ClassVar[bool] = False
     """Whether it uses `self.sandbox`. A run then starts only if its sandbox works."""
 
+    takes_rows: ClassVar[bool] = False
+    """Whether `reset` returns the prompt of a row, so that any task's rows can be its tasks."""
+
     @classmethod
     def tasks(cls, split: Split, count: int) -> list[dict[str, Any]]:
         """At most `count` rows; those of "train" and "held_out" must be disjoint."""
         first = HELD_OUT_SEEDS if split == "held_out" else 0
         return [{"seed": first + number} for number in range(count)]
+
+    @classmethod
+    def tasks_for(cls, params: dict[str, Any], split: Split, count: int) -> list[dict[str, Any]]:
+        """As `tasks`, where the rows depend on the arguments."""
+        return cls.tasks(split, count)
+
+    def invoke(self, method: str, arguments: dict[str, Any]) -> Any:
+        """Call a method or tool."""
+        return getattr(self, method)(**arguments)
 
     def reset(self, task: dict[str, Any], seed: int) -> str | Awaitable[str]:
         """Start an episode; returns the first user message, or the prompt of a model without chat template.
@@ -119,11 +139,21 @@ class ToolEnvironment(Environment):
     several threads if they are not `async`.
     """
 
+    takes_rows = True
     offer_finish: ClassVar[bool] = False
     """Offer a tool `finish(answer)`, which ends the episode."""
     stateful: ClassVar[bool] = True
     """Whether a call can change the results of later ones. If not, a lost episode is restored without repeating
     calls."""
+
+    @classmethod
+    def served_tools(cls, params: dict[str, Any]) -> list[dict[str, Any]]:
+        """Tools that are not methods: `name`, `description`, `parameters` (a JSON schema), `idempotent`.
+
+        Args:
+            params: arguments of the class.
+        """
+        return []
 
     def reset(self, task: dict[str, Any], seed: int) -> str | Awaitable[str]:
         """By default the task's prompt."""

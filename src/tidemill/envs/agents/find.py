@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 
+from tidemill.adapters.environments import ADAPTERS
 from tidemill.config.agent import EnvConfig
 from tidemill.core.errors import UserError
 from tidemill.envs.agents.builtin import BUILT_IN
@@ -20,8 +21,8 @@ def find_environment(config: EnvConfig) -> Extension:
     Raises:
         UserError: there is none, it is not an environment, does not take `env.params`, or has a wrong tool.
     """
-    if config.name in BUILT_IN:
-        found = given_function(BUILT_IN[config.name], "environment", where=WHERE)
+    if (built_in := (BUILT_IN | ADAPTERS).get(config.name)) is not None:
+        found = given_function(built_in, "environment", where=WHERE)
     else:
         found = resolve(config.name, "environment", where=WHERE)
     environment = found.function
@@ -34,7 +35,7 @@ def find_environment(config: EnvConfig) -> Extension:
         hint = f"it takes {inspect.signature(environment)}"
         raise UserError(f"{found.name}: {error}", where="env.params", hint=hint) from None
     if issubclass(environment, ToolEnvironment):
-        if not tools_of(environment):
+        if not tools_of(environment, config.params):
             raise UserError(f"{found.name} has no tools", where=WHERE, hint="mark its methods with @tidemill.tool")
     elif environment.step is Environment.step:
         raise UserError(f"{found.name} has no method step", where=WHERE, hint="define step(self, action)")

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from tidemill.core.errors import UserError, exception_text
 from tidemill.core.records import Record
-from tidemill.envs.agents.environment import Environment, Step, current_call, current_sandbox
+from tidemill.envs.agents.environment import AgentMistake, Environment, Step, current_call, current_sandbox
 
 if TYPE_CHECKING:
     from tidemill.config.sandbox import SandboxConfig
@@ -69,7 +69,7 @@ class Instances:
             self._live[work.episode] = self._environment(**self._params)
         elif work.method == "close":
             return _closed(self._live.pop(work.episode))
-        return getattr(self._live[work.episode], work.method)(**json.loads(work.arguments))
+        return self._live[work.episode].invoke(work.method, json.loads(work.arguments))
 
     def outcome(self, work: Work, value: Any) -> Outcome:
         """Check what a method returned."""
@@ -91,7 +91,7 @@ class Instances:
 
     def failed(self, work: Work, error: BaseException | str) -> Outcome:
         """What an exception means: in a tool or step the agent's mistake, elsewhere a fault of the environment."""
-        text = error if isinstance(error, str) else exception_text(error)
+        text = str(error) if isinstance(error, (str, AgentMistake)) else exception_text(error)
         text = ADDRESS.sub("0x…", text).replace("\0", "\\0")  # equal when it is repeated
         if work.method in ("reset", "score", "close") or isinstance(error, UserError):
             return Outcome(index=work.index, text=f"{self._name(work)} raised {text}", error="invalid")

@@ -28,7 +28,7 @@ import msgspec
 
 from tidemill.core.errors import UserError
 from tidemill.core.records import Record
-from tidemill.envs.agents.environment import Environment
+from tidemill.envs.agents.environment import Environment, ProgramLostError
 from tidemill.envs.agents.instances import Instances, Outcome, Work
 from tidemill.extensions.loading import import_now
 from tidemill.sandbox.records import SandboxLostError
@@ -242,13 +242,13 @@ async def _make_call(
 ) -> Outcome:
     """Make a call; without `threads` on the main thread, as objects such as sqlite's connections require."""
     try:
-        if threads is None or inspect.iscoroutinefunction(getattr(environment, work.method)):
+        if threads is None or inspect.iscoroutinefunction(getattr(environment, work.method, None)):
             value = instances.invoke(work)
         else:
             run = copy_context().run
             value = await asyncio.get_running_loop().run_in_executor(threads, run, instances.invoke, work)
         return instances.outcome(work, await value if inspect.isawaitable(value) else value)
-    except SandboxLostError as error:
+    except (SandboxLostError, ProgramLostError) as error:
         print(f"{work.method}: {error}", file=sys.stderr, flush=True)  # noqa: T201
         os._exit(1)  # not the agent's mistake: the call is made again in another process
     except BaseException as error:  # noqa: BLE001 -- a tool may call sys.exit

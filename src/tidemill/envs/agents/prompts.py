@@ -59,7 +59,7 @@ class AgentPrompts:
     @cached_property
     def schemas(self) -> list[dict[str, Any]]:
         """Of the tools."""
-        tools = tools_of(self.environment) if issubclass(self.environment, ToolEnvironment) else {}
+        tools = tools_of(self.environment, self.config.params) if issubclass(self.environment, ToolEnvironment) else {}
         return [tool.schema for tool in tools.values()]
 
     def render(self, item: Item) -> Prompt:
@@ -89,7 +89,7 @@ class AgentPrompts:
         Raises:
             UserError: the environment makes its first messages itself.
         """
-        if not issubclass(self.environment, ToolEnvironment):
+        if not self.environment.takes_rows:
             hint = 'set task.kind = "environment", or derive it from tidemill.ToolEnvironment'
             raise UserError(f"{self.config.name} makes its own tasks", where="task.kind", hint=hint)
         return replace(task, default_stop_strings=self.environment.stop or task.default_stop_strings)
@@ -128,7 +128,7 @@ class AgentPrompts:
             raise UserError(what, where=name, hint="correct tasks() and reset()") from None
 
     def _made(self, split: Split, count: int) -> list[TaskItem]:
-        rows = self.environment.tasks(split, count)
+        rows = self.environment.tasks_for(dict(self.config.params), split, count)
         key = json.dumps([self.config.name, self.config.params], sort_keys=True)
         instances = self.instances()
         items: dict[str, TaskItem] = {}

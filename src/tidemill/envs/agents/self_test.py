@@ -13,6 +13,7 @@ from tidemill.core.records import Record
 from tidemill.envs.agents.hosts import Host, LostError
 from tidemill.envs.agents.instances import Outcome, Work
 from tidemill.envs.agents.pool import EnvironmentPool
+from tidemill.envs.agents.tools import FINISH
 from tidemill.envs.agents.turn_plan import FaultError, task_seed
 
 ACTIONS = 4
@@ -84,7 +85,7 @@ def _script(pool: EnvironmentPool) -> list[tuple[str, dict[str, Any], float | No
         return [("step", {"action": text}, None) for text in texts if pool.environment.idempotent]
     script: list[tuple[str, dict[str, Any], float | None]] = []
     for tool in pool.planner.tools.values():
-        if tool.options.idempotent and hasattr(pool.environment, tool.name):  # not the built-in finish
+        if tool.options.idempotent and tool.name != FINISH:
             properties = tool.schema["function"]["parameters"]["properties"]
             arguments = {name: _argument(schema, draw) for name, schema in properties.items()}
             script.append((tool.name, arguments, tool.options.timeout_s))
@@ -99,7 +100,7 @@ def _argument(schema: dict[str, Any], draw: random.Random) -> Any:
         return _argument(schema["anyOf"][0], draw)
     if "enum" in schema:
         return schema["enum"][0]
-    return schema["const"] if "const" in schema else SIMPLE.get(schema["type"], str(draw.randrange(10)))
+    return schema["const"] if "const" in schema else SIMPLE.get(schema.get("type", ""), str(draw.randrange(10)))
 
 
 def _show(outcome: Outcome) -> str:

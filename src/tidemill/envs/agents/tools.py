@@ -9,7 +9,7 @@ import typing
 from dataclasses import dataclass
 from typing import Any, Literal, Union
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+from pydantic import BaseModel, ConfigDict, Field, RootModel, ValidationError, create_model
 
 from tidemill.core.errors import UserError, exception_text
 from tidemill.envs.agents.environment import TOOL_MARK, ToolEnvironment, ToolOptions, place_of
@@ -22,6 +22,10 @@ FINISH = "finish"
 
 class MistakeError(Exception):
     """A call cannot be made as the agent wrote it."""
+
+
+class AnyArguments(RootModel[dict[str, Any]]):
+    """Arguments of a served tool, which its server checks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,8 +61,8 @@ def finish(self: Any, answer: str) -> str:
     return answer
 
 
-def tools_of(environment: type[ToolEnvironment]) -> dict[str, Tool]:
-    """The tools of a class by name, in the order of their definition.
+def tools_of(environment: type[ToolEnvironment], params: dict[str, Any]) -> dict[str, Tool]:
+    """The tools of a class by name, in the order of their definition, and those that it serves with these arguments.
 
     Raises:
         UserError: a tool without docstring, a parameter without type hint or of a type that JSON schemas do not have,
@@ -87,7 +91,16 @@ def tools_of(environment: type[ToolEnvironment]) -> dict[str, Tool]:
             hint = "rename it, or set offer_finish = False"
             raise UserError("two tools are named finish", where=place_of(functions[FINISH]), hint=hint)
         functions[FINISH] = finish
-    return {name: _tool(name, function) for name, function in functions.items()}
+    served = {each["name"]: _served_tool(each) for each in environment.served_tools(params)}
+    return {name: _tool(name, function) for name, function in functions.items()} | served
+
+
+def _served_tool(description: dict[str, Any]) -> Tool:
+    schema = {key: description[key] for key in ("name", "description", "parameters")}
+    options = ToolOptions(timeout_s=None, idempotent=description["idempotent"])
+    return Tool(
+        name=schema["name"], options=options, schema={"type": "function", "function": schema}, model=AnyArguments
+    )
 
 
 def _tool(name: str, function: Any) -> Tool:

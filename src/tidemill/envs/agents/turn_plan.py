@@ -81,7 +81,9 @@ class TurnPlanner:
     def __init__(self, environment: type[Environment], config: EnvConfig, format: TurnFormat) -> None:  # noqa: A002
         self._environment, self._config, self._format = environment, config, format
         self.uses_tools = issubclass(environment, ToolEnvironment)
-        self.tools: dict[str, Tool] = tools_of(environment) if issubclass(environment, ToolEnvironment) else {}
+        self.tools: dict[str, Tool] = (
+            tools_of(environment, config.params) if issubclass(environment, ToolEnvironment) else {}
+        )
         self._stateful = not issubclass(environment, ToolEnvironment) or environment.stateful
         self._finish = issubclass(environment, ToolEnvironment) and environment.offer_finish
         self.scores = issubclass(environment, ToolEnvironment) and environment.score is not ToolEnvironment.score

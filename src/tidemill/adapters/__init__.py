@@ -1,0 +1,1 @@
+"""Environments of other packages, each in a process and a Python environment of its own."""

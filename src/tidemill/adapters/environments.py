@@ -1,0 +1,228 @@
+"""Environments of other packages, as environments of Tidemill."""
+
+from __future__ import annotations
+
+import json
+import threading
+from typing import Any, ClassVar
+
+from tidemill.adapters.connection import Connection
+from tidemill.config.sandbox import SandboxConfig
+from tidemill.envs.agents.environment import Environment, Split, Step, ToolEnvironment, current_sandbox
+
+_connections: dict[str, Connection] = {}
+_lock = threading.Lock()
+
+
+class AdapterEnvironment(Environment):
+    """An environment whose episodes are in a program that all episodes of this process share."""
+
+    adapter: ClassVar[str]
+
+    def __init__(self, python: str, **params: Any) -> None:
+        self._python, self._params = python, params
+
+    @classmethod
+    def tasks_for(cls, params: dict[str, Any], split: Split, count: int) -> list[dict[str, Any]]:
+        return [{**row, "split": split} for row in cls.tasks(split, count)]
+
+    def reset(self, task: dict[str, Any], seed: int) -> str:
+        text: str = self._connection.call("reset", episode=id(self), task=task, seed=seed)
+        return text
+
+    def step(self, action: str) -> Step:
+        text, reward, done = self._connection.call("step", episode=id(self), action=action)
+        return Step(text=text, reward=reward, done=done)
+
+    def close(self) -> None:
+        self._connection.call("close", episode=id(self))
+
+    @property
+    def _connection(self) -> Connection:
+        return shared_connection(self.adapter, self._params, self._python, in_sandbox=self.needs_sandbox)
+
+
+class Gymnasium(AdapterEnvironment):
+    """A text environment of gymnasium: its observations are text, or it renders itself as text ("ansi").
+
+    Args:
+        id: of the environment, such as "FrozenLake-v1".
+        arguments: of `gymnasium.make`, a JSON object.
+        actions: names of the actions, separated by commas; none: they are numbers.
+        python: interpreter that has gymnasium; none: the installed one.
+    """
+
+    adapter = "gymnasium"
+
+    def __init__(self, id: str, arguments: str = "{}", actions: str = "", python: str = "") -> None:  # noqa: A002 -- gymnasium's name
+        super().__init__(python, id=id, arguments=arguments, actions=actions)
+
+
+class TextArena(AdapterEnvironment):
+    """A game of TextArena for one player.
+
+    Args:
+        id: of the game, such as "GuessTheNumber-v0".
+        arguments: of `textarena.make`, a JSON object.
+        python: interpreter that has textarena; none: the installed one.
+    """
+
+    adapter = "textarena"
+
+    def __init__(self, id: str, arguments: str = "{}", python: str = "") -> None:  # noqa: A002 -- textarena's name
+        super().__init__(python, id=id, arguments=arguments)
+
+
+class SkyRLGym(AdapterEnvironment):
+    """An environment of skyrl-gym, with the rows of a task: `prompt`, and `answer` or `reward_spec`.
+
+    Args:
+        id: of the environment, such as "gsm8k_multi_turn".
+        config: its `env_config`, a JSON object.
+        extras: added to each row's, a JSON object.
+        python: interpreter that has skyrl-gym; none: the installed one.
+    """
+
+    adapter = "skyrl-gym"
+    takes_rows = True
+
+    def __init__(self, id: str, config: str = "{}", extras: str = "{}", python: str = "") -> None:  # noqa: A002 -- skyrl_gym's name
+        super().__init__(python, id=id, config=config, extras=extras)
+
+
+class OpenEnv(AdapterEnvironment):
+    """An environment of OpenEnv. It runs in the sandbox, and so does its server if it is started here.
+
+    Args:
+        url: of a server; `sandbox.network` must name it.
+        command: starts the server; "{port}" is replaced.
+        files: folder that is copied into the sandbox, where the server starts.
+        forward: names of environment variables that it is given, separated by commas.
+        action: field of the action that is the turn's text; none: the text is the action as JSON.
+        observation: field that is shown; none: all, as JSON.
+        python: interpreter that has openenv; none: the installed one.
+    """
+
+    adapter = "openenv"
+    needs_sandbox = True
+
+    def __init__(
+        self,
+        url: str = "",
+        command: str = "",
+        files: str = "",
+        forward: str = "",
+        action: str = "message",
+        observation: str = "",
+        python: str = "",
+    ) -> None:
+        fields = {"action": action, "observation": observation}
+        super().__init__(python, url=url, command=command, files=files, forward=forward, **fields)
+
+
+class Verifiers(AdapterEnvironment):
+    """An environment of verifiers with one agent. It runs in the sandbox. Tools are described in the first message, and
+    called in the form of Hermes models.
+
+    Args:
+        id: of the taskset, such as "textarena".
+        taskset: further settings of the taskset, a JSON object.
+        env: settings of the environment, a JSON object.
+        held_out: number of tasks, the first ones, that are held out.
+        files: folder with the taskset's module or data, which is copied into the sandbox.
+        forward: names of environment variables that it is given, separated by commas.
+        python: interpreter that has verifiers; none: the installed one.
+    """
+
+    adapter = "verifiers"
+    needs_sandbox = True
+
+    def __init__(
+        self,
+        id: str,  # noqa: A002 -- verifiers' name
+        taskset: str = "{}",
+        env: str = "{}",
+        held_out: int = 100,
+        files: str = "",
+        forward: str = "",
+        python: str = "",
+    ) -> None:
+        super().__init__(python, id=id, taskset=taskset, env=env, held_out=held_out, files=files, forward=forward)
+
+    @classmethod
+    def tasks_for(cls, params: dict[str, Any], split: Split, count: int) -> list[dict[str, Any]]:
+        rows: list[dict[str, Any]] = cls(**params)._connection.call("tasks", split=split, count=count)
+        return rows
+
+
+class McpServer(ToolEnvironment):
+    """The tools of an MCP server, which runs in the sandbox; every episode starts one of its own.
+
+    Without a network its calls may be repeated when an episode is restored. With one, only those of tools that the
+    server marks as idempotent or read-only.
+
+    Args:
+        command: starts the server, which talks by standard input and output.
+        files: folder that is copied into the sandbox, where the server starts.
+        forward: names of environment variables that it is given, separated by commas.
+        python: interpreter that has mcp; none: the installed one. "python" in `command` is this one.
+    """
+
+    adapter: ClassVar[str] = "mcp"
+    needs_sandbox = True
+
+    def __init__(self, command: str, files: str = "", forward: str = "", python: str = "") -> None:
+        self._params = {"command": command, "files": files, "forward": forward}
+        self._python = python
+        self._opened: Connection | None = None
+
+    @classmethod
+    def served_tools(cls, params: dict[str, Any]) -> list[dict[str, Any]]:
+        config = current_sandbox.get() or SandboxConfig()
+        connection = cls(**params)._connection
+        connection.close()
+        tools: list[dict[str, Any]] = connection.description["tools"]
+        return [{**tool, "idempotent": tool["idempotent"] or config.network == "none"} for tool in tools]
+
+    def invoke(self, method: str, arguments: dict[str, Any]) -> Any:
+        if method in ("reset", "score"):
+            return super().invoke(method, arguments)
+        return self._connection.call("call", episode=0, tool=method, arguments=arguments)
+
+    def close(self) -> None:
+        if self._opened is not None:
+            self._opened.close()
+
+    @property
+    def _connection(self) -> Connection:
+        if self._opened is None:
+            sandbox = current_sandbox.get() or SandboxConfig()
+            self._opened = Connection("mcp", self._params, python=self._python, sandbox=sandbox)
+        return self._opened
+
+
+def shared_connection(name: str, params: dict[str, Any], python: str, *, in_sandbox: bool) -> Connection:
+    """The connection of this process for these arguments, made on first use."""
+    key = json.dumps([name, params, python], sort_keys=True)
+    with _lock:
+        if key not in _connections:
+            sandbox = (current_sandbox.get() or SandboxConfig()) if in_sandbox else None
+            _connections[key] = Connection(name, params, python=python, sandbox=sandbox)
+        return _connections[key]
+
+
+def close_connections() -> None:
+    """End the programs of this process."""
+    with _lock:
+        while _connections:
+            _connections.popitem()[1].close()
+
+
+ADAPTERS: dict[str, type[Environment]] = {
+    "gymnasium": Gymnasium,
+    "mcp": McpServer,
+    "openenv": OpenEnv,
+    "skyrl-gym": SkyRLGym,
+    "textarena": TextArena,
+    "verifiers": Verifiers,
+}

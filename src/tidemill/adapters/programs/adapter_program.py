@@ -1,0 +1,150 @@
+"""Serves the environments of another package over standard input and output.
+
+The programs of this folder run in the Python environment of that package, and import nothing of Tidemill. A message is
+its length in four bytes, little-endian, and a MessagePack map: {"id", "method", "arguments"}, answered in any order by
+{"id", "value"} or {"id", "error", "fault"}. The first message, sent when the program is ready, is
+{"id": 0, "value": description} or {"id": 0, "error": text}.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import os
+import random
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any, BinaryIO
+
+import msgspec
+
+LENGTH_BYTES = 4
+
+
+class Adapter:
+    """Environments by episode. Methods may be `async`; an exception of `step` or `call` is the agent's mistake."""
+
+    async def start(self) -> None:
+        """Prepare what all episodes use."""
+
+    async def describe(self) -> dict[str, Any]:
+        """`tools`: a list of {"name", "description", "parameters", "idempotent"}."""
+        return {}
+
+    def tasks(self, split: str, count: int) -> Any:
+        """Rows; training rows and held-out ones must differ."""
+        raise NotImplementedError
+
+    def reset(self, episode: int, task: dict[str, Any], seed: int) -> Any:
+        """The first message, text."""
+        raise NotImplementedError
+
+    def step(self, episode: int, action: str) -> Any:
+        """Observation, reward, and whether the episode is over."""
+        raise NotImplementedError
+
+    def call(self, episode: int, tool: str, arguments: dict[str, Any]) -> Any:
+        """The result of a tool, text."""
+        raise NotImplementedError
+
+    def close(self, episode: int) -> Any:
+        """Forget an episode."""
+
+
+class MistakeError(Exception):
+    """A mistake of the agent, which sees this text."""
+
+
+class FaultError(Exception):
+    """The environment failed, whatever the agent did: the episode is left out."""
+
+
+class EpisodeRandomness:
+    """Gives every episode global random numbers of its own, whichever others are played between its steps."""
+
+    def __init__(self) -> None:
+        self._states: dict[int, Any] = {}
+
+    def enter(self, method: str, arguments: dict[str, Any]) -> None:
+        numpy = sys.modules.get("numpy")
+        if method == "reset":
+            random.seed(arguments["seed"])
+            if numpy is not None:
+                numpy.random.seed(arguments["seed"] % 2**32)
+        elif (state := self._states.get(arguments["episode"])) is not None:
+            random.setstate(state[0])
+            if numpy is not None and state[1] is not None:
+                numpy.random.set_state(state[1])
+
+    def leave(self, method: str, arguments: dict[str, Any]) -> None:
+        numpy = sys.modules.get("numpy")
+        self._states[arguments["episode"]] = (random.getstate(), numpy.random.get_state() if numpy else None)
+        if method == "close":
+            del self._states[arguments["episode"]]
+
+
+def serve(make: Callable[..., Adapter]) -> None:
+    """Answer calls until standard input ends. The program's argument is a JSON object, the arguments of `make`."""
+    source, sink = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what the package prints is no message
+    asyncio.run(_serve(make, source, sink))
+    os._exit(0)  # not delayed by threads of the package
+
+
+async def _serve(make: Callable[..., Adapter], source: BinaryIO, sink: BinaryIO) -> None:
+    loop = asyncio.get_running_loop()
+    requests: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
+    randomness = EpisodeRandomness()
+    try:
+        adapter = make(**msgspec.json.decode(sys.argv[1]))
+        await adapter.start()
+        _send(sink, {"id": 0, "value": await adapter.describe()})
+    except BaseException as error:  # noqa: BLE001 -- of the package
+        _send(sink, {"id": 0, "error": _text(error)})
+        return
+    reading = threading.Thread(target=_read, args=(source, loop, requests), daemon=True)
+    reading.start()
+    running: set[asyncio.Task[None]] = set()
+    while (request := await requests.get()) is not None:
+        task = asyncio.create_task(_answer(adapter, randomness, sink, request))
+        running.add(task)
+        task.add_done_callback(running.discard)
+
+
+async def _answer(adapter: Adapter, randomness: EpisodeRandomness, sink: BinaryIO, request: dict[str, Any]) -> None:
+    name, arguments = request["method"], request["arguments"]
+    function = getattr(adapter, name)
+    swaps = "episode" in arguments and not inspect.iscoroutinefunction(function)
+    try:
+        if swaps:
+            randomness.enter(name, arguments)
+        try:
+            value = function(**arguments)
+        finally:
+            if swaps:
+                randomness.leave(name, arguments)
+        _send(sink, {"id": request["id"], "value": await value if inspect.isawaitable(value) else value})
+    except BaseException as error:  # noqa: BLE001 -- of the package
+        _send(sink, {"id": request["id"], "error": _text(error), "fault": isinstance(error, FaultError)})
+
+
+def _read(source: BinaryIO, loop: asyncio.AbstractEventLoop, requests: asyncio.Queue[dict[str, Any] | None]) -> None:
+    while len(head := source.read(LENGTH_BYTES)) == LENGTH_BYTES:
+        request = msgspec.msgpack.decode(source.read(int.from_bytes(head, "little")))
+        loop.call_soon_threadsafe(requests.put_nowait, request)
+    loop.call_soon_threadsafe(requests.put_nowait, None)
+
+
+def _send(sink: BinaryIO, message: dict[str, Any]) -> None:
+    data = msgspec.msgpack.encode(message)
+    sink.write(len(data).to_bytes(LENGTH_BYTES, "little") + data)
+    sink.flush()
+
+
+def _text(error: BaseException) -> str:
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    if isinstance(error, MistakeError):
+        return str(error)
+    return f"{type(error).__name__}: {error}".removesuffix(": ")

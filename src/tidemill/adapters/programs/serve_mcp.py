@@ -1,0 +1,52 @@
+"""The tools of an MCP server, which is started here and ends with this program."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from contextlib import AsyncExitStack
+from typing import Any
+
+from adapter_program import Adapter, MistakeError, serve
+from mcp import Client, StdioServerParameters
+from mcp.client.stdio import stdio_client
+
+NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_-]")
+
+
+class McpServer(Adapter):
+    def __init__(self, command: str) -> None:
+        words = shlex.split(command)
+        self._server = StdioServerParameters(command=words[0], args=words[1:], env=dict(os.environ))
+        self._stack = AsyncExitStack()
+
+    async def start(self) -> None:
+        self._client = await self._stack.enter_async_context(Client(stdio_client(self._server)))
+
+    async def describe(self) -> dict[str, Any]:
+        tools = (await self._client.list_tools()).tools
+        self._names = {NOT_IN_NAMES.sub("_", tool.name): tool.name for tool in tools}
+        return {"tools": [_described(tool) for tool in tools]}
+
+    async def call(self, episode: int, tool: str, arguments: dict[str, Any]) -> str:
+        result = await self._client.call_tool(self._names[tool], arguments)
+        text = "\n".join(getattr(part, "text", f"[{part.type}]") for part in result.content)
+        if result.is_error:
+            raise MistakeError(text)
+        return text
+
+
+def _described(tool: Any) -> dict[str, Any]:
+    hints = tool.annotations
+    repeatable = bool(hints and (hints.read_only_hint or hints.idempotent_hint))
+    return {
+        "name": NOT_IN_NAMES.sub("_", tool.name),
+        "description": tool.description or tool.name,
+        "parameters": tool.input_schema,
+        "idempotent": repeatable,
+    }
+
+
+if __name__ == "__main__":
+    serve(McpServer)

@@ -30,7 +30,8 @@ CALL_S = 600.0
 CLOSE_S = 5.0
 LENGTH_BYTES = 4
 MOST_BYTES = 1 << 28
-MEGABYTE = 1 << 20
+OURS = ("files", "forward", "server_python")
+"""Parameters that the program is not given."""
 
 
 class Connection:
@@ -39,7 +40,8 @@ class Connection:
     Args:
         name: of the adapter.
         params: arguments of its program; besides, `files`: folder that is copied into the sandbox, where the program
-            starts; and `forward`: names of environment variables that it is given in the sandbox.
+            starts; `forward`: names of environment variables that it is given in the sandbox; `server_python`: another
+            interpreter that it uses there.
         python: see `adapter_python`.
         sandbox: it runs in a sandbox with these settings; None: in a process of this user.
 
@@ -54,9 +56,10 @@ class Connection:
         program = Program(
             python=adapter_python(name, python),
             file=f"serve_{name.replace('-', '_')}.py",
-            arguments=json.dumps({key: value for key, value in params.items() if key not in ("files", "forward")}),
+            arguments=json.dumps({key: value for key, value in params.items() if key not in OURS}),
             folder=_existing(params.get("files", "")),
             env=_forwarded(params.get("forward", "")),
+            server_python=_existing_file(params.get("server_python", "")),
         )
         self._transport = _start_in_sandbox(program, sandbox) if sandbox else _ProcessTransport(program)
         self._stream = self._transport.stream
@@ -129,6 +132,7 @@ class Program:
     arguments: str
     folder: str  # it starts in this one, or in a sandbox in a copy; empty: in any
     env: dict[str, str]  # in a sandbox
+    server_python: str  # in a sandbox: an interpreter that comes first in PATH; empty: `python`
 
 
 def _forwarded(names: str) -> dict[str, str]:
@@ -137,6 +141,14 @@ def _forwarded(names: str) -> dict[str, str]:
     for missing in [name for name in wanted if name not in os.environ]:
         raise UserError(f"the variable {missing} is not set", where="env.params.forward", hint=f"export {missing}")
     return {name: os.environ[name] for name in wanted}
+
+
+def _existing_file(path: str) -> str:
+    """Raises UserError: it does not exist."""
+    if path and not Path(path).is_file():
+        hint = "give the path of bin/python in a virtual environment"
+        raise UserError(f"{path} does not exist", where="env.params.server_python", hint=hint)
+    return str(Path(path).absolute()) if path else ""
 
 
 def _existing(folder: str) -> str:
@@ -185,16 +197,21 @@ class _SandboxTransport:
         folders = {"python": str(environment), "programs": str(PROGRAMS)}
         if program.folder:
             folders["files"] = program.folder
+        if program.server_python:
+            folders["server"] = str(Path(program.server_python).parent.parent)
         self._sandbox = open_local_sandbox(config, folders)
         if config.backend != "none":
             folders = {name: f"/mnt/{name}" for name in folders}
-        binaries = f"{folders['python']}/bin"
         env = {
-            "PATH": f"{binaries}:/usr/local/bin:/usr/bin:/bin",
+            "PATH": f"{folders.get('server', folders['python'])}/bin:/usr/local/bin:/usr/bin:/bin",
             "PYTHONDONTWRITEBYTECODE": "1",
             "PYTHONHASHSEED": "0",
         } | program.env
-        argv = [f"{binaries}/{Path(program.python).name}", f"{folders['programs']}/{program.file}", program.arguments]
+        argv = [
+            f"{folders['python']}/bin/{Path(program.python).name}",
+            f"{folders['programs']}/{program.file}",
+            program.arguments,
+        ]
         if program.folder:
             argv = ["/bin/sh", "-c", 'cp -R "$0"/. . && exec "$@"', folders["files"], *argv]
         try:

@@ -165,14 +165,18 @@ class McpServer(ToolEnvironment):
         command: starts the server, which talks by standard input and output.
         files: folder that is copied into the sandbox, where the server starts.
         forward: names of environment variables that it is given, separated by commas.
-        python: interpreter that has mcp; none: the installed one. "python" in `command` is this one.
+        server_python: interpreter that has the server's packages, in a virtual environment; "python" in `command` is
+            this one. None: that of `python`.
+        python: interpreter that has mcp, the client; none: the installed one.
     """
 
     adapter: ClassVar[str] = "mcp"
     needs_sandbox = True
 
-    def __init__(self, command: str, files: str = "", forward: str = "", python: str = "") -> None:
-        self._params = {"command": command, "files": files, "forward": forward}
+    def __init__(
+        self, command: str, files: str = "", forward: str = "", server_python: str = "", python: str = ""
+    ) -> None:
+        self._params = {"command": command, "files": files, "forward": forward, "server_python": server_python}
         self._python = python
         self._opened: Connection | None = None
 

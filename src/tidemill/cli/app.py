@@ -40,6 +40,7 @@ VERBS = {
     ),
     "calibrate": ("tidemill.cli.forecasting:calibrate", "Fit a cost profile to the logs of a run, for forecasts."),
     "recipe": ("tidemill.cli.recipes:app", "List, show and copy the built-in recipes."),
+    "env": ("tidemill.cli.env_commands:app", "List environments; install those of other packages."),
     "config": ("tidemill.cli.key_help:app", "Find configuration keys."),
     "export": ("tidemill.cli.model_commands:export", "Write a run's model as a Hugging Face folder, or upload it."),
     "model": ("tidemill.cli.model_commands:app", "List models; download one into the cache; merge an adapter."),

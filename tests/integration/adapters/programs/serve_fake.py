@@ -1,0 +1,52 @@
+"""A package's environments, as an adapter serves them: they count, and fail when they are told to."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import sys
+import time
+from typing import Any
+
+from adapter_program import Adapter, FaultError, MistakeError, serve
+
+
+class Fake(Adapter):
+    def __init__(self, start: str = "") -> None:
+        print("what the package prints")
+        if start == "fails":
+            raise ValueError("no such game")
+        if start == "ends":
+            sys.exit("it ended early")
+        self.counts: dict[int, int] = {}
+
+    def reset(self, episode: int, task: dict[str, Any], seed: int) -> str:
+        self.counts[episode] = 0
+        return f"{task['prompt']} {random.random()}"
+
+    def step(self, episode: int, action: str) -> tuple[str, float, bool]:
+        print("more that it prints")
+        if action == "mistake":
+            raise MistakeError("not like this")
+        if action == "raise":
+            raise ValueError("bad")
+        if action == "fault":
+            raise FaultError("the game is broken")
+        if action == "die":
+            os._exit(3)
+        if action == "hang":
+            time.sleep(1000)
+        self.counts[episode] += 1
+        return f"{self.counts[episode]} {random.random()}", 0.5, self.counts[episode] == 3
+
+    async def call(self, episode: int, tool: str, arguments: dict[str, Any]) -> str:
+        await asyncio.sleep(arguments["s"])
+        return f"{tool} {arguments['s']}"
+
+    def close(self, episode: int) -> None:
+        del self.counts[episode]
+
+
+if __name__ == "__main__":
+    serve(Fake)

@@ -17,7 +17,7 @@ class Ranks(Protocol):
     def index(self) -> int: ...
 
     def all_sum(self, values: Tensor) -> Tensor:
-        """Sum of a tensor over the ranks, added in their order."""
+        """Sum of a tensor over the ranks, with the same bits on all."""
 
     def gather(self, value: bytes) -> list[bytes]:
         """The value of every rank, in their order."""

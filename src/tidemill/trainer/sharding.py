@@ -35,7 +35,8 @@ class GroupRanks:
         own = values.to(self._device).contiguous()
         parts = [torch.empty_like(own) for _ in range(self.size)]
         distributed.all_gather(parts, own)
-        return torch.stack(parts).sum(0).to(values.device)  # in the order of the ranks: the same bits everywhere
+        # All ranks add the same parts with the same kernel: the same bits everywhere.
+        return torch.stack(parts).sum(0).to(values.device)
 
     def gather(self, value: bytes) -> list[bytes]:
         lengths = torch.zeros(self.size, dtype=torch.int64, device=self._device)

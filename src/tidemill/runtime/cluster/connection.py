@@ -72,14 +72,13 @@ def local_nodes(spec: RunSpec) -> tuple[LocalNode, ...]:
     if not workers:
         return (head,)
     count = min(workers, MAX_SPOT_NODES)
-    per_node = math.ceil(workers / count)
     # One extra place, because a killed worker may keep its CPUs for some seconds. A Ray pool counts places itself.
-    places = per_node + (0 if isinstance(spec.pool, RayPool) else 1)
+    places = math.ceil(workers / count) + (0 if isinstance(spec.pool, RayPool) else 1)
     spot = [
         LocalNode(
             name=f"spot-node-{index}",
             cpus=math.ceil(places * config.worker_cpus),
-            gpus=math.ceil(per_node * config.worker_gpus),
+            gpus=math.ceil((workers // count + (index < workers % count)) * config.worker_gpus),
             labels=_equal_labels(selector),
         )
         for index in range(count)

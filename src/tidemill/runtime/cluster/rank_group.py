@@ -37,10 +37,10 @@ class RankCalls(Protocol):
 
 
 class RankGroup:
-    """Calls on all ranks; has the interface of `Remote`.
+    """Calls on all ranks; implements `RankCalls`.
 
     Args:
-        late_s: deadline of a collective operation, and of the other ranks once the first has answered.
+        late_s: how long the other ranks may take once the first has answered.
     """
 
     def __init__(self, ranks: Sequence[RankCalls], *, late_s: float = RANK_S) -> None:
@@ -103,8 +103,11 @@ class RankGroup:
         late = [index for index, call in enumerate(calls) if not call.done()]
         if raised and (not late or seconds < self._late_s):
             return raised[0]
-        # The others may have given up a collective operation; their errors are a consequence.
+        # Either the late rank hung, and the others gave up a collective operation; or another failed, and the late
+        # one still waits for it in a collective operation. They look alike: both are named.
         cause = f"no answer to `{method}` within {self._late_s:.0f} s of the others"
+        if raised:
+            cause += f"; another rank raised: {raised[0]}"
         return trainer_lost(cause, "check its machine and its log", role=f"trainer's rank {late[0]}")
 
     def kill(self) -> None:

@@ -50,6 +50,12 @@ def test_no_two_nodes_see_the_same_gpu() -> None:
     assert [node.visible_gpus for node in nodes] == ["0", "1", "2"]
 
 
+def test_an_odd_number_of_workers_takes_no_gpu_more() -> None:
+    nodes = local_nodes(_spec(pool={"kind": "static", "workers": 5}, ray={"trainer_gpus": 1, "worker_gpus": 1}))
+
+    assert [node.gpus for node in nodes] == [1, 3, 2]
+
+
 def test_the_trainer_stays_off_preemptible_nodes() -> None:
     preemptible = selector_of(_spec().pool)
     assert reserved_selector(RayConfig(), preemptible) == {"ray.io/market-type": "!spot"}

@@ -65,7 +65,7 @@ _WHERE = ("runtime", "ray.")
 
 KINDS: dict[StageKind, StageKindSpec] = {
     "demonstrations": StageKindSpec(
-        sections=("run", "model", "task", "env", "sampling", "data_generation"),
+        sections=("run", "model", "task", "env", "sandbox", "sampling", "data_generation"),
         output="demonstrations",
         purpose="generate",
         # Nothing is sampled: the model provides its tokenizer, and `sampling` the stop strings.
@@ -75,7 +75,7 @@ KINDS: dict[StageKind, StageKindSpec] = {
         ),
     ),
     "pairs": StageKindSpec(
-        sections=("run", "model", "task", "scoring", "sampling", "engine", "trainer", "data_generation"),
+        sections=("run", "model", "task", "sandbox", "scoring", "sampling", "engine", "trainer", "data_generation"),
         output="preference pairs",
         purpose="generate",
         neutral=(*_SCORING, *_TRAINING),
@@ -96,7 +96,20 @@ KINDS: dict[StageKind, StageKindSpec] = {
     ),
     "rl": StageKindSpec(
         sections=(
-            *("runtime", "run", "model", "task", "env", "scoring", "sampling", "engine", "pool", "fleet", "ray"),
+            *(
+                "runtime",
+                "run",
+                "model",
+                "task",
+                "env",
+                "sandbox",
+                "scoring",
+                "sampling",
+                "engine",
+                "pool",
+                "fleet",
+                "ray",
+            ),
             *("placement", "reading", "batch", "schedule", "algorithm", "optimizer", "critic", "trainer", "eval"),
             *("checkpoint", "telemetry", "simulation"),
         ),
@@ -108,7 +121,7 @@ KINDS: dict[StageKind, StageKindSpec] = {
         ),
     ),
     "eval": StageKindSpec(
-        sections=("run", "model", "task", "env", "scoring", "sampling", "engine", "trainer", "eval"),
+        sections=("run", "model", "task", "env", "sandbox", "scoring", "sampling", "engine", "trainer", "eval"),
         output=None,
         purpose="eval",
         neutral=(*_SCORING, *_TRAINING, "eval.every_steps"),

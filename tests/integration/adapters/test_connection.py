@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from tests.sandboxes import need_bubblewrap
-from tidemill.adapters import connection, install
-from tidemill.adapters.connection import Connection
-from tidemill.adapters.install import PROGRAMS, adapter_python
 from tidemill.config.sandbox import SandboxConfig
 from tidemill.core.errors import UserError
+from tidemill.envs.adapters import connection, install
+from tidemill.envs.adapters.connection import Connection
+from tidemill.envs.adapters.install import PROGRAMS, adapter_python
 from tidemill.envs.agents.environment import AgentMistake, ProgramLostError
 
 FAKE = Path(__file__).parent / "programs" / "serve_fake.py"

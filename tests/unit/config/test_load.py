@@ -15,7 +15,7 @@ from tidemill.config.task import ArithmeticTask, FileTask, ReasoningGymTask
 from tidemill.config.toml import to_toml
 
 RECIPES = sorted((Path(__file__).parents[3] / "recipes").glob("*.toml"))
-PIPELINES = ("rlhf", "guess", "calc-tool")  # tested with the stages
+PIPELINES = ("rlhf", "guess", "calc-tool", "python-tool")  # tested with the stages
 
 
 @pytest.fixture(autouse=True)

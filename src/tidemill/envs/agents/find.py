@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import inspect
 
-from tidemill.adapters.environments import ADAPTERS
 from tidemill.config.agent import EnvConfig
 from tidemill.core.errors import UserError
+from tidemill.envs.adapters.environments import ADAPTERS
 from tidemill.envs.agents.builtin import BUILT_IN
 from tidemill.envs.agents.environment import Environment, ToolEnvironment
 from tidemill.envs.agents.tools import tools_of

@@ -17,9 +17,9 @@ from typing import Any
 
 import msgspec
 
-from tidemill.adapters.install import PROGRAMS, adapter_python
 from tidemill.config.sandbox import SandboxConfig
 from tidemill.core.errors import UserError
+from tidemill.envs.adapters.install import PROGRAMS, adapter_python
 from tidemill.envs.agents.environment import AgentMistake, ProgramLostError
 from tidemill.sandbox.open_sandbox import open_local_sandbox
 from tidemill.sandbox.records import SandboxError

@@ -6,8 +6,8 @@ import json
 import threading
 from typing import Any, ClassVar
 
-from tidemill.adapters.connection import Connection
 from tidemill.config.sandbox import SandboxConfig
+from tidemill.envs.adapters.connection import Connection
 from tidemill.envs.agents.environment import Environment, Split, Step, ToolEnvironment, current_sandbox
 
 _connections: dict[str, Connection] = {}

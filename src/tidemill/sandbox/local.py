@@ -85,11 +85,12 @@ class LocalSandbox:
     def _finish(self, wait_s: float) -> Finished:
         """How the program ended. Raises SandboxLostError."""
         with self._lock:
-            if self._connection is None:
+            connection = self._connection
+            if connection is None:
                 raise SandboxLostError("the sandbox is closed")
             try:
-                self._connection.settimeout(wait_s)
-                finished: Finished = receive(self._connection, Finished)
+                connection.settimeout(wait_s)
+                finished: Finished = receive(connection, Finished)
                 return finished
             except OSError as error:
                 raise SandboxLostError(f"the program has not ended: {error}") from error

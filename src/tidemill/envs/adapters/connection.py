@@ -62,7 +62,7 @@ class Connection:
             server_python=_existing_file(params.get("server_python", "")),
         )
         self._transport = _start_in_sandbox(program, sandbox) if sandbox else _ProcessTransport(program)
-        self._stream = self._transport.stream
+        self._stream, self._closing = self._transport.stream, False
         self._numbers = itertools.count(1)
         self._sending = threading.Lock()
         self._waiting: dict[int, Future[Any]] = {0: Future()}
@@ -97,6 +97,7 @@ class Connection:
 
     def close(self) -> None:
         """End the program."""
+        self._closing = True
         self._transport.close()
 
     def _receive(self) -> None:
@@ -119,7 +120,7 @@ class Connection:
                         future.set_exception(AgentMistake(message["error"]))
         except (OSError, ValueError, KeyError, msgspec.DecodeError) as error:
             why = f"its answer is wrong: {error}"
-        said = self._transport.said()
+        said = "" if self._closing else self._transport.said()
         for future in list(self._waiting.values()):
             if not future.done():
                 future.set_exception(ProgramLostError(f"{why}{f': {said}' if said else ''}"))

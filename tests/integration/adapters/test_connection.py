@@ -132,7 +132,7 @@ def test_a_program_in_a_sandbox_gets_its_files_and_variables(
 
     opened = Connection("fake", params, python=sys.executable, sandbox=SandboxConfig())
 
-    assert opened.description == {"note": "hello", "variable": "forwarded", "files": ["files", "programs", "python"]}
+    assert opened.description == {"note": "hello", "variable": "forwarded", "files": ["programs", "python"]}
     opened.close()
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
 import os
 import socket
 import subprocess
+import tarfile
 import tempfile
 import threading
 from concurrent.futures import Future
@@ -22,7 +24,7 @@ from tidemill.core.errors import UserError
 from tidemill.envs.adapters.install import PROGRAMS, adapter_python
 from tidemill.envs.agents.environment import AgentMistake, ProgramLostError
 from tidemill.sandbox.open_sandbox import open_local_sandbox
-from tidemill.sandbox.records import SandboxError
+from tidemill.sandbox.records import SandboxError, Snapshot
 
 START_S = 300.0
 CALL_S = 600.0
@@ -196,8 +198,6 @@ class _SandboxTransport:
     def __init__(self, program: Program, config: SandboxConfig) -> None:
         environment = Path(program.python).parent.parent
         folders = {"python": str(environment), "programs": str(PROGRAMS)}
-        if program.folder:
-            folders["files"] = program.folder
         if program.server_python:
             folders["server"] = str(Path(program.server_python).parent.parent)
         self._sandbox = open_local_sandbox(config, folders)
@@ -213,9 +213,9 @@ class _SandboxTransport:
             f"{folders['programs']}/{program.file}",
             program.arguments,
         ]
-        if program.folder:
-            argv = ["/bin/sh", "-c", 'cp -R "$0"/. . && exec "$@"', folders["files"], *argv]
         try:
+            if program.folder:
+                self._sandbox.restore(_snapshot_of(program.folder))
             self._program = self._sandbox.start(argv, env=env)
         except SandboxError:
             self._sandbox.close()
@@ -232,6 +232,18 @@ class _SandboxTransport:
     def close(self) -> None:
         shut(self.stream)
         self._sandbox.close()
+
+
+def _snapshot_of(folder: str) -> Snapshot:
+    """The regular files and folders in a folder. Raises SandboxError: one cannot be read."""
+    data = io.BytesIO()
+    try:
+        with tarfile.open(fileobj=data, mode="w") as archive:
+            for entry in sorted(os.scandir(folder), key=lambda each: each.name):
+                archive.add(entry.path, entry.name, filter=lambda each: each if each.isfile() or each.isdir() else None)
+    except OSError as error:
+        raise SandboxError(f"{folder} cannot be copied: {error}") from error
+    return Snapshot(data=data.getvalue())
 
 
 def _start_in_sandbox(program: Program, config: SandboxConfig) -> _SandboxTransport:

@@ -1,0 +1,205 @@
+"""One real environment of each package, in the package's own Python environment."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import venv
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.sandboxes import need_bubblewrap
+from tests.training_process import learned, quiet_run
+from tidemill.envs.adapters.environments import (
+    AdapterEnvironment,
+    Gymnasium,
+    McpServer,
+    OpenEnv,
+    SkyRLGym,
+    TextArena,
+    Verifiers,
+    close_connections,
+)
+from tidemill.envs.adapters.install import adapter_python, install_adapter
+from tidemill.envs.agents.environment import AgentMistake, Step
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+WORDS = "apple river stone house light music green paper table chair bread water plant horse smile"
+HANGMAN = {"id": "textarena", "taskset": json.dumps({"game": "Hangman-v0"})}
+CALCULATOR = "mcp-server-calculator==0.2.1"
+TRAINING = """\
+[model]
+source = "char"
+[model.char]
+hidden_size = 64
+layers = 2
+[task]
+kind = "environment"
+train_size = 12
+held_out_size = 4
+[env]
+name = "verifiers"
+turns = 3
+turn_tokens = 6
+observation_tokens = 48
+[env.params]
+id = "textarena"
+taskset = '{"game": "Hangman-v0"}'
+held_out = 4
+files = "words"
+[scoring]
+rewards = [{ kind = "environment" }, { kind = "regex", pattern = '[A-Ma-m]', weight = 0.5 }]
+[sampling]
+max_new_tokens = 18
+[engine]
+slots = 16
+batch_invariant = true
+tick_s = 0.02
+[batch]
+prompts = 2
+group_size = 4
+[optimizer]
+learning_rate = 1e-3
+[trainer]
+steps = 5
+threads = 1
+[eval]
+every_steps = 5
+prompts = 2
+"""
+
+
+@pytest.fixture(autouse=True)
+def _programs() -> Iterator[None]:
+    yield
+    close_connections()
+
+
+def played(environment: AdapterEnvironment, actions: list[str], task: dict[str, Any], seed: int = 3) -> list[Any]:
+    """The first message, then the answer to each action: a step, or the text of a mistake."""
+    answers: list[Any] = [environment.reset(task, seed)]
+    for action in actions:
+        try:
+            answers.append(environment.step(action))
+        except AgentMistake as mistake:
+            answers.append(str(mistake))
+    environment.close()
+    return answers
+
+
+def words(folder: Path) -> str:
+    """A folder with the word list that Hangman looks up."""
+    corpus = folder / "words" / "nltk_data" / "corpora" / "words"
+    corpus.mkdir(parents=True, mode=0o755)
+    for name in ("en", "en-basic", "README"):
+        (corpus / name).write_text("\n".join(WORDS.split()) + "\n")
+    return str(folder / "words")
+
+
+def test_gymnasium() -> None:
+    install_adapter("gymnasium")
+    lake = Gymnasium("FrozenLake-v1", json.dumps({"is_slippery": False}), actions="left,down,right,up")
+
+    first, down, mistake, *_, last = played(lake, ["go down", "jump", *["down", "right", "right", "down", "right"]], {})
+
+    assert first == "[S]FFF\nFHFH\nFFFH\nHFFG\nActions: left, down, right, up\n"
+    assert "[F]HFH" in down.text
+    assert mistake == "write one of: left, down, right, up"
+    assert (last.reward, last.done) == (1.0, True)
+
+
+def test_textarena() -> None:
+    install_adapter("textarena")
+    first, *steps = played(TextArena("GuessTheNumber-v0"), [f"[{number}]" for number in range(1, 8)], {})
+
+    assert "Guess The Number" in first
+    assert "higher" in steps[0].text
+    assert "[1]" not in steps[0].text
+    assert played(TextArena("GuessTheNumber-v0"), ["[1]"], {})[0] == first
+
+
+def test_skyrl_gym() -> None:
+    install_adapter("skyrl-gym")
+    task = {"prompt": "What is 2 + 2?", "answer": "4"}
+
+    first, wrong, right = played(SkyRLGym("gsm8k_multi_turn"), ["#### 5", "#### 4"], task)
+
+    assert first == task["prompt"]
+    assert (wrong.reward, wrong.done) == (pytest.approx(0.04), False)  # 0.2 for the form, over five turns
+    assert right == Step(text="", reward=1.0, done=True)
+
+
+def test_openenv(tmp_path: Path) -> None:
+    need_bubblewrap()
+    install_adapter("openenv")
+    openenv = Path(adapter_python("openenv", "")).parent
+    made = subprocess.run(
+        [openenv / "python", "-m", "openenv.cli", "init", "echo_env"], cwd=tmp_path, capture_output=True, check=False
+    )
+    assert made.returncode == 0, made.stderr
+    command = "python -m uvicorn echo_env.server.app:app --host 127.0.0.1 --port {port}"
+    echo = OpenEnv(command=command, files=str(tmp_path), observation="echoed_message")
+
+    first, answer = played(echo, ["hello"], {})
+
+    assert "ready" in first
+    assert answer == Step(text="hello", reward=0.5)
+
+
+def test_mcp(tmp_path: Path) -> None:
+    need_bubblewrap()
+    install_adapter("mcp")
+    venv.create(tmp_path / "server", with_pip=True)
+    server_python = str(tmp_path / "server" / "bin" / "python")
+    subprocess.run([server_python, "-m", "pip", "install", "-q", CALCULATOR], check=True, timeout=300)
+    params = {"command": "python -m mcp_server_calculator", "server_python": server_python}
+
+    (tool,) = McpServer.served_tools(params)
+    server = McpServer(**params)
+    server.reset({"prompt": "What is 12 * 34?"}, 1)
+
+    assert tool["name"] == "calculate"
+    assert tool["idempotent"]  # nothing outside the sandbox can change
+    assert server.invoke("calculate", {"expression": "12 * 34"}) == "408"
+    with pytest.raises(AgentMistake, match="Unknown identifier: foo"):
+        server.invoke("calculate", {"expression": "foo"})
+    with pytest.raises(AgentMistake, match="Field required"):
+        server.invoke("calculate", {})
+    server.close()
+
+
+def test_verifiers(tmp_path: Path) -> None:
+    need_bubblewrap()
+    install_adapter("verifiers")
+    params: dict[str, Any] = {**HANGMAN, "held_out": 5, "files": words(tmp_path)}
+
+    assert Verifiers.tasks_for(params, "held_out", 2) == [{"index": 0}, {"index": 1}]
+    assert Verifiers.tasks_for(params, "train", 2) == [{"index": 5}, {"index": 6}]
+    letters = [f"[{letter}]" for letter in "EAORTILSNUHCPMDGBWK"]
+    first, *steps = played(Verifiers(**params), letters[:3], {"index": 0})
+
+    assert "Hangman" in first
+    assert any(letter in step.text for step, letter in zip(steps, "EAO", strict=True))
+    assert played(Verifiers(**params), letters[:3], {"index": 0}) == [first, *steps]
+
+
+def test_a_run_on_verifiers_learns_the_same_with_evictions(tmp_path: Path) -> None:
+    need_bubblewrap()
+    install_adapter("verifiers")
+    words(tmp_path)
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(TRAINING.replace('"words"', json.dumps(str(tmp_path / "words"))))
+    quiet_run(recipe, tmp_path / "quiet")
+    evictions = {"kind": "synthetic", "mean_time_to_eviction_s": 0.5, "mean_time_to_return_s": 0.1}
+    overrides = [f"--pool.{key}={value}" for key, value in evictions.items()]
+
+    quiet_run(recipe, tmp_path / "evicted", *overrides, "--fleet.seed_window_s=0.1")
+
+    expected = learned(tmp_path / "quiet")
+    assert expected[0]["optimizer_steps"] > 3  # otherwise equality would show nothing
+    assert learned(tmp_path / "evicted") == expected
+    events = [json.loads(line) for line in (tmp_path / "evicted" / "events.jsonl").read_text().splitlines()]
+    assert sum(event["event"] == "lease_end" for event in events) > 5

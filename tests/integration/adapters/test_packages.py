@@ -29,6 +29,7 @@ from tidemill.envs.agents.environment import AgentMistake, Step
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 WORDS = "apple river stone house light music green paper table chair bread water plant horse smile"
 HANGMAN = {"id": "textarena", "taskset": json.dumps({"game": "Hangman-v0"})}
+ALPHABET = "".join(map(chr, range(32, 127))) + "\n—"
 CALCULATOR = "mcp-server-calculator==0.2.1"
 TRAINING = """\
 [model]
@@ -36,6 +37,8 @@ source = "char"
 [model.char]
 hidden_size = 64
 layers = 2
+alphabet = ALPHABET
+context = 2048
 [task]
 kind = "environment"
 train_size = 12
@@ -60,7 +63,7 @@ batch_invariant = true
 tick_s = 0.02
 [batch]
 prompts = 2
-group_size = 4
+group_size = 6
 [optimizer]
 learning_rate = 1e-3
 [trainer]
@@ -191,7 +194,9 @@ def test_a_run_on_verifiers_learns_the_same_with_evictions(tmp_path: Path) -> No
     install_adapter("verifiers")
     words(tmp_path)
     recipe = tmp_path / "recipe.toml"
-    recipe.write_text(TRAINING.replace('"words"', json.dumps(str(tmp_path / "words"))))
+    recipe.write_text(
+        TRAINING.replace('"words"', json.dumps(str(tmp_path / "words"))).replace("ALPHABET", json.dumps(ALPHABET))
+    )
     quiet_run(recipe, tmp_path / "quiet")
     evictions = {"kind": "synthetic", "mean_time_to_eviction_s": 0.5, "mean_time_to_return_s": 0.1}
     overrides = [f"--pool.{key}={value}" for key, value in evictions.items()]
@@ -199,7 +204,7 @@ def test_a_run_on_verifiers_learns_the_same_with_evictions(tmp_path: Path) -> No
     quiet_run(recipe, tmp_path / "evicted", *overrides, "--fleet.seed_window_s=0.1")
 
     expected = learned(tmp_path / "quiet")
-    assert expected[0]["optimizer_steps"] > 3  # otherwise equality would show nothing
+    assert expected[0]["optimizer_steps"] >= 2  # otherwise equality would show nothing
     assert learned(tmp_path / "evicted") == expected
     events = [json.loads(line) for line in (tmp_path / "evicted" / "events.jsonl").read_text().splitlines()]
     assert sum(event["event"] == "lease_end" for event in events) > 5

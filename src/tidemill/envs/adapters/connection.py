@@ -68,6 +68,7 @@ class Connection:
         self._numbers = itertools.count(1)
         self._sending = threading.Lock()
         self._waiting: dict[int, Future[Any]] = {0: Future()}
+        self.lost = ""  # why no call can be made any more
         threading.Thread(target=self._receive, daemon=True).start()
         try:
             self.description: dict[str, Any] = self._waiting[0].result(START_S)
@@ -89,6 +90,8 @@ class Connection:
         self._waiting[number] = result
         data = msgspec.msgpack.encode({"id": number, "method": method, "arguments": arguments})
         try:
+            if self.lost:
+                raise ProgramLostError(self.lost)
             with self._sending:
                 self._stream.sendall(len(data).to_bytes(LENGTH_BYTES, "little") + data)
             return result.result(CALL_S)
@@ -123,9 +126,10 @@ class Connection:
         except (OSError, ValueError, KeyError, msgspec.DecodeError) as error:
             why = f"its answer is wrong: {error}"
         said = "" if self._closing else self._transport.said()
+        self.lost = f"{why}{f': {said}' if said else ''}"
         for future in list(self._waiting.values()):
             if not future.done():
-                future.set_exception(ProgramLostError(f"{why}{f': {said}' if said else ''}"))
+                future.set_exception(ProgramLostError(self.lost))
 
 
 @dataclass(frozen=True, kw_only=True)

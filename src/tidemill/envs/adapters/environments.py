@@ -209,6 +209,8 @@ def shared_connection(name: str, params: dict[str, Any], python: str, *, in_sand
     """The connection of this process for these arguments, made on first use."""
     key = json.dumps([name, params, python], sort_keys=True)
     with _lock:
+        if key in _connections and _connections[key].lost:
+            _connections.pop(key).close()
         if key not in _connections:
             sandbox = (current_sandbox.get() or SandboxConfig()) if in_sandbox else None
             _connections[key] = Connection(name, params, python=python, sandbox=sandbox)

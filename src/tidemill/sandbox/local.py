@@ -70,6 +70,7 @@ class LocalSandbox:
         try:
             send(stream, Request(method="attach", stream=name))
             receive(stream, None)
+            stream.settimeout(None)  # a program may be silent for long
             with self._lock:
                 if self._connection is None:
                     raise SandboxLostError("the sandbox is closed")

@@ -18,6 +18,7 @@ class AdapterEnvironment(Environment):
     """An environment whose episodes are in a program that all episodes of this process share."""
 
     adapter: ClassVar[str]
+    costly_process = True
 
     def __init__(self, python: str, **params: Any) -> None:
         self._python, self._params = python, params

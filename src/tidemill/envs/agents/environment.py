@@ -64,6 +64,8 @@ class Environment:
     needs_sandbox: ClassVar[bool] = False
     """Whether it uses `self.sandbox`. A run then starts only if its sandbox works."""
 
+    costly_process: ClassVar[bool] = False
+    """Whether a process of it takes much time to start, or much memory: many episodes then share a few."""
     takes_rows: ClassVar[bool] = False
     """Whether `reset` returns the prompt of a row, so that any task's rows can be its tasks."""
 

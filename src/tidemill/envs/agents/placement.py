@@ -1,13 +1,15 @@
 """Places episodes on hosts, and limits the calls that run at the same time.
 
-Up to four processes for each concurrent call hold one episode each. With more live episodes, they share processes,
-which then wait for each other's turns. Episodes whose `step` must not be repeated never share one.
+Up to four processes for each concurrent call hold one episode each; of a class whose processes are costly, as many as
+there are cores. With more live episodes, they share processes, which then wait for each other's turns. Episodes whose
+`step` must not be repeated never share one.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -50,6 +52,8 @@ class Placement:
             self._launcher = ThreadLauncher(lambda: Instances(environment, config.params, longest, sandbox))
         self.exclusive = not issubclass(environment, ToolEnvironment) and not environment.idempotent
         self._most = HOSTS_PER_CALL * config.concurrency
+        if environment.costly_process:
+            self._most = min(self._most, max(2, os.cpu_count() or 1))
         self._close_s = config.call_timeout_s
         self._hosts: list[Host] = []
         self._permits = asyncio.Semaphore(config.concurrency)

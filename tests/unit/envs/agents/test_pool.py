@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -366,6 +367,16 @@ async def test_concurrency_limits_calls_and_waiting_costs_no_time() -> None:
         assert {each.text for each in seen} == {"slept"}  # although the deadline is 2 s
         many = await plays[0].act(call("add", number=1) * 5)
         assert len(many.calls) == 5
+
+
+async def test_episodes_of_a_class_with_costly_processes_share_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(envs.Counter, "costly_process", True)
+    monkeypatch.setattr(os, "cpu_count", lambda: 3)
+    async with open_pool(envs.Counter, concurrency=8) as pool:
+        plays = [Play(pool, {"seed": index}, index=index) for index in range(12)]
+        await asyncio.gather(*[play.act("a") for play in plays])
+
+        assert len(pool.placement._hosts) == 3
 
 
 async def test_a_thousand_episodes() -> None:

@@ -104,6 +104,12 @@ class Counter(Environment):
         return Step("", state_key=str(os.getpid()))
 
 
+class CostlyCounter(Counter):
+    """Its processes are costly."""
+
+    costly_process = True
+
+
 class OnceCounter(Counter):
     """Its steps must not be repeated."""
 

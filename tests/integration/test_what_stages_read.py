@@ -24,7 +24,7 @@ max_new_tokens = 5
 """
 MANNER = {
     *("run.dir", "run.name", "trainer.threads", "engine.tick_s", "scoring.concurrency", "scoring.timeout_s"),
-    "trainer.activation_checkpointing",
+    *("trainer.activation_checkpointing", "trainer.shards"),
 }
 """Keys of location, name and resources: read, without effect on the result."""
 

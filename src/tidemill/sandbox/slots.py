@@ -187,8 +187,8 @@ class PlainSlots:
 
 def _mount(slot: Slot, request: Request) -> None:
     """Mount the scratch of a sandbox, and what it sees besides the image."""
-    files = slot.limits.scratch_files + len(FOLDERS) + len(request.visible) + 3  # the root, `mnt` and `hosts`
-    bubblewrap.mount_scratch(slot.folder, slot.limits.scratch_bytes, files)
+    ours = 2 + len(FOLDERS) + len(request.visible) + bool(request.network)  # the root, `mnt`, and what is in them
+    bubblewrap.mount_scratch(slot.folder, slot.limits.scratch_bytes, slot.limits.scratch_files + ours)
     _make_folders(slot)
     Path(slot.folder, "mnt").mkdir(mode=0o755)
     for name, path in request.visible.items():

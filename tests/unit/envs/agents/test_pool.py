@@ -370,9 +370,8 @@ async def test_concurrency_limits_calls_and_waiting_costs_no_time() -> None:
 
 
 async def test_episodes_of_a_class_with_costly_processes_share_few(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(envs.Counter, "costly_process", True)
     monkeypatch.setattr(os, "cpu_count", lambda: 3)
-    async with open_pool(envs.Counter, concurrency=8) as pool:
+    async with open_pool(envs.CostlyCounter, concurrency=8) as pool:
         plays = [Play(pool, {"seed": index}, index=index) for index in range(12)]
         await asyncio.gather(*[play.act("a") for play in plays])
 

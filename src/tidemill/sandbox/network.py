@@ -14,7 +14,6 @@ import os
 import socket
 import struct
 import threading
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 
@@ -23,10 +22,9 @@ from tidemill.sandbox.bubblewrap import LIBC
 METADATA = ("169.254.0.0/16", "fe80::/10", "fd00:ec2::/32", "100.100.100.200/32", "168.63.129.16/32", "192.0.0.192/32")
 """Where clouds serve the credentials of a machine."""
 CLONE_NEWNET = 0x40000000
-SIOCSIFADDR, SIOCGIFFLAGS, IFNAMSIZ, IFF_UP = 0x8916, 0x8913, 16, 1
+SIOCSIFADDR, IFNAMSIZ = 0x8916, 16
 IP_FREEBIND = 15
 CONNECT_S = 10.0
-LOOK_S, LOOKS = 0.002, 1000
 _REFUSED = tuple(ipaddress.ip_network(each) for each in METADATA)
 
 
@@ -126,7 +124,6 @@ def _listeners(pid: int, pairs: Sequence[tuple[str, int]]) -> list[socket.socket
                     raise OSError(ctypes.get_errno(), "setns")
             finally:
                 os.close(network)
-            _wait_for_loopback()
             for number, (address, port) in enumerate(pairs):
                 made.append(socket.socket())
                 made[-1].setsockopt(socket.IPPROTO_IP, IP_FREEBIND, 1)
@@ -146,18 +143,6 @@ def _listeners(pid: int, pairs: Sequence[tuple[str, int]]) -> list[socket.socket
             each.close()
         raise failed[0]
     return made
-
-
-def _wait_for_loopback() -> None:
-    """Return when bubblewrap has started the loopback interface of this thread's network. Raises OSError."""
-    wanted = struct.pack(f"{IFNAMSIZ}s24x", b"lo")
-    with socket.socket() as any_socket:
-        for _ in range(LOOKS):
-            flags = struct.unpack_from("H", fcntl.ioctl(any_socket, SIOCGIFFLAGS, wanted), IFNAMSIZ)[0]
-            if flags & IFF_UP:
-                return
-            time.sleep(LOOK_S)
-    raise OSError("the sandbox has no loopback interface")
 
 
 def _add_address(any_socket: socket.socket, interface: str, address: str) -> None:

@@ -96,20 +96,8 @@ KINDS: dict[StageKind, StageKindSpec] = {
     ),
     "rl": StageKindSpec(
         sections=(
-            *(
-                "runtime",
-                "run",
-                "model",
-                "task",
-                "env",
-                "sandbox",
-                "scoring",
-                "sampling",
-                "engine",
-                "pool",
-                "fleet",
-                "ray",
-            ),
+            *("runtime", "run", "model", "task", "env", "sandbox", "scoring", "sampling"),
+            *("engine", "pool", "fleet", "ray"),
             *("placement", "reading", "batch", "schedule", "algorithm", "optimizer", "critic", "trainer", "eval"),
             *("checkpoint", "telemetry", "simulation"),
         ),

@@ -29,7 +29,7 @@ def agent_prompts(spec: RunSpec, codec: TextCodec | TurnFormat) -> AgentPrompts 
     """
     if not spec.env.enabled:
         return None
-    environment = find_environment(spec.env).function
+    environment = find_environment(spec.env, spec.sandbox).function
     chat = spec.model.chat_template
     format = turn_format(codec, spec.env, chat_template=chat) if isinstance(codec, TextCodec) else codec  # noqa: A001
     return AgentPrompts(environment=environment, config=spec.env, format=format, sandbox=spec.sandbox)  # type: ignore[arg-type]
@@ -60,7 +60,12 @@ async def open_environments(
         yield None
         return
     pool = EnvironmentPool(
-        find_environment(spec.env), spec.env, prompts.format, sandbox=spec.sandbox, run_id=run_id, report=report
+        find_environment(spec.env, spec.sandbox),
+        spec.env,
+        prompts.format,
+        sandbox=spec.sandbox,
+        run_id=run_id,
+        report=report,
     )
     try:
         if spec.env.self_test:

@@ -14,6 +14,6 @@ def check_needed_sandbox(spec: RunSpec) -> None:
         UserError: the back-end does not work on this machine, or the environment is wrong.
     """
     rewards = (*spec.scoring.rewards, *spec.eval.rewards)
-    environment = spec.env.enabled and find_environment(spec.env).function
+    environment = spec.env.enabled and find_environment(spec.env, spec.sandbox).function
     if any(reward.kind == "tests" for reward in rewards) or getattr(environment, "needs_sandbox", False):
         check_sandbox(spec.sandbox)

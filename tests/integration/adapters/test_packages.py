@@ -13,6 +13,7 @@ import pytest
 
 from tests.sandboxes import need_bubblewrap
 from tests.training_process import learned, quiet_run
+from tidemill.config.sandbox import SandboxConfig
 from tidemill.envs.adapters.environments import (
     AdapterEnvironment,
     Gymnasium,
@@ -160,12 +161,14 @@ def test_mcp(tmp_path: Path) -> None:
     subprocess.run([server_python, "-m", "pip", "install", "-q", CALCULATOR], check=True, timeout=300)
     params = {"command": "python -m mcp_server_calculator", "server_python": server_python}
 
-    (tool,) = McpServer.served_tools(params)
+    (tool,) = McpServer.served_tools(params, SandboxConfig())
     server = McpServer(**params)
     server.reset({"prompt": "What is 12 * 34?"}, 1)
 
     assert tool["name"] == "calculate"
     assert tool["idempotent"]  # nothing outside the sandbox can change
+    (networked,) = McpServer.served_tools(params, SandboxConfig(network=("localhost:9",)))
+    assert not networked["idempotent"]
     assert server.invoke("calculate", {"expression": "12 * 34"}) == "408"
     with pytest.raises(AgentMistake, match="Unknown identifier: foo"):
         server.invoke("calculate", {"expression": "foo"})

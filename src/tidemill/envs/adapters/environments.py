@@ -12,6 +12,8 @@ from tidemill.envs.agents.environment import Environment, Split, Step, ToolEnvir
 
 _connections: dict[str, Connection] = {}
 _lock = threading.Lock()
+_served: dict[str, list[dict[str, Any]]] = {}
+"""Tools by the arguments and sandbox of their MCP servers."""
 
 
 class AdapterEnvironment(Environment):
@@ -182,12 +184,16 @@ class McpServer(ToolEnvironment):
         self._opened: Connection | None = None
 
     @classmethod
-    def served_tools(cls, params: dict[str, Any]) -> list[dict[str, Any]]:
-        config = current_sandbox.get() or SandboxConfig()
-        connection = cls(**params)._connection
-        connection.close()
-        tools: list[dict[str, Any]] = connection.description["tools"]
-        return [{**tool, "idempotent": tool["idempotent"] or config.network == "none"} for tool in tools]
+    def served_tools(cls, params: dict[str, Any], sandbox: SandboxConfig) -> list[dict[str, Any]]:
+        key = json.dumps([params, sandbox.model_dump(mode="json")], sort_keys=True)
+        if key not in _served:
+            current_sandbox.set(sandbox)
+            connection = cls(**params)._connection
+            connection.close()
+            isolated = sandbox.network == "none" and sandbox.backend != "none"
+            tools: list[dict[str, Any]] = connection.description["tools"]
+            _served[key] = [{**tool, "idempotent": tool["idempotent"] or isolated} for tool in tools]
+        return _served[key]
 
     def invoke(self, method: str, arguments: dict[str, Any]) -> Any:
         if method in ("reset", "score"):

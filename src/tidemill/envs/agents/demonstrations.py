@@ -31,7 +31,7 @@ def agent_demonstrations(
         hint = "define demonstrate(self), which returns the next action"
         raise UserError(f"{agent.config.name} has no teacher", where="env.name", hint=hint)
     tools = {"tools": agent.schemas} if agent.schemas else {}
-    planner = TurnPlanner(agent.environment, agent.config, agent.format)
+    planner = TurnPlanner(agent.environment, agent.config, agent.format, agent.sandbox)
     rows = []
     for prompt in prompts:
         turns, first = _played(agent, planner, prompt), [msgspec.to_builtins(each) for each in prompt.messages]

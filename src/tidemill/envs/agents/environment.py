@@ -149,11 +149,12 @@ class ToolEnvironment(Environment):
     calls."""
 
     @classmethod
-    def served_tools(cls, params: dict[str, Any]) -> list[dict[str, Any]]:
+    def served_tools(cls, params: dict[str, Any], sandbox: SandboxConfig) -> list[dict[str, Any]]:
         """Tools that are not methods: `name`, `description`, `parameters` (a JSON schema), `idempotent`.
 
         Args:
             params: arguments of the class.
+            sandbox: settings of the run.
         """
         return []
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 
 from tidemill.config.agent import EnvConfig
+from tidemill.config.sandbox import SandboxConfig
 from tidemill.core.errors import UserError
 from tidemill.envs.adapters.environments import ADAPTERS
 from tidemill.envs.agents.builtin import BUILT_IN
@@ -15,7 +16,7 @@ from tidemill.extensions.registry import Extension, given_function, resolve
 WHERE = "env.name"
 
 
-def find_environment(config: EnvConfig) -> Extension:
+def find_environment(config: EnvConfig, sandbox: SandboxConfig = SandboxConfig()) -> Extension:  # noqa: B008 -- frozen
     """The environment `env.name`: `function` is its class.
 
     Raises:
@@ -35,7 +36,7 @@ def find_environment(config: EnvConfig) -> Extension:
         hint = f"it takes {inspect.signature(environment)}"
         raise UserError(f"{found.name}: {error}", where="env.params", hint=hint) from None
     if issubclass(environment, ToolEnvironment):
-        if not tools_of(environment, config.params):
+        if not tools_of(environment, config.params, sandbox):
             raise UserError(f"{found.name} has no tools", where=WHERE, hint="mark its methods with @tidemill.tool")
     elif environment.step is Environment.step:
         raise UserError(f"{found.name} has no method step", where=WHERE, hint="define step(self, action)")

@@ -73,7 +73,7 @@ class EnvironmentPool:
         self.environment: type[Environment] = environment.function  # type: ignore[assignment]
         self.config = config
         self._name, self._format, self._run_id, self._report = environment.name, format, run_id, report
-        self.planner = TurnPlanner(self.environment, config, format)
+        self.planner = TurnPlanner(self.environment, config, format, sandbox)
         self.schemas = [each.schema for each in self.planner.tools.values()]
         self.placement = Placement(self.environment, config, sandbox)
         self._live: dict[SampleId, Live] = {}

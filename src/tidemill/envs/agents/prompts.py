@@ -16,7 +16,8 @@ from tidemill.config.task import EnvironmentTask
 from tidemill.core.errors import UserError
 from tidemill.core.protocols import TurnFormat
 from tidemill.core.records import Message, Prompt, pack_tokens
-from tidemill.envs.agents.environment import Environment, Split, ToolEnvironment
+from tidemill.envs.adapters.environments import close_connections
+from tidemill.envs.agents.environment import Environment, Split, ToolEnvironment, current_sandbox
 from tidemill.envs.agents.instances import Instances, Work
 from tidemill.envs.agents.tools import tools_of
 from tidemill.envs.agents.turn_plan import task_seed
@@ -59,7 +60,11 @@ class AgentPrompts:
     @cached_property
     def schemas(self) -> list[dict[str, Any]]:
         """Of the tools."""
-        tools = tools_of(self.environment, self.config.params) if issubclass(self.environment, ToolEnvironment) else {}
+        tools = (
+            tools_of(self.environment, self.config.params, self.sandbox)
+            if issubclass(self.environment, ToolEnvironment)
+            else {}
+        )
         return [tool.schema for tool in tools.values()]
 
     def render(self, item: Item) -> Prompt:
@@ -101,7 +106,10 @@ class AgentPrompts:
             UserError: it makes none, the same for training and evaluation, or cannot be reset.
         """
         sizes: dict[Split, int] = {"train": config.train_size, "held_out": config.held_out_size}
-        train, held_out = (self._items(split, count) for split, count in sizes.items())
+        try:
+            train, held_out = (self._items(split, count) for split, count in sizes.items())
+        finally:
+            close_connections()
         common = {content_id(item) for item in train} & {content_id(item) for item in held_out}
         if common:
             what = f"{len(common)} training tasks are also held-out tasks"
@@ -128,6 +136,7 @@ class AgentPrompts:
             raise UserError(what, where=name, hint="correct tasks() and reset()") from None
 
     def _made(self, split: Split, count: int) -> list[TaskItem]:
+        current_sandbox.set(self.sandbox)
         rows = self.environment.tasks_for(dict(self.config.params), split, count)
         key = json.dumps([self.config.name, self.config.params], sort_keys=True)
         instances = self.instances()

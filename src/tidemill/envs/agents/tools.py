@@ -11,6 +11,7 @@ from typing import Any, Literal, Union
 
 from pydantic import BaseModel, ConfigDict, Field, RootModel, ValidationError, create_model
 
+from tidemill.config.sandbox import SandboxConfig
 from tidemill.core.errors import UserError, exception_text
 from tidemill.envs.agents.environment import TOOL_MARK, ToolEnvironment, ToolOptions, place_of
 
@@ -61,7 +62,7 @@ def finish(self: Any, answer: str) -> str:
     return answer
 
 
-def tools_of(environment: type[ToolEnvironment], params: dict[str, Any]) -> dict[str, Tool]:
+def tools_of(environment: type[ToolEnvironment], params: dict[str, Any], sandbox: SandboxConfig) -> dict[str, Tool]:
     """The tools of a class by name, in the order of their definition, and those that it serves with these arguments.
 
     Raises:
@@ -91,7 +92,7 @@ def tools_of(environment: type[ToolEnvironment], params: dict[str, Any]) -> dict
             hint = "rename it, or set offer_finish = False"
             raise UserError("two tools are named finish", where=place_of(functions[FINISH]), hint=hint)
         functions[FINISH] = finish
-    served = {each["name"]: _served_tool(each) for each in environment.served_tools(params)}
+    served = {each["name"]: _served_tool(each) for each in environment.served_tools(params, sandbox)}
     return {name: _tool(name, function) for name, function in functions.items()} | served
 
 

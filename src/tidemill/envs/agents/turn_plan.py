@@ -10,6 +10,7 @@ from typing import Any, Literal
 import msgspec
 
 from tidemill.config.agent import EnvConfig
+from tidemill.config.sandbox import SandboxConfig
 from tidemill.core.errors import UserError
 from tidemill.core.protocols import TurnFormat
 from tidemill.core.records import Call, Prompt, Record, ToolRequest, Turn
@@ -78,11 +79,17 @@ class TurnPlanner:
         UserError: a tool of the class is wrong.
     """
 
-    def __init__(self, environment: type[Environment], config: EnvConfig, format: TurnFormat) -> None:  # noqa: A002
+    def __init__(
+        self,
+        environment: type[Environment],
+        config: EnvConfig,
+        format: TurnFormat,  # noqa: A002
+        sandbox: SandboxConfig = SandboxConfig(),  # noqa: B008 -- frozen
+    ) -> None:
         self._environment, self._config, self._format = environment, config, format
         self.uses_tools = issubclass(environment, ToolEnvironment)
         self.tools: dict[str, Tool] = (
-            tools_of(environment, config.params) if issubclass(environment, ToolEnvironment) else {}
+            tools_of(environment, config.params, sandbox) if issubclass(environment, ToolEnvironment) else {}
         )
         self._stateful = not issubclass(environment, ToolEnvironment) or environment.stateful
         self._finish = issubclass(environment, ToolEnvironment) and environment.offer_finish

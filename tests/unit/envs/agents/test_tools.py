@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import pytest
 
+from tidemill.config.sandbox import SandboxConfig
 from tidemill.core.errors import UserError
 from tidemill.envs.agents.environment import ToolEnvironment, tool
 from tidemill.envs.agents.tools import MistakeError, tools_of
@@ -38,7 +39,7 @@ class Search(ToolEnvironment):
 
 
 def test_a_schema_comes_from_hints_and_docstring() -> None:
-    tools = tools_of(Search, {})
+    tools = tools_of(Search, {}, SandboxConfig())
     assert list(tools) == ["search", "title", "finish"]
     assert tools["search"].schema == {
         "type": "function",
@@ -80,11 +81,11 @@ def test_a_schema_comes_from_hints_and_docstring() -> None:
 )
 def test_arguments_are_checked(arguments: str, checked: str | None) -> None:
     if checked is None or checked.startswith("{"):
-        found = tools_of(Search, {})["search"].check(arguments)
+        found = tools_of(Search, {}, SandboxConfig())["search"].check(arguments)
         assert found == (checked or '{"query":"a","schema":"web","limit":99999999999999999999,"tags":["b"]}')
     else:
         with pytest.raises(MistakeError) as caught:
-            tools_of(Search, {})["search"].check(arguments)
+            tools_of(Search, {}, SandboxConfig())["search"].check(arguments)
         assert str(caught.value).startswith(checked)
 
 
@@ -97,7 +98,7 @@ def refused(body: str, tmp_path: Path) -> UserError:
     names: dict[str, Any] = {"__name__": "wrong"}
     try:
         exec(compile(file.read_text(), str(file), "exec"), names)
-        tools_of(names["Env"], {})
+        tools_of(names["Env"], {}, SandboxConfig())
     except UserError as error:
         return error
     pytest.fail("it was not refused")
@@ -144,6 +145,6 @@ def test_a_subclass_may_replace_a_tool_but_two_bases_may_not_share_one(tmp_path:
             """Another one."""
             return ""
 
-    assert tools_of(More, {})["title"].schema["function"]["description"] == "Another one."
+    assert tools_of(More, {}, SandboxConfig())["title"].schema["function"]["description"] == "Another one."
     body = "".join(f"class {name}(ToolEnvironment):\n    @tool\n    def a(self):\n{DOC}" for name in "AB")
     assert "two tools are named a" in refused(body + "class Env(A, B): pass\n", tmp_path).what

@@ -100,18 +100,28 @@ def test_metadata_addresses_are_refused(address: str) -> None:
 
 
 def test_a_name_of_a_metadata_address_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    connected: list[Any] = []
+
     async def connect() -> bytes:
         async def named(*_: Any, **__: Any) -> list[Any]:
             return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("169.254.169.254", 80))]
 
         monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", named)
         near, far = socket.socketpair()
-        await _pass_on(*await asyncio.open_connection(sock=near), "innocent.example", 80)
+        streams = await asyncio.open_connection(sock=near)
+
+        async def record(*where: Any) -> Any:
+            connected.append(where)
+            raise OSError
+
+        monkeypatch.setattr(asyncio, "open_connection", record)
+        await _pass_on(*streams, "innocent.example", 80)
         far.setblocking(False)
         with far:
             return await asyncio.wait_for(asyncio.get_running_loop().sock_recv(far, 1), 5)
 
     assert asyncio.run(connect()) == b""
+    assert not connected
 
 
 def test_host_names_have_loopback_addresses() -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from tests.sandboxes import need_bubblewrap
 from tidemill.config.sandbox import SandboxConfig
+from tidemill.sandbox import local
 from tidemill.sandbox.launcher import kill_tree
 from tidemill.sandbox.local import LocalSandbox, launcher
 from tidemill.sandbox.open_sandbox import limits_of
@@ -47,6 +48,14 @@ def test_a_program_answers_until_its_input_ends() -> None:
 
     assert finished.stderr == b"bye\n"
     assert finished.code == 1
+
+
+def test_a_program_may_be_silent_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "ANSWER_S", 2.0)
+    with closing(opened()) as sandbox:
+        program = sandbox.start(["sh", "-c", "sleep 2.5; echo late"])
+        with program.stream as stream:
+            assert stream.recv(10) == b"late\n"
 
 
 def test_a_program_ends_with_its_sandbox() -> None:

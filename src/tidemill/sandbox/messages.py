@@ -69,11 +69,11 @@ def receive(stream: socket.socket, kind: Any) -> Any:
     return msgspec.msgpack.decode(reply.value, type=kind)
 
 
-def _read_exactly(stream: socket.socket, length: int) -> bytes:
-    data = bytearray()
-    while len(data) < length:
-        part = stream.recv(min(length - len(data), 1 << 20))
-        if not part:
+def _read_exactly(stream: socket.socket, length: int) -> bytearray:
+    data = bytearray(length)
+    left = memoryview(data)
+    while left:
+        if not (received := stream.recv_into(left)):
             raise ConnectionError("the sandbox has ended")
-        data += part
-    return bytes(data)
+        left = left[received:]
+    return data

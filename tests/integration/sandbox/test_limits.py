@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from pathlib import Path
 
@@ -65,6 +66,18 @@ def test_processor_time_of_processes_that_have_ended_counts() -> None:
         finished = python(sandbox, SHORT_PROCESSES)
 
     assert finished.ended == "cpu"
+
+
+def test_processor_time_is_exact_for_short_commands_at_the_same_time() -> None:
+    def work(_: int) -> float:
+        with small() as sandbox:
+            finished = python(sandbox, "import time\nwhile time.process_time() < 0.2: pass")
+            return finished.cpu_s
+
+    with ThreadPoolExecutor(12) as threads:
+        used = list(threads.map(work, range(12)))
+
+    assert all(0.2 <= each < 0.4 for each in used), used
 
 
 def test_a_fork_bomb_gets_no_more_processes_than_the_limit() -> None:

@@ -17,7 +17,7 @@ import pytest
 from tests.sandboxes import REPOSITORY, need_bubblewrap
 from tidemill.config.sandbox import SandboxConfig
 from tidemill.sandbox import Sandbox, SandboxLostError, local, open_sandbox
-from tidemill.sandbox.launcher import kill_tree
+from tidemill.sandbox.command import kill_tree
 from tidemill.sandbox.local import launcher
 
 KILLS = 12

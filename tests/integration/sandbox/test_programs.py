@@ -12,7 +12,7 @@ import pytest
 from tests.sandboxes import need_bubblewrap
 from tidemill.config.sandbox import SandboxConfig
 from tidemill.sandbox import local
-from tidemill.sandbox.launcher import kill_tree
+from tidemill.sandbox.command import kill_tree
 from tidemill.sandbox.local import LocalSandbox, launcher
 from tidemill.sandbox.open_sandbox import limits_of
 from tidemill.sandbox.records import SandboxLostError

@@ -9,6 +9,7 @@ from typing import Any
 
 from tidemill.envs.agents.builtin import Calculator, Guess
 from tidemill.envs.agents.environment import Environment, Step, tool
+from tidemill.envs.agents.python_tool import PythonTool
 
 SLOW_S = (0.05, 0.2)
 
@@ -36,6 +37,19 @@ class BrokenCalculator(Calculator):
             expression: Numbers with +, -, *, / and parentheses.
         """
         raise ValueError("the calculator is out of order")
+
+
+class BrokenPython(PythonTool):
+    """An interpreter that is out of order, for the control."""
+
+    @tool
+    def python(self, code: str) -> str:
+        """Run a Python program and return what it prints.
+
+        Args:
+            code: the program.
+        """
+        raise ValueError("the interpreter is out of order")
 
 
 class Waiting(Environment):

@@ -16,17 +16,18 @@ from tidemill.telemetry.statistics import wilson_interval
 HERE = Path(__file__).resolve().parent
 RECIPES = HERE.parent / "recipes"
 HELD_OUT = 200
-SAMPLED = {"guess": 1, "calc-tool": 0}
+SAMPLED = {"guess": 1, "calc-tool": 0, "python-tool": 0}
 """Samples per held-out task at the temperature of training. SmolLM2 needs minutes for them."""
 LEARNING = "rewards"
 RANDOM = (
     '--stage.rl.scoring.rewards=[{ kind = "random" }]',
     '--stage.rl.eval.rewards=[{ kind = "environment" }]',
 )
-BROKEN = (f"--stage.rl.env.name={HERE / 'agent_environments.py'}:BrokenCalculator",)
+BROKEN = f"--stage.rl.env.name={HERE / 'agent_environments.py'}:"
 KINDS: dict[str, dict[str, tuple[str, ...]]] = {
     "guess": {LEARNING: (), "random rewards": RANDOM},
-    "calc-tool": {LEARNING: (), "random rewards": RANDOM, "tool out of order": BROKEN},
+    "calc-tool": {LEARNING: (), "random rewards": RANDOM, "tool out of order": (BROKEN + "BrokenCalculator",)},
+    "python-tool": {LEARNING: (), "random rewards": RANDOM, "tool out of order": (BROKEN + "BrokenPython",)},
 }
 """Additional arguments of each kind of run. The stages before RL are those of the recipe, and run once per seed."""
 

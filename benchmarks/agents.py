@@ -2,8 +2,8 @@
 
     python -m benchmarks.agents [--only recipes,tokens,waiting,evictions,kills] [--seeds 3]
 
-- *recipes*: guess and calc-tool over seeds, on 200 held-out tasks, greedy and at the temperature of training; a control
-with random rewards, and one whose calculator is out of order. Both start from the models of the seed's SFT stage.
+- *recipes*: guess, calc-tool and python-tool over seeds, on 200 held-out tasks, greedy and at the temperature of
+training; controls with random rewards, and with tools that are out of order. All start from the seed's SFT stage.
 - *tokens*: 10,000 episodes of random turns: what the engines drew against what is trained.
 - *waiting*: wall time of 64 episodes with calls of one second, compared with engine time and critical path.
 - *evictions*: a batch-invariant run with slow steps, with and without evictions: all samples and weights.
@@ -16,9 +16,11 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import inspect
 import json
 import sys
 import tempfile
+import tomllib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -37,10 +39,11 @@ from benchmarks.agent_waiting import CONTROL_LEAST, MOST, waited
 from benchmarks.measuring import RESULTS, machine, print_records, write_result
 from benchmarks.models import quiet, smollm2
 from benchmarks.stopping import interruptible
+from tidemill.envs.agents.builtin import BUILT_IN
 
 NAME = "agents"
 PARTS = ("recipes", "tokens", "waiting", "evictions", "kills")
-AIMS = {"guess": (0.45, 0.85), "calc-tool": (0.35, 0.90)}
+AIMS = {"guess": (0.45, 0.85), "calc-tool": (0.35, 0.90), "python-tool": (0.35, 0.90)}
 """Highest share of held-out tasks solved greedily before, lowest share after."""
 TRAJECTORIES, TOKEN_STEPS = 10_000, 40
 EVICTIONS, EVICTIONS_ACTING, KILLS = 200, 60, 50
@@ -90,7 +93,8 @@ def earlier_runs() -> list[AgentRun]:
     """Results in results/agents.json of the current recipes."""
     try:
         found = _earlier()["recipes"]
-        return msgspec.convert(found["runs"], list[AgentRun]) if found["digest"] == _digest() else []
+        same = [recipe for recipe in KINDS if found["digests"].get(recipe) == _digest(recipe)]
+        return [run for run in msgspec.convert(found["runs"], list[AgentRun]) if run.recipe in same]
     except (KeyError, msgspec.ValidationError):
         return []
 
@@ -98,7 +102,7 @@ def earlier_runs() -> list[AgentRun]:
 def recipes_figures(runs: Sequence[AgentRun]) -> dict[str, Any]:
     aims = verdict(runs)
     return {
-        "digest": _digest(),
+        "digests": {recipe: _digest(recipe) for recipe in KINDS},
         "aims": aims,
         "reached": all(aims.values()),
         "runs": [msgspec.to_builtins(run) for run in runs],
@@ -152,11 +156,11 @@ def kills_part(folder: Path, *, steps: int) -> dict[str, Any]:
     return {"runs": list(map(msgspec.to_builtins, runs)), "reached": all(run.same for run in runs)}
 
 
-def _digest() -> str:
-    """Of both recipes and the built-in environments."""
-    paths = [RECIPES / f"{recipe}.toml" for recipe in KINDS]
-    paths.append(RECIPES.resolve().parent / "envs" / "agents" / "builtin.py")
-    return hashlib.blake2b(b"".join(path.read_bytes() for path in paths), digest_size=8).hexdigest()
+def _digest(recipe: str) -> str:
+    """Of a recipe and its built-in environment."""
+    content = (RECIPES / f"{recipe}.toml").read_bytes()
+    environment = BUILT_IN[tomllib.loads(content.decode())["env"]["name"]]
+    return hashlib.blake2b(content + inspect.getsource(environment).encode(), digest_size=8).hexdigest()
 
 
 def _earlier() -> dict[str, Any]:

@@ -47,13 +47,17 @@ class Command:
         self._reports = Reports(REPORT_BYTES)
 
     @property
-    def children(self) -> set[int]:
-        """Processes that `finish` waits for: the one that was started and, once that has ended, a sandbox's first."""
-        return {self._process.pid, *filter(None, [self._reports.first])}
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def has_namespace(self) -> bool:
+        """Whether all its processes end with it."""
+        return self._spawn.status_fd is not None
 
     def watch(self, processes: dict[int, Process]) -> None:
         """End the command if all its processes together exceed a limit."""
-        usage = usage_of(self._process.pid, processes)
+        usage = usage_of(self.pid, processes)
         self._cpu_s = max(self._cpu_s, usage.cpu_s)
         if usage.cpu_s > self._limits.cpu_s:
             self._end("cpu")
@@ -72,7 +76,7 @@ class Command:
             SandboxLostError: it did not start.
             OSError: the same.
         """
-        exited = asyncio.create_task(_reaped(self._process.pid))
+        exited = asyncio.create_task(_reaped(self.pid))
         relay, reports = Relay(), self._reports
         outputs = [Output(self._limits.output_bytes) for _ in range(2)]
         try:
@@ -97,16 +101,13 @@ class Command:
                     await asyncio.shield(exited)
             except TimeoutError:
                 self._end("wall")
-            self._process.returncode, used = await exited
-            await asyncio.wait([output.closed for output in (*outputs, reports)], timeout=KILL_S)
-            if reports.first is not None:
-                with suppress(ChildProcessError, TimeoutError):  # else bubblewrap has waited for it: it is in `used`
-                    async with asyncio.timeout(KILL_S):
-                        used += (await _reaped(reports.first))[1]
+            await exited
+            await asyncio.wait([output.closed for output in outputs], timeout=KILL_S)
         finally:
             if not exited.done():
                 self._end("")
-                self._process.returncode, _ = await exited
+            self._process.returncode, used = await exited
+            used += await self._namespace_ended()
             relay.close()
             self._descriptors.close()
         stdout, stderr = outputs
@@ -120,14 +121,26 @@ class Command:
             wall_s=time.monotonic() - self._began_s,
         )
 
+    async def _namespace_ended(self) -> float:
+        """CPU seconds of the namespace's first process, when it has ended: bubblewrap may end before it."""
+        if self.has_namespace:
+            try:
+                async with asyncio.timeout(KILL_S):
+                    await self._reports.closed
+                    if self._reports.first is not None:
+                        return (await _reaped(self._reports.first))[1]
+            except (ChildProcessError, TimeoutError):
+                pass  # bubblewrap has waited for it, and counts it
+        return 0.0
+
     def _end(self, why: Ending) -> None:
         self._ended = self._ended or why
-        kill_tree(self._process.pid)
+        kill_tree(self.pid)
 
     def _code(self, errors: Output) -> int:
         """What bubblewrap reports, where the command cannot write. Raises SandboxLostError: it did not start."""
         code, reported = self._process.returncode, self._reports.code
-        if reported is None and self._spawn.status_fd is not None and not self._ended:
+        if reported is None and self.has_namespace and not self._ended:
             first = errors.data.decode(errors="replace").strip().split("\n")[-1]
             raise SandboxLostError(f"the sandbox did not start: {first or f'bubblewrap ended with {code}'}")
         return code if reported is None else reported

@@ -90,7 +90,7 @@ class Launcher:
 
     def _kill_strays(self) -> None:
         """End processes whose parents have ended."""
-        known = {pid for command in self._commands for pid in command.children}
+        known = {command.pid for command in self._commands}
         for pid, process in read_processes().items():
             if process.parent == os.getpid() and pid not in known:
                 kill_tree(pid)
@@ -185,7 +185,8 @@ class Launcher:
             return await command.finish(request.stdin, wait_s, slot.network)
         finally:
             self._commands.discard(command)
-            self._kill_strays()
+            if not command.has_namespace:
+                self._kill_strays()
 
 
 def _same_user(connection: socket.socket) -> bool:

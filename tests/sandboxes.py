@@ -7,9 +7,13 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import time
 from pathlib import Path
 
 import pytest
+
+from tidemill.sandbox.command import KILL_S, kill_tree
+from tidemill.sandbox.local import launcher
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 OTHER_USER = 4321
@@ -25,6 +29,16 @@ def skip(why: str) -> None:
 def need_bubblewrap() -> None:
     if shutil.which("bwrap") is None:
         skip("bubblewrap is not installed")
+
+
+def kill_launcher() -> None:
+    """Kill the launcher of this process, and wait for its end."""
+    killed = launcher("bwrap")
+    kill_tree(killed.pid)
+    deadline = time.monotonic() + KILL_S
+    while killed.alive:
+        assert time.monotonic() < deadline, "it lives"
+        time.sleep(0.01)
 
 
 def command_as(user: str, program: str, *arguments: str) -> tuple[list[str], dict[str, str]]:

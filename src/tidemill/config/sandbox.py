@@ -10,6 +10,7 @@ from pydantic import Field
 
 from tidemill.config.base import Config
 
+MOST_PAIRS = 64
 HOST_AND_PORT = re.compile(r"[A-Za-z0-9.-]+:[1-9][0-9]{0,4}")
 
 
@@ -31,7 +32,7 @@ class SandboxConfig(Config):
     """Processor time of a command, in seconds."""
     wall_s: float = Field(30.0, gt=0)
     """Time of a command, in seconds."""
-    scratch_mb: float = Field(64.0, gt=0)
+    scratch_mb: float = Field(64.0, gt=0, le=2048)
     """Files of a sandbox, in MB; they are in memory."""
     scratch_files: int = Field(4096, ge=1)
     """Number of files of a sandbox."""
@@ -44,5 +45,10 @@ class SandboxConfig(Config):
         for each in self.network if self.network != "none" else ():
             if not HOST_AND_PORT.fullmatch(each) or int(each.rpartition(":")[2]) > 65535:
                 yield f'network: {each!r} is not "HOST:PORT"; write for example "pypi.org:443"'
+            elif each.startswith("127.") and not each.startswith("127.0.0.1:"):
+                yield f"network: {each!r}: write localhost for this machine"
+        pairs = [each.replace("127.0.0.1", "localhost") for each in self.network if self.network != "none"]
+        if len(set(pairs)) < len(pairs) or len(pairs) > MOST_PAIRS:
+            yield f"network: pairs must differ, and be at most {MOST_PAIRS}"
         if self.network != "none" and self.backend == "runsc":
             yield 'network needs backend = "bwrap"; with runsc there is none'

@@ -74,7 +74,7 @@ def visible_paths() -> list[str]:
         *(each for each in LINKS if os.path.isdir(each) and not os.path.islink(each)),
     ]
     prefix = os.path.realpath(sys.base_prefix)
-    if not prefix.startswith("/usr"):
+    if not prefix.startswith("/usr/"):
         paths.append(prefix)
     return paths
 

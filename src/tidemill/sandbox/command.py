@@ -63,7 +63,7 @@ class Command:
             self._end("cpu")
         elif usage.threads > self._limits.processes + OWN_THREADS:
             self._end("processes")
-        elif usage.private_bytes > self._limits.memory_bytes and usage.exact_bytes() > self._limits.memory_bytes:
+        elif usage.memory_bytes > self._limits.memory_bytes and usage.exact_bytes() > self._limits.memory_bytes:
             self._end("memory")
 
     async def finish(self, stdin: bytes, wait_s: float, network: tuple[str, ...]) -> Finished:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 import os
+import resource
 import shutil
 import signal
 import socket
@@ -35,16 +36,16 @@ from tidemill.sandbox.launcher import main
 main()
 """
 READY = b"ready\n"
-WATCH_S = 0.02
-"""Pause between two looks at the processes; longer if a look takes more than a tenth of it."""
-MOST_BYTES = 1 << 28
-"""Of a request."""
+WATCH_S, MOST_WATCH_S = 0.02, 0.1
+"""Pause between two looks at the processes: ten times as long as a look takes, within these bounds."""
 PR_SET_CHILD_SUBREAPER = 36
 
 
 def main() -> None:
     setup = msgspec.json.decode(sys.argv[1], type=Setup)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    most_files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
     bubblewrap.LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     if setup.backend != "none":
         bubblewrap.mount_processes()
@@ -104,7 +105,7 @@ class Launcher:
                 processes = read_processes()
                 for command in list(self._commands):
                     command.watch(processes)
-            await asyncio.sleep(max(WATCH_S, 10 * (time.monotonic() - began_s)))
+            await asyncio.sleep(min(max(WATCH_S, 10 * (time.monotonic() - began_s)), MOST_WATCH_S))
 
     async def _attend(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serve one connection."""
@@ -164,6 +165,8 @@ class Launcher:
                 case _:
                     raise SandboxError(f"{request.method} comes first")
             return Reply(value=msgspec.Raw(msgspec.msgpack.encode(value)))
+        except RecursionError:
+            return Reply(error="its folders are nested too deeply")
         except (SandboxError, OSError) as error:
             return Reply(
                 error=str(error), lost=not isinstance(error, SandboxError) or isinstance(error, SandboxLostError)
@@ -203,6 +206,7 @@ async def _read_requests(reader: asyncio.StreamReader, requests: asyncio.Queue[R
     """Pass on requests until the connection closes, then None."""
     decoder = msgspec.msgpack.Decoder(Request)
     with suppress(OSError, asyncio.IncompleteReadError, msgspec.DecodeError):
-        while (length := int.from_bytes(await reader.readexactly(LENGTH_BYTES), "little")) <= MOST_BYTES:
+        while True:
+            length = int.from_bytes(await reader.readexactly(LENGTH_BYTES), "little")
             requests.put_nowait(decoder.decode(await reader.readexactly(length)))
     requests.put_nowait(None)

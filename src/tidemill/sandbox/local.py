@@ -11,6 +11,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from tidemill.sandbox.bubblewrap import find_bubblewrap, launcher_options
 from tidemill.sandbox.launcher import PROGRAM, READY
 from tidemill.sandbox.messages import Backend, Request, Setup, receive, send
 from tidemill.sandbox.oci import find_runsc
-from tidemill.sandbox.records import Finished, Limits, SandboxError, SandboxLostError, Snapshot
+from tidemill.sandbox.records import Finished, Limits, SandboxError, SandboxLostError, Snapshot, check_command
 
 START_S = 30.0
 ANSWER_S = 30.0
@@ -44,7 +45,7 @@ class LocalSandbox:
         self, address: str, limits: Limits, network: tuple[str, ...] = (), visible: Mapping[str, str] = {}
     ) -> None:
         self._address, self._limits = address, limits
-        self._lock = threading.Lock()
+        self._lock, self._owner, self._started = threading.Lock(), os.getpid(), False
         self._connection: socket.socket | None = _connect(address)
         try:
             self._call(Request(method="open", limits=limits, network=network, visible=dict(visible)), None)
@@ -60,12 +61,14 @@ class LocalSandbox:
         env: Mapping[str, str] = {},
         timeout_s: float | None = None,
     ) -> Finished:
+        check_command(argv, env)
         request = Request(method="run", argv=tuple(argv), stdin=stdin, env=dict(env), timeout_s=timeout_s or 0.0)
         finished: Finished = self._call(request, Finished, min(timeout_s or self._limits.wall_s, self._limits.wall_s))
         return finished
 
     def start(self, argv: Sequence[str], *, env: Mapping[str, str] = {}) -> Program:
         """Start a program, which has no limit of time and ends with the sandbox. No other command runs meanwhile."""
+        check_command(argv, env)
         stream, name = _connect(self._address), secrets.token_hex(8)
         try:
             send(stream, Request(method="attach", stream=name))
@@ -75,6 +78,7 @@ class LocalSandbox:
                 if self._connection is None:
                     raise SandboxLostError("the sandbox is closed")
                 send(self._connection, Request(method="start", argv=tuple(argv), env=dict(env), stream=name))
+                self._started = True
         except OSError as error:
             stream.close()
             raise SandboxLostError(f"the sandbox is lost: {error}") from error
@@ -112,6 +116,9 @@ class LocalSandbox:
 
     def close(self) -> None:
         if self._connection is not None:
+            if self._owner == os.getpid():  # else the sandbox is that of the process that this one was forked from
+                with suppress(OSError):
+                    self._connection.shutdown(socket.SHUT_RDWR)
             self._connection.close()
             self._connection = None
 
@@ -119,6 +126,8 @@ class LocalSandbox:
         with self._lock:
             if self._connection is None:
                 raise SandboxLostError("the sandbox is closed")
+            if self._started:
+                raise SandboxError("a program runs in this sandbox")
             try:
                 self._connection.settimeout(longest_s + ANSWER_S)
                 send(self._connection, request)
@@ -141,7 +150,12 @@ class Launcher:
         setup = Setup(backend=backend, address=self.address, path=path)
         program = [sys.executable, "-c", PROGRAM, msgspec.json.encode(setup).decode()]
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 -- as long as the process
-        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._errors}
+        pipes: dict[str, Any] = {
+            "bufsize": 0,
+            "stdin": subprocess.PIPE,
+            "stdout": subprocess.PIPE,
+            "stderr": self._errors,
+        }
         if backend == "none":
             self._process = subprocess.Popen(program, cwd="/", **pipes)
         else:
@@ -182,7 +196,7 @@ class Launcher:
     def leave(self) -> None:
         """Let a forked process use the launcher without keeping it alive."""
         assert self._process.stdin is not None
-        os.close(self._process.stdin.fileno())
+        self._process.stdin.close()
 
     def _wait_until_ready(self) -> None:
         assert self._process.stdout is not None

@@ -19,20 +19,45 @@ from contextlib import suppress
 
 from tidemill.sandbox.bubblewrap import LIBC
 
-METADATA = ("169.254.0.0/16", "fe80::/10", "fd00:ec2::/32", "100.100.100.200/32", "168.63.129.16/32", "192.0.0.192/32")
+METADATA = (
+    "169.254.0.0/16",
+    "fe80::/10",
+    "fd00:ec2::/32",
+    "fd20:ce::/32",
+    "fd00:42::/32",
+    "100.100.100.200/32",
+    "168.63.129.16/32",
+    "192.0.0.192/32",
+)
 """Where clouds serve the credentials of a machine."""
 CLONE_NEWNET = 0x40000000
 SIOCSIFADDR, IFNAMSIZ = 0x8916, 16
 IP_FREEBIND = 15
 CONNECT_S = 10.0
+MOST_CONNECTIONS = 64
+"""At a time, of a command; further ones are closed at once."""
 _REFUSED = tuple(ipaddress.ip_network(each) for each in METADATA)
 
 
 def is_refused(address: str) -> bool:
     """Whether an address serves a cloud's metadata."""
     parsed = ipaddress.ip_address(address.partition("%")[0])
-    mapped = getattr(parsed, "ipv4_mapped", None) or parsed
-    return any(mapped in network for network in _REFUSED if network.version == mapped.version)
+    return any(
+        each in network
+        for each in (parsed, *_inside(parsed))
+        for network in _REFUSED
+        if network.version == each.version
+    )
+
+
+def _inside(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> list[ipaddress.IPv4Address]:
+    """The IPv4 address that an IPv6 address leads to."""
+    if isinstance(address, ipaddress.IPv4Address):
+        return []
+    found = [address.ipv4_mapped, address.sixtofour]
+    if any(address in ipaddress.ip_network(prefix) for prefix in ("::/96", "64:ff9b::/96", "64:ff9b:1::/48")):
+        found.append(ipaddress.IPv4Address(int(address) & 0xFFFF_FFFF))
+    return [each for each in found if each is not None]
 
 
 def inside_addresses(network: Sequence[str]) -> dict[str, str]:
@@ -69,6 +94,9 @@ class Relay:
             async def attend(
                 reader: asyncio.StreamReader, writer: asyncio.StreamWriter, host: str = host, port: int = int(port)
             ) -> None:
+                if len(self._tasks) >= MOST_CONNECTIONS:
+                    writer.close()
+                    return
                 task = asyncio.current_task()
                 assert task is not None
                 self._tasks.add(task)

@@ -8,6 +8,8 @@ from typing import Literal, Protocol, TypeAlias
 from tidemill.core.records import Record
 
 MEGABYTE = 1 << 20
+MOST_ARGUMENT, MOST_ARGUMENTS = 128 * 1024 - 1, MEGABYTE
+"""Bytes of one argument or variable (Linux's MAX_ARG_STRLEN), and of all of a command."""
 
 Ending: TypeAlias = Literal["", "wall", "cpu", "memory", "processes"]
 """The limit that ended a command; empty: none did."""
@@ -19,6 +21,22 @@ class SandboxError(Exception):
 
 class SandboxLostError(SandboxError):
     """The sandbox itself failed, whatever was done in it."""
+
+
+def check_command(argv: Sequence[str], env: Mapping[str, str]) -> None:
+    """Raises SandboxError: the kernel could not start it: NUL, a name of a variable with "=", too long."""
+    if not argv:
+        raise SandboxError("the command is empty")
+    try:
+        texts = [each.encode() for each in (*argv, *env, *env.values())]
+    except UnicodeEncodeError as error:
+        raise SandboxError(f"the command cannot be encoded: {error.reason}") from None
+    if any(b"\0" in text for text in texts):
+        raise SandboxError("the command contains NUL")
+    if any(not name or "=" in name for name in env):
+        raise SandboxError('a variable has no name, or one with "="')
+    if max(map(len, texts)) > MOST_ARGUMENT or sum(map(len, texts)) > MOST_ARGUMENTS:
+        raise SandboxError("the command is too long; give long texts as standard input, or in a file")
 
 
 class Limits(Record):
@@ -72,6 +90,9 @@ class Sandbox(Protocol):
             argv: program and arguments. "python3" is the interpreter that runs Tidemill, without its packages.
             env: variables besides PATH, HOME and LANG.
             timeout_s: deadline; at most the limit.
+
+        Raises:
+            SandboxError: the command cannot be started: it has NUL, or is too long.
         """
 
     def read(self, path: str) -> bytes:

@@ -10,7 +10,8 @@ from urllib.parse import quote
 import httpx2
 import msgspec
 
-from tidemill.sandbox.records import Finished, Limits, SandboxError, SandboxLostError, Snapshot
+from tidemill.sandbox.records import Finished, Limits, SandboxError, SandboxLostError, Snapshot, check_command
+from tidemill.sandbox.scratch import path_parts
 
 ANSWER_S = 30.0
 """Deadline of an answer beyond that of a command."""
@@ -49,6 +50,7 @@ class RemoteSandbox:
         env: Mapping[str, str] = {},
         timeout_s: float | None = None,
     ) -> Finished:
+        check_command(argv, env)
         wait_s = min(timeout_s or self._limits.wall_s, self._limits.wall_s)
         wanted = {"argv": list(argv), "stdin": base64.b64encode(stdin).decode(), "env": dict(env), "timeout_s": wait_s}
         answer = self._send("POST", "/run", wait_s=wait_s, json=wanted)
@@ -58,10 +60,10 @@ class RemoteSandbox:
             raise SandboxLostError(f"the server's answer is wrong: {error}") from error
 
     def read(self, path: str) -> bytes:
-        return self._send("GET", f"/files/{quote(path)}").content
+        return self._send("GET", _file(path)).content
 
     def write(self, path: str, data: bytes) -> None:
-        self._send("PUT", f"/files/{quote(path)}", content=data)
+        self._send("PUT", _file(path), content=data)
 
     def snapshot(self) -> Snapshot:
         answer = self._send("GET", "/snapshot")
@@ -89,3 +91,8 @@ class RemoteSandbox:
             return answer
         kind = SandboxError if answer.status_code in MISTAKES else SandboxLostError
         raise kind(f"the server refuses ({answer.status_code}): {answer.text.strip()[:300] or answer.reason_phrase}")
+
+
+def _file(path: str) -> str:
+    """The address of a file. Raises SandboxError: its path leads out of the sandbox."""
+    return f"/files/{'/'.join(quote(part, safe='') for part in path_parts(path))}"

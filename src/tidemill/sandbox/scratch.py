@@ -18,6 +18,23 @@ MODE = 0o777
 """Bits of a mode that are kept."""
 
 
+def path_parts(path: str) -> list[str]:
+    """The names of a relative path. Raises SandboxError: it leads out of the folder, or is no path."""
+    parts = [part for part in path.split("/") if part not in ("", ".")]
+    if path.startswith("/") or not parts or ".." in parts or "\0" in path or not _is_text(path):
+        raise SandboxError(f"{path!r} is not a path in the sandbox")
+    return parts
+
+
+def _is_text(path: str) -> bool:
+    """Whether it can be encoded."""
+    try:
+        path.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 class Scratch:
     """The folder of a sandbox.
 
@@ -119,9 +136,7 @@ class Scratch:
     @contextmanager
     def _parent(self, path: str, *, create: bool) -> Iterator[tuple[int, str]]:
         """The open folder that a path is in, and its name there. Raises SandboxError."""
-        parts = [part for part in path.split("/") if part not in ("", ".")]
-        if path.startswith("/") or not parts or ".." in parts or "\0" in path:
-            raise SandboxError(f"{path!r} is not a path in the sandbox")
+        parts = path_parts(path)
         try:
             folder = os.open(self._folder, FOLDER)
             try:

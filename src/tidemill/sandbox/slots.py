@@ -92,6 +92,8 @@ class BubblewrapSlots:
 
     @contextmanager
     def spawn(self, slot: Slot, request: Request, limits: Limits) -> Iterator[Spawn]:
+        for name in FOLDERS:  # an earlier command may have closed them to itself
+            os.chmod(f"{slot.folder}/{name}", 0o700)
         filter_read, filter_write = os.pipe()
         status_read, status_write = os.pipe()
         block = os.pipe() if slot.network else ()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-PAGE = os.sysconf("SC_PAGE_SIZE")
 TICKS = os.sysconf("SC_CLK_TCK")
+RESIDENT = re.compile(r"^Rss(?:Anon|Shmem):\s*(\d+) kB", re.MULTILINE)
+"""Anonymous memory; and shared memory, which is anonymous or of a mapped file of a tmpfs."""
 
 
 @dataclass
@@ -18,7 +20,7 @@ class Process:
     parent: int
     cpu_s: float
     threads: int
-    private_bytes: int  # resident memory that is not of a file; after a fork both sides count shared pages
+    memory_bytes: int  # resident and not of a file on disk; several processes count a page that they share
 
 
 @dataclass
@@ -28,10 +30,10 @@ class Usage:
     pids: list[int]
     cpu_s: float = 0.0
     threads: int = 0
-    private_bytes: int = 0
+    memory_bytes: int = 0
 
     def exact_bytes(self) -> int:
-        """As `private_bytes`, with pages that processes share counted once; slow."""
+        """As `memory_bytes`, with pages that processes share counted once; slow."""
         total = 0
         for pid in self.pids:
             with suppress(OSError, IndexError):
@@ -49,12 +51,12 @@ def read_processes() -> dict[int, Process]:
             with suppress(OSError, ValueError):  # it has ended
                 stat = Path(f"/proc/{name}/stat").read_text()
                 fields = stat[stat.rindex(")") + 2 :].split()  # a name in parentheses may contain spaces
-                resident, of_files = map(int, Path(f"/proc/{name}/statm").read_text().split()[1:3])
+                memory = RESIDENT.findall(Path(f"/proc/{name}/status").read_text())
                 processes[int(name)] = Process(
                     parent=int(fields[1]),
                     cpu_s=sum(map(int, fields[11:15])) / TICKS,
                     threads=int(fields[17]),
-                    private_bytes=(resident - of_files) * PAGE,
+                    memory_bytes=sum(map(int, memory)) << 10,
                 )
     return processes
 
@@ -72,6 +74,6 @@ def usage_of(root: int, processes: dict[int, Process]) -> Usage:
             usage.pids.append(pid)
             usage.cpu_s += process.cpu_s
             usage.threads += process.threads
-            usage.private_bytes += process.private_bytes
+            usage.memory_bytes += process.memory_bytes
             left += children.get(pid, ())
     return usage

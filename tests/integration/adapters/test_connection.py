@@ -81,6 +81,39 @@ def test_a_program_that_ends_is_lost(opened: Connection) -> None:
         opened.call("step", episode=1, action="x")
 
 
+def test_a_program_without_its_server_is_lost_and_says_so(opened: Connection) -> None:
+    opened.call("reset", episode=1, task=TASK, seed=5)
+
+    with pytest.raises(ProgramLostError, match="the server has ended"):
+        opened.call("step", episode=1, action="server ends")
+
+
+def test_what_a_program_starts_reaches_neither_its_messages_nor_its_memory(programs: None) -> None:
+    need_bubblewrap()
+    opened = Connection("fake", {}, python=sys.executable, sandbox=SandboxConfig())
+    opened.call("reset", episode=1, task=TASK, seed=5)
+
+    assert opened.call("step", episode=1, action="cheat")[0] == ""
+    opened.close()
+
+
+@pytest.mark.parametrize("answer", [[1], {"id": "1"}, {"value": 1}, 5])
+def test_a_malformed_answer_loses_the_program(programs: None, tmp_path: Path, answer: object) -> None:
+    (tmp_path / "programs" / "serve_fake.py").write_text(
+        "import os, msgspec\n"
+        "from adapter_program import _send\n"
+        "sink = os.fdopen(1, 'wb')\n"
+        "_send(sink, {'id': 0, 'value': {}})\n"
+        f"_send(sink, {answer!r})\n"
+        "os.read(0, 1000); os.read(0, 1000)\n"
+    )
+    opened = Connection("fake", {}, python=sys.executable)
+
+    with pytest.raises(ProgramLostError, match="wrong"):
+        opened.call("step", episode=1, action="x")
+    opened.close()
+
+
 def test_a_call_without_an_answer_has_a_deadline(opened: Connection, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "CALL_S", 0.3)
     opened.call("reset", episode=1, task=TASK, seed=5)

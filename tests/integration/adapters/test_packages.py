@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 import subprocess
-import venv
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.integration.adapters.unmodified import calculator, words
 from tests.sandboxes import need_bubblewrap
-from tests.training_process import learned, quiet_run
 from tidemill.config.sandbox import SandboxConfig
 from tidemill.envs.adapters.environments import (
     AdapterEnvironment,
@@ -28,52 +27,7 @@ from tidemill.envs.adapters.install import adapter_python, install_adapter
 from tidemill.envs.agents.environment import AgentMistake, Step
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
-WORDS = "apple river stone house light music green paper table chair bread water plant horse smile"
 HANGMAN = {"id": "textarena", "taskset": json.dumps({"game": "Hangman-v0"})}
-ALPHABET = "".join(map(chr, range(32, 127))) + "\n—"
-CALCULATOR = "mcp-server-calculator==0.2.1"
-TRAINING = """\
-[model]
-source = "char"
-[model.char]
-hidden_size = 64
-layers = 2
-alphabet = ALPHABET
-context = 2048
-[task]
-kind = "environment"
-train_size = 12
-held_out_size = 4
-[env]
-name = "verifiers"
-turns = 3
-turn_tokens = 6
-observation_tokens = 48
-[env.params]
-id = "textarena"
-taskset = '{"game": "Hangman-v0"}'
-held_out = 4
-files = "words"
-[scoring]
-rewards = [{ kind = "environment" }, { kind = "regex", pattern = '[A-Ma-m]', weight = 0.5 }]
-[sampling]
-max_new_tokens = 18
-[engine]
-slots = 16
-batch_invariant = true
-tick_s = 0.02
-[batch]
-prompts = 2
-group_size = 6
-[optimizer]
-learning_rate = 1e-3
-[trainer]
-steps = 5
-threads = 1
-[eval]
-every_steps = 5
-prompts = 2
-"""
 
 
 @pytest.fixture(autouse=True)
@@ -92,15 +46,6 @@ def played(environment: AdapterEnvironment, actions: list[str], task: dict[str, 
             answers.append(str(mistake))
     environment.close()
     return answers
-
-
-def words(folder: Path) -> str:
-    """A folder with the word list that Hangman looks up."""
-    corpus = folder / "words" / "nltk_data" / "corpora" / "words"
-    corpus.mkdir(parents=True, mode=0o755)
-    for name in ("en", "en-basic", "README"):
-        (corpus / name).write_text("\n".join(WORDS.split()) + "\n")
-    return str(folder / "words")
 
 
 def test_gymnasium() -> None:
@@ -156,10 +101,7 @@ def test_openenv(tmp_path: Path) -> None:
 def test_mcp(tmp_path: Path) -> None:
     need_bubblewrap()
     install_adapter("mcp")
-    venv.create(tmp_path / "server", with_pip=True)
-    server_python = str(tmp_path / "server" / "bin" / "python")
-    subprocess.run([server_python, "-m", "pip", "install", "-q", CALCULATOR], check=True, timeout=300)
-    params = {"command": "python -m mcp_server_calculator", "server_python": server_python}
+    params = calculator(tmp_path)
 
     (tool,) = McpServer.served_tools(params, SandboxConfig())
     server = McpServer(**params)
@@ -190,24 +132,3 @@ def test_verifiers(tmp_path: Path) -> None:
     assert "Hangman" in first
     assert any(letter in step.text for step, letter in zip(steps, "EAO", strict=True))
     assert played(Verifiers(**params), letters[:3], {"index": 0}) == [first, *steps]
-
-
-def test_a_run_on_verifiers_learns_the_same_with_evictions(tmp_path: Path) -> None:
-    need_bubblewrap()
-    install_adapter("verifiers")
-    words(tmp_path)
-    recipe = tmp_path / "recipe.toml"
-    recipe.write_text(
-        TRAINING.replace('"words"', json.dumps(str(tmp_path / "words"))).replace("ALPHABET", json.dumps(ALPHABET))
-    )
-    quiet_run(recipe, tmp_path / "quiet")
-    evictions = {"kind": "synthetic", "mean_time_to_eviction_s": 0.5, "mean_time_to_return_s": 0.1}
-    overrides = [f"--pool.{key}={value}" for key, value in evictions.items()]
-
-    quiet_run(recipe, tmp_path / "evicted", *overrides, "--fleet.seed_window_s=0.1")
-
-    expected = learned(tmp_path / "quiet")
-    assert expected[0]["optimizer_steps"] >= 2  # otherwise equality would show nothing
-    assert learned(tmp_path / "evicted") == expected
-    events = [json.loads(line) for line in (tmp_path / "evicted" / "events.jsonl").read_text().splitlines()]
-    assert sum(event["event"] == "lease_end" for event in events) > 5

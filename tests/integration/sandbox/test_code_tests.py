@@ -92,6 +92,16 @@ WRONG: dict[str, tuple[str, list[dict[str, Any]]]] = {
     "input is not enough": ("print(6)", DOUBLE),
     "fork bomb": ("import os\nwhile True: os.fork()", ADD),
     "raise exit": ("def add(a, b): raise SystemExit(0)", ADD),
+    "a number that is no float": ("def third(): return 10 ** 400", [{"function": "third", "result": 0.333}]),
+    "folder instead of the program": (
+        "import os\nos.remove('program.py'); os.mkdir('program.py'); print(int(input()) * 2)",
+        DOUBLE,
+    ),
+    "closed folder": ("import os\nprint(int(input()) * 3)\nos.chmod('/work', 0)", DOUBLE),
+    "files up to the limit": (
+        "print(int(input()) * 3)\nfor each in range(10000): open(f'/work/{each}', 'w').close()",
+        DOUBLE,
+    ),
     "stop": ("import os, signal\nos.kill(os.getpid(), signal.SIGSTOP)", ADD),
 }
 
@@ -113,6 +123,14 @@ def test_a_share_of_the_tests_counts_if_wanted() -> None:
     assert graded(RIGHT["function"][0], tests, partial=True) == 0.75
 
 
+@pytest.mark.parametrize("after", ["os.chmod('/work', 0)", "os.remove('program.py'); os.mkdir('program.py')"])
+def test_a_program_that_spoils_its_folder_fails_the_other_tests(after: str) -> None:
+    """They are failures, never a sample without a reward."""
+    program = f"import os\nprint(int(input()) * 2)\n{after}"
+
+    assert 0 < graded(program, DOUBLE, partial=True) <= 1
+
+
 def test_the_time_of_a_sample_is_limited_over_all_tests() -> None:
     began = time.monotonic()
 
@@ -131,7 +149,16 @@ def test_the_program_may_continue_the_prompt() -> None:
 
 @pytest.mark.parametrize(
     "tests",
-    [None, [], [{}], [{"input": "1"}], [{"function": "f", "output": "1"}], [{"functoin": "f"}], "text"],
+    [
+        None,
+        [],
+        [{}],
+        [{"function": "f"}],
+        [{"input": "1"}],
+        [{"function": "f", "output": "1"}],
+        [{"functoin": "f"}],
+        "text",
+    ],
 )
 def test_malformed_tests_are_refused(tests: object) -> None:
     with pytest.raises(UserError, match="tests"):

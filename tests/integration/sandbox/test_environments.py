@@ -49,6 +49,8 @@ def own(name: str) -> str:
         ("while True: pass", "error: ended by its limit of cpu\n"),
         ("import time; time.sleep(60)", "error: ended by its limit of wall\n"),  # the tool's own, of 5 s
         ("print('\\0')", "\\0\n"),
+        ("a = 1\0", "SyntaxError: source code cannot contain null bytes\n"),
+        (f"print(len('{'x' * 200_000}'))", "200000\n"),
     ],
 )
 async def test_the_python_tool_returns_what_a_program_prints(code: str, printed: str) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from tests.sandboxes import need_bubblewrap
 from tidemill.config.sandbox import SandboxConfig
-from tidemill.sandbox import Finished, Sandbox, open_sandbox
+from tidemill.sandbox import Finished, Sandbox, SandboxError, open_sandbox
 
 SMALL = {"memory_mb": 128, "processes": 16, "cpu_s": 2.0, "wall_s": 6.0, "scratch_mb": 8, "scratch_files": 100}
 
@@ -43,6 +43,11 @@ def test_several_processes_together_are_ended_when_they_use_too_much_memory() ->
 
     assert finished.ended == "memory"
     assert finished.wall_s < SMALL["wall_s"]
+
+
+def test_shared_memory_counts() -> None:
+    with small(memory_mb=100) as sandbox:
+        assert python(sandbox, SHARED_MEMORY).ended == "memory"
 
 
 def test_pages_that_forked_processes_share_count_once() -> None:
@@ -186,6 +191,37 @@ def test_input_variables_and_exit_codes_arrive() -> None:
     assert (len(finished.stdout), finished.code) == (300_006, 7)
 
 
+@pytest.mark.parametrize(
+    ("argv", "env", "what"),
+    [
+        ([], {}, "empty"),
+        (["echo", "a\0b"], {}, "NUL"),
+        (["echo", "\ud800"], {}, "encoded"),
+        (["echo", "x" * 200_000], {}, "too long"),
+        (["true"], {"a=b": "c"}, "no name"),
+    ],
+)
+def test_a_command_that_cannot_be_started_loses_nothing(argv: list[str], env: dict[str, str], what: str) -> None:
+    with small() as sandbox:
+        with pytest.raises(SandboxError, match=what):
+            sandbox.run(argv, env=env)
+        assert sandbox.run(["true"]).code == 0
+
+
+def test_deep_folders_cannot_be_saved_but_lose_nothing() -> None:
+    with small(scratch_files=4000) as sandbox:
+        python(sandbox, "import os\nfor _ in range(3000):\n    os.mkdir('a')\n    os.chdir('a')")
+        with pytest.raises(SandboxError, match="too deeply"):
+            sandbox.snapshot()
+        assert sandbox.run(["true"]).code == 0
+
+
+def test_a_command_that_closes_its_folder_is_followed_by_others() -> None:
+    with small() as sandbox:
+        python(sandbox, "import os\nfor each in ('/work', '/tmp', '/dev/shm'): os.chmod(each, 0)")
+        assert sandbox.run(["sh", "-c", "echo x > a; cat a"]).stdout == b"x\n"
+
+
 def test_a_command_that_does_not_exist_is_its_own_mistake() -> None:
     with small() as sandbox:
         assert sandbox.run(["nothing-of-that-name"]).code == 127
@@ -205,6 +241,12 @@ for _ in range({count}):
         {work}
         os._exit(0)
 for _ in range({count}): os.wait()
+"""
+SHARED_MEMORY = """\
+import mmap, time
+memory = mmap.mmap(-1, 400 << 20)
+for at in range(0, 400 << 20, 4096): memory[at] = 1
+time.sleep(5)
 """
 SHORT_PROCESSES = """\
 import os

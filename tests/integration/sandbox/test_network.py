@@ -92,11 +92,23 @@ def test_every_command_has_its_own_listeners() -> None:
 
 
 @pytest.mark.parametrize(
-    "address", ["169.254.169.254", "::ffff:169.254.169.254", "fe80::1%eth0", "fd00:ec2::254", "100.100.100.200"]
+    "address",
+    [
+        "169.254.169.254",
+        "::ffff:169.254.169.254",
+        "::169.254.169.254",
+        "64:ff9b::a9fe:a9fe",
+        "2002:a9fe:a9fe::1",
+        "fe80::1%eth0",
+        "fd00:ec2::254",
+        "fd20:ce::254",
+        "100.100.100.200",
+    ],
 )
 def test_metadata_addresses_are_refused(address: str) -> None:
     assert is_refused(address)
     assert not is_refused("93.184.216.34")
+    assert not is_refused("64:ff9b::5db8:d822")
 
 
 def test_a_name_of_a_metadata_address_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

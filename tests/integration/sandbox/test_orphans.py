@@ -7,17 +7,19 @@ import random
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-from contextlib import closing
+from collections.abc import Callable
+from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
 
-from tests.sandboxes import REPOSITORY, need_bubblewrap
+from tests.sandboxes import REPOSITORY, kill_launcher, need_bubblewrap
 from tidemill.config.sandbox import SandboxConfig
 from tidemill.sandbox import Sandbox, SandboxLostError, local, open_sandbox
-from tidemill.sandbox.command import kill_tree
+from tidemill.sandbox.bubblewrap import SLOTS
 from tidemill.sandbox.local import launcher
 
 KILLS = 12
@@ -92,13 +94,65 @@ def test_a_closed_sandbox_ends_its_command_and_frees_its_files() -> None:
         sandbox.read("file")
 
 
+def test_a_sandbox_ends_although_a_forked_process_holds_its_connection() -> None:
+    need_bubblewrap()
+    sandbox = open_sandbox(SandboxConfig())
+    folders = slots()
+    child = os.fork()
+    if child == 0:
+        time.sleep(30)
+        os._exit(0)
+    try:
+        sandbox.close()
+        deadline = time.monotonic() + GRACE_S
+        while slots() == folders and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert len(slots()) == len(folders) - 1
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def test_a_fork_of_a_fork_closes_nothing_of_its_own() -> None:
+    need_bubblewrap()
+    launcher("bwrap")
+
+    assert forked(lambda: forked(lambda: 0)) == 0
+
+
+def slots() -> list[str]:
+    """Mounted folders of sandboxes, as the launcher sees them."""
+    mounts = Path(f"/proc/{process_of_launcher()}/mounts").read_text().splitlines()
+    return [line.split()[1] for line in mounts if SLOTS in line]
+
+
+def process_of_launcher() -> int:
+    """The Python process below bubblewrap's."""
+    found = launcher("bwrap").pid
+    while below := Path(f"/proc/{found}/task/{found}/children").read_text().split():
+        found = int(below[0])
+    return found
+
+
+def forked(work: Callable[[], int]) -> int:
+    """The exit code of a forked process; 1 if it lost a file that it opened before."""
+    with tempfile.TemporaryFile() as file:
+        child = os.fork()
+        if child == 0:
+            code = 1
+            with suppress(OSError):
+                code = work()
+                os.fstat(file.fileno())
+            os._exit(code)
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
 def test_a_killed_launcher_is_reported_and_replaced() -> None:
     need_bubblewrap()
     sandbox = open_sandbox(SandboxConfig())
-    kill_tree(launcher("bwrap").pid)
+    kill_launcher()
 
     with pytest.raises(SandboxLostError, match="lost"):
         sandbox.run(["sleep", "5"])
-    time.sleep(0.2)
     with closing(open_sandbox(SandboxConfig())) as another:
         assert another.run(["true"]).code == 0

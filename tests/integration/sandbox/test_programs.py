@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
-from tests.sandboxes import need_bubblewrap
+from tests.sandboxes import kill_launcher, need_bubblewrap
 from tidemill.config.sandbox import SandboxConfig
 from tidemill.sandbox import local
-from tidemill.sandbox.command import kill_tree
 from tidemill.sandbox.local import LocalSandbox, launcher
 from tidemill.sandbox.open_sandbox import limits_of
 from tidemill.sandbox.records import SandboxLostError
@@ -81,7 +80,7 @@ def test_the_memory_of_a_program_is_limited() -> None:
 def test_a_program_of_a_killed_launcher_is_lost() -> None:
     with closing(opened()) as sandbox:
         program = sandbox.start(["sleep", "100"])
-        kill_tree(launcher("bwrap").pid)
+        kill_launcher()
         with program.stream, pytest.raises(SandboxLostError):
             program.finish(10)
 

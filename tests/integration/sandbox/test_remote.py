@@ -42,6 +42,9 @@ def test_a_remote_sandbox_does_what_a_local_one_does() -> None:
             assert snapshot.left_out == 1
             assert (len(long.stdout), long.discarded_bytes) == (1024, 5000 - 1024)
             assert late.ended == "wall"
+            for path in ("../1/files/a", "/etc/passwd", "..", ""):
+                with pytest.raises(SandboxError, match="not a path"):
+                    sandbox.read(path)
             with pytest.raises(SandboxError, match="cannot be read") as missing:
                 sandbox.read("missing")
             assert not isinstance(missing.value, SandboxLostError)

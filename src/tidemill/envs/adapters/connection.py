@@ -21,6 +21,7 @@ import msgspec
 
 from tidemill.config.sandbox import SandboxConfig
 from tidemill.core.errors import UserError
+from tidemill.core.records import Record
 from tidemill.envs.adapters.install import PROGRAMS, adapter_python
 from tidemill.envs.agents.environment import AgentMistake, ProgramLostError
 from tidemill.sandbox.open_sandbox import open_local_sandbox
@@ -34,6 +35,15 @@ LENGTH_BYTES = 4
 MOST_BYTES = 1 << 28
 OURS = ("files", "forward", "server_python")
 """Parameters that the program is not given."""
+
+
+class Answer(Record):
+    """What a program says of a call; its number is 0 when it is ready."""
+
+    id: int
+    value: Any = None
+    error: str | None = None
+    fault: bool = False
 
 
 class Connection:
@@ -74,6 +84,9 @@ class Connection:
             self.description: dict[str, Any] = self._waiting[0].result(START_S)
         except (ProgramLostError, AgentMistake, TimeoutError) as error:
             what = str(error) or f"no answer within {START_S:g} s"
+            shut(self._stream)
+            if isinstance(error, AgentMistake) and (said := self._transport.said()):
+                what += f" ({said})"
             self.close()
             where, hint = "env.params", f"`tidemill train --help env` names the keys; docs/agents.md describes {name}"
             raise UserError(f"the {name} environment does not start: {what}", where=where, hint=hint) from None
@@ -113,17 +126,17 @@ class Connection:
                     if (length := int.from_bytes(head, "little")) > MOST_BYTES:
                         why = f"an answer of {length:,} bytes"
                         break
-                    message = msgspec.msgpack.decode(reader.read(length))
-                    future = self._waiting.get(message["id"])
-                    if future is None:
+                    answer = msgspec.msgpack.decode(reader.read(length), type=Answer)
+                    future = self._waiting.get(answer.id)
+                    if future is None or future.done():
                         continue
-                    if "error" not in message:
-                        future.set_result(message["value"])
-                    elif message.get("fault"):
-                        future.set_exception(UserError(message["error"], where="env.name", hint="look at the package"))
+                    if answer.error is None:
+                        future.set_result(answer.value)
+                    elif answer.fault:
+                        future.set_exception(UserError(answer.error, where="env.name", hint="look at the package"))
                     else:
-                        future.set_exception(AgentMistake(message["error"]))
-        except (OSError, ValueError, KeyError, msgspec.DecodeError) as error:
+                        future.set_exception(AgentMistake(answer.error))
+        except (OSError, ValueError, msgspec.DecodeError) as error:
             why = f"its answer is wrong: {error}"
         said = "" if self._closing else self._transport.said()
         self.lost = f"{why}{f': {said}' if said else ''}"

@@ -77,7 +77,8 @@ class TextArena(AdapterEnvironment):
 
 
 class SkyRLGym(AdapterEnvironment):
-    """An environment of skyrl-gym, with the rows of a task: `prompt`, and `answer` or `reward_spec`.
+    """An environment of skyrl-gym, with the rows of a task: `prompt`, and `answer` or `reward_spec`. It runs in the
+    sandbox, because some of them execute what the model wrote.
 
     Args:
         id: of the environment, such as "gsm8k_multi_turn".
@@ -87,6 +88,7 @@ class SkyRLGym(AdapterEnvironment):
     """
 
     adapter = "skyrl-gym"
+    needs_sandbox = True
     takes_rows = True
 
     def __init__(self, id: str, config: str = "{}", extras: str = "{}", python: str = "") -> None:  # noqa: A002 -- skyrl_gym's name

@@ -61,7 +61,9 @@ class PythonTool(ToolEnvironment):
         Args:
             code: the program.
         """
-        return output_of(self.sandbox.run(["python3", "-I", "-c", code], timeout_s=self.timeout_s))
+        return output_of(
+            self.sandbox.run(["python3", "-I", "-"], stdin=code.encode(errors="replace"), timeout_s=self.timeout_s)
+        )
 
     def score(self, answer: str) -> float:
         """1 if the last number of the answer is right."""

@@ -21,7 +21,7 @@ from tidemill.config.task import RewardConfig
 from tidemill.core.errors import UserError
 from tidemill.core.records import Record
 from tidemill.envs.text.batch_rewards import Sample
-from tidemill.sandbox import Sandbox, SandboxLostError, open_sandbox
+from tidemill.sandbox import Sandbox, SandboxError, SandboxLostError, open_sandbox
 
 COLUMN = "tests"
 ATTEMPTS = 2
@@ -49,7 +49,7 @@ class CodeTest(Record, forbid_unknown_fields=True):
     output: str | None = None
     function: str = ""
     arguments: list[Any] = []
-    result: Any = None
+    result: Any = msgspec.UNSET
 
 
 class CodeTests:
@@ -77,7 +77,7 @@ class CodeTests:
         end_s, passed = time.monotonic() + self._config.longest_wait_s, 0
         for test in tests:
             left_s = end_s - time.monotonic()
-            if left_s > 0 and _passes(sandbox, program, test, left_s):
+            if left_s > 0 and _passes_here(sandbox, program, test, left_s):
                 passed += 1
             elif not self._config.partial:
                 break
@@ -95,7 +95,9 @@ def tests_of(metadata: dict[str, Any]) -> list[CodeTest]:
         tests = msgspec.convert(metadata.get(COLUMN, []), list[CodeTest])
     except msgspec.ValidationError as error:
         raise UserError(f"{COLUMN} of a row: {error}", where="task", hint=hint) from None
-    if not tests or not all((each.output is None) == bool(each.function) for each in tests):
+    if not tests or not all(
+        (each.output is None) == bool(each.function) == (each.result is not msgspec.UNSET) for each in tests
+    ):
         raise UserError(f"a row has no {COLUMN}, or incomplete ones", where="task", hint=hint)
     return tests
 
@@ -108,6 +110,16 @@ def program_of(sample: Sample, *, with_prompt: bool) -> str:
     return blocks[-1] if blocks else sample.completion
 
 
+def _passes_here(sandbox: Sandbox, program: str, test: CodeTest, timeout_s: float) -> bool:
+    """Whether a program passes in a sandbox in which it has run before; raises SandboxLostError."""
+    try:
+        return _passes(sandbox, program, test, timeout_s)
+    except SandboxLostError:
+        raise
+    except SandboxError:  # by what the program did to its files
+        return False
+
+
 def _passes(sandbox: Sandbox, program: str, test: CodeTest, timeout_s: float) -> bool:
     if test.output is not None:
         sandbox.write("program.py", program.encode(errors="replace"))
@@ -118,7 +130,7 @@ def _passes(sandbox: Sandbox, program: str, test: CodeTest, timeout_s: float) ->
     last = finished.stdout.decode(errors="replace").rstrip("\n").rpartition("\n")[2]
     try:
         return finished.code == 0 and _equal(json.loads(last), test.result)
-    except (ValueError, RecursionError):
+    except (ValueError, RecursionError, OverflowError):
         return False
 
 

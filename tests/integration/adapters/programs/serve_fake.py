@@ -5,11 +5,26 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import subprocess
 import sys
 import time
 from typing import Any
 
-from adapter_program import Adapter, FaultError, MistakeError, serve
+from adapter_program import Adapter, FaultError, LostError, MistakeError, serve
+
+# A program of a model: it answers in the place of the environment, or changes its memory.
+CHEAT = """
+import os, sys
+import socket
+try:
+    open(f"/proc/{sys.argv[1]}/mem", "r+b", buffering=0)
+    sys.stderr.write("memory")
+except OSError: pass
+try:
+    socket.socket(fileno=0).send(bytes(4))
+    sys.stderr.write("socket")
+except OSError: pass
+"""
 
 
 class Fake(Adapter):
@@ -33,6 +48,12 @@ class Fake(Adapter):
             raise ValueError("bad")
         if action == "fault":
             raise FaultError("the game is broken")
+        if action == "server ends":
+            raise LostError("the server has ended")
+        if action == "cheat":
+            cheat = [sys.executable, "-c", CHEAT, str(os.getpid())]
+            found = subprocess.run(cheat, check=False, stderr=subprocess.PIPE, text=True)
+            return found.stderr, 0.0, False
         if action == "die":
             os._exit(3)
         if action == "hang":

@@ -9,6 +9,7 @@ its length in four bytes, little-endian, and a MessagePack map: {"id", "method",
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import inspect
 import os
 import random
@@ -20,6 +21,7 @@ from typing import Any, BinaryIO
 import msgspec
 
 LENGTH_BYTES = 4
+PR_SET_DUMPABLE = 4
 
 
 class Adapter:
@@ -60,6 +62,10 @@ class FaultError(Exception):
     """The environment failed, whatever the agent did: the episode is left out."""
 
 
+class LostError(Exception):
+    """What the environment needs has ended, and so does this program: calls are made again in another one."""
+
+
 class EpisodeRandomness:
     """Gives every episode global random numbers of its own, whichever others are played between its steps."""
 
@@ -88,6 +94,9 @@ def serve(make: Callable[..., Adapter]) -> None:
     """Answer calls until standard input ends. The program's argument is a JSON object, the arguments of `make`."""
     source, sink = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what the package prints is no message
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # nor is what its own processes write
+    if sys.platform == "linux":  # and they may not read or write this process's memory
+        ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
     asyncio.run(_serve(make, source, sink))
     os._exit(0)  # not delayed by threads of the package
 
@@ -125,6 +134,10 @@ async def _answer(adapter: Adapter, randomness: EpisodeRandomness, sink: BinaryI
             if swaps:
                 randomness.leave(name, arguments)
         _send(sink, {"id": request["id"], "value": await value if inspect.isawaitable(value) else value})
+    except LostError as error:
+        sys.stderr.write(f"{error}\n")
+        sys.stderr.flush()
+        os._exit(1)
     except BaseException as error:  # noqa: BLE001 -- of the package
         _send(sink, {"id": request["id"], "error": _text(error), "fault": isinstance(error, FaultError)})
 

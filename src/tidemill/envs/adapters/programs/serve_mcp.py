@@ -8,9 +8,11 @@ import shlex
 from contextlib import AsyncExitStack
 from typing import Any
 
-from adapter_program import Adapter, MistakeError, serve
-from mcp import Client, StdioServerParameters
+from adapter_program import Adapter, FaultError, LostError, MistakeError, serve
+from mcp import Client, MCPError, StdioServerParameters
 from mcp.client.stdio import stdio_client
+from mcp_types import CONNECTION_CLOSED
+from pydantic import ValidationError
 
 NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_-]")
 
@@ -30,7 +32,14 @@ class McpServer(Adapter):
         return {"tools": [_described(tool) for tool in tools]}
 
     async def call(self, episode: int, tool: str, arguments: dict[str, Any]) -> str:
-        result = await self._client.call_tool(self._names[tool], arguments)
+        try:
+            result = await self._client.call_tool(self._names[tool], arguments)
+        except MCPError as error:
+            if error.code == CONNECTION_CLOSED:
+                raise LostError("the MCP server has ended") from error
+            raise
+        except ValidationError as error:
+            raise FaultError(f"the MCP server's answer to {tool} is malformed: {error}") from error
         text = "\n".join(getattr(part, "text", f"[{part.type}]") for part in result.content)
         if result.is_error:
             raise MistakeError(text)

@@ -1,4 +1,4 @@
-"""`tidemill env list` and `install NAME`: the environments that can be trained on."""
+"""`tidemill env list`, `show NAME` and `install NAME`: the environments that can be trained on."""
 
 from __future__ import annotations
 
@@ -32,6 +32,29 @@ def list_environments(*, json: Json = False) -> Result:
     for row in rows:
         table.add_row(str(row["name"]), "yes" if row["installed"] else "no", escape(str(row["about"])))
     return Result(data={"environments": rows}, text=table)
+
+
+@app.command(name="show")
+def show(name: Annotated[str, Parameter(name="NAME")], /, *, json: Json = False) -> Result:
+    """Describe an environment and its parameters (`env.params`).
+
+    Parameters
+    ----------
+    name
+        As in `tidemill env list`.
+    """
+    environments = BUILT_IN | ADAPTERS
+    if name not in environments:
+        hint = did_you_mean(name, environments) or "`tidemill env list` lists them"
+        raise UserError(f"there is no environment {name!r}", where="NAME", hint=hint)
+    about = inspect.getdoc(environments[name]) or ""
+    defaults = {
+        parameter.name: None if parameter.default is parameter.empty else parameter.default
+        for parameter in inspect.signature(environments[name]).parameters.values()
+    }
+    lines = [f"  {key} = {'(required)' if value is None else repr(value)}" for key, value in defaults.items()]
+    text = "\n".join([about, "", "env.params, with their defaults:", *(lines or ["  none"])])
+    return Result(data={"name": name, "about": about, "params": defaults}, text=escape(text))
 
 
 @app.command(name="install")

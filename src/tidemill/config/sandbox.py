@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from tidemill.config.base import Config
 
@@ -39,9 +39,14 @@ class SandboxConfig(Config):
     output_kb: float = Field(1024.0, gt=0)
     """Output of a command that is kept, in kB: of standard output, and of standard error."""
 
+    @field_validator("network", mode="before")
+    @classmethod
+    def _one_pair(cls, value: object) -> object:
+        return (value,) if isinstance(value, str) and value != "none" else value
+
     def issues(self) -> Iterator[str]:
         if (self.backend == "http") != bool(self.url):
-            yield 'backend = "http" and url belong together; set both or neither'
+            yield 'backend = "http" and sandbox.url belong together; set both or neither'
         for each in self.network if self.network != "none" else ():
             if not HOST_AND_PORT.fullmatch(each) or int(each.rpartition(":")[2]) > 65535:
                 yield f'network: {each!r} is not "HOST:PORT"; write for example "pypi.org:443"'

@@ -179,7 +179,7 @@ class Launcher:
             stream = self._streams.pop(request.stream)
             limits = msgspec.structs.replace(limits, cpu_s=math.inf, wall_s=math.inf)
         with stream or nullcontext(), self._slots.spawn(slot, request, limits) as spawn:
-            if "cwd" in spawn.options and not shutil.which(request.argv[0], path=spawn.options["env"]["PATH"]):
+            if spawn.search_path is not None and not shutil.which(request.argv[0], path=spawn.search_path):
                 return Finished(stdout=b"", stderr=f"{request.argv[0]}: not found\n".encode(), code=127)
             command = Command(spawn, limits, stream)
         self._commands.add(command)

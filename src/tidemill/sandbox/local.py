@@ -31,7 +31,7 @@ ANSWER_S = 30.0
 
 
 @dataclass(frozen=True)
-class Program:
+class SandboxedProgram:
     """A program that runs in a sandbox."""
 
     stream: socket.socket  # its standard input and output
@@ -62,11 +62,13 @@ class LocalSandbox:
         timeout_s: float | None = None,
     ) -> Finished:
         check_command(argv, env)
+        if not isinstance(stdin, bytes):
+            raise TypeError(f"standard input is bytes, not {type(stdin).__name__}; use text.encode()")
         request = Request(method="run", argv=tuple(argv), stdin=stdin, env=dict(env), timeout_s=timeout_s or 0.0)
         finished: Finished = self._call(request, Finished, min(timeout_s or self._limits.wall_s, self._limits.wall_s))
         return finished
 
-    def start(self, argv: Sequence[str], *, env: Mapping[str, str] = {}) -> Program:
+    def start(self, argv: Sequence[str], *, env: Mapping[str, str] = {}) -> SandboxedProgram:
         """Start a program, which has no limit of time and ends with the sandbox. No other command runs meanwhile."""
         check_command(argv, env)
         stream, name = _connect(self._address), secrets.token_hex(8)
@@ -85,7 +87,7 @@ class LocalSandbox:
         except SandboxError:
             stream.close()
             raise
-        return Program(stream=stream, finish=self._finish)
+        return SandboxedProgram(stream=stream, finish=self._finish)
 
     def _finish(self, wait_s: float) -> Finished:
         """How the program ended. Raises SandboxLostError."""
@@ -105,6 +107,8 @@ class LocalSandbox:
         return data
 
     def write(self, path: str, data: bytes) -> None:
+        if not isinstance(data, bytes):
+            raise TypeError(f"a file's content is bytes, not {type(data).__name__}; use text.encode()")
         self._call(Request(method="write", path=path, data=data), None)
 
     def snapshot(self) -> Snapshot:
@@ -137,8 +141,8 @@ class LocalSandbox:
                 raise SandboxLostError(f"the sandbox is lost: {str(error) or 'no answer'}") from error
 
 
-class Launcher:
-    """The launcher of this process."""
+class LauncherProcess:
+    """The launcher that this process has started."""
 
     def __init__(self, backend: Backend) -> None:
         if backend != "none":
@@ -214,11 +218,11 @@ class Launcher:
         )
 
 
-_launchers: dict[Backend, Launcher] = {}
+_launchers: dict[Backend, LauncherProcess] = {}
 _lock = threading.Lock()
 
 
-def launcher(backend: Backend) -> Launcher:
+def launcher(backend: Backend) -> LauncherProcess:
     """The launcher of this process, started on first use. A forked process shares that of its parent.
 
     Raises:
@@ -230,7 +234,7 @@ def launcher(backend: Backend) -> Launcher:
             found.close()
             found = None
         if found is None:
-            found = _launchers[backend] = Launcher(backend)
+            found = _launchers[backend] = LauncherProcess(backend)
         return found
 
 

@@ -24,7 +24,14 @@ class SandboxLostError(SandboxError):
 
 
 def check_command(argv: Sequence[str], env: Mapping[str, str]) -> None:
-    """Raises SandboxError: the kernel could not start it: NUL, a name of a variable with "=", too long."""
+    """Check that the kernel could start a command.
+
+    Raises:
+        SandboxError: it is empty or too long, has NUL, or a variable's name has "=".
+        TypeError: it is one text instead of a sequence of texts.
+    """
+    if isinstance(argv, str) or not all(isinstance(each, str) for each in (*argv, *env, *env.values())):
+        raise TypeError(f"a command is a list of texts, such as ['ls', '-l'], not {argv!r}")
     if not argv:
         raise SandboxError("the command is empty")
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import shutil
@@ -10,6 +11,7 @@ import tarfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from tidemill.sandbox.bubblewrap import WORK
 from tidemill.sandbox.records import SandboxError, Snapshot
 
 READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -19,10 +21,11 @@ MODE = 0o777
 
 
 def path_parts(path: str) -> list[str]:
-    """The names of a relative path. Raises SandboxError: it leads out of the folder, or is no path."""
+    """The names of a path relative to /work, or in it. Raises SandboxError: it leads out, or is no path."""
+    path = path.removeprefix(f"{WORK}/")
     parts = [part for part in path.split("/") if part not in ("", ".")]
     if path.startswith("/") or not parts or ".." in parts or "\0" in path or not _is_text(path):
-        raise SandboxError(f"{path!r} is not a path in the sandbox")
+        raise SandboxError(f"{path!r} is not a path in the sandbox; paths are relative to {WORK}")
     return parts
 
 
@@ -59,9 +62,14 @@ class Scratch:
                     raise SandboxError(f"{path} is not a regular file") from None
                 os.unlink(name, dir_fd=folder)
                 made = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode, dir_fd=folder)
-            with os.fdopen(made, "wb") as file:
-                self._own(made)
-                file.write(data)
+            try:
+                with os.fdopen(made, "wb") as file:
+                    self._own(made)
+                    file.write(data)
+            except OSError as error:
+                if error.errno != errno.ENOSPC:
+                    raise
+                raise SandboxError(f"{path}: no space left (limit: {self._limit_bytes:,} bytes)") from None
 
     def snapshot(self) -> Snapshot:
         buffer, left_out = io.BytesIO(), 0

@@ -121,7 +121,7 @@ MACHINES = {
 
 
 @dataclass
-class Program:
+class Filter:
     """Instructions, each (code, jump if true, jump if false, constant)."""
 
     instructions: list[tuple[int, int, int, int]] = field(default_factory=list)
@@ -136,7 +136,7 @@ class Program:
         self.instructions.append((test, 0, 1, constant))
         self.end(value)
 
-    def only_for(self, number: int, body: Program) -> None:
+    def only_for(self, number: int, body: Filter) -> None:
         """Run `body`, which always ends, for one system call; the number is loaded."""
         self.instructions.append((EQUAL, 0, len(body.instructions), number))
         self.instructions += body.instructions
@@ -159,7 +159,7 @@ def seccomp_program(machine_name: str = "") -> bytes:
             hint='use backend = "http" with a machine of x86_64 or aarch64',
         )
     machine = MACHINES[name]
-    program = Program()
+    program = Filter()
     program.load(ARCHITECTURE)
     program.instructions.append((EQUAL, 1, 0, machine.audit))
     program.end(KILL)  # int 0x80 on x86-64 has the architecture i386
@@ -183,9 +183,9 @@ def _refused(machine: Machine) -> Iterator[int]:
             yield number
 
 
-def _argument(index: int, *refused: tuple[int, int]) -> Program:
+def _argument(index: int, *refused: tuple[int, int]) -> Filter:
     """Refuse a call by the low half of one of its arguments."""
-    body = Program()
+    body = Filter()
     body.load(ARGUMENTS + 8 * index)
     for test, constant in refused:
         body.end_if(test, constant, ERROR | errno.EPERM)
@@ -193,8 +193,8 @@ def _argument(index: int, *refused: tuple[int, int]) -> Program:
     return body
 
 
-def _families() -> Program:
-    body = Program()
+def _families() -> Filter:
+    body = Filter()
     body.load(ARGUMENTS)
     for family in FAMILIES:
         body.end_if(EQUAL, family, ALLOW)

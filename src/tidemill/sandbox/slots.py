@@ -31,7 +31,7 @@ FOLDERS = ("work", "tmp", "shm")
 
 @dataclass(kw_only=True)
 class Slot:
-    """A sandbox, to the launcher."""
+    """What the launcher keeps of a sandbox between its commands."""
 
     number: int
     folder: str
@@ -56,6 +56,7 @@ class Spawn:
     argv: list[str]
     status_fd: int | None = None  # where bubblewrap reports that the command has started and ended
     block_fd: int | None = None  # the command starts when this is written to
+    search_path: str | None = None  # without a sandbox: where its program is searched for
     options: dict[str, Any]
 
 
@@ -175,13 +176,13 @@ class PlainSlots:
             "LANG": "C.UTF-8",
             "TMPDIR": f"{slot.folder}/tmp",
         }
-        options = {
+        options: dict[str, Any] = {
             "env": env | request.env,
             "cwd": f"{slot.folder}/work",
             "start_new_session": True,
             "preexec_fn": _confine(limits),
         }
-        yield Spawn(argv=list(request.argv), options=options)
+        yield Spawn(argv=list(request.argv), options=options, search_path=options["env"]["PATH"])
 
     def close(self, slot: Slot) -> None:
         shutil.rmtree(slot.folder, ignore_errors=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 import json
+import logging
 import os
 import socket
 import subprocess
@@ -27,13 +28,14 @@ from tidemill.envs.agents.environment import AgentMistake, ProgramLostError
 from tidemill.sandbox.open_sandbox import open_local_sandbox
 from tidemill.sandbox.records import SandboxError, Snapshot
 
-START_S = 300.0
+TELL_S, START_S = 10.0, 120.0
 CALL_S = 600.0
-"""Deadlines. A call's own (`env.call_timeout_s`) is shorter, and ends the process that waits for it."""
+"""Deadlines; a slow start is told before. A call's own deadline (`env.call_timeout_s`) is shorter."""
 CLOSE_S = 5.0
 LENGTH_BYTES = 4
 MOST_BYTES = 1 << 28
-OURS = ("files", "forward", "server_python")
+log = logging.getLogger(__name__)
+NOT_FOR_THE_PROGRAM = ("files", "forward", "server_python")
 """Parameters that the program is not given."""
 
 
@@ -64,11 +66,11 @@ class Connection:
     def __init__(
         self, name: str, params: dict[str, Any], *, python: str = "", sandbox: SandboxConfig | None = None
     ) -> None:
-        self._name = name
+        self._name, self._hint = name, f"`tidemill env show {name}` lists the parameters"
         program = Program(
             python=adapter_python(name, python),
             file=f"serve_{name.replace('-', '_')}.py",
-            arguments=json.dumps({key: value for key, value in params.items() if key not in OURS}),
+            arguments=json.dumps({key: value for key, value in params.items() if key not in NOT_FOR_THE_PROGRAM}),
             folder=_existing(params.get("files", "")),
             env=_forwarded(params.get("forward", "")),
             server_python=_existing_file(params.get("server_python", "")),
@@ -81,15 +83,25 @@ class Connection:
         self.lost = ""  # why no call can be made any more
         threading.Thread(target=self._receive, daemon=True).start()
         try:
-            self.description: dict[str, Any] = self._waiting[0].result(START_S)
+            self.description: dict[str, Any] = self._started()
         except (ProgramLostError, AgentMistake, TimeoutError) as error:
             what = str(error) or f"no answer within {START_S:g} s"
             shut(self._stream)
             if isinstance(error, AgentMistake) and (said := self._transport.said()):
                 what += f" ({said})"
             self.close()
-            where, hint = "env.params", f"`tidemill train --help env` names the keys; docs/agents.md describes {name}"
-            raise UserError(f"the {name} environment does not start: {what}", where=where, hint=hint) from None
+            what = f"the {name} environment does not start: {what}"
+            raise UserError(what, where="env.params", hint=self._hint) from None
+
+    def _started(self) -> Any:
+        """The program's description of itself. Raises ProgramLostError, AgentMistake, TimeoutError."""
+        try:
+            return self._waiting[0].result(TELL_S)
+        except TimeoutError:
+            if self._waiting[0].done():
+                raise
+            log.warning("waiting for the %s environment to start, at most %g s", self._name, START_S)
+            return self._waiting[0].result(START_S - TELL_S)
 
     def call(self, method: str, **arguments: Any) -> Any:
         """The result of a method of the program's adapter.
@@ -133,7 +145,7 @@ class Connection:
                     if answer.error is None:
                         future.set_result(answer.value)
                     elif answer.fault:
-                        future.set_exception(UserError(answer.error, where="env.name", hint="look at the package"))
+                        future.set_exception(UserError(answer.error, where="env.params", hint=self._hint))
                     else:
                         future.set_exception(AgentMistake(answer.error))
         except (OSError, ValueError, msgspec.DecodeError) as error:
@@ -167,7 +179,7 @@ def _existing_file(path: str) -> str:
     """Raises UserError: it does not exist."""
     if path and not Path(path).is_file():
         hint = "give the path of bin/python in a virtual environment"
-        raise UserError(f"{path} does not exist", where="env.params.server_python", hint=hint)
+        raise UserError(f"{path} is not an interpreter", where="env.params.server_python", hint=hint)
     return str(Path(path).absolute()) if path else ""
 
 

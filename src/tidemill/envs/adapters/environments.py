@@ -7,6 +7,7 @@ import threading
 from typing import Any, ClassVar
 
 from tidemill.config.sandbox import SandboxConfig
+from tidemill.core.errors import UserError
 from tidemill.envs.adapters.connection import Connection
 from tidemill.envs.agents.environment import Environment, Split, Step, ToolEnvironment, current_sandbox
 
@@ -181,6 +182,8 @@ class McpServer(ToolEnvironment):
     def __init__(
         self, command: str, files: str = "", forward: str = "", server_python: str = "", python: str = ""
     ) -> None:
+        if not command.split():
+            raise UserError("it is empty", where="env.params.command", hint="give the command that starts the server")
         self._params = {"command": command, "files": files, "forward": forward, "server_python": server_python}
         self._python = python
         self._opened: Connection | None = None

@@ -33,7 +33,7 @@ def find_environment(config: EnvConfig, sandbox: SandboxConfig = SandboxConfig()
     try:
         inspect.signature(environment).bind(**config.params)
     except TypeError as error:
-        hint = f"it takes {inspect.signature(environment)}"
+        hint = f"it takes {', '.join(inspect.signature(environment).parameters) or 'no parameters'}"
         raise UserError(f"{found.name}: {error}", where="env.params", hint=hint) from None
     if issubclass(environment, ToolEnvironment):
         if not tools_of(environment, config.params, sandbox):

@@ -139,7 +139,14 @@ async def _answer(adapter: Adapter, randomness: EpisodeRandomness, sink: BinaryI
         sys.stderr.flush()
         os._exit(1)
     except BaseException as error:  # noqa: BLE001 -- of the package
-        _send(sink, {"id": request["id"], "error": _text(error), "fault": isinstance(error, FaultError)})
+        _send(
+            sink,
+            {
+                "id": request["id"],
+                "error": _text(error),
+                "fault": isinstance(error, FaultError) or name not in ("step", "call"),
+            },
+        )
 
 
 def _read(source: BinaryIO, loop: asyncio.AbstractEventLoop, requests: asyncio.Queue[dict[str, Any] | None]) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -206,6 +207,25 @@ def test_a_command_that_cannot_be_started_loses_nothing(argv: list[str], env: di
         with pytest.raises(SandboxError, match=what):
             sandbox.run(argv, env=env)
         assert sandbox.run(["true"]).code == 0
+
+
+def test_texts_in_the_place_of_lists_and_bytes_are_refused() -> None:
+    wrong: Any = 3
+    with small() as sandbox:
+        for arguments in ({"argv": "ls -l"}, {"argv": ["echo", wrong]}, {"argv": ["cat"], "stdin": "text"}):
+            with pytest.raises(TypeError):
+                sandbox.run(**arguments)
+        with pytest.raises(TypeError, match="encode"):
+            sandbox.write("file", wrong)
+        assert sandbox.run(["true"]).code == 0
+
+
+def test_paths_may_begin_with_the_folder_and_a_full_disk_is_named() -> None:
+    with small() as sandbox:
+        sandbox.write("/work/folder/file", b"x")
+        assert sandbox.read("folder/file") == b"x"
+        with pytest.raises(SandboxError, match="no space left"):
+            sandbox.write("large", bytes(1 << 28))
 
 
 def test_deep_folders_cannot_be_saved_but_lose_nothing() -> None:

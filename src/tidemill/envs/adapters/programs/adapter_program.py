@@ -25,7 +25,8 @@ PR_SET_DUMPABLE = 4
 
 
 class Adapter:
-    """Environments by episode. Methods may be `async`; an exception of `step` or `call` is the agent's mistake."""
+    """Environments by episode. Methods may be `async`; an exception of `step` or `call` is the agent's mistake,
+    one of another method a fault."""
 
     async def start(self) -> None:
         """Prepare what all episodes use."""
@@ -139,14 +140,8 @@ async def _answer(adapter: Adapter, randomness: EpisodeRandomness, sink: BinaryI
         sys.stderr.flush()
         os._exit(1)
     except BaseException as error:  # noqa: BLE001 -- of the package
-        _send(
-            sink,
-            {
-                "id": request["id"],
-                "error": _text(error),
-                "fault": isinstance(error, FaultError) or name not in ("step", "call"),
-            },
-        )
+        fault = isinstance(error, FaultError) or name not in ("step", "call")
+        _send(sink, {"id": request["id"], "error": _text(error), "fault": fault})
 
 
 def _read(source: BinaryIO, loop: asyncio.AbstractEventLoop, requests: asyncio.Queue[dict[str, Any] | None]) -> None:

@@ -312,6 +312,7 @@ class DeltaEntry(Record):
     base_digest: str  # of the snapshot it applies to
     nbytes: int
     checksum: int  # xxh3_64 of its bytes
+    parts: tuple[int, ...] = ()  # bytes of its consecutive parts, which are applied independently of each other
 
 
 class WeightManifest(Record):

@@ -8,11 +8,12 @@ and negative zeros.
 
 Layout, little-endian, tensor after tensor, `CHUNK` elements at a time: uint32 number of changed elements; if any, the
 planes of the gaps and those of the differences. A plane is uint32 length and deflated bytes; the high bit of a byte
-marks a number that continues in the next plane.
+marks a number that continues in the next plane. A chunk is a part of the delta: several threads share the parts.
 """
 
 from __future__ import annotations
 
+import itertools
 import struct
 import zlib
 from collections.abc import Iterator, Sequence
@@ -23,6 +24,7 @@ import numpy.typing as npt
 
 from tidemill.core.records import DeltaEntry, TensorEntry
 from tidemill.weights.snapshot import Blob, Damaged, checksum
+from tidemill.weights.threads import INLINE, Threads
 
 CHUNK = 1 << 20
 """Elements per chunk: limits temporaries to tens of megabytes."""
@@ -40,12 +42,23 @@ _STRATEGY = zlib.Z_RLE
 """Huffman codes and run lengths: among the smallest and fastest of zlib's strategies for both dtypes."""
 
 
-def encode_delta(tensors: Sequence[TensorEntry], old: Blob, new: Blob) -> Blob:
-    """Encode the change of `tensors` from `old` to `new`."""
-    return np.frombuffer(b"".join(_encoded(tensors, old, new)), np.uint8)
+def encode_delta(
+    tensors: Sequence[TensorEntry], old: Blob, new: Blob, threads: Threads = INLINE
+) -> tuple[Blob, tuple[int, ...]]:
+    """The change of `tensors` from `old` to `new`, and the lengths of its parts."""
+    chunks = zip(_chunks(tensors, old), _chunks(tensors, new), strict=True)
+    parts = threads.map(lambda chunk: b"".join(_encoded(*chunk)), chunks)
+    return np.frombuffer(b"".join(parts), np.uint8), tuple(map(len, parts))
 
 
-def apply_delta(tensors: Sequence[TensorEntry], delta: Blob, entry: DeltaEntry, old: Blob, out: Blob) -> None:
+def apply_delta(
+    tensors: Sequence[TensorEntry],
+    delta: Blob,
+    entry: DeltaEntry,
+    old: Blob,
+    out: Blob,
+    threads: Threads = INLINE,
+) -> None:
     """Write the tensors of `old` plus `delta` to `out`, which may be `old` itself.
 
     Raises:
@@ -53,23 +66,28 @@ def apply_delta(tensors: Sequence[TensorEntry], delta: Blob, entry: DeltaEntry, 
     """
     if len(delta) != entry.nbytes or checksum(delta) != entry.checksum:
         raise Damaged(f"the delta from version {entry.base.number} is torn or corrupt ({len(delta)} bytes)")
-    reader = _Reader(delta)
+    ends = list(itertools.accumulate(entry.parts))
+
+    def apply_part(part: tuple[Patterns, Patterns, int, int]) -> None:
+        source, target, nbytes, end = part
+        if out is not old:
+            target[:] = source
+        _change(target, _Reader(delta[end - nbytes : end]))
+
     try:
-        for source, target in zip(_chunks(tensors, old), _chunks(tensors, out), strict=True):
-            if out is not old:
-                target[:] = source
-            _change(target, reader)
+        parts = zip(_chunks(tensors, old), _chunks(tensors, out), entry.parts, ends, strict=True)
+        threads.map(apply_part, parts)
     except (zlib.error, struct.error, IndexError, ValueError) as error:
         raise Damaged(f"the delta from version {entry.base.number} is not decodable: {error}") from error
 
 
-def _encoded(tensors: Sequence[TensorEntry], old: Blob, new: Blob) -> Iterator[bytes]:
-    for before, after in zip(_chunks(tensors, old), _chunks(tensors, new), strict=True):
-        places = np.flatnonzero(before != after)
-        yield _LENGTH.pack(len(places))
-        if len(places):
-            yield from _planes((np.diff(places, prepend=-1) - 1).astype(np.uint32))
-            yield from _planes(_folded(_ordered(after[places]) - _ordered(before[places])))
+def _encoded(before: Patterns, after: Patterns) -> Iterator[bytes]:
+    """The encoding of one chunk."""
+    places = np.flatnonzero(before != after)
+    yield _LENGTH.pack(len(places))
+    if len(places):
+        yield from _planes((np.diff(places, prepend=-1) - 1).astype(np.uint32))
+        yield from _planes(_folded(_ordered(after[places]) - _ordered(before[places])))
 
 
 def _change(target: Patterns, reader: _Reader) -> None:

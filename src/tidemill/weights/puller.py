@@ -13,6 +13,7 @@ from tidemill.core.records import PolicyVersion, Pulled, WeightManifest
 from tidemill.weights.delta import apply_delta
 from tidemill.weights.snapshot import Blob, Snapshot, Transport, aligned, allocate, verify
 from tidemill.weights.store import delta_name, manifest_name, snapshot_name, unpack_manifest
+from tidemill.weights.threads import INLINE, Threads
 
 ATTEMPTS = 5
 DELTA_ATTEMPTS = 2
@@ -36,6 +37,7 @@ class Puller:
 
     Args:
         compute: applies deltas and compares checksums; not the engine's thread.
+        threads: share the work on a delta.
         timeout_s: deadline of one `prepare`.
         pinned: keeps a version from deletion while it is pulled, if reader and store share a process.
     """
@@ -46,11 +48,13 @@ class Puller:
         compute: Compute,
         *,
         clock: Clock,
+        threads: Threads = INLINE,
         timeout_s: float = 300.0,
         retry_pause_s: float = 0.05,
         pinned: Callable[[PolicyVersion], AbstractContextManager[None]] = lambda _: nullcontext(),
     ) -> None:
         self._transport, self._compute, self._clock, self._pinned = transport, compute, clock, pinned
+        self._threads = threads
         self._timeout_s, self._retry_pause_s = timeout_s, retry_pause_s
         self._held: _Ready | None = None
         self._ready: _Ready | None = None
@@ -107,6 +111,7 @@ class Puller:
     def close(self) -> None:
         """Release every buffer."""
         self._held = self._ready = self._spare = None
+        self._threads.close()
 
     async def _attempt(self, version: PolicyVersion, *, by_delta: bool) -> tuple[Snapshot, bool, bool]:
         """Return the version, whether a full snapshot was pulled, and whether this puller owns the buffer."""
@@ -150,7 +155,7 @@ class Puller:
             old = held.buffer
             for manifest, delta in zip(chain, deltas, strict=True):
                 assert manifest.delta is not None
-                apply_delta(wanted.tensors, delta, manifest.delta, old, out)
+                apply_delta(wanted.tensors, delta, manifest.delta, old, out, self._threads)
                 old = out
             verify(wanted, out)
             return out

@@ -15,6 +15,7 @@ from tidemill.core.protocols import Compute
 from tidemill.core.records import DeltaEntry, LogprobBuffer, PolicyVersion, TensorEntry, TokenBuffer, WeightManifest
 from tidemill.weights.delta import encode_delta
 from tidemill.weights.snapshot import Blob, Damaged, Transport, checksum, digest_of, sealed
+from tidemill.weights.threads import INLINE, Threads
 
 BASE = PolicyVersion(number=-1, digest="base")
 """The version number of the base model that all adapter versions share."""
@@ -74,12 +75,13 @@ class WeightStore:
 
     Args:
         compute: computes checksums and deltas.
+        threads: share the work on a delta.
     """
 
-    def __init__(self, transport: Transport, *, compute: Compute) -> None:
+    def __init__(self, transport: Transport, *, compute: Compute, threads: Threads = INLINE) -> None:
         self.transport = transport
         self.latest: WeightManifest | None = None
-        self._compute = compute
+        self._compute, self._threads = compute, threads
         self._published: list[_Published] = []  # oldest first
         self._pins: Counter[PolicyVersion] = Counter()
         self._unfinished: list[str] = []  # blobs of an unfinished publish
@@ -152,6 +154,7 @@ class WeightStore:
     async def close(self) -> None:
         """Delete everything."""
         await self.transport.close()
+        self._threads.close()
 
     async def _put(self, name: str, blob: Blob) -> None:
         self._unfinished.append(name)
@@ -173,10 +176,12 @@ class WeightStore:
             return None
         if len(before) != base.nbytes:  # torn read; a wrong byte is found when the delta is applied
             return None
-        blob = await self._compute.run(lambda: encode_delta(entries, before, snapshot))
+        blob, parts = await self._compute.run(lambda: encode_delta(entries, before, snapshot, self._threads))
         if len(blob) >= len(snapshot):
             return None
-        entry = DeltaEntry(base=base.version, base_digest=base.digest, nbytes=len(blob), checksum=checksum(blob))
+        entry = DeltaEntry(
+            base=base.version, base_digest=base.digest, nbytes=len(blob), checksum=checksum(blob), parts=parts
+        )
         return entry, blob
 
     async def _retire(self, snapshots: int) -> None:

@@ -15,11 +15,13 @@ from tidemill.core.records import DeltaEntry, PolicyVersion, TensorEntry
 from tidemill.weights import delta as module
 from tidemill.weights.delta import PATTERNS, apply_delta, encode_delta
 from tidemill.weights.snapshot import Blob, Damaged, checksum
+from tidemill.weights.threads import INLINE, Threads
 
 # Zeros, infinities, quiet and signalling NaN, the largest and smallest numbers: by sign, as bf16 patterns.
 SPECIAL = [
     sign | pattern for sign in (0, 0x8000) for pattern in (0, 1, 0x7F, 0x80, 0x7F7F, 0x7F80, 0x7FC0, 0x7F81, 0x7FFF)
 ]
+TWO = Threads(2)
 
 
 @pytest.fixture(autouse=True)
@@ -28,9 +30,9 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "CHUNK", 7)
 
 
-def described(blob: Blob) -> DeltaEntry:
+def described(blob: Blob, parts: tuple[int, ...]) -> DeltaEntry:
     base = PolicyVersion(number=1, digest="one")
-    return DeltaEntry(base=base, base_digest="x", nbytes=len(blob), checksum=checksum(blob))
+    return DeltaEntry(base=base, base_digest="x", nbytes=len(blob), checksum=checksum(blob), parts=parts)
 
 
 def tensors(dtype: str, elements: int, cut: int) -> tuple[TensorEntry, ...]:
@@ -69,12 +71,15 @@ def changes(draw: st.DrawFn) -> tuple[tuple[TensorEntry, ...], Blob, Blob]:
 @given(change=changes())
 def test_every_bit_pattern_round_trips(change: tuple[tuple[TensorEntry, ...], Blob, Blob]) -> None:
     entries, old, new = change
-    blob = encode_delta(entries, old, new)
-    out = np.full_like(old, 0xA5)
-    apply_delta(entries, blob, described(blob), old, out)
-    assert out.tobytes() == new.tobytes()
+    blob, parts = encode_delta(entries, old, new)
+    shared, shared_parts = encode_delta(entries, old, new, TWO)
+    assert (shared.tobytes(), shared_parts) == (blob.tobytes(), parts)
+    for threads in (INLINE, TWO):
+        out = np.full_like(old, 0xA5)
+        apply_delta(entries, blob, described(blob, parts), old, out, threads)
+        assert out.tobytes() == new.tobytes()
     in_place = old.copy()
-    apply_delta(entries, blob, described(blob), in_place, in_place)
+    apply_delta(entries, blob, described(blob, parts), in_place, in_place)
     assert in_place.tobytes() == new.tobytes()
 
 
@@ -84,14 +89,14 @@ def test_every_truncation_and_flipped_bit_is_detected(
     change: tuple[tuple[TensorEntry, ...], Blob, Blob], data: st.DataObject
 ) -> None:
     entries, old, new = change
-    blob = encode_delta(entries, old, new)
+    blob, parts = encode_delta(entries, old, new)
     if data.draw(st.booleans(), label="cut"):
         wrong = blob[: data.draw(st.integers(0, len(blob) - 1))]
     else:
         wrong = blob.copy()
         wrong[data.draw(st.integers(0, len(blob) - 1))] ^= 1 << data.draw(st.integers(0, 7))
     with pytest.raises(Damaged, match="delta from version 1 is torn or corrupt"):
-        apply_delta(entries, wrong, described(blob), old, np.empty_like(old))
+        apply_delta(entries, wrong, described(blob, parts), old, np.empty_like(old))
 
 
 @settings(max_examples=100)
@@ -101,13 +106,13 @@ def test_garbage_with_a_valid_checksum_is_refused_or_harmless(
 ) -> None:
     """Whoever writes deltas by another rule gets an error that says so, or a result; nothing else."""
     entries, old, new = change
-    blob = encode_delta(entries, old, new)
+    blob, parts = encode_delta(entries, old, new)
     wrong = blob.copy()
     for _ in range(data.draw(st.integers(1, 3))):
         wrong[data.draw(st.integers(0, len(blob) - 1))] = data.draw(st.integers(0, 255))
     wrong = wrong[: data.draw(st.integers(0, len(blob)))]
     with suppress(Damaged):
-        apply_delta(entries, wrong, described(wrong), old, np.empty_like(old))
+        apply_delta(entries, wrong, described(wrong, parts), old, np.empty_like(old))
 
 
 def test_a_varint_longer_than_its_type_is_refused() -> None:
@@ -119,4 +124,4 @@ def test_a_varint_longer_than_its_type_is_refused() -> None:
     assert endless[4:].size  # gaps of up to five planes, then more
     old = np.zeros(2, np.uint8)
     with pytest.raises(Damaged, match="not decodable"):
-        apply_delta(entries, endless, described(endless), old, old.copy())
+        apply_delta(entries, endless, described(endless, (len(endless),)), old, old.copy())

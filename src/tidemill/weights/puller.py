@@ -121,7 +121,9 @@ class Puller:
         if held is not None and held.snapshot.manifest.digest == manifest.digest:
             return Snapshot(manifest=manifest, buffer=held.snapshot.buffer), False, held.own
         if held is not None and by_delta and (chain := await self._chain(held.snapshot.manifest, manifest)):
-            return await self._by_deltas(held.snapshot, chain), False, True
+            spare, self._spare = self._spare, None
+            out = spare if spare is not None and len(spare) == manifest.nbytes else allocate(manifest.nbytes)
+            return await self._by_deltas(held.snapshot, chain, out), False, True
         fetched = await self._get(snapshot_name(version))
 
         def checked() -> Blob:
@@ -145,13 +147,12 @@ class Puller:
             at = unpack_manifest(blob, of=f"version {at.delta.base.number}")
             chain.insert(0, at)
 
-    async def _by_deltas(self, held: Snapshot, chain: list[WeightManifest]) -> Snapshot:
+    async def _by_deltas(self, held: Snapshot, chain: list[WeightManifest], out: Blob) -> Snapshot:
+        """Write the last version of the chain to `out`."""
         wanted = chain[-1]
         deltas = [await self._get(delta_name(manifest.version)) for manifest in chain]
-        spare, self._spare = self._spare, None
 
         def applied() -> Blob:
-            out = spare if spare is not None and len(spare) == wanted.nbytes else allocate(wanted.nbytes)
             old = held.buffer
             for manifest, delta in zip(chain, deltas, strict=True):
                 assert manifest.delta is not None

@@ -1,0 +1,151 @@
+"""Snapshots in the shared memory of a machine, each one once for all processes of a run.
+
+A file is renamed to its final name when it is complete and verified; from then on it is only read. Whoever uses one
+holds a shared lock on it, which the kernel releases when the process ends, so that files nobody uses can be deleted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import mmap
+import os
+import secrets
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import numpy as np
+from filelock import FileLock, Timeout
+
+from tidemill.core.errors import WeightsError
+from tidemill.weights.snapshot import Blob
+
+SHARED_MEMORY = Path("/dev/shm")
+PREFIX = "tidemill-weights"
+PARTIAL = ".partial"
+POLL_S = 0.01
+
+
+class SharedFile:
+    """A file in the folder, locked and mapped by this process."""
+
+    def __init__(self, descriptor: int, nbytes: int, *, writable: bool) -> None:
+        self._descriptor = descriptor
+        access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
+        self._map = mmap.mmap(descriptor, nbytes, access=access)
+        self.buffer: Blob = np.frombuffer(self._map, np.uint8)
+
+    def close(self) -> None:
+        """Release the lock. The memory stays valid for who still refers to it."""
+        if self._descriptor >= 0:
+            fcntl.flock(self._descriptor, fcntl.LOCK_UN)  # the mapping has a copy of the descriptor
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+class NodeFolder:
+    """The folder of a run; made on first use, and deleted by the last process that closes it.
+
+    Args:
+        run: names the run; processes with the same name share the folder.
+    """
+
+    def __init__(self, run: str, *, parent: Path = SHARED_MEMORY) -> None:
+        self.path = parent / f"{PREFIX}-{os.getuid()}-{run}"
+        self._lock = _lock_of(self.path)
+        remove_abandoned(parent)
+
+    @asynccontextmanager
+    async def writing(self) -> AsyncIterator[None]:
+        """Only one process writes a snapshot at a time; the caller sets a deadline."""
+        while True:
+            try:
+                self._lock.acquire(timeout=0)
+                break
+            except Timeout:
+                await asyncio.sleep(POLL_S)
+        try:
+            self.path.mkdir(mode=0o700, exist_ok=True)
+            yield
+        finally:
+            self._lock.release()
+
+    def find(self, digest: str, nbytes: int) -> SharedFile | None:
+        """A complete snapshot."""
+        path = self.path / digest
+        while True:
+            try:
+                descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            except FileNotFoundError:
+                return None
+            fcntl.flock(descriptor, fcntl.LOCK_SH)
+            if os.fstat(descriptor).st_nlink:  # else it was deleted between the two calls
+                return SharedFile(descriptor, nbytes, writable=False)
+            os.close(descriptor)
+
+    def create(self, nbytes: int) -> tuple[SharedFile, Path]:
+        """An incomplete snapshot to write to. Raises WeightsError: the memory is full."""
+        path = self.path / f"{secrets.token_hex(8)}{PARTIAL}"
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        fcntl.flock(descriptor, fcntl.LOCK_SH)
+        try:
+            os.posix_fallocate(descriptor, 0, nbytes)  # else a full memory would be a SIGBUS on writing
+        except OSError as error:
+            os.close(descriptor)
+            path.unlink()
+            raise WeightsError(f"{self.path.parent} has no room for {nbytes:,} bytes: {error.strerror}") from error
+        return SharedFile(descriptor, nbytes, writable=True), path
+
+    def complete(self, partial: Path, digest: str) -> None:
+        """Make a written and verified snapshot visible."""
+        partial.chmod(0o400)
+        partial.rename(self.path / digest)
+
+    def remove_unused(self, *, keep: str = "") -> None:
+        """Delete the files that nobody uses, but the one named `keep`."""
+        for path in self.path.iterdir() if self.path.is_dir() else ():
+            if path.name != keep:
+                _remove_if_unused(path)
+
+    def close(self) -> None:
+        """Delete the folder if nobody uses it."""
+        _remove_unused_folder(self.path)
+
+
+def remove_abandoned(parent: Path = SHARED_MEMORY) -> None:
+    """Delete files of this user's earlier runs, whose processes have ended."""
+    for folder in parent.glob(f"{PREFIX}-{os.getuid()}-*/"):
+        _remove_unused_folder(folder)
+
+
+def _lock_of(folder: Path) -> FileLock:
+    return FileLock(f"{folder}.lock", thread_local=False)
+
+
+def _remove_unused_folder(folder: Path) -> None:
+    """Delete what nobody uses, unless somebody writes to the folder."""
+    if not folder.is_dir():
+        return
+    try:
+        with _lock_of(folder).acquire(timeout=0):
+            for path in folder.iterdir():
+                _remove_if_unused(path)
+            folder.rmdir()
+            Path(f"{folder}.lock").unlink(missing_ok=True)
+    except (Timeout, OSError):
+        pass  # it is in use, or has been deleted
+
+
+def _remove_if_unused(path: Path) -> None:
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        path.unlink(missing_ok=True)
+    except BlockingIOError:
+        pass  # somebody uses it
+    finally:
+        os.close(descriptor)

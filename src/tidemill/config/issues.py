@@ -310,6 +310,11 @@ INACTIVE = (
         'runtime is not "ray"',
     ),
     Inactive(
+        "weights.transport weights.threads",
+        lambda spec: spec.runtime == "ray",
+        'runtime is not "ray"',
+    ),
+    Inactive(
         "placement.actor_cpus placement.actor_gpus",
         lambda spec: bool(spec.placement.on_actors),
         "no model is placed on an actor",

@@ -97,7 +97,7 @@ KINDS: dict[StageKind, StageKindSpec] = {
     "rl": StageKindSpec(
         sections=(
             *("runtime", "run", "model", "task", "env", "sandbox", "scoring", "sampling"),
-            *("engine", "pool", "fleet", "ray"),
+            *("engine", "pool", "fleet", "ray", "weights"),
             *("placement", "reading", "batch", "schedule", "algorithm", "optimizer", "critic", "trainer", "eval"),
             *("checkpoint", "telemetry", "simulation"),
         ),
@@ -106,6 +106,7 @@ KINDS: dict[StageKind, StageKindSpec] = {
         neutral=(
             *(*_SCORING, "eval.", "checkpoint.", "runtime", "pool.", "fleet.", "ray.", "placement.", "reading."),
             "simulation.",
+            "weights.",
         ),
     ),
     "eval": StageKindSpec(

@@ -33,6 +33,7 @@ from tidemill.config.task import (
     ScoringConfig,
     TaskConfig,
 )
+from tidemill.config.weights import WeightsConfig
 
 SET_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 
@@ -248,6 +249,7 @@ class RunSpec(Config):
     fleet: FleetConfig = FleetConfig()
     ray: RayConfig = RayConfig()
     placement: PlacementConfig = PlacementConfig()
+    weights: WeightsConfig = WeightsConfig()
     reading: ReadingConfig = ReadingConfig()
     batch: BatchConfig = BatchConfig()
     schedule: ScheduleConfig = ScheduleConfig()
@@ -323,6 +325,10 @@ class RunSpec(Config):
                 f'trainer.offload = "{self.trainer.offload}" saves memory of GPUs, and shards have none; set '
                 "ray.trainer_gpus = 1, or leave offload out"
             )
+        if self.weights.transport == "shm":
+            yield f'{shards} and weights.transport = "shm": workers share whole snapshots only; use "object_store"'
+        if self.weights.port or self.weights.url:
+            yield f"{shards} and weights.port or weights.url: each shard needs an address of its own; leave them out"
         if self.reading.ahead:
             yield f"{shards} and reading.ahead: shards cannot read between two microbatches; turn it off"
 

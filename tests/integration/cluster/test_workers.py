@@ -147,6 +147,7 @@ class Workplace:
             prompt_tokens=4,
             dtype="float32",
             threads=1,
+            session="test",
             cloud_notices=False,
             orphan_s=orphan_s,
         )

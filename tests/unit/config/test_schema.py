@@ -14,6 +14,7 @@ from tidemill.config.model import CharModelConfig, LoraConfig, ModelConfig, Plac
 from tidemill.config.pool import FleetConfig
 from tidemill.config.schema import EngineConfig, EvalConfig, RunConfig, RunSpec, SamplingConfig
 from tidemill.config.task import ArithmeticTask, DataConfig, FileTask, RewardConfig, ScoringConfig
+from tidemill.config.weights import WeightsConfig
 
 
 def test_the_defaults_are_a_valid_run() -> None:
@@ -57,6 +58,10 @@ CASES: list[tuple[type[Config], dict[str, Any], str, str]] = [  # section, value
     (RewardConfig, {"kind": "http", "url": "https://a", "auth_header": "a: b"}, "auth_header = 'a: b'", "x-api-key"),
     (RewardConfig, {"kind": "exact", "auth_env": "KEY"}, 'auth_env is only for kind = "http"', "leave"),
     (RewardConfig, {"kind": "model", "model": "m", "url": "http://a"}, 'url is only for kind = "http"', "leave"),
+    (WeightsConfig, {"port": 8000}, "port", "leave them out"),
+    (WeightsConfig, {"host": "10.0.0.5"}, "host", "leave them out"),
+    (WeightsConfig, {"transport": "http", "host": "0.0.0.0"}, "no address", "set url"),
+    (WeightsConfig, {"transport": "http", "url": "trainer:8000"}, "'trainer:8000'", "http://trainer.example:8000"),
     (DataConfig, {"held_out_path": "x.jsonl"}, "held_out_path is set without path", "set path"),
     (EvalConfig, {"samples_per_prompt": 4, "pass_at": [1, 8]}, "pass_at contains 8", "at least 8"),
     (SupervisedConfig, {"minibatch_tokens": 10, "microbatch_tokens": 20}, "microbatch_tokens = 20", "lower the first"),

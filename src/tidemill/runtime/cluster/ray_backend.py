@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import secrets
 import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable
@@ -134,6 +135,7 @@ async def on_ray(spec: RunSpec, run: RunDirectory, recorder: Recorder, clock: Cl
                     prompt_tokens=task.longest_prompt_tokens,
                     dtype=started.dtype,
                     threads=max(1, int(spec.ray.worker_cpus)),
+                    session=secrets.token_hex(8),
                     cloud_notices=bool(spec.ray.address),
                 ),
                 spec.ray,

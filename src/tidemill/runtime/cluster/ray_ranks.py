@@ -21,7 +21,6 @@ from tidemill.runtime.model_bundle import load_model_bundle, sharded_models
 from tidemill.trainer.checkpoint_store import CheckpointStore
 from tidemill.trainer.policy import PolicyTrainer
 from tidemill.trainer.sharding import GroupRanks, join_ranks
-from tidemill.weights.store import WeightStore
 
 
 def rank_remotes(handles: Sequence[Any]) -> list[Remote]:
@@ -80,10 +79,9 @@ class RankActor(TrainerActor):
             Path(planned.checkpoints), keep_last=spec.checkpoint.keep_last, keep_best=spec.checkpoint.keep_best
         )
         self._checkpoints = TrainerCheckpoints(store, self._trainer, compute, warn=self._warnings.append, ranks=ranks)
-        weights_compute = ComputeThread("tidemill-weights")
         self._publisher = ShardPublisher(
             bundle,
-            WeightStore(self._transport, compute=weights_compute),
+            self._open_store(spec),
             compute=compute,
             probe_ids=planned.probe_ids,
         )

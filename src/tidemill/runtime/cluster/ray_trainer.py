@@ -1,18 +1,14 @@
-"""The trainer in an actor: model, optimizer, checkpoints, the reserved engine, and weights in Ray's object store."""
+"""The trainer in an actor: model, optimizer, checkpoints, the reserved engine, and published weights."""
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-import ray
-from ray.exceptions import RayError
-
 from tidemill.config.schema import RunSpec
-from tidemill.core.errors import TidemillError, WeightsError
+from tidemill.core.errors import TidemillError
 from tidemill.core.protocols import LoopClock, Publisher
 from tidemill.core.records import (
     Completion,
@@ -30,14 +26,21 @@ from tidemill.runtime.backend import ModelPublisher, TrainerCheckpoints
 from tidemill.runtime.cluster.ray_calls import EngineActor, decode, encode, require_reserved_gpus, served
 from tidemill.runtime.cluster.ray_critic import RayCritic
 from tidemill.runtime.cluster.ray_reader import ReadingActor
+from tidemill.runtime.cluster.weight_transports import (
+    ObjectStoreTransport,
+    PublisherTransport,
+    WeightsAddress,
+    address_of,
+    open_transport,
+)
 from tidemill.runtime.compute import ComputeThread
 from tidemill.runtime.extension_checks import identities, refuse_changed, trainer_extensions
 from tidemill.runtime.model_bundle import build_critic, load_model_bundle
 from tidemill.runtime.readers import reference_reader
 from tidemill.trainer.checkpoint_store import CheckpointStore
 from tidemill.trainer.policy import PolicyTrainer
-from tidemill.weights.snapshot import Blob, Missing
 from tidemill.weights.store import WeightStore
+from tidemill.weights.threads import Threads
 
 T = TypeVar("T")
 
@@ -160,7 +163,7 @@ class TrainerActor(EngineActor, ReadingActor):
         self._trainer: PolicyTrainer | None = None
         self._checkpoints: TrainerCheckpoints | None = None
         self._publisher: Publisher | None = None
-        self._transport = ObjectStoreTransport()
+        self._transport: PublisherTransport | None = None
         self._warnings: list[str] = []
 
     @served
@@ -205,10 +208,9 @@ class TrainerActor(EngineActor, ReadingActor):
         self._trainer = trainer
         self._checkpoints = TrainerCheckpoints(store, trainer, compute, warn=self._warnings.append)
         if planned.probe_ids:
-            weights_compute = ComputeThread("tidemill-weights")
             self._publisher = ModelPublisher(
                 bundle.model,
-                WeightStore(self._transport, compute=weights_compute),
+                self._open_store(spec),
                 compute=compute,
                 rollout_model=bundle.rollout_model,
                 probe_ids=planned.probe_ids,
@@ -254,78 +256,20 @@ class TrainerActor(EngineActor, ReadingActor):
 
     async def blob(self, name: str) -> list[Any]:
         """For `ObjectStoreReader`."""
-        return self._transport.refs(name)
+        return self._transport.refs(name) if isinstance(self._transport, ObjectStoreTransport) else []
+
+    @served
+    async def weights_address(self) -> WeightsAddress | None:
+        """Where weights are served over HTTP; None: nowhere."""
+        return address_of(self._transport)
+
+    def _open_store(self, spec: RunSpec) -> WeightStore:
+        """Raises UserError: the address to serve weights on cannot be used."""
+        self._transport = open_transport(spec.weights)
+        threads = Threads(spec.weights.threads)
+        return WeightStore(self._transport, compute=ComputeThread("tidemill-weights"), threads=threads)
 
     def _started_trainer(self) -> PolicyTrainer:
         if self._trainer is None:
             raise TidemillError("this trainer has not been started")
         return self._trainer
-
-
-class ObjectStoreTransport:
-    """Implements `weights.transport.Transport` for the publisher, whose process owns the objects."""
-
-    zero_copy = False
-    """A read copies nothing on the publisher's node, but is a transfer on others."""
-
-    def __init__(self) -> None:
-        self._refs: dict[str, ray.ObjectRef[Blob]] = {}
-
-    async def put(self, name: str, blob: Blob) -> None:
-        try:
-            self._refs[name] = await asyncio.to_thread(ray.put, blob)
-        except RayError as error:
-            raise WeightsError(f"{name} does not fit into the object store: {error}") from error
-
-    async def get(self, name: str) -> Blob:
-        return await _fetch(name, self.refs(name))
-
-    def refs(self, name: str) -> list[ray.ObjectRef[Blob]]:
-        """The reference in a list, because Ray would replace a bare one by its object; empty for an unknown name."""
-        ref = self._refs.get(name)
-        return [] if ref is None else [ref]
-
-    async def delete(self, name: str) -> None:
-        self._refs.pop(name, None)
-
-    async def close(self) -> None:
-        self._refs.clear()
-
-
-class ObjectStoreReader:
-    """Implements `weights.transport.Transport` for processes that only read.
-
-    Args:
-        owner: an actor whose method `blob(name)` returns `ObjectStoreTransport.refs(name)`.
-    """
-
-    zero_copy = False
-
-    def __init__(self, owner: Any) -> None:
-        self._owner = owner
-
-    async def get(self, name: str) -> Blob:
-        try:
-            refs = await self._owner.blob.remote(name)
-        except RayError as error:
-            raise WeightsError(f"{name}: the publisher does not answer ({type(error).__name__})") from error
-        return await _fetch(name, refs)
-
-    async def put(self, name: str, blob: Blob) -> None:
-        raise TypeError("a reader cannot publish")
-
-    async def delete(self, name: str) -> None:
-        raise TypeError("a reader cannot delete")
-
-    async def close(self) -> None:
-        """Nothing to do: the publisher owns the objects."""
-
-
-async def _fetch(name: str, refs: list[ray.ObjectRef[Blob]]) -> Blob:
-    if not refs:
-        raise Missing(f"there is no {name}")
-    try:
-        blob: Blob = await refs[0]
-    except RayError as error:
-        raise WeightsError(f"{name} cannot be read from the object store ({type(error).__name__})") from error
-    return blob

@@ -38,10 +38,8 @@ from tidemill.runtime.cluster.ray_calls import (
     worker_lost,
 )
 from tidemill.runtime.cluster.ray_internals import signal_fd
-from tidemill.runtime.cluster.ray_trainer import ObjectStoreReader
+from tidemill.runtime.cluster.weight_transports import open_puller, open_readers
 from tidemill.runtime.compute import ComputeThread
-from tidemill.weights.puller import Puller
-from tidemill.weights.sharded import PullerGroup
 
 CALL_S = 60.0
 LOAD_S = 600.0
@@ -59,6 +57,7 @@ class WorkerPlan(Record):
     prompt_tokens: int  # length of the longest prompt
     dtype: str  # of the published weights
     threads: int  # inside one operation
+    session: str  # the same for all workers of this run, and for no others
     cloud_notices: bool  # ask the cloud's metadata service for termination notices
     orphan_s: float = 60.0  # a worker without any call for this long ends itself
 
@@ -152,11 +151,8 @@ class RolloutActor(EngineActor):
             )
         )
 
-        def open_puller() -> Puller | PullerGroup:
-            readers = [ObjectStoreReader(publisher) for publisher in publishers]
-            pullers = [Puller(reader, weights_compute, clock=LoopClock()) for reader in readers]
-            return pullers[0] if len(pullers) == 1 else PullerGroup(pullers)
-
+        readers = await open_readers(spec.weights, publishers)
+        new_puller = partial(open_puller, spec.weights, readers, weights_compute, session=planned.session)
         self.worker = EngineWorker(
             engine,
             engine_compute,
@@ -165,7 +161,7 @@ class RolloutActor(EngineActor):
             worker_id=leased.worker_id,
             lease_id=leased.lease_id,
             heartbeat_s=spec.fleet.heartbeat_s,
-            source=PulledWeights(open_puller(), user, base=open_puller() if spec.model.lora.enabled else None),
+            source=PulledWeights(new_puller(), user, base=new_puller() if spec.model.lora.enabled else None),
         )
         asyncio.get_running_loop().add_reader(signal_fd(), self._on_sigterm)
         self._start_task(self._exit_when_orphaned(planned.orphan_s))

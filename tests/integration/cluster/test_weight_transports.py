@@ -1,0 +1,84 @@
+"""Runs on Ray learn the same whichever way the weights travel."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.char_task import char_task
+from tests.forked import Forked
+from tidemill.telemetry.events import read_events
+from tidemill.weights.node_folder import PREFIX, SHARED_MEMORY
+
+pytestmark = pytest.mark.xdist_group("ray")
+
+RECIPE = (
+    'runtime = "ray"\n'
+    + char_task(layers=2)
+    + """\
+[sampling]
+max_new_tokens = 3
+[scoring]
+rewards = [{ kind = "length", target_tokens = 3 }]
+[engine]
+slots = 16
+batch_invariant = true
+[pool]
+kind = "static"
+workers = 2
+[batch]
+prompts = 8
+group_size = 8
+[optimizer]
+learning_rate = 1e-3
+[trainer]
+steps = 60
+threads = 1
+[eval]
+every_steps = 0
+"""
+)
+DEADLINE_S = 240.0
+
+
+def ran(folder: Path, transport: str, *more: str, env: dict[str, str] | None = None) -> dict[str, Any]:
+    recipe = folder / "recipe.toml"
+    recipe.write_text(RECIPE)
+    arguments = ["--run.dir", str(folder / transport), "--weights.transport", transport, "--json", *more]
+    process = Forked("train", f"@{recipe}", *arguments, env=env)
+    out, err = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 0, err
+    summary: dict[str, Any] = json.loads(out)
+    return summary
+
+
+def pulled_bytes(run: Path) -> int:
+    return sum(int(event["nbytes"]) for event in read_events(run / "events.jsonl") if event["event"] == "pull")
+
+
+@pytest.mark.timeout(800)
+def test_all_transports_give_the_same_weights(tmp_path: Path) -> None:
+    digests = {transport: ran(tmp_path, transport)["weights_digest"] for transport in ("object_store", "shm")}
+    digests["http"] = ran(tmp_path, "http", "--weights.threads", "2")["weights_digest"]
+
+    assert len(set(digests.values())) == 1, digests
+    pulled = {transport: pulled_bytes(tmp_path / transport) for transport in digests}
+    assert pulled["shm"] < 0.75 * pulled["object_store"]  # two workers, one pull and two manifests
+    assert pulled["http"] == pytest.approx(pulled["object_store"], rel=0.2)
+    assert not list(SHARED_MEMORY.glob(f"{PREFIX}-{os.getuid()}-*"))
+
+
+def test_weights_are_not_served_beyond_the_machine_without_a_token(tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(RECIPE)
+    more = ["--weights.transport", "http", "--weights.host", "0.0.0.0", "--weights.url", "http://127.0.0.1:1"]
+    process = Forked("train", f"@{recipe}", "--run.dir", str(tmp_path / "run"), *more)
+    _, err = process.communicate(timeout=DEADLINE_S)
+
+    assert process.returncode == 2
+    assert "weights.token_env" in err
+    assert "without a token" in err

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
+import torch
 
 from benchmarks import measuring
-from benchmarks.gpu import tree_attention
+from benchmarks.gpu import matmul, train_step, tree_attention
+from benchmarks.gpu.qwen_shapes import SHAPES, matrix_parameters, random_model
+from benchmarks.gpu.rows import Rows
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
@@ -19,6 +25,69 @@ def test_tree_attention_runs_on_a_cpu(tmp_path: Path, monkeypatch: pytest.Monkey
     (record,) = json.loads((tmp_path / "gpu_tree_attention-quick.json").read_text())["trees"]
     assert record["nodes"] == 60
     assert record["output_difference"] < 1e-6
+
+
+def rows_of(script: ModuleType, folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """The rows of a script, run on a CPU with tiny sizes."""
+    monkeypatch.setattr(measuring, "RESULTS", folder)
+    name = script.__name__.rsplit(".", 1)[-1]
+    monkeypatch.setattr("sys.argv", [name, "--device", "cpu", "--tiny"])
+    assert script.main() == 0
+    rows: list[dict[str, Any]] = json.loads((folder / f"gpu_{name}-quick.json").read_text())["rows"]
+    return rows
+
+
+def test_matrix_products_run_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = rows_of(matmul, tmp_path, monkeypatch)
+
+    assert [row["dtype"] for row in rows] == ["bf16", "fp32"]
+    assert all(row["tflops"] > 0 for row in rows)
+
+
+def test_training_steps_compute_the_same_logprobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = {row["way"]: row for row in rows_of(train_step, tmp_path, monkeypatch)}
+
+    assert {row["status"] for row in rows.values()} == {"measured"}
+    assert rows["shared"]["computed_tokens"] == 2 * (12 + 3 * 8)
+    assert rows["unshared"]["computed_tokens"] == rows["padded"]["computed_tokens"] == 2 * 3 * 20
+    for way in ("unshared", "padded"):
+        assert rows[way]["mean_logprob"] == pytest.approx(rows["shared"]["mean_logprob"], abs=1e-5)
+
+
+def test_missing_packages_and_failures_are_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measuring, "RESULTS", tmp_path)
+    rows = Rows("gpu_some", argparse.Namespace(device="cpu", tiny=True))
+
+    def missing() -> dict[str, Any]:
+        raise ImportError("no vllm")
+
+    def fails() -> dict[str, Any]:
+        raise RuntimeError("out of memory\nmore")
+
+    rows.measure("a", missing)
+    assert rows.finish() == 0
+    rows.measure("b", fails)
+    rows.measure("c", lambda: {"figure": 1})
+
+    found = json.loads((tmp_path / "gpu_some-quick.json").read_text())["rows"]
+    assert [(row["status"], row.get("why")) for row in found] == [
+        ("skipped", "no vllm"),
+        ("failed", "RuntimeError: out of memory"),
+        ("measured", None),
+    ]
+    assert rows.finish() == 1
+
+
+@pytest.mark.parametrize(("name", "billions"), [("0.6B", 0.6), ("1.7B", 1.7), ("4B", 4.0), ("8B", 8.2)])
+def test_shapes_have_the_published_sizes(name: str, billions: float) -> None:
+    shape = SHAPES[name]
+    with torch.device("meta"):
+        model = random_model(shape, torch.device("meta"), torch.bfloat16)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+
+    assert parameters == pytest.approx(billions * 1e9, rel=0.03)
+    embedding = shape.vocabulary * shape.hidden
+    assert matrix_parameters(shape) == pytest.approx(parameters - (0 if shape.tied else embedding), rel=0.001)
 
 
 def test_a_missing_gpu_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from benchmarks import measuring
-from benchmarks.gpu import matmul, train_step, tree_attention
+from benchmarks.gpu import engine, matmul, train_step, tree_attention
 from benchmarks.gpu.qwen_shapes import SHAPES, matrix_parameters, random_model
 from benchmarks.gpu.rows import Rows
 
@@ -52,6 +52,16 @@ def test_training_steps_compute_the_same_logprobs(tmp_path: Path, monkeypatch: p
     assert rows["unshared"]["computed_tokens"] == rows["padded"]["computed_tokens"] == 2 * 3 * 20
     for way in ("unshared", "padded"):
         assert rows[way]["mean_logprob"] == pytest.approx(rows["shared"]["mean_logprob"], abs=1e-5)
+
+
+def test_engines_generate_and_swap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = {row["engine"]: row for row in rows_of(engine, tmp_path, monkeypatch)}
+
+    assert rows["embedded"]["tokens"] == 2 * 3 * 8
+    assert rows["embedded"]["swap_s"] > 0
+    for name in ("vllm", "vllm alone"):
+        assert rows[name]["status"] == "skipped"
+        assert "vllm" in rows[name]["why"]
 
 
 def test_missing_packages_and_failures_are_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ import mmap
 import os
 import secrets
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +24,7 @@ from tidemill.weights.snapshot import Blob
 SHARED_MEMORY = Path("/dev/shm")
 PREFIX = "tidemill-weights"
 PARTIAL = ".partial"
-POLL_S = 0.01
+POLL_S, FORGET_S = 0.01, 5.0
 
 
 class SharedFile:
@@ -52,7 +52,7 @@ class NodeFolder:
     """
 
     def __init__(self, run: str, *, parent: Path = SHARED_MEMORY) -> None:
-        self.path = parent / f"{PREFIX}-{os.getuid()}-{run}"
+        self.path = _folder_of(run, parent)
         self._lock = _lock_of(self.path)
         remove_abandoned(parent)
 
@@ -117,6 +117,20 @@ def remove_abandoned(parent: Path = SHARED_MEMORY) -> None:
     """Delete files of this user's earlier runs, whose processes have ended."""
     for folder in parent.glob(f"{PREFIX}-{os.getuid()}-*/"):
         _remove_unused_folder(folder)
+
+
+async def forget_snapshots(run: str, *, parent: Path = SHARED_MEMORY) -> None:
+    """Delete the folder of a run whose processes on this machine have been killed. Waits until they have ended."""
+    folder = _folder_of(run, parent)
+    with suppress(TimeoutError):  # somebody still uses it: the next run deletes it
+        async with asyncio.timeout(FORGET_S):
+            while folder.is_dir():
+                _remove_unused_folder(folder)
+                await asyncio.sleep(POLL_S)
+
+
+def _folder_of(run: str, parent: Path) -> Path:
+    return parent / f"{PREFIX}-{os.getuid()}-{run}"
 
 
 def _lock_of(folder: Path) -> FileLock:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -56,8 +57,13 @@ def ran(folder: Path, transport: str, *more: str, env: dict[str, str] | None = N
     return summary
 
 
-def pulled_bytes(run: Path) -> int:
-    return sum(int(event["nbytes"]) for event in read_events(run / "events.jsonl") if event["event"] == "pull")
+def pulls(run: Path) -> dict[int, list[int]]:
+    """Bytes that each worker pulled, by version."""
+    found = defaultdict(list)
+    for event in read_events(run / "events.jsonl"):
+        if event["event"] == "pull":
+            found[int(event["version"])].append(int(event["nbytes"]))
+    return found
 
 
 @pytest.mark.timeout(800)
@@ -66,9 +72,9 @@ def test_all_transports_give_the_same_weights(tmp_path: Path) -> None:
     digests["http"] = ran(tmp_path, "http", "--weights.threads", "2")["weights_digest"]
 
     assert len(set(digests.values())) == 1, digests
-    pulled = {transport: pulled_bytes(tmp_path / transport) for transport in digests}
-    assert pulled["shm"] < 0.75 * pulled["object_store"]  # two workers, one pull and two manifests
-    assert pulled["http"] == pytest.approx(pulled["object_store"], rel=0.2)
+    both = [sorted(each) for each in pulls(tmp_path / "shm").values() if len(each) == 2]
+    once = sum(few < 4000 < many for few, many in both)  # a manifest, and all; else the faster one was at the next
+    assert once > len(both) / 2 > 1
     assert not list(SHARED_MEMORY.glob(f"{PREFIX}-{os.getuid()}-*"))
 
 

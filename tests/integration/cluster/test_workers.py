@@ -148,6 +148,7 @@ class Workplace:
             dtype="float32",
             threads=1,
             session="test",
+            share_memory=False,
             cloud_notices=False,
             orphan_s=orphan_s,
         )

@@ -40,6 +40,7 @@ from tidemill.runtime.cluster.ray_calls import (
 from tidemill.runtime.cluster.ray_internals import signal_fd
 from tidemill.runtime.cluster.weight_transports import open_puller, open_readers
 from tidemill.runtime.compute import ComputeThread
+from tidemill.weights.node_folder import forget_snapshots
 
 CALL_S = 60.0
 LOAD_S = 600.0
@@ -58,6 +59,7 @@ class WorkerPlan(Record):
     dtype: str  # of the published weights
     threads: int  # inside one operation
     session: str  # the same for all workers of this run, and for no others
+    share_memory: bool  # workers of a machine share a snapshot
     cloud_notices: bool  # ask the cloud's metadata service for termination notices
     orphan_s: float = 60.0  # a worker without any call for this long ends itself
 
@@ -212,6 +214,7 @@ class RayHost:
         notify_drains: bool,
     ) -> None:
         self._plan, self._config, self._nodes = encode(plan), config, nodes
+        self._shared = plan.session if plan.share_memory else None
         self._files, self._publishers = ray.put(dict(files)), list(publishers)
         self._preemptible, self._reserved, self._start_s = preemptible, reserved, start_s
         self._workers: dict[RayWorker, str] = {}  # node ids of started workers
@@ -254,6 +257,8 @@ class RayHost:
         for worker in self._workers:
             worker.kill()
         self._workers.clear()
+        if self._shared is not None:
+            await forget_snapshots(self._shared)
 
     def _create_actor(self, lease: Lease, selector: dict[str, str]) -> Any:
         options: dict[str, Any] = {

@@ -13,7 +13,7 @@ import pytest
 
 from tests.sandboxes import need_bubblewrap
 from tidemill.config.sandbox import SandboxConfig
-from tidemill.sandbox import open_sandbox
+from tidemill.sandbox import local, open_sandbox
 from tidemill.sandbox.network import _pass_on, hosts_file, is_refused
 
 CLIENT = """\
@@ -28,6 +28,21 @@ for address in sys.argv[1:]:
     except OSError as error:  # after a connection that is closed at once, either call may fail
         closed = error.errno in (errno.ENOTCONN, errno.ECONNRESET, errno.EPIPE)
         print("closed" if closed else type(error).__name__)
+"""
+
+
+# Opens connections that stay open, and counts those that are not closed at once.
+MANY = """\
+import socket, sys, time
+opened = [socket.create_connection(("localhost", int(sys.argv[1])), timeout=20) for _ in range(12)]
+time.sleep(0.5)
+alive = 0
+for each in opened:
+    each.setblocking(False)
+    try: alive += bool(each.recv(1))
+    except BlockingIOError: alive += 1
+    except OSError: pass
+print(alive)
 """
 
 
@@ -74,6 +89,20 @@ def test_an_address_is_itself_inside() -> None:
         assert answers((f"127.0.0.1:{port}", "169.254.169.254:80", "unknown.invalid:443"), f"127.0.0.1:{port}") == [
             "HELLO"
         ]
+
+
+def test_connections_beyond_the_limit_are_closed_and_the_others_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    need_bubblewrap()
+    local.close_launchers()
+    limited = local.PROGRAM.replace(
+        "main()", "from tidemill.sandbox import network; network.MOST_CONNECTIONS = 5; main()"
+    )
+    monkeypatch.setattr(local, "PROGRAM", limited)
+    with echo_server() as port, closing(open_sandbox(SandboxConfig(network=(f"localhost:{port}",)))) as sandbox:
+        finished = sandbox.run(["python3", "-c", MANY, str(port)])
+    local.close_launchers()
+
+    assert finished.stdout == b"5\n", finished.stderr
 
 
 def test_metadata_and_unknown_hosts_close_at_once() -> None:

@@ -97,7 +97,7 @@ def test_connections_beyond_the_limit_are_closed_and_the_others_stay(monkeypatch
     limited = local.PROGRAM.replace(
         "main()", "from tidemill.sandbox import network; network.MOST_CONNECTIONS = 5; main()"
     )
-    monkeypatch.setattr(local, "PROGRAM", limited)
+    monkeypatch.setattr("tidemill.sandbox.local.PROGRAM", limited)
     with echo_server() as port, closing(open_sandbox(SandboxConfig(network=(f"localhost:{port}",)))) as sandbox:
         finished = sandbox.run(["python3", "-c", MANY, str(port)])
     local.close_launchers()

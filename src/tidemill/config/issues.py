@@ -305,11 +305,7 @@ INACTIVE = (
         "pool.notice_s is 0",
     ),
     Inactive(
-        "ray.address ray.reserved_selector ray.trainer_cpus ray.trainer_gpus ray.worker_cpus ray.worker_gpus",
-        lambda spec: spec.runtime == "ray",
-        'runtime is not "ray"',
-    ),
-    Inactive(
+        "ray.address ray.reserved_selector ray.trainer_cpus ray.trainer_gpus ray.worker_cpus ray.worker_gpus "
         "weights.transport weights.threads",
         lambda spec: spec.runtime == "ray",
         'runtime is not "ray"',

@@ -94,7 +94,8 @@ class Sandbox(Protocol):
         """Run a command to its end; processes that it leaves behind are killed.
 
         Args:
-            argv: program and arguments. "python3" is the interpreter that runs Tidemill, without its packages.
+            argv: program and arguments. "python3" is the interpreter that runs Tidemill, without the packages of
+                its virtual environment.
             env: variables besides PATH, HOME and LANG.
             timeout_s: deadline; at most the limit.
 

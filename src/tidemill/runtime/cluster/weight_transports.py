@@ -148,8 +148,12 @@ async def open_readers(config: WeightsConfig, publishers: Sequence[Any]) -> list
         return [ObjectStoreReader(publisher) for publisher in publishers]
     readers: list[Transport] = []
     for publisher in publishers:
-        async with asyncio.timeout(ADDRESS_S):
-            address = read_answer(await publisher.weights_address.remote(), WeightsAddress | None)  # type: ignore[arg-type]
+        try:
+            async with asyncio.timeout(ADDRESS_S):
+                answer = await publisher.weights_address.remote()
+        except (TimeoutError, RayError) as error:
+            raise WeightsError(f"the trainer does not say where it serves weights ({type(error).__name__})") from error
+        address = read_answer(answer, WeightsAddress | None)  # type: ignore[arg-type]
         if address is None:
             raise WeightsError("the trainer does not serve weights")
         readers.append(HttpReader(address.url, address.token))

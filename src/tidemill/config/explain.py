@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from tidemill.config.algorithm import CorrectionConfig
-from tidemill.config.issues import Purpose, has_readers, preemptible, without_effect
+from tidemill.config.issues import Purpose, has_readers, without_effect
 from tidemill.config.model import BUILT_IN_MODELS
 from tidemill.config.pool import StaticPool, SyntheticPool, TracePool
 from tidemill.config.schema import RunSpec
@@ -135,7 +135,7 @@ def topics(spec: RunSpec, *, purpose: Purpose = "train") -> list[Topic]:
         ("schedule", _schedule(spec)),
         ("algorithm", _algorithm(spec)),
         *([("scoring", text)] if (text := _scoring(spec)) else []),
-        *([("workers", _workers(spec))] if preemptible(spec) else []),
+        *([("workers", _workers(spec))] if spec.is_elastic else []),
         ("learning", _learning(spec, derived)),
         ("run", _run(spec, derived)),
         ("evaluation", _evaluation(spec, derived)),

@@ -25,7 +25,7 @@ from tidemill.config.keys import (
     variants,
     without_none,
 )
-from tidemill.config.pool import StaticPool, SyntheticPool
+from tidemill.config.pool import SyntheticPool
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError
 
@@ -253,11 +253,6 @@ class Inactive(NamedTuple):
     reason: str
 
 
-def preemptible(spec: RunSpec) -> bool:
-    """Whether there are preemptible workers."""
-    return not isinstance(spec.pool, StaticPool) or spec.pool.workers > 0
-
-
 def has_readers(spec: RunSpec) -> bool:
     """Whether there is a reward model or a reference."""
     return bool(spec.scoring.model_folders) or spec.algorithm.kl_beta > 0
@@ -285,18 +280,18 @@ INACTIVE = (
         "fleet.size fleet.seed_window_s fleet.window_gain fleet.queue_limit fleet.max_moves fleet.tail_fraction "
         "fleet.join_timeout_s fleet.drain_margin_s fleet.probe_tolerance fleet.hand_over fleet.window_floor_s "
         "fleet.remember_windows fleet.known_windows fleet.preemptible_usd_per_hour",
-        preemptible,
+        lambda spec: spec.is_elastic,
         "the pool has no preemptible workers",
     ),
     Inactive("fleet.known_windows", lambda spec: spec.fleet.remember_windows, "fleet.remember_windows is false"),
     Inactive(
         "fleet.hand_over",
-        lambda spec: not _runs_ahead(spec) or not preemptible(spec),
+        lambda spec: not _runs_ahead(spec) or not spec.is_elastic,
         "only with schedule.max_policy_lag = 0",
     ),
     Inactive(
         "fleet.heartbeat_timeout_s",
-        lambda spec: spec.runtime == "ray" and preemptible(spec),
+        lambda spec: spec.runtime == "ray" and spec.is_elastic,
         "no preemptible worker is a separate process",
     ),
     Inactive(

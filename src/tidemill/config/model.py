@@ -107,8 +107,13 @@ class ModelConfig(Config):
 
 
 class PlacementConfig(Config):
-    """Which models run on a dedicated Ray actor, on the nodes where the trainer may run."""
+    """Where the reserved side generates, and which models run on a dedicated Ray actor, on the nodes where the trainer
+    may run."""
 
+    engine: Literal["auto", "own", "colocated"] = "auto"
+    """The reserved engine. auto: the embedded one, over the trainer's parameters; with trainer.shards, as own. own: one
+    of engine.kind in a process of its own, with the resources of a worker. colocated: one of engine.kind in the
+    trainer's process (in each shard), on its device; it sleeps while the trainer computes. Needs a policy lag of 0."""
     reward_model: Literal["driver", "actor"] = "driver"
     """Where reward models run. driver: in the controller's process. actor: each on a Ray actor."""
     reference: Literal["trainer", "actor"] = "trainer"

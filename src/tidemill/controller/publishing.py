@@ -111,13 +111,7 @@ class Publishing:
             self._check_logprobs(loaded)
             worker.reported_s = self._clock.now()
             self._event_log.pulled(worker, loaded, worker.reported_s - started_s)
-            difference = probe_difference(loaded, manifest)
-            if difference > self._probe_tolerance:
-                self._event_log.quarantined(worker, difference, self._probe_tolerance)
-                raise Quarantined(
-                    f"logprobs of the probe differ from the trainer's by {difference:.3g} nats on average; limit "
-                    f"{self._probe_tolerance:.3g}"
-                )
+            self._check_probe(worker, loaded, manifest)
             worker.version = loaded.version
         self._on_ready()
 
@@ -134,8 +128,20 @@ class Publishing:
         assert self._version is not None, "nothing was published"
         loaded = await handle.load(self._version)
         self._check_logprobs(loaded)
+        if self._manifest is not None and loaded.probe_logprobs:  # an engine over the trainer's parameters has none
+            self._check_probe(worker, loaded, self._manifest)
         worker.version = loaded.version
         self._on_ready()
+
+    def _check_probe(self, worker: WorkerState, loaded: Loaded, manifest: WeightManifest) -> None:
+        """Raises Quarantined."""
+        difference = probe_difference(loaded, manifest)
+        if difference > self._probe_tolerance:
+            self._event_log.quarantined(worker, difference, self._probe_tolerance)
+            raise Quarantined(
+                f"logprobs of the probe differ from the trainer's by {difference:.3g} nats on average; limit "
+                f"{self._probe_tolerance:.3g}"
+            )
 
     def _check_logprobs(self, loaded: Loaded) -> None:
         if self._needs_logprobs and not loaded.rollout_logprobs:

@@ -36,15 +36,19 @@ Bytes = npt.NDArray[np.uint8]
 Part: TypeAlias = Literal["learned", "base"]
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    return _NAMES[dtype]
+
+
 def snapshot_layout(model: PreTrainedModel, dtype: torch.dtype, *, part: Part = "learned") -> tuple[TensorEntry, ...]:
     """The place of every parameter, or of this rank's rows of it, in a snapshot of `dtype`; checksums are 0."""
     entries: list[TensorEntry] = []
     offset = 0
-    for name, parameter in _parameters(model, part).items():
+    for name, parameter in parameters_of(model, part).items():
         rows, _ = local_rows(parameter)
         nbytes, shape = rows.numel() * dtype.itemsize, tuple(rows.shape)
         entries.append(
-            TensorEntry(name=name, dtype=_NAMES[dtype], shape=shape, offset=offset, nbytes=nbytes, checksum=0)
+            TensorEntry(name=name, dtype=dtype_name(dtype), shape=shape, offset=offset, nbytes=nbytes, checksum=0)
         )
         offset += math.ceil(nbytes / _ALIGNMENT) * _ALIGNMENT
     return tuple(entries)
@@ -88,7 +92,7 @@ def bind_snapshot(
 
 def release_snapshot(model: PreTrainedModel, *, part: Part = "learned") -> None:
     """Undo `bind_snapshot`: the parameters are empty again."""
-    for parameter in _parameters(model, part).values():
+    for parameter in parameters_of(model, part).values():
         parameter.data = parameter.new_empty(0)
 
 
@@ -115,14 +119,15 @@ def copy_on_base(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
     return empty_copy(model, dtype, shared=frozen_parameters(model).values())
 
 
-def _parameters(model: PreTrainedModel, part: Part) -> dict[str, torch.nn.Parameter]:
+def parameters_of(model: PreTrainedModel, part: Part) -> dict[str, torch.nn.Parameter]:
+    """The parameters that versions contain, or those of the base under an adapter, by name."""
     return learned_parameters(model) if part == "learned" else frozen_parameters(model)
 
 
 def _matched(
     model: PreTrainedModel, tensors: Sequence[TensorEntry], part: Part
 ) -> list[tuple[TensorEntry, torch.nn.Parameter]]:
-    parameters = _parameters(model, part)
+    parameters = parameters_of(model, part)
     names = [entry.name for entry in tensors]
     if names != list(parameters):
         difference = next(iter(set(names) ^ set(parameters)), "the order of its tensors")

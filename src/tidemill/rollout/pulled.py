@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import Protocol, TypeAlias, get_args
 
 import msgspec
+import torch
 from transformers import PreTrainedModel
 
 from tidemill.core.errors import WeightsError
 from tidemill.core.records import PolicyVersion, Pulled
-from tidemill.models.snapshots import Part, bind_snapshot, release_snapshot
+from tidemill.models.snapshots import Part, bind_snapshot, parameters_of, release_snapshot
+from tidemill.models.weight_stream import WeightStream
 from tidemill.weights.puller import Puller
 from tidemill.weights.sharded import PullerGroup
 from tidemill.weights.snapshot import Snapshot
@@ -41,16 +44,45 @@ class SnapshotUser(Protocol):
 
 
 class EmptyModel:
-    """A model whose parameters become views of the snapshot (see `models.snapshots`)."""
+    """A model whose parameters become views of the snapshot (see `models.snapshots`), or copies of streamed tensors.
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        self._model = model
+    Args:
+        drop_caches: frees the caches of its engine, which allocates them again when it needs them.
+    """
+
+    def __init__(self, model: PreTrainedModel, *, drop_caches: Callable[[], None] = lambda: None) -> None:
+        self._model, self._drop_caches = model, drop_caches
 
     def bind(self, snapshot: Snapshot, part: Part) -> None:
         bind_snapshot(self._model, snapshot.manifest.tensors, snapshot.buffer, part=part)
 
     def release(self, part: Part) -> None:
         release_snapshot(self._model, part=part)
+
+    @property
+    def device_type(self) -> str:
+        return self._model.device.type
+
+    @torch.no_grad()
+    def receive(self, tensors: WeightStream, part: Part) -> None:
+        """Implements `rollout.streamed.StreamUser`, as do the next methods."""
+        parameters = parameters_of(self._model, part)
+        for name, tensor in tensors:
+            if (parameter := parameters[name]).shape == tensor.shape:
+                parameter.copy_(tensor)
+            else:
+                parameter.data = tensor.to(parameter.device, copy=True)
+
+    def sleep(self) -> None:
+        for part in get_args(Part):
+            self.release(part)
+        self._drop_caches()
+
+    def wake_weights(self) -> None:
+        """Nothing to do: `receive` allocates them."""
+
+    def wake_caches(self) -> None:
+        """Nothing to do: the engine allocates them at its next step."""
 
 
 class PulledWeights:

@@ -7,15 +7,12 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from transformers import PreTrainedModel
-
 from tidemill.config.schema import RunSpec
 from tidemill.config.task import ScoringConfig
 from tidemill.core.protocols import (
     Checkpoints,
     Clock,
     Compute,
-    PromptSource,
     Provider,
     Publisher,
     Scorer,
@@ -23,23 +20,17 @@ from tidemill.core.protocols import (
     Worker,
     WorkerHost,
 )
-from tidemill.core.records import ITEM_BYTES, LogprobBuffer, PolicyVersion, TokenBuffer, WeightManifest, count
 from tidemill.envs.text.eval_sets import check_rewards
 from tidemill.envs.text.prompts import Task
 from tidemill.envs.text.scorer import RewardScorer, build_scorer, evaluation_scoring, user_calls
 from tidemill.models.codec import TextCodec
-from tidemill.models.loading import probe_logprobs
-from tidemill.models.lora import adapter_of
 from tidemill.models.ranks import ONE_RANK, Ranks
-from tidemill.models.snapshots import bind_snapshot, copy_on_base, snapshot_bytes, snapshot_layout, write_snapshot
 from tidemill.pool.build_provider import build_provider, trace_remarks
 from tidemill.runtime.readers import Readers, model_rewards
 from tidemill.telemetry.recorder import Recorder
 from tidemill.telemetry.run_dir import RunDirectory
 from tidemill.trainer.checkpoint_store import CheckpointStore, recover_together, write_together
 from tidemill.trainer.policy import PolicyTrainer
-from tidemill.weights.snapshot import Blob, allocate
-from tidemill.weights.store import WeightStore
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +39,7 @@ class RuntimeBackend:
 
     trainer: Trainer
     checkpoints: Checkpoints
-    local: Worker  # the trainer's own engine
+    local: Worker  # the reserved engine
     task: Task
     codec: TextCodec
     scorer: Scorer  # rewards of training samples
@@ -60,6 +51,7 @@ class RuntimeBackend:
     host: WorkerHost | None = None
     publisher: Publisher | None = None
     heartbeat_timeout_s: float | None = None  # replaces the configured one
+    local_engines: int = 1  # that `local` consists of
     readers: Readers = field(default_factory=Readers)
 
 
@@ -111,11 +103,6 @@ def scorers(
     return build(spec.scoring), build(evaluated)
 
 
-def is_elastic(spec: RunSpec) -> bool:
-    """Whether the run can have preemptible workers."""
-    return spec.pool.kind != "static" or spec.pool.workers > 0
-
-
 def scheduled_provider(
     spec: RunSpec, run: RunDirectory, clock: Clock, *, log: Callable[[str], None]
 ) -> Provider | None:
@@ -127,7 +114,7 @@ def scheduled_provider(
     Raises:
         UserError: the trace cannot be read.
     """
-    if spec.pool.kind == "ray" or not is_elastic(spec):
+    if spec.pool.kind == "ray" or not spec.is_elastic:
         return None
     for remark in trace_remarks(spec.pool):
         log(remark)
@@ -177,77 +164,3 @@ class TrainerCheckpoints:
             return 0
         self._trainer.read_state(latest.checkpoint.path)
         return latest.checkpoint.step
-
-
-PROBE_TOKENS = 64
-
-
-class ModelPublisher:
-    """Implements `core.protocols.Publisher` for a model in this process.
-
-    For a model with an adapter a version is the adapter alone.
-
-    Args:
-        rollout_model: the model that engines use, in the dtype that workers generate in. The probe is computed with
-            weights rounded to that dtype, as workers will do: in bf16 the trainer's own result would differ from
-            theirs by more than any limit that still detects a fault.
-        compute: the trainer's, so that weights do not change while they are copied.
-        sends_base: also publish the base model under the adapter, once, for workers that cannot share it.
-    """
-
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        store: WeightStore,
-        *,
-        rollout_model: PreTrainedModel,
-        compute: Compute,
-        probe_ids: TokenBuffer,
-        sends_base: bool = False,
-    ) -> None:
-        self._model, self._store, self._compute = model, store, compute
-        self._rollout_model, self._probe_ids = rollout_model, probe_ids
-        self._layout = snapshot_layout(model, rollout_model.dtype)
-        self._base_due = sends_base and adapter_of(model) is not None
-
-    async def publish(self, version: PolicyVersion) -> WeightManifest:
-        """Publish the weights. The trainer waits for the copy and the probe only, not for checksums and deltas."""
-        latest = self._store.latest
-        if latest is not None and latest.version == version:
-            return latest
-        if self._base_due:
-            await self._publish_base()
-        await self._store.make_room()
-        snapshot, logprobs = await self._compute.run(self._export)
-        return await self._store.publish(
-            version, self._layout, snapshot, probe_ids=self._probe_ids, probe_logprobs=logprobs
-        )
-
-    async def close(self) -> None:
-        await self._store.close()
-
-    async def _publish_base(self) -> None:
-        layout = snapshot_layout(self._rollout_model, self._rollout_model.dtype, part="base")
-
-        def export() -> Blob:
-            snapshot = allocate(snapshot_bytes(layout))
-            write_snapshot(self._rollout_model, layout, snapshot, part="base")
-            return snapshot
-
-        await self._store.publish_base(layout, await self._compute.run(export))
-        self._base_due = False
-
-    def _export(self) -> tuple[Blob, LogprobBuffer]:
-        snapshot = allocate(snapshot_bytes(self._layout))
-        write_snapshot(self._model, self._layout, snapshot)
-        model = self._model
-        if model.dtype != self._rollout_model.dtype:  # on a GPU this needs a second copy until the probe is computed
-            model = copy_on_base(self._rollout_model, self._rollout_model.dtype)
-            bind_snapshot(model, self._layout, snapshot)
-        return snapshot, probe_logprobs(model, self._probe_ids)
-
-
-def probe_sequence(source: PromptSource) -> TokenBuffer:
-    """The tokens that workers verify new weights on: the start of the first prompt, at least two tokens."""
-    token_ids = source.train_batch(1)[0][1].token_ids[: PROBE_TOKENS * ITEM_BYTES]
-    return token_ids if count(token_ids) > 1 else token_ids * 2

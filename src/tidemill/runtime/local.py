@@ -1,4 +1,5 @@
-"""The in-process runtime: the reserved engine shares the trainer's parameters, preemptible workers are simulated.
+"""The in-process runtime: the reserved engine shares the trainer's parameters or takes turns with it, preemptible
+workers are simulated.
 
 A simulated worker has an engine over a published snapshot. When its machine is taken the worker is dropped at once, in
 whatever state it is.
@@ -15,20 +16,19 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from transformers import PreTrainedModel
 
 from tidemill.config.schema import RunSpec
-from tidemill.core.protocols import Clock, Compute
+from tidemill.core.protocols import Clock, Compute, Publisher, Trainer
 from tidemill.core.records import Lease
 from tidemill.models.loading import context_limit
 from tidemill.rollout.pulled import EmptyModel, PulledWeights
 from tidemill.rollout.worker import EngineWorker
 from tidemill.runtime.backend import (
-    ModelPublisher,
     Runtime,
     RuntimeBackend,
     TrainerCheckpoints,
-    probe_sequence,
     scheduled_provider,
     scorers,
 )
+from tidemill.runtime.colocated import open_colocated
 from tidemill.runtime.compute import ComputeThread, choose_device
 from tidemill.runtime.model_bundle import (
     NO_VERSION,
@@ -38,6 +38,7 @@ from tidemill.runtime.model_bundle import (
     engine_context,
     load_model_bundle,
 )
+from tidemill.runtime.publishers import ModelPublisher, ProbePublisher, ShardPublisher, probe_sequence
 from tidemill.runtime.readers import Readers, check_reward_models, reference_reader, reward_reader
 from tidemill.telemetry.recorder import Recorder
 from tidemill.telemetry.run_dir import RunDirectory
@@ -118,14 +119,15 @@ async def in_process(
         UserError: the model, the device, the task, a reward or the pool cannot be used.
     """
     check_reward_models(spec, progress=recorder.note)
-    bundle = load_model_bundle(spec, progress=recorder.note)
+    colocated = spec.placement.engine == "colocated"
+    bundle = load_model_bundle(spec, progress=recorder.note, generates=not colocated)
     task = bundle.task(recorder.note)
     provider = scheduled_provider(spec, run, clock, log=recorder.note)
     async with AsyncExitStack() as stack:
         compute = ComputeThread()
         stack.push_async_callback(compute.close)
         reference = bundle.reference()
-        trainer = PolicyTrainer(
+        policy = PolicyTrainer(
             bundle.forward,
             spec,
             compute=compute,
@@ -133,8 +135,17 @@ async def in_process(
             reference=bundle.forward_of(reference),
             critic=build_critic(bundle, progress=recorder.note),
         )
-        engine = bundle.engine(trainer.version, prompt_tokens=task.longest_prompt_tokens)
-        local = EngineWorker(engine, compute, clock=clock, tick_s=spec.engine.tick_s)
+        trainer: Trainer = policy
+        probe_ids, prompt_tokens = probe_sequence(task.source), task.longest_prompt_tokens
+        publisher: Publisher | None = None
+        if colocated:
+            local, trainer = open_colocated(
+                bundle, policy, compute, clock=clock, prompt_tokens=prompt_tokens, probe_ids=probe_ids
+            )
+            publisher = ProbePublisher(bundle, compute=compute, probe_ids=probe_ids)
+        else:
+            engine = bundle.engine(policy.version, prompt_tokens=prompt_tokens)
+            local = EngineWorker(engine, compute, clock=clock, tick_s=spec.engine.tick_s)
         stack.push_async_callback(local.close)
         readers = Readers()
         if spec.reading.ahead:
@@ -147,7 +158,7 @@ async def in_process(
         store = CheckpointStore(
             run.checkpoints, keep_last=spec.checkpoint.keep_last, keep_best=spec.checkpoint.keep_best
         )
-        host = publisher = None
+        host = None
         if provider is not None:
             weights_compute = ComputeThread("tidemill-weights")
             stack.push_async_callback(weights_compute.close)
@@ -158,32 +169,29 @@ async def in_process(
                 compute=compute,
                 weights_compute=weights_compute,
                 clock=clock,
-                prompt_tokens=task.longest_prompt_tokens,
+                prompt_tokens=prompt_tokens,
             )
             stack.push_async_callback(host.close)
-            publisher = ModelPublisher(
-                bundle.model,
-                weights,
-                compute=compute,
-                rollout_model=bundle.rollout_model,
-                probe_ids=probe_sequence(task.source),
-            )
+            if colocated:  # there is no second copy of the weights
+                publisher = ShardPublisher(bundle, weights, compute=compute, probe_ids=probe_ids)
+            else:
+                publisher = ModelPublisher(
+                    bundle.model, weights, compute=compute, rollout_model=bundle.rollout_model, probe_ids=probe_ids
+                )
             stack.push_async_callback(publisher.close)
         scorer, eval_scorer = scorers(spec, task, compute, readers)
         stack.push_async_callback(scorer.close)
         stack.push_async_callback(eval_scorer.close)
         yield RuntimeBackend(
             trainer=trainer,
-            checkpoints=TrainerCheckpoints(store, trainer, compute, warn=recorder.note),
+            checkpoints=TrainerCheckpoints(store, policy, compute, warn=recorder.note),
             local=local,
             task=task,
             codec=bundle.codec,
             scorer=scorer,
             eval_scorer=eval_scorer,
             threads=bundle.threads,
-            context_tokens=engine_context(
-                spec, limit=context_limit(bundle.model), prompt_tokens=task.longest_prompt_tokens
-            ),
+            context_tokens=engine_context(spec, limit=context_limit(bundle.model), prompt_tokens=prompt_tokens),
             device_info=bundle.device_info,
             provider=provider,
             host=host,

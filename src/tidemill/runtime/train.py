@@ -245,6 +245,7 @@ async def _train(
         fleet = Fleet(
             backend.local,
             slots=spec.engine.slots,
+            local_slots=spec.engine.slots * backend.local_engines,
             clock=clock,
             telemetry=recorder,
             config=spec.fleet,

@@ -7,8 +7,6 @@ the forward and the backward pass; gradients are summed, not averaged: they are 
 from __future__ import annotations
 
 import ctypes
-import os
-import socket
 from datetime import timedelta
 from pathlib import Path
 
@@ -22,6 +20,7 @@ from transformers import PreTrainedModel
 from tidemill.core.errors import UserError
 from tidemill.models.ranks import Ranks
 from tidemill.models.tree_forward import TreeForward
+from tidemill.models.weight_stream import stay_on_this_machine
 
 
 class GroupRanks:
@@ -71,8 +70,7 @@ def join_ranks(
     if not meeting.parent.is_dir():
         raise _not_met(meeting, "there is no such folder on this machine")
     if one_machine:
-        loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
-        os.environ |= {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback}
+        stay_on_this_machine()
     try:
         distributed.init_process_group(
             "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",

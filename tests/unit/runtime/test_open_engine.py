@@ -9,7 +9,7 @@ from tidemill.config.schema import RunSpec, VllmConfig
 from tidemill.core.errors import UserError
 from tidemill.core.protocols import EngineCapabilities
 from tidemill.rollout.engines import vllm
-from tidemill.runtime.cluster.open_engine import check_capabilities
+from tidemill.runtime.open_engine import check_capabilities
 
 ABLE = {
     "name": "able",

@@ -58,7 +58,7 @@ def local_nodes(spec: RunSpec) -> tuple[LocalNode, ...]:
     more_reward_models = len(spec.scoring.model_folders[1:]) if placement.reward_model == "actor" else 0
     actors = len(placement.on_actors) + more_reward_models
     shards = spec.trainer.shards
-    engines = int(shards > 1)  # the reserved engine is then a process of its own
+    engines = int(spec.engine_is_apart)
     cpus = shards * config.trainer_cpus + engines * config.worker_cpus + actors * placement.actor_cpus
     gpus = shards * config.trainer_gpus + engines * config.worker_gpus + actors * placement.actor_gpus
     head = LocalNode(

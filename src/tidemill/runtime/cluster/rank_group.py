@@ -52,7 +52,7 @@ class RankGroup:
 
     async def start(self, plan: bytes, checkpoints: Path, *, kind: type[T]) -> T:
         """Start all ranks with their `start_rank`; they meet at a file in the folder of the checkpoints."""
-        with _meeting_file(checkpoints) as meeting:
+        with meeting_file(checkpoints) as meeting:
             return await self._call_each(
                 "start_rank",
                 [(plan, index, meeting, session_functions()) for index in range(len(self._ranks))],
@@ -117,7 +117,7 @@ class RankGroup:
 
 
 @contextmanager
-def _meeting_file(folder: Path) -> Iterator[str]:
+def meeting_file(folder: Path) -> Iterator[str]:
     """Path of a new file in a folder, which is created if needed; the file is removed at the end."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder.resolve() / f".ranks-{uuid.uuid4().hex}"

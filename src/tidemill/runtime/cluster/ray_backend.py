@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from ray.autoscaler.sdk import request_resources
@@ -29,11 +30,10 @@ from tidemill.models.folder import refuse_reward_model, weight_files
 from tidemill.models.snapshots import check_shardable, files_without_weights, stored_context_limit
 from tidemill.pool.provider import BackOff
 from tidemill.rollout.engines.vllm import check_family, check_version
+from tidemill.rollout.worker_group import WorkerGroup
 from tidemill.runtime.backend import (
     Runtime,
     RuntimeBackend,
-    is_elastic,
-    probe_sequence,
     scheduled_provider,
     scorers,
 )
@@ -45,9 +45,11 @@ from tidemill.runtime.cluster.connection import (
     reserved_selector,
     selector_of,
 )
-from tidemill.runtime.cluster.rank_group import RankGroup
+from tidemill.runtime.cluster.lane import LanePlan, LaneWorker
+from tidemill.runtime.cluster.rank_group import RankGroup, meeting_file
 from tidemill.runtime.cluster.ray_calls import (
     ActorResources,
+    Caller,
     Remote,
     blocking,
     encode,
@@ -72,6 +74,7 @@ from tidemill.runtime.cluster.ray_worker import RayHost, RayWorker, WorkerPlan
 from tidemill.runtime.compute import collected_rarely
 from tidemill.runtime.extension_checks import identities, trainer_extensions
 from tidemill.runtime.model_bundle import check_vocabularies, engine_context, fitting_task
+from tidemill.runtime.publishers import probe_sequence
 from tidemill.runtime.readers import Readers, check_reward_models, reward_reader
 from tidemill.telemetry.events import READER_RESTART
 from tidemill.telemetry.recorder import Recorder
@@ -106,29 +109,36 @@ async def on_ray(spec: RunSpec, run: RunDirectory, recorder: Recorder, clock: Cl
         preemptible = selector_of(spec.pool)
         reserved = reserved_selector(spec.ray, preemptible)
         resources = ActorResources(spec.ray.trainer_cpus, spec.ray.trainer_gpus, "ray.trainer")
-        shards = spec.trainer.shards
+        shards, lane = spec.trainer.shards, None
+        shares = shards == 1 and spec.placement.engine == "auto"  # the engine has the trainer's parameters
         actor = TrainerActor if shards == 1 else RankActor
         handles = await stack.enter_async_context(placed_group(actor, "trainer", resources, reserved, size=shards))
         critic = None
         if spec.algorithm.needs_critic and spec.placement.critic == "actor":
             resources = ActorResources(spec.placement.actor_cpus, spec.placement.actor_gpus, "placement.actor")
             critic = await stack.enter_async_context(placed(CriticActor, "critic", resources, reserved))
-        remote = Remote(handles[0], lost=trainer_lost) if shards == 1 else RankGroup(rank_remotes(handles))
+        remotes = [Remote(handles[0], lost=trainer_lost)] if shards == 1 else rank_remotes(handles)
+        remote = remotes[0] if shards == 1 else RankGroup(remotes)
         plan = TrainerPlan(
             spec=spec_to_send(spec, folder),
             checkpoints=str(run.checkpoints.resolve()),
             prompt_tokens=task.longest_prompt_tokens,
-            probe_ids=probe_sequence(task.source) if is_elastic(spec) or shards > 1 else b"",
+            probe_ids=probe_sequence(task.source) if spec.is_elastic or not shares else b"",
             identities=identities(trainer_extensions(spec)),
         )
         started, readers = await asyncio.gather(
-            remote.start(encode(plan), run.checkpoints, kind=Started)
-            if isinstance(remote, RankGroup)
-            else remote.call("start", encode(plan), critic, session_functions(), kind=Started, timeout_s=LOAD_S),
-            _start_readers(remote, spec, folder, reserved, recorder, stack),
+            _start_trainer(remote, plan, run, critic), _start_readers(remote, spec, folder, reserved, recorder, stack)
         )
-        host = publisher = None
-        if is_elastic(spec) or shards > 1:
+        host = None
+        publisher = None if shares and not spec.is_elastic else RayPublisher(remote)
+        if spec.weights.lane != "none":
+            lane = LanePlan(
+                meeting=stack.enter_context(meeting_file(run.checkpoints)),
+                layout=started.layout,
+                probe_ids=plan.probe_ids,
+                one_machine=not spec.ray.address,
+            )
+        if spec.is_elastic or spec.engine_is_apart:
             host = RayHost(
                 WorkerPlan(
                     spec=spec_to_send(spec, folder),
@@ -147,9 +157,9 @@ async def on_ray(spec: RunSpec, run: RunDirectory, recorder: Recorder, clock: Cl
                 reserved=reserved,
                 start_s=spec.fleet.join_timeout_s,
                 notify_drains=provider is not None,
+                lane=lane,
             )
             stack.push_async_callback(host.close)
-            publisher = RayPublisher(remote)
             if isinstance(spec.pool, RayPool):
                 provider = RayProvider(
                     spec.pool,
@@ -163,7 +173,11 @@ async def on_ray(spec: RunSpec, run: RunDirectory, recorder: Recorder, clock: Cl
         scorer, eval_scorer = scorers(spec, task, readers=readers)
         stack.push_async_callback(scorer.close)
         stack.push_async_callback(eval_scorer.close)
-        local = RayWorker(remote, owned=False) if isinstance(remote, Remote) else await _start_local(host, clock)
+        if spec.engine_is_apart:
+            local = await _start_apart(host, lane, remote, clock)
+        else:
+            engines = [RayWorker(each, owned=False) for each in remotes]
+            local = engines[0] if shards == 1 else WorkerGroup(engines)
         trainer = RayTrainer(remote, started.version)
         yield RuntimeBackend(
             trainer=trainer,
@@ -177,7 +191,8 @@ async def on_ray(spec: RunSpec, run: RunDirectory, recorder: Recorder, clock: Cl
             context_tokens=engine_context(spec, limit=limit, prompt_tokens=task.longest_prompt_tokens),
             device_info=started.device_info,
             provider=provider,
-            host=host if is_elastic(spec) else None,
+            host=host if spec.is_elastic else None,
+            local_engines=1 if spec.engine_is_apart else shards,
             publisher=publisher,
             readers=readers,
         )
@@ -212,13 +227,24 @@ def _check(spec: RunSpec) -> None:
 RAY = Runtime(check=_check, check_devices=_check_devices, open=on_ray)
 
 
-async def _start_local(host: RayHost | None, clock: Clock) -> Worker:
-    """The engine of the reserved side, in a process of its own: no rank of a sharded trainer has the whole weights."""
+async def _start_trainer(remote: Remote | RankGroup, plan: TrainerPlan, run: RunDirectory, critic: Any) -> Started:
+    """Raises UserError: a model or a device cannot be used."""
+    if isinstance(remote, RankGroup):
+        return await remote.start(encode(plan), run.checkpoints, kind=Started)
+    return await remote.call("start", encode(plan), critic, session_functions(), kind=Started, timeout_s=LOAD_S)
+
+
+async def _start_apart(host: RayHost | None, lane: LanePlan | None, trainer: Caller, clock: Clock) -> Worker:
+    """The reserved engine in a process of its own."""
     assert host is not None
     lease = Lease(
         lease_id="reserved", worker_id="reserved", kind="reserved", price_usd_per_hour=0.0, start_s=clock.now()
     )
-    return await host.start(lease)
+    if lane is None:
+        return await host.start(lease)
+    joined = trainer.call("join_lane", encode(lane), kind=type(None), timeout_s=LOAD_S)
+    worker, _ = await asyncio.gather(host.start(lease), joined)
+    return LaneWorker(worker, trainer)
 
 
 async def _start_readers(

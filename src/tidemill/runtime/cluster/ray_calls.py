@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
+from typing import Any, Concatenate, NamedTuple, ParamSpec, Protocol, TypeVar
 
 import msgspec
 import ray
@@ -184,6 +184,12 @@ def trainer_lost(cause: str, hint: str, *, role: str = "trainer") -> TrainerLost
 def lost_message(role: str, cause: str, hint: str) -> str:
     advice = f"{hint}; then {RESUME_HINT}" if hint else RESUME_HINT
     return f"the {role} died: {cause}\n  {advice}"
+
+
+class Caller(Protocol):
+    """Calls on the trainer's actor, or on all of them."""
+
+    async def call(self, method: str, *args: object, kind: type[T], timeout_s: float) -> T: ...
 
 
 class Remote:

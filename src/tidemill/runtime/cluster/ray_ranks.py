@@ -15,7 +15,6 @@ from tidemill.runtime.backend import TrainerCheckpoints
 from tidemill.runtime.cluster.rank_group import RANK_S
 from tidemill.runtime.cluster.ray_calls import Remote, decode, served, trainer_lost
 from tidemill.runtime.cluster.ray_trainer import Started, TrainerActor, TrainerPlan, checked_spec
-from tidemill.runtime.cluster.shard_publisher import ShardPublisher
 from tidemill.runtime.compute import ComputeThread
 from tidemill.runtime.model_bundle import load_model_bundle, sharded_models
 from tidemill.trainer.checkpoint_store import CheckpointStore
@@ -44,7 +43,7 @@ def join_group(spec: RunSpec, meeting: Path, *, index: int, device: torch.device
 
 
 class RankActor(TrainerActor):
-    """One rank of a sharded trainer; generates nothing."""
+    """One rank of a sharded trainer; generates only if the engine is colocated."""
 
     @served
     async def start_rank(self, plan: bytes, index: int, meeting: str, functions: Sequence[Extension] = ()) -> Started:
@@ -74,20 +73,9 @@ class RankActor(TrainerActor):
                 ranks=ranks,
             )
 
-        self._trainer = await compute.run(build)
+        self.rank, self._trainer = index, (trainer := await compute.run(build))
         store = CheckpointStore(
             Path(planned.checkpoints), keep_last=spec.checkpoint.keep_last, keep_best=spec.checkpoint.keep_best
         )
-        self._checkpoints = TrainerCheckpoints(store, self._trainer, compute, warn=self._warnings.append, ranks=ranks)
-        self._publisher = ShardPublisher(
-            bundle,
-            self._open_store(spec),
-            compute=compute,
-            probe_ids=planned.probe_ids,
-        )
-        return Started(
-            version=self._trainer.version,
-            device_info=bundle.device_info | {"shards": size},
-            threads=bundle.threads,
-            dtype=str(bundle.rollout_dtype).removeprefix("torch."),
-        )
+        self._checkpoints = TrainerCheckpoints(store, trainer, compute, warn=self._warnings.append, ranks=ranks)
+        return await self._connected(planned, bundle, trainer, compute, bundle.device_info | {"shards": size})

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 from tidemill.config.schema import RunSpec
-from tidemill.core.errors import TidemillError
-from tidemill.core.protocols import LoopClock, Publisher
+from tidemill.core.errors import TidemillError, WeightsError
+from tidemill.core.protocols import LoopClock, Publisher, Trainer
 from tidemill.core.records import (
     Completion,
     Group,
@@ -17,13 +17,16 @@ from tidemill.core.records import (
     PolicyVersion,
     Record,
     StepMetrics,
+    TensorEntry,
     TokenBuffer,
     WeightManifest,
 )
 from tidemill.extensions.registry import Extension, provide
+from tidemill.models.snapshots import dtype_name
 from tidemill.rollout.worker import EngineWorker
-from tidemill.runtime.backend import ModelPublisher, TrainerCheckpoints
-from tidemill.runtime.cluster.ray_calls import EngineActor, decode, encode, require_reserved_gpus, served
+from tidemill.runtime.backend import TrainerCheckpoints
+from tidemill.runtime.cluster.lane import LanePlan, LaneSender
+from tidemill.runtime.cluster.ray_calls import Caller, EngineActor, decode, encode, require_reserved_gpus, served
 from tidemill.runtime.cluster.ray_critic import RayCritic
 from tidemill.runtime.cluster.ray_reader import ReadingActor
 from tidemill.runtime.cluster.weight_transports import (
@@ -33,16 +36,16 @@ from tidemill.runtime.cluster.weight_transports import (
     address_of,
     open_transport,
 )
+from tidemill.runtime.colocated import open_colocated
 from tidemill.runtime.compute import ComputeThread
 from tidemill.runtime.extension_checks import identities, refuse_changed, trainer_extensions
-from tidemill.runtime.model_bundle import build_critic, load_model_bundle
+from tidemill.runtime.model_bundle import ModelBundle, build_critic, load_model_bundle
+from tidemill.runtime.publishers import ModelPublisher, ProbePublisher, ShardPublisher
 from tidemill.runtime.readers import reference_reader
 from tidemill.trainer.checkpoint_store import CheckpointStore
 from tidemill.trainer.policy import PolicyTrainer
 from tidemill.weights.store import WeightStore
 from tidemill.weights.threads import Threads
-
-T = TypeVar("T")
 
 NO_DEADLINE = math.inf
 """The training loop has deadlines for all calls to the trainer, and cancels them."""
@@ -79,6 +82,7 @@ class Started(Record):
     device_info: dict[str, Any]  # for the event log
     threads: int
     dtype: str  # of published weights
+    layout: tuple[TensorEntry, ...]  # of a whole version
 
 
 class Committed(Record):
@@ -94,12 +98,6 @@ class Restored(Record):
     step: int  # of the restored checkpoint; 0 for none
     version: PolicyVersion
     warnings: tuple[str, ...]
-
-
-class Caller(Protocol):
-    """Calls on the trainer's actor, or on all of them."""
-
-    async def call(self, method: str, *args: object, kind: type[T], timeout_s: float) -> T: ...
 
 
 class RayTrainer:
@@ -158,9 +156,12 @@ class TrainerActor(EngineActor, ReadingActor):
     """Serves `RayTrainer`, `RayCheckpoints` and `RayPublisher`, a `RayWorker` for its engine, and a `RayReader` of the
     reference."""
 
+    rank = 0
+
     def __init__(self) -> None:
         super().__init__()
-        self._trainer: PolicyTrainer | None = None
+        self._trainer: Trainer | None = None
+        self._lane: LaneSender | None = None
         self._checkpoints: TrainerCheckpoints | None = None
         self._publisher: Publisher | None = None
         self._transport: PublisherTransport | None = None
@@ -179,7 +180,8 @@ class TrainerActor(EngineActor, ReadingActor):
         """
         planned = decode(plan, TrainerPlan)
         compute, spec = ComputeThread(), checked_spec(planned, functions)
-        bundle = await compute.run(lambda: load_model_bundle(spec, progress=lambda _: None))
+        shares = spec.placement.engine == "auto"  # the engine has the trainer's parameters
+        bundle = await compute.run(lambda: load_model_bundle(spec, progress=lambda _: None, generates=shares))
         reference = await compute.run(bundle.reference)
         device_info = bundle.device_info
         if critic is None:
@@ -198,16 +200,17 @@ class TrainerActor(EngineActor, ReadingActor):
             reference=bundle.forward_of(reference),
             critic=trained_critic,
         )
-        engine = bundle.engine(trainer.version, prompt_tokens=planned.prompt_tokens)
-        self.worker = EngineWorker(engine, compute, clock=LoopClock(), tick_s=spec.engine.tick_s)
+        self._trainer = trainer
+        if shares:
+            engine = bundle.engine(trainer.version, prompt_tokens=planned.prompt_tokens)
+            self.worker = EngineWorker(engine, compute, clock=LoopClock(), tick_s=spec.engine.tick_s)
         if reference is not None and spec.reading.ahead:
             self.reader = reference_reader(spec, reference, compute)
         store = CheckpointStore(
             Path(planned.checkpoints), keep_last=spec.checkpoint.keep_last, keep_best=spec.checkpoint.keep_best
         )
-        self._trainer = trainer
         self._checkpoints = TrainerCheckpoints(store, trainer, compute, warn=self._warnings.append)
-        if planned.probe_ids:
+        if planned.probe_ids and shares:
             self._publisher = ModelPublisher(
                 bundle.model,
                 self._open_store(spec),
@@ -216,11 +219,48 @@ class TrainerActor(EngineActor, ReadingActor):
                 probe_ids=planned.probe_ids,
                 sends_base=True,
             )
+        return await self._connected(planned, bundle, trainer, compute, bundle.device_info | device_info)
+
+    async def _connected(
+        self,
+        planned: TrainerPlan,
+        bundle: ModelBundle,
+        trainer: PolicyTrainer,
+        compute: ComputeThread,
+        device_info: dict[str, Any],
+    ) -> Started:
+        """Open what an engine with weights of its own needs: itself if it is in this process, and its versions.
+
+        Raises:
+            UserError: as `open_colocated`.
+        """
+        spec = bundle.spec
+        if spec.placement.engine == "colocated":
+            self.worker, self._trainer = await compute.run(
+                lambda: open_colocated(
+                    bundle,
+                    trainer,
+                    compute,
+                    clock=LoopClock(),
+                    prompt_tokens=planned.prompt_tokens,
+                    probe_ids=planned.probe_ids,
+                )
+            )
+        self._lane = LaneSender(bundle, compute, sends=self.rank == 0)
+        if self._publisher is None and planned.probe_ids:
+            settings: dict[str, Any] = {"compute": compute, "probe_ids": planned.probe_ids}
+            stored = spec.is_elastic or (spec.engine_is_apart and spec.weights.lane == "none")
+            self._publisher = (
+                ShardPublisher(bundle, self._open_store(spec), **settings)
+                if stored
+                else ProbePublisher(bundle, **settings)
+            )
         return Started(
             version=trainer.version,
             device_info=device_info,
             threads=bundle.threads,
-            dtype=str(bundle.rollout_dtype).removeprefix("torch."),
+            dtype=dtype_name(bundle.rollout_dtype),
+            layout=self._lane.layout,
         )
 
     @served
@@ -235,7 +275,7 @@ class TrainerActor(EngineActor, ReadingActor):
 
     @served
     async def logprobs(self, completions: bytes) -> list[LogprobBuffer]:
-        return await self._started_trainer().logprobs(decode(completions, list[Completion]))
+        return list(await self._started_trainer().logprobs(decode(completions, list[Completion])))
 
     @served
     async def save(self, step: int, score: float | None) -> None:
@@ -254,6 +294,25 @@ class TrainerActor(EngineActor, ReadingActor):
         assert self._publisher is not None, "started without probe_ids"
         return await self._publisher.publish(decode(version, PolicyVersion))
 
+    @served
+    async def join_lane(self, plan: bytes) -> None:
+        """Meet the reserved engine."""
+        assert self._lane is not None, "not started"
+        await self._lane.join(decode(plan, LanePlan))
+
+    @served
+    async def send_weights(self, version: bytes) -> None:
+        """Send the current version to the reserved engine.
+
+        Raises:
+            WeightsError: it is another version, or it cannot be sent.
+        """
+        assert self._lane is not None, "not started"
+        wanted, current = decode(version, PolicyVersion), self._started_trainer().version
+        if wanted != current:
+            raise WeightsError(f"the trainer has version {current.number}, not {wanted.number}")
+        await self._lane.send()
+
     async def blob(self, name: str) -> list[Any]:
         """For `ObjectStoreReader`."""
         return self._transport.refs(name) if isinstance(self._transport, ObjectStoreTransport) else []
@@ -269,7 +328,7 @@ class TrainerActor(EngineActor, ReadingActor):
         threads = Threads(spec.weights.threads)
         return WeightStore(self._transport, compute=ComputeThread("tidemill-weights"), threads=threads)
 
-    def _started_trainer(self) -> PolicyTrainer:
+    def _started_trainer(self) -> Trainer:
         if self._trainer is None:
             raise TidemillError("this trainer has not been started")
         return self._trainer

@@ -12,19 +12,20 @@ from typing import Any
 
 import httpx2
 import ray
+import torch
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from tidemill.config.pool import RayConfig
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import TidemillError, WorkerLost
-from tidemill.core.protocols import LoopClock, Worker
+from tidemill.core.protocols import LoopClock, WeightSource, Worker
 from tidemill.core.records import GenerateRequest, Lease, Loaded, PolicyVersion, Record, SampleId, WorkerReport
 from tidemill.pool.notices import CLOUDS, Endpoint, Notice, detect, watch
 from tidemill.rollout.pulled import PulledWeights
 from tidemill.rollout.worker import EngineWorker
 from tidemill.runtime.cluster.connection import NodeWatch
-from tidemill.runtime.cluster.open_engine import ModelFiles, open_engine
+from tidemill.runtime.cluster.lane import LanePlan, open_lane
 from tidemill.runtime.cluster.ray_calls import (
     EngineActor,
     Remote,
@@ -32,6 +33,7 @@ from tidemill.runtime.cluster.ray_calls import (
     decode,
     encode,
     read_answer,
+    require_reserved_gpus,
     resources_text,
     served,
     trainer_lost,
@@ -40,6 +42,7 @@ from tidemill.runtime.cluster.ray_calls import (
 from tidemill.runtime.cluster.ray_internals import signal_fd
 from tidemill.runtime.cluster.weight_transports import open_puller, open_readers
 from tidemill.runtime.compute import ComputeThread
+from tidemill.runtime.open_engine import ModelFiles, Opened, open_engine
 from tidemill.weights.node_folder import forget_snapshots
 
 CALL_S = 60.0
@@ -130,12 +133,15 @@ class RolloutActor(EngineActor):
         return node_id
 
     @served
-    async def start(self, plan: bytes, files: dict[str, bytes], lease: bytes, publishers: Sequence[Any]) -> None:
+    async def start(
+        self, plan: bytes, files: dict[str, bytes], lease: bytes, publishers: Sequence[Any], lane: bytes = b""
+    ) -> None:
         """Create the engine; its weights come with the first `load`.
 
         Args:
             files: configuration and tokenizer of the model.
             publishers: the actors that own the published versions, one for each shard.
+            lane: a `LanePlan`, by which versions come instead; empty: they are pulled.
 
         Raises:
             UserError: this node cannot run the configuration.
@@ -143,18 +149,21 @@ class RolloutActor(EngineActor):
         planned, leased = decode(plan, WorkerPlan), decode(lease, Lease)
         engine_compute, weights_compute = ComputeThread(), ComputeThread("tidemill-weights")
         spec, self._files = RunSpec.model_validate_json(planned.spec), ModelFiles(files)
-        engine, user = await engine_compute.run(
-            lambda: open_engine(
-                spec,
-                self._files.path,
-                prompt_tokens=planned.prompt_tokens,
-                dtype=planned.dtype,
-                threads=planned.threads,
-            )
-        )
 
-        readers = await open_readers(spec.weights, publishers)
-        new_puller = partial(open_puller, spec.weights, readers, weights_compute, session=planned.session)
+        def opened() -> Opened:
+            torch.set_num_threads(planned.threads)
+            require_reserved_gpus(spec.ray.worker_gpus, "ray.worker_gpus")
+            return open_engine(spec, self._files.path, prompt_tokens=planned.prompt_tokens, dtype=planned.dtype)
+
+        engine, user = await engine_compute.run(opened)
+        if lane:
+            found = decode(lane, LanePlan)
+            device = user.device_type
+            source: WeightSource = await open_lane(found, user, engine_compute, device=device, dtype=planned.dtype)
+        else:
+            readers = await open_readers(spec.weights, publishers)
+            new_puller = partial(open_puller, spec.weights, readers, weights_compute, session=planned.session)
+            source = PulledWeights(new_puller(), user, base=new_puller() if spec.model.lora.enabled else None)
         self.worker = EngineWorker(
             engine,
             engine_compute,
@@ -163,7 +172,7 @@ class RolloutActor(EngineActor):
             worker_id=leased.worker_id,
             lease_id=leased.lease_id,
             heartbeat_s=spec.fleet.heartbeat_s,
-            source=PulledWeights(new_puller(), user, base=new_puller() if spec.model.lora.enabled else None),
+            source=source,
         )
         asyncio.get_running_loop().add_reader(signal_fd(), self._on_sigterm)
         self._start_task(self._exit_when_orphaned(planned.orphan_s))
@@ -198,6 +207,7 @@ class RayHost:
         reserved: labels of the nodes for other workers.
         start_s: deadline for starting a worker.
         notify_drains: send notices to workers on draining nodes (if no provider does).
+        lane: brings versions to the reserved engine.
     """
 
     def __init__(
@@ -212,10 +222,12 @@ class RayHost:
         reserved: dict[str, str],
         start_s: float,
         notify_drains: bool,
+        lane: LanePlan | None = None,
     ) -> None:
         self._plan, self._config, self._nodes = encode(plan), config, nodes
         self._shared = plan.session if plan.share_memory else None
         self._files, self._publishers = ray.put(dict(files)), list(publishers)
+        self._lane = encode(lane) if lane is not None else b""
         self._preemptible, self._reserved, self._start_s = preemptible, reserved, start_s
         self._workers: dict[RayWorker, str] = {}  # node ids of started workers
         self._notifying = asyncio.create_task(self._notify_drains(), name="drains") if notify_drains else None
@@ -239,9 +251,8 @@ class RayHost:
             node_id = await self._wait_for_place(remote, selector, deadline_s)
             self._workers[worker] = node_id
             left_s = deadline_s - asyncio.get_running_loop().time()
-            await remote.call(
-                "start", self._plan, self._files, encode(lease), self._publishers, kind=type(None), timeout_s=left_s
-            )
+            arguments = self._plan, self._files, encode(lease), self._publishers, self._lane if reserved else b""
+            await remote.call("start", *arguments, kind=type(None), timeout_s=left_s)
         except BaseException as error:
             self._workers.pop(worker, None)
             worker.kill()

@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from functools import partial
 
 import torch
 from transformers import PreTrainedModel
@@ -63,10 +64,11 @@ class EmbeddedEngine:
         self._passes = self._rows = self._context_tokens = 0
         self._busy_s = self._cpu_s = 0.0
         self._batch_invariant = batch_invariant
-        scheduler = FixedScheduler if batch_invariant else PackedScheduler
-        self._scheduler: FixedScheduler | PackedScheduler = scheduler(
-            model, slots=slots, context=context, prefill_chunk_tokens=prefill_chunk_tokens
+        kind = FixedScheduler if batch_invariant else PackedScheduler
+        self._new_scheduler: Callable[[], FixedScheduler | PackedScheduler] = partial(
+            kind, model, slots=slots, context=context, prefill_chunk_tokens=prefill_chunk_tokens
         )
+        self._scheduler = self._new_scheduler()
 
     @property
     def capabilities(self) -> EngineCapabilities:
@@ -128,6 +130,12 @@ class EmbeddedEngine:
         self._version = version
         self._ended.extend(sequence for sequence in self._waiting if sequence.abort_if_other_version(version))
         self._waiting = deque(sequence for sequence in self._waiting if sequence.finish is None)
+
+    def drop_caches(self) -> None:
+        """Free the memory of the caches until the next step. No sample may be running."""
+        before, self._scheduler = self._scheduler, self._new_scheduler()
+        self._scheduler.prompt_tokens_computed = before.prompt_tokens_computed
+        self._scheduler.prompt_tokens_reused = before.prompt_tokens_reused
 
     def probe(self, token_ids: TokenBuffer) -> LogprobBuffer:
         """Logprobs float32 [N - 1] of a fixed sequence int32 [N]. Does not affect running samples."""

@@ -15,8 +15,7 @@ from typing import Any
 from safetensors.torch import save_file
 
 from tidemill.config.schema import VLLM_LARGEST_RANK
-from tidemill.models.snapshots import tensor_views
-from tidemill.weights.snapshot import Snapshot
+from tidemill.models.weight_stream import WeightStream
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, VLLM_LARGEST_RANK)
 """Ranks for which vLLM allocates memory."""
@@ -57,18 +56,15 @@ class Adapters:
         self._written = 0
         self.newest: Any = None
 
-    def write(self, snapshot: Snapshot) -> Any:
+    def write(self, tensors: WeightStream) -> Any:
         """Write a version's adapter; the folder then holds no other."""
         from vllm.lora.request import LoRARequest
 
         self._written += 1
         folder = Path(self._folder.name)
         (folder / "adapter_config.json").write_text(self._config)
-        tensors = {
-            f"base_model.model.{name.replace('.default.', '.')}": tensor
-            for name, tensor in tensor_views(snapshot.manifest.tensors, snapshot.buffer)
-        }
-        save_file(tensors, folder / "adapter_model.safetensors")
+        named = {f"base_model.model.{name.replace('.default.', '.')}": tensor for name, tensor in tensors}
+        save_file(named, folder / "adapter_model.safetensors")
         self.newest = LoRARequest(f"version-{self._written}", self._written, str(folder))
         return self.newest
 

@@ -28,7 +28,8 @@ from tidemill.core.records import (
     pack_logprobs,
     unpack_tokens,
 )
-from tidemill.models.snapshots import Part
+from tidemill.models.snapshots import Part, tensor_views
+from tidemill.models.weight_stream import WeightStream
 from tidemill.rollout.engines.vllm.adapters import Adapters, AdapterSettings
 from tidemill.rollout.sequence import Sequence
 from tidemill.weights.snapshot import Snapshot
@@ -47,6 +48,7 @@ class VllmSettings:
         context: maximum prompt plus completion, in tokens.
         args: further arguments of vLLM's `EngineArgs`.
         adapter: None if versions are whole models.
+        sleeps: whether the engine frees its GPU memory between two versions; on a CPU it never does.
         cache_gb: memory of the KV cache on a CPU; on a GPU `memory_fraction` of the device's memory is used in all.
     """
 
@@ -61,6 +63,7 @@ class VllmSettings:
     load_format: str = "dummy"
     args: Mapping[str, Any] = field(default_factory=dict)
     adapter: AdapterSettings | None = None
+    sleeps: bool = False
 
 
 def set_environment(settings: VllmSettings) -> None:
@@ -86,6 +89,7 @@ def start_vllm(settings: VllmSettings) -> Any:
     set_environment(settings)
     from vllm import EngineArgs
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+    from vllm.platforms import current_platform
     from vllm.v1.engine.llm_engine import LLMEngine
 
     if "tidemill" not in WeightTransferEngineFactory._registry:
@@ -108,6 +112,7 @@ def start_vllm(settings: VllmSettings) -> Any:
             logits_processors=[f"{__package__}.noise:PositionNoise"],
             weight_transfer_config={"backend": "tidemill"},
             seed=0,
+            enable_sleep_mode=settings.sleeps and current_platform.is_sleep_mode_available(),
             **(settings.adapter.engine_args() if settings.adapter else {}),
             **settings.args,
         )
@@ -221,19 +226,37 @@ class VllmEngine:
 
         Implements `rollout.pulled.SnapshotUser`.
         """
+        self.receive(tensor_views(snapshot.manifest.tensors, snapshot.buffer), part)
+
+    @property
+    def device_type(self) -> str:
+        from vllm.platforms import current_platform
+
+        return str(current_platform.device_type)
+
+    def receive(self, tensors: WeightStream, part: Part) -> None:
+        """As `bind`, tensor by tensor. Implements `rollout.streamed.StreamUser`, as do the next methods."""
         from tidemill.rollout.engines.vllm import transfer
 
         if self._adapters is not None and part == "learned":
-            self._llm.add_lora(self._adapters.write(snapshot))
+            self._llm.add_lora(self._adapters.write(tensors))
             return
-        digest = snapshot.manifest.digest
-        transfer.waiting[digest] = snapshot
+        transfer.waiting[part] = tensors
         try:
             self._llm.collective_rpc("start_weight_update")
-            self._llm.collective_rpc("update_weights", args=({"digest": digest},))
+            self._llm.collective_rpc("update_weights", args=({"name": part},))
             self._llm.collective_rpc("finish_weight_update")
         finally:
-            del transfer.waiting[digest]
+            del transfer.waiting[part]
+
+    def sleep(self) -> None:
+        self._llm.sleep(level=2)
+
+    def wake_weights(self) -> None:
+        self._llm.wake_up(tags=["weights"])
+
+    def wake_caches(self) -> None:
+        self._llm.wake_up(tags=["kv_cache"])
 
     def probe(self, token_ids: TokenBuffer) -> LogprobBuffer:
         """Logprobs float32 [N - 1] of a fixed sequence int32 [N]. Tokens that samples draw meanwhile are kept."""

@@ -1,14 +1,10 @@
-"""Loads a verified snapshot of this process into vLLM's model, between two steps."""
+"""Loads tensors of this process into vLLM's model, between two steps."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
-import torch
-
-from tidemill.models.snapshots import tensor_views
-from tidemill.weights.snapshot import Snapshot
+from tidemill.models.weight_stream import WeightStream
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -19,8 +15,8 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 BACKEND = "tidemill"
-waiting: dict[str, Snapshot] = {}
-"""The snapshot that the next update loads, by its digest."""
+waiting: dict[str, WeightStream] = {}
+"""The tensors that the next update loads, by a name."""
 
 
 @dataclass
@@ -30,7 +26,7 @@ class InitInfo(WeightTransferInitInfo):
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    digest: str = ""
+    name: str = ""
 
 
 class SnapshotTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
@@ -44,8 +40,7 @@ class SnapshotTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        snapshot = waiting[update_info.digest]
-        self.model.load_weights(_tensors(snapshot))
+        self.model.load_weights(waiting[update_info.name])
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
@@ -57,7 +52,3 @@ class SnapshotTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def shutdown(self) -> None:
         waiting.clear()
-
-
-def _tensors(snapshot: Snapshot) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from tensor_views(snapshot.manifest.tensors, snapshot.buffer)

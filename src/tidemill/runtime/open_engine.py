@@ -1,11 +1,11 @@
-"""Opens the engine of a worker's process, without weights: they come with the first version."""
+"""Opens an engine without weights: they come with the first version."""
 
 from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 import torch
 
@@ -17,28 +17,34 @@ from tidemill.models.snapshots import DTYPES, stored_context_limit, stored_linea
 from tidemill.models.tree_forward import TreeForward
 from tidemill.rollout.engines.vllm import check_version
 from tidemill.rollout.pulled import EmptyModel, SnapshotUser
-from tidemill.runtime.cluster.ray_calls import require_reserved_gpus
+from tidemill.rollout.streamed import StreamUser
 from tidemill.runtime.compute import choose_device
 from tidemill.runtime.model_bundle import NO_VERSION, FrozenModels, ModelBundle, engine_context
 
-Opened: TypeAlias = tuple[Engine, SnapshotUser]
+
+class WeightUser(SnapshotUser, StreamUser, Protocol):
+    """Takes versions in either form."""
+
+    @property
+    def device_type(self) -> str:
+        """As in `torch.device`."""
+
+
+Opened: TypeAlias = tuple[Engine, WeightUser]
 Open: TypeAlias = Callable[[RunSpec, Path, int, str], Opened]
 
 
-def open_engine(spec: RunSpec, folder: Path, *, prompt_tokens: int, dtype: str, threads: int) -> Opened:
-    """The engine that `engine.kind` names, and what uses its snapshots.
+def open_engine(spec: RunSpec, folder: Path, *, prompt_tokens: int, dtype: str) -> Opened:
+    """The engine that `engine.kind` names, and what takes its weights.
 
     Args:
         folder: configuration and tokenizer of the model; it must remain as long as the engine.
         prompt_tokens: length of the longest prompt.
         dtype: of the published weights.
-        threads: inside one operation.
 
     Raises:
         UserError: this machine cannot run the configuration.
     """
-    torch.set_num_threads(threads)
-    require_reserved_gpus(spec.ray.worker_gpus, "ray.worker_gpus")
     engine, user = ENGINES[spec.engine.kind](spec, folder, prompt_tokens, dtype)
     check_capabilities(engine.capabilities, spec)
     return engine, user
@@ -58,7 +64,8 @@ def _embedded(spec: RunSpec, folder: Path, prompt_tokens: int, dtype: str) -> Op
         autocast=None,
         threads=torch.get_num_threads(),
     )
-    return bundle.engine_over(model, NO_VERSION, prompt_tokens=prompt_tokens), EmptyModel(model)
+    engine = bundle.engine_over(model, NO_VERSION, prompt_tokens=prompt_tokens)
+    return engine, EmptyModel(model, drop_caches=engine.drop_caches)
 
 
 def _vllm(spec: RunSpec, folder: Path, prompt_tokens: int, dtype: str) -> Opened:
@@ -84,6 +91,7 @@ def _vllm(spec: RunSpec, folder: Path, prompt_tokens: int, dtype: str) -> Opened
         load_format=config.load_format,
         args=config.args,
         adapter=adapter,
+        sleeps=spec.placement.engine == "colocated",
     )
     engine = VllmEngine(settings, decode=codec.decode, version=NO_VERSION)
     return engine, engine

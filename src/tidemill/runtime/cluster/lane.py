@@ -1,0 +1,119 @@
+"""The lane: weights broadcast from the trainer to a reserved engine in a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from tidemill.core.protocols import Compute, Worker
+from tidemill.core.records import (
+    GenerateRequest,
+    Loaded,
+    PolicyVersion,
+    Record,
+    SampleId,
+    TensorEntry,
+    TokenBuffer,
+    WorkerReport,
+)
+from tidemill.models.weight_stream import BroadcastGroup, check_dtypes, stream_layout, streamed_weights
+from tidemill.rollout.streamed import StreamedWeights, StreamUser
+from tidemill.runtime.cluster.ray_calls import Caller, encode
+from tidemill.runtime.model_bundle import ModelBundle
+
+LANE_S = 120.0
+"""Deadline of joining the lane, and of every tensor."""
+SEND_S = 600.0
+TRAINER, ENGINE = 0, 1
+
+
+class LanePlan(Record):
+    """Where trainer and reserved engine meet, and what is sent."""
+
+    meeting: str  # path of a new file in a folder that both see
+    layout: tuple[TensorEntry, ...]
+    probe_ids: TokenBuffer  # int32 [N]
+    one_machine: bool
+
+    def join(self, index: int, device: torch.device) -> BroadcastGroup:
+        """Raises UserError: the other member does not come."""
+        return BroadcastGroup(
+            Path(self.meeting), size=2, index=index, device=device, timeout_s=LANE_S, one_machine=self.one_machine
+        )
+
+
+class LaneSender:
+    """The trainer's end.
+
+    Args:
+        sends: whether this process broadcasts; the other ranks of a sharded trainer only give their rows.
+    """
+
+    def __init__(self, bundle: ModelBundle, compute: Compute, *, sends: bool) -> None:
+        self._bundle, self._compute, self._sends = bundle, compute, sends
+        self._group: BroadcastGroup | None = None
+        self.layout = stream_layout(bundle.model, bundle.rollout_dtype)
+
+    async def join(self, plan: LanePlan) -> None:
+        """Raises UserError: the engine does not come."""
+        if self._sends:
+            self._group = await self._compute.run(lambda: plan.join(TRAINER, self._bundle.device))
+
+    async def send(self) -> None:
+        """Raises WeightsError: the engine is gone, or does not take a tensor in time."""
+
+        def send() -> None:
+            stream = streamed_weights(self._bundle.model, self._bundle.rollout_dtype)
+            if self._group is not None:
+                self._group.send(stream)
+            else:
+                for _ in stream:
+                    pass
+
+        await self._compute.run(send)
+
+
+async def open_lane(plan: LanePlan, user: StreamUser, compute: Compute, *, device: str, dtype: str) -> StreamedWeights:
+    """The engine's end.
+
+    Args:
+        device: of the engine: "cpu", or "cuda" for the only one that its process sees.
+        dtype: of its weights.
+
+    Raises:
+        UserError: the trainer does not come, or sends another dtype.
+    """
+    check_dtypes(plan.layout, dtype)
+    group = await compute.run(lambda: plan.join(ENGINE, torch.device("cuda:0" if device == "cuda" else device)))
+    return StreamedWeights(user, lambda _: iter([("learned", group.receive(plan.layout))]), probe_ids=plan.probe_ids)
+
+
+class LaneWorker:
+    """Implements `core.protocols.Worker`: the worker of a reserved engine, to which `trainer` sends each version."""
+
+    def __init__(self, worker: Worker, trainer: Caller) -> None:
+        self._worker, self._trainer = worker, trainer
+
+    async def submit(self, requests: Sequence[GenerateRequest]) -> None:
+        await self._worker.submit(requests)
+
+    async def abort(self, sample_ids: Sequence[SampleId]) -> None:
+        await self._worker.abort(sample_ids)
+
+    async def load(self, version: PolicyVersion) -> Loaded:
+        """Raises WeightsError: the trainer has another version, or the engine does not get all of it."""
+        sent = self._trainer.call("send_weights", encode(version), kind=type(None), timeout_s=SEND_S)
+        loaded, _ = await asyncio.gather(self._worker.load(version), sent)
+        return loaded
+
+    async def next_report(self, timeout_s: float) -> WorkerReport | None:
+        return await self._worker.next_report(timeout_s)
+
+    async def close(self) -> None:
+        await self._worker.close()
+
+    def kill(self) -> None:
+        self._worker.kill()

@@ -54,7 +54,13 @@ ENVIRONMENTS = {
     "vllm": Environment(
         lock="vllm",
         # Warnings are those of vLLM.
-        pytest=("-W", "ignore", "--timeout=600", "tests/contract", "tests/integration/cluster/test_vllm_workers.py"),
+        pytest=(
+            "-W",
+            "ignore",
+            "--timeout=600",
+            "tests/contract",
+            *(f"tests/integration/cluster/{name}.py" for name in ("test_vllm_workers", "test_engine_places")),
+        ),
         variables={"TIDEMILL_TEST_VLLM": "1"},
     ),
 }

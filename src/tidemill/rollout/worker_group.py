@@ -68,16 +68,19 @@ class WorkerGroup:
 
     async def next_report(self, timeout_s: float) -> WorkerReport | None:
         """A report of any member, with the status of all."""
-        for place, member in enumerate(self._members):
-            if place not in self._waiting:
-                self._waiting[place] = asyncio.create_task(member.next_report(timeout_s))
-        done, _ = await asyncio.wait(self._waiting.values(), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-        for place, task in list(self._waiting.items()):
-            if task not in done:
-                continue
-            del self._waiting[place]
-            if (report := task.result()) is not None:
-                return self._combined(place, report)
+        clock = asyncio.get_running_loop().time
+        until_s = clock() + timeout_s
+        while (left_s := until_s - clock()) > 0:
+            for place, member in enumerate(self._members):
+                if place not in self._waiting:
+                    self._waiting[place] = task = asyncio.create_task(member.next_report(left_s))
+                    task.add_done_callback(lambda done: done.cancelled() or done.exception())  # mark it as retrieved
+            await asyncio.wait(self._waiting.values(), timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+            for place, task in list(self._waiting.items()):
+                if task.done():
+                    del self._waiting[place]
+                    if (report := task.result()) is not None:
+                        return self._combined(place, report)
         return None
 
     async def close(self) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-import torch
-
 from tidemill.core.errors import UserError, WeightsError
 from tidemill.core.protocols import Clock, Compute, Engine, Trainer
 from tidemill.core.records import (
@@ -81,7 +79,6 @@ def open_colocated(
     """
     spec, dtype = bundle.spec, bundle.rollout_dtype
     engine, user = open_engine(spec, bundle.folder, prompt_tokens=prompt_tokens, dtype=dtype_name(dtype))
-    torch.set_num_threads(bundle.threads)  # an engine may have changed it
     if user.device_type != bundle.device.type:
         raise UserError(
             f"the engine computes on {user.device_type}, and the trainer on {bundle.device.type}",

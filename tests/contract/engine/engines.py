@@ -34,9 +34,11 @@ from tidemill.core.records import GenerateRequest, PolicyVersion, WeightManifest
 from tidemill.models.attention import use_packed_attention
 from tidemill.models.lora import attach_adapter, learned_parameters, linear_layers
 from tidemill.models.snapshots import Part, empty_copy, snapshot_bytes, snapshot_layout, write_snapshot
+from tidemill.models.weight_stream import streamed_weights
 from tidemill.rollout.engines.embedded import EmbeddedEngine
 from tidemill.rollout.pulled import EmptyModel
 from tidemill.rollout.sampling import gumbel, noise_key
+from tidemill.rollout.streamed import StreamUser
 from tidemill.weights.snapshot import Snapshot, allocate
 
 SLOTS, CONTEXT, VOCABULARY = 4, 96, 128
@@ -89,7 +91,7 @@ def letters(token_ids: Sequence[int]) -> str:
     return "".join(chr(ord("a") + token % 26) for token in token_ids)
 
 
-class User(Protocol):
+class User(StreamUser, Protocol):
     def bind(self, snapshot: Snapshot, part: Part) -> None: ...
 
 
@@ -105,8 +107,12 @@ class Contract:
     model: PreTrainedModel = field(init=False)
     collected: Collected = field(default_factory=Collected)
 
-    def load(self, seed: int) -> None:
-        """Publish a model of `seed` to the engine as the next version; with an adapter only that is of `seed`."""
+    def load(self, seed: int, *, asleep: bool = False) -> None:
+        """Publish a model of `seed` to the engine as the next version; with an adapter only that is of `seed`.
+
+        Args:
+            asleep: the engine sleeps before, and its weights are streamed.
+        """
         self.version += 1
         version = PolicyVersion(number=self.version, digest=f"weights {seed}")
         if not self.lora.enabled:
@@ -117,8 +123,19 @@ class Contract:
             self._bind("base", seed, version)
         if self.lora.enabled:
             fill_adapter(self.model, seed)
-        self._bind("learned", seed, version)
+        if asleep:
+            self._stream()
+        else:
+            self._bind("learned", seed, version)
         self.engine.load(version)
+
+    def _stream(self) -> None:
+        self.user.sleep()
+        self.user.wake_weights()
+        parts: tuple[Part, ...] = ("base", "learned") if self.lora.enabled else ("learned",)
+        for part in parts:
+            self.user.receive(streamed_weights(self.model, torch.float32, part=part), part)
+        self.user.wake_caches()
 
     def _bind(self, part: Part, seed: int, version: PolicyVersion) -> None:
         layout = snapshot_layout(self.model, torch.float32, part=part)
@@ -189,7 +206,7 @@ def open_contract(
             batch_invariant=kind == "fixed",
             prefill_chunk_tokens=64,
         )
-        return Contract(embedded, EmptyModel(hollow), shape, lora)
+        return Contract(embedded, EmptyModel(hollow, drop_caches=embedded.drop_caches), shape, lora)
     from tidemill.rollout.engines.vllm.adapters import AdapterSettings
     from tidemill.rollout.engines.vllm.engine import VllmEngine, VllmSettings
 

@@ -131,6 +131,17 @@ def test_new_weights_count_from_the_next_token(contract: Contract) -> None:
     assert_expected(contract, fresh, contract.run(fresh))
 
 
+def test_streamed_weights_after_a_sleep_are_the_models(contract: Contract) -> None:
+    requests = [request(prompt) for prompt in PROMPTS]
+    before = contract.run(requests).tokens
+    for seed in (2, 3):
+        contract.load(seed, asleep=True)
+        collected = contract.run(requests)
+        assert collected.tokens != before
+        assert_expected(contract, requests, collected)
+        before = collected.tokens
+
+
 def test_required_versions(contract: Contract) -> None:
     now = contract.version
     exact = msgspec.structs.replace(request(PROMPTS[0], max_new_tokens=40), exact_version=now)

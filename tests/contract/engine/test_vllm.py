@@ -7,23 +7,38 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from tests.contract.engine.engines import ADAPTER, HAS_VLLM, NO_ADAPTER, Contract, open_contract
+from tests.contract.engine.engines import (
+    ADAPTER,
+    CONTEXT,
+    HAS_VLLM,
+    NO_ADAPTER,
+    SLOTS,
+    Contract,
+    letters,
+    open_contract,
+)
 from tests.engine_requests import Collected, Conversation, prompts, request
 from tidemill.config.model import LoraConfig
 from tidemill.core.errors import UserError
+from tidemill.core.records import PolicyVersion, pack_tokens
 from tidemill.rollout.engines.vllm import check_family
 from tidemill.rollout.sampling import gumbel, noise_key
+from tidemill.rollout.streamed import StreamedWeights
 
 pytestmark = pytest.mark.skipif(not HAS_VLLM, reason="vLLM is not installed; `make test-vllm` runs this")
 PLACES = [(1, 0), (12345, 6), (2**62 + 98765, 130_000), (2**63 - 1, 4095)]
 KERNEL = """
 import importlib.util, sys, types
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 import torch, triton, triton.language as tl
 
 # vLLM hides Triton where it finds no device for it, so its file is loaded with the real one.
@@ -211,3 +226,61 @@ def test_draws_of_a_vocabulary_of_150k_equal_those_of_the_embedded_engine() -> N
     assert len(different) <= len(asked) // 10_000
     for one in asked:
         assert embedded.logprobs[one.sample_id] == pytest.approx(vllm.logprobs[one.sample_id], abs=1e-4)
+
+
+class SleepingLLM:
+    """An `LLMEngine` with the sleep mode of a GPU, which a CPU does not have: fails on any other order of calls."""
+
+    ORDER = ("sleep 2", "wake ['weights']", "start", "update", "finish", "wake ['kv_cache']", "reset", "step")
+
+    def __init__(self) -> None:
+        self.vllm_config = SimpleNamespace(model_config=SimpleNamespace(enable_sleep_mode=True))
+        self.done = 0
+
+    def _next(self, call: str) -> None:
+        assert call == self.ORDER[self.done], f"{call} instead of {self.ORDER[self.done]}"
+        self.done += 1
+
+    def sleep(self, level: int) -> None:
+        self._next(f"sleep {level}")
+
+    def wake_up(self, tags: list[str]) -> bool:
+        self._next(f"wake {tags}")
+        return True
+
+    def collective_rpc(self, method: str, args: tuple[dict[str, str], ...] = ()) -> None:
+        if args:
+            from tidemill.rollout.engines.vllm import transfer
+
+            assert dict(transfer.waiting[args[0]["name"]]).keys() == {"weight"}
+        self._next(method.removesuffix("_weight_update").removesuffix("_weights"))
+
+    def reset_prefix_cache(self, *, reset_running_requests: bool) -> bool:
+        self._next("reset")
+        return reset_running_requests
+
+    def add_request(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def step(self) -> list[Any]:
+        self._next("step")
+        return []
+
+
+async def test_a_colocated_vllm_sleeps_and_wakes_in_the_only_possible_order() -> None:
+    from tidemill.rollout.engines.vllm.engine import VllmEngine, VllmSettings
+
+    settings = VllmSettings(model="none", dtype="float32", slots=SLOTS, context=CONTEXT, sleeps=True)
+    version = PolicyVersion(number=1, digest="1")
+    engine = VllmEngine(settings, decode=letters, version=version, llm=(llm := SleepingLLM()))
+    weights = StreamedWeights(
+        engine, lambda _: iter([("learned", iter([("weight", torch.ones(3))]))]), probe_ids=pack_tokens([1, 2])
+    )
+    weights.sleep()
+    weights.sleep()
+    weights.swap(await weights.prepare(version))
+    engine.load(version)
+    engine.submit([request([1, 2, 3])])
+    engine.poll(0.0)
+
+    assert llm.done == len(SleepingLLM.ORDER)

@@ -78,6 +78,54 @@ def test_what_shards_cannot_do_is_refused(changed: dict[str, Any], what: str) ->
     assert what in str(refused.value)
 
 
+ONE_WORKER = {"kind": "static", "workers": 1}
+RAY_OWN = {"runtime": "ray", "placement": {"engine": "own"}, "weights": {"lane": "collective"}}
+
+
+@pytest.mark.parametrize(
+    ("given", "what"),
+    [
+        ({"placement": {"engine": "own"}}, 'placement.engine = "own" needs runtime = "ray"'),
+        ({"placement": {"engine": "colocated"}, "schedule": {"max_policy_lag": 1}}, "trainer and engine take turns"),
+        ({"engine": {"kind": "vllm"}}, 'placement.engine = "colocated" without a pool'),
+        (
+            {
+                "engine": {"kind": "vllm"},
+                "placement": {"engine": "colocated"},
+                "pool": {"kind": "static", "workers": 1},
+            },
+            'engine.kind = "vllm" needs runtime = "ray"',
+        ),
+        ({"runtime": "ray", "weights": {"lane": "collective"}}, "preemptible workers always pull"),
+        ({**RAY_OWN, "placement": {"engine": "colocated"}}, "in a process of its own, and there is none"),
+        ({**RAY_OWN, "model": {"lora": {"rank": 4}}}, "adapters are small"),
+        ({**RAY_OWN, "schedule": {"max_policy_lag": 1, "unfinished": "finish"}}, "a version is sent when it is new"),
+    ],
+)
+def test_what_places_and_lanes_of_engines_cannot_do_is_refused(given: dict[str, Any], what: str) -> None:
+    with pytest.raises(ValidationError) as refused:
+        RunSpec.model_validate(given)
+    assert what in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"engine": {"kind": "vllm"}, "placement": {"engine": "colocated"}},
+        {"runtime": "ray", "engine": {"kind": "vllm"}, "placement": {"engine": "own"}},
+        RAY_OWN,
+        {
+            "runtime": "ray",
+            "trainer": {"shards": 2},
+            "weights": {"lane": "collective"},
+            "pool": {"kind": "static", "workers": 2},
+        },
+    ],
+)
+def test_places_and_lanes_of_engines_that_are_possible(given: dict[str, Any]) -> None:
+    RunSpec.model_validate(given)
+
+
 def test_a_completion_must_leave_room_for_a_prompt_in_the_char_model() -> None:
     model = ModelConfig(source="char", char=CharModelConfig(context=64))
     full = RunSpec(model=model, sampling=SamplingConfig(max_new_tokens=64))

@@ -17,8 +17,8 @@ from tidemill.core.records import PolicyVersion, WeightManifest, pack_tokens
 from tidemill.models.loading import probe_logprobs
 from tidemill.models.snapshots import empty_copy, snapshot_bytes, snapshot_layout, write_snapshot
 from tidemill.rollout.pulled import EmptyModel, PulledWeights
-from tidemill.runtime.publishers import ModelPublisher
 from tidemill.runtime.compute import ComputeThread
+from tidemill.runtime.publishers import ModelPublisher
 from tidemill.weights.puller import Puller
 from tidemill.weights.snapshot import MemoryTransport, allocate
 from tidemill.weights.store import WeightStore

@@ -32,10 +32,10 @@ from tidemill.core.records import (
 )
 from tidemill.models.lora import learned_parameters
 from tidemill.rollout.worker import EngineWorker
-from tidemill.runtime.publishers import ModelPublisher, probe_sequence
 from tidemill.runtime.compute import ComputeThread
 from tidemill.runtime.local import InProcessHost
 from tidemill.runtime.model_bundle import NO_VERSION, ModelBundle, load_model_bundle
+from tidemill.runtime.publishers import ModelPublisher, probe_sequence
 from tidemill.weights.snapshot import MemoryTransport
 from tidemill.weights.store import WeightStore
 

@@ -7,7 +7,7 @@ import math
 import secrets
 import time
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -173,11 +173,7 @@ async def on_ray(spec: RunSpec, run: RunDirectory, recorder: Recorder, clock: Cl
         scorer, eval_scorer = scorers(spec, task, readers=readers)
         stack.push_async_callback(scorer.close)
         stack.push_async_callback(eval_scorer.close)
-        if spec.engine_is_apart:
-            local = await _start_apart(host, lane, remote, clock)
-        else:
-            engines = [RayWorker(each, owned=False) for each in remotes]
-            local = engines[0] if shards == 1 else WorkerGroup(engines)
+        local = await _start_apart(host, lane, remote, clock) if spec.engine_is_apart else _engines_of(remotes)
         trainer = RayTrainer(remote, started.version)
         yield RuntimeBackend(
             trainer=trainer,
@@ -232,6 +228,12 @@ async def _start_trainer(remote: Remote | RankGroup, plan: TrainerPlan, run: Run
     if isinstance(remote, RankGroup):
         return await remote.start(encode(plan), run.checkpoints, kind=Started)
     return await remote.call("start", encode(plan), critic, session_functions(), kind=Started, timeout_s=LOAD_S)
+
+
+def _engines_of(remotes: Sequence[Remote]) -> Worker:
+    """The engines in the trainer's processes."""
+    engines = [RayWorker(each, owned=False) for each in remotes]
+    return engines[0] if len(engines) == 1 else WorkerGroup(engines)
 
 
 async def _start_apart(host: RayHost | None, lane: LanePlan | None, trainer: Caller, clock: Clock) -> Worker:

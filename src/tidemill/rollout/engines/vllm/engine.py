@@ -250,13 +250,21 @@ class VllmEngine:
             del transfer.waiting[part]
 
     def sleep(self) -> None:
-        self._llm.sleep(level=2)
+        """Does nothing on a CPU, which has no sleep mode; neither do the next two methods."""
+        if self._sleeps:
+            self._llm.sleep(level=2)
 
     def wake_weights(self) -> None:
-        self._llm.wake_up(tags=["weights"])
+        if self._sleeps:
+            self._llm.wake_up(tags=["weights"])
 
     def wake_caches(self) -> None:
-        self._llm.wake_up(tags=["kv_cache"])
+        if self._sleeps:
+            self._llm.wake_up(tags=["kv_cache"])
+
+    @property
+    def _sleeps(self) -> bool:
+        return bool(self._llm.vllm_config.model_config.enable_sleep_mode)
 
     def probe(self, token_ids: TokenBuffer) -> LogprobBuffer:
         """Logprobs float32 [N - 1] of a fixed sequence int32 [N]. Tokens that samples draw meanwhile are kept."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 
 from tidemill.models.weight_stream import WeightStream
@@ -13,6 +14,9 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+# It warns of every layer without weights, such as rotary embeddings, at every version.
+logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
 
 BACKEND = "tidemill"
 waiting: dict[str, WeightStream] = {}

@@ -64,8 +64,12 @@ def write_snapshot(
     model: PreTrainedModel, tensors: Sequence[TensorEntry], buffer: Bytes, *, part: Part = "learned"
 ) -> None:
     """Copy the rows of every parameter into the buffer, rounded to the entry's dtype."""
+    device = model.device
     for entry, parameter in _matched(model, tensors, part):
-        _view(entry, buffer).copy_(local_rows(parameter)[0])
+        # From a GPU into a pinned buffer this does not wait; into any other it does.
+        _view(entry, buffer).copy_(local_rows(parameter)[0], non_blocking=device.type == "cuda")
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 @torch.no_grad()

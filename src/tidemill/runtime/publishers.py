@@ -78,7 +78,7 @@ class ModelPublisher:
         layout = snapshot_layout(self._rollout_model, self._rollout_model.dtype, part="base")
 
         def export() -> Blob:
-            snapshot = allocate(snapshot_bytes(layout))
+            snapshot = snapshot_buffer(snapshot_bytes(layout), self._model.device)
             write_snapshot(self._rollout_model, layout, snapshot, part="base")
             return snapshot
 
@@ -86,7 +86,7 @@ class ModelPublisher:
         self._base_due = False
 
     def _export(self) -> tuple[Blob, LogprobBuffer]:
-        snapshot = allocate(snapshot_bytes(self._layout))
+        snapshot = snapshot_buffer(snapshot_bytes(self._layout), self._model.device)
         write_snapshot(self._model, self._layout, snapshot)
         model = self._model
         if model.dtype != self._rollout_model.dtype:  # on a GPU this needs a second copy until the probe is computed
@@ -128,7 +128,7 @@ class ShardPublisher:
         await self._store.close()
 
     def _copied(self, layout: Sequence[TensorEntry], part: Part) -> Blob:
-        snapshot = allocate(snapshot_bytes(layout))
+        snapshot = snapshot_buffer(snapshot_bytes(layout), self._bundle.device)
         write_snapshot(self._bundle.model, layout, snapshot, part=part)
         return snapshot
 
@@ -144,24 +144,25 @@ class ProbePublisher:
 
     async def publish(self, version: PolicyVersion) -> WeightManifest:
         logprobs = await self._compute.run(lambda: bundle_probe(self._bundle, self._probe_ids))
-        return direct_manifest(version, self._probe_ids, logprobs)
+        return WeightManifest(
+            version=version,
+            digest=version.digest,
+            nbytes=0,
+            tensors=(),
+            probe_ids=self._probe_ids,
+            probe_logprobs=logprobs,
+        )
 
     async def close(self) -> None:
         """Nothing to do."""
 
 
-def direct_manifest(
-    version: PolicyVersion, probe_ids: TokenBuffer, probe_logprobs: LogprobBuffer = b""
-) -> WeightManifest:
-    """Of a version that is not stored."""
-    return WeightManifest(
-        version=version,
-        digest=version.digest,
-        nbytes=0,
-        tensors=(),
-        probe_ids=probe_ids,
-        probe_logprobs=probe_logprobs,
-    )
+def snapshot_buffer(nbytes: int, device: torch.device) -> Blob:
+    """An aligned, uninitialised buffer; pinned if `device` is a GPU, which then copies into it at full speed."""
+    if device.type != "cuda":
+        return allocate(nbytes)
+    pinned: Blob = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).numpy()
+    return pinned
 
 
 @torch.no_grad()

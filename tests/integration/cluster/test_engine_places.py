@@ -95,7 +95,7 @@ def test_a_colocated_vllm_learns_in_one_process_and_in_each_shard(tmp_path: Path
     more = ("--engine.kind", "vllm", "--engine.batch_invariant", "false", "--model.char.hidden_size", "128", *COLOCATED)
     one = finished(start(tmp_path, "one", *IN_PROCESS, *more))
 
-    steps = read_metrics(RunDirectory(tmp_path / "one").metrics)[1:]
+    steps = [line.values for line in read_metrics(RunDirectory(tmp_path / "one").metrics)[1:]]
     assert len(steps) == 4
-    assert max(line.values["mismatch_kl"] for line in steps) < 1e-3
+    assert 0 <= max(values["mismatch_kl"] for values in steps if "mismatch_kl" in values) < 1e-3
     assert one["weights_digest"] == digest(tmp_path, "shards", *SHARDS, *more)

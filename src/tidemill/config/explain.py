@@ -135,6 +135,7 @@ def topics(spec: RunSpec, *, purpose: Purpose = "train") -> list[Topic]:
         ("schedule", _schedule(spec)),
         ("algorithm", _algorithm(spec)),
         *([("scoring", text)] if (text := _scoring(spec)) else []),
+        *([("engine", text)] if (text := _engine(spec)) else []),
         *([("workers", _workers(spec))] if spec.is_elastic else []),
         ("learning", _learning(spec, derived)),
         ("run", _run(spec, derived)),
@@ -240,6 +241,17 @@ def _scoring(spec: RunSpec) -> str:
         chunk, cache = counted(reading.chunk_tokens, "token"), counted(reading.cache_tokens, "token")
         models[-1] += f"; samples are processed while they are generated, {chunk} at a time, with a KV cache of {cache}"
     return " and ".join(models)
+
+
+def _engine(spec: RunSpec) -> str:
+    """The reserved engine; empty if it has the trainer's parameters."""
+    kind, processes = spec.engine.kind, "each shard" if spec.trainer.shards > 1 else "the trainer's process"
+    if spec.placement.engine == "colocated":
+        return f"{kind} in {processes}, in turns with the trainer"
+    if not spec.engine_is_apart:
+        return ""
+    lane = "broadcast to it" if spec.weights.lane == "collective" else "pulled by it"
+    return f"{kind} on the reserved side in a process of its own; weights are {lane}"
 
 
 def _workers(spec: RunSpec) -> str:

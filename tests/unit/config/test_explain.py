@@ -301,3 +301,27 @@ def test_drawn_samples_and_sets_count() -> None:
     assert "at most 10 held-out prompts and 5 of math and 10 of code, greedy" in found["evaluation"]
     assert found["samples"].startswith("3 samples per prompt for pass@1, pass@2;")
     assert "samples" not in dict(topics(load_spec(args[:2])))
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({}, None),
+        ({"placement": {"engine": "colocated"}}, "embedded in the trainer's process, in turns with the trainer"),
+        (
+            {"runtime": "ray", "trainer": {"shards": 2}},
+            "embedded on the reserved side in a process of its own; weights are pulled by it",
+        ),
+        (
+            {
+                "runtime": "ray",
+                "engine": {"kind": "vllm"},
+                "placement": {"engine": "own"},
+                "weights": {"lane": "collective"},
+            },
+            "vllm on the reserved side in a process of its own; weights are broadcast to it",
+        ),
+    ],
+)
+def test_the_reserved_engine(given: dict[str, object], text: str | None) -> None:
+    assert dict(topics(RunSpec.model_validate(given))).get("engine") == text

@@ -19,6 +19,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -254,7 +255,8 @@ class Node:
 
     def _ask(self, what: object, *, during: Callable[[], None] = lambda: None) -> list[Any]:
         for pipe in self._workers:
-            pipe.send(what)
+            with suppress(BrokenPipeError):  # found when it does not answer
+                pipe.send(what)
         return self._answers(during)
 
     def _answers(self, during: Callable[[], None] = lambda: None) -> list[Any]:
@@ -297,10 +299,8 @@ class Node:
             for line in Path(f"/proc/{process.pid}/maps").read_text().splitlines():
                 if str(self._folder) in line:
                     found.add(int(line.split()[4]))
-        try:
+        with suppress(FileNotFoundError):  # before the first pull
             found |= {entry.inode() for entry in os.scandir(self._folder)}
-        except FileNotFoundError:
-            pass  # nobody has pulled a version yet
         return found
 
 

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.gpu.qwen_shapes import SHAPES, TINY, Shape, random_model
+from benchmarks.gpu.qwen_shapes import SHAPES, TINY, Shape, config_fields, random_model
 from benchmarks.gpu.rows import Rows, options, peak_gb, wait
 from tidemill.core.protocols import Engine
 from tidemill.core.records import (
@@ -52,9 +52,19 @@ def main() -> int:
     for shape in (TINY,) if rows.tiny else (SHAPES["0.6B"], SHAPES["1.7B"], SHAPES["4B"]):
         sizes = (2, 3, 12, 8) if rows.tiny else (GROUPS, GROUP_SIZE, PROMPT, NEW_TOKENS)
         asked = requests(shape, *sizes)
-        rows.measure("engine", partial(embedded, shape, asked, rows.device), model=shape.name, engine="embedded")
-        rows.measure("engine", partial(vllm, shape, asked, rows.device), model=shape.name, engine="vllm")
-        rows.measure("engine", partial(vllm_alone, shape, asked), model=shape.name, engine="vllm alone")
+        groups, size, prompt, new_tokens = sizes
+        about = {
+            "model": shape.name,
+            "config": config_fields(shape),
+            "samples": groups * size,
+            "group_size": size,
+            "prompt_tokens": prompt,
+            "completion_tokens": new_tokens,
+            "slots": SLOTS,
+        }
+        rows.measure("engine", partial(embedded, shape, asked, rows.device), engine="embedded", **about)
+        rows.measure("engine", partial(vllm, shape, asked, rows.device), engine="vllm", **about)
+        rows.measure("engine", partial(vllm_alone, shape, asked), engine="vllm alone", **about)
     return rows.finish()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -38,19 +39,24 @@ SHAPES = {
 TINY = Shape(name="tiny", hidden=64, layers=2, heads=4, kv_heads=2, head_dim=16, intermediate=128, vocabulary=512)
 
 
+def config_fields(shape: Shape) -> dict[str, Any]:
+    """Fields of config.json that determine the number of parameters."""
+    return {
+        "model_type": "qwen3",
+        "vocab_size": shape.vocabulary,
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.intermediate,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "tie_word_embeddings": shape.tied,
+    }
+
+
 def random_model(shape: Shape, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
     """A model with random weights, made on the device."""
-    config = Qwen3Config(
-        vocab_size=shape.vocabulary,
-        hidden_size=shape.hidden,
-        intermediate_size=shape.intermediate,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        max_position_embeddings=32_768,
-        tie_word_embeddings=shape.tied,
-    )
+    config = Qwen3Config(**config_fields(shape), max_position_embeddings=32_768)
     torch.manual_seed(0)
     with device:
         model: PreTrainedModel = Qwen3ForCausalLM(config)

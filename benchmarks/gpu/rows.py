@@ -44,7 +44,7 @@ class Rows:
             status = {"status": "failed", "why": f"{type(error).__name__}: {str(error).splitlines()[0]}"}
         found = {"row": row, **about, **status, "row_s": time.perf_counter() - began}
         self._rows.append(found)
-        Console(width=180).print({name: _short(value) for name, value in found.items()})
+        Console(width=180).print({name: _short(value) for name, value in found.items() if name != "config"})
         self._write()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()

@@ -24,7 +24,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from benchmarks import measuring
-from benchmarks.gpu.qwen_shapes import SHAPES, TINY, Shape, random_model, step_flops
+from benchmarks.gpu.qwen_shapes import SHAPES, TINY, Shape, config_fields, random_model, step_flops
 from benchmarks.gpu.rows import Rows, options, peak_gb, seconds
 from tidemill.models.attention import use_packed_attention
 from tidemill.models.token_tree import TokenTree, build_tree
@@ -64,8 +64,21 @@ def main() -> int:
         lora = shape.name == "8B"
         for name in ("shared", "unshared", "padded"):
             measure = partial(step, shape, work, name, rows.device, peak, lora=lora)
-            rows.measure("train_step", measure, model=shape.name, way=name, lora=lora)
+            rows.measure("train_step", measure, model=shape.name, way=name, lora=lora, **about(shape, work))
     return rows.finish()
+
+
+def about(shape: Shape, work: Work) -> dict[str, Any]:
+    """The model and the samples of a row."""
+    samples, length = work.tokens.shape
+    return {
+        "config": config_fields(shape),
+        "samples": samples,
+        "group_size": work.group_size,
+        "prompt_tokens": work.prompt,
+        "completion_tokens": length - work.prompt,
+        "microbatch_tokens": MICROBATCH_TOKENS,
+    }
 
 
 def random_work(shape: Shape, *, tiny: bool) -> Work:
@@ -119,6 +132,7 @@ def step(shape: Shape, work: Work, way: str, device: torch.device, peak: float |
     rate = flops / took_s / 1e12
     return {
         "seconds": took_s,
+        "recomputes": model.is_gradient_checkpointing,
         "computed_tokens": computed,
         "trained_tokens_per_s": work.trained / took_s,
         "sample_tokens_per_s": work.tokens.size / took_s,

@@ -27,14 +27,17 @@ from tidemill.weights.puller import Puller
 from tidemill.weights.sharded import PullerGroup
 from tidemill.weights.snapshot import ALIGNMENT, Blob, MemoryTransport, Snapshot, allocate
 from tidemill.weights.store import WeightStore
+from tidemill.weights.threads import Threads
 
 T = TypeVar("T")
 
 PROBE = pack_tokens(range(9))
-NAME_BYTES, REST_BYTES = 16, 256
+NAME_BYTES, REST_BYTES = 16, 4096
+CHANGED = 24
+"""Bytes of the rest in which a version differs from the common ones."""
 LAYOUT = (
     TensorEntry(name="name", dtype="float32", shape=(4,), offset=0, nbytes=NAME_BYTES, checksum=0),
-    TensorEntry(name="rest", dtype="float32", shape=(64,), offset=64, nbytes=REST_BYTES, checksum=0),
+    TensorEntry(name="rest", dtype="float32", shape=(REST_BYTES // 4,), offset=64, nbytes=REST_BYTES, checksum=0),
 )
 WRONG = "wrong bytes"
 
@@ -54,7 +57,7 @@ def weights_of(version: PolicyVersion) -> Blob:
     blob[:] = np.arange(len(blob)) % 251
     blob[:NAME_BYTES] = np.frombuffer(version.digest.encode().ljust(NAME_BYTES)[:NAME_BYTES], np.uint8)
     rng = random.Random(version.digest)
-    for _ in range(8):
+    for _ in range(CHANGED):
         blob[64 + rng.randrange(REST_BYTES)] ^= 1
     return blob
 
@@ -95,9 +98,9 @@ class RankRows:
             or empty.
     """
 
-    def __init__(self, index: int, size: int, transport: MemoryTransport, *, seconds: float) -> None:
+    def __init__(self, index: int, size: int, transport: MemoryTransport, *, threads: Threads, seconds: float) -> None:
         self.transport = transport
-        self._store = WeightStore(transport, compute=PromptCompute())
+        self._store = WeightStore(transport, compute=PromptCompute(), threads=threads)
         self._seconds = seconds
         tensors, offset = list[TensorEntry](), 0
         self._sources: list[slice] = []  # in the whole weights
@@ -135,11 +138,15 @@ class RankRows:
 
 
 class PulledBytes:
-    """Implements `core.protocols.WeightSource` over a real puller."""
+    """Implements `core.protocols.WeightSource` over a real puller.
 
-    def __init__(self, puller: Puller | PullerGroup) -> None:
+    Args:
+        wrong: names the versions whose bytes were not those published.
+    """
+
+    def __init__(self, puller: Puller | PullerGroup, wrong: list[str]) -> None:
         self.snapshot: Blob | None = None
-        self._puller = puller
+        self._puller, self._wrong = puller, wrong
 
     async def prepare(self, version: PolicyVersion) -> Pulled:
         return await self._puller.prepare(version)
@@ -159,6 +166,8 @@ class PulledBytes:
         tensors = [slice(entry.offset, entry.offset + entry.nbytes) for entry in LAYOUT]
         right = weights_of(version)
         same = all(np.array_equal(self.snapshot[tensor], right[tensor]) for tensor in tensors)
+        if not same:
+            self._wrong.append(f"version {version.number}")
         return version.digest if same else WRONG
 
 

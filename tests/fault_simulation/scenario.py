@@ -12,6 +12,7 @@ from tests.fault_simulation.episodes import AgentPlan
 from tidemill.config.schema import RunSpec
 from tidemill.controller.turns import AgentLimits
 from tidemill.core.records import Record
+from tidemill.weights.delta import CHUNK
 
 FaultKind: TypeAlias = Literal[
     "taken",  # evicted; the provider reports it late
@@ -71,6 +72,29 @@ class RankFault(Record):
     moment: Literal["before", "after"]  # its work and its collective operations
 
 
+PartFaultKind: TypeAlias = Literal[
+    "wrong byte",
+    "torn",
+    "no change",  # in place of changed elements
+    "exchanged",  # with another part
+    "missing",
+    "wrong length",  # in the manifest, at the cost of the next part
+    "wrong checksum",  # of the whole delta, in the manifest: a part has none
+]
+
+
+class PartFault(Record):
+    """Damage to one part of a published delta."""
+
+    kind: PartFaultKind
+    sealed: bool  # the manifest has the lengths and the checksum of the damaged delta
+    rank: int  # whose delta, modulo their number
+    delta: int  # counted from 0 in this life
+    part: int  # modulo their number
+    seed: int  # of the change within the part
+    reads: int  # of the manifest, until both are right again
+
+
 class LifePlan(Record):
     """One life of the controller, from start to end."""
 
@@ -85,6 +109,7 @@ class LifePlan(Record):
     machines: tuple[MachinePlan, ...]
     ranks: int = 1  # of the trainer
     rank_fault: RankFault | None = None
+    part_faults: tuple[PartFault, ...] = ()
 
 
 class Scenario(Record):
@@ -104,6 +129,7 @@ class Scenario(Record):
     fetch_s: float
     lives: tuple[LifePlan, ...]
     agent: AgentPlan | None = None  # None: samples are single completions
+    part_elements: int = CHUNK  # of a part of a delta
 
     @property
     def spec(self) -> RunSpec:
@@ -123,10 +149,32 @@ RANKS = (1, 3)
 
 def draw(seed: int) -> Scenario:
     """Draw the scenario of a seed; equal on every machine."""
-    scenario = _draw(seed)
+    scenario = with_parts(_draw(seed))
     if seed % 9 in AGENTS:
         scenario = with_agent(scenario)
     return with_ranks(scenario) if seed % 5 in RANKS else scenario
+
+
+def with_parts(scenario: Scenario) -> Scenario:
+    """The scenario with deltas of several parts, some of which are damaged."""
+    rng = random.Random(f"parts {scenario.seed}")
+    lives = [
+        msgspec.structs.replace(life, part_faults=tuple(_part_fault(rng) for _ in range(rng.choice([0, 1, 1, 2, 4]))))
+        for life in scenario.lives
+    ]
+    return msgspec.structs.replace(scenario, lives=tuple(lives), part_elements=rng.choice([16, 64, 64, 256, CHUNK]))
+
+
+def _part_fault(rng: random.Random) -> PartFault:
+    return PartFault(
+        kind=rng.choice([*get_args(PartFaultKind)]),
+        sealed=rng.random() < 0.7,
+        rank=rng.randrange(6),
+        delta=rng.choice([0, 0, 1, 2, 3]),
+        part=rng.randrange(1 << 16),
+        seed=rng.getrandbits(32),
+        reads=rng.choice([1, 2, 4, 1 << 30]),
+    )
 
 
 def with_ranks(scenario: Scenario) -> Scenario:

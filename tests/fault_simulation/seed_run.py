@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from typing import Any
+from unittest.mock import patch
 
 import msgspec
 
@@ -18,6 +19,7 @@ from tidemill.core.records import Record
 from tidemill.sim.simulated_trainer import SimulatedDisk
 from tidemill.sim.virtual_time import Deadlock, run_virtual
 from tidemill.sim.workload import EncodedCompletions
+from tidemill.weights import delta
 
 Line = tuple[int, float, str, dict[str, Any]]
 """Event log lines: life, time, event."""
@@ -61,11 +63,8 @@ class Simulation:
     def run(self) -> Outcome:
         violation = ""
         try:
-            for life in self.scenario.lives:
-                if self._live(life):
-                    break
-            else:
-                raise Violation("the last life did not finish the run")
+            with patch.object(delta, "CHUNK", self.scenario.part_elements):
+                self._live_all()
         except Violation as found:
             violation = str(found)
         except Deadlock:
@@ -81,6 +80,12 @@ class Simulation:
             events=len(self.log),
             digest=hashlib.blake2b(msgspec.json.encode(self.log), digest_size=16).hexdigest(),
         )
+
+    def _live_all(self) -> None:
+        for life in self.scenario.lives:
+            if self._live(life):
+                return
+        raise Violation("the last life did not finish the run")
 
     def _live(self, life: LifePlan) -> bool:
         """Whether the run finished."""

@@ -21,6 +21,7 @@ from tests.fault_simulation.components import (
 from tests.fault_simulation.invariants import Invariants, Violation, require
 from tests.fault_simulation.machine import Machine
 from tests.fault_simulation.mailbox import ObservedFleet
+from tests.fault_simulation.part_faults import PartFaultTransport, ShuffledThreads
 from tests.fault_simulation.pulled_weights import (
     PromptCompute,
     PulledBytes,
@@ -85,10 +86,11 @@ class World:
         self._spec: RunSpec = invariants.spec
         self._timers: list[asyncio.TimerHandle] = []
         self._unseen: list[str] = []  # unretrieved exceptions
+        self._wrong: list[str] = []  # versions that a worker used with other bytes than those published
         self._stop = asyncio.Event()
         clock = LoopClock()
         self.log = EventLog(clock, training)
-        self._transports = [self._transport_of(life) for _ in range(life.ranks)]
+        self._transports = [self._transport_of(life, rank) for rank in range(life.ranks)]
         rng = random.Random(life.seed)
         self.machines = {
             f"lease-{plan.name}": Machine(plan, self, random.Random(rng.getrandbits(32))) for plan in life.machines
@@ -126,8 +128,8 @@ class World:
             heartbeat_timeout_s=scenario.heartbeat_timeout_s,
         )
 
-    def _transport_of(self, life: LifePlan) -> MemoryTransport:
-        transport = MemoryTransport(zero_copy=False)
+    def _transport_of(self, life: LifePlan, rank: int) -> MemoryTransport:
+        transport = PartFaultTransport([fault for fault in life.part_faults if fault.rank % life.ranks == rank])
         transport.delay_s = self._scenario.fetch_s
         for kind, is_torn, reads in life.spoiled:
             transport.spoil(kind, torn if is_torn else corrupt, times=reads)
@@ -136,7 +138,10 @@ class World:
     def _start_ranks(self) -> WatchedGroup:
         size = len(self._transports)
         return ranks_of_life(
-            [RankRows(index, size, each, seconds=0.05) for index, each in enumerate(self._transports)],
+            [
+                RankRows(index, size, each, threads=self._threads(f"rank {index}"), seconds=0.05)
+                for index, each in enumerate(self._transports)
+            ],
             costs=self._scenario.trainer,
             training=self._training,
             salt=self._life.salt,
@@ -154,8 +159,11 @@ class World:
     def _make_publisher(self, group: WatchedGroup | None) -> Publisher:
         if group is not None:
             return WatchedPublisher(group, self._training)
-        store = WeightStore(self._transports[0], compute=PromptCompute())
+        store = WeightStore(self._transports[0], compute=PromptCompute(), threads=self._threads("trainer"))
         return StoredPublisher(store, self._training, seconds=0.05)
+
+    def _threads(self, owner: str) -> ShuffledThreads:
+        return ShuffledThreads(random.Random(f"threads {self._life.seed} {owner}"))
 
     def _engine(self, costs: ConstantEngine) -> SimulatedEngine:
         if self._scenario.agent:
@@ -265,6 +273,7 @@ class World:
         left = [task.get_name() for task in asyncio.all_tasks() - {asyncio.current_task()}]
         require(not left, f"tasks remain: {sorted(left)}")
         require(not self._unseen, f"nobody saw {self._unseen}")
+        require(not self._wrong, f"workers used other tensors than those published: {self._wrong}")
 
     def _check_leases(self, *, finished: bool) -> None:
         """Check that every lease ended once, and that machines which were not evicted were released."""
@@ -296,7 +305,10 @@ class World:
 
         def worker(costs: ConstantEngine) -> SimulatedWorker:
             clock = LoopClock()
-            pullers = [Puller(each, PromptCompute(), clock=clock, timeout_s=60.0) for each in self._transports]
+            threads = self._threads(lease.lease_id)
+            pullers = [
+                Puller(each, PromptCompute(), clock=clock, threads=threads, timeout_s=60.0) for each in self._transports
+            ]
             return PullingWorker(
                 self._engine(costs),
                 clock=clock,
@@ -304,7 +316,7 @@ class World:
                 lease_id=lease.lease_id,
                 tick_s=self._scenario.tick_s,
                 heartbeat_s=HEARTBEAT_S,
-                bytes_=PulledBytes(pullers[0] if len(pullers) == 1 else PullerGroup(pullers)),
+                bytes_=PulledBytes(pullers[0] if len(pullers) == 1 else PullerGroup(pullers), self._wrong),
                 wrongly=machine.computes_wrongly,
             )
 

@@ -32,6 +32,7 @@ VERBS = {
     "train": ("tidemill.cli.train_command:train", "Train a model, or resume a run."),
     "eval": ("tidemill.cli.evaluate:evaluate", "Evaluate a model on held-out prompts; compare two."),
     "generate": ("tidemill.cli.evaluate:generate", "Generate completions with a model or a checkpoint."),
+    "serve": ("tidemill.cli.serve_command:serve", "Serve a model or a checkpoint over HTTP, as OpenAI's API does."),
     "algorithms": ("tidemill.cli.algorithms:algorithms", "List algorithms and loss terms with formulas and sources."),
     "simulate": ("tidemill.cli.forecasting:simulate", "Simulate a run under several schedules."),
     "plan": (
@@ -47,7 +48,7 @@ VERBS = {
     "report": ("tidemill.cli.evaluate:report", "Write report.html of a run, finished or in progress."),
     "doctor": ("tidemill.cli.doctor:doctor", "Check this machine: packages, memory, disk, GPUs."),
 }
-CONFIGURED_VERBS = ("train", "eval", "generate", "simulate")  # their --help lists the configuration's keys
+CONFIGURED_VERBS = ("train", "eval", "generate", "serve", "simulate")  # their --help lists the configuration's keys
 HELP_FLAGS = ("--help", "-h")
 HELP_ALL = "--help-all"
 VERSION_FLAGS = ("--version",)

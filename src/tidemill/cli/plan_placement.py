@@ -27,6 +27,7 @@ from tidemill.core.errors import UserError
 from tidemill.core.formatting import counted, dollars, duration, percent
 from tidemill.hardware.engine_profile import rollout_of
 from tidemill.hardware.gpu_catalog import Catalog, load_catalog
+from tidemill.hardware.measured_rows import measured_efficiencies
 from tidemill.planner.memory.states import Holding
 from tidemill.planner.placement.estimate import Estimate, Side
 from tidemill.planner.placement.search import PlacementPlan, plan_placement
@@ -40,6 +41,14 @@ Machines = Annotated[
 Preemptible = Annotated[
     tuple[str, ...],
     Parameter(name="--preemptible", negative=(), help="Preemptible machines, NAME:MAXIMUM; repeatable."),
+]
+Measured = Annotated[
+    tuple[Path, ...],
+    Parameter(
+        name="--measured",
+        negative=(),
+        help="Result of benchmarks.gpu.train_step or .engine; replaces assumed efficiencies of its GPU; repeatable.",
+    ),
 ]
 Prices = Annotated[
     tuple[str, ...],
@@ -73,6 +82,7 @@ def placement(
     optimizer: Literal["adam", "adam-8bit"] = "adam",
     offload: Annotated[bool, Parameter(negative=())] = False,
     catalog: CatalogFile = None,
+    measured: Measured = (),
     explain: Explain = False,
     json: Json = False,
 ) -> Result:
@@ -130,10 +140,12 @@ def placement(
     )
     known = with_prices(load_catalog(catalog), price)
     lengths = lengths_given(lengths_from, completion_tokens, COMPLETION_TOKENS, sigma=sigma, limit=limit)
+    shape, offers = shape_of(params, model), offers_of(known, machines, preemptible, availability=availability)
+    efficiencies, remarks = measured_efficiencies(measured, known, shape=shape, gpus=[offer.gpu for offer in offers])
     question = PlacementQuestion(
         algorithm=algorithm,
-        shape=shape_of(params, model),
-        offers=offers_of(known, machines, preemptible, availability=availability),
+        shape=shape,
+        offers=offers,
         rollout=rollout_of(
             lengths, samples=prompts * group_size, group_size=group_size, prompt_tokens=float(prompt_tokens)
         ),
@@ -145,9 +157,12 @@ def placement(
         holding=Holding(optimizer=optimizer, lora_rank=lora_rank, offload=offload),
         microbatch_tokens=microbatch_tokens,
         engine_dtype=engine_dtype,
+        efficiencies=efficiencies,
     )
     plan = plan_placement(question)
-    return plan_options.result(as_data(plan), as_text(question, plan), plan.figures, explain=explain)
+    data = {**as_data(plan), "efficiencies": list(remarks)}
+    text = (*as_text(question, plan), *plan_options.notes(remarks))
+    return plan_options.result(data, text, plan.figures, explain=explain)
 
 
 def offers_of(

@@ -10,7 +10,7 @@ from tidemill.config.issues import Purpose, has_readers, without_effect
 from tidemill.config.model import BUILT_IN_MODELS
 from tidemill.config.pool import StaticPool, SyntheticPool, TracePool
 from tidemill.config.schema import RunSpec
-from tidemill.config.task import ArithmeticTask, EnvironmentTask, FileTask, PythonTask
+from tidemill.config.task import ArithmeticTask, EnvironmentTask, FileTask, PythonTask, ServedTask
 from tidemill.core.formatting import counted, number
 
 Topic = tuple[str, str]
@@ -168,6 +168,8 @@ def _task(spec: RunSpec) -> str:
         text = f"{task.kind}: {' + '.join(str(source.path) for source in task.all_sources)}"
     elif isinstance(task, PythonTask):
         text = f"rows of {task.function}"
+    elif isinstance(task, ServedTask):
+        return "prompts of clients"
     elif isinstance(task, EnvironmentTask):
         text = f"{spec.env.name}: {counted(task.train_size, 'training task')}"
     else:

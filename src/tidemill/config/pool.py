@@ -157,6 +157,9 @@ class SimulationConfig(Config):
     """Hugging Face folder or config.json that gives the model's shape."""
     catalog: Path | None = None
     """TOML file with more GPUs and machines than `tidemill plan catalog` lists."""
+    measured: tuple[Path, ...] = ()
+    """Results of benchmarks.gpu.train_step and benchmarks.gpu.engine: measured instead of assumed efficiencies of their
+    GPU, for engines from the rows of engine.kind."""
     machine: str = "rlboost-8xh100"
     """Machine type of the reserved side."""
     machines: int = Field(1, ge=1)

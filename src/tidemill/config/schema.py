@@ -12,6 +12,7 @@ from pydantic import Field, ValidationInfo, model_validator
 from tidemill.config.agent import EnvConfig
 from tidemill.config.algorithm import AlgorithmConfig, CriticConfig
 from tidemill.config.base import Config, FolderName, NameOrFunction, OutputFolder, Seed
+from tidemill.config.gateway import GatewayConfig
 from tidemill.config.learning import (
     BatchConfig,
     OptimizerConfig,
@@ -251,6 +252,7 @@ class RunSpec(Config):
     ray: RayConfig = RayConfig()
     placement: PlacementConfig = PlacementConfig()
     weights: WeightsConfig = WeightsConfig()
+    gateway: GatewayConfig = GatewayConfig()
     reading: ReadingConfig = ReadingConfig()
     batch: BatchConfig = BatchConfig()
     schedule: ScheduleConfig = ScheduleConfig()

@@ -149,8 +149,14 @@ class EnvironmentTask(Config):
     """Number of evaluation tasks."""
 
 
+class ServedTask(Config):
+    kind: Literal["served"]
+    """Prompts come from the clients of `tidemill serve`, which sets this itself."""
+
+
 TaskConfig = Annotated[
-    ArithmeticTask | ReasoningGymTask | FileTask | PythonTask | EnvironmentTask, Field(discriminator="kind")
+    ArithmeticTask | ReasoningGymTask | FileTask | PythonTask | EnvironmentTask | ServedTask,
+    Field(discriminator="kind"),
 ]
 
 ENVIRONMENT_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")

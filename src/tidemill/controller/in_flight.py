@@ -141,10 +141,32 @@ class InFlight:
                     prompt=prompt,
                     from_version=group.from_version,
                 )
-                self.samples[sample.ordinal] = self._by_id[sample_id] = sample
-                self._states[SampleState.WAITING] += 1
-                self._waiting[sample.ordinal] = sample
-                self._newly_waiting.append(sample.ordinal)
+                self._add(sample)
+
+    def open_alone(self, sample_id: SampleId, prompt: Prompt, sampling: SamplingParams, *, position: int) -> Sample:
+        """Start a group of one sample with its own sampling parameters; its id must not be in flight."""
+        self.groups[position] = PlannedGroup(
+            position=position,
+            epoch=sample_id.epoch,
+            prompt_id=sample_id.prompt_id,
+            prompt_digest="",
+            from_version=self.newest_version,
+        )
+        sample = Sample(
+            sample_id=sample_id,
+            ordinal=position * self.plan.group_size,
+            prompt=prompt,
+            from_version=self.newest_version,
+            sampling=sampling,
+        )
+        self._add(sample)
+        return sample
+
+    def _add(self, sample: Sample) -> None:
+        self.samples[sample.ordinal] = self._by_id[sample.sample_id] = sample
+        self._states[SampleState.WAITING] += 1
+        self._waiting[sample.ordinal] = sample
+        self._newly_waiting.append(sample.ordinal)
 
     def close(self, position: int) -> list[Sample]:
         """Remove a group that was trained on or dropped; returns its samples."""
@@ -270,7 +292,10 @@ class InFlight:
             sample.assign(lease_id, self.newest_version)
             self._update_index(SampleState.WAITING, sample)
         exact_version = self.newest_version if self.plan.exact_version else None
-        return [sample.request(self.plan.sampling, exact_version, self.plan.agent) for sample in chosen]
+        return [sample.request(self._sampling(sample), exact_version, self.plan.agent) for sample in chosen]
+
+    def _sampling(self, sample: Sample) -> SamplingParams:
+        return sample.sampling or self.plan.sampling
 
     def revoke(self, lease_id: str) -> list[Sample]:
         """Return the samples of an ended lease to waiting, with their tokens; its later deltas are stale."""
@@ -302,7 +327,7 @@ class InFlight:
             sample.extend(delta.token_ids, delta.logprobs, delta.version, source)
             self.counters.tokens_accepted += len(delta.token_ids) // ITEM_BYTES
             if delta.finish is not None:
-                sample.end_attempt(delta.finish, delta.error, self.plan.sampling, self.plan.agent)
+                sample.end_attempt(delta.finish, delta.error, self._sampling(sample), self.plan.agent)
                 self._update_index(SampleState.RUNNING, sample)
             return sample
         self.counters.ignored[verdict] += 1

@@ -93,6 +93,7 @@ class Sample:
     ordinal: int  # canonical index in the run: group position * group size + index
     prompt: Prompt
     from_version: int = 0  # older weights may not generate it
+    sampling: SamplingParams | None = None  # None: those of all samples in flight
     state: SampleState = SampleState.WAITING
     lease_id: str = ""
     attempt: int = 0

@@ -258,6 +258,7 @@ def described(scenario: Scenario) -> list[str]:
         *_unused_gpus(scenario),
         *_free(scenario),
         *scenario.remarks,
+        *cluster.efficiency_remarks,
         executable([one.name for one in scenario.planned]),
     )
     return [*lines, *who, *(f"note: {remark}" for remark in remarks)]
@@ -317,6 +318,7 @@ def planned_data(scenario: Scenario) -> dict[str, Any]:
         "assumed_shape": cluster.shape.assumed,
         "machine": cluster.machine.name,
         "worker_machine": cluster.worker_machine.name,
+        "efficiencies": list(cluster.efficiency_remarks),
         "reserved_usd_per_hour": spec.fleet.reserved_usd_per_hour,
         "preemptible_usd_per_hour": spec.fleet.preemptible_usd_per_hour,
         "prices": [

@@ -29,6 +29,7 @@ from tidemill.hardware.engine_profile import (
     steady_tokens_per_s,
 )
 from tidemill.hardware.gpu_catalog import Catalog, Gpu, Link, Machine, load_catalog
+from tidemill.hardware.measured_rows import ASSUMED, Efficiencies, measured_efficiencies
 from tidemill.hardware.model_config import read_shape
 from tidemill.hardware.model_shape import DTYPE_BYTES, TRAINED, ModelShape, adapter_parameters, shape_of_parameters
 from tidemill.hardware.trainer_profile import learning_passes, trainer_profile
@@ -155,6 +156,8 @@ class SimulatedCluster(Record):
     worker_machine: Machine
     worker_gpu: Gpu
     lengths: Lengths
+    efficiencies: dict[str, Efficiencies] = {}  # by name of the GPU; assumed for others
+    efficiency_remarks: tuple[str, ...] = ()
 
     @property
     def gpus(self) -> int:
@@ -206,13 +209,15 @@ class SimulatedCluster(Record):
     def engine(self, gpu: Gpu) -> EngineProfile:
         """Raises UserError: the weights do not fit the engine's GPUs."""
         gpus, dtype = self.engine_gpus, self.spec.simulation.engine_dtype
-        if (room := cache_bytes(self.shape, gpu, gpus=gpus, dtype=dtype)) <= 0:
+        share = self.efficiencies.get(gpu.name, ASSUMED).engine
+        if (room := cache_bytes(self.shape, gpu, gpus=gpus, dtype=dtype, efficiency=share)) <= 0:
             raise UserError(
                 f"the weights of an engine do not fit {gpus} × {gpu.title}: {-room / 1e9:.1f} GB are missing",
                 where="simulation.engine_gpus",
                 hint="use more or larger GPUs per engine",
             )
-        return engine_profile(self.shape, gpu, gpus=gpus, dtype=dtype, slots=self.spec.engine.slots)
+        slots = self.spec.engine.slots
+        return engine_profile(self.shape, gpu, gpus=gpus, dtype=dtype, slots=slots, efficiency=share)
 
     def trainer(self, gpus: int) -> ProfiledTrainer:
         """Raises UserError: the model states do not fit `gpus` GPUs."""
@@ -236,6 +241,7 @@ class SimulatedCluster(Record):
             gpus=gpus,
             gpus_per_machine=self._learning_together,
             network=Link(bytes_per_s=self.machine.network_bytes_per_s),
+            efficiency=self.efficiencies.get(self.gpu.name, ASSUMED).trainer,
         )
         return ProfiledTrainer(
             profile=profile,
@@ -352,7 +358,7 @@ def cluster_of(spec: RunSpec) -> SimulatedCluster:
     """The cluster of `[simulation]`.
 
     Raises:
-        UserError: unknown model or machine (suggests the closest), or impossible lengths.
+        UserError: unknown model or machine (suggests the closest), impossible lengths, or invalid measured rows.
     """
     given = spec.simulation
     if (given.parameters is None) == (given.model is None):
@@ -362,14 +368,20 @@ def cluster_of(spec: RunSpec) -> SimulatedCluster:
     catalog = load_catalog(given.catalog)
     machine = _machine(catalog, given.machine, "simulation.machine")
     worker = _machine(catalog, given.worker_machine, "simulation.worker_machine")
+    gpu, worker_gpu = catalog.gpu(machine.gpu), catalog.gpu(worker.gpu)
+    efficiencies, remarks = measured_efficiencies(
+        given.measured, catalog, shape=shape, gpus=(gpu, worker_gpu), engines=(spec.engine.kind,)
+    )
     cluster = SimulatedCluster(
         spec=spec,
         shape=shape,
         machine=machine,
-        gpu=catalog.gpu(machine.gpu),
+        gpu=gpu,
         worker_machine=worker,
-        worker_gpu=catalog.gpu(worker.gpu),
+        worker_gpu=worker_gpu,
         lengths=_lengths(spec),
+        efficiencies=efficiencies,
+        efficiency_remarks=remarks,
     )
     return msgspec.structs.replace(cluster, spec=_priced(cluster))
 

@@ -8,13 +8,16 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
 from benchmarks import measuring
 from benchmarks.gpu import engine, matmul, train_step, tree_attention
-from benchmarks.gpu.qwen_shapes import SHAPES, matrix_parameters, random_model
+from benchmarks.gpu.qwen_shapes import SHAPES, TINY, matrix_parameters, random_model
 from benchmarks.gpu.rows import Rows
+from tidemill.hardware.gpu_catalog import Catalog, load_catalog
+from tidemill.hardware.measured_rows import TrainStepRow, read_rows
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
@@ -62,6 +65,25 @@ def test_engines_generate_and_swap(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     for name in ("vllm", "vllm alone"):
         assert rows[name]["status"] == "skipped"
         assert "vllm" in rows[name]["why"]
+
+
+def test_rows_have_the_fields_that_planning_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps, engines = rows_of(train_step, tmp_path, monkeypatch), rows_of(engine, tmp_path, monkeypatch)
+    cpu = msgspec.structs.replace(load_catalog().gpu("h100"), name="cpu")
+    catalog = Catalog(gpus={"cpu": cpu}, machines={})
+    (step,) = read_rows(tmp_path / "gpu_train_step-quick.json", catalog)
+    (generation,) = read_rows(tmp_path / "gpu_engine-quick.json", catalog)
+    with torch.device("meta"):
+        model = random_model(TINY, torch.device("meta"), torch.bfloat16)
+    assert step.shape.parameters == generation.shape.parameters == model.num_parameters()
+    for found in (step, generation):
+        work = found.rollout
+        assert (work.samples, work.group_size, work.prompt_tokens, work.lengths) == (2 * 3, 3, 12, (8,))
+    assert (step.kind, generation.kind) == ("shared", "embedded")
+    assert isinstance(step.row, TrainStepRow)
+    assert not step.row.recomputes  # on a CPU
+    assert steps[0]["computed_tokens"] == step.rollout.tokens + 2 * 12
+    assert generation.row.seconds == pytest.approx(generation.rollout.tokens / engines[0]["tokens_per_s"])
 
 
 def test_missing_packages_and_failures_are_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

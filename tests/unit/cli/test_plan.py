@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from tests.gpu_rows import engine_row, train_step_row, write_rows
 from tests.planted import planted, spec_of
 from tests.unit.cli.conftest import Run
 from tests.unit.hardware.test_model_shape import SMOLLM2
@@ -181,6 +182,52 @@ def test_prices_of_ones_own(run: Run) -> None:
     dear = run(*argv, "--price", "preemptible:rlboost-2xh100=500", "--price", "rlboost-8xh100=10").data["best"]
     assert dear["kind"] == "colocated"
     assert dear["usd_per_hour"] == 10
+
+
+def test_measured_rows_replace_assumed_efficiencies(run: Run, tmp_path: Path) -> None:
+    argv = ("plan", "placement", "--params", "8b", *MACHINES, "--json")
+    assumed = run(*argv).data
+    assert assumed["efficiencies"] == []
+    write_rows(tmp_path / "step.json", train_step_row(2.0))
+    write_rows(tmp_path / "engine.json", engine_row(20.0))
+    write_rows(tmp_path / "other.json", engine_row(20.0), device="NVIDIA H200")
+    files = ("--measured", "step.json", "--measured", "engine.json", "--measured", "other.json")
+    found = run(*argv, *files, "--explain").data
+    assert found["best"]["training_s"] > assumed["best"]["training_s"]
+    training, engines, unused = found["efficiencies"]
+    assert training.startswith("h100-80gb: training at ")
+    assert training.endswith(", measured: step.json, NVIDIA H100 80GB HBM3, row 1 (1.7B, shared)")
+    assert engines.endswith(", measured: engine.json, NVIDIA H100 80GB HBM3, row 1 (1.7B, vllm)")
+    assert unused == "other.json is not used: its rows are of h200-141gb, the machines have h100-80gb"
+    sources = {figure["name"]: figure["source"] for figure in found["explain"]}
+    assert "measured: step.json, " in sources["forward_token_s"]
+    shown = " ".join(run(*argv[:-1], *files).out.split())
+    assert all(f"• {line}" in shown for line in found["efficiencies"])
+
+
+@pytest.mark.parametrize(
+    ("device", "rows", "says"),
+    [
+        ("NVIDIA H100 80GB HBM3", [], "rows.json: has no measured row of a training step"),
+        (
+            "NVIDIA H100 80GB HBM3",
+            [train_step_row(1e-4)],
+            "rows.json, NVIDIA H100 80GB HBM3, row 1 (1.7B, shared): took",
+        ),
+        (
+            "NVIDIA T4",
+            [train_step_row(2.0)],
+            "rows.json: the device 'NVIDIA T4' is no GPU of the catalogue\n  known: h100",
+        ),
+    ],
+)
+def test_unusable_measurements_are_refused(
+    run: Run, tmp_path: Path, device: str, rows: list[dict[str, Any]], says: str
+) -> None:
+    write_rows(tmp_path / "rows.json", *rows, device=device)
+    ran = run("plan", "placement", "--params", "8b", *MACHINES, "--measured", "rows.json")
+    assert (ran.code, ran.out) == (2, "")
+    assert says in ran.err
 
 
 def test_lengths_of_a_run(run: Run, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import REPOSITORY
+from tests.gpu_rows import engine_row, train_step_row, write_rows
 from tests.unit.cli.conftest import Run
 from tidemill.config.load import load_spec
 from tidemill.sim.comparison import plan_scenario
@@ -120,6 +121,29 @@ def test_dry_run_shows_resolved_settings(run: Run) -> None:
     assert ran.data["assumed_shape"] is True
 
 
+def test_measured_rows_replace_assumed_efficiencies(run: Run, tmp_path: Path) -> None:
+    write_rows(tmp_path / "rows.json", train_step_row(2.0), engine_row(20.0, engine="embedded"))
+    write_rows(tmp_path / "other.json", engine_row(20.0), device="NVIDIA H200")
+    schedules = ("--simulation.schedules", '["colocated"]')
+    assumed = run("simulate", "@tiny.toml", *schedules, "--json").data
+    assert assumed["scenario"]["efficiencies"] == []
+    files = ("--simulation.measured", '["rows.json", "other.json"]')
+    found = run("simulate", "@tiny.toml", *schedules, *files, "--json").data
+    assert found["schedules"]["colocated"]["seconds"] > assumed["schedules"]["colocated"]["seconds"]
+    training, engines, unused = found["scenario"]["efficiencies"]
+    assert training.endswith("measured: rows.json, NVIDIA H100 80GB HBM3, row 1 (1.7B, shared)")
+    assert engines.endswith("measured: rows.json, NVIDIA H100 80GB HBM3, row 2 (1.7B, embedded)")
+    assert unused.startswith("other.json is not used: ")
+    out = run("simulate", "@tiny.toml", *files, "--dry-run").out
+    assert all(f"note: {line}\n" in out for line in (training, engines, unused))
+
+
+def test_without_measured_rows_of_the_recipes_engine_it_is_assumed(run: Run, tmp_path: Path) -> None:
+    write_rows(tmp_path / "rows.json", engine_row(20.0))
+    out = run("simulate", "@tiny.toml", "--simulation.measured", '["rows.json"]', "--dry-run").out
+    assert "2 ms per step, assumed (no measured row of embedded)\n" in out
+
+
 def test_without_seeding_reserved_gpus_only_train(run: Run) -> None:
     arguments = ("--fleet.seeding", "false", "--simulation.schedules", '["tidemill", "rlboost", "colocated"]')
     out = run("simulate", "@tiny.toml", "--dry-run", *arguments).out
@@ -170,6 +194,7 @@ def test_dry_run_reports_unused_gpus(run: Run) -> None:
         ),
         (LONG, "9,000,512 tokens"),
         (["--simulation.completion_tokens", "300"], "a mean of 300 tokens"),
+        (["--simulation.measured", '["none.json"]'], "none.json: cannot be read: No such file or directory"),
         (["--html", "nowhere/a.html"], "--html nowhere/a.html: the page cannot be written: No such file or directory"),
         (["--html", "."], "--html .: the page cannot be written: Is a directory"),
         (["--simulation.hours", "1e-7"], "simulation.hours: no step finished within 1e-07 h"),

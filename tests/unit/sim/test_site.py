@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
+from tests.gpu_rows import QWEN3, engine_row, train_step_row, write_rows
+from tests.unit.sim.test_profiled import trajectory
 from tidemill.config.schema import RunSpec
+from tidemill.core.records import Group
 from tidemill.sim.costs import ProfiledEngine
 from tidemill.sim.schedules import SCHEDULES, SimulatedCluster, cluster_of
 
@@ -47,6 +53,28 @@ def test_an_adapter_is_trained_and_published() -> None:
 def test_reserved_engines_load_over_links_or_over_the_network() -> None:
     assert cluster().load_s == pytest.approx(14e9 / 450e9)
     assert cluster(machines=2).load_s == pytest.approx(28e9 / 25e9)
+
+
+def test_engines_and_trainer_run_at_measured_efficiencies(tmp_path: Path) -> None:
+    # 1.7B on one H100: 256 samples of 512 tokens in 30 s, a step on 32 of them in 2 s.
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3))
+    file = write_rows(tmp_path / "rows.json", train_step_row(2.0), engine_row(30.0, engine="embedded"))
+    given = {
+        "simulation": {"model": tmp_path, "measured": [file]},
+        "batch": {"microbatch_tokens": 16_384},
+        "trainer": {"activation_checkpointing": True},
+        "sampling": {"max_new_tokens": 8192},
+    }
+    site = cluster_of(RunSpec.model_validate(given))
+    engine = msgspec.structs.replace(site.engine(site.gpu), slots=256)
+    # 32 prompts, then 512 steps, whose contexts grow by one token per sample
+    assert 32 * engine.prefill_s(512) + engine.decode_s(256, 256 * 512, 512) == pytest.approx(30.0, rel=0.01)
+    trainer = site.trainer(1)
+    length = [trajectory(512, 512) for _ in range(8)]
+    groups = [Group(position=position, prompt_id=str(position), trajectories=length) for position in range(4)]
+    # the simulation launches one microbatch more
+    accumulated_s = sum(trainer.accumulate_s(group) for group in groups)
+    assert accumulated_s + trainer.profile.update_s == pytest.approx(2.0, rel=0.01)
 
 
 def test_the_split_balances_both_sides() -> None:

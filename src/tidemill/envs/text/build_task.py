@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
-from tidemill.config.task import ArithmeticTask, EnvironmentTask, FileTask, PythonTask, ReasoningGymTask, TaskConfig
+from tidemill.config.task import (
+    ArithmeticTask,
+    EnvironmentTask,
+    FileTask,
+    PythonTask,
+    ReasoningGymTask,
+    ServedTask,
+    TaskConfig,
+)
 from tidemill.core.errors import UserError
 from tidemill.core.protocols import Codec
-from tidemill.core.records import Prompt, count
+from tidemill.core.records import Prompt, count, pack_tokens
 from tidemill.envs.text.arithmetic import build_arithmetic
-from tidemill.envs.text.prompts import Item, ListedSource, Render, Task, longest_prompt, renderer
+from tidemill.envs.text.prompts import Item, ListedSource, LongestPrompt, Render, Task, longest_prompt, renderer
 from tidemill.envs.text.reasoning_gym import build_reasoning_gym
 from tidemill.envs.text.row_files import Row
 from tidemill.envs.text.row_split import TrainEvalSplit, read_split, split_rows
@@ -148,6 +156,8 @@ def build_task(
     Raises:
         UserError: the configuration or a file is invalid, or a package is missing.
     """
+    if isinstance(task, ServedTask):
+        return served_task()
     if agent is not None:
         if isinstance(task, EnvironmentTask):
             return agent.task(task, batch_prompts=batch_prompts, seed=seed)
@@ -156,7 +166,36 @@ def build_task(
     return _rows_task(task, render, batch_prompts=batch_prompts, seed=seed, progress=progress)
 
 
-def _rows_task(task: TaskConfig, render: Render, *, batch_prompts: int, seed: int, progress: Progress) -> Task:
+RowsTask: TypeAlias = ArithmeticTask | ReasoningGymTask | FileTask | PythonTask | EnvironmentTask
+
+
+class _NoPrompts:
+    """Implements `core.protocols.PromptSource`; the one prompt is for the probe of new weights."""
+
+    prompt = Prompt(prompt_id="probe", token_ids=pack_tokens([0, 1] * 8), text="", answer="")
+
+    def train_batch(self, step: int) -> Sequence[tuple[int, Prompt]]:
+        return [(0, self.prompt)]
+
+    def held_out(self, limit: int | None = None) -> Sequence[Prompt]:
+        return []
+
+
+def served_task() -> Task:
+    """The task of a model that is only served."""
+    return Task(
+        source=_NoPrompts(),
+        default_stop_strings=(),
+        check=None,
+        train_size=0,
+        held_out_size=0,
+        longest=LongestPrompt(tokens=1, text=""),
+        digest="served",
+        description="prompts of clients",
+    )
+
+
+def _rows_task(task: RowsTask, render: Render, *, batch_prompts: int, seed: int, progress: Progress) -> Task:
     if isinstance(task, EnvironmentTask):
         what = 'task.kind = "environment" needs an environment'
         raise UserError(what, where="env.name", hint="name one, or choose another task.kind")

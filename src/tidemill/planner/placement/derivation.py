@@ -56,6 +56,7 @@ def _flow(question: PlacementQuestion, side: Side, in_flight: float, name: str, 
 
 def _engine(question: PlacementQuestion, engine: Engine, machines: float, label: str, sheet: Derivation) -> None:
     gpu, shape, profile, rollout = engine.offer.gpu, question.shape, engine.profile, question.rollout
+    efficiencies = question.efficiencies_on(gpu)
     sheet.compute(
         f"{label}.engines",
         "engines",
@@ -69,12 +70,12 @@ def _engine(question: PlacementQuestion, engine: Engine, machines: float, label:
         f"{label}.weights_s",
         "s",
         formula="parameters_read * element_bytes / (gpus * bandwidth * efficiency)",
-        source=f"every decoding step reads the weights; {gpu.source}; the efficiency is assumed",
+        source=f"every decoding step reads the weights; {gpu.source}; the efficiency is {efficiencies.engine_source}",
         parameters_read=shape.parameters - shape.expert_parameters - shape.embedding_parameters,
         element_bytes=DTYPE_BYTES[question.engine_dtype],
         gpus=engine.gpus,
         bandwidth=gpu.bandwidth_bytes_per_s,
-        efficiency=question.engine.bandwidth,
+        efficiency=efficiencies.engine.bandwidth,
     )
     running = sheet.compute(
         f"{label}.running",
@@ -91,7 +92,7 @@ def _engine(question: PlacementQuestion, engine: Engine, machines: float, label:
         f"{label}.decode_step_s",
         "s",
         formula="step + max(weights + experts + token * cached, sample * running + attended * cached)",
-        source=f"{ROOFLINE}, with full slots",
+        source=f"{ROOFLINE}, with full slots; efficiencies and overhead are {efficiencies.engine_source}",
         step=profile.step_s,
         weights=profile.weights_s,
         experts=experts,
@@ -110,29 +111,30 @@ FSDP = "PyTorch FSDP, arXiv 2304.11277: layers are gathered in every pass of eve
 def derive_training(question: PlacementQuestion, training: Training, sheet: Derivation) -> None:
     """From the FLOPs of one token to the training time of a batch."""
     profile, gpu, shape = training.profile, training.group.weakest, question.shape
-    learned = learning(question)
+    learned, efficiencies = learning(question), question.efficiencies_on(*training.group.kinds)
+    efficiency = f"the efficiency is {efficiencies.trainer_source}"
     microbatches = profile.microbatches(learned.tokens, question.microbatch_tokens)
     peak = gpu.peak_flops("bf16")
     sheet.compute(
         "forward_token_s",
         "s",
         formula="2 * active_parameters / (gpus * peak_flops * efficiency)",
-        source=f"Kaplan et al., arXiv 2001.08361; {gpu.source}; the efficiency is assumed",
+        source=f"Kaplan et al., arXiv 2001.08361; {gpu.source}; {efficiency}",
         active_parameters=shape.active_parameters,
         gpus=profile.gpus,
         peak_flops=peak,
-        efficiency=question.trainer.compute,
+        efficiency=efficiencies.trainer.compute,
     )
     sheet.compute(
         "attention_pair_s",
         "s",
         formula="4 * layers * width / (gpus * peak_flops * efficiency)",
-        source="one product with a key and one with a value for every head",
+        source=f"one product with a key and one with a value for every head; {efficiency}",
         layers=shape.layers,
         width=shape.attention_width,
         gpus=profile.gpus,
         peak_flops=peak,
-        efficiency=question.trainer.compute,
+        efficiency=efficiencies.trainer.compute,
     )
     launched = sheet.compute(
         "training.launched_s",
@@ -143,7 +145,7 @@ def derive_training(question: PlacementQuestion, training: Training, sheet: Deri
         passes=learned.passes,
         layers=shape.layers,
         stages=profile.stages,
-        launch_s=question.trainer.launch_s,
+        launch_s=efficiencies.trainer.launch_s,
     )
     computed = sheet.compute(
         "training.computed_s",
@@ -180,8 +182,8 @@ def derive_training(question: PlacementQuestion, training: Training, sheet: Deri
         "s",
         formula="moved + step_s",
         source="every state is read and written once; the rest of the optimizer's step is assumed",
-        moved=profile.update_s - question.trainer.step_s,
-        step_s=question.trainer.step_s,
+        moved=profile.update_s - efficiencies.trainer.step_s,
+        step_s=efficiencies.trainer.step_s,
     )
     sheet.compute(
         "training_s",

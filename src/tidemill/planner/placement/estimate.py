@@ -64,10 +64,10 @@ def best_engine(
     if not fit:
         alone = max(_free(question, offer, gpus, 0.0) for gpus in sizes)
         return TooSmall(offer=offer, missing_bytes=needed - max(free.values()), missing_alone=max(needed - alone, 0.0))
-    shape, fewest = question.shape, min(fit)
+    shape, fewest, efficiency = question.shape, min(fit), question.efficiencies_on(offer.gpu).engine
     profiles = {
         gpus: msgspec.structs.replace(
-            engine_profile(shape, offer.gpu, gpus=gpus, dtype=question.engine_dtype, efficiency=question.engine),
+            engine_profile(shape, offer.gpu, gpus=gpus, dtype=question.engine_dtype, efficiency=efficiency),
             cache_tokens=free[gpus] / shape.kv_bytes_per_token(),
         )
         for gpus in fit
@@ -93,10 +93,11 @@ def powers_of_two(limit: int) -> Sequence[int]:
 
 def _free(question: PlacementQuestion, offer: Offer, gpus: int, held_per_gpu: float) -> float:
     """Bytes for keys and values; training on the same GPUs takes its states and its margin first."""
-    free = cache_bytes(question.shape, offer.gpu, gpus=gpus, dtype=question.engine_dtype, efficiency=question.engine)
+    efficiency = question.efficiencies_on(offer.gpu).engine
+    free = cache_bytes(question.shape, offer.gpu, gpus=gpus, dtype=question.engine_dtype, efficiency=efficiency)
     if not held_per_gpu:
         return free
-    return free - gpus * (held_per_gpu + offer.gpu.memory_bytes * (question.engine.memory - (1 - question.margin)))
+    return free - gpus * (held_per_gpu + offer.gpu.memory_bytes * (efficiency.memory - (1 - question.margin)))
 
 
 class Side(Record):

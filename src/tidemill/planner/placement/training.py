@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Literal, TypeAlias
 
 import msgspec
 
 from tidemill.core.errors import UserError
 from tidemill.core.records import Record
-from tidemill.hardware.engine_profile import EngineEfficiency, Rollout
+from tidemill.hardware.engine_profile import Rollout
 from tidemill.hardware.gpu_catalog import Gpu, Link, Machine
+from tidemill.hardware.measured_rows import ASSUMED, Efficiencies
 from tidemill.hardware.model_shape import ModelShape, adapter_parameters
 from tidemill.hardware.trainer_profile import (
-    TrainerEfficiency,
     TrainerProfile,
     learning_passes,
     trainer_profile,
@@ -66,8 +66,7 @@ class PlacementQuestion(Record):
     microbatch_tokens: int = 16_384  # per data-parallel rank
     margin: float = 0.1  # fraction of a GPU's memory lost to fragmentation
     engine_dtype: str = "bf16"  # engine weights and arithmetic
-    engine: EngineEfficiency = EngineEfficiency()
-    trainer: TrainerEfficiency = TrainerEfficiency()
+    efficiencies: dict[str, Efficiencies] = {}  # by name of the GPU; assumed for others
 
     @property
     def reserved(self) -> tuple[Offer, ...]:
@@ -76,6 +75,10 @@ class PlacementQuestion(Record):
     @property
     def preemptible(self) -> tuple[Offer, ...]:
         return tuple(offer for offer in self.offers if offer.preemptible)
+
+    def efficiencies_on(self, *gpus: Gpu) -> Efficiencies:
+        """Of this GPU; of several GPUs the one that trains at the lowest share of its peak."""
+        return min((self.efficiencies.get(gpu.name, ASSUMED) for gpu in gpus), key=lambda each: each.trainer.compute)
 
 
 def check(question: PlacementQuestion) -> PlacementQuestion:
@@ -133,13 +136,17 @@ class Group(Record):
         return sum(offer.machine.gpus * count for offer, count in self.members)
 
     @property
+    def kinds(self) -> Sequence[Gpu]:
+        return [offer.gpu for offer, _ in self.members]
+
+    @property
     def mixed(self) -> bool:
-        return len({offer.gpu.name for offer, _ in self.members}) > 1
+        return len({gpu.name for gpu in self.kinds}) > 1
 
     @property
     def weakest(self) -> Gpu:
         """The common properties of all GPUs: the group is as fast as its slowest and holds as much as its smallest."""
-        gpus = [offer.gpu for offer, _ in self.members]
+        gpus = self.kinds
         dtypes = set.intersection(*(set(gpu.flops_per_s) for gpu in gpus))
         return msgspec.structs.replace(
             gpus[0],
@@ -212,7 +219,7 @@ def best_training(question: PlacementQuestion, group: Group) -> Training | TooLa
             gpus_per_machine=group.gpus_per_machine,
             network=group.network,
             update_s=_update_s(question, group),
-            efficiency=question.trainer,
+            efficiency=question.efficiencies_on(*group.kinds).trainer,
         )
         learned = learning(question)
         seconds = profile.step_s(
@@ -258,7 +265,7 @@ def _update_s(question: PlacementQuestion, group: Group) -> float:
         machines=sum(count for _, count in group.members),
         optimizer=question.holding.optimizer,
         offload=question.holding.offload,
-        efficiency=question.trainer,
+        efficiency=question.efficiencies_on(*group.kinds).trainer,
     )
 
 

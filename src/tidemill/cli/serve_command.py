@@ -1,0 +1,28 @@
+"""`tidemill serve`: a model behind an HTTP API in the form of OpenAI's."""
+
+from __future__ import annotations
+
+import asyncio
+
+from tidemill.cli.arguments import Checkpoint, Items, model_folder, spec_for
+from tidemill.cli.arguments import dry_run as show_dry_run
+from tidemill.cli.output import DryRun, Json, Result, note
+from tidemill.core.errors import UserError
+
+
+def serve(*items: Items, checkpoint: Checkpoint = None, dry_run: DryRun = False, json: Json = False) -> Result:
+    """Serve a model or a checkpoint at /v1/chat/completions, /v1/completions and /v1/responses, on this machine or on
+    the workers of [pool]. Ctrl-C ends it when the requests that are being answered are finished."""
+    with model_folder(checkpoint) as folder:
+        from tidemill.runtime.serving import serving_spec
+
+        spec = serving_spec(spec_for(items, checkpoint, purpose="generate"), folder)
+        if dry_run:
+            return show_dry_run(spec, purpose="generate")
+        try:
+            from tidemill.runtime.gateway import run_gateway
+        except ImportError as error:
+            what = f"the gateway needs starlette and uvicorn ({error})"
+            raise UserError(what, where="tidemill serve", hint='pip install "tidemill[gateway]"') from error
+        served = asyncio.run(run_gateway(spec, progress=note))
+    return Result(data=served, text=f"{served['requests']} requests were answered")

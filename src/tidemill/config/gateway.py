@@ -1,0 +1,45 @@
+"""The HTTP gateway of `tidemill serve` and of training sessions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from ipaddress import ip_address
+from pathlib import Path
+
+from pydantic import Field
+
+from tidemill.config.base import Config
+
+
+class GatewayConfig(Config):
+    host: str = "127.0.0.1"
+    """Address on which it listens. Beyond this machine it needs token_file."""
+    port: int = Field(8000, ge=0, le=65535)
+    """0: any free port."""
+    token_file: Path | None = None
+    """File of mode 600 with the keys of clients, one on each line; read again when it changes."""
+    name: str = ""
+    """Name of the model for clients; empty: that of the run."""
+    body_mb: float = Field(8.0, gt=0)
+    """Largest body of a request, in MB."""
+    concurrency: int = Field(256, ge=1)
+    """Requests of one key that are answered at the same time; more get status 429."""
+    connections: int = Field(1024, ge=1)
+    """Open connections; more are refused."""
+    header_s: float = Field(10.0, gt=0)
+    """Time in which the headers of a request must arrive, in seconds."""
+    body_s: float = Field(30.0, gt=0)
+    """The same for its body."""
+    idle_s: float = Field(60.0, gt=0)
+    """After this time without a request a connection is closed, in seconds."""
+
+    @property
+    def beyond_loopback(self) -> bool:
+        try:
+            return not ip_address(self.host).is_loopback
+        except ValueError:
+            return self.host != "localhost"
+
+    def issues(self) -> Iterator[str]:
+        if self.beyond_loopback and self.token_file is None:
+            yield f"host = {self.host!r} is open to other machines without keys; set token_file, or leave host out"

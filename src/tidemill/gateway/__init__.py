@@ -1,0 +1,1 @@
+"""An HTTP front in the form of OpenAI's API: requests, answers, limits. What generates is behind `backend.Served`."""

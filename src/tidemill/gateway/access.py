@@ -1,0 +1,150 @@
+"""Who may ask, and how much: keys, browsers, sizes, times."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import stat
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from starlette.requests import ClientDisconnect, Request
+
+from tidemill.core.errors import UserError
+from tidemill.gateway.errors import AUTHENTICATION, RATE, ApiError
+
+LOG = logging.getLogger("tidemill.gateway")
+LOCAL_NAMES = {"127.0.0.1", "::1", "localhost"}
+
+
+class Keys:
+    """The keys of clients, read again whenever the file changes.
+
+    Args:
+        file: None lets every client of this machine in, if it is no web page of another site.
+
+    Raises:
+        UserError: the file cannot be read, has no key, or others can read it.
+    """
+
+    def __init__(self, file: Path | None) -> None:
+        self._file, self._mark = file, (0, 0)
+        self._keys: tuple[bytes, ...] = ()
+        if file is not None:
+            self._keys = self._read(file)
+
+    def check(self, request: Request) -> str:
+        """The client's key; empty without keys.
+
+        Raises:
+            ApiError: it has no valid key, or is a web page of another site.
+        """
+        if self._file is None:
+            _refuse_foreign(request)
+            return ""
+        self._read_if_changed(self._file)
+        given = request.headers.get("authorization", "").removeprefix("Bearer ").strip().encode()
+        matches = [hmac.compare_digest(given, key) for key in self._keys]  # all, whichever matches
+        if not any(matches):
+            raise ApiError(401, "wrong or missing key", kind=AUTHENTICATION, code="invalid_api_key")
+        return given.decode()
+
+    def _read_if_changed(self, file: Path) -> None:
+        try:
+            if self._stamp(file) != self._mark:
+                self._keys = self._read(file)
+        except (OSError, UserError) as error:  # the old keys stay valid
+            LOG.warning("the keys are not read again: %s", error)
+
+    def _read(self, file: Path) -> tuple[bytes, ...]:
+        try:
+            mode, self._mark = file.stat().st_mode, self._stamp(file)
+            keys = tuple(line.strip() for line in file.read_bytes().splitlines() if line.strip())
+        except OSError as error:
+            hint = "name a file with a key on each line"
+            raise UserError(f"{file}: {error.strerror}", where="gateway.token_file", hint=hint) from error
+        if mode & (stat.S_IRWXG | stat.S_IRWXO):
+            what = f"others can read {file} (mode {stat.S_IMODE(mode):o})"
+            raise UserError(what, where="gateway.token_file", hint=f"chmod 600 {file}")
+        if not keys:
+            raise UserError(f"{file} has no key", where="gateway.token_file", hint="write a key on a line of its own")
+        return keys
+
+    @staticmethod
+    def _stamp(file: Path) -> tuple[int, int]:
+        found = file.stat()
+        return found.st_mtime_ns, found.st_size
+
+
+def _refuse_foreign(request: Request) -> None:
+    """Raises ApiError: a web page asks, or the host's name was redirected to this machine."""
+    if urlsplit(f"//{request.headers.get('host', '')}").hostname not in LOCAL_NAMES:
+        raise ApiError(403, "without keys only this machine's own names are served", code="forbidden_host")
+    origin = request.headers.get("origin")
+    if origin is not None and urlsplit(origin).hostname not in LOCAL_NAMES:
+        raise ApiError(403, "pages of other sites are not served", code="forbidden_origin")
+
+
+class Limits:
+    """Requests that are being answered, by key."""
+
+    def __init__(self, most: int) -> None:
+        self._most, self._open = most, Counter[str]()
+
+    @property
+    def open(self) -> int:
+        return self._open.total()
+
+    def enter(self, key: str) -> Callable[[], None]:
+        """Count a request; returns what ends it. Raises ApiError: the key has too many requests."""
+        if self._open[key] >= self._most:
+            raise ApiError(
+                429,
+                f"{self._most} requests of this key are being answered",
+                kind=RATE,
+                code="rate_limit_exceeded",
+                retry_s=1,
+            )
+        self._open[key] += 1
+
+        def leave() -> None:
+            self._open[key] -= 1
+            if not self._open[key]:
+                del self._open[key]
+
+        return leave
+
+
+async def body_of(request: Request, *, most_bytes: int, timeout_s: float) -> bytes:
+    """The body of a request.
+
+    Raises:
+        ApiError: it is too large, encoded, or does not arrive in time.
+    """
+    if request.headers.get("content-encoding", "identity") != "identity":
+        raise ApiError(415, "an encoded body is not accepted", param="content-encoding", code="unsupported_encoding")
+    try:
+        announced = int(request.headers.get("content-length", 0))
+    except ValueError:
+        announced = 0
+    parts, size = list[bytes](), announced
+    try:
+        async with asyncio.timeout(timeout_s):
+            if announced <= most_bytes:
+                size = 0
+                async for part in request.stream():
+                    size += len(part)
+                    parts.append(part)
+                    if size > most_bytes:
+                        break
+    except TimeoutError as error:
+        raise ApiError(408, f"the body did not arrive within {timeout_s:g} s", code="request_timeout") from error
+    except ClientDisconnect as error:
+        raise ApiError(400, "the client has left", code="client_disconnected") from error
+    if size > most_bytes:
+        message = f"the body has more than {most_bytes} bytes"
+        raise ApiError(413, message, code="request_too_large")
+    return b"".join(parts)

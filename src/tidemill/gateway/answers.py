@@ -1,0 +1,160 @@
+"""Answers of /v1/chat/completions and /v1/completions: whole, or as chunks of a stream."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tidemill.core.records import ToolRequest, unpack_logprobs, unpack_tokens
+from tidemill.gateway.backend import Piece
+from tidemill.gateway.requests import Question
+from tidemill.gateway.texts import FinishReason, Said
+
+TokenText = Callable[[int], str]
+
+
+def new_id(prefix: str) -> str:
+    return f"{prefix}-{uuid.uuid4().hex}"
+
+
+def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+    }
+
+
+def call_objects(calls: Sequence[ToolRequest]) -> list[dict[str, Any]]:
+    return [
+        {
+            "id": new_id("call"),
+            "type": "function",
+            "function": {"name": call.name, "arguments": call.arguments},
+        }
+        for call in calls
+    ]
+
+
+def token_entries(piece: Piece, text: TokenText) -> list[dict[str, Any]]:
+    """Tokens with their logprobs, as chat answers have them."""
+    found = []
+    for token_id, logprob in zip(unpack_tokens(piece.token_ids), unpack_logprobs(piece.logprobs), strict=True):
+        token = text(token_id)
+        found.append({"token": token, "logprob": logprob, "bytes": list(token.encode()), "top_logprobs": []})
+    return found
+
+
+class Choice:
+    """One whole choice, put together from news."""
+
+    def __init__(self, index: int) -> None:
+        self.index, self.text, self.calls = index, "", list[dict[str, Any]]()
+        self.finish: FinishReason | None = None
+        self.entries: list[dict[str, Any]] = []
+        self.token_ids: list[int] = []
+
+    def add(self, piece: Piece, said: Said, question: Question, token_text: TokenText) -> None:
+        self.text += said.text
+        self.calls += call_objects(said.calls)
+        self.finish = said.finish or self.finish
+        self.token_ids += unpack_tokens(piece.token_ids)
+        if question.logprobs:
+            self.entries += token_entries(piece, token_text)
+
+    def chat(self, question: Question) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": self.text, "refusal": None}
+        if self.calls:
+            message |= {"content": self.text or None, "tool_calls": self.calls}
+        return self._with_tokens(
+            question,
+            {
+                "index": self.index,
+                "message": message,
+                "logprobs": {"content": self.entries, "refusal": None} if question.logprobs else None,
+                "finish_reason": self.finish,
+            },
+        )
+
+    def completion(self, question: Question) -> dict[str, Any]:
+        logprobs = completion_logprobs(self.entries) if question.logprobs else None
+        return self._with_tokens(
+            question, {"index": self.index, "text": self.text, "logprobs": logprobs, "finish_reason": self.finish}
+        )
+
+    def _with_tokens(self, question: Question, choice: dict[str, Any]) -> dict[str, Any]:
+        return {**choice, "token_ids": self.token_ids} if question.token_ids else choice
+
+
+def completion_logprobs(entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """In the older form of /v1/completions; offsets are those in the completion."""
+    tokens, offsets, at = [entry["token"] for entry in entries], list[int](), 0
+    for token in tokens:
+        offsets.append(at)
+        at += len(token)
+    return {
+        "tokens": tokens,
+        "token_logprobs": [entry["logprob"] for entry in entries],
+        "top_logprobs": None,
+        "text_offset": offsets,
+    }
+
+
+class Answer:
+    """The frame of the answers to one request.
+
+    Args:
+        chat: of /v1/chat/completions; otherwise of /v1/completions.
+    """
+
+    def __init__(self, question: Question, model: str, token_text: TokenText, *, chat: bool) -> None:
+        self._question, self._token_text, self._chat = question, token_text, chat
+        self._frame = {
+            "id": new_id("chatcmpl" if chat else "cmpl"),
+            "created": int(time.time()),
+            "model": model,
+            "system_fingerprint": None,
+        }
+        self._begun: set[int] = set()
+        self._calls: dict[int, int] = {}
+
+    def whole(self, choices: Sequence[Choice], used: dict[str, int], prompt_ids: Sequence[int]) -> dict[str, Any]:
+        question, kind = self._question, "chat.completion" if self._chat else "text_completion"
+        found = [choice.chat(question) if self._chat else choice.completion(question) for choice in choices]
+        answer = {**self._frame, "object": kind, "choices": found, "usage": used}
+        return {**answer, "prompt_token_ids": list(prompt_ids)} if question.token_ids else answer
+
+    def chunk(self, piece: Piece, said: Said) -> dict[str, Any]:
+        """News of one choice."""
+        question = self._question
+        choice: dict[str, Any] = {"index": piece.index, "logprobs": None, "finish_reason": said.finish}
+        entries = token_entries(piece, self._token_text) if question.logprobs else []
+        if self._chat:
+            delta: dict[str, Any] = {} if piece.index in self._begun else {"role": "assistant", "content": ""}
+            self._begun.add(piece.index)
+            if said.text:
+                delta["content"] = said.text
+            if said.calls:
+                delta["tool_calls"] = [
+                    {"index": self._next_call(piece.index), **call} for call in call_objects(said.calls)
+                ]
+            choice |= {"delta": delta, "logprobs": {"content": entries, "refusal": None} if entries else None}
+        else:
+            choice |= {"text": said.text, "logprobs": completion_logprobs(entries) if entries else None}
+        if question.token_ids:
+            choice["token_ids"] = unpack_tokens(piece.token_ids)
+        return self._chunk([choice])
+
+    def usage_chunk(self, used: dict[str, int]) -> dict[str, Any]:
+        return {**self._chunk([]), "usage": used}
+
+    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        kind = "chat.completion.chunk" if self._chat else "text_completion"
+        return {**self._frame, "object": kind, "choices": choices}
+
+    def _next_call(self, index: int) -> int:
+        number = self._calls.get(index, 0)
+        self._calls[index] = number + 1
+        return number

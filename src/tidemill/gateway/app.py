@@ -1,0 +1,378 @@
+"""The routes of the gateway."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+import uuid
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from tidemill.config.gateway import GatewayConfig
+from tidemill.core.errors import UserError
+from tidemill.core.records import SamplingParams, count, pack_tokens, unpack_tokens
+from tidemill.gateway.access import LOG, Keys, Limits, body_of
+from tidemill.gateway.answers import Answer, Choice, usage
+from tidemill.gateway.backend import Asked, Piece, Served
+from tidemill.gateway.errors import SERVER, ApiError, invalid
+from tidemill.gateway.requests import (
+    Call,
+    Question,
+    as_messages,
+    chat_question,
+    completion_question,
+    read_body,
+    refuse_overflow,
+    response_question,
+)
+from tidemill.gateway.responses import ResponseAnswer
+from tidemill.gateway.texts import ChoiceText, Said
+
+T = TypeVar("T")
+Handler = Callable[[Request, str], Awaitable[Response]]
+
+OFF_LOOP_BYTES = 256 << 10
+"""Larger bodies are read on a thread, so that other requests do not wait."""
+QUIET_S = 10.0
+"""A stream without news for so long sends a comment, because its worker is being replaced."""
+REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
+SSE_HEADERS = {"cache-control": "no-store", "x-accel-buffering": "no"}
+
+
+class Gateway:
+    """Serves one model.
+
+    Args:
+        write_calls: tool calls in a message of the assistant, as the model writes them.
+
+    Raises:
+        UserError: the keys cannot be used.
+    """
+
+    def __init__(self, served: Served, config: GatewayConfig, *, write_calls: Callable[[Sequence[Call]], str]) -> None:
+        self._served, self._config, self._write_calls = served, config, write_calls
+        self._keys, self._limits = Keys(config.token_file), Limits(config.concurrency)
+        self._created, self._statuses = int(time.time()), Counter[int]()
+        self._tokens: Counter[str] = Counter()
+
+    def app(self) -> Starlette:
+        """The application for a server."""
+
+        def post(path: str, handler: Handler) -> Route:
+            return Route(path, self._guarded(handler), methods=["POST"])
+
+        return Starlette(
+            routes=[
+                post("/v1/chat/completions", self._chat),
+                post("/v1/completions", self._completions),
+                post("/v1/responses", self._responses),
+                Route("/v1/models", self._guarded(self._models)),
+                Route("/v1/models/{name:path}", self._guarded(self._model)),
+                Route("/health", lambda _: PlainTextResponse("ok\n")),
+                Route("/ready", self._ready),
+                Route("/metrics", self._guarded(self._metrics)),
+            ],
+            exception_handlers={404: _no_route, 405: _no_route},
+        )
+
+    @property
+    def requests(self) -> int:
+        """Requests that were answered."""
+        return self._statuses.total()
+
+    # Routes.
+
+    async def _chat(self, request: Request, key: str) -> Response:
+        question = chat_question(await self._body(request))
+        prompt_ids = self._rendered(question)
+        asked = self._asked(question, prompt_ids, key)
+        answer = Answer(question, self._served.name, self._served.token_text, chat=True)
+        return await self._answered(request, question, [asked], answer)
+
+    async def _completions(self, request: Request, key: str) -> Response:
+        question = completion_question(await self._body(request))
+        asked = [self._asked(question, self._encoded(prompt), key) for prompt in question.prompts]
+        if len(asked) > 1 and question.stream:
+            raise invalid("a stream answers one prompt", "prompt")
+        answer = Answer(question, self._served.name, self._served.token_text, chat=False)
+        return await self._answered(request, question, asked, answer)
+
+    async def _responses(self, request: Request, key: str) -> Response:
+        question = response_question(await self._body(request))
+        asked = self._asked(question, self._rendered(question), key)
+        sampling = asked.sampling
+        answer = ResponseAnswer(question, self._served.name, temperature=sampling.temperature, top_p=sampling.top_p)
+        if question.stream:
+            return _stream(self._response_events(question, asked, answer), named=True)
+
+        async def whole() -> dict[str, Any]:
+            said, tokens = Said(), 0
+            async for piece, news in self._news(question, asked):
+                tokens += count(piece.token_ids)
+                for _ in answer.news(news):
+                    pass
+                said = news
+            for _ in answer.end(said, count(asked.prompt_ids), tokens):
+                pass
+            return answer.whole(said, count(asked.prompt_ids), tokens)
+
+        return JSONResponse(await _unless_left(request, whole()))
+
+    async def _models(self, request: Request, key: str) -> Response:
+        return JSONResponse({"object": "list", "data": [self._model_object()]})
+
+    async def _model(self, request: Request, key: str) -> Response:
+        self._check_model(request.path_params["name"])
+        return JSONResponse(self._model_object())
+
+    async def _ready(self, request: Request) -> Response:
+        ready = self._served.ready
+        return PlainTextResponse("ready\n" if ready else "no worker serves\n", status_code=200 if ready else 503)
+
+    async def _metrics(self, request: Request, key: str) -> Response:
+        lines = ["# TYPE tidemill_requests counter"]
+        lines += [f'tidemill_requests_total{{status="{status}"}} {n}' for status, n in sorted(self._statuses.items())]
+        lines += ["# TYPE tidemill_tokens counter"]
+        lines += [f'tidemill_tokens_total{{kind="{kind}"}} {n}' for kind, n in sorted(self._tokens.items())]
+        for name, value in {"requests_open": float(self._limits.open), **self._served.figures}.items():
+            lines += [f"# TYPE tidemill_{name} gauge", f"tidemill_{name} {value:g}"]
+        text = "\n".join([*lines, "# EOF", ""])
+        return Response(text, media_type="application/openmetrics-text; version=1.0.0; charset=utf-8")
+
+    # What they share.
+
+    def _guarded(self, handler: Handler) -> Callable[[Request], Awaitable[Response]]:
+        async def guarded(request: Request) -> Response:
+            given = request.headers.get("x-request-id", "")
+            request_id = given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+            began_s, leave = time.monotonic(), None
+            try:
+                key = self._keys.check(request)
+                leave = self._limits.enter(key)
+                response = await handler(request, key)
+                if isinstance(response, Stream):
+                    response.ended, leave = leave, None
+            except ApiError as error:
+                response = JSONResponse(error.content, status_code=error.status, headers=error.headers)
+            except Exception:  # noqa: BLE001 - one request's failure ends no other
+                LOG.exception("request %s failed", request_id)
+                response = JSONResponse(internal().content, status_code=500)
+            finally:
+                if leave is not None:
+                    leave()
+            response.headers["x-request-id"] = request_id
+            self._statuses[response.status_code] += 1
+            took_ms = (time.monotonic() - began_s) * 1000
+            LOG.info("%s %s %s %s %.0f ms", request_id, request.method, request.url.path, response.status_code, took_ms)
+            return response
+
+        return guarded
+
+    async def _body(self, request: Request) -> dict[str, Any]:
+        most = int(self._config.body_mb * 1e6)
+        raw = await body_of(request, most_bytes=most, timeout_s=self._config.body_s)
+        body = read_body(raw) if len(raw) <= OFF_LOOP_BYTES else await asyncio.to_thread(read_body, raw)
+        self._check_model(str(body.get("model", self._served.name)))
+        return body
+
+    def _check_model(self, name: str) -> None:
+        if name != self._served.name:
+            message = f"there is no model {name[:100]!r}; this gateway serves {self._served.name!r}"
+            raise ApiError(404, message, param="model", code="model_not_found")
+
+    def _model_object(self) -> dict[str, Any]:
+        served = self._served
+        about = {"id": served.name, "object": "model", "created": self._created, "owned_by": "tidemill"}
+        return {**about, "max_model_len": served.context_tokens}
+
+    def _rendered(self, question: Question) -> list[int]:
+        """Raises ApiError: the model's template refuses the messages or tools."""
+        try:
+            return self._served.format.prompt(as_messages(question.messages, self._write_calls), tools=question.tools)[
+                1
+            ]
+        except UserError as error:
+            raise invalid(error.what, "messages") from error
+
+    def _encoded(self, prompt: str | tuple[int, ...]) -> list[int]:
+        try:
+            return self._served.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        except UserError as error:
+            raise invalid(error.what, "prompt") from error
+
+    def _asked(self, question: Question, prompt_ids: list[int], key: str) -> Asked:
+        """Raises ApiError: prompt and completion do not fit into the context."""
+        served, defaults = self._served, self._served.defaults
+        refuse_overflow(len(prompt_ids), question.max_tokens, served.context_tokens)
+        room = served.context_tokens - len(prompt_ids)
+        given: dict[str, Any] = {
+            "temperature": question.temperature,
+            "top_p": question.top_p,
+            "top_k": question.top_k,
+            "stop_strings": question.stop or None,
+        }
+        sampling: SamplingParams = msgspec.structs.replace(
+            defaults,
+            max_new_tokens=question.max_tokens or min(defaults.max_new_tokens or room, room),
+            **{name: value for name, value in given.items() if value is not None},
+        )
+        return Asked(prompt_ids=pack_tokens(prompt_ids), sampling=sampling, n=question.n, seed=question.seed, key=key)
+
+    async def _news(self, question: Question, asked: Asked) -> AsyncGenerator[tuple[Piece, Said], None]:
+        """The pieces of all choices with what they say; closing it ends them."""
+        served = self._served
+        parse = served.format.parse if question.tools else None
+        self._tokens["prompt"] += count(asked.prompt_ids)
+        texts = [
+            ChoiceText(served.format.decode, stops=asked.sampling.stop_strings, parse=parse) for _ in range(asked.n)
+        ]
+        async with aclosing(served.generate(asked)) as pieces:
+            async for piece in pieces:
+                self._tokens["completion"] += count(piece.token_ids)
+                yield piece, texts[piece.index].feed(unpack_tokens(piece.token_ids), piece.finish)
+
+    async def _answered(self, request: Request, question: Question, asked: Sequence[Asked], answer: Answer) -> Response:
+        if question.stream:
+            return _stream(self._chunks(question, asked[0], answer), named=False)
+
+        async def choices(first: int, one: Asked) -> list[Choice]:
+            found = [Choice(first + index) for index in range(one.n)]
+            async for piece, said in self._news(question, one):
+                found[piece.index].add(piece, said, question, self._served.token_text)
+            return found
+
+        async def whole() -> dict[str, Any]:
+            parts = await asyncio.gather(*(choices(place * one.n, one) for place, one in enumerate(asked)))
+            found = [choice for part in parts for choice in part]
+            used = usage(sum(count(one.prompt_ids) for one in asked), sum(len(choice.token_ids) for choice in found))
+            return answer.whole(found, used, unpack_tokens(asked[0].prompt_ids))
+
+        return JSONResponse(await _unless_left(request, whole()))
+
+    async def _chunks(
+        self, question: Question, asked: Asked, answer: Answer
+    ) -> AsyncGenerator[dict[str, Any] | None, None]:
+        tokens = 0
+        async with aclosing(self._news(question, asked)) as news:
+            async for piece, said in news:
+                tokens += count(piece.token_ids)
+                yield answer.chunk(piece, said)
+        if question.usage:
+            yield answer.usage_chunk(usage(count(asked.prompt_ids), tokens))
+        yield None
+
+    async def _response_events(
+        self, question: Question, asked: Asked, answer: ResponseAnswer
+    ) -> AsyncGenerator[dict[str, Any] | None, None]:
+        said, tokens = Said(), 0
+        for event in answer.begin():
+            yield event
+        async with aclosing(self._news(question, asked)) as news:
+            async for piece, said in news:
+                tokens += count(piece.token_ids)
+                for event in answer.news(said):
+                    yield event
+        for event in answer.end(said, count(asked.prompt_ids), tokens):
+            yield event
+
+
+class Stream(StreamingResponse):
+    """Server-sent events."""
+
+    ended: Callable[[], None] = staticmethod(lambda: None)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self.ended()
+
+
+def internal() -> ApiError:
+    return ApiError(500, "internal error; the server's log has it", kind=SERVER, code="internal_error")
+
+
+async def _unless_left(request: Request, work: Awaitable[T]) -> T:
+    """Raises ApiError: the client has left; `work` is cancelled."""
+    task, left = asyncio.ensure_future(work), asyncio.ensure_future(_left(request))
+    try:
+        await asyncio.wait({task, left}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ApiError(499, "the client has left", code="client_disconnected")
+        return task.result()
+    finally:
+        for each in (task, left):
+            each.cancel()
+        await asyncio.gather(task, left, return_exceptions=True)
+
+
+async def _left(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _stream(events: AsyncGenerator[dict[str, Any] | None, None], *, named: bool) -> Stream:
+    """Server-sent events; None is the mark of the end."""
+    return Stream(_sent(events, named=named), media_type="text/event-stream", headers=SSE_HEADERS)
+
+
+async def _sent(events: AsyncGenerator[dict[str, Any] | None, None], *, named: bool) -> AsyncIterator[bytes]:
+    try:
+        async for event in with_comments(events):
+            if event is None:
+                yield b"data: [DONE]\n\n"
+            elif event:
+                yield _line(event, named=named)
+            else:
+                yield b": the completion goes on\n\n"
+    except ApiError as error:
+        yield _line(_failure(error, named=named), named=named)
+    except Exception:  # noqa: BLE001 - the status is sent; the client gets an event
+        LOG.exception("a stream failed")
+        yield _line(_failure(internal(), named=named), named=named)
+    finally:
+        await events.aclose()
+
+
+async def with_comments(
+    events: AsyncGenerator[dict[str, Any] | None, None], quiet_s: float = QUIET_S
+) -> AsyncIterator[dict[str, Any] | None]:
+    """The events, and an empty one after every `quiet_s` seconds without."""
+    while True:
+        coming = asyncio.ensure_future(anext(events))
+        try:
+            while not (await asyncio.wait({coming}, timeout=quiet_s))[0]:
+                yield {}
+        finally:
+            if not coming.done():
+                coming.cancel()
+                await asyncio.gather(coming, return_exceptions=True)
+        try:
+            yield coming.result()
+        except StopAsyncIteration:
+            return
+
+
+def _failure(error: ApiError, *, named: bool) -> dict[str, Any]:
+    return {"type": "error", "sequence_number": 0, **error.content["error"]} if named else error.content
+
+
+def _line(event: Mapping[str, Any], *, named: bool) -> bytes:
+    name = f"event: {event['type']}\n".encode() if named else b""
+    return name + b"data: " + msgspec.json.encode(event) + b"\n\n"
+
+
+async def _no_route(request: Request, error: Exception) -> Response:
+    status = getattr(error, "status_code", 404)
+    found = ApiError(status, f"there is no {request.method} {request.url.path}", code="not_found")
+    return JSONResponse(found.content, status_code=status)

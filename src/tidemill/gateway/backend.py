@@ -1,0 +1,69 @@
+"""What the gateway asks for tokens."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Mapping
+from typing import Protocol
+
+from tidemill.core.protocols import TurnFormat
+from tidemill.core.records import Finish, LogprobBuffer, Record, SamplingParams, TokenBuffer
+
+
+class Asked(Record):
+    """Completions of one prompt."""
+
+    prompt_ids: TokenBuffer  # int32 [P]
+    sampling: SamplingParams
+    n: int = 1
+    seed: int | None = None  # with the same prompt and parameters, the same completions of the same weights
+    key: str = ""  # of the session or client
+
+
+class Piece(Record):
+    """New tokens of one completion."""
+
+    index: int
+    token_ids: TokenBuffer  # int32 [N]
+    logprobs: LogprobBuffer  # float32 [N], of the distribution sampled from
+    finish: Finish | None = None
+
+
+class Served(Protocol):
+    """A model that generates. It never loses a completion to a worker that vanishes."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def context_tokens(self) -> int:
+        """Limit of prompt and completion."""
+
+    @property
+    def format(self) -> TurnFormat: ...
+    @property
+    def chat(self) -> bool:
+        """Whether messages are rendered by the model's chat template."""
+
+    @property
+    def defaults(self) -> SamplingParams:
+        """What a request that says nothing means; its limit of tokens is 0 if it is only that of the context."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether a worker serves."""
+
+    @property
+    def figures(self) -> Mapping[str, float]:
+        """Counters and gauges for metrics, by name."""
+
+    def generate(self, asked: Asked) -> AsyncGenerator[Piece, None]:
+        """The completions, piece by piece, in any order of their indices. Closing the generator ends them.
+
+        Raises:
+            ApiError: the prompt cannot be generated from.
+        """
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a raw prompt. Raises UserError: the vocabulary lacks a character."""
+
+    def token_text(self, token_id: int) -> str:
+        """A token as text, special ones included."""

@@ -1,0 +1,391 @@
+"""Requests of the three APIs as one record. A parameter is obeyed, or refused by its name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+
+from tidemill.core.records import Message, Record
+from tidemill.gateway.errors import ApiError, invalid, unsupported
+
+T = TypeVar("T")
+
+DEPTH, SCHEMA_BYTES, MESSAGES, MOST_N, STOPS = 64, 256 << 10, 2048, 128, 16
+LARGEST_SEED = 2**63 - 1
+NO_EFFECT = {"user", "metadata", "parallel_tool_calls", "service_tier", "safety_identifier", "prompt_cache_key"}
+"""Clients send these, and sampling does not depend on them."""
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "store": (False,),
+    "frequency_penalty": (0, 0.0),
+    "presence_penalty": (0, 0.0),
+    "logit_bias": ({},),
+    "modalities": (["text"],),
+    "top_logprobs": (0,),
+    "best_of": (1,),
+    "echo": (False,),
+    "suffix": ("",),
+    "truncation": ("disabled",),
+    "background": (False,),
+    "include": ([],),
+    "reasoning": ({},),
+    "verbosity": ("medium",),
+}
+"""Values that ask for nothing; any other is refused."""
+
+
+class Call(Record):
+    """A tool call in a message of the assistant."""
+
+    name: str
+    arguments: str  # JSON
+
+
+class Said(Record):
+    """A message of a request."""
+
+    role: str
+    text: str
+    calls: tuple[Call, ...] = ()
+
+
+class Question(Record):
+    """What a client asks for. Parameters that it left out are None."""
+
+    model: str
+    messages: tuple[Said, ...] = ()
+    prompts: tuple[str | tuple[int, ...], ...] = ()  # of /v1/completions
+    tools: tuple[dict[str, Any], ...] = ()
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    stop: tuple[str, ...] = ()
+    seed: int | None = None
+    n: int = 1
+    stream: bool = False
+    usage: bool = False  # at the end of a stream
+    logprobs: bool = False
+    token_ids: bool = False
+
+
+class Fields:
+    """The parameters of a body. Nulls count as left out."""
+
+    def __init__(self, body: Mapping[str, Any]) -> None:
+        self._body = {name: value for name, value in body.items() if value is not None}
+
+    def take(self, name: str, kind: type | tuple[type, ...], *, expected: str) -> Any:
+        """Raises ApiError: it has another type."""
+        value = self._body.pop(name, None)
+        if value is None:
+            return None
+        boolean = isinstance(value, bool)
+        if not isinstance(value, kind) or (boolean and kind is not bool):
+            raise invalid(f"`{name}` must be {expected}", name)
+        return value
+
+    def number(self, name: str, low: float, high: float) -> float | None:
+        value = self.take(name, (int, float), expected="a number")
+        if value is not None and not low <= value <= high:
+            raise invalid(f"`{name}` must be between {low:g} and {high:g}", name)
+        return None if value is None else float(value)
+
+    def integer(self, name: str, low: int, high: int) -> int | None:
+        value = self.take(name, int, expected="an integer")
+        if value is not None and not low <= value <= high:
+            raise invalid(f"`{name}` must be between {low} and {high}", name)
+        return None if value is None else int(value)
+
+    def flag(self, name: str) -> bool:
+        return bool(self.take(name, bool, expected="true or false"))
+
+    def text(self, name: str) -> str | None:
+        value = self.take(name, str, expected="a string")
+        return None if value is None else str(value)
+
+    def finish(self) -> None:
+        """Raises ApiError: a parameter is left that nobody obeys."""
+        for name, value in self._body.items():
+            if name in NO_EFFECT:
+                continue
+            if name not in NEUTRAL:
+                raise unsupported(name, "the gateway does not know it")
+            if value not in NEUTRAL[name]:
+                raise unsupported(name, f"only {' and '.join(map(json.dumps, NEUTRAL[name]))} is accepted")
+
+
+def read_body(raw: bytes) -> dict[str, Any]:
+    """Raises ApiError: it is not a JSON object in UTF-8, or nested too deeply."""
+    try:
+        body = msgspec.json.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise invalid(f"the body is not JSON: {str(error)[:200]}", code="invalid_json") from error
+    if not isinstance(body, dict):
+        raise invalid("the body must be a JSON object", code="invalid_json")
+    if _depth(body) > DEPTH:
+        raise invalid(f"the body is nested more than {DEPTH} levels deep", code="invalid_json")
+    return body
+
+
+def chat_question(body: Mapping[str, Any]) -> Question:
+    """A request to /v1/chat/completions. Raises ApiError."""
+    fields = Fields(body)
+    messages = _listed(fields, "messages", _chat_message)
+    tools = _listed(fields, "tools", _chat_tool)
+    limits = [fields.integer(name, 1, 1 << 30) for name in ("max_completion_tokens", "max_tokens")]
+    _refuse_response_format(fields.take("response_format", dict, expected="an object"), "response_format")
+    question = Question(
+        model=_model(fields),
+        messages=messages,
+        tools=_chosen(fields, tools),
+        max_tokens=next((limit for limit in limits if limit is not None), None),
+        logprobs=fields.flag("logprobs"),
+        **_common(fields),
+        **_repeated(fields),
+    )
+    fields.finish()
+    if not messages:
+        raise invalid("`messages` is missing or empty", "messages")
+    return question
+
+
+def completion_question(body: Mapping[str, Any]) -> Question:
+    """A request to /v1/completions. Raises ApiError."""
+    fields = Fields(body)
+    prompt = fields.take("prompt", (str, list), expected="a string, or a list of strings or token ids")
+    logprobs = fields.integer("logprobs", 0, 1)
+    question = Question(
+        model=_model(fields),
+        prompts=_prompts(prompt),
+        max_tokens=fields.integer("max_tokens", 1, 1 << 30),
+        logprobs=logprobs is not None,
+        **_common(fields),
+        **_repeated(fields),
+    )
+    fields.finish()
+    return question
+
+
+def response_question(body: Mapping[str, Any]) -> Question:
+    """A request to /v1/responses. Raises ApiError."""
+    fields = Fields(body)
+    if (earlier := fields.text("previous_response_id")) is not None:
+        message = f"there is no response {earlier[:100]!r}: responses are not stored; send the whole conversation"
+        raise invalid(message, "previous_response_id", code="previous_response_not_found")
+    instructions = fields.text("instructions")
+    given = fields.take("input", (str, list), expected="a string or a list")
+    messages = [Said(role="user", text=given)] if isinstance(given, str) else _items(given or [])
+    if instructions:
+        messages.insert(0, Said(role="system", text=instructions))
+    text = fields.take("text", dict, expected="an object") or {}
+    _refuse_response_format(text.get("format"), "text.format")
+    tools = _listed(fields, "tools", _response_tool)
+    question = Question(
+        model=_model(fields),
+        messages=tuple(messages),
+        tools=_chosen(fields, tools),
+        max_tokens=fields.integer("max_output_tokens", 1, 1 << 30),
+        **_common(fields),
+    )
+    fields.finish()
+    if not given:
+        raise invalid("`input` is missing or empty", "input")
+    return question
+
+
+def _model(fields: Fields) -> str:
+    name = fields.text("model")
+    if not name:
+        raise invalid("`model` is missing", "model")
+    return name
+
+
+def _common(fields: Fields) -> dict[str, Any]:
+    return {
+        "temperature": fields.number("temperature", 0.0, 2.0),
+        "top_p": fields.number("top_p", 1e-6, 1.0),
+        "top_k": fields.integer("top_k", 0, 1 << 20),
+        "stream": fields.flag("stream"),
+        "token_ids": fields.flag("return_token_ids"),
+    }
+
+
+def _repeated(fields: Fields) -> dict[str, Any]:
+    options = fields.take("stream_options", dict, expected="an object") or {}
+    if unknown := options.keys() - {"include_usage", "include_obfuscation"}:
+        raise unsupported(f"stream_options.{min(unknown)}", "the gateway does not know it")
+    return {
+        "n": fields.integer("n", 1, MOST_N) or 1,
+        "seed": fields.integer("seed", -LARGEST_SEED, LARGEST_SEED),
+        "stop": _stop(fields.take("stop", (str, list), expected="a string or a list of strings")),
+        "usage": bool(options.get("include_usage")),
+    }
+
+
+def _stop(given: str | list[Any] | None) -> tuple[str, ...]:
+    stops = [given] if isinstance(given, str) else given or []
+    if len(stops) > STOPS or not all(isinstance(each, str) and each for each in stops):
+        raise invalid(f"`stop` must be at most {STOPS} strings that are not empty", "stop")
+    return tuple(stops)
+
+
+def _listed(fields: Fields, name: str, read: Callable[[Any, str], T]) -> tuple[T, ...]:
+    given = fields.take(name, list, expected="a list") or []
+    if len(given) > MESSAGES:
+        raise invalid(f"`{name}` has {len(given)} entries; at most {MESSAGES} are accepted", name)
+    return tuple(read(each, f"{name}[{index}]") for index, each in enumerate(given))
+
+
+def _chat_message(given: Any, at: str) -> Said:
+    if not isinstance(given, dict) or not isinstance(given.get("role"), str):
+        raise invalid(f"`{at}` must be an object with a role", at)
+    role = "system" if given["role"] == "developer" else given["role"]
+    if role not in ("system", "user", "assistant", "tool"):
+        raise invalid(f"`{at}.role` is {role[:40]!r}; known are system, developer, user, assistant and tool", at)
+    calls = given.get("tool_calls") or []
+    if calls and (role != "assistant" or not isinstance(calls, list)):
+        raise invalid(f"`{at}.tool_calls` must be a list, in a message of the assistant", at)
+    if not calls and given.get("content") is None:
+        raise invalid(f"`{at}.content` is missing", at)
+    if given.get("audio") or given.get("function_call"):
+        raise unsupported(at, "audio and function_call are not")
+    found = tuple(_call(each.get("function") if isinstance(each, dict) else None, at) for each in calls)
+    return Said(role=role, text=_text_of(given.get("content"), f"{at}.content"), calls=found)
+
+
+def _call(given: Any, at: str) -> Call:
+    if not isinstance(given, dict) or not all(isinstance(given.get(key), str) for key in ("name", "arguments")):
+        raise invalid(f"`{at}`: a tool call needs a function with a name and arguments, both strings", at)
+    return Call(name=given["name"], arguments=given["arguments"])
+
+
+def _text_of(content: Any, at: str) -> str:
+    """A text, or the texts of a list of parts."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, list):
+        raise invalid(f"`{at}` must be a string or a list of parts", at)
+    texts = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind not in ("text", "input_text", "output_text") or not isinstance(part.get("text"), str):
+            raise invalid(f"`{at}` has a part of type {str(kind)[:40]!r}; only text is supported", at)
+        texts.append(part["text"])
+    return "".join(texts)
+
+
+def _chat_tool(given: Any, at: str) -> dict[str, Any]:
+    if not isinstance(given, dict) or given.get("type") != "function" or not isinstance(given.get("function"), dict):
+        raise invalid(f"`{at}` must be a tool of type function", at)
+    return _tool(given["function"], at)
+
+
+def _response_tool(given: Any, at: str) -> dict[str, Any]:
+    if not isinstance(given, dict) or given.get("type") != "function":
+        raise invalid(f"`{at}` must be a tool of type function", at)
+    return _tool({name: value for name, value in given.items() if name != "type"}, at)
+
+
+def _tool(function: dict[str, Any], at: str) -> dict[str, Any]:
+    if not isinstance(function.get("name"), str) or not function["name"]:
+        raise invalid(f"`{at}`: a function needs a name", at)
+    kept = {name: value for name, value in function.items() if value is not None and name != "strict"}
+    if len(msgspec.json.encode(kept)) > SCHEMA_BYTES:
+        raise invalid(f"`{at}` is larger than {SCHEMA_BYTES >> 10} KB", at)
+    return {"type": "function", "function": kept}
+
+
+def _chosen(fields: Fields, tools: tuple[dict[str, Any], ...]) -> tuple[dict[str, Any], ...]:
+    choice = fields.take("tool_choice", (str, dict), expected="a string")
+    if choice not in (None, "auto", "none"):
+        raise unsupported("tool_choice", "no call can be forced; only auto and none are accepted")
+    return () if choice == "none" else tools
+
+
+def _refuse_response_format(given: Any, name: str) -> None:
+    if given is not None and (not isinstance(given, dict) or given.get("type") != "text"):
+        raise unsupported(name, "only the type text is accepted")
+
+
+def _prompts(given: Any) -> tuple[str | tuple[int, ...], ...]:
+    def ids(value: Any) -> bool:
+        return (
+            isinstance(value, list) and value != [] and all(type(each) is int and 0 <= each < 2**31 for each in value)
+        )
+
+    if isinstance(given, str) and given:
+        return (given,)
+    if ids(given):
+        return (tuple(given),)
+    if isinstance(given, list) and 0 < len(given) <= MOST_N:
+        if all(isinstance(each, str) and each for each in given):
+            return tuple(given)
+        if all(map(ids, given)):
+            return tuple(map(tuple, given))
+    raise invalid("`prompt` must be a text, token ids, or a list of either, and not empty", "prompt")
+
+
+def _items(given: Sequence[Any]) -> list[Said]:
+    """The items of a request to /v1/responses as messages; calls join the message of the assistant before them."""
+    found = list[Said]()
+    if len(given) > MESSAGES:
+        raise invalid(f"`input` has {len(given)} entries; at most {MESSAGES} are accepted", "input")
+    for index, item in enumerate(given):
+        at = f"input[{index}]"
+        kind = item.get("type", "message") if isinstance(item, dict) else None
+        if kind == "message":
+            found.append(_chat_message({"role": item.get("role"), "content": item.get("content")}, at))
+        elif kind == "function_call":
+            call = _call(item, at)
+            if found and found[-1].role == "assistant":
+                found[-1] = msgspec.structs.replace(found[-1], calls=(*found[-1].calls, call))
+            else:
+                found.append(Said(role="assistant", text="", calls=(call,)))
+        elif kind == "function_call_output":
+            found.append(Said(role="tool", text=_text_of(item.get("output"), f"{at}.output")))
+        elif kind != "reasoning":  # a client repeats what it was given, and it was given none
+            raise invalid(f"`{at}` is of type {str(kind)[:40]!r}, which is not supported", at)
+    return found
+
+
+def _depth(value: Any) -> int:
+    deepest, level = 0, [value]
+    while level:
+        deepest += 1
+        level = [
+            inner
+            for each in level
+            for inner in (each.values() if isinstance(each, dict) else each if isinstance(each, list) else ())
+            if isinstance(inner, (dict, list))
+        ]
+    return deepest
+
+
+def as_messages(said: Sequence[Said], write_calls: Callable[[Sequence[Call]], str]) -> list[Message]:
+    """Messages for a chat template.
+
+    Args:
+        write_calls: tool calls as the model writes them.
+    """
+    return [
+        Message(
+            role=each.role,
+            content="\n".join(filter(None, [each.text, write_calls(each.calls)])) if each.calls else each.text,
+        )
+        for each in said
+    ]
+
+
+def refuse_overflow(prompt_tokens: int, wanted: int | None, limit: int) -> None:
+    """Raises ApiError: prompt and completion do not fit into the context."""
+    if prompt_tokens + (wanted or 1) > limit:
+        asked = f"{prompt_tokens} tokens of the prompt" + (f" and {wanted} of the completion" if wanted else "")
+        raise ApiError(
+            400,
+            f"the model's context is {limit} tokens, and the request has {asked}",
+            param="messages",
+            code="context_length_exceeded",
+        )

@@ -1,0 +1,313 @@
+"""Serves a model over the workers of a run: every request is a sample, which continues when its worker vanishes."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import secrets
+from collections import defaultdict
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tidemill.config.model import LoraConfig
+from tidemill.config.schema import RunSpec
+from tidemill.config.task import ServedTask
+from tidemill.controller.collector import SampleCollector, collect_samples
+from tidemill.controller.fleet import Fleet
+from tidemill.controller.in_flight import InFlight, SamplingPlan
+from tidemill.controller.ledger import Ledger
+from tidemill.controller.reading import Reading
+from tidemill.controller.rollout_context import RolloutContext, StopRequested
+from tidemill.controller.samples import Sample
+from tidemill.controller.waiting import Timeouts
+from tidemill.core.protocols import LoopClock, TurnFormat
+from tidemill.core.records import (
+    ITEM_BYTES,
+    Prompt,
+    Reward,
+    SampleId,
+    SamplingParams,
+    Trajectory,
+    WorkerReport,
+)
+from tidemill.gateway.backend import Asked, Piece
+from tidemill.gateway.errors import SERVER, ApiError
+from tidemill.models.codec import TextCodec
+from tidemill.models.turn_format import turn_format
+from tidemill.runtime.backend import RuntimeBackend
+from tidemill.runtime.train import runtime_of
+from tidemill.telemetry.recorder import Recorder
+from tidemill.telemetry.run_dir import RunDirectory
+
+NEVER_S = 1e9
+PURPOSE = "serve"
+CONTEXT, SLOTS = 2048, 16
+"""Defaults of a served engine: its cache has a row of the context's length for each slot."""
+
+
+def serving_spec(spec: RunSpec, folder: Path | None) -> RunSpec:
+    """The configuration of a served model: the sections about models, engines and machines.
+
+    Args:
+        folder: a checkpoint that replaces `model.source`.
+    """
+    kept = ("runtime", "run", "model", "sampling", "engine", "pool", "fleet", "ray", "placement", "weights", "gateway")
+    sections: dict[str, Any] = {name: getattr(spec, name) for name in kept}
+    if folder is not None:
+        model = {"source": str(folder), "revision": None, "lora": LoraConfig()}
+        sections["model"] = spec.model.model_copy(update=model)
+    if not spec.engine.context_tokens:
+        sections["engine"] = spec.engine.model_copy(update={"context_tokens": CONTEXT})
+    return RunSpec(**sections, task=ServedTask(kind="served"), trainer=spec.trainer, telemetry=spec.telemetry)
+
+
+class NoReward:
+    """Implements `core.protocols.Scorer` for samples that nobody learns from."""
+
+    async def score(self, prompt: Prompt, trajectory: Trajectory) -> Reward:
+        return Reward(value=0.0)
+
+    async def close(self) -> None:
+        """Nothing to do."""
+
+
+@dataclass(slots=True)
+class Listener:
+    """Who waits for the tokens of a sample."""
+
+    index: int
+    pieces: asyncio.Queue[Piece | Exception]
+    sent: int = 0  # tokens
+
+    def send(self, sample: Sample) -> None:
+        start, end = self.sent * ITEM_BYTES, len(sample.token_ids)
+        if end > start or sample.finish is not None:
+            self.sent = end // ITEM_BYTES
+            self.pieces.put_nowait(
+                Piece(
+                    index=self.index,
+                    token_ids=bytes(sample.token_ids[start:end]),
+                    logprobs=bytes(sample.logprobs[start:end]),
+                    finish=sample.finish,
+                )
+            )
+
+
+class TokenFeed(Reading):
+    """Hands the tokens of samples in flight to those who wait for them, report by report."""
+
+    def __init__(self) -> None:
+        super().__init__([], reference=None, chunk_tokens=1, ahead=False)
+        self.listeners: dict[SampleId, Listener] = {}
+
+    def send_growth(self, in_flight: InFlight, reports: Iterable[WorkerReport]) -> None:
+        for report in reports:
+            for delta in report.deltas:
+                sample, listener = in_flight.get(delta.sample_id), self.listeners.get(delta.sample_id)
+                if sample is not None and listener is not None:
+                    listener.send(sample)
+
+    def fail(self, error: Exception) -> None:
+        for listener in self.listeners.values():
+            listener.pieces.put_nowait(error)
+
+
+class ServedFleet:
+    """Implements `gateway.backend.Served`."""
+
+    def __init__(
+        self,
+        name: str,
+        codec: TextCodec,
+        turns: TurnFormat,
+        collector: SampleCollector,
+        in_flight: InFlight,
+        rollout: RolloutContext,
+        feed: TokenFeed,
+        *,
+        chat: bool,
+        context_tokens: int,
+        defaults: SamplingParams,
+    ) -> None:
+        self.name, self.format, self.chat = name, turns, chat
+        self.context_tokens, self.defaults = context_tokens, defaults
+        self._codec, self._collector, self._in_flight, self._rollout, self._feed = (
+            codec,
+            collector,
+            in_flight,
+            rollout,
+            feed,
+        )
+        self._positions: dict[SampleId, int] = {}
+        self._next, self._session = 0, secrets.randbits(62)
+        self._same: defaultdict[SampleId, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._failure: Exception | None = None
+
+    @property
+    def ready(self) -> bool:
+        local = self._rollout.fleet.local
+        return self._failure is None and (local is not None or self._rollout.fleet.preemptible_count > 0)
+
+    @property
+    def figures(self) -> dict[str, float]:
+        return {
+            "samples_running": float(self._in_flight.running),
+            "samples_waiting": float(self._in_flight.unfinished - self._in_flight.running),
+            "workers": float(self._rollout.fleet.preemptible_count),
+        }
+
+    def encode(self, text: str) -> list[int]:
+        return self._codec.encode(text)
+
+    def token_text(self, token_id: int) -> str:
+        return self._codec.decode_whole([token_id])
+
+    async def generate(self, asked: Asked) -> AsyncGenerator[Piece, None]:
+        """See `Served`."""
+        pieces: asyncio.Queue[Piece | Exception] = asyncio.Queue()
+        ids, prompt = self._ids(asked), Prompt(prompt_id=PURPOSE, token_ids=asked.prompt_ids, text="", answer="")
+        async with AsyncExitStack() as stack:
+            if asked.seed is not None:  # an equal request in flight has the same ids
+                await stack.enter_async_context(self._alone(ids[0]))
+            stack.callback(self._end, ids)
+            for index, sample_id in enumerate(ids):
+                self._feed.listeners[sample_id] = Listener(index, pieces)
+                self._positions[sample_id] = self._next
+                self._in_flight.open_alone(sample_id, prompt, asked.sampling, position=self._next)
+                self._next += 1
+            self._collector.mailbox.notify()
+            left = asked.n
+            while left:
+                if self._failure is not None:
+                    raise self._unavailable()
+                piece = await pieces.get()
+                if isinstance(piece, Exception):
+                    raise self._unavailable()
+                left -= piece.finish is not None
+                yield piece
+
+    async def collect(self) -> None:
+        """Close finished samples until the run is to stop.
+
+        Raises:
+            Exception: what ended the engine or the fleet; every request fails.
+        """
+        try:
+            while True:
+                trajectory = await self._collector.next()
+                if (position := self._positions.pop(trajectory.sample_id, None)) is not None:
+                    self._in_flight.close(position)
+        except StopRequested:
+            self._fail(RuntimeError("the gateway stops"))
+        except Exception as error:
+            self._fail(error)
+            raise
+
+    def _fail(self, error: Exception) -> None:
+        self._failure = error
+        self._feed.fail(error)
+
+    def _unavailable(self) -> ApiError:
+        return ApiError(503, "the model is not served any more", kind=SERVER, code="unavailable", retry_s=10)
+
+    def _ids(self, asked: Asked) -> list[SampleId]:
+        """Equal for equal requests with a seed; otherwise new."""
+        digest = hashlib.blake2b(asked.prompt_ids, digest_size=12)
+        seed, epoch = asked.seed, 0
+        if seed is None:
+            seed, epoch = self._session, self._next
+        return [
+            SampleId(run_seed=seed, purpose=PURPOSE, prompt_id=digest.hexdigest(), epoch=epoch, index=index)
+            for index in range(asked.n)
+        ]
+
+    @asynccontextmanager
+    async def _alone(self, sample_id: SampleId) -> AsyncIterator[None]:
+        lock = self._same[sample_id]
+        async with lock:
+            yield
+        if not lock.locked():
+            self._same.pop(sample_id, None)
+
+    def _end(self, ids: Sequence[SampleId]) -> None:
+        """End what is still generated: the client has left, or all has arrived."""
+        running = defaultdict[str, list[SampleId]](list)
+        for sample_id in ids:
+            self._feed.listeners.pop(sample_id, None)
+            sample = self._in_flight.get(sample_id)
+            position = self._positions.pop(sample_id, None)
+            if sample is None or position is None:
+                continue
+            if sample.lease_id and sample.finish is None:
+                running[sample.lease_id].append(sample_id)
+            self._in_flight.close(position)
+        for lease_id, samples in running.items():
+            self._rollout.fleet.abort(lease_id, samples)
+
+
+@asynccontextmanager
+async def served_fleet(
+    spec: RunSpec, run: RunDirectory, recorder: Recorder, stop: asyncio.Event
+) -> AsyncIterator[ServedFleet]:
+    """Start the engines of a configuration of `serving_spec`, and serve its model while the block runs.
+
+    Raises:
+        UserError: the model, the device or the pool cannot be used.
+    """
+    clock = LoopClock()
+    async with AsyncExitStack() as stack:
+        backend: RuntimeBackend = await stack.enter_async_context(runtime_of(spec).open(spec, run, recorder, clock))
+        recorder.event("machine", **backend.device_info)
+        fleet = Fleet(
+            backend.local,
+            slots=spec.engine.slots,
+            local_slots=spec.engine.slots * backend.local_engines,
+            clock=clock,
+            telemetry=recorder,
+            config=spec.fleet,
+            provider=backend.provider,
+            host=backend.host,
+            publisher=backend.publisher,
+            heartbeat_timeout_s=backend.heartbeat_timeout_s,
+        )
+        await stack.enter_async_context(fleet)
+        feed, version = TokenFeed(), backend.trainer.version
+        rollout = RolloutContext(
+            fleet=fleet,
+            ledger=Ledger(None),
+            scorer=NoReward(),
+            codec=backend.codec,
+            telemetry=recorder,
+            clock=clock,
+            stop=stop,
+            timeouts=Timeouts(notice_s=3600.0, scorer_s=NEVER_S, pool_s=NEVER_S),
+            reading=feed,
+        )
+        defaults = SamplingParams(
+            max_new_tokens=0,
+            temperature=spec.sampling.temperature,
+            top_k=spec.sampling.top_k,
+            top_p=spec.sampling.top_p,
+            stop_token_ids=backend.codec.stop_token_ids,
+            stop_strings=spec.sampling.stop,
+        )
+        plan = SamplingPlan(purpose=PURPOSE, run_seed=0, group_size=1, sampling=defaults)
+        in_flight = InFlight(plan, version_number=version.number)
+        await fleet.publishing.publish(version)
+        collector = await stack.enter_async_context(collect_samples(in_flight, rollout, endless=True))
+        served = ServedFleet(
+            spec.gateway.name or spec.run.name,
+            backend.codec,
+            turn_format(backend.codec, spec.env, chat_template=spec.model.chat_template),
+            collector,
+            in_flight,
+            rollout,
+            feed,
+            chat=spec.model.chat_template,
+            context_tokens=backend.context_tokens,
+            defaults=defaults,
+        )
+        yield served

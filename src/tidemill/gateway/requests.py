@@ -249,7 +249,7 @@ def _chat_message(given: Any, at: str) -> Said:
     if calls and (role != "assistant" or not isinstance(calls, list)):
         raise invalid(f"`{at}.tool_calls` must be a list, in a message of the assistant", at)
     if not calls and given.get("content") is None:
-        raise invalid(f"`{at}.content` is missing", at)
+        raise invalid(f"`{at}.content` is missing", f"{at}.content")
     if given.get("audio") or given.get("function_call"):
         raise unsupported(at, "audio and function_call are not")
     found = tuple(_call(each.get("function") if isinstance(each, dict) else None, at) for each in calls)

@@ -70,8 +70,8 @@ def test_engines_and_trainer_run_at_measured_efficiencies(tmp_path: Path) -> Non
     # 32 prompts, then 512 steps, whose contexts grow by one token per sample
     assert 32 * engine.prefill_s(512) + engine.decode_s(256, 256 * 512, 512) == pytest.approx(30.0, rel=0.01)
     trainer = site.trainer(1)
-    length = [trajectory(512, 512) for _ in range(8)]
-    groups = [Group(position=position, prompt_id=str(position), trajectories=length) for position in range(4)]
+    samples = tuple(trajectory(512, 512) for _ in range(8))
+    groups = [Group(position=position, prompt_id=str(position), trajectories=samples) for position in range(4)]
     # the simulation launches one microbatch more
     accumulated_s = sum(trainer.accumulate_s(group) for group in groups)
     assert accumulated_s + trainer.profile.update_s == pytest.approx(2.0, rel=0.01)

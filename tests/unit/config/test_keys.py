@@ -78,7 +78,7 @@ def test_every_key_that_may_be_unset_is_unset_by_default() -> None:
 
 def test_sections_and_variants() -> None:
     assert ("model", "char") in sections()
-    assert set(variants()[("task",)]) == {"arithmetic", "reasoning_gym", "file", "python", "environment"}
+    assert set(variants()[("task",)]) == {"arithmetic", "reasoning_gym", "file", "python", "environment", "served"}
     assert default_kind(("task",)) == "arithmetic"
 
 

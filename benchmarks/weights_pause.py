@@ -24,10 +24,10 @@ from tidemill.core.protocols import LoopClock
 from tidemill.core.records import GenerateRequest, Lease, Loaded, PolicyVersion, SampleId, SamplingParams, pack_tokens
 from tidemill.rollout.engines.embedded import EmbeddedEngine
 from tidemill.rollout.worker import EngineWorker
-from tidemill.runtime.publishers import ModelPublisher
 from tidemill.runtime.compute import ComputeThread
 from tidemill.runtime.local import InProcessHost
 from tidemill.runtime.model_bundle import ModelBundle, load_model_bundle
+from tidemill.runtime.publishers import ModelPublisher
 from tidemill.weights.snapshot import MemoryTransport
 from tidemill.weights.store import WeightStore
 

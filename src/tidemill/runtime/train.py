@@ -35,8 +35,8 @@ from tidemill.telemetry.report import report_at_the_end
 from tidemill.telemetry.run_dir import RunDirectory
 
 RESUMABLE = ("run.dir", "run.name", "trainer.steps", "trainer.threads", "trainer.shards", "engine.tick_s",
-             "checkpoint.", "telemetry.", "eval.", "runtime", "pool.", "fleet.", "ray.", "placement.", "reading.", "gateway.",
-             "simulation.", "weights.", "scoring.concurrency", "scoring.timeout_s", "supervised.epochs",
+             "checkpoint.", "telemetry.", "eval.", "runtime", "pool.", "fleet.", "ray.", "placement.", "reading.",
+             "gateway.", "simulation.", "weights.", "scoring.concurrency", "scoring.timeout_s", "supervised.epochs",
              "task.index_above_mb", "data.index_above_mb")  # fmt: skip
 """Keys and sections that may differ when a run is resumed. (More steps stretch a falling learning-rate schedule; other
 thread counts or chunk sizes may round differently.)"""

@@ -22,6 +22,7 @@ from tidemill.runtime.train import train
 from tidemill.runtime.train_supervised import train_supervised
 from tidemill.telemetry.metrics import read_metrics
 from tidemill.trainer import checkpoint
+from tidemill.trainer.policy import PolicyTrainer
 
 pytestmark = pytest.mark.xdist_group("ray")
 
@@ -52,6 +53,7 @@ class DyingRank(RankActor):
 
     def _arm(self, fault: Path, phase: str, step: int) -> None:
         trainer, publisher = self._started_trainer(), self._publisher
+        assert isinstance(trainer, PolicyTrainer)
         before = step if phase in ("save", "publish") else step - 1  # the version at that moment
 
         def dying(call: Callable[..., Any]) -> Callable[..., Any]:

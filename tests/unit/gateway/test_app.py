@@ -193,8 +193,19 @@ async def test_what_cannot_be_obeyed_is_refused_by_its_name(
 
 
 async def test_parameters_without_an_effect_are_accepted() -> None:
-    neutral = {"user": "me", "metadata": {"a": "b"}, "store": False, "parallel_tool_calls": True, "seed": None}
-    more = {"service_tier": "auto", "presence_penalty": 0.0, "logit_bias": {}, "response_format": {"type": "text"}}
+    neutral: dict[str, Any] = {
+        "user": "me",
+        "metadata": {"a": "b"},
+        "store": False,
+        "parallel_tool_calls": True,
+        "seed": None,
+    }
+    more: dict[str, Any] = {
+        "service_tier": "auto",
+        "presence_penalty": 0.0,
+        "logit_bias": {},
+        "response_format": {"type": "text"},
+    }
     async with gateway(Scripted()) as client:
         assert (await client.post(CHAT, json=chat(**neutral, **more, tool_choice="auto"))).status_code == 200
 

@@ -37,7 +37,7 @@ from tidemill.gateway.backend import Asked, Piece
 from tidemill.gateway.errors import SERVER, ApiError
 from tidemill.models.codec import TextCodec
 from tidemill.models.turn_format import turn_format
-from tidemill.runtime.backend import RuntimeBackend
+from tidemill.runtime.backend import OpenBackend
 from tidemill.runtime.train import runtime_of
 from tidemill.telemetry.recorder import Recorder
 from tidemill.telemetry.run_dir import RunDirectory
@@ -250,16 +250,25 @@ class ServedFleet:
 
 @asynccontextmanager
 async def served_fleet(
-    spec: RunSpec, run: RunDirectory, recorder: Recorder, stop: asyncio.Event
+    spec: RunSpec,
+    run: RunDirectory,
+    recorder: Recorder,
+    stop: asyncio.Event,
+    *,
+    open_backend: OpenBackend | None = None,
 ) -> AsyncIterator[ServedFleet]:
     """Start the engines of a configuration of `serving_spec`, and serve its model while the block runs.
+
+    Args:
+        open_backend: replaces the backend of `spec.runtime`.
 
     Raises:
         UserError: the model, the device or the pool cannot be used.
     """
     clock = LoopClock()
     async with AsyncExitStack() as stack:
-        backend: RuntimeBackend = await stack.enter_async_context(runtime_of(spec).open(spec, run, recorder, clock))
+        opened = (open_backend or runtime_of(spec).open)(spec, run, recorder, clock)
+        backend = await stack.enter_async_context(opened)
         recorder.event("machine", **backend.device_info)
         fleet = Fleet(
             backend.local,

@@ -20,6 +20,12 @@ class GatewayConfig(Config):
     """File of mode 600 with the keys of clients, one on each line; read again when it changes."""
     name: str = ""
     """Name of the model for clients; empty: that of the run."""
+    sessions: bool = False
+    """Training: the samples are sessions of clients, which send their requests here."""
+    session_idle_s: float = Field(600.0, gt=0)
+    """A session without a request for so long is left out of its group, in seconds."""
+    session_turns: int = Field(16, ge=1)
+    """Requests of a session that are answered."""
     body_mb: float = Field(8.0, gt=0)
     """Largest body of a request, in MB."""
     concurrency: int = Field(256, ge=1)

@@ -398,6 +398,7 @@ class RunSpec(Config):
         yield from self._vllm_issues()
         yield from self._engine_place_issues()
         yield from self._agent_issues()
+        yield from self._session_issues()
         yield from self._shard_issues()
         if self.placement.critic == "actor" and self.critic.kind == "shared":
             yield (
@@ -433,6 +434,8 @@ class RunSpec(Config):
 
     def _agent_issues(self) -> Iterator[str]:
         rewards = {reward.kind for reward in self.scoring.rewards}
+        if self.gateway.sessions:
+            return
         if not self.env.enabled:
             if self.task.kind == "environment":
                 yield 'task.kind = "environment" needs an environment; set env.name'
@@ -446,6 +449,19 @@ class RunSpec(Config):
             )
         if self.corrects_each_publish:
             yield 'algorithm.correction.kind = "mu_step" is not available for agents at a policy lag; choose "tis"'
+
+    def _session_issues(self) -> Iterator[str]:
+        if not self.gateway.sessions:
+            return
+        if self.env.enabled:
+            yield "gateway.sessions and env.name: clients are the environment; leave one of them out"
+        if self.reading.ahead or self.placement.reference == "actor":
+            yield "gateway.sessions: models that read ahead read single completions; leave reading.ahead out"
+        if self.schedule.unfinished == "restart" or self.schedule.on_lag_limit != "wait":
+            yield (
+                "gateway.sessions: a client's session cannot start again; leave schedule.unfinished and "
+                "schedule.on_lag_limit out"
+            )
 
     def _vllm_issues(self) -> Iterator[str]:
         if self.engine.kind != "vllm":

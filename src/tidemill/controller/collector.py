@@ -216,6 +216,7 @@ class SampleCollector:
             self._restore_scored(self._in_flight.in_state(SampleState.SCORED))
             for sample in self._in_flight.in_state(SampleState.FINISHED):
                 self._start(self._score(sample))
+            self._in_flight.take_opened()
             self.acting.start(self._in_flight.in_state(SampleState.ACTING))
             self._dispatch()
             while self._endless or not self._in_flight.all_scored:
@@ -224,6 +225,7 @@ class SampleCollector:
                 if messages.stop:
                     await self._abort_running()
                     raise StopRequested
+                self.acting.start(self._in_flight.take_opened())
                 self._dispatch()
         except Exception as error:  # noqa: BLE001 - `next` raises it
             self._failure = error

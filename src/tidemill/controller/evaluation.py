@@ -105,6 +105,8 @@ async def evaluate(
         phase="evaluation",
         window_s=math.inf,
     )
+    if rollout.agent is not None and rollout.agent.opens:  # clients are for training; here the model answers once
+        rollout = replace(rollout, environments=None, agent=None)
     greedy = msgspec.structs.replace(sampling, temperature=0.0, top_k=0, top_p=1.0)
     generate = partial(draw, version=version, prompts=prompts, rollout=rollout, seed=seed)
     started_s = rollout.clock.now()

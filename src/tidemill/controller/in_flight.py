@@ -104,6 +104,7 @@ class InFlight:
         self._states = Counter(sample.state for sample in self)
         self._waiting = {sample.ordinal: sample for sample in self if sample.state is SampleState.WAITING}
         self._newly_waiting = list(self._waiting)
+        self._opened = list[int]()  # ordinals of samples whose environments act first, until they are asked for
         self._held: defaultdict[str, dict[int, Sample]] = defaultdict(dict)
         self._oldest: dict[int, int | None] = {}  # cache of `oldest_version`, by position
         for sample in self:
@@ -118,7 +119,7 @@ class InFlight:
         Raises:
             UserError: a prompt is already open in the same epoch, so that sample ids would not be unique.
         """
-        size = self.plan.group_size
+        size, opens = self.plan.group_size, self.plan.agent is not None and self.plan.agent.opens
         for group, prompt in zip(groups, prompts, strict=True):
             self.groups[group.position] = group
             for index in range(size):
@@ -140,6 +141,8 @@ class InFlight:
                     ordinal=group.position * size + index,
                     prompt=prompt,
                     from_version=group.from_version,
+                    opens=opens,
+                    state=SampleState.ACTING if opens else SampleState.WAITING,
                 )
                 self._add(sample)
 
@@ -164,7 +167,10 @@ class InFlight:
 
     def _add(self, sample: Sample) -> None:
         self.samples[sample.ordinal] = self._by_id[sample.sample_id] = sample
-        self._states[SampleState.WAITING] += 1
+        self._states[sample.state] += 1
+        if sample.opens:
+            self._opened.append(sample.ordinal)
+            return
         self._waiting[sample.ordinal] = sample
         self._newly_waiting.append(sample.ordinal)
 
@@ -188,6 +194,13 @@ class InFlight:
             self._invalidate_oldest(sample)
             self._update_index(before, sample)
             sample.lease_id = ""  # no worker holds a prefix of it
+            if sample.opens:
+                self._opened.append(sample.ordinal)
+
+    def take_opened(self) -> list[Sample]:
+        """Samples whose environments have to act first, started or restarted since the last call."""
+        opened, self._opened = self._opened, []
+        return [self.samples[ordinal] for ordinal in dict.fromkeys(opened) if ordinal in self.samples]
 
     def group(self, position: int) -> list[Sample]:
         """The samples of an open group, in order."""

@@ -10,8 +10,8 @@
        observation
 ```
 An attempt that is aborted, fails, or loses its lease keeps its tokens. An acting sample holds no lease.
-`Sample.restart` returns a sample from any state to *waiting* without tokens. Every other transition raises
-`IllegalTransition`.
+A sample whose environment acts first starts as acting. `Sample.restart` returns a sample from any state to its first,
+without tokens. Every other transition raises `IllegalTransition`.
 """
 
 from __future__ import annotations
@@ -94,6 +94,7 @@ class Sample:
     prompt: Prompt
     from_version: int = 0  # older weights may not generate it
     sampling: SamplingParams | None = None  # None: those of all samples in flight
+    opens: bool = False  # its environment acts first
     state: SampleState = SampleState.WAITING
     lease_id: str = ""
     attempt: int = 0
@@ -208,7 +209,7 @@ class Sample:
 
     def restart(self) -> None:
         """Discard all tokens and the reward."""
-        self.state, self.restarts = SampleState.WAITING, self.restarts + 1
+        self.state, self.restarts = SampleState.ACTING if self.opens else SampleState.WAITING, self.restarts + 1
         self.token_ids, self.logprobs = bytearray(), bytearray()
         self.version_starts = self.source_starts = ()
         self.published, self.turns = {}, Turns()
@@ -313,7 +314,7 @@ class Sample:
         assert self.finish is not None, f"{self.sample_id} has not finished"
         tokens, last = (
             view_tokens(bytes(self.token_ids)),
-            self.turns.ended[-1].observation if self.turns.ended else None,
+            self.turns.ended[-1].observation if self.turns.ended else self.turns.opening,
         )
         ended_by = last or Observation()
         return Trajectory(

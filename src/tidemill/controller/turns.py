@@ -33,6 +33,7 @@ class AgentLimits(Record):
 
     context_tokens: int  # of prompt and completion, or of one branch
     turn_tokens: int = 0  # generated in one turn; 0: no limit
+    opens: bool = False  # the environment acts before the first turn
 
 
 @dataclass(slots=True, kw_only=True)
@@ -72,6 +73,7 @@ class Turns:
     """The turns of one sample. All positions are those of its completion. Without turns it takes little memory."""
 
     ended: tuple[TurnState, ...] = ()
+    opening: Observation | None = None  # the environment's, before the first turn
     start: int = 0  # of the current turn
     state_key: str = ""  # of the state that the current turn sees
     observations: tuple[tuple[int, int], ...] = ()  # ranges [start, end) that were not generated
@@ -113,7 +115,7 @@ class Turns:
     ) -> bool:
         """End the current turn; returns whether the episode ends with it because a limit of the sample is reached."""
         self.ended += (TurnState(start=self.start, end=length, finish=finish, state_key=self.state_key),)
-        if finish == "length":
+        if finish == "length" and not limits.opens:  # else the environment decides: its client may give a reward
             if self.generated(length) >= max_new_tokens:
                 self.episode_end = "tokens"
             elif self.context_length(length, prompt_tokens) >= limits.context_tokens:
@@ -123,9 +125,14 @@ class Turns:
     def observe(
         self, answer: Observation, *, length: int, prompt_tokens: int, max_new_tokens: int, limits: AgentLimits
     ) -> TokenBuffer:
-        """Store the environment's answer to the last turn; returns the tokens to append. The episode may end."""
-        turn = self.ended[-1]
-        turn.observation, self.finished_calls, self.started_calls = answer, NO_CALLS, ()
+        """Store the environment's answer to the last turn, or its opening; returns the tokens to append. The episode
+        may end."""
+        turn = self.ended[-1] if self.ended else None
+        if turn is None:
+            self.opening = answer
+        else:
+            turn.observation = answer
+        self.finished_calls, self.started_calls = NO_CALLS, ()
         self.episode_end = answer.end
         added = count(answer.token_ids)
         if not self.episode_end:
@@ -137,8 +144,10 @@ class Turns:
         if self.episode_end:
             return b""
         self.start, self.state_key, self.returning = length + added, answer.state_key, True
-        turn.observation_end = self.start
-        self.observations += ((length, self.start),)
+        if turn is not None:
+            turn.observation_end = self.start
+        if added:
+            self.observations += ((length, self.start),)
         self.observed += self.start - length
         if answer.new_branch:
             self.contexts += ((length, self.start),)

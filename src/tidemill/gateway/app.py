@@ -36,6 +36,8 @@ from tidemill.gateway.requests import (
     response_question,
 )
 from tidemill.gateway.responses import ResponseAnswer
+from tidemill.gateway.session_routes import session_routes
+from tidemill.gateway.sessions import Sessions
 from tidemill.gateway.texts import ChoiceText, Said
 
 T = TypeVar("T")
@@ -54,13 +56,21 @@ class Gateway:
 
     Args:
         write_calls: tool calls in a message of the assistant, as the model writes them.
+        sessions: of a run that is trained; None if the model is only served.
 
     Raises:
         UserError: the keys cannot be used.
     """
 
-    def __init__(self, served: Served, config: GatewayConfig, *, write_calls: Callable[[Sequence[Call]], str]) -> None:
-        self._served, self._config, self._write_calls = served, config, write_calls
+    def __init__(
+        self,
+        served: Served,
+        config: GatewayConfig,
+        *,
+        write_calls: Callable[[Sequence[Call]], str],
+        sessions: Sessions | None = None,
+    ) -> None:
+        self._served, self._config, self._write_calls, self._sessions = served, config, write_calls, sessions
         self._keys, self._limits = Keys(config.token_file), Limits(config.concurrency)
         self._created, self._statuses = int(time.time()), Counter[int]()
         self._tokens: Counter[str] = Counter()
@@ -71,8 +81,10 @@ class Gateway:
         def post(path: str, handler: Handler) -> Route:
             return Route(path, self._guarded(handler), methods=["POST"])
 
+        routes = [] if self._sessions is None else session_routes(self._sessions, self._body, self._guarded)
         return Starlette(
             routes=[
+                *routes,
                 post("/v1/chat/completions", self._chat),
                 post("/v1/completions", self._completions),
                 post("/v1/responses", self._responses),
@@ -157,7 +169,7 @@ class Gateway:
             request_id = given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
             began_s, leave = time.monotonic(), None
             try:
-                key = self._keys.check(request)
+                key = self._key(request)
                 leave = self._limits.enter(key)
                 response = await handler(request, key)
                 if isinstance(response, Stream):
@@ -177,6 +189,13 @@ class Gateway:
             return response
 
         return guarded
+
+    def _key(self, request: Request) -> str:
+        """The key of a session or of a client. Raises ApiError: it is neither."""
+        given = request.headers.get("authorization", "").removeprefix("Bearer ").strip()
+        if self._sessions is not None and self._sessions.find(given) is not None:
+            return given
+        return self._keys.check(request)
 
     async def _body(self, request: Request) -> dict[str, Any]:
         most = int(self._config.body_mb * 1e6)
@@ -211,8 +230,9 @@ class Gateway:
             raise invalid(error.what, "prompt") from error
 
     def _asked(self, question: Question, prompt_ids: list[int], key: str) -> Asked:
-        """Raises ApiError: prompt and completion do not fit into the context."""
+        """Raises ApiError: prompt and completion do not fit into the context, or the model is not served this way."""
         served, defaults = self._served, self._served.defaults
+        served.refuse(question, key)
         refuse_overflow(len(prompt_ids), question.max_tokens, served.context_tokens)
         room = served.context_tokens - len(prompt_ids)
         given: dict[str, Any] = {
@@ -226,7 +246,14 @@ class Gateway:
             max_new_tokens=question.max_tokens or min(defaults.max_new_tokens or room, room),
             **{name: value for name, value in given.items() if value is not None},
         )
-        return Asked(prompt_ids=pack_tokens(prompt_ids), sampling=sampling, n=question.n, seed=question.seed, key=key)
+        return Asked(
+            prompt_ids=pack_tokens(prompt_ids),
+            sampling=sampling,
+            n=question.n,
+            seed=question.seed,
+            key=key,
+            question=question,
+        )
 
     async def _news(self, question: Question, asked: Asked) -> AsyncGenerator[tuple[Piece, Said], None]:
         """The pieces of all choices with what they say; closing it ends them."""

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from tidemill.core.protocols import TurnFormat
 from tidemill.core.records import Finish, LogprobBuffer, Record, SamplingParams, TokenBuffer
+from tidemill.gateway.requests import Question
 
 
 class Asked(Record):
@@ -17,6 +18,7 @@ class Asked(Record):
     n: int = 1
     seed: int | None = None  # with the same prompt and parameters, the same completions of the same weights
     key: str = ""  # of the session or client
+    question: Question | None = None
 
 
 class Piece(Record):
@@ -54,6 +56,9 @@ class Served(Protocol):
     @property
     def figures(self) -> Mapping[str, float]:
         """Counters and gauges for metrics, by name."""
+
+    def refuse(self, question: Question, key: str) -> None:
+        """Check a request before it is answered. Raises ApiError."""
 
     def generate(self, asked: Asked) -> AsyncGenerator[Piece, None]:
         """The completions, piece by piece, in any order of their indices. Closing the generator ends them.

@@ -36,7 +36,9 @@ def agent_prompts(spec: RunSpec, codec: TextCodec | TurnFormat) -> AgentPrompts 
 
 
 def agent_limits(spec: RunSpec, context_tokens: int) -> AgentLimits | None:
-    """The limits of a turn; None without an environment."""
+    """The limits of a turn; None without an environment and sessions."""
+    if spec.gateway.sessions:
+        return AgentLimits(context_tokens=context_tokens, opens=True)
     if not spec.env.enabled:
         return None
     return AgentLimits(context_tokens=context_tokens, turn_tokens=spec.env.turn_tokens)

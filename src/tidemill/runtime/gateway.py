@@ -4,17 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import json
+import secrets
 import signal
 import tempfile
-from collections.abc import Callable, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 from tidemill.config.schema import RunSpec
+from tidemill.controller.fleet import Fleet
+from tidemill.controller.in_flight import InFlight
+from tidemill.controller.loop import sampling_params
+from tidemill.controller.reading import Reading
+from tidemill.core.protocols import TurnFormat
+from tidemill.core.records import SamplingParams, WorkerReport
 from tidemill.gateway.app import Gateway
-from tidemill.gateway.requests import Call
+from tidemill.gateway.backend import Asked, Piece
+from tidemill.gateway.errors import ApiError
+from tidemill.gateway.requests import Call, Question
 from tidemill.gateway.server import listen, serving
+from tidemill.gateway.session_log import SessionLog
+from tidemill.gateway.session_routes import PATH
+from tidemill.gateway.sessions import Session, Sessions
+from tidemill.models.codec import TextCodec
+from tidemill.models.turn_format import turn_format
+from tidemill.runtime.backend import RuntimeBackend
 from tidemill.runtime.serving import served_fleet
 from tidemill.runtime.train import runtime_of
 from tidemill.telemetry.recorder import Recorder
@@ -60,3 +75,101 @@ async def run_gateway(spec: RunSpec, *, progress: Callable[[str], None]) -> dict
         stop.set()
         await collecting
     return {"requests": gateway.requests}
+
+
+class SessionFeed(Reading):
+    """Hands the tokens of samples in flight to their sessions, report by report."""
+
+    def __init__(self, sessions: Sessions) -> None:
+        super().__init__([], reference=None, chunk_tokens=1, ahead=False)
+        self._sessions = sessions
+
+    def send_growth(self, in_flight: InFlight, reports: Iterable[WorkerReport]) -> None:
+        for report in reports:
+            for delta in report.deltas:
+                if (sample := in_flight.get(delta.sample_id)) is not None:
+                    ids, logprobs = bytes(sample.token_ids), bytes(sample.logprobs)
+                    self._sessions.receive(sample.sample_id, sample.turns.start, ids, logprobs, sample.length)
+
+
+class ServedSessions:
+    """Implements `gateway.backend.Served` for the sessions of a run."""
+
+    def __init__(
+        self, name: str, codec: TextCodec, turns: TurnFormat, sessions: Sessions, sampling: SamplingParams, fleet: Fleet
+    ) -> None:
+        self.name, self.format, self.defaults = name, turns, sampling
+        self._codec, self._sessions, self._fleet = codec, sessions, fleet
+        self.chat, self.context_tokens = True, 0
+
+    @property
+    def ready(self) -> bool:
+        return True
+
+    @property
+    def figures(self) -> dict[str, float]:
+        return {"workers": float(self._fleet.preemptible_count)}
+
+    def encode(self, text: str) -> list[int]:
+        return self._codec.encode(text)
+
+    def token_text(self, token_id: int) -> str:
+        return self._codec.decode_whole([token_id])
+
+    def refuse(self, question: Question, key: str) -> None:
+        """Raises ApiError: there is no session, or it does not take the request."""
+        self._sessions.refuse(question, self._session(key))
+
+    async def generate(self, asked: Asked) -> AsyncGenerator[Piece, None]:
+        async with aclosing(self._sessions.generate(self._session(asked.key), asked)) as pieces:
+            async for piece in pieces:
+                yield piece
+
+    def _session(self, key: str) -> Session:
+        if (session := self._sessions.find(key)) is None:
+            message = "this model is trained: open a session, and use its key"
+            raise ApiError(400, message, code="session_required")
+        return session
+
+
+@asynccontextmanager
+async def training_sessions(
+    spec: RunSpec, backend: RuntimeBackend, run: RunDirectory, recorder: Recorder, fleet: Fleet
+) -> AsyncIterator[tuple[Sessions, Reading]]:
+    """The sessions of a run and their gateway, while the block runs.
+
+    Raises:
+        UserError: the keys or the address cannot be used.
+    """
+    codec = backend.codec
+    assert isinstance(codec, TextCodec)
+    sampling = sampling_params(spec, codec, backend.task.default_stop_strings)
+    turns = turn_format(codec, spec.env, chat_template=spec.model.chat_template)
+    sessions = Sessions(
+        turns,
+        SessionLog(run.path / "sessions.jsonl"),
+        secret=_secret(run.path / "gateway.secret"),
+        sampling=sampling,
+        idle_s=spec.gateway.session_idle_s,
+        turns=spec.gateway.session_turns,
+        write_calls=write_hermes,
+    )
+    served = ServedSessions(spec.gateway.name or spec.run.name, codec, turns, sessions, sampling, fleet)
+    served.context_tokens = backend.context_tokens
+    listener = listen(spec.gateway)
+    gateway = Gateway(served, spec.gateway, write_calls=write_hermes, sessions=sessions)
+    async with serving(gateway.app(), listener, spec.gateway):
+        host, port = listener.getsockname()[:2]
+        recorder.note(f"sessions are opened at http://{f'[{host}]' if ':' in host else host}:{port}{PATH}")
+        try:
+            yield sessions, SessionFeed(sessions)
+        finally:
+            await sessions.close()
+
+
+def _secret(path: Path) -> bytes:
+    """The secret of a run's session keys, made with its first session."""
+    if not path.exists():
+        path.touch(mode=0o600)
+        path.write_text(secrets.token_hex(32))
+    return path.read_bytes()

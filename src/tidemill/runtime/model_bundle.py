@@ -104,7 +104,8 @@ def fitting_task(
 
 def engine_context(spec: RunSpec, *, limit: int, prompt_tokens: int) -> int:
     """Maximum length of prompt plus completion in an engine, in tokens."""
-    observed = spec.env.turns * (spec.env.observation_tokens + SCAFFOLD_TOKENS) if spec.env.enabled else 0
+    turns = spec.gateway.session_turns if spec.gateway.sessions else spec.env.turns if spec.env.enabled else 0
+    observed = turns * (spec.env.observation_tokens + SCAFFOLD_TOKENS)
     needed = prompt_tokens + new_tokens(spec) + observed
     return spec.engine.context_tokens or min(needed, longest_context(spec, limit))
 

@@ -35,6 +35,7 @@ from tidemill.core.records import (
 )
 from tidemill.gateway.backend import Asked, Piece
 from tidemill.gateway.errors import SERVER, ApiError
+from tidemill.gateway.requests import Question
 from tidemill.models.codec import TextCodec
 from tidemill.models.turn_format import turn_format
 from tidemill.runtime.backend import OpenBackend
@@ -164,6 +165,9 @@ class ServedFleet:
 
     def token_text(self, token_id: int) -> str:
         return self._codec.decode_whole([token_id])
+
+    def refuse(self, question: Question, key: str) -> None:
+        """Nothing: whatever a question may say is obeyed."""
 
     async def generate(self, asked: Asked) -> AsyncGenerator[Piece, None]:
         """See `Served`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, contextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, contextmanager
 from typing import Any, TextIO, TypeAlias
 
 from tidemill.config.issues import refuse_untrainable, without_effect
@@ -17,11 +17,11 @@ from tidemill.controller.ledger import Ledger
 from tidemill.controller.loop import LoopResult, train_loop
 from tidemill.controller.reading import Reading
 from tidemill.core.errors import UserError, describe_error
-from tidemill.core.protocols import LoopClock, PromptSource
+from tidemill.core.protocols import Environments, LoopClock, PromptSource
 from tidemill.core.records import Trajectory
 from tidemill.envs.text.curriculum import Curriculum
 from tidemill.runtime.agents import agent_limits, open_environments
-from tidemill.runtime.backend import OpenBackend, Runtime
+from tidemill.runtime.backend import OpenBackend, Runtime, RuntimeBackend
 from tidemill.runtime.callbacks import Callback, CallbackTelemetry, configured_callbacks
 from tidemill.runtime.extension_checks import identities, refuse_changed, run_extensions
 from tidemill.runtime.journal import SqliteJournal
@@ -209,6 +209,18 @@ def _write_forecast(spec: RunSpec, run: RunDirectory, recorder: Recorder, foreca
         recorder.note(f"no forecast: {describe_error(error)}")
 
 
+def open_sessions(
+    spec: RunSpec, backend: RuntimeBackend, run: RunDirectory, recorder: Recorder, fleet: Fleet
+) -> AbstractAsyncContextManager[tuple[Environments, Reading]]:
+    """The sessions of clients. Raises UserError: the extra `gateway` is not installed."""
+    try:
+        from tidemill.runtime.gateway import training_sessions
+    except ImportError as error:
+        what = f"sessions need starlette and uvicorn ({error})"
+        raise UserError(what, where="gateway.sessions", hint='pip install "tidemill[gateway]"') from error
+    return training_sessions(spec, backend, run, recorder, fleet)
+
+
 async def _train(
     spec: RunSpec,
     run: RunDirectory,
@@ -264,15 +276,19 @@ async def _train(
                 chunk_tokens=spec.reading.chunk_tokens,
                 ahead=spec.reading.ahead,
             )
-        environments = await stack.enter_async_context(
-            open_environments(
-                spec,
-                backend.codec,
-                backend.task,
-                run_id=run.read_manifest()["run_id"],
-                report=lambda reason: recorder.event(ENVIRONMENT_WARNING, reason=reason),
+        environments: Environments | None
+        if spec.gateway.sessions:
+            environments, reading = await stack.enter_async_context(open_sessions(spec, backend, run, recorder, fleet))
+        else:
+            environments = await stack.enter_async_context(
+                open_environments(
+                    spec,
+                    backend.codec,
+                    backend.task,
+                    run_id=run.read_manifest()["run_id"],
+                    report=lambda reason: recorder.event(ENVIRONMENT_WARNING, reason=reason),
+                )
             )
-        )
         source: PromptSource = backend.task.source
         observe: Callable[[int, Sequence[Trajectory]], None] | None = None
         if spec.batch.sampler:

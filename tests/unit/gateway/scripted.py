@@ -15,6 +15,7 @@ from tidemill.config.gateway import GatewayConfig
 from tidemill.core.records import SamplingParams, pack_logprobs, pack_tokens
 from tidemill.gateway.app import Gateway
 from tidemill.gateway.backend import Asked, Piece
+from tidemill.gateway.requests import Question
 from tidemill.gateway.server import listen, serving
 from tidemill.models.turn_format import turn_format
 from tidemill.runtime.gateway import write_hermes
@@ -54,6 +55,9 @@ class Scripted:
 
     def token_text(self, token_id: int) -> str:
         return self.codec.decode_whole([token_id])
+
+    def refuse(self, question: Question, key: str) -> None:
+        """Nothing."""
 
     async def generate(self, asked: Asked) -> AsyncGenerator[Piece, None]:
         self.asked.append(asked)

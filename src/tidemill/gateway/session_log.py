@@ -1,0 +1,48 @@
+"""What clients did beside their requests, on disk: sessions they opened and ended, rewards they gave."""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from tidemill.core.records import Record
+
+
+class Noted(Record, omit_defaults=True):
+    """A line of the log."""
+
+    session: str
+    event: Literal["attached", "reward", "ended"]
+    value: float = 0.0
+
+
+class SessionLog:
+    """Appends a line for each event; when `write` returns it is durable. A torn last line is ignored."""
+
+    def __init__(self, path: Path) -> None:
+        self._earlier = defaultdict[str, list[Noted]](list)
+        for line in path.read_bytes().splitlines() if path.exists() else ():
+            try:
+                noted = msgspec.json.decode(line, type=Noted)
+            except msgspec.DecodeError:
+                continue
+            self._earlier[noted.session].append(noted)
+        self._file = path.open("ab", buffering=0)
+        if path.stat().st_size:
+            self._file.write(b"\n")  # after a torn line
+
+    def earlier(self, session: str) -> Sequence[Noted]:
+        """The events of a session in earlier lives of the gateway, in their order."""
+        return self._earlier.get(session, ())
+
+    def write(self, noted: Noted) -> None:
+        self._file.write(msgspec.json.encode(noted) + b"\n")
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        self._file.close()

@@ -1,0 +1,80 @@
+"""The routes of training sessions."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from tidemill.gateway.errors import AUTHENTICATION, ApiError
+from tidemill.gateway.requests import Fields
+from tidemill.gateway.sessions import Session, Sessions
+
+PATH = "/v1/tidemill/sessions"
+LARGEST_REWARD = 1e6
+Handler = Callable[[Request, str], Awaitable[Response]]
+
+
+def session_routes(
+    sessions: Sessions,
+    body_of: Callable[[Request], Awaitable[dict[str, Any]]],
+    guarded: Callable[[Handler], Callable[[Request], Awaitable[Response]]],
+) -> list[Route]:
+    """Routes to open, see, reward and end sessions.
+
+    Args:
+        body_of: reads a body within the gateway's limits.
+        guarded: checks keys and limits, and answers errors.
+    """
+
+    async def opened(request: Request, key: str) -> Response:
+        if sessions.find(key) is not None:
+            raise ApiError(403, "a session's key opens no other session", code="forbidden")
+        fields = Fields(await body_of(request))
+        task, group = fields.text("task"), fields.text("group")
+        fields.take("metadata", dict, expected="an object")
+        fields.finish()
+        session = await sessions.open(task, group)
+        prompt = session.prompt
+        about = {
+            "id": prompt.prompt_id,
+            "prompt": prompt.text,
+            "messages": [{"role": each.role, "content": each.content} for each in prompt.messages],
+            "metadata": prompt.metadata,
+        }
+        return JSONResponse({**sessions.about(session), "key": session.key, "task": about})
+
+    async def seen(request: Request, key: str) -> Response:
+        return JSONResponse(sessions.about(found(request, key)))
+
+    async def rewarded(request: Request, key: str) -> Response:
+        session = found(request, key)
+        fields = Fields(await body_of(request))
+        value = fields.number("value", -LARGEST_REWARD, LARGEST_REWARD)
+        fields.finish()
+        if value is None:
+            raise ApiError(400, "`value` is missing", param="value")
+        sessions.reward(session, value)
+        return JSONResponse(sessions.about(session))
+
+    async def ended(request: Request, key: str) -> Response:
+        session = found(request, key)
+        sessions.end(session)
+        return JSONResponse(sessions.about(session))
+
+    def found(request: Request, key: str) -> Session:
+        """Raises ApiError: there is no such session, or the key is another's."""
+        session = sessions.named(request.path_params["name"])
+        if sessions.find(key) not in (None, session):
+            raise ApiError(403, "this is another session's key", kind=AUTHENTICATION, code="forbidden")
+        return session
+
+    return [
+        Route(PATH, guarded(opened), methods=["POST"]),
+        Route(PATH + "/{name}", guarded(seen)),
+        Route(PATH + "/{name}/reward", guarded(rewarded), methods=["POST"]),
+        Route(PATH + "/{name}/end", guarded(ended), methods=["POST"]),
+    ]

@@ -102,7 +102,7 @@ class Client:
 
     async def run(self) -> None:
         """Sessions one after the other, until the run has ended."""
-        while (session := await self.call("POST", "tidemill/sessions", pad=None)) is not None:
+        while (session := await self.call("POST", "tidemill/sessions")) is not None:
             key, path, prompt = session["key"], f"tidemill/sessions/{session['id']}", session["task"]["prompt"]
             ids = list[int]()
             for _ in range(self.turns):

@@ -200,6 +200,8 @@ class Gateway:
     async def _body(self, request: Request) -> dict[str, Any]:
         most = int(self._config.body_mb * 1e6)
         raw = await body_of(request, most_bytes=most, timeout_s=self._config.body_s)
+        if not raw:
+            return {}
         body = read_body(raw) if len(raw) <= OFF_LOOP_BYTES else await asyncio.to_thread(read_body, raw)
         self._check_model(str(body.get("model", self._served.name)))
         return body

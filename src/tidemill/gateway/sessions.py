@@ -270,6 +270,7 @@ class Sessions:
             self._labels.setdefault((session.sample_id.prompt_id, group), place)
         session.attached = True
         self._touch(session)
+        session.woken.set()  # from now on its time is limited
         self._log.write(Noted(session=session.name, event="attached"))
         self._counts["sessions"] += 1
         return session

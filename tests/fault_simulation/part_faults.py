@@ -125,11 +125,11 @@ def _change(parts: list[bytes], at: int, kind: PartFaultKind, rng: random.Random
         place = rng.randrange(len(part))
         parts[at] = part[:place] + bytes([part[place] ^ 1 << rng.randrange(8)]) + part[place + 1 :]
     elif kind == "torn":
-        parts[at] = part[: rng.randrange(len(part))]
+        parts[at] = part[: rng.randrange(1, len(part))]
     elif kind == "no change":
         parts[at] = NO_CHANGE
     elif kind == "exchanged":
-        other = rng.randrange(len(parts))
+        other = (at + rng.randrange(1, max(2, len(parts)))) % len(parts)
         parts[at], parts[other] = parts[other], part
-    elif kind == "missing":
+    elif kind == "missing" and len(parts) > 1:  # an empty blob cannot be spoiled
         del parts[at]

@@ -25,7 +25,7 @@ from tidemill.core.records import (
 from tidemill.sim.simulated_worker import SimulatedWorker
 from tidemill.weights.puller import Puller
 from tidemill.weights.sharded import PullerGroup
-from tidemill.weights.snapshot import ALIGNMENT, Blob, MemoryTransport, Snapshot, allocate
+from tidemill.weights.snapshot import ALIGNMENT, Blob, Damaged, MemoryTransport, Snapshot, allocate
 from tidemill.weights.store import WeightStore
 from tidemill.weights.threads import Threads
 
@@ -43,11 +43,18 @@ WRONG = "wrong bytes"
 
 
 class PromptCompute:
-    """Implements `core.protocols.Compute` without delay."""
+    """Implements `core.protocols.Compute` without delay, and notes damage that it met."""
+
+    def __init__(self) -> None:
+        self.damage: list[str] = []
 
     async def run(self, function: Callable[[], T]) -> T:
         await asyncio.sleep(0)
-        return function()
+        try:
+            return function()
+        except Damaged as error:
+            self.damage.append(str(error))
+            raise
 
 
 @lru_cache(maxsize=256)

@@ -111,6 +111,11 @@ class LifePlan(Record):
     rank_fault: RankFault | None = None
     part_faults: tuple[PartFault, ...] = ()
 
+    @property
+    def damages(self) -> bool:
+        """Whether weights may be damaged on their way."""
+        return bool(self.part_faults) or any(reads for _, _, reads in self.spoiled)
+
 
 class Scenario(Record):
     """All choices of a seed."""
@@ -159,7 +164,7 @@ def with_parts(scenario: Scenario) -> Scenario:
     """The scenario with deltas of several parts, some of which are damaged."""
     rng = random.Random(f"parts {scenario.seed}")
     lives = [
-        msgspec.structs.replace(life, part_faults=tuple(_part_fault(rng) for _ in range(rng.choice([0, 1, 1, 2, 4]))))
+        msgspec.structs.replace(life, part_faults=tuple(_part_fault(rng) for _ in range(rng.choice([0, 0, 1, 2, 4]))))
         for life in scenario.lives
     ]
     return msgspec.structs.replace(scenario, lives=tuple(lives), part_elements=rng.choice([16, 64, 64, 256, CHUNK]))

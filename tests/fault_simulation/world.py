@@ -86,6 +86,7 @@ class World:
         self._spec: RunSpec = invariants.spec
         self._timers: list[asyncio.TimerHandle] = []
         self._unseen: list[str] = []  # unretrieved exceptions
+        self._pulling = PromptCompute()
         self._wrong: list[str] = []  # versions that a worker used with other bytes than those published
         self._stop = asyncio.Event()
         clock = LoopClock()
@@ -273,6 +274,7 @@ class World:
         left = [task.get_name() for task in asyncio.all_tasks() - {asyncio.current_task()}]
         require(not left, f"tasks remain: {sorted(left)}")
         require(not self._unseen, f"nobody saw {self._unseen}")
+        require(self._life.damages or not self._pulling.damage, f"nothing was damaged, but {self._pulling.damage}")
         require(not self._wrong, f"workers used other tensors than those published: {self._wrong}")
 
     def _check_leases(self, *, finished: bool) -> None:
@@ -307,7 +309,7 @@ class World:
             clock = LoopClock()
             threads = self._threads(lease.lease_id)
             pullers = [
-                Puller(each, PromptCompute(), clock=clock, threads=threads, timeout_s=60.0) for each in self._transports
+                Puller(each, self._pulling, clock=clock, threads=threads, timeout_s=60.0) for each in self._transports
             ]
             return PullingWorker(
                 self._engine(costs),

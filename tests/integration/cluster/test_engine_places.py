@@ -69,6 +69,7 @@ def test_one_trainer_on_ray_learns_the_same_with_every_place_of_the_engine(tmp_p
     assert {name: digest(tmp_path, name, *place) for name, place in places.items()} == dict.fromkeys(places, shared)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(800)
 def test_a_killed_engine_on_a_lane_ends_the_run_and_the_same_command_resumes_it(tmp_path: Path) -> None:
     more = (*OWN, *LANE, "--checkpoint.every_steps", "1", "--trainer.steps", "12")

@@ -146,7 +146,7 @@ class Turns:
         self.start, self.state_key, self.returning = length + added, answer.state_key, True
         if turn is not None:
             turn.observation_end = self.start
-        if added:
+        if turn is not None or added:
             self.observations += ((length, self.start),)
         self.observed += self.start - length
         if answer.new_branch:

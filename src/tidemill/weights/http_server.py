@@ -15,8 +15,8 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from tidemill.core.errors import UserError, WeightsError
-from tidemill.weights.snapshot import Blob
+from tidemill.core.errors import UserError
+from tidemill.weights.snapshot import Blob, Missing
 
 PIECE_BYTES = 1 << 20
 START_S = 10.0
@@ -63,7 +63,7 @@ class HttpTransport:
 
     async def get(self, name: str) -> Blob:
         if name not in self._blobs:
-            raise WeightsError(f"there is no {name}")
+            raise Missing(f"there is no {name}")
         return self._blobs[name]
 
     async def delete(self, name: str) -> None:

@@ -19,7 +19,8 @@ AGENTS_DIR := runs/demo-agents
 COVERED := algos controller core config
 BENCHMARKS := generation grpo_step matrix_rate batch_shapes demo_accuracy controller_scale simulator simulator.windows \
   simulator.fleet_size goodput weights lora algorithms staleness rlhf equivalence migration overlap critic_placement \
-  overlap_scoring pinned_versions user_advantage agents shards sandbox weights_threads
+  overlap_scoring pinned_versions user_advantage agents shards sandbox weights_threads \
+  weights_node gateway
 CHECKS := check-format check-lint check-types check-layers check-spelling check-dependencies
 
 define prepare

@@ -97,7 +97,7 @@ KINDS: dict[StageKind, StageKindSpec] = {
     "rl": StageKindSpec(
         sections=(
             *("runtime", "run", "model", "task", "env", "sandbox", "scoring", "sampling"),
-            *("engine", "pool", "fleet", "ray", "weights"),
+            *("engine", "pool", "fleet", "ray", "weights", "gateway"),
             *("placement", "reading", "batch", "schedule", "algorithm", "optimizer", "critic", "trainer", "eval"),
             *("checkpoint", "telemetry", "simulation"),
         ),
@@ -107,6 +107,8 @@ KINDS: dict[StageKind, StageKindSpec] = {
             *(*_SCORING, "eval.", "checkpoint.", "runtime", "pool.", "fleet.", "ray.", "placement.", "reading."),
             "simulation.",
             "weights.",
+            *("gateway.host", "gateway.port", "gateway.token_file", "gateway.body_", "gateway.con", "gateway.header_s"),
+            "gateway.idle_s",
         ),
     ),
     "eval": StageKindSpec(

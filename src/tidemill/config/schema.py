@@ -473,8 +473,11 @@ class RunSpec(Config):
             )
         if self.model.lora.enabled and self.engine.batch_invariant:
             yield "vLLM's batch-invariant mode was not tested with adapters; set engine.batch_invariant = false"
-        if self.engine.batch_invariant and not self.ray.worker_gpus:
-            yield "vLLM's batch-invariant mode needs GPUs; set engine.batch_invariant = false, or ray.worker_gpus"
+        own, gpus = self.placement.engine != "colocated", "trainer_gpus"
+        if own or self.runtime == "ray":
+            gpus = "worker_gpus" if own else gpus
+            if self.engine.batch_invariant and not getattr(self.ray, gpus):
+                yield f"vLLM's batch-invariant mode needs GPUs; set engine.batch_invariant = false, or ray.{gpus}"
         if self.model.lora.rank > VLLM_LARGEST_RANK:
             what = (
                 f"vLLM computes adapters up to rank {VLLM_LARGEST_RANK}, and model.lora.rank is {self.model.lora.rank}"

@@ -129,18 +129,23 @@ class Publishing:
         loaded = await handle.load(self._version)
         self._check_logprobs(loaded)
         if self._manifest is not None and loaded.probe_logprobs:  # an engine over the trainer's parameters has none
-            self._check_probe(worker, loaded, self._manifest)
+            try:
+                self._check_probe(worker, loaded, self._manifest)
+            except Quarantined as error:
+                raise WeightsError(
+                    f"the reserved engine does not compute with the trainer's weights: {error}"
+                ) from error
         worker.version = loaded.version
         self._on_ready()
 
     def _check_probe(self, worker: WorkerState, loaded: Loaded, manifest: WeightManifest) -> None:
         """Raises Quarantined."""
-        difference = probe_difference(loaded, manifest)
-        if difference > self._probe_tolerance:
-            self._event_log.quarantined(worker, difference, self._probe_tolerance)
+        difference, limit = probe_difference(loaded, manifest), self._probe_tolerance + manifest.probe_slack
+        if difference > limit:
+            self._event_log.quarantined(worker, difference, limit)
             raise Quarantined(
                 f"logprobs of the probe differ from the trainer's by {difference:.3g} nats on average; limit "
-                f"{self._probe_tolerance:.3g}"
+                f"{limit:.3g}"
             )
 
     def _check_logprobs(self, loaded: Loaded) -> None:

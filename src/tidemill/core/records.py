@@ -326,6 +326,7 @@ class WeightManifest(Record):
     base_digest: str = ""  # of the base model's snapshot, if this is an adapter and the base was published
     probe_ids: TokenBuffer = b""  # int32 [N], a fixed sequence that checks a worker's model
     probe_logprobs: LogprobBuffer = b""  # float32 [N - 1], of its tokens after the first, by the publisher's model
+    probe_slack: float = 0.0  # nats by which they may differ more, because the publisher computes in another precision
 
 
 class Pulled(Record):

@@ -117,7 +117,7 @@ class BroadcastGroup:
             raise UserError(
                 f"trainer and reserved engine do not find each other through {meeting}: {why}",
                 where="weights.lane",
-                hint='choose a run.dir that both machines see, or set weights.lane = "none"',
+                hint='use a run.dir that both machines see, raise fleet.join_timeout_s, or set weights.lane = "none"',
             ) from error
 
     def send(self, stream: WeightStream) -> None:

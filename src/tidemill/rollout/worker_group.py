@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Sequence
 
 import msgspec
@@ -19,6 +19,8 @@ from tidemill.core.records import (
     WorkerStatus,
 )
 
+REMEMBERED = 4096
+"""Samples whose next turn goes to the engine of the last one."""
 SUMMED = (
     *("running", "queued", "free_slots", "tokens_per_s"),
     *("prompt_tokens_computed", "prompt_tokens_reused", "tokens_generated"),
@@ -36,6 +38,7 @@ class WorkerGroup:
     def __init__(self, members: Sequence[Worker]) -> None:
         self._members = members
         self._places: dict[SampleId, int] = {}  # of unfinished samples
+        self._last: OrderedDict[SampleId, int] = OrderedDict()  # where turns ended, the newest last
         self._statuses: dict[int, WorkerStatus] = {}  # the newest
         self._waiting: dict[int, asyncio.Task[WorkerReport | None]] = {}
 
@@ -46,7 +49,13 @@ class WorkerGroup:
             loads[place] += 1
         groups = defaultdict[bytes, list[GenerateRequest]](list)
         for request in requests:
-            groups[request.prompt_ids].append(request)
+            if request.sample_id not in self._last:
+                groups[request.prompt_ids].append(request)
+            else:  # the engine of its last turn may have its keys and values
+                place = self._last.pop(request.sample_id)
+                loads[place] += 1
+                shares[place].append(request)
+                self._places[request.sample_id] = place
         for siblings in groups.values():
             place = loads.index(min(loads))
             loads[place] += len(siblings)
@@ -99,8 +108,10 @@ class WorkerGroup:
 
     def _combined(self, place: int, report: WorkerReport) -> WorkerReport:
         for delta in report.deltas:
-            if delta.finish is not None:
-                self._places.pop(delta.sample_id, None)
+            if delta.finish is not None and self._places.pop(delta.sample_id, None) is not None:
+                self._last[delta.sample_id] = place
+                if len(self._last) > REMEMBERED:
+                    self._last.popitem(last=False)
         self._statuses[place] = report.status
         statuses = list(self._statuses.values())
         sums = {name: sum(getattr(each, name) for each in statuses) for name in SUMMED}

@@ -19,9 +19,9 @@ from tidemill.core.errors import UserError
 from tidemill.weights.snapshot import Blob, Missing
 
 PIECE_BYTES = 1 << 20
-START_S = 10.0
 STOP_S = 5.0
-MOST_CONNECTIONS = 256
+MOST_CONNECTIONS = 4096
+"""A reader opens up to four."""
 RANGE = re.compile(r"bytes=(\d+)-(\d+)")
 
 

@@ -120,6 +120,7 @@ class WeightStore:
         *,
         probe_ids: TokenBuffer = b"",
         probe_logprobs: LogprobBuffer = b"",
+        probe_slack: float = 0.0,
     ) -> WeightManifest:
         """Publish a version; return when it can be pulled.
 
@@ -140,6 +141,7 @@ class WeightStore:
             base_digest=self._base_digest,
             probe_ids=probe_ids,
             probe_logprobs=probe_logprobs,
+            probe_slack=probe_slack,
         )
         await self._put(snapshot_name(version), snapshot)
         if delta:

@@ -90,6 +90,14 @@ RAY_OWN = {"runtime": "ray", "placement": {"engine": "own"}, "weights": {"lane":
         ({"engine": {"kind": "vllm"}}, 'placement.engine = "colocated" without a pool'),
         (
             {
+                "runtime": "ray",
+                "engine": {"kind": "vllm", "batch_invariant": True},
+                "placement": {"engine": "colocated"},
+            },
+            "ray.trainer_gpus",
+        ),
+        (
+            {
                 "engine": {"kind": "vllm"},
                 "placement": {"engine": "colocated"},
                 "pool": {"kind": "static", "workers": 1},

@@ -290,7 +290,6 @@ def test_the_sections_of_kinds_exist() -> None:
         "reward_model",
         "preference",
         "data_generation",
-        "gateway",
         "export",
     }
 

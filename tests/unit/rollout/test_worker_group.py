@@ -114,6 +114,25 @@ async def test_new_samples_go_where_samples_have_ended() -> None:
     await group.close()
 
 
+async def test_the_next_turn_of_a_sample_goes_where_the_last_one_was() -> None:
+    members = [Member(), Member(), Member()]
+    group = WorkerGroup(members)
+    first = groups(6)
+    await group.submit(first)
+    places = {one.sample_id: place for place, each in enumerate(members) for one in each.submitted}
+    for member in members:
+        member.report(running=0, generated=1, ended=[one.sample_id for one in member.submitted])
+        assert await group.next_report(DEADLINE_S) is not None
+    for member in members:
+        member.submitted.clear()
+    for one in reversed(first):
+        await group.submit([one])
+
+    again = {one.sample_id: place for place, each in enumerate(members) for one in each.submitted}
+    assert again == places
+    await group.close()
+
+
 async def test_an_abort_reaches_the_member_that_has_the_sample() -> None:
     members = [Member(), Member()]
     group = WorkerGroup(members)

@@ -25,7 +25,7 @@ from tidemill.runtime.cluster.ray_calls import Caller, encode
 from tidemill.runtime.model_bundle import ModelBundle
 
 LANE_S = 120.0
-"""Deadline of joining the lane, and of every tensor."""
+"""Least deadline of joining the lane, and of every tensor."""
 SEND_S = 600.0
 TRAINER, ENGINE = 0, 1
 
@@ -37,11 +37,17 @@ class LanePlan(Record):
     layout: tuple[TensorEntry, ...]
     probe_ids: TokenBuffer  # int32 [N]
     one_machine: bool
+    engine_s: float  # how long the engine may take to start
 
     def join(self, index: int, device: torch.device) -> BroadcastGroup:
         """Raises UserError: the other member does not come."""
         return BroadcastGroup(
-            Path(self.meeting), size=2, index=index, device=device, timeout_s=LANE_S, one_machine=self.one_machine
+            Path(self.meeting),
+            size=2,
+            index=index,
+            device=device,
+            timeout_s=max(LANE_S, self.engine_s),
+            one_machine=self.one_machine,
         )
 
 

@@ -137,6 +137,7 @@ async def on_ray(spec: RunSpec, run: RunDirectory, recorder: Recorder, clock: Cl
                 layout=started.layout,
                 probe_ids=plan.probe_ids,
                 one_machine=not spec.ray.address,
+                engine_s=spec.fleet.join_timeout_s,
             )
         if spec.is_elastic or spec.engine_is_apart:
             host = RayHost(

@@ -37,8 +37,8 @@ from tidemill.telemetry.run_dir import RunDirectory
 RESUMABLE = ("run.dir", "run.name", "trainer.steps", "trainer.threads", "trainer.shards", "engine.tick_s",
              "checkpoint.", "telemetry.", "eval.", "runtime", "pool.", "fleet.", "ray.", "placement.", "reading.",
              "gateway.host", "gateway.port", "gateway.token_file", "gateway.body_", "gateway.con", "gateway.header_s",
-             "gateway.idle_s", "simulation.", "weights.", "scoring.concurrency", "scoring.timeout_s", "supervised.epochs",
-             "task.index_above_mb", "data.index_above_mb")  # fmt: skip
+             "gateway.idle_s", "simulation.", "weights.", "scoring.concurrency", "scoring.timeout_s",
+             "supervised.epochs", "task.index_above_mb", "data.index_above_mb")  # fmt: skip
 """Keys and sections that may differ when a run is resumed. (More steps stretch a falling learning-rate schedule; other
 thread counts or chunk sizes may round differently.)"""
 MODEL_DIGEST, TASK_DIGEST, DATA_DIGEST, THREADS = "model_digest", "task_digest", "data_digest", "threads"

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from benchmarks import measuring
-from benchmarks.gpu import engine, matmul, train_step, tree_attention
+from benchmarks.gpu import engine, matmul, runs, train_step, tree_attention
 from benchmarks.gpu.qwen_shapes import SHAPES, TINY, matrix_parameters, random_model
 from benchmarks.gpu.rows import Rows
 from tidemill.hardware.gpu_catalog import Catalog, load_catalog
@@ -55,6 +55,14 @@ def test_training_steps_compute_the_same_logprobs(tmp_path: Path, monkeypatch: p
     assert rows["unshared"]["computed_tokens"] == rows["padded"]["computed_tokens"] == 2 * 3 * 20
     for way in ("unshared", "padded"):
         assert rows[way]["mean_logprob"] == pytest.approx(rows["shared"]["mean_logprob"], abs=1e-5)
+
+
+def test_whole_runs_repeat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runs, "RUNS", {name: runs.RUNS[name] for name in ("embedded, colocated", "shards, offload")})
+    colocated, offload = rows_of(runs, tmp_path, monkeypatch)
+
+    assert (colocated["status"], colocated["same_weights"]) == ("measured", True)
+    assert (offload["status"], offload["why"]) == ("skipped", "offload needs GPUs")
 
 
 def test_engines_generate_and_swap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,7 @@
 
     python -m benchmarks.gpu.runs [--device cpu --tiny]
 
-Every row is a run of 5 steps of SmolLM2 (--tiny: of a small character model) with some settings, twice: without vLLM its
+Every row is a run of 5 steps of SmolLM2 (--tiny: a small character model) with some settings, twice: without vLLM its
 weights must have the same digest both times. Rows without their GPUs or packages are skipped. `mismatch_kl` is that of
 the last step; weights that an engine got wrong make it large, or end the run.
 """
@@ -99,7 +99,7 @@ def twice(folder: Path, name: str, gpus: int, arguments: Sequence[str], *, cuda:
     for time in ("first", "second"):
         try:
             summaries.append(
-                train(recipe, folder / f"{name}-{time}", *arguments, *needs, progress=False, deadline_s=400)
+                train(recipe, folder / f"{name}-{time}", *arguments, *needs, progress=False, deadline_s=DEADLINE_S)
             )
         except subprocess.TimeoutExpired as error:
             raise RuntimeError("it did not end in time") from error

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 
 from tests.engine_requests import engine, prompts, request
 from tests.model_shapes import llama
-from tidemill.core.errors import WeightsError
+from tidemill.config.schema import RunSpec
+from tidemill.core.errors import UserError, WeightsError
+from tidemill.core.protocols import LoopClock
 from tidemill.core.records import Completion, Group, LogprobBuffer, PolicyVersion, StepMetrics, pack_tokens
 from tidemill.models.snapshots import Part, empty_copy
 from tidemill.models.weight_stream import WeightStream, streamed_weights
 from tidemill.rollout.pulled import EmptyModel
 from tidemill.rollout.streamed import StreamedWeights
+from tidemill.runtime import colocated
 from tidemill.runtime.colocated import AlternatingTrainer
 from tidemill.runtime.compute import ComputeThread
 
@@ -172,3 +177,16 @@ async def test_an_embedded_engine_frees_its_memory_and_generates_the_same_again(
 
     assert found[0] == found[1]
     assert len(found[0]) == 3
+
+
+def test_an_engine_on_another_device_than_the_trainer_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    user = SimpleNamespace(device_type="cuda")
+    monkeypatch.setattr(colocated, "open_engine", lambda *_, **__: (engine(llama()), user))
+    bundle: Any = SimpleNamespace(
+        spec=RunSpec(), folder=Path("model"), rollout_dtype=torch.float32, device=torch.device("cpu")
+    )
+    with pytest.raises(UserError, match="the engine computes on cuda, and the trainer on cpu") as refused:
+        colocated.open_colocated(
+            bundle, cast(Any, None), cast(Any, None), clock=LoopClock(), prompt_tokens=1, probe_ids=PROBE
+        )
+    assert refused.value.where == "placement.engine"

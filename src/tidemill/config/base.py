@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from difflib import get_close_matches
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Annotated, Any, Self
 
@@ -84,3 +85,11 @@ Seed = Annotated[int, Field(ge=0, le=2**64 - 1)]  # the range of torch's and the
 Probability = Annotated[float, Field(ge=0, le=1)]
 FolderName = Annotated[str, Field(min_length=1), AfterValidator(_folder_name)]
 OutputFolder = Annotated[Path | None, BeforeValidator(_output_folder)]
+
+
+def is_beyond_loopback(host: str) -> bool:
+    """Whether other machines can reach an address that is listened on."""
+    try:
+        return not ip_address(host).is_loopback
+    except ValueError:
+        return host != "localhost"

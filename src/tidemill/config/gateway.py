@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from ipaddress import ip_address
 from pathlib import Path
 
 from pydantic import Field
 
-from tidemill.config.base import Config
+from tidemill.config.base import Config, is_beyond_loopback
 
 
 class GatewayConfig(Config):
@@ -41,10 +40,7 @@ class GatewayConfig(Config):
 
     @property
     def beyond_loopback(self) -> bool:
-        try:
-            return not ip_address(self.host).is_loopback
-        except ValueError:
-            return self.host != "localhost"
+        return is_beyond_loopback(self.host)
 
     def issues(self) -> Iterator[str]:
         if self.beyond_loopback and self.token_file is None:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from ipaddress import ip_address
 from typing import Literal
 
 from pydantic import Field
 
-from tidemill.config.base import Config
+from tidemill.config.base import Config, is_beyond_loopback
 
 
 class WeightsConfig(Config):
@@ -35,10 +34,7 @@ class WeightsConfig(Config):
 
     @property
     def beyond_loopback(self) -> bool:
-        try:
-            return not ip_address(self.host).is_loopback
-        except ValueError:
-            return self.host != "localhost"
+        return is_beyond_loopback(self.host)
 
     def issues(self) -> Iterator[str]:
         if self.transport != "http" and (self.port or self.url or self.beyond_loopback):

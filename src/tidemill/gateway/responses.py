@@ -16,7 +16,7 @@ class ResponseAnswer:
     """One response while it is generated: a message with its text, and function calls, in the order they appear.
 
     Args:
-        defaults: temperature and top-p that were used.
+        temperature, top_p: those that were used.
     """
 
     def __init__(self, question: Question, model: str, *, temperature: float, top_p: float) -> None:

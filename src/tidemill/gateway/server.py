@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from typing import Any
 
 import uvicorn
@@ -62,8 +62,7 @@ async def serving(app: Starlette, listener: socket.socket, config: GatewayConfig
         limit_concurrency=config.connections,
     )
     server = uvicorn.Server(settings)
-    server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
-    server.capture_signals = _no_signals  # type: ignore[method-assign]
+    server.capture_signals = nullcontext  # type: ignore[method-assign,assignment]  # signals are the caller's
     task = asyncio.create_task(server.serve(sockets=[listener]), name="gateway")
     try:
         async with asyncio.timeout(START_S):
@@ -78,10 +77,3 @@ async def serving(app: Starlette, listener: socket.socket, config: GatewayConfig
         finally:
             task.cancel()
             listener.close()
-
-
-def _no_signals() -> Any:
-    """Signals are the run's."""
-    from contextlib import nullcontext
-
-    return nullcontext()

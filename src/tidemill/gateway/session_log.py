@@ -6,7 +6,7 @@ import os
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -19,6 +19,7 @@ class Noted(Record, omit_defaults=True):
     session: str
     event: Literal["attached", "reward", "ended"]
     value: float = 0.0
+    metadata: dict[str, Any] = {}  # of the client that opened it
 
 
 class SessionLog:

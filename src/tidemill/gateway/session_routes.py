@@ -35,9 +35,9 @@ def session_routes(
             raise ApiError(403, "a session's key opens no other session", code="forbidden")
         fields = Fields(await body_of(request))
         task, group = fields.text("task"), fields.text("group")
-        fields.take("metadata", dict, expected="an object")
+        metadata = fields.take("metadata", dict, expected="an object") or {}
         fields.finish()
-        session = await sessions.open(task, group)
+        session = await sessions.open(task, group, metadata)
         prompt = session.prompt
         about = {
             "id": prompt.prompt_id,

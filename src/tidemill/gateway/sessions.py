@@ -95,6 +95,7 @@ class Session:
         self.attached = self.ending = self.ended = False
         self.expires_s = 0.0  # unix seconds
         self.reward: float | None = None
+        self.metadata: dict[str, Any] = {}
         self.live: LiveTurn | None = None
         self.sent = 0  # completion tokens that were handed to `live`, or are before it
         self.request: Request | None = None
@@ -251,7 +252,7 @@ class Sessions:
             raise ApiError(404, "there is no such session", code="session_not_found")
         return session
 
-    async def open(self, task: str | None, group: str | None) -> Session:
+    async def open(self, task: str | None, group: str | None, metadata: dict[str, Any]) -> Session:
         """Attach a client to a sample that waits for one, of a task if it is given.
 
         Raises:
@@ -271,7 +272,8 @@ class Sessions:
         session.attached = True
         self._touch(session)
         session.woken.set()  # from now on its time is limited
-        self._log.write(Noted(session=session.name, event="attached"))
+        session.metadata = metadata
+        self._log.write(Noted(session=session.name, event="attached", metadata=metadata))
         self._counts["sessions"] += 1
         return session
 
@@ -335,6 +337,7 @@ class Sessions:
             "status": state,
             "expires_at": int(session.expires_s),
             "reward": session.reward,
+            "metadata": session.metadata,
             "turns": [{"start": turn.start, "end": turn.end, "text": turn.text} for turn in turns],
             "token_ids": [] if episode is None else unpack_tokens(episode.token_ids),
         }
@@ -349,6 +352,7 @@ class Sessions:
             found = Session(name, key, episode.sample_id, episode.prompt)
             for noted in self._log.earlier(name):
                 found.attached = True
+                found.metadata = noted.metadata or found.metadata
                 found.reward = noted.value if noted.event == "reward" else found.reward
                 found.ending = found.ending or noted.event == "ended"
             self._by_sample[episode.sample_id] = self._by_name[name] = self._by_key[key] = found

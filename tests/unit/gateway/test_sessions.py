@@ -296,8 +296,9 @@ async def test_tasks_and_groups_choose_the_sample(tmp_path: Path, monkeypatch: p
     sessions = new_sessions(tmp_path)
     acting = [asyncio.create_task(Sample(sessions, 0, prompt).observe()) for prompt in ("1+1=", "2+2=")]
     async with client_of(sessions) as http:
-        found = (await http.post(OPEN, json={"task": "2+2=", "group": "a"})).json()
+        found = (await http.post(OPEN, json={"task": "2+2=", "group": "a", "metadata": {"try": 3}})).json()
         assert found["task"]["prompt"] == "2+2="
+        assert found["metadata"] == {"try": 3}
         none = await http.post(OPEN, json={"task": "2+2="})
         assert (none.status_code, none.json()["error"]["code"]) == (429, "no_open_task")
         assert "retry-after" in none.headers

@@ -42,10 +42,6 @@ class Served(Protocol):
     @property
     def format(self) -> TurnFormat: ...
     @property
-    def chat(self) -> bool:
-        """Whether messages are rendered by the model's chat template."""
-
-    @property
     def defaults(self) -> SamplingParams:
         """What a request that says nothing means; its limit of tokens is 0 if it is only that of the context."""
 

@@ -100,7 +100,7 @@ class ServedSessions:
     ) -> None:
         self.name, self.format, self.defaults = name, turns, sampling
         self._codec, self._sessions, self._fleet = codec, sessions, fleet
-        self.chat, self.context_tokens = True, 0
+        self.context_tokens = 0
 
     @property
     def ready(self) -> bool:

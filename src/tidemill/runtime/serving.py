@@ -129,11 +129,10 @@ class ServedFleet:
         rollout: RolloutContext,
         feed: TokenFeed,
         *,
-        chat: bool,
         context_tokens: int,
         defaults: SamplingParams,
     ) -> None:
-        self.name, self.format, self.chat = name, turns, chat
+        self.name, self.format = name, turns
         self.context_tokens, self.defaults = context_tokens, defaults
         self._codec, self._collector, self._in_flight, self._rollout, self._feed = (
             codec,
@@ -319,7 +318,6 @@ async def served_fleet(
             in_flight,
             rollout,
             feed,
-            chat=spec.model.chat_template,
             context_tokens=backend.context_tokens,
             defaults=defaults,
         )

@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import time
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -73,7 +74,7 @@ def free_port() -> int:
 
 
 class Client:
-    """An agent that asks once, and ends its session. Every call is repeated until it is answered, as SDKs do."""
+    """An agent that asks a few times, and ends its session. Calls are repeated until they are answered, as SDKs do."""
 
     def __init__(self, port: int, process: Callable[[], Forked], *, stream: bool = False, turns: int = 1) -> None:
         self.http = httpx2.AsyncClient(base_url=f"http://127.0.0.1:{port}/v1", timeout=20.0, trust_env=False)
@@ -84,7 +85,7 @@ class Client:
     async def call(self, method: str, path: str, key: str = "", **body: Any) -> dict[str, Any] | None:
         """None: the run has ended."""
         until = time.monotonic() + DEADLINE_S
-        headers = {"authorization": f"Bearer {key}"} if key else {}
+        headers = {"authorization": f"Bearer {key}"} if key else {"idempotency-key": uuid.uuid4().hex}
         while time.monotonic() < until:
             try:
                 answer = await self.http.request(method, path, headers=headers, json=body or None)

@@ -303,6 +303,9 @@ class Sample:
             finished=dict(self.turns.finished_calls),
             started=self.turns.started_calls,
             restarts=self.restarts,
+            completion_ids=bytes(self.token_ids),
+            completion_logprobs=bytes(self.logprobs),
+            branch_starts=tuple(start for start, _ in self.turns.contexts),
         )
 
     def score(self, reward: Reward) -> None:
@@ -326,7 +329,7 @@ class Sample:
             sources=tuple(self.sources),
             finish=self.finish,
             text=decode(tokens),
-            turns=tuple(turn.record(decode, tokens) for turn in self.turns.ended),
+            turns=tuple(turn.record(decode, tokens) for turn in self.turns.ended if turn.chosen),
             episode_end=self.turns.episode_end,
             outcome=ended_by.outcome,
             fault=(ended_by.reason or "fault") if ended_by.end == "fault" else "",

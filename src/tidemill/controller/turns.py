@@ -47,6 +47,8 @@ class TurnState:
     text: str | None = None  # decoded when it is first needed
     observation: Observation | None = None  # None until the environment has answered
     observation_end: int = 0
+    chosen: bool = True  # whether it is trained: a client may ask for several answers, and continue one
+    reward: float | None = None  # instead of the observation's
 
     def record(self, decode: Decode, tokens: Sequence[int]) -> Turn:
         """The turn with its text; `tokens` is the completion."""
@@ -61,7 +63,7 @@ class TurnState:
             observation=answer.text,
             observation_end=self.observation_end,
             final=answer.final,
-            reward=answer.reward,
+            reward=answer.reward if self.reward is None else self.reward,
             state_key=self.state_key,
             calls=answer.calls,
             timeouts=answer.timeouts,
@@ -134,6 +136,10 @@ class Turns:
             turn.observation = answer
         self.finished_calls, self.started_calls = NO_CALLS, ()
         self.episode_end = answer.end
+        for index in answer.unchosen:
+            self.ended[index].chosen = False
+        for index, reward in answer.turn_rewards.items():
+            self.ended[index].reward = reward
         added = count(answer.token_ids)
         if not self.episode_end:
             context = added if answer.new_branch else self.context_length(length, prompt_tokens) + added
@@ -154,12 +160,14 @@ class Turns:
         return answer.token_ids
 
     def segments(self, prompt_tokens: int, length: int) -> tuple[Segment, ...]:
-        """Prompt, actions, observations and contexts in order; only actions are trained."""
+        """Prompt, actions, observations and contexts in order; only actions of chosen turns are trained."""
         found = [Segment(role="prompt", start=0, end=prompt_tokens, trained=False)]
+        unchosen = {turn.start for turn in self.ended if not turn.chosen}
         at = 0
         for start, end in (*self.observations, (length, length)):
             if start > at or not self.observations:
-                found.append(Segment(role="action", start=prompt_tokens + at, end=prompt_tokens + start, trained=True))
+                first, last, trained = prompt_tokens + at, prompt_tokens + start, at not in unchosen
+                found.append(Segment(role="action", start=first, end=last, trained=trained))
             if end > start:
                 role: Literal["context", "observation"] = "context" if (start, end) in self.contexts else "observation"
                 found.append(Segment(role=role, start=prompt_tokens + start, end=prompt_tokens + end, trained=False))
@@ -167,11 +175,12 @@ class Turns:
         return tuple(found)
 
     def trained(self, buffer: bytes) -> bytes:
-        """The items of generated tokens, of a buffer with one item for each completion token (or the first of them)."""
+        """The items of trained tokens, of a buffer with one item for each completion token (or the first of them)."""
         if not self.observations:
             return buffer
         parts, at = [], 0
-        for start, end in self.observations:
+        left_out = [(turn.start, turn.end) for turn in self.ended if not turn.chosen]
+        for start, end in sorted([*self.observations, *left_out]):
             parts.append(buffer[at * ITEM_BYTES : start * ITEM_BYTES])
             at = end
         return b"".join([*parts, buffer[at * ITEM_BYTES :]])

@@ -441,6 +441,8 @@ class Observation(Record, omit_defaults=True):
     state_key: str = ""  # of the state that it shows
     calls: tuple[Call, ...] = ()
     timeouts: int = 0
+    unchosen: tuple[int, ...] = ()  # turns that were not continued, by index: they are not trained
+    turn_rewards: dict[int, float] = {}  # of turns by index, instead of those of their answers
 
 
 class Episode(Record):
@@ -453,6 +455,9 @@ class Episode(Record):
     finished: dict[int, Call] = {}  # calls of the last turn with a result in the journal, by index
     started: tuple[int, ...] = ()  # calls of the last turn that started, and must not be repeated
     restarts: int = 0  # times that the episode was started again, under newer weights; part of the ids of its calls
+    completion_ids: TokenBuffer = b""  # int32 [T], of all branches
+    completion_logprobs: LogprobBuffer = b""  # float32 [T]; 0 for tokens that were not generated
+    branch_starts: tuple[int, ...] = ()  # completion positions at which branches start, but for the first
 
 
 class Reward(Record, omit_defaults=True):

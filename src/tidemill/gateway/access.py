@@ -7,14 +7,17 @@ import hmac
 import logging
 import stat
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import TypeVar
 from urllib.parse import urlsplit
 
 from starlette.requests import ClientDisconnect, Request
 
 from tidemill.core.errors import UserError
 from tidemill.gateway.errors import AUTHENTICATION, RATE, ApiError
+
+T = TypeVar("T")
 
 LOG = logging.getLogger("tidemill.gateway")
 LOCAL_NAMES = {"127.0.0.1", "::1", "localhost"}
@@ -116,6 +119,25 @@ class Limits:
                 del self._open[key]
 
         return leave
+
+
+async def unless_left(request: Request, work: Awaitable[T]) -> T:
+    """Raises ApiError: the client has left; `work` is cancelled."""
+    task, left = asyncio.ensure_future(work), asyncio.ensure_future(_left(request))
+    try:
+        await asyncio.wait({task, left}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ApiError(499, "the client has left", code="client_disconnected")
+        return task.result()
+    finally:
+        for each in (task, left):
+            each.cancel()
+        await asyncio.gather(task, left, return_exceptions=True)
+
+
+async def _left(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
 
 
 async def body_of(request: Request, *, most_bytes: int, timeout_s: float) -> bytes:

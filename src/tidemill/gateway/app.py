@@ -9,7 +9,7 @@ import uuid
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 from starlette.applications import Starlette
@@ -21,7 +21,7 @@ from starlette.types import Receive, Scope, Send
 from tidemill.config.gateway import GatewayConfig
 from tidemill.core.errors import UserError
 from tidemill.core.records import SamplingParams, count, pack_tokens, unpack_tokens
-from tidemill.gateway.access import LOG, Keys, Limits, body_of
+from tidemill.gateway.access import LOG, Keys, Limits, body_of, unless_left
 from tidemill.gateway.answers import Answer, Choice, usage
 from tidemill.gateway.backend import Asked, Piece, Served
 from tidemill.gateway.errors import SERVER, ApiError, invalid
@@ -40,7 +40,6 @@ from tidemill.gateway.session_routes import session_routes
 from tidemill.gateway.sessions import Sessions
 from tidemill.gateway.texts import ChoiceText, Said
 
-T = TypeVar("T")
 Handler = Callable[[Request, str], Awaitable[Response]]
 
 OFF_LOOP_BYTES = 256 << 10
@@ -105,14 +104,14 @@ class Gateway:
     # Routes.
 
     async def _chat(self, request: Request, key: str) -> Response:
-        question = chat_question(await self._body(request))
+        question = await self._question(request, chat_question)
         prompt_ids = self._rendered(question)
         asked = self._asked(question, prompt_ids, key)
         answer = Answer(question, self._served.name, self._served.token_text, chat=True)
         return await self._answered(request, question, [asked], answer)
 
     async def _completions(self, request: Request, key: str) -> Response:
-        question = completion_question(await self._body(request))
+        question = await self._question(request, completion_question)
         asked = [self._asked(question, self._encoded(prompt), key) for prompt in question.prompts]
         if len(asked) > 1 and question.stream:
             raise invalid("a stream answers one prompt", "prompt")
@@ -120,7 +119,7 @@ class Gateway:
         return await self._answered(request, question, asked, answer)
 
     async def _responses(self, request: Request, key: str) -> Response:
-        question = response_question(await self._body(request))
+        question = await self._question(request, response_question)
         asked = self._asked(question, self._rendered(question), key)
         sampling = asked.sampling
         answer = ResponseAnswer(question, self._served.name, temperature=sampling.temperature, top_p=sampling.top_p)
@@ -138,7 +137,7 @@ class Gateway:
                 pass
             return answer.whole(said, count(asked.prompt_ids), tokens)
 
-        return JSONResponse(await _unless_left(request, whole()))
+        return JSONResponse(await unless_left(request, whole()))
 
     async def _models(self, request: Request, key: str) -> Response:
         return JSONResponse({"object": "list", "data": [self._model_object()]})
@@ -196,6 +195,10 @@ class Gateway:
         if self._sessions is not None and self._sessions.find(given) is not None:
             return given
         return self._keys.check(request)
+
+    async def _question(self, request: Request, read: Callable[[Mapping[str, Any]], Question]) -> Question:
+        question, retry_key = read(await self._body(request)), request.headers.get("idempotency-key", "")
+        return msgspec.structs.replace(question, retry_key=retry_key) if retry_key else question
 
     async def _body(self, request: Request) -> dict[str, Any]:
         most = int(self._config.body_mb * 1e6)
@@ -286,7 +289,7 @@ class Gateway:
             used = usage(sum(count(one.prompt_ids) for one in asked), sum(len(choice.token_ids) for choice in found))
             return answer.whole(found, used, unpack_tokens(asked[0].prompt_ids))
 
-        return JSONResponse(await _unless_left(request, whole()))
+        return JSONResponse(await unless_left(request, whole()))
 
     async def _chunks(
         self, question: Question, asked: Asked, answer: Answer
@@ -329,25 +332,6 @@ class Stream(StreamingResponse):
 
 def internal() -> ApiError:
     return ApiError(500, "internal error; the server's log has it", kind=SERVER, code="internal_error")
-
-
-async def _unless_left(request: Request, work: Awaitable[T]) -> T:
-    """Raises ApiError: the client has left; `work` is cancelled."""
-    task, left = asyncio.ensure_future(work), asyncio.ensure_future(_left(request))
-    try:
-        await asyncio.wait({task, left}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ApiError(499, "the client has left", code="client_disconnected")
-        return task.result()
-    finally:
-        for each in (task, left):
-            each.cancel()
-        await asyncio.gather(task, left, return_exceptions=True)
-
-
-async def _left(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
 
 
 def _stream(events: AsyncGenerator[dict[str, Any] | None, None], *, named: bool) -> Stream:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import uuid
 from collections.abc import Iterator
 from types import TracebackType
 from typing import Any, Self
@@ -58,12 +59,12 @@ def sessions(url: str, *, key: str = "", task: str | None = None, group: str | N
     base_url = f"{url.rstrip('/')}/v1"
     headers = {"authorization": f"Bearer {key}"} if key else {}
     wanted = {name: value for name, value in (("task", task), ("group", group)) if value is not None}
-    answered = False
+    answered, retry_key = False, uuid.uuid4().hex
     with httpx2.Client(base_url=base_url, headers=headers, timeout=CALL_S) as http:
         until_s = time.monotonic() + GONE_S
         while time.monotonic() < until_s:
             try:
-                answer = http.post("/tidemill/sessions", json=wanted)
+                answer = http.post("/tidemill/sessions", json=wanted, headers={"idempotency-key": retry_key})
             except httpx2.TransportError:
                 time.sleep(0.5)
                 continue
@@ -71,6 +72,7 @@ def sessions(url: str, *, key: str = "", task: str | None = None, group: str | N
             if answer.status_code == 429:
                 time.sleep(min(1.0, float(answer.headers.get("retry-after", 1))))
                 continue
+            retry_key = uuid.uuid4().hex
             yield AgentSession(http, _answer(answer), base_url)
             until_s = time.monotonic() + GONE_S
     if not answered:

@@ -69,6 +69,7 @@ class Question(Record):
     usage: bool = False  # at the end of a stream
     logprobs: bool = False
     token_ids: bool = False
+    retry_key: str = ""  # of the header Idempotency-Key
 
 
 class Fields:

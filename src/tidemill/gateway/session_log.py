@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,11 +19,18 @@ class Noted(Record, omit_defaults=True):
     session: str
     event: Literal["attached", "reward", "ended"]
     value: float = 0.0
+    turn: int | None = None  # of the reward; None: of the whole session
+    group: str = ""  # the client's name for it
     metadata: dict[str, Any] = {}  # of the client that opened it
+    opened_by: str = ""  # digest of its retry key
 
 
 class SessionLog:
-    """Appends a line for each event; when `write` returns it is durable. A torn last line is ignored."""
+    """Appends a line for each event; when `write` returns it is durable. A torn last line is ignored.
+
+    Attributes:
+        opened_by: names of sessions of earlier lives by `Noted.opened_by`.
+    """
 
     def __init__(self, path: Path) -> None:
         self._earlier = defaultdict[str, list[Noted]](list)
@@ -33,6 +40,9 @@ class SessionLog:
             except msgspec.DecodeError:
                 continue
             self._earlier[noted.session].append(noted)
+        self.opened_by = {
+            each.opened_by: name for name, noted in self._earlier.items() for each in noted if each.opened_by
+        }
         self._file = path.open("ab", buffering=0)
         if path.stat().st_size:
             self._file.write(b"\n")  # after a torn line
@@ -40,6 +50,11 @@ class SessionLog:
     def earlier(self, session: str) -> Sequence[Noted]:
         """The events of a session in earlier lives of the gateway, in their order."""
         return self._earlier.get(session, ())
+
+    @property
+    def names(self) -> Collection[str]:
+        """Sessions of earlier lives."""
+        return self._earlier.keys()
 
     def write(self, noted: Noted) -> None:
         self._file.write(msgspec.json.encode(noted) + b"\n")

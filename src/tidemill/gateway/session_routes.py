@@ -9,12 +9,13 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from tidemill.gateway.access import unless_left
 from tidemill.gateway.errors import AUTHENTICATION, ApiError
 from tidemill.gateway.requests import Fields
 from tidemill.gateway.sessions import Session, Sessions
 
 PATH = "/v1/tidemill/sessions"
-LARGEST_REWARD = 1e6
+LARGEST_REWARD, MOST_TURNS = 1e6, 1 << 20
 Handler = Callable[[Request, str], Awaitable[Response]]
 
 
@@ -37,7 +38,8 @@ def session_routes(
         task, group = fields.text("task"), fields.text("group")
         metadata = fields.take("metadata", dict, expected="an object") or {}
         fields.finish()
-        session = await sessions.open(task, group, metadata)
+        opening = sessions.open(task, group, metadata, request.headers.get("idempotency-key", ""))
+        session = await unless_left(request, opening)
         prompt = session.prompt
         about = {
             "id": prompt.prompt_id,
@@ -54,10 +56,11 @@ def session_routes(
         session = found(request, key)
         fields = Fields(await body_of(request))
         value = fields.number("value", -LARGEST_REWARD, LARGEST_REWARD)
+        turn = fields.integer("turn", 0, MOST_TURNS)
         fields.finish()
         if value is None:
             raise ApiError(400, "`value` is missing", param="value")
-        sessions.reward(session, value)
+        sessions.give_reward(session, value, turn)
         return JSONResponse(sessions.about(session))
 
     async def ended(request: Request, key: str) -> Response:

@@ -2,6 +2,8 @@
 
 The run starts groups as always; the environment of each sample acts first, and waits for a client. A request is an
 observation, the answer a turn. Requests continue the session's token ids, or start a branch with a context of its own.
+Several answers to one request (`n`) are branches too: the next request shows which one the client went on with, and
+the others are not trained.
 """
 
 from __future__ import annotations
@@ -20,18 +22,17 @@ from tidemill.core.protocols import CallLog, TurnFormat
 from tidemill.core.records import (
     ITEM_BYTES,
     Episode,
-    Finish,
-    Message,
     Observation,
     Prompt,
     Record,
     SampleId,
     SamplingParams,
+    count,
     pack_tokens,
-    unpack_tokens,
 )
 from tidemill.gateway.backend import Asked, Piece
-from tidemill.gateway.errors import RATE, ApiError, invalid, unsupported
+from tidemill.gateway.captured import Captured
+from tidemill.gateway.errors import RATE, SERVER, ApiError, invalid, unsupported
 from tidemill.gateway.requests import Question, Said, as_messages
 from tidemill.gateway.session_log import Noted, SessionLog
 from tidemill.gateway.texts import ChoiceText
@@ -43,21 +44,35 @@ SLOT_WAIT_S = 20.0
 RETRY_S = 5
 
 
-class LiveTurn:
-    """The answer to one request while it is generated, and for its repetitions."""
+class LiveAnswer:
+    """The answers to one request while they are generated, and for its repetitions.
 
-    def __init__(self, digest: str) -> None:
-        self.digest, self.pieces, self.done = digest, list[Piece](), False
+    Args:
+        n: answers.
+    """
+
+    def __init__(self, state_key: str, n: int) -> None:
+        self.state_key, self.left, self.pieces = state_key, n, list[Piece]()
         self.error: ApiError | None = None
+        self._received: dict[int, int] = {}  # tokens by answer
         self._changed = asyncio.Event()
+
+    @property
+    def open(self) -> bool:
+        return self.left > 0 and self.error is None
+
+    def received(self, index: int) -> int:
+        """Tokens of an answer so far."""
+        return self._received.get(index, 0)
 
     def add(self, piece: Piece) -> None:
         self.pieces.append(piece)
-        self.done = self.done or piece.finish is not None
+        self.left -= piece.finish is not None
+        self._received[piece.index] = self.received(piece.index) + count(piece.token_ids)
         self._wake()
 
     def fail(self, error: ApiError) -> None:
-        if not self.done:
+        if self.open:
             self.error = error
             self._wake()
 
@@ -69,7 +84,7 @@ class LiveTurn:
             while at < len(self.pieces):
                 at += 1
                 yield self.pieces[at - 1]
-            if self.done:
+            if not self.left:
                 return
             if self.error is not None:
                 raise self.error
@@ -81,10 +96,11 @@ class LiveTurn:
 
 
 class Request(Record):
-    """A request that waits for its session's environment."""
+    """A request that waits for its session's environment, or whose answers are generated."""
 
     asked: Asked
-    digest: str
+    question: Question
+    state_key: str
 
 
 class Session:
@@ -95,19 +111,26 @@ class Session:
         self.attached = self.ending = self.ended = False
         self.expires_s = 0.0  # unix seconds
         self.reward: float | None = None
+        self.turn_rewards: dict[int, float] = {}
+        self.group = self.opened_by = ""
         self.metadata: dict[str, Any] = {}
-        self.live: LiveTurn | None = None
-        self.sent = 0  # completion tokens that were handed to `live`, or are before it
+        self.live: LiveAnswer | None = None
+        self.choice = 0  # answer of `live` that is generated
         self.request: Request | None = None
-        self.asked: tuple[Said, ...] = ()  # messages of the last request
-        self.tools = False  # whether it had any
-        self.reply: Said | None = None  # its answer
-        self.episode: Episode | None = None  # at the last turn
+        self.captured: Captured | None = None  # at the end of the last turn
         self.woken = asyncio.Event()
 
-    @property
-    def busy(self) -> bool:
-        return self.live is not None and not self.live.done and self.live.error is None
+    def recall(self, noted: Noted) -> None:
+        """Apply an event of the log."""
+        self.attached = True
+        if noted.event == "attached":
+            self.metadata, self.group, self.opened_by = noted.metadata, noted.group, noted.opened_by
+        elif noted.event == "ended":
+            self.ending = True
+        elif noted.turn is None:
+            self.reward = noted.value
+        else:
+            self.turn_rewards[noted.turn] = noted.value
 
 
 class Sessions:
@@ -138,7 +161,8 @@ class Sessions:
         self._by_sample: dict[SampleId, Session] = {}
         self._by_name: dict[str, Session] = {}
         self._by_key: dict[str, Session] = {}
-        self._labels: dict[tuple[str, str], tuple[str, int]] = {}  # (task, label of a group) -> (prompt id, epoch)
+        self._earlier = {self._key(name): name for name in log.names}  # of earlier lives, not seen again yet
+        self._wait_until_s = unix_s() + idle_s  # for those that had not ended
         self._opened = asyncio.Event()
         self._ended: deque[Session] = deque()
         self._counts = {"sessions": 0, "branches": 0, "expired": 0}
@@ -148,34 +172,48 @@ class Sessions:
     async def act(self, episode: Episode, calls: CallLog) -> Observation:
         """Answer a turn with the client's next request; before the first turn, wait for a client."""
         session = self._session(episode)
-        session.episode = episode
-        if episode.turns:
-            self._answer(session, episode)
-            if len(episode.turns) >= self._turns:
-                return self._end(session, Observation(end="turns", outcome=session.reward))
-        while True:
-            request = await self._next(session)
-            if request is None:
-                late = not session.ending
-                self._counts["expired"] += late
-                ended = Observation(end="fault", reason="the client's session expired")
-                if not late and episode.turns:
-                    cut = episode.turns[-1].finish == "length"
-                    ended = Observation(end="tokens" if cut else "done", outcome=session.reward)
-                return self._end(session, ended)
-            session.request = None
-            if episode.turns and request.digest == episode.turns[-1].state_key:
-                self._answer(session, episode)  # the same request again, after a restart of the gateway
+        session.captured = captured = Captured(episode)
+        if captured.turns:
+            self._answer(session, captured)
+        while (request := await self._next(session)) is not None:
+            last = captured.turns[-1].state_key if captured.turns else ""
+            if (reason := self._used_up(captured)) is not None:
+                session.request = None
+                if session.live is not None:
+                    session.live.fail(ApiError(400, f"{reason}; end the session", code="context_length_exceeded"))
+                    session.live = None
                 continue
-            token_ids, new_branch = self._context(session, episode, request)
+            session.choice = len(captured.choices) if last == request.state_key else 0
+            if session.choice:
+                token_ids, new_branch, unchosen = captured.context, True, tuple[int, ...]()
+            else:
+                token_ids, new_branch, unchosen = self._continued(captured, request)
             self._counts["branches"] += new_branch
-            question = request.asked.question
-            session.asked = question.messages if question is not None else ()
-            session.tools, session.reply = bool(question is not None and question.tools), None
-            text = session.asked[-1].text if session.asked else ""
+            said = request.question.messages
             return Observation(
-                text=text, token_ids=pack_tokens(token_ids), new_branch=new_branch, state_key=request.digest
+                text=said[-1].text if said else "",
+                token_ids=pack_tokens(token_ids),
+                new_branch=new_branch,
+                state_key=request.state_key,
+                unchosen=unchosen,
             )
+        if not session.ending:
+            self._counts["expired"] += 1
+            return self._end(session, Observation(end="fault", reason="the client's session expired"))
+        if not captured.turns:
+            return self._end(session, Observation(end="fault", reason="the client ended its session without a request"))
+        cut = captured.turns[-1].finish == "length"
+        return self._end(
+            session,
+            Observation(
+                end="tokens" if cut else "done",
+                outcome=session.reward,
+                turn_rewards={
+                    turn: value for turn, value in session.turn_rewards.items() if turn < len(captured.turns)
+                },
+                unchosen=tuple(captured.choices[1:]),
+            ),
+        )
 
     def forget(self, sample_ids: Sequence[SampleId]) -> None:
         for sample_id in sample_ids:
@@ -203,85 +241,170 @@ class Sessions:
             length: of the completion.
         """
         session = self._by_sample.get(sample_id)
-        if session is None or session.live is None or session.live.done:
+        if session is None or session.live is None or session.request is None:
             return
-        first = max(session.sent, start)
-        if length > first:
+        live, index = session.live, session.choice
+        if length > (first := start + live.received(index)):
             part = slice(first * ITEM_BYTES, length * ITEM_BYTES)
-            session.live.add(Piece(index=0, token_ids=token_ids[part], logprobs=logprobs[part]))
-        session.sent = length
+            live.add(Piece(index=index, token_ids=token_ids[part], logprobs=logprobs[part]))
 
-    def _answer(self, session: Session, episode: Episode) -> None:
-        """Complete the answer to the request before the last turn."""
-        turn = episode.turns[-1]
-        generated = unpack_tokens(episode.token_ids)[len(episode.token_ids) // ITEM_BYTES - turn.end + turn.start :]
+    def _answer(self, session: Session, captured: Captured) -> None:
+        """Complete those answers to the last request that were generated."""
         live = session.live
-        if live is not None and not live.done and live.digest == turn.state_key:
-            known = sum(len(unpack_tokens(piece.token_ids)) for piece in live.pieces)
-            rest = generated[known:]
-            finish: Finish = turn.finish
-            live.add(Piece(index=0, token_ids=pack_tokens(rest), logprobs=bytes(ITEM_BYTES * len(rest)), finish=finish))
-        parse = self._format.parse if session.tools else None
-        said = ChoiceText(self._format.decode, stops=self._sampling.stop_strings, parse=parse)
-        session.reply = Said(role="assistant", text=said.feed(generated, turn.finish).text)
-        session.sent = turn.end
+        if live is None or live.state_key != captured.turns[-1].state_key:
+            return
+        self._add(live, captured, captured.choices)
+        if not live.open:
+            session.request = None
 
-    def _context(self, session: Session, episode: Episode, request: Request) -> tuple[list[int], bool]:
-        """The tokens that a request adds to the session's, and whether they are a context of their own."""
-        question, whole = request.asked.question, unpack_tokens(request.asked.prompt_ids)
-        history = () if session.reply is None or not session.asked else (*session.asked, session.reply)
-        if episode.turns and question is not None and history and len(question.messages) > len(history):
-            earlier, new = question.messages[: len(history)], question.messages[len(history) :]
-            if _same(earlier, history) and all(each.role != "assistant" for each in new):
-                messages: list[Message] = as_messages(new, self._write_calls)
-                return self._format.answer(episode, messages, tools=question.tools)
-        known = unpack_tokens(episode.token_ids)
-        if whole[: len(known)] == known and (len(whole) > len(known) or not episode.turns):
-            return whole[len(known) :], False
-        return whole, True
+    @staticmethod
+    def _add(live: LiveAnswer, captured: Captured, turns: Sequence[int]) -> None:
+        """What the answers lack of turns that have ended, the first of them answer 0."""
+        finished = {piece.index for piece in live.pieces if piece.finish is not None}
+        for index, turn in enumerate(turns):
+            if index not in finished:
+                token_ids, logprobs = (part[live.received(index) * ITEM_BYTES :] for part in captured.turn_tokens(turn))
+                finish = captured.turns[turn].finish
+                live.add(Piece(index=index, token_ids=token_ids, logprobs=logprobs, finish=finish))
+
+    def _used_up(self, captured: Captured) -> str | None:
+        """Why there is no answer to a further request."""
+        if len(captured.turns) >= self._turns:
+            return f"the session has had its {self._turns} answers (`gateway.session_turns`)"
+        if captured.generated >= self._sampling.max_new_tokens:
+            return f"the session has used its {self._sampling.max_new_tokens} tokens (`sampling.max_new_tokens`)"
+        return None
+
+    def _continued(self, captured: Captured, request: Request) -> tuple[list[int], bool, tuple[int, ...]]:
+        """The tokens that a request adds to the session's, whether they are a context of their own, and the answers
+        to the last request that it does not continue."""
+        whole = list(memoryview(request.asked.prompt_ids).cast("i"))
+        if not captured.turns:
+            known = captured.ids
+            return (whole[len(known) :], False, ()) if whole[: len(known)] == known else (whole, True, ())
+        choices = captured.choices
+        chosen, messages = self._chosen(captured, request.question, whole)
+        unchosen = tuple(turn for turn in choices if turn != chosen)
+        ids = captured.context + captured.turn_ids(chosen)
+        added, rendered = list[int](), True
+        if messages:
+            spoken = as_messages(messages, self._write_calls)
+            added, rendered = self._format.answer(captured.at(chosen), spoken, tools=request.question.tools)
+        elif whole[: len(ids)] == ids and len(whole) > len(ids):
+            added, rendered = whole[len(ids) :], False
+        if rendered:
+            return whole, True, unchosen
+        return (added, False, unchosen) if chosen == choices[-1] else (ids + added, True, unchosen)
+
+    def _chosen(self, captured: Captured, question: Question, whole: Sequence[int]) -> tuple[int, Sequence[Said]]:
+        """The answer to the last request that a request continues, and its messages after it; the first answer and no
+        messages if it is not seen to continue any."""
+        said, choices = question.messages, captured.choices
+        for turn in choices:
+            ids = captured.context + captured.turn_ids(turn)
+            if not said and list(whole[: len(ids)]) == ids:
+                return turn, ()
+        asked = captured.turns[-1].state_key.partition("-")[0]
+        place = next(
+            (at for at, one in enumerate(said) if one.role == "assistant" and _digest(said[:at]) == asked), None
+        )
+        if place is None or any(one.role == "assistant" for one in said[place + 1 :]) or place + 1 == len(said):
+            return choices[0], ()
+        parse, given = self._format.parse if question.tools else None, said[place]
+        equal = list[tuple[bool, int]]()
+        for turn in choices:
+            text = ChoiceText(self._format.decode, stops=self._sampling.stop_strings, parse=parse)
+            news = text.feed(captured.turn_ids(turn), captured.turns[turn].finish)
+            if news.text.strip() == given.text.strip():
+                calls = [(call.name, call.arguments) for call in news.calls]
+                equal.append((calls != [(call.name, call.arguments) for call in given.calls], turn))
+        # An answer may come back in other words for its calls; then its text decides.
+        return (min(equal)[1], said[place + 1 :]) if equal else (choices[0], ())
 
     # Clients.
 
     def find(self, key: str) -> Session | None:
-        """The session of a key."""
-        return self._by_key.get(key)
+        """The session of a key. Raises ApiError: see `named`."""
+        session = self._by_key.get(key)
+        if session is None and key in self._earlier:
+            raise self._absent(self._earlier[key])
+        return session
 
     def named(self, name: str) -> Session:
-        """Raises ApiError: there is no such session."""
+        """Raises ApiError: there is no such session, it has ended, or a resumed run has not come to it yet."""
         if (session := self._by_name.get(name)) is None:
+            if name in self._earlier.values():
+                raise self._absent(name)
             raise ApiError(404, "there is no such session", code="session_not_found")
         return session
 
-    async def open(self, task: str | None, group: str | None, metadata: dict[str, Any]) -> Session:
+    def _absent(self, name: str) -> ApiError:
+        """The error for a session of an earlier life."""
+        if not self._returns(name):
+            return _ended()
+        message = "the run has been resumed, and has not come to the session yet; ask again"
+        return ApiError(503, message, kind=SERVER, code="unavailable", retry_s=1)
+
+    def _returns(self, name: str | None) -> bool:
+        """Whether a session of an earlier life is waited for."""
+        if name is None:
+            return False
+        ended = any(noted.event == "ended" for noted in self._log.earlier(name))
+        return not ended and name not in self._by_name and self._unix_s() < self._wait_until_s
+
+    async def open(self, task: str | None, group: str | None, metadata: dict[str, Any], retry_key: str = "") -> Session:
         """Attach a client to a sample that waits for one, of a task if it is given.
 
+        Args:
+            group: sessions of a task with the same name are of the same group, those with another of another.
+            retry_key: with the same one a client gets the same session.
+
         Raises:
-            ApiError: no sample of it needs a session now.
+            ApiError: no sample of it needs a session now, or the key was used with other wishes.
         """
+        wishes = msgspec.json.encode([task, group, metadata], order="deterministic")
+        opened_by = f"{_hash(retry_key.encode())}-{_hash(wishes)}" if retry_key else ""
         try:
             async with asyncio.timeout(SLOT_WAIT_S):
-                while (session := next(self._free(task, group), None)) is None:
+                while True:
+                    if (earlier := self._opened_earlier(opened_by)) is not None:
+                        return earlier
+                    waits = self._returns(self._log.opened_by.get(opened_by))
+                    session = None if waits else next(self._free(task, group), None)
+                    if session is not None:
+                        break
                     await self._opened.wait()
         except TimeoutError as error:
             what = f"task {task[:100]!r}" if task else "the run"
             message = f"{what} needs no session now; ask again"
             raise ApiError(429, message, kind=RATE, code="no_open_task", retry_s=RETRY_S) from error
-        if group is not None:
-            place = (session.sample_id.prompt_id, session.sample_id.epoch)
-            self._labels.setdefault((session.sample_id.prompt_id, group), place)
         session.attached = True
         self._touch(session)
         session.woken.set()  # from now on its time is limited
-        session.metadata = metadata
-        self._log.write(Noted(session=session.name, event="attached", metadata=metadata))
+        session.metadata, session.group, session.opened_by = metadata, group or "", opened_by
+        self._log.write(
+            Noted(session=session.name, event="attached", metadata=metadata, group=session.group, opened_by=opened_by)
+        )
         self._counts["sessions"] += 1
         return session
 
-    def reward(self, session: Session, value: float) -> None:
-        """The reward of the whole session, instead of the configured ones; the last one counts."""
+    def _opened_earlier(self, opened_by: str) -> Session | None:
+        """The session that was opened with the same retry key. Raises ApiError: with other wishes."""
+        key = opened_by.partition("-")[0]
+        found = (session for session in self._by_name.values() if key and session.opened_by.startswith(key))
+        if (session := next(found, None)) is not None and session.opened_by != opened_by:
+            raise _reused()
+        return session
+
+    def give_reward(self, session: Session, value: float, turn: int | None) -> None:
+        """The reward of a turn, or of the whole session instead of the configured ones; the last one counts."""
         self._refuse_ended(session)
-        session.reward = value
-        self._log.write(Noted(session=session.name, event="reward", value=value))
+        known = len(session.captured.turns) if session.captured is not None else 0
+        if turn is not None and turn >= known:
+            raise invalid(f"the session has {known} turns, and the first is 0", "turn")
+        noted = Noted(session=session.name, event="reward", value=value, turn=turn)
+        self._log.write(noted)
+        session.recall(noted)
         self._touch(session)
 
     def end(self, session: Session) -> None:
@@ -308,66 +431,97 @@ class Sessions:
                 raise invalid(f"the run draws with `{name}` = {value}; leave it out", name, code="fixed_by_the_run")
         if question.seed is not None:
             raise unsupported("seed", "in a session the run's seed decides")
-        if question.n > 1:
-            raise unsupported("n", "a session has one answer to each request")
-        digest = _digest(question)
-        if session.busy and session.live is not None and session.live.digest != digest:
+        if len(question.prompts) > 1:
+            raise unsupported("prompt", "a session takes one prompt at a time")
+        state_key, captured = _state_key(question), session.captured
+        live = [] if session.live is None else [session.live.state_key]
+        if question.retry_key:
+            own = state_key.rpartition("-")[2]
+            for known in (*live, *(turn.state_key for turn in (captured.turns if captured else ()))):
+                if known.rpartition("-")[2] == own and known != state_key:
+                    raise _reused()
+        if session.live is not None and session.live.open and live != [state_key]:
             raise ApiError(409, "the session is answering another request", code="session_busy")
 
     async def generate(self, session: Session, asked: Asked) -> AsyncGenerator[Piece, None]:
-        """The answer to a request; an identical one to the last gets the same answer."""
-        assert asked.question is not None
-        digest = _digest(asked.question)
-        if session.live is None or session.live.digest != digest:
-            session.live = LiveTurn(digest)
-            session.request = Request(asked=asked, digest=digest)
-            session.woken.set()
+        """The answers to a request; one that is sent again gets the same answers: the last one, or any with the same
+        `Idempotency-Key`."""
+        question = asked.question
+        assert question is not None
+        state_key = _state_key(question)
+        if session.live is None or session.live.state_key != state_key:
+            live = LiveAnswer(state_key, question.n)
+            if (captured := session.captured) is not None:
+                last = bool(captured.turns) and captured.turns[-1].state_key == state_key
+                same = captured.choices if last else captured.named(state_key) if question.retry_key else ()
+                self._add(live, captured, same)
+            if live.open:
+                session.live = live
+                session.request = Request(asked=asked, question=question, state_key=state_key)
+                session.woken.set()
+        else:
+            live = session.live
         self._touch(session)
-        async for piece in session.live.read():
+        async for piece in live.read():
             yield piece
 
     def about(self, session: Session) -> dict[str, Any]:
         """What GET of a session answers."""
-        episode = session.episode
-        turns = [] if episode is None else episode.turns
-        state = "ended" if session.ended else "busy" if session.busy else "open"
+        captured = session.captured
+        turns = () if captured is None else captured.turns
+        busy = session.live is not None and session.live.open
         return {
             "id": session.name,
             "object": "tidemill.session",
-            "status": state,
+            "status": "ended" if session.ended else "busy" if busy else "open",
             "expires_at": int(session.expires_s),
             "reward": session.reward,
+            "group": session.group or None,
             "metadata": session.metadata,
-            "turns": [{"start": turn.start, "end": turn.end, "text": turn.text} for turn in turns],
-            "token_ids": [] if episode is None else unpack_tokens(episode.token_ids),
+            "turns": [
+                {
+                    "text": turn.text,
+                    "token_ids": [] if captured is None else captured.turn_ids(index),
+                    "reward": session.turn_rewards.get(index),
+                }
+                for index, turn in enumerate(turns)
+            ],
+            "token_ids": [] if captured is None else captured.ids,
+            "branches": [] if captured is None else captured.branches,
         }
 
     # Inside.
+
+    def _key(self, name: str) -> str:
+        return "tm-" + hmac.new(self._secret, name.encode(), hashlib.sha256).hexdigest()[:40]
 
     def _session(self, episode: Episode) -> Session:
         found = self._by_sample.get(episode.sample_id)
         if found is None:
             name = f"{episode.sample_id.key:016x}-{episode.restarts}"
-            key = "tm-" + hmac.new(self._secret, name.encode(), hashlib.sha256).hexdigest()[:40]
+            key = self._key(name)
             found = Session(name, key, episode.sample_id, episode.prompt)
             for noted in self._log.earlier(name):
-                found.attached = True
-                found.metadata = noted.metadata or found.metadata
-                found.reward = noted.value if noted.event == "reward" else found.reward
-                found.ending = found.ending or noted.event == "ended"
+                found.recall(noted)
             self._by_sample[episode.sample_id] = self._by_name[name] = self._by_key[key] = found
+            self._earlier.pop(key, None)
             self._touch(found)
-        if not found.attached:
-            self._opened.set()
+            self._opened.set()  # a client may wait for a free session, or for this one
             self._opened = asyncio.Event()
         return found
 
     def _free(self, task: str | None, group: str | None) -> Iterator[Session]:
+        """Sessions that no client has, of a task and of the group with a name."""
+        names = dict[tuple[str, int], str]()  # of groups that have one, by prompt id and epoch
         for session in self._by_sample.values():
-            sample_id = session.sample_id
-            label = self._labels.get((sample_id.prompt_id, group)) if group is not None else None
-            wanted = task in (None, sample_id.prompt_id) and label in (None, (sample_id.prompt_id, sample_id.epoch))
-            if wanted and not session.attached:
+            if session.group:
+                names[session.sample_id.prompt_id, session.sample_id.epoch] = session.group
+        for session in self._by_sample.values():
+            place = (session.sample_id.prompt_id, session.sample_id.epoch)
+            if session.attached or task not in (None, place[0]):
+                continue
+            taken = any(name == group and other[0] == place[0] for other, name in names.items())
+            if group is None or names.get(place) == group or (place not in names and not taken):
                 yield session
 
     async def _next(self, session: Session) -> Request | None:
@@ -416,17 +570,23 @@ def _ended() -> ApiError:
     return ApiError(410, "the session has ended", code="session_ended")
 
 
-def _digest(question: Question) -> str:
-    """Equal for a request and its repetitions, streamed or not."""
-    asked = msgspec.structs.replace(question, stream=False, usage=False, logprobs=False, token_ids=False)
-    return hashlib.blake2b(msgspec.msgpack.encode(asked), digest_size=16).hexdigest()
+def _reused() -> ApiError:
+    return ApiError(409, "this Idempotency-Key was used with another request", code="idempotency_key_reused")
 
 
-def _same(given: Sequence[Said], known: Sequence[Said]) -> bool:
-    """Whether messages are those of the session; an answer may come back in other words for its calls."""
-    return all(
-        one.role == other.role
-        and one.text.strip() == other.text.strip()
-        and (one.role == "assistant" or one.calls == other.calls)
-        for one, other in zip(given, known, strict=True)
-    )
+def _hash(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
+
+
+def _digest(said: Sequence[Said]) -> str:
+    """Of a conversation. An answer may come back in other words for its calls, and with other white space around it."""
+    same = [(one.role, one.text.strip(), () if one.role == "assistant" else one.calls) for one in said]
+    return _hash(msgspec.msgpack.encode(same))
+
+
+def _state_key(question: Question) -> str:
+    """Equal for a request and its repetitions, streamed or not: digests of its conversation, of all of it, and of its
+    retry key."""
+    same = msgspec.structs.replace(question, stream=False, usage=False, logprobs=False, token_ids=False, retry_key="")
+    retry_key = _hash(question.retry_key.encode()) if question.retry_key else ""
+    return f"{_digest(question.messages)}-{_hash(msgspec.msgpack.encode(same))}-{retry_key}"

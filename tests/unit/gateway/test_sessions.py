@@ -13,15 +13,18 @@ import pytest
 
 from tests.unit.gateway.scripted import Scripted, gateway
 from tidemill.config.gateway import GatewayConfig
+from tidemill.controller.samples import Sample, SampleState
+from tidemill.controller.turns import AgentLimits
 from tidemill.core.records import (
-    Episode,
     Observation,
+    PolicyVersion,
     Prompt,
     SampleId,
     SamplingParams,
-    Turn,
+    Trajectory,
     pack_logprobs,
     pack_tokens,
+    unpack_logprobs,
     unpack_tokens,
 )
 from tidemill.gateway import sessions as sessions_module
@@ -30,9 +33,12 @@ from tidemill.gateway.server import listen, serving
 from tidemill.gateway.session_log import Noted, SessionLog
 from tidemill.gateway.sessions import Sessions
 from tidemill.runtime.gateway import ServedSessions, write_hermes
+from tidemill.trainer.packing import rows_of
 
 OPEN = "/v1/tidemill/sessions"
 SAMPLING = SamplingParams(max_new_tokens=40)
+LIMITS = AgentLimits(context_tokens=400, opens=True)
+VERSION = PolicyVersion(number=0, digest="")
 SCRIPT = Scripted()
 
 
@@ -48,43 +54,46 @@ class Fleet:
     preemptible_count = 0
 
 
-class Sample:
-    """What the controller does with one sample: it asks the environment, and generates what a test says."""
+class Agent:
+    """A sample as the controller keeps it: it asks the environment, and generates what a test says."""
 
-    def __init__(self, sessions: Sessions, index: int = 0, prompt: str = "1+1=") -> None:
+    def __init__(self, sessions: Sessions, index: int = 0, prompt: str = "1+1=", epoch: int = 0) -> None:
         self.sessions = sessions
         self.prompt_ids = SCRIPT.codec.encode(prompt)
-        self.prompt = Prompt(prompt_id=prompt, token_ids=pack_tokens(self.prompt_ids), text=prompt, answer="")
-        self.id = SampleId(run_seed=0, purpose="train", prompt_id=prompt, epoch=0, index=index)
-        self.completion: list[int] = []
-        self.context, self.turns = list(self.prompt_ids), list[Turn]()
-        self.observed: list[Observation] = []
+        self.sample = Sample(
+            sample_id=SampleId(run_seed=0, purpose="train", prompt_id=prompt, epoch=epoch, index=index),
+            ordinal=index,
+            prompt=Prompt(prompt_id=prompt, token_ids=pack_tokens(self.prompt_ids), text=prompt, answer=""),
+            opens=True,
+            state=SampleState.ACTING,
+        )
 
     @property
-    def episode(self) -> Episode:
-        return Episode(
-            sample_id=self.id, prompt=self.prompt, turns=tuple(self.turns), token_ids=pack_tokens(self.context)
-        )
+    def context(self) -> list[int]:
+        return unpack_tokens(self.sample.episode(SCRIPT.codec.decode).token_ids)
+
+    @property
+    def completion(self) -> list[int]:
+        return unpack_tokens(bytes(self.sample.token_ids))
+
+    @property
+    def trajectory(self) -> Trajectory:
+        return self.sample.trajectory(SCRIPT.codec.decode)
 
     async def observe(self) -> Observation:
         async with asyncio.timeout(10):
-            answer = await self.sessions.act(self.episode, NoCalls())
-        self.observed.append(answer)
-        ids = unpack_tokens(answer.token_ids)
-        self.context = ids if answer.new_branch else self.context + ids
-        self.completion += ids
+            answer = await self.sessions.act(self.sample.episode(SCRIPT.codec.decode), NoCalls())
+        self.sample.observe(answer, SAMPLING, LIMITS)
         return answer
 
     def generate(self, text: str, *, report: bool = True) -> None:
-        ids, start = SCRIPT.codec.encode_completion(text), len(self.completion)
-        self.completion += ids
-        self.context += ids
-        packed = pack_tokens(self.completion)
+        sample, ids = self.sample, SCRIPT.codec.encode_completion(text)
+        sample.assign("lease", 0)
+        sample.extend(pack_tokens(ids), pack_logprobs([-float(sample.length)] * len(ids)), VERSION)
         if report:
-            logprobs = pack_logprobs([-1.0] * len(self.completion))
-            self.sessions.receive(self.id, start, packed, logprobs, len(self.completion))
-        key = self.observed[-1].state_key
-        self.turns.append(Turn(start=start, end=len(self.completion), text=text, state_key=key))
+            sent = bytes(sample.token_ids), bytes(sample.logprobs)
+            self.sessions.receive(sample.sample_id, sample.turns.start, *sent, sample.length)
+        sample.end_attempt("stop", "", SAMPLING, LIMITS)
 
 
 def new_sessions(folder: Path, *, idle_s: float = 60.0, turns: int = 4) -> Sessions:
@@ -132,7 +141,7 @@ def text_of(observation: Observation) -> str:
 
 
 async def test_a_conversation_continues_the_tokens_that_were_generated(tmp_path: Path) -> None:
-    sample = Sample(sessions := new_sessions(tmp_path))
+    sample = Agent(sessions := new_sessions(tmp_path))
     async with client_of(sessions) as http:
         first = asyncio.create_task(sample.observe())
         path, headers = await opened(http)
@@ -166,7 +175,7 @@ async def test_a_conversation_continues_the_tokens_that_were_generated(tmp_path:
 
 
 async def test_a_changed_conversation_is_a_branch(tmp_path: Path) -> None:
-    sample = Sample(sessions := new_sessions(tmp_path))
+    sample = Agent(sessions := new_sessions(tmp_path))
     async with client_of(sessions) as http:
         first = asyncio.create_task(sample.observe())
         _, headers = await opened(http)
@@ -182,7 +191,7 @@ async def test_a_changed_conversation_is_a_branch(tmp_path: Path) -> None:
 
 
 async def test_the_prompt_of_the_task_itself_adds_nothing(tmp_path: Path) -> None:
-    sample = Sample(sessions := new_sessions(tmp_path))
+    sample = Agent(sessions := new_sessions(tmp_path))
     async with client_of(sessions) as http:
         first = asyncio.create_task(sample.observe())
         _, headers = await opened(http, task="1+1=")
@@ -198,7 +207,7 @@ async def test_the_prompt_of_the_task_itself_adds_nothing(tmp_path: Path) -> Non
 
 
 async def test_a_repeated_request_gets_the_same_answer_also_after_a_restart(tmp_path: Path) -> None:
-    sample = Sample(sessions := new_sessions(tmp_path))
+    sample = Agent(sessions := new_sessions(tmp_path))
     async with client_of(sessions) as http:
         first = asyncio.create_task(sample.observe())
         path, headers = await opened(http)
@@ -222,7 +231,7 @@ async def test_a_repeated_request_gets_the_same_answer_also_after_a_restart(tmp_
 
 
 async def test_a_silent_session_is_left_out_and_its_key_is_gone(tmp_path: Path) -> None:
-    sample = Sample(sessions := new_sessions(tmp_path, idle_s=0.2))
+    sample = Agent(sessions := new_sessions(tmp_path, idle_s=0.2))
     async with client_of(sessions) as http:
         first = asyncio.create_task(sample.observe())
         path, headers = await opened(http)
@@ -233,16 +242,256 @@ async def test_a_silent_session_is_left_out_and_its_key_is_gone(tmp_path: Path) 
         assert (await http.post(f"{path}/reward", json={"value": 1}, headers=headers)).status_code == 410
 
 
-async def test_the_last_turn_ends_a_session(tmp_path: Path) -> None:
-    sample = Sample(sessions := new_sessions(tmp_path, turns=1))
+@pytest.mark.parametrize(("turns", "text"), [(1, "Hello"), (4, "H" * 40)])
+async def test_what_is_used_up_is_refused_and_the_reward_still_counts(tmp_path: Path, turns: int, text: str) -> None:
+    agent = Agent(sessions := new_sessions(tmp_path, turns=turns))
     async with client_of(sessions) as http:
-        first = asyncio.create_task(sample.observe())
-        _, headers = await opened(http)
+        first = asyncio.create_task(agent.observe())
+        path, headers = await opened(http)
         asked = asking(http, headers, [user("Hi")])
         await first
-        sample.generate("Hello")
-        assert (await sample.observe()).end == "turns"
-        assert (await asked).json()["choices"][0]["message"]["content"] == "Hello"
+        agent.generate(text)
+        last = asyncio.create_task(agent.observe())
+        reply = (await asked).json()["choices"][0]["message"]
+        assert reply["content"] == text
+        refused = await asking(http, headers, [user("Hi"), reply, user("And?")])
+        assert (refused.status_code, refused.json()["error"]["code"]) == (400, "context_length_exceeded")
+        await http.post(f"{path}/reward", json={"value": 0.5}, headers=headers)
+        await http.post(f"{path}/end", headers=headers)
+        assert (await last).outcome == 0.5
+
+
+async def answered(http: httpx2.AsyncClient, agent: Agent, headers: dict[str, str], texts: Sequence[str]) -> Any:
+    """What the client gets for "Hi" with `n` answers, and the environment's last wait."""
+    waiting = asyncio.create_task(agent.observe())
+    asked = asking(http, headers, [user("Hi")], n=len(texts))
+    for text in texts:
+        await waiting
+        agent.generate(text)
+        waiting = asyncio.create_task(agent.observe())
+    return (await asked).json(), waiting
+
+
+@pytest.mark.parametrize("chosen", [0, 1, 2])
+async def test_the_answer_that_is_continued_is_trained_and_the_others_are_not(tmp_path: Path, chosen: int) -> None:
+    texts = ["One", "Two", "Three"]
+    agent = Agent(sessions := new_sessions(tmp_path, turns=5))
+    async with client_of(sessions) as http:
+        opening = asyncio.create_task(agent.observe())
+        path, headers = await opened(http)
+        opening.cancel()
+        answer, waiting = await answered(http, agent, headers, texts)
+        assert [choice["message"]["content"] for choice in answer["choices"]] == texts
+        for choice, text in zip(answer["choices"], texts, strict=True):
+            assert choice["token_ids"] == SCRIPT.codec.encode_completion(text)
+        asked = asking(http, headers, [user("Hi"), answer["choices"][chosen]["message"], user("And?")])
+        observation = await waiting
+        assert observation.new_branch == (chosen < 2)
+        context = SCRIPT.codec.decode_whole(agent.context)
+        assert context.count(texts[chosen]) == 1
+        assert not any(text in context for text in texts if text != texts[chosen])
+        assert agent.context[-len(unpack_tokens(observation.token_ids)) :] == unpack_tokens(observation.token_ids)
+        agent.generate("Bye")
+        waiting = asyncio.create_task(agent.observe())
+        assert (await asked).json()["choices"][0]["message"]["content"] == "Bye"
+        branches = (await http.get(path, headers=headers)).json()["branches"]
+        assert [any(text in SCRIPT.codec.decode_whole(ids) for ids in branches) for text in texts] == [True] * 3
+        await http.post(f"{path}/end", headers=headers)
+        await waiting
+
+    trajectory = agent.trajectory
+    ids = unpack_tokens(trajectory.token_ids)
+    trained = [ids[part.start : part.end] for part in trajectory.segments if part.trained]
+    assert trained == [SCRIPT.codec.encode_completion(text) for text in (texts[chosen], "Bye")]
+    assert [turn.text for turn in trajectory.turns] == [texts[chosen], "Bye"]
+    assert [len(row.trained) for row in rows_of(trajectory)] == (
+        [len(trained[0]) + len(trained[1])] if chosen == 2 else [len(trained[0]), len(trained[1])]
+    )
+    logprobs = unpack_logprobs(trajectory.rollout_logprobs)
+    expected = [-float(turn.start) for turn in trajectory.turns for _ in range(turn.start, turn.end)]
+    assert logprobs == expected
+
+
+async def test_without_a_choice_the_first_answer_is_trained(tmp_path: Path) -> None:
+    agent = Agent(sessions := new_sessions(tmp_path))
+    async with client_of(sessions) as http:
+        opening = asyncio.create_task(agent.observe())
+        path, headers = await opened(http)
+        opening.cancel()
+        _, waiting = await answered(http, agent, headers, ["One", "Two"])
+        await http.post(f"{path}/end", headers=headers)
+        assert (await waiting).unchosen == (1,)
+        assert agent.trajectory.final == "One"
+
+
+async def test_a_restart_between_the_answers_of_a_request_repeats_none(tmp_path: Path) -> None:
+    agent = Agent(sessions := new_sessions(tmp_path))
+    async with client_of(sessions) as http:
+        first = asyncio.create_task(agent.observe())
+        _, headers = await opened(http)
+        asked = asking(http, headers, [user("Hi")], n=2)
+        await first
+        agent.generate("One")
+    asked.cancel()
+
+    agent.sessions = again = new_sessions(tmp_path)
+    async with client_of(again) as http:
+        second = asyncio.create_task(agent.observe())
+        await asyncio.sleep(0.05)
+        asked = asking(http, headers, [user("Hi")], n=2)
+        assert (await second).new_branch
+        agent.generate("Two")
+        waiting = asyncio.create_task(agent.observe())
+        assert [each["message"]["content"] for each in (await asked).json()["choices"]] == ["One", "Two"]
+        waiting.cancel()
+
+
+async def test_a_conversation_goes_on_after_a_restart(tmp_path: Path) -> None:
+    agent = Agent(sessions := new_sessions(tmp_path))
+    async with client_of(sessions) as http:
+        first = asyncio.create_task(agent.observe())
+        path, headers = await opened(http)
+        asked = asking(http, headers, [user("Hi")])
+        await first
+        agent.generate("Hello ")
+        second = asyncio.create_task(agent.observe())
+        reply = (await asked).json()["choices"][0]["message"]
+        second.cancel()
+
+    agent.sessions = again = new_sessions(tmp_path)
+    async with client_of(again) as http:
+        early = await asking(http, headers, [user("Hi"), reply, user("And?")])
+        assert (early.status_code, early.json()["error"]["code"]) == (503, "unavailable")
+        assert (await http.get(path)).status_code == 503
+        second = asyncio.create_task(agent.observe())
+        await asyncio.sleep(0.05)
+        asked = asking(http, headers, [user("Hi"), {**reply, "content": "Hello"}, user("And?")])
+        assert not (await second).new_branch
+        asked.cancel()
+
+
+async def test_a_session_that_a_resumed_run_does_not_come_to_has_ended(tmp_path: Path) -> None:
+    log = SessionLog(tmp_path / "sessions.jsonl")
+    log.write(Noted(session="a", event="attached"))
+    log.write(Noted(session="b", event="attached"))
+    log.write(Noted(session="b", event="ended"))
+    log.close()
+    sessions = new_sessions(tmp_path, idle_s=0.2)
+    async with client_of(sessions) as http:
+        assert (await http.get(f"{OPEN}/a")).status_code == 503
+        assert (await http.get(f"{OPEN}/b")).status_code == 410
+        await asyncio.sleep(0.25)
+        assert (await http.get(f"{OPEN}/a")).status_code == 410
+        assert (await http.get(f"{OPEN}/c")).status_code == 404
+
+
+async def test_a_retry_key_opens_one_session_also_after_a_restart(tmp_path: Path) -> None:
+    keyed = {"idempotency-key": "k"}
+    agents = [Agent(sessions := new_sessions(tmp_path))]
+    agents.append(Agent(sessions, 1))
+    async with client_of(sessions) as http:
+        acting = [asyncio.create_task(agent.observe()) for agent in agents]
+        found = (await http.post(OPEN, json={}, headers=keyed)).json()
+        assert (await http.post(OPEN, json={}, headers=keyed)).json()["id"] == found["id"]
+        reused = await http.post(OPEN, json={"group": "a"}, headers=keyed)
+        assert (reused.status_code, reused.json()["error"]["code"]) == (409, "idempotency_key_reused")
+        for task in acting:
+            task.cancel()
+
+    agents[0].sessions = agents[1].sessions = again = new_sessions(tmp_path)
+    async with client_of(again) as http:
+        asked = asyncio.create_task(http.post(OPEN, json={}, headers=keyed))
+        acting = [asyncio.create_task(agents[1].observe())]  # free, but not the one that the client had
+        await asyncio.sleep(0.1)
+        assert not asked.done()
+        acting.append(asyncio.create_task(agents[0].observe()))
+        assert (await asked).json()["key"] == found["key"]
+        for task in acting:
+            task.cancel()
+
+
+async def test_a_client_that_leaves_while_it_waits_gets_no_session(tmp_path: Path) -> None:
+    sessions = new_sessions(tmp_path)
+    async with client_of(sessions) as http:
+        with pytest.raises(httpx2.ReadTimeout):
+            await http.post(OPEN, json={}, timeout=0.2)
+        await asyncio.sleep(0.1)
+        acting = asyncio.create_task(Agent(sessions).observe())
+        await asyncio.sleep(0.1)
+        path, headers = await opened(http)
+        assert (await http.get(path, headers=headers)).json()["status"] == "open"
+        acting.cancel()
+
+
+async def test_a_retry_key_makes_a_request_and_its_repetitions_one(tmp_path: Path) -> None:
+    agent = Agent(sessions := new_sessions(tmp_path))
+
+    async def ask(key: str, text: str = "Hi") -> Any:
+        return await asking(http, {**headers, "idempotency-key": key}, [user(text)])
+
+    async with client_of(sessions) as http:
+        waiting = asyncio.create_task(agent.observe())
+        _, headers = await opened(http)
+        texts = list[str]()
+        for key, said in (("a", "One"), ("b", "Two")):  # equal requests, but not repetitions
+            asked = asyncio.create_task(ask(key))
+            await waiting
+            agent.generate(said)
+            waiting = asyncio.create_task(agent.observe())
+            texts.append((await asked).json()["choices"][0]["message"]["content"])
+        assert texts == ["One", "Two"]
+        assert (await ask("a")).json()["choices"][0]["message"]["content"] == "One"
+        reused = await ask("a", "Other")
+        assert (reused.status_code, reused.json()["error"]["code"]) == (409, "idempotency_key_reused")
+        waiting.cancel()
+
+
+async def test_rewards_of_turns(tmp_path: Path) -> None:
+    agent = Agent(sessions := new_sessions(tmp_path))
+    async with client_of(sessions) as http:
+        waiting = asyncio.create_task(agent.observe())
+        path, headers = await opened(http)
+        for text in ("One", "Two"):
+            asked = asking(http, headers, [user(text)])
+            await waiting
+            agent.generate(text)
+            waiting = asyncio.create_task(agent.observe())
+            await asked
+        late = await http.post(f"{path}/reward", json={"value": 1, "turn": 2}, headers=headers)
+        assert (late.status_code, late.json()["error"]["param"]) == (400, "turn")
+        await http.post(f"{path}/reward", json={"value": 0.25, "turn": 0}, headers=headers)
+        waiting.cancel()
+
+    agent.sessions = again = new_sessions(tmp_path)
+    async with client_of(again) as http:
+        waiting = asyncio.create_task(agent.observe())
+        await asyncio.sleep(0.05)
+        about = (await http.post(f"{path}/reward", json={"value": -1, "turn": 1}, headers=headers)).json()
+        assert [turn["reward"] for turn in about["turns"]] == [0.25, -1]
+        await http.post(f"{path}/end", headers=headers)
+        await waiting
+        assert [turn.reward for turn in agent.trajectory.turns] == [0.25, -1]
+        assert agent.trajectory.outcome is None
+
+
+async def test_sessions_with_one_name_are_of_one_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sessions_module, "SLOT_WAIT_S", 0.2)
+    sessions = new_sessions(tmp_path)
+    agents = [Agent(sessions, index, epoch=epoch) for epoch in range(2) for index in range(2)]
+    async with client_of(sessions) as http:
+        acting = [asyncio.create_task(agent.observe()) for agent in agents]
+
+        async def place(group: str) -> int:
+            path, _ = await opened(http, group=group)
+            session = sessions.named(path.rpartition("/")[2])
+            return session.sample_id.epoch
+
+        places = [await place(group) for group in ("a", "b", "a", "b")]
+        assert places[0] == places[2] != places[1] == places[3]
+        full = await http.post(OPEN, json={"group": "a"})
+        assert full.status_code == 429
+        for task in acting:
+            task.cancel()
 
 
 @pytest.mark.parametrize(
@@ -253,11 +502,10 @@ async def test_the_last_turn_ends_a_session(tmp_path: Path) -> None:
         ({"max_tokens": 39}, "max_tokens"),
         ({"stop": "x"}, "stop"),
         ({"seed": 1}, "seed"),
-        ({"n": 2}, "n"),
     ],
 )
 async def test_what_the_run_decides_is_refused(tmp_path: Path, more: dict[str, Any], param: str) -> None:
-    sample = Sample(sessions := new_sessions(tmp_path))
+    sample = Agent(sessions := new_sessions(tmp_path))
     async with client_of(sessions) as http:
         first = asyncio.create_task(sample.observe())
         _, headers = await opened(http)
@@ -273,7 +521,7 @@ async def test_what_the_run_decides_is_refused(tmp_path: Path, more: dict[str, A
 
 async def test_keys_open_their_own_session_only(tmp_path: Path) -> None:
     sessions = new_sessions(tmp_path)
-    samples = [Sample(sessions, index) for index in range(2)]
+    samples = [Agent(sessions, index) for index in range(2)]
     async with client_of(sessions) as http:
         acting = [asyncio.create_task(sample.observe()) for sample in samples]
         (one, own), (other, _) = await opened(http), await opened(http)
@@ -294,7 +542,7 @@ async def test_keys_open_their_own_session_only(tmp_path: Path) -> None:
 async def test_tasks_and_groups_choose_the_sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sessions_module, "SLOT_WAIT_S", 0.2)
     sessions = new_sessions(tmp_path)
-    acting = [asyncio.create_task(Sample(sessions, 0, prompt).observe()) for prompt in ("1+1=", "2+2=")]
+    acting = [asyncio.create_task(Agent(sessions, 0, prompt).observe()) for prompt in ("1+1=", "2+2=")]
     async with client_of(sessions) as http:
         found = (await http.post(OPEN, json={"task": "2+2=", "group": "a", "metadata": {"try": 3}})).json()
         assert found["task"]["prompt"] == "2+2="

@@ -83,7 +83,7 @@ class Client:
         self.captured: dict[str, list[int]] = {}  # those that the session has
 
     async def call(self, method: str, path: str, key: str = "", **body: Any) -> dict[str, Any] | None:
-        """None: the run has ended."""
+        """None: the run has ended, or the session."""
         until = time.monotonic() + DEADLINE_S
         headers = {"authorization": f"Bearer {key}"} if key else {"idempotency-key": uuid.uuid4().hex}
         while time.monotonic() < until:
@@ -92,8 +92,9 @@ class Client:
                 if answer.status_code < 400:
                     found: dict[str, Any] = answer.json()
                     return found
-                assert answer.status_code in (404, 410, 429, 503), answer.text
-                if answer.status_code in (404, 410):
+                assert answer.status_code in (400, 410, 429, 503), answer.text
+                if answer.status_code in (400, 410):
+                    assert answer.json()["error"]["code"] in ("session_ended", "context_length_exceeded")
                     return None
             except httpx2.TransportError:
                 if self.process().poll() is not None:

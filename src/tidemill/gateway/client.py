@@ -68,8 +68,9 @@ def sessions(url: str, *, key: str = "", task: str | None = None, group: str | N
             except httpx2.TransportError:
                 time.sleep(0.5)
                 continue
-            answered, until_s = True, time.monotonic() + GONE_S
-            if answer.status_code == 429:
+            answered = True
+            if answer.status_code in (429, 503):
+                until_s = time.monotonic() + GONE_S if answer.status_code == 429 else until_s
                 time.sleep(min(1.0, float(answer.headers.get("retry-after", 1))))
                 continue
             retry_key = uuid.uuid4().hex

@@ -163,7 +163,7 @@ class Sessions:
         self._by_key: dict[str, Session] = {}
         self._earlier = {self._key(name): name for name in log.names}  # of earlier lives, not seen again yet
         self._wait_until_s = unix_s() + idle_s  # for those that had not ended
-        self._opened = asyncio.Event()
+        self._opened, self._closing = asyncio.Event(), False
         self._ended: deque[Session] = deque()
         self._counts = {"sessions": 0, "branches": 0, "expired": 0}
 
@@ -225,9 +225,12 @@ class Sessions:
         return counts
 
     async def close(self) -> None:
+        """Answer the clients that wait; sessions go on when the run is resumed."""
+        self._closing = True
+        self._opened.set()
         for session in self._by_sample.values():
             if session.live is not None:
-                session.live.fail(ApiError(503, "the run stops; ask again", code="unavailable", retry_s=RETRY_S))
+                session.live.fail(_stopping())
         self._log.close()
 
     # Tokens.
@@ -367,6 +370,8 @@ class Sessions:
         try:
             async with asyncio.timeout(SLOT_WAIT_S):
                 while True:
+                    if self._closing:
+                        raise _stopping()
                     if (earlier := self._opened_earlier(opened_by)) is not None:
                         return earlier
                     waits = self._returns(self._log.opened_by.get(opened_by))
@@ -568,6 +573,10 @@ class Sessions:
 
 def _ended() -> ApiError:
     return ApiError(410, "the session has ended", code="session_ended")
+
+
+def _stopping() -> ApiError:
+    return ApiError(503, "the run stops; ask again", kind=SERVER, code="unavailable", retry_s=RETRY_S)
 
 
 def _reused() -> ApiError:

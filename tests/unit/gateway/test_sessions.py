@@ -423,6 +423,15 @@ async def test_a_client_that_leaves_while_it_waits_gets_no_session(tmp_path: Pat
         acting.cancel()
 
 
+async def test_a_run_that_stops_keeps_no_client_waiting(tmp_path: Path) -> None:
+    sessions = new_sessions(tmp_path)
+    async with client_of(sessions) as http:
+        waiting = asyncio.create_task(http.post(OPEN, json={}))
+        await asyncio.sleep(0.1)
+        await sessions.close()
+        assert (await waiting).status_code == 503
+
+
 async def test_a_retry_key_makes_a_request_and_its_repetitions_one(tmp_path: Path) -> None:
     agent = Agent(sessions := new_sessions(tmp_path))
 

@@ -28,7 +28,8 @@ class AgentSession:
     """
 
     def __init__(self, http: httpx2.Client, opened: dict[str, Any], base_url: str) -> None:
-        self._http, self._path = http, f"/tidemill/sessions/{opened['id']}"
+        self.id: str = opened["id"]
+        self._http, self._path = http, f"/tidemill/sessions/{self.id}"
         self.key: str = opened["key"]
         self.task: dict[str, Any] = opened["task"]
         self.base_url = base_url
@@ -44,7 +45,9 @@ class AgentSession:
         self._http.post(f"{self._path}/end")
 
 
-def sessions(url: str, *, key: str = "", task: str | None = None, group: str | None = None) -> Iterator[AgentSession]:
+def sessions(
+    url: str, *, key: str = "", task: str | None = None, group: str | None = None, start_s: float = 300.0
+) -> Iterator[AgentSession]:
     """Sessions of a run one after the other, until the run has ended. Several threads or processes may each take some.
 
     Args:
@@ -52,6 +55,7 @@ def sessions(url: str, *, key: str = "", task: str | None = None, group: str | N
         key: of a client, if the gateway has keys.
         task: only this task.
         group: a name; sessions of a task with the same name are of the same group.
+        start_s: how long to wait for the first answer, while the run loads its model.
 
     Raises:
         TidemillError: the gateway refuses, or never answered.
@@ -61,7 +65,7 @@ def sessions(url: str, *, key: str = "", task: str | None = None, group: str | N
     wanted = {name: value for name, value in (("task", task), ("group", group)) if value is not None}
     answered, retry_key = False, uuid.uuid4().hex
     with httpx2.Client(base_url=base_url, headers=headers, timeout=CALL_S) as http:
-        until_s = time.monotonic() + GONE_S
+        until_s = time.monotonic() + start_s
         while time.monotonic() < until_s:
             try:
                 answer = http.post("/tidemill/sessions", json=wanted, headers={"idempotency-key": retry_key})

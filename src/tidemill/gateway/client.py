@@ -24,7 +24,8 @@ class AgentSession:
     Attributes:
         key: API key of the agent's requests.
         base_url: address for an OpenAI client.
-        task: `id`, `prompt`, `messages` and `metadata` of the task.
+        task: `id`, `prompt`, `messages` and `metadata` of the task. With a chat template `prompt` is the text of the last
+            of the messages.
     """
 
     def __init__(self, http: httpx2.Client, opened: dict[str, Any], base_url: str) -> None:
@@ -73,9 +74,11 @@ def sessions(
                 time.sleep(0.5)
                 continue
             answered = True
-            if answer.status_code in (429, 503):
-                until_s = time.monotonic() + GONE_S if answer.status_code == 429 else until_s
-                time.sleep(min(1.0, float(answer.headers.get("retry-after", 1))))
+            if answer.status_code == 503:  # the run stops, or has been resumed
+                time.sleep(1.0)
+                continue
+            if answer.status_code == 429:  # no sample needed a session for a while
+                until_s = time.monotonic() + GONE_S
                 continue
             retry_key = uuid.uuid4().hex
             yield AgentSession(http, _answer(answer), base_url)

@@ -43,7 +43,7 @@ def session_routes(
         prompt = session.prompt
         about = {
             "id": prompt.prompt_id,
-            "prompt": prompt.text,
+            "prompt": prompt.messages[-1].content if prompt.messages else prompt.text,
             "messages": [{"role": each.role, "content": each.content} for each in prompt.messages],
             "metadata": prompt.metadata,
         }

@@ -36,7 +36,9 @@ class GatewayConfig(Config):
     body_s: float = Field(30.0, gt=0)
     """The same for its body."""
     idle_s: float = Field(60.0, gt=0)
-    """After this time without a request a connection is closed, in seconds."""
+    """After this time a connection without a request is closed, and one whose client does not read, in seconds."""
+    stall_s: float = Field(600.0, gt=0)
+    """`tidemill serve`: a request that gets no token for so long, in seconds, gets status 503."""
 
     @property
     def beyond_loopback(self) -> bool:

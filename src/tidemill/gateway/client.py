@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 import uuid
-from collections.abc import Iterator
-from types import TracebackType
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType, TracebackType
 from typing import Any, Self
 
 import httpx2
@@ -16,40 +17,76 @@ CALL_S = 60.0
 """Deadline of one call; opening a session is repeated until there is one."""
 GONE_S = 30.0
 """A gateway that does not answer for so long has ended; a run that is resumed answers sooner."""
+PAUSE_S = 0.5
 
 
 class AgentSession:
     """One episode of an agent: a context manager that ends the session, also when the agent fails.
 
     Attributes:
+        id: of the session.
         key: API key of the agent's requests.
         base_url: address for an OpenAI client.
-        task: `id`, `prompt`, `messages` and `metadata` of the task. With a chat template `prompt` is the text of the last
-            of the messages.
+        task: `id`, `prompt`, `messages` and `metadata` of the task. With a chat template `prompt` is the last message.
     """
 
-    def __init__(self, http: httpx2.Client, opened: dict[str, Any], base_url: str) -> None:
+    def __init__(self, gateway: _Gateway, opened: dict[str, Any]) -> None:
+        self._gateway, self._path = gateway, f"/tidemill/sessions/{opened['id']}"
         self.id: str = opened["id"]
-        self._http, self._path = http, f"/tidemill/sessions/{self.id}"
         self.key: str = opened["key"]
         self.task: dict[str, Any] = opened["task"]
-        self.base_url = base_url
+        self.base_url = gateway.base_url
 
-    def reward(self, value: float) -> None:
-        """Give the whole session a reward, instead of the run's own. Raises TidemillError: it has ended."""
-        _answer(self._http.post(f"{self._path}/reward", json={"value": value}))
+    def reward(self, value: float, *, turn: int | None = None) -> None:
+        """Give the whole session a reward instead of the run's own, or one of its turns, the first of which is 0.
+
+        Raises:
+            TidemillError: the session has ended, or the gateway is gone.
+        """
+        _found(self._gateway.call(f"{self._path}/reward", {"value": value, "turn": turn}))
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        self._http.post(f"{self._path}/end")
+        with contextlib.suppress(TidemillError):  # it has ended with its run
+            self._gateway.call(f"{self._path}/end", {})
+
+
+class _Gateway:
+    def __init__(self, http: httpx2.Client, url: str) -> None:
+        self._http, self._url = http, url
+        self.base_url = f"{url.rstrip('/')}/v1"
+
+    def call(
+        self,
+        path: str,
+        body: dict[str, Any],
+        *,
+        headers: Mapping[str, str] = MappingProxyType({}),
+        wait_s: float = GONE_S,
+    ) -> httpx2.Response:
+        """Its answer; the call is repeated while the run is not there, or is being resumed.
+
+        Raises:
+            TidemillError: nothing answered within `wait_s`.
+        """
+        until_s = time.monotonic() + wait_s
+        while True:
+            with contextlib.suppress(httpx2.TransportError):
+                answer = self._http.post(self.base_url + path, json=body, headers=headers)
+                if answer.status_code != 503:
+                    return answer
+            if time.monotonic() > until_s:
+                raise TidemillError(f"nothing answers at {self._url}: start the run with gateway.sessions = true")
+            time.sleep(PAUSE_S)
 
 
 def sessions(
     url: str, *, key: str = "", task: str | None = None, group: str | None = None, start_s: float = 300.0
 ) -> Iterator[AgentSession]:
-    """Sessions of a run one after the other, until the run has ended. Several threads or processes may each take some.
+    """Sessions of a run one after the other, until the run has finished. Several threads or processes may each take
+    some.
 
     Args:
         url: of the gateway, "http://127.0.0.1:8000".
@@ -61,33 +98,32 @@ def sessions(
     Raises:
         TidemillError: the gateway refuses, or never answered.
     """
-    base_url = f"{url.rstrip('/')}/v1"
     headers = {"authorization": f"Bearer {key}"} if key else {}
     wanted = {name: value for name, value in (("task", task), ("group", group)) if value is not None}
-    answered, retry_key = False, uuid.uuid4().hex
-    with httpx2.Client(base_url=base_url, headers=headers, timeout=CALL_S) as http:
-        until_s = time.monotonic() + start_s
-        while time.monotonic() < until_s:
+    retry_key, wait_s = uuid.uuid4().hex, start_s
+    with httpx2.Client(headers=headers, timeout=CALL_S) as http:
+        gateway = _Gateway(http, url)
+        while True:
             try:
-                answer = http.post("/tidemill/sessions", json=wanted, headers={"idempotency-key": retry_key})
-            except httpx2.TransportError:
-                time.sleep(0.5)
-                continue
-            answered = True
-            if answer.status_code == 503:  # the run stops, or has been resumed
-                time.sleep(1.0)
-                continue
-            if answer.status_code == 429:  # no sample needed a session for a while
-                until_s = time.monotonic() + GONE_S
-                continue
-            retry_key = uuid.uuid4().hex
-            yield AgentSession(http, _answer(answer), base_url)
-            until_s = time.monotonic() + GONE_S
-    if not answered:
-        raise TidemillError(f"nothing answers at {url}: start the run with gateway.sessions = true")
+                answer = gateway.call(
+                    "/tidemill/sessions", wanted, headers={"idempotency-key": retry_key}, wait_s=wait_s
+                )
+            except TidemillError:
+                if wait_s == start_s:
+                    raise
+                return  # the run was stopped
+            wait_s = GONE_S
+            code = answer.json()["error"]["code"] if answer.status_code >= 400 else ""
+            if code == "run_finished":
+                return
+            if code == "rate_limit_exceeded":
+                time.sleep(PAUSE_S)
+            if answer.status_code != 429:
+                retry_key = uuid.uuid4().hex
+                yield AgentSession(gateway, _found(answer))
 
 
-def _answer(answer: httpx2.Response) -> dict[str, Any]:
+def _found(answer: httpx2.Response) -> dict[str, Any]:
     """Raises TidemillError: the gateway refuses."""
     if answer.status_code >= 400:
         raise TidemillError(f"{answer.url}: {answer.json()['error']['message']}")

@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, nullcontext
-from typing import Any
+from typing import Any, ClassVar
 
+import h11
 import uvicorn
 from starlette.applications import Starlette
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from tidemill.config.gateway import GatewayConfig
 from tidemill.core.errors import UserError
+from tidemill.gateway.errors import RATE, ApiError
 
 STOP_S = 30.0
 START_S = 10.0
+BUSY = json.dumps(ApiError(503, "too many open connections", kind=RATE, code="too_many_connections").content).encode()
+TOO_MANY = (
+    b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nretry-after: 1\r\n"
+    b"connection: close\r\ncontent-length: " + str(len(BUSY)).encode() + b"\r\n\r\n" + BUSY
+)
 
 
 def listen(config: GatewayConfig) -> socket.socket:
@@ -29,29 +37,58 @@ def listen(config: GatewayConfig) -> socket.socket:
         raise UserError(f"{config.host}:{config.port}: {error.strerror}", where="gateway.port", hint=hint) from error
 
 
+class Guarded(H11Protocol):
+    """Closes a connection beyond the limit, one whose headers do not arrive in time, and one that is not read."""
+
+    limits: ClassVar[GatewayConfig]
+    late: asyncio.TimerHandle | None = None
+    unread: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        if len(self.connections) > self.limits.connections:
+            transport.write(TOO_MANY)
+            transport.close()
+        else:
+            self._expect_headers()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.conn.their_state is not h11.IDLE:
+            self._stop_expecting()
+        elif self.late is None and not self.transport.is_closing():
+            self._expect_headers()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self.unread = asyncio.get_running_loop().call_later(self.limits.idle_s, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        if self.unread is not None:
+            self.unread.cancel()
+        super().resume_writing()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._stop_expecting()
+        if self.unread is not None:
+            self.unread.cancel()
+        super().connection_lost(error)
+
+    def _expect_headers(self) -> None:
+        self.late = asyncio.get_running_loop().call_later(self.limits.header_s, self.transport.close)
+
+    def _stop_expecting(self) -> None:
+        if self.late is not None:
+            self.late.cancel()
+            self.late = None
+
+
 @asynccontextmanager
 async def serving(app: Starlette, listener: socket.socket, config: GatewayConfig) -> AsyncIterator[None]:
     """Serve while the block runs; then no new request is taken, and those that are answered have `STOP_S` seconds."""
-
-    class Protocol(H11Protocol):
-        """Closes a connection whose first headers do not arrive in time."""
-
-        def connection_made(self, transport: Any) -> None:
-            super().connection_made(transport)
-            self.late = asyncio.get_running_loop().call_later(config.header_s, self._close_if_silent)
-
-        def _close_if_silent(self) -> None:
-            cycle: Any = self.cycle  # of a request whose headers have arrived
-            if cycle is None:
-                self.transport.close()
-
-        def connection_lost(self, error: Exception | None) -> None:
-            self.late.cancel()
-            super().connection_lost(error)
-
     settings = uvicorn.Config(
         app,
-        http=Protocol,
+        http=type("Protocol", (Guarded,), {"limits": config}),
         ws="none",
         lifespan="off",
         log_config=None,
@@ -59,7 +96,6 @@ async def serving(app: Starlette, listener: socket.socket, config: GatewayConfig
         server_header=False,
         timeout_keep_alive=int(config.idle_s),
         timeout_graceful_shutdown=int(STOP_S),
-        limit_concurrency=config.connections,
     )
     server = uvicorn.Server(settings)
     server.capture_signals = nullcontext  # type: ignore[method-assign,assignment]  # signals are the caller's

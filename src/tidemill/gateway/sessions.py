@@ -163,7 +163,7 @@ class Sessions:
         self._by_key: dict[str, Session] = {}
         self._earlier = {self._key(name): name for name in log.names}  # of earlier lives, not seen again yet
         self._wait_until_s = unix_s() + idle_s  # for those that had not ended
-        self._opened, self._closing = asyncio.Event(), False
+        self._opened, self._closing, self._finished = asyncio.Event(), False, False
         self._ended: deque[Session] = deque()
         self._counts = {"sessions": 0, "branches": 0, "expired": 0}
 
@@ -223,6 +223,11 @@ class Sessions:
     def take_counts(self) -> dict[str, int]:
         counts, self._counts = self._counts, dict.fromkeys(self._counts, 0)
         return counts
+
+    def finish(self) -> None:
+        """The run needs no session any more."""
+        self._finished = True
+        self._opened.set()
 
     async def close(self) -> None:
         """Answer the clients that wait; sessions go on when the run is resumed."""
@@ -370,6 +375,8 @@ class Sessions:
         try:
             async with asyncio.timeout(SLOT_WAIT_S):
                 while True:
+                    if self._finished:
+                        raise ApiError(410, "the run has finished", code="run_finished")
                     if self._closing:
                         raise _stopping()
                     if (earlier := self._opened_earlier(opened_by)) is not None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from tidemill.config.schema import RunSpec
 from tidemill.config.task import ScoringConfig
+from tidemill.controller.fleet import Fleet
 from tidemill.core.protocols import (
     Checkpoints,
     Clock,
@@ -68,6 +69,25 @@ class Runtime:
     check_devices: Callable[[RunSpec], None]
     """Refuses missing GPUs only."""
     open: OpenBackend
+
+
+def fleet_of(
+    spec: RunSpec, backend: RuntimeBackend, recorder: Recorder, clock: Clock, *, needs_logprobs: Sequence[str] = ()
+) -> Fleet:
+    """The engines of a backend; see `Fleet`."""
+    return Fleet(
+        backend.local,
+        slots=spec.engine.slots,
+        local_slots=spec.engine.slots * backend.local_engines,
+        clock=clock,
+        telemetry=recorder,
+        config=spec.fleet,
+        provider=backend.provider,
+        host=backend.host,
+        publisher=backend.publisher,
+        needs_logprobs=needs_logprobs,
+        heartbeat_timeout_s=backend.heartbeat_timeout_s,
+    )
 
 
 def scorers(

@@ -16,7 +16,6 @@ from tidemill.config.model import LoraConfig
 from tidemill.config.schema import RunSpec
 from tidemill.config.task import ServedTask
 from tidemill.controller.collector import SampleCollector, collect_samples
-from tidemill.controller.fleet import Fleet
 from tidemill.controller.in_flight import InFlight, SamplingPlan
 from tidemill.controller.ledger import Ledger
 from tidemill.controller.reading import Reading
@@ -38,7 +37,7 @@ from tidemill.gateway.errors import SERVER, ApiError
 from tidemill.gateway.requests import Question
 from tidemill.models.codec import TextCodec
 from tidemill.models.turn_format import turn_format
-from tidemill.runtime.backend import OpenBackend
+from tidemill.runtime.backend import OpenBackend, fleet_of
 from tidemill.runtime.train import runtime_of
 from tidemill.telemetry.recorder import Recorder
 from tidemill.telemetry.run_dir import RunDirectory
@@ -131,9 +130,10 @@ class ServedFleet:
         *,
         context_tokens: int,
         defaults: SamplingParams,
+        stall_s: float,
     ) -> None:
         self.name, self.format = name, turns
-        self.context_tokens, self.defaults = context_tokens, defaults
+        self.context_tokens, self.defaults, self._stall_s = context_tokens, defaults, stall_s
         self._codec, self._collector, self._in_flight, self._rollout, self._feed = (
             codec,
             collector,
@@ -186,7 +186,12 @@ class ServedFleet:
             while left:
                 if self._failure is not None:
                     raise self._unavailable()
-                piece = await pieces.get()
+                try:
+                    async with asyncio.timeout(self._stall_s):
+                        piece = await pieces.get()
+                except TimeoutError as error:
+                    message = f"no worker generated a token for {self._stall_s:g} s; ask again"
+                    raise ApiError(503, message, kind=SERVER, code="unavailable", retry_s=10) from error
                 if isinstance(piece, Exception):
                     raise self._unavailable()
                 left -= piece.finish is not None
@@ -273,18 +278,7 @@ async def served_fleet(
         opened = (open_backend or runtime_of(spec).open)(spec, run, recorder, clock)
         backend = await stack.enter_async_context(opened)
         recorder.event("machine", **backend.device_info)
-        fleet = Fleet(
-            backend.local,
-            slots=spec.engine.slots,
-            local_slots=spec.engine.slots * backend.local_engines,
-            clock=clock,
-            telemetry=recorder,
-            config=spec.fleet,
-            provider=backend.provider,
-            host=backend.host,
-            publisher=backend.publisher,
-            heartbeat_timeout_s=backend.heartbeat_timeout_s,
-        )
+        fleet = fleet_of(spec, backend, recorder, clock)
         await stack.enter_async_context(fleet)
         feed, version = TokenFeed(), backend.trainer.version
         rollout = RolloutContext(
@@ -320,5 +314,6 @@ async def served_fleet(
             feed,
             context_tokens=backend.context_tokens,
             defaults=defaults,
+            stall_s=spec.gateway.stall_s,
         )
         yield served

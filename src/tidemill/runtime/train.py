@@ -20,8 +20,9 @@ from tidemill.core.errors import UserError, describe_error
 from tidemill.core.protocols import Environments, LoopClock, PromptSource
 from tidemill.core.records import Trajectory
 from tidemill.envs.text.curriculum import Curriculum
+from tidemill.gateway.sessions import Sessions
 from tidemill.runtime.agents import agent_limits, open_environments
-from tidemill.runtime.backend import OpenBackend, Runtime, RuntimeBackend
+from tidemill.runtime.backend import OpenBackend, Runtime, RuntimeBackend, fleet_of
 from tidemill.runtime.callbacks import Callback, CallbackTelemetry, configured_callbacks
 from tidemill.runtime.extension_checks import identities, refuse_changed, run_extensions
 from tidemill.runtime.journal import SqliteJournal
@@ -212,7 +213,7 @@ def _write_forecast(spec: RunSpec, run: RunDirectory, recorder: Recorder, foreca
 
 def open_sessions(
     spec: RunSpec, backend: RuntimeBackend, run: RunDirectory, recorder: Recorder, fleet: Fleet
-) -> AbstractAsyncContextManager[tuple[Environments, Reading]]:
+) -> AbstractAsyncContextManager[tuple[Sessions, Reading]]:
     """The sessions of clients. Raises UserError: the extra `gateway` is not installed."""
     try:
         from tidemill.runtime.gateway import training_sessions
@@ -255,19 +256,7 @@ async def _train(
             eval_sets={name: found.digest for name, found in backend.task.eval_sets.items()},
         )
         recorder.event("machine", **backend.device_info)
-        fleet = Fleet(
-            backend.local,
-            slots=spec.engine.slots,
-            local_slots=spec.engine.slots * backend.local_engines,
-            clock=clock,
-            telemetry=recorder,
-            config=spec.fleet,
-            provider=backend.provider,
-            host=backend.host,
-            publisher=backend.publisher,
-            needs_logprobs=spec.algorithm.needs_rollout_logprobs,
-            heartbeat_timeout_s=backend.heartbeat_timeout_s,
-        )
+        fleet = fleet_of(spec, backend, recorder, clock, needs_logprobs=spec.algorithm.needs_rollout_logprobs)
         await stack.enter_async_context(fleet)
         readers, reading = backend.readers, None
         if readers.all:
@@ -278,8 +267,10 @@ async def _train(
                 ahead=spec.reading.ahead,
             )
         environments: Environments | None
+        sessions: Sessions | None = None
         if spec.gateway.sessions:
-            environments, reading = await stack.enter_async_context(open_sessions(spec, backend, run, recorder, fleet))
+            sessions, reading = await stack.enter_async_context(open_sessions(spec, backend, run, recorder, fleet))
+            environments = sessions
         else:
             environments = await stack.enter_async_context(
                 open_environments(
@@ -313,7 +304,7 @@ async def _train(
             loop.call_soon_threadsafe(request_stop, reason)
 
         with stop_on_signals(lambda: loop.call_soon_threadsafe(request_stop)), stop_request.bound(from_other_thread):
-            return await train_loop(
+            result = await train_loop(
                 spec=spec,
                 source=source,
                 fleet=fleet,
@@ -332,3 +323,6 @@ async def _train(
                 environments=environments,
                 agent=agent_limits(spec, backend.context_tokens),
             )
+        if sessions is not None and not result.interrupted:
+            sessions.finish()
+        return result

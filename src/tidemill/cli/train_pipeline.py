@@ -19,7 +19,7 @@ from tidemill.pipeline.stage_plan import Choice
 def train_pipeline(pipeline: PipelineSpec, *, choice: Choice, prune_stale: bool) -> Result:
     """Run or resume a pipeline."""
     summary = run_pipeline(pipeline, reporter=ConsoleReporter(), choice=choice, prune_stale=prune_stale)
-    exit_code = INTERRUPTED_CODE if summary["interrupted"] else 0
+    exit_code = INTERRUPTED_CODE if summary["interrupted"] and not summary["time_is_up"] else 0
     data = summary | {"run_dir": str(pipeline.directory)}
     return Result(data=data, text=pipeline_summary(summary, pipeline), exit_code=exit_code)
 

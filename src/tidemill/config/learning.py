@@ -55,6 +55,9 @@ class OptimizerConfig(Config):
 class TrainerConfig(Config):
     steps: int = Field(20, ge=1)
     """Number of batches to train on; each publishes one policy version."""
+    hours: float = Field(0.0, ge=0)
+    """Wall time of the command after which it ends with a checkpoint and exit code 0, in hours; 0: no limit. The same
+    command resumes the run. The stages of a recipe count together."""
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     """bf16: forward and backward under autocast; weights and optimizer stay fp32. auto: bf16 on a GPU, else fp32."""
     device: Literal["auto", "cpu", "cuda"] = "auto"

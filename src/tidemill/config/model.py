@@ -54,7 +54,7 @@ class CharModelConfig(Config):
     """Number of decoder layers."""
     heads: int = Field(4, ge=1)
     """Number of attention heads; must divide hidden_size."""
-    context: int = Field(256, ge=8)
+    context: int = Field(512, ge=8)
     """Maximum sequence length, in tokens."""
     seed: int = Field(0, ge=0)
     """Seed of the initial weights."""

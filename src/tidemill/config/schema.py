@@ -49,7 +49,7 @@ class RunConfig(Config):
 
 
 class SamplingConfig(Config):
-    max_new_tokens: int = Field(64, ge=1)
+    max_new_tokens: int = Field(256, ge=1)
     """Maximum completion length, in tokens."""
     temperature: float = Field(1.0, ge=0)
     """Sampling temperature; 0 is greedy, which training does not allow."""

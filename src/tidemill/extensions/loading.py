@@ -77,7 +77,12 @@ def import_now(path: str, where: str) -> Callable[..., Any]:
 
 def _import_file(file: Path, where: str) -> ModuleType:
     if not file.is_file():
-        raise UserError(f"no file {file}", where=where, hint="paths are relative to the working directory")
+        raise UserError(
+            f"no file {file}",
+            where=where,
+            hint=f"it is looked for at {file.absolute()}: paths in a recipe start at the recipe's folder, those on the "
+            "command line at the working directory",
+        )
     # Functions of one file share a module; a changed file is a new one.
     key = f"{file.resolve()}\0".encode() + file.read_bytes()
     name = f"tidemill_user_{file.stem}_{hashlib.blake2b(key, digest_size=8).hexdigest()}"

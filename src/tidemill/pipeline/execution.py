@@ -195,7 +195,7 @@ def run_pipeline(
     Raises:
         UserError: an error of the input, a stage or the disk. Finished stages are kept.
     """
-    plan = plan_pipeline(pipeline, choice=choice)  # before anything is written
+    plan, stop = plan_pipeline(pipeline, choice=choice), stop or StopRequest()  # before anything is written
     with PipelineFolder.open(pipeline.directory) as folder:
         reporter.plan(plan)
         if prune_stale:
@@ -204,14 +204,16 @@ def run_pipeline(
         state = PipelineState(pipeline.run.name, plan, folder, stale=() if prune_stale else plan.stale)
         outcome: PipelineOutcome = "failed"
         try:
-            session = Session(reporter=reporter, runners=runners, callbacks=callbacks, stop=stop or StopRequest())
-            outcome = _run_stages(folder, plan, state, session, unix_time)
+            hours = max(stage.spec.trainer.hours for stage in pipeline.stages)
+            with stop.after_hours(hours):
+                session = Session(reporter=reporter, runners=runners, callbacks=callbacks, stop=stop)
+                outcome = _run_stages(folder, plan, state, session, unix_time)
         except KeyboardInterrupt:  # in a stage that does not handle it: a resume repeats or continues the stage
             outcome = "interrupted"
         finally:
             summary = state.end(outcome)
             write_page(folder)
-    return summary
+    return summary | {"time_is_up": stop.time_is_up}
 
 
 def _run_stages(

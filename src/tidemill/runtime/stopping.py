@@ -15,6 +15,7 @@ class StopRequest:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._reason: str | None = None
+        self.time_is_up = False
         self._notify: Callable[[str], None] | None = None
 
     @property
@@ -28,6 +29,23 @@ class StopRequest:
             notify = self._notify
         if notify is not None:
             notify(reason)
+
+    @contextmanager
+    def after_hours(self, hours: float) -> Iterator[None]:
+        """Request a stop when the block has run for some hours; 0: never."""
+
+        def end() -> None:
+            self.time_is_up = True
+            self.request(f"{hours:g} h of trainer.hours are over")
+
+        timer = threading.Timer(hours * 3600, end)
+        timer.daemon = True
+        if hours:
+            timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
 
     @contextmanager
     def bound(self, notify: Callable[[str], None]) -> Iterator[None]:

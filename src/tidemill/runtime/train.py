@@ -35,11 +35,12 @@ from tidemill.telemetry.recorder import Recorder
 from tidemill.telemetry.report import report_at_the_end
 from tidemill.telemetry.run_dir import RunDirectory
 
-RESUMABLE = ("run.dir", "run.name", "trainer.steps", "trainer.threads", "trainer.shards", "engine.tick_s",
-             "checkpoint.", "telemetry.", "eval.", "runtime", "pool.", "fleet.", "ray.", "placement.", "reading.",
-             "gateway.host", "gateway.port", "gateway.token_file", "gateway.body_", "gateway.con", "gateway.header_s",
-             "gateway.idle_s", "simulation.", "weights.", "scoring.concurrency", "scoring.timeout_s",
-             "supervised.epochs", "task.index_above_mb", "data.index_above_mb")  # fmt: skip
+RESUMABLE = ("run.dir", "run.name", "trainer.steps", "trainer.hours", "trainer.threads", "trainer.shards",
+             "engine.tick_s", "checkpoint.", "telemetry.", "eval.", "runtime", "pool.", "fleet.", "ray.",
+             "placement.", "reading.", "gateway.host", "gateway.port", "gateway.token_file", "gateway.body_",
+             "gateway.con", "gateway.header_s", "gateway.idle_s", "gateway.stall_s", "simulation.", "weights.",
+             "scoring.concurrency", "scoring.timeout_s", "supervised.epochs", "task.index_above_mb",
+             "data.index_above_mb")  # fmt: skip
 """Keys and sections that may differ when a run is resumed. (More steps stretch a falling learning-rate schedule; other
 thread counts or chunk sizes may round differently.)"""
 MODEL_DIGEST, TASK_DIGEST, DATA_DIGEST, THREADS = "model_digest", "task_digest", "data_digest", "threads"
@@ -69,7 +70,7 @@ def train(
         forecast_run: called once for a new run; the forecast is stored in the run directory. An error is only logged.
 
     Returns:
-        The contents of summary.json, plus `run_dir` and `already_finished`.
+        The contents of summary.json, plus `run_dir`, `already_finished`, and `time_is_up` (of trainer.hours).
 
     Raises:
         UserError: the input, the run directory or the disk is at fault; no finished work is lost.
@@ -79,8 +80,8 @@ def train(
     runtime = runtime_of(spec)
     runtime.check(spec)
     check_needed_sandbox(spec)
-    own_code = identities(run_extensions(spec))
-    with run_session(spec, telemetry_stream) as (resumed, run, recorder):
+    own_code, stop = identities(run_extensions(spec)), stop or StopRequest()
+    with stop.after_hours(spec.trainer.hours), run_session(spec, telemetry_stream) as (resumed, run, recorder):
         for remark in without_effect(spec):
             recorder.note(remark)
         if forecast_run is not None and run.past.count == 0:
@@ -93,13 +94,14 @@ def train(
                 open_backend or runtime.open,
                 own_code=own_code,
                 callbacks=callbacks,
-                stop_request=stop or StopRequest(),
+                stop_request=stop,
             )
         )
         if result.already_finished:
             recorder.note(f"the run has already finished its {result.steps} steps; raise trainer.steps to continue it")
         summary = recorder.finish("interrupted" if result.interrupted else "finished")
-    return summary | {"run_dir": str(spec.directory), "already_finished": result.already_finished}
+    ended = {"already_finished": result.already_finished, "time_is_up": stop.time_is_up}
+    return summary | {"run_dir": str(spec.directory)} | ended
 
 
 def runtime_of(spec: RunSpec) -> Runtime:

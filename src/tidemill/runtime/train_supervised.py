@@ -60,9 +60,9 @@ def train_supervised(
     Raises:
         UserError: the input, the run directory or the disk is at fault; checkpointed steps are kept.
     """
-    stop = threading.Event()
-    with run_session(spec, telemetry_stream) as (resumed, run, recorder):
-        with stop_on_signals(stop.set), (stop_request or StopRequest()).bound(lambda _: stop.set()):
+    stop, stop_request = threading.Event(), stop_request or StopRequest()
+    with stop_request.after_hours(spec.trainer.hours), run_session(spec, telemetry_stream) as (resumed, run, recorder):
+        with stop_on_signals(stop.set), stop_request.bound(lambda _: stop.set()):
             result = _train(resumed, kind, run, recorder, stop)
             if result.already_finished:
                 recorder.note(f"this stage has already finished its {result.steps} steps")

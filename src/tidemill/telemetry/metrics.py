@@ -268,6 +268,12 @@ TRAINER_IDLE: Final = _define("time_trainer_idle_s", "s", "the trainer had no gr
 TRAINER_WAIT: Final = _define("time_trainer_wait_s", "s", "of that, while the reserved side was not generating either")
 REMOTE_WAIT: Final = _define("time_remote_wait_s", "s", "idle time of preemptible workers, mean over workers")
 CONTROLLER_CPU: Final = _define("cpu_controller_s", "s", "CPU time of the controller's thread since the previous line")
+STEP_CPU: Final = _define(
+    "cpu_step_s",
+    "s",
+    "CPU time of everything since the previous line: the run's process with all its threads; on Ray "
+    "the controller, the trainer's thread and the workers",
+)
 PEAK_RSS: Final = _define("peak_rss_bytes", "bytes", "largest resident memory of the process so far")
 
 

@@ -7,7 +7,7 @@ import platform
 import re
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, Self, TextIO, TypeAlias
 
@@ -16,6 +16,7 @@ from tidemill.core.errors import UserError, describe_error, root_error
 from tidemill.core.protocols import Clock
 from tidemill.core.records import FleetRow, Prompt, StepMetrics, Trajectory
 from tidemill.telemetry.events import (
+    DECODE,
     EVALUATION,
     FLEET_EVENTS,
     NOT_PART_OF_A_STEP,
@@ -34,7 +35,17 @@ from tidemill.telemetry.events import (
 from tidemill.telemetry.fleet_figures import evictions_sentence, recomputed
 from tidemill.telemetry.jsonl import JsonlWriter
 from tidemill.telemetry.manifest import peak_rss_bytes
-from tidemill.telemetry.metrics import CONTROLLER_CPU, PEAK_RSS, STEP_TIME, TOKENS_RECOMPUTED, metric_line, read_metrics
+from tidemill.telemetry.metrics import (
+    CONTROLLER_CPU,
+    PEAK_RSS,
+    STEP_CPU,
+    STEP_TIME,
+    TOKENS_RECOMPUTED,
+    TRAIN_CPU,
+    TRUNCATED,
+    metric_line,
+    read_metrics,
+)
 from tidemill.telemetry.progress_views import FleetLines, Progress, View, view_of
 from tidemill.telemetry.run_data import RunData, evaluations, read_evaluation
 from tidemill.telemetry.run_dir import RunDirectory, samples_name
@@ -44,6 +55,8 @@ from tidemill.telemetry.sinks import SinkContext, SinkSet, check_sinks
 Outcome: TypeAlias = Literal["finished", "interrupted", "failed"]
 FAILURE = re.compile(r"(?:reward ([^:]+): |with their )(\w+)")
 """In the reason of an invalid reward: the reward that failed, and its exception's type or first word."""
+MANY_CUTS = 0.2
+"""Share of completions that are cut from which a warning is given."""
 SHOWN_TEXT = 120
 """Characters of a prompt and of a response in the report of a failed reward."""
 FIRST_PHASES = (ROLLOUT, TRAINING)
@@ -64,6 +77,7 @@ class Recorder:
         unix_time: Callable[[], float] = time.time,
         memory: Callable[[], int] = peak_rss_bytes,
         processor: Callable[[], float] = time.thread_time,
+        process: Callable[[], float] = time.process_time,
     ) -> None:
         """Open the logs and the sinks, write `session_start`, and show the view.
 
@@ -76,6 +90,7 @@ class Recorder:
             unix_time: seconds since 1970, for time stamps.
             memory: the process's peak memory in bytes.
             processor: CPU seconds of the calling thread.
+            process: CPU seconds of all threads.
 
         Raises:
             UserError: a sink is not installed or cannot be opened, or the logs cannot be written.
@@ -83,6 +98,9 @@ class Recorder:
         self.run, self._spec = run, spec
         self._clock, self._unix_time, self._memory = clock or MonotonicClock(), unix_time, memory
         self._processor, self._processor_s = processor, processor()
+        self._process, self._process_s = process, process()
+        self._workers_s = 0.0  # CPU seconds of workers since the previous line
+        self._warned_of_cuts = False
         self._started_s = self._clock.now()
         self._session = run.past.count + 1
         self._texts = TokenTexts(decode) if decode else None
@@ -166,6 +184,8 @@ class Recorder:
         )
         if name in NOT_PART_OF_A_STEP and self._step_started_s is not None:
             self._step_started_s += float(fields.get("duration_s", 0.0))
+        if name == DECODE:
+            self._workers_s += sum(float(part["cpu_s"]) for part in fields.get("work", ()))
         if name == EVALUATION and "set" not in fields:
             self._progress.add_evaluation(read_evaluation(int(fields.get("step", 0)), fields))
         if name in FLEET_EVENTS:
@@ -188,6 +208,7 @@ class Recorder:
         values.setdefault(PEAK_RSS, float(self._memory()))
         before_s, self._processor_s = self._processor_s, self._processor()
         values.setdefault(CONTROLLER_CPU, round(self._processor_s - before_s, 6))
+        values.setdefault(STEP_CPU, round(self._step_cpu_s(values), 6))
         if self._step_started_s is not None and metrics.step > 0:
             values.setdefault(STEP_TIME, round(now_s - self._step_started_s, 6))
         self._step_started_s = now_s
@@ -198,7 +219,25 @@ class Recorder:
         if self._view:
             self._view.step()
         self._note_all(self._fleet_lines.due())
+        self._warn_of_cuts(metrics.step, values)
         self._sinks.step(metrics.step, values)
+
+    def _step_cpu_s(self, values: Mapping[str, float]) -> float:
+        before_s, self._process_s = self._process_s, self._process()
+        workers_s, self._workers_s = self._workers_s, 0.0
+        if self._spec.runtime == "inprocess":
+            return self._process_s - before_s
+        return values[CONTROLLER_CPU] + values.get(TRAIN_CPU, 0.0) + workers_s
+
+    def _warn_of_cuts(self, step: int, values: Mapping[str, float]) -> None:
+        """Once: in the first step in which many completions were cut, and are trained on without their end."""
+        cut, limit = values.get(TRUNCATED, 0.0), self._spec.sampling.max_new_tokens
+        if cut > MANY_CUTS and self._spec.scoring.truncated == "trained" and not self._warned_of_cuts:
+            self._warned_of_cuts = True
+            self.note(
+                f"warning: {cut:.0%} of the completions of step {step} were cut at sampling.max_new_tokens = {limit}, "
+                'and are trained on without their end; raise it, or set scoring.truncated = "masked"'
+            )
 
     def samples(self, step: int, trajectories: Sequence[Trajectory], prompts: Sequence[Prompt]) -> None:
         """Write one file per step and purpose, atomically; a second call for the same step replaces it.

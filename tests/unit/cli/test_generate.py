@@ -51,4 +51,4 @@ def test_without_a_prompt(run: Run, asked: Asked) -> None:
 
 
 def test_dry_run(run: Run, asked: Asked) -> None:
-    assert "temperature 1, top-k 5, at most 64 new tokens" in run("generate", "--dry-run", "--sampling.top_k=5").out
+    assert "temperature 1, top-k 5, at most 256 new tokens" in run("generate", "--dry-run", "--sampling.top_k=5").out

@@ -131,7 +131,7 @@ wieght = 1
         ),
         (("--task.kind", "file"), "task", 'kind = "file" needs path', "set it to a file with prompts"),
         (("--task.kind", "filex"), "task.kind", '"filex"', "did you mean file?"),
-        (("--trainer", "5"), "trainer", "needs a table, was given 5", "trainer.steps, trainer.precision, "),
+        (("--trainer", "5"), "trainer", "needs a table, was given 5", "trainer.steps, trainer.hours, "),
         (("--task", "5"), "task", "needs a table, was given 5", "task.kind, task.operators, task.digits, ..."),
         (("--scoring.rewards", "[{weight=1.0}]"), "scoring.rewards[0].kind", "missing", "add kind to that table (one"),
         (("--scoring.rewards", "[]"), "scoring.rewards", "is empty", "at least one"),

@@ -29,16 +29,19 @@ def spec_of(directory: Path, **telemetry: Any) -> RunSpec:
     return RunSpec.model_validate({"run": {"dir": str(directory)}, "telemetry": telemetry})
 
 
-def open_recorder(directory: Path, clock: FakeClock | None = None, **telemetry: Any) -> Recorder:
+def open_recorder(
+    directory: Path, clock: FakeClock | None = None, of: RunSpec | None = None, **telemetry: Any
+) -> Recorder:
     return Recorder(
         RunDirectory.open(directory),
-        spec_of(directory, **telemetry),
+        of or spec_of(directory, **telemetry),
         decode=decode,
         stream=io.StringIO(),
         clock=clock or FakeClock(),
         unix_time=lambda: 0.0,
         memory=lambda: 123,
         processor=itertools.accumulate(itertools.repeat(0.5)).__next__,
+        process=itertools.accumulate(itertools.repeat(0.75)).__next__,
     )
 
 
@@ -72,9 +75,32 @@ def test_a_step_gets_peak_memory_wall_time_and_controller_cpu_time(tmp_path: Pat
     recorder.step(metrics_of(2, peak_rss_bytes=7.0))
     end(recorder)
     first, second = read_metrics(recorder.run.metrics)
-    assert first.values == {"reward_mean": 0.5, "peak_rss_bytes": 123.0, "time_step_s": 4.0, "cpu_controller_s": 0.5}
-    assert second.values == {"peak_rss_bytes": 7.0, "time_step_s": 1.0, "cpu_controller_s": 0.5}
+    cpu = {"cpu_controller_s": 0.5, "cpu_step_s": 0.75}
+    assert first.values == {"reward_mean": 0.5, "peak_rss_bytes": 123.0, "time_step_s": 4.0, **cpu}
+    assert second.values == {"peak_rss_bytes": 7.0, "time_step_s": 1.0, **cpu}
     assert (first.elapsed_s, second.elapsed_s) == (24.0, 27.0)
+
+
+def test_on_ray_the_cpu_time_of_a_step_is_that_of_controller_trainer_and_workers(tmp_path: Path) -> None:
+    recorder = open_recorder(tmp_path, of=RunSpec(runtime="ray"))
+    for _ in range(2):
+        recorder.event("decode", step=1, work=[{"cpu_s": 2.0}, {"cpu_s": 1.0}])
+    recorder.step(metrics_of(1, cpu_train_s=4.0))
+    recorder.step(metrics_of(2))
+    end(recorder)
+    assert [line.values["cpu_step_s"] for line in read_metrics(recorder.run.metrics)] == [10.5, 0.5]
+
+
+@pytest.mark.parametrize(("truncated", "warnings"), [("trained", 1), ("masked", 0)])
+def test_many_cut_completions_are_a_warning_once(tmp_path: Path, truncated: str, warnings: int) -> None:
+    recorder = open_recorder(tmp_path, of=RunSpec.model_validate({"scoring": {"truncated": truncated}}))
+    for step, share in enumerate((0.2, 0.21, 0.9), 1):
+        recorder.step(metrics_of(step, truncated_fraction=share))
+    end(recorder)
+    assert isinstance(recorder._view, PlainView) and isinstance(recorder._view._stream, io.StringIO)
+    said = recorder._view._stream.getvalue()
+    assert said.count("were cut at sampling.max_new_tokens = 256") == warnings
+    assert ("21% of the completions of step 2" in said) == bool(warnings)
 
 
 def test_samples_are_filed_by_step_and_purpose(tmp_path: Path) -> None:

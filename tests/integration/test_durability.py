@@ -80,6 +80,18 @@ def test_a_run_is_interrupted_resumed_and_then_already_finished(recipe: Path, tm
     assert summary(run)["steps"] == 8
 
 
+@pytest.mark.timeout(200)
+def test_a_run_ends_after_its_hours_with_a_checkpoint_and_can_be_resumed(recipe: Path, tmp_path: Path) -> None:
+    run, long = tmp_path / "run", ("--trainer.steps", "4000")
+    out = RunningProcess(recipe, run, (*long, "--trainer.hours", "0.001")).ends(0)
+    steps = summary(run)["steps"]
+    assert "trainer.hours are over" in out
+    assert 0 < steps < 4000
+    assert (run / "checkpoints" / f"step_{steps}").is_dir()
+    RunningProcess(recipe, run, ("--trainer.steps", str(steps + 2))).ends(0)
+    assert summary(run)["steps"] == steps + 2
+
+
 @pytest.mark.timeout(100)
 def test_a_run_directory_belongs_to_one_configuration(recipe: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"

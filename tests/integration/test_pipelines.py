@@ -238,6 +238,14 @@ def test_ctrl_c_stops_a_stage_with_a_checkpoint(quiet_result: tuple[str, str]) -
     assert made() == quiet_result
 
 
+def test_a_pipeline_ends_after_its_hours_and_can_be_resumed(quiet_result: tuple[str, str]) -> None:
+    ran = train("--trainer.hours=0.0003", "--stage.rl.trainer.steps=4000")
+    assert ran.code == 0, ran.err
+    assert ran.data["time_is_up"] and ran.data["stages"][1]["state"] != "done"
+    assert train().code == 0
+    assert made() == quiet_result
+
+
 def test_a_changed_stage_is_rerun_and_the_former_result_kept() -> None:
     assert train().code == 0
     before = made()

@@ -38,6 +38,7 @@ from benchmarks.agent_tokens import compared_tokens
 from benchmarks.agent_waiting import CONTROL_LEAST, MOST, waited
 from benchmarks.measuring import RESULTS, machine, print_records, write_result
 from benchmarks.models import quiet, smollm2
+from benchmarks.origin import parsed
 from benchmarks.stopping import interruptible
 from tidemill.envs.agents.builtin import BUILT_IN
 
@@ -56,7 +57,7 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=3, help="of recipes and evictions")
     parser.add_argument("--steps", type=int, default=12, help="of evictions and kills")
     parser.add_argument("--again", action="store_true", help="measure existing results of recipes again")
-    options = parser.parse_args()
+    options = parsed(parser)
     quiet()
     torch.set_num_threads(1)
     parts: dict[str, Callable[[Path], dict[str, Any]]] = {

@@ -38,6 +38,7 @@ from benchmarks.addition_runs import (
 from benchmarks.line_charts import PICTURES, Line, Panel, write_chart
 from benchmarks.measuring import machine, write_result
 from benchmarks.models import quiet
+from benchmarks.origin import parsed
 from benchmarks.sft_start import LEARNING, START
 from benchmarks.stopping import interruptible
 
@@ -70,7 +71,7 @@ def main() -> int:
     parser.add_argument("--only", default=",".join(ALGORITHMS), help="algorithms, separated by commas")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--again", action="store_true", help="measure existing results again")
-    options = parser.parse_args()
+    options = parsed(parser)
     quiet()
     torch.set_num_threads(1)
     wanted = [(case, seed) for seed in range(options.seeds) for case in options.only.split(",")]

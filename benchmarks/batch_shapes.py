@@ -21,6 +21,7 @@ import torch
 
 from benchmarks.measuring import write_result
 from benchmarks.models import quiet, smollm2
+from benchmarks.origin import parsed
 from tidemill.core.records import (
     GenerateRequest,
     PolicyVersion,
@@ -115,7 +116,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else "")
     parser.add_argument("--prompts", type=int, default=len(OPENINGS))
     parser.add_argument("--new-tokens", type=int, default=48)
-    options = parser.parse_args()
+    options = parsed(parser)
     quiet()
     torch.set_num_threads(1)
     bench = Bench(smollm2(), prompts=options.prompts, new_tokens=options.new_tokens)

@@ -33,6 +33,7 @@ from typing import Any
 import msgspec
 
 from benchmarks.measuring import write_result
+from benchmarks.origin import parsed
 from benchmarks.synthetic_fleet import (
     TICK_S,
     Apart,
@@ -232,7 +233,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=20.0)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--turns", type=int, default=1, help="more than 1: measure only the whole controller with them")
-    options = parser.parse_args()
+    options = parsed(parser)
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     sizes = [*(size for size in (10, 100) if size < options.workers), options.workers]
     with tempfile.TemporaryDirectory() as name:

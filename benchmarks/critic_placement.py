@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.measuring import write_result
+from benchmarks.origin import parsed
 from benchmarks.ray_runs import spec_of, steps_of, total
 from tidemill.telemetry.metrics import CRITIC_WAIT, STEP_TIME, MetricLine
 
@@ -51,7 +52,7 @@ def main() -> int:
     )
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="runs per placement")
     parser.add_argument("--steps", type=int, default=COUNTED_STEPS, help="counted steps per run")
-    options = parser.parse_args()
+    options = parsed(parser)
     runs = []
     for number in range(options.rounds):
         for placement in PLACEMENTS if number % 2 == 0 else reversed(PLACEMENTS):

@@ -21,6 +21,7 @@ from rich.table import Table
 
 from benchmarks.measuring import BYTES_PER_GB, write_result
 from benchmarks.models import quiet, smollm2
+from benchmarks.origin import parsed
 from benchmarks.training_run import train
 
 RECIPE = Path(__file__).resolve().parent.parent / "recipes" / "smollm2-addition.toml"
@@ -47,7 +48,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Held-out accuracy of the demo over seeds, and its control.")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=0, help="trainer.threads; 0 lets the run measure")
-    options = parser.parse_args()
+    options = parsed(parser)
     quiet()
     smollm2()  # converted before the first run, so that all runs do the same
     with tempfile.TemporaryDirectory(prefix="tidemill-demo-") as folder:

@@ -24,6 +24,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from benchmarks.measuring import write_result
 from benchmarks.models import quiet, smollm2
+from benchmarks.origin import parsed
 from tidemill.core.protocols import Engine
 from tidemill.core.records import (
     GenerateRequest,
@@ -55,7 +56,7 @@ def main() -> int:
     parser.add_argument("--model", choices=("smollm2", "large-vocabulary"), default="smollm2")
     parser.add_argument("--samples", type=int, default=128)
     parser.add_argument("--tokens", type=int, default=80)
-    options = parser.parse_args()
+    options = parsed(parser)
     quiet()
     torch.set_num_threads(1)
     folder, device = smollm2() if options.model == "smollm2" else large_vocabulary(), torch.device("cpu")

@@ -29,6 +29,7 @@ from benchmarks.equivalent_runs import compare, disturbed_run, quiet_run
 from benchmarks.learning_curves import RECIPES, Curve, Point, curve, points
 from benchmarks.measuring import RESULTS, machine, print_records, write_result
 from benchmarks.models import quiet, smollm2
+from benchmarks.origin import parsed
 from benchmarks.saboteur import Eviction
 from benchmarks.twin_batches import losses, twin_run
 
@@ -42,7 +43,7 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=3, help="for char and curves")
     parser.add_argument("--char-steps", type=int, default=20)
     parser.add_argument("--twin-steps", type=int, default=10)
-    options = parser.parse_args()
+    options = parsed(parser)
     quiet()
     torch.set_num_threads(1)
     parts: dict[str, Callable[[Path], dict[str, Any]]] = {

@@ -30,6 +30,7 @@ import torch
 
 from benchmarks.idle_sessions import idle_sessions
 from benchmarks.measuring import print_records, write_result
+from benchmarks.origin import parsed
 from benchmarks.stopping import interruptible
 from tidemill.config.gateway import GatewayConfig
 from tidemill.config.schema import RunSpec
@@ -139,7 +140,7 @@ def main() -> int:
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=400)
     parser.add_argument("--sessions", type=int, default=2000)
-    options = parser.parse_args()
+    options = parsed(parser)
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     server = context.Process(target=serve, args=(theirs, options.streams), daemon=True)

@@ -18,6 +18,7 @@ from benchmarks.generation_hf import transformers_side
 from benchmarks.generation_tidemill import check_logprobs, tidemill_side
 from benchmarks.measuring import Comparison, compare, report
 from benchmarks.models import char_model, quiet, smollm2
+from benchmarks.origin import parsed
 from benchmarks.turns import take_turns
 from benchmarks.workload import Workload, demo_shape, even_shape, long_tail
 
@@ -31,7 +32,7 @@ def main() -> int:
     parser.add_argument("--model", default="", help="a local folder instead of SmolLM2")
     parser.add_argument("--quick", action="store_true", help="tiny shapes on a character model: checks the benchmark")
     parser.add_argument("--only", default="", help="run the cases whose name contains this")
-    options = parser.parse_args()
+    options = parsed(parser)
     quiet()
     model = options.model or str(char_model() if options.quick else smollm2())
     workloads = [

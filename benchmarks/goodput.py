@@ -25,6 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.measuring import RESULTS, write_result
+from benchmarks.origin import parsed
 from tests.doubles.costs import ConstantEngine
 from tests.doubles.journal import MemoryJournal
 from tidemill.config.pool import FleetConfig
@@ -171,7 +172,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hours", type=float, default=4.0, help="of each trace, at most")
     parser.add_argument("--trace", type=Path, action="append", default=[], help="an additional capacity trace")
-    arguments = parser.parse_args()
+    arguments = parsed(parser)
     table = Table("trace", "hours", "workers", "evictions", "moved", "of the ideal", "boots included", "target")
     results = {}
     for name, trace, duration_s in cases(arguments):

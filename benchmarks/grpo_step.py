@@ -21,6 +21,7 @@ from benchmarks.grpo_tidemill import tidemill_side
 from benchmarks.grpo_trl import trl_side
 from benchmarks.measuring import Comparison, compare, report
 from benchmarks.models import char_model, quiet, smollm2
+from benchmarks.origin import parsed
 from benchmarks.turns import take_turns
 
 DEADLINE_S = 3600.0
@@ -99,7 +100,7 @@ def main() -> int:
     parser.add_argument("--only", default="", help="run the cases whose name contains this")
     parser.add_argument("--rounds", type=int, default=0, help="measured rounds of each case")
     parser.add_argument("--quick", action="store_true", help="two rounds on the character model: checks the benchmark")
-    options = parser.parse_args()
+    options = parsed(parser)
     quiet()
     chosen = [case for case in CASES if options.only in case.name and (case.small or not options.quick)]
     rounds = 2 if options.quick else options.rounds

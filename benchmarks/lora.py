@@ -31,6 +31,7 @@ from rich.table import Table
 from benchmarks.addition_runs import TARGET, AdditionRun, addition_run, interval, of_case, spread
 from benchmarks.measuring import BYTES_PER_GB, RESULTS, write_result
 from benchmarks.models import quiet, smollm2
+from benchmarks.origin import parsed
 from benchmarks.sft_start import sft_start
 from benchmarks.training_run import train
 from benchmarks.weights_delta import RECIPE, publishes_of_a_run
@@ -74,7 +75,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=STEPS, help="of each run that is measured for memory and bytes")
     parser.add_argument("--only", default=",".join(PARTS), help="parts, separated by commas")
     parser.add_argument("--seeds", type=int, default=3, help="of each run that learns")
-    options = parser.parse_args()
+    options = parsed(parser)
     quiet()
     name = "lora" if options.steps == STEPS else "lora-partial"
     figures = _earlier(name)

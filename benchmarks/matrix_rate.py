@@ -26,6 +26,7 @@ from transformers import PreTrainedModel
 
 from benchmarks.measuring import print_records, write_result
 from benchmarks.models import quiet, smollm2
+from benchmarks.origin import parsed
 from benchmarks.stopping import interruptible
 from benchmarks.turns import ONE_THREAD
 from tidemill.core.records import GenerateRequest, PolicyVersion, SampleId, SamplingParams, pack_tokens
@@ -46,7 +47,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 def main() -> int:
     parser = argparse.ArgumentParser(description="Training and decoding relative to the machine's matrix rate.")
     parser.add_argument("--only", default=",".join(DTYPES), help="precisions, separated by commas")
-    chosen = parser.parse_args().only.split(",")
+    chosen = parsed(parser).only.split(",")
     os.environ |= ONE_THREAD
     torch.set_num_threads(1)
     quiet()

@@ -16,6 +16,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.origin import origin
 from benchmarks.turns import SideResult
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -113,10 +114,12 @@ def report(
 
 
 def write_result(name: str, content: Mapping[str, Any]) -> Path:
-    """Write results/NAME.json with figures and machine."""
+    """Write results/NAME.json with figures, machine, and where they come from."""
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"
-    path.write_text(json.dumps({"benchmark": name, "machine": machine(), **content}, indent=2) + "\n")
+    path.write_text(
+        json.dumps({"benchmark": name, "machine": machine(), "origin": origin(), **content}, indent=2) + "\n"
+    )
     print(f"written: {path}")
     return path
 

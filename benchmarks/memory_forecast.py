@@ -21,6 +21,7 @@ from rich.table import Table
 
 from benchmarks.measuring import BYTES_PER_GB, write_result
 from benchmarks.models import quiet, smollm2
+from benchmarks.origin import parsed
 from benchmarks.training_run import train
 from benchmarks.weights_delta import RECIPE
 from tidemill.cli.plan_options import models_of
@@ -49,7 +50,7 @@ CASES: Mapping[str, Sequence[str]] = {
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=STEPS, help="of each run; 3 at least")
-    steps = parser.parse_args().steps
+    steps = parsed(parser).steps
     quiet()
     smollm2()
     profile: RunProfile | None = None

@@ -28,6 +28,7 @@ from pathlib import Path
 from ray._private import state
 
 from benchmarks.measuring import write_result
+from benchmarks.origin import parsed
 from tidemill.config.schema import RunSpec
 from tidemill.core.protocols import Clock, Provider, WorkerHost
 from tidemill.core.records import (
@@ -252,7 +253,7 @@ def watched(kills: int, results: list[Migration]):  # type: ignore[no-untyped-de
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=20)
-    kills = parser.parse_args().kills
+    kills = parsed(parser).kills
     results: list[Migration] = []
     with tempfile.TemporaryDirectory() as folder:
         spec = RunSpec.model_validate({**SPEC, "run": {"name": "migration", "dir": str(Path(folder) / "run")}})

@@ -30,6 +30,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.measuring import write_result
+from benchmarks.origin import parsed
 from benchmarks.ray_runs import spec_of, steps_of, total
 from tidemill.telemetry.metrics import STEP_TIME, TRAINER_IDLE, MetricLine
 
@@ -62,7 +63,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="The trainer's idle share by policy lag, on Ray.")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="runs at each lag")
     parser.add_argument("--steps", type=int, default=COUNTED_STEPS, help="of each run that are counted")
-    options = parser.parse_args()
+    options = parsed(parser)
     runs = []
     for number in range(options.rounds):
         first = number % len(LAGS)

@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.measuring import write_result
+from benchmarks.origin import parsed
 from tidemill.config.model import CharModelConfig
 from tidemill.config.schema import RunSpec
 from tidemill.core.protocols import Clock, Reader
@@ -209,7 +210,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=6, help="counted ones")
     parser.add_argument("--places", default=",".join(PLACES))
-    options = parser.parse_args()
+    options = parsed(parser)
     results = {}
     with tempfile.TemporaryDirectory() as name:
         reward = reward_folder(Path(name) / "reward")

@@ -22,6 +22,7 @@ import torch
 
 from benchmarks.equivalent_runs import char_spec
 from benchmarks.measuring import write_result
+from benchmarks.origin import parsed
 from tests.doubles.costs import ConstantEngine, ConstantTrainer
 from tidemill.config.schema import RunSpec
 from tidemill.hardware.completion_lengths import LogNormalLengths
@@ -80,7 +81,7 @@ def measured(slots: int, unfinished: Unfinished, seed: int) -> float:
 def main() -> int:
     parser = argparse.ArgumentParser(description='The cost of schedule.unfinished = "wait".')
     parser.add_argument("--rounds", type=int, default=4)
-    rounds = parser.parse_args().rounds
+    rounds = parsed(parser).rounds
     torch.set_num_threads(1)
     apart = []
     for lag in LAGS:

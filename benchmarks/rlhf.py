@@ -29,6 +29,7 @@ from benchmarks.addition_runs import interval
 from benchmarks.line_charts import PICTURES, Line, Panel, write_chart
 from benchmarks.measuring import RESULTS, machine, write_result
 from benchmarks.models import quiet, smollm2
+from benchmarks.origin import parsed
 from benchmarks.rlhf_runs import RECIPE, Change, RlhfRun, rlhf_run
 from benchmarks.sft_start import CACHE
 from benchmarks.stopping import interruptible
@@ -43,7 +44,7 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--only", default="", help="these seeds, separated by commas; others may run concurrently")
     parser.add_argument("--again", action="store_true", help="measure existing results again")
-    options = parser.parse_args()
+    options = parsed(parser)
     quiet()
     torch.set_num_threads(1)
     seeds = [int(seed) for seed in options.only.split(",")] if options.only else list(range(options.seeds))

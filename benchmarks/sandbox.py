@@ -24,6 +24,7 @@ from contextlib import closing
 from pathlib import Path
 
 from benchmarks.measuring import print_records, write_result
+from benchmarks.origin import parsed
 from tidemill.config.sandbox import SandboxConfig
 from tidemill.core.errors import UserError
 from tidemill.sandbox import Finished, SandboxError, open_sandbox
@@ -51,7 +52,7 @@ print(name, total)
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--kills", type=int, default=KILLS)
-    kills = parser.parse_args().kills
+    kills = parsed(parser).kills
     orphans = killed_owners(kills)  # first: a fork of this process must not find a launcher
     figures = {**orphans, **output(), **starts(), **at_once()}
     aims = {

@@ -39,6 +39,7 @@ from benchmarks.addition_runs import (
 from benchmarks.line_charts import PICTURES, Line, Panel, write_chart
 from benchmarks.measuring import write_result
 from benchmarks.models import quiet
+from benchmarks.origin import parsed
 from benchmarks.sft_start import LEARNING, START
 from benchmarks.stopping import interruptible
 
@@ -72,7 +73,7 @@ def main() -> int:
     parser.add_argument("--only", default=",".join(map(str, LAGS)), help="lags, separated by commas")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--again", action="store_true", help="measure existing results again")
-    options = parser.parse_args()
+    options = parsed(parser)
     quiet()
     torch.set_num_threads(1)
     lags = [int(lag) for lag in options.only.split(",")]

@@ -24,6 +24,7 @@ from benchmarks.additions import NEW_TOKENS, addition_prompts
 from benchmarks.grpo_tidemill import tidemill_side
 from benchmarks.measuring import write_result
 from benchmarks.models import char_model, quiet, smollm2
+from benchmarks.origin import parsed
 from benchmarks.turns import SideResult, Turns, Work, take_turns
 from tidemill.core.records import Group
 from tidemill.trainer.advantage_estimator import AdvantageEstimator, GroupAdvantages
@@ -69,7 +70,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="The cost of a user's advantage function.")
     parser.add_argument("--rounds", type=int, default=0, help="measured rounds of each case")
     parser.add_argument("--quick", action="store_true", help="two rounds on the character model: checks the benchmark")
-    options = parser.parse_args()
+    options = parsed(parser)
     quiet()
     chosen = [name for name in ROUNDS if name.startswith("character") or not options.quick]
     rounds = 2 if options.quick else options.rounds

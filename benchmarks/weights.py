@@ -20,6 +20,7 @@ from rich.table import Table
 
 from benchmarks.measuring import write_result
 from benchmarks.models import quiet, smollm2
+from benchmarks.origin import parsed
 from benchmarks.weights_delta import Publish, publishes_of_a_run
 from benchmarks.weights_pause import CASES, Pause, pause
 
@@ -35,7 +36,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=STEPS, help="optimizer steps whose deltas are measured")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="pulls of each case")
     parser.add_argument("--only", choices=("deltas", "pause"), help="one half of it")
-    options = parser.parse_args()
+    options = parsed(parser)
     quiet()
     model = smollm2()
     content: dict[str, Any] = {}

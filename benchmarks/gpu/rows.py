@@ -13,6 +13,7 @@ import torch
 from rich.console import Console
 
 from benchmarks.measuring import write_result
+from benchmarks.origin import parsed
 
 WARM_UP = 2
 
@@ -65,7 +66,7 @@ def options(about: str) -> argparse.Namespace | None:
     parser = argparse.ArgumentParser(description=about)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true", help="sizes for a CPU, to see that the script works")
-    found = parser.parse_args()
+    found = parsed(parser)
     if torch.device(found.device).type == "cuda" and not torch.cuda.is_available():
         print("no GPU; use --device cpu --tiny", file=sys.stderr)
         return None

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.measuring import print_records, write_result
+from benchmarks.origin import parsed
 from tidemill.models.attention import AttentionPlan
 from tidemill.models.flex_attention import FlexPlan
 from tidemill.models.token_tree import TokenTree, build_tree
@@ -36,7 +37,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Attention in token trees on a GPU.")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true", help="trees of 200 nodes, one round")
-    options = parser.parse_args()
+    options = parsed(parser)
     device = torch.device(options.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         print("no GPU; use --device cpu --tiny", file=sys.stderr)

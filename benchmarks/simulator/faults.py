@@ -14,6 +14,7 @@ from concurrent.futures import ProcessPoolExecutor
 from statistics import fmean
 
 from benchmarks.measuring import write_result
+from benchmarks.origin import parsed
 from benchmarks.simulator.segments import CORES
 from tests.fault_simulation.seed_run import Outcome, simulate_faults
 
@@ -29,7 +30,7 @@ def timed(seed: int) -> tuple[Outcome, float]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=SEEDS)
-    seeds = parser.parse_args().seeds
+    seeds = parsed(parser).seeds
     outcomes, cpu_s = list[Outcome](), list[float]()
     with ProcessPoolExecutor(CORES) as pool:
         for outcome, seconds in pool.map(timed, range(seeds), chunksize=CHUNK):

@@ -20,6 +20,7 @@ from rich.table import Table
 
 from benchmarks.line_charts import PICTURES, Line, Panel, write_chart
 from benchmarks.measuring import write_result
+from benchmarks.origin import parsed
 from tidemill.config.schema import RunSpec
 from tidemill.runtime.compute import collected_rarely
 from tidemill.sim.comparison import plan_scenario, simulate_planned
@@ -130,7 +131,7 @@ def draw(rows: list[dict[str, Any]]) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, nargs="+", default=list(SIZES), metavar="N")
-    arguments = parser.parse_args()
+    arguments = parsed(parser)
     table = Table("workers", "tokens/s", "tokens/$", "trainer learns", "workers idle", "step s", "CPU s")
     rows = []
     with collected_rarely():

@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.measuring import write_result
+from benchmarks.origin import parsed
 from benchmarks.simulator.availability import MOST, SEGMENT_S, segments
 from benchmarks.simulator.published_system import (
     FITTED,
@@ -161,7 +162,7 @@ def show(totals: dict[str, Total], best: tuple[float, float]) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--all", action="store_true", help="take things away at lag 1 too")
-    found = play_all([(ROW, name) for name in (SYSTEMS if parser.parse_args().all else ALWAYS)], run_case)
+    found = play_all([(ROW, name) for name in (SYSTEMS if parsed(parser).all else ALWAYS)], run_case)
     totals = {name: total(outcomes) for (_, name), outcomes in found.items()}
     published = found[ROW, PUBLISHED].values()
     best = bound(sum(one.train_s for one in published) / sum(one.tokens for one in published))

@@ -31,6 +31,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.measuring import write_result
+from benchmarks.origin import parsed
 from benchmarks.training_run import train
 from benchmarks.turns import OFFLINE, ONE_THREAD
 from tidemill.config.schema import RunSpec
@@ -203,7 +204,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", nargs="+", choices=PAIRS, default=list(PAIRS))
     parser.add_argument("--keep", type=Path, help="keep the runs in this folder")
-    options = parser.parse_args()
+    options = parsed(parser)
     cases = [Case(name) for name in options.only]
     with tempfile.TemporaryDirectory(prefix="tidemill-benchmark-") as temporary:
         for number in range(options.rounds):

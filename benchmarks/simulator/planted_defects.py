@@ -26,6 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.measuring import write_result
+from benchmarks.origin import parsed
 from tests.fault_simulation.seed_run import simulate_faults
 from tidemill.controller import publishing, replay, run
 from tidemill.controller.acting import TurnLog
@@ -440,7 +441,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help="of a defect; by default all")
     parser.add_argument("--seeds", type=int, default=TARGET, help="at most")
-    arguments = parser.parse_args()
+    arguments = parsed(parser)
     table = Table("the controller …", "seeds", "it showed as")
     results: dict[str, Any] = {}
     for name in arguments.names or DEFECTS:

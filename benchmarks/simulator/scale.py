@@ -18,6 +18,7 @@ import time
 from typing import Any
 
 from benchmarks.measuring import write_result
+from benchmarks.origin import parsed
 from tests.doubles.costs import ConstantEngine, ConstantTrainer
 from tidemill.config.schema import RunSpec
 from tidemill.hardware.completion_lengths import LogNormalLengths
@@ -78,7 +79,7 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=1000)
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--profile", action="store_true", help="where the time goes")
-    arguments = parser.parse_args()
+    arguments = parsed(parser)
     profile = cProfile.Profile()
     if arguments.profile:
         profile.enable()

@@ -25,6 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.measuring import write_result
+from benchmarks.origin import parsed
 from benchmarks.simulator.availability import SEGMENTS, fitting_seeds
 from benchmarks.simulator.calibration import Steady, steady
 from benchmarks.simulator.published import ABLATIONS, run_case
@@ -147,7 +148,7 @@ def show_effects(title: str, effects: Sequence[Effect]) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--traces", type=int, default=TRACES, help="how many, the comparison's being the first")
-    wanted = parser.parse_args().traces
+    wanted = parsed(parser).traces
     if wanted < 2:
         parser.error("--traces: at least 2, as their spread is told")
     traces = list(islice(fitting_seeds(), wanted))

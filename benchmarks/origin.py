@@ -1,0 +1,108 @@
+"""Where a result comes from: commit, changed files, command, settings and date; and which code it depends on."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = {"benchmarks": ROOT / "benchmarks", "tests": ROOT / "tests", "tidemill": ROOT / "src" / "tidemill"}
+_settings: dict[str, Any] = {}
+
+
+def parsed(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """The command line's options, which every result of this process then names."""
+    options = parser.parse_args()
+    _settings.update({name: _plain(value) for name, value in vars(options).items()})
+    return options
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    return value if isinstance(value, str | int | float | None) else str(value)
+
+
+def origin() -> dict[str, Any]:
+    """Of a result that this process measured."""
+    module = _main_module()
+    return {
+        "module": module,
+        "command": " ".join(["python", "-m", module, *sys.argv[1:]]),
+        "settings": dict(_settings),
+        "commit": _git("rev-parse", "HEAD").strip(),
+        "changed": [line[3:] for line in _git("status", "--porcelain", *code_of(module)).splitlines()],
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+    }
+
+
+def _main_module() -> str:
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    return "" if spec is None else str(spec.name).removesuffix(".__main__")
+
+
+def committed(file: Path) -> tuple[str, str]:
+    """(commit, date) of the last change of a file."""
+    commit, _, date = _git("log", "-1", "--format=%H %cs", "--", str(file.relative_to(ROOT))).strip().partition(" ")
+    return commit, date
+
+
+def changed_since(commit: str, module: str) -> list[str]:
+    """Files that a benchmark imports and that a commit has otherwise.
+
+    Raises:
+        ValueError: the commit or the benchmark is not known.
+    """
+    if not (files := code_of(module)):
+        raise ValueError(f"there is no {module or 'benchmark of it'}")
+    try:
+        return _git("diff", "--name-only", commit, "--", *files).splitlines()
+    except subprocess.CalledProcessError as error:
+        raise ValueError(f"{commit[:9]} is no commit of this repository") from error
+
+
+def _git(*arguments: str) -> str:
+    return subprocess.run(["git", *arguments], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+
+
+def code_of(module: str) -> list[str]:
+    """The files of this repository that a module imports, wherever the import stands; relative paths, sorted."""
+    found, due = set[Path](), list(_files(module))
+    while due:
+        file = due.pop()
+        if file not in found:
+            found.add(file)
+            for name in _imports(file):
+                due += _files(name)
+    return sorted(str(file.relative_to(ROOT)) for file in found)
+
+
+def _files(module: str) -> Iterator[Path]:
+    """The file of a module, its packages', and of a package run as a program."""
+    first, *rest = module.split(".")
+    if first not in PACKAGES:
+        return
+    place = PACKAGES[first]
+    for part in [None, *rest]:
+        place = place if part is None else place / part
+        yield from (file for file in (place / "__init__.py", place.with_suffix(".py")) if file.is_file())
+    if (place / "__main__.py").is_file():
+        yield place / "__main__.py"
+
+
+@cache
+def _imports(file: Path) -> tuple[str, ...]:
+    names = list[str]()
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names += [each.name for each in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names += [node.module, *(f"{node.module}.{each.name}" for each in node.names)]
+    return tuple(names)

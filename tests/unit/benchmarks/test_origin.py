@@ -1,0 +1,81 @@
+"""Results name where they come from, and are told from those that are older than their code."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from benchmarks import origin, status
+from benchmarks.origin import code_of
+
+
+@pytest.fixture
+def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A repository with a benchmark that imports a module inside a function, and its result."""
+    (tmp_path / "benchmarks" / "results").mkdir(parents=True)
+    (tmp_path / "tidemill").mkdir()
+    (tmp_path / "tidemill" / "__init__.py").touch()
+    (tmp_path / "tidemill" / "used.py").write_text("import json\n")
+    (tmp_path / "tidemill" / "other.py").write_text("")
+    (tmp_path / "benchmarks" / "speed.py").write_text("def main():\n    from tidemill.used import json\n")
+    git(tmp_path, "init", "-q")
+    commit_all(tmp_path)
+    monkeypatch.setattr(origin, "ROOT", tmp_path)
+    monkeypatch.setattr(origin, "PACKAGES", {name: tmp_path / name for name in ("benchmarks", "tidemill")})
+    monkeypatch.setattr(origin, "_main_module", lambda: "benchmarks.speed")
+    origin._imports.cache_clear()
+    return tmp_path
+
+
+def git(folder: Path, *arguments: str) -> None:
+    identity = ("-c", "user.name=a", "-c", "user.email=a@b.c")
+    subprocess.run(["git", *identity, *arguments], cwd=folder, check=True, capture_output=True)
+
+
+def commit_all(folder: Path) -> None:
+    git(folder, "add", "-A")
+    git(folder, "commit", "-q", "-m", "change")
+
+
+def state(folder: Path) -> str:
+    return status.state_of(folder / "benchmarks" / "results" / "speed.json")[0]
+
+
+def write_result(folder: Path, **content: object) -> None:
+    path = folder / "benchmarks" / "results" / "speed.json"
+    path.write_text(json.dumps({"benchmark": "speed", **content}))
+
+
+def test_the_code_of_a_benchmark_is_all_that_it_imports(repository: Path) -> None:
+    assert code_of("benchmarks.speed") == ["benchmarks/speed.py", "tidemill/__init__.py", "tidemill/used.py"]
+
+
+def test_a_result_is_current_until_its_code_changes(repository: Path) -> None:
+    write_result(repository, origin=origin.origin())
+    assert state(repository) == "current"
+    (repository / "tidemill" / "other.py").write_text("x = 1\n")
+    assert state(repository) == "current"
+    (repository / "tidemill" / "used.py").write_text("import json, math\n")
+    assert state(repository) == "1 files have changed since"
+    commit_all(repository)
+    assert state(repository) == "1 files have changed since"
+
+
+def test_changed_files_are_part_of_the_origin(repository: Path) -> None:
+    (repository / "tidemill" / "used.py").write_text("import json, math\n")
+    found = origin.origin()
+    assert found["changed"] == ["tidemill/used.py"]
+    write_result(repository, origin=found)
+    assert state(repository) == "measured with 1 files changed since its commit"
+
+
+def test_an_older_result_counts_from_the_commit_that_wrote_it(repository: Path) -> None:
+    write_result(repository)
+    commit_all(repository)
+    assert state(repository) == "current"
+    (repository / "benchmarks" / "speed.py").write_text("from tidemill import other\n")
+    origin._imports.cache_clear()
+    assert state(repository) == "1 files have changed since"

@@ -1,60 +1,62 @@
 """Accepted tokens as a share of the decoding capacity of preemptible machines.
 
-    python -m benchmarks.goodput [--hours 4] [--trace FILE ...]
+    python -m benchmarks.goodput [--hours 2] [--trace FILE ...] [--orders]
 
-The real controller (fleet, dispatcher, ledger with its journal) runs in virtual time with simulated engines of constant
-speed, independent of this machine's noise. Machines follow synthetic markets with the counts, bursts and times to
-eviction of two Bamboo traces, or given capacity traces. There is always more to generate than the machines can do: the
-benchmark measures the cost of evictions, queues, prefills and migration, not of the end of a batch. The ideal is every
-machine at its peak speed while it is leased and ready; a second figure assumes that booting and pulling take no time.
+The real controller (training loop, fleet, dispatcher) runs in virtual time with simulated engines of constant speed,
+independent of this machine's noise. Machines follow synthetic markets with the counts, bursts and times to eviction of
+two Bamboo traces, or given capacity traces. Two modes:
+
+- *batches*: finite batches at lag 0, as a run has them. The trainer takes no time, so what is lost is lost to
+  generating. At the end of a batch there is less to generate than slots; the *ideal* is the best that any order and any
+  migration could do with the same lengths and machines, if nothing but decoding took time.
+- *endless*: lag 1, groups in the order in which they finish: there is always more to generate.
+
+Accepted are tokens of finished samples; those in unfinished ones at the end are a figure of their own. The benchmark
+fails if machines were evicted with samples on them and none migrated, or if a sample that lost its machine waited half
+an hour. `--orders` compares two orders of waiting samples at lag 0 over three seeds: longest first, and evicted first.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import json
-import random
+import heapq
+import math
 import sys
 import time
-from contextlib import suppress
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
+from statistics import fmean
 from typing import Any
+from unittest.mock import patch
 
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.measuring import RESULTS, write_result
+from benchmarks.measuring import write_result
 from benchmarks.origin import parsed
-from tests.doubles.costs import ConstantEngine
-from tests.doubles.journal import MemoryJournal
-from tidemill.config.pool import FleetConfig
-from tidemill.controller.collector import collect_samples
-from tidemill.controller.fleet import Fleet
-from tidemill.controller.in_flight import TRAIN, InFlight, SamplingPlan, plan_groups
-from tidemill.controller.ledger import Ledger
-from tidemill.controller.rollout_context import RolloutContext
-from tidemill.core.protocols import LoopClock
-from tidemill.core.records import (
-    PolicyVersion,
-    Prompt,
-    Reward,
-    SampleId,
-    SamplingParams,
-    pack_tokens,
-)
+from benchmarks.slot_time import DONE, TimedEngine, Watch, shares
+from tests.doubles.costs import ConstantEngine, ConstantTrainer
+from tidemill.config.schema import RunSpec
+from tidemill.controller import loop as loop_module
+from tidemill.controller.dispatcher import Dispatcher
+from tidemill.controller.in_flight import InFlight
+from tidemill.controller.samples import Sample
+from tidemill.core.records import Record
 from tidemill.pool.build_provider import trace_timetable
-from tidemill.pool.provider import ScheduledProvider
 from tidemill.pool.synthetic import Market, synthetic_trace
 from tidemill.pool.traces import CapacityTrace, read_trace
 from tidemill.sim.costs import WeightCosts
-from tidemill.sim.simulated_trainer import SimulatedPublisher
+from tidemill.sim.outcome import SimulatedRun
 from tidemill.sim.simulated_worker import SimulatedHost
-from tidemill.sim.virtual_time import run_virtual
-from tidemill.sim.workload import BlankCompletions, NoText, SimulatedScorer
-from tidemill.telemetry.recorder import NullTelemetry
+from tidemill.sim.simulation import ComponentFactories, CostModel, simulate_run
+from tidemill.sim.workload import Workload
+from tidemill.telemetry.events import EVICTION, MIGRATION
 
-TARGET = 0.95
+TARGET, LONGEST_WAIT_S = 0.97, 1800.0
+MODES = ("batches", "endless")
+SEEDS = (7, 8, 9)
 # Counts, times to eviction and return, and burst sizes of two Bamboo traces (g4dn in us-east-1c and us-east-1d).
 MARKETS = {
     "like Bamboo us-east-1c": Market(
@@ -78,90 +80,173 @@ MARKETS = {
 SPEED = ConstantEngine(slots=64, plateau=64, step_s=0.025, prefill_tokens_per_s=8000.0, boot_s=20.0)
 WEIGHTS = WeightCosts(pull_s=5.0)
 TICK_S = 1.0
-GROUP = 8
-LONGEST = 8192
+PROMPTS, GROUP = 512, 8
+MEAN_TOKENS, LONGEST = 1200, 8192
 PROMPT_TOKENS = 256
-VERSION = PolicyVersion(number=1, digest="measured")
 
 
-def completion_length(sample_id: SampleId) -> int:
-    """Geometric, mean 1,200 tokens."""
-    return min(LONGEST, 1 + int(random.Random(sample_id.key).expovariate(1 / 1200)))
+class GeometricLengths(Record):
+    """Geometric, cut at the longest."""
+
+    def quantile(self, share: float) -> int:
+        return min(LONGEST, 1 + int(-math.log1p(-share) * MEAN_TOKENS))
 
 
-async def measure(trace: CapacityTrace, duration_s: float, seed: int) -> dict[str, Any]:
-    clock, telemetry = LoopClock(), NullTelemetry(lambda _: None)
+WORK = Workload(lengths=GeometricLengths(), prompt_tokens=PROMPT_TOKENS)
+
+
+def spec_of(mode: str, seed: int) -> RunSpec:
+    schedule = {"max_policy_lag": 1, "membership": "first_finished"} if mode == "endless" else {}
+    return RunSpec.model_validate(
+        {
+            "run": {"seed": seed},
+            "batch": {"prompts": PROMPTS, "group_size": GROUP, "order": "arrival" if schedule else "canonical"},
+            "sampling": {"max_new_tokens": LONGEST},
+            "engine": {"slots": SPEED.slots},
+            "schedule": schedule,
+            "trainer": {"steps": 10_000},
+            "checkpoint": {"every_steps": 0},
+            "eval": {"every_steps": 0},
+            "fleet": {"seeding": False},
+            "pool": {"kind": "synthetic"},
+        }
+    )
+
+
+def measure(trace: CapacityTrace, duration_s: float, mode: str, seed: int) -> dict[str, Any]:
+    """Figures of a run on the machines of a trace.
+
+    Raises:
+        AssertionError: machines with samples were evicted and nothing migrated, or a sample was not continued.
+    """
+    hosts: list[SimulatedHost] = []
+    watches: list[Watch] = []
+    batches: list[list[int]] = []  # lengths of the samples of each opened batch
+
+    class Seen(InFlight):
+        def __init__(self, *arguments: Any, **more: Any) -> None:
+            super().__init__(*arguments, **more)
+            watches[0].in_flight = watches[0].in_flight or self
+
+        def open(self, groups: Iterable[Any], prompts: Iterable[Any]) -> None:
+            before = set(self.samples)
+            super().open(groups, prompts)
+            batches.append([WORK.length(one.sample_id) for at, one in self.samples.items() if at not in before])
+
+    class Host(SimulatedHost):
+        def __init__(self, *arguments: Any, **more: Any) -> None:
+            super().__init__(*arguments, **more)
+            hosts.append(self)
+            watches.append(Watch(more["clock"], end_s=duration_s, host=self))
+            self._watching = asyncio.create_task(watches[0].run())
+
+        async def close(self) -> None:
+            self._watching.cancel()
+            await super().close()
+
+    model = CostModel(trainer=ConstantTrainer(tokens_per_s=math.inf), weights=WEIGHTS, shares_gpus=False, worker=SPEED)
+    factories = ComponentFactories(host=Host, engine=TimedEngine, tick_s=TICK_S, final_report=False)
     timetable = trace_timetable(trace, start_s=0.0, notice_s=0.0, seed=seed)
-    host = SimulatedHost(SPEED, WEIGHTS, completions=BlankCompletions(completion_length), clock=clock, tick_s=TICK_S)
-    fleet = Fleet(
-        None,
-        slots=SPEED.slots,
-        clock=clock,
-        telemetry=telemetry,
-        config=FleetConfig(seeding=False),
-        provider=ScheduledProvider(timetable, clock=clock, session=1),
-        host=host,
-        publisher=SimulatedPublisher(WEIGHTS),
-    )
-    ideal = ideal_tokens(trace, duration_s)
-    prompts = int(1.2 * ideal / 1200 / GROUP) + 100
-    members = [
-        Prompt(prompt_id=f"p{at}", token_ids=pack_tokens([at] * PROMPT_TOKENS), text="", answer="")
-        for at in range(prompts)
-    ]
-    plan = SamplingPlan(purpose=TRAIN, run_seed=0, group_size=GROUP, sampling=SamplingParams(max_new_tokens=LONGEST))
-    ledger, in_flight = Ledger(MemoryJournal(), round_size=prompts), InFlight(plan, version_number=VERSION.number)
-    groups = plan_groups([(0, prompt) for prompt in members], first_position=0, from_version=VERSION.number)
-    await ledger.open(in_flight, groups, members)
-    rollout = RolloutContext(
-        fleet=fleet,
-        ledger=ledger,
-        scorer=SimulatedScorer(lambda _: 0.0, lambda _: Reward(value=0.0)),
-        codec=NoText(),
-        telemetry=telemetry,
-        clock=clock,
-        stop=asyncio.Event(),
-    )
-    async with fleet:
-        await fleet.publishing.publish(VERSION)
-        async with collect_samples(in_flight, rollout) as samples:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(duration_s):
-                    async for _ in samples:
-                        pass
-            assert not in_flight.all_scored, "there was not enough to generate"
-            tally, happened, joins = in_flight.counters, fleet.event_log.counters, len(host.workers)
-    ready = ideal - joins * (SPEED.boot_s + WEIGHTS.pull_s) * SPEED.peak_tokens_per_s
-    made, accepted = sum(worker.engine.generated for worker in host.workers.values()), tally.tokens_accepted
-    return {
-        "goodput": accepted / ready,
-        "goodput_of_leased": accepted / ideal,
+    with patch.object(loop_module, "InFlight", Seen):
+        run = simulate_run(spec_of(mode, seed), model, WORK, timetable, seconds=duration_s, factories=factories)
+    (watch,) = watches
+    in_flight = watch.in_flight
+    assert in_flight is not None
+    engines = {lease: worker.engine for lease, worker in hosts[0].workers.items()}
+    leases = {one.lease_id: (one.start_s, min(one.end_s, duration_s)) for one in run.preemptible}
+    check_migrations(run, watch)
+    unfinished = sum(sample.length for sample in in_flight if sample.state not in DONE)
+    finished = sum(sample.length for sample in in_flight if sample.state in DONE)
+    accepted = run.tokens_trained + finished
+    machine_s = sum(end_s - start_s for start_s, end_s in leases.values())
+    steps = [line.elapsed_s for line in run.metrics if line.step > 0]
+    step_s = [after - before for before, after in zip([0.0, *steps], steps, strict=False)]
+    found = {
+        "goodput": accepted / (machine_s * SPEED.peak_tokens_per_s),
+        "shares": shares(engines, leases, watch),  # type: ignore[arg-type]
         "hours": duration_s / 3600,
-        "evictions": happened.evictions,
-        "joins": joins,
-        "workers_mean": ideal / SPEED.peak_tokens_per_s / duration_s,
-        "migrations": happened.migrations,
+        "steps": len(steps),
+        "step_s": fmean(step_s) if step_s else None,
+        "half_of_groups_s": fmean(watch.half_done_s) if watch.half_done_s else None,
+        "longest_wait_s": watch.longest_wait_s,
+        "held_tokens_peak": watch.held_peak,
+        "workers_mean": machine_s / duration_s,
+        "evictions": run.evictions,
+        "migrated_samples": migrated(run),
         "tokens_accepted": accepted,
-        "tokens_made_and_not_accepted": made - accepted,
-        "tokens_recomputed": tally.tokens_recomputed,
+        "tokens_unfinished": unfinished,
+        "tokens_recomputed": run.tokens_recomputed,
     }
+    if mode == "batches":
+        found["of_ideal"] = ideal_s(trace, batches[: len(steps)]) / steps[-1]
+    return found
 
 
-def ideal_tokens(trace: CapacityTrace, duration_s: float) -> float:
-    """Every machine at its peak speed while it is leased."""
-    machine_s = 0.0
-    steps = [(t, n) for t, n in trace.steps if t < duration_s]
-    for (start_s, count), (end_s, _) in zip(steps, [*steps[1:], (duration_s, 0)], strict=True):
-        machine_s += count * (end_s - start_s)
-    return machine_s * SPEED.peak_tokens_per_s
+def migrated(run: SimulatedRun) -> int:
+    return sum(int(event["samples"]) for event in run.events if event["event"] == MIGRATION)
 
 
-def cases(arguments: argparse.Namespace) -> list[tuple[str, CapacityTrace, float]]:
-    longest_s = arguments.hours * 3600
+def check_migrations(run: SimulatedRun, watch: Watch) -> None:
+    """Raises AssertionError: machines with samples were evicted and nothing migrated, or a sample was not continued."""
+    lost = [event for event in run.events if event["event"] == EVICTION and event["samples"]]
+    assert not lost or migrated(run), f"{len(lost)} machines with samples were evicted, and none migrated"
+    waited_s = watch.longest_wait_s
+    assert waited_s <= LONGEST_WAIT_S, f"a sample that lost its machine was not continued for {waited_s:.0f} s"
+
+
+def ideal_s(trace: CapacityTrace, batches: Sequence[Sequence[int]]) -> float:
+    """The least time in which the machines of a trace can decode batches one after the other: a batch ends no earlier
+    than its longest sample, and than all slots together have made its tokens."""
+    now_s = 0.0
+    for lengths in batches:
+        work = sum(lengths) * SPEED.step_s
+        now_s = max(now_s + max(lengths) * SPEED.step_s, _after(trace, now_s, work))
+    return now_s
+
+
+def _after(trace: CapacityTrace, start_s: float, slot_s: float) -> float:
+    """When all slots have worked for `slot_s` since `start_s`."""
+    ends = [at for at, _ in trace.steps[1:]] + [math.inf]
+    for (_, count), end_s in zip(trace.steps, ends, strict=True):
+        here_s = max(0.0, end_s - start_s) if count else 0.0
+        if count and end_s > start_s and slot_s <= here_s * count * SPEED.slots:
+            return start_s + slot_s / (count * SPEED.slots)
+        if end_s > start_s:
+            slot_s -= here_s * count * SPEED.slots if count else 0.0
+            start_s = end_s
+    return math.inf
+
+
+def evicted_first(self: Dispatcher, sample: Sample) -> None:
+    """The other order: samples that have lost a machine go before those that have not begun."""
+    waits = not sample.turns.returning and sample.attempt == 0
+    heapq.heappush(self._queue, (waits, sample.from_version, -self._expected(sample), sample.ordinal))
+
+
+def orders(traces: Sequence[tuple[str, CapacityTrace, float]], hours: float) -> list[dict[str, Any]]:
+    """Both orders at lag 0, on each market and for each seed."""
+    found = []
+    for name, market in MARKETS.items():
+        for seed in SEEDS:
+            trace = synthetic_trace(market, seed=seed, duration_s=hours * 3600)
+            for order in ("longest first", "evicted first"):
+                patched = (
+                    patch.object(Dispatcher, "_push", evicted_first) if order == "evicted first" else nullcontext()
+                )
+                with patched:
+                    figures = measure(trace, hours * 3600, "batches", seed)
+                kept = ("goodput", "of_ideal", "step_s", "half_of_groups_s", "held_tokens_peak", "migrated_samples")
+                found.append({"market": name, "seed": seed, "order": order, **{key: figures[key] for key in kept}})
+                print(found[-1], file=sys.stderr)
+    return found
+
+
+def cases(options: argparse.Namespace) -> list[tuple[str, CapacityTrace, float]]:
+    longest_s = options.hours * 3600
     found = [
         (name, synthetic_trace(market, seed=7, duration_s=longest_s), longest_s) for name, market in MARKETS.items()
     ]
-    for path in arguments.trace:
+    for path in options.trace:
         trace = read_trace(path)
         trace = trace.since(next(t for t, n in trace.steps if n))
         found.append((path.stem, trace, min(trace.end_s, longest_s)))
@@ -170,37 +255,43 @@ def cases(arguments: argparse.Namespace) -> list[tuple[str, CapacityTrace, float
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--hours", type=float, default=4.0, help="of each trace, at most")
+    parser.add_argument("--hours", type=float, default=2.0, help="of each trace, at most")
     parser.add_argument("--trace", type=Path, action="append", default=[], help="an additional capacity trace")
-    arguments = parsed(parser)
-    table = Table("trace", "hours", "workers", "evictions", "moved", "of the ideal", "boots included", "target")
-    results = {}
-    for name, trace, duration_s in cases(arguments):
-        began = time.perf_counter()
-        result = run_virtual(measure(trace, duration_s, seed=7))
-        results[name] = result | {"computed_s": time.perf_counter() - began}
-        reached = "reached" if result["goodput"] >= TARGET else "missed"
+    parser.add_argument("--orders", action="store_true", help="also compare orders of waiting samples at lag 0")
+    options = parsed(parser)
+    results: dict[str, dict[str, Any]] = {}
+    for name, trace, duration_s in cases(options):
+        for mode in MODES:
+            began = time.perf_counter()
+            figures = measure(trace, duration_s, mode, seed=7)
+            results[f"{name}, {mode}"] = figures | {"computed_s": time.perf_counter() - began}
+            print(name, mode, figures, file=sys.stderr)
+    show(results)
+    compared = orders(cases(options), options.hours) if options.orders else []
+    write_result("goodput", {"speed": repr(SPEED), "target": TARGET, "cases": results, "orders": compared})
+    return 0 if all(reached(figures) for figures in results.values()) else 1
+
+
+def reached(figures: dict[str, Any]) -> bool:
+    return bool(figures.get("of_ideal", figures["goodput"]) >= TARGET)
+
+
+def show(results: dict[str, dict[str, Any]]) -> None:
+    names = list(next(iter(results.values()))["shares"])
+    table = Table("case", "workers", "evicted", "moved", "goodput", "of the ideal", "target", *names)
+    for name, figures in results.items():
+        ideal = f"{figures['of_ideal']:.1%}" if "of_ideal" in figures else ""
         table.add_row(
             name,
-            f"{result['hours']:.1f}",
-            f"{result['workers_mean']:.1f}",
-            str(result["evictions"]),
-            str(result["migrations"]),
-            f"{result['goodput']:.1%}",
-            f"{result['goodput_of_leased']:.1%}",
-            f"{TARGET:.0%} {reached}",
+            f"{figures['workers_mean']:.1f}",
+            str(figures["evictions"]),
+            str(figures["migrated_samples"]),
+            f"{figures['goodput']:.1%}",
+            ideal,
+            f"{TARGET:.0%} {'reached' if reached(figures) else 'MISSED'}",
+            *(f"{figures['shares'][share]:.2%}" for share in names),
         )
-        print(name, result, file=sys.stderr)
-    Console(width=140).print(table)
-    write_result("goodput", {"speed": repr(SPEED), "cases": {**measured_before(), **results}})
-    return 0
-
-
-def measured_before() -> dict[str, Any]:
-    """Results of traces not given this time, at the same speed."""
-    path = RESULTS / "goodput.json"
-    found = json.loads(path.read_text()) if path.exists() else {}
-    return found["cases"] if found.get("speed") == repr(SPEED) else {}
+    Console(width=200).print(table)
 
 
 if __name__ == "__main__":

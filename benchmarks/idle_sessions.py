@@ -43,7 +43,7 @@ class NoCalls:
 
 
 class NoFleet:
-    preemptible_count = 0
+    engine_count = 1
 
 
 def idle_sessions(count: int) -> dict[str, Any]:
@@ -96,7 +96,7 @@ async def _sessions(pipe: Connection, count: int) -> None:
             turns=4,
             write_calls=write_hermes,
         )
-        served = ServedSessions("run", codec, turns, sessions, sampling, NoFleet())  # type: ignore[arg-type]
+        served = ServedSessions("run", codec, turns, sessions, sampling, NoFleet(), context_tokens=2048)  # type: ignore[arg-type]
         listener = listen(config)
         app = Gateway(served, config, write_calls=write_hermes, sessions=sessions).app()
         async with serving(app, listener, config):

@@ -102,6 +102,27 @@ async def test_evictions_change_no_answer_and_lose_none(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(120)
+async def test_equal_requests_at_the_same_time_are_all_answered(tmp_path: Path) -> None:
+    async with serve(tmp_path / "run") as client:
+        asked = []
+        for _ in range(24):
+            asked.append(asyncio.create_task(client.post("/v1/completions", json=BODIES[3])))
+            await asyncio.sleep(0.02)
+        async with asyncio.timeout(60):
+            found = [(await one).json()["choices"][0]["token_ids"] for one in asked]
+
+    assert found == [found[0]] * 24
+
+
+@pytest.mark.timeout(120)
+async def test_the_context_is_the_models_if_that_is_short(tmp_path: Path) -> None:
+    async with serve(tmp_path / "run", "--engine.context_tokens", "0") as client:
+        (model,) = (await client.get("/v1/models")).json()["data"]
+
+    assert model["max_model_len"] == 512
+
+
+@pytest.mark.timeout(120)
 async def test_a_character_that_the_model_lacks_and_a_full_context_are_the_clients_errors(tmp_path: Path) -> None:
     async with serve(tmp_path / "run") as client:
         unknown = await client.post("/v1/completions", json={"model": "char", "prompt": "\N{GRINNING FACE}"})

@@ -31,6 +31,7 @@ max_new_tokens = 12
 rewards = [{{ kind = "length", target_tokens = 3 }}]
 [engine]
 slots = 8
+context_tokens = 100  # the shape of the products: equal with and without sessions
 batch_invariant = true
 tick_s = 0.02
 [batch]

@@ -16,7 +16,7 @@ def serve(*items: Items, checkpoint: Checkpoint = None, dry_run: DryRun = False,
     with model_folder(checkpoint) as folder:
         from tidemill.runtime.serving import serving_spec
 
-        spec = serving_spec(spec_for(items, checkpoint, purpose="generate"), folder)
+        spec = serving_spec(spec_for(items, checkpoint, purpose="read"), folder)
         if dry_run:
             return show_dry_run(spec, purpose="generate")
         try:

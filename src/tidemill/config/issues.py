@@ -214,6 +214,13 @@ def purpose_issues(spec: RunSpec, purpose: Purpose) -> Iterator[ConfigIssue]:
         if relevant and spec.model.source == "char" and limit >= context:
             what = f"{limit} new tokens leave no room for a prompt in the model's {context} (model.char.context)"
             yield ConfigIssue(key=name, what=what, hint=f"lower {name} or raise model.char.context")
+        if relevant and spec.engine.context_tokens and limit >= spec.engine.context_tokens:
+            what = (
+                f"{limit} new tokens leave no room for a prompt in engine.context_tokens = {spec.engine.context_tokens}"
+            )
+            yield ConfigIssue(
+                key=name, what=what, hint="raise context_tokens, or set it to 0 to take what the task needs"
+            )
     compared = [reward.kind for reward in spec.scoring.rewards if reward.kind in ("exact", "numeric", "math_verify")]
     if purpose in ("train", "eval") and spec.task.kind == "environment" and compared:
         what = f'{compared[0]} compares with an answer, and tasks of kind "environment" have none'

@@ -309,16 +309,6 @@ class RunSpec(Config):
                 f'scoring.rewards has kind = "task", and task.kind = "{self.task.kind}" has no scorer; '
                 'use "exact" or "numeric" (only reasoning_gym has one)'
             )
-        context = self.engine.context_tokens
-        for name, limit in (
-            ("sampling.max_new_tokens", self.sampling.max_new_tokens),
-            ("eval.max_new_tokens", self.eval.max_new_tokens),
-        ):
-            if context and limit >= context:
-                yield (
-                    f"{name} = {limit} leaves no room for a prompt in engine.context_tokens = {context}; "
-                    "raise context_tokens, or set it to 0 to take what the task needs"
-                )
 
     def _shard_issues(self) -> Iterator[str]:
         shards = f"trainer.shards = {self.trainer.shards}"

@@ -362,9 +362,10 @@ class SampleCollector:
         batch, timeouts = self._in_flight, self._rollout.timeouts
         name = f"step {batch.newest_version + self._endless} ({batch.plan.purpose})"
         if batch.acting and batch.acting == batch.unfinished:
+            opens = batch.plan.agent is not None and batch.plan.agent.opens
             return Wait(
-                awaited=f"the environments of {batch.acting} samples of {name}",
-                look_at="[env] and the environment's tools",
+                awaited=f"the {'clients' if opens else 'environments'} of {batch.acting} samples of {name}",
+                look_at="[gateway] and the agents that ask it" if opens else "[env] and the environment's tools",
                 deadline_s=timeouts.act_s,
             )
         if batch.unfinished and not batch.running:

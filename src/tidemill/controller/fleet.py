@@ -172,6 +172,11 @@ class Fleet:
         return max(1, round(self.local.slots / self.slots)) if self.local is not None else 1
 
     @property
+    def engine_count(self) -> int:
+        """Workers that serve, the local one included."""
+        return sum(worker.phase is SERVING for worker in self._workers.values())
+
+    @property
     def serving_count(self) -> int:
         """Preemptible workers that serve, whichever version they have loaded."""
         return sum(worker.phase is SERVING and worker is not self.local for worker in self._workers.values())

@@ -7,7 +7,8 @@ import hmac
 import logging
 import stat
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 from urllib.parse import urlsplit
@@ -23,6 +24,21 @@ LOG = logging.getLogger("tidemill.gateway")
 LOCAL_NAMES = {"127.0.0.1", "::1", "localhost"}
 
 
+@contextmanager
+def logged_to(handler: logging.Handler) -> Iterator[None]:
+    """Write a line for each request while the block runs: id, route, status and time, no text and no key."""
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+    LOG.addHandler(handler)
+    LOG.setLevel(logging.INFO)
+    LOG.propagate = False
+    try:
+        yield
+    finally:
+        LOG.removeHandler(handler)
+        LOG.propagate = True
+        handler.close()
+
+
 class Keys:
     """The keys of clients, read again whenever the file changes.
 
@@ -34,7 +50,7 @@ class Keys:
     """
 
     def __init__(self, file: Path | None) -> None:
-        self._file, self._mark = file, (0, 0)
+        self._file, self._stamp = file, _stamp(file) if file is not None and file.exists() else ()
         self._keys: tuple[bytes, ...] = ()
         if file is not None:
             self._keys = self._read(file)
@@ -49,7 +65,7 @@ class Keys:
             _refuse_foreign(request)
             return ""
         self._read_if_changed(self._file)
-        given = request.headers.get("authorization", "").removeprefix("Bearer ").strip().encode()
+        given = bearer(request).encode()
         matches = [hmac.compare_digest(given, key) for key in self._keys]  # all, whichever matches
         if not any(matches):
             raise ApiError(401, "wrong or missing key", kind=AUTHENTICATION, code="invalid_api_key")
@@ -57,14 +73,20 @@ class Keys:
 
     def _read_if_changed(self, file: Path) -> None:
         try:
-            if self._stamp(file) != self._mark:
-                self._keys = self._read(file)
-        except (OSError, UserError) as error:  # the old keys stay valid
-            LOG.warning("the keys are not read again: %s", error)
+            stamp = _stamp(file)
+        except OSError:
+            stamp = ()
+        if stamp == self._stamp:
+            return
+        self._stamp = stamp
+        try:
+            self._keys = self._read(file)
+        except UserError as error:
+            LOG.warning("the keys are not read again, and those of before stay valid: %s", error)
 
     def _read(self, file: Path) -> tuple[bytes, ...]:
         try:
-            mode, self._mark = file.stat().st_mode, self._stamp(file)
+            mode = file.stat().st_mode
             keys = tuple(line.strip() for line in file.read_bytes().splitlines() if line.strip())
         except OSError as error:
             hint = "name a file with a key on each line"
@@ -76,19 +98,33 @@ class Keys:
             raise UserError(f"{file} has no key", where="gateway.token_file", hint="write a key on a line of its own")
         return keys
 
-    @staticmethod
-    def _stamp(file: Path) -> tuple[int, int]:
-        found = file.stat()
-        return found.st_mtime_ns, found.st_size
+
+def _stamp(file: Path) -> tuple[int, ...]:
+    """Changes whenever the file, its place or its mode does. Raises OSError."""
+    found = file.stat()
+    return found.st_mtime_ns, found.st_size, found.st_ino, found.st_mode
+
+
+def bearer(request: Request) -> str:
+    """The key that a request carries, empty without one."""
+    kind, _, key = request.headers.get("authorization", "").partition(" ")
+    return key.strip() if kind.lower() == "bearer" else ""
 
 
 def _refuse_foreign(request: Request) -> None:
     """Raises ApiError: a web page asks, or the host's name was redirected to this machine."""
-    if urlsplit(f"//{request.headers.get('host', '')}").hostname not in LOCAL_NAMES:
+    if _host(f"//{request.headers.get('host', '')}") not in LOCAL_NAMES:
         raise ApiError(403, "without keys only this machine's own names are served", code="forbidden_host")
     origin = request.headers.get("origin")
-    if origin is not None and urlsplit(origin).hostname not in LOCAL_NAMES:
+    if origin is not None and _host(origin) not in LOCAL_NAMES:
         raise ApiError(403, "pages of other sites are not served", code="forbidden_origin")
+
+
+def _host(url: str) -> str | None:
+    try:
+        return urlsplit(url).hostname
+    except ValueError:
+        return None
 
 
 class Limits:

@@ -9,7 +9,8 @@ import uuid
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
-from typing import Any
+from math import ceil
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.applications import Starlette
@@ -21,7 +22,7 @@ from starlette.types import Receive, Scope, Send
 from tidemill.config.gateway import GatewayConfig
 from tidemill.core.errors import UserError
 from tidemill.core.records import SamplingParams, count, pack_tokens, unpack_tokens
-from tidemill.gateway.access import LOG, Keys, Limits, body_of, unless_left
+from tidemill.gateway.access import LOG, Keys, Limits, bearer, body_of, unless_left
 from tidemill.gateway.answers import Answer, Choice, usage
 from tidemill.gateway.backend import Asked, Piece, Served
 from tidemill.gateway.errors import SERVER, ApiError, invalid
@@ -40,6 +41,7 @@ from tidemill.gateway.session_routes import session_routes
 from tidemill.gateway.sessions import Sessions
 from tidemill.gateway.texts import ChoiceText, Said
 
+T = TypeVar("T")
 Handler = Callable[[Request, str], Awaitable[Response]]
 
 OFF_LOOP_BYTES = 256 << 10
@@ -105,14 +107,15 @@ class Gateway:
 
     async def _chat(self, request: Request, key: str) -> Response:
         question = await self._question(request, chat_question)
-        prompt_ids = self._rendered(question)
+        prompt_ids = await self._prompt_ids(question, self._rendered)
         asked = self._asked(question, prompt_ids, key)
         answer = Answer(question, self._served.name, self._served.token_text, chat=True)
         return await self._answered(request, question, [asked], answer)
 
     async def _completions(self, request: Request, key: str) -> Response:
         question = await self._question(request, completion_question)
-        asked = [self._asked(question, self._encoded(prompt), key) for prompt in question.prompts]
+        prompts = await self._prompt_ids(question, lambda question: list(map(self._encoded, question.prompts)))
+        asked = [self._asked(question, ids, key) for ids in prompts]
         if len(asked) > 1 and question.stream:
             raise invalid("a stream answers one prompt", "prompt")
         answer = Answer(question, self._served.name, self._served.token_text, chat=False)
@@ -120,7 +123,7 @@ class Gateway:
 
     async def _responses(self, request: Request, key: str) -> Response:
         question = await self._question(request, response_question)
-        asked = self._asked(question, self._rendered(question), key)
+        asked = self._asked(question, await self._prompt_ids(question, self._rendered), key)
         sampling = asked.sampling
         answer = ResponseAnswer(question, self._served.name, temperature=sampling.temperature, top_p=sampling.top_p)
         if question.stream:
@@ -155,7 +158,7 @@ class Gateway:
         lines += [f'tidemill_requests_total{{status="{status}"}} {n}' for status, n in sorted(self._statuses.items())]
         lines += ["# TYPE tidemill_tokens counter"]
         lines += [f'tidemill_tokens_total{{kind="{kind}"}} {n}' for kind, n in sorted(self._tokens.items())]
-        for name, value in {"requests_open": float(self._limits.open), **self._served.figures}.items():
+        for name, value in {"requests_open": float(self._limits.open - 1), **self._served.figures}.items():
             lines += [f"# TYPE tidemill_{name} gauge", f"tidemill_{name} {value:g}"]
         text = "\n".join([*lines, "# EOF", ""])
         return Response(text, media_type="application/openmetrics-text; version=1.0.0; charset=utf-8")
@@ -182,6 +185,8 @@ class Gateway:
                 if leave is not None:
                     leave()
             response.headers["x-request-id"] = request_id
+            if request.method == "POST" and not getattr(request.state, "read", False):
+                response.headers["connection"] = "close"  # what is left of its body is not read
             self._statuses[response.status_code] += 1
             took_ms = (time.monotonic() - began_s) * 1000
             LOG.info("%s %s %s %s %.0f ms", request_id, request.method, request.url.path, response.status_code, took_ms)
@@ -191,7 +196,7 @@ class Gateway:
 
     def _key(self, request: Request) -> str:
         """The key of a session or of a client. Raises ApiError: it is neither."""
-        given = request.headers.get("authorization", "").removeprefix("Bearer ").strip()
+        given = bearer(request)
         if self._sessions is not None and self._sessions.find(given) is not None:
             return given
         return self._keys.check(request)
@@ -203,10 +208,12 @@ class Gateway:
     async def _body(self, request: Request) -> dict[str, Any]:
         most = int(self._config.body_mb * 1e6)
         raw = await body_of(request, most_bytes=most, timeout_s=self._config.body_s)
+        request.state.read = True
         if not raw:
             return {}
         body = read_body(raw) if len(raw) <= OFF_LOOP_BYTES else await asyncio.to_thread(read_body, raw)
-        self._check_model(str(body.get("model", self._served.name)))
+        if isinstance(name := body.get("model"), str):
+            self._check_model(name)
         return body
 
     def _check_model(self, name: str) -> None:
@@ -219,26 +226,36 @@ class Gateway:
         about = {"id": served.name, "object": "model", "created": self._created, "owned_by": "tidemill"}
         return {**about, "max_model_len": served.context_tokens}
 
+    async def _prompt_ids(self, question: Question, encode: Callable[[Question], T]) -> T:
+        """Encode a prompt, a long one on a thread. Raises ApiError: it is too long for the context in any case."""
+        served, characters = self._served, question.characters
+        if characters > served.context_tokens * served.longest_token:
+            refuse_overflow(ceil(characters / served.longest_token), question, served.context_tokens)
+        return encode(question) if characters <= OFF_LOOP_BYTES else await asyncio.to_thread(encode, question)
+
     def _rendered(self, question: Question) -> list[int]:
         """Raises ApiError: the model's template refuses the messages or tools."""
+        messages = as_messages(question.messages, self._write_calls)
         try:
-            return self._served.format.prompt(as_messages(question.messages, self._write_calls), tools=question.tools)[
-                1
-            ]
+            _, ids = self._served.format.prompt(messages, tools=question.tools)
+            return ids
         except UserError as error:
             raise invalid(error.what, "messages") from error
 
     def _encoded(self, prompt: str | tuple[int, ...]) -> list[int]:
         try:
-            return self._served.encode(prompt) if isinstance(prompt, str) else list(prompt)
+            ids = self._served.encode(prompt) if isinstance(prompt, str) else list(prompt)
         except UserError as error:
             raise invalid(error.what, "prompt") from error
+        if max(ids) >= self._served.vocabulary:
+            raise invalid(f"{max(ids)} is no token id: the model has {self._served.vocabulary}", "prompt")
+        return ids
 
     def _asked(self, question: Question, prompt_ids: list[int], key: str) -> Asked:
         """Raises ApiError: prompt and completion do not fit into the context, or the model is not served this way."""
         served, defaults = self._served, self._served.defaults
         served.refuse(question, key)
-        refuse_overflow(len(prompt_ids), question.max_tokens, served.context_tokens)
+        refuse_overflow(len(prompt_ids), question, served.context_tokens)
         room = served.context_tokens - len(prompt_ids)
         given: dict[str, Any] = {
             "temperature": question.temperature,

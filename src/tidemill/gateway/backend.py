@@ -63,6 +63,14 @@ class Served(Protocol):
             ApiError: the prompt cannot be generated from.
         """
 
+    @property
+    def vocabulary(self) -> int:
+        """Token ids below it exist."""
+
+    @property
+    def longest_token(self) -> int:
+        """Characters that one token can stand for, at most."""
+
     def encode(self, text: str) -> list[int]:
         """Token ids of a raw prompt. Raises UserError: the vocabulary lacks a character."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from tidemill.core.records import ITEM_BYTES, Episode, Turn, unpack_tokens
 
@@ -23,10 +24,7 @@ class Captured:
     @property
     def choices(self) -> Sequence[int]:
         """The turns that answer the last request, oldest first: several if it asked for `n` of them."""
-        first = len(self.turns)
-        while first and self.turns[first - 1].state_key == self.turns[-1].state_key:
-            first -= 1
-        return range(first, len(self.turns))
+        return self.requests[-1] if self.turns else ()
 
     def named(self, state_key: str) -> Sequence[int]:
         """The turns that answer an earlier request."""
@@ -36,6 +34,21 @@ class Captured:
     def context(self) -> list[int]:
         """What the policy saw before the last turn."""
         return self.ids[: len(self.ids) - len(self.turn_ids(len(self.turns) - 1))] if self.turns else self.ids
+
+    @property
+    def requests(self) -> list[list[int]]:
+        """The turns that answer each request."""
+        found = list[list[int]]()
+        for place, turn in enumerate(self.turns):
+            if place and turn.state_key == self.turns[place - 1].state_key:
+                found[-1].append(place)
+            else:
+                found.append([place])
+        return found
+
+    def about(self, index: int) -> dict[str, Any]:
+        """A turn for clients."""
+        return {"text": self.turns[index].text, "token_ids": self.turn_ids(index)}
 
     @property
     def generated(self) -> int:

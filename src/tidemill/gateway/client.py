@@ -21,7 +21,8 @@ PAUSE_S = 0.5
 
 
 class AgentSession:
-    """One episode of an agent: a context manager that ends the session, also when the agent fails.
+    """One episode of an agent: a context manager that ends the session. If the agent raises, the session is left out of
+    its group, because an error of a program or a network is no lesson for the model.
 
     Attributes:
         id: of the session.
@@ -50,7 +51,7 @@ class AgentSession:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         with contextlib.suppress(TidemillError):  # it has ended with its run
-            self._gateway.call(f"{self._path}/end", {})
+            self._gateway.call(f"{self._path}/end", {"failed": error is not None})
 
 
 class _Gateway:
@@ -100,19 +101,22 @@ def sessions(
     """
     headers = {"authorization": f"Bearer {key}"} if key else {}
     wanted = {name: value for name, value in (("task", task), ("group", group)) if value is not None}
-    retry_key, wait_s = uuid.uuid4().hex, start_s
+    retry_key, answered = uuid.uuid4().hex, False
     with httpx2.Client(headers=headers, timeout=CALL_S) as http:
         gateway = _Gateway(http, url)
         while True:
             try:
                 answer = gateway.call(
-                    "/tidemill/sessions", wanted, headers={"idempotency-key": retry_key}, wait_s=wait_s
+                    "/tidemill/sessions",
+                    wanted,
+                    headers={"idempotency-key": retry_key},
+                    wait_s=GONE_S if answered else start_s,
                 )
             except TidemillError:
-                if wait_s == start_s:
+                if not answered:
                     raise
                 return  # the run was stopped
-            wait_s = GONE_S
+            answered = True
             code = answer.json()["error"]["code"] if answer.status_code >= 400 else ""
             if code == "run_finished":
                 return

@@ -14,7 +14,9 @@ from tidemill.gateway.errors import ApiError, invalid, unsupported
 T = TypeVar("T")
 
 DEPTH, SCHEMA_BYTES, MESSAGES, MOST_N, STOPS = 64, 256 << 10, 2048, 128, 16
-LARGEST_SEED = 2**63 - 1
+LARGEST_SEED, COLDEST = 2**63 - 1, 1e-5
+MESSAGE_KEYS = {"role", "content", "tool_calls", "tool_call_id", "name", "refusal", "annotations"}
+"""Keys of messages. Names, refusals and annotations do not reach the model; answers of other servers have them."""
 NO_EFFECT = {"user", "metadata", "parallel_tool_calls", "service_tier", "safety_identifier", "prompt_cache_key"}
 """Clients send these, and sampling does not depend on them."""
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -71,6 +73,13 @@ class Question(Record):
     token_ids: bool = False
     retry_key: str = ""  # of the header Idempotency-Key
 
+    @property
+    def characters(self) -> int:
+        """Of its prompts, or of its messages with their calls."""
+        texts = [prompt for prompt in self.prompts if isinstance(prompt, str)]
+        texts += [message.text for message in self.messages]
+        return sum(map(len, texts)) + sum(len(call.arguments) for message in self.messages for call in message.calls)
+
 
 class Fields:
     """The parameters of a body. Nulls count as left out."""
@@ -115,7 +124,7 @@ class Fields:
             if name not in NEUTRAL:
                 raise unsupported(name, "the gateway does not know it")
             if value not in NEUTRAL[name]:
-                raise unsupported(name, f"only {' and '.join(map(json.dumps, NEUTRAL[name]))} is accepted")
+                raise unsupported(name, f"only {json.dumps(NEUTRAL[name][0])} is accepted")
 
 
 def read_body(raw: bytes) -> dict[str, Any]:
@@ -138,6 +147,8 @@ def chat_question(body: Mapping[str, Any]) -> Question:
     tools = _listed(fields, "tools", _chat_tool)
     limits = [fields.integer(name, 1, 1 << 30) for name in ("max_completion_tokens", "max_tokens")]
     _refuse_response_format(fields.take("response_format", dict, expected="an object"), "response_format")
+    if None not in limits and limits[0] != limits[1]:
+        raise invalid("`max_tokens` and `max_completion_tokens` differ", "max_tokens")
     question = Question(
         model=_model(fields),
         messages=messages,
@@ -157,16 +168,19 @@ def completion_question(body: Mapping[str, Any]) -> Question:
     """A request to /v1/completions. Raises ApiError."""
     fields = Fields(body)
     prompt = fields.take("prompt", (str, list), expected="a string, or a list of strings or token ids")
-    logprobs = fields.integer("logprobs", 0, 1)
+    if fields.integer("logprobs", 0, 5) not in (None, 0):
+        raise unsupported("logprobs", "only 0 is accepted, which gives those of the tokens that were drawn")
     question = Question(
         model=_model(fields),
         prompts=_prompts(prompt),
         max_tokens=fields.integer("max_tokens", 1, 1 << 30),
-        logprobs=logprobs is not None,
+        logprobs=body.get("logprobs") is not None,
         **_common(fields),
         **_repeated(fields),
     )
     fields.finish()
+    if len(question.prompts) * question.n > MOST_N:
+        raise invalid(f"{len(question.prompts)} prompts with n = {question.n}: at most {MOST_N} completions", "n")
     return question
 
 
@@ -182,7 +196,9 @@ def response_question(body: Mapping[str, Any]) -> Question:
     if instructions:
         messages.insert(0, Said(role="system", text=instructions))
     text = fields.take("text", dict, expected="an object") or {}
-    _refuse_response_format(text.get("format"), "text.format")
+    _refuse_response_format(text.pop("format", None), "text.format")
+    if text.pop("verbosity", None) not in (None, "medium") or text:
+        raise unsupported("text", "only a format of type text is accepted")
     tools = _listed(fields, "tools", _response_tool)
     question = Question(
         model=_model(fields),
@@ -192,6 +208,8 @@ def response_question(body: Mapping[str, Any]) -> Question:
         **_common(fields),
     )
     fields.finish()
+    if question.token_ids:
+        raise unsupported("return_token_ids", "responses have none; use /v1/chat/completions")
     if not given:
         raise invalid("`input` is missing or empty", "input")
     return question
@@ -206,12 +224,17 @@ def _model(fields: Fields) -> str:
 
 def _common(fields: Fields) -> dict[str, Any]:
     return {
-        "temperature": fields.number("temperature", 0.0, 2.0),
+        "temperature": _temperature(fields.number("temperature", 0.0, 2.0)),
         "top_p": fields.number("top_p", 1e-6, 1.0),
         "top_k": fields.integer("top_k", 0, 1 << 20),
         "stream": fields.flag("stream"),
         "token_ids": fields.flag("return_token_ids"),
     }
+
+
+def _temperature(given: float | None) -> float | None:
+    """Below `COLDEST` it is 0: dividing by it would overflow."""
+    return 0.0 if given is not None and given < COLDEST else given
 
 
 def _repeated(fields: Fields) -> dict[str, Any]:
@@ -251,8 +274,8 @@ def _chat_message(given: Any, at: str) -> Said:
         raise invalid(f"`{at}.tool_calls` must be a list, in a message of the assistant", at)
     if not calls and given.get("content") is None:
         raise invalid(f"`{at}.content` is missing", f"{at}.content")
-    if given.get("audio") or given.get("function_call"):
-        raise unsupported(at, "audio and function_call are not")
+    if unknown := {key for key, value in given.items() if value} - MESSAGE_KEYS:
+        raise unsupported(f"{at}.{min(unknown)}", "the gateway does not know it")
     found = tuple(_call(each.get("function") if isinstance(each, dict) else None, at) for each in calls)
     return Said(role=role, text=_text_of(given.get("content"), f"{at}.content"), calls=found)
 
@@ -293,6 +316,9 @@ def _response_tool(given: Any, at: str) -> dict[str, Any]:
 def _tool(function: dict[str, Any], at: str) -> dict[str, Any]:
     if not isinstance(function.get("name"), str) or not function["name"]:
         raise invalid(f"`{at}`: a function needs a name", at)
+    for name, kind in (("parameters", dict), ("description", str)):
+        if not isinstance(function.get(name), kind | None):
+            raise invalid(f"`{at}.{name}` must be {'an object' if kind is dict else 'a string'}", f"{at}.{name}")
     kept = {name: value for name, value in function.items() if value is not None and name != "strict"}
     if len(msgspec.json.encode(kept)) > SCHEMA_BYTES:
         raise invalid(f"`{at}` is larger than {SCHEMA_BYTES >> 10} KB", at)
@@ -380,13 +406,14 @@ def as_messages(said: Sequence[Said], write_calls: Callable[[Sequence[Call]], st
     ]
 
 
-def refuse_overflow(prompt_tokens: int, wanted: int | None, limit: int) -> None:
+def refuse_overflow(prompt_tokens: int, question: Question, limit: int) -> None:
     """Raises ApiError: prompt and completion do not fit into the context."""
+    wanted = question.max_tokens
     if prompt_tokens + (wanted or 1) > limit:
         asked = f"{prompt_tokens} tokens of the prompt" + (f" and {wanted} of the completion" if wanted else "")
         raise ApiError(
             400,
             f"the model's context is {limit} tokens, and the request has {asked}",
-            param="messages",
+            param="prompt" if question.prompts else "messages",
             code="context_length_exceeded",
         )

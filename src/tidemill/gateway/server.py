@@ -37,6 +37,12 @@ def listen(config: GatewayConfig) -> socket.socket:
         raise UserError(f"{config.host}:{config.port}: {error.strerror}", where="gateway.port", hint=hint) from error
 
 
+def address(listener: socket.socket) -> str:
+    """Its URL."""
+    host, port = listener.getsockname()[:2]
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+
 class Guarded(H11Protocol):
     """Closes a connection beyond the limit, one whose headers do not arrive in time, and one that is not read."""
 

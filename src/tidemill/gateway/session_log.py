@@ -17,7 +17,7 @@ class Noted(Record, omit_defaults=True):
     """A line of the log."""
 
     session: str
-    event: Literal["attached", "reward", "ended"]
+    event: Literal["attached", "reward", "ended", "failed"]
     value: float = 0.0
     turn: int | None = None  # of the reward; None: of the whole session
     group: str = ""  # the client's name for it

@@ -65,7 +65,10 @@ def session_routes(
 
     async def ended(request: Request, key: str) -> Response:
         session = found(request, key)
-        sessions.end(session)
+        fields = Fields(await body_of(request))
+        failed = fields.flag("failed")
+        fields.finish()
+        sessions.end(session, failed=failed)
         return JSONResponse(sessions.about(session))
 
     def found(request: Request, key: str) -> Session:

@@ -9,6 +9,7 @@ the others are not trained.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import hmac
 import time
@@ -18,6 +19,7 @@ from typing import Any
 
 import msgspec
 
+from tidemill.core.errors import UserError
 from tidemill.core.protocols import CallLog, TurnFormat
 from tidemill.core.records import (
     ITEM_BYTES,
@@ -37,6 +39,8 @@ from tidemill.gateway.requests import Question, Said, as_messages
 from tidemill.gateway.session_log import Noted, SessionLog
 from tidemill.gateway.texts import ChoiceText
 
+KEYS = {"max_tokens": "max_new_tokens"}
+"""Names of parameters in [sampling], where they differ."""
 ENDED = 1024
 """Sessions that have ended and can still be seen."""
 SLOT_WAIT_S = 20.0
@@ -108,7 +112,7 @@ class Session:
 
     def __init__(self, name: str, key: str, sample_id: SampleId, prompt: Prompt) -> None:
         self.name, self.key, self.sample_id, self.prompt = name, key, sample_id, prompt
-        self.attached = self.ending = self.ended = False
+        self.attached = self.ending = self.failed = self.ended = False
         self.expires_s = 0.0  # unix seconds
         self.reward: float | None = None
         self.turn_rewards: dict[int, float] = {}
@@ -125,8 +129,8 @@ class Session:
         self.attached = True
         if noted.event == "attached":
             self.metadata, self.group, self.opened_by = noted.metadata, noted.group, noted.opened_by
-        elif noted.event == "ended":
-            self.ending = True
+        elif noted.event in ("ended", "failed"):
+            self.ending, self.failed = True, noted.event == "failed"
         elif noted.turn is None:
             self.reward = noted.value
         else:
@@ -163,6 +167,8 @@ class Sessions:
         self._by_key: dict[str, Session] = {}
         self._earlier = {self._key(name): name for name in log.names}  # of earlier lives, not seen again yet
         self._wait_until_s = unix_s() + idle_s  # for those that had not ended
+        self._group_until_s: dict[tuple[str, int], float] = {}  # by prompt id and epoch
+        self._over: set[str] = set()  # names of those that are only known to have ended
         self._opened, self._closing, self._finished = asyncio.Event(), False, False
         self._ended: deque[Session] = deque()
         self._counts = {"sessions": 0, "branches": 0, "expired": 0}
@@ -200,6 +206,8 @@ class Sessions:
         if not session.ending:
             self._counts["expired"] += 1
             return self._end(session, Observation(end="fault", reason="the client's session expired"))
+        if session.failed:
+            return self._end(session, Observation(end="fault", reason="the client's agent failed"))
         if not captured.turns:
             return self._end(session, Observation(end="fault", reason="the client ended its session without a request"))
         cut = captured.turns[-1].finish == "length"
@@ -209,7 +217,10 @@ class Sessions:
                 end="tokens" if cut else "done",
                 outcome=session.reward,
                 turn_rewards={
-                    turn: value for turn, value in session.turn_rewards.items() if turn < len(captured.turns)
+                    answer: session.turn_rewards[place]
+                    for place, answers in enumerate(captured.requests)
+                    for answer in answers
+                    if place in session.turn_rewards
                 },
                 unchosen=tuple(captured.choices[1:]),
             ),
@@ -219,6 +230,8 @@ class Sessions:
         for sample_id in sample_ids:
             if (session := self._by_sample.pop(sample_id, None)) is not None:
                 self._close(session)
+                if not any(_place(other) == _place(session) for other in self._by_sample.values()):
+                    self._group_until_s.pop(_place(session), None)
 
     def take_counts(self) -> dict[str, int]:
         counts, self._counts = self._counts, dict.fromkeys(self._counts, 0)
@@ -236,7 +249,6 @@ class Sessions:
         for session in self._by_sample.values():
             if session.live is not None:
                 session.live.fail(_stopping())
-        self._log.close()
 
     # Tokens.
 
@@ -264,6 +276,7 @@ class Sessions:
         self._add(live, captured, captured.choices)
         if not live.open:
             session.request = None
+            self._touch(session)  # from now on the client is silent
 
     @staticmethod
     def _add(live: LiveAnswer, captured: Captured, turns: Sequence[int]) -> None:
@@ -297,7 +310,8 @@ class Sessions:
         added, rendered = list[int](), True
         if messages:
             spoken = as_messages(messages, self._write_calls)
-            added, rendered = self._format.answer(captured.at(chosen), spoken, tools=request.question.tools)
+            with contextlib.suppress(UserError):  # the template changes earlier turns: a context of its own
+                added, rendered = self._format.answer(captured.at(chosen), spoken, tools=request.question.tools)
         elif whole[: len(ids)] == ids and len(whole) > len(ids):
             added, rendered = whole[len(ids) :], False
         if rendered:
@@ -357,8 +371,10 @@ class Sessions:
         """Whether a session of an earlier life is waited for."""
         if name is None:
             return False
-        ended = any(noted.event == "ended" for noted in self._log.earlier(name))
-        return not ended and name not in self._by_name and self._unix_s() < self._wait_until_s
+        ended = any(noted.event in ("ended", "failed") for noted in self._log.earlier(name))
+        return (
+            not ended and name not in self._over and name not in self._by_name and self._unix_s() < self._wait_until_s
+        )
 
     async def open(self, task: str | None, group: str | None, metadata: dict[str, Any], retry_key: str = "") -> Session:
         """Attach a client to a sample that waits for one, of a task if it is given.
@@ -409,26 +425,37 @@ class Sessions:
         return session
 
     def give_reward(self, session: Session, value: float, turn: int | None) -> None:
-        """The reward of a turn, or of the whole session instead of the configured ones; the last one counts."""
+        """The reward of a turn, or of the whole session instead of the configured ones; the last one counts.
+
+        Args:
+            turn: number of the request; of several answers the one that is trained gets the reward.
+        """
         self._refuse_ended(session)
-        known = len(session.captured.turns) if session.captured is not None else 0
+        known = len(session.captured.requests) if session.captured is not None else 0
         if turn is not None and turn >= known:
-            raise invalid(f"the session has {known} turns, and the first is 0", "turn")
+            raise invalid(f"{known} requests of the session were answered, and the first is 0", "turn")
         noted = Noted(session=session.name, event="reward", value=value, turn=turn)
         self._log.write(noted)
         session.recall(noted)
         self._touch(session)
 
-    def end(self, session: Session) -> None:
-        """End the session after the answer that is being generated. Its group learns from it when it is complete."""
+    def end(self, session: Session, *, failed: bool) -> None:
+        """End the session after the answer that is being generated. Its group learns from it when it is complete.
+
+        Args:
+            failed: not by the model's fault: the session is left out of its group.
+        """
         if not session.ending:
-            session.ending = True
-            self._log.write(Noted(session=session.name, event="ended"))
+            noted = Noted(session=session.name, event="failed" if failed else "ended")
+            self._log.write(noted)
+            session.recall(noted)
             session.woken.set()
 
     def refuse(self, question: Question, session: Session) -> None:
-        """Raises ApiError: the run draws otherwise, or the session has ended."""
+        """Raises ApiError: the run samples otherwise, or the session has ended, or the run stops."""
         self._refuse_ended(session)
+        if self._closing:
+            raise _stopping()
         run = self._sampling
         fixed = {
             "temperature": run.temperature,
@@ -440,7 +467,8 @@ class Sessions:
         for name, value in fixed.items():
             given = getattr(question, name)
             if given not in (None, (), value):
-                raise invalid(f"the run draws with `{name}` = {value}; leave it out", name, code="fixed_by_the_run")
+                why = f"the run samples with {name} = {value} (`sampling.{KEYS.get(name, name)}`); leave it out"
+                raise invalid(why, name, code="fixed_by_the_run")
         if question.seed is not None:
             raise unsupported("seed", "in a session the run's seed decides")
         if len(question.prompts) > 1:
@@ -480,23 +508,20 @@ class Sessions:
     def about(self, session: Session) -> dict[str, Any]:
         """What GET of a session answers."""
         captured = session.captured
-        turns = () if captured is None else captured.turns
+        requests = () if captured is None else captured.requests
         busy = session.live is not None and session.live.open
         return {
             "id": session.name,
             "object": "tidemill.session",
-            "status": "ended" if session.ended else "busy" if busy else "open",
+            "status": "ended" if session.ended or session.ending else "busy" if busy else "open",
             "expires_at": int(session.expires_s),
             "reward": session.reward,
             "group": session.group or None,
             "metadata": session.metadata,
             "turns": [
-                {
-                    "text": turn.text,
-                    "token_ids": [] if captured is None else captured.turn_ids(index),
-                    "reward": session.turn_rewards.get(index),
-                }
-                for index, turn in enumerate(turns)
+                {"answers": [captured.about(answer) for answer in answers], "reward": session.turn_rewards.get(place)}
+                for place, answers in enumerate(requests)
+                if captured is not None
             ],
             "token_ids": [] if captured is None else captured.ids,
             "branches": [] if captured is None else captured.branches,
@@ -527,9 +552,9 @@ class Sessions:
         names = dict[tuple[str, int], str]()  # of groups that have one, by prompt id and epoch
         for session in self._by_sample.values():
             if session.group:
-                names[session.sample_id.prompt_id, session.sample_id.epoch] = session.group
+                names[_place(session)] = session.group
         for session in self._by_sample.values():
-            place = (session.sample_id.prompt_id, session.sample_id.epoch)
+            place = _place(session)
             if session.attached or task not in (None, place[0]):
                 continue
             taken = any(name == group and other[0] == place[0] for other, name in names.items())
@@ -543,7 +568,7 @@ class Sessions:
                 return session.request
             if session.ending:
                 return None
-            left_s = session.expires_s - self._unix_s() if session.attached else None
+            left_s = self._left_s(session)
             if left_s is not None and left_s <= 0:
                 return None
             session.woken.clear()
@@ -553,8 +578,18 @@ class Sessions:
             except TimeoutError:
                 continue
 
+    def _left_s(self, session: Session) -> float | None:
+        """Until the session is given up: its client is silent, or its group has clients and it has none."""
+        until_s = session.expires_s if session.attached else self._group_until_s.get(_place(session))
+        return None if until_s is None else until_s - self._unix_s()
+
     def _touch(self, session: Session) -> None:
         session.expires_s = self._unix_s() + self._idle_s
+        if session.attached:
+            begun = _place(session) in self._group_until_s
+            self._group_until_s[_place(session)] = session.expires_s
+            for other in self._by_sample.values() if not begun else ():
+                other.woken.set()  # from now on the time of its group's other sessions is limited
 
     def _end(self, session: Session, answer: Observation) -> Observation:
         self._close(session)
@@ -572,10 +607,17 @@ class Sessions:
             oldest = self._ended.popleft()
             self._by_name.pop(oldest.name, None)
             self._by_key.pop(oldest.key, None)
+            self._earlier[oldest.key] = oldest.name
+            self._over.add(oldest.name)
 
     def _refuse_ended(self, session: Session) -> None:
         if session.ended or session.ending:
             raise _ended()
+
+
+def _place(session: Session) -> tuple[str, int]:
+    """The group of a session's sample."""
+    return session.sample_id.prompt_id, session.sample_id.epoch
 
 
 def _ended() -> ApiError:

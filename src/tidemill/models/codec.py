@@ -30,6 +30,10 @@ class TextCodec:
     Args:
         embeddings: rows of the model's embedding; None if unknown.
 
+    Attributes:
+        token_count: ids below it are tokens.
+        longest_token: characters that one token can stand for, at most.
+
     Raises:
         UserError: a token that text can contain has no embedding. Others may: tokenizers of text models can have tokens
             for images.
@@ -46,6 +50,8 @@ class TextCodec:
         self._prefix = self._leading_special_tokens()
         self._embeddings = sys.maxsize if embeddings is None else embeddings
         self._without_embedding = self._find_without_embedding()
+        self.token_count = min(self._embeddings, max(self._vocabulary().values()) + 1)
+        self.longest_token = max(map(len, self._vocabulary()))
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a raw prompt.

@@ -166,7 +166,7 @@ class ChatFormat:
 
     def _disarmed(self, value: Any) -> Any:
         if isinstance(value, dict):
-            return {name: self._disarmed(each) for name, each in value.items()}
+            return {self._disarmed(name): self._disarmed(each) for name, each in value.items()}
         if isinstance(value, list):
             return [self._disarmed(each) for each in value]
         return self._tokens.disarm(value) if isinstance(value, str) else value

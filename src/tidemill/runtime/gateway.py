@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import secrets
 import signal
 import tempfile
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager, closing
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,12 @@ from tidemill.controller.loop import sampling_params
 from tidemill.controller.reading import Reading
 from tidemill.core.protocols import TurnFormat
 from tidemill.core.records import SamplingParams, WorkerReport
+from tidemill.gateway.access import logged_to
 from tidemill.gateway.app import Gateway
 from tidemill.gateway.backend import Asked, Piece
 from tidemill.gateway.errors import ApiError
 from tidemill.gateway.requests import Call, Question
-from tidemill.gateway.server import listen, serving
+from tidemill.gateway.server import address, listen, serving
 from tidemill.gateway.session_log import SessionLog
 from tidemill.gateway.session_routes import PATH
 from tidemill.gateway.sessions import Session, Sessions
@@ -58,6 +60,8 @@ async def run_gateway(spec: RunSpec, *, progress: Callable[[str], None]) -> dict
         folder = spec.run.dir or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tidemill-serve-")))
         run = stack.enter_context(RunDirectory.open(folder))
         recorder = stack.enter_context(Recorder(run, spec, stream=None))
+        recorder.expect(0)
+        stack.enter_context(logged_to(logging.StreamHandler()))
         ending = asyncio.Event()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, ending.set)
@@ -66,8 +70,7 @@ async def run_gateway(spec: RunSpec, *, progress: Callable[[str], None]) -> dict
         gateway = Gateway(served, spec.gateway, write_calls=write_hermes)
         collecting = asyncio.create_task(served.collect())
         async with serving(gateway.app(), listener, spec.gateway):
-            host, port = listener.getsockname()[:2]
-            progress(f"{served.name} is served at http://{f'[{host}]' if ':' in host else host}:{port}/v1")
+            progress(f"{served.name} is served at {address(listener)}/v1")
             await asyncio.wait(
                 {collecting, ended := asyncio.create_task(ending.wait())}, return_when=asyncio.FIRST_COMPLETED
             )
@@ -96,19 +99,34 @@ class ServedSessions:
     """Implements `gateway.backend.Served` for the sessions of a run."""
 
     def __init__(
-        self, name: str, codec: TextCodec, turns: TurnFormat, sessions: Sessions, sampling: SamplingParams, fleet: Fleet
+        self,
+        name: str,
+        codec: TextCodec,
+        turns: TurnFormat,
+        sessions: Sessions,
+        sampling: SamplingParams,
+        fleet: Fleet,
+        *,
+        context_tokens: int,
     ) -> None:
-        self.name, self.format, self.defaults = name, turns, sampling
+        self.name, self.format, self.defaults, self.context_tokens = name, turns, sampling, context_tokens
         self._codec, self._sessions, self._fleet = codec, sessions, fleet
-        self.context_tokens = 0
 
     @property
     def ready(self) -> bool:
-        return True
+        return self._fleet.engine_count > 0
 
     @property
     def figures(self) -> dict[str, float]:
-        return {"workers": float(self._fleet.preemptible_count)}
+        return {"workers": float(self._fleet.engine_count)}
+
+    @property
+    def vocabulary(self) -> int:
+        return self._codec.token_count
+
+    @property
+    def longest_token(self) -> int:
+        return self._codec.longest_token
 
     def encode(self, text: str) -> list[int]:
         return self._codec.encode(text)
@@ -145,31 +163,34 @@ async def training_sessions(
     assert isinstance(codec, TextCodec)
     sampling = sampling_params(spec, codec, backend.task.default_stop_strings)
     turns = turn_format(codec, spec.env, chat_template=spec.model.chat_template)
+    log = SessionLog(run.path / "sessions.jsonl")
     sessions = Sessions(
         turns,
-        SessionLog(run.path / "sessions.jsonl"),
+        log,
         secret=_secret(run.path / "gateway.secret"),
         sampling=sampling,
         idle_s=spec.gateway.session_idle_s,
         turns=spec.gateway.session_turns,
         write_calls=write_hermes,
     )
-    served = ServedSessions(spec.gateway.name or spec.run.name, codec, turns, sessions, sampling, fleet)
-    served.context_tokens = backend.context_tokens
+    name = spec.gateway.name or spec.run.name
+    served = ServedSessions(name, codec, turns, sessions, sampling, fleet, context_tokens=backend.context_tokens)
     listener = listen(spec.gateway)
     gateway = Gateway(served, spec.gateway, write_calls=write_hermes, sessions=sessions)
-    async with serving(gateway.app(), listener, spec.gateway):
-        host, port = listener.getsockname()[:2]
-        recorder.note(f"sessions are opened at http://{f'[{host}]' if ':' in host else host}:{port}{PATH}")
-        try:
-            yield sessions, SessionFeed(sessions)
-        finally:
-            await sessions.close()
+    with closing(log), logged_to(logging.FileHandler(run.path / "gateway.log", encoding="utf-8")):
+        async with serving(gateway.app(), listener, spec.gateway):
+            recorder.note(f"sessions are opened at {address(listener)}{PATH}")
+            try:
+                yield sessions, SessionFeed(sessions)
+            finally:
+                await sessions.close()
 
 
 def _secret(path: Path) -> bytes:
     """The secret of a run's session keys, made with its first session."""
     if not path.exists():
-        path.touch(mode=0o600)
-        path.write_text(secrets.token_hex(32))
+        new = path.with_suffix(".new")
+        new.touch(mode=0o600)
+        new.write_text(secrets.token_hex(32))
+        new.replace(path)
     return path.read_bytes()

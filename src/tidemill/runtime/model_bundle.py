@@ -72,6 +72,8 @@ class FrozenModels:
         return model
 
 
+SERVED_CONTEXT = 2048
+"""Default context of a served engine, if the model has it: the cache has a row of this length for each slot."""
 SCAFFOLD_TOKENS = 32
 """Tokens of a chat template around an observation, at most."""
 
@@ -106,13 +108,13 @@ def engine_context(spec: RunSpec, *, limit: int, prompt_tokens: int) -> int:
     """Maximum length of prompt plus completion in an engine, in tokens."""
     turns = spec.gateway.session_turns if spec.gateway.sessions else spec.env.turns if spec.env.enabled else 0
     observed = turns * (spec.env.observation_tokens + SCAFFOLD_TOKENS)
-    needed = prompt_tokens + new_tokens(spec) + observed
+    needed = SERVED_CONTEXT if spec.task.kind == "served" else prompt_tokens + new_tokens(spec) + observed
     return spec.engine.context_tokens or min(needed, longest_context(spec, limit))
 
 
 def new_tokens(spec: RunSpec) -> int:
-    """Maximum completion length of training and evaluation, in tokens."""
-    return max(spec.sampling.max_new_tokens, spec.eval.max_new_tokens)
+    """Maximum completion length of training and evaluation, in tokens; requests to a served model say their own."""
+    return 1 if spec.task.kind == "served" else max(spec.sampling.max_new_tokens, spec.eval.max_new_tokens)
 
 
 def longest_context(spec: RunSpec, limit: int) -> int:

@@ -11,6 +11,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 from tidemill.config.model import LoraConfig
 from tidemill.config.schema import RunSpec
@@ -44,8 +45,6 @@ from tidemill.telemetry.run_dir import RunDirectory
 
 NEVER_S = 1e9
 PURPOSE = "serve"
-CONTEXT, SLOTS = 2048, 16
-"""Defaults of a served engine: its cache has a row of the context's length for each slot."""
 
 
 def serving_spec(spec: RunSpec, folder: Path | None) -> RunSpec:
@@ -59,8 +58,6 @@ def serving_spec(spec: RunSpec, folder: Path | None) -> RunSpec:
     if folder is not None:
         model = {"source": str(folder), "revision": None, "lora": LoraConfig()}
         sections["model"] = spec.model.model_copy(update=model)
-    if not spec.engine.context_tokens:
-        sections["engine"] = spec.engine.model_copy(update={"context_tokens": CONTEXT})
     return RunSpec(**sections, task=ServedTask(kind="served"), trainer=spec.trainer, telemetry=spec.telemetry)
 
 
@@ -142,22 +139,29 @@ class ServedFleet:
             feed,
         )
         self._positions: dict[SampleId, int] = {}
-        self._next, self._session = 0, secrets.randbits(62)
-        self._same: defaultdict[SampleId, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._next, self._unseeded = 0, secrets.randbits(62)
+        self._same: WeakValueDictionary[SampleId, asyncio.Lock] = WeakValueDictionary()
         self._failure: Exception | None = None
 
     @property
     def ready(self) -> bool:
-        local = self._rollout.fleet.local
-        return self._failure is None and (local is not None or self._rollout.fleet.preemptible_count > 0)
+        return self._failure is None and self._rollout.fleet.engine_count > 0
 
     @property
     def figures(self) -> dict[str, float]:
         return {
-            "samples_running": float(self._in_flight.running),
+            "samples_assigned": float(self._in_flight.running),
             "samples_waiting": float(self._in_flight.unfinished - self._in_flight.running),
-            "workers": float(self._rollout.fleet.preemptible_count),
+            "workers": float(self._rollout.fleet.engine_count),
         }
+
+    @property
+    def vocabulary(self) -> int:
+        return self._codec.token_count
+
+    @property
+    def longest_token(self) -> int:
+        return self._codec.longest_token
 
     def encode(self, text: str) -> list[int]:
         return self._codec.encode(text)
@@ -226,7 +230,7 @@ class ServedFleet:
         digest = hashlib.blake2b(asked.prompt_ids, digest_size=12)
         seed, epoch = asked.seed, 0
         if seed is None:
-            seed, epoch = self._session, self._next
+            seed, epoch = self._unseeded, self._next
         return [
             SampleId(run_seed=seed, purpose=PURPOSE, prompt_id=digest.hexdigest(), epoch=epoch, index=index)
             for index in range(asked.n)
@@ -234,11 +238,9 @@ class ServedFleet:
 
     @asynccontextmanager
     async def _alone(self, sample_id: SampleId) -> AsyncIterator[None]:
-        lock = self._same[sample_id]
+        lock = self._same.setdefault(sample_id, asyncio.Lock())
         async with lock:
             yield
-        if not lock.locked():
-            self._same.pop(sample_id, None)
 
     def _end(self, ids: Sequence[SampleId]) -> None:
         """End what is still generated: the client has left, or all has arrived."""

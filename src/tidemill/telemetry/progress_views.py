@@ -169,7 +169,8 @@ class PlainView:
         if self._clock.now() - self._last_line_s >= HEARTBEAT_S:
             now = self._progress
             phases = ", ".join(f"{name} {done}/{total}" for name, done, total in now.current_phases())
-            self.note(f"step {now.step + 1}/{now.total_steps}: {phases or 'working'}")
+            if now.total_steps:
+                self.note(f"step {now.step + 1}/{now.total_steps}: {phases or 'working'}")
 
     def note(self, text: str) -> None:
         self._last_line_s = self._clock.now()

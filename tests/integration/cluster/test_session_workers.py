@@ -92,7 +92,7 @@ class Streams:
                             ids += chunk["choices"][0]["token_ids"]
                 assert ended
                 about: dict[str, Any] = http.get(f"/tidemill/sessions/{session.id}").json()
-                assert about["turns"][0]["token_ids"] == ids
+                assert about["turns"][0]["answers"][0]["token_ids"] == ids
                 assert about["token_ids"][-len(ids) :] == ids
                 self.ids.append((session.task["prompt"], tuple(ids)))
 

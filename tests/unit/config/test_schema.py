@@ -98,18 +98,6 @@ CASES: list[tuple[type[Config], dict[str, Any], str, str]] = [  # section, value
     (RunSpec, {"scoring": {"rewards": [{"kind": "task"}]}}, 'task.kind = "arithmetic" has no scorer', '"exact"'),
     (
         RunSpec,
-        {"engine": {"context_tokens": 64}, "sampling": {"max_new_tokens": 64}},
-        "sampling.max_new_tokens = 64 leaves no room for a prompt",
-        "raise context_tokens",
-    ),
-    (
-        RunSpec,
-        {"engine": {"context_tokens": 65}, "sampling": {"max_new_tokens": 64}, "eval": {"max_new_tokens": 65}},
-        "eval.max_new_tokens = 65 leaves no room for a prompt",
-        "raise context_tokens",
-    ),
-    (
-        RunSpec,
         {"schedule": {"max_policy_lag": 1, "overcommit": 9}},
         "schedule.overcommit = 9",
         "set it to 8",  # 1 version × 8 prompts

@@ -50,6 +50,14 @@ class Scripted:
     def figures(self) -> Mapping[str, float]:
         return {"workers": 2.0}
 
+    @property
+    def vocabulary(self) -> int:
+        return self.codec.token_count
+
+    @property
+    def longest_token(self) -> int:
+        return self.codec.longest_token
+
     def encode(self, text: str) -> list[int]:
         return self.codec.encode(text)
 

@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from starlette.requests import Request
 
 from tests.unit.gateway.scripted import DEADLINE_S, Scripted, chat, gateway
 from tidemill.core.errors import UserError
 from tidemill.core.records import unpack_tokens
 from tidemill.gateway import app as app_module
 from tidemill.gateway.access import Keys
+from tidemill.gateway.errors import ApiError
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 CALL = 'Let me see. <tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
@@ -390,6 +392,65 @@ async def test_a_body_that_does_not_arrive_is_an_error() -> None:
         writer.close()
 
     assert b"408" in status
+
+
+@pytest.mark.parametrize("headers", [{"host": "[bad"}, {"origin": "http://["}], ids=["host", "origin"])
+async def test_addresses_that_are_none_are_foreign(headers: dict[str, str]) -> None:
+    async with gateway(Scripted()) as client:
+        assert (await client.get("/v1/models", headers=headers)).status_code == 403
+
+
+async def test_a_connection_whose_body_was_not_read_is_closed(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("secret\n")
+    keys.chmod(0o600)
+    async with gateway(Scripted(), token_file=keys) as client:
+        reader, writer = await asyncio.open_connection("127.0.0.1", client.base_url.port)
+        writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100000\r\n\r\n")
+        async with asyncio.timeout(DEADLINE_S):
+            assert (await reader.read()).startswith(b"HTTP/1.1 401")  # and the end
+        writer.close()
+
+
+def test_keys_are_read_again_once_nobody_else_can_read_them(tmp_path: Path) -> None:
+    def allowed(key: str) -> bool:
+        try:
+            request = Request({"type": "http", "headers": [(b"authorization", f"bearer {key}".encode())]})
+            return keys.check(request) == key
+        except ApiError:
+            return False
+
+    file = tmp_path / "keys"
+    file.write_text("old\n")
+    file.chmod(0o600)
+    keys = Keys(file)
+    new = tmp_path / "new"
+    new.write_text("new\n")
+    new.chmod(0o644)
+    new.replace(file)
+    assert (allowed("old"), allowed("new")) == (True, False)
+    file.chmod(0o600)
+    assert (allowed("old"), allowed("new")) == (False, True)
+    file.unlink()
+    assert allowed("new")
+
+
+async def test_a_text_that_no_context_could_hold_is_refused_before_it_is_encoded() -> None:
+    async with gateway(Scripted()) as client:
+        began_s = time.monotonic()
+        refused = await client.post(CHAT, json=chat("x" * 7_000_000))
+        assert (refused.status_code, refused.json()["error"]["code"]) == (400, "context_length_exceeded")
+        assert time.monotonic() - began_s < 5
+
+
+async def test_a_token_id_that_the_model_lacks_is_refused() -> None:
+    served = Scripted()
+    async with gateway(served) as client:
+        body = {"model": "scripted", "prompt": [1, served.vocabulary]}
+        refused = await client.post(COMPLETIONS, json=body)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "prompt")
+        body["prompt"] = [1, served.vocabulary - 1]
+        assert (await client.post(COMPLETIONS, json=body)).status_code == 200
 
 
 async def test_models_health_metrics_and_request_ids() -> None:

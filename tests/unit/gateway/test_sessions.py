@@ -15,6 +15,7 @@ from tests.unit.gateway.scripted import Scripted, gateway
 from tidemill.config.gateway import GatewayConfig
 from tidemill.controller.samples import Sample, SampleState
 from tidemill.controller.turns import AgentLimits
+from tidemill.core.errors import UserError
 from tidemill.core.records import (
     Observation,
     PolicyVersion,
@@ -51,7 +52,7 @@ class NoCalls:
 
 
 class Fleet:
-    preemptible_count = 0
+    engine_count = 1
 
 
 class Agent:
@@ -110,8 +111,8 @@ def new_sessions(folder: Path, *, idle_s: float = 60.0, turns: int = 4) -> Sessi
 
 @asynccontextmanager
 async def client_of(sessions: Sessions) -> AsyncIterator[httpx2.AsyncClient]:
-    served = ServedSessions("scripted", SCRIPT.codec, SCRIPT.format, sessions, SAMPLING, Fleet())  # type: ignore[arg-type]
-    served.context_tokens = 400
+    fleet: Any = Fleet()
+    served = ServedSessions("scripted", SCRIPT.codec, SCRIPT.format, sessions, SAMPLING, fleet, context_tokens=400)
     config = GatewayConfig(port=0)
     listener = listen(config)
     app = Gateway(served, config, write_calls=write_hermes, sessions=sessions).app()
@@ -119,6 +120,7 @@ async def client_of(sessions: Sessions) -> AsyncIterator[httpx2.AsyncClient]:
     async with serving(app, listener, config), httpx2.AsyncClient(base_url=url, timeout=10, trust_env=False) as http:
         yield http
     await sessions.close()
+    sessions._log.close()
 
 
 async def opened(http: httpx2.AsyncClient, **body: Any) -> tuple[str, dict[str, str]]:
@@ -168,7 +170,7 @@ async def test_a_conversation_continues_the_tokens_that_were_generated(tmp_path:
         assert (await asked).json()["choices"][0]["message"]["content"] == "Bye"
         about = (await http.get(path, headers=headers)).json()
         assert about["token_ids"] == sample.context
-        assert [turn["text"] for turn in about["turns"]] == ["Hello", "Bye"]
+        assert [turn["answers"][0]["text"] for turn in about["turns"]] == ["Hello", "Bye"]
         await http.post(f"{path}/reward", json={"value": 0.25}, headers=headers)
         await http.post(f"{path}/end", headers=headers)
         assert (await third) == Observation(end="done", outcome=0.25)
@@ -272,6 +274,40 @@ async def answered(http: httpx2.AsyncClient, agent: Agent, headers: dict[str, st
     return (await asked).json(), waiting
 
 
+async def test_a_session_whose_agent_failed_is_left_out_also_after_a_restart(tmp_path: Path) -> None:
+    agent = Agent(sessions := new_sessions(tmp_path))
+    async with client_of(sessions) as http:
+        waiting = asyncio.create_task(agent.observe())
+        path, headers = await opened(http)
+        asked = asking(http, headers, [user("Hi")])
+        await waiting
+        agent.generate("One")
+        before = agent.sample.episode(SCRIPT.codec.decode)
+        waiting = asyncio.create_task(agent.observe())
+        await asked
+        ended = await http.post(f"{path}/end", json={"failed": True}, headers=headers)
+        assert ended.json()["status"] == "ended"
+        assert (await waiting).end == "fault"
+
+    async with client_of(again := new_sessions(tmp_path)):
+        assert (await again.act(before, NoCalls())).end == "fault"
+
+
+async def test_the_time_of_an_answer_is_not_the_clients_silence(tmp_path: Path) -> None:
+    agent = Agent(sessions := new_sessions(tmp_path, idle_s=0.5))
+    async with client_of(sessions) as http:
+        waiting = asyncio.create_task(agent.observe())
+        path, headers = await opened(http)
+        asked = asking(http, headers, [user("Hi")])
+        await waiting
+        await asyncio.sleep(0.7)  # generating
+        agent.generate("One")
+        waiting = asyncio.create_task(agent.observe())
+        await asked
+        await http.post(f"{path}/end", headers=headers)
+        assert (await waiting).end == "done"
+
+
 @pytest.mark.parametrize("chosen", [0, 1, 2])
 async def test_the_answer_that_is_continued_is_trained_and_the_others_are_not(tmp_path: Path, chosen: int) -> None:
     texts = ["One", "Two", "Three"]
@@ -310,6 +346,70 @@ async def test_the_answer_that_is_continued_is_trained_and_the_others_are_not(tm
     logprobs = unpack_logprobs(trajectory.rollout_logprobs)
     expected = [-float(turn.start) for turn in trajectory.turns for _ in range(turn.start, turn.end)]
     assert logprobs == expected
+
+
+async def test_a_reward_of_a_request_is_that_of_the_answer_that_is_trained(tmp_path: Path) -> None:
+    agent = Agent(sessions := new_sessions(tmp_path, turns=5))
+    async with client_of(sessions) as http:
+        opening = asyncio.create_task(agent.observe())
+        path, headers = await opened(http)
+        opening.cancel()
+        answer, waiting = await answered(http, agent, headers, ["One", "Two"])
+        asked = asking(http, headers, [user("Hi"), answer["choices"][1]["message"], user("And?")])
+        await waiting
+        agent.generate("Bye")
+        waiting = asyncio.create_task(agent.observe())
+        await asked
+        for turn, value in enumerate((0.5, 2.0)):
+            await http.post(f"{path}/reward", json={"value": value, "turn": turn}, headers=headers)
+        await http.post(f"{path}/end", headers=headers)
+        await waiting
+    assert [(turn.text, turn.reward) for turn in agent.trajectory.turns] == [("Two", 0.5), ("Bye", 2.0)]
+
+
+async def test_messages_that_a_template_cannot_append_are_a_branch(tmp_path: Path) -> None:
+    agent = Agent(sessions := new_sessions(tmp_path))
+
+    class Hoisting:
+        """A template that moves system messages to the front."""
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(SCRIPT.format, name)
+
+        def answer(self, *arguments: Any, **more: Any) -> Any:
+            raise UserError("the template changes earlier turns", where="the template")
+
+    sessions._format = Hoisting()
+    async with client_of(sessions) as http:
+        waiting = asyncio.create_task(agent.observe())
+        _, headers = await opened(http)
+        asked = asking(http, headers, [user("Hi")])
+        await waiting
+        agent.generate("One")
+        waiting = asyncio.create_task(agent.observe())
+        reply = (await asked).json()["choices"][0]["message"]
+        asked = asking(http, headers, [user("Hi"), reply, user("And?")])
+        assert (await waiting).new_branch
+        asked.cancel()
+
+
+async def test_a_group_with_one_client_does_not_wait_for_others_for_ever(tmp_path: Path) -> None:
+    sessions = new_sessions(tmp_path, idle_s=0.3)
+    agents = [Agent(sessions, 0), Agent(sessions, 1), Agent(sessions, 0, epoch=1)]
+    async with client_of(sessions) as http:
+        acting = [asyncio.create_task(agent.observe()) for agent in agents]
+        path, headers = await opened(http, group="a")
+        asked = asking(http, headers, [user("Hi")])
+        await acting[0]
+        agents[0].generate("One")
+        ending = asyncio.create_task(agents[0].observe())
+        await asked
+        await http.post(f"{path}/end", headers=headers)
+        assert (await ending).end == "done"
+        assert (await acting[1]).end == "fault"
+        await asyncio.sleep(0.4)
+        assert not acting[2].done()  # nobody has asked for its group
+        acting[2].cancel()
 
 
 async def test_without_a_choice_the_first_answer_is_trained(tmp_path: Path) -> None:

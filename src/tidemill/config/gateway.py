@@ -24,7 +24,7 @@ class GatewayConfig(Config):
     session_idle_s: float = Field(600.0, gt=0)
     """A session without a request for so long is left out of its group, in seconds."""
     session_turns: int = Field(16, ge=1)
-    """Requests of a session that are answered."""
+    """Answers of a session, counting each of several to one request."""
     body_mb: float = Field(8.0, gt=0)
     """Largest body of a request, in MB."""
     concurrency: int = Field(256, ge=1)

@@ -61,8 +61,10 @@ class Watch:
     pull_slots: int = 0
     held_peak: int = 0  # tokens in unfinished samples
     longest_wait_s: float = 0.0  # of a sample between two machines
+    longest_stall_s: float = 0.0  # in which such a sample waited although a machine had a free slot
     half_done_s: list[float] = field(default_factory=list)  # per batch: until half of its groups were complete
     _waiting: dict[tuple[int, int], float] = field(default_factory=dict)  # since when, by ordinal and attempt
+    _stall_s: float = 0.0
     _batch: tuple[int, float, bool] = (-1, 0.0, False)  # its first position, its start, whether half is done
 
     async def run(self) -> None:
@@ -89,6 +91,14 @@ class Watch:
         between = [(one.ordinal, one.attempt) for one in in_flight.waiting.values() if one.attempt]
         self._waiting = {key: self._waiting.get(key, now_s) for key in between}
         self.longest_wait_s = max([self.longest_wait_s, *(now_s - since_s for since_s in self._waiting.values())])
+        free = any(
+            engine.running < engine.costs.slots
+            and not engine.queued
+            and engine.version.number == in_flight.newest_version
+            for engine in live
+        )
+        self._stall_s = self._stall_s + POLL_S if between and free else 0.0
+        self.longest_stall_s = max(self.longest_stall_s, self._stall_s)
         self._halves(in_flight)
 
     def _halves(self, in_flight: InFlight) -> None:

@@ -1,0 +1,69 @@
+"""The goodput benchmark counts all of the machines' time, and fails if what it measures did not happen."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from benchmarks import goodput
+from benchmarks.goodput import check_migrations, ideal_s, measure
+from benchmarks.slot_time import Watch
+from tidemill.controller.dispatcher import Dispatcher
+from tidemill.pool.traces import CapacityTrace
+from tidemill.sim.workload import Workload
+
+TRACE = CapacityTrace(steps=((0.0, 3), (150.0, 1), (200.0, 3)), end_s=600.0)
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Short(goodput.GeometricLengths):
+        def quantile(self, share: float) -> int:
+            return min(800, 1 + int(-math.log1p(-share) * 300))
+
+    monkeypatch.setattr(goodput, "PROMPTS", 64)
+    monkeypatch.setattr(goodput, "WORK", Workload(lengths=Short(), prompt_tokens=64))
+
+
+@pytest.mark.parametrize("mode", goodput.MODES)
+def test_shares_add_up_and_evicted_samples_migrate(mode: str) -> None:
+    found = measure(TRACE, 600.0, mode, seed=7)
+
+    assert math.isclose(sum(found["shares"].values()), 1.0, abs_tol=1e-9)
+    assert min(found["shares"].values()) > -1e-9
+    assert found["evictions"] == 2
+    assert found["migrated_samples"] > 0
+    assert found["goodput"] <= found["shares"]["decode"] + 1e-9  # accepted tokens were decoded
+    assert 0.3 < found["goodput"] < 1
+    assert found.get("of_ideal", 0.5) < 1
+
+
+def test_a_dispatcher_that_forgets_evicted_samples_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    push = Dispatcher._push
+
+    def forgets(self: Dispatcher, sample: Any) -> None:
+        if not (sample.attempt and sample.ordinal % 7 == 0):
+            push(self, sample)
+
+    monkeypatch.setattr(Dispatcher, "_push", forgets)
+    with pytest.raises(AssertionError, match="although slots were free"):
+        measure(TRACE, 600.0, "endless", seed=7)
+
+
+def test_evictions_without_migrations_fail() -> None:
+    class Run:
+        events = ({"event": "eviction", "samples": 3},)
+
+    with pytest.raises(AssertionError, match="none migrated"):
+        check_migrations(Run(), Watch(clock=None, end_s=1.0))  # type: ignore[arg-type]
+
+
+def test_the_ideal_is_the_longest_sample_or_the_work_of_all_slots() -> None:
+    step_s, slots = goodput.SPEED.step_s, goodput.SPEED.slots
+    constant = CapacityTrace(steps=((0.0, 2),), end_s=1e6)
+    assert ideal_s(constant, [[1000]]) == 1000 * step_s
+    assert math.isclose(ideal_s(constant, [[10] * (8 * slots)]), 40 * step_s)
+    grows = CapacityTrace(steps=((0.0, 1), (1.0, 2)), end_s=1e6)
+    assert math.isclose(ideal_s(grows, [[100] * (4 * slots)]), 1 + (400 * step_s - 1) / 2)

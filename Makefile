@@ -21,7 +21,7 @@ BENCHMARKS := generation grpo_step matrix_rate batch_shapes demo_accuracy contro
   simulator.fleet_size goodput weights lora algorithms staleness rlhf equivalence migration overlap critic_placement \
   overlap_scoring pinned_versions user_advantage agents shards sandbox weights_threads \
   weights_node gateway
-CHECKS := check-format check-lint check-types check-layers check-spelling check-dependencies
+CHECKS := check-format check-lint check-types check-layers check-spelling check-dependencies check-figures
 
 define prepare
 	@for candidate in $(CANDIDATES); do \
@@ -64,7 +64,7 @@ demo-agents: $(READY_RUNTIME) ## two agents learn while their workers come and g
 	  printf 'file://%s\n' "$(CURDIR)/$(AGENTS_DIR)/guess/report.html" "$(CURDIR)/$(AGENTS_DIR)/calc-tool/report.html"
 
 # One target each, so that `make -k check` tells everything that is wrong at once.
-check: $(CHECKS) ## format, lint, types, layers, spelling, dependencies
+check: $(CHECKS) ## format, lint, types, layers, spelling, dependencies, figures of the docs
 
 check-format: $(READY)
 	$(BIN)/ruff format --check .
@@ -83,6 +83,9 @@ check-spelling: $(READY)
 
 check-dependencies: $(READY)
 	$(BIN)/deptry .
+
+check-figures: $(READY)
+	$(BIN)/python -m benchmarks.figures --check
 
 format: $(READY) ## rewrite files in the project's format
 	$(BIN)/ruff format .

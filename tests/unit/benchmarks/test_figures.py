@@ -1,0 +1,51 @@
+"""Figures in documents come from result files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks import figures
+from benchmarks.figures import current
+
+RESULTS = {"speed": {"cases": [{"case": "a b", "s": 1.26}, {"case": "c", "s": 2.04}], "share": 0.748}}
+
+
+@pytest.mark.parametrize(
+    ("expression", "shown"),
+    [
+        ('fixed(case(speed, "a b").s, 1)', "1.3"),
+        ("span([speed.cases[1].s, speed.cases[0].s], 2)", "1.26-2.04"),
+        ("percent(speed.share)", "75 %"),
+        ("percent(speed.share, 1)", "74.8 %"),
+        ("shown([speed.cases[0].s, speed.cases[1].s], 1)", "1.3, 2.0"),
+        ("fixed(median([1, 5, 3]), 0)", "3"),
+    ],
+)
+def test_an_expression_is_replaced_by_its_figure(expression: str, shown: str) -> None:
+    text = f"| **<!--= {expression} -->9<!--/-->** s | 7 |"
+    assert current(text, RESULTS) == f"| **<!--= {expression} -->{shown}<!--/-->** s | 7 |"
+
+
+@pytest.mark.parametrize("expression", ['case(speed, "d").s', "speed.cases[7].s", "speed.unknown", "other.s", "fixed("])
+def test_an_expression_without_a_figure_is_an_error(expression: str) -> None:
+    with pytest.raises(ValueError, match="^fixed"):
+        current(f"<!--= fixed({expression}, 1) -->9<!--/-->".replace("fixed(fixed(, 1)", "fixed("), RESULTS)
+
+
+def test_a_figure_that_differs_fails_the_check(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results" / "speed.json").write_text('{"s": 2.5}')
+    (tmp_path / "README.md").write_text("<!--= fixed(speed.s, 1) -->2.4<!--/--> s")
+    monkeypatch.setattr(figures, "ROOT", tmp_path)
+    monkeypatch.setattr(figures, "RESULTS", tmp_path / "results")
+    monkeypatch.setattr("sys.argv", ["figures", "--check"])
+    assert figures.main() == 1
+    assert "README.md: 2.4 is 2.5" in capsys.readouterr().err
+    monkeypatch.setattr("sys.argv", ["figures"])
+    assert figures.main() == 0
+    assert (tmp_path / "README.md").read_text() == "<!--= fixed(speed.s, 1) -->2.5<!--/--> s"

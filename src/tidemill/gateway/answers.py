@@ -10,7 +10,7 @@ from typing import Any
 from tidemill.core.records import ToolRequest, unpack_logprobs, unpack_tokens
 from tidemill.gateway.backend import Piece
 from tidemill.gateway.requests import Question
-from tidemill.gateway.texts import FinishReason, Said
+from tidemill.gateway.texts import ChoiceDelta, FinishReason
 
 TokenText = Callable[[int], str]
 
@@ -56,7 +56,7 @@ class Choice:
         self.entries: list[dict[str, Any]] = []
         self.token_ids: list[int] = []
 
-    def add(self, piece: Piece, said: Said, question: Question, token_text: TokenText) -> None:
+    def add(self, piece: Piece, said: ChoiceDelta, question: Question, token_text: TokenText) -> None:
         self.text += said.text
         self.calls += call_objects(said.calls)
         self.finish = said.finish or self.finish
@@ -126,7 +126,7 @@ class Answer:
         answer = {**self._frame, "object": kind, "choices": found, "usage": used}
         return {**answer, "prompt_token_ids": list(prompt_ids)} if question.token_ids else answer
 
-    def chunk(self, piece: Piece, said: Said) -> dict[str, Any]:
+    def chunk(self, piece: Piece, said: ChoiceDelta) -> dict[str, Any]:
         """News of one choice."""
         question = self._question
         choice: dict[str, Any] = {"index": piece.index, "logprobs": None, "finish_reason": said.finish}

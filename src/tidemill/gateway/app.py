@@ -39,7 +39,7 @@ from tidemill.gateway.requests import (
 from tidemill.gateway.responses import ResponseAnswer
 from tidemill.gateway.session_routes import session_routes
 from tidemill.gateway.sessions import Sessions
-from tidemill.gateway.texts import ChoiceText, Said
+from tidemill.gateway.texts import ChoiceDelta, ChoiceText
 
 T = TypeVar("T")
 Handler = Callable[[Request, str], Awaitable[Response]]
@@ -130,7 +130,7 @@ class Gateway:
             return _stream(self._response_events(question, asked, answer), named=True)
 
         async def whole() -> dict[str, Any]:
-            said, tokens = Said(), 0
+            said, tokens = ChoiceDelta(), 0
             async for piece, news in self._news(question, asked):
                 tokens += count(piece.token_ids)
                 for _ in answer.news(news):
@@ -277,7 +277,7 @@ class Gateway:
             question=question,
         )
 
-    async def _news(self, question: Question, asked: Asked) -> AsyncGenerator[tuple[Piece, Said], None]:
+    async def _news(self, question: Question, asked: Asked) -> AsyncGenerator[tuple[Piece, ChoiceDelta], None]:
         """The pieces of all choices with what they say; closing it ends them."""
         served = self._served
         parse = served.format.parse if question.tools else None
@@ -323,7 +323,7 @@ class Gateway:
     async def _response_events(
         self, question: Question, asked: Asked, answer: ResponseAnswer
     ) -> AsyncGenerator[dict[str, Any] | None, None]:
-        said, tokens = Said(), 0
+        said, tokens = ChoiceDelta(), 0
         for event in answer.begin():
             yield event
         async with aclosing(self._news(question, asked)) as news:

@@ -45,7 +45,7 @@ class Call(Record):
     arguments: str  # JSON
 
 
-class Said(Record):
+class ChatMessage(Record):
     """A message of a request."""
 
     role: str
@@ -57,7 +57,7 @@ class Question(Record):
     """What a client asks for. Parameters that it left out are None."""
 
     model: str
-    messages: tuple[Said, ...] = ()
+    messages: tuple[ChatMessage, ...] = ()
     prompts: tuple[str | tuple[int, ...], ...] = ()  # of /v1/completions
     tools: tuple[dict[str, Any], ...] = ()
     max_tokens: int | None = None
@@ -192,9 +192,9 @@ def response_question(body: Mapping[str, Any]) -> Question:
         raise invalid(message, "previous_response_id", code="previous_response_not_found")
     instructions = fields.text("instructions")
     given = fields.take("input", (str, list), expected="a string or a list")
-    messages = [Said(role="user", text=given)] if isinstance(given, str) else _items(given or [])
+    messages = [ChatMessage(role="user", text=given)] if isinstance(given, str) else _items(given or [])
     if instructions:
-        messages.insert(0, Said(role="system", text=instructions))
+        messages.insert(0, ChatMessage(role="system", text=instructions))
     text = fields.take("text", dict, expected="an object") or {}
     _refuse_response_format(text.pop("format", None), "text.format")
     if text.pop("verbosity", None) not in (None, "medium") or text:
@@ -263,7 +263,7 @@ def _listed(fields: Fields, name: str, read: Callable[[Any, str], T]) -> tuple[T
     return tuple(read(each, f"{name}[{index}]") for index, each in enumerate(given))
 
 
-def _chat_message(given: Any, at: str) -> Said:
+def _chat_message(given: Any, at: str) -> ChatMessage:
     if not isinstance(given, dict) or not isinstance(given.get("role"), str):
         raise invalid(f"`{at}` must be an object with a role", at)
     role = "system" if given["role"] == "developer" else given["role"]
@@ -277,7 +277,7 @@ def _chat_message(given: Any, at: str) -> Said:
     if unknown := {key for key, value in given.items() if value} - MESSAGE_KEYS:
         raise unsupported(f"{at}.{min(unknown)}", "the gateway does not know it")
     found = tuple(_call(each.get("function") if isinstance(each, dict) else None, at) for each in calls)
-    return Said(role=role, text=_text_of(given.get("content"), f"{at}.content"), calls=found)
+    return ChatMessage(role=role, text=_text_of(given.get("content"), f"{at}.content"), calls=found)
 
 
 def _call(given: Any, at: str) -> Call:
@@ -355,9 +355,9 @@ def _prompts(given: Any) -> tuple[str | tuple[int, ...], ...]:
     raise invalid("`prompt` must be a text, token ids, or a list of either, and not empty", "prompt")
 
 
-def _items(given: Sequence[Any]) -> list[Said]:
+def _items(given: Sequence[Any]) -> list[ChatMessage]:
     """The items of a request to /v1/responses as messages; calls join the message of the assistant before them."""
-    found = list[Said]()
+    found = list[ChatMessage]()
     if len(given) > MESSAGES:
         raise invalid(f"`input` has {len(given)} entries; at most {MESSAGES} are accepted", "input")
     for index, item in enumerate(given):
@@ -370,9 +370,9 @@ def _items(given: Sequence[Any]) -> list[Said]:
             if found and found[-1].role == "assistant":
                 found[-1] = msgspec.structs.replace(found[-1], calls=(*found[-1].calls, call))
             else:
-                found.append(Said(role="assistant", text="", calls=(call,)))
+                found.append(ChatMessage(role="assistant", text="", calls=(call,)))
         elif kind == "function_call_output":
-            found.append(Said(role="tool", text=_text_of(item.get("output"), f"{at}.output")))
+            found.append(ChatMessage(role="tool", text=_text_of(item.get("output"), f"{at}.output")))
         elif kind != "reasoning":  # a client repeats what it was given, and it was given none
             raise invalid(f"`{at}` is of type {str(kind)[:40]!r}, which is not supported", at)
     return found
@@ -391,7 +391,7 @@ def _depth(value: Any) -> int:
     return deepest
 
 
-def as_messages(said: Sequence[Said], write_calls: Callable[[Sequence[Call]], str]) -> list[Message]:
+def as_messages(said: Sequence[ChatMessage], write_calls: Callable[[Sequence[Call]], str]) -> list[Message]:
     """Messages for a chat template.
 
     Args:

@@ -9,7 +9,7 @@ from typing import Any
 from tidemill.core.records import ToolRequest
 from tidemill.gateway.answers import new_id
 from tidemill.gateway.requests import Question
-from tidemill.gateway.texts import Said
+from tidemill.gateway.texts import ChoiceDelta
 
 
 class ResponseAnswer:
@@ -51,7 +51,7 @@ class ResponseAnswer:
         yield self._event("response.created", response=frame)
         yield self._event("response.in_progress", response=frame)
 
-    def news(self, said: Said) -> Iterator[dict[str, Any]]:
+    def news(self, said: ChoiceDelta) -> Iterator[dict[str, Any]]:
         """The events of new text and calls."""
         if said.text:
             if not self._items or self._items[-1]["type"] != "message":
@@ -63,7 +63,7 @@ class ResponseAnswer:
             yield from self._close_message()
             yield from self._call(call)
 
-    def end(self, said: Said, prompt_tokens: int, completion_tokens: int) -> Iterator[dict[str, Any]]:
+    def end(self, said: ChoiceDelta, prompt_tokens: int, completion_tokens: int) -> Iterator[dict[str, Any]]:
         """The last events; `said` has the finish."""
         if not self._items:
             yield from self._open_message()
@@ -71,7 +71,7 @@ class ResponseAnswer:
         whole = self.whole(said, prompt_tokens, completion_tokens)
         yield self._event(f"response.{whole['status']}", response=whole)
 
-    def whole(self, said: Said, prompt_tokens: int, completion_tokens: int) -> dict[str, Any]:
+    def whole(self, said: ChoiceDelta, prompt_tokens: int, completion_tokens: int) -> dict[str, Any]:
         cut = said.finish == "length"
         return {
             **self._frame,

@@ -13,7 +13,7 @@ import msgspec
 from tidemill.core.records import Record
 
 
-class Noted(Record, omit_defaults=True):
+class SessionEvent(Record, omit_defaults=True):
     """A line of the log."""
 
     session: str
@@ -29,14 +29,14 @@ class SessionLog:
     """Appends a line for each event; when `write` returns it is durable. A torn last line is ignored.
 
     Attributes:
-        opened_by: names of sessions of earlier lives by `Noted.opened_by`.
+        opened_by: names of sessions of earlier lives by `SessionEvent.opened_by`.
     """
 
     def __init__(self, path: Path) -> None:
-        self._earlier = defaultdict[str, list[Noted]](list)
+        self._earlier = defaultdict[str, list[SessionEvent]](list)
         for line in path.read_bytes().splitlines() if path.exists() else ():
             try:
-                noted = msgspec.json.decode(line, type=Noted)
+                noted = msgspec.json.decode(line, type=SessionEvent)
             except msgspec.DecodeError:
                 continue
             self._earlier[noted.session].append(noted)
@@ -47,7 +47,7 @@ class SessionLog:
         if path.stat().st_size:
             self._file.write(b"\n")  # after a torn line
 
-    def earlier(self, session: str) -> Sequence[Noted]:
+    def earlier(self, session: str) -> Sequence[SessionEvent]:
         """The events of a session in earlier lives of the gateway, in their order."""
         return self._earlier.get(session, ())
 
@@ -56,7 +56,7 @@ class SessionLog:
         """Sessions of earlier lives."""
         return self._earlier.keys()
 
-    def write(self, noted: Noted) -> None:
+    def write(self, noted: SessionEvent) -> None:
         self._file.write(msgspec.json.encode(noted) + b"\n")
         os.fsync(self._file.fileno())
 

@@ -12,7 +12,8 @@ from starlette.routing import Route
 from tidemill.gateway.access import unless_left
 from tidemill.gateway.errors import AUTHENTICATION, ApiError
 from tidemill.gateway.requests import Fields
-from tidemill.gateway.sessions import Session, Sessions
+from tidemill.gateway.session import Session
+from tidemill.gateway.sessions import Sessions
 
 PATH = "/v1/tidemill/sessions"
 LARGEST_REWARD, MOST_TURNS = 1e6, 1 << 20

@@ -9,7 +9,6 @@ the others are not trained.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 import hmac
 import time
@@ -19,25 +18,24 @@ from typing import Any
 
 import msgspec
 
-from tidemill.core.errors import UserError
 from tidemill.core.protocols import CallLog, TurnFormat
 from tidemill.core.records import (
     ITEM_BYTES,
     Episode,
     Observation,
-    Prompt,
-    Record,
     SampleId,
     SamplingParams,
-    count,
     pack_tokens,
+    unpack_tokens,
 )
 from tidemill.gateway.backend import Asked, Piece
 from tidemill.gateway.captured import Captured
 from tidemill.gateway.errors import RATE, SERVER, ApiError, invalid, unsupported
-from tidemill.gateway.requests import Question, Said, as_messages
-from tidemill.gateway.session_log import Noted, SessionLog
-from tidemill.gateway.texts import ChoiceText
+from tidemill.gateway.live_answer import LiveAnswer
+from tidemill.gateway.matching import Matching, hash_of, state_key_of
+from tidemill.gateway.requests import Question
+from tidemill.gateway.session import PendingRequest, Session
+from tidemill.gateway.session_log import SessionEvent, SessionLog
 
 KEYS = {"max_tokens": "max_new_tokens"}
 """Names of parameters in [sampling], where they differ."""
@@ -46,95 +44,6 @@ ENDED = 1024
 SLOT_WAIT_S = 20.0
 """How long a client waits for a task when no sample needs one."""
 RETRY_S = 5
-
-
-class LiveAnswer:
-    """The answers to one request while they are generated, and for its repetitions.
-
-    Args:
-        n: answers.
-    """
-
-    def __init__(self, state_key: str, n: int) -> None:
-        self.state_key, self.left, self.pieces = state_key, n, list[Piece]()
-        self.error: ApiError | None = None
-        self._received: dict[int, int] = {}  # tokens by answer
-        self._changed = asyncio.Event()
-
-    @property
-    def open(self) -> bool:
-        return self.left > 0 and self.error is None
-
-    def received(self, index: int) -> int:
-        """Tokens of an answer so far."""
-        return self._received.get(index, 0)
-
-    def add(self, piece: Piece) -> None:
-        self.pieces.append(piece)
-        self.left -= piece.finish is not None
-        self._received[piece.index] = self.received(piece.index) + count(piece.token_ids)
-        self._wake()
-
-    def fail(self, error: ApiError) -> None:
-        if self.open:
-            self.error = error
-            self._wake()
-
-    async def read(self) -> AsyncGenerator[Piece, None]:
-        """All pieces from the start. Raises ApiError: the session has ended."""
-        at = 0
-        while True:
-            changed = self._changed
-            while at < len(self.pieces):
-                at += 1
-                yield self.pieces[at - 1]
-            if not self.left:
-                return
-            if self.error is not None:
-                raise self.error
-            await changed.wait()
-
-    def _wake(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
-
-
-class Request(Record):
-    """A request that waits for its session's environment, or whose answers are generated."""
-
-    asked: Asked
-    question: Question
-    state_key: str
-
-
-class Session:
-    """One sample's session."""
-
-    def __init__(self, name: str, key: str, sample_id: SampleId, prompt: Prompt) -> None:
-        self.name, self.key, self.sample_id, self.prompt = name, key, sample_id, prompt
-        self.attached = self.ending = self.failed = self.ended = False
-        self.expires_s = 0.0  # unix seconds
-        self.reward: float | None = None
-        self.turn_rewards: dict[int, float] = {}
-        self.group = self.opened_by = ""
-        self.metadata: dict[str, Any] = {}
-        self.live: LiveAnswer | None = None
-        self.choice = 0  # answer of `live` that is generated
-        self.request: Request | None = None
-        self.captured: Captured | None = None  # at the end of the last turn
-        self.woken = asyncio.Event()
-
-    def recall(self, noted: Noted) -> None:
-        """Apply an event of the log."""
-        self.attached = True
-        if noted.event == "attached":
-            self.metadata, self.group, self.opened_by = noted.metadata, noted.group, noted.opened_by
-        elif noted.event in ("ended", "failed"):
-            self.ending, self.failed = True, noted.event == "failed"
-        elif noted.turn is None:
-            self.reward = noted.value
-        else:
-            self.turn_rewards[noted.turn] = noted.value
 
 
 class Sessions:
@@ -160,8 +69,9 @@ class Sessions:
         write_calls: Callable[[Sequence[Any]], str],
         unix_s: Callable[[], float] = time.time,
     ) -> None:
-        self._format, self._log, self._secret, self._sampling = format, log, secret, sampling
-        self._idle_s, self._turns, self._write_calls, self._unix_s = idle_s, turns, write_calls, unix_s
+        self._matching = Matching(format, sampling.stop_strings, write_calls)
+        self._log, self._secret, self._sampling = log, secret, sampling
+        self._idle_s, self._turns, self._unix_s = idle_s, turns, unix_s
         self._by_sample: dict[SampleId, Session] = {}
         self._by_name: dict[str, Session] = {}
         self._by_key: dict[str, Session] = {}
@@ -193,7 +103,9 @@ class Sessions:
             if session.choice:
                 token_ids, new_branch, unchosen = captured.context, True, tuple[int, ...]()
             else:
-                token_ids, new_branch, unchosen = self._continued(captured, request)
+                token_ids, new_branch, unchosen = self._matching.continued(
+                    captured, request.question, unpack_tokens(request.asked.prompt_ids)
+                )
             self._counts["branches"] += new_branch
             said = request.question.messages
             return Observation(
@@ -273,20 +185,10 @@ class Sessions:
         live = session.live
         if live is None or live.state_key != captured.turns[-1].state_key:
             return
-        self._add(live, captured, captured.choices)
+        live.complete(captured, captured.choices)
         if not live.open:
             session.request = None
             self._touch(session)  # from now on the client is silent
-
-    @staticmethod
-    def _add(live: LiveAnswer, captured: Captured, turns: Sequence[int]) -> None:
-        """What the answers lack of turns that have ended, the first of them answer 0."""
-        finished = {piece.index for piece in live.pieces if piece.finish is not None}
-        for index, turn in enumerate(turns):
-            if index not in finished:
-                token_ids, logprobs = (part[live.received(index) * ITEM_BYTES :] for part in captured.turn_tokens(turn))
-                finish = captured.turns[turn].finish
-                live.add(Piece(index=index, token_ids=token_ids, logprobs=logprobs, finish=finish))
 
     def _used_up(self, captured: Captured) -> str | None:
         """Why there is no answer to a further request."""
@@ -295,53 +197,6 @@ class Sessions:
         if captured.generated >= self._sampling.max_new_tokens:
             return f"the session has used its {self._sampling.max_new_tokens} tokens (`sampling.max_new_tokens`)"
         return None
-
-    def _continued(self, captured: Captured, request: Request) -> tuple[list[int], bool, tuple[int, ...]]:
-        """The tokens that a request adds to the session's, whether they are a context of their own, and the answers
-        to the last request that it does not continue."""
-        whole = list(memoryview(request.asked.prompt_ids).cast("i"))
-        if not captured.turns:
-            known = captured.ids
-            return (whole[len(known) :], False, ()) if whole[: len(known)] == known else (whole, True, ())
-        choices = captured.choices
-        chosen, messages = self._chosen(captured, request.question, whole)
-        unchosen = tuple(turn for turn in choices if turn != chosen)
-        ids = captured.context + captured.turn_ids(chosen)
-        added, rendered = list[int](), True
-        if messages:
-            spoken = as_messages(messages, self._write_calls)
-            with contextlib.suppress(UserError):  # the template changes earlier turns: a context of its own
-                added, rendered = self._format.answer(captured.at(chosen), spoken, tools=request.question.tools)
-        elif whole[: len(ids)] == ids and len(whole) > len(ids):
-            added, rendered = whole[len(ids) :], False
-        if rendered:
-            return whole, True, unchosen
-        return (added, False, unchosen) if chosen == choices[-1] else (ids + added, True, unchosen)
-
-    def _chosen(self, captured: Captured, question: Question, whole: Sequence[int]) -> tuple[int, Sequence[Said]]:
-        """The answer to the last request that a request continues, and its messages after it; the first answer and no
-        messages if it is not seen to continue any."""
-        said, choices = question.messages, captured.choices
-        for turn in choices:
-            ids = captured.context + captured.turn_ids(turn)
-            if not said and list(whole[: len(ids)]) == ids:
-                return turn, ()
-        asked = captured.turns[-1].state_key.partition("-")[0]
-        place = next(
-            (at for at, one in enumerate(said) if one.role == "assistant" and _digest(said[:at]) == asked), None
-        )
-        if place is None or any(one.role == "assistant" for one in said[place + 1 :]) or place + 1 == len(said):
-            return choices[0], ()
-        parse, given = self._format.parse if question.tools else None, said[place]
-        equal = list[tuple[bool, int]]()
-        for turn in choices:
-            text = ChoiceText(self._format.decode, stops=self._sampling.stop_strings, parse=parse)
-            news = text.feed(captured.turn_ids(turn), captured.turns[turn].finish)
-            if news.text.strip() == given.text.strip():
-                calls = [(call.name, call.arguments) for call in news.calls]
-                equal.append((calls != [(call.name, call.arguments) for call in given.calls], turn))
-        # An answer may come back in other words for its calls; then its text decides.
-        return (min(equal)[1], said[place + 1 :]) if equal else (choices[0], ())
 
     # Clients.
 
@@ -387,7 +242,7 @@ class Sessions:
             ApiError: no sample of it needs a session now, or the key was used with other wishes.
         """
         wishes = msgspec.json.encode([task, group, metadata], order="deterministic")
-        opened_by = f"{_hash(retry_key.encode())}-{_hash(wishes)}" if retry_key else ""
+        opened_by = f"{hash_of(retry_key.encode())}-{hash_of(wishes)}" if retry_key else ""
         try:
             async with asyncio.timeout(SLOT_WAIT_S):
                 while True:
@@ -411,7 +266,9 @@ class Sessions:
         session.woken.set()  # from now on its time is limited
         session.metadata, session.group, session.opened_by = metadata, group or "", opened_by
         self._log.write(
-            Noted(session=session.name, event="attached", metadata=metadata, group=session.group, opened_by=opened_by)
+            SessionEvent(
+                session=session.name, event="attached", metadata=metadata, group=session.group, opened_by=opened_by
+            )
         )
         self._counts["sessions"] += 1
         return session
@@ -434,7 +291,7 @@ class Sessions:
         known = len(session.captured.requests) if session.captured is not None else 0
         if turn is not None and turn >= known:
             raise invalid(f"{known} requests of the session were answered, and the first is 0", "turn")
-        noted = Noted(session=session.name, event="reward", value=value, turn=turn)
+        noted = SessionEvent(session=session.name, event="reward", value=value, turn=turn)
         self._log.write(noted)
         session.recall(noted)
         self._touch(session)
@@ -446,7 +303,7 @@ class Sessions:
             failed: not by the model's fault: the session is left out of its group.
         """
         if not session.ending:
-            noted = Noted(session=session.name, event="failed" if failed else "ended")
+            noted = SessionEvent(session=session.name, event="failed" if failed else "ended")
             self._log.write(noted)
             session.recall(noted)
             session.woken.set()
@@ -473,7 +330,7 @@ class Sessions:
             raise unsupported("seed", "in a session the run's seed decides")
         if len(question.prompts) > 1:
             raise unsupported("prompt", "a session takes one prompt at a time")
-        state_key, captured = _state_key(question), session.captured
+        state_key, captured = state_key_of(question), session.captured
         live = [] if session.live is None else [session.live.state_key]
         if question.retry_key:
             own = state_key.rpartition("-")[2]
@@ -488,16 +345,16 @@ class Sessions:
         `Idempotency-Key`."""
         question = asked.question
         assert question is not None
-        state_key = _state_key(question)
+        state_key = state_key_of(question)
         if session.live is None or session.live.state_key != state_key:
             live = LiveAnswer(state_key, question.n)
             if (captured := session.captured) is not None:
                 last = bool(captured.turns) and captured.turns[-1].state_key == state_key
                 same = captured.choices if last else captured.named(state_key) if question.retry_key else ()
-                self._add(live, captured, same)
+                live.complete(captured, same)
             if live.open:
                 session.live = live
-                session.request = Request(asked=asked, question=question, state_key=state_key)
+                session.request = PendingRequest(asked=asked, question=question, state_key=state_key)
                 session.woken.set()
         else:
             live = session.live
@@ -561,7 +418,7 @@ class Sessions:
             if group is None or names.get(place) == group or (place not in names and not taken):
                 yield session
 
-    async def _next(self, session: Session) -> Request | None:
+    async def _next(self, session: Session) -> PendingRequest | None:
         """The next request; None if the session is to end, or nobody asked in time."""
         while True:
             if session.request is not None:
@@ -630,21 +487,3 @@ def _stopping() -> ApiError:
 
 def _reused() -> ApiError:
     return ApiError(409, "this Idempotency-Key was used with another request", code="idempotency_key_reused")
-
-
-def _hash(data: bytes) -> str:
-    return hashlib.blake2b(data, digest_size=16).hexdigest()
-
-
-def _digest(said: Sequence[Said]) -> str:
-    """Of a conversation. An answer may come back in other words for its calls, and with other white space around it."""
-    same = [(one.role, one.text.strip(), () if one.role == "assistant" else one.calls) for one in said]
-    return _hash(msgspec.msgpack.encode(same))
-
-
-def _state_key(question: Question) -> str:
-    """Equal for a request and its repetitions, streamed or not: digests of its conversation, of all of it, and of its
-    retry key."""
-    same = msgspec.structs.replace(question, stream=False, usage=False, logprobs=False, token_ids=False, retry_key="")
-    retry_key = _hash(question.retry_key.encode()) if question.retry_key else ""
-    return f"{_digest(question.messages)}-{_hash(msgspec.msgpack.encode(same))}-{retry_key}"

@@ -20,7 +20,7 @@ HELD_TOKENS = 16
 """Tokens that are decoded together, so that characters of several tokens are whole."""
 
 
-class Said(Record):
+class ChoiceDelta(Record):
     """News of one choice."""
 
     text: str = ""
@@ -44,27 +44,27 @@ class ChoiceText:
         self._shown = 0  # characters of it
         self._calls = 0
 
-    def feed(self, token_ids: Sequence[int], finish: Finish | None) -> Said:
+    def feed(self, token_ids: Sequence[int], finish: Finish | None) -> ChoiceDelta:
         """The news after some tokens; the last ones come with the finish."""
         self._ids += token_ids
         self._text += self._decoded(final=finish is not None)
         if finish is None:
-            return Said(text=self._show(self._safe_end()), calls=self._whole_calls())
+            return ChoiceDelta(text=self._show(self._safe_end()), calls=self._whole_calls())
         end = self._stopped_at() if finish == "stop" else len(self._text)
         self._text = self._text[:end]
         if self._parse is None:
-            return Said(text=self._show(end), finish="length" if finish == "length" else "stop")
+            return ChoiceDelta(text=self._show(end), finish="length" if finish == "length" else "stop")
         return self._last(self._parse(self._text), finish)
 
-    def _last(self, turn: ParsedTurn, finish: Finish) -> Said:
+    def _last(self, turn: ParsedTurn, finish: Finish) -> ChoiceDelta:
         calls = turn.calls[self._calls :]
         if not turn.calls:
-            return Said(text=self._show(len(self._text)), finish="length" if finish == "length" else "stop")
+            return ChoiceDelta(text=self._show(len(self._text)), finish="length" if finish == "length" else "stop")
         # What was shown is the start of what the model said beside its calls.
         shown = self._text[: self._shown].strip()
         rest = turn.text[len(shown) :] if turn.text.startswith(shown) else ""
         self._calls = len(turn.calls)
-        return Said(text=rest, calls=calls, finish="length" if finish == "length" else "tool_calls")
+        return ChoiceDelta(text=rest, calls=calls, finish="length" if finish == "length" else "tool_calls")
 
     def _decoded(self, *, final: bool) -> str:
         """The text of new tokens; nothing while the last character is incomplete."""

@@ -26,9 +26,10 @@ from tidemill.gateway.backend import Asked, Piece
 from tidemill.gateway.errors import ApiError
 from tidemill.gateway.requests import Call, Question
 from tidemill.gateway.server import address, listen, serving
+from tidemill.gateway.session import Session
 from tidemill.gateway.session_log import SessionLog
 from tidemill.gateway.session_routes import PATH
-from tidemill.gateway.sessions import Session, Sessions
+from tidemill.gateway.sessions import Sessions
 from tidemill.models.codec import TextCodec
 from tidemill.models.turn_format import turn_format
 from tidemill.runtime.backend import RuntimeBackend

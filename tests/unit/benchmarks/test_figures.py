@@ -30,7 +30,7 @@ def test_an_expression_is_replaced_by_its_figure(expression: str, shown: str) ->
 
 @pytest.mark.parametrize("expression", ['case(speed, "d").s', "speed.cases[7].s", "speed.unknown", "other.s", "fixed("])
 def test_an_expression_without_a_figure_is_an_error(expression: str) -> None:
-    with pytest.raises(ValueError, match="^fixed"):
+    with pytest.raises(ValueError, match="fixed"):
         current(f"<!--= fixed({expression}, 1) -->9<!--/-->".replace("fixed(fixed(, 1)", "fixed("), RESULTS)
 
 

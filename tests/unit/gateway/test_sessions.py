@@ -31,7 +31,7 @@ from tidemill.core.records import (
 from tidemill.gateway import sessions as sessions_module
 from tidemill.gateway.app import Gateway
 from tidemill.gateway.server import listen, serving
-from tidemill.gateway.session_log import Noted, SessionLog
+from tidemill.gateway.session_log import SessionEvent, SessionLog
 from tidemill.gateway.sessions import Sessions
 from tidemill.runtime.gateway import ServedSessions, write_hermes
 from tidemill.trainer.packing import rows_of
@@ -379,7 +379,7 @@ async def test_messages_that_a_template_cannot_append_are_a_branch(tmp_path: Pat
         def answer(self, *arguments: Any, **more: Any) -> Any:
             raise UserError("the template changes earlier turns", where="the template")
 
-    sessions._format = Hoisting()
+    sessions._matching._format = Hoisting()
     async with client_of(sessions) as http:
         waiting = asyncio.create_task(agent.observe())
         _, headers = await opened(http)
@@ -472,9 +472,9 @@ async def test_a_conversation_goes_on_after_a_restart(tmp_path: Path) -> None:
 
 async def test_a_session_that_a_resumed_run_does_not_come_to_has_ended(tmp_path: Path) -> None:
     log = SessionLog(tmp_path / "sessions.jsonl")
-    log.write(Noted(session="a", event="attached"))
-    log.write(Noted(session="b", event="attached"))
-    log.write(Noted(session="b", event="ended"))
+    log.write(SessionEvent(session="a", event="attached"))
+    log.write(SessionEvent(session="b", event="attached"))
+    log.write(SessionEvent(session="b", event="ended"))
     log.close()
     sessions = new_sessions(tmp_path, idle_s=0.2)
     async with client_of(sessions) as http:
@@ -666,13 +666,13 @@ async def test_tasks_and_groups_choose_the_sample(tmp_path: Path, monkeypatch: p
 def test_a_log_remembers_whole_lines(tmp_path: Path) -> None:
     path = tmp_path / "log"
     log = SessionLog(path)
-    log.write(Noted(session="a", event="reward", value=0.5))
-    log.write(Noted(session="a", event="ended"))
+    log.write(SessionEvent(session="a", event="reward", value=0.5))
+    log.write(SessionEvent(session="a", event="ended"))
     log.close()
     with path.open("ab") as file:
         file.write(b'{"session": "b", "ev')
     again = SessionLog(path)
-    again.write(Noted(session="b", event="attached"))
+    again.write(SessionEvent(session="b", event="attached"))
     again.close()
 
     last = SessionLog(path)

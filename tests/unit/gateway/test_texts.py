@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tidemill.gateway.texts import ChoiceText, Said
+from tidemill.gateway.texts import ChoiceDelta, ChoiceText
 from tidemill.models.tool_calls import parse_hermes, parse_llama
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
@@ -22,7 +22,7 @@ def decode(ids: Sequence[int]) -> str:
 
 def say(
     text: str, cuts: Sequence[int], *, finish: str = "stop", stops: Sequence[str] = (), tools: bool = False
-) -> list[Said]:
+) -> list[ChoiceDelta]:
     ids = list(text.encode())
     choice = ChoiceText(decode, stops=stops, parse=parse_hermes if tools else None)
     places = sorted({0, *(cut % (len(ids) + 1) for cut in cuts), len(ids)})
@@ -30,7 +30,7 @@ def say(
     return [choice.feed(part, finish if part is parts[-1] else None) for part in parts]  # type: ignore[arg-type]
 
 
-def joined(news: Sequence[Said]) -> str:
+def joined(news: Sequence[ChoiceDelta]) -> str:
     return "".join(said.text for said in news)
 
 
@@ -85,7 +85,7 @@ def test_a_call_without_a_mark() -> None:
     first = choice.feed(list(b'{"name": "add", '), None)
     last = choice.feed(list(b'"parameters": {"a": 1}}'), "stop")
 
-    assert first == Said()
+    assert first == ChoiceDelta()
     assert [call.name for call in last.calls] == ["add"]
     assert last.text == ""
 

@@ -1,0 +1,71 @@
+"""The answers to one request while they are generated, and for its repetitions."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+
+from tidemill.core.records import ITEM_BYTES, count
+from tidemill.gateway.backend import Piece
+from tidemill.gateway.captured import Captured
+from tidemill.gateway.errors import ApiError
+
+
+class LiveAnswer:
+    """
+    Args:
+        n: answers.
+    """
+
+    def __init__(self, state_key: str, n: int) -> None:
+        self.state_key, self.left, self.pieces = state_key, n, list[Piece]()
+        self.error: ApiError | None = None
+        self._received: dict[int, int] = {}  # tokens by answer
+        self._changed = asyncio.Event()
+
+    @property
+    def open(self) -> bool:
+        return self.left > 0 and self.error is None
+
+    def received(self, index: int) -> int:
+        """Tokens of an answer so far."""
+        return self._received.get(index, 0)
+
+    def add(self, piece: Piece) -> None:
+        self.pieces.append(piece)
+        self.left -= piece.finish is not None
+        self._received[piece.index] = self.received(piece.index) + count(piece.token_ids)
+        self._wake()
+
+    def complete(self, captured: Captured, turns: Sequence[int]) -> None:
+        """Add what the answers lack of turns that have ended, the first of them answer 0."""
+        finished = {piece.index for piece in self.pieces if piece.finish is not None}
+        for index, turn in enumerate(turns):
+            if index not in finished:
+                known = self.received(index) * ITEM_BYTES
+                token_ids, logprobs = (part[known:] for part in captured.turn_tokens(turn))
+                finish = captured.turns[turn].finish
+                self.add(Piece(index=index, token_ids=token_ids, logprobs=logprobs, finish=finish))
+
+    def fail(self, error: ApiError) -> None:
+        if self.open:
+            self.error = error
+            self._wake()
+
+    async def read(self) -> AsyncGenerator[Piece, None]:
+        """All pieces from the start. Raises ApiError: the session has ended."""
+        at = 0
+        while True:
+            changed = self._changed
+            while at < len(self.pieces):
+                at += 1
+                yield self.pieces[at - 1]
+            if not self.left:
+                return
+            if self.error is not None:
+                raise self.error
+            await changed.wait()
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()

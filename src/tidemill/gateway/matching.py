@@ -1,0 +1,102 @@
+"""How a request continues a session: which tokens it adds, and which of several answers it goes on with."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from tidemill.core.errors import UserError
+from tidemill.core.protocols import TurnFormat
+from tidemill.gateway.captured import Captured
+from tidemill.gateway.requests import ChatMessage, Question, as_messages
+from tidemill.gateway.texts import ChoiceText
+
+
+class Matching:
+    """Compares requests with what a session has.
+
+    Args:
+        stops: stop strings of the run, which answers do not show.
+        write_calls: tool calls as the model writes them.
+    """
+
+    def __init__(self, format: TurnFormat, stops: Sequence[str], write_calls: Callable[[Sequence[Any]], str]) -> None:  # noqa: A002 - as in Served
+        self._format, self._stops, self._write_calls = format, stops, write_calls
+
+    def continued(
+        self, captured: Captured, question: Question, whole: Sequence[int]
+    ) -> tuple[list[int], bool, tuple[int, ...]]:
+        """The tokens that a request adds to the session's, whether they are a context of their own, and the answers
+        to the last request that it does not continue.
+
+        Args:
+            whole: the request's prompt as token ids.
+        """
+        if not captured.turns:
+            known = captured.ids
+            continues = list(whole[: len(known)]) == known
+            return (list(whole[len(known) :]), False, ()) if continues else (list(whole), True, ())
+        choices = captured.choices
+        chosen, messages = self._chosen(captured, question, whole)
+        unchosen = tuple(turn for turn in choices if turn != chosen)
+        ids = captured.context + captured.turn_ids(chosen)
+        added, rendered = list[int](), True
+        if messages:
+            spoken = as_messages(messages, self._write_calls)
+            with contextlib.suppress(UserError):  # the template changes earlier turns: a context of its own
+                added, rendered = self._format.answer(captured.at(chosen), spoken, tools=question.tools)
+        elif list(whole[: len(ids)]) == ids and len(whole) > len(ids):
+            added, rendered = list(whole[len(ids) :]), False
+        if rendered:
+            return list(whole), True, unchosen
+        return (added, False, unchosen) if chosen == choices[-1] else (ids + added, True, unchosen)
+
+    def _chosen(
+        self, captured: Captured, question: Question, whole: Sequence[int]
+    ) -> tuple[int, Sequence[ChatMessage]]:
+        """The answer to the last request that a request continues, and its messages after it; the first answer and no
+        messages if it is not seen to continue any."""
+        said, choices = question.messages, captured.choices
+        for turn in choices:
+            ids = captured.context + captured.turn_ids(turn)
+            if not said and list(whole[: len(ids)]) == ids:
+                return turn, ()
+        asked = captured.turns[-1].state_key.partition("-")[0]
+        place = next(
+            (at for at, one in enumerate(said) if one.role == "assistant" and conversation_digest(said[:at]) == asked),
+            None,
+        )
+        if place is None or any(one.role == "assistant" for one in said[place + 1 :]) or place + 1 == len(said):
+            return choices[0], ()
+        parse, given = self._format.parse if question.tools else None, said[place]
+        equal = list[tuple[bool, int]]()
+        for turn in choices:
+            text = ChoiceText(self._format.decode, stops=self._stops, parse=parse)
+            news = text.feed(captured.turn_ids(turn), captured.turns[turn].finish)
+            if news.text.strip() == given.text.strip():
+                calls = [(call.name, call.arguments) for call in news.calls]
+                equal.append((calls != [(call.name, call.arguments) for call in given.calls], turn))
+        # An answer may come back in other words for its calls; then its text decides.
+        return (min(equal)[1], said[place + 1 :]) if equal else (choices[0], ())
+
+
+def hash_of(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
+
+
+def conversation_digest(said: Sequence[ChatMessage]) -> str:
+    """Of a conversation. An answer may come back in other words for its calls, and with other white space around it."""
+    same = [(one.role, one.text.strip(), () if one.role == "assistant" else one.calls) for one in said]
+    return hash_of(msgspec.msgpack.encode(same))
+
+
+def state_key_of(question: Question) -> str:
+    """Equal for a request and its repetitions, streamed or not: digests of its conversation, of all of it, and of its
+    retry key."""
+    same = msgspec.structs.replace(question, stream=False, usage=False, logprobs=False, token_ids=False, retry_key="")
+    retry_key = hash_of(question.retry_key.encode()) if question.retry_key else ""
+    return f"{conversation_digest(question.messages)}-{hash_of(msgspec.msgpack.encode(same))}-{retry_key}"

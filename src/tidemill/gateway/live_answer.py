@@ -12,7 +12,8 @@ from tidemill.gateway.errors import ApiError
 
 
 class LiveAnswer:
-    """
+    """The pieces of all answers to a request, for everybody who asks for them.
+
     Args:
         n: answers.
     """

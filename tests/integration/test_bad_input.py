@@ -127,7 +127,7 @@ def assert_refused(ran: Ran, *says: str) -> None:
         (["--batch.prompts=1.5"], ["batch.prompts", "needs integer", "1.5"]),
         (["--batch.prompts=3", "--batch.minibatches=2"], ["does not divide batch.prompts", "make prompts a multiple"]),
         (["--sampling.top_p=0.9"], ["sampling.top_p", "1"]),
-        (["--engine.context_tokens=3"], ["sampling.max_new_tokens = 3", "raise context_tokens"]),
+        (["--engine.context_tokens=3"], ["sampling.max_new_tokens: 3", "raise context_tokens"]),
         (["@nowhere.toml"], ["nowhere.toml"]),
         (["--task.kind=arithmatic"], ["task.kind", "arithmetic"]),
         (["--run.name=../outside"], ["run.name", "not a folder name", "run.dir"]),
@@ -154,7 +154,7 @@ def test_a_wrong_type_in_a_recipe_names_file_and_line(folder: Path) -> None:
         (["--task.kind=file", "--task.path=nowhere.jsonl"], ["nowhere.jsonl", "task.path"]),
         (["--task.kind=file", "--task.path=rewards.py"], ["rewards.py, line 1", "one JSON object per line"]),
         (['--scoring.rewards=[{kind="python",function="rewards.py:rises"}]'], ["rewards.py", "rises", "did you mean"]),
-        (["--engine.context_tokens=1000"], ["engine.context_tokens", "limit of 256", "lower it to 256"]),
+        (["--engine.context_tokens=1000"], ["engine.context_tokens", "limit of 512", "lower it to 512"]),
     ],
     ids=["missing model", "unknown model", "missing prompts", "no prompts", "missing reward", "too long a context"],
 )
@@ -173,14 +173,14 @@ def test_a_broken_line_is_reported_with_its_number(folder: Path) -> None:
 
 
 def test_a_prompt_longer_than_the_context_is_reported(folder: Path) -> None:
-    lines = [json.dumps({"prompt": f"{number}=", "answer": "1"}) for number in (*range(5), int("7" * 260))]
+    lines = [json.dumps({"prompt": f"{number}=", "answer": "1"}) for number in (*range(5), int("7" * 520))]
     (folder / "prompts.jsonl").write_text("\n".join(lines), encoding="utf-8")
     asked = ("--task.kind=file", "--task.path=prompts.jsonl")
     assert_refused(
-        train(*asked), "prompts.jsonl, line 6", "'7777", "261 tokens", "context of 256", "shorten the prompt"
+        train(*asked), "prompts.jsonl, line 6", "'7777", "521 tokens", "context of 512", "shorten the prompt"
     )
-    generated = run_here("generate", "7" * 260, "@char.toml", "--json")
-    assert_refused(generated, "7777", "260 tokens", "256")
+    generated = run_here("generate", "7" * 520, "@char.toml", "--json")
+    assert_refused(generated, "7777", "520 tokens", "512")
 
 
 @pytest.mark.parametrize("damage", ["cut", "overwritten", "missing"])

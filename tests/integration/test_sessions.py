@@ -147,6 +147,8 @@ async def trained(
         processes.append(start(folder, name, *options))
     async with asyncio.timeout(DEADLINE_S):
         await asyncio.gather(*tasks)
+    for agent in agents:
+        await agent.http.aclose()
     return finished(processes[-1]), agents
 
 

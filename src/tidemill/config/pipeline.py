@@ -108,7 +108,7 @@ KINDS: dict[StageKind, StageKindSpec] = {
             "simulation.",
             "weights.",
             *("gateway.host", "gateway.port", "gateway.token_file", "gateway.body_", "gateway.con", "gateway.header_s"),
-            "gateway.idle_s",
+            *("gateway.idle_s", "gateway.stall_s"),
         ),
     ),
     "eval": StageKindSpec(

@@ -211,9 +211,9 @@ def run_pipeline(
         except KeyboardInterrupt:  # in a stage that does not handle it: a resume repeats or continues the stage
             outcome = "interrupted"
         finally:
-            summary = state.end(outcome)
+            summary = state.end(outcome, time_is_up=stop.time_is_up)
             write_page(folder)
-    return summary | {"time_is_up": stop.time_is_up}
+    return summary
 
 
 def _run_stages(

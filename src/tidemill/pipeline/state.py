@@ -158,13 +158,13 @@ class PipelineState:
         self._ran.append(name)
         self._write("running")
 
-    def end(self, outcome: PipelineOutcome) -> dict[str, Any]:
+    def end(self, outcome: PipelineOutcome, *, time_is_up: bool) -> dict[str, Any]:
         """Write both files for the last time; returns the summary."""
         if self._running is not None and outcome != "finished":
             self._states[self._running] = outcome
-        return self._write(outcome)
+        return self._write(outcome, time_is_up=time_is_up)
 
-    def _write(self, outcome: str) -> dict[str, Any]:
+    def _write(self, outcome: str, *, time_is_up: bool = False) -> dict[str, Any]:
         states, summaries = [], []
         for planned in self._plan.stages:
             name, kind, result = planned.stage.name, planned.stage.kind, self._results.get(planned.stage.name)
@@ -194,6 +194,7 @@ class PipelineState:
             "outcome": outcome,
             "finished": all(state == "done" for state in self._states.values()),
             "interrupted": outcome == "interrupted",
+            "time_is_up": time_is_up,
             "wall_s": round(sum(result.wall_s for result in self._results.values()), 3),
             "stages": summaries,
         }

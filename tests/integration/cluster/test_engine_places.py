@@ -52,6 +52,7 @@ def test_a_colocated_engine_in_one_process_learns_the_same(tmp_path: Path) -> No
     assert digest(tmp_path, "elastic", *IN_PROCESS, *COLOCATED, "--pool.workers", "2") == shared
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(800)
 def test_shards_learn_the_same_with_an_engine_in_each_and_over_a_lane(tmp_path: Path) -> None:
     pulled = digest(tmp_path, "pulled", *SHARDS)

@@ -34,6 +34,8 @@ NUMBER = '{"prompt": "1+1=", "answer": "2"}\n\n{"prompt": 7, "answer": "3"}\n'
 RECIPE = """\
 [model]
 source = "char"
+[sampling]
+max_new_tokens = 64
 [[stage]]
 name = "first"
 kind = "export"
@@ -178,6 +180,7 @@ def scored_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     described = HeadDescription(kind="reward_model", pooling="last_token", hidden_size=HIDDEN, vocabulary_digest=digest)
     (tmp_path / "reward" / DESCRIPTION).write_bytes(msgspec.json.encode(described))
     return (
+        "[sampling]\nmax_new_tokens = 64\n"
         '[[stage]]\nname = "began"\nkind = "sft"\nmodel.source = "./policy"\ndata.path = "shown.jsonl"\n'
         '[[stage]]\nname = "measured"\nkind = "eval"\nmodel.source = "stage:began"\n'
         'scoring.rewards = [{ kind = "exact" }, { kind = "model", model = "./reward" }]\n'
@@ -243,6 +246,8 @@ EARLIER = """\
 [model]
 source = "char"
 char.alphabet = "0123456789+=\\n"
+[sampling]
+max_new_tokens = 64
 [[stage]]
 name = "a"
 kind = "rl"
@@ -262,10 +267,10 @@ LATER = [  # kind, settings, key, part of the issue
     ("eval", 'task = { kind = "reasoning_gym", name = "chain_summ" }', "task.name", "chain_summ"),
     ("eval", 'task.operators = "*"', "task", "'*'"),
     ("eval", 'task = { kind = "file", path = "asked.jsonl" }', "asked.jsonl, line 2", "vocabulary"),
-    ("eval", "sampling.max_new_tokens = 250", "task", "prompt"),
+    ("eval", "sampling.max_new_tokens = 505", "task", "prompt"),
     ("rl", f'{REWARD} "python", function = "nomod:score" }}]', "scoring.rewards.function", "nomod"),
     ("rl", f'{REWARD} "http", url = "https://h", auth_env = "NO_SUCH" }}]', "scoring.rewards.auth_env", "NO_SUCH"),
-    ("sft", 'data.path = "rows.jsonl"', "data.path", "256"),
+    ("sft", 'data.path = "rows.jsonl"', "data.path", "512"),
     ("sft", 'data.path = "talk.jsonl"', "talk.jsonl, line 1", "chat template"),
     ("export", 'export.path = "own"', "export.path", "export"),
 ]
@@ -282,8 +287,8 @@ def test_a_later_stage_is_refused_before_an_earlier_one_runs(
     ask = '{"messages": [{"role": "user", "content": "1+%d"}], "completion": "2"}\n'
     written(
         tmp_path,
-        # 3 + 300 characters, one token each, and the end token
-        rows=json.dumps({"prompt": "1+1", "completion": "1" * 300}) + '\n{"prompt": "1+2", "completion": "3"}\n',
+        # 3 + 600 characters, one token each, and the end token
+        rows=json.dumps({"prompt": "1+1", "completion": "1" * 600}) + '\n{"prompt": "1+2", "completion": "3"}\n',
         talk=ask % 1 + ask % 2,
         asked='{"prompt": "1+1=", "answer": "2"}\n{"prompt": "a+1=", "answer": "2"}\n',
     )

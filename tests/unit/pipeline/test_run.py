@@ -21,6 +21,8 @@ RECIPE = """\
 name = "three"
 [model]
 source = "char"
+[sampling]
+max_new_tokens = 64
 [[stage]]
 name = "first"
 kind = "rl"

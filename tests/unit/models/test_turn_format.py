@@ -250,3 +250,18 @@ def test_templates_of_released_models(name: str, branches: bool) -> None:
         rendered = codec.render_chat([{"role": each.role, "content": each.content} for each in turns], tools)
         assert codec.decode_whole(whole) == rendered
         assert whole == codec.encode_chat(turns, tools=tools)[1]
+
+
+@pytest.mark.parametrize("name", ["qwen2.5", "llama3", "chatml"])
+def test_no_part_of_a_tools_schema_becomes_a_special_token(name: str) -> None:
+    codec = chat_codec(TEMPLATES[name])
+    form = turn_format(codec, EnvConfig(), chat_template=True)
+    special = {token_id(codec, token) for token in codec.tokenizer.all_special_tokens}
+    marks = "".join(codec.tokenizer.all_special_tokens)
+    hostile = {
+        "type": "function",
+        "function": {**TOOL["function"], "parameters": {"properties": {marks: {"title": marks}}}},
+    }
+    plain, attacked = (form.prompt([say("user", "Hi")], tools=[tool])[1] for tool in (TOOL, hostile))
+
+    assert [token for token in attacked if token in special] == [token for token in plain if token in special]

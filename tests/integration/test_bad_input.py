@@ -128,6 +128,7 @@ def assert_refused(ran: Ran, *says: str) -> None:
         (["--batch.prompts=3", "--batch.minibatches=2"], ["does not divide batch.prompts", "make prompts a multiple"]),
         (["--sampling.top_p=0.9"], ["sampling.top_p", "1"]),
         (["--engine.context_tokens=3"], ["sampling.max_new_tokens: 3", "raise context_tokens"]),
+        (["--engine.context_tokens=4", "--eval.max_new_tokens=4"], ["eval.max_new_tokens: 4", "raise context_tokens"]),
         (["@nowhere.toml"], ["nowhere.toml"]),
         (["--task.kind=arithmatic"], ["task.kind", "arithmetic"]),
         (["--run.name=../outside"], ["run.name", "not a folder name", "run.dir"]),

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from tidemill.core.records import Prompt, Record, SampleId
-from tidemill.gateway.backend import Asked
+from tidemill.core.records import Prompt, Record, SampleId, TokenBuffer
 from tidemill.gateway.captured import Captured
 from tidemill.gateway.live_answer import LiveAnswer
 from tidemill.gateway.requests import Question
@@ -16,7 +15,7 @@ from tidemill.gateway.session_log import SessionEvent
 class PendingRequest(Record):
     """A request that waits for its session's environment, or whose answers are generated."""
 
-    asked: Asked
+    prompt_ids: TokenBuffer  # int32 [P]
     question: Question
     state_key: str
 

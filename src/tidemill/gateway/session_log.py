@@ -29,7 +29,7 @@ class SessionLog:
     """Appends a line for each event; when `write` returns it is durable. A torn last line is ignored.
 
     Attributes:
-        opened_by: names of sessions of earlier lives by `SessionEvent.opened_by`.
+        opened_by: names of sessions of before a restart by `SessionEvent.opened_by`.
     """
 
     def __init__(self, path: Path) -> None:
@@ -48,12 +48,12 @@ class SessionLog:
             self._file.write(b"\n")  # after a torn line
 
     def earlier(self, session: str) -> Sequence[SessionEvent]:
-        """The events of a session in earlier lives of the gateway, in their order."""
+        """The events of a session before a restart, in their order."""
         return self._earlier.get(session, ())
 
     @property
     def names(self) -> Collection[str]:
-        """Sessions of earlier lives."""
+        """Sessions of before a restart."""
         return self._earlier.keys()
 
     def write(self, noted: SessionEvent) -> None:

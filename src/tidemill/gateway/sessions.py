@@ -12,7 +12,7 @@ import asyncio
 import hashlib
 import hmac
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from typing import Any
 
@@ -51,7 +51,7 @@ class Sessions:
 
     Args:
         secret: keys are derived from it, so that they survive a restart.
-        log: attached sessions and rewards of earlier lives.
+        log: what clients did before a restart.
         idle_s: see `gateway.session_idle_s`.
         turns: see `gateway.session_turns`.
         unix_s: the wall clock.
@@ -75,8 +75,9 @@ class Sessions:
         self._by_sample: dict[SampleId, Session] = {}
         self._by_name: dict[str, Session] = {}
         self._by_key: dict[str, Session] = {}
-        self._earlier = {self._key(name): name for name in log.names}  # of earlier lives, not seen again yet
+        self._earlier = {self._key(name): name for name in log.names}  # of before a restart, not seen again yet
         self._wait_until_s = unix_s() + idle_s  # for those that had not ended
+        self._members = Counter[tuple[str, int]]()  # sessions of each group: by prompt id and epoch
         self._group_until_s: dict[tuple[str, int], float] = {}  # by prompt id and epoch
         self._over: set[str] = set()  # names of those that are only known to have ended
         self._opened, self._closing, self._finished = asyncio.Event(), False, False
@@ -104,7 +105,7 @@ class Sessions:
                 token_ids, new_branch, unchosen = captured.context, True, tuple[int, ...]()
             else:
                 token_ids, new_branch, unchosen = self._matching.continued(
-                    captured, request.question, unpack_tokens(request.asked.prompt_ids)
+                    captured, request.question, unpack_tokens(request.prompt_ids)
                 )
             self._counts["branches"] += new_branch
             said = request.question.messages
@@ -142,8 +143,11 @@ class Sessions:
         for sample_id in sample_ids:
             if (session := self._by_sample.pop(sample_id, None)) is not None:
                 self._close(session)
-                if not any(_place(other) == _place(session) for other in self._by_sample.values()):
-                    self._group_until_s.pop(_place(session), None)
+                place = _place(session)
+                self._members[place] -= 1
+                if not self._members[place]:
+                    del self._members[place]
+                    self._group_until_s.pop(place, None)
 
     def take_counts(self) -> dict[str, int]:
         counts, self._counts = self._counts, dict.fromkeys(self._counts, 0)
@@ -216,14 +220,14 @@ class Sessions:
         return session
 
     def _absent(self, name: str) -> ApiError:
-        """The error for a session of an earlier life."""
+        """The error for a session of before a restart."""
         if not self._returns(name):
             return _ended()
         message = "the run has been resumed, and has not come to the session yet; ask again"
         return ApiError(503, message, kind=SERVER, code="unavailable", retry_s=1)
 
     def _returns(self, name: str | None) -> bool:
-        """Whether a session of an earlier life is waited for."""
+        """Whether a resumed run may still come to a session of before the restart."""
         if name is None:
             return False
         ended = any(noted.event in ("ended", "failed") for noted in self._log.earlier(name))
@@ -239,10 +243,10 @@ class Sessions:
             retry_key: with the same one a client gets the same session.
 
         Raises:
-            ApiError: no sample of it needs a session now, or the key was used with other wishes.
+            ApiError: no sample of it needs a session now, or the key was used for another session.
         """
-        wishes = msgspec.json.encode([task, group, metadata], order="deterministic")
-        opened_by = f"{hash_of(retry_key.encode())}-{hash_of(wishes)}" if retry_key else ""
+        body = msgspec.json.encode([task, group, metadata], order="deterministic")
+        opened_by = f"{hash_of(retry_key.encode())}-{hash_of(body)}" if retry_key else ""
         try:
             async with asyncio.timeout(SLOT_WAIT_S):
                 while True:
@@ -274,7 +278,7 @@ class Sessions:
         return session
 
     def _opened_earlier(self, opened_by: str) -> Session | None:
-        """The session that was opened with the same retry key. Raises ApiError: with other wishes."""
+        """The session that was opened with the same retry key. Raises ApiError: with another body."""
         key = opened_by.partition("-")[0]
         found = (session for session in self._by_name.values() if key and session.opened_by.startswith(key))
         if (session := next(found, None)) is not None and session.opened_by != opened_by:
@@ -354,7 +358,7 @@ class Sessions:
                 live.complete(captured, same)
             if live.open:
                 session.live = live
-                session.request = PendingRequest(asked=asked, question=question, state_key=state_key)
+                session.request = PendingRequest(prompt_ids=asked.prompt_ids, question=question, state_key=state_key)
                 session.woken.set()
         else:
             live = session.live
@@ -399,6 +403,7 @@ class Sessions:
                 found.recall(noted)
             self._by_sample[episode.sample_id] = self._by_name[name] = self._by_key[key] = found
             self._earlier.pop(key, None)
+            self._members[_place(found)] += 1
             self._touch(found)
             self._opened.set()  # a client may wait for a free session, or for this one
             self._opened = asyncio.Event()

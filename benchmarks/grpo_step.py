@@ -92,6 +92,15 @@ CASES = (
         new_tokens=256,
     ),
     Case(name="character model 0.8M fp32", small=True, bf16=False, target=2.0, rounds=20, trl_microbatch=64),
+    Case(
+        name="character model 0.8M fp32, 72 new tokens",
+        small=True,
+        bf16=False,
+        target=2.0,
+        rounds=10,
+        trl_microbatch=64,
+        new_tokens=72,
+    ),
 )
 
 

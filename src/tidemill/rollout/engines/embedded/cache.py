@@ -13,17 +13,22 @@ from tidemill.hardware.engine_profile import parking_rows
 from tidemill.models.token_tree import Tokens
 from tidemill.rollout.sequence import Sequence
 
+GROWTH_TOKENS = 32
+"""A growing cache gets room for a multiple of these, and for at least an eighth more tokens."""
+
 
 class SlotCache:
-    """Keys and values of `rows` rows with `context` tokens each.
+    """Keys and values of `rows` rows with up to `context` tokens each.
 
-    Keys [rows, kv_heads, context + 1, head_dim] and values [rows, kv_heads, context + 1, value_dim] of a layer are
-    allocated at its first write. Position `context` is for padding and never read. A row remains usable as a shared
-    prefix after its sample has finished, until the row is reused.
+    Keys [rows, kv_heads, capacity, head_dim] and values [rows, kv_heads, capacity, value_dim] of a layer are allocated
+    at its first write. The capacity grows with the longest row: the rows that are read in a step are then close
+    together in memory, which a CPU reads two to three times as fast as rows with gaps between them. A row remains
+    usable as a shared prefix after its sample has finished, until the row is reused.
     """
 
     def __init__(self, *, rows: int, context: int) -> None:
         self.rows, self.context = rows, context
+        self.capacity = 0
         self._keys: list[Tensor] = []
         self._values: list[Tensor] = []
         self._tokens = np.full((rows, context), -1, np.int32)
@@ -32,13 +37,26 @@ class SlotCache:
     def layer(self, index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of a layer; `key` and `value` [1, kv_heads, N, *] give shape, dtype and device."""
         while len(self._keys) <= index:
-            # zeros, not empty: masked positions have weight 0, but 0 * NaN is NaN
             self._keys.append(self._zeros(key))
             self._values.append(self._zeros(value))
         return self._keys[index], self._values[index]
 
-    def _zeros(self, like: Tensor) -> Tensor:
-        return like.new_zeros((self.rows, like.shape[1], self.context + 1, like.shape[3]))
+    def _zeros(self, like: Tensor, *, after: int = 0) -> Tensor:
+        """Memory of a layer, whose positions from `after` on are zero: of NaN, even weight 0 would make NaN."""
+        memory = like.new_empty((self.rows, like.shape[1], self.capacity, like.shape[3]))
+        memory[:, :, after:] = 0
+        return memory
+
+    def reserve(self, length: int) -> None:
+        """Make room for `length` tokens in each row."""
+        if length <= self.capacity:
+            return
+        before, wanted = self.capacity, max(length, self.capacity + self.capacity // 8)
+        self.capacity = max(length, min(-(-wanted // GROWTH_TOKENS) * GROWTH_TOKENS, self.context))
+        for tensors in (self._keys, self._values):
+            for layer, tensor in enumerate(tensors):
+                tensors[layer] = self._zeros(tensor, after=before)
+                tensors[layer][:, :, :before] = tensor
 
     def keep(self, row: int, tokens: Tokens) -> None:
         """Declare that `row` contains keys and values of `tokens`."""
@@ -46,8 +64,10 @@ class SlotCache:
         self._resident[row] = len(tokens)
 
     def forget(self) -> None:
-        """Invalidate all rows, after a change of the weights."""
+        """Invalidate all rows, after a change of the weights, and free their memory."""
         self._resident[:] = 0
+        self.capacity = 0
+        self._keys, self._values = [], []
 
     def longest_prefix(self, tokens: Tokens) -> tuple[int, int]:
         """(row, length) of the longest cached prefix of `tokens`; length 0 if there is none."""
@@ -70,7 +90,8 @@ class SlotCache:
 
     @property
     def row_bytes(self) -> int:
-        return sum(tensor[0].nbytes for tensor in (*self._keys, *self._values))
+        """Of a row of `context` tokens."""
+        return sum(tensor[0, :, 0].nbytes for tensor in (*self._keys, *self._values)) * self.context
 
     def copy(self, source: int, target: int, length: int) -> None:
         """Copy the first `length` keys and values of a row to another row."""

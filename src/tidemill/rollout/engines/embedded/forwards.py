@@ -17,12 +17,13 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional
 from transformers import PreTrainedModel
 
 from tidemill.models.attention import hidden_states, masked_attention, vocabulary_logits
 from tidemill.models.token_tree import Tokens, TokenTree, build_tree, common_prefix
+from tidemill.models.tree_attention import BlockPlan
 from tidemill.rollout.engines.embedded.cache import SlotCache
+from tidemill.rollout.engines.embedded.decode_attention import DecodeAttention, decode_attention
 from tidemill.rollout.sequence import Sequence
 
 
@@ -48,11 +49,17 @@ class PackedPlan:
         self._cache, self._device = cache, device
         self.jobs = jobs
         self.trees = [build_tree(job.suffixes) for job in jobs]
-        self._running = len(running)
-        self._lengths = torch.tensor([s.computed for s in running], dtype=torch.int64, device=device)
-        self._longest = max((s.computed for s in running), default=-1) + 1
-        self._row_index = torch.arange(self._running, device=device)
-        self._masks: dict[tuple[int, int | None], Tensor] = {}
+        self._rows = torch.arange(len(running), device=device)
+        self._positions = torch.tensor([s.computed for s in running], dtype=torch.int64, device=device)
+        longest = max((s.computed + 1 for s in running), default=0)
+        ends = (job.past + len(path) for job, tree in zip(jobs, self.trees, strict=True) for path in tree.paths)
+        cache.reserve(max(longest, max(ends, default=0)))
+        self._running = DecodeAttention(self._positions, longest=longest, capacity=cache.capacity)
+        self._blocks = [
+            BlockPlan(tree) if device.type == "cpu" and not job.past else None
+            for job, tree in zip(jobs, self.trees, strict=True)
+        ]
+        self._masks: dict[tuple[int, int | None], Tensor] = {}  # of the other jobs
         self._targets = [_write_index(job, tree, device) for job, tree in zip(jobs, self.trees, strict=True)]
 
     def attend(
@@ -62,34 +69,25 @@ class PackedPlan:
         outputs, writes, start = [], [], 0
         for index, (job, tree) in enumerate(zip(self.jobs, self.trees, strict=True)):
             nodes = slice(start, start + tree.size)
-            job_keys = torch.cat([keys[job.source, :, : job.past], key[0, :, nodes]], 1)
-            job_values = torch.cat([values[job.source, :, : job.past], value[0, :, nodes]], 1)
-            mask = self._tree_mask(index, tree, job.past, window)
-            outputs.append(masked_attention(query[:, :, nodes], job_keys[None], job_values[None], mask, scaling))
+            own = query[:, :, nodes], key[:, :, nodes], value[:, :, nodes]
+            job_keys = torch.cat([keys[job.source, :, : job.past], own[1][0]], 1)
+            job_values = torch.cat([values[job.source, :, : job.past], own[2][0]], 1)
+            if (blocks := self._blocks[index]) is not None:
+                outputs.append(blocks.attend(layer, *own, scaling, window))
+            else:
+                mask = self._tree_mask(index, tree, job.past, window)
+                outputs.append(masked_attention(own[0], job_keys[None], job_values[None], mask, scaling))
             writes.append((job_keys, job_values))
             start += tree.size
-        if self._running:
-            rows, positions = self._row_index, self._lengths
-            keys[rows, :, positions] = key[0, :, start:].transpose(0, 1)
-            values[rows, :, positions] = value[0, :, start:].transpose(0, 1)
-            outputs.append(self._attend_running(query[:, :, start:], keys, values, scaling, window))
+        if len(self._rows):
+            keys[self._rows, :, self._positions] = key[0, :, start:].transpose(0, 1)
+            values[self._rows, :, self._positions] = value[0, :, start:].transpose(0, 1)
+            outputs.append(self._running.attend(query[:, :, start:], keys, values, scaling, window))
         # At the end, because a row written here can be the source of a job.
         for (job_keys, job_values), (rows, places) in zip(writes, self._targets, strict=True):
             keys[rows, :, : places.shape[1]] = job_keys[:, places].transpose(0, 1)
             values[rows, :, : places.shape[1]] = job_values[:, places].transpose(0, 1)
         return torch.cat(outputs, 2)
-
-    def _attend_running(
-        self, query: Tensor, keys: Tensor, values: Tensor, scaling: float, window: int | None
-    ) -> Tensor:
-        if (-1, window) not in self._masks:
-            positions = torch.arange(self._longest, device=self._device)
-            mask = positions[None] <= self._lengths[:, None]
-            if window is not None:
-                mask &= positions[None] > self._lengths[:, None] - window
-            self._masks[-1, window] = mask[:, None, None]
-        key, value = keys[: self._running, :, : self._longest], values[: self._running, :, : self._longest]
-        return decode_attention(query, key, value, self._masks[-1, window], scaling)
 
     def _tree_mask(self, index: int, tree: TokenTree, past: int, window: int | None) -> Tensor:
         if (index, window) not in self._masks:
@@ -100,23 +98,6 @@ class PackedPlan:
                 before &= depths[:, None] - torch.arange(past, device=self._device)[None] < window
             self._masks[index, window] = torch.cat([before, mask], 1)[None, None]
         return self._masks[index, window]
-
-
-def decode_attention(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scaling: float) -> Tensor:
-    """Attention of one query per row.
-
-    Args:
-        query: [1, heads, R, D].
-        keys: [R, kv_heads, L, D].
-        values: [R, kv_heads, L, W].
-        mask: [R, 1, 1, L].
-
-    Query heads that share a key-value head are moved to the query-length dimension, so keys need not be repeated.
-    """
-    heads, rows, width = query.shape[1:]
-    grouped = query[0].transpose(0, 1).reshape(rows, keys.shape[1], heads // keys.shape[1], width)
-    out = functional.scaled_dot_product_attention(grouped, keys, values, mask, scale=scaling)
-    return out.reshape(rows, heads, values.shape[-1]).transpose(0, 1)[None]
 
 
 def _write_index(job: Job, tree: TokenTree, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -164,6 +145,7 @@ class FixedPlan:
 
     def __init__(self, cache: SlotCache, rows: Tensor, positions: Tensor, *, one_row: bool) -> None:
         self._cache, self._rows, self._positions, self._one_row = cache, rows, positions, one_row
+        cache.reserve(cache.context + 1)  # position `context` is for padding and never read
         self._masks: dict[int | None, Tensor] = {}
 
     def attend(

@@ -11,6 +11,7 @@ import hashlib
 import io
 import json
 import random
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,27 +54,35 @@ LEARNING: dict[str, Any] = {
 
 
 def sft_start() -> Path:
-    """The folder of the fine-tuned model; created on first use (two to three minutes of one core).
+    """The folder of the fine-tuned model; created on first use (two to three minutes of one core). Raises: as
+    `fine_tuned`."""
+    return fine_tuned("sft-start", SUPERVISED, demonstrations())
+
+
+def fine_tuned(name: str, supervised: Mapping[str, Any], rows: Sequence[Mapping[str, str]]) -> Path:
+    """The folder of a model that is fine-tuned on demonstrations, from the cache if it was made before.
 
     Raises:
         KeyboardInterrupt: Ctrl-C or SIGTERM.
         filelock.Timeout: another process has been creating it for an hour.
     """
-    key = hashlib.blake2b(json.dumps(list(START.values())).encode(), digest_size=6).hexdigest()
-    folder = CACHE / f"sft-start-{key}"
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    key = hashlib.blake2b((json.dumps(supervised) + lines).encode(), digest_size=6).hexdigest()
+    folder = CACHE / f"{name}-{key}"
     if (made := _finished(folder / "run")) is not None:
         return made
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(folder / ".making", timeout=LONGEST_MAKING_S):
         # Another benchmark may have created it while this one waited.
-        return _finished(folder / "run") or _made(folder)
+        return _finished(folder / "run") or _made(folder, supervised, lines)
 
 
-def _made(folder: Path) -> Path:
+def _made(folder: Path, supervised: Mapping[str, Any], lines: str) -> Path:
     path = folder / "demonstrations.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in demonstrations()))
+    path.write_text(lines)
     here = {"run": {"dir": folder / "run"}, "data": {"path": path}}
-    summary = train_supervised(RunSpec.model_validate(merge(SUPERVISED, here)), "sft", telemetry_stream=io.StringIO())
+    spec = RunSpec.model_validate(merge(dict(supervised), here))
+    summary = train_supervised(spec, "sft", telemetry_stream=io.StringIO())
     if summary["interrupted"]:
         raise KeyboardInterrupt  # the run handled the signal; the next call resumes from its checkpoint
     return Path(summary["model"])

@@ -56,6 +56,7 @@ class Turns:
     def __init__(self, pipe: Connection) -> None:
         self._pipe = pipe
         self._wall = self._cpu = 0.0
+        self._taken: tuple[float, float] | None = None
 
     def begin(self) -> None:
         """Wait for the turn. Raises Over if there is none left."""
@@ -64,8 +65,15 @@ class Turns:
             raise Over
         self._cpu, self._wall = time.process_time(), time.perf_counter()
 
+    def stop_clock(self) -> None:
+        """Before `end`: what follows does not count."""
+        self._taken = time.perf_counter() - self._wall, time.process_time() - self._cpu
+
     def end(self, work: Work, **notes: float) -> None:
-        wall_s, cpu_s = time.perf_counter() - self._wall, time.process_time() - self._cpu
+        if self._taken is None:
+            self.stop_clock()
+        assert self._taken is not None
+        (wall_s, cpu_s), self._taken = self._taken, None
         self._pipe.send(("done", Turn(wall_s=wall_s, cpu_s=cpu_s, work=work, notes=notes)))
 
 

@@ -1,0 +1,233 @@
+"""Learning per step and per CPU second against TRL's `GRPOTrainer`, on three tasks over seeds.
+
+    python -m benchmarks.learning_race [--tasks addition sorting chat] [--seeds 3] [--steps N] [--defaults] [--draw]
+
+Both sides start with the same weights and answer the same prompts in the same order, with the same reward, loss and
+optimizer, in float32 and one thread, each with the microbatch that is fastest for it here. They alternate step by step
+on one core; evaluations (greedy decoding of held-out questions, on a stock model) do not count. With `--defaults`
+everything but task, batch and learning rate is as each library has it. Fails unless both do the same work: prompts,
+lengths, reward and gradient of the first step (against plain torch).
+
+Writes results/learning_race_TASK.json, and docs/learning_race.svg from these files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.addition_runs import interval
+from benchmarks.line_charts import PICTURES, Line, Panel, write_chart
+from benchmarks.measuring import RESULTS, write_result
+from benchmarks.models import quiet
+from benchmarks.origin import parsed
+from benchmarks.race_common import Judge, RaceSettings
+from benchmarks.race_figures import Lap, accuracy_at, check_same_work, cpu_seconds_to, lap
+from benchmarks.race_tasks import TASKS, RaceTask
+from benchmarks.race_tidemill import tidemill_side
+from benchmarks.race_trl import trl_side
+from benchmarks.turns import Side, take_turns
+from tidemill.core.records import Record
+from tidemill.telemetry.statistics import Interval
+
+DEADLINE_S = 900.0
+SIDES: dict[str, Side] = {"Tidemill": tidemill_side, "TRL": trl_side}
+MICROBATCHES = {"Tidemill": (1024, 2048, 4096), "TRL": (8, 16, 32, 64)}  # tokens; samples
+LEVELS = (0.5, 0.8, 0.9)
+TARGET = 1.5  # times fewer CPU seconds to an accuracy
+
+
+@dataclass(frozen=True, kw_only=True)
+class Distance:
+    """How far a task is run. The learning rate was chosen on our side, for a curve of at least five evaluations."""
+
+    steps: int
+    evaluate_every: int
+    learning_rate: float
+
+
+DISTANCES = {
+    "addition": Distance(steps=60, evaluate_every=4, learning_rate=2e-5),
+    "sorting": Distance(steps=100, evaluate_every=5, learning_rate=5e-5),
+    "chat": Distance(steps=60, evaluate_every=4, learning_rate=2e-5),
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Held-out accuracy by step and by CPU second, against TRL.")
+    parser.add_argument("--tasks", nargs="+", choices=list(DISTANCES), default=list(DISTANCES))
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=0, help="instead of each task's own; for a trial")
+    parser.add_argument("--defaults", action="store_true", help="each library's own settings")
+    parser.add_argument("--draw", action="store_true", help="only draw the picture from the result files")
+    options = parsed(parser)
+    quiet()
+    if not options.draw:
+        for task in (task for task in TASKS if task.name in options.tasks):
+            figures = _raced(task, options)
+            _print(task.name, figures)
+            kind = "-defaults" if options.defaults else ""
+            partial = "-partial" if options.steps else ""
+            write_result(f"learning_race_{task.name}{kind}{partial}", figures)
+    _draw()
+    return 0
+
+
+def _raced(task: RaceTask, options: argparse.Namespace) -> dict[str, Any]:
+    distance = DISTANCES[task.name]
+    if options.steps:
+        distance = replace(distance, steps=options.steps)
+    start = Judge(task).accuracy(None)
+    settings = RaceSettings(
+        task=task.name,
+        seed=0,
+        steps=distance.steps,
+        learning_rate=distance.learning_rate,
+        evaluate_every=distance.evaluate_every,
+        microbatch=0,
+        defaults=options.defaults,
+    )
+    best = {side: 0 if options.defaults else _best_microbatch(side, settings) for side in SIDES}
+    laps: dict[str, list[Lap]] = {side: [] for side in SIDES}
+    for seed in range(options.seeds):
+        print(f"{task.name}, seed {seed}", file=sys.stderr, flush=True)
+        sides = {
+            name: (side, {"race": replace(settings, seed=seed, microbatch=best[name])}) for name, side in SIDES.items()
+        }
+        results = take_turns(sides, rounds=distance.steps, deadline_s=DEADLINE_S, warm_up=False)
+        if not options.defaults:
+            check_same_work(results)
+        for name, result in results.items():
+            laps[name].append(lap(seed, result.turns, start))
+    return {
+        "distance": vars(distance),
+        "start": start,
+        "microbatch": best,
+        "laps": msgspec.to_builtins(laps),
+        **figures_of(laps),
+    }
+
+
+def _best_microbatch(side: str, settings: RaceSettings) -> int:
+    """The fastest in the third step."""
+    spent = {}
+    for microbatch in MICROBATCHES[side]:
+        race = replace(settings, microbatch=microbatch, evaluate_every=0, steps=3)
+        turns = take_turns({side: (SIDES[side], {"race": race})}, rounds=3, deadline_s=DEADLINE_S, warm_up=False)
+        spent[microbatch] = turns[side].turns[-1].cpu_s
+    return min(spent, key=lambda microbatch: spent[microbatch])
+
+
+class ToAccuracy(Record):
+    """CPU seconds to an accuracy, by seed; None where it was not reached."""
+
+    accuracy: float
+    ours_cpu_s: list[float | None]
+    theirs_cpu_s: list[float | None]
+
+    def ratios(self) -> list[float]:
+        """Theirs to ours, of the seeds in which both reached it."""
+        pairs = zip(self.ours_cpu_s, self.theirs_cpu_s, strict=True)
+        return [theirs / ours for ours, theirs in pairs if ours and theirs is not None]
+
+
+def figures_of(laps: dict[str, list[Lap]]) -> dict[str, Any]:
+    """Compared by seed; intervals are over seeds."""
+    ours, theirs = laps.values()
+    pairs = list(zip(ours, theirs, strict=True))
+    differences = {
+        one.step: interval(a.evaluations[index].accuracy - b.evaluations[index].accuracy for a, b in pairs)
+        for index, one in enumerate(ours[0].evaluations)
+    }
+    to_levels = [
+        ToAccuracy(
+            accuracy=level,
+            ours_cpu_s=[cpu_seconds_to(level, each.evaluations) for each in ours],
+            theirs_cpu_s=[cpu_seconds_to(level, each.evaluations) for each in theirs],
+        )
+        for level in LEVELS
+    ]
+    shared = min(each.cpu_s for of in laps.values() for each in of)
+    ratios = [each.ratios() for each in to_levels]
+    return {
+        "step_ratio": statistics.median(b.step_cpu_s / a.step_cpu_s for a, b in pairs),
+        "difference_at_steps": [{"step": step, "difference": found} for step, found in differences.items()],
+        "cpu_seconds_to": [
+            {**msgspec.to_builtins(each), "ratios": found, "ratio": statistics.median(found) if found else None}
+            for each, found in zip(to_levels, ratios, strict=True)
+        ],
+        "at_equal_cpu_s": {
+            "cpu_s": shared,
+            "accuracy": {name: [accuracy_at(shared, each.evaluations) for each in of] for name, of in laps.items()},
+        },
+        "reached": {
+            "faster": all(found and statistics.median(found) >= TARGET for found in ratios),
+            "as_accurate": all(found.high >= 0 for found in differences.values()),
+        },
+    }
+
+
+def _print(name: str, figures: dict[str, Any]) -> None:
+    table = Table(title=f"{name}: CPU seconds to a held-out accuracy", box=box.SIMPLE)
+    for column in ("accuracy", "ours", "TRL", "times fewer"):
+        table.add_column(column, justify="right")
+    for each in figures["cpu_seconds_to"]:
+        seconds = (_seconds(each[key]) for key in ("ours_cpu_s", "theirs_cpu_s"))
+        ratio = "-" if each["ratio"] is None else f"{each['ratio']:.2f} ({_range(each['ratios'])})"
+        table.add_row(f"{each['accuracy']:.2f}", *seconds, ratio)
+    Console(width=120).print(table)
+    last: Interval = figures["difference_at_steps"][-1]["difference"]
+    print(f"a step takes TRL {figures['step_ratio']:.2f} times as long; microbatches {figures['microbatch']}")
+    print(f"accuracy after the last step, ours - TRL: {last.value:+.3f} ({last.low:+.3f} to {last.high:+.3f})")
+
+
+def _seconds(found: Sequence[float | None]) -> str:
+    return ", ".join("not reached" if each is None else f"{each:.0f}" for each in found)
+
+
+def _range(values: Sequence[float]) -> str:
+    return f"{min(values):.2f}-{max(values):.2f}"
+
+
+def _draw() -> None:
+    panels = []
+    for name in DISTANCES:
+        path = RESULTS / f"learning_race_{name}.json"
+        if path.exists():
+            laps = msgspec.json.decode(path.read_bytes(), type=_File).laps
+            panels += [_panel(name, laps, by="step"), _panel(name, laps, by="cpu_s")]
+    if panels:
+        write_chart(PICTURES / "learning_race.svg", "Held-out accuracy, against TRL's GRPOTrainer", panels)
+
+
+class _File(msgspec.Struct):
+    laps: dict[str, list[Lap]]
+
+
+def _panel(name: str, laps: dict[str, list[Lap]], *, by: str) -> Panel:
+    lines = []
+    for colour, (side, of) in enumerate(laps.items()):
+        for number, each in enumerate(of):
+            points = each.evaluations
+            line = Line(
+                label=side if number == 0 else f"_{side}",
+                xs=[getattr(point, by) for point in points],
+                ys=[point.accuracy for point in points],
+                colour=colour,
+            )
+            lines.append(line)
+    what = "step" if by == "step" else "CPU seconds"
+    return Panel(title=name, x_title=what, lines=lines, low=0.0, high=1.0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -42,23 +42,23 @@ from tidemill.telemetry.statistics import Interval
 DEADLINE_S = 900.0
 SIDES: dict[str, Side] = {"Tidemill": tidemill_side, "TRL": trl_side}
 MICROBATCHES = {"Tidemill": (1024, 2048, 4096), "TRL": (8, 16, 32, 64)}  # tokens; samples
-LEVELS = (0.5, 0.8, 0.9)
 TARGET = 1.5  # times fewer CPU seconds to an accuracy
 
 
 @dataclass(frozen=True, kw_only=True)
 class Distance:
-    """How far a task is run. The learning rate was chosen on our side, for a curve of at least five evaluations."""
+    """How far a task is run, with a learning rate that was chosen on our side, and accuracies to reach on the way."""
 
     steps: int
     evaluate_every: int
     learning_rate: float
+    accuracies: tuple[float, ...]
 
 
 DISTANCES = {
-    "addition": Distance(steps=60, evaluate_every=4, learning_rate=2e-5),
-    "sorting": Distance(steps=100, evaluate_every=5, learning_rate=5e-5),
-    "chat": Distance(steps=60, evaluate_every=4, learning_rate=2e-5),
+    "addition": Distance(steps=60, evaluate_every=4, learning_rate=2e-5, accuracies=(0.5, 0.8, 0.9)),
+    "sorting": Distance(steps=100, evaluate_every=5, learning_rate=2.5e-5, accuracies=(0.2, 0.4, 0.5)),
+    "chat": Distance(steps=60, evaluate_every=4, learning_rate=2e-5, accuracies=(0.7, 0.8, 0.9)),
 }
 
 
@@ -113,7 +113,7 @@ def _raced(task: RaceTask, options: argparse.Namespace) -> dict[str, Any]:
         "start": start,
         "microbatch": best,
         "laps": msgspec.to_builtins(laps),
-        **figures_of(laps),
+        **figures_of(laps, distance.accuracies),
     }
 
 
@@ -140,7 +140,7 @@ class ToAccuracy(Record):
         return [theirs / ours for ours, theirs in pairs if ours and theirs is not None]
 
 
-def figures_of(laps: dict[str, list[Lap]]) -> dict[str, Any]:
+def figures_of(laps: dict[str, list[Lap]], accuracies: Sequence[float]) -> dict[str, Any]:
     """Compared by seed; intervals are over seeds."""
     ours, theirs = laps.values()
     pairs = list(zip(ours, theirs, strict=True))
@@ -154,7 +154,7 @@ def figures_of(laps: dict[str, list[Lap]]) -> dict[str, Any]:
             ours_cpu_s=[cpu_seconds_to(level, each.evaluations) for each in ours],
             theirs_cpu_s=[cpu_seconds_to(level, each.evaluations) for each in theirs],
         )
-        for level in LEVELS
+        for level in accuracies
     ]
     shared = min(each.cpu_s for of in laps.values() for each in of)
     ratios = [each.ratios() for each in to_levels]

@@ -89,7 +89,7 @@ def test_figures_compare_the_sides_by_seed() -> None:
         "Tidemill": [Lap(seed=0, cpu_s=10, step_cpu_s=1.0, completion_tokens=1, evaluations=fast)],
         "TRL": [Lap(seed=0, cpu_s=16, step_cpu_s=1.6, completion_tokens=1, evaluations=slow)],
     }
-    figures = figures_of(laps)
+    figures = figures_of(laps, (0.5, 0.8, 0.9))
     assert figures["step_ratio"] == pytest.approx(1.6)
     assert [each["ratio"] for each in figures["cpu_seconds_to"]] == pytest.approx([1.6, 1.6, 1.6])
     assert figures["at_equal_cpu_s"]["accuracy"] == {"Tidemill": [1.0], "TRL": [pytest.approx(0.625)]}

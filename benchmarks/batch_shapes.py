@@ -22,11 +22,13 @@ import torch
 from benchmarks.measuring import write_result
 from benchmarks.models import quiet, smollm2
 from benchmarks.origin import parsed
+from benchmarks.subjects import check_counts
 from tidemill.core.records import (
     GenerateRequest,
     PolicyVersion,
     SampleId,
     SamplingParams,
+    count,
     pack_tokens,
     unpack_logprobs,
     unpack_tokens,
@@ -89,6 +91,7 @@ class Bench:
         cuts = {name: source.randrange(self.sampling.max_new_tokens) for name in names}
         source.shuffle(names)
         continued = [self.request(*n, prefix=whole[self.request(*n).sample_id][0][: cuts[n]]) for n in names]
+        check_interrupted(continued, new_tokens=self.sampling.max_new_tokens)
         second = self.generate(continued, slots=other_slots, batch_invariant=batch_invariant)
         compared = differing = unequal_logprobs = 0
         for name in names:
@@ -110,6 +113,13 @@ class Bench:
             "logprobs_unequal_in_the_last_bit": unequal_logprobs,
             "tokens_per_cpu_s": tokens_made / seconds,
         }
+
+
+def check_interrupted(requests: Sequence[GenerateRequest], *, new_tokens: int) -> None:
+    """Raises RuntimeError: no sample is continued after some of its tokens, and none that has more to generate."""
+    check_counts(
+        "the second engine", interrupted_samples=sum(0 < count(one.prefix_ids) < new_tokens for one in requests)
+    )
 
 
 def main() -> int:

@@ -2,7 +2,7 @@
 
     python -m benchmarks.demo_accuracy [--seeds 3] [--threads N]
 
-Each run is `tidemill train` in a separate process. The control must not learn anything.
+Each run is `tidemill train` in a separate process. The benchmark fails if the control learns anything.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import shutil
 import statistics
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from benchmarks.measuring import BYTES_PER_GB, write_result
 from benchmarks.models import quiet, smollm2
 from benchmarks.origin import parsed
 from benchmarks.training_run import train
+from tidemill.telemetry.statistics import wilson_interval
 
 RECIPE = Path(__file__).resolve().parent.parent / "recipes" / "smollm2-addition.toml"
 CONTROL = '[scoring]\nrewards = [{ kind = "random" }]\n'
@@ -60,6 +62,7 @@ def main() -> int:
             for kind, recipes in kinds.items()
         }
     _print(outcomes)
+    check_control(outcomes["random rewards"])
     demo = outcomes["correct answers"]
     accuracy = statistics.mean(outcome.after for outcome in demo)
     reached = {
@@ -87,6 +90,13 @@ def _run(folder: Path, seed: int, threads: int, recipes: list[str]) -> Outcome:
         wall_s=summary["wall_s"],
         peak_rss_bytes=summary["peak_rss_bytes"],
     )
+
+
+def check_control(control: Sequence[Outcome]) -> None:
+    """Raises RuntimeError: the accuracy of a control rises beyond the 95 % intervals over its prompts."""
+    for one in control:
+        if wilson_interval(one.after, one.n)[0] > wilson_interval(one.before, one.n)[1]:
+            raise RuntimeError(f"seed {one.seed}: random rewards raise the accuracy from {one.before} to {one.after}")
 
 
 def _print(outcomes: dict[str, list[Outcome]]) -> None:

@@ -65,11 +65,16 @@ def tidemill_side(turns: Turns, settings: Mapping[str, Any]) -> None:
         turns.begin()
         deltas = run(engine, asked)
         after = engine.status()
-        if after.tokens_generated - before.tokens_generated != sum(workload.lengths):
-            raise RuntimeError(f"generated {after.tokens_generated - before.tokens_generated} tokens")
+        check_generated(after.tokens_generated - before.tokens_generated, workload)
         computed = after.prompt_tokens_computed - before.prompt_tokens_computed
         turns.end(workload.work(prompts), prompt_tokens_computed=computed)
         Path(settings["completions"]).write_bytes(msgspec.json.encode(_completions(asked, deltas)))
+
+
+def check_generated(tokens: int, workload: Workload) -> None:
+    """Raises RuntimeError: not the number of tokens that both sides are asked for."""
+    if tokens != sum(workload.lengths):
+        raise RuntimeError(f"generated {tokens} tokens, expected {sum(workload.lengths)}")
 
 
 def requests(workload: Workload, prompts: Sequence[Sequence[int]], *, seed: int) -> list[GenerateRequest]:

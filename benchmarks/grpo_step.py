@@ -2,10 +2,10 @@
 
     python -m benchmarks.grpo_step [--only CASE] [--rounds N] [--quick]
 
-A step includes generation, rewards (random: every group has signal), advantages, forward, backward, optimizer and, on
-our side, the run directory. SmolLM2 and a character model of 0.8M parameters; fp32, and SmolLM2 also in bf16. Prompts
-of 18 tokens, or chats of 200. Most of the difference is due to shared prompts, which TRL computes for every sample: it
-is large for short completions and small for long ones.
+A step includes generation, rewards (random: every group has signal, or the benchmark fails), advantages, forward,
+backward, optimizer and, on our side, the run directory. SmolLM2 and a character model of 0.8M parameters; fp32, and
+SmolLM2 also in bf16. Prompts of 18 tokens, or chats of 200. Most of the difference is due to shared prompts, which TRL
+computes for every sample: it is large for short completions and small for long ones.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from benchmarks.grpo_trl import trl_side
 from benchmarks.measuring import Comparison, compare, report
 from benchmarks.models import char_model, quiet, smollm2
 from benchmarks.origin import parsed
+from benchmarks.subjects import check_signal
 from benchmarks.turns import take_turns
 
 DEADLINE_S = 3600.0
@@ -132,6 +133,8 @@ def _compare(case: Case, rounds: int) -> Comparison:
     }
     sides = {"tidemill": (tidemill_side, settings), "TRL": (trl_side, settings)}
     results = take_turns(sides, rounds=rounds, deadline_s=DEADLINE_S)
+    for side, result in results.items():
+        check_signal(side, result)
     ours = results["tidemill"]
     return compare(
         case.name,

@@ -38,6 +38,12 @@ class CountingTrainer(GRPOTrainer):
         )
         return generated
 
+    @property
+    def groups_without_signal(self) -> float:
+        """Of the last step: those whose rewards are all equal."""
+        share = self._metrics["train"]["frac_reward_zero_std"][-1]
+        return float(round(share * self.done.samples / self.num_generations))
+
 
 class TakeTurns(TrainerCallback):
     """One optimizer step per turn: from before its generation to after its update."""
@@ -53,7 +59,7 @@ class TakeTurns(TrainerCallback):
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         assert self.trainer is not None
-        self._turns.end(self.trainer.done)
+        self._turns.end(self.trainer.done, groups_without_signal=self.trainer.groups_without_signal)
 
 
 def trl_side(turns: Turns, settings: Mapping[str, Any]) -> None:

@@ -165,11 +165,13 @@ def _decoding(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, Any]:
     weights = [layer.weight for layer in _layers(model)]
     states = {size: torch.randn(samples, size).to(dtype) for size in {weight.shape[1] for weight in weights}}
     step_s, products_s, bandwidth = [], [], []
+    before = engine.status().tokens_generated
     with torch.inference_mode():
         for _ in range(ROUNDS):
             step_s.append(_cpu_s(lambda: _steps(engine))[0] / DECODE_STEPS)
             products_s.append(_cpu_s(lambda: _products(weights, states))[0])
             bandwidth.append(_bandwidth())
+    check_decoded(engine.status().tokens_generated - before)
     work = engine.status().work
     config = model.config
     row_bytes = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * dtype.itemsize
@@ -184,6 +186,13 @@ def _decoding(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, Any]:
         "bandwidth_gb_s": statistics.median(bandwidth) / 1e9,
         "decoding_share": max(products, read_s) / step,
     }
+
+
+def check_decoded(tokens: int) -> None:
+    """Raises RuntimeError: not every measured step decoded a token of each sample, as the products do."""
+    expected = ROUNDS * DECODE_STEPS * PROMPTS * GROUP_SIZE
+    if tokens != expected:
+        raise RuntimeError(f"the measured steps decoded {tokens} tokens, expected {expected}")
 
 
 def _steps(engine: EmbeddedEngine) -> float:

@@ -98,7 +98,13 @@ def machine() -> dict[str, Any]:
 def report(
     name: str, comparisons: Sequence[Comparison], *, theirs: str, notes: Mapping[str, Any] | None = None
 ) -> None:
-    """Print the table on standard output and write results/NAME.json."""
+    """Print the table on standard output and write results/NAME.json.
+
+    Raises:
+        RuntimeError: no case was measured.
+    """
+    if not comparisons:
+        raise RuntimeError(f"{name}: no case was measured; check --only")
     table = Table(title=f"{name}: Tidemill against {theirs}, one thread, interleaved on one core", box=box.SIMPLE)
     for column in ("case", "ours, CPU s", f"{theirs}, CPU s", "times faster", "range", "by wall time", "target"):
         table.add_column(column, justify="left" if column == "case" else "right")

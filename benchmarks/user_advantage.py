@@ -2,8 +2,9 @@
 
     python -m benchmarks.user_advantage [--rounds N] [--quick]
 
-Both sides are `benchmarks.grpo_step`'s Tidemill, and every step of both must have the same gradient norm. The steps
-themselves vary by more than the cost, so the CPU time of the advantage estimator is measured inside them.
+Both sides are `benchmarks.grpo_step`'s Tidemill; every step of both must have groups with signal, and the same gradient
+norm. The steps themselves vary by more than the cost, so the CPU time of the advantage estimator is measured inside
+them.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from benchmarks.grpo_tidemill import tidemill_side
 from benchmarks.measuring import write_result
 from benchmarks.models import char_model, quiet, smollm2
 from benchmarks.origin import parsed
+from benchmarks.subjects import check_equal, check_signal
 from benchmarks.turns import SideResult, Turns, Work, take_turns
 from tidemill.core.records import Group
 from tidemill.trainer.advantage_estimator import AdvantageEstimator, GroupAdvantages
@@ -43,13 +45,14 @@ class TimedTurns(Turns):
     def __init__(self, turns: Turns) -> None:
         self._turns = turns
         self.estimator_s = 0.0
+        self.user_function = False  # whether the estimator calls one
 
     def begin(self) -> None:
         self.estimator_s = 0.0
         self._turns.begin()
 
     def end(self, work: Work, **notes: float) -> None:
-        self._turns.end(work, estimator_s=self.estimator_s, **notes)
+        self._turns.end(work, estimator_s=self.estimator_s, user_function=self.user_function, **notes)
 
 
 def timed_side(turns: Turns, settings: Mapping[str, Any]) -> None:
@@ -61,6 +64,7 @@ def timed_side(turns: Turns, settings: Mapping[str, Any]) -> None:
             return estimate(self, groups, *more, **named)
         finally:
             timed.estimator_s += time.thread_time() - start_s
+            timed.user_function = self._user is not None
 
     AdvantageEstimator.estimate = measured  # type: ignore[method-assign]
     tidemill_side(timed, settings)
@@ -104,8 +108,7 @@ def _measure(name: str, rounds: int) -> dict[str, Any]:
         deadline_s=DEADLINE_S,
     )
     ours, theirs = results["user's function"], results["built-in"]
-    if _notes(ours, "grad_norm") != _notes(theirs, "grad_norm"):
-        raise RuntimeError("the sides learned different things: their gradient norms differ")
+    check_sides(ours, theirs)
     user_s, built_in_s = (statistics.median(_notes(side, "estimator_s")) for side in (ours, theirs))
     step_s = statistics.median(turn.cpu_s for turn in theirs.turns)
     return {
@@ -116,6 +119,21 @@ def _measure(name: str, rounds: int) -> dict[str, Any]:
         "user_ms": user_s * 1e3,
         "added": (user_s - built_in_s) / step_s,
     }
+
+
+def check_sides(users: SideResult, built_in: SideResult) -> None:
+    """Only the first side calls the user's function; both have signal in every step, and the same gradients.
+
+    Raises:
+        RuntimeError: otherwise.
+    """
+    if not all(_notes(users, "user_function")) or any(_notes(built_in, "user_function")):
+        raise RuntimeError("the user's function was not called by the side that has it, or by the other")
+    for name, side in (("user's function", users), ("built-in", built_in)):
+        check_signal(name, side, most=PROMPTS - 1)
+    check_equal(
+        "gradient norms", {"user's function": _notes(users, "grad_norm"), "built-in": _notes(built_in, "grad_norm")}
+    )
 
 
 def _notes(side: SideResult, name: str) -> list[float]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.measuring import compare
+from benchmarks.measuring import compare, report
 from benchmarks.turns import SideResult, Turn, Work
 
 WORK = Work(samples=4, prompt_tokens=40, completion_tokens=12)
@@ -39,3 +39,8 @@ def test_a_missed_target_is_not_reached() -> None:
 def test_sides_with_different_numbers_of_rounds_cannot_be_compared() -> None:
     with pytest.raises(ValueError, match="zip"):
         compare("case", side((1, 1)), side((2, 2), (2, 2)), target=None)
+
+
+def test_a_report_without_a_case_fails() -> None:
+    with pytest.raises(RuntimeError, match="no case was measured"):
+        report("generation-partial", [], theirs="TRL")

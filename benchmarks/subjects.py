@@ -1,0 +1,39 @@
+"""Checks that what a benchmark measures happened; each raises RuntimeError otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from benchmarks.turns import SideResult
+
+
+def check_counts(what: str, **counts: float) -> None:
+    """Every count must be above 0.
+
+    Raises:
+        RuntimeError: names those that are not.
+    """
+    if missing := [name.replace("_", " ") for name, count in counts.items() if not count > 0]:
+        raise RuntimeError(f"{what}: no {', no '.join(missing)}, so there is nothing to measure")
+
+
+def check_equal(what: str, values: Mapping[str, object]) -> None:
+    """All sides must have the same value.
+
+    Raises:
+        RuntimeError: with the values by side.
+    """
+    first = next(iter(values.values()))
+    if any(value != first for value in values.values()):
+        raise RuntimeError(f"the sides have different {what}: {dict(values)}")
+
+
+def check_signal(side: str, result: SideResult, *, most: int = 0) -> None:
+    """In every turn at most `most` groups may be without signal: they cost less, as nothing is learned from them.
+
+    Raises:
+        RuntimeError: a turn has more of them.
+    """
+    without = max(turn.notes["groups_without_signal"] for turn in result.turns)
+    if without > most:
+        raise RuntimeError(f"{side}: {without:g} groups of a step have no signal, allowed are {most}")

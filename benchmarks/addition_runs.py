@@ -15,6 +15,7 @@ import numpy as np
 
 from benchmarks.measuring import RESULTS
 from benchmarks.sft_start import learning_spec, sft_start
+from benchmarks.subjects import check_counts, check_equal
 from tidemill.core.records import Record
 from tidemill.runtime.train import train
 from tidemill.telemetry.events import read_events
@@ -134,6 +135,18 @@ def earlier_runs(name: str, settings: object) -> list[AdditionRun]:
 def of_case(runs: Iterable[AdditionRun], case: str) -> list[AdditionRun]:
     """Its runs, by seed."""
     return sorted((run for run in runs if run.case == case), key=lambda run: run.seed)
+
+
+def check_start(runs: Sequence[AdditionRun]) -> None:
+    """All runs must have the same accuracy before the first step, below the target.
+
+    Raises:
+        RuntimeError: otherwise.
+    """
+    check_counts("the start", runs=len(runs))
+    check_equal("accuracies before the first step", {f"{run.case}, seed {run.seed}": run.accuracy[0] for run in runs})
+    if runs[0].accuracy[0] >= TARGET:
+        raise RuntimeError(f"the runs start at an accuracy of {runs[0].accuracy[0]}: nothing is left to learn")
 
 
 def reached_at(accuracy: Mapping[int, float], target: float) -> float | None:

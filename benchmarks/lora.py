@@ -28,13 +28,15 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.addition_runs import TARGET, AdditionRun, addition_run, interval, of_case, spread
+from benchmarks.addition_runs import TARGET, AdditionRun, addition_run, check_start, interval, of_case, spread
 from benchmarks.measuring import BYTES_PER_GB, RESULTS, write_result
 from benchmarks.models import quiet, smollm2
 from benchmarks.origin import parsed
 from benchmarks.sft_start import sft_start
+from benchmarks.subjects import check_models
 from benchmarks.training_run import train
 from benchmarks.weights_delta import RECIPE, publishes_of_a_run
+from tidemill.telemetry.metrics import STEP_TIME, read_metrics
 
 STEPS = 5
 DEADLINE_S = 1200.0
@@ -128,6 +130,7 @@ def measure_learning(options: argparse.Namespace) -> dict[str, Any]:
             run = addition_run(start, side, seed=seed, steps=LEARNING_STEPS, changes=changes, metrics=())
             runs.append(run)
             print(f"{side}, seed {seed}: accuracy {run.accuracy[LEARNING_STEPS]:.3f}", flush=True)
+    check_start(runs)
     _print_learning(runs)
     return {
         "learning": [
@@ -160,14 +163,15 @@ def _memory(side: str, reference: str, steps: int) -> Memory:
         arguments = ["--trainer.steps", str(steps), "--trainer.threads", "1", "--checkpoint.every_steps", "0"]
         arguments += ["--eval.every_steps", "0", "--eval.prompts", "8", "--optimizer.learning_rate", str(rate)]
         summary = train(RECIPE, run, *arguments, *more, *REFERENCES[reference], deadline_s=DEADLINE_S)
-        steps_s = [json.loads(line).get("time_step_s") for line in (run / "metrics.jsonl").read_text().splitlines()]
+        lines = read_metrics(run / "metrics.jsonl")
+        check_models(f"{side}, {reference}", lines, reference=bool(REFERENCES[reference]))
         files = (run / "checkpoints").rglob("*")
         return Memory(
             side=side,
             reference=reference,
             peak_rss_bytes=summary["peak_rss_bytes"],
             checkpoint_bytes=sum(path.stat().st_size for path in files if path.is_file()),
-            step_s=statistics.median(seconds for seconds in steps_s if seconds is not None),
+            step_s=statistics.median(line.values[STEP_TIME] for line in lines if STEP_TIME in line.values),
         )
 
 

@@ -4,7 +4,8 @@
 
 SmolLM2 on one CPU thread: GRPO of the full model and of an adapter, each without and with a KL reference, and PPO with
 a value head and with a separate critic. Each run is a separate process; its peak is its largest resident set. The
-profile for the forecasts (lengths of prompts) is fitted to the first run only.
+profile for the forecasts (lengths of prompts) is fitted to the first run only. The benchmark fails if a run trained
+without the models of its case.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from rich.table import Table
 from benchmarks.measuring import BYTES_PER_GB, write_result
 from benchmarks.models import quiet, smollm2
 from benchmarks.origin import parsed
+from benchmarks.subjects import check_models
 from benchmarks.training_run import train
 from benchmarks.weights_delta import RECIPE
 from tidemill.cli.plan_options import models_of
@@ -30,6 +32,7 @@ from tidemill.planner.calibration.fit import calibrate
 from tidemill.planner.calibration.profile import RunProfile
 from tidemill.planner.figures import Derivation
 from tidemill.planner.forecast.forecast import memory_on_this_machine
+from tidemill.telemetry.metrics import read_metrics
 
 STEPS = 3
 DEADLINE_S = 600.0
@@ -61,6 +64,8 @@ def main() -> int:
             arguments = [f"--trainer.steps={steps}", "--trainer.threads=1", "--checkpoint.every_steps=0"]
             arguments += ["--eval.every_steps=0", "--eval.prompts=8", *changes]
             measured = train(RECIPE, run, *arguments, progress=False, deadline_s=DEADLINE_S)["peak_rss_bytes"]
+            lines = read_metrics(run / "metrics.jsonl")
+            check_models(name, lines, reference=KL[0] in changes, critic=PPO[0] in changes)
             profile = profile or calibrate(run)
             spec = load_spec((f"@{RECIPE}", *arguments))
         forecast = memory_on_this_machine(spec, models_of(spec), profile, Derivation())

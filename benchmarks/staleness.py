@@ -28,6 +28,7 @@ from benchmarks.addition_runs import (
     TARGET,
     AdditionRun,
     addition_run,
+    check_start,
     interval,
     mean_accuracy,
     mean_binned,
@@ -79,6 +80,8 @@ def main() -> int:
     lags = [int(lag) for lag in options.only.split(",")]
     wanted = [(case_of(lag, name), seed) for seed in range(options.seeds) for lag in lags for name in CORRECTIONS]
     runs = measured(NAME, SETTINGS, wanted, again=options.again, run=_run, write=_write)
+    check_start(runs)
+    check_lags(runs)
     _print(runs)
     _draw(runs)
     return 0
@@ -88,14 +91,27 @@ def case_of(lag: int, correction: str) -> str:
     return f"lag {lag}, {correction}"
 
 
-def _run(start: Path, case: str, seed: int) -> AdditionRun:
+def _lag_of(case: str) -> tuple[int, str]:
     lag, correction = case.removeprefix("lag ").split(", ")
+    return int(lag), correction
+
+
+def _run(start: Path, case: str, seed: int) -> AdditionRun:
+    lag, correction = _lag_of(case)
     changes = {
         "algorithm": CORRECTIONS[correction],
-        "schedule": {"max_policy_lag": int(lag)},
+        "schedule": {"max_policy_lag": lag},
         "optimizer": {"learning_rate": LEARNING_RATE},
     }
     return addition_run(start, case, seed=seed, steps=STEPS, changes=changes, metrics=METRICS)
+
+
+def check_lags(runs: Sequence[AdditionRun]) -> None:
+    """Raises RuntimeError: trained tokens were on average less than half as old as the lag, or older."""
+    for run in runs:
+        lag, mean = _lag_of(run.case)[0], run.means["policy_lag_mean"]
+        if not lag / 2 <= mean <= lag:
+            raise RuntimeError(f"{run.case}, seed {run.seed}: trained tokens were {mean:g} versions old")
 
 
 def summary(runs: Sequence[AdditionRun]) -> list[dict[str, Any]]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from benchmarks.turns import SideResult
+from tidemill.telemetry.metrics import MetricLine
 
 
 def check_counts(what: str, **counts: float) -> None:
@@ -37,3 +38,16 @@ def check_signal(side: str, result: SideResult, *, most: int = 0) -> None:
     without = max(turn.notes["groups_without_signal"] for turn in result.turns)
     if without > most:
         raise RuntimeError(f"{side}: {without:g} groups of a step have no signal, allowed are {most}")
+
+
+def check_models(run: str, lines: Sequence[MetricLine], *, reference: bool, critic: bool = False) -> None:
+    """A run must have trained on tokens, and computed with a reference model or a critic if it is to have one.
+
+    Raises:
+        RuntimeError: otherwise.
+    """
+    check_counts(run, trained_tokens=sum(line.values.get("tokens_trained", 0.0) for line in lines))
+    metrics = {name for line in lines for name in line.values}
+    for model, metric, wanted in (("reference", "kl_ref", reference), ("critic", "value_loss", critic)):
+        if (metric in metrics) != wanted:
+            raise RuntimeError(f"{run}: trained {'without' if wanted else 'with'} a {model}")

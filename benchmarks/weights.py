@@ -3,7 +3,8 @@
     python -m benchmarks.weights [--steps N] [--rounds N] [--only deltas|pause]
 
 SmolLM2 in both. Deltas: trained on additions with the demo's recipe at learning rate 1e-6, published in bf16 after
-every step. Pause: 16 samples being decoded while a version is pulled, on two threads of this process.
+every step. Pause: 16 samples being decoded while a version is pulled, on two threads of this process. The benchmark
+fails if a step changes no weights, if they are not pulled as deltas, or if nothing is decoded during a pull.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ from benchmarks.measuring import write_result
 from benchmarks.models import quiet, smollm2
 from benchmarks.origin import parsed
 from benchmarks.weights_delta import Publish, publishes_of_a_run
-from benchmarks.weights_pause import CASES, Pause, pause
+from benchmarks.weights_pause import CASES, Pause, check_pause, pause
 
 LEARNING_RATE = 1e-6
 STEPS, ROUNDS = 30, 5
@@ -44,6 +46,8 @@ def main() -> int:
         content["deltas"] = _deltas(model, options.steps)
     if options.only != "deltas":
         pauses = [pause(case, model, rounds=options.rounds) for case in CASES]
+        for case, one in zip(CASES, pauses, strict=True):
+            check_pause(case, one)
         _print_pauses(pauses)
         content["pause"] = [vars(one) for one in pauses]
     whole = (options.steps, options.rounds, options.only) == (STEPS, ROUNDS, None)
@@ -53,6 +57,7 @@ def main() -> int:
 
 def _deltas(model: Path, steps: int) -> dict[str, Any]:
     publishes = publishes_of_a_run(model, learning_rate=LEARNING_RATE, steps=steps)
+    check_deltas(publishes)
     late = [one for one in publishes if one.step >= min(FIRST_STEP, steps)]
     ratios = [one.full_nbytes / one.pulled_nbytes for one in late]
     figures = {
@@ -70,6 +75,12 @@ def _deltas(model: Path, steps: int) -> dict[str, Any]:
     }
     _print_deltas(publishes, figures)
     return figures
+
+
+def check_deltas(publishes: Sequence[Publish]) -> None:
+    """Raises RuntimeError: a worker pulled a whole snapshot."""
+    if whole := [one.step for one in publishes if one.pulled_nbytes >= one.full_nbytes]:
+        raise RuntimeError(f"no delta was pulled after the steps {whole}")
 
 
 def _print_deltas(publishes: list[Publish], figures: dict[str, Any]) -> None:

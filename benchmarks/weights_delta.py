@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from benchmarks.subjects import check_counts
 from tidemill.config.load import load_spec
 from tidemill.core.protocols import LoopClock
 from tidemill.core.records import PolicyVersion, StepMetrics
@@ -102,8 +103,20 @@ class Watcher:
         self._last = snapshot
 
 
+def check_publishes(publishes: Sequence[Publish]) -> None:
+    """Raises RuntimeError: a step changed no weights, or a worker that pulled its version has other bytes."""
+    for one in publishes:
+        check_counts(f"step {one.step}", changed_weights=one.changed)
+        if not one.identical:
+            raise RuntimeError(f"step {one.step}: the pulled weights differ from the published ones")
+
+
 def publishes_of_a_run(model: Path, *, learning_rate: float, steps: int, more: Sequence[str] = ()) -> list[Publish]:
-    """Train the demo's recipe at another learning rate with additional arguments; one row per step."""
+    """Train the demo's recipe at another learning rate with additional arguments; one row per step.
+
+    Raises:
+        RuntimeError: see `check_publishes`.
+    """
     watcher = Watcher()
     finish_batch = PolicyTrainer.finish_batch
 
@@ -124,4 +137,5 @@ def publishes_of_a_run(model: Path, *, learning_rate: float, steps: int, more: S
             train(load_spec([f"@{RECIPE}", *given]))
     finally:
         PolicyTrainer.finish_batch = finish_batch  # type: ignore[method-assign]
+    check_publishes(watcher.publishes)
     return watcher.publishes

@@ -5,7 +5,8 @@
 Made-up float32 weights of 0.25 GB; in each of 5 further versions 5 % of the elements move by up to 2^15 units in the
 last place. Every worker is a process that pulls over HTTP. Memory is that of the four workers above what they had
 before the first pull, in snapshots: PSS without shared memory, and every file in shared memory once. It is sampled
-while they pull (peak) and when all of them hold the same version (held). Engines are not part of it.
+while they pull (peak) and when all of them hold the same version (held). Engines are not part of it. The benchmark
+fails if a version was not fetched, or a further one not as a delta.
 """
 
 from __future__ import annotations
@@ -88,6 +89,8 @@ class Version:
 def main() -> int:
     os.environ |= ONE_THREAD
     cases = {name: asyncio.run(measured(shared=name == "shm")) for name in ("own copies", "shm")}
+    for name, versions in cases.items():
+        check_versions(name, versions)
     figures = [{"case": name, **summary(versions)} for name, versions in cases.items()]
     shm = figures[-1]
     reached = {
@@ -111,6 +114,15 @@ def main() -> int:
         },
     )
     return 0 if all(reached.values()) else 1
+
+
+def check_versions(case: str, versions: Sequence[Version]) -> None:
+    """Raises RuntimeError: a version was not fetched, or a further one not as a delta."""
+    for number, version in enumerate(versions):
+        if version.fetched < version.once:
+            raise RuntimeError(f"{case}: workers fetched {version.fetched} of {version.once} bytes of version {number}")
+        if number and version.once >= NBYTES:
+            raise RuntimeError(f"{case}: version {number} was pulled as a whole snapshot")
 
 
 def summary(versions: Sequence[Version]) -> dict[str, Any]:

@@ -19,6 +19,7 @@ import torch
 from transformers import PreTrainedModel
 
 from benchmarks.additions import unrelated_prompts
+from benchmarks.subjects import check_counts
 from tidemill.config.schema import RunSpec
 from tidemill.core.protocols import LoopClock
 from tidemill.core.records import GenerateRequest, Lease, Loaded, PolicyVersion, SampleId, SamplingParams, pack_tokens
@@ -124,6 +125,14 @@ async def _pause(case: Case, parts: ModelBundle, rounds: int) -> Pause:
         pulled_nbytes=loads[-1].nbytes,
         full=loads[-1].full,
     )
+
+
+def check_pause(case: Case, found: Pause) -> None:
+    """Raises RuntimeError: a snapshot was pulled instead of a delta or vice versa, or nothing was decoded meanwhile."""
+    if found.full != case.zero_copy:
+        raise RuntimeError(f"{case.name}: pulled a {'whole snapshot' if found.full else 'delta'}")
+    if found.pull_s > 1.5 * found.step_s:  # else no step need end during the pull
+        check_counts(case.name, steps_while_pulling=found.longest_gap_pulling_s)
 
 
 @dataclass(frozen=True, kw_only=True)

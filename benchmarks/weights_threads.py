@@ -3,15 +3,17 @@
     python -m benchmarks.weights_threads
 
 Made-up bf16 weights of 0.25 GB, of which 1 % and 5 % changed by one unit, as in a step of training. Rounds alternate
-between the two; every result is compared byte by byte.
+between the two; every result is compared byte by byte. The benchmark fails if only one of two threads works.
 """
 
 from __future__ import annotations
 
 import statistics
 import sys
+import threading
 import time
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -20,6 +22,9 @@ from tidemill.core.records import DeltaEntry, PolicyVersion, TensorEntry
 from tidemill.weights.delta import apply_delta, encode_delta
 from tidemill.weights.snapshot import Blob, allocate, checksum
 from tidemill.weights.threads import Threads
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 ROUNDS, AIM = 10, 1.6
 NBYTES, TENSORS = 1 << 28, 64
@@ -33,9 +38,25 @@ def main() -> int:
     return 0 if all(case["reached"] for case in cases) else 1
 
 
+class SeenThreads(Threads):
+    """Threads that note who worked."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(count)
+        self.seen: set[int] = set()
+
+    def map(self, function: Callable[[T], R], items: Iterable[T]) -> list[R]:
+        def noted(item: T) -> R:
+            self.seen.add(threading.get_ident())
+            return function(item)
+
+        return super().map(noted, items)
+
+
 def measured(share: float) -> dict[str, Any]:
+    """Raises RuntimeError: the results differ, or two threads did not share the work."""
     tensors, old, new = versions(share)
-    one, two = Threads(1), Threads(2)
+    one, two = SeenThreads(1), SeenThreads(2)
     seconds: dict[str, list[float]] = {"encode_1": [], "encode_2": [], "apply_1": [], "apply_2": []}
     ratios = []
     wanted = encode_delta(tensors, old, new)
@@ -56,6 +77,8 @@ def measured(share: float) -> dict[str, Any]:
                 raise RuntimeError("threads changed the result")
         ratios.append(spent["1"] / spent["2"])
     two.close()
+    if (len(one.seen), len(two.seen)) != (1, 2):
+        raise RuntimeError(f"{len(one.seen)} and {len(two.seen)} threads worked, expected 1 and 2")
     medians = {f"{name}_s": statistics.median(values) for name, values in seconds.items()}
     return {
         "changed": share,

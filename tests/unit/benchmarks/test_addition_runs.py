@@ -12,6 +12,7 @@ import pytest
 from benchmarks import addition_runs
 from benchmarks.addition_runs import (
     AdditionRun,
+    check_start,
     earlier_runs,
     interval,
     mean_accuracy,
@@ -21,7 +22,7 @@ from benchmarks.addition_runs import (
     spread,
     told_seeds,
 )
-from benchmarks.staleness import steps_ratio
+from benchmarks.staleness import case_of, check_lags, steps_ratio
 
 
 def made(case: str = "a", seed: int = 0, **changes: object) -> AdditionRun:
@@ -129,3 +130,23 @@ def test_runs_of_other_settings_are_not_taken(write: Write) -> None:
     assert len(earlier_runs("trial", {"steps": 10})) == 1
     assert earlier_runs("trial", {"steps": 20}) == []
     assert earlier_runs("absent", {"steps": 10}) == []
+
+
+def test_runs_from_different_starts_or_with_nothing_to_learn_fail() -> None:
+    check_start([made(), made(seed=1)])
+    with pytest.raises(RuntimeError, match="no runs"):
+        check_start([])
+    with pytest.raises(RuntimeError, match="different accuracies before the first step"):
+        check_start([made(), made("b", accuracy={0: 0.6, 10: 0.75})])
+    with pytest.raises(RuntimeError, match="nothing is left to learn"):
+        check_start([made(accuracy={0: 0.9, 10: 0.95})])
+
+
+@pytest.mark.parametrize(("lag", "mean"), [(0, 0.5), (3, 0.0), (3, 1.4), (3, 3.5)])
+def test_tokens_that_are_not_as_old_as_the_lag_fail(lag: int, mean: float) -> None:
+    def run(lag: int, mean: float) -> AdditionRun:
+        return made(case_of(lag, "default"), means={"policy_lag_mean": mean})
+
+    check_lags([run(0, 0.0), run(3, 2.9)])
+    with pytest.raises(RuntimeError, match=f"lag {lag}, default, seed 0: trained tokens were {mean:g} versions old"):
+        check_lags([run(lag, mean)])

@@ -1,11 +1,12 @@
-"""The checks that several benchmarks share: counts, equal sides, groups with signal."""
+"""The checks that several benchmarks share."""
 
 from __future__ import annotations
 
 import pytest
 
-from benchmarks.subjects import check_counts, check_equal, check_signal
+from benchmarks.subjects import check_counts, check_equal, check_models, check_signal
 from benchmarks.turns import SideResult, Turn, Work
+from tidemill.telemetry.metrics import MetricLine
 
 
 def side(*turns: dict[str, float]) -> SideResult:
@@ -30,3 +31,26 @@ def test_a_step_whose_groups_have_no_signal_fails() -> None:
     check_signal("TRL", result, most=1)
     with pytest.raises(RuntimeError, match="TRL: 1 groups of a step have no signal, allowed are 0"):
         check_signal("TRL", result)
+
+
+def line(**values: float) -> MetricLine:
+    return MetricLine(
+        step=1, policy_version=1, weights_digest="", optimizer_steps=1, session=1, elapsed_s=0.0, values=values
+    )
+
+
+@pytest.mark.parametrize(
+    ("values", "why"),
+    [
+        ({"kl_ref": 0.1, "value_loss": 0.1}, "no trained tokens"),
+        ({"tokens_trained": 9.0, "value_loss": 0.1}, "trained without a reference"),
+        ({"tokens_trained": 9.0, "kl_ref": 0.1}, "trained without a critic"),
+    ],
+)
+def test_a_run_that_trains_nothing_or_without_a_model_fails(values: dict[str, float], why: str) -> None:
+    whole = {"tokens_trained": 9.0, "kl_ref": 0.1, "value_loss": 0.1}
+    check_models("PPO", [line(), line(**whole)], reference=True, critic=True)
+    with pytest.raises(RuntimeError, match=f"PPO: {why}"):
+        check_models("PPO", [line(), line(**values)], reference=True, critic=True)
+    with pytest.raises(RuntimeError, match="GRPO: trained with a reference"):
+        check_models("GRPO", [line(**whole)], reference=False)

@@ -24,6 +24,7 @@ from rich.table import Table
 from benchmarks.measuring import write_result
 from benchmarks.origin import parsed
 from benchmarks.ray_runs import spec_of, steps_of, total
+from benchmarks.subjects import check_equal
 from tidemill.telemetry.metrics import CRITIC_WAIT, STEP_TIME, MetricLine
 
 PLACEMENTS = ("trainer", "actor")
@@ -59,8 +60,7 @@ def main() -> int:
             runs.append(_measured(placement, number, options.steps))
             words = f"{runs[-1].train_s:.2f} s learning, {runs[-1].step_s:.2f} s a step"
             print(f"  round {number + 1}, {placement}: {words}", file=sys.stderr, flush=True)
-    if len({one.samples for one in runs}) > 1:
-        raise RuntimeError(f"the runs trained on different numbers of samples: {runs}")
+    check_equal("numbers of samples", {f"round {one.round}, {one.placement}": one.samples for one in runs})
     _report(runs, quick=options.rounds < ROUNDS or options.steps < COUNTED_STEPS)
     return 0
 
@@ -77,7 +77,13 @@ def _measured(placement: str, number: int, steps: int) -> Placed:
 
 
 def placed_of(lines: Sequence[MetricLine], placement: str, number: int) -> Placed:
-    """The figures of a run's counted steps."""
+    """The figures of a run's counted steps.
+
+    Raises:
+        RuntimeError: the critic was not where `placement` says.
+    """
+    if any((CRITIC_WAIT in line.values) != (placement == "actor") for line in lines):
+        raise RuntimeError(f"the critic's placement is not {placement}")
     return Placed(
         placement=placement,
         round=number,

@@ -8,8 +8,8 @@ after every step and the final checkpoint, compared bit by bit.
 differences are explained.
 - *curves*: held-out accuracy over seeds of the demo with and without evictions.
 
-Evictions of the first two are scripted (see `benchmarks.saboteur`), those of the third come from the recipe's pool.
-Parts that are not run keep their results in results/equivalence.json.
+Evictions of the first two are scripted (see `benchmarks.saboteur`), those of the third come from the recipe's pool. A
+part fails if no sample moved. Parts that are not run keep their results in results/equivalence.json.
 """
 
 from __future__ import annotations
@@ -18,19 +18,20 @@ import argparse
 import json
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
 
-from benchmarks.equivalent_runs import compare, disturbed_run, quiet_run
-from benchmarks.learning_curves import RECIPES, Curve, Point, curve, points
+from benchmarks.equivalent_runs import compare, digests, disturbed_run, quiet_run
+from benchmarks.learning_curves import RECIPES, Curve, Point, check_curve, curve, points
 from benchmarks.measuring import RESULTS, machine, print_records, write_result
 from benchmarks.models import quiet, smollm2
 from benchmarks.origin import parsed
 from benchmarks.saboteur import Eviction
+from benchmarks.subjects import check_counts
 from benchmarks.twin_batches import losses, twin_run
 
 IDENTICAL_SHARE = 0.99
@@ -80,6 +81,7 @@ def char_part(folder: Path, *, seeds: int, steps: int) -> dict[str, Any]:
             {
                 "seed": seed,
                 "steps": steps,
+                "steps_that_learned": len(set(digests(here[0]))) - 1,
                 **msgspec.to_builtins(compare(*here)),
                 **{name: found.summary[name] for name in TOTALS},
                 **_by_cue(found.evictions),
@@ -87,10 +89,20 @@ def char_part(folder: Path, *, seeds: int, steps: int) -> dict[str, Any]:
                 "tokens_lost_as_estimated": found.summary["tokens_lost"],
             }
         )
+        check_disturbed(runs[-1])
     print_records("character model, batch-invariant: quiet run against disturbed run", runs)
     same = all(run["differing_samples"] == run["differing_steps"] == 0 and run["same_files"] for run in runs)
     kept = all(run["lost_more_than_a_tick"] == run["lost_after_notice"] == 0 for run in runs)
     return {"runs": runs, "reached": same and kept}
+
+
+def check_disturbed(run: Mapping[str, Any]) -> None:
+    """Raises RuntimeError: no sample moved, no token was lost, or not every step changed the weights."""
+    check_counts(
+        f"seed {run['seed']}", **{name: run[name] for name in ("evictions", "migrations", "tokens_kept", "tokens_lost")}
+    )
+    if run["steps_that_learned"] < run["steps"]:
+        raise RuntimeError(f"seed {run['seed']}: only {run['steps_that_learned']} of {run['steps']} steps learned")
 
 
 def _by_cue(evictions: Sequence[Eviction]) -> dict[str, Any]:
@@ -120,6 +132,7 @@ def curves_part(folder: Path, *, seeds: int) -> dict[str, Any]:
     for seed in range(seeds):
         for kind, of_kind in curves.items():
             of_kind.append(curve(folder, kind, seed))
+            check_curve(kind, of_kind[-1])
             print(of_kind[-1], flush=True)
     found = points(curves)
     print_records("demo: held-out greedy accuracy, mean over seeds (lowest-highest)", [_row(point) for point in found])

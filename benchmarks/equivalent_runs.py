@@ -107,7 +107,7 @@ def compare(quiet: Path, disturbed: Path) -> Comparison:
     Raises:
         KeyError, ValueError: they have different samples or steps.
     """
-    ours, theirs = _samples(quiet), _samples(disturbed)
+    ours, theirs = samples_of(quiet), samples_of(disturbed)
     pairs = [(ours[key], theirs[key]) for key in sorted(ours.keys() | theirs.keys())]
     steps = list(zip(digests(quiet), digests(disturbed), strict=True))
     weights = [next((run / "checkpoints").glob("*/*.safetensors")).read_bytes() for run in (quiet, disturbed)]
@@ -121,7 +121,7 @@ def compare(quiet: Path, disturbed: Path) -> Comparison:
     )
 
 
-def _samples(run: Path) -> dict[tuple[Any, ...], dict[str, Any]]:
+def samples_of(run: Path) -> dict[tuple[Any, ...], dict[str, Any]]:
     """Every line of every samples file, by what names the sample."""
     names = ("step", "purpose", "prompt_id", "epoch", "index")
     lines = [line for path in sorted((run / "samples").iterdir()) for _, line in read_lines(path)]

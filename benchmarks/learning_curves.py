@@ -7,6 +7,7 @@ import shutil
 import statistics
 from pathlib import Path
 
+from benchmarks.subjects import check_counts
 from benchmarks.training_run import train
 from tidemill.core.records import Record
 from tidemill.telemetry.events import read_events
@@ -57,6 +58,14 @@ def curve(folder: Path, kind: str, seed: int) -> Curve:
         migrations=summary["migrations"],
         training_s=summary["training_s"],
     )
+
+
+def check_curve(kind: str, found: Curve) -> None:
+    """Raises RuntimeError: no sample of a run with evictions moved, or machines of a run without were evicted."""
+    if kind == "evicted":
+        check_counts(f"{found.recipe}, seed {found.seed}", evictions=found.evictions, migrations=found.migrations)
+    elif found.evictions:
+        raise RuntimeError(f"{found.recipe}, seed {found.seed}: {found.evictions} evictions, expected none")
 
 
 def points(curves: dict[str, list[Curve]]) -> list[Point]:

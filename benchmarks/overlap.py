@@ -32,6 +32,7 @@ from rich.table import Table
 from benchmarks.measuring import write_result
 from benchmarks.origin import parsed
 from benchmarks.ray_runs import spec_of, steps_of, total
+from benchmarks.subjects import check_counts, check_equal
 from tidemill.telemetry.metrics import STEP_TIME, TRAINER_IDLE, MetricLine
 
 LAGS = (0, 1, 3)
@@ -70,8 +71,7 @@ def main() -> int:
         for lag in (*LAGS[first:], *LAGS[:first]):
             runs.append(_measured(lag, number, options.steps))
             print(f"  round {number + 1}, lag {lag}: {_words(runs[-1])}", file=sys.stderr, flush=True)
-    if len({one.samples for one in runs}) > 1:
-        raise RuntimeError(f"the runs trained on different numbers of samples: {runs}")
+    check_runs(runs)
     _report(runs, quick=options.rounds < ROUNDS or options.steps < COUNTED_STEPS)
     return 0
 
@@ -99,6 +99,21 @@ def overlap_of(lines: Sequence[MetricLine], lag: int, number: int) -> Overlap:
         lag_mean=total(lines, "policy_lag_mean") / len(lines),
         load_average=os.getloadavg()[0],
     )
+
+
+def check_runs(runs: Sequence[Overlap]) -> None:
+    """All runs must train on as many samples, and generate during earlier steps exactly if the lag is above 0.
+
+    Raises:
+        RuntimeError: otherwise.
+    """
+    names = {f"round {one.round}, lag {one.lag}": one for one in runs}
+    check_equal("numbers of samples", {name: one.samples for name, one in names.items()})
+    for name, one in names.items():
+        if one.lag:
+            check_counts(name, tokens_of_an_earlier_version=one.lag_mean)
+        elif one.lag_mean:
+            raise RuntimeError(f"{name}: trained on tokens of an earlier version")
 
 
 def expected(rollout_s: float, train_s: float) -> tuple[float, float]:

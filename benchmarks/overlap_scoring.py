@@ -32,6 +32,7 @@ from typing import Any
 
 from benchmarks.measuring import write_result
 from benchmarks.origin import parsed
+from benchmarks.subjects import check_counts
 from tidemill.config.model import CharModelConfig
 from tidemill.config.schema import RunSpec
 from tidemill.core.protocols import Clock, Reader
@@ -184,13 +185,25 @@ def run(directory: Path, reward: Path, place: str, *, ahead_in: int, steps: int)
     }
 
 
+def check_pairs(place: str, pairs: Sequence[tuple[Step, Step]]) -> None:
+    """Raises RuntimeError: weights or scores of a (late, ahead) pair differ, the first read ahead, or the second did
+    not although the reader had a thread."""
+    for late, ahead in pairs:
+        check_counts(place, scores=len(late.scores))
+        if late.weights != ahead.weights:
+            raise RuntimeError(f"{place}: the policies differ")
+        if late.scores != ahead.scores:
+            raise RuntimeError(f"{place}: scores differ when samples are read ahead")
+        if late.share_ahead:
+            raise RuntimeError(f"{place}: {late.share_ahead:.0%} of the tokens of a late step were read ahead")
+        if place != "shared_thread":
+            check_counts(place, tokens_read_ahead=ahead.share_ahead)
+
+
 def measured(folder: Path, reward: Path, place: str, steps: int) -> dict[str, Any]:
     runs = [run(folder / f"{place}-{parity}", reward, place, ahead_in=parity, steps=steps) for parity in (0, 1)]
     pairs = [(runs[1 - step % 2][step], runs[step % 2][step]) for step in runs[0]]  # late and ahead
-    for late, ahead in pairs:
-        assert late.weights == ahead.weights, "the policies differ"
-        assert late.scores == ahead.scores, "scores differ when samples are read ahead"
-        assert late.share_ahead == 0
+    check_pairs(place, pairs)
     figures: dict[str, Any] = {"steps": len(pairs), "samples_of_equal_bits": sum(len(late.scores) for late, _ in pairs)}
     for name in ("delay_s", "tail_s", "step_s"):
         ratios = [getattr(late, name) / getattr(ahead, name) for late, ahead in pairs]

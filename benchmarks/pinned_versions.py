@@ -15,14 +15,16 @@ import io
 import statistics
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
-from benchmarks.equivalent_runs import char_spec
+from benchmarks.equivalent_runs import char_spec, samples_of
 from benchmarks.measuring import write_result
 from benchmarks.origin import parsed
+from benchmarks.subjects import check_counts, check_equal
 from tests.doubles.costs import ConstantEngine, ConstantTrainer
 from tidemill.config.schema import RunSpec
 from tidemill.hardware.completion_lengths import LogNormalLengths
@@ -41,8 +43,8 @@ LONGEST = 512
 WORK = Workload(lengths=LogNormalLengths(median=100, sigma=0.8, limit=LONGEST), prompt_tokens=20)
 
 
-def simulated(lag: int, trainer_tokens_per_s: float, unfinished: Unfinished) -> tuple[float, float]:
-    """Seconds per step, and the share without samples for the trainer."""
+def simulated(lag: int, trainer_tokens_per_s: float, unfinished: Unfinished) -> tuple[float, float, int]:
+    """Seconds per step, the share without samples for the trainer, and the trained tokens."""
     cost_model = CostModel(
         trainer=ConstantTrainer(tokens_per_s=trainer_tokens_per_s, commit=1.0),
         weights=WeightCosts(nbytes=0),
@@ -60,7 +62,7 @@ def simulated(lag: int, trainer_tokens_per_s: float, unfinished: Unfinished) -> 
         }
     )
     run = simulate_run(spec, cost_model, WORK)
-    return run.seconds / SIMULATED_STEPS, run.trainer_idle_share
+    return run.seconds / SIMULATED_STEPS, run.trainer_idle_share, run.tokens_trained
 
 
 def measured(slots: int, unfinished: Unfinished, seed: int) -> float:
@@ -74,8 +76,22 @@ def measured(slots: int, unfinished: Unfinished, seed: int) -> float:
             "eval": spec.eval.model_copy(update={"every_steps": 0}),
         }
         train(spec.model_copy(update=changes), telemetry_stream=io.StringIO())
+        check_versions(unfinished, [len(line["versions"]) for line in samples_of(directory).values()])
         lines = [line for line in read_metrics(directory / "metrics.jsonl") if line.step]
         return (lines[-1].elapsed_s - lines[0].elapsed_s) / (len(lines) - 1)
+
+
+def check_versions(unfinished: Unfinished, versions: Sequence[int]) -> None:
+    """Raises RuntimeError: a sample that waits has tokens of several versions, or none that continues has.
+
+    Args:
+        versions: of the tokens of each sample.
+    """
+    mixed = sum(count > 1 for count in versions)
+    if unfinished == "continue":
+        check_counts("continue", samples_of_several_versions=mixed)
+    elif mixed:
+        raise RuntimeError(f"wait: {mixed} samples have tokens of several versions")
 
 
 def main() -> int:
@@ -86,9 +102,10 @@ def main() -> int:
     apart = []
     for lag in LAGS:
         for speed in TRAINER_TOKENS_PER_S:
-            (continued_s, idle_share), (waiting_s, _) = (
+            (continued_s, idle_share, tokens), (waiting_s, _, tokens_waiting) = (
                 simulated(lag, speed, unfinished) for unfinished in ("continue", "wait")
             )
+            check_equal("trained tokens", {"continue": tokens, "wait": tokens_waiting})
             apart.append(
                 {
                     "max_policy_lag": lag,

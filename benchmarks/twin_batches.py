@@ -18,6 +18,7 @@ import torch
 from transformers import PreTrainedModel
 
 from benchmarks.saboteur import Cue, Eviction, Saboteur
+from benchmarks.subjects import check_counts
 from tidemill.config.load import merge
 from tidemill.config.schema import RunSpec
 from tidemill.controller.collector import collect_samples
@@ -257,7 +258,11 @@ def losses(evictions: Sequence[Eviction]) -> dict[str, int]:
 
 
 def twin_run(directory: Path, *, steps: int, seed: int = 0) -> dict[str, Any]:
-    """Train with a comparison in each step; return the figures."""
+    """Train with a comparison in each step; return the figures.
+
+    Raises:
+        RuntimeError: see `check_steps`.
+    """
     here = {"run": {"dir": directory, "seed": seed}, "trainer": {"steps": steps}}
     spec = RunSpec.model_validate(merge(merge(tomllib.loads(RECIPE.read_text()), CHANGES), here))
     twins: list[Twin] = []
@@ -271,7 +276,14 @@ def twin_run(directory: Path, *, steps: int, seed: int = 0) -> dict[str, Any]:
             yield replace(backend, trainer=twins[0], provider=None, host=None, publisher=None)
 
     summary = train(spec, telemetry_stream=io.StringIO(), open_backend=open_backend)
+    check_steps(twins[0].steps)
     return _figures(twins[0], summary)
+
+
+def check_steps(steps: Sequence[StepComparison]) -> None:
+    """Raises RuntimeError: no machine was evicted in a step, or no sample of it moved."""
+    for one in steps:
+        check_counts(f"step {one.step}", evictions=sum(one.evictions.values()), migrated_samples=one.migrated)
 
 
 def _figures(twin: Twin, summary: dict[str, Any]) -> dict[str, Any]:

@@ -203,7 +203,7 @@ class EngineWork(Record):
     """Totals of an engine's computation since its start."""
 
     passes: int = 0  # forward passes
-    rows: int = 0  # tokens decoded for running samples, without prefill
+    rows: int = 0  # tokens computed for running samples, without prefill; samples with equal tokens share them
     context_tokens: int = 0  # attended to by these rows
     drawn: int = 0  # tokens sampled
     prefilled: int = 0  # prompt and prefix tokens computed

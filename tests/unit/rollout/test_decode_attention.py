@@ -1,4 +1,5 @@
 """The cache of the embedded engine grows with its rows; two products give what the library's attention gives."""
+
 from __future__ import annotations
 
 import pytest

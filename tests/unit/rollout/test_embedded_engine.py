@@ -85,11 +85,38 @@ def test_prompts_of_a_group_and_common_headers_are_computed_once() -> None:
 def test_status_reports_the_work() -> None:
     (text,) = prompts(1, length=10)
     subject = engine(llama(), slots=2)
-    finish_all(subject, [request(text, index=i, max_new_tokens=3) for i in range(2)])
+    made = finish_all(subject, [request(text, index=i, max_new_tokens=3) for i in range(2)])
+    one, other = made.tokens.values()
+    assert one[0] != other[0]
     work = subject.status().work
     # The first pass computes the prompt and draws two tokens; the next two decode both samples, with context 11 and 12.
     assert (work.passes, work.rows, work.context_tokens, work.drawn, work.prefilled) == (3, 4, 2 * 11 + 2 * 12, 6, 10)
     assert 0 < work.cpu_s <= work.busy_s + 0.01  # the clocks have different resolutions
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.15, 1.0])
+def test_siblings_are_computed_once_until_they_draw_different_tokens(shape: str, temperature: float) -> None:
+    """Each gets what it gets alone; some end earlier than others, and more siblings follow into the freed slots."""
+    texts = prompts(2, length=10, shared=6)
+    requests = [
+        request(text, index=i, temperature=temperature, max_new_tokens=8 + 3 * (i % 3))
+        for text in texts
+        for i in range(9)
+    ]
+    subject = engine(MODEL_SHAPES[shape](), slots=6)
+    made = finish_all(subject, requests)
+    for one in requests:
+        alone = finish_all(engine(MODEL_SHAPES[shape](), slots=1), [one])
+        assert made.tokens[one.sample_id] == alone.tokens[one.sample_id]
+        torch.testing.assert_close(
+            torch.tensor(made.logprobs[one.sample_id]), torch.tensor(alone.logprobs[one.sample_id]), rtol=0, atol=1e-4
+        )
+    work = subject.status().work
+    paths = {tuple(texts[at // 9] + made.tokens[one.sample_id]) for at, one in enumerate(requests)}
+    distinct = {path[:end] for path in paths for end in range(11, len(path))}
+    assert len(distinct) <= work.rows < work.drawn
+    if temperature == 0.0:
+        assert work.rows < work.drawn / 2
 
 
 def test_a_sibling_admitted_later_reuses_the_cached_prompt() -> None:

@@ -167,10 +167,10 @@ class EmbeddedEngine:
 
     @torch.inference_mode()
     def _step(self) -> None:
-        running = self._scheduler.running
+        computed = self._scheduler.computed
         self._passes += 1
-        self._rows += len(running)
-        self._context_tokens += sum(sequence.known for sequence in running)
+        self._rows += len(computed)
+        self._context_tokens += sum(sequence.known for sequence in computed)
         sequences, logits = self._scheduler.step(self._waiting, self._version.number)
         if not sequences:
             return

@@ -38,8 +38,7 @@ class Job:
 
     def cost(self, suffix: Tokens) -> int:
         """Number of nodes that one more sequence would add."""
-        distinct = [s for i, s in enumerate(self.suffixes) if not i or not np.array_equal(s, self.suffixes[i - 1])]
-        return len(suffix) - max((common_prefix(other, suffix) for other in distinct), default=0)
+        return len(suffix) - max((common_prefix(other, suffix) for other in self.suffixes), default=0)
 
 
 class PackedPlan:

@@ -17,7 +17,8 @@ _CACHED_PROMPTS = 64  # prompts whose last logits are kept for siblings (one voc
 
 
 class PackedScheduler:
-    """Running samples have the rows 0..R-1, so that decoding reads a slice of the cache.
+    """Samples with the same tokens so far share a row of the cache, and are computed once, until they draw different
+    tokens. The rows in use are 0..R-1, so that decoding reads a slice of the cache.
 
     A prompt longer than the budget of a step is computed in chunks in the row after the last slot (the staging row),
     from which samples copy it.
@@ -28,52 +29,71 @@ class PackedScheduler:
         self._device = next(model.parameters()).device
         self._cache = SlotCache(rows=slots + 1, context=context)
         self._parking = Parking(self._cache, slots=slots)
-        self.running: list[Sequence] = []
+        self._rows: list[list[Sequence]] = []  # the samples of each row, at least one
         self.prompt_tokens_computed = 0
         self.prompt_tokens_reused = 0
 
     @property
+    def running(self) -> list[Sequence]:
+        return [sequence for row in self._rows for sequence in row]
+
+    @property
+    def computed(self) -> list[Sequence]:
+        """One running sample for each row."""
+        return [row[0] for row in self._rows]
+
+    @property
     def free(self) -> int:
-        return self._slots - len(self.running)
+        return self._slots - sum(map(len, self._rows))
 
     def step(self, waiting: deque[Sequence], version: int) -> tuple[list[Sequence], torch.Tensor]:
         """Run the model once; returns the sequences that can draw their next token, and their logits [n, V]."""
-        running = list(self.running)
+        running = list(self._rows)
         jobs, admitted = self._admit(waiting, version)
         staged = not admitted and bool(waiting) and self.free > 0 and waiting[0].request.min_version <= version
         if staged:
             jobs = [self._stage(waiting[0])]
-        logits = packed_forward(self._model, self._cache, jobs, running, self._device)
-        for row, sequence in enumerate([*running, *admitted]):
-            sequence.computed = sequence.known if row >= len(running) else sequence.computed + 1
-        for row, sequence in enumerate(admitted, len(running)):
-            self._cache.keep(row, sequence.tokens)
+        logits = packed_forward(self._model, self._cache, jobs, self.computed, self._device)
+        for number, row in enumerate([*running, *admitted]):
+            for sequence in row:
+                sequence.computed = sequence.known if number >= len(running) else sequence.computed + 1
+        for number, row in enumerate(admitted, len(running)):
+            self._cache.keep(number, row[0].tokens)
         if staged:
             past, chunk = jobs[0].past, len(jobs[0].suffixes[0])
             self._cache.keep(self._slots, waiting[0].tokens[: past + chunk])
             logits = logits[1:]  # the staged prompt is incomplete
-        self.running = [*running, *admitted]
-        in_job_order = [self.running[row] for job in jobs for row in job.rows] if not staged else []
-        return [*in_job_order, *running], logits
+        self._rows = [*running, *admitted]
+        in_job_order = [self._rows[row] for job in jobs for row in job.rows] if not staged else []
+        drawing = [*in_job_order, *running]
+        if any(len(row) > 1 for row in drawing):
+            logits = logits.repeat_interleave(torch.tensor([len(row) for row in drawing], device=self._device), 0)
+        return [sequence for row in drawing for sequence in row], logits
 
-    def _admit(self, waiting: deque[Sequence], version: int) -> tuple[list[Job], list[Sequence]]:
-        """Move waiting samples into free slots while their new tokens fit the budget of the step."""
+    def _admit(self, waiting: deque[Sequence], version: int) -> tuple[list[Job], list[list[Sequence]]]:
+        """Move waiting samples into free slots while their new tokens fit the budget of the step; returns the new
+        rows."""
         jobs: dict[tuple[int, int], Job] = {}
-        admitted: list[Sequence] = []
-        budget = self._budget
-        while waiting and len(admitted) < self.free and waiting[0].request.min_version <= version:
+        admitted: list[list[Sequence]] = []
+        budget, free = self._budget, self.free
+        while waiting and free and waiting[0].request.min_version <= version:
             tokens = waiting[0].tokens
             source, past = self._cache.longest_prefix(tokens[:-1])  # always compute the logits of the last token
             job = jobs.get((source, past)) or Job(source, past)
             cost = job.cost(tokens[past:])
             if cost > budget:
                 break
-            budget -= cost
+            budget, free = budget - cost, free - 1
             jobs[source, past] = job
-            job.suffixes.append(tokens[past:].copy())
-            job.rows.append(len(self.running) + len(admitted))
-            admitted.append(waiting.popleft())
-            self._parking.take(admitted[-1])  # `source`, if its tokens are the longest prefix
+            sequence = waiting.popleft()
+            same = next((row for row in admitted if np.array_equal(row[0].tokens, tokens)), None)
+            if same is not None:
+                same.append(sequence)
+            else:
+                job.suffixes.append(tokens[past:].copy())
+                job.rows.append(len(self._rows) + len(admitted))
+                admitted.append([sequence])
+            self._parking.take(sequence)  # `source`, if its tokens are the longest prefix
             self.prompt_tokens_computed += cost
             self.prompt_tokens_reused += len(tokens) - cost
         return list(jobs.values()), admitted
@@ -87,24 +107,31 @@ class PackedScheduler:
         return Job(source, past, [chunk], [self._slots])
 
     def release(self) -> None:
-        """Free the rows of ended samples, and move running samples to the rows 0..R-1."""
-        for row, sequence in enumerate(self.running):
-            if sequence.finish is not None:
-                self._parking.park(row, sequence, shared=sequence.computed)
-        running = [row for row, sequence in enumerate(self.running) if sequence.finish is None]
-        count = len(running)
-        sources = [row for row in running if row >= count]
-        targets = [row for row in range(count) if self.running[row].finish is not None]
-        for source, target in zip(sources, targets, strict=True):
-            self._cache.copy(source, target, self.running[source].computed)
-            self.running[target] = self.running[source]
-        del self.running[count:]
+        """Free ended samples, give samples that drew different tokens rows of their own, and use the rows 0..R-1."""
+        parts = list[list[list[Sequence]]]()  # of each row: its running samples by their newest token
+        for number, row in enumerate(self._rows):
+            by_token: dict[int, list[Sequence]] = {}
+            for sequence in row:
+                if sequence.finish is not None:
+                    self._parking.park(number, sequence, shared=sequence.computed)
+                else:
+                    by_token.setdefault(int(sequence.tokens[-1]), []).append(sequence)
+            parts.append(list(by_token.values()))
+        count = sum(map(len, parts))
+        rows = [of[0] if of else None for of in parts[:count]]
+        rows += [None] * (count - len(rows))
+        moving = [(number, part) for number, of in enumerate(parts) for part in of[int(number < count) :]]
+        targets = [number for number, row in enumerate(rows) if row is None]
+        for (source, part), target in zip(moving, targets, strict=True):
+            self._cache.copy(source, target, part[0].computed)
+            rows[target] = part
+        self._rows = [row for row in rows if row is not None]
 
     def forget(self) -> list[Sequence]:
         """Drop all keys and values; returns the samples that were running."""
         self._cache.forget()
         self._parking.forget()
-        running, self.running = self.running, []
+        running, self._rows = self.running, []
         return running
 
 
@@ -126,6 +153,11 @@ class FixedScheduler:
     @property
     def running(self) -> list[Sequence]:
         return [sequence for sequence in self._rows if sequence is not None]
+
+    @property
+    def computed(self) -> list[Sequence]:
+        """One running sample for each row."""
+        return self.running
 
     @property
     def free(self) -> int:

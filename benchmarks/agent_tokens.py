@@ -23,6 +23,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from benchmarks.agent_faults import ENVIRONMENTS, EVICTED
 from benchmarks.models import smollm2
+from benchmarks.subjects import check_counts
 from tidemill.config.load import load_spec
 from tidemill.core.records import GenerateRequest, Record, SampleId, TokenDelta, unpack_tokens
 from tidemill.rollout.engines.embedded.engine import EmbeddedEngine
@@ -133,6 +134,16 @@ def compared_tokens(folder: Path, *, steps: int) -> ComparedTokens:
             tokenizer.encode(tokenizer.decode(turn), add_special_tokens=False) != turn for turn in notes.turns
         ),
         evictions=sum(event["event"] == EVICTION for event in read_events(run / "events.jsonl")),
+    )
+
+
+def check_tokens(found: ComparedTokens) -> None:
+    """Raises RuntimeError: no machine was evicted, or encoding the decoded turns again would change no token."""
+    check_counts(
+        "episodes of random turns",
+        tokens=found.tokens,
+        evictions=found.evictions,
+        turns_reencoded_differently=found.reencoded_differently,
     )
 
 

@@ -61,6 +61,14 @@ def waited(folder: Path, *, rounds: int) -> Waited:
     )
 
 
+def check_waited(found: Waited) -> None:
+    """Raises RuntimeError: turns were shorter than all sides assume, or the environment answered at once."""
+    if found.tokens_per_turn != TURN_TOKENS:
+        raise RuntimeError(f"turns have {found.tokens_per_turn:g} tokens, expected {TURN_TOKENS}")
+    if found.critical_s < (TURNS - 1) * CALL_S:
+        raise RuntimeError(f"an episode took {found.critical_s:g} s: its environment did not wait {CALL_S:g} s a turn")
+
+
 def _endless_model(folder: Path) -> Path:
     """A character model of 13M parameters without an end token."""
     folder.mkdir()

@@ -32,14 +32,15 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.agent_faults import KilledRun, evicted_run, killed_run
+from benchmarks.agent_faults import EvictedRun, KilledRun, evicted_run, killed_run
 from benchmarks.agent_runs import KINDS, LEARNING, RECIPES, Accuracy, AgentRun, agent_run
-from benchmarks.agent_tokens import compared_tokens
-from benchmarks.agent_waiting import CONTROL_LEAST, MOST, waited
+from benchmarks.agent_tokens import check_tokens, compared_tokens
+from benchmarks.agent_waiting import CONTROL_LEAST, MOST, check_waited, waited
 from benchmarks.measuring import RESULTS, machine, print_records, write_result
 from benchmarks.models import quiet, smollm2
 from benchmarks.origin import parsed
 from benchmarks.stopping import interruptible
+from benchmarks.subjects import check_counts
 from tidemill.envs.agents.builtin import BUILT_IN
 
 NAME = "agents"
@@ -119,20 +120,23 @@ def verdict(runs: Sequence[AgentRun]) -> dict[str, bool]:
         before, after = ([getattr(run, when).share for run in learning] for when in ("greedy_before", "greedy_after"))
         found[f"{recipe}: at most {most:g} before"] = max(before, default=1.0) <= most
         found[f"{recipe}: at least {least:g} after"] = min(after, default=0.0) >= least
-        found[f"{recipe}: controls do not learn"] = all(
+        found[f"{recipe}: controls do not learn"] = bool(controls) and all(
             run.greedy_after.low <= run.greedy_before.high for run in controls
         )
     return found
 
 
 def tokens_part(folder: Path) -> dict[str, Any]:
-    found = msgspec.to_builtins(compared_tokens(folder, steps=TOKEN_STEPS))
+    compared = compared_tokens(folder, steps=TOKEN_STEPS)
+    check_tokens(compared)
+    found = msgspec.to_builtins(compared)
     print_records("episodes of random turns: trained against drawn tokens", [found])
     return {**found, "reached": not found["differing"] and found["trajectories"] >= TRAJECTORIES}
 
 
 def waiting_part(folder: Path) -> dict[str, Any]:
     found = waited(folder, rounds=3)
+    check_waited(found)
     figures = msgspec.to_builtins(found) | {"ratio": found.ratio, "control_ratio": found.control_ratio}
     print_records("64 episodes of 4 turns, 32 tokens and one second a turn, 8 slots", [figures])
     return {**figures, "reached": found.ratio <= MOST and found.control_ratio >= CONTROL_LEAST}
@@ -143,16 +147,22 @@ def evictions_part(folder: Path, *, seeds: int, steps: int) -> dict[str, Any]:
     print_records(
         "guess with slow steps, batch-invariant: with evictions against without", list(map(msgspec.to_builtins, runs))
     )
+    return {"runs": list(map(msgspec.to_builtins, runs)), "reached": undisturbed(runs)}
+
+
+def undisturbed(runs: Sequence[EvictedRun]) -> bool:
+    """Whether enough evictions, also of workers whose episodes were acting, changed nothing."""
     same = all(run.differing_samples == run.differing_steps == 0 for run in runs)
     enough = sum(run.evictions for run in runs) >= EVICTIONS
     acting = sum(run.evictions_own_acting for run in runs) >= EVICTIONS_ACTING
-    return {"runs": list(map(msgspec.to_builtins, runs)), "reached": same and enough and acting}
+    return same and enough and acting
 
 
 def kills_part(folder: Path, *, steps: int) -> dict[str, Any]:
     runs = list[KilledRun]()
     while (done := sum(run.kills for run in runs)) < KILLS:
         runs.append(killed_run(folder, seed=len(runs), steps=steps, kills=KILLS - done))
+        check_counts(f"seed {runs[-1].seed}", kills=runs[-1].kills)
     print_records("the same, its process killed at random moments", list(map(msgspec.to_builtins, runs)))
     return {"runs": list(map(msgspec.to_builtins, runs)), "reached": all(run.same for run in runs)}
 

@@ -25,6 +25,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from benchmarks.measuring import write_result
 from benchmarks.models import quiet, smollm2
 from benchmarks.origin import parsed
+from benchmarks.subjects import check_equal
 from tidemill.core.protocols import Engine
 from tidemill.core.records import (
     GenerateRequest,
@@ -138,7 +139,13 @@ def compared(
     theirs: dict[str, Any],
     logits: Callable[[list[int]], torch.Tensor],
 ) -> dict[str, Any]:
-    """Draws with equal input, differences with their margins, and the differences of equal tokens' logprobs."""
+    """Draws with equal input, differences with their margins, and the differences of equal tokens' logprobs.
+
+    Raises:
+        RuntimeError: a side has not generated all tokens.
+    """
+    tokens = sum(one.sampling.max_new_tokens for one in asked)
+    check_equal("numbers of tokens", {"asked": tokens, "ours": ours["tokens"], "vLLM": theirs["tokens"]})
     draws, margins, apart = 0, list[float](), list[float]()
     for one in asked:
         name, prompt = one.sample_id, unpack_tokens(one.prompt_ids)

@@ -181,7 +181,7 @@ async def measure(port: int, server: Connection, streams: int, tokens: int) -> d
         server.send("cpu")
         after = server.recv()
     delays = [delay for stream in found for delay in stream]
-    assert [len(stream) for stream in found] == [tokens] * streams, "a stream has lost tokens"
+    check_streams(found, streams=streams, tokens=tokens, took_s=took_s)
     return {
         "streams": streams,
         "tokens": len(delays),
@@ -192,6 +192,18 @@ async def measure(port: int, server: Connection, streams: int, tokens: int) -> d
         "delay_p99_s": quantiles(delays, n=100)[98],
         "delay_max_s": max(delays),
     }
+
+
+def check_streams(found: Sequence[Sequence[float]], *, streams: int, tokens: int, took_s: float) -> None:
+    """Raises RuntimeError: a stream lost tokens, or fewer than half of the streams were open at a time, on average.
+
+    Args:
+        found: the delays of the tokens of each stream.
+    """
+    if [len(stream) for stream in found] != [tokens] * streams:
+        raise RuntimeError("a stream has lost tokens")
+    if streams * tokens * TICK_S / took_s < streams / 2:
+        raise RuntimeError(f"{streams} streams of {tokens} tokens took {took_s:.0f} s: they were not open at once")
 
 
 async def one(client: httpx2.AsyncClient, tokens: int) -> list[float]:

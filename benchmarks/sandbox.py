@@ -19,12 +19,14 @@ import statistics
 import subprocess
 import time
 import traceback
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 
 from benchmarks.measuring import print_records, write_result
 from benchmarks.origin import parsed
+from benchmarks.subjects import check_counts
 from tidemill.config.sandbox import SandboxConfig
 from tidemill.core.errors import UserError
 from tidemill.sandbox import Finished, SandboxError, open_sandbox
@@ -54,6 +56,7 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=KILLS)
     kills = parsed(parser).kills
     orphans = killed_owners(kills)  # first: a fork of this process must not find a launcher
+    check_kills(orphans)
     figures = {**orphans, **output(), **starts(), **at_once()}
     aims = {
         "start": figures["start_s"] <= START_AIM_S,
@@ -104,8 +107,7 @@ def at_once() -> dict[str, float]:
         began = time.perf_counter()
         together = list(threads.map(lambda _: _work(), range(AT_ONCE)))
         wall_s = time.perf_counter() - began
-    if {(each.stdout, each.code) for each in together} != {(one_by_one[0].stdout, 0)}:
-        raise RuntimeError("sandboxes at once did other work than one by one")
+    check_work(one_by_one, together)
     cpu_s = sum(each.cpu_s for each in one_by_one)
     return {
         "at_once": AT_ONCE,
@@ -115,6 +117,12 @@ def at_once() -> dict[str, float]:
         "at_once_wall_s": wall_s,
         "at_once_ratio": wall_s / (cpu_s / cores),
     }
+
+
+def check_work(one_by_one: Sequence[Finished], together: Sequence[Finished]) -> None:
+    """Raises RuntimeError: commands failed or printed different things."""
+    if {(each.stdout, each.code) for each in (*one_by_one, *together)} != {(one_by_one[0].stdout, 0)}:
+        raise RuntimeError("sandboxes at once did other work than one by one")
 
 
 def _work() -> Finished:
@@ -132,9 +140,14 @@ def output() -> dict[str, float]:
             before = _resident_bytes()
             finished = sandbox.run(["sh", "-c", "head -c 1000000000 /dev/zero"])
             grown.append(_resident_bytes() - before)
-            if finished.discarded_bytes + len(finished.stdout) != 1_000_000_000:
-                raise RuntimeError("output was lost")
+            check_output(finished)
     return {"output_bytes": 1_000_000_000, "output_rss_bytes": max(grown)}
+
+
+def check_output(finished: Finished) -> None:
+    """Raises RuntimeError: the sandbox did not receive a gigabyte."""
+    if finished.discarded_bytes + len(finished.stdout) != 1_000_000_000:
+        raise RuntimeError("output was lost")
 
 
 def _resident_bytes() -> int:
@@ -144,7 +157,7 @@ def _resident_bytes() -> int:
 def killed_owners(kills: int) -> dict[str, float]:
     """Kill owners; count processes that are left, and how long the last one took to end."""
     draw = random.Random(0)
-    slowest, left, phases = 0.0, 0, [0, 0, 0, 0]
+    slowest, left, outlived, phases = 0.0, 0, 0, [0, 0, 0, 0]
     for number in range(kills):
         mark = f"{os.getpid()}.{number}"
         reading, writing = os.pipe()
@@ -164,8 +177,11 @@ def killed_owners(kills: int) -> dict[str, float]:
         os.waitpid(owner, 0)
         phases[seen + len(os.read(reading, 8))] += 1
         os.close(reading)
-        while (found := _marked(mark)) and time.monotonic() < began + ORPHAN_AIM_S:
+        found = _marked(mark)
+        outlived += bool(found)
+        while found and time.monotonic() < began + ORPHAN_AIM_S:
             time.sleep(0.01)
+            found = _marked(mark)
         slowest = max(slowest, time.monotonic() - began)
         left += bool(found)
     before, launching, opening, running = phases
@@ -175,9 +191,16 @@ def killed_owners(kills: int) -> dict[str, float]:
         "killed_while_the_launcher_started": launching,
         "killed_while_the_sandbox_opened": opening,
         "killed_while_a_command_started_or_ran": running,
+        "seen_after_the_kill": outlived,
         "orphans": left,
         "slowest_end_s": slowest,
     }
+
+
+def check_kills(found: Mapping[str, float]) -> None:
+    """Raises RuntimeError: no owner was killed while a command ran, or none of their processes was seen."""
+    names = ("killed_while_a_command_started_or_ran", "seen_after_the_kill")
+    check_counts("owners", **{name: found[name] for name in names})
 
 
 def _await_launcher(phase: int) -> int:

@@ -13,12 +13,14 @@ import os
 import resource
 import sys
 import tempfile
+from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from benchmarks.measuring import print_records, write_result
 from benchmarks.stopping import interruptible
+from benchmarks.subjects import check_equal
 from benchmarks.turns import ONE_THREAD
 
 STATE_AIM, RSS_AIM, FORECAST_AIM = 0.51, 0.65, 0.05
@@ -28,7 +30,9 @@ GROUPS, GROUP_SIZE, PROMPT_TOKENS, NEW_TOKENS, MICROBATCH_TOKENS = 8, 4, 20, 16,
 
 def main() -> int:
     os.environ |= ONE_THREAD
-    alone, shard = (_largest(_measured(size)) for size in (1, 2))
+    ranks = {size: _measured(size) for size in (1, 2)}
+    check_ranks(ranks)
+    alone, shard = (_largest(ranks[size]) for size in (1, 2))
     forecast = _forecast(2)
     figures = {
         "state_bytes_of_one_process": alone["state_bytes"],
@@ -48,6 +52,25 @@ def main() -> int:
     print_records("SmolLM2 on two ranks", [figures | {f"{name}_reached": reached for name, reached in aims.items()}])
     write_result("shards", {"figures": figures, "reached": aims})
     return 0 if all(aims.values()) else 1
+
+
+def check_ranks(ranks: Mapping[int, Sequence[Mapping[str, float]]]) -> None:
+    """As many processes as said must have trained together, on the same tokens, and hold the whole state among them.
+
+    Args:
+        ranks: figures of each rank, by the number of ranks.
+
+    Raises:
+        RuntimeError: otherwise.
+    """
+    for size, found in ranks.items():
+        joined = [rank["ranks"] for rank in found]
+        if joined != [size] * size:
+            raise RuntimeError(f"ranks joined groups of {joined}, expected {size} of {size}")
+    check_equal("trained tokens", {f"{size} ranks": found[0]["tokens_trained"] for size, found in ranks.items()})
+    held, whole = (sum(rank["state_bytes"] for rank in found) for found in (ranks[2], ranks[1]))
+    if held < whole:
+        raise RuntimeError(f"the ranks hold {held:.0f} of {whole:.0f} bytes of the state")
 
 
 def _largest(ranks: list[dict[str, float]]) -> dict[str, float]:
@@ -104,7 +127,7 @@ def _rank(meeting: Path, size: int, index: int, pipe: Connection) -> None:
     batch = {"prompts": GROUPS, "group_size": GROUP_SIZE, "microbatch_tokens": MICROBATCH_TOKENS}
     spec = RunSpec.model_validate({"batch": batch, "optimizer": {"learning_rate": 1e-6}})
     trainer = PolicyTrainer(forward, spec, compute=ComputeThread(), source=smollm2(), ranks=ranks)
-    rng, gradients = np.random.default_rng(0), 0
+    rng, gradients, tokens = np.random.default_rng(0), 0, 0.0
     step_optimizer = trainer.optimizer.step
 
     def step(*arguments: Any) -> Any:
@@ -133,12 +156,14 @@ def _rank(meeting: Path, size: int, index: int, pipe: Connection) -> None:
             prompt = rng.integers(0, 49_152, PROMPT_TOKENS).tolist()
             samples = tuple(sample(prompt, at) for at in range(GROUP_SIZE))
             trainer.add_group(Group(position=position, prompt_id=samples[0].sample_id.prompt_id, trajectories=samples))
-        trainer.finish_batch(number)
+        tokens += trainer.finish_batch(number).values["tokens_trained"]
     weights = sum(local_rows(parameter)[0].nbytes for parameter in forward.parameters())
     states = (value for state in trainer.optimizer.state.values() for value in state.values())
     moments = sum(local_rows(value)[0].nbytes for value in states)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    pipe.send({"state_bytes": weights + gradients + moments, "peak_rss_bytes": peak - imported})
+    state_bytes = weights + gradients + moments
+    figures = {"state_bytes": state_bytes, "peak_rss_bytes": peak - imported}
+    pipe.send(figures | {"ranks": ranks.size, "tokens_trained": tokens})
     ranks.barrier()
 
 

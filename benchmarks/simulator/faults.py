@@ -10,12 +10,14 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from statistics import fmean
 
 from benchmarks.measuring import write_result
 from benchmarks.origin import parsed
 from benchmarks.simulator.segments import CORES
+from benchmarks.subjects import check_counts
 from tests.fault_simulation.seed_run import Outcome, simulate_faults
 
 SEEDS, TARGET_S = 10_000, 0.3
@@ -25,6 +27,12 @@ CHUNK = 20
 def timed(seed: int) -> tuple[Outcome, float]:
     began_s = time.process_time()
     return simulate_faults(seed), time.process_time() - began_s
+
+
+def check_outcomes(outcomes: Sequence[Outcome]) -> None:
+    """Raises RuntimeError: no controller was killed and restarted, or a seed never checked the invariants."""
+    restarts = sum(outcome.lives - 1 for outcome in outcomes)
+    check_counts("faults", restarts=restarts, checks=min((outcome.looks for outcome in outcomes), default=0))
 
 
 def main() -> int:
@@ -40,6 +48,7 @@ def main() -> int:
                 print(f"seed {outcome.seed}: {outcome.violation}", flush=True)
             if len(outcomes) % (seeds // 20 or 1) == 0:
                 print(f"{len(outcomes)} of {seeds} seeds", file=sys.stderr, flush=True)
+    check_outcomes(outcomes)
     violated = [outcome.seed for outcome in outcomes if outcome.violation]
     lives = sum(outcome.lives for outcome in outcomes)
     print(f"{seeds} seeds, {lives} lives of the controller: {len(violated)} violations")

@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from rich.console import Console
@@ -21,6 +21,7 @@ from rich.table import Table
 from benchmarks.line_charts import PICTURES, Line, Panel, write_chart
 from benchmarks.measuring import write_result
 from benchmarks.origin import parsed
+from benchmarks.subjects import check_counts
 from tidemill.config.schema import RunSpec
 from tidemill.runtime.compute import collected_rarely
 from tidemill.sim.comparison import plan_scenario, simulate_planned
@@ -85,6 +86,13 @@ def measured(workers: int) -> dict[str, Any]:
     }
 
 
+def check_row(row: Mapping[str, float]) -> None:
+    """Raises RuntimeError: less than half of the machines were held, or they or the trainer had nothing to do."""
+    if row["workers_mean"] < row["workers"] / 2:
+        raise RuntimeError(f"{row['workers']} workers: only {row['workers_mean']:.1f} were held on average")
+    check_counts(f"{row['workers']} workers", learning=row["learning_share"], decoding=1 - row["workers_idle_share"])
+
+
 def within(window: tuple[float, float], stretches: Iterable[tuple[float, float]]) -> float:
     """Seconds of all intervals within the window."""
     return sum(max(0.0, min(end_s, window[1]) - max(begin_s, window[0])) for begin_s, end_s in stretches)
@@ -137,6 +145,7 @@ def main() -> int:
     with collected_rarely():
         for workers in arguments.workers:
             rows.append(row := measured(workers))
+            check_row(row)
             print(f"{workers}: {row['cpu_s']:.0f} s of CPU time", file=sys.stderr, flush=True)
             table.add_row(
                 str(workers),

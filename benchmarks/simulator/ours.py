@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -34,7 +34,17 @@ from benchmarks.simulator.published_system import (
     cost_model,
     workload,
 )
-from benchmarks.simulator.segments import ENDLESS, Outcome, System, Total, play, play_all, published_system, total
+from benchmarks.simulator.segments import (
+    ENDLESS,
+    Outcome,
+    System,
+    Total,
+    check_evictions,
+    play,
+    play_all,
+    published_system,
+    total,
+)
 from tidemill.controller import router as per_sample
 from tidemill.controller.estimates import LengthEstimator
 from tidemill.controller.fleet import Fleet
@@ -139,6 +149,14 @@ def bound(train_s_per_token: float) -> tuple[float, float]:
     return tokens / seconds, tokens / usd
 
 
+def check_variations(totals: Mapping[str, Total]) -> None:
+    """Raises RuntimeError: a system with a difference removed or added has exactly the figures of ours."""
+    for name, found in totals.items():
+        for base in (f"ours, lag {name[-1]}", PUBLISHED):
+            if name != base and found == totals.get(base):
+                raise RuntimeError(f"{name}: the same as {base}, so the difference was not made")
+
+
 def show(totals: dict[str, Total], best: tuple[float, float]) -> None:
     base = totals[PUBLISHED]
     table = Table(title="14B, over the published policy: throughput, and per dollar", box=box.SIMPLE)
@@ -164,6 +182,8 @@ def main() -> int:
     parser.add_argument("--all", action="store_true", help="take things away at lag 1 too")
     found = play_all([(ROW, name) for name in (SYSTEMS if parsed(parser).all else ALWAYS)], run_case)
     totals = {name: total(outcomes) for (_, name), outcomes in found.items()}
+    check_evictions(totals)
+    check_variations(totals)
     published = found[ROW, PUBLISHED].values()
     best = bound(sum(one.train_s for one in published) / sum(one.tokens for one in published))
     show(totals, best)

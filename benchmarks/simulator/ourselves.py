@@ -32,6 +32,7 @@ from rich.table import Table
 
 from benchmarks.measuring import write_result
 from benchmarks.origin import parsed
+from benchmarks.subjects import check_counts
 from benchmarks.training_run import train
 from benchmarks.turns import OFFLINE, ONE_THREAD
 from tidemill.config.schema import RunSpec
@@ -171,11 +172,18 @@ def one_round(case: Case, pair: tuple[Sections, Sections], folder: Path) -> None
     run = trained(target, folder / "target")
     lines = [line for line in read_metrics(run.metrics) if line.step > 1]
     summary = run.read_summary()
+    check_evictions(case.name, target, summary)
     case.actual["step_s"].append(fmean(line.values[STEP_TIME] for line in lines))
     case.actual["total_s"].append(float(summary["wall_s"]))
     case.evictions.append(float(summary["evictions"]))
     said = ", ".join(f"{name} {case.forecast[name][-1]:.3g} → {case.actual[name][-1]:.3g}" for name in MEASURES)
     print(f"{case.name}: forecast → actual {said}; {time.monotonic() - began_s:.0f} s", file=sys.stderr, flush=True)
+
+
+def check_evictions(name: str, spec: RunSpec, summary: Mapping[str, Any]) -> None:
+    """Raises RuntimeError: no machine of a synthetic pool was evicted."""
+    if spec.pool.kind == "synthetic":
+        check_counts(name, evictions=summary["evictions"])
 
 
 def show(cases: Sequence[Case]) -> None:

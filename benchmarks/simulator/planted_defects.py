@@ -429,12 +429,19 @@ DEFECTS = {
 
 
 def found(defect: Defect, seeds: int) -> tuple[int, str] | None:
-    """The number of seeds needed and the violation; None if `seeds` find none."""
+    """The number of seeds needed and the violation; None if `seeds` find none.
+
+    Raises:
+        RuntimeError: the seed has a violation without the defect, too.
+    """
     with planted(defect):
-        for seed in range(seeds):
-            if violation := simulate_faults(seed).violation:
-                return seed + 1, violation
-    return None
+        outcomes = ((seed, simulate_faults(seed).violation) for seed in range(seeds))
+        seed, violation = next((each for each in outcomes if each[1]), (0, ""))
+    if not violation:
+        return None
+    if other := simulate_faults(seed).violation:
+        raise RuntimeError(f"seed {seed} has a violation without a defect: {other}")
+    return seed + 1, violation
 
 
 def main() -> int:

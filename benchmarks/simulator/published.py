@@ -54,6 +54,7 @@ from benchmarks.simulator.segments import (
     Outcome,
     System,
     Total,
+    check_evictions,
     play,
     play_all,
     published_system,
@@ -81,8 +82,9 @@ ANEW: dict[Moved, tuple[str, bool]] = {
     "samples anew": ("same, finished samples kept", False),
 }
 """Variants without migration: their labels, and whether they are compared with the published figure."""
-KILLED_STEP, KILLED_RUNS = 6, 20
-"""The step in which instances are killed, and the number of runs, with equal seeds with and without migration."""
+KILLED_STEP, KILLED, KILLED_RUNS = 6, 3, 20
+"""The step in which instances are killed, how many, and the number of runs, with equal seeds with and without
+migration."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,15 +125,22 @@ def _last_step(seed: int, killed_s: float = math.inf, *, moved: Moved = MIGRATIN
         _six(killed_s),
         factories=rlboost_components(GROUP, moved=moved),
     )
+    check_killed(run.evictions, killed_s)
     *_, before, last = (line.elapsed_s for line in run.metrics)
     return last - before, before
+
+
+def check_killed(evictions: int, killed_s: float) -> None:
+    """Raises RuntimeError: not three machines were evicted, or some although none was to be killed."""
+    if evictions != (KILLED if killed_s < math.inf else 0):
+        raise RuntimeError(f"{evictions} machines were evicted, {KILLED} at {killed_s:g} s were to be")
 
 
 def _six(killed_s: float) -> Iterator[Change]:
     """Six machines from the start, three of which are evicted."""
     yield from (Change(time_s=0.0, place=place, to="up") for place in range(6))
     if killed_s < math.inf:
-        yield from (Change(time_s=killed_s, place=place, to="down") for place in range(3))
+        yield from (Change(time_s=killed_s, place=place, to="down") for place in range(KILLED))
 
 
 def migrating_lines(pool: ProcessPoolExecutor) -> Iterator[Line]:
@@ -206,6 +215,7 @@ def show(lines: list[Line]) -> None:
 
 def main() -> int:
     totals = {case: total(outcomes) for case, outcomes in play_all(CASES, run_case).items()}
+    check_evictions({f"{row} {name}": found for (row, name), found in totals.items()})
     with ProcessPoolExecutor(CORES) as pool:
         lines = [*static_lines(pool), *dynamic_lines(totals), *migrating_lines(pool)]
     show(lines)

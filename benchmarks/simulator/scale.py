@@ -15,10 +15,12 @@ import math
 import pstats
 import sys
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from benchmarks.measuring import write_result
 from benchmarks.origin import parsed
+from benchmarks.subjects import check_counts
 from tests.doubles.costs import ConstantEngine, ConstantTrainer
 from tidemill.config.schema import RunSpec
 from tidemill.hardware.completion_lengths import LogNormalLengths
@@ -74,6 +76,11 @@ def simulate(workers: int, seconds: float) -> dict[str, Any]:
     }
 
 
+def check_hour(result: Mapping[str, float]) -> None:
+    """Raises RuntimeError: no step was trained, no token accepted, or no machine evicted."""
+    check_counts("the hour", **{name: result[name] for name in ("steps", "tokens_accepted", "evictions")})
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, default=1000)
@@ -94,6 +101,7 @@ def main() -> int:
     for name, value in result.items():
         print(f"{name:32} {value:,.1f}")
     if (arguments.workers, arguments.minutes) == (1000, 60.0):
+        check_hour(result)
         reached = cpu_s <= TARGET_S
         print(f"target {TARGET_S:g} s of one core: {'reached' if reached else 'MISSED'}")
         write_result("simulator_scale", {"target_s": TARGET_S, "reached": reached, **result})

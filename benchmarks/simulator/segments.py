@@ -8,6 +8,7 @@ from typing import Any
 
 from benchmarks.simulator.availability import MOST, SEED, SEGMENT_S, SEGMENTS, timetables
 from benchmarks.simulator.published_system import FITTED, FOUND_WINDOWS_S, GROUP, cost_model, published_spec, workload
+from benchmarks.subjects import check_counts
 from tidemill.config.schema import RunSpec
 from tidemill.core.records import Record
 from tidemill.pool.provider import Timetable
@@ -108,6 +109,13 @@ def total(outcomes: Mapping[str, Outcome]) -> Total:
         recomputed_share=sum(one.recomputed for one in all_of) / tokens,
         by_segment={name: one.tokens / one.seconds for name, one in outcomes.items()},
     )
+
+
+def check_evictions(totals: Mapping[str, Total]) -> None:
+    """Raises RuntimeError: a system with preemptible instances lost none."""
+    for name, found in totals.items():
+        if COLOCATED not in name:
+            check_counts(name, instances=found.workers, evictions=found.evictions)
 
 
 def play_all(

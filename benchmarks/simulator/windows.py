@@ -30,7 +30,8 @@ from benchmarks.simulator.availability import SEGMENTS, fitting_seeds
 from benchmarks.simulator.calibration import Steady, steady
 from benchmarks.simulator.published import ABLATIONS, run_case
 from benchmarks.simulator.published_system import FITTED, FOUND_WINDOWS_S, cost_model, workload
-from benchmarks.simulator.segments import CORES, published_system, total
+from benchmarks.simulator.segments import CORES, check_evictions, published_system, total
+from benchmarks.subjects import check_counts
 from tidemill.pool.provider import Change
 from tidemill.sim.simulation import simulate_run
 
@@ -61,15 +62,26 @@ class Effect:
 
 def unmoved(instances: int, off_s: float) -> Steady:
     """With a window that stays `off_s` from the one found."""
-    window_s = max(FOUND_WINDOWS_S[ROW][instances - 1] + off_s, 0.0)
-    return steady(ROW, FITTED, instances, seed_window_s=window_s, **UNMOVED)
+    return steady(ROW, FITTED, instances, seed_window_s=wrong_window_s(instances, off_s), **UNMOVED)
 
 
 def wrong_windows(pool: ProcessPoolExecutor) -> dict[int, dict[float, Steady]]:
     """By instances and by how far the window is off."""
     cases = list(product(INSTANCES, OFF_S))
     found = dict(zip(cases, pool.map(unmoved, *zip(*cases, strict=True)), strict=True))
+    check_unmoved(found)
     return {instances: {off_s: found[instances, off_s] for off_s in OFF_S} for instances in INSTANCES}
+
+
+def wrong_window_s(instances: int, off_s: float) -> float:
+    return max(FOUND_WINDOWS_S[ROW][instances - 1] + off_s, 0.0)
+
+
+def check_unmoved(found: Mapping[tuple[int, float], Steady]) -> None:
+    """Raises RuntimeError: a window did not stay as wrong as planned."""
+    for (instances, off_s), one in found.items():
+        if abs(one.window_s - wrong_window_s(instances, off_s)) > 1.0:
+            raise RuntimeError(f"{instances} instances: a window off by {off_s:g} s moved to {one.window_s:.0f} s")
 
 
 def swinging(few: int, many: int, every_s: float, name: str, seed: int) -> float:
@@ -84,6 +96,7 @@ def swinging(few: int, many: int, every_s: float, name: str, seed: int) -> float
         most_workers=many,
         factories=system.factories,
     )
+    check_counts(f"{few} and {many} instances", evictions=run.evictions)
     return run.throughput_tokens_per_s
 
 
@@ -108,6 +121,8 @@ def on_traces(traces: Sequence[int], pool: ProcessPoolExecutor) -> Iterator[Effe
     cases = list(product(traces, ABLATIONS, SEGMENTS))
     futures = {(seed, *rest): pool.submit(run_case, ROW, *rest, seed=seed) for seed, *rest in cases}
     found = {case: future.result() for case, future in futures.items()}
+    for seed, name in product(traces, ABLATIONS):
+        check_evictions({f"{name}, trace {seed}": total({one: found[seed, name, one] for one in SEGMENTS})})
     for segments in (*SEGMENTS, "".join(SEGMENTS)):
         speeds = {
             name: [total({one: found[seed, name, one] for one in segments}).tokens_per_s for seed in traces]

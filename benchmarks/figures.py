@@ -7,7 +7,8 @@ A figure stands between two comments, the first of which says what it is:
     <!--= fixed(case(grpo_step, "SmolLM2-135M fp32").speedup, 1) -->6.0<!--/-->
 
 Names are those of the files in benchmarks/results. Without --check the figures are written anew from these files; with
-it the command fails if one differs. Expressions are Jinja's, without its `|`, which would end a cell of a table.
+it the command fails if one differs. Expressions are Jinja's, without its `|`, which would end a cell of a table. A
+figure at the start of a line would end the paragraph.
 """
 
 from __future__ import annotations
@@ -16,10 +17,13 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping
+from decimal import ROUND_HALF_UP, Decimal
+from functools import partial, reduce
+from math import ceil
+from operator import getitem
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median, stdev
 from typing import Any
 
 import jinja2
@@ -30,42 +34,82 @@ from benchmarks.origin import ROOT
 FIGURE = re.compile(r"(<!--= (?P<expression>.*?) -->)(?P<text>[^\n]*?)(<!--/-->)")
 
 
+def row(rows: Iterable[Any], **equal: Any) -> Any:
+    """The first of some records with the given values. Raises KeyError."""
+    return _matching(rows, equal)[0]
+
+
 def case(result: Mapping[str, Any], name: str) -> Any:
     """A case of a comparison by its name. Raises KeyError."""
-    return next((each for each in result["cases"] if each["case"] == name), None) or _missing(name)
+    return row(result["cases"], case=name)
 
 
-def _missing(name: str) -> Any:
-    raise KeyError(f"there is no case {name!r}")
+def values(rows: Iterable[Any], path: str, **equal: Any) -> list[Any]:
+    """A value of each record that has the given values; lists are joined. `path` leads to it: "pairs.accuracy".
+
+    Raises:
+        KeyError: no record has these values, or one lacks the path.
+    """
+    found = [reduce(getitem, path.split("."), each) for each in _matching(rows, equal)]
+    return [value for each in found for value in (each if isinstance(each, list) else [each])]
 
 
-def fixed(value: float, digits: int) -> str:
-    return f"{value:.{digits}f}"
+def _matching(rows: Iterable[Any], equal: Mapping[str, Any]) -> list[Any]:
+    if found := [each for each in rows if all(each[name] == value for name, value in equal.items())]:
+        return found
+    raise KeyError(f"there is no record with {equal}")
 
 
-def percent(value: float, digits: int = 0) -> str:
-    return f"{value:.{digits}%}".replace("%", " %")
+def fixed(value: float | Decimal, digits: int) -> str:
+    """Rounds the decimal number as written, halves up: 0.205 is 0.21. Negative digits round to tens and hundreds."""
+    rounded = Decimal(str(value)).quantize(Decimal(1).scaleb(-digits), ROUND_HALF_UP)
+    return f"{rounded:,f}".replace("-", "−")
 
 
-def span(values: Sequence[float], digits: int) -> str:
+def percent(share: float, digits: int = 0) -> str:
+    return f"{fixed(Decimal(str(share)).scaleb(2), digits)} %"
+
+
+def percents(shares: Iterable[float], digits: int = 0) -> str:
+    return ", ".join(percent(share, digits) for share in shares)
+
+
+def power(value: float) -> str:
+    """With two digits and a power of ten."""
+    digits, _, exponent = f"{value:.1e}".partition("e")
+    return f"{digits}e{int(exponent)}"
+
+
+def span(values: Iterable[float], digits: int) -> str:
     """The smallest and the largest."""
-    return f"{min(values):.{digits}f}-{max(values):.{digits}f}"
+    ordered = sorted(values)
+    return f"{fixed(ordered[0], digits)}-{fixed(ordered[-1], digits)}"
 
 
-def shown(values: Sequence[float], digits: int) -> str:
+def shown(values: Iterable[float], digits: int) -> str:
     """All of them, in their order."""
-    return ", ".join(f"{value:.{digits}f}" for value in values)
+    return ", ".join(fixed(value, digits) for value in values)
 
 
-FUNCTIONS = {
-    "case": case,
-    "fixed": fixed,
-    "percent": percent,
-    "span": span,
-    "shown": shown,
-    "median": median,
-    "min": min,
-    "max": max,
+def forecast_error(case: Mapping[str, Any]) -> float:
+    """The largest relative error of any round's forecast, against the mean of the runs."""
+    means = {name: fmean(seconds) for name, seconds in case["actual"].items()}
+    return max(float(abs(each / means[name] - 1)) for name, found in case["forecast"].items() for each in found)
+
+
+def deviation(case: Mapping[str, Any]) -> float:
+    """The relative standard deviation of the runs that were forecast, of steps or totals: the larger."""
+    return max(float(stdev(seconds) / fmean(seconds)) for seconds in case["actual"].values())
+
+
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    each.__name__: each
+    for each in (
+        *(row, case, values),
+        *(fixed, percent, percents, power, span, shown),
+        *(forecast_error, deviation),
+        *(len, min, max, sum, ceil, median, fmean),
+    )
 }
 
 
@@ -82,7 +126,7 @@ def current(text: str, results: Mapping[str, Any]) -> str:
         try:
             value = environment.compile_expression(found["expression"], undefined_to_none=False)(**results)
             return f"{found[1]}{value}{found[4]}"
-        except (jinja2.TemplateError, KeyError, TypeError, ValueError) as error:
+        except (jinja2.TemplateError, ArithmeticError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{found['expression']}: {error}") from error
 
     return FIGURE.sub(figure, text)

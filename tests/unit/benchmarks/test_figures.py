@@ -9,7 +9,18 @@ import pytest
 from benchmarks import figures
 from benchmarks.figures import current
 
-RESULTS = {"speed": {"cases": [{"case": "a b", "s": 1.26}, {"case": "c", "s": 2.04}], "share": 0.748}}
+RESULTS = {
+    "speed": {"cases": [{"case": "a b", "s": 1.26}, {"case": "c", "s": 2.04}], "share": 0.748, "tokens": 30721},
+    "runs": [
+        {"kind": "ours", "seed": 0, "accuracy": {"after": 0.205}, "steps": [3, 4]},
+        {"kind": "ours", "seed": 1, "accuracy": {"after": 0.075}, "steps": [2]},
+        {"kind": "random", "seed": 0, "accuracy": {"after": 0.0}, "steps": []},
+    ],
+    "forecast": {
+        "actual": {"step_s": [1.0, 3.0], "total_s": [8.0, 8.0]},
+        "forecast": {"step_s": [2.1], "total_s": [7.0]},
+    },
+}
 
 
 @pytest.mark.parametrize(
@@ -21,6 +32,16 @@ RESULTS = {"speed": {"cases": [{"case": "a b", "s": 1.26}, {"case": "c", "s": 2.
         ("percent(speed.share, 1)", "74.8 %"),
         ("shown([speed.cases[0].s, speed.cases[1].s], 1)", "1.3, 2.0"),
         ("fixed(median([1, 5, 3]), 0)", "3"),
+        ("percents([0.285, 0.5])", "29 %, 50 %"),  # halves up, though 100 * 0.285 = 28.499...
+        ("percent(-0.048)", "−5 %"),
+        ("fixed(speed.tokens, 0)", "30,721"),
+        ("fixed(speed.tokens, -1)", "30,720"),
+        ("power(0.0000072)", "7.2e-6"),
+        ('fixed(row(runs, kind="random", seed=0).accuracy.after, 1)', "0.0"),
+        ('shown(values(runs, "accuracy.after", kind="ours"), 2)', "0.21, 0.08"),
+        ('span(values(runs, "steps"), 0)', "2-4"),
+        ("percent(forecast_error(forecast), 1)", "12.5 %"),  # |7 / 8 - 1|; of steps |2.1 / 2 - 1| = 5 %
+        ("fixed(deviation(forecast), 2)", "0.71"),  # sqrt(2) / 2
     ],
 )
 def test_an_expression_is_replaced_by_its_figure(expression: str, shown: str) -> None:
@@ -28,7 +49,19 @@ def test_an_expression_is_replaced_by_its_figure(expression: str, shown: str) ->
     assert current(text, RESULTS) == f"| **<!--= {expression} -->{shown}<!--/-->** s | 7 |"
 
 
-@pytest.mark.parametrize("expression", ['case(speed, "d").s', "speed.cases[7].s", "speed.unknown", "other.s", "fixed("])
+@pytest.mark.parametrize(
+    "expression",
+    [
+        'case(speed, "d").s',
+        "speed.cases[7].s",
+        "speed.unknown",
+        "other.s",
+        "fixed(",
+        'row(runs, kind="x")',
+        'values(runs, "speed")',
+        "speed.cases",
+    ],
+)
 def test_an_expression_without_a_figure_is_an_error(expression: str) -> None:
     with pytest.raises(ValueError, match="fixed"):
         current(f"<!--= fixed({expression}, 1) -->9<!--/-->".replace("fixed(fixed(, 1)", "fixed("), RESULTS)

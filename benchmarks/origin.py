@@ -48,6 +48,27 @@ def _main_module() -> str:
     return "" if spec is None else str(spec.name).removesuffix(".__main__")
 
 
+def writer_of(name: str) -> str:
+    """The benchmark of a result: the module of its name, or the one that calls `write_result` with it; "" if none."""
+    folder = PACKAGES["benchmarks"]
+    named = folder / f"{name}.py"
+    files = [named] if named.is_file() else [file for file in sorted(folder.rglob("*.py")) if name in _written(file)]
+    return ".".join(["benchmarks", *files[0].relative_to(folder).with_suffix("").parts]) if files else ""
+
+
+@cache
+def _written(file: Path) -> frozenset[str]:
+    """Names that stand in the first argument of calls of `write_result`."""
+    calls = (node for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))) if isinstance(node, ast.Call))
+    names = (call.args[0] for call in calls if ast.unparse(call.func) == "write_result")
+    return frozenset(
+        part.value
+        for name in names
+        for part in ast.walk(name)
+        if isinstance(part, ast.Constant) and isinstance(part.value, str)
+    )
+
+
 def committed(file: Path) -> tuple[str, str]:
     """(commit, date) of the last change of a file."""
     commit, _, date = _git("log", "-1", "--format=%H %cs", "--", str(file.relative_to(ROOT))).strip().partition(" ")

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.measuring import RESULTS
-from benchmarks.origin import changed_since, committed
+from benchmarks.origin import changed_since, committed, writer_of
 
 
 def state_of(path: Path) -> tuple[str, str, str]:
@@ -36,8 +36,9 @@ def state_of(path: Path) -> tuple[str, str, str]:
 
 def _older(path: Path, name: str) -> dict[str, Any]:
     """The same for results of before they named their origin: the commit that wrote the file stands for it."""
-    commit, date = committed(path)
-    return {"commit": commit, "date": date, "module": f"benchmarks.{name}", "command": "", "changed": []}
+    (commit, date), module = committed(path), writer_of(name)
+    command = f"python -m {module}" if module else ""
+    return {"commit": commit, "date": date, "module": module, "command": command, "changed": []}
 
 
 def main() -> int:

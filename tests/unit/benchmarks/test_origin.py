@@ -21,12 +21,17 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "tidemill" / "used.py").write_text("import json\n")
     (tmp_path / "tidemill" / "other.py").write_text("")
     (tmp_path / "benchmarks" / "speed.py").write_text("def main():\n    from tidemill.used import json\n")
+    (tmp_path / "benchmarks" / "markets").mkdir()
+    (tmp_path / "benchmarks" / "markets" / "prices.py").write_text(
+        'write_result("market_prices" if whole else "market_turns", figures)\nother("market_size")\n'
+    )
     git(tmp_path, "init", "-q")
     commit_all(tmp_path)
     monkeypatch.setattr(origin, "ROOT", tmp_path)
     monkeypatch.setattr(origin, "PACKAGES", {name: tmp_path / name for name in ("benchmarks", "tidemill")})
     monkeypatch.setattr(origin, "_main_module", lambda: "benchmarks.speed")
     origin._imports.cache_clear()
+    origin._written.cache_clear()
     return tmp_path
 
 
@@ -44,9 +49,10 @@ def state(folder: Path) -> str:
     return status.state_of(folder / "benchmarks" / "results" / "speed.json")[0]
 
 
-def write_result(folder: Path, **content: object) -> None:
-    path = folder / "benchmarks" / "results" / "speed.json"
-    path.write_text(json.dumps({"benchmark": "speed", **content}))
+def write_result(folder: Path, name: str = "speed", **content: object) -> Path:
+    path = folder / "benchmarks" / "results" / f"{name}.json"
+    path.write_text(json.dumps({"benchmark": name, **content}))
+    return path
 
 
 def test_the_code_of_a_benchmark_is_all_that_it_imports(repository: Path) -> None:
@@ -79,3 +85,27 @@ def test_an_older_result_counts_from_the_commit_that_wrote_it(repository: Path) 
     (repository / "benchmarks" / "speed.py").write_text("from tidemill import other\n")
     origin._imports.cache_clear()
     assert state(repository) == "1 files have changed since"
+
+
+@pytest.mark.parametrize(
+    ("name", "module"),
+    [
+        ("speed", "benchmarks.speed"),
+        ("market_prices", "benchmarks.markets.prices"),
+        ("market_turns", "benchmarks.markets.prices"),
+    ],
+)
+def test_an_older_result_is_measured_again_by_the_benchmark_that_writes_its_name(
+    repository: Path, name: str, module: str
+) -> None:
+    path = write_result(repository, name)
+    commit_all(repository)
+    state, _, command = status.state_of(path)
+    assert (state, command) == ("current", f"python -m {module}")
+
+
+def test_an_older_result_that_no_benchmark_writes_has_no_command(repository: Path) -> None:
+    path = write_result(repository, "market_size")
+    commit_all(repository)
+    state, _, command = status.state_of(path)
+    assert (state, command) == ("there is no benchmark of it", "")

@@ -58,7 +58,7 @@ class Distance:
 DISTANCES = {
     "addition": Distance(steps=60, evaluate_every=4, learning_rate=2e-5, accuracies=(0.5, 0.8, 0.9)),
     "sorting": Distance(steps=100, evaluate_every=5, learning_rate=2.5e-5, accuracies=(0.2, 0.4, 0.5)),
-    "chat": Distance(steps=60, evaluate_every=4, learning_rate=2e-5, accuracies=(0.7, 0.8, 0.9)),
+    "chat": Distance(steps=30, evaluate_every=2, learning_rate=2e-5, accuracies=(0.7, 0.8, 0.9)),
 }
 
 

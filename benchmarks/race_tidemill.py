@@ -89,7 +89,7 @@ def _hand_over_turns(turns: Turns, race: RaceSettings) -> None:
             (trajectories, prompts), values = batches.pop(), metrics.values
             notes = {
                 "reward": values["reward_mean"],
-                "grad_norm": values["grad_norm"],
+                "grad_norm": values.get("grad_norm", 0.0),  # absent if no group has signal
                 "prompts": prompts_key([each.text for each in prompts]),
                 "completion_tokens": float(sum(each.completion_length for each in trajectories)),
                 "groups_without_signal": values["groups_without_signal"],

@@ -17,10 +17,10 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from decimal import ROUND_HALF_UP, Decimal
 from functools import partial, reduce
-from math import ceil
+from math import ceil, sqrt
 from operator import getitem
 from pathlib import Path
 from statistics import fmean, median, stdev
@@ -74,6 +74,12 @@ def percents(shares: Iterable[float], digits: int = 0) -> str:
     return ", ".join(percent(share, digits) for share in shares)
 
 
+def signed_percents(shares: Iterable[float], digits: int = 0) -> str:
+    """Positive ones with a plus; what rounds to 0 has none."""
+    texts = [percent(share, digits) for share in shares]
+    return ", ".join(f"+{text}" if text[0] != "−" and text.strip("0. %") else text for text in texts)
+
+
 def power(value: float) -> str:
     """With two digits and a power of ten."""
     digits, _, exponent = f"{value:.1e}".partition("e")
@@ -91,10 +97,24 @@ def shown(values: Iterable[float], digits: int) -> str:
     return ", ".join(fixed(value, digits) for value in values)
 
 
+def means(rows: Iterable[Mapping[str, Any]], name: str) -> list[float]:
+    """Of the list that each record has under a name."""
+    return [fmean(each[name]) for each in rows]
+
+
+def standard_error(values: Sequence[float]) -> float:
+    return float(stdev(values) / sqrt(len(values)))
+
+
+def forecast_errors(case: Mapping[str, Any], name: str) -> list[float]:
+    """Relative errors of the rounds' forecasts of "step_s" or "total_s", against the mean of the runs."""
+    mean = fmean(case["actual"][name])
+    return [float(each / mean - 1) for each in case["forecast"][name]]
+
+
 def forecast_error(case: Mapping[str, Any]) -> float:
-    """The largest relative error of any round's forecast, against the mean of the runs."""
-    means = {name: fmean(seconds) for name, seconds in case["actual"].items()}
-    return max(float(abs(each / means[name] - 1)) for name, found in case["forecast"].items() for each in found)
+    """The largest of any round, of steps or totals."""
+    return max(abs(error) for name in case["forecast"] for error in forecast_errors(case, name))
 
 
 def deviation(case: Mapping[str, Any]) -> float:
@@ -106,9 +126,9 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     each.__name__: each
     for each in (
         *(row, case, values),
-        *(fixed, percent, percents, power, span, shown),
-        *(forecast_error, deviation),
-        *(len, min, max, sum, ceil, median, fmean),
+        *(fixed, percent, percents, signed_percents, power, span, shown),
+        *(means, standard_error, forecast_errors, forecast_error, deviation),
+        *(len, min, max, sum, ceil, median, fmean, stdev),
     )
 }
 

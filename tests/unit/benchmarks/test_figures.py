@@ -36,12 +36,16 @@ RESULTS = {
         ("percent(-0.048)", "−5 %"),
         ("fixed(speed.tokens, 0)", "30,721"),
         ("fixed(speed.tokens, -1)", "30,720"),
+        ("signed_percents([0.0089, -0.053, 0.0004], 1)", "+0.9 %, −5.3 %, 0.0 %"),
         ("power(0.0000072)", "7.2e-6"),
         ('fixed(row(runs, kind="random", seed=0).accuracy.after, 1)', "0.0"),
         ('shown(values(runs, "accuracy.after", kind="ours"), 2)', "0.21, 0.08"),
         ('span(values(runs, "steps"), 0)', "2-4"),
         ("percent(forecast_error(forecast), 1)", "12.5 %"),  # |7 / 8 - 1|; of steps |2.1 / 2 - 1| = 5 %
+        ('signed_percents(forecast_errors(forecast, "step_s"))', "+5 %"),
         ("fixed(deviation(forecast), 2)", "0.71"),  # sqrt(2) / 2
+        ('shown(means(runs[:2], "steps"), 1)', "3.5, 2.0"),
+        ("fixed(standard_error([1, 3]), 1)", "1.0"),  # sqrt(2) / sqrt(2)
     ],
 )
 def test_an_expression_is_replaced_by_its_figure(expression: str, shown: str) -> None:

@@ -20,7 +20,7 @@ ALPHABET = "0123456789+=; abcdefghijklmnopqrstuvwxyz,.\n"
 CARELESS = 0.7  # probability of an error where the teacher can make one
 INSTRUCTIONS = (
     "you are a careful clerk. add the two numbers digit by digit from the right, write one step for each digit with "
-    "the carry, and close every step with a semicolon, as a pupil would.\n"
+    "the carry, and close every step with a semicolon, as a pupil would. do not skip steps.\n"
 )
 TRAIN_PROMPTS, HELD_OUT_PROMPTS = 4096, 256
 

@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 
 from benchmarks.measuring import RESULTS
+from benchmarks.origin import origin, with_origin
 from benchmarks.sft_start import learning_spec, sft_start
 from benchmarks.subjects import check_counts, check_equal
 from tidemill.core.records import Record
@@ -47,6 +48,7 @@ class AdditionRun(Record):
     cpu_s: float  # of the whole run in this process, including evaluations and start
     means: dict[str, float]  # of a metric over all steps
     binned: dict[str, list[float]]  # of a metric over every `BIN` steps, in their order
+    origin: dict[str, Any] = {}  # of the command that measured it
 
 
 def addition_run(
@@ -88,6 +90,7 @@ def addition_run(
         binned={
             name: [_mean(of_steps[at : at + BIN], name) for at in range(0, len(of_steps), BIN)] for name in metrics
         },
+        origin=origin(),
     )
 
 
@@ -123,11 +126,13 @@ def measured(
 
 def earlier_runs(name: str, settings: object) -> list[AdditionRun]:
     """Runs in results/NAME.json with exactly these settings."""
+    path = RESULTS / f"{name}.json"
     try:
-        found = msgspec.json.decode((RESULTS / f"{name}.json").read_bytes())
+        found = msgspec.json.decode(path.read_bytes())
         if found["settings"] != msgspec.to_builtins(settings):
             return []
-        return msgspec.convert(found["runs"], list[AdditionRun], str_keys=True)
+        runs = [with_origin(run, path, found) for run in found["runs"]]
+        return msgspec.convert(runs, list[AdditionRun], str_keys=True)
     except (OSError, KeyError, TypeError, msgspec.MsgspecError):
         return []
 

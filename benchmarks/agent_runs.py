@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import resource
 from pathlib import Path
+from typing import Any
 
+from benchmarks.origin import origin
 from benchmarks.training_run import train
 from tidemill.core.records import Record
 from tidemill.pipeline.state import PipelineFolder
@@ -54,6 +56,7 @@ class AgentRun(Record):
     evictions: int
     minutes: float  # of this call: with the demonstrations and SFT if it is the first of its seed
     cpu_minutes: float
+    origin: dict[str, Any] = {}  # of the command that measured it
 
 
 def agent_run(folder: Path, recipe: str, kind: str, seed: int) -> AgentRun:
@@ -84,6 +87,7 @@ def agent_run(folder: Path, recipe: str, kind: str, seed: int) -> AgentRun:
         evictions=sum(event["event"] == EVICTION for event in read_events(run.events)),
         minutes=summary["wall_s"] / 60,
         cpu_minutes=(_children_cpu_s() - before_s) / 60,
+        origin=origin(),
     )
 
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import inspect
-import json
 import sys
 import tempfile
 import tomllib
@@ -36,7 +35,7 @@ from benchmarks.agent_faults import EvictedRun, KilledRun, evicted_run, killed_r
 from benchmarks.agent_runs import KINDS, LEARNING, RECIPES, Accuracy, AgentRun, agent_run
 from benchmarks.agent_tokens import check_tokens, compared_tokens
 from benchmarks.agent_waiting import CONTROL_LEAST, MOST, check_waited, waited
-from benchmarks.measuring import RESULTS, machine, print_records, write_result
+from benchmarks.measuring import earlier_parts, print_records, write_part
 from benchmarks.models import quiet, smollm2
 from benchmarks.origin import parsed
 from benchmarks.stopping import interruptible
@@ -94,9 +93,10 @@ def recipes_part(folder: Path, recipes: Sequence[str], *, seeds: int, again: boo
 def earlier_runs() -> list[AgentRun]:
     """Results in results/agents.json of the current recipes."""
     try:
-        found = _earlier()["recipes"]
+        found = earlier_parts(NAME, PARTS)["recipes"]
         same = [recipe for recipe in KINDS if found["digests"].get(recipe) == _digest(recipe)]
-        return [run for run in msgspec.convert(found["runs"], list[AgentRun]) if run.recipe in same]
+        runs = [{"origin": found["origin"], **run} for run in found["runs"]]
+        return [run for run in msgspec.convert(runs, list[AgentRun]) if run.recipe in same]
     except (KeyError, msgspec.ValidationError):
         return []
 
@@ -174,18 +174,9 @@ def _digest(recipe: str) -> str:
     return hashlib.blake2b(content + inspect.getsource(environment).encode(), digest_size=8).hexdigest()
 
 
-def _earlier() -> dict[str, Any]:
-    """Earlier results of all parts."""
-    try:
-        found: dict[str, Any] = json.loads((RESULTS / f"{NAME}.json").read_text())
-    except (OSError, ValueError):
-        return {}
-    return {name: found[name] for name in PARTS if name in found}
-
-
 def _keep(name: str, figures: dict[str, Any]) -> bool:
     """Replace one part in the results file; returns whether it reached its aims."""
-    write_result(NAME, _earlier() | {name: {"measured_on": machine(), **figures}})
+    write_part(NAME, name, figures, parts=PARTS)
     return bool(figures["reached"])
 
 

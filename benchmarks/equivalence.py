@@ -15,7 +15,6 @@ part fails if no sample moved. Parts that are not run keep their results in resu
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -27,7 +26,7 @@ import torch
 
 from benchmarks.equivalent_runs import compare, digests, disturbed_run, quiet_run
 from benchmarks.learning_curves import RECIPES, Curve, Point, check_curve, curve, points
-from benchmarks.measuring import RESULTS, machine, print_records, write_result
+from benchmarks.measuring import print_records, write_part
 from benchmarks.models import quiet, smollm2
 from benchmarks.origin import parsed
 from benchmarks.saboteur import Eviction
@@ -56,18 +55,9 @@ def main() -> int:
     for name in options.only.split(","):
         with tempfile.TemporaryDirectory(prefix="tidemill-equivalence-") as folder:
             figures = parts[name](Path(folder))
-        write_result("equivalence", _earlier() | {name: {"measured_on": machine(), **figures}})
+        write_part("equivalence", name, figures, parts=tuple(parts))
         reached = reached and figures["reached"]
     return 0 if reached else 1
-
-
-def _earlier() -> dict[str, Any]:
-    """Earlier results of the other parts."""
-    try:
-        found: dict[str, Any] = json.loads((RESULTS / "equivalence.json").read_text())
-    except (OSError, ValueError):
-        return {}
-    return {name: found[name] for name in ("char", "twins", "curves") if name in found}
 
 
 def char_part(folder: Path, *, seeds: int, steps: int) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from rich.table import Table
 from benchmarks.addition_runs import TARGET, AdditionRun, addition_run, check_start, interval, of_case, spread
 from benchmarks.measuring import BYTES_PER_GB, RESULTS, write_result
 from benchmarks.models import quiet, smollm2
-from benchmarks.origin import parsed
+from benchmarks.origin import origin, origin_of, parsed
 from benchmarks.sft_start import sft_start
 from benchmarks.subjects import check_models
 from benchmarks.training_run import train
@@ -84,15 +84,17 @@ def main() -> int:
     for part in options.only.split(","):
         found = PARTS[part](options)
         reached = figures.get("reached", {}) | found.get("reached", {})
-        figures |= found | {"reached": reached}
+        figures |= found | {"reached": reached, "origins": figures["origins"] | {part: origin()}}
     write_result(name, figures)
     return 0
 
 
 def _earlier(name: str) -> dict[str, Any]:
+    """Earlier figures, and the origin of each part."""
     path = RESULTS / f"{name}.json"
     found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-    return {key: found[key] for key in found if key not in ("benchmark", "machine")}
+    kept = {key: found[key] for key in found if key not in ("benchmark", "machine", "origin")}
+    return {"origins": {part: origin_of(path, found) for part in PARTS if part in found}} | kept
 
 
 def measure_memory(options: argparse.Namespace) -> dict[str, Any]:

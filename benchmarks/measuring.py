@@ -16,7 +16,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.origin import origin
+from benchmarks.origin import origin, with_origin
 from benchmarks.turns import SideResult
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -128,6 +128,22 @@ def write_result(name: str, content: Mapping[str, Any]) -> Path:
     )
     print(f"written: {path}")
     return path
+
+
+def write_part(name: str, part: str, figures: Mapping[str, Any], *, parts: Sequence[str]) -> None:
+    """Replace one part of results/NAME.json; the others stay, each with its machine and origin."""
+    new = {"measured_on": machine(), "origin": origin(), **figures}
+    write_result(name, earlier_parts(name, parts) | {part: new})
+
+
+def earlier_parts(name: str, parts: Sequence[str]) -> dict[str, Any]:
+    """Those parts that results/NAME.json has, with their origins."""
+    path = RESULTS / f"{name}.json"
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return {part: with_origin(found[part], path, found) for part in parts if part in found}
 
 
 def print_records(title: str, records: Sequence[dict[str, Any]]) -> None:

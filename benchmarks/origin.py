@@ -6,7 +6,7 @@ import argparse
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
@@ -41,6 +41,32 @@ def origin() -> dict[str, Any]:
         "changed": [line[3:] for line in _git("status", "--porcelain", *code_of(module)).splitlines()],
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
     }
+
+
+def origin_of(file: Path, result: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a result file or a part of it; for those that name none, the commit that wrote the file stands for it."""
+    if "origin" in result:
+        return dict(result["origin"])
+    (commit, date), module = committed(file), writer_of(file.stem)
+    command = f"python -m {module}" if module else ""
+    return {"commit": commit, "date": date, "module": module, "command": command, "changed": []}
+
+
+def with_origin(part: Mapping[str, Any], file: Path, result: Mapping[str, Any]) -> dict[str, Any]:
+    """A part of a result that later commands keep, with its origin: its own, or else that of the result."""
+    return dict(part) if "origin" in part else {**part, "origin": origin_of(file, result)}
+
+
+def origins_in(content: Any) -> list[dict[str, Any]]:
+    """All different origins in a result: that of the last command, and those of its parts."""
+    found, due = list[dict[str, Any]](), [content]
+    while due:
+        each = due.pop()
+        if isinstance(each, dict) and {"module", "command", "commit"} <= each.keys():
+            found += [] if each in found else [each]
+        elif isinstance(each, dict | list):
+            due += each.values() if isinstance(each, dict) else each
+    return found
 
 
 def _main_module() -> str:

@@ -29,7 +29,7 @@ from benchmarks.addition_runs import interval
 from benchmarks.line_charts import PICTURES, Line, Panel, write_chart
 from benchmarks.measuring import RESULTS, machine, write_result
 from benchmarks.models import quiet, smollm2
-from benchmarks.origin import parsed
+from benchmarks.origin import parsed, with_origin
 from benchmarks.rlhf_runs import RECIPE, Change, RlhfRun, rlhf_run
 from benchmarks.sft_start import CACHE
 from benchmarks.stopping import interruptible
@@ -68,9 +68,11 @@ def measured(
 
 def earlier_runs() -> list[RlhfRun]:
     """Results in results/rlhf.json of the current recipe."""
+    path = RESULTS / f"{NAME}.json"
     try:
-        found = msgspec.json.decode((RESULTS / f"{NAME}.json").read_bytes())
-        return msgspec.convert(found["runs"], list[RlhfRun], str_keys=True) if found["recipe"] == _recipe() else []
+        found = msgspec.json.decode(path.read_bytes())
+        runs = [with_origin(run, path, found) for run in found["runs"]]
+        return msgspec.convert(runs, list[RlhfRun], str_keys=True) if found["recipe"] == _recipe() else []
     except (OSError, KeyError, TypeError, msgspec.MsgspecError):
         return []
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.origin import origin
 from benchmarks.training_run import train
 from tidemill.config.load import from_toml
 from tidemill.config.schema import RunSpec
@@ -71,6 +72,7 @@ class RlhfRun(Record):
     last: dict[str, float]  # of a metric, mean over PPO's last steps
     curves: dict[str, dict[int, float]]  # of a metric, by step
     held_out: dict[int, float]  # true greedy accuracy by step
+    origin: dict[str, Any] = {}  # of the command that measured it
 
 
 def rlhf_run(directory: Path, seed: int) -> RlhfRun:
@@ -123,6 +125,7 @@ def reduced(directory: Path, summary: Mapping[str, Any], seed: int) -> RlhfRun:
             name: {line.step: _rounded(line.values[name]) for line in lines if name in line.values} for name in CURVES
         },
         held_out={one.step: _rounded(one.greedy_accuracy) for one in found if one.greedy_accuracy is not None},
+        origin=origin(),
     )
 
 

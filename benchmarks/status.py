@@ -3,13 +3,15 @@
     python -m benchmarks.status
 
 A result is *current* if no file that its benchmark imports has changed since its commit. Otherwise the table shows how
-many have, and how to measure it again.
+many have, and how to measure it again. Of a result whose parts are from several commands it shows the oldest part.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +20,14 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.measuring import RESULTS
-from benchmarks.origin import changed_since, committed, writer_of
+from benchmarks.origin import changed_since, origin_of, origins_in
 
 
 def state_of(path: Path) -> tuple[str, str, str]:
-    """(state, date, command) of a result file."""
+    """(state, date, command) of a result file; of its parts, that with the most changes since."""
     result = json.loads(path.read_text())
-    of = result.get("origin") or _older(path, str(result["benchmark"]))
+    origins = origins_in(result) or [origin_of(path, result)]
+    of = max(sorted(origins, key=lambda one: str(one["date"])), key=_changes)
     try:
         changed = len(changed_since(of["commit"], of["module"]))
     except ValueError as error:
@@ -34,11 +37,11 @@ def state_of(path: Path) -> tuple[str, str, str]:
     return f"{changed} files have changed since" if changed else "current", of["date"], of["command"]
 
 
-def _older(path: Path, name: str) -> dict[str, Any]:
-    """The same for results of before they named their origin: the commit that wrote the file stands for it."""
-    (commit, date), module = committed(path), writer_of(name)
-    command = f"python -m {module}" if module else ""
-    return {"commit": commit, "date": date, "module": module, "command": command, "changed": []}
+def _changes(of: Mapping[str, Any]) -> float:
+    try:
+        return len(of["changed"]) + len(changed_since(of["commit"], of["module"]))
+    except ValueError:
+        return math.inf
 
 
 def main() -> int:

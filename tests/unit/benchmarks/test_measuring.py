@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
-from benchmarks.measuring import compare, report
+from benchmarks import measuring
+from benchmarks.measuring import compare, earlier_parts, report, write_part
 from benchmarks.turns import SideResult, Turn, Work
 
 WORK = Work(samples=4, prompt_tokens=40, completion_tokens=12)
@@ -44,3 +48,17 @@ def test_sides_with_different_numbers_of_rounds_cannot_be_compared() -> None:
 def test_a_report_without_a_case_fails() -> None:
     with pytest.raises(RuntimeError, match="no case was measured"):
         report("generation-partial", [], theirs="TRL")
+
+
+def test_parts_that_are_not_measured_stay_with_their_origin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measuring, "RESULTS", tmp_path)
+    path, parts = tmp_path / "speed.json", ("first", "second")
+    path.write_text(json.dumps({"origin": {"commit": "a"}, "first": {"s": 1}, "second": {"s": 1}, "other": 1}))
+    for commit in ("b", "c"):
+        monkeypatch.setattr(measuring, "origin", lambda commit=commit: {"commit": commit})
+        write_part("speed", "second", {"s": 2}, parts=parts)
+        found = json.loads(path.read_text())
+        assert "other" not in found
+        assert found["first"] == {"s": 1, "origin": {"commit": "a"}}
+        assert (found["second"]["s"], found["second"]["origin"], found["origin"]) == (2, *2 * [{"commit": commit}])
+    assert earlier_parts("absent", parts) == {}

@@ -87,6 +87,27 @@ def test_an_older_result_counts_from_the_commit_that_wrote_it(repository: Path) 
     assert state(repository) == "1 files have changed since"
 
 
+def test_a_result_of_several_commands_is_as_old_as_its_oldest_part(repository: Path) -> None:
+    first = origin.origin() | {"command": "first"}
+    (repository / "tidemill" / "used.py").write_text("import json, math\n")
+    commit_all(repository)
+    last = origin.origin() | {"command": "last"}
+    for parts in ({"some": {"origin": first}}, {"runs": [{"origin": last}, {"origin": first}]}, {"origins": [first]}):
+        path = write_result(repository, origin=last, **parts)
+        state, _, command = status.state_of(path)
+        assert (state, command) == ("1 files have changed since", "first")
+
+
+def test_a_part_without_an_origin_has_that_of_its_file(repository: Path) -> None:
+    path = write_result(repository)
+    commit_all(repository)
+    of_commit = origin.with_origin({"s": 1}, path, {})["origin"]
+    assert (of_commit["commit"], of_commit["module"]) == (origin.origin()["commit"], "benchmarks.speed")
+    assert origin.with_origin({"s": 1}, path, {"origin": {"commit": "a"}}) == {"s": 1, "origin": {"commit": "a"}}
+    own = {"s": 1, "origin": {"commit": "b"}}
+    assert origin.with_origin(own, path, {"origin": {"commit": "a"}}) == own
+
+
 @pytest.mark.parametrize(
     ("name", "module"),
     [

@@ -15,11 +15,13 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = {"benchmarks": ROOT / "benchmarks", "tests": ROOT / "tests", "tidemill": ROOT / "src" / "tidemill"}
 _settings: dict[str, Any] = {}
+_code: dict[str, Any] = {}  # when the command started
 
 
 def parsed(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """The command line's options, which every result of this process then names."""
+    """The command line's options, which every result of this process then names, with the code as it is now."""
     options = parser.parse_args()
+    _code.update(_current_code())
     _settings.update({name: _plain(value) for name, value in vars(options).items()})
     return options
 
@@ -37,9 +39,16 @@ def origin() -> dict[str, Any]:
         "module": module,
         "command": " ".join(["python", "-m", module, *sys.argv[1:]]),
         "settings": dict(_settings),
-        "commit": _git("rev-parse", "HEAD").strip(),
-        "changed": [line[3:] for line in _git("status", "--porcelain", *code_of(module)).splitlines()],
+        **(_code or _current_code()),
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+    }
+
+
+def _current_code() -> dict[str, Any]:
+    files = code_of(_main_module())
+    return {
+        "commit": _git("rev-parse", "HEAD").strip(),
+        "changed": [line[3:] for line in _git("status", "--porcelain", *files).splitlines()],
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 from pathlib import Path
@@ -30,6 +31,7 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(origin, "ROOT", tmp_path)
     monkeypatch.setattr(origin, "PACKAGES", {name: tmp_path / name for name in ("benchmarks", "tidemill")})
     monkeypatch.setattr(origin, "_main_module", lambda: "benchmarks.speed")
+    monkeypatch.setattr(origin, "_code", {})
     origin._imports.cache_clear()
     origin._written.cache_clear()
     return tmp_path
@@ -68,6 +70,17 @@ def test_a_result_is_current_until_its_code_changes(repository: Path) -> None:
     assert state(repository) == "1 files have changed since"
     commit_all(repository)
     assert state(repository) == "1 files have changed since"
+
+
+def test_the_origin_is_the_code_with_which_the_command_started(
+    repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", ["speed"])
+    origin.parsed(argparse.ArgumentParser())
+    started = origin.origin()["commit"]
+    (repository / "tidemill" / "used.py").write_text("import json, math\n")
+    commit_all(repository)
+    assert origin.origin()["commit"] == started
 
 
 def test_changed_files_are_part_of_the_origin(repository: Path) -> None:

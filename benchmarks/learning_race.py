@@ -56,9 +56,9 @@ class Distance:
 
 
 DISTANCES = {
-    "addition": Distance(steps=60, evaluate_every=4, learning_rate=2e-5, accuracies=(0.5, 0.8, 0.9)),
+    "addition": Distance(steps=32, evaluate_every=2, learning_rate=2e-5, accuracies=(0.5, 0.8, 0.9)),
     "sorting": Distance(steps=100, evaluate_every=5, learning_rate=2.5e-5, accuracies=(0.2, 0.4, 0.5)),
-    "chat": Distance(steps=30, evaluate_every=2, learning_rate=2e-5, accuracies=(0.7, 0.8, 0.9)),
+    "chat": Distance(steps=20, evaluate_every=2, learning_rate=2e-5, accuracies=(0.7, 0.8, 0.9)),
 }
 
 
@@ -148,6 +148,8 @@ def figures_of(laps: dict[str, list[Lap]], accuracies: Sequence[float]) -> dict[
         one.step: interval(a.evaluations[index].accuracy - b.evaluations[index].accuracy for a, b in pairs)
         for index, one in enumerate(ours[0].evaluations)
     }
+    # One figure for the whole curve: intervals at each of many steps would exclude 0 by chance.
+    overall = interval(_mean_accuracy(a) - _mean_accuracy(b) for a, b in pairs)
     to_levels = [
         ToAccuracy(
             accuracy=level,
@@ -160,6 +162,7 @@ def figures_of(laps: dict[str, list[Lap]], accuracies: Sequence[float]) -> dict[
     ratios = [each.ratios() for each in to_levels]
     return {
         "step_ratio": statistics.median(b.step_cpu_s / a.step_cpu_s for a, b in pairs),
+        "difference": overall,
         "difference_at_steps": [{"step": step, "difference": found} for step, found in differences.items()],
         "cpu_seconds_to": [
             {**msgspec.to_builtins(each), "ratios": found, "ratio": statistics.median(found) if found else None}
@@ -171,9 +174,14 @@ def figures_of(laps: dict[str, list[Lap]], accuracies: Sequence[float]) -> dict[
         },
         "reached": {
             "faster": all(found and statistics.median(found) >= TARGET for found in ratios),
-            "as_accurate": all(found.high >= 0 for found in differences.values()),
+            "as_accurate": overall.high >= 0,
         },
     }
+
+
+def _mean_accuracy(one: Lap) -> float:
+    """Over the evaluations at equal steps."""
+    return statistics.fmean(each.accuracy for each in one.evaluations[1:])
 
 
 def _print(name: str, figures: dict[str, Any]) -> None:
@@ -187,6 +195,8 @@ def _print(name: str, figures: dict[str, Any]) -> None:
     Console(width=120).print(table)
     last: Interval = figures["difference_at_steps"][-1]["difference"]
     print(f"a step takes TRL {figures['step_ratio']:.2f} times as long; microbatches {figures['microbatch']}")
+    overall: Interval = figures["difference"]
+    print(f"accuracy over all steps, ours - TRL: {overall.value:+.3f} ({overall.low:+.3f} to {overall.high:+.3f})")
     print(f"accuracy after the last step, ours - TRL: {last.value:+.3f} ({last.low:+.3f} to {last.high:+.3f})")
 
 

@@ -236,7 +236,7 @@ def _panel(name: str, laps: dict[str, list[Lap]], *, by: str) -> Panel:
             )
             lines.append(line)
     what = "step" if by == "step" else "CPU seconds"
-    return Panel(title=name, x_title=what, lines=lines, low=0.0, high=1.0)
+    return Panel(title=name, x_title=what, lines=lines, low=0.0, high=1.02)
 
 
 if __name__ == "__main__":

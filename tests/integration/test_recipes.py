@@ -226,6 +226,7 @@ def test_the_ray_recipe_trains_while_its_workers_are_killed(tmp_path: Path) -> N
     check_report(run)
 
 
+@pytest.mark.slow  # tests/integration/cluster/test_ranks.py trains with two ranks on Ray
 @pytest.mark.xdist_group("ray")
 def test_the_recipe_of_shards_resumes_with_another_number_of_ranks(tmp_path: Path) -> None:
     recipe, run = f"@{REPOSITORY / 'recipes' / 'shards-local.toml'}", tmp_path / "run"

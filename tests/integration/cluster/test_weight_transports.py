@@ -66,6 +66,7 @@ def pulls(run: Path) -> dict[int, list[int]]:
     return found
 
 
+@pytest.mark.slow  # tests/contract/test_weight_transports.py compares the bytes of each
 @pytest.mark.timeout(800)
 def test_all_transports_give_the_same_weights(tmp_path: Path) -> None:
     digests = {transport: ran(tmp_path, transport)["weights_digest"] for transport in ("object_store", "shm")}

@@ -75,7 +75,7 @@ def main() -> int:
         for task in (task for task in TASKS if task.name in options.tasks):
             figures = _raced(task, options)
             _print(task.name, figures)
-            kind = "-defaults" if options.defaults else ""
+            kind = "_defaults" if options.defaults else ""
             partial = "-partial" if options.steps else ""
             write_result(f"learning_race_{task.name}{kind}{partial}", figures)
     _draw()

@@ -44,7 +44,7 @@ class Sampled:
     answer: str
 
 
-class Judge:
+class Evaluator:
     """A stock `transformers` model on which a side's weights are evaluated and its first gradient is computed anew."""
 
     def __init__(self, task: RaceTask) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.race_common import GROUP_SIZE, PROMPTS, Judge, RaceSettings, Sampled, prompts_key
+from benchmarks.race_common import GROUP_SIZE, PROMPTS, Evaluator, RaceSettings, Sampled, prompts_key
 from benchmarks.race_tasks import Question, right_share
 from benchmarks.turns import Turns, Work
 from tidemill.config.schema import RunSpec
@@ -71,7 +71,7 @@ def _write(path: Path, questions: Sequence[Question], part: int) -> None:
 def _hand_over_turns(turns: Turns, race: RaceSettings) -> None:
     """Make the recorder wait for its turn after every step, and evaluate between the turns."""
     record_step, record_samples, finish_batch = Recorder.step, Recorder.samples, PolicyTrainer.finish_batch
-    judge, trainers, batches = Judge(race.found), list[PolicyTrainer](), list[tuple[list[Any], list[Any]]]()
+    evaluator, trainers, batches = Evaluator(race.found), list[PolicyTrainer](), list[tuple[list[Any], list[Any]]]()
 
     def finish(self: PolicyTrainer, step: int) -> StepMetrics:
         trainers[:] = [self]
@@ -96,9 +96,9 @@ def _hand_over_turns(turns: Turns, race: RaceSettings) -> None:
             }
             if metrics.step == 1:
                 pairs = zip(trajectories, prompts, strict=True)
-                notes["plain_grad_norm"] = judge.gradient_norm([_sampled(*pair) for pair in pairs])
+                notes["plain_grad_norm"] = evaluator.gradient_norm([_sampled(*pair) for pair in pairs])
             if race.evaluate_every and metrics.step % race.evaluate_every == 0:
-                notes |= judge.accuracy(trainers[0].model.state_dict())
+                notes |= evaluator.accuracy(trainers[0].model.state_dict())
             work = Work(
                 samples=len(trajectories),
                 prompt_tokens=sum(each.prompt_length for each in trajectories),

@@ -18,7 +18,7 @@ from transformers import (
 )
 from trl import GRPOConfig, GRPOTrainer
 
-from benchmarks.race_common import GROUP_SIZE, PROMPTS, Judge, RaceSettings, Sampled, prompts_key
+from benchmarks.race_common import GROUP_SIZE, PROMPTS, Evaluator, RaceSettings, Sampled, prompts_key
 from benchmarks.race_tasks import right_share
 from benchmarks.turns import Turns, Work
 
@@ -41,7 +41,7 @@ class TakeTurns(TrainerCallback):
     """One optimizer step per turn: from before its generation to after its update; evaluates between the turns."""
 
     def __init__(self, turns: Turns, race: RaceSettings) -> None:
-        self._turns, self._race, self._judge = turns, race, Judge(race.found)
+        self._turns, self._race, self._evaluator = turns, race, Evaluator(race.found)
         self.trainer: WatchedTrainer | None = None
         self.grad_norm = 0.0
 
@@ -68,9 +68,9 @@ class TakeTurns(TrainerCallback):
                 Sampled(prompt_ids=prompt, completion_ids=completion, answer=answer)
                 for prompt, completion, answer in zip(prompt_ids, completion_ids, trainer.answers, strict=True)
             ]
-            notes["plain_grad_norm"] = self._judge.gradient_norm(samples)
+            notes["plain_grad_norm"] = self._evaluator.gradient_norm(samples)
         if race.evaluate_every and state.global_step % race.evaluate_every == 0:
-            notes |= self._judge.accuracy(trainer.model.state_dict())
+            notes |= self._evaluator.accuracy(trainer.model.state_dict())
         work = Work(samples=len(completion_ids), prompt_tokens=sum(map(len, prompt_ids)), completion_tokens=0)
         self._turns.end(work, **notes)
 

@@ -68,14 +68,14 @@ class PackedPlan:
         outputs, writes, start = [], [], 0
         for index, (job, tree) in enumerate(zip(self.jobs, self.trees, strict=True)):
             nodes = slice(start, start + tree.size)
-            own = query[:, :, nodes], key[:, :, nodes], value[:, :, nodes]
-            job_keys = torch.cat([keys[job.source, :, : job.past], own[1][0]], 1)
-            job_values = torch.cat([values[job.source, :, : job.past], own[2][0]], 1)
+            own_query, own_key, own_value = (each[:, :, nodes] for each in (query, key, value))
+            job_keys = torch.cat([keys[job.source, :, : job.past], own_key[0]], 1)
+            job_values = torch.cat([values[job.source, :, : job.past], own_value[0]], 1)
             if (blocks := self._blocks[index]) is not None:
-                outputs.append(blocks.attend(layer, *own, scaling, window))
+                outputs.append(blocks.attend(layer, own_query, own_key, own_value, scaling, window))
             else:
                 mask = self._tree_mask(index, tree, job.past, window)
-                outputs.append(masked_attention(own[0], job_keys[None], job_values[None], mask, scaling))
+                outputs.append(masked_attention(own_query, job_keys[None], job_values[None], mask, scaling))
             writes.append((job_keys, job_values))
             start += tree.size
         if len(self._rows):

@@ -1,6 +1,6 @@
 """Learning per step and per CPU second against TRL's `GRPOTrainer`, on three tasks over seeds.
 
-    python -m benchmarks.learning_race [--tasks addition sorting chat] [--seeds 3] [--steps N] [--defaults] [--draw]
+    python -m benchmarks.learning_race [--tasks addition sorting chat] [--seeds 10] [--steps N] [--defaults] [--draw]
 
 Both sides start with the same weights and answer the same prompts in the same order, with the same reward, loss and
 optimizer, in float32 and one thread, each with the microbatch that is fastest for it here. They alternate step by step
@@ -31,7 +31,7 @@ from benchmarks.measuring import RESULTS, write_result
 from benchmarks.models import quiet
 from benchmarks.origin import parsed
 from benchmarks.race_common import Evaluator, RaceSettings
-from benchmarks.race_figures import Lap, accuracy_at, check_same_work, cpu_seconds_to, lap
+from benchmarks.race_figures import Run, accuracy_at, check_same_work, cpu_seconds_to, run_of
 from benchmarks.race_tasks import TASKS, RaceTask
 from benchmarks.race_tidemill import tidemill_side
 from benchmarks.race_trl import trl_side
@@ -46,8 +46,8 @@ TARGET = 1.5  # times fewer CPU seconds to an accuracy
 
 
 @dataclass(frozen=True, kw_only=True)
-class Distance:
-    """How far a task is run, with a learning rate that was chosen on our side, and accuracies to reach on the way."""
+class TaskSettings:
+    """The learning rate was chosen on our side; CPU seconds are counted to each of the accuracies."""
 
     steps: int
     evaluate_every: int
@@ -55,17 +55,17 @@ class Distance:
     accuracies: tuple[float, ...]
 
 
-DISTANCES = {
-    "addition": Distance(steps=32, evaluate_every=2, learning_rate=2e-5, accuracies=(0.5, 0.8, 0.9)),
-    "sorting": Distance(steps=100, evaluate_every=5, learning_rate=2.5e-5, accuracies=(0.2, 0.4, 0.5)),
-    "chat": Distance(steps=20, evaluate_every=2, learning_rate=2e-5, accuracies=(0.7, 0.8, 0.9)),
+TASK_SETTINGS = {
+    "addition": TaskSettings(steps=32, evaluate_every=2, learning_rate=2e-5, accuracies=(0.5, 0.8, 0.9)),
+    "sorting": TaskSettings(steps=100, evaluate_every=5, learning_rate=2.5e-5, accuracies=(0.2, 0.4, 0.5)),
+    "chat": TaskSettings(steps=20, evaluate_every=2, learning_rate=2e-5, accuracies=(0.7, 0.8, 0.9)),
 }
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Held-out accuracy by step and by CPU second, against TRL.")
-    parser.add_argument("--tasks", nargs="+", choices=list(DISTANCES), default=list(DISTANCES))
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--tasks", nargs="+", choices=list(TASK_SETTINGS), default=list(TASK_SETTINGS))
+    parser.add_argument("--seeds", type=int, default=10)
     parser.add_argument("--steps", type=int, default=0, help="instead of each task's own; for a trial")
     parser.add_argument("--defaults", action="store_true", help="each library's own settings")
     parser.add_argument("--draw", action="store_true", help="only draw the picture from the result files")
@@ -87,37 +87,37 @@ def main() -> int:
 
 
 def _raced(task: RaceTask, options: argparse.Namespace) -> dict[str, Any]:
-    distance = DISTANCES[task.name]
+    chosen = TASK_SETTINGS[task.name]
     if options.steps:
-        distance = replace(distance, steps=options.steps)
+        chosen = replace(chosen, steps=options.steps)
     start = Evaluator(task).accuracy(None)
     settings = RaceSettings(
         task=task.name,
         seed=0,
-        steps=distance.steps,
-        learning_rate=distance.learning_rate,
-        evaluate_every=distance.evaluate_every,
+        steps=chosen.steps,
+        learning_rate=chosen.learning_rate,
+        evaluate_every=chosen.evaluate_every,
         microbatch=0,
         defaults=options.defaults,
     )
     best = {side: 0 if options.defaults else _best_microbatch(side, settings) for side in SIDES}
-    laps: dict[str, list[Lap]] = {side: [] for side in SIDES}
+    runs: dict[str, list[Run]] = {side: [] for side in SIDES}
     for seed in range(options.seeds):
         print(f"{task.name}, seed {seed}", file=sys.stderr, flush=True)
         sides = {
             name: (side, {"race": replace(settings, seed=seed, microbatch=best[name])}) for name, side in SIDES.items()
         }
-        results = take_turns(sides, rounds=distance.steps, deadline_s=DEADLINE_S, warm_up=False)
+        results = take_turns(sides, rounds=chosen.steps, deadline_s=DEADLINE_S, warm_up=False)
         if not options.defaults:
             check_same_work(results)
         for name, result in results.items():
-            laps[name].append(lap(seed, result.turns, start))
+            runs[name].append(run_of(seed, result.turns, start))
     return {
-        "distance": vars(distance),
+        "settings": vars(chosen),
         "start": start,
         "microbatch": best,
-        "laps": msgspec.to_builtins(laps),
-        **figures_of(laps, distance.accuracies),
+        "runs": msgspec.to_builtins(runs),
+        **figures_of(runs, chosen.accuracies),
     }
 
 
@@ -144,9 +144,9 @@ class ToAccuracy(Record):
         return [theirs / ours for ours, theirs in pairs if ours and theirs is not None]
 
 
-def figures_of(laps: dict[str, list[Lap]], accuracies: Sequence[float]) -> dict[str, Any]:
+def figures_of(runs: dict[str, list[Run]], accuracies: Sequence[float]) -> dict[str, Any]:
     """Compared by seed; intervals are over seeds."""
-    ours, theirs = laps.values()
+    ours, theirs = runs.values()
     pairs = list(zip(ours, theirs, strict=True))
     differences = {
         one.step: interval(a.evaluations[index].accuracy - b.evaluations[index].accuracy for a, b in pairs)
@@ -162,7 +162,7 @@ def figures_of(laps: dict[str, list[Lap]], accuracies: Sequence[float]) -> dict[
         )
         for level in accuracies
     ]
-    shared = min(each.cpu_s for of in laps.values() for each in of)
+    shared = min(each.cpu_s for of in runs.values() for each in of)
     ratios = [each.ratios() for each in to_levels]
     return {
         "step_ratio": statistics.median(b.step_cpu_s / a.step_cpu_s for a, b in pairs),
@@ -174,7 +174,7 @@ def figures_of(laps: dict[str, list[Lap]], accuracies: Sequence[float]) -> dict[
         ],
         "at_equal_cpu_s": {
             "cpu_s": shared,
-            "accuracy": {name: [accuracy_at(shared, each.evaluations) for each in of] for name, of in laps.items()},
+            "accuracy": {name: [accuracy_at(shared, each.evaluations) for each in of] for name, of in runs.items()},
         },
         "reached": {
             "faster": all(len(found) == len(pairs) and statistics.median(found) >= TARGET for found in ratios),
@@ -184,7 +184,7 @@ def figures_of(laps: dict[str, list[Lap]], accuracies: Sequence[float]) -> dict[
     }
 
 
-def _mean_accuracy(one: Lap) -> float:
+def _mean_accuracy(one: Run) -> float:
     """Over the evaluations at equal steps."""
     return statistics.fmean(each.accuracy for each in one.evaluations[1:])
 
@@ -215,22 +215,22 @@ def _range(values: Sequence[float]) -> str:
 
 def _draw() -> None:
     panels = []
-    for name in DISTANCES:
+    for name in TASK_SETTINGS:
         path = RESULTS / f"learning_race_{name}.json"
         if path.exists():
-            laps = msgspec.json.decode(path.read_bytes(), type=_File).laps
-            panels += [_panel(name, laps, by="step"), _panel(name, laps, by="cpu_s")]
+            runs = msgspec.json.decode(path.read_bytes(), type=_File).runs
+            panels += [_panel(name, runs, by="step"), _panel(name, runs, by="cpu_s")]
     if panels:
         write_chart(PICTURES / "learning_race.svg", "Held-out accuracy, against TRL's GRPOTrainer", panels)
 
 
 class _File(msgspec.Struct):
-    laps: dict[str, list[Lap]]
+    runs: dict[str, list[Run]]
 
 
-def _panel(name: str, laps: dict[str, list[Lap]], *, by: str) -> Panel:
+def _panel(name: str, runs: dict[str, list[Run]], *, by: str) -> Panel:
     lines = []
-    for colour, (side, of) in enumerate(laps.items()):
+    for colour, (side, of) in enumerate(runs.items()):
         for number, each in enumerate(of):
             points = each.evaluations
             line = Line(

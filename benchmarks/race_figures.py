@@ -25,7 +25,7 @@ class Evaluated(Record):
     reward: float | None  # None before step 1; mean over the samples of the steps since the last evaluation
 
 
-class Lap(Record):
+class Run(Record):
     """One seed of one side."""
 
     seed: int
@@ -60,7 +60,7 @@ def check_same_work(results: Mapping[str, SideResult]) -> None:
         raise RuntimeError(f"the sides' completions differ in length at step 1: {lengths} tokens")
 
 
-def lap(seed: int, turns: Sequence[Turn], start: Mapping[str, float]) -> Lap:
+def run_of(seed: int, turns: Sequence[Turn], start: Mapping[str, float]) -> Run:
     """Curve of one side, from the accuracy of the start."""
     spent = list(accumulate(turn.cpu_s for turn in turns))
     found = [Evaluated(step=0, cpu_s=0.0, accuracy=start["accuracy"], greedy_reward=start["greedy"], reward=None)]
@@ -75,7 +75,7 @@ def lap(seed: int, turns: Sequence[Turn], start: Mapping[str, float]) -> Lap:
                 reward=sum(each.notes["reward"] for each in since) / len(since),
             )
             found.append(one)
-    return Lap(
+    return Run(
         seed=seed,
         cpu_s=spent[-1],
         step_cpu_s=sorted(turn.cpu_s for turn in turns)[len(turns) // 2],

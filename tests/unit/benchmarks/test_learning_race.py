@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.learning_race import figures_of
 from benchmarks.race_common import GROUP_SIZE, PROMPTS, prompts_key
-from benchmarks.race_figures import Evaluated, Lap, accuracy_at, check_same_work, cpu_seconds_to, lap
+from benchmarks.race_figures import Evaluated, Run, accuracy_at, check_same_work, cpu_seconds_to, run_of
 from benchmarks.race_tasks import TASKS, RaceTask, right_share, written_addition
 from benchmarks.turns import SideResult, Turn, Work
 
@@ -60,9 +60,9 @@ def test_prompts_in_another_order_have_another_key() -> None:
     assert prompts_key(["a", "a", "b"]) == prompts_key(["a", "b"]) != prompts_key(["b", "a"])
 
 
-def test_a_lap_counts_the_cpu_time_of_its_steps() -> None:
+def test_a_run_counts_the_cpu_time_of_its_steps() -> None:
     turns = [turn(2.0), turn(3.0, accuracy=0.5, greedy=0.9, reward=0.7), turn(4.0)]
-    found = lap(3, turns, {"accuracy": 0.1, "greedy": 0.2})
+    found = run_of(3, turns, {"accuracy": 0.1, "greedy": 0.2})
     assert (found.seed, found.cpu_s, found.step_cpu_s) == (3, 9.0, 3.0)
     assert [(each.step, each.cpu_s, each.accuracy) for each in found.evaluations] == [(0, 0.0, 0.1), (2, 5.0, 0.5)]
     assert found.evaluations[1].reward == pytest.approx(0.6)
@@ -85,11 +85,11 @@ def test_seconds_to_an_accuracy_are_on_the_line_between_two_evaluations() -> Non
 
 def test_figures_compare_the_sides_by_seed() -> None:
     fast, slow = curve((0, 0.0), (10, 1.0)), curve((0, 0.0), (16, 1.0))
-    laps = {
-        "Tidemill": [Lap(seed=0, cpu_s=10, step_cpu_s=1.0, completion_tokens=1, evaluations=fast)],
-        "TRL": [Lap(seed=0, cpu_s=16, step_cpu_s=1.6, completion_tokens=1, evaluations=slow)],
+    runs = {
+        "Tidemill": [Run(seed=0, cpu_s=10, step_cpu_s=1.0, completion_tokens=1, evaluations=fast)],
+        "TRL": [Run(seed=0, cpu_s=16, step_cpu_s=1.6, completion_tokens=1, evaluations=slow)],
     }
-    figures = figures_of(laps, (0.5, 0.8, 0.9))
+    figures = figures_of(runs, (0.5, 0.8, 0.9))
     assert figures["step_ratio"] == pytest.approx(1.6)
     assert [each["ratio"] for each in figures["cpu_seconds_to"]] == pytest.approx([1.6, 1.6, 1.6])
     assert figures["at_equal_cpu_s"]["accuracy"] == {"Tidemill": [1.0], "TRL": [pytest.approx(0.625)]}

@@ -36,10 +36,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     subprocess.run(pip, check=True, timeout=200)
     (wheel,) = built.glob("*.whl")
     zipfile.ZipFile(wheel).extractall(unpacked)
-    environment = {**os.environ, "PYTHONPATH": str(unpacked)}
 
     def python(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, *words]
+        command, environment = [sys.executable, *words], {**os.environ, "PYTHONPATH": str(unpacked)}
         return subprocess.run(
             command, cwd=folder, env=environment, capture_output=True, text=True, timeout=280, check=False
         )
@@ -50,6 +49,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 @pytest.mark.parametrize("source", EXAMPLES)
+@pytest.mark.usefixtures("shared_cache")
 @pytest.mark.timeout(300)
 def test_the_example_runs(source: str, run: Run, tmp_path: Path) -> None:
     (tmp_path / "example.py").write_text(source.replace('"trainer.steps": 10', '"trainer.steps": 1'))

@@ -212,19 +212,25 @@ class Dispatcher:
         heapq.heappush(self._queue, (waits, sample.from_version, -self._expected(sample), sample.ordinal))
 
     def _assign_waiting(self, workers: Sequence[WorkerState]) -> bool:
-        """Fill free slots and short queues. Without preemptible workers the local engine queues all samples itself."""
-        limit = self._fleet.config.queue_limit if self._fleet.elastic else len(self._in_flight.samples)
-        held = {worker.lease.lease_id: len(self._in_flight.held(worker.lease.lease_id)) for worker in workers}
+        """Fill free slots and short queues. Without preemptible workers the local engine queues all samples itself.
+
+        A worker without a free slot takes samples when its queue has room for a group, so that siblings go to one
+        worker and share the cache of their prompt.
+        """
+        elastic = self._fleet.elastic
+        limit = self._fleet.config.queue_limit if elastic else len(self._in_flight.samples)
+        together = min(self._in_flight.plan.group_size, limit) if elastic else 1
         slots = {worker.lease.lease_id: worker.slots for worker in workers}
-        room = sum(max(0, slots[lease_id] + limit - assigned) for lease_id, assigned in held.items())
-        chosen = self._pop(room)
+        held = {lease_id: len(self._in_flight.held(lease_id)) for lease_id in slots}
+        room = {lease_id: slots[lease_id] + limit - count for lease_id, count in held.items()}
+        takes = [lease_id for lease_id in slots if held[lease_id] < slots[lease_id] or room[lease_id] >= together]
+        chosen = self._pop(sum(room[lease_id] for lease_id in takes))
         if not chosen:
             return False
         groups = self._groups_by_lease(chosen)
         loads = [
-            Load(lease_id=lease_id, slots=slots[lease_id], assigned=assigned, groups=frozenset(groups[lease_id]))
-            for lease_id, assigned in held.items()
-            if assigned < slots[lease_id] + limit
+            Load(lease_id=lease_id, slots=slots[lease_id], assigned=held[lease_id], groups=frozenset(groups[lease_id]))
+            for lease_id in takes
         ]
         waiting = [
             Waiting(

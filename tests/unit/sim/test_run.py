@@ -190,7 +190,7 @@ def test_balance_does_not_end_seeding_before_the_window() -> None:
     long = {"seed_window_s": 60.0, "window_gain": 1e9}  # longer than any step
     balance, window = (seeded(how, static_timetable(2), **long) for how in ("balance", "window"))
 
-    assert balance.digest == window.digest
+    assert sorted(map(str, balance.events)) == sorted(map(str, window.events))  # simultaneous ones in any order
 
 
 def test_balance_resumes_seeding_when_workers_fall_behind() -> None:

@@ -219,11 +219,11 @@ class Dispatcher:
         """
         elastic = self._fleet.elastic
         limit = self._fleet.config.queue_limit if elastic else len(self._in_flight.samples)
-        together = min(self._in_flight.plan.group_size, limit) if elastic else 1
+        least_room = min(self._in_flight.plan.group_size, limit) if elastic else 1
         slots = {worker.lease.lease_id: worker.slots for worker in workers}
         held = {lease_id: len(self._in_flight.held(lease_id)) for lease_id in slots}
         room = {lease_id: slots[lease_id] + limit - count for lease_id, count in held.items()}
-        takes = [lease_id for lease_id in slots if held[lease_id] < slots[lease_id] or room[lease_id] >= together]
+        takes = [lease_id for lease_id in slots if held[lease_id] < slots[lease_id] or room[lease_id] >= least_room]
         chosen = self._pop(sum(room[lease_id] for lease_id in takes))
         if not chosen:
             return False

@@ -1,5 +1,4 @@
-"""What both sides of the learning race share: settings, held-out accuracy, and the gradient of the first step in plain
-torch."""
+"""What both sides of the learning race share: settings and held-out accuracy."""
 
 from __future__ import annotations
 
@@ -15,7 +14,6 @@ from benchmarks.race_tasks import TASKS, RaceTask, right_share
 from tidemill.models.auto import quiet
 
 PROMPTS, GROUP_SIZE = 8, 8
-STD_FLOOR = 1e-4  # of the advantages, on both sides
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,49 +27,21 @@ class RaceSettings:
     evaluate_every: int  # steps; 0: never
     microbatch: int
     defaults: bool = False  # everything but the task, the batch and the learning rate as the library has it
+    replay: bool = False  # every step in plain torch, not only the gradient of the first
 
     @property
     def found(self) -> RaceTask:
         return next(task for task in TASKS if task.name == self.task)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sampled:
-    """A completion of the first step."""
-
-    prompt_ids: Sequence[int]
-    completion_ids: Sequence[int]
-    answer: str
-
-
 class Evaluator:
-    """A stock `transformers` model on which a side's weights are evaluated and its first gradient is computed anew."""
+    """A stock `transformers` model on which a side's weights are evaluated."""
 
     def __init__(self, task: RaceTask) -> None:
         self._task, folder = task, task.start()
         with quiet():
             self._model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
             self._tokenizer: Any = AutoTokenizer.from_pretrained(folder)
-
-    def gradient_norm(self, samples: Sequence[Sampled]) -> float:
-        """Of GRPO's loss with the starting weights: the mean over samples of the mean over their tokens."""
-        self._model.zero_grad()
-        rewards = torch.tensor([self._reward(each) for each in samples]).view(-1, GROUP_SIZE)
-        centred = rewards - rewards.mean(1, keepdim=True)
-        advantages = (centred / (rewards.std(1, keepdim=True) + STD_FLOOR)).flatten().tolist()
-        for sample, advantage in zip(samples, advantages, strict=True):
-            ids = torch.tensor([[*sample.prompt_ids, *sample.completion_ids]])
-            logits = self._model(input_ids=ids).logits[0, len(sample.prompt_ids) - 1 : -1]
-            chosen = torch.tensor(sample.completion_ids)[:, None]
-            logprobs = logits.log_softmax(-1).gather(1, chosen)
-            (-advantage * logprobs.mean() / len(samples)).backward()
-        norms = [each.grad.norm() for each in self._model.parameters() if each.grad is not None]
-        self._model.zero_grad()
-        return float(torch.stack(norms).norm())
-
-    def _reward(self, sample: Sampled) -> float:
-        text = self._tokenizer.decode(sample.completion_ids, skip_special_tokens=True)
-        return right_share(text, sample.answer, self._task.part)
 
     @torch.no_grad()
     def accuracy(self, weights: Any) -> dict[str, float]:

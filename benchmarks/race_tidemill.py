@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.race_common import GROUP_SIZE, PROMPTS, Evaluator, RaceSettings, Sampled, prompts_key
+from benchmarks.race_common import GROUP_SIZE, PROMPTS, Evaluator, RaceSettings, prompts_key
+from benchmarks.race_plain import PlainLearner, Sampled
 from benchmarks.race_tasks import Question, right_share
 from benchmarks.turns import Turns, Work
 from tidemill.config.schema import RunSpec
@@ -71,7 +72,8 @@ def _write(path: Path, questions: Sequence[Question], part: int) -> None:
 def _hand_over_turns(turns: Turns, race: RaceSettings) -> None:
     """Make the recorder wait for its turn after every step, and evaluate between the turns."""
     record_step, record_samples, finish_batch = Recorder.step, Recorder.samples, PolicyTrainer.finish_batch
-    evaluator, trainers, batches = Evaluator(race.found), list[PolicyTrainer](), list[tuple[list[Any], list[Any]]]()
+    evaluator, plain = Evaluator(race.found), PlainLearner.of(race)
+    trainers, batches = list[PolicyTrainer](), list[tuple[list[Any], list[Any]]]()
 
     def finish(self: PolicyTrainer, step: int) -> StepMetrics:
         trainers[:] = [self]
@@ -94,9 +96,8 @@ def _hand_over_turns(turns: Turns, race: RaceSettings) -> None:
                 "completion_tokens": float(sum(each.completion_length for each in trajectories)),
                 "groups_without_signal": values["groups_without_signal"],
             }
-            if metrics.step == 1:
-                pairs = zip(trajectories, prompts, strict=True)
-                notes["plain_grad_norm"] = evaluator.gradient_norm([_sampled(*pair) for pair in pairs])
+            samples = [_sampled(*pair) for pair in zip(trajectories, prompts, strict=True)]
+            notes |= plain.notes(metrics.step, samples, trainers[0].model.state_dict())
             if race.evaluate_every and metrics.step % race.evaluate_every == 0:
                 notes |= evaluator.accuracy(trainers[0].model.state_dict())
             work = Work(

@@ -18,7 +18,8 @@ from transformers import (
 )
 from trl import GRPOConfig, GRPOTrainer
 
-from benchmarks.race_common import GROUP_SIZE, PROMPTS, Evaluator, RaceSettings, Sampled, prompts_key
+from benchmarks.race_common import GROUP_SIZE, PROMPTS, Evaluator, RaceSettings, prompts_key
+from benchmarks.race_plain import PlainLearner, Sampled
 from benchmarks.race_tasks import right_share
 from benchmarks.turns import Turns, Work
 
@@ -41,7 +42,8 @@ class TakeTurns(TrainerCallback):
     """One optimizer step per turn: from before its generation to after its update; evaluates between the turns."""
 
     def __init__(self, turns: Turns, race: RaceSettings) -> None:
-        self._turns, self._race, self._evaluator = turns, race, Evaluator(race.found)
+        self._turns, self._race = turns, race
+        self._evaluator, self._plain = Evaluator(race.found), PlainLearner.of(race)
         self.trainer: WatchedTrainer | None = None
         self.grad_norm = 0.0
 
@@ -63,12 +65,11 @@ class TakeTurns(TrainerCallback):
             "completion_tokens": float(sum(map(len, completion_ids))),
             "groups_without_signal": float(sum(len(set(group)) == 1 for group in groups)),
         }
-        if state.global_step == 1:
-            samples = [
-                Sampled(prompt_ids=prompt, completion_ids=completion, answer=answer)
-                for prompt, completion, answer in zip(prompt_ids, completion_ids, trainer.answers, strict=True)
-            ]
-            notes["plain_grad_norm"] = self._evaluator.gradient_norm(samples)
+        samples = [
+            Sampled(prompt_ids=prompt, completion_ids=completion, answer=answer)
+            for prompt, completion, answer in zip(prompt_ids, completion_ids, trainer.answers, strict=True)
+        ]
+        notes |= self._plain.notes(state.global_step, samples, trainer.model.state_dict())
         if race.evaluate_every and state.global_step % race.evaluate_every == 0:
             notes |= self._evaluator.accuracy(trainer.model.state_dict())
         work = Work(samples=len(completion_ids), prompt_tokens=sum(map(len, prompt_ids)), completion_tokens=0)

@@ -17,8 +17,8 @@ CANDIDATES := $(or $(PYTHON),python3.11 python3.12 python3.13 python3.14 python3
 DEMO_DIR := runs/demo
 AGENTS_DIR := runs/demo-agents
 COVERED := algos controller core config
-BENCHMARKS := generation grpo_step learning_race race_replay matrix_rate batch_shapes demo_accuracy controller_scale simulator simulator.windows \
-  simulator.fleet_size goodput weights lora algorithms staleness rlhf equivalence migration overlap critic_placement \
+BENCHMARKS := generation grpo_step learning_race race_replay matrix_rate batch_shapes demo_accuracy controller_scale simulator \
+  simulator.windows simulator.fleet_size goodput weights lora algorithms staleness rlhf equivalence migration overlap critic_placement \
   overlap_scoring pinned_versions user_advantage agents shards sandbox weights_threads \
   weights_node gateway
 CHECKS := check-format check-lint check-types check-layers check-spelling check-dependencies check-figures

@@ -1,6 +1,6 @@
 """Every step of the learning race taken again in plain torch, with the samples of each side.
 
-    python -m benchmarks.race_replay [--tasks addition sorting chat] [--steps N]
+    python -m benchmarks.race_replay [--tasks addition sorting chat] [--seeds 3] [--steps N]
 
 The race compares accuracies, which differ from seed to seed by more than a small error would change them. This looks
 for such an error itself. Each side's steps are those of torch's AdamW on GRPO's loss if the weights agree after every
@@ -32,7 +32,8 @@ from benchmarks.race_figures import check_same_work
 from benchmarks.turns import Turn, take_turns
 
 MICROBATCHES = {"Tidemill": 2048, "TRL": 32}  # tokens; samples
-SEED = 0
+SUMS = ("logprob", "top")
+"""Of `benchmarks.race_plain`, over tokens."""
 WEIGHTS_TOLERANCE = 0.01  # of the distance that training moved the weights
 MOST_STANDARD_ERRORS = 4.0  # more: one chance in 16,000
 
@@ -40,10 +41,15 @@ MOST_STANDARD_ERRORS = 4.0  # more: one chance in 16,000
 def main() -> int:
     parser = argparse.ArgumentParser(description="The steps of the learning race again, in plain torch.")
     parser.add_argument("--tasks", nargs="+", choices=list(TASK_SETTINGS), default=list(TASK_SETTINGS))
+    parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=0, help="instead of each task's own; for a trial")
     options = parsed(parser)
     quiet()
-    figures = {task: _replayed(task, options.steps or TASK_SETTINGS[task].steps) for task in options.tasks}
+    figures: dict[str, Any] = {}
+    for task in options.tasks:
+        steps = options.steps or TASK_SETTINGS[task].steps
+        seeds = [_replayed(task, seed, steps) for seed in range(options.seeds)]
+        figures[task] = {side: figures_of([of[side] for of in seeds]) for side in SIDES}
     _print(figures)
     write_result("race_replay-partial" if options.steps else "race_replay", {"tasks": figures})
     wrong = [f"{task}, {side}" for task, sides in figures.items() for side, found in sides.items() if not agrees(found)]
@@ -52,10 +58,11 @@ def main() -> int:
     return bool(wrong)
 
 
-def _replayed(task: str, steps: int) -> dict[str, dict[str, float]]:
+def _replayed(task: str, seed: int, steps: int) -> dict[str, Sequence[Turn]]:
+    print(f"{task}, seed {seed}", file=sys.stderr, flush=True)
     race = RaceSettings(
         task=task,
-        seed=SEED,
+        seed=seed,
         steps=steps,
         learning_rate=TASK_SETTINGS[task].learning_rate,
         evaluate_every=0,
@@ -67,24 +74,25 @@ def _replayed(task: str, steps: int) -> dict[str, dict[str, float]]:
     }
     results = take_turns(sides, rounds=steps, deadline_s=DEADLINE_S, warm_up=False)
     check_same_work(results)
-    return {name: figures_of(result.turns) for name, result in results.items()}
+    return {name: result.turns for name, result in results.items()}
 
 
-def figures_of(turns: Sequence[Turn]) -> dict[str, float]:
+def figures_of(seeds: Sequence[Sequence[Turn]]) -> dict[str, Any]:
     """Of one side: how far its steps are from plain torch's, and its samples from the model's distribution."""
-    notes = [turn.notes for turn in turns]
+    notes = [[turn.notes for turn in turns] for turns in seeds]
+    together = [each for one in notes for each in one]
     return {
-        "steps": len(turns),
-        "tokens": sum(each["completion_tokens"] for each in notes),
-        "weights_off": max(each["weights_off"] for each in notes),
-        "logprob_errors": _standard_errors(notes, "logprob"),
-        "top_token_errors": _standard_errors(notes, "top"),
+        "steps": len(together),
+        "tokens": sum(each["completion_tokens"] for each in together),
+        "weights_off": max(each["weights_off"] for each in together),
+        **{f"{name}_errors": _standard_errors(together, name) for name in SUMS},
+        "of_seeds": [{f"{name}_errors": _standard_errors(one, name) for name in SUMS} for one in notes],
     }
 
 
-def agrees(figures: Mapping[str, float]) -> bool:
-    errors = (abs(figures[key]) for key in ("logprob_errors", "top_token_errors"))
-    return figures["weights_off"] <= WEIGHTS_TOLERANCE and max(errors) <= MOST_STANDARD_ERRORS
+def agrees(figures: Mapping[str, Any]) -> bool:
+    errors = (abs(figures[key]) for key in ("logprob_errors", "top_errors"))
+    return bool(figures["weights_off"] <= WEIGHTS_TOLERANCE) and max(errors) <= MOST_STANDARD_ERRORS
 
 
 def _standard_errors(notes: Sequence[Mapping[str, float]], name: str) -> float:
@@ -92,13 +100,13 @@ def _standard_errors(notes: Sequence[Mapping[str, float]], name: str) -> float:
     return sum(each[name] for each in notes) / math.sqrt(sum(each[f"{name}_variance"] for each in notes))
 
 
-def _print(figures: Mapping[str, Mapping[str, Mapping[str, float]]]) -> None:
+def _print(figures: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> None:
     table = Table(title="each side's steps and samples, against plain torch", box=box.SIMPLE)
     for column in ("task", "side", "steps", "tokens", "weights off by", "logprobs off by", "most probable off by"):
         table.add_column(column, justify="left" if column in ("task", "side") else "right")
     for task, sides in figures.items():
         for side, found in sides.items():
-            errors = (f"{found[key]:+.1f} standard errors" for key in ("logprob_errors", "top_token_errors"))
+            errors = (f"{found[key]:+.1f} standard errors" for key in ("logprob_errors", "top_errors"))
             off = f"{found['weights_off']:.1e}"
             table.add_row(task, side, f"{found['steps']:.0f}", f"{found['tokens']:,.0f}", off, *errors)
     Console(width=140).print(table)

@@ -73,7 +73,7 @@ def grpo_step(model: Any, optimizer: torch.optim.Optimizer, samples: Sequence[Sa
 
 def replayed(
     folder: Path, *, learning_rate: float = LEARNING_RATE, temperature: float = 1.0, steps: int = 3
-) -> Mapping[str, float]:
+) -> Mapping[str, Any]:
     model = build_family("llama", FAMILIES["llama"])
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.0)
     plain = PlainLearner(folder, part=1, learning_rate=LEARNING_RATE, replayed=True)
@@ -86,7 +86,7 @@ def replayed(
         notes["completion_tokens"] = float(sum(len(each.completion_ids) for each in samples))
         work = Work(samples=len(samples), prompt_tokens=0, completion_tokens=0)
         turns.append(Turn(wall_s=1.0, cpu_s=1.0, work=work, notes=notes))
-    return figures_of(turns)
+    return figures_of([turns])
 
 
 def weights(model: Any) -> Mapping[str, Tensor]:

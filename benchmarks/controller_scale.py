@@ -275,7 +275,7 @@ def main() -> int:
     figures = {"workers": options.workers, "slots": SLOTS, "tokens_per_delta": TOKENS, "tick_s": TICK_S}
     content = {"controller": whole, "us_per_delta_by_workers": costs, "bytes_per_token_by_length": kept}
     write_result("controller_scale", {**figures, **content, "reached": reached})
-    return 0
+    return 0 if all(reached.values()) else 1
 
 
 if __name__ == "__main__":

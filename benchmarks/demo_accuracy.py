@@ -73,7 +73,7 @@ def main() -> int:
     runs = {kind: [vars(outcome) for outcome in results] for kind, results in outcomes.items()}
     partial = "-partial" if options.seeds != 3 or options.threads else ""
     write_result(f"demo_accuracy{partial}", {"recipe": RECIPE.name, "runs": runs, "reached": reached})
-    return 0
+    return 0 if all(reached.values()) else 1
 
 
 def _run(folder: Path, seed: int, threads: int, recipes: list[str]) -> Outcome:

@@ -59,7 +59,7 @@ CASES = (
         name="SmolLM2-135M fp32, 64 new tokens",
         small=False,
         bf16=False,
-        target=None,
+        target=1.5,
         rounds=2,
         trl_microbatch=16,
         new_tokens=64,
@@ -116,8 +116,7 @@ def main() -> int:
     rounds = 2 if options.quick else options.rounds
     comparisons = [_compare(case, rounds or case.rounds) for case in chosen]
     partial = "-quick" if options.quick else "-partial" if options.only or options.rounds else ""
-    report(f"grpo_step{partial}", comparisons, theirs="TRL")
-    return 0
+    return 0 if report(f"grpo_step{partial}", comparisons, theirs="TRL") else 1
 
 
 def _compare(case: Case, rounds: int) -> Comparison:

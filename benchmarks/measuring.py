@@ -97,8 +97,8 @@ def machine() -> dict[str, Any]:
 
 def report(
     name: str, comparisons: Sequence[Comparison], *, theirs: str, notes: Mapping[str, Any] | None = None
-) -> None:
-    """Print the table on standard output and write results/NAME.json.
+) -> bool:
+    """Print the table on standard output and write results/NAME.json. Returns whether no target was missed.
 
     Raises:
         RuntimeError: no case was measured.
@@ -117,6 +117,7 @@ def report(
     Console(width=140).print(table)
     cases = [{**vars(item), "reached": item.reached} for item in comparisons]
     write_result(name, {"theirs": theirs, "cases": cases, **(notes or {})})
+    return all(item.reached is not False for item in comparisons)
 
 
 def write_result(name: str, content: Mapping[str, Any]) -> Path:

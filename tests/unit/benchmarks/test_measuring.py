@@ -50,6 +50,13 @@ def test_a_report_without_a_case_fails() -> None:
         report("generation-partial", [], theirs="TRL")
 
 
+def test_a_report_says_whether_a_target_was_missed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measuring, "RESULTS", tmp_path)
+    missed, reached, none = (compare("case", side((1, 1)), side((2, 2)), target=target) for target in (2.5, 2.0, None))
+    assert report("speed", [reached, none], theirs="TRL") is True
+    assert report("speed", [missed, reached, none], theirs="TRL") is False
+
+
 def test_parts_that_are_not_measured_stay_with_their_origin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measuring, "RESULTS", tmp_path)
     path, parts = tmp_path / "speed.json", ("first", "second")

@@ -92,9 +92,9 @@ def span(values: Iterable[float], digits: int) -> str:
     return f"{fixed(ordered[0], digits)}-{fixed(ordered[-1], digits)}"
 
 
-def shown(values: Iterable[float], digits: int) -> str:
-    """All of them, in their order."""
-    return ", ".join(fixed(value, digits) for value in values)
+def shown(values: Iterable[float | None], digits: int) -> str:
+    """All of them, in their order; None is "not reached"."""
+    return ", ".join("not reached" if value is None else fixed(value, digits) for value in values)
 
 
 def means(rows: Iterable[Mapping[str, Any]], name: str) -> list[float]:

@@ -31,6 +31,7 @@ RESULTS = {
         ("percent(speed.share)", "75 %"),
         ("percent(speed.share, 1)", "74.8 %"),
         ("shown([speed.cases[0].s, speed.cases[1].s], 1)", "1.3, 2.0"),
+        ("shown([speed.cases[0].s, none], 1)", "1.3, not reached"),
         ("fixed(median([1, 5, 3]), 0)", "3"),
         ("percents([0.285, 0.5])", "29 %, 50 %"),  # halves up, though 100 * 0.285 = 28.499...
         ("percent(-0.048)", "−5 %"),

@@ -17,8 +17,11 @@ without tokens. Every other transition raises `IllegalTransition`.
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import pairwise
+from types import MappingProxyType
 from typing import Literal, TypeAlias, TypeVar
 
 from tidemill.controller.turns import AgentLimits, Decode, Turns
@@ -79,6 +82,7 @@ TRANSITIONS: dict[SampleState, frozenset[SampleState]] = {
     SampleState.FINISHED: frozenset({SampleState.SCORED}),
     SampleState.SCORED: frozenset(),
 }
+NO_LOGPROBS: Mapping[int, LogprobBuffer] = MappingProxyType({})
 
 
 class IllegalTransition(RuntimeError):
@@ -107,7 +111,7 @@ class Sample:
     logprobs: bytearray = field(default_factory=bytearray)  # float32 [T]; 0 for tokens of observations
     version_starts: tuple[tuple[PolicyVersion, int], ...] = ()  # each version with the first token it generated
     source_starts: tuple[tuple[str, int], ...] = ()  # each engine and worker likewise
-    published: dict[int, LogprobBuffer] = field(default_factory=dict)  # by version: logprobs of tokens of older ones
+    published: Mapping[int, LogprobBuffer] = field(default_factory=lambda: NO_LOGPROBS)  # of older tokens, by version
     turns: Turns = field(default_factory=Turns)  # of an agent
     finish: Finish | None = None
     decoded: Trajectory | None = None  # cached trajectory of the finished sample
@@ -212,7 +216,7 @@ class Sample:
         self.state, self.restarts = SampleState.ACTING if self.opens else SampleState.WAITING, self.restarts + 1
         self.token_ids, self.logprobs = bytearray(), bytearray()
         self.version_starts = self.source_starts = ()
-        self.published, self.turns = {}, Turns()
+        self.published, self.turns = NO_LOGPROBS, Turns()
         self.finish = self.decoded = self.reward = None
         self.ref_logprobs, self.recovered = b"", 0
 
@@ -236,9 +240,9 @@ class Sample:
     def extend(self, token_ids: bytes, logprobs: bytes, version: PolicyVersion, source: str = "") -> None:
         """Append tokens that `version` generated on `source`."""
         if token_ids and (not self.version_starts or self.version_starts[-1][0] != version):
-            self.version_starts += ((version, self.length),)
+            self.version_starts += _begun(version, self.length)
         if token_ids and (not self.source_starts or self.source_starts[-1][0] != source):
-            self.source_starts += ((source, self.length),)
+            self.source_starts += _begun(source, self.length)
         self.token_ids += token_ids
         self.logprobs += logprobs
 
@@ -250,7 +254,7 @@ class Sample:
         """
         if len(logprobs) > len(self.logprobs) or len(logprobs) % ITEM_BYTES:
             raise IllegalTransition(f"{self.sample_id}: {len(logprobs)} bytes of logprobs for {self.length} tokens")
-        self.published[version] = logprobs
+        self.published = {**self.published, version: logprobs}
 
     def end_attempt(
         self, finish: Finish, error: str, sampling: SamplingParams, limits: AgentLimits | None = None
@@ -334,6 +338,12 @@ class Sample:
             outcome=ended_by.outcome,
             fault=(ended_by.reason or "fault") if ended_by.end == "fault" else "",
         )
+
+
+@lru_cache(maxsize=4096)
+def _begun(what: T, at: int) -> tuple[tuple[T, int]]:
+    """One object for all samples that begin alike."""
+    return ((what, at),)
 
 
 def _ranges(starts: tuple[tuple[T, int], ...], length: int) -> list[tuple[T, int, int]]:

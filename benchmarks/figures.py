@@ -61,9 +61,10 @@ def _matching(rows: Iterable[Any], equal: Mapping[str, Any]) -> list[Any]:
 
 
 def fixed(value: float | Decimal, digits: int) -> str:
-    """Rounds the decimal number as written, halves up: 0.205 is 0.21. Negative digits round to tens and hundreds."""
+    """Rounds the decimal number as written, halves up: 0.205 is 0.21. Negative digits round to tens and hundreds; what
+    rounds to 0 has no sign."""
     rounded = Decimal(str(value)).quantize(Decimal(1).scaleb(-digits), ROUND_HALF_UP)
-    return f"{rounded:,f}".replace("-", "−")
+    return f"{rounded + 0:,f}".replace("-", "−")
 
 
 def percent(share: float, digits: int = 0) -> str:

@@ -35,6 +35,7 @@ RESULTS = {
         ("fixed(median([1, 5, 3]), 0)", "3"),
         ("percents([0.285, 0.5])", "29 %, 50 %"),  # halves up, though 100 * 0.285 = 28.499...
         ("percent(-0.048)", "−5 %"),
+        ("fixed(-0.0003, 3)", "0.000"),
         ("fixed(speed.tokens, 0)", "30,721"),
         ("fixed(speed.tokens, -1)", "30,720"),
         ("signed_percents([0.0089, -0.053, 0.0004], 1)", "+0.9 %, −5.3 %, 0.0 %"),

@@ -58,7 +58,7 @@ class PlainLearner:
         """
         if not self._replayed:
             return {"plain_grad_norm": self._gradient_norm(samples)} if step == 1 else {}
-        sums = {name: float(value) for name, value in self._excess(samples).items()}
+        sums = self._excess(samples)
         norm = self._gradient_norm(samples)
         torch.nn.utils.clip_grad_norm_(self._model.parameters(), MAX_NORM)
         self._optimizer.step()
@@ -79,23 +79,30 @@ class PlainLearner:
         return float(torch.stack(norms).norm())
 
     @torch.no_grad()
-    def _excess(self, samples: Sequence[Sampled]) -> dict[str, Tensor]:
-        """How far the samples are from the model's distribution, summed over tokens, with the variance of each sum.
+    def _excess(self, samples: Sequence[Sampled]) -> dict[str, float]:
+        """How far the samples are from independent draws of the model's distribution: sums, each with its variance.
 
-        Expected to be 0 at every token, whatever came before it: its logprob plus the entropy, and 1 if it is the most
-        probable token less that probability.
+        Expected to be 0: over tokens, the logprob plus the entropy, and 1 if it is the most probable token less that
+        probability; over pairs of siblings, the product of the samples' sums of the first.
         """
-        sums = dict.fromkeys(("logprob", "logprob_variance", "top", "top_variance"), torch.zeros(()))
-        for sample, logprobs in zip(samples, self._logprobs(samples), strict=True):
+        logprob, logprob_variance, top, top_variance = (torch.zeros(len(samples)) for _ in range(4))
+        for at, (sample, logprobs) in enumerate(zip(samples, self._logprobs(samples), strict=True)):
             chosen, probabilities = torch.tensor(sample.completion_ids), logprobs.exp()
             mean = (probabilities * logprobs).sum(1)
-            top, best = probabilities.max(1)
-            sums["logprob"] = sums["logprob"] + (logprobs.gather(1, chosen[:, None])[:, 0] - mean).sum()
-            variance = (probabilities * logprobs.square()).sum(1) - mean.square()
-            sums["logprob_variance"] = sums["logprob_variance"] + variance.sum()
-            sums["top"] = sums["top"] + ((chosen == best).float() - top).sum()
-            sums["top_variance"] = sums["top_variance"] + (top * (1 - top)).sum()
-        return sums
+            highest, best = probabilities.max(1)
+            logprob[at] = (logprobs.gather(1, chosen[:, None])[:, 0] - mean).sum()
+            logprob_variance[at] = ((probabilities * logprobs.square()).sum(1) - mean.square()).sum()
+            top[at] = ((chosen == best).float() - highest).sum()
+            top_variance[at] = (highest * (1 - highest)).sum()
+        found = {
+            "logprob": logprob,
+            "logprob_variance": logprob_variance,
+            "top": top,
+            "top_variance": top_variance,
+            "siblings": _products_of_pairs(logprob),
+            "siblings_variance": _products_of_pairs(logprob_variance),
+        }
+        return {name: float(values.sum()) for name, values in found.items()}
 
     def _logprobs(self, samples: Sequence[Sampled]) -> Iterator[Tensor]:
         """Of every token of the vocabulary at each completion token of each sample: [completion length, vocabulary]."""
@@ -107,6 +114,12 @@ class PlainLearner:
     def _reward(self, sample: Sampled) -> float:
         text = self._tokenizer.decode(sample.completion_ids, skip_special_tokens=True)
         return right_share(text, sample.answer, self._part)
+
+
+def _products_of_pairs(values: Tensor) -> Tensor:
+    """The sum over the pairs of each group: ((sum of x)^2 - sum of x^2) / 2."""
+    groups = values.view(-1, GROUP_SIZE)
+    return (groups.sum(1).square() - groups.square().sum(1)) / 2
 
 
 def _distance(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:

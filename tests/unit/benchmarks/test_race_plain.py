@@ -72,7 +72,12 @@ def grpo_step(model: Any, optimizer: torch.optim.Optimizer, samples: Sequence[Sa
 
 
 def replayed(
-    folder: Path, *, learning_rate: float = LEARNING_RATE, temperature: float = 1.0, steps: int = 3
+    folder: Path,
+    *,
+    learning_rate: float = LEARNING_RATE,
+    temperature: float = 1.0,
+    copied: bool = False,
+    steps: int = 3,
 ) -> Mapping[str, Any]:
     model = build_family("llama", FAMILIES["llama"])
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.0)
@@ -80,6 +85,8 @@ def replayed(
     turns = []
     for step in range(1, steps + 1):
         samples = sampled(model, temperature, seed=step)
+        if copied:  # half of a group is one sample
+            samples = [samples[at // 4 * 4] for at in range(len(samples))]
         norm = grpo_step(model, optimizer, samples)
         notes = plain.notes(step, samples, weights(model))
         assert math.isclose(notes["plain_grad_norm"], norm, rel_tol=1e-3) or learning_rate != LEARNING_RATE
@@ -110,6 +117,14 @@ def test_another_temperature_is_found(folder: Path) -> None:
     found = replayed(folder, temperature=0.8)
     assert found["weights_off"] < 1e-2
     assert found["logprob_errors"] > 4
+    assert not agrees(found)
+
+
+def test_equal_siblings_are_found(folder: Path) -> None:
+    found = replayed(folder, copied=True)
+    assert found["weights_off"] < 1e-2
+    assert abs(found["logprob_errors"]) < 4
+    assert found["siblings_errors"] > 4
     assert not agrees(found)
 
 

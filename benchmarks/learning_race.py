@@ -110,8 +110,7 @@ def _raced(task: RaceTask, options: argparse.Namespace) -> dict[str, Any]:
             name: (side, {"race": replace(settings, seed=seed, microbatch=best[name])}) for name, side in SIDES.items()
         }
         results = take_turns(sides, rounds=chosen.steps, deadline_s=DEADLINE_S, warm_up=False)
-        if not options.defaults:
-            check_same_work(results)
+        check_same_work(results, same_loss=not options.defaults)
         for name, result in results.items():
             runs[name].append(run_of(seed, result.turns, start))
     return {

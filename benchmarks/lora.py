@@ -29,7 +29,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.addition_runs import TARGET, AdditionRun, addition_run, check_start, interval, of_case, spread
-from benchmarks.measuring import BYTES_PER_GB, RESULTS, write_result
+from benchmarks.measuring import BYTES_PER_GB, RESULTS, exit_code, write_result
 from benchmarks.models import quiet, smollm2
 from benchmarks.origin import origin, origin_of, parsed
 from benchmarks.sft_start import sft_start
@@ -86,7 +86,7 @@ def main() -> int:
         reached = figures.get("reached", {}) | found.get("reached", {})
         figures |= found | {"reached": reached, "origins": figures["origins"] | {part: origin()}}
     write_result(name, figures)
-    return 0
+    return exit_code(figures)
 
 
 def _earlier(name: str) -> dict[str, Any]:

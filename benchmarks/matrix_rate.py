@@ -24,7 +24,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from benchmarks.measuring import print_records, write_result
+from benchmarks.measuring import exit_code, print_records, write_result
 from benchmarks.models import quiet, smollm2
 from benchmarks.origin import parsed
 from benchmarks.stopping import interruptible
@@ -54,7 +54,7 @@ def main() -> int:
     records = [_record(name, DTYPES[name]) for name in chosen]
     print_records("SmolLM2, one thread", records)
     write_result("matrix_rate" + ("" if len(chosen) == len(DTYPES) else "-partial"), {"precisions": records})
-    return 0
+    return exit_code(records)
 
 
 def _record(name: str, dtype: torch.dtype) -> dict[str, Any]:

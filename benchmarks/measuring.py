@@ -131,6 +131,19 @@ def write_result(name: str, content: Mapping[str, Any]) -> Path:
     return path
 
 
+def exit_code(content: Any) -> int:
+    """1 if an aim was missed: if some value under "reached", or under a name that ends in "_reached", is false."""
+    if isinstance(content, Mapping):
+        verdicts = [value for name, value in content.items() if name == "reached" or name.endswith("_reached")]
+        return int(any(_has_false(each) for each in verdicts) or any(exit_code(each) for each in content.values()))
+    return int(isinstance(content, list | tuple) and any(exit_code(each) for each in content))
+
+
+def _has_false(verdict: Any) -> bool:
+    values = verdict.values() if isinstance(verdict, Mapping) else verdict if isinstance(verdict, list) else [verdict]
+    return any(value is False for value in values)
+
+
 def write_part(name: str, part: str, figures: Mapping[str, Any], *, parts: Sequence[str]) -> None:
     """Replace one part of results/NAME.json; the others stay, each with its machine and origin."""
     new = {"measured_on": machine(), "origin": origin(), **figures}

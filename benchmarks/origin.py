@@ -129,7 +129,8 @@ def _git(*arguments: str) -> str:
 
 
 def code_of(module: str) -> list[str]:
-    """The files of this repository that a module imports, wherever the import stands; relative paths, sorted."""
+    """The files of this repository that a module imports, wherever the import stands, and the recipes that the
+    benchmarks among them name; relative paths, sorted."""
     found, due = set[Path](), list(_files(module))
     while due:
         file = due.pop()
@@ -137,6 +138,8 @@ def code_of(module: str) -> list[str]:
             found.add(file)
             for name in _imports(file):
                 due += _files(name)
+    for file in [file for file in found if PACKAGES["benchmarks"] in file.parents]:
+        found.update(_recipes(file))
     return sorted(str(file.relative_to(ROOT)) for file in found)
 
 
@@ -151,6 +154,16 @@ def _files(module: str) -> Iterator[Path]:
         yield from (file for file in (place / "__init__.py", place.with_suffix(".py")) if file.is_file())
     if (place / "__main__.py").is_file():
         yield place / "__main__.py"
+
+
+@cache
+def _recipes(file: Path) -> tuple[Path, ...]:
+    """Those whose name is a string of the file."""
+    nodes = ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+    strings = {node.value for node in nodes if isinstance(node, ast.Constant)}
+    return tuple(
+        recipe for recipe in (PACKAGES["tidemill"] / "recipes").glob("*.toml") if {recipe.name, recipe.stem} & strings
+    )
 
 
 @cache

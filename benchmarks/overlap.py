@@ -24,12 +24,13 @@ import statistics
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.measuring import write_result
+from benchmarks.measuring import exit_code, write_result
 from benchmarks.origin import parsed
 from benchmarks.ray_runs import spec_of, steps_of, total
 from benchmarks.subjects import check_counts, check_equal
@@ -72,8 +73,7 @@ def main() -> int:
             runs.append(_measured(lag, number, options.steps))
             print(f"  round {number + 1}, lag {lag}: {_words(runs[-1])}", file=sys.stderr, flush=True)
     check_runs(runs)
-    _report(runs, quick=options.rounds < ROUNDS or options.steps < COUNTED_STEPS)
-    return 0
+    return exit_code(_report(runs, quick=options.rounds < ROUNDS or options.steps < COUNTED_STEPS))
 
 
 def _measured(lag: int, number: int, steps: int) -> Overlap:
@@ -125,7 +125,7 @@ def _words(one: Overlap) -> str:
     return f"idle {one.idle_share:.1%}, busy {one.busy_share:.1%}, {one.step_s:.2f} s per step"
 
 
-def _report(runs: Sequence[Overlap], *, quick: bool) -> None:
+def _report(runs: Sequence[Overlap], *, quick: bool) -> dict[str, Any]:
     by_lag = {lag: [one for one in runs if one.lag == lag] for lag in LAGS}
     _print_table(by_lag)
     rollout_s, train_s = (
@@ -159,6 +159,7 @@ def _report(runs: Sequence[Overlap], *, quick: bool) -> None:
         "reached": all(idle < 1 for idle, _ in ratios.values()),
     }
     write_result("overlap-partial" if quick else "overlap", figures)
+    return figures
 
 
 def _print_table(by_lag: dict[int, list[Overlap]]) -> None:

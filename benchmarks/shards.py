@@ -8,6 +8,7 @@ its peak resident memory above what it had after its imports; and the forecast o
 
 from __future__ import annotations
 
+import argparse
 import multiprocessing
 import os
 import resource
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.measuring import print_records, write_result
+from benchmarks.origin import parsed
 from benchmarks.stopping import interruptible
 from benchmarks.subjects import check_equal
 from benchmarks.turns import ONE_THREAD
@@ -29,6 +31,7 @@ GROUPS, GROUP_SIZE, PROMPT_TOKENS, NEW_TOKENS, MICROBATCH_TOKENS = 8, 4, 20, 16,
 
 
 def main() -> int:
+    parsed(argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter))
     os.environ |= ONE_THREAD
     ranks = {size: _measured(size) for size in (1, 2)}
     check_ranks(ranks)

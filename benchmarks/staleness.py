@@ -38,7 +38,7 @@ from benchmarks.addition_runs import (
     told_seeds,
 )
 from benchmarks.line_charts import PICTURES, Line, Panel, write_chart
-from benchmarks.measuring import write_result
+from benchmarks.measuring import exit_code, write_result
 from benchmarks.models import quiet
 from benchmarks.origin import parsed
 from benchmarks.sft_start import LEARNING, START
@@ -84,7 +84,7 @@ def main() -> int:
     check_lags(runs)
     _print(runs)
     _draw(runs)
-    return 0
+    return exit_code(verdict(runs))
 
 
 def case_of(lag: int, correction: str) -> str:

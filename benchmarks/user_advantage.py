@@ -88,7 +88,7 @@ def main() -> int:
         table.add_row(case["case"], *numbers, f"{case['added']:.2%}", verdict)
     Console(width=120).print(table)
     write_result(f"user_advantage{'-quick' if options.quick else ''}", {"target": TARGET, "cases": cases})
-    return 0
+    return 0 if all(case["added"] < TARGET for case in cases) else 1
 
 
 def _measure(name: str, rounds: int) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.measuring import write_result
+from benchmarks.measuring import exit_code, write_result
 from benchmarks.models import quiet, smollm2
 from benchmarks.origin import parsed
 from benchmarks.weights_delta import Publish, publishes_of_a_run
@@ -52,7 +52,7 @@ def main() -> int:
         content["pause"] = [vars(one) for one in pauses]
     whole = (options.steps, options.rounds, options.only) == (STEPS, ROUNDS, None)
     write_result("weights" if whole else "weights-partial", content)
-    return 0
+    return exit_code(content)
 
 
 def _deltas(model: Path, steps: int) -> dict[str, Any]:

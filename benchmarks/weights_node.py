@@ -11,6 +11,7 @@ fails if a version was not fetched, or a further one not as a delta.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import multiprocessing
 import os
@@ -29,6 +30,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from benchmarks.measuring import print_records, write_result
+from benchmarks.origin import parsed
 from benchmarks.stopping import interruptible
 from benchmarks.turns import ONE_THREAD
 from tidemill.core.protocols import LoopClock
@@ -87,6 +89,7 @@ class Version:
 
 
 def main() -> int:
+    parsed(argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter))
     os.environ |= ONE_THREAD
     cases = {name: asyncio.run(measured(shared=name == "shm")) for name in ("own copies", "shm")}
     for name, versions in cases.items():

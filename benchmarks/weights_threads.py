@@ -8,6 +8,7 @@ between the two; every result is compared byte by byte. The benchmark fails if o
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import sys
 import threading
@@ -18,6 +19,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from benchmarks.measuring import BYTES_PER_GB, print_records, write_result
+from benchmarks.origin import parsed
 from tidemill.core.records import DeltaEntry, PolicyVersion, TensorEntry
 from tidemill.weights.delta import apply_delta, encode_delta
 from tidemill.weights.snapshot import Blob, allocate, checksum
@@ -32,6 +34,7 @@ BASE = PolicyVersion(number=0, digest="")
 
 
 def main() -> int:
+    parsed(argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter))
     cases = [measured(share) for share in (0.01, 0.05)]
     print_records("differences of 0.25 GB, one and two threads", cases)
     write_result("weights_threads", {"rounds": ROUNDS, "aim": AIM, "cases": cases})

@@ -9,6 +9,7 @@ predictions. Targets: throughput within 10 %, ablations within a factor of 1.5.
 
 from __future__ import annotations
 
+import argparse
 import math
 import sys
 from collections.abc import Iterator, Sequence
@@ -23,7 +24,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.measuring import write_result
+from benchmarks.measuring import exit_code, write_result
+from benchmarks.origin import parsed
 from benchmarks.simulator.availability import SEED
 from benchmarks.simulator.calibration import Steady, steady
 from benchmarks.simulator.published_system import (
@@ -214,6 +216,7 @@ def show(lines: list[Line]) -> None:
 
 
 def main() -> int:
+    parsed(argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter))
     totals = {case: total(outcomes) for case, outcomes in play_all(CASES, run_case).items()}
     check_evictions({f"{row} {name}": found for (row, name), found in totals.items()})
     with ProcessPoolExecutor(CORES) as pool:
@@ -223,11 +226,9 @@ def main() -> int:
         held = f"{found.workers:.2f} instances, {found.evictions} evictions"
         print(f"{row:4} {name:12} {held}, trainer's GPUs idle {found.trainer_idle:.1%}")
     systems = {f"{row} {name}": to_builtins(found) for (row, name), found in totals.items()}
-    write_result(
-        "published_policy",
-        {"fitted": to_builtins(FITTED), "lines": [asdict(line) for line in lines], "systems": systems},
-    )
-    return 0
+    content = {"fitted": to_builtins(FITTED), "lines": [asdict(line) for line in lines], "systems": systems}
+    write_result("published_policy", content)
+    return exit_code(content)
 
 
 if __name__ == "__main__":

@@ -50,6 +50,12 @@ def test_different_work_fails(changed: dict[str, float], words: str) -> None:
         check_same_work({"Tidemill": side(), "TRL": side(**changed)})
 
 
+def test_only_the_gradient_may_differ_with_other_losses() -> None:
+    check_same_work({"Tidemill": side(), "TRL": side(grad_norm=0.9)}, same_loss=False)
+    with pytest.raises(RuntimeError, match="different prompts"):
+        check_same_work({"Tidemill": side(), "TRL": side(prompts=8.0)}, same_loss=False)
+
+
 def test_a_race_without_signal_fails() -> None:
     dull = replace(side(), turns=[turn(groups_without_signal=float(PROMPTS))] * 2)
     with pytest.raises(RuntimeError, match="TRL: no group of any step had signal"):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import measuring
-from benchmarks.measuring import compare, earlier_parts, report, write_part
+from benchmarks.measuring import compare, earlier_parts, exit_code, report, write_part
 from benchmarks.turns import SideResult, Turn, Work
 
 WORK = Work(samples=4, prompt_tokens=40, completion_tokens=12)
@@ -55,6 +55,20 @@ def test_a_report_says_whether_a_target_was_missed(tmp_path: Path, monkeypatch: 
     missed, reached, none = (compare("case", side((1, 1)), side((2, 2)), target=target) for target in (2.5, 2.0, None))
     assert report("speed", [reached, none], theirs="TRL") is True
     assert report("speed", [missed, reached, none], theirs="TRL") is False
+
+
+@pytest.mark.parametrize(
+    ("content", "code"),
+    [
+        ({"cases": [{"reached": True}, {"reached": None}]}, 0),
+        ({"cases": [{"reached": True}, {"reached": False}]}, 1),
+        ({"aim": {"memory_reached": False}}, 1),
+        ({"reached": {"faster": True, "smaller": False}}, 1),
+        ({"reached_by": 0, "smaller": False}, 0),
+    ],
+)
+def test_a_missed_aim_is_a_failure(content: dict[str, object], code: int) -> None:
+    assert exit_code(content) == code
 
 
 def test_parts_that_are_not_measured_stay_with_their_origin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,6 +34,7 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(origin, "_code", {})
     origin._imports.cache_clear()
     origin._written.cache_clear()
+    origin._recipes.cache_clear()
     return tmp_path
 
 
@@ -59,6 +60,15 @@ def write_result(folder: Path, name: str = "speed", **content: object) -> Path:
 
 def test_the_code_of_a_benchmark_is_all_that_it_imports(repository: Path) -> None:
     assert code_of("benchmarks.speed") == ["benchmarks/speed.py", "tidemill/__init__.py", "tidemill/used.py"]
+
+
+def test_the_code_of_a_benchmark_has_the_recipes_that_it_names(repository: Path) -> None:
+    (repository / "tidemill" / "recipes").mkdir()
+    for name in ("sums.toml", "games.toml", "other.toml"):
+        (repository / "tidemill" / "recipes" / name).touch()
+    (repository / "benchmarks" / "speed.py").write_text('RECIPE, NAMES = "sums.toml", ["games"]\n')
+    named = ["tidemill/recipes/games.toml", "tidemill/recipes/sums.toml"]
+    assert code_of("benchmarks.speed") == ["benchmarks/speed.py", *named]
 
 
 def test_a_result_is_current_until_its_code_changes(repository: Path) -> None:

@@ -1,4 +1,4 @@
-"""Generation: the embedded engine and `transformers.generate`, in three shapes.
+"""Generation: the embedded engine and `transformers.generate`, in four shapes.
 
     python -m benchmarks.generation [--model FOLDER] [--quick]
 

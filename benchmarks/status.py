@@ -33,8 +33,9 @@ def state_of(path: Path) -> tuple[str, str, str]:
     except ValueError as error:
         return str(error), of["date"], of["command"]
     if of["changed"]:
-        return f"measured with {len(of['changed'])} files changed since its commit", of["date"], of["command"]
-    return f"{changed} files have changed since" if changed else "current", of["date"], of["command"]
+        return f"measured with uncommitted changes of {len(of['changed'])} files", of["date"], of["command"]
+    words = "file has" if changed == 1 else "files have"
+    return f"{changed} {words} changed since" if changed else "current", of["date"], of["command"]
 
 
 def _changes(of: Mapping[str, Any]) -> float:

@@ -52,6 +52,22 @@ def test_a_dispatcher_that_forgets_evicted_samples_is_found(monkeypatch: pytest.
         measure(TRACE, 600.0, "endless", seed=7)
 
 
+def test_forgotten_samples_are_found_when_no_slot_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fresh samples are in front of those that lost their machine, and there are always more."""
+    monkeypatch.setattr(goodput, "PROMPTS", 256)
+    monkeypatch.setattr(goodput, "LONGEST_WAIT_S", 200.0)
+    push = Dispatcher._push
+
+    def forgets(self: Dispatcher, sample: Any) -> None:
+        if not (sample.attempt and sample.ordinal % 7 == 0):
+            push(self, sample)
+
+    monkeypatch.setattr(Dispatcher, "_push", forgets)
+    monkeypatch.setattr(goodput, "STALL_S", math.inf)
+    with pytest.raises(AssertionError, match="lost its machine waited"):
+        measure(TRACE, 600.0, "endless", seed=7)
+
+
 def test_evictions_without_migrations_fail() -> None:
     class Run:
         events = ({"event": "eviction", "samples": 3},)

@@ -77,9 +77,9 @@ def test_a_result_is_current_until_its_code_changes(repository: Path) -> None:
     (repository / "tidemill" / "other.py").write_text("x = 1\n")
     assert state(repository) == "current"
     (repository / "tidemill" / "used.py").write_text("import json, math\n")
-    assert state(repository) == "1 files have changed since"
+    assert state(repository) == "1 file has changed since"
     commit_all(repository)
-    assert state(repository) == "1 files have changed since"
+    assert state(repository) == "1 file has changed since"
 
 
 def test_the_origin_is_the_code_with_which_the_command_started(
@@ -98,7 +98,7 @@ def test_changed_files_are_part_of_the_origin(repository: Path) -> None:
     found = origin.origin()
     assert found["changed"] == ["tidemill/used.py"]
     write_result(repository, origin=found)
-    assert state(repository) == "measured with 1 files changed since its commit"
+    assert state(repository) == "measured with uncommitted changes of 1 files"
 
 
 def test_an_older_result_counts_from_the_commit_that_wrote_it(repository: Path) -> None:
@@ -107,7 +107,7 @@ def test_an_older_result_counts_from_the_commit_that_wrote_it(repository: Path) 
     assert state(repository) == "current"
     (repository / "benchmarks" / "speed.py").write_text("from tidemill import other\n")
     origin._imports.cache_clear()
-    assert state(repository) == "1 files have changed since"
+    assert state(repository) == "1 file has changed since"
 
 
 def test_a_result_of_several_commands_is_as_old_as_its_oldest_part(repository: Path) -> None:
@@ -118,7 +118,7 @@ def test_a_result_of_several_commands_is_as_old_as_its_oldest_part(repository: P
     for parts in ({"some": {"origin": first}}, {"runs": [{"origin": last}, {"origin": first}]}, {"origins": [first]}):
         path = write_result(repository, origin=last, **parts)
         state, _, command = status.state_of(path)
-        assert (state, command) == ("1 files have changed since", "first")
+        assert (state, command) == ("1 file has changed since", "first")
 
 
 def test_a_part_without_an_origin_has_that_of_its_file(repository: Path) -> None:

@@ -20,6 +20,7 @@ COMMANDS = (
     "learning_race --defaults --seeds 3",
     "race_replay",
     "matrix_rate",
+    "microbatches",
     "batch_shapes",
     "demo_accuracy",
     "controller_scale",

@@ -23,7 +23,8 @@ MANY_STEPS = 10_000  # the turns decide when it ends
 
 
 def tidemill_side(turns: Turns, settings: Mapping[str, Any]) -> None:
-    """Settings: model (folder), prompts (texts), group_size, new_tokens, bf16; optional: algorithm, reward."""
+    """Settings: model (folder), prompts (texts), group_size, new_tokens, bf16; optional: algorithm, reward, batch
+    (keys of `[batch]`)."""
     _hand_over_turns(turns)
     with tempfile.TemporaryDirectory() as folder:
         train(_spec(Path(folder), settings))
@@ -40,7 +41,11 @@ def _spec(folder: Path, settings: Mapping[str, Any]) -> RunSpec:
             "task": task,
             "scoring": {"rewards": [{"kind": "python", "function": settings.get("reward", f"{REWARD}:varied_reward")}]},
             "sampling": {"max_new_tokens": settings["new_tokens"]},
-            "batch": {"prompts": len(settings["prompts"]), "group_size": settings["group_size"]},
+            "batch": {
+                "prompts": len(settings["prompts"]),
+                "group_size": settings["group_size"],
+                **settings.get("batch", {}),
+            },
             "trainer": {"steps": MANY_STEPS, "threads": 1, "precision": "bf16" if settings["bf16"] else "fp32"},
             "algorithm": settings.get("algorithm", {}),
             "eval": {"every_steps": 0, "prompts": 1},

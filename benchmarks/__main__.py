@@ -9,9 +9,12 @@ machines and are not among them.
 from __future__ import annotations
 
 import argparse
-import shlex
+import os
+import signal
 import subprocess
 import sys
+
+from benchmarks.stopping import INTERRUPTED_CODE, sigterm_as_ctrl_c
 
 COMMANDS = (
     "generation",
@@ -49,7 +52,7 @@ COMMANDS = (
     "sandbox",
     "gateway",
 )
-INTERRUPTED = 130
+STOPPING_S = 120.0  # for an interrupted benchmark to end its own processes
 
 
 def main() -> int:
@@ -58,17 +61,33 @@ def main() -> int:
     only, missed = parser.parse_args().only, list[str]()
     for command in (each for each in COMMANDS if only in each):
         print(f"python -m benchmarks.{command}", flush=True)
-        done = subprocess.run([sys.executable, "-m", *shlex.split(f"benchmarks.{command}")], check=False)
-        if done.returncode == INTERRUPTED:
-            return INTERRUPTED
-        missed += [f"python -m benchmarks.{command}"] if done.returncode else []
+        code = run(["-m", *f"benchmarks.{command}".split()])
+        if code == INTERRUPTED_CODE:
+            return code
+        missed += [f"python -m benchmarks.{command}"] if code else []
     if missed:
         print("missed an aim, or failed:", *missed, sep="\n  ", file=sys.stderr)
     return int(bool(missed))
 
 
+def run(arguments: list[str]) -> int:
+    """The exit code of Python with these arguments. An interrupt is passed on, and ends what does not end by itself."""
+    process = subprocess.Popen([sys.executable, *arguments], start_new_session=True)
+    try:
+        return process.wait()
+    except KeyboardInterrupt:
+        process.send_signal(signal.SIGINT)
+        try:
+            process.wait(STOPPING_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        raise
+
+
 if __name__ == "__main__":
     try:
-        sys.exit(main())
+        with sigterm_as_ctrl_c():
+            sys.exit(main())
     except KeyboardInterrupt:
-        sys.exit(INTERRUPTED)
+        sys.exit(INTERRUPTED_CODE)

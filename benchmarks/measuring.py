@@ -117,7 +117,7 @@ def report(
     Console(width=140).print(table)
     cases = [{**vars(item), "reached": item.reached} for item in comparisons]
     write_result(name, {"theirs": theirs, "cases": cases, **(notes or {})})
-    return all(item.reached is not False for item in comparisons)
+    return not exit_code(cases)
 
 
 def write_result(name: str, content: Mapping[str, Any]) -> Path:

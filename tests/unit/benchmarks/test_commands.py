@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import threading
+import time
+from pathlib import Path
 
-from benchmarks.__main__ import COMMANDS
+import pytest
+
+from benchmarks.__main__ import COMMANDS, run
 from benchmarks.measuring import RESULTS
 from benchmarks.origin import PACKAGES, origin_of
 from benchmarks.simulator.__main__ import PARTS
@@ -27,3 +34,27 @@ def test_every_command_exists() -> None:
     for command in COMMANDS:
         place = PACKAGES["benchmarks"].joinpath(*command.split()[0].split("."))
         assert place.with_suffix(".py").is_file() or (place / "__main__.py").is_file(), command
+
+
+def test_an_interrupt_is_passed_on_once_and_waited_for(tmp_path: Path) -> None:
+    """The child ends its own processes before it ends."""
+    begun, ended = tmp_path / "begun", tmp_path / "ended"
+    program = f"""
+import pathlib, time
+try:
+    pathlib.Path({str(begun)!r}).touch()
+    time.sleep(60)
+except KeyboardInterrupt:
+    time.sleep(0.5)
+    pathlib.Path({str(ended)!r}).touch()
+"""
+
+    def interrupt() -> None:
+        while not begun.exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt, daemon=True).start()
+    with pytest.raises(KeyboardInterrupt):
+        run(["-c", program])
+    assert ended.exists()

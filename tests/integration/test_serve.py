@@ -131,7 +131,7 @@ async def test_a_character_that_the_model_lacks_and_a_full_context_are_the_clien
 
     assert (unknown.status_code, unknown.json()["error"]["param"]) == (400, "prompt")
     assert (full.status_code, full.json()["error"]["code"]) == (400, "context_length_exceeded")
-    assert fine.json()["usage"]["completion_tokens"] == 3
+    assert 1 <= fine.json()["usage"]["completion_tokens"] <= 3  # it may end early: no seed is given
 
 
 def test_bad_settings_are_refused_before_a_model_is_loaded(tmp_path: Path) -> None:

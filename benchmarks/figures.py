@@ -98,6 +98,11 @@ def shown(values: Iterable[float | None], digits: int) -> str:
     return ", ".join("not reached" if value is None else fixed(value, digits) for value in values)
 
 
+def outcome(reached: bool) -> str:
+    """Of an aim."""
+    return "reached" if reached else "**missed**"
+
+
 def means(rows: Iterable[Mapping[str, Any]], name: str) -> list[float]:
     """Of the list that each record has under a name."""
     return [fmean(each[name]) for each in rows]
@@ -127,7 +132,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     each.__name__: each
     for each in (
         *(row, case, values),
-        *(fixed, percent, percents, signed_percents, power, span, shown),
+        *(fixed, percent, percents, signed_percents, power, span, shown, outcome),
         *(means, standard_error, forecast_errors, forecast_error, deviation),
         *(len, min, max, sum, ceil, median, fmean, stdev),
     )

@@ -47,6 +47,8 @@ RESULTS = {
         ('signed_percents(forecast_errors(forecast, "step_s"))', "+5 %"),
         ("fixed(deviation(forecast), 2)", "0.71"),  # sqrt(2) / 2
         ('shown(means(runs[:2], "steps"), 1)', "3.5, 2.0"),
+        ("outcome(forecast.forecast.step_s[0] > 2)", "reached"),
+        ("outcome(forecast.forecast.step_s[0] > 3)", "**missed**"),
         ("fixed(standard_error([1, 3]), 1)", "1.0"),  # sqrt(2) / sqrt(2)
     ],
 )

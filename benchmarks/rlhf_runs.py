@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from benchmarks.origin import origin
+from benchmarks.subjects import check_models
 from benchmarks.training_run import train
 from tidemill.config.load import from_toml
 from tidemill.config.schema import RunSpec
@@ -103,11 +104,16 @@ def _children_cpu_s() -> float:
 
 
 def reduced(directory: Path, summary: Mapping[str, Any], seed: int) -> RlhfRun:
-    """The figures of a finished pipeline whose folders still exist."""
+    """The figures of a finished pipeline whose folders still exist.
+
+    Raises:
+        RuntimeError: PPO had no reference or no critic, or trained on nothing.
+    """
     stages = {stage["name"]: stage for stage in summary["stages"]}
     folders = {name: RunDirectory(directory / stage["run_dir"]) for name, stage in stages.items()}
     measured = folders["measure"].read_summary()["compared_with"]["figures"]
     lines = [line for line in read_metrics(folders["ppo"].metrics) if line.step > 0]
+    check_models("ppo", lines, reference=True, critic=True)
     found = evaluations(read_events(folders["ppo"].events), read_metrics(folders["ppo"].metrics))
     return RlhfRun(
         seed=seed,

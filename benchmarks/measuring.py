@@ -134,7 +134,7 @@ def write_result(name: str, content: Mapping[str, Any]) -> Path:
 def exit_code(content: Any) -> int:
     """1 if an aim was missed: if some value under "reached", or under a name that ends in "_reached", is false."""
     if isinstance(content, Mapping):
-        verdicts = [value for name, value in content.items() if name == "reached" or name.endswith("_reached")]
+        verdicts = [value for name, value in content.items() if name == "reached" or str(name).endswith("_reached")]
         return int(any(_has_false(each) for each in verdicts) or any(exit_code(each) for each in content.values()))
     return int(isinstance(content, list | tuple) and any(exit_code(each) for each in content))
 

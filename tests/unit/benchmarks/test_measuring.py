@@ -65,6 +65,7 @@ def test_a_report_says_whether_a_target_was_missed(tmp_path: Path, monkeypatch: 
         ({"aim": {"memory_reached": False}}, 1),
         ({"reached": {"faster": True, "smaller": False}}, 1),
         ({"reached_by": 0, "smaller": False}, 0),
+        ({"by lag": {0: {"reached": False}}}, 1),
     ],
 )
 def test_a_missed_aim_is_a_failure(content: dict[str, object], code: int) -> None:

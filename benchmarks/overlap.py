@@ -39,7 +39,7 @@ from tidemill.telemetry.metrics import STEP_TIME, TRAINER_IDLE, MetricLine
 LAGS = (0, 1, 3)
 ROUNDS, COUNTED_STEPS = 3, 6
 BEGINNING, END = 3, 3  # not counted
-SLOTS = 24  # few, so that generation takes longer than training, about 60 to 40
+SLOTS = 24  # few, so that generation takes longer than training, about twice as long
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,7 +30,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.measuring import write_result
+from benchmarks.measuring import exit_code, write_result
 from benchmarks.origin import parsed
 from benchmarks.subjects import check_counts
 from benchmarks.training_run import train
@@ -207,7 +207,7 @@ def show(cases: Sequence[Case]) -> None:
     Console(width=120).print(table)
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", nargs="+", choices=PAIRS, default=list(PAIRS))
@@ -237,7 +237,8 @@ def main() -> None:
     }
     if complete:
         write_result("simulator_ourselves", content)
+    return exit_code(content)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

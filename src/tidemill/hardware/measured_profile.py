@@ -14,11 +14,12 @@ class MeasuredEngine(Record):
 
     slots: int
     pass_s: float
-    row_s: float  # per running sample
+    row_s: float  # per running sample; samples of a group with equal tokens share it
     context_token_s: float  # per attended token
     drawn_s: float  # per sampled token
     prefill_token_s: float
     new_prompt_share: float = 1.0  # of a prompt, the part not shared with other groups
+    new_by_depth: tuple[float, ...] = ()  # of a group's samples with k tokens, the share with distinct ones
     boot_s: float = 0.0
 
     @property
@@ -29,7 +30,11 @@ class MeasuredEngine(Record):
     def longest_sample(self) -> float:
         return math.inf
 
-    def forward_s(self, *, rows: int, context_tokens: int, drawn: int, prefilled: float) -> float:
+    def distinct(self, depth: int) -> float:
+        """Share of a group's samples with `depth` tokens whose tokens are distinct."""
+        return self.new_by_depth[min(depth, len(self.new_by_depth)) - 1] if depth and self.new_by_depth else 1.0
+
+    def forward_s(self, *, rows: float, context_tokens: float, drawn: int, prefilled: float) -> float:
         """Time of one pass."""
         return (
             self.pass_s

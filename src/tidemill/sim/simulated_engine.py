@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -309,6 +309,7 @@ class SteppedState(SimulatedEngine):
     def __init__(self, costs: MeasuredEngine, completions: Completions, *, budget_tokens: int) -> None:
         super().__init__(costs, completions, now_s=0.0)
         self._measured, self._budget = costs, budget_tokens
+        self._siblings = Counter[int]()  # running samples of groups, by offset
         self.work = EngineWork()
 
     @property
@@ -325,7 +326,12 @@ class SteppedState(SimulatedEngine):
 
     def step(self) -> float:
         """Run one forward pass, including new samples; return its seconds."""
-        rows, context, prefilled = len(self._running), self._context, 0.0
+        running, prefilled = len(self._running), 0.0
+        rows = running - sum(
+            siblings * (1 - self._measured.distinct(self._steps - offset))
+            for offset, siblings in self._siblings.items()
+        )
+        context = self._context * rows / running if running else 0.0
         while self._queue and len(self._running) < self.costs.slots and prefilled < self._budget:
             if self._queue[0].min_version > self.version.number:
                 break
@@ -339,8 +345,8 @@ class SteppedState(SimulatedEngine):
         self.generated += drawn
         self.work = EngineWork(
             passes=self.work.passes + 1,
-            rows=self.work.rows + rows,
-            context_tokens=self.work.context_tokens + context,
+            rows=self.work.rows + round(rows),
+            context_tokens=self.work.context_tokens + round(context),
             drawn=self.work.drawn + drawn,
             prefilled=self.work.prefilled + round(prefilled),
             busy_s=self.work.busy_s + seconds,
@@ -351,6 +357,18 @@ class SteppedState(SimulatedEngine):
 
     def _admit(self) -> None:
         """New samples start with the next pass."""
+
+    def _start(self, request: GenerateRequest) -> int:
+        if request.sample_id.purpose == "train":
+            self._siblings[self._steps - self._kept(request)] += 1
+        return super()._start(request)
+
+    def _leave(self, one: _Running) -> None:
+        super()._leave(one)
+        if one.request.sample_id.purpose == "train":
+            self._siblings[one.offset] -= 1
+            if not self._siblings[one.offset]:
+                del self._siblings[one.offset]
 
 
 class SteppedEngine:

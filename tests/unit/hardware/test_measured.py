@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from tests.trajectories import group as make_group
@@ -19,6 +20,9 @@ def test_engine_passes() -> None:
     assert ENGINE.decode_s(2, 30, 3) == pytest.approx(5.76)
     assert ENGINE.decode_s(0, 0, 3) == 0.0
     assert ENGINE.prefill_s(10) == pytest.approx(10 * 0.5 * 0.05)
+    assert [ENGINE.distinct(depth) for depth in (0, 1, 9)] == [1.0, 1.0, 1.0]
+    shared = msgspec.structs.replace(ENGINE, new_by_depth=(0.5, 0.75))
+    assert [shared.distinct(depth) for depth in (0, 1, 2, 9)] == [1.0, 0.5, 0.75, 0.75]
 
 
 def test_packed_tokens_of_a_group() -> None:

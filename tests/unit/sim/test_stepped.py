@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from tests.unit.sim.test_engine import V0, V1, request, told
@@ -12,9 +13,11 @@ from tidemill.sim.workload import BlankCompletions
 COSTS = MeasuredEngine(slots=2, pass_s=1.0, row_s=0.1, context_token_s=0.0, drawn_s=0.0, prefill_token_s=0.01)
 
 
-def engine(lengths: dict[int, int], spent: list[float], *, budget: int = 100) -> SteppedEngine:
+def engine(
+    lengths: dict[int, int], spent: list[float], *, budget: int = 100, costs: MeasuredEngine = COSTS
+) -> SteppedEngine:
     made = SteppedEngine(
-        COSTS,
+        costs,
         BlankCompletions(lambda sample_id: lengths[sample_id.index]),
         budget_tokens=budget,
         swap_s=0.5,
@@ -39,6 +42,23 @@ def test_a_poll_runs_until_its_deadline() -> None:
     work = one.status().work
     assert (work.passes, work.rows, work.drawn, work.prefilled) == (5, 7, 10, 30)
     assert work.busy_s == pytest.approx(sum(spent))
+
+
+@pytest.mark.parametrize(("purpose", "rows"), [("train", 1 + 1.5 + 1.5), ("eval", 6)])
+def test_samples_of_a_group_with_equal_tokens_are_computed_once(purpose: str, rows: float) -> None:
+    spent: list[float] = []
+    one = engine({0: 4, 1: 4}, spent, costs=msgspec.structs.replace(COSTS, new_by_depth=(0.5, 0.75)))
+    of_purpose = [
+        msgspec.structs.replace(each, sample_id=msgspec.structs.replace(each.sample_id, purpose=purpose))
+        for each in (request(0), request(1))
+    ]
+    one.submit(of_purpose)
+    one.poll(10.0)
+    # A pass over two prompts of 10 tokens; then both samples have one token, two and three.
+    assert spent == [pytest.approx(1 + 0.2 + 3 + 0.1 * rows)]
+    one.submit(of_purpose)  # the prompts are in the cache
+    one.poll(10.0)
+    assert spent[1] == pytest.approx(spent[0] - 0.2)
 
 
 def test_prompts_beyond_the_pass_budget_wait() -> None:

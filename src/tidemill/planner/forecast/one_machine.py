@@ -250,6 +250,7 @@ def measured_engine(spec: RunSpec, profile: RunProfile) -> MeasuredEngine:
         drawn_s=profile["engine_drawn_s"],
         prefill_token_s=profile["engine_prefill_token_s"],
         new_prompt_share=profile["prompt_new_share"],
+        new_by_depth=profile.new_by_depth if spec.engine.kind == "embedded" else (),
         boot_s=profile["boot_s"],
     )
 

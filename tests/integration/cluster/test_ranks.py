@@ -130,6 +130,7 @@ def sft(folder: Path, *, shards: int) -> list[tuple[int, float, float]]:
     return [(line.step, line.values.get("loss", 0.0), line.values.get("grad_norm", 0.0)) for line in lines]
 
 
+@pytest.mark.slow  # tests/integration/trainer/test_ranks.py computes a step of it
 def test_a_supervised_stage_trains_on_two_ranks(tmp_path: Path) -> None:
     alone, sharded = sft(tmp_path / "one", shards=1), sft(tmp_path / "two", shards=2)
     assert len(sharded) == 5

@@ -99,7 +99,7 @@ def shown(values: Iterable[float | None], digits: int) -> str:
 
 
 def outcome(reached: bool) -> str:
-    """Of an aim."""
+    """Whether an aim was reached, in a word."""
     return "reached" if reached else "**missed**"
 
 

@@ -42,7 +42,7 @@ def every_sample_alone(directory: Path, steps: int, *, checkpoint_every: int = 0
     return spec.model_copy(update={"batch": batch, "checkpoint": checkpoint})
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # tests/integration/test_critics.py resumes a critic in one process
 def test_a_critic_in_an_actor_trains_the_same_policy_also_after_it_was_killed(tmp_path: Path) -> None:
     """The run starts in one process, continues on Ray until the critic is killed, and ends in one process."""
     directory, recipe = tmp_path / "parts", tmp_path / "recipe.toml"

@@ -38,13 +38,12 @@ def test_a_run_stopped_while_ray_starts_leaves_no_process(recipe: Path, tmp_path
     assert not any(folder.exists() for folder in _folders(names))
 
 
-@pytest.mark.slow  # it waits for deadlines
 @pytest.mark.parametrize(
     ("part", "within_s", "said"),
     [
         # The last look that succeeded was up to 12 s before (one a second, on a busy machine), then 20 s without one
         # and 5 s each for three clean-up calls. Ray would end the process without a message after 60 s.
-        ("gcs_server", 50.0, "the Ray cluster has not answered for"),
+        pytest.param("gcs_server", 50.0, "the Ray cluster has not answered for", marks=pytest.mark.slow),
         ("runtime.cluster.keeper", 40.0, "the trainer died"),
     ],
 )

@@ -50,7 +50,8 @@ except KeyboardInterrupt:
 """
 
     def interrupt() -> None:
-        while not begun.exists():
+        until = time.monotonic() + 30
+        while not begun.exists() and time.monotonic() < until:
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGINT)
 

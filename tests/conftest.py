@@ -104,6 +104,8 @@ def one_torch_thread() -> None:
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Fail the session if a process started by a test is still alive, and kill that process."""
     stop_server()
+    if (ranks := sys.modules.get("tests.rank_processes")) is not None:
+        ranks.stop_server()
     if (sandboxes := sys.modules.get("tidemill.sandbox.local")) is not None:
         sandboxes.close_launchers()
     if "PYTEST_XDIST_WORKER" in os.environ:

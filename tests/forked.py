@@ -20,7 +20,7 @@ START_DEADLINE_S = 100.0  # as long as a command may take (`tests/commands.py`):
 END_DEADLINE_S = 30.0
 COMMAND = "tidemill.cli.app:main"
 
-_servers: list[tuple[subprocess.Popen[bytes], socket.socket]] = []
+_servers: dict[Path | None, tuple[subprocess.Popen[bytes], socket.socket]] = {}
 _live: list[Forked] = []
 
 
@@ -28,6 +28,10 @@ class Forked:
     """A fork of `tests/fork_server.py` that calls `target` with `argv`; a subset of `subprocess.Popen`.
 
     It ends like an interpreter, with the exit code that `target` returns, and leads a session.
+
+    Args:
+        package: the folder that Tidemill is imported from, instead of the checkout.
+        file_bytes: limit on the size of a file.
     """
 
     def __init__(
@@ -36,7 +40,8 @@ class Forked:
         target: str = COMMAND,
         cwd: Path | None = None,
         env: Mapping[str, str] | None = None,
-        file_bytes: int | None = None,  # limit on the size of a file
+        package: Path | None = None,
+        file_bytes: int | None = None,
     ) -> None:
         self.returncode: int | None = None
         self._streams = [tempfile.TemporaryFile(), tempfile.TemporaryFile()]  # noqa: SIM115 (closed by `wait`)
@@ -51,7 +56,7 @@ class Forked:
         }
         with theirs:
             files = [theirs.fileno(), *(stream.fileno() for stream in self._streams)]
-            socket.send_fds(_server(), [json.dumps(request).encode()], files)
+            socket.send_fds(_server(package), [json.dumps(request).encode()], files)
         self._said = b""
         self.pid = self._next(START_DEADLINE_S)
         _live.append(self)
@@ -124,19 +129,22 @@ def kill_forks() -> None:
 
 
 def stop_server() -> None:
-    """Stop the fork server, if there is one; live forks stay."""
+    """Stop the fork servers; live forks stay."""
     while _servers:
-        server, control = _servers.pop()
+        _, (server, control) = _servers.popitem()
         control.close()
         server.wait(END_DEADLINE_S)
 
 
-def _server() -> socket.socket:
-    """Socket of the fork server, which is started on first use."""
-    if not _servers:
+def _server(package: Path | None) -> socket.socket:
+    """Socket of the fork server of a package, which is started on first use."""
+    if package not in _servers:
         ours, theirs = socket.socketpair()
         with theirs:
             command = [sys.executable, "-m", "tests.fork_server", str(theirs.fileno())]
-            server = subprocess.Popen(command, cwd=REPOSITORY, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
-        _servers.append((server, ours))
-    return _servers[0][1]
+            environment = {**os.environ, **({"PYTHONPATH": str(package)} if package else {})}
+            server = subprocess.Popen(
+                command, cwd=REPOSITORY, env=environment, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL
+            )
+        _servers[package] = (server, ours)
+    return _servers[package][1]

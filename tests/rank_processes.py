@@ -6,7 +6,9 @@ import multiprocessing
 import tempfile
 import traceback
 from collections.abc import Callable
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +18,22 @@ from tidemill.models.ranks import ONE_RANK, Ranks
 from tidemill.trainer.sharding import join_ranks
 
 DEADLINE_S = 120.0
+PRELOADED = ["tests.rank_processes", "transformers.models.llama.modeling_llama", "torch.distributed.fsdp"]
+"""Imported once, in a server of which every process is a fork."""
+
+
+def fork_context() -> ForkServerContext:
+    """Makes processes that need not import torch, as those of `on_ranks`."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    return context
 
 
 def on_ranks(size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
     """`function(ranks, *arguments)` on every rank; returns their results. With one rank it is called here."""
     if size == 1:
         return [function(ONE_RANK, *arguments)]
-    context = multiprocessing.get_context("spawn")
+    context = fork_context()
     with tempfile.TemporaryDirectory() as folder:
         pipes, processes = [], []
         for index in range(size):
@@ -38,6 +49,11 @@ def on_ranks(size: int, function: Callable[..., Any], *arguments: Any) -> list[A
             for process in processes:
                 process.kill()
                 process.join(DEADLINE_S)
+
+
+def stop_server() -> None:
+    """Stop the server, if there is one."""
+    forkserver._forkserver._stop()  # type: ignore[attr-defined]
 
 
 def _results(pipes: list[Connection]) -> list[Any]:

@@ -9,13 +9,14 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 import tidemill
+from tests.forked import Forked
 
+DEADLINE_S = 280.0
 REPOSITORY = Path(__file__).resolve().parents[3]
 BLOCK = re.compile(r"```python\n(.*?)```", re.DOTALL)
 EXAMPLES = [
@@ -25,35 +26,33 @@ EXAMPLES = [
 ]
 
 
-Run = Callable[[list[str], Path], subprocess.CompletedProcess[str]]
-
-
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Runs Python in a folder with the contents of a wheel of this checkout, and with the installed dependencies."""
+def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The contents of a wheel of this checkout."""
     built, unpacked = tmp_path_factory.mktemp("wheel"), tmp_path_factory.mktemp("installed")
     pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(built), str(REPOSITORY)]
     subprocess.run(pip, check=True, timeout=200)
     (wheel,) = built.glob("*.whl")
     zipfile.ZipFile(wheel).extractall(unpacked)
-
-    def python(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
-        command, environment = [sys.executable, *words], {**os.environ, "PYTHONPATH": str(unpacked)}
-        return subprocess.run(
-            command, cwd=folder, env=environment, capture_output=True, text=True, timeout=280, check=False
-        )
-
-    where = python(["-c", "import tidemill; print(tidemill.__file__)"], unpacked.parent)
+    where = python(["-c", "import tidemill; print(tidemill.__file__)"], package=unpacked, folder=unpacked.parent)
     assert where.stdout.startswith(str(unpacked))
-    return python
+    return unpacked
+
+
+def python(words: list[str], *, package: Path, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run Python in a folder, with a package and the installed dependencies."""
+    command, environment = [sys.executable, *words], {**os.environ, "PYTHONPATH": str(package)}
+    return subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=DEADLINE_S, check=False
+    )
 
 
 @pytest.mark.parametrize("source", EXAMPLES)
 @pytest.mark.usefixtures("shared_cache")
 @pytest.mark.timeout(300)
-def test_the_example_runs(source: str, run: Run, tmp_path: Path) -> None:
+def test_the_example_runs(source: str, package: Path, tmp_path: Path) -> None:
     (tmp_path / "example.py").write_text(source.replace('"trainer.steps": 10', '"trainer.steps": 1'))
-    done = run(["example.py"], tmp_path)
+    done = python(["example.py"], package=package, folder=tmp_path)
     assert done.returncode == 0, done.stderr
 
 
@@ -92,15 +91,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("command", documented_commands())
-def test_the_command_works_as_printed(command: str, folder: Path, run: Run) -> None:
+def test_the_command_works_as_printed(command: str, folder: Path, package: Path) -> None:
     if any(command == each or command.startswith(f"{each} ") for each in NOT_RUN):
         pytest.skip(next(why for each, why in NOT_RUN.items() if command.startswith(each)))
     words = shlex.split(command.replace("WORD", "kl_beta"))
     assert words[0] == "tidemill"
     if words[1] in DRY and "--help" not in words:
         words.append("--dry-run")  # what a training or a simulation computes is tested elsewhere
-    done = run(["-m", *words], folder)
-    assert done.returncode == 0, done.stderr
+    with Forked(*words[1:], cwd=folder, package=package) as process:
+        _, errors = process.communicate(DEADLINE_S)
+    assert process.returncode == 0, errors
 
 
 def test_the_examples_are_typed(tmp_path: Path) -> None:
@@ -110,7 +110,7 @@ def test_the_examples_are_typed(tmp_path: Path) -> None:
         file.write_text(str(example.values[0]))
         files.append(str(file))
     command = [sys.executable, "-m", "mypy", "--strict", f"--cache-dir={tmp_path}", *files]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=280, check=False)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
     assert done.returncode == 0, done.stdout
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -13,6 +12,7 @@ import torch
 
 from tests.adapters import adapted
 from tests.model_shapes import llama
+from tests.rank_processes import fork_context
 from tidemill.core.errors import UserError, WeightsError
 from tidemill.core.records import TensorEntry
 from tidemill.models.weight_stream import BroadcastGroup, bit_sum, check_dtypes, stream_layout, streamed_weights
@@ -52,7 +52,7 @@ class Engine:
 
     def __init__(self, folder: Path, versions: int = 1) -> None:
         self.meeting = folder / "meeting"
-        context = multiprocessing.get_context("spawn")
+        context = fork_context()
         self.pipe, theirs = context.Pipe()
         self.process = context.Process(target=engine, args=(self.meeting, theirs, versions), daemon=True)
         self.process.start()

@@ -215,4 +215,4 @@ def _shares(found: Sequence[Accuracy | None]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(interruptible(main))
+    sys.exit(interruptible(main, keeps=True))

@@ -171,4 +171,4 @@ def _draw(runs: Sequence[AdditionRun]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(interruptible(main))
+    sys.exit(interruptible(main, keeps=True))

@@ -129,8 +129,8 @@ def _git(*arguments: str) -> str:
 
 
 def code_of(module: str) -> list[str]:
-    """The files of this repository that a module imports, wherever the import stands, and the recipes that the
-    benchmarks among them name; relative paths, sorted."""
+    """The files of this repository that a module imports, wherever the import stands, and the recipes and the Python
+    files of their folder that the benchmarks among them name; relative paths, sorted."""
     found, due = set[Path](), list(_files(module))
     while due:
         file = due.pop()
@@ -139,7 +139,7 @@ def code_of(module: str) -> list[str]:
             for name in _imports(file):
                 due += _files(name)
     for file in [file for file in found if PACKAGES["benchmarks"] in file.parents]:
-        found.update(_recipes(file))
+        found.update(_named(file))
     return sorted(str(file.relative_to(ROOT)) for file in found)
 
 
@@ -157,12 +157,14 @@ def _files(module: str) -> Iterator[Path]:
 
 
 @cache
-def _recipes(file: Path) -> tuple[Path, ...]:
-    """Those whose name is a string of the file."""
+def _named(file: Path) -> tuple[Path, ...]:
+    """Recipes, and Python files of the same folder, whose name is a string of the file."""
     nodes = ast.walk(ast.parse(file.read_text(encoding="utf-8")))
     strings = {node.value for node in nodes if isinstance(node, ast.Constant)}
-    return tuple(
-        recipe for recipe in (PACKAGES["tidemill"] / "recipes").glob("*.toml") if {recipe.name, recipe.stem} & strings
+    recipes = (PACKAGES["tidemill"] / "recipes").glob("*.toml")
+    return (
+        *(recipe for recipe in recipes if {recipe.name, recipe.stem} & strings),
+        *(python for python in file.parent.glob("*.py") if python.name in strings),
     )
 
 

@@ -30,7 +30,7 @@ class Run(Record):
 
     seed: int
     cpu_s: float  # of all steps
-    step_cpu_s: float  # median
+    step_cpu_s: float  # median; of an even number of steps the upper middle one
     completion_tokens: float  # mean of a step
     evaluations: list[Evaluated]
 

@@ -225,4 +225,4 @@ def _ys(points: dict[int, float]) -> list[float]:
 
 
 if __name__ == "__main__":
-    sys.exit(interruptible(main))
+    sys.exit(interruptible(main, keeps=True))

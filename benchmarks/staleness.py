@@ -261,4 +261,4 @@ def _by_lag(
 
 
 if __name__ == "__main__":
-    sys.exit(interruptible(main))
+    sys.exit(interruptible(main, keeps=True))

@@ -3,7 +3,8 @@
     python -m benchmarks.status
 
 A result is *current* if no file that its benchmark imports has changed since its commit. Otherwise the table shows how
-many have, and how to measure it again. Of a result whose parts are from several commands it shows the oldest part.
+many have, and how to measure it again. Of a result whose parts are from several commands it shows the part whose code
+has changed most.
 """
 
 from __future__ import annotations
@@ -32,10 +33,11 @@ def state_of(path: Path) -> tuple[str, str, str]:
         changed = len(changed_since(of["commit"], of["module"]))
     except ValueError as error:
         return str(error), of["date"], of["command"]
-    if of["changed"]:
-        return f"measured with uncommitted changes of {len(of['changed'])} files", of["date"], of["command"]
     words = "file has" if changed == 1 else "files have"
-    return f"{changed} {words} changed since" if changed else "current", of["date"], of["command"]
+    state = f"{changed} {words} changed since" if changed else "current"
+    if of["changed"]:
+        state = f"uncommitted when measured: {len(of['changed'])}; {state}"
+    return state, of["date"], of["command"]
 
 
 def _changes(of: Mapping[str, Any]) -> float:

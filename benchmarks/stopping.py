@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM in benchmarks that keep their results: one line, and the exit code of an interrupt."""
+"""Ctrl-C and SIGTERM in long benchmarks: one line, and the exit code of an interrupt."""
 
 from __future__ import annotations
 
@@ -11,13 +11,18 @@ from types import FrameType
 INTERRUPTED_CODE = 130
 
 
-def interruptible(main: Callable[[], int]) -> int:
-    """The exit code of `main`, or of an interrupt, which prints a line instead of a traceback."""
+def interruptible(main: Callable[[], int], *, keeps: bool = False) -> int:
+    """The exit code of `main`, or of an interrupt, which prints a line instead of a traceback.
+
+    Args:
+        keeps: finished runs are written at once, and not repeated without --again.
+    """
     try:
         with sigterm_as_ctrl_c():
             return main()
     except KeyboardInterrupt:
-        print("stopped; results so far are kept, and the same command resumes", file=sys.stderr)
+        rest = "finished runs are kept; without --again, the command measures the missing ones"
+        print(f"stopped; {rest if keeps else 'nothing was written'}", file=sys.stderr)
         return INTERRUPTED_CODE
 
 

@@ -25,7 +25,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from tests.forked import kill_forks, stop_server
+from tests.forked import kill_forks, stop_fork_servers
 
 # The same examples every time. `pytest tests/property --hypothesis-profile=explore` draws new ones.
 settings.register_profile("fixed", derandomize=True, deadline=None)
@@ -103,9 +103,9 @@ def one_torch_thread() -> None:
 @pytest.hookimpl(trylast=True)  # after pytest's workers have ended
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Fail the session if a process started by a test is still alive, and kill that process."""
-    stop_server()
+    stop_fork_servers()
     if (ranks := sys.modules.get("tests.rank_processes")) is not None:
-        ranks.stop_server()
+        ranks.stop_rank_server()
     if (sandboxes := sys.modules.get("tidemill.sandbox.local")) is not None:
         sandboxes.close_launchers()
     if "PYTEST_XDIST_WORKER" in os.environ:

@@ -1,4 +1,7 @@
-"""Processes that can be killed, stopped and interrupted, without importing torch in each."""
+"""Commands that can be killed, stopped and interrupted, in forks of a process that has imported torch.
+
+Functions on several ranks run in forks, too, those of `tests/rank_processes.py`.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +60,7 @@ class Forked:
         with theirs:
             files = [theirs.fileno(), *(stream.fileno() for stream in self._streams)]
             socket.send_fds(_server(package), [json.dumps(request).encode()], files)
-        self._said = b""
+        self._received = b""
         self.pid = self._next(START_DEADLINE_S)
         _live.append(self)
 
@@ -109,16 +112,16 @@ class Forked:
         return command_lines(pid for pid in process_ids() if session_of(pid) == self.pid)
 
     def _next(self, timeout_s: float) -> int:
-        """The next number reported by the intermediate process."""
+        """The next number that `fork_server.attend` sends: first the process id, then the exit code."""
         self._report.settimeout(timeout_s)
-        while b"\n" not in self._said:
+        while b"\n" not in self._received:
             try:
                 said = self._report.recv(64)
             except (TimeoutError, BlockingIOError):
                 raise subprocess.TimeoutExpired("a forked process", timeout_s) from None
             assert said, "the fork server has ended"
-            self._said += said
-        number, _, self._said = self._said.partition(b"\n")
+            self._received += said
+        number, _, self._received = self._received.partition(b"\n")
         return int(number)
 
 
@@ -128,7 +131,7 @@ def kill_forks() -> None:
         _live[-1].__exit__()
 
 
-def stop_server() -> None:
+def stop_fork_servers() -> None:
     """Stop the fork servers; live forks stay."""
     while _servers:
         _, (server, control) = _servers.popitem()

@@ -23,7 +23,7 @@ PRELOADED = ["tests.rank_processes", "transformers.models.llama.modeling_llama",
 
 
 def fork_context() -> ForkServerContext:
-    """Makes processes that need not import torch, as those of `on_ranks`."""
+    """A multiprocessing context whose processes are forks of a server that has imported `PRELOADED`."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     return context
@@ -51,7 +51,7 @@ def on_ranks(size: int, function: Callable[..., Any], *arguments: Any) -> list[A
                 process.join(DEADLINE_S)
 
 
-def stop_server() -> None:
+def stop_rank_server() -> None:
     """Stop the server, if there is one."""
     forkserver._forkserver._stop()  # type: ignore[attr-defined]
 
@@ -62,7 +62,9 @@ def _results(pipes: list[Connection]) -> list[Any]:
         waiting = [pipe for index, pipe in enumerate(pipes) if index not in results]
         ready = wait(waiting, DEADLINE_S)
         if not ready:
-            raise TimeoutError(f"ranks {sorted(set(range(len(pipes))) - results.keys())} did not answer")
+            raise TimeoutError(
+                f"ranks {sorted(set(range(len(pipes))) - results.keys())} sent no result within {DEADLINE_S:g} s"
+            )
         for pipe in ready:
             assert isinstance(pipe, Connection)
             failure, result = pipe.recv()

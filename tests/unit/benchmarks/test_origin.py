@@ -34,7 +34,7 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(origin, "_code", {})
     origin._imports.cache_clear()
     origin._written.cache_clear()
-    origin._recipes.cache_clear()
+    origin._named.cache_clear()
     return tmp_path
 
 
@@ -62,13 +62,15 @@ def test_the_code_of_a_benchmark_is_all_that_it_imports(repository: Path) -> Non
     assert code_of("benchmarks.speed") == ["benchmarks/speed.py", "tidemill/__init__.py", "tidemill/used.py"]
 
 
-def test_the_code_of_a_benchmark_has_the_recipes_that_it_names(repository: Path) -> None:
+def test_the_code_of_a_benchmark_has_the_recipes_and_files_that_it_names(repository: Path) -> None:
     (repository / "tidemill" / "recipes").mkdir()
     for name in ("sums.toml", "games.toml", "other.toml"):
         (repository / "tidemill" / "recipes" / name).touch()
-    (repository / "benchmarks" / "speed.py").write_text('RECIPE, NAMES = "sums.toml", ["games"]\n')
+    for name in ("reward.py", "unused.py"):
+        (repository / "benchmarks" / name).touch()
+    (repository / "benchmarks" / "speed.py").write_text('RECIPE, NAMES, CODE = "sums.toml", ["games"], "reward.py"\n')
     named = ["tidemill/recipes/games.toml", "tidemill/recipes/sums.toml"]
-    assert code_of("benchmarks.speed") == ["benchmarks/speed.py", *named]
+    assert code_of("benchmarks.speed") == ["benchmarks/reward.py", "benchmarks/speed.py", *named]
 
 
 def test_a_result_is_current_until_its_code_changes(repository: Path) -> None:
@@ -98,7 +100,7 @@ def test_changed_files_are_part_of_the_origin(repository: Path) -> None:
     found = origin.origin()
     assert found["changed"] == ["tidemill/used.py"]
     write_result(repository, origin=found)
-    assert state(repository) == "measured with uncommitted changes of 1 files"
+    assert state(repository) == "uncommitted when measured: 1; 1 file has changed since"
 
 
 def test_an_older_result_counts_from_the_commit_that_wrote_it(repository: Path) -> None:
@@ -110,7 +112,7 @@ def test_an_older_result_counts_from_the_commit_that_wrote_it(repository: Path) 
     assert state(repository) == "1 file has changed since"
 
 
-def test_a_result_of_several_commands_is_as_old_as_its_oldest_part(repository: Path) -> None:
+def test_a_result_of_several_commands_has_the_state_of_the_part_that_changed_most(repository: Path) -> None:
     first = origin.origin() | {"command": "first"}
     (repository / "tidemill" / "used.py").write_text("import json, math\n")
     commit_all(repository)

@@ -22,7 +22,9 @@ def test_a_sigterm_is_reported_in_a_line(capsys: pytest.CaptureFixture[str]) -> 
         return 0
 
     assert interruptible(killed) == INTERRUPTED_CODE
-    assert capsys.readouterr().err.startswith("stopped; results so far are kept")
+    assert capsys.readouterr().err == "stopped; nothing was written\n"
+    assert interruptible(killed, keeps=True) == INTERRUPTED_CODE
+    assert capsys.readouterr().err.startswith("stopped; finished runs are kept")
     assert interruptible(lambda: 1) == 1
     assert signal.getsignal(signal.SIGTERM) is before
 

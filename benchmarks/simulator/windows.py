@@ -1,10 +1,13 @@
 """The value of a correct seeding window for the published policy, and its dependence on availability.
 
-    python -m benchmarks.simulator.windows [--traces 12]
+    python -m benchmarks.simulator.windows [--only unmoved,swings,on_traces] [--traces 12]
 
-First, the step time of 14B with a window that is wrong by some seconds, with a fixed number of instances. Then the gain
-of memory when the number of instances alternates between two values for eight hours. Then the gain of seeding and
-memory on the segments of the comparison (`published.py`) and on others drawn by the same rule (`availability.py`).
+- *unmoved*: the step time of 14B with a window that is wrong by some seconds, with a fixed number of instances.
+- *swings*: the gain of memory when the number of instances alternates between two values for eight hours.
+- *on_traces*: the gain of seeding and memory on the segments of the comparison (`published.py`) and on others drawn by
+the same rule (`availability.py`).
+
+Parts that are not run keep their results in results/windows.json.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from itertools import islice, product
@@ -24,7 +27,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.measuring import write_result
+from benchmarks.measuring import write_part
 from benchmarks.origin import parsed
 from benchmarks.simulator.availability import SEGMENTS, fitting_seeds
 from benchmarks.simulator.calibration import Steady, steady
@@ -41,6 +44,7 @@ UNMOVED: dict[str, Any] = {"window_gain": 1e9, "window_floor_s": 0.0}
 SWINGS, EVERY_S, SWINGING_S, SEEDS = ((2, 4), (3, 6), (1, 6)), (900.0, 1800.0, 3600.0), 28_800.0, 4
 """Numbers of instances, duration of each, total duration, and number of seeds."""
 TRACES = 12
+PARTS = ("unmoved", "swings", "on_traces")
 WHOLE, NO_SEEDING, NO_MEMORY = ABLATIONS
 SEEDING_AWAY, MEMORY_ADDS = "seeding left away", "memory added"
 """Signs as published: negative where seeding helps, positive where memory does."""
@@ -160,20 +164,37 @@ def show_effects(title: str, effects: Sequence[Effect]) -> None:
     Console(width=120).print(table)
 
 
+def unmoved_part(pool: ProcessPoolExecutor) -> dict[str, Any]:
+    show_windows(steps := wrong_windows(pool))
+    return {"steps": to_builtins(steps)}
+
+
+def swings_part(pool: ProcessPoolExecutor) -> dict[str, Any]:
+    show_effects(f"Throughput, with {SEEDS} seeds", effects := list(memory_in_swings(pool)))
+    return {"effects": [asdict(effect) for effect in effects]}
+
+
+def traces_part(pool: ProcessPoolExecutor, count: int) -> dict[str, Any]:
+    traces = list(islice(fitting_seeds(), count))
+    show_effects(f"Throughput, on {count} traces", effects := list(on_traces(traces, pool)))
+    return {"traces": traces, "effects": [asdict(effect) for effect in effects]}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default=",".join(PARTS), help="parts, separated by commas")
     parser.add_argument("--traces", type=int, default=TRACES, help="how many, the comparison's being the first")
-    wanted = parsed(parser).traces
-    if wanted < 2:
+    options = parsed(parser)
+    if options.traces < 2:
         parser.error("--traces: at least 2, as their spread is told")
-    traces = list(islice(fitting_seeds(), wanted))
+    parts: dict[str, Callable[[ProcessPoolExecutor], dict[str, Any]]] = {
+        "unmoved": unmoved_part,
+        "swings": swings_part,
+        "on_traces": lambda pool: traces_part(pool, options.traces),
+    }
     with ProcessPoolExecutor(CORES) as pool:
-        show_windows(steps := wrong_windows(pool))
-        show_effects(f"Throughput, with {SEEDS} seeds", in_swings := list(memory_in_swings(pool)))
-        show_effects(f"Throughput, on {wanted} traces", by_trace := list(on_traces(traces, pool)))
-    if wanted == TRACES:
-        effects = {"swings": [asdict(one) for one in in_swings], "on_traces": [asdict(one) for one in by_trace]}
-        write_result("windows", {"unmoved": to_builtins(steps), "traces": traces, **effects})
+        for name in options.only.split(","):
+            write_part("windows", name, parts[name](pool), parts=PARTS)
     return 0
 
 

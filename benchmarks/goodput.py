@@ -55,7 +55,7 @@ from tidemill.sim.simulation import ComponentFactories, CostModel, simulate_run
 from tidemill.sim.workload import Workload
 from tidemill.telemetry.events import EVICTION, MIGRATION
 
-TARGET, STALL_S, LONGEST_WAIT_S = 0.97, 30.0, 400.0
+TARGET, STALL_S, LONGEST_WAIT_S, LONGEST_PAUSE_S = 0.97, 30.0, 400.0, 400.0
 MODES = ("batches", "endless")
 SEEDS = (7, 8, 9)
 # Counts, times to eviction and return, and burst sizes of two Bamboo traces (g4dn in us-east-1c and us-east-1d).
@@ -118,7 +118,7 @@ def measure(trace: CapacityTrace, duration_s: float, mode: str, seed: int) -> di
     """Figures of a run on the machines of a trace.
 
     Raises:
-        AssertionError: machines with samples were evicted and nothing migrated, or a sample was not continued.
+        RuntimeError: machines with samples were evicted and nothing migrated, or a sample was not continued.
     """
     hosts: list[SimulatedHost] = []
     watches: list[Watch] = []
@@ -170,6 +170,7 @@ def measure(trace: CapacityTrace, duration_s: float, mode: str, seed: int) -> di
         "step_s": fmean(step_s) if step_s else None,
         "half_of_groups_s": fmean(watch.half_done_s) if watch.half_done_s else None,
         "longest_wait_s": watch.longest_wait_s,
+        "longest_pause_s": watch.longest_pause_s,
         "held_tokens_peak": watch.held_peak,
         "workers_mean": machine_s / duration_s,
         "evictions": run.evictions,
@@ -188,7 +189,8 @@ def migrated(run: SimulatedRun) -> int:
 
 
 def check_migrations(run: SimulatedRun, watch: Watch) -> None:
-    """Raises RuntimeError: machines with samples were evicted and nothing migrated, or a sample was not continued."""
+    """Raises RuntimeError: machines with samples were evicted and nothing migrated, or a sample lost tokens or
+    stood still."""
     lost = [event for event in run.events if event["event"] == EVICTION and event["samples"]]
     if lost and not migrated(run):
         raise RuntimeError(f"{len(lost)} machines with samples were evicted, and none migrated")
@@ -196,6 +198,10 @@ def check_migrations(run: SimulatedRun, watch: Watch) -> None:
         raise RuntimeError(f"samples that lost their machine waited {stalled_s:.0f} s although slots were free")
     if (waited_s := watch.longest_wait_s) > LONGEST_WAIT_S:
         raise RuntimeError(f"a sample that lost its machine waited {waited_s:.0f} s for another")
+    if watch.dropped_tokens:
+        raise RuntimeError(f"unfinished samples lost {watch.dropped_tokens} tokens")
+    if (pause_s := watch.longest_pause_s) > LONGEST_PAUSE_S:
+        raise RuntimeError(f"a sample on a machine got no token for {pause_s:.0f} s")
 
 
 def ideal_s(trace: CapacityTrace, batches: Sequence[Sequence[int]]) -> float:

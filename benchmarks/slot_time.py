@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from tidemill.controller.in_flight import InFlight
-from tidemill.controller.samples import SampleState
+from tidemill.controller.samples import Sample, SampleState
 from tidemill.core.protocols import Clock
 from tidemill.core.records import GenerateRequest, PolicyVersion
 from tidemill.sim.simulated_engine import SimulatedEngine
@@ -62,9 +62,14 @@ class Watch:
     held_peak: int = 0  # tokens in unfinished samples
     longest_wait_s: float = 0.0  # of a sample between two machines
     longest_stall_s: float = 0.0  # in which such a sample waited although a machine had a free slot
+    longest_pause_s: float = 0.0  # of a sample on a machine, until its next token
+    dropped_tokens: int = 0  # that unfinished samples had and lost
     half_done_s: list[float] = field(default_factory=list)  # per batch: until half of its groups were complete
     _waiting: dict[tuple[int, int], float] = field(default_factory=dict)  # since when, by ordinal and attempt
     _stall_s: float = 0.0
+    _grown: dict[int, tuple[int, float]] = field(
+        default_factory=dict
+    )  # unfinished: tokens, time of the last; by ordinal
     _batch: tuple[int, float, bool] = (-1, 0.0, False)  # its first position, its start, whether half is done
 
     async def run(self) -> None:
@@ -99,7 +104,19 @@ class Watch:
         )
         self._stall_s = self._stall_s + POLL_S if between and free else 0.0
         self.longest_stall_s = max(self.longest_stall_s, self._stall_s)
+        self._tokens([sample for sample in samples if sample.state not in DONE], now_s)
         self._halves(in_flight)
+
+    def _tokens(self, unfinished: Sequence[Sample], now_s: float) -> None:
+        grown = dict[int, tuple[int, float]]()
+        for sample in unfinished:
+            length, since_s = self._grown.get(sample.ordinal, (0, now_s))
+            self.dropped_tokens += max(0, length - sample.length)
+            if sample.length != length or sample.state is not SampleState.RUNNING:
+                since_s = now_s
+            self.longest_pause_s = max(self.longest_pause_s, now_s - since_s)
+            grown[sample.ordinal] = (sample.length, since_s)
+        self._grown = grown
 
     def _halves(self, in_flight: InFlight) -> None:
         if not in_flight.groups:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
 
 from benchmarks import goodput
 from benchmarks.goodput import check_migrations, ideal_s, measure
-from benchmarks.slot_time import Watch
+from benchmarks.slot_time import TimedEngine, Watch
 from tidemill.controller.dispatcher import Dispatcher
+from tidemill.controller.in_flight import InFlight
+from tidemill.controller.samples import Sample
+from tidemill.core.records import GenerateRequest
 from tidemill.pool.traces import CapacityTrace
 from tidemill.sim.workload import Workload
 
@@ -40,32 +44,58 @@ def test_shares_add_up_and_evicted_samples_migrate(mode: str) -> None:
     assert found.get("of_ideal", 0.5) < 1
 
 
-def test_a_dispatcher_that_forgets_evicted_samples_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def forgets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The dispatcher drops every seventh sample that lost its machine."""
     push = Dispatcher._push
 
-    def forgets(self: Dispatcher, sample: Any) -> None:
+    def drops(self: Dispatcher, sample: Any) -> None:
         if not (sample.attempt and sample.ordinal % 7 == 0):
             push(self, sample)
 
-    monkeypatch.setattr(Dispatcher, "_push", forgets)
+    monkeypatch.setattr(Dispatcher, "_push", drops)
+
+
+@pytest.mark.usefixtures("forgets")
+def test_a_dispatcher_that_forgets_evicted_samples_is_found() -> None:
     with pytest.raises(RuntimeError, match="although slots were free"):
         measure(TRACE, 600.0, "endless", seed=7)
 
 
+@pytest.mark.usefixtures("forgets")
 def test_forgotten_samples_are_found_when_no_slot_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fresh samples are in front of those that lost their machine, and there are always more."""
     monkeypatch.setattr(goodput, "PROMPTS", 256)
     monkeypatch.setattr(goodput, "LONGEST_WAIT_S", 200.0)
-    push = Dispatcher._push
-
-    def forgets(self: Dispatcher, sample: Any) -> None:
-        if not (sample.attempt and sample.ordinal % 7 == 0):
-            push(self, sample)
-
-    monkeypatch.setattr(Dispatcher, "_push", forgets)
     monkeypatch.setattr(goodput, "STALL_S", math.inf)
     with pytest.raises(RuntimeError, match="lost its machine waited"):
         measure(TRACE, 600.0, "endless", seed=7)
+
+
+@pytest.mark.parametrize("mode", goodput.MODES)
+def test_samples_that_start_anew_after_an_eviction_are_found(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    revoke = InFlight.revoke
+
+    def restarts(self: InFlight, lease_id: str) -> list[Sample]:
+        self.restart(found := revoke(self, lease_id))
+        return found
+
+    monkeypatch.setattr(InFlight, "revoke", restarts)
+    with pytest.raises(RuntimeError, match="unfinished samples lost"):
+        measure(TRACE, 600.0, mode, seed=7)
+
+
+@pytest.mark.parametrize("mode", goodput.MODES)
+def test_moved_samples_that_no_engine_receives_are_found(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    submit = TimedEngine.submit
+
+    def loses(self: TimedEngine, requests: Iterable[GenerateRequest], now_s: float) -> None:
+        submit(self, [one for one in requests if not (one.prefix_ids and one.sample_id.index == 3)], now_s)
+
+    monkeypatch.setattr(TimedEngine, "submit", loses)
+    monkeypatch.setattr(goodput, "LONGEST_PAUSE_S", 200.0)
+    with pytest.raises(RuntimeError, match="got no token for"):
+        measure(TRACE, 600.0, mode, seed=7)
 
 
 def test_evictions_without_migrations_fail() -> None:

@@ -16,7 +16,7 @@ import numpy as np
 from benchmarks.measuring import RESULTS
 from benchmarks.origin import origin, with_origin
 from benchmarks.sft_start import learning_spec, sft_start
-from benchmarks.subjects import check_counts, check_equal
+from benchmarks.subjects import check_counts, check_different, check_equal
 from tidemill.core.records import Record
 from tidemill.runtime.train import train
 from tidemill.telemetry.events import read_events
@@ -92,6 +92,13 @@ def addition_run(
         },
         origin=origin(),
     )
+
+
+def check_distinct(runs: Sequence[AdditionRun]) -> None:
+    """Raises RuntimeError: two cases of a seed learned in exactly the same way, so their settings had no effect."""
+    for seed in sorted({run.seed for run in runs}):
+        curves = {f"{run.case}, seed {seed}": (run.accuracy, run.binned) for run in runs if run.seed == seed}
+        check_different("curves", curves)
 
 
 def measured(

@@ -84,7 +84,8 @@ def recipes_part(folder: Path, recipes: Sequence[str], *, seeds: int, again: boo
         for kind in KINDS[recipe]:
             for seed in range(seeds):
                 if not any((each.recipe, each.kind, each.seed) == (recipe, kind, seed) for each in runs):
-                    runs.append(agent_run(folder / f"{recipe}-{seed}", recipe, kind, seed))
+                    runs.append(run := agent_run(folder / f"{recipe}-{seed}", recipe, kind, seed))
+                    check_counts(f"{recipe}, {kind}, seed {seed}", evictions=run.evictions)
                     _keep("recipes", recipes_figures(runs))
     _print(runs)
     return recipes_figures(runs)

@@ -28,6 +28,7 @@ from benchmarks.addition_runs import (
     TARGET,
     AdditionRun,
     addition_run,
+    check_distinct,
     check_start,
     interval,
     mean_accuracy,
@@ -78,6 +79,7 @@ def main() -> int:
     wanted = [(case, seed) for seed in range(options.seeds) for case in options.only.split(",")]
     runs = measured(NAME, SETTINGS, wanted, again=options.again, run=_run, write=_write)
     check_start(runs)
+    check_distinct(runs)
     rows = summary(runs)
     _print(rows)
     _draw(runs)

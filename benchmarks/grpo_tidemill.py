@@ -17,6 +17,7 @@ from tidemill.core.records import Prompt, StepMetrics, Trajectory
 from tidemill.models.codec import TextCodec
 from tidemill.runtime.train import train
 from tidemill.telemetry.recorder import Recorder
+from tidemill.trainer.policy import PolicyTrainer
 
 REWARD = Path(__file__).with_name("varied_reward.py")
 MANY_STEPS = 10_000  # the turns decide when it ends
@@ -61,14 +62,22 @@ def _write_prompts(path: Path, prompts: Sequence[str]) -> None:
 
 def _hand_over_turns(turns: Turns) -> None:
     """Make the recorder wait for its turn after every step, and prevent early stops (equal work)."""
-    record_step, record_samples = Recorder.step, Recorder.samples
+    record_step, record_samples, add_microbatch = Recorder.step, Recorder.samples, PolicyTrainer._add_microbatch
     done: list[Work] = []
+    microbatches = 0
+
+    def counted(self: PolicyTrainer, *arguments: Any, **more: Any) -> None:
+        nonlocal microbatches
+        microbatches += 1
+        add_microbatch(self, *arguments, **more)
 
     def step(self: Recorder, metrics: StepMetrics) -> None:
+        nonlocal microbatches
         record_step(self, metrics)
         if metrics.step > 0:
             notes = {name: metrics.values[name] for name in ("tokens_packed", "groups_without_signal", "grad_norm")}
-            turns.end(done[-1], **notes)
+            turns.end(done[-1], microbatches=microbatches, **notes)
+        microbatches = 0
         turns.begin()
 
     def samples(self: Recorder, step: int, trajectories: Sequence[Trajectory], prompts: Sequence[Prompt]) -> None:
@@ -82,4 +91,5 @@ def _hand_over_turns(turns: Turns) -> None:
         )
 
     Recorder.step, Recorder.samples = step, samples  # type: ignore[method-assign]
+    PolicyTrainer._add_microbatch = counted  # type: ignore[method-assign]
     TextCodec.stop_token_ids = property(lambda self: ())  # type: ignore[method-assign,assignment]

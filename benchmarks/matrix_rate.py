@@ -108,10 +108,17 @@ def _training_step(model: PreTrainedModel, dtype: torch.dtype) -> Callable[[], f
             output = token_logprobs(forward, packed, temperature=1.0, logits_budget_bytes=256 << 20)
             (0.01 * output.logprobs).sum().backward()
             flops += _flops(model, packed)
+        check_gradients(model)
         model.zero_grad(set_to_none=True)
         return flops
 
     return step
+
+
+def check_gradients(model: nn.Module) -> None:
+    """Raises RuntimeError: the backward pass has not reached all weights, as the products do."""
+    if missing := [name for name, parameter in model.named_parameters() if parameter.grad is None]:
+        raise RuntimeError(f"no gradient of {missing[0]} and {len(missing) - 1} other weights")
 
 
 def _flops(model: PreTrainedModel, packed: PackedCompletions) -> float:

@@ -48,6 +48,7 @@ CASES: Mapping[str, Sequence[str]] = {
     "PPO, critic of its own, KL reference": PPO,
     "PPO, LoRA, critic of its own, KL reference": (*PPO, *LORA),
 }
+LESS = 0.95
 
 
 def main() -> int:
@@ -71,9 +72,19 @@ def main() -> int:
         forecast = memory_on_this_machine(spec, models_of(spec), profile, Derivation())
         rows.append({"case": name, "forecast_bytes": forecast, "measured_bytes": measured})
         print(f"{name}: forecast {forecast / BYTES_PER_GB:.2f} GB, measured {measured / BYTES_PER_GB:.2f}", flush=True)
+    check_sizes({row["case"]: row["measured_bytes"] for row in rows})
     show(rows)
     write_result("memory_forecast", {"recipe": RECIPE.name, "steps": steps, "cases": rows})
     return 0
+
+
+def check_sizes(measured_bytes: Mapping[str, float]) -> None:
+    """Raises RuntimeError: an adapter took as much memory as all weights, or a critic no more than a value head."""
+    pairs = [(case, case.replace(", LoRA", "")) for case in measured_bytes if ", LoRA" in case]
+    pairs.append(("PPO, value head, KL reference", "PPO, critic of its own, KL reference"))
+    for smaller, larger in pairs:
+        if measured_bytes[smaller] > LESS * measured_bytes[larger]:
+            raise RuntimeError(f"{smaller} took as much memory as {larger}")
 
 
 def show(rows: Sequence[Mapping[str, float]]) -> None:

@@ -21,7 +21,7 @@ from benchmarks.grpo_tidemill import tidemill_side
 from benchmarks.measuring import exit_code, print_records, write_result
 from benchmarks.models import char_model, quiet, smollm2
 from benchmarks.origin import parsed
-from benchmarks.subjects import check_signal
+from benchmarks.subjects import check_different, check_signal
 from benchmarks.turns import take_turns
 from tidemill.config.learning import BatchConfig
 
@@ -63,8 +63,10 @@ def _measured(case: Case, rounds: int) -> dict[str, Any]:
         }
         results = take_turns(sides, rounds=rounds, deadline_s=DEADLINE_S)
         for name, result in results.items():
-            check_signal(name, result)
+            check_signal(f"{name} tokens", result)
             cpu_s[name] = median(turn.cpu_s for turn in result.turns)
+        counts = {f"{name} tokens": result.turns[0].notes["microbatches"] for name, result in results.items()}
+        check_different("number of microbatches", counts)
         turns = zip(*(result.turns for result in results.values()), strict=True)
         ratios[str(size)] = median(default.cpu_s / other.cpu_s for default, other in turns)
     return record_of(case.name, cpu_s, ratios)

@@ -28,6 +28,7 @@ from benchmarks.addition_runs import (
     TARGET,
     AdditionRun,
     addition_run,
+    check_distinct,
     check_start,
     interval,
     mean_accuracy,
@@ -81,6 +82,7 @@ def main() -> int:
     wanted = [(case_of(lag, name), seed) for seed in range(options.seeds) for lag in lags for name in CORRECTIONS]
     runs = measured(NAME, SETTINGS, wanted, again=options.again, run=_run, write=_write)
     check_start(runs)
+    check_distinct(runs)
     check_lags(runs)
     _print(runs)
     _draw(runs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import combinations
 
 from benchmarks.turns import SideResult
 from tidemill.telemetry.metrics import MetricLine
@@ -27,6 +28,17 @@ def check_equal(what: str, values: Mapping[str, object]) -> None:
     first = next(iter(values.values()))
     if any(value != first for value in values.values()):
         raise RuntimeError(f"the sides have different {what}: {dict(values)}")
+
+
+def check_different(what: str, values: Mapping[str, object]) -> None:
+    """No two cases may have the same value.
+
+    Raises:
+        RuntimeError: names two that have.
+    """
+    for (first, one), (second, other) in combinations(values.items(), 2):
+        if one == other:
+            raise RuntimeError(f"{first} and {second} have the same {what}")
 
 
 def check_signal(side: str, result: SideResult, *, most: int = 0) -> None:

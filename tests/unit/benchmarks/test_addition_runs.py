@@ -12,6 +12,7 @@ import pytest
 from benchmarks import addition_runs
 from benchmarks.addition_runs import (
     AdditionRun,
+    check_distinct,
     check_start,
     earlier_runs,
     interval,
@@ -150,3 +151,10 @@ def test_tokens_that_are_not_as_old_as_the_lag_fail(lag: int, mean: float) -> No
     check_lags([run(0, 0.0), run(3, 2.9)])
     with pytest.raises(RuntimeError, match=f"lag {lag}, default, seed 0: trained tokens were {mean:g} versions old"):
         check_lags([run(lag, mean)])
+
+
+def test_cases_that_learn_in_the_same_way_fail() -> None:
+    other = made("b", accuracy={0: 0.5, 10: 0.5})
+    check_distinct([made("a"), other, made("a", seed=1)])
+    with pytest.raises(RuntimeError, match="a, seed 0 and c, seed 0 have the same curves"):
+        check_distinct([made("a"), other, made("c")])

@@ -63,15 +63,26 @@ def test_a_run_whose_process_is_never_killed_fails(tmp_path: Path, monkeypatch: 
         agents.kills_part(tmp_path, steps=12)
 
 
-def test_recipes_without_a_control_do_not_reach_the_aims() -> None:
-    def run(recipe: str, kind: str) -> AgentRun:
-        low, high = (Accuracy(share=share, low=share - 0.05, high=share + 0.05) for share in (0.3, 0.95))
-        return AgentRun(
-            recipe=recipe, kind=kind, seed=0, n=200, greedy_before=low, greedy_after=high if kind == LEARNING else low,
-            sampled_before=None, sampled_after=None, evictions=1, minutes=1.0, cpu_minutes=1.0,
-        )  # fmt: skip
+def test_a_recipe_without_evictions_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unharmed(folder: Path, recipe: str, kind: str, seed: int) -> AgentRun:
+        return msgspec.structs.replace(agent_run(recipe, kind), evictions=0)
 
-    runs = [run(recipe, kind) for recipe, kinds in KINDS.items() for kind in kinds]
+    monkeypatch.setattr(agents, "agent_run", unharmed)
+    monkeypatch.setattr(agents, "smollm2", lambda: None)
+    with pytest.raises(RuntimeError, match="guess, rewards, seed 0: no evictions"):
+        agents.recipes_part(tmp_path, ["guess"], seeds=1, again=True)
+
+
+def agent_run(recipe: str, kind: str) -> AgentRun:
+    low, high = (Accuracy(share=share, low=share - 0.05, high=share + 0.05) for share in (0.3, 0.95))
+    return AgentRun(
+        recipe=recipe, kind=kind, seed=0, n=200, greedy_before=low, greedy_after=high if kind == LEARNING else low,
+        sampled_before=None, sampled_after=None, evictions=1, minutes=1.0, cpu_minutes=1.0,
+    )  # fmt: skip
+
+
+def test_recipes_without_a_control_do_not_reach_the_aims() -> None:
+    runs = [agent_run(recipe, kind) for recipe, kinds in KINDS.items() for kind in kinds]
     assert all(agents.verdict(runs).values())
     missed = [
         aim for aim, reached in agents.verdict([one for one in runs if one.kind == LEARNING]).items() if not reached

@@ -9,7 +9,7 @@ QUIET = {"kept_up": 0.999, "finished_per_s": 1290.0}
 
 @pytest.mark.parametrize(
     ("broken", "why"),
-    [({"kept_up": 0.7}, r"only 70.0% of the messages came in time"), ({"finished_per_s": 0.0}, "no finished samples")],
+    [({"kept_up": 0.7}, r"only 70.0% of the messages came in time")],
 )
 def test_a_controller_without_its_load_fails(broken: dict[str, float], why: str) -> None:
     check_load(QUIET)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.subjects import check_counts, check_equal, check_models, check_signal
+from benchmarks.subjects import check_counts, check_different, check_equal, check_models, check_signal
 from benchmarks.turns import SideResult, Turn, Work
 from tidemill.telemetry.metrics import MetricLine
 
@@ -24,6 +24,12 @@ def test_sides_with_different_values_fail() -> None:
     check_equal("samples", {"ours": [1, 2], "theirs": [1, 2]})
     with pytest.raises(RuntimeError, match=r"different samples: {'ours': 1, 'theirs': 2}"):
         check_equal("samples", {"ours": 1, "theirs": 2})
+
+
+def test_cases_with_the_same_value_fail() -> None:
+    check_different("curves", {"grpo": [1, 2], "ppo": [1, 3]})
+    with pytest.raises(RuntimeError, match="grpo and rloo have the same curves"):
+        check_different("curves", {"grpo": [1, 2], "ppo": [1, 3], "rloo": [1, 2]})
 
 
 def test_a_step_whose_groups_have_no_signal_fails() -> None:

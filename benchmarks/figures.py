@@ -143,8 +143,12 @@ def current(text: str, results: Mapping[str, Any]) -> str:
     """A document with the figures of the results.
 
     Raises:
-        ValueError: an expression cannot be evaluated.
+        ValueError: an expression cannot be evaluated, or a comment is not part of a figure.
     """
+    if len(FIGURE.findall(text)) != text.count("<!--=") or text.count("<!--=") != text.count("<!--/-->"):
+        whole = FIGURE.sub("", text)
+        at = min(at for comment in ("<!--=", "<!--/-->") if (at := whole.find(comment)) >= 0)
+        raise ValueError(f"no figure, as a comment is malformed or missing: {whole[at:].splitlines()[0][:80]}")
     environment = jinja2.Environment(undefined=jinja2.StrictUndefined, autoescape=False)
     environment.globals.update(FUNCTIONS)
 

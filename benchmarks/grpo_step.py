@@ -99,7 +99,7 @@ CASES = (
         bf16=False,
         target=2.0,
         rounds=10,
-        trl_microbatch=64,
+        trl_microbatch=32,
         new_tokens=72,
     ),
 )

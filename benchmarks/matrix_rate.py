@@ -37,7 +37,7 @@ from tidemill.trainer.packing import MaskedCompletion, PackedCompletions, pack_c
 from tidemill.trainer.scoring import token_logprobs
 
 PROMPTS, GROUP_SIZE, PROMPT_TOKENS, NEW_TOKENS = 8, 8, 20, 64
-MICROBATCH_GROUPS = 4  # fit the default of 2,048 packed tokens
+MICROBATCH_GROUPS = 4  # about 2,100 packed tokens; by default at most 2,048
 ROUNDS, DECODE_STEPS = 3, 10
 TRAINING_AIM, DECODING_AIM = 0.75, 0.8
 CPU = torch.device("cpu")

@@ -14,6 +14,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = {"benchmarks": ROOT / "benchmarks", "tests": ROOT / "tests", "tidemill": ROOT / "src" / "tidemill"}
+DATA = (".py", ".toml", ".json", ".csv", ".txt")
+"""Suffixes of files that a module may name instead of importing them."""
 _settings: dict[str, Any] = {}
 _code: dict[str, Any] = {}  # when the command started
 
@@ -129,8 +131,8 @@ def _git(*arguments: str) -> str:
 
 
 def code_of(module: str) -> list[str]:
-    """The files of this repository that a module imports, wherever the import stands, and the recipes and the Python
-    files of their folder that the benchmarks among them name; relative paths, sorted."""
+    """The files of this repository that a module imports, wherever the import stands; the files of their folders that
+    these name, and the recipes that the benchmarks among them name; relative paths, sorted."""
     found, due = set[Path](), list(_files(module))
     while due:
         file = due.pop()
@@ -138,7 +140,7 @@ def code_of(module: str) -> list[str]:
             found.add(file)
             for name in _imports(file):
                 due += _files(name)
-    for file in [file for file in found if PACKAGES["benchmarks"] in file.parents]:
+    for file in list(found):
         found.update(_named(file))
     return sorted(str(file.relative_to(ROOT)) for file in found)
 
@@ -158,14 +160,14 @@ def _files(module: str) -> Iterator[Path]:
 
 @cache
 def _named(file: Path) -> tuple[Path, ...]:
-    """Recipes, and Python files of the same folder, whose name is a string of the file."""
+    """Files of the same folder whose name is a string of the file; of a benchmark, also recipes."""
     nodes = ast.walk(ast.parse(file.read_text(encoding="utf-8")))
     strings = {node.value for node in nodes if isinstance(node, ast.Constant)}
-    recipes = (PACKAGES["tidemill"] / "recipes").glob("*.toml")
-    return (
-        *(recipe for recipe in recipes if {recipe.name, recipe.stem} & strings),
-        *(python for python in file.parent.glob("*.py") if python.name in strings),
-    )
+    found = [each for each in file.parent.iterdir() if each.suffix in DATA and each.name in strings]
+    if PACKAGES["benchmarks"] in file.parents:
+        recipes = (PACKAGES["tidemill"] / "recipes").glob("*.toml")
+        found += [recipe for recipe in recipes if {recipe.name, recipe.stem} & strings]
+    return tuple(found)
 
 
 @cache

@@ -360,7 +360,7 @@ DEFECTS = {
     "limits the attempt, not the turn": Defect(Sample, "request", _limit_of_attempt),
     "limits the turn, not the episode": Defect(Turns, "limit", _limit_of_turn),
     "reuses calls of an earlier turn": Defect(Turns, "observe", _keep_calls),
-    # By somebody who had not read the checks:
+    # Written without knowledge of the checks:
     "replays only the last started call": Defect(
         replay,
         "_replay_acting",

@@ -90,3 +90,18 @@ def test_a_figure_that_differs_fails_the_check(
     monkeypatch.setattr("sys.argv", ["figures"])
     assert figures.main() == 0
     assert (tmp_path / "README.md").read_text() == "<!--= fixed(speed.s, 1) -->2.5<!--/--> s"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<!--=percent(speed.share) -->75 %<!--/-->",
+        "<!--= percent(speed.share) -->75 %",
+        "<!--= percent(\nspeed.share) -->75 %<!--/-->",
+        "<!--= percent(speed.share) -->75 %<!-- / -->",
+        "75 %<!--/-->",
+    ],
+)
+def test_a_malformed_comment_is_an_error(text: str) -> None:
+    with pytest.raises(ValueError, match="malformed or missing"):
+        current(f"| <!--= percent(speed.share) -->75 %<!--/--> | {text} |", RESULTS)

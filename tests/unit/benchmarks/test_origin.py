@@ -69,6 +69,8 @@ def test_the_code_of_a_benchmark_has_the_recipes_and_files_that_it_names(reposit
     for name in ("reward.py", "unused.py"):
         (repository / "benchmarks" / name).touch()
     (repository / "benchmarks" / "speed.py").write_text('RECIPE, NAMES, CODE = "sums.toml", ["games"], "reward.py"\n')
+    (repository / "tidemill" / "prices.toml").touch()
+    (repository / "tidemill" / "__init__.py").write_text('PRICES = "prices.toml"\n')
     named = ["tidemill/recipes/games.toml", "tidemill/recipes/sums.toml"]
     assert code_of("benchmarks.speed") == ["benchmarks/reward.py", "benchmarks/speed.py", *named]
 

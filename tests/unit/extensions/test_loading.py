@@ -74,8 +74,9 @@ def test_a_function_that_does_not_exist(file: Path, name: str, fault: str, hint:
 
 
 def test_a_missing_file(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"no file .*none\.py"):
+    with pytest.raises(UserError, match=r"no file .*none\.py") as caught:
         import_function(f"{tmp_path}/none.py:score")
+    assert "paths in a recipe start at the recipe's folder" in caught.value.hint
 
 
 def test_a_missing_package_differs_from_a_broken_one(tmp_path: Path) -> None:

@@ -60,12 +60,12 @@ class Watch:
     tail_slots: int = 0
     pull_slots: int = 0
     held_peak: int = 0  # tokens in unfinished samples
-    longest_wait_s: float = 0.0  # of a sample between two machines
+    longest_wait_s: float = 0.0  # of a sample between two machines, while a machine had the newest version
     longest_stall_s: float = 0.0  # in which such a sample waited although a machine had a free slot
     longest_pause_s: float = 0.0  # of a sample on a machine, until its next token
     dropped_tokens: int = 0  # that unfinished samples had and lost
     half_done_s: list[float] = field(default_factory=list)  # per batch: until half of its groups were complete
-    _waiting: dict[tuple[int, int], float] = field(default_factory=dict)  # since when, by ordinal and attempt
+    _waiting: dict[tuple[int, int], float] = field(default_factory=dict)  # how long, by ordinal and attempt
     _stall_s: float = 0.0
     _grown: dict[int, tuple[int, float]] = field(
         default_factory=dict
@@ -94,14 +94,10 @@ class Watch:
         self.held_peak = max(self.held_peak, held)
         now_s = self.clock.now()
         between = [(one.ordinal, one.attempt) for one in in_flight.waiting.values() if one.attempt]
-        self._waiting = {key: self._waiting.get(key, now_s) for key in between}
-        self.longest_wait_s = max([self.longest_wait_s, *(now_s - since_s for since_s in self._waiting.values())])
-        free = any(
-            engine.running < engine.costs.slots
-            and not engine.queued
-            and engine.version.number == in_flight.newest_version
-            for engine in live
-        )
+        newest = [engine for engine in live if engine.version.number == in_flight.newest_version]
+        self._waiting = {key: self._waiting.get(key, 0.0) + (POLL_S if newest else 0.0) for key in between}
+        self.longest_wait_s = max([self.longest_wait_s, *self._waiting.values()])
+        free = any(engine.running < engine.costs.slots and not engine.queued for engine in newest)
         self._stall_s = self._stall_s + POLL_S if between and free else 0.0
         self.longest_stall_s = max(self.longest_stall_s, self._stall_s)
         self._tokens([sample for sample in samples if sample.state not in DONE], now_s)

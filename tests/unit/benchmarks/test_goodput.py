@@ -103,7 +103,7 @@ def test_evictions_without_migrations_fail() -> None:
         events = ({"event": "eviction", "samples": 3},)
 
     with pytest.raises(RuntimeError, match="none migrated"):
-        check_migrations(Run(), Watch(clock=None, end_s=1.0))  # type: ignore[arg-type]
+        check_migrations(Run(), Watch(clock=None, end_s=1.0), endless=False)  # type: ignore[arg-type]
 
 
 def test_the_ideal_is_the_longest_sample_or_the_work_of_all_slots() -> None:

@@ -14,7 +14,7 @@ two Bamboo traces, or given capacity traces. Two modes:
 Accepted are tokens of finished samples; those in unfinished ones at the end are a figure of their own. The benchmark
 fails if machines were evicted with samples on them and none migrated, if a sample that lost its machine waited although
 slots were free, or behind an endless supply for more than 400 s, if one lost tokens, or if one on a machine got none
-for 400 s. `--orders` compares two orders of waiting samples at lag 0 over three seeds: longest first, and evicted first.
+for 400 s. `--orders` compares two orders of waiting samples at lag 0 over three seeds: longest first, evicted first.
 """
 
 from __future__ import annotations

@@ -67,9 +67,7 @@ class Watch:
     half_done_s: list[float] = field(default_factory=list)  # per batch: until half of its groups were complete
     _waiting: dict[tuple[int, int], float] = field(default_factory=dict)  # how long, by ordinal and attempt
     _stall_s: float = 0.0
-    _grown: dict[int, tuple[int, float]] = field(
-        default_factory=dict
-    )  # unfinished: tokens, time of the last; by ordinal
+    _grown: dict[int, tuple[int, float]] = field(default_factory=dict)  # by ordinal: tokens, since when
     _batch: tuple[int, float, bool] = (-1, 0.0, False)  # its first position, its start, whether half is done
 
     async def run(self) -> None:

@@ -14,10 +14,20 @@ FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 def reward(function: FunctionT, /) -> FunctionT: ...
 @overload
 def reward(
-    *, batch: bool = False, weights: Mapping[str, float] | None = None, version: str = ""
+    *,
+    batch: bool = False,
+    weights: Mapping[str, float] | None = None,
+    process: bool | None = None,
+    version: str = "",
 ) -> Callable[[FunctionT], FunctionT]: ...
 def reward(
-    function: Any = None, /, *, batch: bool = False, weights: Mapping[str, float] | None = None, version: str = ""
+    function: Any = None,
+    /,
+    *,
+    batch: bool = False,
+    weights: Mapping[str, float] | None = None,
+    process: bool | None = None,
+    version: str = "",
 ) -> Any:
     """Mark a function as a reward.
 
@@ -28,9 +38,12 @@ def reward(
     Args:
         batch: every parameter is a list with one entry per sample, and the function returns a list.
         weights: factors of the named numbers; by default they are summed.
+        process: True calls it in processes, which are killed when a call is late; False on threads of this process,
+            which cannot be killed. By default in processes, unless it uses objects that a copy in another process does
+            not share: open files, locks, models, lists, dicts.
         version: identifies the function where its source cannot be read; change it with the function.
     """
-    options = {"batch": batch, "weights": dict(weights or {})}
+    options = {"batch": batch, "weights": dict(weights or {}), "process": process}
     return _marked("reward", function, version, options)
 
 

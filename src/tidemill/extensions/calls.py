@@ -1,4 +1,11 @@
-"""Runs user functions with a deadline, on threads that can be abandoned.
+"""Runs functions with a deadline, on threads that can be abandoned.
+
+For functions that must share the memory of this process, and those that wait for another one. (Other functions of the
+user run in processes: `function_pool`.)
+
+A thread cannot be killed, and code that holds the interpreter's lock stops all threads, the event loop too. While
+threads may call user code, a watchdog outside the interpreter ends the process if the event loop does not run for
+`WATCHDOG_S`.
 
 All awaitables share one event loop, because clients, locks and semaphores of a user's module belong to the loop that
 first used them.
@@ -12,6 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import faulthandler
 import inspect
 import itertools
 import threading
@@ -30,10 +38,36 @@ MAX_HANGING = 64
 """With this number of calls past their deadline, further calls fail at once instead of using more threads."""
 CLOSE_S = 1.0
 """Deadline for cancelled awaitables to end."""
+STDERR = 2  # `sys.stderr` of a notebook is no file
+WATCHDOG_S = 120.0
+"""A process whose event loop does not run for this long ends with a traceback of all threads."""
 
 
 class CallTimeout(Exception):
     """No result within the call's deadline."""
+
+
+class Watchdog:
+    """Ends this process, with a traceback on standard error, if the event loop does not run. It needs no interpreter
+    lock, so it also works while a function holds that."""
+
+    def __init__(self) -> None:
+        self._timer: asyncio.TimerHandle | None = None
+
+    def watch(self) -> None:
+        """Start, or go on."""
+        if self._timer is None:
+            self._rearm()
+
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+            faulthandler.cancel_dump_traceback_later()
+
+    def _rearm(self) -> None:
+        faulthandler.dump_traceback_later(WATCHDOG_S, exit=True, file=STDERR)
+        self._timer = asyncio.get_running_loop().call_later(WATCHDOG_S / 10, self._rearm)
 
 
 class LoopThread:
@@ -164,6 +198,7 @@ class UserCalls:
         self._hanging = 0
         self._idle: list[SimpleQueue[_Job | None]] = []
         self._loop_thread = LoopThread()
+        self._watchdog = Watchdog()
         self._closed = False
 
     @property
@@ -171,8 +206,14 @@ class UserCalls:
         """Calls past their deadline that have not returned."""
         return self._hanging
 
-    async def call(self, function: Callable[[], Any], *, convert: Callable[[Any], T], timeout_s: float) -> T:
+    async def call(
+        self, function: Callable[[], Any], *, convert: Callable[[Any], T], timeout_s: float, watched: bool = False
+    ) -> T:
         """`convert(result)`, where `result` is what `function` returns, awaited if it is awaitable.
+
+        Args:
+            watched: it is code of the user, which may hold the interpreter's lock: from now on until `close` this
+                process ends if the event loop does not run (see `Watchdog`).
 
         Raises:
             CallError: either of them raised.
@@ -184,6 +225,8 @@ class UserCalls:
             raise RuntimeError("closed")
         if self._hanging >= self._most_hanging:
             raise HangingError(f"{self._hanging} earlier calls still hang")
+        if watched:
+            self._watchdog.watch()
         loop = asyncio.get_running_loop()
         job = _Job(lambda: convert(self._awaited(function, time.monotonic() + timeout_s)), loop.create_future())
         inbox = self._idle.pop() if self._idle else self._start(loop)
@@ -202,6 +245,7 @@ class UserCalls:
     async def close(self) -> None:
         """End idle threads and cancel awaitables; calls that hang stay until the process ends."""
         self._closed = True
+        self._watchdog.close()
         for inbox in self._idle:
             inbox.put(None)
         self._idle.clear()
@@ -270,6 +314,15 @@ def _outcome(function: Callable[[], Any]) -> tuple[Any, Exception | None]:
     except (CallError, CallTimeout, UserError) as error:
         return None, error
     except BaseException as error:  # noqa: BLE001 -- a thread must report whatever a function of the user's raises
-        frames = traceback.extract_tb(error.__traceback__)
-        place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno} in {frames[-1].name})" if frames else ""
-        return None, CallError(exception_text(error) + place)
+        return None, call_error(error)
+
+
+def call_error(error: BaseException) -> CallError:
+    """What a function raised, and where."""
+    if isinstance(error, CallError):
+        return error
+    if isinstance(error, UserError):
+        return CallError(str(error))
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno} in {frames[-1].name})" if frames else ""
+    return CallError(exception_text(error) + place)

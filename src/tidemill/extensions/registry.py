@@ -47,6 +47,7 @@ class Extension:
     function: Callable[..., Any]
     identity: str  # 32 hex digits; see `extensions.identity`
     options: Mapping[str, Any]  # of its decorator
+    path: str  # import path; empty if another process cannot import it
 
     @property
     def name(self) -> str:
@@ -55,7 +56,7 @@ class Extension:
     @property
     def importable(self) -> bool:
         """Whether another process can import it."""
-        return not self.ref.startswith(SESSION)
+        return bool(self.path)
 
 
 _session: dict[tuple[Kind, str], Extension] = {}
@@ -141,7 +142,7 @@ def given_function(function: Any, kind: Kind, *, where: str) -> Extension:
     else:
         identity = function_identity(function, where=where, version=found.version)
     ref = path or SESSION + _plain_name(function)
-    return Extension(ref=ref, kind=kind, function=function, identity=identity, options=found.options)
+    return Extension(ref=ref, kind=kind, function=function, identity=identity, options=found.options, path=path)
 
 
 def provide(extensions: Iterable[Extension]) -> None:
@@ -168,7 +169,7 @@ def _loaded(ref: str, path: str, kind: Kind, where: str) -> Extension:
     function = import_function(path, where=where)
     found = mark_of(function, kind, where=where)
     identity = path_identity(path, version=found.version)
-    return Extension(ref=ref, kind=kind, function=function, identity=identity, options=found.options)
+    return Extension(ref=ref, kind=kind, function=function, identity=identity, options=found.options, path=path)
 
 
 def import_path(function: Callable[..., Any]) -> str:

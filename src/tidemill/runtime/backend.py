@@ -23,7 +23,7 @@ from tidemill.core.protocols import (
 )
 from tidemill.envs.text.eval_sets import check_rewards
 from tidemill.envs.text.prompts import Task
-from tidemill.envs.text.scorer import RewardScorer, build_scorer, evaluation_scoring, user_calls
+from tidemill.envs.text.scorer import RewardCalls, RewardScorer, build_scorer, evaluation_scoring
 from tidemill.models.codec import TextCodec
 from tidemill.models.ranks import ONE_RANK, Ranks
 from tidemill.pool.build_provider import build_provider, trace_remarks
@@ -91,21 +91,32 @@ def fleet_of(
 
 
 def scorers(
-    spec: RunSpec, task: Task, compute: Compute | None = None, readers: Readers | None = None
+    spec: RunSpec,
+    task: Task,
+    compute: Compute | None = None,
+    readers: Readers | None = None,
+    *,
+    warn: Callable[[str], None] = lambda _: None,
 ) -> tuple[RewardScorer, RewardScorer]:
     """The scorer of training samples and that of held-out samples.
 
     Args:
         compute: where reward models run; None starts a thread for them.
         readers: reward models that read sample by sample.
+        warn: gets a message for every function that cannot run in another process.
 
     Raises:
         UserError: a reward cannot be built.
     """
     stops = spec.sampling.stop or task.default_stop_strings
     open_model = model_rewards(spec, compute, readers or Readers())
-    # Shared, because the clients inside a user's module belong to one event loop.
-    calls = user_calls(spec.scoring.concurrency)
+    calls = RewardCalls(spec.scoring.concurrency)  # shared, so that a user's module is imported once
+    warned: set[str] = set()
+
+    def warn_once(message: str) -> None:
+        if message not in warned:
+            warned.add(message)
+            warn(message)
 
     def build(scoring: ScoringConfig) -> RewardScorer:
         return build_scorer(
@@ -116,6 +127,7 @@ def scorers(
             open_model=open_model,
             calls=calls,
             sandbox=spec.sandbox,
+            warn=warn_once,
         )
 
     evaluated = evaluation_scoring(spec.scoring, task=task, rewards=spec.eval.rewards)

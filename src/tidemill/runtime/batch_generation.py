@@ -218,7 +218,7 @@ async def batch_generator(
         engine = bundle.engine(version, prompt_tokens=task.longest_prompt_tokens)
         worker = EngineWorker(engine, compute, clock=clock, tick_s=spec.engine.tick_s)
         stack.push_async_callback(worker.close)
-        scorer, eval_scorer = scorers(spec, task, compute)
+        scorer, eval_scorer = scorers(spec, task, compute, warn=progress)
         stack.push_async_callback(scorer.close)
         stack.push_async_callback(eval_scorer.close)
         fleet = Fleet(worker, slots=spec.engine.slots, clock=clock, telemetry=telemetry)

@@ -179,7 +179,7 @@ async def in_process(
                     bundle.model, weights, compute=compute, rollout_model=bundle.rollout_model, probe_ids=probe_ids
                 )
             stack.push_async_callback(publisher.close)
-        scorer, eval_scorer = scorers(spec, task, compute, readers)
+        scorer, eval_scorer = scorers(spec, task, compute, readers, warn=recorder.note)
         stack.push_async_callback(scorer.close)
         stack.push_async_callback(eval_scorer.close)
         yield RuntimeBackend(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -11,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tidemill.extensions import calls as calls_module
 from tidemill.extensions.calls import CallError, CallTimeout, HangingError, UserCalls, call_blocking
 
 
@@ -173,3 +176,34 @@ def test_a_blocking_call_returns_raises_and_has_a_deadline(gate: threading.Event
         call_blocking(lambda: 1 // 0, timeout_s=10)
     with pytest.raises(CallTimeout):
         call_blocking(partial(gate.wait, 60), timeout_s=0.01)
+
+
+WATCHED = """
+import asyncio, re
+from tidemill.extensions import calls
+calls.WATCHDOG_S = 0.5
+
+async def main():
+    watched = calls.UserCalls()
+    await watched.call(lambda: 1, convert=float, timeout_s=1.0, watched=True)
+    await asyncio.sleep(1.0)
+    print("the loop runs", flush=True)
+    await watched.call(lambda: re.match(r"^(\\d+)+$", "1" * 64 + "x"), convert=bool, timeout_s=0.1, watched=True)
+
+asyncio.run(main())
+"""
+
+
+def test_a_function_that_holds_the_interpreter_lock_ends_the_process_with_a_traceback() -> None:
+    done = subprocess.run([sys.executable, "-c", WATCHED], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (1, "the loop runs\n")
+    assert "Timeout" in done.stderr
+    assert "in match" in done.stderr
+
+
+async def test_closed_calls_are_not_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calls_module, "WATCHDOG_S", 0.2)
+    closed = UserCalls()
+    await closed.call(lambda: 1, convert=float, timeout_s=1.0, watched=True)
+    await closed.close()
+    time.sleep(0.4)  # noqa: ASYNC251 -- the loop is blocked, and nothing ends this process

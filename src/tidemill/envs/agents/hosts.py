@@ -1,4 +1,4 @@
-"""Hosts of episodes: processes, or threads for classes that another process cannot import.
+"""Hosts of episodes: processes, or threads for classes that a copy in another process would change.
 
 A host makes the calls of one episode at a time, so that killing it interrupts no other call; the other episodes that it
 holds are restored in another host.
@@ -7,37 +7,23 @@ holds are restored in another host.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import itertools
-import os
-import socket
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from tidemill.config.sandbox import SandboxConfig
-from tidemill.core.errors import DeadlineError
+from tidemill.envs.agents.environment_process import SERVICE, EnvironmentSettings
 from tidemill.envs.agents.instances import Instances, Outcome, Work
-from tidemill.envs.agents.process_server import LENGTH_BYTES, PROCESS, Command, Setup, server_command
 from tidemill.extensions.calls import CallError, CallTimeout, HangingError, UserCalls
+from tidemill.extensions.portable import Target
+from tidemill.extensions.processes import ForkServer, LostError
 
-START_DEADLINE_S = 300.0
-"""As long as an import may take (`extensions.loading`)."""
-CLOSE_S = 10.0
-STDERR = 2
 THREAD_S = 86_400.0
 """Deadline of a thread's call; the pool abandons it much earlier."""
-# One thread for each process, and the same order of sets in every session.
-SETTINGS = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
-
-
-class LostError(Exception):
-    """A host has ended, or did not start."""
+PROCESS = -1
+"""Index of the outcome that says how a host ended."""
 
 
 class Host:
@@ -97,8 +83,8 @@ class Host:
 
 
 class ThreadLauncher:
-    """Hosts on threads of this process, for classes of a notebook or script. A call past its deadline is abandoned: it
-    cannot be killed."""
+    """Hosts on threads of this process, for classes that share objects with it. A call past its deadline is abandoned:
+    it cannot be killed."""
 
     def __init__(self, make_instances: Callable[[], Instances]) -> None:
         self._make_instances = make_instances
@@ -126,7 +112,7 @@ class ThreadHost(Host):
     async def _make(self, work: Work) -> None:
         invoke, convert = partial(self._instances.invoke, work), partial(self._instances.outcome, work)
         try:
-            found = await self._calls.call(invoke, convert=convert, timeout_s=THREAD_S)
+            found = await self._calls.call(invoke, convert=convert, timeout_s=THREAD_S, watched=True)
         except CallError as error:
             found = self._instances.failed(work, str(error))
         except (CallTimeout, HangingError):
@@ -140,119 +126,48 @@ class ThreadHost(Host):
 
 
 class ProcessLauncher:
-    """Hosts that are processes, forked by a server (`process_server`) that is started on first use."""
+    """Hosts that are processes of `environment_process`."""
 
     def __init__(
-        self, environment: str, params: dict[str, Any], longest: int, sandbox: SandboxConfig | None = None
+        self, environment: Target, params: dict[str, Any], longest: int, sandbox: SandboxConfig | None = None
     ) -> None:
-        self._environment, self._params, self._longest, self._sandbox = environment, params, longest, sandbox
-        self._server: subprocess.Popen[bytes] | None = None
-        self._control: socket.socket | None = None
-        self._numbers = itertools.count(1)
+        settings = EnvironmentSettings(
+            environment=environment,
+            params=params,
+            longest=longest,
+            sandbox=sandbox.model_dump_json() if sandbox else "",
+        )
+        self.server = ForkServer(SERVICE, msgspec.msgpack.encode(settings))
 
     def host(self) -> Host:
-        return ProcessHost(self, next(self._numbers))
-
-    def fork(self, number: int, stream: socket.socket) -> None:
-        """Start a process that serves a socket.
-
-        Raises:
-            OSError: the server does not run.
-        """
-        command = [msgspec.json.encode(Command(process=number))]
-        try:
-            socket.send_fds(self._control or self._start(), command, [stream.fileno()])
-        except ConnectionError:  # it has ended, and with it all processes
-            socket.send_fds(self._start(), command, [stream.fileno()])
-
-    def kill(self, number: int) -> None:
-        if self._control is not None:
-            with contextlib.suppress(OSError):  # the server has ended, or the launcher is closed
-                self._control.send(msgspec.json.encode(Command(process=number, kill=True)))
+        return ProcessHost(self.server)
 
     async def close(self) -> None:
-        if self._control is None or self._server is None:
-            return
-        self._control.close()
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + CLOSE_S
-        while self._server.poll() is None:
-            if loop.time() > deadline:
-                self._server.kill()
-                raise DeadlineError("the end of environment processes", waited_s=CLOSE_S, look_at="ps -ef")
-            await asyncio.sleep(0.005)
-
-    def _start(self) -> socket.socket:
-        if self._control is not None and self._server is not None:
-            self._control.close()
-            self._server.wait(CLOSE_S)
-        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        setup = Setup(
-            parent=os.getpid(),
-            path=tuple(str(Path(each).absolute()) for each in sys.path),
-            environment=self._environment,
-            params=self._params,
-            longest=self._longest,
-            sandbox=self._sandbox.model_dump_json() if self._sandbox else "",
-        )
-        with theirs:
-            self._server = subprocess.Popen(
-                server_command(str(theirs.fileno()), setup),
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=STDERR,
-                env={**os.environ, **SETTINGS},
-                start_new_session=True,
-            )
-        return self._control
+        await self.server.close()
 
 
-class ProcessHost(Host, asyncio.Protocol):
-    """A process, and the connection to it."""
+class ProcessHost(Host):
+    """A process that makes calls."""
 
-    def __init__(self, launcher: ProcessLauncher, number: int) -> None:
+    def __init__(self, server: ForkServer) -> None:
         super().__init__()
-        self._launcher, self._number = launcher, number
-        self._transport: asyncio.Transport | None = None
-        self._received = bytearray()
+        self._process = server.process(self._received, self._ended)
         self._decoder = msgspec.msgpack.Decoder(Outcome)
 
     async def start(self) -> None:
         await super().start()
-        ours, theirs = socket.socketpair()
-        try:
-            with theirs:
-                self._launcher.fork(self._number, theirs)
-            await asyncio.get_running_loop().connect_accepted_socket(lambda: self, ours)
-            await self.outcome(START_DEADLINE_S)
-        except (OSError, TimeoutError) as error:
-            ours.close()
-            raise LostError(f"its process did not start: {str(error) or 'no answer'}") from error
+        await self._process.start()
 
     def send(self, works: Sequence[Work]) -> None:
-        data = msgspec.msgpack.encode(works)
-        assert self._transport is not None
-        self._transport.write(len(data).to_bytes(LENGTH_BYTES, "little") + data)
+        self._process.send(msgspec.msgpack.encode(works))
 
     def kill(self) -> None:
         super().kill()
-        self._launcher.kill(self._number)
-        if self._transport is not None:
-            self._transport.abort()
+        self._process.kill()
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+    def _received(self, data: bytes) -> None:
+        self._outcomes.put_nowait(self._decoder.decode(data))
 
-    def data_received(self, data: bytes) -> None:
-        self._received += data
-        while len(self._received) >= LENGTH_BYTES:
-            end = LENGTH_BYTES + int.from_bytes(self._received[:LENGTH_BYTES], "little")
-            if len(self._received) < end:
-                return
-            self._outcomes.put_nowait(self._decoder.decode(bytes(self._received[LENGTH_BYTES:end])))
-            del self._received[:end]
-
-    def connection_lost(self, error: Exception | None) -> None:
+    def _ended(self, how: str) -> None:
         self.alive = False
-        self._outcomes.put_nowait(Outcome(index=PROCESS, text="its process has ended"))
+        self._outcomes.put_nowait(Outcome(index=PROCESS, text=how))

@@ -10,16 +10,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from tidemill.config.agent import EnvConfig
 from tidemill.config.sandbox import SandboxConfig
 from tidemill.envs.agents.environment import Environment, ToolEnvironment
-from tidemill.envs.agents.hosts import Host, LostError, ProcessLauncher, ThreadLauncher
+from tidemill.envs.agents.hosts import Host, ProcessLauncher, ThreadLauncher
 from tidemill.envs.agents.instances import Instances, Work
 from tidemill.envs.agents.turn_plan import REFUSED_FACTOR
+from tidemill.extensions.portable import UnportableError, target_of
+from tidemill.extensions.processes import LostError
 from tidemill.extensions.registry import import_path
 
 HOSTS_PER_CALL = 4
@@ -39,17 +41,31 @@ class Live:
 
 
 class Placement:
-    """The hosts of one environment."""
+    """The hosts of one environment.
 
-    def __init__(self, environment: type[Environment], config: EnvConfig, sandbox: SandboxConfig) -> None:
+    Args:
+        warn: gets a message if it must run in this process.
+    """
+
+    def __init__(
+        self,
+        environment: type[Environment],
+        config: EnvConfig,
+        sandbox: SandboxConfig,
+        *,
+        warn: Callable[[str], None] = lambda _: None,
+    ) -> None:
         longest = REFUSED_FACTOR * config.observation_tokens * CHARACTERS_PER_TOKEN
         self._launcher: ProcessLauncher | ThreadLauncher
-        if path := import_path(environment):
-            self._launcher = ProcessLauncher(
-                path, config.params, longest, sandbox if environment.needs_sandbox else None
-            )
-        else:
+        try:
+            target = target_of(environment, import_path(environment), name=environment.__name__)
+        except UnportableError as reason:
+            warn(f"warning: {environment.__name__} runs in this process, where it cannot be stopped: {reason}")
             self._launcher = ThreadLauncher(lambda: Instances(environment, config.params, longest, sandbox))
+        else:
+            self._launcher = ProcessLauncher(
+                target, config.params, longest, sandbox if environment.needs_sandbox else None
+            )
         self.exclusive = not issubclass(environment, ToolEnvironment) and not environment.idempotent
         self._most = HOSTS_PER_CALL * config.concurrency
         if environment.costly_process:

@@ -20,10 +20,11 @@ from tidemill.core.errors import GuardStop, UserError
 from tidemill.core.protocols import CallLog, TurnFormat
 from tidemill.core.records import Call, Episode, EpisodeEnd, Message, Observation, SampleId, pack_tokens
 from tidemill.envs.agents.environment import Environment
-from tidemill.envs.agents.hosts import Host, LostError
+from tidemill.envs.agents.hosts import Host
 from tidemill.envs.agents.instances import Outcome, Work
 from tidemill.envs.agents.placement import Live, Placement
 from tidemill.envs.agents.turn_plan import FaultError, Planned, TurnPlanner, first_text, task_of, task_seed
+from tidemill.extensions.processes import LostError
 from tidemill.extensions.registry import Extension
 
 EVALUATION = "eval"
@@ -75,7 +76,7 @@ class EnvironmentPool:
         self._name, self._format, self._run_id, self._report = environment.name, format, run_id, report
         self.planner = TurnPlanner(self.environment, config, format, sandbox)
         self.schemas = [each.schema for each in self.planner.tools.values()]
-        self.placement = Placement(self.environment, config, sandbox)
+        self.placement = Placement(self.environment, config, sandbox, warn=report)
         self._live: dict[SampleId, Live] = {}
         self._keys, self._session = itertools.count(1), uuid.uuid4().hex[:8]
         self._counts = dict.fromkeys(COUNTS, 0)

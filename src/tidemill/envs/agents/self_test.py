@@ -10,11 +10,12 @@ from typing import Any
 
 from tidemill.core.errors import UserError
 from tidemill.core.records import Record
-from tidemill.envs.agents.hosts import Host, LostError
+from tidemill.envs.agents.hosts import Host
 from tidemill.envs.agents.instances import Outcome, Work
 from tidemill.envs.agents.pool import EnvironmentPool
 from tidemill.envs.agents.tools import FINISH
 from tidemill.envs.agents.turn_plan import FaultError, task_seed
+from tidemill.extensions.processes import LostError
 
 ACTIONS = 4
 """Random actions of an episode."""

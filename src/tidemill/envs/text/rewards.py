@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import math
 import re
 from collections.abc import Callable, Collection, Sequence
@@ -21,12 +20,14 @@ from tidemill.envs.text.code_tests import COLUMN, GRACE_S, CodeTests
 from tidemill.envs.text.prompts import Task, hash_number
 from tidemill.envs.text.row_files import import_extra
 from tidemill.envs.text.user_rewards import WHERE as WHERE_FUNCTION
-from tidemill.envs.text.user_rewards import BatchFunction, Score, UserReward, finite
+from tidemill.envs.text.user_rewards import BatchFunction, Caller, SampleReward, ThreadFunction, UserReward
 from tidemill.extensions.calls import UserCalls
+from tidemill.extensions.function_pool import FunctionProcesses, is_async
+from tidemill.extensions.portable import Target, UnportableError, target_of
 from tidemill.extensions.registry import resolve
+from tidemill.extensions.scores import Score, finite
 
 WHERE = "scoring.rewards"
-REGEX_DEADLINE_S = 60.0  # the scorer gives up on a sample earlier; this ends the search itself
 NUMBER = re.compile(
     r"(?:(?<![0-9.)])[-+])?"  # a sign, not a subtraction
     r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
@@ -53,7 +54,8 @@ def number(result: Any) -> Score:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedReward:
-    """A reward ready to call. `inline` rewards take microseconds and run on the event loop, others in a thread."""
+    """A reward ready to call. `inline` rewards take microseconds and run on the event loop; those with `scores` where
+    that says; others on a thread."""
 
     name: str
     weight: float
@@ -62,6 +64,7 @@ class NamedReward:
     scores: QueuedReward | None = None  # the same function if it queues its samples
     value: Callable[[Any], Score] = number  # raises CallError for a result that is no score
     timeout_s: float | None = None  # overrides the scorer's
+    queues: bool = True  # `timeout_s` includes the time in the queue of `scores`; else `scores` keeps the deadline
     correct_at_one: bool = False  # 1 means correct and any lower value incorrect
     gold: bool = False  # only measured: its failure does not make a sample invalid
 
@@ -73,7 +76,10 @@ class Context:
     task: Task
     seed: int
     stop_strings: tuple[str, ...]
-    calls: UserCalls = field(default_factory=UserCalls)  # runs user functions of batches
+    timeout_s: float = 10.0  # of one sample
+    calls: UserCalls = field(default_factory=UserCalls)  # runs functions that stay in this process
+    processes: FunctionProcesses = field(default_factory=lambda: FunctionProcesses(1))  # run the others
+    warn: Callable[[str], None] = lambda _: None  # gets a message for every function that stays in this process
     sandbox: SandboxConfig = field(default_factory=SandboxConfig)  # for rewards that run programs
     open_model: Callable[[RewardConfig], QueuedReward] | None = None  # scores with a reward model, if available
 
@@ -114,24 +120,6 @@ def _numeric(config: RewardConfig, context: Context) -> RewardFunction:
     return numeric
 
 
-def _math_verify(config: RewardConfig, context: Context) -> RewardFunction:
-    """1 if math-verify finds the completion's mathematical expression equal to the answer's; else 0."""
-    package = import_extra("math_verify", package="math-verify", needed_by="the reward math_verify")
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its timeout is off
-
-    def parse(text: str) -> Any:
-        return package.parse(text, parsing_timeout=None)  # its timeouts use signals, which only work in the main thread
-
-    def math_verify(sample: Sample) -> float:
-        answer = sample.prompt.answer
-        expected = parse(f"${answer}$" if "\\" in answer and "$" not in answer else answer)
-        if not expected:
-            raise ValueError(f"math-verify finds no expression in the answer {answer[:40]!r}")
-        return float(package.verify(expected, parse(sample.completion), timeout_seconds=None))
-
-    return math_verify
-
-
 def _regex(config: RewardConfig, context: Context) -> RewardFunction:
     """1 if the pattern is found anywhere in the completion; else 0.
 
@@ -140,7 +128,7 @@ def _regex(config: RewardConfig, context: Context) -> RewardFunction:
     """
     pattern = regex.compile(config.pattern)
     return lambda sample: float(
-        pattern.search(sample.completion, timeout=REGEX_DEADLINE_S, concurrent=True) is not None
+        pattern.search(sample.completion, timeout=context.timeout_s, concurrent=True) is not None
     )
 
 
@@ -196,7 +184,6 @@ def _http(config: RewardConfig, context: Context) -> RewardFunction:
 BUILT_IN: dict[str, Callable[[RewardConfig, Context], RewardFunction]] = {
     "exact": _exact,
     "numeric": _numeric,
-    "math_verify": _math_verify,
     "regex": _regex,
     "length": _length,
     "task": _task,
@@ -208,6 +195,8 @@ BUILT_IN: dict[str, Callable[[RewardConfig, Context], RewardFunction]] = {
 }
 INLINE = frozenset({"exact", "numeric", "length", "environment", "random"})
 QUEUED = frozenset({"model", "http"})
+IN_PROCESSES = frozenset({"python", "math_verify"})
+MATH_VERIFY = Target(name="math_verify", path="tidemill.envs.text.math_answers:math_verify")
 CORRECT_AT_ONE = frozenset({"exact", "numeric", "math_verify", "regex", "task", "tests"})
 
 
@@ -237,30 +226,71 @@ def _name(config: RewardConfig, taken: Collection[str]) -> str:
 
 
 def _build(name: str, config: RewardConfig, context: Context) -> NamedReward:
-    function: RewardFunction
-    scores: QueuedReward | None = None
-    value: Callable[[Any], Score] = number
-    if config.kind == "python":
-        reward = user_reward(config, context)
-        function, value = reward.one, reward.value
-        if reward.batch:
-            scorer = BatchFunction(reward, context.calls, timeout_s=config.longest_wait_s)
-            function = scores = BatchedReward(scorer, most=config.batch)
-            value = _converted
-    else:
-        function = BUILT_IN[config.kind](config, context)
-        scores = function if config.kind in QUEUED else None  # type: ignore[assignment]
+    if config.kind in IN_PROCESSES:
+        return _build_in_processes(name, config, context)
+    function = BUILT_IN[config.kind](config, context)
+    scores: QueuedReward | None = function if config.kind in QUEUED else None  # type: ignore[assignment]
     return NamedReward(
         name=name,
         weight=config.weight,
         function=function,
         inline=config.kind in INLINE,
         scores=scores,
-        value=value,
         timeout_s=_timeout_s(config, scores),
         correct_at_one=config.kind in CORRECT_AT_ONE,
         gold=config.role == "gold",
     )
+
+
+def _build_in_processes(name: str, config: RewardConfig, context: Context) -> NamedReward:
+    """A function of the user, or one that parses what a model wrote."""
+    timeout_s: float | None = None
+    scores: QueuedReward
+    if config.kind == "math_verify":
+        import_extra("math_verify", package="math-verify", needed_by="the reward math_verify")
+        caller: Caller = context.processes.add(MATH_VERIFY, weights={}, together=False, lists=False)
+        scores = SampleReward(caller, _completion_and_answer, timeout_s=context.timeout_s)
+    else:
+        reward = user_reward(config, context)
+        caller = _caller(reward, context)
+        if reward.batch:
+            timeout_s = config.longest_wait_s
+            scores = BatchedReward(BatchFunction(caller, reward, timeout_s=timeout_s), most=config.batch)
+        else:
+            scores = SampleReward(caller, reward.arguments, timeout_s=context.timeout_s)
+    return NamedReward(
+        name=name,
+        weight=config.weight,
+        function=scores,
+        inline=False,
+        scores=scores,
+        value=_converted,
+        timeout_s=timeout_s,
+        queues=False,
+        correct_at_one=config.kind in CORRECT_AT_ONE,
+        gold=config.role == "gold",
+    )
+
+
+def _caller(reward: UserReward, context: Context) -> Caller:
+    """What calls a function: processes, which can be killed, unless it must stay in this one."""
+    extension = reward.extension
+    process = extension.options.get("process")
+    if process is not False:
+        try:
+            target = target_of(extension.function, extension.path, name=extension.name, copy_shared=process is True)
+        except UnportableError as reason:
+            context.warn(
+                f"warning: the reward {extension.name} runs in this process, where it cannot be stopped: {reason}"
+            )
+        else:
+            together = is_async(extension.function)
+            return context.processes.add(target, weights=reward.weights, together=together, lists=reward.batch)
+    return ThreadFunction(extension.function, reward.weights, context.calls)
+
+
+def _completion_and_answer(sample: Sample) -> dict[str, str]:
+    return {"completion": sample.completion, "answer": sample.prompt.answer}
 
 
 def _timeout_s(config: RewardConfig, scores: QueuedReward | None) -> float | None:
@@ -270,7 +300,7 @@ def _timeout_s(config: RewardConfig, scores: QueuedReward | None) -> float | Non
 
 
 def _converted(score: Score) -> Score:
-    """`NamedReward.value` of a batch, whose scores are converted together."""
+    """`NamedReward.value` of a function whose results are converted where it runs."""
     return score
 
 

@@ -14,16 +14,29 @@ from tidemill.core.records import CORRECT_REWARD, Prompt, Reward, Trajectory
 from tidemill.envs.text.batch_rewards import Sample
 from tidemill.envs.text.prompts import Task
 from tidemill.envs.text.rewards import Context, NamedReward, QueuedReward, build_rewards
-from tidemill.envs.text.user_rewards import LARGEST, TOO_LARGE, Score
 from tidemill.extensions.calls import MAX_HANGING, CallError, CallTimeout, HangingError, UserCalls
+from tidemill.extensions.function_pool import FunctionProcesses
+from tidemill.extensions.scores import LARGEST, TOO_LARGE, Score
 
 CHECKS_THE_ANSWER = frozenset({"exact", "numeric", "math_verify", "task", "tests"})
 NOT_ABOUT_CORRECTNESS = frozenset({"random", "length", "model"})
 
 
-def user_calls(concurrency: int) -> UserCalls:
-    """Threads for reward functions."""
-    return UserCalls(max_hanging=max(MAX_HANGING, concurrency))
+class RewardCalls:
+    """What calls reward functions: threads of this process and other processes.
+
+    Args:
+        concurrency: `scoring.concurrency`.
+    """
+
+    def __init__(self, concurrency: int) -> None:
+        self.threads = UserCalls(max_hanging=max(MAX_HANGING, concurrency))
+        self.processes = FunctionProcesses(concurrency)
+
+    async def close(self) -> None:
+        """End processes and idle threads, and cancel awaitables; threads that hang stay until the process ends."""
+        await self.threads.close()
+        await self.processes.close()
 
 
 class RewardScorer:
@@ -39,13 +52,13 @@ class RewardScorer:
         *,
         timeout_s: float,
         concurrency: int,
-        calls: UserCalls | None = None,
+        calls: RewardCalls | None = None,
     ) -> None:
         self._rewards, self._timeout_s = rewards, timeout_s
         counted = [reward for reward in rewards if reward.weight]
         self._tells_correctness = len(counted) == 1 and counted[0].correct_at_one and counted[0].weight == 1
         self._turns = asyncio.Semaphore(concurrency)
-        self._calls = calls or user_calls(concurrency)
+        self._calls = calls or RewardCalls(concurrency)
 
     async def score(self, prompt: Prompt, trajectory: Trajectory) -> Reward:
         """The weighted sum of all rewards; `components` holds each before weighting. `correct` is set only if the one
@@ -73,9 +86,10 @@ class RewardScorer:
         )
         found: dict[str, Score] = {}
         faults: list[str] = []
-        together = [self._note(reward, sample, found, faults) for reward in self._rewards if reward.scores]
-        alone = self._score_unqueued(sample, found, faults)
-        await (asyncio.gather(alone, *together) if together else alone)
+        scoring = [self._note(reward, sample, found, faults) for reward in self._rewards if reward.scores]
+        if len(scoring) < len(self._rewards):
+            scoring.append(self._score_unqueued(sample, found, faults))
+        await (scoring[0] if len(scoring) == 1 else asyncio.gather(*scoring))
         components: dict[str, float] = {}
         weighted: list[float] = []
         applied = False
@@ -102,7 +116,7 @@ class RewardScorer:
         )
 
     async def close(self) -> None:
-        """End idle threads and cancel awaitables; calls that hang stay until the process ends."""
+        """See `RewardCalls.close`."""
         await self._calls.close()
         for reward in self._rewards:
             if reward.scores:
@@ -129,10 +143,14 @@ class RewardScorer:
     async def _ask(self, reward: NamedReward, sample: Sample, timeout_s: float) -> Score:
         if reward.inline:
             return reward.value(reward.function(sample))
+        if reward.scores and not reward.queues:
+            return reward.value(await reward.scores(sample))
         if reward.scores:
             async with asyncio.timeout(timeout_s):
                 return reward.value(await reward.scores(sample))
-        return await self._calls.call(lambda: reward.function(sample), convert=reward.value, timeout_s=timeout_s)
+        return await self._calls.threads.call(
+            lambda: reward.function(sample), convert=reward.value, timeout_s=timeout_s
+        )
 
 
 def _fault(error: Exception, timeout_s: float) -> str:
@@ -150,8 +168,9 @@ def build_scorer(
     seed: int,
     stop_strings: tuple[str, ...] | None = None,
     open_model: Callable[[RewardConfig], QueuedReward] | None = None,
-    calls: UserCalls | None = None,
+    calls: RewardCalls | None = None,
     sandbox: SandboxConfig = SandboxConfig(),  # noqa: B008 -- frozen
+    warn: Callable[[str], None] = lambda _: None,
 ) -> RewardScorer:
     """The scorer of a run.
 
@@ -160,13 +179,24 @@ def build_scorer(
         open_model: makes the function of rewards of kind "model"; None refuses them.
         calls: runs the functions; by default a new one.
         sandbox: where rewards of kind "tests" run programs.
+        warn: gets a message for every function that cannot run in another process.
 
     Raises:
         UserError: a reward cannot work.
     """
     stops = task.default_stop_strings if stop_strings is None else stop_strings
-    calls = calls or user_calls(scoring.concurrency)
-    context = Context(task=task, seed=seed, stop_strings=stops, calls=calls, sandbox=sandbox, open_model=open_model)
+    calls = calls or RewardCalls(scoring.concurrency)
+    context = Context(
+        task=task,
+        seed=seed,
+        stop_strings=stops,
+        timeout_s=scoring.timeout_s,
+        calls=calls.threads,
+        processes=calls.processes,
+        sandbox=sandbox,
+        open_model=open_model,
+        warn=warn,
+    )
     rewards = build_rewards(scoring.rewards, context)
     return RewardScorer(rewards, timeout_s=scoring.timeout_s, concurrency=scoring.concurrency, calls=calls)
 

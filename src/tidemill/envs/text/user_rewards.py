@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
-from typing import Any
+from typing import Any, Protocol
 
-from tidemill.core.errors import UserError, exception_text
+from tidemill.core.errors import UserError
 from tidemill.core.records import Prompt, unpack_tokens
 from tidemill.envs.text.batch_rewards import Sample
 from tidemill.extensions.calls import CallError, UserCalls
+from tidemill.extensions.function_pool import Scores
+from tidemill.extensions.function_process import scores_of
 from tidemill.extensions.registry import Extension
+from tidemill.extensions.scores import Score
 from tidemill.extensions.signature import Wanted, check_offered, wanted_arguments
 
 WHERE = "scoring.rewards.function"
 STANDARD = ("prompt", "messages", "completion", "token_ids", "answer", "metadata", "step", "seed")
 """What a reward can take by name, besides the columns of the data."""
-LARGEST = 1e18
-"""Largest absolute reward: its square must fit float32, for standard deviations."""
-TOO_LARGE = "and no reward may be larger than 1e18"
 
 
 class UserReward:
@@ -45,109 +44,86 @@ class UserReward:
             what = f"the data has a column `{hidden[0]}`, and {extension.name} takes the argument of that name"
             raise UserError(what, where=WHERE, hint="rename the column with task.columns, or in the data")
 
-    def one(self, sample: Sample) -> Any:
-        """Call the function for one sample; the result may be awaitable."""
-        return self.extension.function(**self._wanted.choose(_arguments(sample)))
+    def arguments(self, sample: Sample) -> dict[str, Any]:
+        """What the function takes of a sample."""
+        return self._wanted.choose(_arguments(sample))
 
-    def many(self, samples: Sequence[Sample]) -> Any:
-        """Call the function with one list per argument; the result may be awaitable."""
+    def lists(self, samples: Sequence[Sample]) -> dict[str, list[Any]]:
+        """What a function of lists takes: one entry for each sample."""
         rows = [_arguments(sample) for sample in samples]
         shared = [name for name in rows[0] if all(name in row for row in rows)]
-        return self.extension.function(**self._wanted.choose({name: [row[name] for row in rows] for name in shared}))
-
-    def value(self, result: Any) -> Score:
-        """Raises CallError: the result is not a number, a table of numbers or None."""
-        return score_of(result, self.weights)
+        return self._wanted.choose({name: [row[name] for row in rows] for name in shared})
 
 
-Score = tuple[float, dict[str, float]] | None
-"""The value and its named components; None if the reward does not apply to the sample."""
+class Caller(Protocol):
+    """Calls a user function: `ProcessFunction`, or `ThreadFunction` for one that must stay in this process."""
+
+    async def call(self, arguments: Mapping[str, Any], *, timeout_s: float, count: int = 0) -> Scores:
+        """Its scores, one for each sample. Raises CallError, CallTimeout: see `ProcessFunction.call`."""
 
 
-def score_of(result: Any, weights: Mapping[str, float]) -> Score:
-    """The score that a reward function returned: a number, a table of named numbers, or None.
+class ThreadFunction:
+    """Calls a user function on threads of this process."""
 
-    Args:
-        weights: factors of the named numbers; empty for their plain sum.
+    def __init__(self, function: Callable[..., Any], weights: Mapping[str, float], calls: UserCalls) -> None:
+        self._function, self._weights, self._calls = function, weights, calls
 
-    Raises:
-        CallError: it is something else, or not finite.
-    """
-    if result is None:
-        return None
-    if not isinstance(result, Mapping):
-        return finite(result), {}
-    if not result:
-        raise CallError("ValueError: returned an empty table; return None if the reward does not apply")
-    parts = {str(name): finite(each, of=f"{name} = ") for name, each in result.items()}
-    if weights and (missing := [name for name in parts if name not in weights]):
-        raise CallError(f"ValueError: returned {missing[0]!r}, which has no weight (weights: {', '.join(weights)})")
-    return math.fsum(weights.get(name, 1.0) * each for name, each in parts.items()), parts
-
-
-def finite(result: Any, *, of: str = "") -> float:
-    """
-    Raises:
-        CallError: the result is not a finite number within `LARGEST`.
-    """
-    if isinstance(result, str | bytes) or not hasattr(type(result), "__float__"):
-        raise CallError(exception_text(TypeError(f"returned {of}{result!r:.60}, which is not a number")))
-    value = float(result)
-    if not math.isfinite(value):
-        raise CallError(f"ValueError: returned {of}{value}, which is not finite")
-    if abs(value) > LARGEST:
-        raise CallError(f"ValueError: returned {of}{value:g}, {TOO_LARGE}")
-    return value
-
-
-class BatchFunction:
-    """Implements `batch_rewards.BatchScorer` with a user function of lists.
-
-    Args:
-        calls: runs the function.
-    """
-
-    def __init__(self, reward: UserReward, calls: UserCalls, *, timeout_s: float) -> None:
-        self._reward, self._calls, self._timeout_s = reward, calls, timeout_s
-
-    async def score_batch(self, samples: Sequence[Sample]) -> Sequence[Any]:
-        """Raises CallError: the function raised, or did not return one result per sample."""
+    async def call(self, arguments: Mapping[str, Any], *, timeout_s: float, count: int = 0) -> Scores:
         return await self._calls.call(
-            lambda: self._reward.many(samples), convert=self._converted(len(samples)), timeout_s=self._timeout_s
+            lambda: self._function(**deepcopy(dict(arguments))),  # which it may change
+            convert=lambda result: scores_of(result, count, self._weights),
+            timeout_s=timeout_s,
+            watched=True,
         )
+
+
+class SampleReward:
+    """Implements `rewards.QueuedReward` with a function of one sample."""
+
+    def __init__(self, caller: Caller, arguments: Callable[[Sample], Mapping[str, Any]], *, timeout_s: float) -> None:
+        self._caller, self._arguments, self._timeout_s = caller, arguments, timeout_s
+
+    async def __call__(self, sample: Sample) -> Score:
+        (score,) = await self._caller.call(self._arguments(sample), timeout_s=self._timeout_s)
+        return _score(score)
 
     async def close(self) -> None:
         pass
 
-    def _converted(self, count: int) -> Callable[[Any], list[Any]]:
-        def convert(result: Any) -> list[Any]:
-            if isinstance(result, (str, bytes, Mapping)) or not hasattr(result, "__len__"):
-                raise CallError(f"TypeError: returned a {type(result).__name__} instead of one reward per sample")
-            if len(result) != count:
-                raise CallError(f"ValueError: returned {len(result)} rewards for {count} samples")
-            return [self._each(each) for each in result]
 
-        return convert
+class BatchFunction:
+    """Implements `batch_rewards.BatchScorer` with a function of lists."""
 
-    def _each(self, result: Any) -> Any:
-        try:
-            return self._reward.value(result)
-        except CallError as error:
-            return error
+    def __init__(self, caller: Caller, reward: UserReward, *, timeout_s: float) -> None:
+        self._caller, self._reward, self._timeout_s = caller, reward, timeout_s
+
+    async def score_batch(self, samples: Sequence[Sample]) -> Sequence[Any]:
+        """Raises CallError: the function raised, or did not return one result per sample."""
+        arguments = self._reward.lists(samples)
+        scores = await self._caller.call(arguments, timeout_s=self._timeout_s, count=len(samples))
+        return [CallError(each) if isinstance(each, str) else each for each in scores]
+
+    async def close(self) -> None:
+        pass
+
+
+def _score(score: Score | str) -> Score:
+    if isinstance(score, str):
+        raise CallError(score)
+    return score
 
 
 def _arguments(sample: Sample) -> dict[str, Any]:
-    """Every argument that a reward can take, by name; a copy, so that the function may change it."""
+    """Every argument that a reward can take, by name."""
     prompt: Prompt = sample.prompt
-    metadata = deepcopy(prompt.metadata)
     return {
-        **metadata,
+        **prompt.metadata,
         "prompt": prompt.text,
         "messages": [{"role": each.role, "content": each.content} for each in prompt.messages],
         "completion": sample.completion,
         "token_ids": unpack_tokens(sample.token_ids)[sample.prompt_tokens :],
         "answer": prompt.answer,
-        "metadata": metadata,
+        "metadata": prompt.metadata,
         "step": sample.step,
         "seed": sample.sample_id.key,
     }

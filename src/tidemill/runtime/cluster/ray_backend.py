@@ -171,7 +171,7 @@ async def on_ray(spec: RunSpec, run: RunDirectory, recorder: Recorder, clock: Cl
                     price_usd_per_hour=spec.fleet.preemptible_usd_per_hour,
                 )
                 stack.push_async_callback(provider.close)
-        scorer, eval_scorer = scorers(spec, task, readers=readers)
+        scorer, eval_scorer = scorers(spec, task, readers=readers, warn=recorder.note)
         stack.push_async_callback(scorer.close)
         stack.push_async_callback(eval_scorer.close)
         local = await _start_apart(host, lane, remote, clock) if spec.engine_is_apart else _engines_of(remotes)

@@ -45,10 +45,10 @@ def eventually(condition: Callable[[], bool]) -> bool:
     return True
 
 
-def server_of(pool: EnvironmentPool) -> subprocess.Popen[bytes] | None:
+def server_of(pool: EnvironmentPool) -> int | None:
     launcher = pool.placement._launcher
     assert isinstance(launcher, ProcessLauncher)
-    return launcher._server
+    return launcher.server.pid
 
 
 def written(file: Path) -> str:
@@ -155,7 +155,7 @@ async def test_episodes_whose_processes_are_killed_equal_undisturbed_ones(enviro
                 while kill and not all(each.done() for each in acting):
                     await asyncio.sleep(0.02)
                     server = server_of(pool)
-                    below = list(processes_below(server.pid)) if server is not None else []
+                    below = list(processes_below(server)) if server is not None else []
                     if below and killed < 4 * (turn + 1):
                         os.kill(draw.choice(below), signal.SIGKILL)
                         killed += 1
@@ -172,7 +172,7 @@ async def test_the_server_is_started_anew() -> None:
         await play.act("a")
         server = server_of(pool)
         assert server is not None
-        server.kill()
+        os.kill(server, signal.SIGKILL)
         assert (await play.act("b")).text.startswith("2 b")
 
 

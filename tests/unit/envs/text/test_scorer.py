@@ -120,7 +120,7 @@ async def test_sync_and_async_rewards_by_path(tmp_path: Path) -> None:
             import asyncio, threading
 
             def plain(prompt, completion, answer, metadata):
-                return 1.0 if threading.current_thread() is not threading.main_thread() else 0.0
+                return float(threading.current_thread() is threading.main_thread())
 
             async def later(prompt, completion, answer, metadata):
                 await asyncio.sleep(0)
@@ -352,14 +352,6 @@ def test_a_process_with_a_hanging_reward_ends(kind: str) -> None:
         check=True,
     )
     assert "no result within 0.1 s" in done.stdout
-
-
-async def test_math_verify_runs_in_a_thread_within_our_deadline() -> None:
-    pytest.importorskip("math_verify")
-    scoring = ScoringConfig(rewards=(RewardConfig(kind="math_verify"),), timeout_s=60)
-    built = build_scorer(scoring, task=TASK, seed=0)
-    assert await scored(built, "24/2") == Reward(value=1.0, components={"math_verify": 1.0}, correct=True)
-    await built.close()
 
 
 async def test_evaluation_of_a_control_run_still_measures() -> None:

@@ -1,0 +1,222 @@
+"""Program that forks processes of user code, and ends each of them with everything that it started.
+
+A *service* is a module that says what the processes do: `preload(settings)` imports the user's code once in the server,
+so that a fork takes milliseconds, and `attend(stream, settings, role)` serves a socket in a fork. If the imports start
+threads, which do not survive a fork, every process imports the code itself.
+
+Each process is the subreaper of its descendants. When it ends, the server inherits them, and kills them. When the
+control socket closes, or the process that started the server dies, all are killed. A process is the first that the
+kernel kills when memory runs out. `multiprocessing` is not used: it imports the user's `__main__` again.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import importlib
+import os
+import select
+import signal
+import socket
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+
+from tidemill.core.records import Record
+
+PROGRAM = """\
+import json, sys
+sys.path[:] = json.loads(sys.argv[2])["path"]
+from tidemill.extensions.fork_server import main
+main()
+"""
+PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
+OOM_SCORE_MAX = "1000"
+LENGTH_BYTES = 4
+"""Every message on a stream is its length, little-endian, and then its kind and data."""
+DATA, READY, ENDED = b"d", b"r", b"e"
+"""Kinds: data of the service; the process is ready; it ended, or did not start, with the cause as text."""
+
+
+class Service(Protocol):
+    """A module that the server runs."""
+
+    def preload(self, settings: bytes) -> list[int]:
+        """Import user code, once for all forks. Returns the ids of processes that it started for them."""
+
+    def attend(self, stream: socket.socket, settings: bytes, role: bytes) -> None:
+        """Serve a socket until it closes; in a fork.
+
+        Args:
+            role: what this process is for.
+        """
+
+
+class Setup(Record):
+    """What the processes run."""
+
+    parent: int  # process id
+    path: tuple[str, ...]  # sys.path
+    service: str  # module
+    settings: int  # descriptor of a file with the service's settings
+    preload: bool = True
+
+
+class Command(Record):
+    """Sent to the server: fork, with a socket, or kill."""
+
+    process: int  # number given by the client
+    kill: bool = False
+    role: bytes = b""
+
+
+def server_command(control: str, setup: Setup) -> list[str]:
+    """Command line of the server.
+
+    Args:
+        control: number of an inherited socket.
+    """
+    return [sys.executable, "-c", PROGRAM, control, msgspec.json.encode(setup).decode()]
+
+
+def send(stream: socket.socket, data: bytes, kind: bytes = DATA) -> None:
+    stream.sendall((len(data) + 1).to_bytes(LENGTH_BYTES, "little") + kind + data)
+
+
+def receive(stream: socket.socket) -> bytes | None:
+    """The next message of the client; None when it has closed the stream."""
+    head = stream.recv(LENGTH_BYTES, socket.MSG_WAITALL)
+    return stream.recv(int.from_bytes(head, "little"), socket.MSG_WAITALL)[1:] if head else None
+
+
+def main() -> None:
+    control = socket.socket(fileno=int(sys.argv[1]))
+    setup = msgspec.json.decode(sys.argv[2], type=Setup)
+    _die_with_parent(setup.parent, signal.SIGTERM)
+    _prctl(PR_SET_CHILD_SUBREAPER, 1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the run, which then closes the socket
+    sys.path[:] = setup.path
+    settings = Path(f"/proc/self/fd/{setup.settings}").read_bytes()
+    service: Any = importlib.import_module(setup.service)
+    helpers: list[int] = []
+    if setup.preload:
+        helpers = service.preload(settings)
+        if len(list(Path("/proc/self/task").iterdir())) > 1:
+            os.execv(sys.executable, server_command(sys.argv[1], msgspec.structs.replace(setup, preload=False)))
+    gc.collect()
+    gc.freeze()  # memory stays shared with the forks
+    try:
+        with suppress(ConnectionResetError):
+            _Server(control, service, settings, helpers).serve()
+    finally:
+        _kill_all()
+
+
+class _Server:
+    def __init__(self, control: socket.socket, service: Service, settings: bytes, helpers: list[int]) -> None:
+        self._control, self._service, self._settings = control, service, settings
+        self._helpers = set(helpers)
+        self._processes: dict[int, tuple[int, socket.socket]] = {}  # process id and its socket, by the client's number
+
+    def serve(self) -> None:
+        wake, woken = os.pipe()
+        for end in (wake, woken):
+            os.set_blocking(end, False)
+        signal.set_wakeup_fd(woken)
+        for number in (signal.SIGCHLD, signal.SIGTERM):
+            signal.signal(number, lambda *_: None)  # only wakes `select`: an exception could interrupt the killing
+        while True:
+            ready, _, _ = select.select([self._control.fileno(), wake], [], [])
+            if wake in ready:
+                if signal.SIGTERM in os.read(wake, 4096):
+                    return
+                self._reap()
+            if self._control.fileno() in ready:
+                text, files, _, _ = socket.recv_fds(self._control, 4096, 1)
+                if not text:
+                    return
+                self._obey(msgspec.json.decode(text, type=Command), files)
+
+    def _obey(self, command: Command, files: list[int]) -> None:
+        if not command.kill:
+            stream = socket.socket(fileno=files[0])
+            try:
+                self._processes[command.process] = (self._fork(stream, command.role), stream)
+            except OSError:  # no process can be started; the client sees that the socket closes
+                stream.close()
+        elif command.process in self._processes:
+            os.kill(self._processes[command.process][0], signal.SIGKILL)
+
+    def _reap(self) -> None:
+        """Report processes that have ended, and kill what they left."""
+        with suppress(ChildProcessError):
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                for number, (pid, stream) in list(self._processes.items()):
+                    if pid == ended[0]:
+                        del self._processes[number]
+                        _report_end(stream, os.waitstatus_to_exitcode(ended[1]))
+        for each in set(_children()) - {pid for pid, _ in self._processes.values()} - self._helpers:
+            os.kill(each, signal.SIGKILL)  # its children come next, when its end is reported
+
+    def _fork(self, stream: socket.socket, role: bytes) -> int:
+        """Fork a process that serves `stream`."""
+        server = os.getpid()
+        if pid := os.fork():
+            return pid
+        try:
+            os.close(signal.set_wakeup_fd(-1))
+            for number in (signal.SIGCHLD, signal.SIGTERM):
+                signal.signal(number, signal.SIG_DFL)
+            _die_with_parent(server, signal.SIGKILL)
+            _prctl(PR_SET_CHILD_SUBREAPER, 1)
+            self._control.close()
+            with suppress(OSError):  # not in every container
+                Path("/proc/self/oom_score_adj").write_text(OOM_SCORE_MAX)
+            self._service.attend(stream, self._settings, role)
+            os._exit(0)
+        finally:
+            os._exit(1)
+
+
+def _report_end(stream: socket.socket, code: int) -> None:
+    how = f"ended with exit code {code}" if code >= 0 else f"was ended by {signal.Signals(-code).name}"
+    with stream, suppress(OSError):  # the client has closed it
+        stream.setblocking(False)  # nor does a client that does not read stop the server
+        send(stream, f"its process {how}".encode(), ENDED)
+
+
+def _kill_all() -> None:
+    """Kill all descendants of this process, which inherits the children of the killed."""
+    while children := _children():
+        for each in children:
+            os.kill(each, signal.SIGKILL)
+        while children and os.waitpid(-1, os.WNOHANG)[0]:
+            children.pop()
+
+
+def _children() -> list[int]:
+    """Children of this process, zombies included. (The kernel's list of children misses some while others end.)"""
+    children = []
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            with suppress(FileNotFoundError, ProcessLookupError):  # it has ended
+                stat = (folder / "stat").read_text()
+                parent = int(stat[stat.rindex(")") + 1 :].split()[1])  # a name in parentheses may contain spaces
+                if parent == os.getpid():
+                    children.append(int(folder.name))
+    return children
+
+
+def _die_with_parent(parent: int, number: signal.Signals) -> None:
+    """Receive a signal when the parent ends."""
+    _prctl(PR_SET_PDEATHSIG, number)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def _prctl(option: int, value: int) -> None:
+    ctypes.CDLL(None).prctl(option, value, 0, 0, 0)

@@ -1,0 +1,43 @@
+from __future__ import annotations
+
+import pytest
+
+from tests.char_codec import CharCodec, make_prompt, make_trajectory
+from tidemill.config.task import ArithmeticTask, RewardConfig, ScoringConfig
+from tidemill.envs.text import build_scorer, build_task
+from tidemill.envs.text.math_answers import math_verify
+
+pytest.importorskip("math_verify")
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "expected"),
+    [
+        (r"so it is \boxed{\frac{2}{4}}", "$0.5$", 1),
+        ("The answer is 1/2", r"\frac{1}{2}", 1),
+        ("$x + 1$", "$1 + x$", 1),
+        ("3", "4", 0),
+        ("no idea", "4", 0),
+    ],
+)
+def test_equal_expressions_are_right(completion: str, answer: str, expected: float) -> None:
+    assert math_verify(completion, answer) == expected
+
+
+def test_an_answer_without_an_expression_is_an_error() -> None:
+    with pytest.raises(ValueError, match="no expression"):
+        math_verify("3", "")
+
+
+async def test_a_power_tower_is_one_invalid_sample() -> None:
+    task = build_task(ArithmeticTask(), codec=CharCodec(), batch_prompts=4, seed=0, chat_template=False)
+    scoring = ScoringConfig(rewards=(RewardConfig(kind="math_verify"),), timeout_s=2.0)
+    scorer = build_scorer(scoring, task=task, seed=0)
+    prompt = make_prompt("5+7=", "12")
+    try:
+        assert (await scorer.score(prompt, make_trajectory(prompt, r"\boxed{12}"))).value == 1
+        late = await scorer.score(prompt, make_trajectory(prompt, r"\boxed{9^{9^{9}}}"))
+        assert (late.valid, "no result within 2 s" in late.reason) == (False, True)
+        assert (await scorer.score(prompt, make_trajectory(prompt, r"\boxed{24/2}"))).value == 1
+    finally:
+        await scorer.close()

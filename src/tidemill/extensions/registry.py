@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeAlias, TypeVar
 
 from tidemill.core.errors import UserError
 from tidemill.extensions.identity import function_identity, path_identity
-from tidemill.extensions.loading import import_function
+from tidemill.extensions.loading import import_function, source_file
 
 Kind: TypeAlias = Literal[
     "reward", "advantage", "loss", "loss_term", "task", "prompt_sampler", "callback", "environment"
@@ -184,9 +184,12 @@ def import_path(function: Callable[..., Any]) -> str:
     file = getattr(module, "__file__", None)
     if not file or not Path(file).is_file():
         return ""
-    if "." not in str(module_name) and file.endswith(".py") and "site-packages" not in file:
-        return f"{Path(file).resolve()}:{name}"
-    return f"{module_name}:{name}"
+    path = f"{module_name}:{name}"
+    found = source_file(path)
+    own = "." not in str(module_name) and "site-packages" not in file
+    if own or found is None or not found.samefile(file):  # loaded by other means than an import
+        return f"{Path(file).resolve()}:{name}" if file.endswith(".py") else ""
+    return path
 
 
 def _plain_name(function: Callable[..., Any]) -> str:

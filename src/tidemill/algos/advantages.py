@@ -9,7 +9,7 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from tidemill.algos.returns import discounted_returns, gae
+from tidemill.algos.returns import discounted_returns, equal_up_to_rounding, gae
 
 Scope: TypeAlias = Literal["sample", "group", "batch"]
 """The unit that must be complete before the advantages of its samples can be computed."""
@@ -21,8 +21,8 @@ STD_FLOOR = 1e-4
 class Advantage:
     """An entry of `ADVANTAGES`.
 
-    At level "sample", `function` maps a group's rewards float [G] and valid bool [G] to advantages float32 [G], one per
-    sample. At level "token" it maps token rewards float [..., T], and its further arguments, to float [..., T].
+    At level "sample", `function` maps a group's rewards float64 [G] and valid bool [G] to advantages float32 [G], one
+    per sample. At level "token" it maps token rewards float [..., T], and its further arguments, to float [..., T].
     """
 
     scope: Scope  # without whitening; whitening always needs the batch
@@ -38,20 +38,19 @@ def grpo(rewards_G: Tensor, valid_G: Tensor, *, floor: float = STD_FLOOR) -> Ten
     """Group-relative advantage, A = (R - mean) / (std + floor), std with ddof 1.
 
     Args:
-        rewards_G: float [G], one group's rewards; invalid samples may have any value, including NaN.
+        rewards_G: float64 [G] (or float32), one group's rewards; invalid samples may have any value, including NaN.
         valid_G: bool [G], False where the reward failed or the sample is excluded.
         floor: added to the deviation.
 
     Returns:
         float32 [G], 0 for invalid samples. Statistics are over valid samples. All zeros with fewer than two valid
-        samples or with equal valid rewards.
+        samples or with equal valid rewards. Computed in float64.
 
     Source: DeepSeekMath, arXiv 2402.03300, section 4.1; floor and ddof as in TRL.
     """
-    centred = _centred(rewards_G, valid_G)
-    rewards = rewards_G[valid_G].double()
-    deviation = rewards.std(correction=1) if rewards.numel() > 1 else rewards.new_zeros(())
-    return (centred / (deviation + floor)).float()
+    above = _above_lowest(rewards_G, valid_G)
+    deviation = above.std(correction=1) if above.numel() > 1 else above.new_zeros(())
+    return (_centred(rewards_G, valid_G) / (deviation + floor)).float()
 
 
 def dr_grpo(rewards_G: Tensor, valid_G: Tensor) -> Tensor:
@@ -84,10 +83,16 @@ def has_signal(advantages_G: Tensor) -> bool:
 def _centred(rewards_G: Tensor, valid_G: Tensor) -> Tensor:
     """float64 [G], R - mean over valid samples; 0 for invalid samples, exactly 0 if all valid rewards are equal."""
     centred_G = torch.zeros(rewards_G.shape, dtype=torch.float64, device=rewards_G.device)
-    rewards = rewards_G[valid_G].double()  # in double: a large common offset would drown differences
-    if rewards.numel() > 1 and not bool((rewards == rewards[0]).all()):
-        centred_G[valid_G] = rewards - rewards.mean()
+    above = _above_lowest(rewards_G, valid_G)
+    if above.numel() > 1 and not equal_up_to_rounding(rewards_G[valid_G].double()):
+        centred_G[valid_G] = above - above.mean()
     return centred_G
+
+
+def _above_lowest(rewards_G: Tensor, valid_G: Tensor) -> Tensor:
+    """float64, the valid rewards minus the lowest; exact where they are close, so a common offset has no effect."""
+    rewards = rewards_G[valid_G].double()
+    return rewards - rewards.min() if rewards.numel() else rewards
 
 
 ADVANTAGES: dict[str, Advantage] = {

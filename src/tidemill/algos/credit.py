@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from tidemill.algos.advantages import Advantage, dr_grpo, grpo
+from tidemill.algos.advantages import Advantage, dr_grpo
 from tidemill.algos.returns import discounted_returns
 
 STD_FLOOR = 1e-6
@@ -41,7 +41,7 @@ def turn_returns(turns: GroupTurns, advantage: Advantage, *, turn_gamma: float) 
     Args:
         turns: of one group.
         advantage: of the run; if it divides by a deviation, A_t is divided by that of the same trajectories (ddof 1)
-            plus 1e-6.
+            plus 1e-6, the floor of `gigpo`.
         turn_gamma: γ, discount per turn.
 
     Returns:
@@ -49,8 +49,9 @@ def turn_returns(turns: GroupTurns, advantage: Advantage, *, turn_gamma: float) 
 
     Source: REINFORCE with a baseline for each step, Sutton and Barto, "Reinforcement learning", section 13.4.
     """
-    relative = partial(grpo, floor=STD_FLOOR) if advantage.deviation else dr_grpo
-    columns = zip(_returns(turns, turn_gamma).unbind(1), turns.reached_GN.unbind(1), strict=True)
+    relative = _with_floor(advantage) if advantage.deviation else dr_grpo
+    returns_GN = discounted_returns(turns.rewards_GN, gamma=turn_gamma)
+    columns = zip(returns_GN.unbind(1), turns.reached_GN.unbind(1), strict=True)
     return torch.stack([relative(returns_G, reached_G) for returns_G, reached_G in columns], dim=1)
 
 
@@ -60,8 +61,8 @@ def gigpo(turns: GroupTurns, advantage: Advantage, *, turn_gamma: float, step_we
 
     Args:
         turns: of one group.
-        advantage: of the run, for both levels: "grpo" divides by the deviation (F_norm = std), "dr_grpo" does not
-            (F_norm = 1).
+        advantage: of the run, for both levels: "grpo" divides by the deviation (ddof 1) plus 1e-6 (F_norm = std),
+            "dr_grpo" does not (F_norm = 1).
         turn_gamma: γ, discount per turn.
         step_weight: ω.
 
@@ -69,21 +70,23 @@ def gigpo(turns: GroupTurns, advantage: Advantage, *, turn_gamma: float, step_we
         float32 [G, N]. A_step is 0 for a step whose state no other step has. A state may occur several times in one
         trajectory.
 
-    Source: GiGPO, arXiv 2505.10978, equations 3 and 5 to 8. Episodes are weighed by trajectory, not by step.
+    Source: GiGPO, arXiv 2505.10978, equations 3 and 5 to 8; ddof and floor as in the authors' code
+    (`gigpo/core_gigpo.py` of verl-agent). Episodes are weighed by trajectory, not by step.
     """
-    returns_GN, reached_GN = _returns(turns, turn_gamma), turns.reached_GN
-    steps_GN = torch.zeros_like(returns_GN)
+    relative, reached_GN = _with_floor(advantage), turns.reached_GN
+    returns_GN = discounted_returns(turns.rewards_GN, gamma=turn_gamma)
+    steps_GN = torch.zeros(returns_GN.shape)
     for state in turns.states_GN[reached_GN].unique():
         anchored_GN = reached_GN & (turns.states_GN == state)
         returns = returns_GN[anchored_GN]
-        steps_GN[anchored_GN] = advantage.function(returns, torch.ones_like(returns, dtype=torch.bool))
-    episodes_G = advantage.function(turns.rewards_GN.sum(1).float(), reached_GN.any(1))
+        steps_GN[anchored_GN] = relative(returns, torch.ones_like(returns, dtype=torch.bool))
+    episodes_G = relative(turns.rewards_GN.sum(1), reached_GN.any(1))
     return torch.where(reached_GN, episodes_G[:, None] + step_weight * steps_GN, 0.0)
 
 
-def _returns(turns: GroupTurns, turn_gamma: float) -> Tensor:
-    """float32 [G, N]; in double until the end, so that equal returns do not differ by rounding."""
-    return discounted_returns(turns.rewards_GN, gamma=turn_gamma).float()
+def _with_floor(advantage: Advantage) -> Callable[[Tensor, Tensor], Tensor]:
+    """The run's advantage; its deviation, if it divides by one, has the floor of turns."""
+    return partial(advantage.function, floor=STD_FLOOR) if advantage.deviation else advantage.function
 
 
 CREDITS: dict[str, Credit] = {
@@ -98,7 +101,8 @@ CREDITS: dict[str, Credit] = {
         function=gigpo,
         settings=("turn_gamma", "step_weight"),
         formula="A_t = A(R in the group) + ω A(G_t among steps with an equal state), G_t = Σ_{k >= t} γ^(k-t) r_k, "
-        'ω = step_weight, A = algorithm.advantage, which is "dr_grpo" by default',
+        'ω = step_weight, A = algorithm.advantage, which is "dr_grpo" by default; with "grpo", both levels are divided '
+        "by (std + 1e-6), ddof 1",
         source="GiGPO, arXiv 2505.10978",
     ),
 }

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 WHITEN_FLOOR = 1e-8
+ROUNDING = 2.0**-50  # relative to the largest value: a few units in the last place of float64
+SMALLEST_SPREAD = 1e-12  # of sums that cancel, such as 1 - 0.9 and 0.1
 
 
 def discounted_returns(rewards_T: Tensor, *, gamma: float) -> Tensor:
@@ -67,6 +69,12 @@ def gae(
         return advantages_T
 
 
+def equal_up_to_rounding(values: Tensor) -> bool:
+    """Whether float64 values differ by no more than sums of equal terms in another order, such as 0.1 + 0.2 and 0.3."""
+    spread = values.max() - values.min()
+    return bool(spread <= SMALLEST_SPREAD + ROUNDING * values.abs().max())
+
+
 def whiten(advantages_T: Tensor) -> Tensor:
     """(A - mean) / sqrt(var + 1e-8) over all trained tokens of the batch, ddof 1; zeros if all are equal.
 
@@ -77,10 +85,11 @@ def whiten(advantages_T: Tensor) -> Tensor:
         float32 [T].
     """
     values_T = advantages_T.double()
-    if values_T.numel() < 2 or bool((values_T == values_T[0]).all()):
+    if values_T.numel() < 2 or equal_up_to_rounding(values_T):
         return torch.zeros(advantages_T.shape, dtype=torch.float32, device=advantages_T.device)
-    centred_T = values_T - values_T.mean()
-    return (centred_T * torch.rsqrt(values_T.var(correction=1) + WHITEN_FLOOR)).float()
+    above_T = values_T - values_T.min()  # exact where values are close: a common offset has no effect
+    centred_T = above_T - above_T.mean()
+    return (centred_T * torch.rsqrt(above_T.var(correction=1) + WHITEN_FLOOR)).float()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

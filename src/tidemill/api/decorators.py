@@ -54,9 +54,9 @@ def advantage(*, scope: Literal["group", "batch"] = "group", version: str = "") 
 def advantage(function: Any = None, /, *, scope: Literal["group", "batch"] = "group", version: str = "") -> Any:
     """Mark a function as an advantage estimator.
 
-    It takes any of `rewards` (float tensor [S]), `valid` (bool [S]), `lengths` (int [S], trained tokens), `truncated`
-    (bool [S]), `components` (named rewards, float [S] each, NaN where absent) and `step`, and returns one advantage per
-    sample, or a list with one array per sample (one advantage per token).
+    It takes any of `rewards` (float32 tensor [S]), `valid` (bool [S]), `lengths` (int [S], trained tokens), `truncated`
+    (bool [S]), `components` (named rewards, float32 [S] each, NaN where absent) and `step`, and returns one advantage
+    per sample, or a list with one array per sample (one advantage per token).
 
     Args:
         scope: "group": S samples of one prompt per call. "batch": all samples of the batch; `group` (int [S]) names the

@@ -292,11 +292,12 @@ def _learning(spec: RunSpec, derived: Derived) -> str:
         packed = f"at least {microbatches}, not counting prompts of unknown length"
     else:
         packed = f"about {microbatches} with prompts of about {counted(derived.prompt_tokens, 'token')}"
+    falling = "" if optimizer.schedule == "constant" else f" over {counted(spec.schedule_steps, 'optimizer step')}"
     return (
         f"{counted(batch.epochs, 'epoch')} × {counted(batch.minibatches, 'minibatch')} = "
         f"{counted(derived.optimizer_steps_per_batch, 'optimizer step')} per batch, each on "
         f"{counted(derived.samples_per_optimizer_step, 'sample')} in {packed}; learning rate "
-        f"{optimizer.learning_rate:g}, {optimizer.schedule}, {counted(optimizer.warmup_steps, 'warm-up step')}"
+        f"{optimizer.learning_rate:g}, {optimizer.schedule}{falling}, {counted(optimizer.warmup_steps, 'warm-up step')}"
     )
 
 
@@ -392,14 +393,18 @@ def _run_notes(spec: RunSpec) -> Iterator[str]:
             yield f'{alone} which groups a batch contains; set schedule.membership = "planned"'
         if batch.order == "arrival":
             yield f'{alone} the order of a batch; set batch.order = "canonical"'
+    falls = optimizer.schedule != "constant"
+    rising_steps = min(spec.policy_steps, spec.schedule_steps) if falls else spec.policy_steps
     if not spec.policy_steps:
         warmup = f"critic.warmup_steps = {number(spec.critic.warmup_steps)}"
         yield f"the policy is never trained: {warmup} covers every optimizer step"
-    elif optimizer.warmup_steps >= spec.policy_steps:
+    elif optimizer.warmup_steps >= rising_steps:
         yield (
             f"the learning rate never reaches its peak: warm-up takes {number(optimizer.warmup_steps)} of "
-            f"{counted(spec.policy_steps, 'optimizer step')}"
+            f"{counted(rising_steps, 'optimizer step')}"
         )
+    if spec.policy_steps and (remark := optimizer.schedule_remark(spec.policy_steps)):
+        yield remark
     if spec.model.lora.enabled and optimizer.learning_rate <= MAX_FULL_MODEL_LEARNING_RATE:
         yield (
             f"optimizer.learning_rate = {optimizer.learning_rate:g} is low for a LoRA adapter, which usually needs ten "

@@ -348,7 +348,7 @@ INACTIVE = (
         "each batch is a single optimizer step",
     ),
     Inactive(
-        "optimizer.min_learning_rate_ratio",
+        "optimizer.min_learning_rate_ratio optimizer.schedule_steps",
         lambda spec: spec.optimizer.schedule != "constant",
         'optimizer.schedule is "constant"',
     ),

@@ -44,12 +44,31 @@ class OptimizerConfig(Config):
     warmup_steps: int = Field(0, ge=0)
     """Optimizer steps of linear warm-up."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Learning rate after the warm-up, down to min_learning_rate_ratio at the last step. Optimizer steps that train
-    only the critic do not count."""
+    """Learning rate after the warm-up, down to min_learning_rate_ratio at the last step of the schedule. Optimizer
+    steps that train only the critic do not count; those that batches without signal leave out do."""
+    schedule_steps: int = Field(0, ge=0)
+    """Optimizer steps of a falling schedule; later ones stay at the minimum. 0: those of the run as it was first
+    started, so that more trainer.steps do not change the learning rate of steps already planned."""
     min_learning_rate_ratio: Probability = 0.1
     """Final learning rate as a fraction of the peak."""
     max_grad_norm: float = Field(1.0, gt=0)
     """Maximum global gradient norm; larger gradients are clipped."""
+
+    def schedule_remark(self, steps: int) -> str | None:
+        """A sentence if a falling schedule ends before or after a run of `steps` optimizer steps."""
+        length = self.schedule_steps or steps
+        if self.schedule == "constant" or length == steps:
+            return None
+        if length > steps:
+            return (
+                f"the run ends after {steps} of the {length} optimizer steps of its learning-rate schedule "
+                "(optimizer.schedule_steps), above the minimum"
+            )
+        minimum = self.learning_rate * self.min_learning_rate_ratio
+        return (
+            f"the learning-rate schedule has {length} optimizer steps (optimizer.schedule_steps): steps {length + 1} "
+            f"to {steps} of the run stay at the minimum, {minimum:g}"
+        )
 
 
 class TrainerConfig(Config):

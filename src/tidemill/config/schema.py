@@ -281,6 +281,11 @@ class RunSpec(Config):
         return max(0, self.trainer.steps * batch.minibatches * batch.epochs - critic_only)
 
     @property
+    def schedule_steps(self) -> int:
+        """Optimizer steps of the learning-rate schedule."""
+        return self.optimizer.schedule_steps or self.policy_steps
+
+    @property
     def is_elastic(self) -> bool:
         """Whether the run can have preemptible workers."""
         return self.pool.kind != "static" or self.pool.workers > 0

@@ -40,13 +40,13 @@ RESUMABLE = ("run.dir", "run.name", "trainer.steps", "trainer.hours", "trainer.t
              "placement.", "reading.", "gateway.host", "gateway.port", "gateway.token_file", "gateway.body_",
              "gateway.con", "gateway.header_s", "gateway.idle_s", "gateway.stall_s", "simulation.", "weights.",
              "scoring.concurrency", "scoring.timeout_s", "supervised.epochs", "task.index_above_mb",
-             "data.index_above_mb")  # fmt: skip
-"""Keys and sections that may differ when a run is resumed. (More steps stretch a falling learning-rate schedule; other
-thread counts or chunk sizes may round differently.)"""
+             "data.index_above_mb", "optimizer.schedule_steps")  # fmt: skip
+"""Keys and sections that may differ when a run is resumed. (Other thread counts or chunk sizes may round
+differently.)"""
 MODEL_DIGEST, TASK_DIGEST, DATA_DIGEST, THREADS = "model_digest", "task_digest", "data_digest", "threads"
-EXTENSIONS, EVAL_DIGESTS = "extensions", "eval_digests"
-"""Keys of the manifest: initial weights, prompts or examples, threads, the identities of user functions, and the
-prompts of evaluation sets, stored just before a run's first step."""
+EXTENSIONS, EVAL_DIGESTS, SCHEDULE_STEPS = "extensions", "eval_digests", "schedule_steps"
+"""Keys of the manifest: initial weights, prompts or examples, threads, the identities of user functions, the prompts of
+evaluation sets, and the length of the learning-rate schedule, stored just before a run's first step."""
 
 ForecastRun: TypeAlias = Callable[[RunSpec], Forecast | None]
 """Predicts duration and cost of a run; None when no profile fits it."""
@@ -81,9 +81,11 @@ def train(
     runtime.check(spec)
     check_needed_sandbox(spec)
     own_code, stop = identities(run_extensions(spec)), stop or StopRequest()
-    with stop.after_hours(spec.trainer.hours), run_session(spec, telemetry_stream) as (resumed, run, recorder):
-        for remark in without_effect(spec):
-            recorder.note(remark)
+    opened = run_session(spec, telemetry_stream, planned_steps=lambda planned: planned.policy_steps)
+    with stop.after_hours(spec.trainer.hours), opened as (resumed, run, recorder):
+        for remark in (*without_effect(spec), resumed.optimizer.schedule_remark(spec.policy_steps)):
+            if remark:
+                recorder.note(remark)
         if forecast_run is not None and run.past.count == 0:
             _write_forecast(spec, run, recorder, forecast_run)
         result = asyncio.run(
@@ -114,17 +116,23 @@ def runtime_of(spec: RunSpec) -> Runtime:
 
 
 @contextmanager
-def run_session(spec: RunSpec, stream: TextIO | None) -> Iterator[tuple[RunSpec, RunDirectory, Recorder]]:
+def run_session(
+    spec: RunSpec, stream: TextIO | None, *, planned_steps: Callable[[RunSpec], int]
+) -> Iterator[tuple[RunSpec, RunDirectory, Recorder]]:
     """Open the run directory and start a session in it; write the report when the block ends, even on an error.
 
+    Args:
+        planned_steps: optimizer steps that a configuration plans; 0 if they also depend on the data.
+
     Yields:
-        The configuration with the thread count of the run's first session, the run directory, the recorder.
+        The configuration with the thread count and the learning-rate schedule of the run's first session, the run
+        directory, the recorder.
 
     Raises:
         UserError: the directory holds a run with another configuration, is locked, or cannot be written.
     """
     with RunDirectory.open(spec.directory) as run:
-        check_same_config(run, spec)
+        earlier = check_same_config(run, spec)
         run.write_config(to_toml(spec))
         manifest = build_manifest(
             run.read_manifest(), run=spec.run.name, model=spec.model.source, seed=spec.run.seed, unix_s=time.time()
@@ -132,22 +140,30 @@ def run_session(spec: RunSpec, stream: TextIO | None) -> Iterator[tuple[RunSpec,
         run.write_manifest(manifest)
         # Another thread count may round sums differently, so a resumed run keeps the one it measured first.
         trainer = spec.trainer.model_copy(update={"threads": spec.trainer.threads or int(manifest.get(THREADS, 0))})
+        # A run of an older version has not stored its schedule, which was that of its newest session.
+        known_steps = spec.optimizer.schedule_steps or int(manifest.get(SCHEDULE_STEPS, 0))
+        schedule_steps = known_steps or planned_steps(earlier or spec)
+        optimizer = spec.optimizer.model_copy(update={"schedule_steps": schedule_steps})
         with report_at_the_end(run.path), Recorder(run, spec, stream=stream) as recorder:
-            yield spec.model_copy(update={"trainer": trainer}), run, recorder
+            yield spec.model_copy(update={"trainer": trainer, "optimizer": optimizer}), run, recorder
 
 
-def check_same_config(run: RunDirectory, spec: RunSpec) -> None:
+def check_same_config(run: RunDirectory, spec: RunSpec) -> RunSpec | None:
     """Refuse to resume with another configuration. Before its first step a run's configuration may be corrected.
+
+    Returns:
+        The configuration of the run's newest session; None before the first step.
 
     Raises:
         UserError: naming every key that differs.
     """
     stored = run.read_config()
     if stored is None or MODEL_DIGEST not in run.read_manifest():
-        return
+        return None
+    earlier = from_toml(stored, source=str(run.config))
     changed = [
         f"{key} = {new!r}, the run has {old!r}"
-        for key, old, new in differences(from_toml(stored, source=str(run.config)), spec)
+        for key, old, new in differences(earlier, spec)
         if not key.startswith(RESUMABLE)
     ]
     if changed:
@@ -156,6 +172,7 @@ def check_same_config(run: RunDirectory, spec: RunSpec) -> None:
             where=str(run.path),
             hint="resume with the configuration in its config.toml, or choose another --run.dir",
         )
+    return earlier
 
 
 def record_start(
@@ -166,6 +183,7 @@ def record_start(
     data_digest: str,
     data_changed: UserError,
     threads: int,
+    schedule_steps: int,
     own_code: Mapping[str, str] | None = None,
     eval_sets: Mapping[str, str] | None = None,
 ) -> None:
@@ -174,6 +192,7 @@ def record_start(
     Args:
         data_key: `TASK_DIGEST` or `DATA_DIGEST`.
         data_changed: raised when the stored data digest differs.
+        schedule_steps: length of the learning-rate schedule; 0 if the data determine it.
         own_code: identities of the user functions.
         eval_sets: digests of the prompts of `eval.sets`, by name. A resumed run may add sets.
 
@@ -199,6 +218,8 @@ def record_start(
                 hint="restore the previous data, or give the set another name",
             )
     manifest.setdefault(THREADS, threads)
+    if schedule_steps:
+        manifest[SCHEDULE_STEPS] = schedule_steps
     run.write_manifest(manifest)
 
 
@@ -254,6 +275,7 @@ async def _train(
                 "or choose another --run.dir",
             ),
             threads=backend.threads,
+            schedule_steps=spec.optimizer.schedule_steps,
             own_code=own_code,
             eval_sets={name: found.digest for name, found in backend.task.eval_sets.items()},
         )

@@ -61,7 +61,8 @@ def train_supervised(
         UserError: the input, the run directory or the disk is at fault; checkpointed steps are kept.
     """
     stop, stop_request = threading.Event(), stop_request or StopRequest()
-    with stop_request.after_hours(spec.trainer.hours), run_session(spec, telemetry_stream) as (resumed, run, recorder):
+    opened = run_session(spec, telemetry_stream, planned_steps=_planned_steps)
+    with stop_request.after_hours(spec.trainer.hours), opened as (resumed, run, recorder):
         with stop_on_signals(stop.set), stop_request.bound(lambda _: stop.set()):
             result = _train(resumed, kind, run, recorder, stop)
             if result.already_finished:
@@ -82,6 +83,10 @@ def train_supervised(
     return summary | {"run_dir": str(spec.directory), "already_finished": result.already_finished}
 
 
+def _planned_steps(spec: RunSpec) -> int:
+    return 0 if spec.supervised.epochs else spec.trainer.steps
+
+
 def _train(
     spec: RunSpec, kind: SupervisedKind, run: RunDirectory, recorder: Recorder, stop: threading.Event
 ) -> FitResult:
@@ -90,7 +95,7 @@ def _train(
     bundle = load_model_bundle(spec, progress=recorder.note)
     examples = _examples(spec, kind, bundle.codec, context_limit(bundle.model), recorder)
     digest, info = weights_digest(bundle.model), bundle.device_info
-    _record_start(run, recorder, examples, model_digest=digest, threads=bundle.threads, device_info=info)
+    _record_start(spec, run, recorder, examples, model_digest=digest, threads=bundle.threads, device_info=info)
     context = FitContext(
         forward=bundle.forward,
         source=bundle.folder,
@@ -116,7 +121,7 @@ def _train_on_ranks(
 
     def started(rank: SupervisedStarted) -> None:
         digest, info = rank.model_digest, rank.device_info
-        _record_start(run, recorder, examples, model_digest=digest, threads=rank.threads, device_info=info)
+        _record_start(spec, run, recorder, examples, model_digest=digest, threads=rank.threads, device_info=info)
 
     return fit_on_ranks(
         spec,
@@ -147,6 +152,7 @@ def _examples(
 
 
 def _record_start(
+    spec: RunSpec,
     run: RunDirectory,
     recorder: Recorder,
     examples: Examples[Any],
@@ -166,6 +172,7 @@ def _record_start(
             hint="restore the previous file, or choose another --run.dir",
         ),
         threads=threads,
+        schedule_steps=spec.optimizer.schedule_steps,
     )
     recorder.event("machine", **device_info)
     recorder.note(f"{len(examples.train)} training examples, {len(examples.held_out)} held out")

@@ -188,7 +188,7 @@ class AdvantageEstimator:
     ) -> list[WeightedSample]:
         """One advantage per sample, from the rewards of its group."""
         assert self._estimator is not None
-        rewards = torch.tensor(self._rewards(group, valid, kept, penalties))
+        rewards = torch.tensor(self._rewards(group, valid, kept, penalties), dtype=torch.float64)
         advantages = self._estimator.function(rewards, torch.tensor(valid)).tolist()
         return [
             WeightedSample(trajectory=group.trajectories[index], advantage=advantages[index], token_weight=1.0)
@@ -232,7 +232,7 @@ class AdvantageEstimator:
         rewards_ST = _padded(rewards)
         if self._values is None:
             advantages_ST = self._estimator.function(rewards_ST, **settings).numpy()
-            rows = zip(trajectories, advantages_ST.astype(np.float32), lengths, strict=True)
+            rows = zip(trajectories, advantages_ST, lengths, strict=True)  # in double until they are whitened or packed
             return [WeightedSample(trajectory=t, advantage=row[:n], token_weight=1.0) for t, row, n in rows]
         if not requested:
             requested = [self._compute(self._values, [self._with_final_state(t) for t in trajectories])]
@@ -252,7 +252,7 @@ class AdvantageEstimator:
         return [
             WeightedSample(
                 trajectory=trajectory,
-                advantage=row[: len(value)].astype(np.float32),
+                advantage=row[: len(value)],
                 token_weight=1.0,
                 returns=(row[: len(value)] + value).astype(np.float32),
                 values=value,

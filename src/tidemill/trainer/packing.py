@@ -76,7 +76,7 @@ class WeightedSample:
     """A sample of T trained tokens with its advantage and token weight."""
 
     trajectory: Trajectory
-    advantage: float | FloatArray  # scalar or [T]
+    advantage: float | npt.NDArray[np.floating]  # scalar or [T]
     token_weight: float  # of each token in the loss
     returns: FloatArray | None = None  # [T], targets of the critic
     values: FloatArray | None = None  # [T], of the critic at the start of the update

@@ -98,7 +98,7 @@ class PolicyTrainer:
     ) -> None:
         self.model, self.spec = forward.model, spec
         self.optimizer = build_optimizer(forward, spec.optimizer)
-        self.optimizer_steps = 0
+        self.schedule_steps = spec.schedule_steps
         self.critic_steps = 0
         self.kl_beta = spec.algorithm.kl_beta
         self._compute, self._source = compute, source
@@ -286,6 +286,7 @@ class PolicyTrainer:
     def _optimize(self) -> None:
         """Take the optimizer steps of all minibatches and epochs; the first minibatch already has its gradient."""
         minibatches = len(self._minibatches)
+        before = self._version.number * self.spec.batch.epochs * minibatches
         for epoch in range(self.spec.batch.epochs):
             for index, minibatch in enumerate(self._minibatches):
                 if not minibatch.microbatches:
@@ -294,7 +295,7 @@ class PolicyTrainer:
                     self._sums.minibatches_dropped += (self.spec.batch.epochs - epoch) * minibatches - index
                     self._step_critic_only(minibatch)
                     return
-                self._step(minibatch)
+                self._step(minibatch, position=before + epoch * minibatches + index + 1)
 
     def _recompute_gradient(self, minibatch: Minibatch) -> bool:
         """Compute the gradient of a later minibatch; returns False if `kl_stop` is exceeded."""
@@ -320,13 +321,15 @@ class PolicyTrainer:
             self._critic_metrics.append(self._critic.step(minibatch.denominator))
             self.critic_steps += 1
 
-    def _step(self, minibatch: Minibatch) -> None:
+    def _step(self, minibatch: Minibatch, *, position: int) -> None:
+        """Take the optimizer step at a 1-based position of the run; steps left out before it count."""
         if self._critic_warmup:
             self._step_critic_only(minibatch)
             return
         self._step_critic(minibatch)
         config = self.spec.optimizer
-        rate = learning_rate(self.optimizer_steps + 1, self.spec.policy_steps, config)
+        critic_only = self.spec.critic.warmup_steps if self._critic is not None else 0
+        rate = learning_rate(position - critic_only, self.schedule_steps, config)
         set_learning_rate(self.optimizer, rate)
         scale, ranks = 1.0 / minibatch.denominator, self._ranks
         norm = clip_and_step(self.optimizer, scale=scale, max_grad_norm=config.max_grad_norm, ranks=ranks)
@@ -337,7 +340,6 @@ class PolicyTrainer:
             self._sums.loss += loss
             self._sums.grad_norm += norm
             self._sums.optimizer_steps += 1
-            self.optimizer_steps += 1
         else:
             self._sums.steps_skipped_nonfinite += 1
 
@@ -400,7 +402,7 @@ class PolicyTrainer:
     def write_state(self, directory: Path) -> None:
         """Write weights (a Hugging Face folder), optimizer, critic, random states and counters into an empty folder."""
         counters = {
-            "optimizer_steps": self.optimizer_steps,
+            "schedule_steps": self.schedule_steps,
             "critic_steps": self.critic_steps,
             "kl_beta": self.kl_beta,
             "version": msgspec.to_builtins(self._version),
@@ -428,7 +430,8 @@ class PolicyTrainer:
         if self._critic is not None:
             self._critic.read_state(directory / CRITIC_FOLDER)
         counters = restore_state(directory, model=self.model, optimizer=self.optimizer, ranks=self._ranks)
-        self.optimizer_steps = int(counters["optimizer_steps"])
+        stored = int(counters.get("schedule_steps", 0))  # absent in checkpoints of older versions
+        self.schedule_steps = self.spec.optimizer.schedule_steps or stored or self.spec.policy_steps
         self.critic_steps = int(counters["critic_steps"])
         self.kl_beta = float(counters["kl_beta"])
         self._version = msgspec.convert(counters["version"], PolicyVersion)

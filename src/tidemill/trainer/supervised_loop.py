@@ -190,7 +190,7 @@ class FitContext:
     ranks: Ranks = ONE_RANK  # all of them run the same loop; the first one's telemetry counts
     stop: Callable[[], bool] = lambda: False  # called before each step; True ends the run with a checkpoint
     set_total_steps: Callable[[int], None] = lambda _: None  # called with the number of steps once it is known
-    warn: Callable[[str], None] = lambda _: None  # called for a damaged checkpoint
+    warn: Callable[[str], None] = lambda _: None  # called with remarks: damaged checkpoints, a schedule that ends early
     clock: Clock = field(default_factory=MonotonicClock)
 
     @property
@@ -248,6 +248,7 @@ class _FitLoop(Generic[E]):
         )
         self.held_out = split_by_tokens(held_out, objective.sequences, self.config.microbatch_tokens)
         self.optimizer = build_optimizer(objective.trained, spec.optimizer)
+        self.schedule_steps = spec.optimizer.schedule_steps or self.minibatches.total
         self.step = self.saved_step = 0
         self.evaluated: dict[str, float] = {}  # newest held-out metrics
         self.evaluated_at = -1
@@ -261,6 +262,9 @@ class _FitLoop(Generic[E]):
         context.set_total_steps(self.minibatches.total)
         resumed_from = self._restore()
         context.telemetry.resume(self.step)
+        schedule = self.spec.optimizer.model_copy(update={"schedule_steps": self.schedule_steps})
+        if remark := schedule.schedule_remark(self.minibatches.total):
+            context.warn(remark)
         already_finished = self._finished
         if already_finished:
             context.telemetry.event(ALREADY_FINISHED, steps=self.step)
@@ -316,7 +320,7 @@ class _FitLoop(Generic[E]):
         config, ranks = self.spec.optimizer, self.context.ranks
         runs = split_by_tokens(examples, self.objective.sequences, self.config.microbatch_tokens)
         totals = self._totals("training", runs, backward=True)
-        rate = learning_rate(self.step + 1, self.minibatches.total, config)
+        rate = learning_rate(self.step + 1, self.schedule_steps, config)
         set_learning_rate(self.optimizer, rate)
         scale = 1.0 / totals.weight
         norm = clip_and_step(self.optimizer, scale=scale, max_grad_norm=config.max_grad_norm, ranks=ranks)
@@ -380,6 +384,7 @@ class _FitLoop(Generic[E]):
     def _write(self, directory: Path) -> None:
         counters = {
             "step": self.step,
+            "schedule_steps": self.schedule_steps,
             "evaluated": self.evaluated,
             "evaluated_at": self.evaluated_at,
             "lowest": self.lowest_loss if math.isfinite(self.lowest_loss) else None,
@@ -419,6 +424,8 @@ class _FitLoop(Generic[E]):
                 hint="delete this checkpoint; the run resumes from the previous one",
             )
         self.step = self.saved_step = int(counters["step"])
+        stored = int(counters.get("schedule_steps", 0))  # absent in checkpoints of older versions
+        self.schedule_steps = self.spec.optimizer.schedule_steps or stored or self.minibatches.total
         self.evaluated, self.evaluated_at = dict(counters["evaluated"]), int(counters["evaluated_at"])
         self.lowest_loss = math.inf if counters["lowest"] is None else float(counters["lowest"])
         self.evaluations_without_improvement = int(counters["worse"])

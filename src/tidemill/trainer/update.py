@@ -62,19 +62,21 @@ def learning_rate(optimizer_step: int, total_steps: int, config: OptimizerConfig
 
     Args:
         optimizer_step: 1-based number of the step.
-        total_steps: last step of the schedule; later steps use its rate.
+        total_steps: last step of the schedule.
         config: peak, warm-up, schedule and final ratio.
 
     Rises linearly to the peak at step `warmup_steps`, then decays from the peak (at step 1 without warm-up) to
-    peak × min_learning_rate_ratio at step `total_steps`.
+    peak × min_learning_rate_ratio at step `total_steps`, where it stays.
     """
     peak, warmup = config.learning_rate, config.warmup_steps
+    if optimizer_step > total_steps and config.schedule != "constant":
+        return peak * config.min_learning_rate_ratio
     if optimizer_step <= warmup:
         return peak * optimizer_step / warmup
     if config.schedule == "constant":
         return peak
     start = max(warmup, 1)
-    progress = min((optimizer_step - start) / (total_steps - start), 1.0) if total_steps > start else 0.0
+    progress = (optimizer_step - start) / (total_steps - start) if total_steps > start else 0.0
     remaining = 1.0 - progress if config.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
     floor = config.min_learning_rate_ratio
     return peak * (floor + (1.0 - floor) * remaining)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import pytest
 import torch
 
 import tidemill as tm
+from tidemill.telemetry.metrics import read_metrics
 
 ROWS = [{"prompt": f"{a}+{b}=", "answer": str(a + b), "level": a} for a in range(8) for b in range(8)]
 SMALL: dict[str, Any] = {
@@ -151,6 +153,22 @@ def test_a_callback_stops_the_run_and_the_same_call_resumes_it(tmp_path: Path) -
     assert small(tmp_path).weights_digest == whole.weights_digest
     (failed,) = (event for event in first.events if event["event"] == "callback_failed")
     assert failed["error"] == "ValueError: reported, not fatal"
+
+
+def test_a_continued_run_keeps_its_learning_rate_schedule(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also where all its steps are repeated from the journal, because no checkpoint was left."""
+    falling = {"optimizer.schedule": "linear", "optimizer.min_learning_rate_ratio": 0.25, "batch.minibatches": 2}
+    first, longer = (falling | {"optimizer.learning_rate": 4e-3, "trainer.steps": steps} for steps in (2, 3))
+    small(tmp_path, overrides=first)
+    before = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    assert "stay at the minimum" not in capsys.readouterr().err
+    run = small(tmp_path, overrides=longer)
+    after = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert [line.weights_digest for line in after[:3]] == [line.weights_digest for line in before]
+    # of the last optimizer step: 2 and 4 of 4 on the line 4, 3, 2, 1
+    assert [line["learning_rate"] for line in run.metrics[1:]] == pytest.approx([3e-3, 1e-3, 1e-3])
+    assert "steps 5 to 6 of the run stay at the minimum, 0.001" in capsys.readouterr().err
 
 
 def test_callbacks_see_samples_evaluations_and_checkpoints(tmp_path: Path) -> None:

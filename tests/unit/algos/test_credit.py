@@ -60,10 +60,12 @@ def test_turn_returns_divided_by_the_deviation() -> None:
     assert found[2] == pytest.approx([-0.5773497, 0.7071063, 0.0], abs=1e-6)
 
 
-def test_the_floor_of_the_deviation() -> None:
-    # (0, 2e-6): mean 1e-6, std sqrt(2) e-6; 1e-6 / 2.4142136e-6 = 0.4142136
-    found = turn_returns(turns([[0.0], [2e-6]]), GRPO, turn_gamma=1.0)
-    assert found.flatten().tolist() == pytest.approx([-0.4142136, 0.4142136], abs=1e-5)
+@pytest.mark.parametrize(("name", "levels"), [("turn_returns", 1), ("gigpo", 2)])
+def test_the_floor_of_the_deviation(name: str, levels: int) -> None:
+    # (0, 2e-6): mean 1e-6, std sqrt(2) e-6; 1e-6 / 2.4142136e-6 = 0.4142136, at both levels of gigpo
+    found = credited(name, [[(0.0, "a")], [(2e-6, "a")]], advantage="grpo", step_weight=1.0)
+    assert [row[0] for row in found] == pytest.approx([-0.4142136 * levels, 0.4142136 * levels], abs=1e-5)
+    assert "(std" in CREDITS[name].formula and "+ 1e-6)" in CREDITS[name].formula
 
 
 def test_an_invalid_member_has_no_part_in_turn_returns() -> None:
@@ -99,10 +101,10 @@ def test_a_state_that_no_other_step_has_adds_nothing() -> None:
 
 
 def test_gigpo_with_deviations() -> None:
-    # episodes: variance (16/9 + 1/9 + 25/9) / 2 = 7/3, std 1.5275252; -1.3333333 / 1.5276252 = -0.8728144
-    # "a": -1 / (sqrt(2) + 0.0001) = -0.7070568
+    # episodes: variance (16/9 + 1/9 + 25/9) / 2 = 7/3, std 1.5275252; -1.3333333 / 1.5275262 = -0.8728710
+    # "a": -1 / (sqrt(2) + 0.000001) = -0.7071063
     found = rows(gigpo(turns(REWARDS, STATES), GRPO, turn_gamma=0.5, step_weight=1.0), REWARDS)
-    assert found[0][1] == pytest.approx(-0.8728144 - 0.7070568, abs=1e-6)
+    assert found[0][1] == pytest.approx(-0.8728710 - 0.7071063, abs=1e-6)
 
 
 def test_an_invalid_member_is_no_anchor() -> None:
@@ -124,7 +126,8 @@ def test_one_turn_each_is_the_advantage_of_the_outcome() -> None:
     rewards = torch.tensor([1.0, 4.0, 6.0])
     group = turns([[1.0], [4.0], [6.0]], [["a"], ["b"], ["c"]])
     for advantage in (GRPO, DR_GRPO, ADVANTAGES["rloo"]):
-        outcome = advantage.function(rewards, torch.ones(3, dtype=torch.bool))
+        floor = {"floor": 1e-6} if advantage.deviation else {}
+        outcome = advantage.function(rewards, torch.ones(3, dtype=torch.bool), **floor)
         assert torch.equal(gigpo(group, advantage, turn_gamma=0.5, step_weight=1.0)[:, 0], outcome)
 
 
@@ -133,9 +136,11 @@ GROUPS = st.lists(st.lists(st.tuples(NUMBERS, st.sampled_from("abc")), min_size=
 Members = list[list[tuple[float, str]]]
 
 
-def credited(name: str, members: Members, *, gamma: float = 0.9, advantage: str = "dr_grpo") -> list[list[float]]:
+def credited(
+    name: str, members: Members, *, gamma: float = 0.9, advantage: str = "dr_grpo", step_weight: float = 0.5
+) -> list[list[float]]:
     rewards, states = [[r for r, _ in row] for row in members], [[s for _, s in row] for row in members]
-    settings = {"turn_gamma": gamma, "step_weight": 0.5}
+    settings = {"turn_gamma": gamma, "step_weight": step_weight}
     credit = CREDITS[name]
     chosen = {key: settings[key] for key in credit.settings}
     return rows(credit.function(turns(rewards, states), ADVANTAGES[advantage], **chosen), rewards)
@@ -161,7 +166,7 @@ def test_a_constant_added_to_every_last_reward_changes_nothing(
     moved = [[*row[:-1], (row[-1][0] + shift, row[-1][1])] for row in members]
     expected = credited(name, members, gamma=1.0, advantage=advantage)
     for row, other in zip(credited(name, moved, gamma=1.0, advantage=advantage), expected, strict=True):
-        assert row == pytest.approx(other, abs=2e-3)
+        assert row == pytest.approx(other, abs=1e-6)
 
 
 @pytest.mark.parametrize("name", CREDITS)

@@ -251,6 +251,7 @@ def test_workers() -> None:
         (["--algorithm.name=ppo", "--critic.warmup_steps=20"], "the policy is never trained"),
         (["--algorithm.name=ppo", "--critic.warmup_steps=5", "--optimizer.warmup_steps=15"], "15 of 15"),
         (["--optimizer.warmup_steps=20"], "warm-up takes 20 of 20 optimizer steps"),
+        (["--optimizer.schedule=linear", "--optimizer.schedule_steps=9"], "steps 10 to 20 of the run stay at the min"),
         (["--model.lora.rank=8"], "optimizer.learning_rate = 1e-05 is low for a LoRA adapter"),
         (['--scoring.rewards=[{kind="random"}]'], "rewards are random"),
         (["--sampling.temperature=0.7"], "temperature 0.7"),

@@ -181,6 +181,7 @@ SETTINGS: list[tuple[list[str], list[str]]] = [  # settings without effect, and 
     (["--algorithm.name=cispo", "--algorithm.clip_low=0.1"], ["--algorithm.loss=ppo_clip"]),
     (["--algorithm.kl_stop=0.1"], ["--batch.epochs=2"]),
     (["--optimizer.min_learning_rate_ratio=0.5"], ["--optimizer.schedule=linear"]),
+    (["--optimizer.schedule_steps=5"], ["--optimizer.schedule=cosine"]),
 ]
 
 

@@ -164,6 +164,25 @@ def test_patience_stops_a_run_when_the_held_out_loss_stops_falling(tmp_path: Pat
     assert repeated.model == result.model
 
 
+@pytest.mark.parametrize("more", [{"epochs": 0}, {"epochs": 9}])
+def test_a_longer_run_stays_at_the_minimum_of_its_first_schedule(more: dict[str, Any], tmp_path: Path) -> None:
+    """The rates of four steps are 4, 3, 2 and 1 thousandths; the continued run has no others."""
+    optimizer = {"learning_rate": 4e-3, "schedule": "linear", "min_learning_rate_ratio": 0.25}
+    warnings: list[str] = []
+
+    def rates(steps: int, supervised: dict[str, Any], **own: Any) -> list[float]:
+        sections = {"supervised": {**supervised, "evaluate_every_steps": 0}, "trainer": {"steps": steps}}
+        spec = supervised_spec(optimizer={**optimizer, **own}, **sections)
+        _, _, found = run(SupervisedObjective, demonstrations, tmp_path, spec, warn=warnings.append)
+        return found.curve("learning_rate")
+
+    assert rates(4, {"epochs": 0}) == pytest.approx([4e-3, 3e-3, 2e-3, 1e-3])
+    assert warnings == []
+    assert set(rates(7, more)) == {1e-3}
+    assert "has 4 optimizer steps" in warnings[0]
+    assert "stay at the minimum, 0.001" in warnings[0]
+
+
 def test_without_held_out_examples_nothing_is_evaluated(tmp_path: Path) -> None:
     subject = fit_context(tmp_path)
     spec = supervised_spec()

@@ -60,9 +60,30 @@ def test_schedules_of_a_single_step_and_of_warmup_longer_than_the_run(schedule: 
     assert rates(2, schedule=schedule, warmup_steps=2) == [0.5, 1.0]
 
 
-def test_steps_beyond_the_last_stay_at_its_rate() -> None:
-    config = OptimizerConfig(learning_rate=2.0, schedule="linear", min_learning_rate_ratio=0.5)
-    assert learning_rate(99, 4, config) == pytest.approx(1.0)
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+@pytest.mark.parametrize(("total", "warmup"), [(4, 0), (4, 2), (4, 4), (1, 0), (1, 4)])
+def test_steps_beyond_the_last_stay_at_the_minimum(total: int, warmup: int, schedule: str) -> None:
+    config = OptimizerConfig(learning_rate=2.0, schedule=schedule, warmup_steps=warmup, min_learning_rate_ratio=0.25)
+    assert [learning_rate(step, total, config) for step in (total + 1, 99)] == [0.5, 0.5]
+    constant = config.model_copy(update={"schedule": "constant"})
+    assert learning_rate(99, total, constant) == 2.0
+
+
+@pytest.mark.parametrize(
+    ("schedule", "length", "remark"),
+    [
+        ("cosine", 6, "has 6 optimizer steps (optimizer.schedule_steps): steps 7 to 12 of the run stay at the minimum"),
+        ("linear", 20, "ends after 12 of the 20 optimizer steps"),
+        ("linear", 12, None),
+        ("linear", 0, None),
+        ("constant", 6, None),
+    ],
+)
+def test_the_remark_on_a_schedule_that_is_not_as_long_as_the_run(
+    schedule: str, length: int, remark: str | None
+) -> None:
+    found = OptimizerConfig(schedule=schedule, schedule_steps=length).schedule_remark(12)
+    assert found is None if remark is None else remark in str(found)
 
 
 def test_set_learning_rate_reaches_every_group() -> None:

@@ -21,7 +21,7 @@ from tidemill.config.algorithm import CriticConfig
 from tidemill.config.learning import OptimizerConfig, TrainerConfig
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import TidemillError, UserError
-from tidemill.core.records import Group, SourceRun, Trajectory, pack_logprobs
+from tidemill.core.records import Group, Reward, SourceRun, Trajectory, pack_logprobs
 from tidemill.models.attention import use_packed_attention
 from tidemill.models.reward_model import reward_head
 from tidemill.models.tree_forward import TreeForward
@@ -160,6 +160,81 @@ def test_the_schedule_counts_only_policy_steps() -> None:
     rates = [train_batch(subject, step=step).get("learning_rate") for step in range(1, 6)]
     # two critic steps, then three policy steps: the peak, half way, and a fifth of the peak
     assert rates == [None, None, *(pytest.approx(rate) for rate in (1e-3, 6e-4, 2e-4))]
+
+
+def on_a_line(steps: int, *, algorithm: dict[str, Any] | None = None, length: int = 0, **batch_sizes: Any) -> RunSpec:
+    """The rates of a run of 8 optimizer steps are 0.8, 0.7, ... 0.1 thousandths."""
+    optimizer = OptimizerConfig(
+        learning_rate=8e-4, schedule="linear", min_learning_rate_ratio=0.125, schedule_steps=length
+    )
+    settings = spec(algorithm or {}, **batch_sizes)
+    return settings.model_copy(update={"trainer": TrainerConfig(steps=steps), "optimizer": optimizer})
+
+
+def thousandths(values: dict[str, float]) -> float | None:
+    """The learning rate of the batch's last optimizer step; None without one."""
+    return 1e3 * values["learning_rate"] if "learning_rate" in values else None
+
+
+def equal_rewards(one: Group) -> Group:
+    return group(one.position, [msgspec.structs.replace(t, reward=Reward(value=1.0)) for t in one.trajectories])
+
+
+SIGNAL, NONE = "signal", "none"
+
+
+@pytest.mark.parametrize(
+    ("batches", "sizes", "expected"),
+    [
+        # of the last optimizer step of each batch
+        ([SIGNAL] * 4, {}, [0.8, 0.7, 0.6, 0.5]),
+        ([SIGNAL, NONE, NONE, SIGNAL], {}, [0.8, None, None, 0.5]),
+        ([SIGNAL, NONE, SIGNAL], {"minibatches": 2}, [0.7, None, 0.3]),
+        ([NONE, SIGNAL], {"epochs": 4}, [None, 0.1]),
+    ],
+)
+def test_batches_without_signal_advance_the_schedule(
+    batches: list[str], sizes: dict[str, Any], expected: list[float | None]
+) -> None:
+    steps = 8 // (sizes.get("minibatches", 1) * sizes.get("epochs", 1))
+    subject = trainer(on_a_line(steps, **sizes))
+    groups = {SIGNAL: batch(), NONE: [equal_rewards(one) for one in batch()]}
+    rates = [thousandths(train_batch(subject, groups[kind], step)) for step, kind in enumerate(batches, 1)]
+    assert rates == [None if rate is None else pytest.approx(rate) for rate in expected]
+
+
+def test_minibatches_that_are_left_out_advance_the_schedule() -> None:
+    """Without signal in the first group, the first step of the batch is left out; the second has its own rate."""
+    subject = trainer(on_a_line(4, minibatches=2))
+    first, second = batch()
+    assert thousandths(train_batch(subject, [equal_rewards(first), second])) == pytest.approx(0.7)
+    stopped = trainer(on_a_line(2, algorithm={"kl_stop": 1e-12}, minibatches=2, epochs=2))
+    # of four steps the first is taken
+    assert [thousandths(train_batch(stopped, step=step)) for step in (1, 2)] == pytest.approx([0.8, 0.4])
+
+
+@pytest.mark.parametrize(
+    ("steps", "length", "expected"),
+    [
+        (8, 0, [0.5, 0.4]),
+        (16, 0, [0.5, 0.4, 0.3, 0.2, 0.1, 0.1, 0.1]),  # stays at the minimum
+        (4, 0, [0.5]),
+        (16, 4, [0.1, 0.1]),  # another length on request
+    ],
+)
+def test_a_restored_trainer_keeps_the_schedule_of_the_first_start(
+    steps: int, length: int, expected: list[float], tmp_path: Path
+) -> None:
+    source = save_folder(llama(), tmp_path / "source")
+    subject = trainer(on_a_line(8), source=source)
+    for step in (1, 2, 3):
+        train_batch(subject, step=step)
+    (tmp_path / "state").mkdir()
+    subject.write_state(tmp_path / "state")
+    again = trainer(on_a_line(steps, length=length), source=source)
+    again.read_state(tmp_path / "state")
+    rates = [thousandths(train_batch(again, step=step)) for step in range(4, 4 + len(expected))]
+    assert rates == pytest.approx(expected)
 
 
 def real_critic(kind: str, model: PreTrainedModel) -> ModelCritic | TrunkCritic:

@@ -280,11 +280,9 @@ class Gateway:
     async def _news(self, question: Question, asked: Asked) -> AsyncGenerator[tuple[Piece, ChoiceDelta], None]:
         """The pieces of all choices with what they say; closing it ends them."""
         served = self._served
-        parse = served.format.parse if question.tools else None
         self._tokens["prompt"] += count(asked.prompt_ids)
-        texts = [
-            ChoiceText(served.format.decode, stops=asked.sampling.stop_strings, parse=parse) for _ in range(asked.n)
-        ]
+        prompt_ids, stops = unpack_tokens(asked.prompt_ids), asked.sampling.stop_strings
+        texts = [ChoiceText.answering(question, prompt_ids, format=served.format, stops=stops) for _ in range(asked.n)]
         async with aclosing(served.generate(asked)) as pieces:
             async for piece in pieces:
                 self._tokens["completion"] += count(piece.token_ids)

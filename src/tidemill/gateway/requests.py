@@ -135,7 +135,7 @@ def read_body(raw: bytes) -> dict[str, Any]:
         raise invalid(f"the body is not JSON: {str(error)[:200]}", code="invalid_json") from error
     if not isinstance(body, dict):
         raise invalid("the body must be a JSON object", code="invalid_json")
-    if _depth(body) > DEPTH:
+    if depth_of(body) > DEPTH:
         raise invalid(f"the body is nested more than {DEPTH} levels deep", code="invalid_json")
     return body
 
@@ -356,7 +356,7 @@ def _prompts(given: Any) -> tuple[str | tuple[int, ...], ...]:
 
 
 def _items(given: Sequence[Any]) -> list[ChatMessage]:
-    """The items of a request to /v1/responses as messages; calls join the message of the assistant before them."""
+    """The items of a request to /v1/responses as messages; the calls of an answer and its texts are one message."""
     found = list[ChatMessage]()
     if len(given) > MESSAGES:
         raise invalid(f"`input` has {len(given)} entries; at most {MESSAGES} are accepted", "input")
@@ -364,7 +364,11 @@ def _items(given: Sequence[Any]) -> list[ChatMessage]:
         at = f"input[{index}]"
         kind = item.get("type", "message") if isinstance(item, dict) else None
         if kind == "message":
-            found.append(_chat_message({"role": item.get("role"), "content": item.get("content")}, at))
+            said = _chat_message({"role": item.get("role"), "content": item.get("content")}, at)
+            if said.role == "assistant" and found and found[-1].calls:  # what was said after a call
+                found[-1] = msgspec.structs.replace(found[-1], text=found[-1].text + said.text)
+            else:
+                found.append(said)
         elif kind == "function_call":
             call = _call(item, at)
             if found and found[-1].role == "assistant":
@@ -378,7 +382,8 @@ def _items(given: Sequence[Any]) -> list[ChatMessage]:
     return found
 
 
-def _depth(value: Any) -> int:
+def depth_of(value: Any) -> int:
+    """Levels of nested objects and lists."""
     deepest, level = 0, [value]
     while level:
         deepest += 1

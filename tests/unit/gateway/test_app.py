@@ -87,6 +87,55 @@ async def test_tool_calls_whole_and_in_a_stream() -> None:
     assert plain["message"]["content"] == CALL  # nobody asked for tools
 
 
+RM = '<tool_call>{"name": "add", "arguments": "[1]"}</tool_call>'
+ADD = {"name": "add", "arguments": '{"a": 1}'}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("said", "parts", "finish"),
+    [
+        (RM, [RM], "stop"),
+        (CALL.replace('"add"', '"rm"'), [CALL.replace('"add"', '"rm"')], "stop"),
+        ("Write <tool_call> to call.", ["Write <tool_call> to call."], "stop"),
+        (CALL[:50], [CALL[:50]], "length"),
+        (CALL[:-4], [CALL[:-4]], "length"),
+        (f"{RM}\n{CALL} {RM} end", [f"{RM}\nLet me see.", ADD, f" {RM} end"], "tool_calls"),
+    ],
+)
+async def test_what_is_no_valid_call_stays_content(said: str, parts: list[Any], finish: str, stream: bool) -> None:
+    served, tool = Scripted(said), {"type": "function", **TOOL["function"]}  # type: ignore[dict-item]
+    most = len(served.codec.encode_completion(said)) if finish == "length" else None
+    asked = {"model": "scripted", "input": "Hi", "tools": [tool], "max_output_tokens": most, "stream": stream}
+    async with gateway(served) as client:
+        chatted = await client.post(CHAT, json=chat(tools=[TOOL], max_tokens=most, stream=stream))
+        responded = await client.post(RESPONSES, json=asked)
+
+    deltas, reason = choice_of(chatted, stream=stream)
+    assert reason == finish
+    assert "".join(delta.get("content") or "" for delta in deltas) == "".join(p for p in parts if isinstance(p, str))
+    calls = [call["function"] for delta in deltas for call in delta.get("tool_calls", ())]
+    assert calls == [part for part in parts if isinstance(part, dict)]
+    response = events(responded.text)[-1]["response"] if stream else responded.json()
+    assert response["status"] == ("incomplete" if finish == "length" else "completed")
+    assert [
+        item["content"][0]["text"] if item["type"] == "message" else {key: item[key] for key in ADD}
+        for item in response["output"]
+    ] == parts
+    if stream:
+        news = [event for event in events(responded.text) if event["type"] == "response.output_text.delta"]
+        assert "".join(event["delta"] for event in news) == "".join(part for part in parts if isinstance(part, str))
+
+
+def choice_of(answer: Any, *, stream: bool) -> tuple[list[dict[str, Any]], str]:
+    """Messages of the only choice, or their parts, and its finish."""
+    if not stream:
+        choice = answer.json()["choices"][0]
+        return [choice["message"]], choice["finish_reason"]
+    choices = [chunk["choices"][0] for chunk in events(answer.text)[:-1]]
+    return [choice["delta"] for choice in choices], choices[-1]["finish_reason"]
+
+
 async def test_calls_and_results_of_earlier_turns_reach_the_template() -> None:
     served = Scripted()
     call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}

@@ -144,8 +144,9 @@ class CallReader:
         end = end + len(CALL_END) if end >= 0 else len(self._text)
         # A call that was broken off may come before a whole one: the last mark counts, too.
         for place in dict.fromkeys((start, self._text.rindex(CALL, start, end))) if whole else ():
-            calls = self._parse(self._text[place:end]).calls
-            if len(calls) == 1 and self._valid(calls[0]):
+            source = self._text[place:end]
+            calls = self._parse(source).calls
+            if len(calls) == 1 and calls[0].source == source and self._valid(calls[0]):
                 before = self._take(place)
                 self._take(end)
                 return [before, calls[0]]

@@ -64,8 +64,8 @@ class ChoiceText:
         question: Question,
         prompt_ids: Sequence[int],
         *,
-        format: TurnFormat,
-        stops: Sequence[str],  # noqa: A002
+        format: TurnFormat,  # noqa: A002 - as in Served
+        stops: Sequence[str],
     ) -> Self:
         """The text of an answer to a question."""
         if not question.tools:

@@ -73,6 +73,7 @@ def test_what_is_no_valid_call_stays_text_beside_those_that_are(body: str) -> No
     [
         ("Write <tool_call> to call.", "stop", ["Write <tool_call> to call."]),
         (f"Write <tool_call> so: {ADD}", "stop", ["Write <tool_call> so:", CALL]),
+        (f"<tool_call>{{</think>{ADD}", "stop", ["<tool_call>{</think>", CALL]),
         (f'<tool_call>{{"name": {ADD}', "stop", ['<tool_call>{"name":', CALL]),
         (f"</tool_call> {ADD} </tool_call>", "stop", ["</tool_call>", CALL, " </tool_call>"]),
         (ADD.removesuffix("</tool_call>"), "stop", [CALL]),  # the end of a turn ends its call

@@ -52,6 +52,9 @@ class LineFormat:
     def decode(self, token_ids: Sequence[int]) -> str:
         return "".join(map(chr, token_ids))
 
+    def token_bytes(self, token_id: int) -> bytes:
+        return chr(token_id).encode()
+
 
 class Log:
     """Records what is journalled."""

@@ -272,6 +272,9 @@ class TurnFormat(Protocol):
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of token ids without special tokens."""
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """UTF-8 of one token, special ones included; a token may have only a part of a character's bytes."""
+
 
 class CallLog(Protocol):
     """Journals the calls of one turn."""

@@ -397,6 +397,7 @@ class ToolRequest(Record):
     name: str
     arguments: str  # a JSON object
     error: str = ""  # why it cannot be executed: not JSON, no name
+    source: str = ""  # the part of the text that was read, with its marks
 
 
 class ParsedTurn(Record):

@@ -22,6 +22,8 @@ T = TypeVar("T")
 
 LOG = logging.getLogger("tidemill.gateway")
 LOCAL_NAMES = {"127.0.0.1", "::1", "localhost"}
+SINGLE = ("host", "authorization", "origin", "idempotency-key", "content-encoding", "content-length")
+"""Headers with one value. A proxy in front may read another one of two values than the gateway."""
 
 
 @contextmanager
@@ -109,6 +111,13 @@ def bearer(request: Request) -> str:
     """The key that a request carries, empty without one."""
     kind, _, key = request.headers.get("authorization", "").partition(" ")
     return key.strip() if kind.lower() == "bearer" else ""
+
+
+def refuse_repeated(request: Request) -> None:
+    """Raises ApiError: a header that has one value is there twice."""
+    for name in SINGLE:
+        if len(request.headers.getlist(name)) > 1:
+            raise ApiError(400, f"the header {name} is there more than once", param=name, code="repeated_header")
 
 
 def _refuse_foreign(request: Request) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ from tidemill.gateway.backend import Piece
 from tidemill.gateway.requests import Question
 from tidemill.gateway.texts import ChoiceDelta, FinishReason
 
-TokenText = Callable[[int], str]
+TokenBytes = Callable[[int], bytes]
 
 
 def new_id(prefix: str) -> str:
@@ -38,12 +39,13 @@ def call_objects(calls: Sequence[ToolRequest]) -> list[dict[str, Any]]:
     ]
 
 
-def token_entries(piece: Piece, text: TokenText) -> list[dict[str, Any]]:
+def token_entries(piece: Piece, token_bytes: TokenBytes) -> list[dict[str, Any]]:
     """Tokens with their logprobs, as chat answers have them."""
     found = []
     for token_id, logprob in zip(unpack_tokens(piece.token_ids), unpack_logprobs(piece.logprobs), strict=True):
-        token = text(token_id)
-        found.append({"token": token, "logprob": logprob, "bytes": list(token.encode()), "top_logprobs": []})
+        encoded = token_bytes(token_id)
+        token = encoded.decode(errors="replace")
+        found.append({"token": token, "logprob": logprob, "bytes": list(encoded), "top_logprobs": []})
     return found
 
 
@@ -56,13 +58,13 @@ class Choice:
         self.entries: list[dict[str, Any]] = []
         self.token_ids: list[int] = []
 
-    def add(self, piece: Piece, said: ChoiceDelta, question: Question, token_text: TokenText) -> None:
+    def add(self, piece: Piece, said: ChoiceDelta, question: Question, token_bytes: TokenBytes) -> None:
         self.text += said.text
         self.calls += call_objects(said.calls)
         self.finish = said.finish or self.finish
         self.token_ids += unpack_tokens(piece.token_ids)
         if question.logprobs:
-            self.entries += token_entries(piece, token_text)
+            self.entries += token_entries(piece, token_bytes)
 
     def chat(self, question: Question) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": self.text, "refusal": None}
@@ -88,18 +90,26 @@ class Choice:
         return {**choice, "token_ids": self.token_ids} if question.token_ids else choice
 
 
-def completion_logprobs(entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """In the older form of /v1/completions; offsets are those in the completion."""
-    tokens, offsets, at = [entry["token"] for entry in entries], list[int](), 0
-    for token in tokens:
-        offsets.append(at)
-        at += len(token)
+def completion_logprobs(entries: Sequence[dict[str, Any]], start: int = 0) -> dict[str, Any]:
+    """In the older form of /v1/completions.
+
+    Args:
+        start: offset of the first token in the completion.
+    """
+    offsets = [start]
+    for entry in entries:
+        offsets.append(offsets[-1] + begun_characters([entry]))
     return {
-        "tokens": tokens,
+        "tokens": [entry["token"] for entry in entries],
         "token_logprobs": [entry["logprob"] for entry in entries],
         "top_logprobs": None,
-        "text_offset": offsets,
+        "text_offset": offsets[:-1],
     }
+
+
+def begun_characters(entries: Sequence[dict[str, Any]]) -> int:
+    """Characters that begin in tokens: bytes of UTF-8 that continue none."""
+    return sum(byte & 0xC0 != 0x80 for entry in entries for byte in entry["bytes"])
 
 
 class Answer:
@@ -109,8 +119,8 @@ class Answer:
         chat: of /v1/chat/completions; otherwise of /v1/completions.
     """
 
-    def __init__(self, question: Question, model: str, token_text: TokenText, *, chat: bool) -> None:
-        self._question, self._token_text, self._chat = question, token_text, chat
+    def __init__(self, question: Question, model: str, token_bytes: TokenBytes, *, chat: bool) -> None:
+        self._question, self._token_bytes, self._chat = question, token_bytes, chat
         self._frame = {
             "id": new_id("chatcmpl" if chat else "cmpl"),
             "created": int(time.time()),
@@ -119,6 +129,7 @@ class Answer:
         }
         self._begun: set[int] = set()
         self._calls: dict[int, int] = {}
+        self._characters = Counter[int]()  # of the tokens so far, by choice
 
     def whole(self, choices: Sequence[Choice], used: dict[str, int], prompt_ids: Sequence[int]) -> dict[str, Any]:
         question, kind = self._question, "chat.completion" if self._chat else "text_completion"
@@ -130,7 +141,7 @@ class Answer:
         """News of one choice."""
         question = self._question
         choice: dict[str, Any] = {"index": piece.index, "logprobs": None, "finish_reason": said.finish}
-        entries = token_entries(piece, self._token_text) if question.logprobs else []
+        entries = token_entries(piece, self._token_bytes) if question.logprobs else []
         if self._chat:
             delta: dict[str, Any] = {} if piece.index in self._begun else {"role": "assistant", "content": ""}
             self._begun.add(piece.index)
@@ -142,7 +153,9 @@ class Answer:
                 ]
             choice |= {"delta": delta, "logprobs": {"content": entries, "refusal": None} if entries else None}
         else:
-            choice |= {"text": said.text, "logprobs": completion_logprobs(entries) if entries else None}
+            logprobs = completion_logprobs(entries, self._characters[piece.index]) if entries else None
+            self._characters[piece.index] += begun_characters(entries)
+            choice |= {"text": said.text, "logprobs": logprobs}
         if question.token_ids:
             choice["token_ids"] = unpack_tokens(piece.token_ids)
         return self._chunk([choice])

@@ -22,10 +22,10 @@ from starlette.types import Receive, Scope, Send
 from tidemill.config.gateway import GatewayConfig
 from tidemill.core.errors import UserError
 from tidemill.core.records import SamplingParams, count, pack_tokens, unpack_tokens
-from tidemill.gateway.access import LOG, Keys, Limits, bearer, body_of, unless_left
+from tidemill.gateway.access import LOG, Keys, Limits, bearer, body_of, refuse_repeated, unless_left
 from tidemill.gateway.answers import Answer, Choice, usage
 from tidemill.gateway.backend import Asked, Piece, Served
-from tidemill.gateway.errors import SERVER, ApiError, invalid
+from tidemill.gateway.errors import SERVER, ApiError, invalid, unsupported
 from tidemill.gateway.requests import (
     Call,
     Question,
@@ -109,7 +109,7 @@ class Gateway:
         question = await self._question(request, chat_question)
         prompt_ids = await self._prompt_ids(question, self._rendered)
         asked = self._asked(question, prompt_ids, key)
-        answer = Answer(question, self._served.name, self._served.token_text, chat=True)
+        answer = Answer(question, self._served.name, self._served.format.token_bytes, chat=True)
         return await self._answered(request, question, [asked], answer)
 
     async def _completions(self, request: Request, key: str) -> Response:
@@ -118,7 +118,7 @@ class Gateway:
         asked = [self._asked(question, ids, key) for ids in prompts]
         if len(asked) > 1 and question.stream:
             raise invalid("a stream answers one prompt", "prompt")
-        answer = Answer(question, self._served.name, self._served.token_text, chat=False)
+        answer = Answer(question, self._served.name, self._served.format.token_bytes, chat=False)
         return await self._answered(request, question, asked, answer)
 
     async def _responses(self, request: Request, key: str) -> Response:
@@ -171,6 +171,7 @@ class Gateway:
             request_id = given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
             began_s, leave = time.monotonic(), None
             try:
+                refuse_repeated(request)
                 key = self._key(request)
                 leave = self._limits.enter(key)
                 response = await handler(request, key)
@@ -202,7 +203,11 @@ class Gateway:
         return self._keys.check(request)
 
     async def _question(self, request: Request, read: Callable[[Mapping[str, Any]], Question]) -> Question:
-        question, retry_key = read(await self._body(request)), request.headers.get("idempotency-key", "")
+        retry_key = request.headers.get("idempotency-key")
+        if retry_key is not None and (self._sessions is None or self._sessions.find(bearer(request)) is None):
+            why = "answers are kept in training sessions only; equal requests with a `seed` get equal answers"
+            raise unsupported("Idempotency-Key", why)
+        question = read(await self._body(request))
         return msgspec.structs.replace(question, retry_key=retry_key) if retry_key else question
 
     async def _body(self, request: Request) -> dict[str, Any]:
@@ -280,11 +285,9 @@ class Gateway:
     async def _news(self, question: Question, asked: Asked) -> AsyncGenerator[tuple[Piece, ChoiceDelta], None]:
         """The pieces of all choices with what they say; closing it ends them."""
         served = self._served
-        parse = served.format.parse if question.tools else None
         self._tokens["prompt"] += count(asked.prompt_ids)
-        texts = [
-            ChoiceText(served.format.decode, stops=asked.sampling.stop_strings, parse=parse) for _ in range(asked.n)
-        ]
+        prompt_ids, stops = unpack_tokens(asked.prompt_ids), asked.sampling.stop_strings
+        texts = [ChoiceText.answering(question, prompt_ids, format=served.format, stops=stops) for _ in range(asked.n)]
         async with aclosing(served.generate(asked)) as pieces:
             async for piece in pieces:
                 self._tokens["completion"] += count(piece.token_ids)
@@ -297,7 +300,7 @@ class Gateway:
         async def choices(first: int, one: Asked) -> list[Choice]:
             found = [Choice(first + index) for index in range(one.n)]
             async for piece, said in self._news(question, one):
-                found[piece.index].add(piece, said, question, self._served.token_text)
+                found[piece.index].add(piece, said, question, self._served.format.token_bytes)
             return found
 
         async def whole() -> dict[str, Any]:
@@ -404,5 +407,6 @@ def _line(event: Mapping[str, Any], *, named: bool) -> bytes:
 
 async def _no_route(request: Request, error: Exception) -> Response:
     status = getattr(error, "status_code", 404)
-    found = ApiError(status, f"there is no {request.method} {request.url.path}", code="not_found")
-    return JSONResponse(found.content, status_code=status)
+    code = "method_not_allowed" if status == 405 else "not_found"
+    found = ApiError(status, f"there is no {request.method} {request.url.path}", code=code)
+    return JSONResponse(found.content, status_code=status, headers=getattr(error, "headers", None))

@@ -73,6 +73,3 @@ class Served(Protocol):
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a raw prompt. Raises UserError: the vocabulary lacks a character."""
-
-    def token_text(self, token_id: int) -> str:
-        """A token as text, special ones included."""

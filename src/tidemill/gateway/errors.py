@@ -17,7 +17,7 @@ class ApiError(Exception):
 
     Args:
         param: name of the parameter at fault.
-        retry_s: when to try again, for status 429 and 503.
+        retry_s: when to try again; with status 409, 429 and 503 always.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class ApiError(Exception):
     ) -> None:
         super().__init__(message)
         self.status, self.message, self.kind, self.param, self.code = status, message, kind, param, code
-        self.retry_s = retry_s
+        self.retry_s = 1 if retry_s is None and status in (409, 429, 503) else retry_s
 
     @property
     def content(self) -> dict[str, Any]:
@@ -40,7 +40,8 @@ class ApiError(Exception):
 
     @property
     def headers(self) -> dict[str, str]:
-        return {} if self.retry_s is None else {"retry-after": str(self.retry_s)}
+        found = {} if self.retry_s is None else {"retry-after": str(self.retry_s)}
+        return found | {"www-authenticate": "Bearer"} if self.status == 401 else found
 
 
 def invalid(message: str, param: str | None = None, *, code: str | None = None, status: int = 400) -> ApiError:

@@ -72,10 +72,10 @@ class Matching:
         )
         if place is None or any(one.role == "assistant" for one in said[place + 1 :]) or place + 1 == len(said):
             return choices[0], ()
-        parse, given = self._format.parse if question.tools else None, said[place]
+        given, context = said[place], captured.context
         equal = list[tuple[bool, int]]()
         for turn in choices:
-            text = ChoiceText(self._format.decode, stops=self._stops, parse=parse)
+            text = ChoiceText.answering(question, context, format=self._format, stops=self._stops)
             news = text.feed(captured.turn_ids(turn), captured.turns[turn].finish)
             if news.text.strip() == given.text.strip():
                 calls = [(call.name, call.arguments) for call in news.calls]

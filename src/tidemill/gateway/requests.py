@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -14,6 +15,9 @@ from tidemill.gateway.errors import ApiError, invalid, unsupported
 T = TypeVar("T")
 
 DEPTH, SCHEMA_BYTES, MESSAGES, MOST_N, STOPS = 64, 256 << 10, 2048, 128, 16
+TOOL_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+SCHEMA_TYPES = ("object", "array", "string", "number", "integer", "boolean", "null")
+UNIONS = ("anyOf", "oneOf", "allOf")
 LARGEST_SEED, COLDEST = 2**63 - 1, 1e-5
 MESSAGE_KEYS = {"role", "content", "tool_calls", "tool_call_id", "name", "refusal", "annotations"}
 """Keys of messages. Names, refusals and annotations do not reach the model; answers of other servers have them."""
@@ -135,7 +139,7 @@ def read_body(raw: bytes) -> dict[str, Any]:
         raise invalid(f"the body is not JSON: {str(error)[:200]}", code="invalid_json") from error
     if not isinstance(body, dict):
         raise invalid("the body must be a JSON object", code="invalid_json")
-    if _depth(body) > DEPTH:
+    if depth_of(body) > DEPTH:
         raise invalid(f"the body is nested more than {DEPTH} levels deep", code="invalid_json")
     return body
 
@@ -314,18 +318,47 @@ def _response_tool(given: Any, at: str) -> dict[str, Any]:
 
 
 def _tool(function: dict[str, Any], at: str) -> dict[str, Any]:
-    if not isinstance(function.get("name"), str) or not function["name"]:
-        raise invalid(f"`{at}`: a function needs a name", at)
-    for name, kind in (("parameters", dict), ("description", str)):
-        if not isinstance(function.get(name), kind | None):
-            raise invalid(f"`{at}.{name}` must be {'an object' if kind is dict else 'a string'}", f"{at}.{name}")
+    name = function.get("name")
+    if not isinstance(name, str) or TOOL_NAME.fullmatch(name) is None:
+        raise invalid(f"`{at}.name` must be 1 to 64 letters, digits, _ or -", f"{at}.name")
+    if not isinstance(function.get("description"), str | None):
+        raise invalid(f"`{at}.description` must be a string", f"{at}.description")
     kept = {name: value for name, value in function.items() if value is not None and name != "strict"}
     if len(msgspec.json.encode(kept)) > SCHEMA_BYTES:
         raise invalid(f"`{at}` is larger than {SCHEMA_BYTES >> 10} KB", at)
+    parameters = kept.get("parameters", {})
+    if not isinstance(parameters, dict) or parameters.get("type", "object") != "object":
+        raise invalid(f"`{at}.parameters` must be a JSON schema of type object", f"{at}.parameters")
+    _check_schema(parameters, f"{at}.parameters")
     return {"type": "function", "function": kept}
 
 
+def _check_schema(schema: Any, at: str) -> None:
+    """Raises ApiError: it is no JSON schema, as far as templates read it."""
+    if isinstance(schema, bool):
+        return
+    if not isinstance(schema, dict):
+        raise invalid(f"`{at}` must be a JSON schema", at)
+    types = schema.get("type", [])
+    for kind in types if isinstance(types, list) else [types]:
+        if kind not in SCHEMA_TYPES:
+            raise invalid(f"`{at}.type` must be among {', '.join(SCHEMA_TYPES)}", f"{at}.type")
+    for key, kind in (("properties", dict), ("required", list), ("enum", list), *((key, list) for key in UNIONS)):
+        if not isinstance(schema.get(key, kind()), kind):
+            raise invalid(f"`{at}.{key}` must be {'an object' if kind is dict else 'a list'}", f"{at}.{key}")
+    if not all(isinstance(name, str) for name in schema.get("required", ())):
+        raise invalid(f"`{at}.required` must be a list of names", f"{at}.required")
+    inner = {f"properties.{name}": each for name, each in schema.get("properties", {}).items()}
+    inner |= {f"{key}[{index}]": each for key in UNIONS for index, each in enumerate(schema.get(key, ()))}
+    for place, each in (inner | ({"items": schema["items"]} if "items" in schema else {})).items():
+        _check_schema(each, f"{at}.{place}")
+
+
 def _chosen(fields: Fields, tools: tuple[dict[str, Any], ...]) -> tuple[dict[str, Any], ...]:
+    names = [tool["function"]["name"] for tool in tools]
+    for index, name in enumerate(names):
+        if name in names[:index]:
+            raise invalid(f"`tools[{index}].name`: two tools are named {name}", f"tools[{index}].name")
     choice = fields.take("tool_choice", (str, dict), expected="a string")
     if choice not in (None, "auto", "none"):
         raise unsupported("tool_choice", "no call can be forced; only auto and none are accepted")
@@ -356,7 +389,7 @@ def _prompts(given: Any) -> tuple[str | tuple[int, ...], ...]:
 
 
 def _items(given: Sequence[Any]) -> list[ChatMessage]:
-    """The items of a request to /v1/responses as messages; calls join the message of the assistant before them."""
+    """The items of a request to /v1/responses as messages; the calls of an answer and its texts are one message."""
     found = list[ChatMessage]()
     if len(given) > MESSAGES:
         raise invalid(f"`input` has {len(given)} entries; at most {MESSAGES} are accepted", "input")
@@ -364,7 +397,11 @@ def _items(given: Sequence[Any]) -> list[ChatMessage]:
         at = f"input[{index}]"
         kind = item.get("type", "message") if isinstance(item, dict) else None
         if kind == "message":
-            found.append(_chat_message({"role": item.get("role"), "content": item.get("content")}, at))
+            said = _chat_message({"role": item.get("role"), "content": item.get("content")}, at)
+            if said.role == "assistant" and found and found[-1].calls:  # what was said after a call
+                found[-1] = msgspec.structs.replace(found[-1], text=found[-1].text + said.text)
+            else:
+                found.append(said)
         elif kind == "function_call":
             call = _call(item, at)
             if found and found[-1].role == "assistant":
@@ -378,7 +415,8 @@ def _items(given: Sequence[Any]) -> list[ChatMessage]:
     return found
 
 
-def _depth(value: Any) -> int:
+def depth_of(value: Any) -> int:
+    """Levels of nested objects and lists."""
     deepest, level = 0, [value]
     while level:
         deepest += 1

@@ -53,15 +53,16 @@ class ResponseAnswer:
 
     def news(self, said: ChoiceDelta) -> Iterator[dict[str, Any]]:
         """The events of new text and calls."""
-        if said.text:
+        for part in said.parts:
+            if isinstance(part, ToolRequest):
+                yield from self._close_message()
+                yield from self._call(part)
+                continue
             if not self._items or self._items[-1]["type"] != "message":
                 yield from self._open_message()
             message = self._items[-1]
-            message["content"][0]["text"] += said.text
-            yield self._text_event("response.output_text.delta", delta=said.text, logprobs=[])
-        for call in said.calls:
-            yield from self._close_message()
-            yield from self._call(call)
+            message["content"][0]["text"] += part
+            yield self._text_event("response.output_text.delta", delta=part, logprobs=[])
 
     def end(self, said: ChoiceDelta, prompt_tokens: int, completion_tokens: int) -> Iterator[dict[str, Any]]:
         """The last events; `said` has the finish."""

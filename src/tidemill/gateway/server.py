@@ -7,6 +7,7 @@ import json
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, nullcontext
+from http import HTTPStatus
 from typing import Any, ClassVar
 
 import h11
@@ -20,11 +21,8 @@ from tidemill.gateway.errors import RATE, ApiError
 
 STOP_S = 30.0
 START_S = 10.0
-BUSY = json.dumps(ApiError(503, "too many open connections", kind=RATE, code="too_many_connections").content).encode()
-TOO_MANY = (
-    b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nretry-after: 1\r\n"
-    b"connection: close\r\ncontent-length: " + str(len(BUSY)).encode() + b"\r\n\r\n" + BUSY
-)
+TOO_MANY = ApiError(503, "too many open connections", kind=RATE, code="too_many_connections")
+NOT_HTTP = ApiError(400, "the request is not valid HTTP", code="invalid_http")
 
 
 def listen(config: GatewayConfig) -> socket.socket:
@@ -53,8 +51,7 @@ class Guarded(H11Protocol):
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         if len(self.connections) > self.limits.connections:
-            transport.write(TOO_MANY)
-            transport.close()
+            self._refuse(TOO_MANY)
         else:
             self._expect_headers()
 
@@ -64,6 +61,11 @@ class Guarded(H11Protocol):
             self._stop_expecting()
         elif self.late is None and not self.transport.is_closing():
             self._expect_headers()
+
+    def send_400_response(self, msg: str) -> None:
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            self._refuse(NOT_HTTP)
+        self.transport.close()
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -79,6 +81,15 @@ class Guarded(H11Protocol):
         if self.unread is not None:
             self.unread.cancel()
         super().connection_lost(error)
+
+    def _refuse(self, error: ApiError) -> None:
+        """Answer outside the application, and close."""
+        body = json.dumps(error.content).encode()
+        headers = {"content-type": "application/json", "connection": "close", "content-length": len(body)}
+        lines = [f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}"]
+        lines += [f"{name}: {value}" for name, value in (headers | error.headers).items()]
+        self.transport.write("\r\n".join([*lines, "", ""]).encode() + body)
+        self.transport.close()
 
     def _expect_headers(self) -> None:
         self.late = asyncio.get_running_loop().call_later(self.limits.header_s, self.transport.close)

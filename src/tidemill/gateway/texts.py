@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Sequence
-from typing import Literal
+from collections.abc import Callable, Container, Sequence
+from typing import Literal, Self
 
-from tidemill.core.records import Finish, ParsedTurn, Record, ToolRequest
+from tidemill.core.protocols import TurnFormat
+from tidemill.core.records import Finish, Record, ToolRequest
+from tidemill.gateway.calls import CallReader, Parse, opens_thought
+from tidemill.gateway.requests import Question
 
 Decode = Callable[[Sequence[int]], str]
-Parse = Callable[[str], ParsedTurn]
 FinishReason = Literal["stop", "length", "tool_calls"]
 
-CALL_STARTS = ("<tool_call>", "<|python_tag|>")
-CALL_END = "</tool_call>"
-BARE_CALL = re.compile(r"\s*\{")
-"""Llama models may write a call without a mark, as the whole text."""
 HELD_TOKENS = 16
 """Tokens that are decoded together, so that characters of several tokens are whole."""
 
@@ -23,9 +20,16 @@ HELD_TOKENS = 16
 class ChoiceDelta(Record):
     """News of one choice."""
 
-    text: str = ""
-    calls: tuple[ToolRequest, ...] = ()
+    parts: tuple[str | ToolRequest, ...] = ()  # texts and calls, in order
     finish: FinishReason | None = None
+
+    @property
+    def text(self) -> str:
+        return "".join(part for part in self.parts if isinstance(part, str))
+
+    @property
+    def calls(self) -> list[ToolRequest]:
+        return [part for part in self.parts if isinstance(part, ToolRequest)]
 
 
 class ChoiceText:
@@ -34,37 +38,55 @@ class ChoiceText:
     Args:
         stops: strings that end the text and are not part of it.
         parse: reads tool calls; None without tools.
+        tools: names that can be called; None: any.
+        thinking: the prompt has opened a thought.
     """
 
-    def __init__(self, decode: Decode, *, stops: Sequence[str], parse: Parse | None) -> None:
-        self._decode, self._stops, self._parse = decode, tuple(stops), parse
+    def __init__(
+        self,
+        decode: Decode,
+        *,
+        stops: Sequence[str],
+        parse: Parse | None,
+        tools: Container[str] | None = None,
+        thinking: bool = False,
+    ) -> None:
+        self._decode, self._stops = decode, tuple(stops)
+        self._reader = CallReader(parse, tools, thinking=thinking) if parse is not None else None
         self._ids: list[int] = []
         self._start = self._read = 0  # tokens [start, read) are decoded again, as the context of the next
         self._text = ""  # everything decoded
         self._shown = 0  # characters of it
-        self._calls = 0
+
+    @classmethod
+    def answering(
+        cls,
+        question: Question,
+        prompt_ids: Sequence[int],
+        *,
+        format: TurnFormat,  # noqa: A002 - as in Served
+        stops: Sequence[str],
+    ) -> Self:
+        """The text of an answer to a question."""
+        if not question.tools:
+            return cls(format.decode, stops=stops, parse=None)
+        names = {tool["function"]["name"] for tool in question.tools}
+        thinking = opens_thought(format.decode, prompt_ids)
+        return cls(format.decode, stops=stops, parse=format.parse, tools=names, thinking=thinking)
 
     def feed(self, token_ids: Sequence[int], finish: Finish | None) -> ChoiceDelta:
         """The news after some tokens; the last ones come with the finish."""
         self._ids += token_ids
         self._text += self._decoded(final=finish is not None)
-        if finish is None:
-            return ChoiceDelta(text=self._show(self._safe_end()), calls=self._whole_calls())
-        end = self._stopped_at() if finish == "stop" else len(self._text)
-        self._text = self._text[:end]
-        if self._parse is None:
-            return ChoiceDelta(text=self._show(end), finish="length" if finish == "length" else "stop")
-        return self._last(self._parse(self._text), finish)
+        end = self._safe_end() if finish is None else self._stopped_at() if finish == "stop" else len(self._text)
+        new, self._shown = self._text[self._shown : end], max(self._shown, end)
+        parts = self._reader.read(new, finish) if self._reader is not None else [new] if new else []
+        return ChoiceDelta(parts=tuple(parts), finish=finish and self._reason(finish))
 
-    def _last(self, turn: ParsedTurn, finish: Finish) -> ChoiceDelta:
-        calls = turn.calls[self._calls :]
-        if not turn.calls:
-            return ChoiceDelta(text=self._show(len(self._text)), finish="length" if finish == "length" else "stop")
-        # What was shown is the start of what the model said beside its calls.
-        shown = self._text[: self._shown].strip()
-        rest = turn.text[len(shown) :] if turn.text.startswith(shown) else ""
-        self._calls = len(turn.calls)
-        return ChoiceDelta(text=rest, calls=calls, finish="length" if finish == "length" else "tool_calls")
+    def _reason(self, finish: Finish) -> FinishReason:
+        if finish == "length":
+            return "length"
+        return "tool_calls" if self._reader is not None and self._reader.called else "stop"
 
     def _decoded(self, *, final: bool) -> str:
         """The text of new tokens; nothing while the last character is incomplete."""
@@ -75,35 +97,17 @@ class ChoiceText:
         self._start, self._read = max(self._start, self._read - HELD_TOKENS), len(self._ids)
         return after[len(before) :]
 
-    def _show(self, end: int) -> str:
-        found, self._shown = self._text[self._shown : end], max(self._shown, end)
-        return found
-
     def _safe_end(self) -> int:
-        """End of the text that no later token can turn into a stop string or a call."""
-        marks = [*self._stops, *(CALL_STARTS if self._parse else ())]
-        found = [at for mark in marks if (at := self._text.find(mark, max(0, self._shown - len(mark)))) >= 0]
-        if self._parse and BARE_CALL.match(self._text):
-            found.append(0)
-        longest = max(map(len, marks), default=1)
+        """End of the text that no later token can turn into a stop string."""
+        found = [at for stop in self._stops if (at := self._text.find(stop, max(0, self._shown - len(stop)))) >= 0]
+        longest = max(map(len, self._stops), default=1)
         for at in range(max(self._shown, len(self._text) - longest + 1), len(self._text)):
-            if any(mark.startswith(self._text[at:]) for mark in marks):
+            if any(stop.startswith(self._text[at:]) for stop in self._stops):
                 found.append(at)
                 break
-        end = min([*found, len(self._text)])
-        if self._parse:  # white space before a call is not said
-            end = len(self._text[:end].rstrip())
-        return max(end, self._shown)
+        return max(min([*found, len(self._text)]), self._shown)
 
     def _stopped_at(self) -> int:
         """A stop string ends at the last token; it may have begun many tokens before."""
         found = [at for stop in self._stops if (at := self._text.find(stop, max(0, self._shown - len(stop)))) >= 0]
         return min(found, default=len(self._text))
-
-    def _whole_calls(self) -> tuple[ToolRequest, ...]:
-        """Calls whose end has arrived."""
-        if self._parse is None or CALL_END not in self._text:
-            return ()
-        calls = self._parse(self._text[: self._text.rindex(CALL_END) + len(CALL_END)]).calls
-        new, self._calls = calls[self._calls :], max(self._calls, len(calls))
-        return new

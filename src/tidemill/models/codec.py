@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from tidemill.core.errors import UserError
 from tidemill.core.records import Message
@@ -18,6 +20,10 @@ from tidemill.models.auto import first_line, load_tokenizer
 from tidemill.models.folder import damaged
 
 _TOKENIZER = "the tokenizer"
+_BYTE_LEVEL: dict[str, int] = {char: byte for byte, char in bytes_to_unicode().items()}
+"""Bytes by the characters that stand for them in byte-level vocabularies."""
+_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
+"""A byte in a vocabulary of characters, for those that it lacks."""
 
 
 class TextCodec:
@@ -109,6 +115,16 @@ class TextCodec:
         """Text of a completion including special tokens, which `encode_completion` encodes back."""
         text: str = self._backend.decode(list(token_ids), skip_special_tokens=False)
         return text
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """UTF-8 of one token, special ones included; a token may have only a part of a character's bytes."""
+        text = self.decode_whole([token_id])
+        if "\ufffd" not in text:
+            return text.encode()
+        token: str = self._backend.id_to_token(token_id)
+        if (byte := _BYTE.fullmatch(token)) is not None:
+            return bytes.fromhex(byte[1])
+        return bytes(_BYTE_LEVEL[char] for char in token) if _BYTE_LEVEL.keys() >= set(token) else text.encode()
 
     def encode_completion(self, text: str) -> list[int]:
         """Token ids of a completion alone, without added special tokens; it does not merge with the prompt's tokens.

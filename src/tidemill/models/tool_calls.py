@@ -15,14 +15,13 @@ THINKING_END = "</think>"
 PYTHON_TAG = "<|python_tag|>"
 THOUGHT = re.compile(r"\A.*</think>|<think>.*\Z", re.DOTALL)
 """Thinking before an answer, and thinking that was cut off. Calls in it are not made."""
-HERMES_CALL = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|\Z)", re.DOTALL)
+HERMES_CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 
 
 def parse_hermes(text: str) -> ParsedTurn:
     """Calls of Hermes and Qwen models: `<tool_call>{"name": …, "arguments": {…}}</tool_call>`, any number."""
     said = THOUGHT.sub("", text)
-    bodies = [match.group(1) for match in HERMES_CALL.finditer(said)]
-    calls = tuple(_request(body, "arguments") for body in bodies)
+    calls = tuple(_request(match[1].strip(), "arguments", match[0]) for match in HERMES_CALL.finditer(said))
     return ParsedTurn(text=HERMES_CALL.sub("", said).strip(), calls=calls)
 
 
@@ -34,24 +33,26 @@ def parse_llama(text: str) -> ParsedTurn:
     rest = said.removeprefix(PYTHON_TAG).strip()
     if not tagged and not rest.startswith("{"):
         return ParsedTurn(text=said)
-    calls, more = list[ToolRequest](), True
+    calls, source, more = list[ToolRequest](), said, True
     while more and rest:
         try:
             end = json.JSONDecoder().raw_decode(rest)[1]
         except (ValueError, RecursionError):
             end = len(rest)
-        calls.append(_request(rest[:end], "parameters"))
-        rest = rest[end:].strip()
+        body, rest = rest[:end], rest[end:].strip()
         more = rest.startswith(";")
         rest = rest[more:].strip()
+        calls.append(_request(body, "parameters", source.removesuffix(rest)))
+        source = rest
     return ParsedTurn(text=rest, calls=tuple(calls))
 
 
-def _request(body: str, key: str) -> ToolRequest:
+def _request(body: str, key: str, source: str) -> ToolRequest:
     """The call in a JSON text.
 
     Args:
         key: of the arguments.
+        source: see `ToolRequest`.
     """
     name = ""
     try:
@@ -68,8 +69,8 @@ def _request(body: str, key: str) -> ToolRequest:
         if not isinstance(arguments, dict):
             raise ValueError(f"`{key}` must be an object, found {type(arguments).__name__}")
     except (ValueError, RecursionError) as error:
-        return ToolRequest(name=name, arguments="{}", error=f"the call cannot be read: {error}")
-    return ToolRequest(name=name, arguments=json.dumps(arguments, ensure_ascii=False))
+        return ToolRequest(name=name, arguments="{}", error=f"the call cannot be read: {error}", source=source)
+    return ToolRequest(name=name, arguments=json.dumps(arguments, ensure_ascii=False), source=source)
 
 
 def _refuse_constant(name: str) -> None:

@@ -76,6 +76,9 @@ class PlainFormat:
     def decode(self, token_ids: Sequence[int]) -> str:
         return self._codec.decode(token_ids)
 
+    def token_bytes(self, token_id: int) -> bytes:
+        return self._codec.token_bytes(token_id)
+
 
 class ChatFormat:
     """Implements `core.protocols.TurnFormat` with the model's chat template.
@@ -151,6 +154,9 @@ class ChatFormat:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return self._codec.decode(token_ids)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return self._codec.token_bytes(token_id)
 
     def _render(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> str:
         """The rendered chat, its texts disarmed."""

@@ -109,6 +109,9 @@ class AnyCodec:
     def decode(self, token_ids: Sequence[int]) -> str:
         return ""
 
+    def token_bytes(self, token_id: int) -> bytes:
+        return b""
+
 
 class Preflight:
     """Runs the checks of stages and collects their issues."""

@@ -132,9 +132,6 @@ class ServedSessions:
     def encode(self, text: str) -> list[int]:
         return self._codec.encode(text)
 
-    def token_text(self, token_id: int) -> str:
-        return self._codec.decode_whole([token_id])
-
     def refuse(self, question: Question, key: str) -> None:
         """Raises ApiError: there is no session, or it does not take the request."""
         self._sessions.refuse(question, self._session(key))

@@ -166,9 +166,6 @@ class ServedFleet:
     def encode(self, text: str) -> list[int]:
         return self._codec.encode(text)
 
-    def token_text(self, token_id: int) -> str:
-        return self._codec.decode_whole([token_id])
-
     def refuse(self, question: Question, key: str) -> None:
         """Nothing: whatever a question may say is obeyed."""
 

@@ -14,7 +14,10 @@ from pathlib import Path
 import pytest
 
 import tidemill
+from tests.chat_models import CHATML, chat_codec
 from tests.forked import Forked
+from tidemill.config.load import load_spec
+from tidemill.envs.text import build_task
 
 DEADLINE_S = 280.0
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -101,6 +104,30 @@ def test_the_command_works_as_printed(command: str, folder: Path, package: Path)
     with Forked(*words[1:], cwd=folder, package=package) as process:
         _, errors = process.communicate(DEADLINE_S)
     assert process.returncode == 0, errors
+
+
+SERVING = (REPOSITORY / "docs" / "serving.md").read_text(encoding="utf-8")
+
+
+def test_the_rows_of_the_recipe_for_sessions_can_be_split(tmp_path: Path) -> None:
+    (rows,) = re.findall(r"```json\n(.*?)```", SERVING, re.DOTALL)
+    (recipe,) = re.findall(r"```toml\n(.*?)```", SERVING, re.DOTALL)
+    (tmp_path / "capitals.jsonl").write_text(rows)
+    (tmp_path / "agents.toml").write_text(recipe)
+    spec = load_spec([f"@{tmp_path / 'agents.toml'}"])
+    task = build_task(spec.task, codec=chat_codec(CHATML), batch_prompts=spec.batch.prompts, seed=0, chat_template=True)
+    assert spec.gateway.sessions
+    assert task.train_size >= spec.batch.prompts
+    assert task.held_out_size > 0
+
+
+def test_the_clients_of_a_served_model_know_all_their_names(tmp_path: Path) -> None:
+    """Their packages are not installed here; `make test-sdks` runs agents of the same kind."""
+    for number, block in enumerate(BLOCK.findall(SERVING)):
+        (tmp_path / f"client_{number}.py").write_text(block)
+    command = [sys.executable, "-m", "ruff", "check", "--isolated", "--no-cache", "--select=F,E9", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    assert done.returncode == 0, done.stdout
 
 
 def test_the_examples_are_typed(tmp_path: Path) -> None:

@@ -61,9 +61,6 @@ class Scripted:
     def encode(self, text: str) -> list[int]:
         return self.codec.encode(text)
 
-    def token_text(self, token_id: int) -> str:
-        return self.codec.decode_whole([token_id])
-
     def refuse(self, question: Question, key: str) -> None:
         """Nothing."""
 

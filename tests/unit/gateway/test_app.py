@@ -25,6 +25,10 @@ CALL = 'Let me see. <tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
 
 
+def named(name: object, parameters: object = None) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
 def events(text: str) -> list[Any]:
     """The data of server-sent events."""
     lines = [line.removeprefix("data: ") for line in text.split("\n") if line.startswith("data: ")]
@@ -85,6 +89,55 @@ async def test_tool_calls_whole_and_in_a_stream() -> None:
     assert (calls[0]["index"], calls[0]["function"]["name"]) == (0, "add")
     assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
     assert plain["message"]["content"] == CALL  # nobody asked for tools
+
+
+RM = '<tool_call>{"name": "add", "arguments": "[1]"}</tool_call>'
+ADD = {"name": "add", "arguments": '{"a": 1}'}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("said", "parts", "finish"),
+    [
+        (RM, [RM], "stop"),
+        (CALL.replace('"add"', '"rm"'), [CALL.replace('"add"', '"rm"')], "stop"),
+        ("Write <tool_call> to call.", ["Write <tool_call> to call."], "stop"),
+        (CALL[:50], [CALL[:50]], "length"),
+        (CALL[:-4], [CALL[:-4]], "length"),
+        (f"{RM}\n{CALL} {RM} end", [f"{RM}\nLet me see.", ADD, f" {RM} end"], "tool_calls"),
+    ],
+)
+async def test_what_is_no_valid_call_stays_content(said: str, parts: list[Any], finish: str, stream: bool) -> None:
+    served, tool = Scripted(said), {"type": "function", **TOOL["function"]}  # type: ignore[dict-item]
+    most = len(served.codec.encode_completion(said)) if finish == "length" else None
+    asked = {"model": "scripted", "input": "Hi", "tools": [tool], "max_output_tokens": most, "stream": stream}
+    async with gateway(served) as client:
+        chatted = await client.post(CHAT, json=chat(tools=[TOOL], max_tokens=most, stream=stream))
+        responded = await client.post(RESPONSES, json=asked)
+
+    deltas, reason = choice_of(chatted, stream=stream)
+    assert reason == finish
+    assert "".join(delta.get("content") or "" for delta in deltas) == "".join(p for p in parts if isinstance(p, str))
+    calls = [call["function"] for delta in deltas for call in delta.get("tool_calls", ())]
+    assert calls == [part for part in parts if isinstance(part, dict)]
+    response = events(responded.text)[-1]["response"] if stream else responded.json()
+    assert response["status"] == ("incomplete" if finish == "length" else "completed")
+    assert [
+        item["content"][0]["text"] if item["type"] == "message" else {key: item[key] for key in ADD}
+        for item in response["output"]
+    ] == parts
+    if stream:
+        news = [event for event in events(responded.text) if event["type"] == "response.output_text.delta"]
+        assert "".join(event["delta"] for event in news) == "".join(part for part in parts if isinstance(part, str))
+
+
+def choice_of(answer: Any, *, stream: bool) -> tuple[list[dict[str, Any]], str]:
+    """Messages of the only choice, or their parts, and its finish."""
+    if not stream:
+        choice = answer.json()["choices"][0]
+        return [choice["message"]], choice["finish_reason"]
+    choices = [chunk["choices"][0] for chunk in events(answer.text)[:-1]]
+    return [choice["delta"] for choice in choices], choices[-1]["finish_reason"]
 
 
 async def test_calls_and_results_of_earlier_turns_reach_the_template() -> None:
@@ -175,6 +228,23 @@ REFUSED = [
     ({"min_p": 0.1}, 400, "min_p", "unsupported_parameter"),
     ({"chat_template": "{{ 1 }}"}, 400, "chat_template", "unsupported_parameter"),
     ({"tools": [{"type": "function", "function": {"name": "f", "x": "y" * 300_000}}]}, 400, "tools[0]", None),
+    *[({"tools": [named(name)]}, 400, "tools[0].name", None) for name in ("", "a b", "a\n", "ä", "a.b", "a" * 65, 7)],
+    ({"tools": [named("a"), TOOL, named("a")]}, 400, "tools[2].name", None),
+    *[
+        ({"tools": [named("a", parameters)]}, 400, f"tools[0].parameters{place}", None)
+        for parameters, place in (
+            ([], ""),
+            ("{}", ""),
+            ({"type": "string"}, ""),
+            ({"properties": [1]}, ".properties"),
+            ({"required": "x"}, ".required"),
+            ({"required": [1]}, ".required"),
+            ({"properties": {"x": "string"}}, ".properties.x"),
+            ({"properties": {"x": {"type": "text"}}}, ".properties.x.type"),
+            ({"properties": {"x": {"items": {"type": {}}}}}, ".properties.x.items.type"),
+            ({"properties": {"x": {"anyOf": [{"enum": 3}]}}}, ".properties.x.anyOf[0].enum"),
+        )
+    ],
 ]
 
 
@@ -220,6 +290,72 @@ async def test_an_unknown_earlier_response_is_an_error() -> None:
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "previous_response_not_found")
 
 
+async def test_schemas_of_clients_are_accepted() -> None:
+    union = {"anyOf": [{"type": ["string", "null"]}, {"type": "array", "items": {}}], "enum": ["a"], "default": None}
+    schemas = [{}, None, {"type": "object", "properties": {"x": union, "y": True}, "required": ["x"], "title": "T"}]
+    async with gateway(Scripted()) as client:
+        answer = await client.post(CHAT, json=chat(tools=[named(f"a-{n}_B", each) for n, each in enumerate(schemas)]))
+    assert answer.status_code == 200, answer.text
+
+
+@pytest.mark.parametrize(
+    ("header", "code"),
+    [
+        ("Host: localhost", "invalid_http"),
+        ("Content-Length: 3", "invalid_http"),
+        ("Authorization: Bearer b", "repeated_header"),
+        ("Origin: http://localhost", "repeated_header"),
+        ("Content-Encoding: identity", "repeated_header"),
+        ("Idempotency-Key: b", "repeated_header"),
+    ],
+)
+async def test_a_header_with_one_value_is_refused_if_it_has_two(header: str, code: str) -> None:
+    name = header.partition(":")[0]
+    first = {"Host": "localhost", "Content-Length": "2"} | ({} if name in ("Host", "Content-Length") else {name: "a"})
+    lines = [f"POST {CHAT} HTTP/1.1", *(f"{key}: {value}" for key, value in first.items()), header, "", "{}"]
+    async with gateway(Scripted()) as client:
+        reader, writer = await asyncio.open_connection("127.0.0.1", client.base_url.port)
+        writer.write("\r\n".join(lines).encode())
+        async with asyncio.timeout(DEADLINE_S):
+            head, _, _ = (await reader.readuntil(b"\r\n\r\n")).partition(b"\r\n")
+            error = json.loads(await reader.readuntil(b"}}"))["error"]
+        writer.close()
+    assert b"400" in head
+    assert error["code"] == code
+
+
+async def test_a_retry_key_outside_sessions_is_refused_by_its_name() -> None:
+    served = Scripted()
+    body = {"model": "scripted", "prompt": "Hi", "input": "Hi"}
+    async with gateway(served) as client:
+        for path, fields in ((CHAT, chat()), (COMPLETIONS, body), (RESPONSES, body)):
+            answer = await client.post(path, json=fields, headers={"idempotency-key": "k"})
+            error = answer.json()["error"]
+            assert (answer.status_code, error["param"], error["code"]) == (
+                400,
+                "Idempotency-Key",
+                "unsupported_parameter",
+            )
+    assert not served.asked
+
+
+async def test_characters_of_several_tokens_have_their_own_bytes() -> None:
+    text, served = "é 😀ok", Scripted("é 😀ok")
+    body = {"model": "scripted", "prompt": "Hi", "logprobs": 0}
+    async with gateway(served) as client:
+        whole = (await client.post(CHAT, json=chat(logprobs=True))).json()["choices"][0]["logprobs"]["content"]
+        chunks = events((await client.post(CHAT, json=chat(logprobs=True, stream=True))).text)[:-1]
+        old = (await client.post(COMPLETIONS, json=body)).json()["choices"][0]["logprobs"]
+        old_chunks = events((await client.post(COMPLETIONS, json=body | {"stream": True})).text)[:-1]
+
+    assert len(whole) == len(served.codec.encode_completion(text)) > len(text)
+    assert b"".join(bytes(entry["bytes"]) for entry in whole) == text.encode()
+    assert [each for chunk in chunks for each in chunk["choices"][0]["logprobs"]["content"]] == whole
+    offsets = [each for chunk in old_chunks for each in chunk["choices"][0]["logprobs"]["text_offset"]]
+    assert offsets == old["text_offset"]
+    assert offsets[-2:] == [text.index("o"), text.index("k")]
+
+
 @pytest.mark.parametrize(
     ("content", "headers", "status", "code"),
     [
@@ -256,6 +392,7 @@ async def test_keys_are_checked_before_the_body_and_read_again_when_they_change(
         assert [await status(key) for key in ("first", "third")] == [401, 200]
         wrong = await client.post(CHAT, content=b"{")
         assert wrong.json()["error"]["code"] == "invalid_api_key"
+        assert wrong.headers["www-authenticate"] == "Bearer"
         assert (await client.get("/metrics")).status_code == 401
         assert (await client.get("/health")).status_code == 200
 
@@ -451,6 +588,17 @@ async def test_a_token_id_that_the_model_lacks_is_refused() -> None:
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "prompt")
         body["prompt"] = [1, served.vocabulary - 1]
         assert (await client.post(COMPLETIONS, json=body)).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "allowed"),
+    [("GET", CHAT, "POST"), ("DELETE", "/v1/models", "GET, HEAD"), ("POST", "/health", "GET, HEAD")],
+)
+async def test_a_method_that_a_route_lacks(method: str, path: str, allowed: str) -> None:
+    async with gateway(Scripted()) as client:
+        answer = await client.request(method, path)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (405, "method_not_allowed")
+    assert sorted(answer.headers["allow"].split(", ")) == allowed.split(", ")
 
 
 async def test_models_health_metrics_and_request_ids() -> None:

@@ -176,6 +176,33 @@ async def test_a_conversation_continues_the_tokens_that_were_generated(tmp_path:
         assert (await third) == Observation(end="done", outcome=0.25)
 
 
+@pytest.mark.parametrize("api", ["chat/completions", "responses"])
+@pytest.mark.parametrize(
+    "said", ['<tool_call>{"name": "add"', 'So <tool_call>{"name": "add"}</tool_call> it is.', "<tool_call>"]
+)
+async def test_an_answer_with_calls_or_what_looks_like_one_is_continued(tmp_path: Path, said: str, api: str) -> None:
+    agent, chats = Agent(sessions := new_sessions(tmp_path)), api.startswith("chat")
+    tool: dict[str, Any] = {"type": "function", "function": {"name": "add"}}
+    known, tools = ("messages", [tool]) if chats else ("input", [{"type": "function", "name": "add"}])
+    async with client_of(sessions) as http:
+        first = asyncio.create_task(agent.observe())
+        _, headers = await opened(http)
+
+        def ask(conversation: list[Any]) -> Any:
+            body = {"model": "scripted", known: conversation, "tools": tools}
+            return asyncio.create_task(http.post(f"/v1/{api}", json=body, headers=headers))
+
+        asked = ask([user("Hi")])
+        await first
+        agent.generate(said)
+        second = asyncio.create_task(agent.observe())
+        answer = (await asked).json()
+        replies = [answer["choices"][0]["message"]] if chats else answer["output"]
+        asked = ask([user("Hi"), *replies, user("And?")])
+        assert not (await second).new_branch
+        asked.cancel()
+
+
 async def test_a_changed_conversation_is_a_branch(tmp_path: Path) -> None:
     sample = Agent(sessions := new_sessions(tmp_path))
     async with client_of(sessions) as http:
@@ -638,12 +665,15 @@ async def test_keys_open_their_own_session_only(tmp_path: Path) -> None:
         assert (await http.get(other, headers=own)).status_code == 403
         assert (await http.post(OPEN, json={}, headers=own)).status_code == 403
         assert (await http.get(f"{OPEN}/unknown", headers=own)).status_code == 404
+        wrong = await http.put(other, headers=own)
+        assert (wrong.status_code, sorted(wrong.headers["allow"].split(", "))) == (405, ["GET", "HEAD"])
         without = await http.post("/v1/chat/completions", json={"model": "scripted", "messages": [user("Hi")]})
         assert without.json()["error"]["code"] == "session_required"
         asked = asking(http, own, [user("Hi")])
         await acting[0]
         busy = await asking(http, own, [user("Other")])
         assert (busy.status_code, busy.json()["error"]["code"]) == (409, "session_busy")
+        assert busy.headers["retry-after"] == "1"
         asked.cancel()
         acting[1].cancel()
 

@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
+from tokenizers.decoders import ByteFallback, Fuse, Replace, Sequence
+from tokenizers.models import BPE, WordLevel
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
+from tests.chat_models import CHATML, chat_codec
 from tests.model_folders import save_folder, small_tokenizer
 from tests.model_shapes import VOCABULARY, llama
 from tidemill.core.errors import UserError
@@ -89,6 +91,18 @@ def test_a_model_without_template_names_the_key() -> None:
     with pytest.raises(UserError, match="no chat template") as caught:
         codec(small_tokenizer()).encode_chat([Message(role="user", content="x")])
     assert caught.value.where == "model.chat_template"
+
+
+def test_the_bytes_of_tokens_are_those_of_the_text() -> None:
+    for text in ("é 😀ok\ufffd<|im_end|>", "plain"):
+        byte_level = chat_codec(CHATML)
+        assert b"".join(map(byte_level.token_bytes, byte_level.encode_completion(text))) == text.encode()
+    pieces = {"<unk>": 0, **{f"<0x{byte:02X}>": byte + 1 for byte in range(256)}, "a": 257, "\ufffd": 258, "▁b": 259}
+    tokenizer = Tokenizer(BPE(pieces, [], byte_fallback=True, unk_token="<unk>"))
+    tokenizer.decoder = Sequence([Replace("▁", " "), ByteFallback(), Fuse()])
+    fallback = codec(PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>"))
+    ids = [257, *fallback.encode_completion("😀"), 258, 259]
+    assert b"".join(map(fallback.token_bytes, ids)) == "a😀\ufffd b".encode()
 
 
 def test_completions_are_encoded_alone() -> None:

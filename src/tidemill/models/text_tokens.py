@@ -17,8 +17,8 @@ from tidemill.core.records import Message
 MARK, END = "\ufdd0", "\ufdd1"
 BRACKETED = re.compile(r"[<\[{◁｟].*[>\]}▷｠]", re.DOTALL)
 """An added token that is not special is a marker only in this form: tokenizers also add white space and words."""
-GENERATED_MARKER = re.compile("think|thought|reason|tool_call|python_tag", re.IGNORECASE)
-"""In markers of thinking and calls, which a model writes inside its turn: `<think>`, `[/THINK]`, `<|python_tag|>`."""
+GENERATED_MARKER = re.compile("think|thought|reason|tool_call", re.IGNORECASE)
+"""In markers of thinking and calls, which a model writes inside its turn: `<think>`, `[/THINK]`, `<tool_call>`."""
 
 
 class Markers:
@@ -102,6 +102,11 @@ class TextTokens(Markers):
         for token in state["added_tokens"]:
             if token["content"] in self._ids:
                 token["content"] = _name(token["id"])
+        if state["model"]["type"] == "Unigram":  # it finds every piece of its vocabulary in a text
+            pieces = state["model"]["vocab"]
+            state["model"]["vocab"] = [
+                (_name(self._ids[piece]) if piece in self._ids else piece, score) for piece, score in pieces
+            ]
         self._backend = Tokenizer.from_str(json.dumps(state))
         self._original = {self._backend.token_to_id(token["content"]): token["id"] for token in state["added_tokens"]}
         self._check()

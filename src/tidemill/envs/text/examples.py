@@ -179,7 +179,8 @@ def thinking_opening(row: Question, prompt: str) -> str:
     """The end of a rendered chat that begins the model's thinking: `<think>` and white space, or an empty thought."""
     found = OPENING.search(prompt)
     # A template without a start of the assistant's turn ends with the user's text.
-    by_user = prompt.rstrip().endswith(row.messages[-1].content.rstrip())
+    said = row.messages[-1].content.strip()
+    by_user = prompt.rstrip().endswith(said) and prompt.count(said) == 1
     return found.group() if found and not by_user else ""
 
 

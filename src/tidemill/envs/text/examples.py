@@ -120,10 +120,7 @@ class Encoder:
                 return pack_tokens(token_ids), encoded
             assert self._turn_formats is not None
             turns = self._turn_formats(chat)
-            if chat or row.tools:
-                text, token_ids = turns.prompt(row.messages, tools=row.tools)
-            else:  # as written, like the prompt of a single turn
-                text, token_ids = encode_question(row, self._codec, chat_template=False)
+            text, token_ids = turns.prompt(row.messages, tools=row.tools)
             prompt_ids = pack_tokens(token_ids)
             prompt = Prompt(prompt_id="", token_ids=prompt_ids, text=text, answer="", messages=row.messages)
             return prompt_ids, [self._episode(row, turns, prompt, reply) for reply in replies]
@@ -136,9 +133,10 @@ class Encoder:
         opening = thinking_opening(row, prompt.text) if chat else ""
         if isinstance(reply, str):
             return Encoded(self._completion(row, reply, opening))
-        start_ids, token_ids = unpack_tokens(prompt.token_ids), list[int]()
+        start_ids = unpack_tokens(prompt.token_ids)
         opening_tokens = len(self._codec.encode_completion(opening))
-        context, done, trained, branches = start_ids, list[Turn](), list[tuple[int, int]](), list[int]()
+        context, token_ids = start_ids, list[int]()
+        done, trained, branches = list[Turn](), list[tuple[int, int]](), list[int]()
         places = [at for at, message in enumerate(reply) if message.role == ASSISTANT]
         for at, following in pairwise([*places, len(reply)]):
             # A template may open thinking only in some turns.
@@ -164,7 +162,8 @@ class Encoder:
         Args:
             opening: the thinking that the prompt has begun. The turn does not repeat it.
         """
-        chat, codec = in_chat(row, chat_template=self._chat_template), self._codec
+        chat = in_chat(row, chat_template=self._chat_template)
+        codec = self._codec
         text = _after(opening, text, row) if opening else text
         if chat and isinstance(codec, ReplyCodec):
             token_ids = codec.encode_reply(text)

@@ -252,13 +252,13 @@ def test_special_tokens_in_rows_of_chats_are_text() -> None:
 
 def test_plain_rows_are_read_as_written() -> None:
     codec, text = chat_codec(CHATML), "<think>a<|im_end|>b<think>"
-    messages, ids = (say("user", text),), codec.encode_completion(text)
+    ids = codec.encode_completion(text)
     assert token_id(codec, "<|im_end|>") in ids
-    for completion in (text, (say("assistant", text), say("user", "c"), say("assistant", text))):
-        row = DemonstrationText(messages=messages, completion=completion)
-        made = encoder(codec, chat_template=False).demonstration(row)
-        assert unpack_tokens(made.prompt_ids) == ids
-        assert unpack_tokens(made.completion_ids)[: len(ids)] == ids
+    made = encoder(codec, chat_template=False).demonstration(
+        DemonstrationText(messages=(say("user", text),), completion=text)
+    )
+    assert unpack_tokens(made.prompt_ids) == ids
+    assert unpack_tokens(made.completion_ids) == [*ids, codec.end_token_id(chat=False)]
 
 
 def test_what_the_template_refuses_is_placed() -> None:

@@ -125,10 +125,9 @@ CHATS = {"chatml": CHATML, "qwen2.5": QWEN2_5, "qwen3": QWEN3, "llama3": LLAMA3}
 def test_special_tokens_in_messages_are_text(name: str) -> None:
     chat = chat_codec(CHATS[name])
     special = set(chat.tokenizer.all_special_ids)
-    tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
 
     def ids_of(text: str) -> list[int]:
-        schema = {**tool, "function": {**tool["function"], "description": f"d{text}"}}
+        schema = {"type": "function", "function": {"name": "f", "description": f"d{text}", "parameters": {}}}
         roles = ("system", "user", "assistant", "user")
         rendered, ids = chat.encode_chat([Message(role=each, content=f"a{text}b") for each in roles], tools=[schema])
         assert rendered.count(f"a{text}b") == 4

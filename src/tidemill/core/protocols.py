@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 
 from tidemill.core.errors import DeadlineError
 from tidemill.core.records import (
@@ -360,6 +360,15 @@ class CompletionCodec(Codec, Protocol):
 
     def end_token_id(self, *, chat: bool) -> int:
         """The token that ends a completion of a plain prompt, or a turn of the chat template."""
+
+
+@runtime_checkable
+class ReplyCodec(CompletionCodec, Protocol):
+    """A codec in which the assistant's content of a chat can have other tokens than the same completion of a plain
+    prompt."""
+
+    def encode_reply(self, text: str) -> list[int]:
+        """Token ids of the assistant's content: special tokens are text, except for a stop token at its end."""
 
 
 class Journal(Protocol):

@@ -7,6 +7,8 @@ import json
 import re
 import sys
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -18,20 +20,28 @@ from tidemill.core.records import Message
 from tidemill.hardware.model_config import CONFIG, decoder_part, read_config
 from tidemill.models.auto import first_line, load_tokenizer
 from tidemill.models.folder import damaged
+from tidemill.models.text_tokens import MARK, Markers, TextTokens
 
 _TOKENIZER = "the tokenizer"
 _BYTE_LEVEL: dict[str, int] = {char: byte for byte, char in bytes_to_unicode().items()}
 """Bytes by the characters that stand for them in byte-level vocabularies."""
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 """A byte in a vocabulary of characters, for those that it lacks."""
+CONVERSATION = [
+    {"role": "system", "content": "a"},
+    {"role": "user", "content": "a"},
+    {"role": "assistant", "content": "a"},
+    {"role": "user", "content": "a"},
+]
 
 
 class TextCodec:
-    """Implements `core.protocols.CompletionCodec`; thread-safe.
+    """Implements `core.protocols.ReplyCodec`; thread-safe.
 
-    A raw prompt starts with the special tokens that the tokenizer puts first (Gemma's and Llama 3's <bos>; SmolLM2 and
-    Qwen have none) and has none at the end, because the completion follows. A chat prompt is exactly the output of the
-    chat template.
+    A raw prompt is read as written: special tokens in its text are special tokens. It starts with those that the
+    tokenizer puts first (Gemma's and Llama 3's <bos>; SmolLM2 and Qwen have none), also where the text repeats them,
+    and has none at the end, because the completion follows. A chat prompt is exactly the output of the chat template;
+    special tokens in contents of messages are text.
 
     Args:
         embeddings: rows of the model's embedding; None if unknown.
@@ -65,7 +75,11 @@ class TextCodec:
         Raises:
             UserError: the vocabulary lacks a character (only models without an unknown token).
         """
-        return [*self._prefix, *self._encode(text)]
+        token_ids = self._encode(text)
+        # The longest end of the prefix with which the text begins.
+        lengths = range(len(self._prefix), 0, -1)
+        written = next((n for n in lengths if token_ids[:n] == self._prefix[-n:]), 0)
+        return [*self._prefix, *token_ids[written:]]
 
     def encode_chat(
         self, messages: Sequence[Message], *, tools: Sequence[dict[str, Any]] = ()
@@ -73,10 +87,12 @@ class TextCodec:
         """Text and token ids of the chat template up to the start of the assistant's turn.
 
         Raises:
-            UserError: the model has no chat template, or its template refuses these messages.
+            UserError: the model has no chat template, its template refuses these messages, or a content has a special
+                token that this tokenizer cannot encode as text.
         """
-        text = self.render_chat([{"role": each.role, "content": each.content} for each in messages], tools)
-        return text, self._encode(text)
+        turns = [self.markers.disarm_message(message) for message in messages]
+        rendered = self.render_chat(turns, [self.markers.disarm_schema(tool) for tool in tools])
+        return self.markers.readable(rendered), self._encode_disarmed(rendered)
 
     def render_chat(self, messages: Sequence[dict[str, str]], tools: Sequence[dict[str, Any]] = ()) -> str:
         """Text of the chat template up to the start of the assistant's turn.
@@ -134,6 +150,16 @@ class TextCodec:
         """
         return self._encode(text)
 
+    def encode_reply(self, text: str) -> list[int]:
+        """Token ids of the assistant's content in a chat: text, except for markers of thinking and calls, and a stop
+        token at its end.
+
+        Raises:
+            UserError: as `encode_chat`.
+        """
+        end = next((token for token in self._stop_tokens if text.endswith(token)), "")
+        return self._encode_disarmed(self.markers.disarm(text.removesuffix(end), generated=True) + end)
+
     def end_token_id(self, *, chat: bool) -> int:
         """The token that ends a completion: in a chat the stop token that the template puts after the assistant's turn,
         otherwise the tokenizer's end token.
@@ -149,6 +175,16 @@ class TextCodec:
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """Not to be changed."""
         return self._tokenizer
+
+    @cached_property
+    def markers(self) -> Markers:
+        """What contents of messages must not become."""
+        return Markers(self._tokenizer, *self._template)
+
+    @cached_property
+    def text_tokens(self) -> TextTokens:
+        """Encodes what was disarmed. Raises UserError: the tokenizer cannot encode its special tokens as text."""
+        return TextTokens(self, *self._template)
 
     @property
     def prefix_ids(self) -> tuple[int, ...]:
@@ -191,14 +227,35 @@ class TextCodec:
             )
         return self._stop_token_ids[0] if end_token is None else int(end_token)
 
+    @property
+    def _template(self) -> tuple[str, str]:
+        """The chat template, and a conversation that it renders."""
+        template = str(self._tokenizer.chat_template or "")
+        for conversation in (CONVERSATION, CONVERSATION[1:]) if template else ():
+            with suppress(UserError):  # Gemma's has no system message
+                return template, self.render_chat(conversation)
+        return template, ""
+
+    @property
+    def _stop_tokens(self) -> list[str]:
+        tokens = map(self._backend.id_to_token, self._stop_token_ids)
+        return sorted(filter(None, tokens), key=len, reverse=True)
+
+    def _encode_disarmed(self, rendered: str) -> list[int]:
+        return self.text_tokens.encode_rendered(rendered) if MARK in rendered else self._encode(rendered)
+
     def _encode(self, text: str) -> list[int]:
         try:
             ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
         except Exception as error:  # the tokenizers library raises nothing more specific
             raise self.unknown_character(text) from error
-        if self._without_embedding and (missing := self._without_embedding.keys() & set(ids)):
-            raise self._no_embedding(min(missing), where="the prompt")
+        self.check_embeddings(ids)
         return ids
+
+    def check_embeddings(self, token_ids: Iterable[int]) -> None:
+        """Raises UserError: the model has no embedding for a token."""
+        if self._without_embedding and (missing := self._without_embedding.keys() & set(token_ids)):
+            raise self._no_embedding(min(missing), where="the prompt")
 
     def _find_without_embedding(self) -> dict[int, str]:
         """Added tokens without an embedding, by id. Raises UserError: prompts need a token that has none."""

@@ -4,60 +4,112 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable
+from typing import Any, Protocol
 
 from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerBase
 
 from tidemill.core.errors import UserError
-from tidemill.models.codec import TextCodec
+from tidemill.core.records import Message
 
 # A noncharacter of Unicode, which no text should contain, marks special tokens and texts that look like them.
 MARK, END = "\ufdd0", "\ufdd1"
+BRACKETED = re.compile(r"[<\[{◁｟].*[>\]}▷｠]", re.DOTALL)
+"""An added token that is not special is a marker only in this form: tokenizers also add white space and words."""
+GENERATED_MARKER = re.compile("think|thought|reason|tool_call", re.IGNORECASE)
+"""In markers of thinking and calls, which a model writes inside its turn: `<think>`, `[/THINK]`, `<tool_call>`."""
 
 
-class TextTokens:
-    """Encodes rendered chats. Texts are disarmed before a template renders them, so that a marker in them, such as
-    `<|im_end|>`, gives several ordinary tokens; the template's own markers are special tokens. A text without markers
-    has the ids that the tokenizer gives it.
+class Markers:
+    """The tokens that contents of messages must not become: the special tokens, and the added tokens of the template.
 
-    Markers are the special tokens and the added tokens that the template contains. In a text, U+FDD0 becomes U+FFFD.
+    A content is disarmed before the template renders it: markers in it become `U+FDD0 = id U+FDD1`, which templates
+    leave as it is. U+FDD0 itself becomes U+FFFD.
 
-    Raises:
-        UserError: the tokenizer gives a special token for its text even where it is not looked for.
+    Args:
+        template: the chat template.
+        scaffold: what it renders around the contents of some messages.
     """
 
-    def __init__(self, codec: TextCodec, template: str = "") -> None:
-        self._codec = codec
-        backend = codec.tokenizer.backend_tokenizer
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, template: str = "", scaffold: str = "") -> None:
+        backend: Any = tokenizer.backend_tokenizer
         added = backend.get_added_tokens_decoder()
-        self._ids = {
-            token.content: number for number, token in added.items() if token.special or token.content in template
-        }
+        special = {token.content for token in added.values() if token.special}
+        used = {token.content for token in added.values() if token.content in template + scaffold}
+        markers = special | set(filter(BRACKETED.fullmatch, used))
+        between = special | {text for text in markers if text in scaffold}
+        self._ids = {token.content: number for number, token in added.items() if token.content in markers}
         self._texts = {number: text for text, number in self._ids.items()}
-        self._marker = _any_of(self._ids)
-        self._special = _any_of([token.content for token in added.values() if token.special])
-        self._armed = re.compile(f"{MARK}=(\\d+){END}|({self._marker.pattern})")
+        self._marker = _any_of(markers)
+        self._between = _any_of(text for text in between if not GENERATED_MARKER.search(text))
         self._disarmed = re.compile(f"{MARK}=(\\d+){END}")
-        # A copy of the tokenizer in which markers have other names.
-        state = json.loads(backend.to_str())
-        for token in state["added_tokens"]:
-            if token["content"] in self._ids:
-                token["content"] = _name(token["id"])
-        self._backend = Tokenizer.from_str(json.dumps(state))
-        self._original = {self._backend.token_to_id(token["content"]): token["id"] for token in state["added_tokens"]}
-        self._check()
 
     def disarm(self, text: str, *, generated: bool = False) -> str:
         """The text for a template.
 
         Args:
-            generated: by the model, whose markers that are not special stay: thinking and calls.
+            generated: by the model, whose markers of thinking and calls stay tokens.
         """
-        marker = self._special if generated else self._marker
+        marker = self._between if generated else self._marker
         return marker.sub(lambda match: f"{MARK}={self._ids[match.group()]}{END}", text.replace(MARK, "\ufffd"))
+
+    def disarm_message(self, message: Message) -> dict[str, str]:
+        """Role and content for a template."""
+        content = self.disarm(message.content, generated=message.role == "assistant")
+        return {"role": self.disarm(message.role), "content": content}
+
+    def disarm_schema(self, value: Any) -> Any:
+        """A tool's schema with all its texts disarmed."""
+        if isinstance(value, dict):
+            return {self.disarm_schema(name): self.disarm_schema(each) for name, each in value.items()}
+        if isinstance(value, list):
+            return [self.disarm_schema(each) for each in value]
+        return self.disarm(value) if isinstance(value, str) else value
 
     def readable(self, rendered: str) -> str:
         """A rendered chat as text."""
         return self._disarmed.sub(lambda match: self._texts[int(match.group(1))], rendered)
+
+
+class Vocabulary(Protocol):
+    """What `TextTokens` needs of a `TextCodec`."""
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase: ...
+
+    def check_embeddings(self, token_ids: list[int]) -> None: ...
+
+    def unknown_character(self, text: str) -> UserError: ...
+
+
+class TextTokens(Markers):
+    """Encodes rendered chats and texts: a marker in a disarmed text, such as `<|im_end|>`, gives several ordinary
+    tokens; the template's own markers are special tokens. A text without markers has the ids that the tokenizer gives
+    it.
+
+    Raises:
+        UserError: the tokenizer gives a special token for its text even where it is not looked for.
+    """
+
+    def __init__(self, codec: Vocabulary, template: str = "", scaffold: str = "") -> None:
+        super().__init__(codec.tokenizer, template, scaffold)
+        self._codec = codec
+        self._armed = re.compile(f"{MARK}=(\\d+){END}|({self._marker.pattern})")
+        # A copy of the tokenizer in which markers have other names.
+        backend: Any = codec.tokenizer.backend_tokenizer
+        state = json.loads(backend.to_str())
+        for token in state["added_tokens"]:
+            if token["content"] in self._ids:
+                token["content"] = _name(token["id"])
+        if state["model"]["type"] == "Unigram":  # it finds every piece of its vocabulary in a text
+            pieces = state["model"]["vocab"]
+            state["model"]["vocab"] = [
+                (_name(self._ids[piece]) if piece in self._ids else piece, score) for piece, score in pieces
+            ]
+        self._backend = Tokenizer.from_str(json.dumps(state))
+        self._original = {self._backend.token_to_id(token["content"]): token["id"] for token in state["added_tokens"]}
+        self._check()
 
     def encode_rendered(self, rendered: str) -> list[int]:
         """Token ids of a rendered chat. Raises UserError: the vocabulary lacks a character."""
@@ -77,7 +129,9 @@ class TextTokens:
             ids = self._backend.encode(text, add_special_tokens=False).ids
         except Exception as error:  # the tokenizers library raises nothing more specific
             raise self._codec.unknown_character(re.sub(f"{MARK}\\d+{END}", "", text)) from error
-        return [self._original.get(number, number) for number in ids]
+        token_ids = [self._original.get(number, number) for number in ids]
+        self._codec.check_embeddings(token_ids)
+        return token_ids
 
     def _check(self) -> None:
         vocabulary = set(self._backend.get_vocab(with_added_tokens=False).values())
@@ -94,7 +148,7 @@ class TextTokens:
             raise UserError(
                 f"the tokenizer cannot encode {refused[0]!r} as text",
                 where=self._codec.tokenizer.name_or_path or "model.source",
-                hint="use a model with a byte-level tokenizer for agents",
+                hint="remove it from the texts, or use a model with a byte-level tokenizer, as agents need",
             )
 
 
@@ -103,6 +157,6 @@ def _name(number: int) -> str:
     return f"{MARK}{number}{END}"
 
 
-def _any_of(texts: list[str] | dict[str, int]) -> re.Pattern[str]:
+def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
     """The longest of several texts; nothing without texts."""
     return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or "(?!)")

@@ -18,6 +18,7 @@ BETWEEN = "\n\n"
 """Between the messages of a plain prompt or observation, as in `encode_question`."""
 GENERATED = Message(role="assistant", content=f"{MARK}generated{END}")
 """Stands for a generated turn. No disarmed text contains its content."""
+GENERATED_TURN = {"role": GENERATED.role, "content": GENERATED.content}
 PROBE: dict[str, Any] = {
     "type": "function",
     "function": {
@@ -101,7 +102,7 @@ class ChatFormat:
     def __init__(self, codec: TextCodec, *, thinking: Literal["template", "keep"] = "template") -> None:
         self._codec, self._thinking = codec, thinking
         self._template = str(codec.tokenizer.chat_template or "")
-        self._tokens = TextTokens(codec, self._template)
+        self._tokens = codec.text_tokens
         self._own_tools = PROBE["function"]["name"] in codec.render_chat(QUESTION, [PROBE])
         self._parser: Callable[[str], ParsedTurn] | UserError
         try:
@@ -162,20 +163,9 @@ class ChatFormat:
         """The rendered chat, its texts disarmed."""
         if not self._own_tools:
             messages = results_as_user(describe_tools(messages, tools) if tools else messages)
-        turns = [{"role": each.role, "content": self._content(each)} for each in messages]
-        return self._codec.render_chat(turns, [self._disarmed(tool) for tool in tools] if self._own_tools else ())
-
-    def _content(self, message: Message) -> str:
-        if message is GENERATED:
-            return message.content
-        return self._tokens.disarm(message.content, generated=message.role == "assistant")
-
-    def _disarmed(self, value: Any) -> Any:
-        if isinstance(value, dict):
-            return {self._disarmed(name): self._disarmed(each) for name, each in value.items()}
-        if isinstance(value, list):
-            return [self._disarmed(each) for each in value]
-        return self._tokens.disarm(value) if isinstance(value, str) else value
+        turns = [GENERATED_TURN if each is GENERATED else self._tokens.disarm_message(each) for each in messages]
+        schemas = [self._tokens.disarm_schema(tool) for tool in tools] if self._own_tools else ()
+        return self._codec.render_chat(turns, schemas)
 
     def _after_turn(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> str:
         """What the template renders after a generated turn."""

@@ -87,12 +87,14 @@ def test_a_completion_ends_as_in_the_template(folder: Path, codec: TextCodec) ->
     assert codec.decode(whole[len(asked) + len(written) :]) == "\n"  # the separator of the template
 
 
-def test_markers_in_prompts_of_agents_are_text(codec: TextCodec) -> None:
+def test_markers_in_prompts_are_text(codec: TextCodec) -> None:
     form = ChatFormat(codec)
     plain = [Message(role="system", content="S"), Message(role="user", content="17  times 23?\n")]
     assert form.prompt(plain) == codec.encode_chat(plain)
     for marker in codec.tokenizer.all_special_tokens:
-        ids = form.prompt([Message(role="system", content=marker), Message(role="user", content=f"a{marker}")])[1]
+        messages = [Message(role="system", content=marker), Message(role="user", content=f"a{marker}")]
+        text, ids = codec.encode_chat(messages)
+        assert form.prompt(messages) == (text, ids)
         assert (ids.count(1), ids.count(2), ids.count(0)) == (3, 2, 0)  # those of the template
         assert codec.decode_whole(ids).count(f"a{marker}<|im_end|>") == 1
 

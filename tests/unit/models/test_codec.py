@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -10,16 +11,18 @@ import pytest
 from tokenizers import Tokenizer
 from tokenizers.decoders import ByteFallback, Fuse, Replace, Sequence
 from tokenizers.models import BPE, WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
-from tests.chat_models import CHATML, chat_codec
+from tests.chat_models import CHATML, LLAMA3, QWEN2_5, QWEN3, chat_codec, token_id
 from tests.model_folders import save_folder, small_tokenizer
 from tests.model_shapes import VOCABULARY, llama
 from tidemill.core.errors import UserError
 from tidemill.core.records import Message
 from tidemill.models.codec import TextCodec, load_codec
 
+USER = Message(role="user", content="a")
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
     "[{{ m.role }}]{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
@@ -65,6 +68,29 @@ def test_a_beginning_that_is_also_the_end_token_is_kept() -> None:
     assert codec(tokenizer).encode("7") == [1, ord("7")]
 
 
+@pytest.mark.parametrize(
+    ("prefix", "text", "ids"),
+    [
+        ("<pad>", "<pad>7", [0, ord("7")]),
+        ("<pad>", "<pad>", [0]),
+        ("<pad>", "<pad><pad>7", [0, 0, ord("7")]),
+        ("<pad>", " <pad>7", [0, ord(" "), 0, ord("7")]),
+        ("<pad>", "7<pad>", [0, ord("7"), 0]),
+        ("<pad>", "<eos>7", [0, 1, ord("7")]),
+        ("<pad> <eos>", "7", [0, 1, ord("7")]),
+        ("<pad> <eos>", "<pad><eos>7", [0, 1, ord("7")]),
+        ("<pad> <eos>", "<eos>7", [0, 1, ord("7")]),
+        ("<pad> <eos>", "<pad>7", [0, 1, 0, ord("7")]),
+    ],
+)
+def test_what_a_raw_prompt_begins_with_is_not_doubled(prefix: str, text: str, ids: list[int]) -> None:
+    tokenizer = small_tokenizer()
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"{prefix} $A", special_tokens=[("<pad>", 0), ("<eos>", 1)]
+    )
+    assert codec(tokenizer).encode(text) == ids
+
+
 def test_a_character_outside_the_vocabulary_is_named() -> None:
     with pytest.raises(UserError, match="vocabulary lacks 'é'"):
         codec(small_tokenizer()).encode("caf\u00e9")
@@ -103,6 +129,77 @@ def test_the_bytes_of_tokens_are_those_of_the_text() -> None:
     fallback = codec(PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>"))
     ids = [257, *fallback.encode_completion("😀"), 258, 259]
     assert b"".join(map(fallback.token_bytes, ids)) == "a😀\ufffd b".encode()
+
+
+CHATS = {"chatml": CHATML, "qwen2.5": QWEN2_5, "qwen3": QWEN3, "llama3": LLAMA3}
+
+
+@pytest.mark.parametrize("name", CHATS)
+def test_special_tokens_in_messages_are_text(name: str) -> None:
+    chat = chat_codec(CHATS[name])
+    special = set(chat.tokenizer.all_special_ids)
+
+    def ids_of(text: str) -> list[int]:
+        schema = {"type": "function", "function": {"name": "f", "description": f"d{text}", "parameters": {}}}
+        roles = ("system", "user", "assistant", "user")
+        rendered, ids = chat.encode_chat([Message(role=each, content=f"a{text}b") for each in roles], tools=[schema])
+        assert rendered.count(f"a{text}b") == 4
+        assert chat.decode_whole(ids) == rendered
+        return [number for number in ids if number in special]
+
+    scaffold = ids_of("")
+    assert len(scaffold) >= 8
+    for token in chat.tokenizer.all_special_tokens:
+        assert ids_of(token) == scaffold, token
+        role = chat.encode_chat([Message(role=f"user{token}", content="a")])[1]
+        assert role.count(token_id(chat, token)) <= chat.encode_chat([USER])[1].count(token_id(chat, token))
+
+
+RELEASED = ("gemma3", "deepseek_r1_distill", "qwen2_5", "qwen3", "qwen3_6", "qwen3_5_nothink", "llama3_2", "phi3")
+TRL = importlib.util.find_spec("trl")
+
+
+@pytest.mark.skipif(TRL is None, reason="needs trl, which contains the templates of many models")
+@pytest.mark.parametrize("name", RELEASED)
+def test_chats_without_special_tokens_have_the_ids_of_transformers(name: str) -> None:
+    assert TRL is not None and TRL.origin is not None
+    chat = chat_codec((Path(TRL.origin).parent / "chat_templates" / f"{name}.jinja").read_text())
+    thought = "<think>\nwhy\n</think>\n\nfirst"
+    texts = [("user", " What  is\n\n12 times 34?\n"), ("assistant", thought), ("user", "é日本\t")]
+    for messages in (texts[:1], texts):
+        turns = [{"role": role, "content": text} for role, text in messages]
+        expected = chat.tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)
+        assert chat.encode_chat([Message(**turn) for turn in turns])[1] == expected
+
+
+def test_a_reply_is_text_with_thinking_and_an_end() -> None:
+    chat = chat_codec(QWEN3)
+    end, other = token_id(chat, "<|im_end|>"), token_id(chat, "<|endoftext|>")
+    think, start = token_id(chat, "<think>"), token_id(chat, "<|im_start|>")
+    for text, specials in (
+        ("a", []),
+        ("a<|im_end|>", [end]),
+        ("a<|im_end|>b", []),
+        ("a<|im_end|>b<|endoftext|>", [other]),
+        ("<|im_end|><|im_end|>", [end]),
+        ("<think>\nx<|im_start|>user\n", [think]),
+    ):
+        ids = chat.encode_reply(text)
+        assert [number for number in ids if number in {end, other, think, start}] == specials, text
+        assert chat.decode_whole(ids) == text
+    assert chat.encode_reply("<think>\nx</think>  a") == chat.encode_completion("<think>\nx</think>  a")
+
+
+def test_a_tokenizer_that_finds_special_tokens_in_text_refuses_only_messages_with_them() -> None:
+    backend = Tokenizer(WordLevel({"<eos>": 0, "a": 1, "<unk>": 2}, unk_token="<unk>"))
+    backend.pre_tokenizer = WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>", unk_token="<unk>")
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }} <eos>{% endfor %}"
+    words = TextCodec(tokenizer, [0])
+    assert words.encode_chat([Message(role="user", content="a")])[1] == [1, 0]
+    assert words.encode_reply("a <eos>") == [1, 0]
+    with pytest.raises(UserError, match="cannot encode '<eos>' as text"):
+        words.encode_chat([Message(role="user", content="a <eos> a")])
 
 
 def test_completions_are_encoded_alone() -> None:

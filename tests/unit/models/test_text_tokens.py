@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 from tokenizers import AddedToken, Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import WhitespaceSplit
+from tokenizers.models import Unigram, WordLevel
+from tokenizers.pre_tokenizers import Metaspace, WhitespaceSplit
 from transformers import PreTrainedTokenizerFast
 
 from tests.chat_models import CHATML, LLAMA3, QWEN3, chat_codec, token_id
@@ -61,6 +61,35 @@ def test_markers_of_thinking_are_tokens_only_in_generated_text() -> None:
     assert number not in tokens.encode_rendered(tokens.disarm("a</think>"))
     end = tokens.encode_rendered(tokens.disarm("a<|im_end|>", generated=True))
     assert not set(codec.tokenizer.all_special_ids) & set(end)
+
+
+def test_white_space_and_words_that_the_template_uses_are_no_markers() -> None:
+    """Gemma's tokenizer has added tokens for several line ends, and templates contain line ends."""
+    codec = chat_codec(CHATML + "{#\n\n  user#}")
+    codec.tokenizer.add_tokens([AddedToken(text, normalized=False) for text in ("\n\n", "user", "[INST]")])
+    tokens, text = tokens_of(codec), "a user\n\nsays  [INST]"
+    assert tokens.encode_rendered(tokens.disarm(text)) == codec.encode_completion(text)
+    assert token_id(codec, "[INST]") not in TextTokens(codec, "[INST]").encode(text)
+
+
+def test_markers_between_turns_are_never_generated() -> None:
+    """Also those that are not special, such as DeepSeek's `<｜User｜>`."""
+    codec = chat_codec("{% for m in messages %}<tool_response>{{ m.role }}</think>{{ m.content }}{% endfor %}")
+    rendered = codec.markers.disarm("<tool_response></think><tool_call>", generated=True)
+    assert codec.markers.readable(rendered) == "<tool_response></think><tool_call>"
+    assert rendered.endswith("</think><tool_call>") and "<tool_response>" not in rendered
+
+
+def test_a_unigram_model_does_not_find_special_tokens_in_text() -> None:
+    pieces = ["<unk>", "<s>", "</s>", "▁", *"<>/sab"]
+    backend = Tokenizer(Unigram([(piece, -1.0) for piece in pieces], unk_id=0))
+    backend.pre_tokenizer = Metaspace()
+    backend.add_special_tokens(["<unk>", "<s>", "</s>"])
+    codec = TextCodec(PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", unk_token="<unk>"), [2])
+    tokens = TextTokens(codec)
+    assert tokens.encode("a</s>b") == [pieces.index(piece) for piece in "▁a</s>b"]
+    assert tokens.encode_rendered("<s>" + tokens.disarm("a<s>"))[0] == 1
+    assert 1 not in tokens.encode_rendered(tokens.disarm("a<s>"))
 
 
 def test_a_text_cannot_name_a_token_of_the_copy() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,7 +13,7 @@ import msgspec
 
 from tidemill.config.task import DataConfig
 from tidemill.core.errors import UserError
-from tidemill.core.protocols import CompletionCodec, TurnFormat
+from tidemill.core.protocols import CompletionCodec, ReplyCodec, TurnFormat
 from tidemill.core.records import (
     Call,
     Demonstration,
@@ -45,6 +46,9 @@ from tidemill.envs.text.rows import (
 
 TurnFormats: TypeAlias = Callable[[bool], TurnFormat]
 """The format of turns with a chat template (True) and of plain text (False)."""
+THOUGHT_MARK = re.compile(r"[<\[◁]\W?[\w:]*(?:think|thought|reason)\w*\W?[>\]▷]", re.IGNORECASE)
+"""`<think>`, `</think>`, `[THINK]` and others."""
+OPENING = re.compile(rf"(?:{THOUGHT_MARK.pattern}\s*){{1,2}}\Z", re.IGNORECASE)
 NO_SAMPLE = SampleId(run_seed=0, purpose="data", prompt_id="", epoch=0, index=0)
 
 
@@ -107,12 +111,15 @@ class Encoder:
 
     def _encode(self, row: Question, *replies: Reply) -> tuple[TokenBuffer, list[Encoded]]:
         """The prompt and its replies."""
-        if not row.tools and all(isinstance(reply, str) for reply in replies):
-            prompt_ids = pack_tokens(encode_question(row, self._codec, chat_template=self._chat_template)[1])
-            return prompt_ids, [Encoded(self._completion(row, str(reply))) for reply in replies]
-        assert self._turn_formats is not None
+        chat = in_chat(row, chat_template=self._chat_template)
         try:
-            turns = self._turn_formats(in_chat(row, chat_template=self._chat_template))
+            if not row.tools and all(isinstance(reply, str) for reply in replies):
+                text, token_ids = encode_question(row, self._codec, chat_template=self._chat_template)
+                opening = thinking_opening(row, text) if chat else ""
+                encoded = [Encoded(self._completion(row, str(reply), opening)) for reply in replies]
+                return pack_tokens(token_ids), encoded
+            assert self._turn_formats is not None
+            turns = self._turn_formats(chat)
             text, token_ids = turns.prompt(row.messages, tools=row.tools)
             prompt_ids = pack_tokens(token_ids)
             prompt = Prompt(prompt_id="", token_ids=prompt_ids, text=text, answer="", messages=row.messages)
@@ -122,13 +129,19 @@ class Encoder:
 
     def _episode(self, row: Question, turns: TurnFormat, prompt: Prompt, reply: Reply) -> Encoded:
         """The reply as an agent would have generated it, with its observations."""
+        chat = in_chat(row, chat_template=self._chat_template)
+        opening = thinking_opening(row, prompt.text) if chat else ""
         if isinstance(reply, str):
-            return Encoded(self._completion(row, reply))
-        context, token_ids = unpack_tokens(prompt.token_ids), list[int]()
+            return Encoded(self._completion(row, reply, opening))
+        start_ids = unpack_tokens(prompt.token_ids)
+        opening_tokens = len(self._codec.encode_completion(opening))
+        context, token_ids = start_ids, list[int]()
         done, trained, branches = list[Turn](), list[tuple[int, int]](), list[int]()
         places = [at for at, message in enumerate(reply) if message.role == ASSISTANT]
         for at, following in pairwise([*places, len(reply)]):
-            generated = unpack_tokens(self._completion(row, reply[at].content))
+            # A template may open thinking only in some turns.
+            opens = opening and context[-opening_tokens:] == start_ids[-opening_tokens:]
+            generated = unpack_tokens(self._completion(row, reply[at].content, opening if opens else ""))
             start, end = len(token_ids), len(token_ids) + len(generated)
             token_ids, context = token_ids + generated, context + generated
             trained.append((start, end))
@@ -143,15 +156,61 @@ class Encoder:
             done.append(_answered(turn, seen))
         return Encoded(pack_tokens(token_ids), tuple(trained), tuple(branches))
 
-    def _completion(self, row: Question, text: str) -> TokenBuffer:
-        try:
-            token_ids = self._codec.encode_completion(text)
-        except UserError as error:
-            raise with_location(error, row) from error
-        if self._end_token and token_ids[-1:] and token_ids[-1] not in self._codec.stop_token_ids:
-            chat = in_chat(row, chat_template=self._chat_template)
-            token_ids = [*token_ids, self._codec.end_token_id(chat=chat)]
+    def _completion(self, row: Question, text: str, opening: str) -> TokenBuffer:
+        """Token ids of a turn.
+
+        Args:
+            opening: the thinking that the prompt has begun. The turn does not repeat it.
+        """
+        chat = in_chat(row, chat_template=self._chat_template)
+        codec = self._codec
+        text = _after(opening, text, row) if opening else text
+        if chat and isinstance(codec, ReplyCodec):
+            token_ids = codec.encode_reply(text)
+        else:
+            token_ids = codec.encode_completion(text)
+        if self._end_token and token_ids[-1:] and token_ids[-1] not in codec.stop_token_ids:
+            token_ids = [*token_ids, codec.end_token_id(chat=chat)]
         return pack_tokens(token_ids)
+
+
+def thinking_opening(row: Question, prompt: str) -> str:
+    """The end of a rendered chat that begins the model's thinking: `<think>` and white space, or an empty thought."""
+    found = OPENING.search(prompt)
+    # A template without a start of the assistant's turn ends with the user's text.
+    said = row.messages[-1].content.strip()
+    by_user = prompt.rstrip().endswith(said) and prompt.count(said) == 1
+    return found.group() if found and not by_user else ""
+
+
+def _after(opening: str, text: str, row: Question) -> str:
+    """The part of a completion that follows an opening; the completion may repeat the opening.
+
+    Raises:
+        UserError: the opening has ended the thinking and the completion begins it again, or nothing follows.
+    """
+    marks = THOUGHT_MARK.findall(opening)
+    repeated = re.match(r"\s*" + r"\s*".join(map(re.escape, marks)), text)
+    if repeated is None:
+        if len(marks) > 1 and text.lstrip().startswith(marks[0]):
+            raise UserError(
+                f"the chat template ends the thinking before an answer ({opening.strip()!r:.60}), but the row has some",
+                where=row.where,
+                hint="remove the thinking from the row, or give the model a chat template that leaves it open",
+            )
+        return text
+    rest = text[repeated.end() :]
+    blank = opening[len(opening.rstrip()) :]
+    while not rest.startswith(blank):
+        blank = blank[:-1]
+    rest = rest.removeprefix(blank)
+    if not rest.strip():
+        raise UserError(
+            f"nothing follows {repeated.group().strip()!r:.60}",
+            where=row.where,
+            hint="the chat template writes it already; remove the row, or add the completion",
+        )
+    return rest
 
 
 def _answered(turn: Turn, seen: Sequence[Message]) -> Turn:

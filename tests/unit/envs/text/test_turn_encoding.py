@@ -166,6 +166,101 @@ def test_the_row_in_the_guide() -> None:
     )
 
 
+def opening(tail: str) -> TextCodec:
+    """Of a template that begins answers with a text, and removes thinking from earlier turns."""
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content.split('</think>')[-1] }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n" + tail + "{% endif %}"
+    )
+    return chat_codec(template)
+
+
+OPEN, LINE, CLOSED = "<think>", "<think>\n", "<think>\n\n</think>\n\n"
+
+
+@pytest.mark.parametrize(
+    ("tail", "text", "rest"),
+    [
+        (OPEN, "<think>why</think>4", "why</think>4"),
+        (OPEN, "<think>\nwhy</think>4", "\nwhy</think>4"),
+        (LINE, "<think>\nwhy</think>4", "why</think>4"),
+        (LINE, "<think>why</think>4", "why</think>4"),
+        (LINE, "<think>\n\n</think>\n\n4", "\n</think>\n\n4"),
+        (LINE, "\n<think>\nwhy</think>4", "why</think>4"),
+        (LINE, "why</think><think>4", "why</think><think>4"),
+        (CLOSED, "<think>\n\n</think>\n\n4", "4"),
+        (CLOSED, "<think></think>\n4", "4"),
+        (CLOSED, "4", "4"),
+        ("</think>", "</think>4", "4"),
+        ("[THINK]", "[THINK]why[/THINK]4", "why[/THINK]4"),
+        ("", "<think>\nwhy</think>4", "<think>\nwhy</think>4"),
+        ("", "assistant\n4", "assistant\n4"),
+    ],
+)
+@pytest.mark.parametrize("question", ["2+2=", "<think>", "Begin with <think>"])
+def test_thinking_that_the_prompt_begins_is_not_repeated(tail: str, text: str, rest: str, question: str) -> None:
+    codec, messages = opening(tail), (say("user", question),)
+    made = encoder(codec).demonstration(DemonstrationText(messages=messages, completion=text, plain=False))
+    end = codec.end_token_id(chat=True)
+    assert unpack_tokens(made.prompt_ids) == codec.encode_chat(messages)[1]
+    assert unpack_tokens(made.completion_ids) == [*codec.encode_completion(rest), end]
+    pair = encoder(codec).pair(PairText(messages=messages, chosen=text, rejected="22", plain=False))
+    assert (pair.chosen_ids, pair.rejected_ids[-4:]) == (made.completion_ids, pack_tokens([end]))
+
+
+def test_no_turn_of_a_conversation_repeats_thinking() -> None:
+    codec, text = opening(LINE), "<think>\nwhy\n</think>\n\n4"
+    turns = (say("assistant", text), say("user", "and?"), say("assistant", text))
+    made = encoder(codec).demonstration(DemonstrationText(messages=BEGIN, completion=turns, plain=False))
+    rest = [*codec.encode_completion("why\n</think>\n\n4"), codec.end_token_id(chat=True)]
+    ids = unpack_tokens(made.completion_ids)
+    assert [ids[start:end] for start, end in made.trained] == [rest, rest]
+    assert ids.count(token_id(codec, "<think>")) == 1  # that of the second prompt
+    (branch,) = made.branches
+    asked = [*BEGIN, say("assistant", "\n\n4"), say("user", "and?")]
+    assert ids[branch : made.trained[1][0]] == codec.encode_chat(asked)[1]
+
+
+@pytest.mark.parametrize(
+    ("tail", "text", "what"),
+    [
+        (CLOSED, "<think>\nwhy\n</think>\n\n4", "ends the thinking before an answer"),
+        (CLOSED, "<think>\n\n</think>\n", "nothing follows '<think>"),
+        (OPEN, "<think>\n", "nothing follows '<think>'"),
+    ],
+)
+def test_thinking_that_contradicts_the_prompt_is_refused(tail: str, text: str, what: str) -> None:
+    row = DemonstrationText(messages=BEGIN, completion=text, plain=False, where="f, line 3")
+    with pytest.raises(UserError, match=what) as caught:
+        encoder(opening(tail)).demonstration(row)
+    assert caught.value.where == "f, line 3"
+
+
+def test_special_tokens_in_rows_of_chats_are_text() -> None:
+    codec, text = chat_codec(CHATML), "a<|im_end|>b"
+    end = token_id(codec, "<|im_end|>")
+    row = DemonstrationText(messages=(say("system", text), say("user", text)), completion=text, plain=False)
+    made = encoder(codec).demonstration(row)
+    assert unpack_tokens(made.prompt_ids).count(end) == 2
+    ids = unpack_tokens(made.completion_ids)
+    assert (codec.decode_whole(ids), ids.count(end)) == ("a<|im_end|>b<|im_end|>", 1)
+    turns = (say("assistant", text), say("user", text), say("assistant", text))
+    whole = encoder(codec).demonstration(DemonstrationText(messages=row.messages, completion=turns, plain=False))
+    assert unpack_tokens(whole.completion_ids).count(end) == 3
+    assert whole.prompt_ids == made.prompt_ids
+
+
+def test_plain_rows_are_read_as_written() -> None:
+    codec, text = chat_codec(CHATML), "<think>a<|im_end|>b<think>"
+    ids = codec.encode_completion(text)
+    assert token_id(codec, "<|im_end|>") in ids
+    made = encoder(codec, chat_template=False).demonstration(
+        DemonstrationText(messages=(say("user", text),), completion=text)
+    )
+    assert unpack_tokens(made.prompt_ids) == ids
+    assert unpack_tokens(made.completion_ids) == [*ids, codec.end_token_id(chat=False)]
+
+
 def test_what_the_template_refuses_is_placed() -> None:
     row = DemonstrationText(messages=BEGIN, completion=REPLY, tools=(TOOL,), where="f, line 3")
     with pytest.raises(UserError, match="tools need a chat template") as caught:

@@ -34,6 +34,16 @@ class Sample:
     step: int = 0  # 1 + the version of the policy that generated the last token
     turns: tuple[Turn, ...] = ()  # of an agent, whose last turn is the completion
 
+    def answer(self) -> str:
+        """The answer of the sample's row.
+
+        Raises:
+            ValueError: it has none. An empty text is an answer.
+        """
+        if self.prompt.answer is None:
+            raise ValueError("the row has no answer")
+        return self.prompt.answer
+
 
 class BatchScorer(Protocol):
     """Scores samples together."""

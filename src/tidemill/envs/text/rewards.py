@@ -64,6 +64,7 @@ class NamedReward:
     timeout_s: float | None = None  # overrides the scorer's
     correct_at_one: bool = False  # 1 means correct and any lower value incorrect
     gold: bool = False  # only measured: its failure does not make a sample invalid
+    needs_answer: bool = False  # not called for samples of rows without an answer, which it makes invalid
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +98,7 @@ def _exact(config: RewardConfig, context: Context) -> RewardFunction:
     """1 if the completion up to the first stop string equals the answer, ignoring surrounding white space; else 0."""
 
     def exact(sample: Sample) -> float:
-        return float(until_stop(sample.completion, context.stop_strings).strip() == sample.prompt.answer.strip())
+        return float(until_stop(sample.completion, context.stop_strings).strip() == sample.answer().strip())
 
     return exact
 
@@ -106,9 +107,9 @@ def _numeric(config: RewardConfig, context: Context) -> RewardFunction:
     """1 if the last number before the first stop string equals the answer's last number (12 = 12.0); else 0."""
 
     def numeric(sample: Sample) -> float:
-        expected = last_number(sample.prompt.answer)
+        expected = last_number(sample.answer())
         if expected is None:
-            raise ValueError(f"the answer {sample.prompt.answer[:40]!r} contains no number")
+            raise ValueError(f"the answer {sample.answer()[:40]!r} contains no number")
         return float(last_number(until_stop(sample.completion, context.stop_strings)) == expected)
 
     return numeric
@@ -123,7 +124,7 @@ def _math_verify(config: RewardConfig, context: Context) -> RewardFunction:
         return package.parse(text, parsing_timeout=None)  # its timeouts use signals, which only work in the main thread
 
     def math_verify(sample: Sample) -> float:
-        answer = sample.prompt.answer
+        answer = sample.answer()
         expected = parse(f"${answer}$" if "\\" in answer and "$" not in answer else answer)
         if not expected:
             raise ValueError(f"math-verify finds no expression in the answer {answer[:40]!r}")
@@ -208,6 +209,7 @@ BUILT_IN: dict[str, Callable[[RewardConfig, Context], RewardFunction]] = {
 }
 INLINE = frozenset({"exact", "numeric", "length", "environment", "random"})
 QUEUED = frozenset({"model", "http"})
+COMPARES = frozenset({"exact", "numeric", "math_verify"})
 CORRECT_AT_ONE = frozenset({"exact", "numeric", "math_verify", "regex", "task", "tests"})
 
 
@@ -240,9 +242,10 @@ def _build(name: str, config: RewardConfig, context: Context) -> NamedReward:
     function: RewardFunction
     scores: QueuedReward | None = None
     value: Callable[[Any], Score] = number
+    needs_answer = config.kind in COMPARES
     if config.kind == "python":
         reward = user_reward(config, context)
-        function, value = reward.one, reward.value
+        function, value, needs_answer = reward.one, reward.value, reward.needs_answer
         if reward.batch:
             scorer = BatchFunction(reward, context.calls, timeout_s=config.longest_wait_s)
             function = scores = BatchedReward(scorer, most=config.batch)
@@ -260,6 +263,7 @@ def _build(name: str, config: RewardConfig, context: Context) -> NamedReward:
         timeout_s=_timeout_s(config, scores),
         correct_at_one=config.kind in CORRECT_AT_ONE,
         gold=config.role == "gold",
+        needs_answer=needs_answer,
     )
 
 

@@ -272,7 +272,7 @@ class Preflight:
                 task = with_eval_sets(task, spec, codec=codec, agent=agent)
             rewards = [reward for reward in spec.scoring.rewards if reward.kind != "model"]
             context = Context(task=task, seed=spec.run.seed, stop_strings=task.default_stop_strings)
-            rows = report_rows(spec, task)
+            rows = report_rows(spec, task) if "scoring" in KINDS[stage.kind].sections else {}
             if any(rows.get(key) for key in ("left_out", "missing", "warnings")):
                 self.remarks.append(f"stage {stage.name}: {event_text(DATA, rows)}")
             build_rewards(rewards, context)
@@ -280,10 +280,9 @@ class Preflight:
 
         lengths = (spec.sampling.max_new_tokens, spec.eval.max_new_tokens, spec.engine.context_tokens)
         chat = spec.model.chat_template
-        sets = spec.eval.sets
-        self._once(
-            stage, ("task", spec.task, spec.env, spec.scoring.rewards, sets, lengths, generates, chat, policy), check
-        )
+        rewards = (spec.scoring.rewards, spec.eval.rewards)
+        key = ("task", spec.task, spec.env, rewards, spec.eval.sets, lengths, generates, chat, policy)
+        self._once(stage, key, check)
 
     def _check_reward_models(self, stage: StageSpec, policy: KnownModel | None) -> None:
         for index, reward in enumerate(stage.spec.scoring.rewards):

@@ -195,7 +195,7 @@ def data_text(fields: Mapping[str, Any]) -> str:
     missing = dict(fields.get("missing", {}))
     if missing:
         named = [f"{column} in {count:,}" for column, count in list(missing.items())[:COLUMNS_NAMED]]
-        more = [f"{len(missing) - COLUMNS_NAMED} more columns"] if len(missing) > COLUMNS_NAMED else []
+        more = [f"{len(missing) - COLUMNS_NAMED} more"] if len(missing) > COLUMNS_NAMED else []
         text += f"; without a value: {', '.join(named + more)} of {counted(fields.get('rows', 0), 'row')}"
     return text
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from tidemill.config.schema import RunSpec
@@ -54,87 +55,85 @@ def report_rows(spec: RunSpec, task: Task) -> dict[str, Any]:
     """
     if task.train_rows is None or task.held_out_rows is None:
         return {}
-    evaluated = evaluation_scoring(spec.scoring, task=task, rewards=spec.eval.rewards).rewards
-    warnings = row_warnings(task, trained=spec.scoring.rewards, evaluated=evaluated, refuse=not spec.gateway.sessions)
     rows = task.train_rows
     if task.held_out_rows is not rows:
         rows = rows.plus(task.held_out_rows)
     in_sets = {f"repeated in {name}": found.rows.repeated for name, found in task.eval_sets.items()}
+    warnings = [warning for scored in _scored_rows(spec, task) for warning in _warnings(scored, task.columns)]
     return {
         "training": task.train_size,
         "held_out": task.held_out_size,
         "left_out": {**task.left_out, **{reason: count for reason, count in in_sets.items() if count}},
         "rows": rows.rows,
         "missing": missing_values(rows),
-        "warnings": warnings,
+        "warnings": list(dict.fromkeys(warnings)),
     }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RowSet:
+class ScoredRows:
     """Rows that are scored with the same rewards."""
 
     name: str  # "training rows"
-    where: str  # key of the configuration
+    where: str
+    answers: str  # hint: how they get answers
     figures: RowFigures
     rewards: Sequence[RewardConfig]
+    refuse: bool  # False: clients may give the rewards
 
 
-def row_warnings(
-    task: Task, *, trained: Sequence[RewardConfig], evaluated: Sequence[RewardConfig], refuse: bool = True
-) -> list[str]:
-    """Compare the rows of a task and of its evaluation sets with what the rewards of each need.
+def _scored_rows(spec: RunSpec, task: Task) -> Iterator[ScoredRows]:
+    """Those for training, those for evaluation, and each evaluation set."""
+    trained = spec.scoring.rewards
+    evaluated = evaluation_scoring(spec.scoring, task=task, rewards=spec.eval.rewards).rewards
+    columns = 'columns = { answer = "..." }'
+    answers = f"set task.{columns}" if spec.task.kind == "file" else "return them as `answer`"
+    rows = partial(ScoredRows, refuse=not spec.gateway.sessions)
+    named = partial(rows, where="task", answers=answers)
+    ours, theirs = task.train_rows, task.held_out_rows
+    if ours is not None and ours is theirs:
+        yield named(name="rows", figures=ours, rewards=(*trained, *evaluated))
+    elif ours is not None and theirs is not None:
+        yield named(name="training rows", figures=ours, rewards=trained)
+        yield named(name="evaluation rows", figures=theirs, rewards=evaluated)
+    for name, found in task.eval_sets.items():
+        where, figures = f"eval.sets, {name}", found.rows
+        yield rows(
+            name=f"rows of {name}", where=where, answers=f"set its {columns}", figures=figures, rewards=evaluated
+        )
+
+
+def _warnings(rows: ScoredRows, columns: Sequence[str]) -> Iterator[str]:
+    """One line per reward and column that some rows lack.
 
     Args:
-        trained: rewards of training samples.
-        evaluated: rewards of held-out samples.
-        refuse: False if the rewards may come from elsewhere.
-
-    Returns:
-        One line per reward and column that some rows lack.
+        columns: of the whole task.
 
     Raises:
         UserError: as `report_rows`.
     """
-    sets = list[RowSet]()
-    if task.train_rows is not None and task.train_rows is task.held_out_rows:
-        sets.append(RowSet(name="rows", where="task", figures=task.train_rows, rewards=[*trained, *evaluated]))
-    elif task.train_rows is not None and task.held_out_rows is not None:
-        sets.append(RowSet(name="training rows", where="task", figures=task.train_rows, rewards=trained))
-        sets.append(RowSet(name="evaluation rows", where="task", figures=task.held_out_rows, rewards=evaluated))
-    sets += [
-        RowSet(name=f"rows of {name}", where=f"eval.sets, {name}", figures=found.rows, rewards=evaluated)
-        for name, found in task.eval_sets.items()
-    ]
-    found = [warning for rows in sets for config in rows.rewards for warning in _warnings(rows, config, refuse)]
-    return list(dict.fromkeys(found))
+    figures, total = rows.figures, f"{rows.figures.rows} {rows.name}"
+    for reward in map(reads, rows.rewards):
+        for column in reward.needs:
+            named = "answer" if column == ANSWER else f"`{column}`"
+            what = f"{figures.missing(column)} of {total} have no {named}, which the reward {reward.name} needs"
+            if rows.refuse and figures.mostly_missing(column):
+                raise UserError(what, where=rows.where, hint=_cure(column, rows))
+            if figures.missing(column):
+                yield f"{what}: their samples are invalid"
+        for column in reward.takes:
+            if rows.refuse and column in columns and column not in figures.columns:
+                what = f"the {rows.name} have no column `{column}`, which the reward {reward.name} takes"
+                raise UserError(what, where=rows.where, hint="add it, or give the argument a default value")
+            if missing := figures.missing(column):
+                yield f"{missing} of {total} have no `{column}`, which the reward {reward.name} takes: it gets None"
 
 
-def _warnings(rows: RowSet, config: RewardConfig, refuse: bool) -> Iterator[str]:
-    reward, figures = reads(config), rows.figures
-    total = f"{figures.rows} {rows.name}"
-    for column in reward.needs:
-        named = "answer" if column == ANSWER else f"`{column}`"
-        what = f"{figures.missing(column)} of {total} have no {named}, which the reward {reward.name} needs"
-        if refuse and figures.mostly_missing(column):
-            raise UserError(what, where=rows.where, hint=_cure(column, rows))
-        if figures.missing(column):
-            yield f"{what}: their samples are invalid"
-    for column in reward.takes:
-        if refuse and column not in figures.columns:
-            what = f"the {rows.name} have no column `{column}`, which the reward {reward.name} takes"
-            raise UserError(what, where=rows.where, hint="add it, or give the argument a default value")
-        if missing := figures.missing(column):
-            yield f"{missing} of {total} have no `{column}`, which the reward {reward.name} takes: it gets None"
-
-
-def _cure(column: str, rows: RowSet) -> str:
+def _cure(column: str, rows: ScoredRows) -> str:
     others = [name for name in rows.figures.columns if name != column]
-    there = f"the other columns are {', '.join(others)}" if others else "they have only prompts"
-    if column != ANSWER:
-        return f"{there}; add the values, or use another reward"
-    key = "task.columns" if rows.where == "task" else "the set's columns"
-    return f'{there}; name the column of the answers in {key}, as {{ answer = "..." }}, or use other rewards'
+    there = f"besides the prompt they have {', '.join(others)}" if others else "they have only prompts"
+    cure = rows.answers if column == ANSWER else "add it"
+    return f"{there}; {cure}, or use rewards that need none"
 
 
 def missing_values(figures: RowFigures) -> Mapping[str, int]:

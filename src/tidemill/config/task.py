@@ -223,7 +223,8 @@ class RewardConfig(Config):
     """model: folder of a reward model with the policy's tokenizer, for example the output of a reward_model stage."""
     url: str = ""
     """http: URL to which {"samples": [{"id", "prompt", "completion", "answer", "metadata"}, ...]} is posted as JSON.
-    The response is {"scores": [...]}: a number for each sample, or null. Put credentials into auth_env, not here."""
+    The answer is null if the row has none. The response is {"scores": [...]}: a number for each sample, or null. Put
+    credentials into auth_env, not here."""
     auth_env: str = ""
     """http: name of an environment variable with the credentials, such as `Bearer …`, sent as `auth_header`. Only the
     name is stored; the training process must have the variable."""

@@ -1,6 +1,7 @@
 """Rewards that score several samples at once: reward models, user functions that take batches, and HTTP servers.
 
 POST url   {"samples": [{"id", "prompt", "completion", "answer", "metadata"}, ...]}
+           answer: null if the row has none
 200        {"scores": [1.0, null, ...]}     in the same order; null where there is no score
 """
 

@@ -11,6 +11,7 @@ import pytest
 
 from tests.char_codec import CharCodec
 from tidemill.config.schema import RunSpec
+from tidemill.config.task import FileTask
 from tidemill.core.errors import UserError
 from tidemill.envs.text import build_task
 from tidemill.envs.text.build_task import counted_task
@@ -130,6 +131,7 @@ def test_counting_alone_finds_the_same_rows_and_leaves_no_index(
     monkeypatch.setenv("TIDEMILL_CACHE", str(tmp_path / "cache"))
     path = written(tmp_path, "rows", [*ANSWERED, *ANSWERED[:2]])
     spec = RunSpec.model_validate({"task": {"kind": "file", "path": path, "index_above_mb": 0}})
+    assert isinstance(spec.task, FileTask)
     counted = report_rows(spec, counted_task(spec.task))
     assert not (tmp_path / "cache").exists()
     built = build_task(spec.task, codec=CharCodec(), batch_prompts=2, seed=0, chat_template=False)

@@ -117,5 +117,5 @@ def _sampled(trajectory: Trajectory, prompt: Prompt) -> Sampled:
     return Sampled(
         prompt_ids=tokens[: trajectory.prompt_length],
         completion_ids=tokens[trajectory.prompt_length :],
-        answer=prompt.answer,
+        answer=prompt.answer or "",
     )

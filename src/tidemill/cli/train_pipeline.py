@@ -31,6 +31,7 @@ def dry_run_pipeline(pipeline: PipelineSpec, *, choice: Choice) -> Result:
         "plan": row_data(plan),
         "stale": list(plan.stale),
         "unused": list(plan.unused),
+        "remarks": list(plan.remarks),
         "config": {
             "run": pipeline.run.model_dump(mode="json"),
             "stage": [{"name": stage.name, "kind": stage.kind, **stage.sections()} for stage in pipeline.stages],

@@ -216,13 +216,15 @@ class RewardConfig(Config):
     function: str = ""
     """python: `package.module:function`, `path/file.py:function` or the name of an entry point. The function takes any
     of prompt, messages, completion, token_ids, answer, metadata, step, seed and the columns of the data, and returns a
-    number, a table of named numbers, or None if it does not apply to the sample. A run is not resumed, and a finished
+    number, a table of named numbers, or None if it does not apply to the sample. A required `answer` makes samples of
+    rows without one invalid. A run is not resumed, and a finished
     stage runs again, when that file changes; modules that the file imports are not tracked."""
     model: str = ""
     """model: folder of a reward model with the policy's tokenizer, for example the output of a reward_model stage."""
     url: str = ""
     """http: URL to which {"samples": [{"id", "prompt", "completion", "answer", "metadata"}, ...]} is posted as JSON.
-    The response is {"scores": [...]}: a number for each sample, or null. Put credentials into auth_env, not here."""
+    The answer is null if the row has none. The response is {"scores": [...]}: a number for each sample, or null. Put
+    credentials into auth_env, not here."""
     auth_env: str = ""
     """http: name of an environment variable with the credentials, such as `Bearer …`, sent as `auth_header`. Only the
     name is stored; the training process must have the variable."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 
 
 def duration(seconds: float) -> str:
@@ -101,3 +102,8 @@ def counted(value: int, noun: str) -> str:
 def doing(value: int, noun: str, verb: str) -> str:
     """`1 GPU learns`, `8 GPUs learn`."""
     return f"{counted(value, noun)} {verb}{'s' if value == 1 else ''}"
+
+
+def left_out_text(left_out: Mapping[str, int]) -> str:
+    """`3 repeated, 1 kept for evaluation`; empty if nothing is left out."""
+    return ", ".join(f"{count} {reason.replace('_', ' ')}" for reason, count in left_out.items())

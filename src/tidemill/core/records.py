@@ -78,7 +78,7 @@ class Prompt(Record):
     prompt_id: str  # a hash of the content
     token_ids: TokenBuffer  # int32 [P]
     text: str  # after any chat template
-    answer: str
+    answer: str | None  # None: the row has none
     metadata: dict[str, Any] = {}
     messages: tuple[Message, ...] = ()  # before the chat template; empty without one
 

@@ -126,8 +126,8 @@ def _action_text(planned: PlannedStage) -> str:
 
 
 def plan_notes(plan: Plan) -> list[str]:
-    """Notes on unused sections, keys without effect, and stale results."""
-    notes = [f"warning: {message}" for message in plan.unused]
+    """Notes on unused sections, keys without effect, rows, and stale results."""
+    notes = [*(f"warning: {message}" for message in plan.unused), *plan.remarks]
     if plan.stale:
         notes.append(f"stale, kept: {', '.join(plan.stale)} (another configuration; --prune-stale deletes them)")
     return notes
@@ -164,14 +164,14 @@ def plan_pipeline(pipeline: PipelineSpec, *, choice: Choice = EVERYTHING) -> Pla
     folder = PipelineFolder(pipeline.directory)
     folder.refuse_single_run()
     plan = make_plan(pipeline.stages, contents=contents_of(pipeline.stages), found=folder.found(), choice=choice)
-    check_inputs([planned.stage for planned in plan.due], pipeline.stages)
+    remarks = check_inputs([planned.stage for planned in plan.due], pipeline.stages)
     no_effect = [
         f"stage {planned.stage.name}: {message}"
         for planned in plan.due
         if KINDS[planned.stage.kind].purpose == "train"
         for message in without_effect(planned.stage.spec)
     ]
-    return replace(plan, unused=(*pipeline.unused, *no_effect))
+    return replace(plan, unused=(*pipeline.unused, *no_effect), remarks=tuple(remarks))
 
 
 def run_pipeline(

@@ -22,9 +22,10 @@ from tidemill.core.errors import UserError
 from tidemill.core.records import Episode, Message, ParsedTurn
 from tidemill.envs.text.build_task import build_task
 from tidemill.envs.text.eval_sets import check_rewards, with_eval_sets
-from tidemill.envs.text.examples import load_demonstrations, load_pairs
+from tidemill.envs.text.examples import Examples, load_demonstrations, load_pairs
 from tidemill.envs.text.prompts import hash_number
 from tidemill.envs.text.rewards import Context, build_rewards
+from tidemill.envs.text.row_report import report_rows
 from tidemill.envs.text.scorer import evaluation_scoring
 from tidemill.models.catalog import errors_at_key, resolve_shell
 from tidemill.models.codec import TextCodec, load_codec
@@ -38,19 +39,23 @@ from tidemill.runtime.export import refuse_foreign
 from tidemill.runtime.model_bundle import check_critic_vocabulary, fitting_task, own_source
 from tidemill.runtime.sandbox_check import check_needed_sandbox
 from tidemill.runtime.train import runtime_of
+from tidemill.telemetry.events import DATA, event_text
 
-LOADERS: Mapping[Product, Callable[..., object]] = {
+LOADERS: Mapping[Product, Callable[..., Examples[Any]]] = {
     "demonstrations": load_demonstrations,
     "preference pairs": load_pairs,
 }
 
 
-def check_inputs(due: Sequence[StageSpec], stages: Sequence[StageSpec]) -> None:
+def check_inputs(due: Sequence[StageSpec], stages: Sequence[StageSpec]) -> list[str]:
     """Check the stages that are due. Inputs that several stages share are checked once.
 
     Args:
         due: the stages to check.
         stages: all stages of the pipeline.
+
+    Returns:
+        Remarks on rows that are left out or lack values.
 
     Raises:
         ConfigError: the first issue of each input.
@@ -60,6 +65,7 @@ def check_inputs(due: Sequence[StageSpec], stages: Sequence[StageSpec]) -> None:
         preflight.check(stage)
     if preflight.issues:
         raise ConfigError(list(dict.fromkeys(preflight.issues)))
+    return preflight.remarks
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,10 +120,11 @@ class AnyCodec:
 
 
 class Preflight:
-    """Runs the checks of stages and collects their issues."""
+    """Runs the checks of stages and collects their issues, and remarks on their rows."""
 
     def __init__(self, stages: Sequence[StageSpec]) -> None:
         self.issues: list[ConfigIssue] = []
+        self.remarks: list[str] = []
         self._stages = {stage.name: stage for stage in stages}
         self._models: dict[str, KnownModel | UserError | None] = {}
         self._checked: set[str] = set()
@@ -217,7 +224,7 @@ class Preflight:
         except UserError:
             return None
 
-    def _check_rows(self, stage: StageSpec, load: Callable[..., object], policy: KnownModel | None) -> None:
+    def _check_rows(self, stage: StageSpec, load: Callable[..., Examples[Any]], policy: KnownModel | None) -> None:
         data, chat, env = _existing_data(stage.spec.data), stage.spec.model.chat_template, stage.spec.env
         if data is None:
             return
@@ -226,7 +233,7 @@ class Preflight:
             if policy is None:
                 unlimited = data.model_copy(update={"max_tokens": 0})
                 codec = AnyCodec()
-                load(
+                examples = load(
                     unlimited,
                     chat_template=chat,
                     codec=codec,
@@ -234,13 +241,15 @@ class Preflight:
                     context_limit=sys.maxsize,
                 )
             else:
-                load(
+                examples = load(
                     data,
                     chat_template=chat,
                     codec=policy.codec,
                     turn_formats=cache(lambda chat: turn_format(policy.codec, env, chat_template=chat)),
                     context_limit=policy.context_limit,
                 )
+            if examples.left_out:
+                self.remarks.append(f"stage {stage.name}: {examples.description}")
 
         self._once(stage, ("rows", load, data, chat, env.thinking, policy), check)
 
@@ -266,15 +275,17 @@ class Preflight:
                 task = with_eval_sets(task, spec, codec=codec, agent=agent)
             rewards = [reward for reward in spec.scoring.rewards if reward.kind != "model"]
             context = Context(task=task, seed=spec.run.seed, stop_strings=task.default_stop_strings)
+            rows = report_rows(spec, task) if "scoring" in KINDS[stage.kind].sections else {}
+            if any(rows.get(key) for key in ("left_out", "missing", "warnings")):
+                self.remarks.append(f"stage {stage.name}: {event_text(DATA, rows)}")
             build_rewards(rewards, context)
             check_rewards(evaluation_scoring(spec.scoring, task=task, rewards=spec.eval.rewards).rewards, task)
 
         lengths = (spec.sampling.max_new_tokens, spec.eval.max_new_tokens, spec.engine.context_tokens)
         chat = spec.model.chat_template
-        sets = spec.eval.sets
-        self._once(
-            stage, ("task", spec.task, spec.env, spec.scoring.rewards, sets, lengths, generates, chat, policy), check
-        )
+        rewards = (spec.scoring.rewards, spec.eval.rewards)
+        key = ("task", spec.task, spec.env, rewards, spec.eval.sets, lengths, generates, chat, policy)
+        self._once(stage, key, check)
 
     def _check_reward_models(self, stage: StageSpec, policy: KnownModel | None) -> None:
         for index, reward in enumerate(stage.spec.scoring.rewards):

@@ -158,6 +158,7 @@ class Plan:
     stages: tuple[PlannedStage, ...]
     stale: tuple[str, ...]  # folders with results of other configurations
     unused: tuple[str, ...] = ()  # messages about sections that no stage uses, and keys without effect
+    remarks: tuple[str, ...] = ()  # on rows that are left out or lack values
 
     @property
     def due(self) -> tuple[PlannedStage, ...]:

@@ -23,6 +23,7 @@ from tidemill.core.protocols import (
 )
 from tidemill.envs.text.eval_sets import check_rewards
 from tidemill.envs.text.prompts import Task
+from tidemill.envs.text.row_report import report_rows
 from tidemill.envs.text.scorer import RewardCalls, RewardScorer, build_scorer, evaluation_scoring
 from tidemill.models.codec import TextCodec
 from tidemill.models.ranks import ONE_RANK, Ranks
@@ -132,6 +133,7 @@ def scorers(
 
     evaluated = evaluation_scoring(spec.scoring, task=task, rewards=spec.eval.rewards)
     check_rewards(evaluated.rewards, task)
+    report_rows(spec, task)
     return build(spec.scoring), build(evaluated)
 
 

@@ -34,11 +34,13 @@ from tidemill.core.records import (
     unpack_logprobs,
     unpack_tokens,
 )
+from tidemill.envs.text.row_report import report_rows
 from tidemill.models.catalog import errors_at_key
 from tidemill.models.weights_digest import weights_digest
 from tidemill.runtime.batch_generation import batch_generator
 from tidemill.runtime.model_bundle import ModelBundle, load_model_bundle
 from tidemill.runtime.readers import check_reward_models, model_scores
+from tidemill.telemetry.events import DATA, event_text
 from tidemill.telemetry.metrics import HELD_OUT_NAME
 from tidemill.telemetry.sample_files import turn_lines
 from tidemill.telemetry.statistics import (
@@ -289,6 +291,9 @@ async def _measure(
     bundle: ModelBundle, model: str, scorers: Scorers, progress: Progress, answers: Path | None
 ) -> dict[str, ModelEvaluation]:
     spec, task = bundle.spec, bundle.task()
+    rows = report_rows(spec, task)
+    if any(rows.get(key) for key in ("left_out", "missing", "warnings")):
+        progress(event_text(DATA, rows))
     held_out = list(task.source.held_out(spec.eval.prompts))
     found = dict[str, ModelEvaluation]()
     async with batch_generator(bundle, task, progress, cache_file=answers) as generator:

@@ -20,6 +20,7 @@ from tidemill.core.errors import UserError, describe_error
 from tidemill.core.protocols import Environments, LoopClock, PromptSource
 from tidemill.core.records import Trajectory
 from tidemill.envs.text.curriculum import Curriculum
+from tidemill.envs.text.row_report import report_rows
 from tidemill.gateway.sessions import Sessions
 from tidemill.runtime.agents import agent_limits, open_environments
 from tidemill.runtime.backend import OpenBackend, Runtime, RuntimeBackend, fleet_of
@@ -29,7 +30,7 @@ from tidemill.runtime.journal import SqliteJournal
 from tidemill.runtime.local import IN_PROCESS
 from tidemill.runtime.sandbox_check import check_needed_sandbox
 from tidemill.runtime.stopping import StopRequest, stop_on_signals
-from tidemill.telemetry.events import ENVIRONMENT_WARNING
+from tidemill.telemetry.events import DATA, ENVIRONMENT_WARNING
 from tidemill.telemetry.manifest import Forecast, build_manifest, write_forecast
 from tidemill.telemetry.recorder import Recorder
 from tidemill.telemetry.report import report_at_the_end
@@ -279,6 +280,8 @@ async def _train(
             own_code=own_code,
             eval_sets={name: found.digest for name, found in backend.task.eval_sets.items()},
         )
+        if rows := report_rows(spec, backend.task):
+            recorder.event(DATA, **rows)
         recorder.event("machine", **backend.device_info)
         fleet = fleet_of(spec, backend, recorder, clock, needs_logprobs=spec.algorithm.needs_rollout_logprobs)
         await stack.enter_async_context(fleet)

@@ -25,6 +25,7 @@ from tidemill.models.weights_digest import weights_digest
 from tidemill.runtime.model_bundle import load_model_bundle
 from tidemill.runtime.stopping import StopRequest, stop_on_signals
 from tidemill.runtime.train import DATA_DIGEST, record_start, run_session
+from tidemill.telemetry.events import DATA
 from tidemill.telemetry.recorder import Recorder
 from tidemill.telemetry.run_dir import RunDirectory
 from tidemill.trainer.checkpoint_store import CheckpointStore
@@ -174,8 +175,9 @@ def _record_start(
         threads=threads,
         schedule_steps=spec.optimizer.schedule_steps,
     )
+    left_out = dict(examples.left_out)
+    recorder.event(DATA, training=len(examples.train), held_out=len(examples.held_out), left_out=left_out)
     recorder.event("machine", **device_info)
-    recorder.note(f"{len(examples.train)} training examples, {len(examples.held_out)} held out")
 
 
 def _merged_model(checkpoint: Path, run: RunDirectory, progress: Callable[[str], None]) -> Path:

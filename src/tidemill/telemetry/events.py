@@ -6,13 +6,13 @@ A *session* is one process that works on a run; each resume starts a new one.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
-from tidemill.core.formatting import counted, decimal, duration
+from tidemill.core.formatting import counted, decimal, duration, left_out_text
 from tidemill.core.protocols import Clock, Telemetry
 from tidemill.core.records import Record
 from tidemill.telemetry.jsonl import finite_number, read_lines
@@ -37,6 +37,11 @@ REPLAY: Final = _define(
 )
 ALREADY_FINISHED: Final = _define("already_finished", "all steps were already done; nothing was trained")
 PLAN: Final = _define("plan", "the number of optimizer steps, where it follows from the data: `steps`")
+DATA: Final = _define(
+    "data",
+    "the rows of the run: `training`, `held_out`, those `left_out` by reason; of the `rows` read, those `missing` a "
+    "value, by column; `warnings` about columns that rewards need",
+)
 MACHINE: Final = _define("machine", "the devices the run computes on: `device`, `threads` and more")
 WAITING: Final = _define("waiting", "a long wait is still in progress: `awaited`, `waited_s`, `deadline_s`")
 WAIT_ABANDONED: Final = _define(
@@ -139,6 +144,9 @@ LISTED_EVENTS = frozenset({
 })  # fmt: skip
 """Events in the table of the report."""
 
+COLUMNS_NAMED = 5
+"""Columns without a value in some rows that are listed."""
+
 HEADER = ("time", "session", "elapsed_s", "event")
 INTERRUPTIONS = ("CancelledError", "KeyboardInterrupt")
 """`error` of a span that the user interrupted."""
@@ -174,7 +182,22 @@ def event_text(name: str, fields: dict[str, Any]) -> str:
         return f"resumed after step {step}"
     if name == ENVIRONMENT_WARNING:
         return f"warning: {fields['reason']}"
+    if name == DATA:
+        return "\n".join([f"data: {data_text(fields)}", *(f"warning: {text}" for text in fields.get("warnings", ()))])
     return ""
+
+
+def data_text(fields: Mapping[str, Any]) -> str:
+    """`12 training rows, 3 held out; left out: 3 repeated; without a value: rubric in 6 of 18 rows`."""
+    text = f"{counted(fields.get('training', 0), 'training row')}, {fields.get('held_out', 0):,} held out"
+    if left_out := left_out_text(fields.get("left_out", {})):
+        text += f"; left out: {left_out}"
+    missing = dict(fields.get("missing", {}))
+    if missing:
+        named = [f"{column} in {count:,}" for column, count in list(missing.items())[:COLUMNS_NAMED]]
+        more = [f"{len(missing) - COLUMNS_NAMED} more"] if len(missing) > COLUMNS_NAMED else []
+        text += f"; without a value: {', '.join(named + more)} of {counted(fields.get('rows', 0), 'row')}"
+    return text
 
 
 def _fleet_text(name: str, fields: dict[str, Any]) -> str:

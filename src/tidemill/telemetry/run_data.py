@@ -15,6 +15,7 @@ from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError
 from tidemill.core.formatting import counted
 from tidemill.telemetry.events import (
+    DATA,
     EVALUATION,
     PLAN,
     RESUME,
@@ -285,6 +286,7 @@ class RunData:
             TOKENS_GENERATED: generated,
             TOKENS_TRAINED: trained,
             "tokens_per_s": round(generated / rollout_s, 2) if rollout_s > 0 else None,
+            **self._data_summary(),
             "eval": _evaluation_summary(self.evaluations) | self._sets_summary(),
             **fleet_figures(
                 self.events,
@@ -295,6 +297,12 @@ class RunData:
             ),
             PEAK_RSS: max([peak_rss_bytes, *(int(line.values.get(PEAK_RSS, 0)) for line in self.metrics)]),
         }
+
+    def _data_summary(self) -> dict[str, Any]:
+        """The rows of the newest session under `data`; empty without rows."""
+        found = self.events_named(DATA)
+        keys = ("training", "held_out", "left_out", "rows", "missing")
+        return {"data": {key: found[-1][key] for key in keys if key in found[-1]}} if found else {}
 
     def _sets_summary(self) -> dict[str, Any]:
         """The summary of each set under `sets`; empty without sets."""

@@ -168,7 +168,7 @@ class Sample(Record):
     step: int = 0
     prompt: str = ""
     completion: str = ""
-    answer: str = ""
+    answer: str | None = None  # None: the row has none
     prompt_id: str = ""
     tokens: tuple[str, ...] = ()
     logprobs: tuple[float | None, ...] = ()

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,24 @@ def test_a_dry_run_warns_about_the_trace(run: Run, tmp_path: Path) -> None:
     told = "no machine for the first 2 h;"
     assert told in run(*arguments).out
     assert told in run(*arguments, "--json").data["words"][-1]["text"]
+
+
+@pytest.mark.parametrize(
+    ("rows", "code", "says"),
+    [
+        ("", 0, "rows.jsonl is not on this machine"),
+        ("1 2|1 2|2 3|3 4", 0, "data: 2 training rows, 1 held out; left out: 1 repeated"),
+        ("1 2|2 3|3", 0, "warning: 1 of 3 rows have no answer, which the reward exact needs"),
+        ("1|2|3", 2, "3 of 3 rows have no answer, which the reward exact needs"),
+    ],
+)
+def test_a_dry_run_counts_the_rows(run: Run, tmp_path: Path, rows: str, code: int, says: str) -> None:
+    made = [dict(zip(("prompt", "answer"), row.split(), strict=False)) for row in rows.split("|")]
+    if rows:
+        (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, made)))
+    ran = run("train", "--dry-run", "--task.kind=file", "--task.path=rows.jsonl")
+    assert ran.code == code
+    assert says in ran.out + ran.err
 
 
 def test_help_lists_the_keys(run: Run) -> None:

@@ -1,8 +1,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
-from tidemill.telemetry.events import event_line, past_sessions, read_events, timestamp
+import pytest
+
+from tidemill.telemetry.events import event_line, event_text, past_sessions, read_events, timestamp
 
 
 def test_time_stamps_are_utc_with_milliseconds() -> None:
@@ -44,3 +47,34 @@ def test_lines_without_an_event_name_are_skipped(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     path.write_text('{"event":"resume","step":1}\n{"step":2}\n{"event":3}\n')
     assert read_events(path) == [{"event": "resume", "step": 1}]
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"training": 1, "held_out": 0}, "data: 1 training row, 0 held out"),
+        (
+            {
+                "training": 12,
+                "held_out": 3,
+                "left_out": {"repeated": 3, "too_long": 1},
+                "rows": 19,
+                "missing": {"a": 2},
+            },
+            "data: 12 training rows, 3 held out; left out: 3 repeated, 1 too long; without a value: a in 2 of 19 rows",
+        ),
+        (
+            {"training": 9, "held_out": 1, "missing": dict.fromkeys("abcdef", 1), "rows": 9},
+            (
+                "data: 9 training rows, 1 held out; "
+                "without a value: a in 1, b in 1, c in 1, d in 1, e in 1, 1 more of 9 rows"
+            ),
+        ),
+        (
+            {"training": 9, "held_out": 1, "warnings": ["w", "v"]},
+            "data: 9 training rows, 1 held out\nwarning: w\nwarning: v",
+        ),
+    ],
+)
+def test_the_rows_of_a_run_are_one_line_and_its_warnings(fields: dict[str, Any], text: str) -> None:
+    assert event_text("data", fields) == text

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from tests.fabricated_run import HELD_OUT, FabricatedRun
 from tidemill.telemetry.metrics import read_metrics
+from tidemill.telemetry.report.pages import facts, findings
 from tidemill.telemetry.run_data import RunData
 from tidemill.telemetry.run_dir import RunDirectory
 from tidemill.telemetry.sample_files import read_samples
@@ -88,3 +90,19 @@ def test_the_share_of_time_the_trainer_was_idle(tmp_path: Path) -> None:
     assert RunData.load(run).summarize(outcome="finished", total_steps=3)["trainer_idle_share"] == 0.4375
     run.metrics.write_text('{"step":1,"time_step_s":4.0}\n')  # a supervised run
     assert RunData.load(run).summarize(outcome="finished", total_steps=1)["trainer_idle_share"] is None
+
+
+def test_the_rows_of_the_newest_session_are_in_the_summary_and_the_report(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    old, new = (
+        json.dumps({"event": "data", "session": 1, "training": rows, "held_out": 2, "left_out": {"repeated": 3},
+                    "rows": 9, "missing": {"rubric": 4}, "warnings": ["4 of 9 rows have no `rubric`"]})
+        for rows in (3, 4)
+    )  # fmt: skip
+    run.events.write_text(f"{old}\n{new}\n")
+    data = RunData.load(run)
+    assert data.summary["data"] == {
+        "training": 4, "held_out": 2, "left_out": {"repeated": 3}, "rows": 9, "missing": {"rubric": 4},
+    }  # fmt: skip
+    assert dict(facts(data))["Data"].startswith("4 training rows, 2 held out; left out: 3 repeated;")
+    assert [found.text for found in findings(data)] == ["4 of 9 rows have no `rubric`."]

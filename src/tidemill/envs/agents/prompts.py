@@ -27,7 +27,9 @@ from tidemill.envs.text.prompts import (
     Task,
     content_digest,
     content_id,
+    distinct,
     longest_prompt,
+    row_figures,
     with_location,
 )
 from tidemill.extensions.calls import CallError, CallTimeout, call_blocking
@@ -45,7 +47,7 @@ class TaskItem(Item, kw_only=True):
 
     @property
     def replies(self) -> tuple[str, ...]:
-        return (self.answer, json.dumps(self.metadata, sort_keys=True, default=repr), self.environment)
+        return (*super().replies, json.dumps(self.metadata, sort_keys=True, default=repr), self.environment)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,9 +109,12 @@ class AgentPrompts:
         """
         sizes: dict[Split, int] = {"train": config.train_size, "held_out": config.held_out_size}
         try:
-            train, held_out = (self._items(split, count) for split, count in sizes.items())
+            made = [self._items(split, count) for split, count in sizes.items()]
         finally:
             close_connections()
+        train, held_out = (distinct(items) for items in made)
+        figures = [row_figures(items) for items in made]
+        repeated = sum(side.repeated for side in figures)
         common = {content_id(item) for item in train} & {content_id(item) for item in held_out}
         if common:
             what = f"{len(common)} training tasks are also held-out tasks"
@@ -123,8 +128,10 @@ class AgentPrompts:
             held_out_size=len(held_out),
             longest=longest_prompt([*train, *held_out], self.render),
             digest=content_digest(train, held_out),
-            columns=("task",),
             description=self.config.name,
+            train_rows=figures[0],
+            held_out_rows=figures[1],
+            left_out={"repeated": repeated} if repeated else {},
         )
 
     def _items(self, split: Split, count: int) -> list[TaskItem]:
@@ -140,7 +147,7 @@ class AgentPrompts:
         rows = self.environment.tasks_for(dict(self.config.params), split, count)
         key = json.dumps([self.config.name, self.config.params], sort_keys=True)
         instances = self.instances()
-        items: dict[str, TaskItem] = {}
+        items = list[TaskItem]()
         for row in rows[:count]:
             if not isinstance(row, Mapping):
                 raise TypeError(f"tasks() returned {type(row).__name__} instead of a table")
@@ -155,14 +162,14 @@ class AgentPrompts:
             _awaited(instances.invoke(Work(index=0, episode=0, method="close")))
             item = TaskItem(
                 messages=(Message(role="user", content=outcome.text),),
-                answer=str(row.get("answer", "")),
+                answer=None if row.get("answer") is None else str(row["answer"]),
                 metadata={"task": dict(row)},
                 environment=key,
             )
-            items.setdefault(content_id(item), item)
+            items.append(item)
         if not items:
             raise ValueError("tasks() returned no rows")
-        return list(items.values())
+        return items
 
 
 def _awaited(value: Any) -> Any:

@@ -1,6 +1,7 @@
 """Rewards that score several samples at once: reward models, user functions that take batches, and HTTP servers.
 
 POST url   {"samples": [{"id", "prompt", "completion", "answer", "metadata"}, ...]}
+           answer: null if the row has none
 200        {"scores": [1.0, null, ...]}     in the same order; null where there is no score
 """
 
@@ -33,6 +34,16 @@ class Sample:
     prompt_tokens: int = 0  # P
     step: int = 0  # 1 + the version of the policy that generated the last token
     turns: tuple[Turn, ...] = ()  # of an agent, whose last turn is the completion
+
+    def answer(self) -> str:
+        """The answer of the sample's row.
+
+        Raises:
+            ValueError: it has none. An empty text is an answer.
+        """
+        if self.prompt.answer is None:
+            raise ValueError("the row has no answer")
+        return self.prompt.answer
 
 
 class BatchScorer(Protocol):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -17,14 +18,24 @@ from tidemill.config.task import (
     TaskConfig,
 )
 from tidemill.core.errors import UserError
+from tidemill.core.formatting import left_out_text
 from tidemill.core.protocols import Codec
 from tidemill.core.records import Prompt, count, pack_tokens
 from tidemill.envs.text.arithmetic import build_arithmetic
-from tidemill.envs.text.prompts import Item, ListedSource, LongestPrompt, Render, Task, longest_prompt, renderer
+from tidemill.envs.text.prompts import (
+    Item,
+    ListedSource,
+    LongestPrompt,
+    Render,
+    Task,
+    longest_prompt,
+    renderer,
+    row_values,
+)
 from tidemill.envs.text.reasoning_gym import build_reasoning_gym
 from tidemill.envs.text.row_files import Row
 from tidemill.envs.text.row_split import TrainEvalSplit, read_split, split_rows
-from tidemill.envs.text.row_table import Progress, RowTable, RowUse, table_in_memory
+from tidemill.envs.text.row_table import ExampleT, Progress, RowTable, RowUse, table_in_memory
 from tidemill.envs.text.rows import PROMPT_SHAPE, to_item
 from tidemill.extensions.calls import CallError, CallTimeout, call_blocking
 from tidemill.extensions.loading import IMPORT_DEADLINE_S
@@ -41,6 +52,7 @@ def build_files(
     """
     split = read_split(config, partial(_use_of_items, render), section="task", progress=progress)
     left_out = split.left_out
+    reasons = left_out_text(left_out)
     if limit := config.max_prompt_tokens:
         short = replace(
             split,
@@ -51,10 +63,13 @@ def build_files(
             what = f"no prompt of one side has at most {limit} tokens"
             raise UserError(what, where="task.max_prompt_tokens", hint="raise it, or shorten the prompts")
         rows, kept = (len(each.train) + len(each.held_out) for each in (split, short))
-        long = f"{rows - kept} longer than {limit} tokens" if kept < rows else ""
-        split, left_out = short, ", ".join(filter(None, (left_out, long)))
-    description = config.description + (f" (left out of training: {left_out})" if left_out else "")
-    return _task(split, batch_prompts=batch_prompts, seed=seed, render=render, description=description)
+        if kept < rows:
+            left_out |= {"too_long": rows - kept}
+            reasons = ", ".join(filter(None, (reasons, f"{rows - kept} longer than {limit} tokens")))
+        split = short
+    description = config.description + (f" (left out of training: {reasons})" if reasons else "")
+    task = _task(split, batch_prompts=batch_prompts, seed=seed, render=render, description=description)
+    return replace(task, left_out=left_out)
 
 
 def _use_of_items(render: Render, **settings: Any) -> RowUse[Item, Item]:
@@ -64,7 +79,7 @@ def _use_of_items(render: Render, **settings: Any) -> RowUse[Item, Item]:
         parse=partial(to_item, **settings),
         encode=lambda item: item,
         tokens=lambda item: count(render(item).token_ids),
-        names=lambda item: item.metadata,
+        values=row_values,
         settings=repr(("prompts", settings)),
     )
 
@@ -78,12 +93,9 @@ def _task(split: TrainEvalSplit[Item], *, batch_prompts: int, seed: int, render:
         source=ListedSource(train, held_out, batch_prompts=batch_prompts, seed=seed, render=render, order=order),
         default_stop_strings=(),
         check=None,
-        train_size=len(train),
-        held_out_size=len(held_out),
         longest=longest_prompt([longest], render),
-        digest=split.digest,
-        columns=split.columns,
         description=description,
+        **_row_facts(split),
     )
 
 
@@ -93,6 +105,13 @@ def build_python(config: PythonTask, *, batch_prompts: int, seed: int, render: R
     Raises:
         UserError: the function does not exist, raises, or returns something else; names the row.
     """
+    use = _use_of_items(render, columns={}, system_prompt="")
+    split = _python_split(config, use)
+    name = resolve(config.function, "task", where="task.function").name
+    return _task(split, batch_prompts=batch_prompts, seed=seed, render=render, description=name)
+
+
+def _python_split(config: PythonTask, use: RowUse[Item, ExampleT]) -> TrainEvalSplit[ExampleT]:
     extension = resolve(config.function, "task", where="task.function")
     try:
         rows = call_blocking(lambda: extension.function(**config.params), timeout_s=IMPORT_DEADLINE_S)
@@ -100,9 +119,9 @@ def build_python(config: PythonTask, *, batch_prompts: int, seed: int, render: R
         what = str(error) or f"did not return within {IMPORT_DEADLINE_S:g} s"
         raise UserError(what, where=f"task {extension.name}", hint="correct the function, or task.params") from None
     given = rows if isinstance(rows, Mapping) else {"train": rows}
-    where, use = f"task {extension.name}", _use_of_items(render, columns={}, system_prompt="")
+    where = f"task {extension.name}"
 
-    def table(rows: Any, name: str) -> RowTable[Item]:
+    def table(rows: Any, name: str) -> RowTable[ExampleT]:
         return table_in_memory(_given_rows(rows, name), use, where=lambda number: f"{name}, row {number} (from 0)")
 
     held_out = table(given["held_out"], f"{where}, held_out") if "held_out" in given else None
@@ -110,8 +129,44 @@ def build_python(config: PythonTask, *, batch_prompts: int, seed: int, render: R
     if not len(train.index) or (held_out and not len(held_out.index)):
         hint = "return more rows, or a table with train and held_out rows"
         raise UserError("has too few rows to train and evaluate", where=where, hint=hint)
-    split = split_rows(train, held_out, config.held_out_fraction, where=where, section="task")
-    return _task(split, batch_prompts=batch_prompts, seed=seed, render=render, description=extension.name)
+    return split_rows(train, held_out, config.held_out_fraction, where=where, section="task")
+
+
+def counted_task(config: FileTask | PythonTask) -> Task:
+    """A task without prompts: its rows are only counted, neither rendered nor kept, and without an index on disk.
+
+    Raises:
+        UserError: as `build_files` and `build_python`.
+    """
+
+    def use(**settings: Any) -> RowUse[Item, None]:
+        return RowUse(
+            section="task",
+            shape=PROMPT_SHAPE,
+            parse=partial(to_item, **settings),
+            encode=lambda _: None,
+            tokens=lambda _: 0,
+            values=row_values,
+        )
+
+    if isinstance(config, PythonTask):
+        split = _python_split(config, use(columns={}, system_prompt=""))
+    else:
+        in_memory = config.model_copy(update={"index_above_mb": math.inf})
+        split = read_split(in_memory, use, section="task", progress=lambda _: None)
+    return replace(served_task(), description=config.kind, **_row_facts(split))
+
+
+def _row_facts(split: TrainEvalSplit[Any]) -> dict[str, Any]:
+    """Fields of a task."""
+    return {
+        "train_size": len(split.train),
+        "held_out_size": len(split.held_out),
+        "digest": split.digest,
+        "train_rows": split.train.table.figures,
+        "held_out_rows": split.held_out.table.figures,
+        "left_out": split.left_out,
+    }
 
 
 def _given_rows(rows: Any, name: str) -> Iterator[Row]:

@@ -38,7 +38,8 @@ def with_eval_sets(task: Task, spec: RunSpec, *, codec: Codec, agent: AgentTasks
         except UserError as error:
             raise UserError(error.what, where=error.where, hint=error.hint.replace("task.", f"{key}.")) from error
         prompts = tuple(found.source.held_out(config.prompts or spec.eval.prompts))
-        sets[config.name] = EvalSet(prompts=prompts, columns=found.columns, digest=found.digest)
+        assert found.held_out_rows is not None
+        sets[config.name] = EvalSet(prompts=prompts, rows=found.held_out_rows, digest=found.digest)
         longest = max(longest, found.longest, key=lambda each: each.tokens)
     return replace(task, eval_sets=sets, longest=longest)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -13,6 +13,7 @@ import msgspec
 
 from tidemill.config.task import DataConfig
 from tidemill.core.errors import UserError
+from tidemill.core.formatting import left_out_text
 from tidemill.core.protocols import CompletionCodec, ReplyCodec, TurnFormat
 from tidemill.core.records import (
     Call,
@@ -29,7 +30,14 @@ from tidemill.core.records import (
     pack_tokens,
     unpack_tokens,
 )
-from tidemill.envs.text.prompts import Order, Question, content_id, encode_question, in_chat, with_location
+from tidemill.envs.text.prompts import (
+    Order,
+    Question,
+    content_id,
+    encode_question,
+    in_chat,
+    with_location,
+)
 from tidemill.envs.text.row_split import Side, read_split
 from tidemill.envs.text.row_table import Progress, RowUse
 from tidemill.envs.text.rows import (
@@ -237,10 +245,15 @@ class Examples(Generic[ExampleT]):
     train: Sequence[ExampleT]
     held_out: Sequence[ExampleT]
     longest_tokens: int  # prompt plus the longer completion, over both sides
-    dropped: int  # rows of both sides that were too long
+    left_out: Mapping[str, int]  # rows of both sides that are not used, by reason
     digest: str  # of the texts of both sides, including dropped ones; changes if the data change
     description: str  # the files, and what was left out
     make_order: Callable[..., Order]  # from `batch` and `seed`
+
+    @property
+    def dropped(self) -> int:
+        """Rows of both sides that were too long."""
+        return self.left_out.get("too_long", 0)
 
     def order(self, *, batch: int, seed: int) -> ExampleOrder[ExampleT]:
         """The training examples in steps of `batch`, shuffled in every epoch."""
@@ -340,18 +353,19 @@ def _load(
         held_out=split.held_out.where(split.held_out.tokens <= limit),
     )
     dropped = sum(map(len, long))
+    left_out = split.left_out | ({"too_long": dropped} if dropped else {})
     named = _named(long) if dropped else ""
     if dropped and (config.too_long == "refuse" or not len(short.train)):
         raise _too_long(dropped, named, limit, all_of_them=not len(short.train))
     too_long = f"{dropped} longer than {limit} tokens ({named})" if dropped else ""
-    left_out = ", ".join(filter(None, (split.left_out, too_long)))
+    reasons = ", ".join(filter(None, (left_out_text(split.left_out), too_long)))
     return Examples(
         train=short.train.examples(),
         held_out=short.held_out.examples(),
         longest_tokens=max((int(side.tokens.max()) for side in (short.train, short.held_out) if len(side)), default=0),
-        dropped=dropped,
+        left_out=left_out,
         digest=split.digest,
-        description=config.description + (f" (left out: {left_out})" if left_out else ""),
+        description=config.description + (f" (left out: {reasons})" if reasons else ""),
         make_order=short.order,
     )
 

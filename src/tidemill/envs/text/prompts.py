@@ -34,12 +34,12 @@ class Question(Record, kw_only=True):
 class Item(Question, kw_only=True):
     """One problem: a question and its answer."""
 
-    answer: str
+    answer: str | None  # None: the row has none
     metadata: dict[str, Any] = {}
 
     @property
     def replies(self) -> tuple[str, ...]:
-        return (self.answer,)
+        return (self.answer or "",)
 
 
 QuestionT = TypeVar("QuestionT", bound=Question)
@@ -268,6 +268,75 @@ class SampledSource(_HeldOut):
         return [(step - 1, self._render(item)) for item in items.values()]
 
 
+ANSWER = "answer"
+
+
+class RowFigures(Record):
+    """The rows of one or several files, as they were read."""
+
+    rows: int
+    repeated: int  # equal to an earlier row in everything that a reward can see
+    filled: dict[str, int]  # rows with a value in a column, by column; "answer" is always there
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Names in the metadata of some rows."""
+        return tuple(name for name in self.filled if name != ANSWER)
+
+    def missing(self, column: str) -> int:
+        """Rows in which a column is absent or null."""
+        return self.rows - self.filled.get(column, 0)
+
+    def mostly_missing(self, column: str) -> bool:
+        return 2 * self.missing(column) > self.rows
+
+    def plus(self, other: RowFigures) -> RowFigures:
+        names = dict.fromkeys([*self.filled, *other.filled])
+        return RowFigures(
+            rows=self.rows + other.rows,
+            repeated=self.repeated + other.repeated,
+            filled={name: self.filled.get(name, 0) + other.filled.get(name, 0) for name in names},
+        )
+
+
+class RowCounter:
+    """Counts the rows of a file one by one."""
+
+    def __init__(self) -> None:
+        self._rows = 0
+        self._filled: dict[str, int] = {}
+
+    def add(self, values: Mapping[str, Any]) -> None:
+        self._rows += 1
+        for name, value in values.items():
+            self._filled[name] = self._filled.get(name, 0) + (value is not None)
+
+    def figures(self, *, repeated: int) -> RowFigures:
+        return RowFigures(rows=self._rows, repeated=repeated, filled=self._filled)
+
+
+def distinct(items: Iterable[QuestionT]) -> list[QuestionT]:
+    """The first item with each content id."""
+    found = dict[str, QuestionT]()
+    for item in items:
+        found.setdefault(content_id(item), item)
+    return list(found.values())
+
+
+def row_figures(items: Iterable[Item]) -> RowFigures:
+    """The figures of items that are in memory."""
+    counter, ids = RowCounter(), list[str]()
+    for item in items:
+        counter.add(row_values(item))
+        ids.append(content_id(item))
+    return counter.figures(repeated=len(ids) - len(set(ids)))
+
+
+def row_values(item: Item) -> dict[str, Any]:
+    """The answer and the columns of an item; None where it has none."""
+    return {ANSWER: item.answer, **item.metadata}
+
+
 Check: TypeAlias = Callable[[str, Prompt], float]
 """(completion, prompt) to a score, usually in [0, 1]."""
 
@@ -286,8 +355,13 @@ class EvalSet:
     """Prompts that are only evaluated."""
 
     prompts: Sequence[Prompt]
-    columns: tuple[str, ...]  # as `Task.columns`
+    rows: RowFigures
     digest: str  # of the content of the whole file
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """As `Task.columns`."""
+        return self.rows.columns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -301,13 +375,21 @@ class Task:
     held_out_size: int
     longest: LongestPrompt
     digest: str  # of the content of both sides; changes if the prompts change
-    columns: tuple[str, ...] = ()  # names in the metadata of every prompt
     description: str
+    train_rows: RowFigures | None = None  # None for prompts without rows
+    held_out_rows: RowFigures | None = None  # the same figures if both sides are from the same rows
+    left_out: Mapping[str, int] = field(default_factory=dict)  # rows that are not used, by reason
     eval_sets: Mapping[str, EvalSet] = field(default_factory=dict)  # by name
 
     @property
     def longest_prompt_tokens(self) -> int:
         return self.longest.tokens
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Names in the metadata of some prompts."""
+        sides = [side.columns for side in (self.train_rows, self.held_out_rows) if side]
+        return tuple(dict.fromkeys(name for side in sides for name in side))
 
     @property
     def eval_prompts(self) -> dict[str, Sequence[Prompt]]:

@@ -143,7 +143,7 @@ def _item(config: ReasoningGymTask, entry: Any) -> Item:
     metadata = json.loads(json.dumps(entry["metadata"], default=str, skipkeys=True))
     return Item(
         messages=(*system, Message(role="user", content=entry["question"])),
-        answer=str(entry["answer"]),
+        answer=None if entry["answer"] is None else str(entry["answer"]),
         metadata=metadata,
         where="task",
     )

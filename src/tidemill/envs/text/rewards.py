@@ -67,6 +67,7 @@ class NamedReward:
     queues: bool = True  # `timeout_s` includes the time in the queue of `scores`; else `scores` keeps the deadline
     correct_at_one: bool = False  # 1 means correct and any lower value incorrect
     gold: bool = False  # only measured: its failure does not make a sample invalid
+    needs_answer: bool = False  # not called for samples of rows without an answer, which it makes invalid
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +104,7 @@ def _exact(config: RewardConfig, context: Context) -> RewardFunction:
     """1 if the completion up to the first stop string equals the answer, ignoring surrounding white space; else 0."""
 
     def exact(sample: Sample) -> float:
-        return float(until_stop(sample.completion, context.stop_strings).strip() == sample.prompt.answer.strip())
+        return float(until_stop(sample.completion, context.stop_strings).strip() == sample.answer().strip())
 
     return exact
 
@@ -112,9 +113,9 @@ def _numeric(config: RewardConfig, context: Context) -> RewardFunction:
     """1 if the last number before the first stop string equals the answer's last number (12 = 12.0); else 0."""
 
     def numeric(sample: Sample) -> float:
-        expected = last_number(sample.prompt.answer)
+        expected = last_number(sample.answer())
         if expected is None:
-            raise ValueError(f"the answer {sample.prompt.answer[:40]!r} contains no number")
+            raise ValueError(f"the answer {sample.answer()[:40]!r} contains no number")
         return float(last_number(until_stop(sample.completion, context.stop_strings)) == expected)
 
     return numeric
@@ -197,6 +198,7 @@ INLINE = frozenset({"exact", "numeric", "length", "environment", "random"})
 QUEUED = frozenset({"model", "http"})
 IN_PROCESSES = frozenset({"python", "math_verify"})
 MATH_VERIFY = Target(name="math_verify", path="tidemill.envs.text.math_answers:math_verify")
+COMPARES = frozenset({"exact", "numeric", "math_verify"})
 CORRECT_AT_ONE = frozenset({"exact", "numeric", "math_verify", "regex", "task", "tests"})
 
 
@@ -239,12 +241,14 @@ def _build(name: str, config: RewardConfig, context: Context) -> NamedReward:
         timeout_s=_timeout_s(config, scores),
         correct_at_one=config.kind in CORRECT_AT_ONE,
         gold=config.role == "gold",
+        needs_answer=config.kind in COMPARES,
     )
 
 
 def _build_in_processes(name: str, config: RewardConfig, context: Context) -> NamedReward:
     """A function of the user, or one that parses what a model wrote."""
     timeout_s: float | None = None
+    needs_answer = True
     scores: QueuedReward
     if config.kind == "math_verify":
         import_extra("math_verify", package="math-verify", needed_by="the reward math_verify")
@@ -253,6 +257,7 @@ def _build_in_processes(name: str, config: RewardConfig, context: Context) -> Na
     else:
         reward = user_reward(config, context)
         caller = _caller(reward, context)
+        needs_answer = reward.needs_answer
         if reward.batch:
             timeout_s = config.longest_wait_s
             scores = BatchedReward(BatchFunction(caller, reward, timeout_s=timeout_s), most=config.batch)
@@ -269,6 +274,7 @@ def _build_in_processes(name: str, config: RewardConfig, context: Context) -> Na
         queues=False,
         correct_at_one=config.kind in CORRECT_AT_ONE,
         gold=config.role == "gold",
+        needs_answer=needs_answer,
     )
 
 
@@ -290,7 +296,7 @@ def _caller(reward: UserReward, context: Context) -> Caller:
 
 
 def _completion_and_answer(sample: Sample) -> dict[str, str]:
-    return {"completion": sample.completion, "answer": sample.prompt.answer}
+    return {"completion": sample.completion, "answer": sample.answer()}
 
 
 def _timeout_s(config: RewardConfig, scores: QueuedReward | None) -> float | None:

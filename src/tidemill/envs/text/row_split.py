@@ -77,25 +77,20 @@ class TrainEvalSplit(Generic[ExampleT]):
     train: Side[ExampleT]
     held_out: Side[ExampleT]  # in content order: any first n are a random sample
     weights: tuple[float, ...]  # of the sources
-    repeated: int = 0  # rows with the content of an earlier one
     kept: int = 0  # rows left out of training because the evaluation file has the same question
 
     @property
-    def left_out(self) -> str:
-        """`3 repeated, 1 kept for evaluation`; empty if none."""
-        counts = {"repeated": self.repeated, "kept for evaluation": self.kept}
-        return ", ".join(f"{count} {why}" for why, count in counts.items() if count)
+    def left_out(self) -> dict[str, int]:
+        """Rows that are not used, by reason."""
+        tables = {id(side.table): side.table for side in (self.train, self.held_out)}
+        repeated = sum(table.figures.repeated for table in tables.values())
+        counts = {"repeated": repeated, "kept_for_evaluation": self.kept}
+        return {why: count for why, count in counts.items() if count}
 
     @property
     def digest(self) -> str:
         """Changes if the rows of a side change; their order and files do not matter."""
         return ids_digest(self.train.ids, self.held_out.ids)
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        """Names in the metadata of every row."""
-        ours, theirs = self.train.table.figures.columns, self.held_out.table.figures.columns
-        return tuple(name for name in ours if name in theirs)
 
     def order(self, *, batch: int, seed: int) -> Order:
         """The order of the training side."""
@@ -156,7 +151,7 @@ def split_rows(
     Raises:
         UserError: one side would be empty.
     """
-    questions, repeated = rows.index["question"], rows.figures.repeated
+    questions = rows.index["question"]
     every = Side(table=rows, rows=np.arange(len(questions)))
     if held_out is None:
         train = every
@@ -166,7 +161,7 @@ def split_rows(
             if not (len(train) and len(evaluated)):
                 what = "a single question cannot be split into training and evaluation"
                 raise UserError(what, where=where, hint=f"add rows, or give {section}.held_out_path")
-        return TrainEvalSplit(train=train, held_out=evaluated.in_content_order(), weights=weights, repeated=repeated)
+        return TrainEvalSplit(train=train, held_out=evaluated.in_content_order(), weights=weights)
     train = every.where(~np.isin(questions, held_out.index["question"]))
     if not len(train):
         what = "every question is also an evaluation question; no training data is left"
@@ -176,7 +171,6 @@ def split_rows(
         train=train,
         held_out=evaluated.in_content_order(),
         weights=weights,
-        repeated=repeated,
         kept=len(every) - len(train),
     )
 

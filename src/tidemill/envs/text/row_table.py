@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
 from typing import Any, Generic, TypeVar, overload
 
@@ -15,8 +16,7 @@ from numpy.typing import NDArray
 
 from tidemill.core.errors import UserError
 from tidemill.core.folders import cache_dir
-from tidemill.core.records import Record
-from tidemill.envs.text.prompts import QuestionT, content_id, question_number
+from tidemill.envs.text.prompts import QuestionT, RowCounter, RowFigures, content_id, question_number
 from tidemill.envs.text.row_files import Row, RowFile, open_rows, rows_of
 from tidemill.telemetry.jsonl import disk_error, write_atomically
 
@@ -37,7 +37,7 @@ Index = NDArray[Any]
 """[N] of `INDEX`."""
 INDEX_FOLDER = "index"
 """Folder of the indexes in `cache_dir()`."""
-FORMAT = 2
+FORMAT = 3
 """Part of an index's file name; raised when its content changes."""
 CHUNK_ROWS = 1 << 16
 CHECKED_ROWS = 64
@@ -53,15 +53,8 @@ class RowUse(Generic[QuestionT, ExampleT]):
     parse: Callable[[Row], QuestionT]
     encode: Callable[[QuestionT], ExampleT]
     tokens: Callable[[ExampleT], int]
-    names: Callable[[QuestionT], Iterable[str]] = lambda _: ()  # of the metadata
+    values: Callable[[QuestionT], Mapping[str, Any]] = lambda _: {}  # that a reward can see, by column
     settings: str = ""  # all that changes the result of `parse`; part of the name of an index
-
-
-class IndexFigures(Record):
-    """The file next to an index."""
-
-    repeated: int  # rows with the content of an earlier one
-    columns: tuple[str, ...]  # names in the metadata of every row
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +68,7 @@ class RowTable(Generic[ExampleT]):
     """
 
     index: Index
-    figures: IndexFigures
+    figures: RowFigures
     in_memory: bool
     fetch: Callable[[int, int], ExampleT]
     where: Callable[[int, int], str]
@@ -137,17 +130,17 @@ def table_in_memory(
     rows: Iterable[Row], use: RowUse[QuestionT, ExampleT], *, where: Callable[[int], str]
 ) -> RowTable[ExampleT]:
     """The distinct rows of an iterable. Raises UserError: a row is invalid."""
-    examples, records, columns = list[ExampleT](), list[tuple[Any, ...]](), _CommonNames()
+    examples, records, counter = list[ExampleT](), list[tuple[Any, ...]](), RowCounter()
     for row in rows:
         question = use.parse(row)
         examples.append(use.encode(question))
         records.append(_record(row, question, use.tokens(examples[-1]), locator=len(records)))
-        columns.add(use.names(question))
+        counter.add(use.values(question))
     index = np.array(records, INDEX)
     kept = _first_of_each(index)
     return RowTable(
         index=index[kept],
-        figures=IndexFigures(repeated=len(index) - len(kept), columns=columns.found),
+        figures=counter.figures(repeated=len(index) - len(kept)),
         in_memory=True,
         fetch=lambda _, locator: examples[locator],
         where=lambda _, number: where(number),
@@ -165,30 +158,14 @@ def join(tables: Sequence[RowTable[ExampleT]]) -> RowTable[ExampleT]:
         parts.append(part)
     index = np.concatenate(parts)
     kept = _first_of_each(index)
-    repeated = sum(table.figures.repeated for table in tables) + len(index) - len(kept)
-    columns = [name for name in tables[0].figures.columns if all(name in each.figures.columns for each in tables)]
+    between = RowFigures(rows=0, repeated=len(index) - len(kept), filled={})
     return RowTable(
         index=index[kept],
-        figures=IndexFigures(repeated=repeated, columns=tuple(columns)),
+        figures=reduce(RowFigures.plus, (table.figures for table in tables), between),
         in_memory=all(table.in_memory for table in tables),
         fetch=lambda source, locator: tables[source].fetch(0, locator),
         where=lambda source, number: tables[source].where(0, number),
     )
-
-
-class _CommonNames:
-    """The names that all of several mappings have, in the order of the first."""
-
-    def __init__(self) -> None:
-        self._found: list[str] | None = None
-
-    def add(self, names: Iterable[str]) -> None:
-        given = list(names)
-        self._found = given if self._found is None else [name for name in self._found if name in given]
-
-    @property
-    def found(self) -> tuple[str, ...]:
-        return tuple(self._found or ())
 
 
 def _record(row: Row, question: Any, tokens: int, *, locator: int) -> tuple[Any, ...]:
@@ -210,7 +187,7 @@ def _indexed(file: RowFile, use: RowUse[QuestionT, ExampleT], progress: Progress
         value = file.fetch(locator)
         return use.encode(use.parse(Row(fields=value, where=str(file.path), locator=locator)))
 
-    def table(index: Index, figures: IndexFigures) -> RowTable[ExampleT]:
+    def table(index: Index, figures: RowFigures) -> RowTable[ExampleT]:
         return RowTable(
             index=index, figures=figures, in_memory=False, fetch=fetch, where=lambda _, number: file.where(number)
         )
@@ -234,9 +211,9 @@ def _index_path(file: RowFile, settings: str) -> Path:
     return cache_dir() / INDEX_FOLDER / f"{key}.npy"
 
 
-def _read_index(path: Path) -> tuple[Index, IndexFigures] | None:
+def _read_index(path: Path) -> tuple[Index, RowFigures] | None:
     try:
-        figures = msgspec.json.decode(path.with_suffix(".json").read_bytes(), type=IndexFigures)
+        figures = msgspec.json.decode(path.with_suffix(".json").read_bytes(), type=RowFigures)
         return np.load(path, mmap_mode="r", allow_pickle=False), figures
     except (OSError, ValueError, msgspec.DecodeError):
         return None  # not written yet, or damaged
@@ -256,18 +233,18 @@ class _Scan:
     """Chunks of records, and what is known after the last one."""
 
     chunks: Iterator[Index]
-    columns: _CommonNames
+    counter: RowCounter
 
 
 def _scanned(file: RowFile, use: RowUse[QuestionT, Any], progress: Progress) -> _Scan:
-    columns = _CommonNames()
+    counter = RowCounter()
 
     def chunks() -> Iterator[Index]:
         records, done = list[tuple[Any, ...]](), 0
         for row in rows_of(file, section=use.section, shape=use.shape):
             question = use.parse(row)
             records.append(_record(row, question, use.tokens(use.encode(question)), locator=row.locator))
-            columns.add(use.names(question))
+            counter.add(use.values(question))
             if len(records) == CHUNK_ROWS:
                 done += len(records)
                 progress(f"indexing {file.path.name}: {done} rows")
@@ -275,7 +252,7 @@ def _scanned(file: RowFile, use: RowUse[QuestionT, Any], progress: Progress) -> 
                 records.clear()
         yield np.array(records, INDEX)
 
-    return _Scan(chunks(), columns)
+    return _Scan(chunks(), counter)
 
 
 def _write_index(path: Path, scan: _Scan) -> None:
@@ -290,5 +267,5 @@ def _write_index(path: Path, scan: _Scan) -> None:
         kept = _first_of_each(index)
         np.save(distinct, index[kept], allow_pickle=False)
         distinct.replace(path)
-        figures = IndexFigures(repeated=len(index) - len(kept), columns=scan.columns.found)
+        figures = scan.counter.figures(repeated=len(index) - len(kept))
     write_atomically(path.with_suffix(".json"), msgspec.json.encode(figures))

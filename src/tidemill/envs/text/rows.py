@@ -29,6 +29,18 @@ CONTENT_FIELDS = frozenset({"prompt", "messages", "answer", "tools"})
 TOOLS_SHAPE = 'a tool looks like {"type": "function", "function": {"name": …, "parameters": {…}}}'
 
 
+class RowItem(Item, kw_only=True):
+    """A row of the user's data. Rows with equal questions and answers differ by their other columns."""
+
+    @property
+    def replies(self) -> tuple[str, ...]:
+        columns = {name: value for name, value in self.metadata.items() if value is not None}
+        if not columns:
+            return super().replies
+        # Read again before it is sorted: keys of nested tables may have several types.
+        return (*super().replies, json.dumps(json.loads(json.dumps(columns)), sort_keys=True))
+
+
 Reply: TypeAlias = str | tuple[Message, ...]
 """What follows a prompt: one text, or the messages from the first to the last of several turns of the assistant."""
 
@@ -72,7 +84,7 @@ def to_item(row: Row, *, columns: Mapping[str, str], system_prompt: str) -> Item
     """
     row = _renamed(row, columns, "task")
     tools = _tools(row)
-    return Item(
+    return RowItem(
         messages=_messages(row, PROMPT_SHAPE, system_prompt),
         answer=_answer(row),
         plain=isinstance(row.get("prompt"), str) and not tools,
@@ -189,10 +201,10 @@ def _message(message: Any, field: str, row: Row, shape: str) -> Message:
     return Message(**given)
 
 
-def _answer(row: Row) -> str:
+def _answer(row: Row) -> str | None:
     answer = row.get("answer")
     if answer is None:
-        return ""
+        return None
     if isinstance(answer, bool) or not isinstance(answer, str | int | float):
         _fault("`answer` must be a text or a number", row, PROMPT_SHAPE)
     return str(answer)
@@ -269,7 +281,7 @@ def demonstration_row(prompt: Prompt, *, ending: str) -> RowFields:
     Raises:
         UserError: the prompt has no answer.
     """
-    if not prompt.answer.strip():
+    if not prompt.answer or not prompt.answer.strip():
         raise UserError(f"the prompt {prompt.text[:40]!r} has no answer", where="task", hint="use a task with answers")
     return {**question_row(prompt), "completion": prompt.answer + ending}
 

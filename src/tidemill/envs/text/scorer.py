@@ -12,7 +12,7 @@ from tidemill.config.task import RewardConfig, ScoringConfig
 from tidemill.core.errors import ReaderLost, exception_text
 from tidemill.core.records import CORRECT_REWARD, Prompt, Reward, Trajectory
 from tidemill.envs.text.batch_rewards import Sample
-from tidemill.envs.text.prompts import Task
+from tidemill.envs.text.prompts import ANSWER, Task
 from tidemill.envs.text.rewards import Context, NamedReward, QueuedReward, build_rewards
 from tidemill.extensions.calls import MAX_HANGING, CallError, CallTimeout, HangingError, UserCalls
 from tidemill.extensions.function_pool import FunctionProcesses
@@ -133,6 +133,8 @@ class RewardScorer:
     async def _note(self, reward: NamedReward, sample: Sample, found: dict[str, Score], faults: list[str]) -> None:
         timeout_s = reward.timeout_s or self._timeout_s
         try:
+            if reward.needs_answer:
+                sample.answer()
             found[reward.name] = await self._ask(reward, sample, timeout_s)
         except ReaderLost:  # affects every further sample
             raise
@@ -206,8 +208,8 @@ def evaluation_scoring(scoring: ScoringConfig, *, task: Task, rewards: tuple[Rew
 
     The run's first reward that compares with the answer, with weight 1. Without one: the run's other rewards, except
     random, length and model rewards. If none is left: the task's scorer or the comparison with the answer, so that a
-    control run is measured too. Reward models are included with weight 0, so that their scores of held-out samples can
-    be compared with correctness.
+    control run is measured too; without answers, all rewards of the run. Reward models are included with weight 0, so
+    that their scores of held-out samples can be compared with correctness.
 
     Args:
         rewards: `eval.rewards`; if there are any, they are used instead.
@@ -218,5 +220,8 @@ def evaluation_scoring(scoring: ScoringConfig, *, task: Task, rewards: tuple[Rew
     as_reward = {"weight": 1.0, "role": "reward"}
     judging = tuple(each.model_copy(update=as_reward) for each in scoring.rewards if each.kind in CHECKS_THE_ANSWER)
     others = tuple(each for each in scoring.rewards if each.kind not in NOT_ABOUT_CORRECTNESS)
+    rows = task.held_out_rows
+    if not (judging or others) and task.check is None and rows is not None and rows.mostly_missing(ANSWER):
+        return scoring
     fallback = RewardConfig(kind="exact" if task.check is None else "task")
     return scoring.model_copy(update={"rewards": (judging[:1] or others or (fallback,)) + models})

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from tidemill.core.errors import UserError
 from tidemill.core.records import Prompt, unpack_tokens
 from tidemill.envs.text.batch_rewards import Sample
+from tidemill.envs.text.prompts import ANSWER
 from tidemill.extensions.calls import CallError, UserCalls
 from tidemill.extensions.function_pool import Scores
 from tidemill.extensions.function_process import scores_of
@@ -25,7 +26,7 @@ class UserReward:
     """A user function of one sample, or of lists if it is decorated with `batch=True`.
 
     Args:
-        columns: columns that every row of the data has.
+        columns: columns that some rows of the data have.
         weights: factors of the named components that the function returns; empty for 1 each.
 
     Raises:
@@ -39,6 +40,9 @@ class UserReward:
         called = f"{extension.name}(completion, answer, metadata)"
         self._wanted: Wanted = wanted_arguments(extension.function, called=called, where=WHERE)
         check_offered(self._wanted, (*STANDARD, *columns), name=extension.name, where=WHERE)
+        self.needs_answer = ANSWER in self._wanted.required
+        self._columns = tuple(columns)
+        self._required = dict.fromkeys(name for name in columns if name in self._wanted.required)
         hidden = [name for name in columns if name in STANDARD and name in self._wanted.names]
         if hidden:
             what = f"the data has a column `{hidden[0]}`, and {extension.name} takes the argument of that name"
@@ -46,11 +50,11 @@ class UserReward:
 
     def arguments(self, sample: Sample) -> dict[str, Any]:
         """What the function takes of a sample."""
-        return self._wanted.choose(_arguments(sample))
+        return self._wanted.choose(self._required | _arguments(sample))
 
     def lists(self, samples: Sequence[Sample]) -> dict[str, list[Any]]:
         """What a function of lists takes: one entry for each sample."""
-        rows = [_arguments(sample) for sample in samples]
+        rows = [dict.fromkeys(self._columns) | _arguments(sample) for sample in samples]
         shared = [name for name in rows[0] if all(name in row for row in rows)]
         return self._wanted.choose({name: [row[name] for row in rows] for name in shared})
 

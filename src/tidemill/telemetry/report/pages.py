@@ -15,7 +15,15 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 import tidemill
 from tidemill.core.formatting import between, compact, counted, decimal, duration, gigabytes, percent
 from tidemill.telemetry import metrics
-from tidemill.telemetry.events import ENVIRONMENT_WARNING, FLEET_EVENTS, HEADER, LISTED_EVENTS, REWARD_FAILED
+from tidemill.telemetry.events import (
+    DATA,
+    ENVIRONMENT_WARNING,
+    FLEET_EVENTS,
+    HEADER,
+    LISTED_EVENTS,
+    REWARD_FAILED,
+    data_text,
+)
 from tidemill.telemetry.report.charts import chart_data, histograms
 from tidemill.telemetry.report.sample_cards import (
     BUDGETS,
@@ -171,6 +179,9 @@ def findings(data: RunData) -> list[Finding]:
     found: list[Finding] = []
     if data.damage:
         found.append(Finding("The logs are damaged", f"Unreadable lines were skipped: {', '.join(data.damage)}."))
+    rows = data.events_named(DATA)
+    if rows and (warnings := rows[-1].get("warnings")):
+        found.append(Finding("Rows lack what rewards need", f"{'; '.join(warnings)}."))
     if invalid := sum(data.values(metrics.SAMPLES_INVALID)):
         failures = data.events_named(REWARD_FAILED)
         example = f" For example: {failures[-1].get('reason')}" if failures else ""
@@ -355,6 +366,7 @@ def facts(data: RunData) -> list[tuple[str, str]]:
     rows = [
         ("Command", " ".join(newest.get("argv", []))),
         ("Versions", ", ".join(f"{package} {number}" for package, number in newest.get("versions", {}).items())),
+        ("Data", data_text(rows[-1]) if (rows := data.events_named(DATA)) else ""),
         ("Commit", git.get("commit", "") + (" with local changes" if git.get("changed") else "")),
         ("Machine", ", ".join(filter(None, hardware))),
         ("Forecast", "; ".join((f"from {data.forecast.profile}", *data.forecast.notes)) if data.forecast else ""),

@@ -144,7 +144,7 @@ class Pair(Record):
 def _pair(prompt: str, before: Sample, after: Sample) -> Pair:
     return Pair(
         prompt=shorten(prompt),
-        answer=after.answer,
+        answer=after.answer or "",
         before=before.completion,
         before_reward=before.reward,
         after=after.completion,
@@ -192,7 +192,7 @@ def sample_card(sample: Sample) -> SampleCard:
     return SampleCard(
         step=sample.step,
         prompt=shorten(sample.prompt),
-        answer=sample.answer,
+        answer=sample.answer or "",
         tokens=tokens[:TOKENS_SHOWN],
         left_out=max(0, len(tokens) - TOKENS_SHOWN),
         reward="-" if sample.reward is None else compact(sample.reward),

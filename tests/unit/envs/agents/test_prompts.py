@@ -39,6 +39,17 @@ class Overlapping(Walk):
         return [{"seed": number} for number in range(count)]
 
 
+class Repeating(Walk):
+    """Half of the rows have no answer, and each is there twice."""
+
+    @classmethod
+    def tasks(cls, split: str, count: int) -> list[dict[str, Any]]:
+        return [
+            {"seed": number // 2, "split": split} | ({"answer": 7} if number % 4 < 2 else {"answer": None})
+            for number in range(count)
+        ]
+
+
 class Raising(Walk):
     def reset(self, task: dict[str, Any], seed: int) -> str:
         raise OSError("no such device")
@@ -68,6 +79,15 @@ def test_tasks_with_one_text_differ_by_their_row_and_by_the_environments_argumen
     assert len(ids) == 10
     assert task(Guess).digest != task(Guess, guesses=5).digest
     assert task(Guess).digest == task(Guess).digest
+
+
+def test_repeated_tasks_and_missing_answers_are_counted() -> None:
+    made = task(Repeating)
+    assert (made.train_size, made.held_out_size, made.left_out) == (15, 5, {"repeated": 20})
+    assert {prompt.answer for prompt in made.source.held_out()} == {"7", None}
+    assert made.held_out_rows is not None
+    # Of the rows 0, 1, ..., 9 those with a rest of 2 or 3 modulo 4: 2, 3, 6, 7.
+    assert (made.held_out_rows.rows, made.held_out_rows.missing("answer")) == (10, 4)
 
 
 @pytest.mark.parametrize(

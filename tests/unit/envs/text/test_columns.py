@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,7 @@ def test_a_column_that_a_row_lacks_is_named_with_its_line(tmp_path: Path) -> Non
 def test_answers_are_optional_and_messages_may_be_under_prompt(tmp_path: Path) -> None:
     rows = [{"prompt": [{"role": "user", "content": f"{a}+1="}]} for a in range(8)]
     made = task(tmp_path, rows)
-    assert {prompt.answer for prompt in prompts(made)} == {""}
+    assert {prompt.answer for prompt in prompts(made)} == {None}
     assert all(prompt.messages[0].role == "user" for prompt in prompts(made))
 
 
@@ -85,3 +86,48 @@ def test_long_prompts_are_left_out_and_counted(tmp_path: Path) -> None:
 def test_all_prompts_can_be_evaluated(tmp_path: Path) -> None:
     made = task(tmp_path, [{"prompt": f"{a}+1="} for a in range(8)], held_out_fraction=1.0)
     assert made.train_size == made.held_out_size == 8
+
+
+SAME: dict[str, Any] = {"prompt": "1+1=", "answer": "2"}
+
+
+@pytest.mark.parametrize(
+    ("rows", "distinct"),
+    [
+        ([SAME | {"rubric": f"r{number}"} for number in range(12)], 12),
+        ([SAME | {"tests": [{"a": 1, "b": number}]} for number in range(3)], 3),
+        ([SAME, SAME | {"rubric": "r"}], 2),
+        ([SAME, SAME | {"rubric": None}], 1),
+        ([SAME | {"tests": {"a": 1, "b": 2}, "level": 1}, SAME | {"level": 1, "tests": {"b": 2, "a": 1}}], 1),
+        ([{"prompt": "1+1=", "rubric": "a"}, {"prompt": "1+1=", "rubric": "b"}], 2),
+    ],
+)
+@pytest.mark.parametrize("index_above_mb", [256, 0])
+def test_rows_are_repeated_only_if_a_reward_sees_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: list[dict[str, Any]], distinct: int, index_above_mb: float
+) -> None:
+    monkeypatch.setenv("TIDEMILL_CACHE", str(tmp_path / "cache"))
+    made = task(tmp_path, rows, held_out_fraction=1.0, index_above_mb=index_above_mb)
+    assert made.train_size == made.held_out_size == distinct
+    assert made.left_out == ({"repeated": len(rows) - distinct} if distinct < len(rows) else {})
+    assert len({prompt.prompt_id for prompt in made.source.held_out()}) == distinct
+
+
+@pytest.mark.parametrize("row", [{"prompt": "1+1="}, {"prompt": "1+1=", "answer": None, "level": None}])
+def test_ids_of_rows_without_other_columns_stay(tmp_path: Path, row: dict[str, Any]) -> None:
+    """They decide the noise of a sample. The hash is of the JSON text [[["user", "1+1="]], ANSWER]."""
+    (unanswered,) = task(tmp_path, [row], held_out_fraction=1.0).source.held_out()
+    (answered,) = task(tmp_path, [SAME], held_out_fraction=1.0).source.held_out()
+    expected = [
+        blake2b(f'[[["user", "1+1="]], "{answer}"]'.encode(), digest_size=16).hexdigest() for answer in ("", "2")
+    ]
+    assert [unanswered.prompt_id, answered.prompt_id] == expected
+
+
+def test_rows_of_one_question_are_on_one_side_whatever_their_columns(tmp_path: Path) -> None:
+    rows = [{"prompt": f"{number % 9}+1=", "answer": "1", "rubric": f"r{number}"} for number in range(27)]
+    made = task(tmp_path, rows, held_out_fraction=0.5)
+    assert made.train_size + made.held_out_size == 27
+    held_out = {prompt.text for prompt in made.source.held_out()}
+    assert made.held_out_size == 3 * len(held_out)
+    assert not held_out & {prompt.text for step in range(1, 14) for _, prompt in made.source.train_batch(step)}

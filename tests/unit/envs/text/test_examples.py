@@ -58,6 +58,7 @@ def test_completions_of_one_prompt_are_on_one_side_and_repeated_rows_count_once(
     assert len(made.train) + len(made.held_out) == 40
     assert not set(texts(made.train)) & set(texts(made.held_out))
     assert "20 repeated" in made.description
+    assert made.left_out == {"repeated": 20}
 
 
 def test_pairs_of_one_prompt_are_on_one_side(tmp_path: Path) -> None:

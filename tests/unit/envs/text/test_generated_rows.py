@@ -21,8 +21,9 @@ PROMPT = make_prompt("1+1=", "2")
 
 def test_a_demonstration_is_the_answer_with_its_ending() -> None:
     assert demonstration_row(PROMPT, ending="\n") == {"prompt": "1+1=", "completion": "2\n"}
-    with pytest.raises(UserError, match="has no answer"):
-        demonstration_row(msgspec.structs.replace(PROMPT, answer=" "), ending="\n")
+    for missing in (" ", None):
+        with pytest.raises(UserError, match="has no answer"):
+            demonstration_row(msgspec.structs.replace(PROMPT, answer=missing), ending="\n")
 
 
 @pytest.mark.parametrize("chat_template", [False, True])

@@ -22,6 +22,7 @@ from tests.char_codec import CharCodec, make_prompt, make_trajectory
 from tidemill.config.task import ArithmeticTask, RewardConfig, ScoringConfig
 from tidemill.core.records import Reward, SampleId, Turn
 from tidemill.envs.text import build_scorer, build_task, evaluation_scoring
+from tidemill.envs.text.prompts import RowFigures
 from tidemill.envs.text.rewards import NamedReward
 from tidemill.envs.text.scorer import RewardScorer
 from tidemill.extensions.calls import MAX_HANGING
@@ -354,6 +355,24 @@ def test_a_process_with_a_hanging_reward_ends(kind: str) -> None:
     assert "no result within 0.1 s" in done.stdout
 
 
+@pytest.mark.parametrize("kind", ["exact", "numeric", "math_verify"])
+@pytest.mark.parametrize("completion", ["", "None", "12"])
+async def test_a_missing_answer_makes_the_sample_invalid(kind: Any, completion: str) -> None:
+    built = build_scorer(ScoringConfig(rewards=(RewardConfig(kind=kind), LENGTH)), task=TASK, seed=0)
+    prompt = replace_fields(PROMPT, answer=None)
+    reward = await built.score(prompt, make_trajectory(prompt, completion))
+    assert (reward.valid, reward.value) == (False, 0.0)
+    assert f"reward {kind}: ValueError: the row has no answer" in reward.reason
+    await built.close()
+
+
+@pytest.mark.parametrize(("completion", "value"), [("", 1.0), ("None", 0.0)])
+async def test_an_empty_answer_is_an_answer(completion: str, value: float) -> None:
+    prompt = replace_fields(PROMPT, answer="")
+    built = build_scorer(ScoringConfig(rewards=(EXACT,)), task=TASK, seed=0)
+    assert (await built.score(prompt, make_trajectory(prompt, completion))).value == value
+
+
 async def test_evaluation_of_a_control_run_still_measures() -> None:
     control = ScoringConfig(rewards=(RewardConfig(kind="random"),))
     built = build_scorer(evaluation_scoring(control, task=TASK), task=TASK, seed=0)
@@ -379,6 +398,16 @@ def test_evaluation_without_such_a_reward_keeps_those_that_may_tell_right_from_w
     own = RewardConfig(kind="python", function="a:b", weight=2.0)
     shaped = ScoringConfig(rewards=(own, RewardConfig(kind="length", target_tokens=3), RewardConfig(kind="random")))
     assert evaluation_scoring(shaped, task=TASK).rewards == (own,)
+
+
+@pytest.mark.parametrize("own", [RewardConfig(kind="model", model="folder", weight=2.0), LENGTH])
+@pytest.mark.parametrize(("answers", "uses_own"), [(0, True), (4, True), (5, False), (10, False)])
+def test_evaluation_without_answers_asks_the_rewards_of_the_run(
+    own: RewardConfig, answers: int, uses_own: bool
+) -> None:
+    task = replace(TASK, held_out_rows=RowFigures(rows=10, repeated=0, filled={"answer": answers}))
+    scoring = ScoringConfig(rewards=(own,))
+    assert (evaluation_scoring(scoring, task=task) == scoring) is uses_own
 
 
 async def test_the_random_reward_is_the_samples_own() -> None:

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from tests.char_codec import CharCodec, make_prompt, make_trajectory
 from tidemill.config.task import FileTask, RewardConfig, ScoringConfig
 from tidemill.core.errors import UserError
-from tidemill.core.records import Reward
+from tidemill.core.records import Prompt, Reward
 from tidemill.envs.text import Task, build_task
 from tidemill.envs.text.scorer import build_scorer
 from tidemill.extensions.registry import Extension, Mark, given_function, mark, provide
@@ -34,16 +34,24 @@ def given(function: Callable[..., Any]) -> Extension:
     return given_function(function, "reward", where="rewards")
 
 
+def mark_batch(function: Callable[..., Any]) -> Callable[..., Any]:
+    return mark(function, Mark(kind="reward", options={"batch": True}))
+
+
 def scored(
-    task: Task, *functions: Callable[..., Any], completions: tuple[str, ...] = ("12",), **config: Any
+    task: Task,
+    *functions: Callable[..., Any],
+    completions: tuple[str, ...] = ("12",),
+    prompts: tuple[Prompt, ...] = (PROMPT,),
+    **config: Any,
 ) -> list[Reward]:
-    """The rewards of completions of `PROMPT`, from functions that are given as objects."""
+    """The rewards of completions of each prompt, from functions that are given as objects."""
 
     async def score() -> list[Reward]:
         scorer = build_scorer(ScoringConfig(rewards=configs, timeout_s=5), task=task, seed=0)
         try:
-            made = [make_trajectory(PROMPT, completion) for completion in completions]
-            return list(await asyncio.gather(*(scorer.score(PROMPT, each) for each in made)))
+            made = [(prompt, make_trajectory(prompt, completion)) for prompt in prompts for completion in completions]
+            return list(await asyncio.gather(*(scorer.score(*each) for each in made)))
         finally:
             await scorer.close()
 
@@ -220,3 +228,57 @@ def test_metadata_is_a_copy(task: Task) -> None:
     prompt = replace(PROMPT, metadata={"level": 3})
     assert scored(task, score)[0].value == 4.0
     assert prompt.metadata == {"level": 3}
+
+
+@pytest.fixture(scope="module")
+def sparse(tmp_path_factory: pytest.TempPathFactory) -> Task:
+    """Only one row has the column `level`."""
+    path = tmp_path_factory.mktemp("sparse") / "rows.jsonl"
+    path.write_text('{"prompt": "5+7=", "answer": "12", "level": 3}\n{"prompt": "5+8=", "answer": "13"}\n')
+    return build_task(FileTask(kind="file", path=path), codec=CharCodec(), batch_prompts=1, seed=0, chat_template=False)
+
+
+def score(completion: str, level: int | None) -> float:
+    return -1.0 if level is None else float(level)
+
+
+def score_defaulted(completion: str, level: int = 5) -> float:
+    return float(level)
+
+
+@mark_batch
+def score_batch(completion: list[str], level: list[int | None]) -> list[float]:
+    return [score(each, found) for each, found in zip(completion, level, strict=True)]
+
+
+@pytest.mark.parametrize(("function", "without"), [(score, -1.0), (score_defaulted, 5.0), (score_batch, -1.0)])
+def test_a_column_that_a_row_lacks_is_none_or_the_default(
+    sparse: Task, function: Callable[..., Any], without: float
+) -> None:
+    plain = replace(PROMPT, metadata={})
+    assert [each.value for each in scored(sparse, function, prompts=(PROMPT, plain))] == [3.0, without]
+
+
+def right(completion: str, answer: str) -> float:
+    return float(completion == answer)
+
+
+def right_defaulted(completion: str, answer: str | None = "x") -> float:
+    return float(answer is None)
+
+
+@mark_batch
+def right_batch(completion: list[str], answer: list[str]) -> list[float]:
+    return [right(*pair) for pair in zip(completion, answer, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("function", "valid", "value"), [(right, False, 0.0), (right_batch, False, 0.0), (right_defaulted, True, 1.0)]
+)
+def test_a_function_that_requires_an_answer_is_not_called_without_one(
+    task: Task, function: Callable[..., Any], valid: bool, value: float
+) -> None:
+    answered, unanswered = scored(task, function, prompts=(PROMPT, replace(PROMPT, answer=None)))
+    assert (unanswered.valid, unanswered.value) == (valid, value)
+    assert answered.valid
+    assert valid or "the row has no answer" in unanswered.reason

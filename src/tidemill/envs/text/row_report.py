@@ -1,0 +1,142 @@
+"""What a run reports of its rows: those it leaves out, and the columns that its rewards need and some rows lack."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from tidemill.config.schema import RunSpec
+from tidemill.config.task import RewardConfig
+from tidemill.core.errors import UserError
+from tidemill.envs.text.code_tests import COLUMN as TESTS
+from tidemill.envs.text.prompts import ANSWER, RowFigures, Task
+from tidemill.envs.text.rewards import COMPARES
+from tidemill.envs.text.scorer import evaluation_scoring
+from tidemill.envs.text.user_rewards import STANDARD, WHERE
+from tidemill.extensions.registry import resolve
+from tidemill.extensions.signature import wanted_arguments
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reads:
+    """The columns that a reward reads.
+
+    Args:
+        needs: the samples of rows without one of them are invalid.
+        takes: columns of the data that a function requires; None in rows without them.
+    """
+
+    name: str
+    needs: tuple[str, ...] = ()
+    takes: tuple[str, ...] = ()
+
+
+def reads(config: RewardConfig) -> Reads:
+    """Raises UserError: the function of the reward does not exist."""
+    if config.kind != "python":
+        needs = (ANSWER,) if config.kind in COMPARES else (TESTS,) if config.kind == "tests" else ()
+        return Reads(name=config.name or config.kind, needs=needs)
+    extension = resolve(config.function, "reward", where=WHERE)
+    required = wanted_arguments(extension.function, called=extension.name, where=WHERE).required
+    return Reads(
+        name=config.name or extension.name,
+        needs=(ANSWER,) if ANSWER in required else (),
+        takes=tuple(name for name in required if name not in STANDARD),
+    )
+
+
+def report_rows(spec: RunSpec, task: Task) -> dict[str, Any]:
+    """The fields of the event `data` of a run; empty for a task without rows.
+
+    Raises:
+        UserError: more than half of the rows lack what a reward needs, or all of them a column that a function takes.
+    """
+    if task.train_rows is None or task.held_out_rows is None:
+        return {}
+    rows = task.train_rows
+    if task.held_out_rows is not rows:
+        rows = rows.plus(task.held_out_rows)
+    in_sets = {f"repeated in {name}": found.rows.repeated for name, found in task.eval_sets.items()}
+    warnings = [warning for scored in _scored_rows(spec, task) for warning in _warnings(scored, task.columns)]
+    return {
+        "training": task.train_size,
+        "held_out": task.held_out_size,
+        "left_out": {**task.left_out, **{reason: count for reason, count in in_sets.items() if count}},
+        "rows": rows.rows,
+        "missing": missing_values(rows),
+        "warnings": list(dict.fromkeys(warnings)),
+    }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoredRows:
+    """Rows that are scored with the same rewards."""
+
+    name: str  # "training rows"
+    where: str
+    answers: str  # hint: how they get answers
+    figures: RowFigures
+    rewards: Sequence[RewardConfig]
+    refuse: bool  # False: clients may give the rewards
+
+
+def _scored_rows(spec: RunSpec, task: Task) -> Iterator[ScoredRows]:
+    """Those for training, those for evaluation, and each evaluation set."""
+    trained = spec.scoring.rewards
+    evaluated = evaluation_scoring(spec.scoring, task=task, rewards=spec.eval.rewards).rewards
+    columns = 'columns = { answer = "..." }'
+    answers = f"set task.{columns}" if spec.task.kind == "file" else "return them as `answer`"
+    rows = partial(ScoredRows, refuse=not spec.gateway.sessions)
+    named = partial(rows, where="task", answers=answers)
+    ours, theirs = task.train_rows, task.held_out_rows
+    if ours is not None and ours is theirs:
+        yield named(name="rows", figures=ours, rewards=(*trained, *evaluated))
+    elif ours is not None and theirs is not None:
+        yield named(name="training rows", figures=ours, rewards=trained)
+        yield named(name="evaluation rows", figures=theirs, rewards=evaluated)
+    for name, found in task.eval_sets.items():
+        where, figures = f"eval.sets, {name}", found.rows
+        yield rows(
+            name=f"rows of {name}", where=where, answers=f"set its {columns}", figures=figures, rewards=evaluated
+        )
+
+
+def _warnings(rows: ScoredRows, columns: Sequence[str]) -> Iterator[str]:
+    """One line per reward and column that some rows lack.
+
+    Args:
+        columns: of the whole task.
+
+    Raises:
+        UserError: as `report_rows`.
+    """
+    figures, total = rows.figures, f"{rows.figures.rows} {rows.name}"
+    for reward in map(reads, rows.rewards):
+        for column in reward.needs:
+            named = "answer" if column == ANSWER else f"`{column}`"
+            what = f"{figures.missing(column)} of {total} have no {named}, which the reward {reward.name} needs"
+            if rows.refuse and figures.mostly_missing(column):
+                raise UserError(what, where=rows.where, hint=_cure(column, rows))
+            if figures.missing(column):
+                yield f"{what}: their samples are invalid"
+        for column in reward.takes:
+            if rows.refuse and column in columns and column not in figures.columns:
+                what = f"the {rows.name} have no column `{column}`, which the reward {reward.name} takes"
+                raise UserError(what, where=rows.where, hint="add it, or give the argument a default value")
+            if missing := figures.missing(column):
+                yield f"{missing} of {total} have no `{column}`, which the reward {reward.name} takes: it gets None"
+
+
+def _cure(column: str, rows: ScoredRows) -> str:
+    others = [name for name in rows.figures.columns if name != column]
+    there = f"besides the prompt they have {', '.join(others)}" if others else "they have only prompts"
+    cure = rows.answers if column == ANSWER else "add it"
+    return f"{there}; {cure}, or use rewards that need none"
+
+
+def missing_values(figures: RowFigures) -> Mapping[str, int]:
+    """The rows without a value, by column; of the answer only if other rows have one."""
+    names = [name for name in figures.filled if name != ANSWER or figures.filled[name]]
+    return {name: count for name in names if (count := figures.missing(name))}

@@ -18,6 +18,7 @@ from tidemill.config.task import RewardConfig
 from tidemill.core.errors import UserError
 from tidemill.envs.text.batch_rewards import BatchedReward, HttpScorer, Sample
 from tidemill.envs.text.code_tests import COLUMN, GRACE_S, CodeTests
+from tidemill.envs.text.package_checks import PackageReward
 from tidemill.envs.text.prompts import Task, hash_number
 from tidemill.envs.text.row_files import import_extra
 from tidemill.envs.text.user_rewards import WHERE as WHERE_FUNCTION
@@ -26,6 +27,7 @@ from tidemill.extensions.calls import UserCalls
 from tidemill.extensions.registry import resolve
 
 WHERE = "scoring.rewards"
+LONGEST_QUEUE_S = 3600.0
 REGEX_DEADLINE_S = 60.0  # the scorer gives up on a sample earlier; this ends the search itself
 NUMBER = re.compile(
     r"(?:(?<![0-9.)])[-+])?"  # a sign, not a subtraction
@@ -75,6 +77,8 @@ class Context:
     stop_strings: tuple[str, ...]
     calls: UserCalls = field(default_factory=UserCalls)  # runs user functions of batches
     sandbox: SandboxConfig = field(default_factory=SandboxConfig)  # for rewards that run programs
+    timeout_s: float = 10.0  # of a score, as `scoring.timeout_s`
+    concurrency: int = 8  # of scores, as `scoring.concurrency`
     open_model: Callable[[RewardConfig], QueuedReward] | None = None  # scores with a reward model, if available
 
 
@@ -151,7 +155,7 @@ def _length(config: RewardConfig, context: Context) -> RewardFunction:
 
 
 def _task(config: RewardConfig, context: Context) -> RewardFunction:
-    """The score of the task's own scorer."""
+    """The score of the task's own scorer, which runs in the sandbox."""
     check = context.task.check
     if check is None:
         raise UserError(
@@ -159,7 +163,7 @@ def _task(config: RewardConfig, context: Context) -> RewardFunction:
             where=WHERE,
             hint='compare with the answer: reward kind "exact" or "numeric"',
         )
-    return lambda sample: check(sample.completion, sample.prompt)
+    return PackageReward(check, context.sandbox, timeout_s=context.timeout_s, most=context.concurrency)
 
 
 def _environment(config: RewardConfig, context: Context) -> RewardFunction:
@@ -207,7 +211,7 @@ BUILT_IN: dict[str, Callable[[RewardConfig, Context], RewardFunction]] = {
     "http": _http,
 }
 INLINE = frozenset({"exact", "numeric", "length", "environment", "random"})
-QUEUED = frozenset({"model", "http"})
+QUEUED = frozenset({"model", "http", "task"})
 CORRECT_AT_ONE = frozenset({"exact", "numeric", "math_verify", "regex", "task", "tests"})
 
 
@@ -266,6 +270,8 @@ def _build(name: str, config: RewardConfig, context: Context) -> NamedReward:
 def _timeout_s(config: RewardConfig, scores: QueuedReward | None) -> float | None:
     if config.kind == "tests":  # ends by itself: a program that takes long must not make its sample invalid
         return config.longest_wait_s + GRACE_S
+    if config.kind == "task":  # has its deadline for each answer, which begins after the queue
+        return LONGEST_QUEUE_S
     return config.longest_wait_s if scores else None
 
 

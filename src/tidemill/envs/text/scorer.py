@@ -55,7 +55,7 @@ class RewardScorer:
         reason that names reward, error and sample.
 
         Raises:
-            ReaderLost: the process of a reward model ended and cannot be restarted.
+            ReaderLost: the process of a reward model, or that of the task's scorer, ended and cannot be restarted.
         """
         if trajectory.fault:
             return Reward(value=0.0, valid=False, reason=trajectory.fault)
@@ -159,14 +159,23 @@ def build_scorer(
         stop_strings: where `exact` and `numeric` stop reading a completion; by default the task's.
         open_model: makes the function of rewards of kind "model"; None refuses them.
         calls: runs the functions; by default a new one.
-        sandbox: where rewards of kind "tests" run programs.
+        sandbox: where rewards of kind "tests" and "task" run programs.
 
     Raises:
         UserError: a reward cannot work.
     """
     stops = task.default_stop_strings if stop_strings is None else stop_strings
     calls = calls or user_calls(scoring.concurrency)
-    context = Context(task=task, seed=seed, stop_strings=stops, calls=calls, sandbox=sandbox, open_model=open_model)
+    context = Context(
+        task=task,
+        seed=seed,
+        stop_strings=stops,
+        calls=calls,
+        sandbox=sandbox,
+        timeout_s=scoring.timeout_s,
+        concurrency=scoring.concurrency,
+        open_model=open_model,
+    )
     rewards = build_rewards(scoring.rewards, context)
     return RewardScorer(rewards, timeout_s=scoring.timeout_s, concurrency=scoring.concurrency, calls=calls)
 

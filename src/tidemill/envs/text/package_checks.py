@@ -25,7 +25,7 @@ from tidemill.core.records import Record
 from tidemill.envs.text.batch_rewards import Sample
 from tidemill.envs.text.prompts import PackageCheck
 from tidemill.extensions.calls import CallError
-from tidemill.sandbox.local import LocalSandbox
+from tidemill.sandbox.local import LocalSandbox, SandboxedProgram
 from tidemill.sandbox.open_sandbox import open_local_sandbox
 from tidemill.sandbox.records import MEGABYTE, SandboxError
 
@@ -67,6 +67,7 @@ class Program:
         folders = {"programs": str(PROGRAM.parent)}
         folders |= {f"packages{number}": path for number, path in enumerate(_package_folders(check.package))}
         self._sandbox: LocalSandbox | None = None
+        self._stream: socket.socket | None = None
         try:
             self._sandbox = open_local_sandbox(config, folders)
             seen = folders if config.backend == "none" else {name: f"/mnt/{name}" for name in folders}
@@ -79,9 +80,9 @@ class Program:
             argv = [os.path.realpath(sys.executable), f"{seen['programs']}/{PROGRAM.name}", json.dumps(arguments)]
             single = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # a process with threads cannot fork safely
             env = {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONHASHSEED": "0", **single}
-            self._program = self._sandbox.start(argv, env=env)
-            self._stream = self._program.stream
-            self._wait_until_ready(check.package)
+            program = self._sandbox.start(argv, env=env)
+            self._stream = program.stream
+            _wait_until_ready(program, check.package)
         except SandboxError as error:
             self._end()
             raise UserError(str(error), where="sandbox.backend", hint="see `tidemill doctor`") from error
@@ -108,38 +109,12 @@ class Program:
     def close(self) -> None:
         """End it."""
         if self._writer is not None:
-            self._writer.close()
+            self._writer.transport.abort()
         self._end()
 
-    def _wait_until_ready(self, package: str) -> None:
-        self._stream.settimeout(START_S)
-        try:
-            with self._stream.makefile("rb", buffering=0) as reader:
-                length = int.from_bytes(_exactly(reader, LENGTH_BYTES), "little")
-                reply = msgspec.msgpack.decode(_exactly(reader, min(length, MOST_BYTES)), type=Reply)
-            what = reply.error
-        except (OSError, EOFError, msgspec.DecodeError) as error:
-            what = self._last_words() or str(error) or type(error).__name__
-        if what:
-            raise UserError(
-                f"{package} does not start in the sandbox: {what}",
-                where="sandbox",
-                hint=f"it needs {package} in a folder of this Python's packages, and enough sandbox.memory_mb",
-            )
-        self._stream.setblocking(False)
-
-    def _last_words(self) -> str:
-        with suppress(OSError):
-            self._stream.shutdown(socket.SHUT_RDWR)
-        try:
-            finished = self._program.finish(CLOSE_S)
-        except SandboxError:
-            return ""
-        if finished.ended:
-            return f"ended by its limit of {finished.ended}"
-        return (finished.stderr.decode(errors="replace").strip().splitlines() or [""])[-1]
-
     def _end(self) -> None:
+        if self._stream is not None and self._writer is None:
+            self._stream.close()
         if self._sandbox is not None:
             self._sandbox.close()
 
@@ -179,6 +154,7 @@ class PackageReward:
         for program in (*self._idle, *self._busy):
             program.close()
         self._idle.clear()
+        await asyncio.sleep(0)  # their streams close in the next iteration of the loop
 
     async def _asked(self, request: bytes) -> Reply | None:
         """The reply of a program; None if the program ended, whatever the reason."""
@@ -233,6 +209,37 @@ def _package_folders(package: str) -> list[str]:
     own = [str(Path(spec.origin).parent.parent)] if spec is not None and spec.origin else []
     installed = [path for path in (*sys.path, *own) if path in own or Path(path).name in SITE_FOLDERS]
     return list(dict.fromkeys(os.path.realpath(path) for path in installed if Path(path).is_dir()))
+
+
+def _wait_until_ready(program: SandboxedProgram, package: str) -> None:
+    """Raises UserError: it does not become ready."""
+    program.stream.settimeout(START_S)
+    try:
+        with program.stream.makefile("rb", buffering=0) as reader:
+            length = int.from_bytes(_exactly(reader, LENGTH_BYTES), "little")
+            what = msgspec.msgpack.decode(_exactly(reader, min(length, MOST_BYTES)), type=Reply).error
+    except (OSError, EOFError, msgspec.DecodeError) as error:
+        what = _last_words(program) or str(error) or type(error).__name__
+    if what:
+        raise UserError(
+            f"{package} does not start in the sandbox: {what}",
+            where="sandbox",
+            hint=f"it needs {package} in a folder of this Python's packages, and enough sandbox.memory_mb",
+        )
+    program.stream.setblocking(False)
+
+
+def _last_words(program: SandboxedProgram) -> str:
+    """Why it ended."""
+    with suppress(OSError):
+        program.stream.shutdown(socket.SHUT_RDWR)
+    try:
+        finished = program.finish(CLOSE_S)
+    except SandboxError:
+        return ""
+    if finished.ended:
+        return f"ended by its limit of {finished.ended}"
+    return (finished.stderr.decode(errors="replace").strip().splitlines() or [""])[-1]
 
 
 def _exactly(reader: Any, count: int) -> bytes:

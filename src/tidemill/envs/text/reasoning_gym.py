@@ -84,12 +84,15 @@ def package_check(config: ReasoningGymTask, entries: Mapping[str, Any]) -> Packa
 
 
 def check_scorer(config: ReasoningGymTask, sandbox: SandboxConfig) -> None:
-    """Start the program that scores once.
+    """Start the program that scores once, unless the task itself cannot be made.
 
     Raises:
-        UserError: it does not start, or as `build_reasoning_gym`.
+        UserError: it does not start.
     """
-    _create(config)
+    try:
+        _create(config)
+    except UserError:  # raised again where the task is built
+        return
     check_program(package_check(config, {}), sandbox)
 
 

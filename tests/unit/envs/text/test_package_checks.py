@@ -21,6 +21,7 @@ from tidemill.core.records import Prompt, SampleId
 from tidemill.envs.text import Task, build_task, package_checks
 from tidemill.envs.text.batch_rewards import Sample
 from tidemill.envs.text.package_checks import PackageReward, check_program
+from tidemill.envs.text.prompts import PackageCheck
 from tidemill.extensions.calls import CallError
 
 gym = pytest.importorskip("reasoning_gym")
@@ -168,16 +169,14 @@ async def test_the_sandbox_holds_where_the_hook_does_not(tmp_path: Path, monkeyp
 
 def test_a_program_that_does_not_start_is_an_error_with_its_reason() -> None:
     need_bubblewrap()
-    check = package_checks.PackageCheck(package="math_verify", params={"a": 1}, entry=lambda _: b"", answer=str)
+    check = PackageCheck(package="math_verify", params={"a": 1}, entry=lambda _: b"", answer=str)
     with pytest.raises(UserError, match="math_verify does not start in the sandbox: TypeError"):
         check_program(check, SandboxConfig())
 
 
 async def test_math_verify_can_be_scored_in_the_sandbox_too() -> None:
     need_bubblewrap()
-    check = package_checks.PackageCheck(
-        package="math_verify", entry=lambda prompt: pickle.dumps(prompt.answer), answer=str
-    )
+    check = PackageCheck(package="math_verify", entry=lambda prompt: pickle.dumps(prompt.answer), answer=str)
     reward = PackageReward(check, SandboxConfig(), timeout_s=20, most=1)
     prompt = Prompt(prompt_id="p", token_ids=b"", text="", answer=r"$\sqrt{2}$")
     runs_code = r"$\sum_{n=0}^{\infty} \text{[0for[copyright.__class__.a]in[[1]]]}^n/n!$"

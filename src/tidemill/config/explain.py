@@ -176,7 +176,11 @@ def _task(spec: RunSpec) -> str:
         text = f"reasoning-gym {task.name}: {counted(task.train_size, 'training prompt')}"
     rewards = spec.scoring.rewards
     terms = [reward.kind if reward.weight == 1 else f"{reward.weight:g} × {reward.kind}" for reward in rewards]
-    return f"{text}; reward = {' + '.join(terms)}"
+    text = f"{text}; reward = {' + '.join(terms)}"
+    sandboxed = " and ".join(sorted({reward.kind for reward in rewards} & {"task", "tests"}))
+    if sandboxed and spec.sandbox.backend == "none":
+        return f"{text}; {sandboxed} without a sandbox"
+    return f"{text}; {sandboxed} in a sandbox ({spec.sandbox.backend})" if sandboxed else text
 
 
 def _sampling(spec: RunSpec) -> str:

@@ -197,7 +197,7 @@ class RewardConfig(Config):
         "http",
     ]
     """exact, numeric, math_verify: compare with the answer. regex: search for `pattern`. length: score the completion's
-    length. task: the task's own scorer (reasoning_gym). environment: the sum of the rewards of an agent's turns; the
+    length. task: the score of reasoning_gym, in the sandbox. environment: the sum of an agent's rewards; the
     others read the text of the last turn. tests: run the completion, a Python program, in the sandbox against the tests
     of its row. random: a control. python: `function`. model: a reward model.
     http: a server."""

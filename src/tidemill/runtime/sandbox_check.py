@@ -3,17 +3,36 @@
 from __future__ import annotations
 
 from tidemill.config.schema import RunSpec
+from tidemill.config.task import ReasoningGymTask
+from tidemill.core.errors import UserError
 from tidemill.envs.agents.find import find_environment
+from tidemill.envs.text.reasoning_gym import check_scorer
+from tidemill.envs.text.scorer import NOT_ABOUT_CORRECTNESS
 from tidemill.sandbox.open_sandbox import check_sandbox
 
 
 def check_needed_sandbox(spec: RunSpec) -> None:
-    """Run a command in a sandbox, if a reward or the environment needs one.
+    """Run a command in a sandbox, if a reward or the environment needs one, and start the program that scores the task.
 
     Raises:
         UserError: the back-end does not work on this machine, or the environment is wrong.
     """
+    if (task := _scored_by_package(spec)) is not None:
+        try:
+            check_sandbox(spec.sandbox)
+            check_scorer(task, spec.sandbox)
+        except UserError as error:
+            what = f"reasoning-gym evaluates answers as Python, and its scores need a sandbox: {error.what}"
+            raise UserError(what, where=error.where, hint=error.hint) from error
+        return
     rewards = (*spec.scoring.rewards, *spec.eval.rewards)
     environment = spec.env.enabled and find_environment(spec.env, spec.sandbox).function
     if any(reward.kind == "tests" for reward in rewards) or getattr(environment, "needs_sandbox", False):
         check_sandbox(spec.sandbox)
+
+
+def _scored_by_package(spec: RunSpec) -> ReasoningGymTask | None:
+    """The task, if its own scorer is a reward, or measures held-out answers because no reward tells correctness."""
+    kinds = {reward.kind for reward in (*spec.scoring.rewards, *spec.eval.rewards)}
+    used = "task" in kinds or kinds <= NOT_ABOUT_CORRECTNESS
+    return spec.task if used and isinstance(spec.task, ReasoningGymTask) else None

@@ -41,7 +41,7 @@ def open_local_sandbox(config: SandboxConfig, visible: Mapping[str, str]) -> Loc
         SandboxError: the sandbox cannot be made.
     """
     if config.backend == "http":
-        raise UserError("environments of other packages need a local sandbox", where=WHERE, hint='set it to "bwrap"')
+        raise UserError("programs that stay in a sandbox need a local one", where=WHERE, hint='set it to "bwrap"')
     network = () if config.network == "none" else config.network
     return LocalSandbox(launcher(config.backend).address, limits_of(config), network, visible)
 

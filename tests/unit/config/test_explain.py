@@ -130,6 +130,10 @@ def test_tasks_and_rewards() -> None:
     assert text("--task.kind=reasoning_gym", "--task.name=sums", rewards, topic="task") == (
         "reasoning-gym sums: 1,000 training prompts; reward = exact + 0.5 × length"
     )
+    gym, own = ("--task.kind=reasoning_gym", "--task.name=sums"), '--scoring.rewards=[{kind="task"}]'
+    scored = "reasoning-gym sums: 1,000 training prompts; reward = task; task"
+    assert text(*gym, own, topic="task") == f"{scored} in a sandbox (bwrap)"
+    assert text(*gym, own, "--sandbox.backend=none", topic="task") == f"{scored} without a sandbox"
     assert text("--task.digits=2", "--task.operators=+*", "--task.shots=1", topic="task") == (
         "arithmetic: + * on numbers of 1 to 2 digits, 1 worked example; reward = exact"
     )

@@ -28,7 +28,7 @@ ATTEMPTS = 2
 """At a sample whose sandbox fails."""
 GRACE_S = 60.0
 """To start and end sandboxes, beyond the time of the tests."""
-BLOCK = re.compile(r"^[ \t]*```(?:python|py)?[ \t]*\n(.*?)^[ \t]*```[ \t]*$", re.DOTALL | re.MULTILINE)
+FENCE = re.compile(r"^[ \t]*```(python|py)?[ \t]*$", re.MULTILINE)
 RELATIVE_TOLERANCE = 1e-6
 # Reads the program and a call from standard input; its value is the last line of the output.
 CALL = """\
@@ -106,8 +106,13 @@ def program_of(sample: Sample, *, with_prompt: bool) -> str:
     """The program of a completion: after the prompt, or its last fenced block, or all of it."""
     if with_prompt:
         return sample.prompt.text + sample.completion
-    blocks = BLOCK.findall(sample.completion)
-    return blocks[-1] if blocks else sample.completion
+    block, start = sample.completion, -1
+    for fence in FENCE.finditer(sample.completion):  # not one pattern for a block, which takes quadratic time
+        if start < 0:
+            start = fence.end() + 1
+        elif not fence[1]:
+            block, start = sample.completion[start : fence.start()], -1
+    return block
 
 
 def _passes_here(sandbox: Sandbox, program: str, test: CodeTest, timeout_s: float) -> bool:

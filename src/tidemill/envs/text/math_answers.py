@@ -1,13 +1,33 @@
-"""The reward `math_verify`, as a function for other processes: parsing what a model wrote can take for ever."""
+"""The reward `math_verify`, as a function for other processes: parsing what a model wrote can take for ever.
+
+math-verify and sympy evaluate generated Python, into which a completion can bring names of its own: `\\text{...}`
+becomes a symbol, and a sum is computed by code that contains the symbol's name. An audit hook ends such a call. Code may
+name what sympy and mpmath export, and nothing else.
+"""
 
 from __future__ import annotations
 
 import logging
+import os
+import sys
+from collections.abc import Iterator
+from types import CodeType
 from typing import Any
 
 import math_verify as package
+import mpmath
+import sympy
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its timeout is off
+EVALUATED = "<"
+"""Start of the file name of code that was not read from a file."""
+MAKE_CODE = frozenset({"collections", "dataclasses", "enum", "functools", "importlib._bootstrap", "typing"})
+"""Modules that run code which they have made themselves."""
+REFUSED_EVENTS = ("os.", "subprocess.", "socket.", "shutil.", "ctypes.", "signal.", "pty.", "mmap.")
+KNOWN_NAMES = frozenset({*dir(sympy), *dir(mpmath), "sympy", "_lambdifygenerated"})
+WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
+
+_checking = False
 
 
 def math_verify(completion: str, answer: str) -> float:
@@ -15,12 +35,42 @@ def math_verify(completion: str, answer: str) -> float:
 
     Raises:
         ValueError: the answer has no expression.
+        PermissionError: the completion brings names of its own into code.
     """
-    expected = _parsed(f"${answer}$" if "\\" in answer and "$" not in answer else answer)
-    if not expected:
-        raise ValueError(f"math-verify finds no expression in the answer {answer[:40]!r}")
-    return float(package.verify(expected, _parsed(completion), timeout_seconds=None))
+    global _checking  # noqa: PLW0603 -- an audit hook cannot be removed
+    _checking = True
+    try:
+        expected = _parsed(f"${answer}$" if "\\" in answer and "$" not in answer else answer)
+        if not expected:
+            raise ValueError(f"math-verify finds no expression in the answer {answer[:40]!r}")
+        return float(package.verify(expected, _parsed(completion), timeout_seconds=None))
+    finally:
+        _checking = False
 
 
 def _parsed(text: str) -> Any:
     return package.parse(text, parsing_timeout=None)  # the caller's deadline holds
+
+
+def _refuse(event: str, arguments: tuple[Any, ...]) -> None:
+    if not _checking:
+        return
+    if event == "exec":
+        code = arguments[0]
+        made_by = sys._getframe(1).f_globals.get("__name__")
+        if code.co_filename.startswith(EVALUATED) and made_by not in MAKE_CODE:
+            for name in _names(code):
+                if name not in KNOWN_NAMES or name.startswith("__"):
+                    raise PermissionError(f"a completion may not use the name {name}")
+    elif event.startswith(REFUSED_EVENTS) or (event == "open" and (arguments[2] or 0) & WRITING):
+        raise PermissionError(f"a completion may not call {event}")
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)
+
+
+sys.addaudithook(_refuse)

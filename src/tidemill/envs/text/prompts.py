@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -337,8 +337,14 @@ def row_values(item: Item) -> dict[str, Any]:
     return {ANSWER: item.answer, **item.metadata}
 
 
-Check: TypeAlias = Callable[[str, Prompt], float]
-"""(completion, prompt) to a score, usually in [0, 1]."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackageCheck:
+    """How a package scores completions, in a sandbox (`package_checks.py`); its scores are in [0, 1]."""
+
+    package: str  # its import name, a row of CHECKS in `programs/check_answers.py`
+    params: Mapping[str, Any] = field(default_factory=dict)  # arguments of that row; JSON
+    entry: Callable[[Prompt], bytes]  # a pickle of what the package needs to know about a prompt
+    answer: Callable[[str], str]  # the answer in a completion
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -370,7 +376,7 @@ class Task:
 
     source: PromptSource
     default_stop_strings: tuple[str, ...]
-    check: Check | None  # the task's own scorer; None if completions are only compared with the answer
+    check: PackageCheck | None  # the task's own scorer; None if completions are only compared with the answer
     train_size: int  # distinct training prompts; an estimate if they are drawn from a set too large to list
     held_out_size: int
     longest: LongestPrompt

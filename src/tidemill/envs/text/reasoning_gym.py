@@ -1,22 +1,25 @@
-"""Tasks of the reasoning-gym package, scored by its own functions."""
+"""Tasks of the reasoning-gym package, scored by its own functions, which evaluate answers as Python, in a sandbox."""
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
 import json
+import pickle
 import random
-import re
 import time
+from collections.abc import Mapping
 from typing import Any
 
+from tidemill.config.sandbox import SandboxConfig
 from tidemill.config.task import ReasoningGymTask
 from tidemill.core.errors import UserError
-from tidemill.core.records import Message, Prompt
+from tidemill.core.records import Message
+from tidemill.envs.text.package_checks import check_program
 from tidemill.envs.text.prompts import (
-    Check,
     Item,
     ListedSource,
+    PackageCheck,
     Render,
     Task,
     content_digest,
@@ -34,7 +37,7 @@ GENERATION_TIMEOUT_S = 300
 """Checked between prompts."""
 TRIES_PER_PROMPT = 20
 """After this number of repeated prompts in a row, the generator is considered exhausted."""
-ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+OPENS, CLOSES = "<answer>", "</answer>"
 
 
 def build_reasoning_gym(config: ReasoningGymTask, *, batch_prompts: int, seed: int, render: Render) -> Task:
@@ -48,7 +51,7 @@ def build_reasoning_gym(config: ReasoningGymTask, *, batch_prompts: int, seed: i
     return Task(
         source=ListedSource(train, in_content_order(held_out), batch_prompts=batch_prompts, seed=seed, render=render),
         default_stop_strings=(),
-        check=_checker(dataset, entries),
+        check=package_check(config, entries),
         train_size=len(train),
         held_out_size=len(held_out),
         longest=longest_prompt([*train, *held_out], render),
@@ -59,8 +62,38 @@ def build_reasoning_gym(config: ReasoningGymTask, *, batch_prompts: int, seed: i
 
 def answer_of(completion: str) -> str:
     """The answer in a completion: the content of its last <answer> tag, else all of it, stripped."""
-    tagged = ANSWER.findall(completion)
-    return str(tagged[-1] if tagged else completion).strip()
+    answer, end = completion, 0
+    while (start := completion.find(OPENS, end)) >= 0 and (closed := completion.find(CLOSES, start)) >= 0:
+        answer = completion[start + len(OPENS) : closed]
+        end = closed + len(CLOSES)
+    return answer.strip()
+
+
+def package_check(config: ReasoningGymTask, entries: Mapping[str, Any]) -> PackageCheck:
+    """How the package scores completions. Raises UserError: as `build_reasoning_gym`.
+
+    Args:
+        entries: by prompt id. They are not made again in the sandbox: some depend on PYTHONHASHSEED.
+    """
+    return PackageCheck(
+        package="reasoning_gym",
+        params={"name": config.name, "settings": _settings(config)},
+        entry=lambda prompt: pickle.dumps(entries[prompt.prompt_id]),
+        answer=answer_of,
+    )
+
+
+def check_scorer(config: ReasoningGymTask, sandbox: SandboxConfig) -> None:
+    """Start the program that scores once, unless the task itself cannot be made.
+
+    Raises:
+        UserError: it does not start.
+    """
+    try:
+        _create(config)
+    except UserError:  # raised again where the task is built
+        return
+    check_program(package_check(config, {}), sandbox)
 
 
 def _create(config: ReasoningGymTask) -> Any:
@@ -73,9 +106,8 @@ def _create(config: ReasoningGymTask) -> Any:
             where="task.name",
             hint=f"did you mean {' or '.join(close)}?" if close else f"it has {', '.join(sorted(datasets))}",
         )
-    settings = {"seed": DATA_SEED, "size": _most_tries(config), **config.params}
     try:
-        return package.create_dataset(config.name, **settings)
+        return package.create_dataset(config.name, **_settings(config))
     except Exception as error:
         known = sorted(field.name for field in dataclasses.fields(datasets[config.name][1]))
         raise UserError(
@@ -83,6 +115,10 @@ def _create(config: ReasoningGymTask) -> Any:
             where="task.params",
             hint=f"its parameters are {', '.join(known)}",
         ) from error
+
+
+def _settings(config: ReasoningGymTask) -> dict[str, Any]:
+    return {"seed": DATA_SEED, "size": _most_tries(config), **config.params}
 
 
 def _most_tries(config: ReasoningGymTask) -> int:
@@ -147,10 +183,3 @@ def _item(config: ReasoningGymTask, entry: Any) -> Item:
         metadata=metadata,
         where="task",
     )
-
-
-def _checker(dataset: Any, entries: dict[str, Any]) -> Check:
-    def check(completion: str, prompt: Prompt) -> float:
-        return float(dataset.score_answer(answer_of(completion), entries[prompt.prompt_id]))
-
-    return check

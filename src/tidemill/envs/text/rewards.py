@@ -17,6 +17,7 @@ from tidemill.config.task import RewardConfig
 from tidemill.core.errors import UserError
 from tidemill.envs.text.batch_rewards import BatchedReward, HttpScorer, Sample
 from tidemill.envs.text.code_tests import COLUMN, GRACE_S, CodeTests
+from tidemill.envs.text.package_checks import PackageReward
 from tidemill.envs.text.prompts import Task, hash_number
 from tidemill.envs.text.row_files import import_extra
 from tidemill.envs.text.user_rewards import WHERE as WHERE_FUNCTION
@@ -28,6 +29,7 @@ from tidemill.extensions.registry import resolve
 from tidemill.extensions.scores import Score, finite
 
 WHERE = "scoring.rewards"
+LONGEST_QUEUE_S = 3600.0
 NUMBER = re.compile(
     r"(?:(?<![0-9.)])[-+])?"  # a sign, not a subtraction
     r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
@@ -77,7 +79,8 @@ class Context:
     task: Task
     seed: int
     stop_strings: tuple[str, ...]
-    timeout_s: float = 10.0  # of one sample
+    timeout_s: float = 10.0  # of one sample, as `scoring.timeout_s`
+    concurrency: int = 8  # as `scoring.concurrency`
     calls: UserCalls = field(default_factory=UserCalls)  # runs functions that stay in this process
     processes: FunctionProcesses = field(default_factory=lambda: FunctionProcesses(1))  # run the others
     warn: Callable[[str], None] = lambda _: None  # gets a message for every function that stays in this process
@@ -140,7 +143,7 @@ def _length(config: RewardConfig, context: Context) -> RewardFunction:
 
 
 def _task(config: RewardConfig, context: Context) -> RewardFunction:
-    """The score of the task's own scorer."""
+    """The score of the task's own scorer, which runs in the sandbox."""
     check = context.task.check
     if check is None:
         raise UserError(
@@ -148,7 +151,7 @@ def _task(config: RewardConfig, context: Context) -> RewardFunction:
             where=WHERE,
             hint='compare with the answer: reward kind "exact" or "numeric"',
         )
-    return lambda sample: check(sample.completion, sample.prompt)
+    return PackageReward(check, context.sandbox, timeout_s=context.timeout_s, most=context.concurrency)
 
 
 def _environment(config: RewardConfig, context: Context) -> RewardFunction:
@@ -195,7 +198,7 @@ BUILT_IN: dict[str, Callable[[RewardConfig, Context], RewardFunction]] = {
     "http": _http,
 }
 INLINE = frozenset({"exact", "numeric", "length", "environment", "random"})
-QUEUED = frozenset({"model", "http"})
+QUEUED = frozenset({"model", "http", "task"})
 IN_PROCESSES = frozenset({"python", "math_verify"})
 MATH_VERIFY = Target(name="math_verify", path="tidemill.envs.text.math_answers:math_verify")
 COMPARES = frozenset({"exact", "numeric", "math_verify"})
@@ -302,6 +305,8 @@ def _completion_and_answer(sample: Sample) -> dict[str, str]:
 def _timeout_s(config: RewardConfig, scores: QueuedReward | None) -> float | None:
     if config.kind == "tests":  # ends by itself: a program that takes long must not make its sample invalid
         return config.longest_wait_s + GRACE_S
+    if config.kind == "task":  # has its deadline for each answer, which begins after the queue
+        return LONGEST_QUEUE_S
     return config.longest_wait_s if scores else None
 
 

@@ -68,7 +68,7 @@ class RewardScorer:
         reason that names reward, error and sample.
 
         Raises:
-            ReaderLost: the process of a reward model ended and cannot be restarted.
+            ReaderLost: the process of a reward model, or that of the task's scorer, ended and cannot be restarted.
         """
         if trajectory.fault:
             return Reward(value=0.0, valid=False, reason=trajectory.fault)
@@ -180,7 +180,7 @@ def build_scorer(
         stop_strings: where `exact` and `numeric` stop reading a completion; by default the task's.
         open_model: makes the function of rewards of kind "model"; None refuses them.
         calls: runs the functions; by default a new one.
-        sandbox: where rewards of kind "tests" run programs.
+        sandbox: where rewards of kind "tests" and "task" run programs.
         warn: gets a message for every function that cannot run in another process.
 
     Raises:
@@ -193,6 +193,7 @@ def build_scorer(
         seed=seed,
         stop_strings=stops,
         timeout_s=scoring.timeout_s,
+        concurrency=scoring.concurrency,
         calls=calls.threads,
         processes=calls.processes,
         sandbox=sandbox,

@@ -41,3 +41,29 @@ async def test_a_power_tower_is_one_invalid_sample() -> None:
         assert (await scorer.score(prompt, make_trajectory(prompt, r"\boxed{24/2}"))).value == 1
     finally:
         await scorer.close()
+
+
+HOSTILE = r"\text{[0for[copyright.__class__.changed]in[[1]]]}"
+
+
+@pytest.mark.parametrize("answer", [r"$\sqrt{2}$", r"\pi", r"$\{1,2\}$"])
+@pytest.mark.parametrize("operator", [r"\sum_{n=0}^{\infty}", r"\prod_{n=0}^{\infty}", r"\int_0^1", r"\lim_{n\to 0}"])
+@pytest.mark.filterwarnings("ignore:invalid decimal literal:SyntaxWarning")
+def test_a_completion_cannot_run_code(answer: str, operator: str) -> None:
+    assert math_verify(f"${operator} {HOSTILE}^n/n!$", answer) == 0
+    assert not hasattr(type(copyright), "changed")
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer"),
+    [
+        (r"$\sum_{n=0}^{\infty} \frac{1}{n!}$", "$e$"),
+        (r"$\sum_{n=1}^{\infty} \frac{1}{n^2}$", r"$\frac{\pi^2}{6}$"),
+        (r"$\int_0^1 x^2 dx$", r"$\frac13$"),
+        (r"$\lim_{x\to 0}\frac{\sin x}{x}$", "1"),
+        (r"$\begin{pmatrix}1\\2\end{pmatrix}$", r"$\begin{pmatrix}1\\2\end{pmatrix}$"),
+        (r"$x \in (1,2]$", "$(1,2]$"),
+    ],
+)
+def test_what_math_verify_evaluates_itself_is_not_refused(completion: str, answer: str) -> None:
+    assert math_verify(completion, answer) == 1

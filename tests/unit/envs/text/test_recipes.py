@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.char_codec import CharCodec, make_trajectory
+from tests.sandboxes import need_bubblewrap
 from tidemill.config.load import load_spec
 from tidemill.envs.text import build_scorer, build_task
 
@@ -17,6 +18,7 @@ RECIPES = Path(__file__).resolve().parents[4] / "recipes"
 async def test_every_right_answer_of_a_recipe_earns_all_there_is(name: str) -> None:
     if name == "reasoning-gym":
         pytest.importorskip("reasoning_gym")
+        need_bubblewrap()
     spec = load_spec([f"@{RECIPES / name}.toml"])
     task = build_task(spec.task, codec=CharCodec(), batch_prompts=8, seed=0, chat_template=False)
     scorer = build_scorer(spec.scoring, task=task, seed=0, stop_strings=spec.sampling.stop)

@@ -142,11 +142,6 @@ def test_random_is_a_fair_coin_that_falls_the_same_way_again() -> None:
     assert abs(sum(tosses(0)) - 500) < 64  # four standard deviations of sqrt(1000)/2 = 15.8
 
 
-def test_task_asks_the_tasks_own_checker() -> None:
-    task = dataclasses.replace(TASK, check=lambda completion, prompt: len(completion) / len(prompt.text))
-    assert value("ab", task=task, kind="task") == 0.5  # 2 characters against the 4 of "5+7="
-
-
 def test_task_without_a_checker_is_refused_before_the_run() -> None:
     with pytest.raises(UserError, match="this task has no scorer"):
         value("12", kind="task")

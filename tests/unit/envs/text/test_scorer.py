@@ -22,7 +22,9 @@ from tests.char_codec import CharCodec, make_prompt, make_trajectory
 from tidemill.config.task import ArithmeticTask, RewardConfig, ScoringConfig
 from tidemill.core.records import Reward, SampleId, Turn
 from tidemill.envs.text import build_scorer, build_task, evaluation_scoring
-from tidemill.envs.text.prompts import RowFigures
+from tidemill.envs.text import rewards as rewards_module
+from tidemill.envs.text.batch_rewards import Sample
+from tidemill.envs.text.prompts import PackageCheck, RowFigures
 from tidemill.envs.text.rewards import NamedReward
 from tidemill.envs.text.scorer import RewardScorer
 from tidemill.extensions.calls import MAX_HANGING
@@ -86,8 +88,19 @@ async def test_only_a_comparison_with_the_answer_decides_whether_it_is_right(
     assert (await scored(built, completion)).correct is correct
 
 
-async def test_part_of_a_reward_is_a_wrong_answer() -> None:
-    task = replace(TASK, check=lambda completion, _: 1.0 if "12" in completion else 0.25)
+class FixedCheck:
+    """Takes the place of the program in a sandbox."""
+
+    async def __call__(self, sample: Sample) -> float:
+        return 1.0 if "12" in sample.completion else 0.25
+
+    async def close(self) -> None:
+        pass
+
+
+async def test_part_of_a_reward_is_a_wrong_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rewards_module, "PackageReward", lambda *arguments, **settings: FixedCheck())
+    task = replace(TASK, check=PackageCheck(package="p", entry=lambda _: b"", answer=str))
     built = build_scorer(ScoringConfig(rewards=(RewardConfig(kind="task"),)), task=task, seed=0)
     assert await scored(built, "13\n") == Reward(value=0.25, components={"task": 0.25}, correct=False)
     assert await scored(built, "12\n") == Reward(value=1.0, components={"task": 1.0}, correct=True)

@@ -1,0 +1,270 @@
+"""Scores answers with functions of other packages, some of which evaluate an answer as Python.
+
+Runs in a sandbox, in the environment that has those packages, and imports nothing of Tidemill. A message is its length
+in four bytes, little-endian, and a MessagePack map. The first one is {"ready": true} or {"error": text}. Then every
+request {"entry": pickle, "answer": text, "timeout_s": number} is answered by {"score": number}, {"error": text} or
+{"late": true}.
+
+Answers are scored in a forked worker. A worker that has scored an answer that could run code is killed, so that what
+the answer changed in it ends there. Other answers share a worker: a fork takes longer than most scores.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import json
+import os
+import pickle
+import re
+import resource
+import signal
+import socket
+import struct
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from types import CodeType
+from typing import Any, BinaryIO, NoReturn
+
+GIVEN: dict[str, Any] = json.loads(sys.argv[1])
+sys.path += GIVEN["path"]
+import msgspec  # noqa: E402 -- it is on that path
+
+LENGTH_BYTES = 4
+PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+PR_SET_DUMPABLE = 4
+MOST_FILES = 256
+MOST_GROWTH_BYTES = 32 << 20
+"""A worker that takes this much more memory is replaced, so that an answer does not use up that of the next ones."""
+LONGEST_ERROR = 500
+NO_CODE = re.compile(r"[0-9\s+\-*/^.,:;=<>!%|&()\[\]{}]*|[A-Za-z0-9\s+\-*/^.,:;=<>!?|&]*", re.ASCII)
+"""Without names, or without anything that calls one."""
+REFUSED_EVENTS = frozenset({"gc", "ctypes", "mmap", "os", "pty", "shutil", "signal", "socket", "subprocess", "syslog"})
+HARMLESS_EVENTS = frozenset({"os.listdir", "os.scandir", "os.putenv", "os.unsetenv"})
+REFUSED_FUNCTIONS = "breakpoint compile delattr dir eval exec getattr globals input locals open setattr vars"
+REFUSED_OBJECTS = "copyright credits exit help license object quit super type doctest lambdify preview source test"
+FRAMES = "ag_frame cr_frame f_back f_builtins f_globals f_locals gi_frame mro tb_frame"
+REFUSED_NAMES = frozenset(f"{REFUSED_FUNCTIONS} {REFUSED_OBJECTS} {FRAMES}".split())
+"""Besides names that begin with an underscore."""
+MAKE_CODE = frozenset({"collections", "dataclasses", "enum", "functools", "typing"})
+"""Modules that run code which they have made themselves."""
+
+Check = Callable[[Any, str], float]
+
+
+def reasoning_gym(name: str, settings: dict[str, Any]) -> Check:
+    import reasoning_gym as package
+
+    dataset = package.create_dataset(name, **settings)
+    with suppress(Exception):  # imports and caches what every worker would; the answer is the package's own
+        entry = dataset[0]
+        dataset.score_answer(str(entry["answer"]), entry)
+    return lambda entry, answer: float(dataset.score_answer(answer, entry))
+
+
+def math_verify() -> Check:
+    import math_verify as package
+
+    def check(expected: str, completion: str) -> float:
+        gold = package.parse(expected, parsing_timeout=None)
+        if not gold:
+            raise ValueError(f"math-verify finds no expression in the answer {expected[:40]!r}")
+        return float(package.verify(gold, package.parse(completion, parsing_timeout=None), timeout_seconds=None))
+
+    check("1", "$1$")  # imports the rest
+    return check
+
+
+CHECKS: dict[str, Callable[..., Check]] = {"reasoning_gym": reasoning_gym, "math_verify": math_verify}
+
+
+def main() -> None:
+    source, sink = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    null = os.open(os.devnull, os.O_RDWR)
+    os.dup2(null, 0)
+    os.dup2(2, 1)  # what a package prints is no message
+    if sys.platform == "linux":  # a worker may not read or write the memory of this process
+        ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
+    try:
+        check = CHECKS[GIVEN["check"]](**GIVEN["params"])
+    except BaseException as error:  # noqa: BLE001 -- of the package
+        _send(sink, {"error": _text(error)})
+        return
+    gc.collect()
+    gc.freeze()  # the collector would write to pages that workers share
+    _send(sink, {"ready": True})
+    workers = Workers(check, memory_bytes=GIVEN["memory_bytes"])
+    while len(head := source.read(LENGTH_BYTES)) == LENGTH_BYTES:
+        request = msgspec.msgpack.decode(source.read(int.from_bytes(head, "little")))
+        _send(sink, workers.score(request))
+        workers.prepare()
+    workers.close()
+
+
+class Workers:
+    """One worker at a time, forked before it is needed."""
+
+    def __init__(self, check: Check, *, memory_bytes: int) -> None:
+        self._check, self._memory_bytes = check, memory_bytes
+        self._worker: Worker | None = None
+        self.prepare()
+
+    def prepare(self) -> None:
+        if self._worker is None:
+            self._worker = Worker(self._check, memory_bytes=self._memory_bytes)
+
+    def score(self, request: dict[str, Any]) -> dict[str, Any]:
+        self.prepare()
+        assert self._worker is not None
+        reply = self._worker.score(request)
+        clean = "score" in reply and _runs_no_code(request["answer"])
+        if not clean or self._worker.grown_bytes() > MOST_GROWTH_BYTES:
+            self.close()
+        return reply
+
+    def close(self) -> None:
+        if self._worker is not None:
+            self._worker.kill()
+            self._worker = None
+
+
+class Worker:
+    """A process that scores answers one after the other."""
+
+    def __init__(self, check: Check, *, memory_bytes: int) -> None:
+        self._stream, theirs = socket.socketpair()
+        self._first_bytes = _size_bytes("self")
+        self.pid = os.fork()
+        if self.pid == 0:
+            try:
+                _confine(theirs.fileno(), memory_bytes=self._first_bytes + memory_bytes)
+                _score_all(check, theirs)
+            finally:
+                os._exit(1)
+        theirs.close()
+
+    def score(self, request: dict[str, Any]) -> dict[str, Any]:
+        deadline_s = time.monotonic() + request["timeout_s"]
+        data = msgspec.msgpack.encode([request["entry"], request["answer"]])
+        try:
+            self._stream.settimeout(request["timeout_s"])
+            self._stream.sendall(len(data).to_bytes(LENGTH_BYTES, "little") + data)
+            kind = self._read(1, deadline_s)
+            if kind == b"v":
+                return {"score": struct.unpack("<d", self._read(8, deadline_s))[0]}
+            length = int.from_bytes(self._read(2, deadline_s), "little")
+            return {"error": self._read(min(length, LONGEST_ERROR), deadline_s).decode(errors="replace")}
+        except TimeoutError:
+            return {"late": True}
+        except OSError:
+            return {"error": "the process that scored it ended"}
+
+    def grown_bytes(self) -> int:
+        """Memory that it took since it was forked."""
+        return _size_bytes(str(self.pid)) - self._first_bytes
+
+    def kill(self) -> None:
+        for kill in (os.kill, os.killpg):
+            with suppress(ProcessLookupError, PermissionError):
+                kill(self.pid, signal.SIGKILL)
+        with suppress(ChildProcessError):
+            os.waitpid(self.pid, 0)
+        self._stream.close()
+
+    def _read(self, count: int, deadline_s: float) -> bytes:
+        data = b""
+        while len(data) < count:
+            self._stream.settimeout(max(0.001, deadline_s - time.monotonic()))
+            if not (received := self._stream.recv(count - len(data))):
+                raise ConnectionError
+            data += received
+        return data
+
+
+def _confine(stream: int, *, memory_bytes: int) -> None:
+    """Leave a worker its stream, and neither files, processes nor memory that outlive an answer."""
+    os.setsid()
+    null = os.open(os.devnull, os.O_RDWR)
+    for descriptor in (0, 1, 2):
+        os.dup2(null, descriptor)
+    os.closerange(3, stream)
+    os.closerange(stream + 1, MOST_FILES)
+    for kind, value in (
+        (resource.RLIMIT_AS, memory_bytes),
+        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_FSIZE, 0),
+        (resource.RLIMIT_NPROC, 0),
+    ):
+        with suppress(ValueError):  # a lower limit is in force
+            resource.setrlimit(kind, (value, value))
+    sys.addaudithook(_refuse)
+
+
+def _score_all(check: Check, stream: socket.socket) -> NoReturn:
+    with stream.makefile("rb") as source:
+        while len(head := source.read(LENGTH_BYTES)) == LENGTH_BYTES:
+            entry, answer = msgspec.msgpack.decode(source.read(int.from_bytes(head, "little")))
+            try:
+                stream.sendall(b"v" + struct.pack("<d", check(pickle.loads(entry), answer)))
+            except BaseException as error:  # noqa: BLE001 -- of the package
+                text = _text(error).encode(errors="replace")[:LONGEST_ERROR]
+                stream.sendall(b"e" + len(text).to_bytes(2, "little") + text)
+    os._exit(0)
+
+
+def _refuse(event: str, arguments: tuple[Any, ...]) -> None:
+    """A hook that makes it harder for an answer to run code. It is no border: that is the sandbox."""
+    if event == "exec":
+        code = arguments[0]
+        caller = sys._getframe(1).f_globals.get("__name__")
+        if code.co_filename.startswith("<") and caller not in MAKE_CODE:
+            for name in _names(code):
+                if name in REFUSED_NAMES or (name.startswith("_") and name != "_lambdifygenerated"):
+                    raise PermissionError(f"an answer may not use {name}")
+    elif event == "open":
+        mode, flags = arguments[1], arguments[2]
+        if (flags or 0) & (os.O_WRONLY | os.O_RDWR | os.O_CREAT) or set(mode or "") & set("wax+"):
+            os._exit(1)
+    elif event.partition(".")[0] in REFUSED_EVENTS and event not in HARMLESS_EVENTS:
+        os._exit(1)
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)
+
+
+def _runs_no_code(answer: str) -> bool:
+    """Whether an answer runs no code even if it is evaluated as Python, and texts in it are evaluated again."""
+    if NO_CODE.fullmatch(answer):
+        return True
+    with suppress(ValueError, RecursionError):
+        json.loads(answer)
+        return not set(answer) & set("(_\\")
+    return False
+
+
+def _size_bytes(process: str) -> int:
+    """Address space of a process; 0: it has ended."""
+    with suppress(OSError):
+        return int(Path(f"/proc/{process}/statm").read_text().split()[0]) * PAGE_BYTES
+    return 0
+
+
+def _send(sink: BinaryIO, message: dict[str, Any]) -> None:
+    data = msgspec.msgpack.encode(message)
+    sink.write(len(data).to_bytes(LENGTH_BYTES, "little") + data)
+    sink.flush()
+
+
+def _text(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".removesuffix(": ")[:LONGEST_ERROR]
+
+
+if __name__ == "__main__":
+    main()

@@ -80,7 +80,9 @@ LENGTH_MEAN: Final = _define(
     "completion_tokens_mean", "tokens", "mean number of generated tokens of a sample", label="length", write=compact
 )
 LENGTH_MAX: Final = _define("completion_tokens_max", "tokens", "generated tokens of the longest sample", write=compact)
-TRUNCATED: Final = _define("truncated_fraction", "", "share of completions cut at max_new_tokens or the context length", write=percent)
+TRUNCATED: Final = _define(
+    "truncated_fraction", "", "share of completions cut at max_new_tokens or the context length", write=percent
+)
 NO_SIGNAL: Final = _define(
     "groups_without_signal", "groups", "groups skipped because all their advantages are 0",
     label="no signal", write=compact,

@@ -227,7 +227,9 @@ def _training_findings(data: RunData) -> Iterator[Finding]:
     if any(ends.values()):
         for end, share in ends.items():
             if share > TRUNCATED_HIGH:
-                yield Finding(f"{percent(share)} of recent episodes were cut", f"Consider a larger {metrics.BUDGETS[end]}.")
+                yield Finding(
+                    f"{percent(share)} of recent episodes were cut", f"Consider a larger {metrics.BUDGETS[end]}."
+                )
     elif (share := recent(metrics.TRUNCATED)) > TRUNCATED_HIGH:
         title = f"{percent(share)} of recent completions were truncated"
         yield Finding(title, "Consider a larger sampling.max_new_tokens.")

@@ -11,7 +11,22 @@ import time
 from pathlib import Path
 from typing import Any, Literal
 
-from tidemill.envs.agents.environment import Environment, Step, ToolEnvironment, tool
+import numpy as np
+
+from tidemill.envs.agents.environment import AgentMistake, Environment, Step, ToolEnvironment, tool
+
+
+class Opaque(Exception):
+    """Its texts cannot be read."""
+
+    def __repr__(self) -> str:
+        sys.exit(3)
+
+    __str__ = __repr__
+
+
+class Special(Step):
+    """A step of a user's class."""
 
 
 class Counter(Environment):
@@ -59,6 +74,30 @@ class Counter(Environment):
 
     def do_key(self, value: str) -> Any:
         return Step("x", state_key="\ud800")
+
+    def do_digits(self, value: str) -> Any:
+        return Step("x", reward=10**5000)
+
+    def do_array(self, value: str) -> Any:
+        return Step("x", reward=np.array([1.0, 2.0]))  # type: ignore[arg-type]
+
+    def do_flag(self, value: str) -> Any:
+        return Step("x", done=1)  # type: ignore[arg-type]
+
+    def do_opaque(self, value: str) -> Any:
+        return Step(Opaque(), done=Opaque())  # type: ignore[arg-type]
+
+    def do_longkey(self, value: str) -> Any:
+        return Step("x", state_key="k" * 20_000 + value)
+
+    def do_scalars(self, value: str) -> Any:
+        return Special(np.str_("x"), reward=np.float32(0.5), done=np.bool_(True), state_key=np.int64(3))  # type: ignore[arg-type]
+
+    def do_mistake(self, value: str) -> Any:
+        raise AgentMistake("a\0b\ud800" + "c" * int(value))
+
+    def do_silent(self, value: str) -> Any:
+        raise Opaque
 
     def do_done(self, value: str) -> Any:
         return Step("over", reward=1.0, done=True)
@@ -186,7 +225,16 @@ class Tools(ToolEnvironment):
             raise ValueError("no score")
         if answer == "slow":
             time.sleep(3)
+        if answer == "none":
+            return None  # type: ignore[return-value]
         return float(answer == str(self.total))
+
+
+class Unscored(Tools):
+    """Cannot score any answer."""
+
+    def score(self, answer: str) -> float:
+        raise OSError("no grader")
 
 
 class Stateless(ToolEnvironment):

@@ -127,6 +127,12 @@ ENV_MISTAKES: Final = _define(
     "exceptions in them, and tool calls that were not made (unknown tool, wrong arguments): the agent sees both",
 )
 ENV_TIMEOUTS: Final = _define("env_timeouts", "calls", "of these, calls past their deadline")
+ENV_CUT: Final = _define("env_cut", "observations", "observations longer than env.observation_tokens, which were cut")
+ENV_CLEANED: Final = _define(
+    "env_cleaned",
+    "observations",
+    "observations with NUL, lone surrogates or characters unknown to the model, which were replaced or left out",
+)
 ENV_RETRIES: Final = _define("env_retries", "calls", "attempts repeated because the environment's process was lost")
 ENV_FAILURES: Final = _define(
     "env_failures", "episodes", "episodes that broke their environment and got failure_reward"

@@ -10,6 +10,7 @@ import sys
 import time
 from typing import Any
 
+import numpy as np
 from adapter_program import Adapter, FaultError, LostError, MistakeError, serve
 
 # A program of a model: it answers in the place of the environment, or changes its memory.
@@ -25,6 +26,11 @@ try:
     sys.stderr.write("socket")
 except OSError: pass
 """
+
+
+class Silent(Exception):
+    def __str__(self) -> str:
+        raise OSError
 
 
 class Fake(Adapter):
@@ -54,6 +60,16 @@ class Fake(Adapter):
             cheat = [sys.executable, "-c", CHEAT, str(os.getpid())]
             found = subprocess.run(cheat, check=False, stderr=subprocess.PIPE, text=True)
             return found.stderr, 0.0, False
+        if action == "unclean":
+            return "a\0b\ud800", np.float32(0.5), np.bool_(True)  # type: ignore[return-value]
+        if action == "long":
+            return "x" * 300_000_000, 0.0, False
+        if action == "unclean mistake":
+            raise MistakeError("a\ud800")
+        if action == "silent":
+            raise Silent
+        if action == "object":
+            return object(), 0.0, False  # type: ignore[return-value]
         if action == "die":
             os._exit(3)
         if action == "hang":

@@ -297,3 +297,91 @@ class Forgetful(ToolEnvironment):
     def run(self) -> str:
         """Run nothing."""
         return str(self.sandbox)
+
+
+class Disturbed:
+    """One of its methods fails; with `mark`, a file, only once.
+
+    Args:
+        method: name.
+        how: "exit", "sleep" or "raise".
+    """
+
+    def __init__(self, method: str = "", how: str = "", mark: str = "") -> None:
+        self.settings = (method, how, mark)
+
+    @staticmethod
+    def disturb(method: str, settings: tuple[str, str, str]) -> None:
+        name, how, mark = settings
+        if method != name or (mark and Path(mark).exists()):
+            return
+        if mark:
+            Path(mark).touch()
+        if how == "exit":
+            os._exit(0)
+        if how == "sleep":
+            time.sleep(1000)
+        raise ConnectionError("no service")
+
+
+class Lesson(Disturbed, Environment):
+    """Its teacher counts to 3, with a state of its own; `folder` gets a line for every reset and close."""
+
+    def __init__(self, folder: str = "", **disturbance: str) -> None:
+        super().__init__(**disturbance)
+        self.said, self.folder = 0, folder
+
+    @classmethod
+    def tasks_for(cls, params: dict[str, Any], split: str, count: int) -> list[dict[str, Any]]:
+        given = {key: str(value) for key, value in params.items() if key != "folder"}
+        cls.disturb("tasks", Lesson(**given).settings)
+        return super().tasks_for(params, split, count)
+
+    def reset(self, task: dict[str, Any], seed: int) -> str:
+        self.disturb("reset", self.settings)
+        self._log("reset")
+        return f"go {seed}"
+
+    def step(self, action: str) -> Step:
+        self.disturb("step", self.settings)
+        return Step(f"seen {action} " + "x" * 500, done=self.said == 3)
+
+    def demonstrate(self) -> str:
+        self.disturb("demonstrate", self.settings)
+        self.said += 1
+        return str(self.said)
+
+    def close(self) -> None:
+        self._log("close")
+
+    def _log(self, line: str) -> None:
+        if self.folder:
+            (Path(self.folder) / str(os.getpid())).open("a").write(f"{line}\n")
+
+
+class ToolLesson(Disturbed, ToolEnvironment):
+    """Its teacher calls a tool, and then answers."""
+
+    called = False
+
+    def demonstrate(self) -> str:
+        if self.called:
+            return "found"
+        self.called = True
+        return '{"name": "look", "arguments": {"place": "here"}}\n'
+
+    @tool(timeout_s=0.6)
+    async def look(self, place: str) -> str:
+        """Look."""
+        self.disturb("look", self.settings)
+        return "there"
+
+
+class ToolLessonOnce(ToolLesson):
+    """Its tool must not be called twice."""
+
+    @tool(timeout_s=0.6, idempotent=False)
+    def look(self, place: str) -> str:
+        """Look."""
+        self.disturb("look", self.settings)
+        return "there"

@@ -10,9 +10,12 @@ import inspect
 import json
 import math
 import re
-from collections.abc import Awaitable
+import traceback
+from collections.abc import Awaitable, Iterable, Mapping
 from contextlib import suppress
+from itertools import islice
 from numbers import Integral, Real
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
@@ -28,6 +31,8 @@ LONGEST_MESSAGE = 1_000_000
 """Characters of a first message, and of a teacher's action."""
 LONGEST_KEY = 10_000
 """Characters of a state key; a longer one is replaced by its digest."""
+OWN_METHODS = ("tasks", "reset", "demonstrate", "score", "close")
+"""Methods whose exceptions are not the agent's mistakes."""
 ADDRESS = re.compile(r"\b0x[0-9a-f]{6,}\b")
 UNCLEAN = re.compile(r"[\x00\ud800-\udfff]")
 """NUL and lone surrogates, which cannot be stored or sent."""
@@ -39,7 +44,7 @@ def clean(text: str) -> str:
 
 
 class Work(Record, gc=False):
-    """One call of a method: reset, step, score, close or a tool."""
+    """One call of a method: reset, step, score, close, demonstrate or a tool; or of the class: tasks."""
 
     index: int  # of the call in its turn
     episode: int
@@ -53,7 +58,7 @@ class Outcome(Record, gc=False, omit_defaults=True):
 
     index: int
     text: str = ""  # observation, or the error
-    tail: str = ""  # its end, if it was cut
+    tail: str = ""  # its end, if it was cut; of an exception that is no mistake, its place
     cut: int = 0  # characters left out between them
     cleaned: bool = False  # characters were replaced, or left out
     # raised: an exception; invalid: not what a method may return; late: no result within the deadline
@@ -85,6 +90,8 @@ class Instances:
         """The method's result, which may be awaitable. Raises what the method raises."""
         current_call.set(work.call_id)
         current_sandbox.set(self._sandbox)
+        if work.method == "tasks":
+            return self._environment.tasks_for(dict(self._params), **json.loads(work.arguments))
         if work.method == "reset":
             self._live[work.episode] = self._environment(**self._params)
         elif work.method == "close":
@@ -103,6 +110,8 @@ class Instances:
         """Raises WrongResultError."""
         if work.method == "close":
             return Outcome(index=work.index)
+        if work.method == "tasks":
+            return Outcome(index=work.index, text=_rows(value, json.loads(work.arguments)["count"]))
         if work.method == "score":
             return Outcome(index=work.index, reward=_number(value))
         if work.method != "step":
@@ -130,8 +139,9 @@ class Instances:
         """What an exception means: in a tool or step the agent's mistake, elsewhere a fault of the environment."""
         found = _fitted(work, _said(error), self._longest)
         text = ADDRESS.sub("0x…", found.text)  # equal when it is repeated
-        if work.method in ("reset", "demonstrate", "score", "close") or isinstance(error, UserError):
-            return Outcome(index=work.index, text=f"{self._name(work)} raised {text}", error="invalid")
+        if work.method in OWN_METHODS or isinstance(error, UserError):
+            text = f"{self._name(work)} raised {text}"
+            return Outcome(index=work.index, text=text, tail=clean(_place(error)), error="invalid")
         return msgspec.structs.replace(found, text=text, tail=ADDRESS.sub("0x…", found.tail), error="raised")
 
     def _name(self, work: Work) -> str:
@@ -158,6 +168,38 @@ def _said(error: BaseException | str) -> str:
         with suppress(Exception):  # of a subclass
             return str(error)
     return error if isinstance(error, str) else exception_text(error)
+
+
+def _place(error: BaseException | str) -> str:
+    """` (file:line in function)` of the line that raised; of a text, which has it, nothing."""
+    frames = [] if isinstance(error, str) else traceback.extract_tb(error.__traceback__)
+    return f" ({Path(frames[-1].filename).name}:{frames[-1].lineno} in {frames[-1].name})" if frames else ""
+
+
+def _rows(value: Any, count: int) -> str:
+    """Tasks as JSON.
+
+    Raises:
+        WrongResultError: they are not rows.
+    """
+    if not isinstance(value, Iterable):
+        raise WrongResultError(f"returned {type(value).__name__} instead of a list of tables")
+    rows = list(islice(value, count))
+    for row in rows:
+        if not isinstance(row, Mapping):
+            raise WrongResultError(f"returned {type(row).__name__} instead of a table")
+    if not rows:
+        raise WrongResultError("returned no rows")
+    try:
+        return json.dumps([dict(row) for row in rows], default=_scalar_of_json)
+    except (TypeError, ValueError) as error:
+        raise WrongResultError(f"returned a row that JSON cannot express: {exception_text(error)}") from None
+
+
+def _scalar_of_json(value: Any) -> Any:
+    if (scalar := _scalar(value)) is not value:
+        return scalar
+    raise TypeError(f"{type(value).__name__} is not a type of JSON")
 
 
 def _fitted(work: Work, text: str, longest: int) -> Outcome:

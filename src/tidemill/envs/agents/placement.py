@@ -157,6 +157,10 @@ class Placement:
         finally:
             host.kill()
 
+    async def settle(self) -> None:
+        """Wait until released episodes are closed, each at most `env.call_timeout_s`."""
+        await asyncio.gather(*self._closing)
+
     async def close(self) -> None:
         """End all hosts."""
         for task in self._closing:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from tidemill.envs.agents.environment import AgentMistake, Environment, Step, ToolEnvironment, tool
+from tidemill.envs.agents.environment import AgentMistake, Environment, Split, Step, ToolEnvironment, tool
 
 
 class Opaque(Exception):
@@ -332,7 +332,7 @@ class Lesson(Disturbed, Environment):
         self.said, self.folder = 0, folder
 
     @classmethod
-    def tasks_for(cls, params: dict[str, Any], split: str, count: int) -> list[dict[str, Any]]:
+    def tasks_for(cls, params: dict[str, Any], split: Split, count: int) -> list[dict[str, Any]]:
         given = {key: str(value) for key, value in params.items() if key != "folder"}
         cls.disturb("tasks", Lesson(**given).settings)
         return super().tasks_for(params, split, count)
@@ -371,7 +371,7 @@ class ToolLesson(Disturbed, ToolEnvironment):
         return '{"name": "look", "arguments": {"place": "here"}}\n'
 
     @tool(timeout_s=0.6)
-    async def look(self, place: str) -> str:
+    def look(self, place: str) -> str:
         """Look."""
         self.disturb("look", self.settings)
         return "there"

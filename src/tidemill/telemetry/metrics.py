@@ -105,14 +105,14 @@ EPISODE_ENDS = {
     for end in get_args(EpisodeEnd)
     if end
 }
-BUDGETS: Final[dict[EpisodeEnd, str]] = {
+BUDGETS: Final[dict[str, str]] = {
     "tokens": "sampling.max_new_tokens",
     "context": "engine.context_tokens",
     "turns": "env.turns",
     "calls": "env.calls",
     "seconds": "env.seconds",
 }
-"""The key of each budget of an episode."""
+"""The key of each budget of an episode, by `EpisodeEnd`."""
 ENV_ANSWER_TIME: Final = _define(
     "time_env_answer_s", "s", "time from the end of a turn to its environment's answer, mean over turns"
 )

@@ -115,8 +115,8 @@ def lesson(environment: type[Environment] = envs.Lesson, count: int = 2, **param
     """What makes its demonstrations, and prompts of an undisturbed environment."""
     rows = [{"seed": number, "prompt": f"go {number}"} for number in range(count)]
     prompts = [
-        Prompt(prompt_id=str(row["seed"]), token_ids=b"", text=row["prompt"], answer="", metadata={"task": row})
-        for row in rows
+        Prompt(prompt_id=str(number), token_ids=b"", text=f"go {number}", answer="", metadata={"task": row})
+        for number, row in enumerate(rows)
     ]
     return prompts_of(environment, call_timeout_s=0.6, **params), prompts
 

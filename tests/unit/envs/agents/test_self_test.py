@@ -68,8 +68,9 @@ def test_environments_are_found_by_name_and_identified_by_their_file(tmp_path: P
 )
 def test_a_method_that_does_not_take_its_arguments_is_refused(methods: str, what: str, tmp_path: Path) -> None:
     file = tmp_path / "wrong.py"
-    base = "class Base(Environment):\n    def reset(self, task, seed): return ''\n    def step(self, action): return Step()\n"
-    file.write_text(f"from tidemill import Environment, Step\n{base}class Wrong(Base):\n{methods}")
+    base = "    def reset(self, task, seed): return ''\n    def step(self, action): return Step()\n"
+    head = f"from tidemill import Environment, Step\nclass Base(Environment):\n{base}"
+    file.write_text(f"{head}class Wrong(Base):\n{methods}")
     with pytest.raises(UserError, match=what) if what else nullcontext():
         find_environment(EnvConfig(name=f"{file}:Wrong"))
 

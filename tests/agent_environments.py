@@ -11,7 +11,22 @@ import time
 from pathlib import Path
 from typing import Any, Literal
 
-from tidemill.envs.agents.environment import Environment, Step, ToolEnvironment, tool
+import numpy as np
+
+from tidemill.envs.agents.environment import AgentMistake, Environment, Split, Step, ToolEnvironment, tool
+
+
+class Opaque(Exception):
+    """Its texts cannot be read."""
+
+    def __repr__(self) -> str:
+        sys.exit(3)
+
+    __str__ = __repr__
+
+
+class Special(Step):
+    """A step of a user's class."""
 
 
 class Counter(Environment):
@@ -59,6 +74,30 @@ class Counter(Environment):
 
     def do_key(self, value: str) -> Any:
         return Step("x", state_key="\ud800")
+
+    def do_digits(self, value: str) -> Any:
+        return Step("x", reward=10**5000)
+
+    def do_array(self, value: str) -> Any:
+        return Step("x", reward=np.array([1.0, 2.0]))  # type: ignore[arg-type]
+
+    def do_flag(self, value: str) -> Any:
+        return Step("x", done=1)  # type: ignore[arg-type]
+
+    def do_opaque(self, value: str) -> Any:
+        return Step(Opaque(), done=Opaque())  # type: ignore[arg-type]
+
+    def do_longkey(self, value: str) -> Any:
+        return Step("x", state_key="k" * 20_000 + value)
+
+    def do_scalars(self, value: str) -> Any:
+        return Special(np.str_("x"), reward=np.float32(0.5), done=np.bool_(True), state_key=np.int64(3))  # type: ignore[arg-type]
+
+    def do_mistake(self, value: str) -> Any:
+        raise AgentMistake("a\0b\ud800" + "c" * int(value))
+
+    def do_silent(self, value: str) -> Any:
+        raise Opaque
 
     def do_done(self, value: str) -> Any:
         return Step("over", reward=1.0, done=True)
@@ -186,7 +225,16 @@ class Tools(ToolEnvironment):
             raise ValueError("no score")
         if answer == "slow":
             time.sleep(3)
+        if answer == "none":
+            return None  # type: ignore[return-value]
         return float(answer == str(self.total))
+
+
+class Unscored(Tools):
+    """Cannot score any answer."""
+
+    def score(self, answer: str) -> float:
+        raise OSError("no grader")
 
 
 class Stateless(ToolEnvironment):
@@ -249,3 +297,91 @@ class Forgetful(ToolEnvironment):
     def run(self) -> str:
         """Run nothing."""
         return str(self.sandbox)
+
+
+class Disturbed:
+    """One of its methods fails; with `mark`, a file, only once.
+
+    Args:
+        method: name.
+        how: "exit", "sleep" or "raise".
+    """
+
+    def __init__(self, method: str = "", how: str = "", mark: str = "") -> None:
+        self.settings = (method, how, mark)
+
+    @staticmethod
+    def disturb(method: str, settings: tuple[str, str, str]) -> None:
+        name, how, mark = settings
+        if method != name or (mark and Path(mark).exists()):
+            return
+        if mark:
+            Path(mark).touch()
+        if how == "exit":
+            os._exit(0)
+        if how == "sleep":
+            time.sleep(1000)
+        raise ConnectionError("no service")
+
+
+class Lesson(Disturbed, Environment):
+    """Its teacher counts to 3, with a state of its own; `folder` gets a line for every reset and close."""
+
+    def __init__(self, folder: str = "", **disturbance: str) -> None:
+        super().__init__(**disturbance)
+        self.said, self.folder = 0, folder
+
+    @classmethod
+    def tasks_for(cls, params: dict[str, Any], split: Split, count: int) -> list[dict[str, Any]]:
+        given = {key: str(value) for key, value in params.items() if key != "folder"}
+        cls.disturb("tasks", Lesson(**given).settings)
+        return super().tasks_for(params, split, count)
+
+    def reset(self, task: dict[str, Any], seed: int) -> str:
+        self.disturb("reset", self.settings)
+        self._log("reset")
+        return f"go {seed}"
+
+    def step(self, action: str) -> Step:
+        self.disturb("step", self.settings)
+        return Step(f"seen {action} " + "x" * 500, done=self.said == 3)
+
+    def demonstrate(self) -> str:
+        self.disturb("demonstrate", self.settings)
+        self.said += 1
+        return str(self.said)
+
+    def close(self) -> None:
+        self._log("close")
+
+    def _log(self, line: str) -> None:
+        if self.folder:
+            (Path(self.folder) / str(os.getpid())).open("a").write(f"{line}\n")
+
+
+class ToolLesson(Disturbed, ToolEnvironment):
+    """Its teacher calls a tool, and then answers."""
+
+    called = False
+
+    def demonstrate(self) -> str:
+        if self.called:
+            return "found"
+        self.called = True
+        return '{"name": "look", "arguments": {"place": "here"}}\n'
+
+    @tool(timeout_s=0.6)
+    def look(self, place: str) -> str:
+        """Look."""
+        self.disturb("look", self.settings)
+        return "there"
+
+
+class ToolLessonOnce(ToolLesson):
+    """Its tool must not be called twice."""
+
+    @tool(timeout_s=0.6, idempotent=False)
+    def look(self, place: str) -> str:
+        """Look."""
+        self.disturb("look", self.settings)
+        return "there"

@@ -16,6 +16,7 @@ from tidemill.core.records import (
     ITEM_BYTES,
     Call,
     EpisodeEnd,
+    EpisodeLimit,
     Finish,
     LogprobBuffer,
     Observation,
@@ -29,6 +30,9 @@ from tidemill.core.records import (
 )
 
 FAULTS = ("the environment is dead", "a call was interrupted")
+
+FINISHES: dict[str, Finish | EpisodeLimit] = {"tokens": "length", "context": "length", "turns": "turns"}
+"""Of a sample, by the end of its episode."""
 
 Stage: TypeAlias = Literal["generating", "acting", "ended"]
 
@@ -73,7 +77,7 @@ class Walked(Record):
     """What an episode must be."""
 
     stage: Stage
-    finish: Finish | None
+    finish: Finish | EpisodeLimit | None
     segments: tuple[Segment, ...]
 
 
@@ -176,7 +180,7 @@ class Episodes:
         segments = [Segment(role="prompt", start=0, end=prompt, trained=False)]
         total = count(told.token_ids)
 
-        def walked(stage: Stage, finish: Finish | None = None) -> Walked:
+        def walked(stage: Stage, finish: Finish | EpisodeLimit | None = None) -> Walked:
             _agree(at, total, f"{sample_id} has {total} tokens, expected {at}")
             return Walked(stage=stage, finish=finish, segments=tuple(segments))
 
@@ -214,7 +218,7 @@ class Episodes:
             if answer.end or full:
                 end = answer.end or ("tokens" if generated >= most else "context")
                 _agree((last, told.end), (True, end), f"{sample_id} ended wrongly")
-                return walked("ended", "stop" if end in ("done", "failure") else "length")
+                return walked("ended", FINISHES.get(end, "stop"))
             observed = told.token_ids[at * ITEM_BYTES : said.observation_end * ITEM_BYTES]
             _agree(observed, answer.token_ids, f"{sample_id} has a wrong observation {turn}")
             if answer.token_ids:

@@ -22,6 +22,7 @@ from tidemill.core.records import (
     ITEM_BYTES,
     Call,
     Episode,
+    EpisodeLimit,
     Finish,
     GenerateRequest,
     PolicyVersion,
@@ -172,7 +173,7 @@ class Invariants:
             require(token_ids[piece] == tokens, f"{sample_id} has wrong tokens in [{begin}, {run.end})")
             require(logprobs[piece] == right, f"{sample_id} has wrong logprobs in [{begin}, {run.end})")
 
-    def check_end(self, sample_id: SampleId, length: int, finish: Finish | None, limit: int) -> None:
+    def check_end(self, sample_id: SampleId, length: int, finish: Finish | EpisodeLimit | None, limit: int) -> None:
         """Check the length and finish reason of a finished sample."""
         whole = self.completions.length(sample_id)
         require(length == min(whole, limit), f"{sample_id} ended with {length} of {min(whole, limit)} tokens")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from tests.fault_simulation.episodes import FINISHES
 from tidemill.controller.entries import (
     Accepted,
     AnyEntry,
@@ -18,7 +19,7 @@ from tidemill.controller.entries import (
     Trained,
 )
 from tidemill.controller.turns import AgentLimits
-from tidemill.core.records import Call, Finish, LogprobBuffer, PolicyVersion, Reward
+from tidemill.core.records import Call, EpisodeLimit, Finish, LogprobBuffer, PolicyVersion, Reward
 
 
 @dataclass(slots=True)
@@ -28,7 +29,7 @@ class DurableSample:
     from_version: int
     token_ids: bytes = b""
     versions: list[tuple[PolicyVersion, int]] = field(default_factory=list)  # and the first token of each
-    finish: Finish | None = None
+    finish: Finish | EpisodeLimit | None = None
     reward: Reward | None = None
     published: dict[int, LogprobBuffer] = field(default_factory=dict)  # by version, of the tokens older ones had made
     turns: int = 0  # of an agent, that ended
@@ -153,7 +154,7 @@ class DurableState:
             raise ValueError(f"sample {entry.ordinal} is observed at {entry.start}, not {start}")
         sample.acting, sample.started, sample.finished = False, [], {}
         if answer.end:
-            sample.finish = "stop" if answer.end in ("done", "failure", "fault") else "length"
+            sample.finish = FINISHES.get(answer.end, "stop")
         elif sample.generated >= self._most or (
             added >= self._limits.context_tokens if answer.new_branch and self._limits else self._full(sample, added)
         ):

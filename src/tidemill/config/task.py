@@ -309,8 +309,8 @@ class ScoringConfig(Config):
     concurrency: int = Field(8, ge=1)
     """Maximum number of samples scored at the same time."""
     truncated: Literal["trained", "masked"] = "trained"
-    """Completions cut off by max_new_tokens. trained: treated like any other. masked: excluded from loss and
-    statistics."""
+    """Completions cut off by max_new_tokens or the context length. trained: treated like any other. masked: excluded
+    from loss and statistics. Episodes that end at env.turns, env.calls or env.seconds are not cut."""
 
     @property
     def model_folders(self) -> tuple[Path, ...]:

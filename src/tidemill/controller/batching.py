@@ -35,7 +35,7 @@ def scored(
     """The trajectory with its reward and weight. Weight 0 excludes it from the loss and its group's statistics.
 
     The weight is 0 for an invalid reward, an empty completion, and, with `truncated="masked"`, a completion cut by the
-    token limit.
+    token limit or the context length.
     """
     excluded = not reward.valid or trajectory.trained_length == 0 or (truncated == "masked" and trajectory.truncated)
     weight = 0.0 if excluded else 1.0

@@ -29,6 +29,7 @@ from tidemill.core.records import (
     ITEM_BYTES,
     Completion,
     Episode,
+    EpisodeLimit,
     Finish,
     GenerateRequest,
     LogprobBuffer,
@@ -113,7 +114,7 @@ class Sample:
     source_starts: tuple[tuple[str, int], ...] = ()  # each engine and worker likewise
     published: Mapping[int, LogprobBuffer] = field(default_factory=lambda: NO_LOGPROBS)  # of older tokens, by version
     turns: Turns = field(default_factory=Turns)  # of an agent
-    finish: Finish | None = None
+    finish: Finish | EpisodeLimit | None = None
     decoded: Trajectory | None = None  # cached trajectory of the finished sample
     reward: Reward | None = None
     ref_logprobs: LogprobBuffer = b""  # float32 [T] if a separate reference computed them; not journalled
@@ -283,7 +284,13 @@ class Sample:
         self.logprobs += bytes(len(added))
         if self.turns.episode_end:
             self.move(SampleState.FINISHED)
-            self.finish = "stop" if self.turns.episode_end in ("done", "failure", "fault") else "length"
+            match self.turns.episode_end:
+                case "turns" | "calls" | "seconds" as limit:
+                    self.finish = limit
+                case "tokens" | "context":
+                    self.finish = "length"
+                case _:
+                    self.finish = "stop"
         else:
             self.move(SampleState.WAITING)
 

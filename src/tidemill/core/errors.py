@@ -91,11 +91,11 @@ def describe_error(error: BaseException) -> str:
 def exception_text(error: BaseException) -> str:
     """`Type: message` of any exception on one line, encodable as UTF-8, even if its `__str__` raises."""
     try:
-        message = " ".join(str(error).split())
-    except Exception as raised:  # noqa: BLE001 -- `__str__` of another library's class
+        message = " ".join(str(error)[: 10 * LONGEST_MESSAGE].split())
+    except BaseException as raised:  # noqa: BLE001 -- `__str__` of another's class, which may call sys.exit
         message = f"its __str__ raised {type(raised).__name__}"
-    message = message[:LONGEST_MESSAGE].encode("utf-8", "backslashreplace").decode("utf-8")
-    return f"{type(error).__name__}: {message}".removesuffix(": ")
+    text = f"{type(error).__name__}: {message[:LONGEST_MESSAGE]}".removesuffix(": ")
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def _leaves(error: BaseException) -> Iterator[BaseException]:

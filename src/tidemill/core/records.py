@@ -54,7 +54,9 @@ def count(buffer: bytes) -> int:
 
 
 Finish: TypeAlias = Literal["stop", "length", "aborted", "error"]
-"""Why a sample ended: a stop token or string; the token limit or context length; aborted; an engine error."""
+"""Why an engine ended a sample: a stop token or string; the token limit or context length; aborted; an engine error."""
+EpisodeLimit: TypeAlias = Literal["turns", "calls", "seconds"]
+"""Limits that end an agent's episode between two turns, and cut no text."""
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(msgspec.field,))
@@ -485,7 +487,7 @@ class Trajectory(Record, omit_defaults=True):
         LogprobBuffer  # float32 [T], one per trained token, in buffer order; empty if the engine gave none
     )
     versions: tuple[VersionRun, ...]
-    finish: Finish
+    finish: Finish | EpisodeLimit
     text: str = ""  # the completion, decoded
     turns: tuple[Turn, ...] = ()  # of an agent; otherwise empty
     episode_end: EpisodeEnd = ""
@@ -530,7 +532,7 @@ class Trajectory(Record, omit_defaults=True):
 
     @property
     def truncated(self) -> bool:
-        """Whether the token limit ended it."""
+        """Whether the token limit or the context length cut it."""
         return self.finish == "length"
 
 

@@ -25,7 +25,7 @@ import itertools
 import threading
 import time
 import traceback
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
@@ -302,6 +302,16 @@ def call_blocking(function: Callable[[], T], *, timeout_s: float) -> T:
         raise error
     value: T = result
     return value
+
+
+def run_blocking(main: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    """Run a coroutine in an event loop of its own: in this thread, or in another one if a loop runs in this thread."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(main())
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        return thread.submit(lambda: asyncio.run(main())).result()
 
 
 def _start_daemon(target: Callable[[], None]) -> None:

@@ -270,7 +270,7 @@ def make_demonstrations(
         The provenance, as written to `provenance_path(path)`.
 
     Raises:
-        UserError: the file exists, or the task cannot be built or has no answers.
+        UserError: the file exists, the task cannot be built or has no answers, or the teacher's episodes fail.
     """
     _refuse_existing(path)
     codec = load_codec(resolve(spec.model, progress=progress))
@@ -285,11 +285,12 @@ def make_demonstrations(
     )
     chosen = prompts_of(task, split, prompts)
     if agent is not None:
-        rows = agent_demonstrations(agent, chosen, chat_template=spec.model.chat_template)
+        rows = agent_demonstrations(agent, chosen, chat_template=spec.model.chat_template, report=progress)
     else:
         ending = next(iter(spec.sampling.stop or task.default_stop_strings), "")
         rows = [demonstration_row(prompt, ending=ending) for prompt in chosen]
-    return _write_rows(path, rows, {"kind": "demonstrations", "side": split, **_origin(spec, task)})
+    left_out = {"left_out": len(chosen) - len(rows)} if len(rows) < len(chosen) else {}
+    return _write_rows(path, rows, {"kind": "demonstrations", "side": split, **left_out, **_origin(spec, task)})
 
 
 def make_pairs(

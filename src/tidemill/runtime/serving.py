@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from weakref import WeakValueDictionary
 
 from tidemill.config.model import LoraConfig
@@ -26,6 +26,7 @@ from tidemill.controller.waiting import Timeouts
 from tidemill.core.protocols import LoopClock, TurnFormat
 from tidemill.core.records import (
     ITEM_BYTES,
+    Finish,
     Prompt,
     Reward,
     SampleId,
@@ -80,15 +81,16 @@ class Listener:
     sent: int = 0  # tokens
 
     def send(self, sample: Sample) -> None:
+        finish = cast("Finish | None", sample.finish)  # no limit of an episode: clients' samples have no environment
         start, end = self.sent * ITEM_BYTES, len(sample.token_ids)
-        if end > start or sample.finish is not None:
+        if end > start or finish is not None:
             self.sent = end // ITEM_BYTES
             self.pieces.put_nowait(
                 Piece(
                     index=self.index,
                     token_ids=bytes(sample.token_ids[start:end]),
                     logprobs=bytes(sample.logprobs[start:end]),
-                    finish=sample.finish,
+                    finish=finish,
                 )
             )
 

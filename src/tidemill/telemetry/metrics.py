@@ -80,7 +80,9 @@ LENGTH_MEAN: Final = _define(
     "completion_tokens_mean", "tokens", "mean number of generated tokens of a sample", label="length", write=compact
 )
 LENGTH_MAX: Final = _define("completion_tokens_max", "tokens", "generated tokens of the longest sample", write=compact)
-TRUNCATED: Final = _define("truncated_fraction", "", "share of completions truncated at max_new_tokens", write=percent)
+TRUNCATED: Final = _define(
+    "truncated_fraction", "", "share of completions cut at max_new_tokens or the context length", write=percent
+)
 NO_SIGNAL: Final = _define(
     "groups_without_signal", "groups", "groups skipped because all their advantages are 0",
     label="no signal", write=compact,
@@ -103,6 +105,14 @@ EPISODE_ENDS = {
     for end in get_args(EpisodeEnd)
     if end
 }
+BUDGETS: Final[dict[str, str]] = {
+    "tokens": "sampling.max_new_tokens",
+    "context": "engine.context_tokens",
+    "turns": "env.turns",
+    "calls": "env.calls",
+    "seconds": "env.seconds",
+}
+"""The key of each budget of an episode, by `EpisodeEnd`."""
 ENV_ANSWER_TIME: Final = _define(
     "time_env_answer_s", "s", "time from the end of a turn to its environment's answer, mean over turns"
 )
@@ -117,6 +127,12 @@ ENV_MISTAKES: Final = _define(
     "exceptions in them, and tool calls that were not made (unknown tool, wrong arguments): the agent sees both",
 )
 ENV_TIMEOUTS: Final = _define("env_timeouts", "calls", "of these, calls past their deadline")
+ENV_CUT: Final = _define("env_cut", "observations", "observations longer than env.observation_tokens, which were cut")
+ENV_CLEANED: Final = _define(
+    "env_cleaned",
+    "observations",
+    "observations with NUL, lone surrogates or characters unknown to the model, which were replaced or left out",
+)
 ENV_RETRIES: Final = _define("env_retries", "calls", "attempts repeated because the environment's process was lost")
 ENV_FAILURES: Final = _define(
     "env_failures", "episodes", "episodes that broke their environment and got failure_reward"

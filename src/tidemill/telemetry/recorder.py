@@ -36,7 +36,9 @@ from tidemill.telemetry.fleet_figures import evictions_sentence, recomputed
 from tidemill.telemetry.jsonl import JsonlWriter
 from tidemill.telemetry.manifest import peak_rss_bytes
 from tidemill.telemetry.metrics import (
+    BUDGETS,
     CONTROLLER_CPU,
+    EPISODE_ENDS,
     PEAK_RSS,
     STEP_CPU,
     STEP_TIME,
@@ -56,7 +58,9 @@ Outcome: TypeAlias = Literal["finished", "interrupted", "failed"]
 FAILURE = re.compile(r"(?:reward ([^:]+): |with their )(\w+)")
 """In the reason of an invalid reward: the reward that failed, and its exception's type or first word."""
 MANY_CUTS = 0.2
-"""Share of completions that are cut from which a warning is given."""
+"""Share of samples that a limit ended, above which a warning is given."""
+CUTS = ("tokens", "context")
+"""Limits that cut a text."""
 SHOWN_TEXT = 120
 """Characters of a prompt and of a response in the report of a failed reward."""
 FIRST_PHASES = (ROLLOUT, TRAINING)
@@ -100,7 +104,7 @@ class Recorder:
         self._processor, self._processor_s = processor, processor()
         self._process, self._process_s = process, process()
         self._workers_s = 0.0  # CPU seconds of workers since the previous line
-        self._warned_of_cuts = False
+        self._warned_of: set[str] = set()  # limits of samples
         self._started_s = self._clock.now()
         self._session = run.past.count + 1
         self._texts = TokenTexts(decode) if decode else None
@@ -230,14 +234,23 @@ class Recorder:
         return values[CONTROLLER_CPU] + values.get(TRAIN_CPU, 0.0) + workers_s
 
     def _warn_of_cuts(self, step: int, values: Mapping[str, float]) -> None:
-        """Once: in the first step in which many completions were cut, and are trained on without their end."""
-        cut, limit = values.get(TRUNCATED, 0.0), self._spec.sampling.max_new_tokens
-        if cut > MANY_CUTS and self._spec.scoring.truncated == "trained" and not self._warned_of_cuts:
-            self._warned_of_cuts = True
-            self.note(
-                f"warning: {cut:.0%} of the completions of step {step} were cut at sampling.max_new_tokens = {limit}, "
-                'and are trained on without their end; raise it, or set scoring.truncated = "masked"'
-            )
+        """Once for each limit: in the first step in which it ended many samples that are trained on."""
+        ended = {end: values[name] for end, name in EPISODE_ENDS.items() if end in BUDGETS and name in values}
+        of = "episodes" if ended else "completions"
+        for end, share in (ended or {"tokens": values.get(TRUNCATED, 0.0)}).items():
+            cut = end in CUTS
+            if share <= MANY_CUTS or end in self._warned_of or (cut and self._spec.scoring.truncated == "masked"):
+                continue
+            self._warned_of.add(end)
+            section, _, key = BUDGETS[end].partition(".")
+            limit = getattr(getattr(self._spec, section), key)
+            at = f"{BUDGETS[end]} = {limit}" if limit else f"the model's context ({BUDGETS[end]})"
+            what = f"warning: {share:.0%} of the {of} of step {step}"
+            if cut:
+                hint = 'raise it, or set scoring.truncated = "masked"'
+                self.note(f"{what} were cut at {at}, and are trained on without their end; {hint}")
+            else:
+                self.note(f"{what} ended at {at}, with the rewards of their turns so far; raise it if they need more")
 
     def samples(self, step: int, trajectories: Sequence[Trajectory], prompts: Sequence[Prompt]) -> None:
         """Write one file per step and purpose, atomically; a second call for the same step replaces it.

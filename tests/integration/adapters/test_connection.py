@@ -72,6 +72,19 @@ def test_mistakes_are_the_agents_and_faults_are_not(opened: Connection) -> None:
     assert opened.call("step", episode=1, action="x")[0].startswith("1 ")
 
 
+def test_texts_of_any_kind_and_length_are_answers(opened: Connection) -> None:
+    opened.call("reset", episode=1, task=TASK, seed=5)
+
+    assert opened.call("step", episode=1, action="unclean") == ["a\0b\0", 0.5, True]
+    text = opened.call("step", episode=1, action="long")[0]
+    assert len(text) == (1 << 25) + len("\n[266445568 characters cut]\n")
+    for action, said in {"unclean mistake": "^a\0$", "silent": "^Silent: its __str__ raised OSError$"}.items():
+        with pytest.raises(AgentMistake, match=said):
+            opened.call("step", episode=1, action=action)
+    with pytest.raises(UserError, match="object"):  # not the agent's
+        opened.call("step", episode=1, action="object")
+
+
 def test_a_program_that_ends_is_lost(opened: Connection) -> None:
     opened.call("reset", episode=1, task=TASK, seed=5)
 

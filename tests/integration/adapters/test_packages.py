@@ -13,6 +13,7 @@ import pytest
 from tests.integration.adapters.unmodified import calculator, words
 from tests.sandboxes import need_bubblewrap
 from tidemill.config.sandbox import SandboxConfig
+from tidemill.envs.adapters import environments
 from tidemill.envs.adapters.environments import (
     AdapterEnvironment,
     Gymnasium,
@@ -21,7 +22,6 @@ from tidemill.envs.adapters.environments import (
     SkyRLGym,
     TextArena,
     Verifiers,
-    close_connections,
 )
 from tidemill.envs.adapters.install import adapter_python, install_adapter
 from tidemill.envs.agents.environment import AgentMistake, Step
@@ -33,7 +33,8 @@ HANGMAN = {"id": "textarena", "taskset": json.dumps({"game": "Hangman-v0"})}
 @pytest.fixture(autouse=True)
 def _programs() -> Iterator[None]:
     yield
-    close_connections()
+    while environments._connections:
+        environments._connections.popitem()[1].close()
 
 
 def played(environment: AdapterEnvironment, actions: list[str], task: dict[str, Any], seed: int = 3) -> list[Any]:

@@ -13,7 +13,7 @@ from tests.integration.adapters.unmodified import calculator, words
 from tests.sandboxes import need_bubblewrap
 from tests.training_process import learned, quiet_run
 from tidemill.config.sandbox import SandboxConfig
-from tidemill.envs.adapters.environments import McpServer, close_connections
+from tidemill.envs.adapters.environments import McpServer
 from tidemill.envs.adapters.install import install_adapter
 from tidemill.telemetry.events import EVICTION
 
@@ -132,7 +132,6 @@ def test_mcp(tmp_path: Path) -> None:
     install_adapter("mcp")
     params = calculator(tmp_path)
     tools = McpServer.served_tools(params, SandboxConfig())
-    close_connections()
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps(row) + "\n" for row in demonstrations(tools)))
     recipe = tmp_path / "recipe.toml"

@@ -166,6 +166,7 @@ def test_a_group_has_signal_when_its_valid_rewards_differ() -> None:
         ("12", "stop", True, "trained", 1.0),
         ("12", "length", True, "trained", 1.0),
         ("12", "length", True, "masked", 0.0),
+        ("12", "turns", True, "masked", 1.0),
         ("12", "stop", True, "masked", 1.0),
         ("12", "stop", False, "trained", 0.0),
         ("", "stop", True, "trained", 0.0),

@@ -21,6 +21,7 @@ from tidemill.core.errors import TidemillError
 from tidemill.core.protocols import CallLog, LoopClock
 from tidemill.core.records import (
     Episode,
+    EpisodeEnd,
     GenerateRequest,
     Observation,
     SampleId,
@@ -140,6 +141,24 @@ def test_an_observation_that_fills_the_context_ends_the_episode(added: int, end:
     observe(sample, [1] * added, limits)
     assert sample.turns.episode_end == end
     assert sample.length == 2 + (0 if end else added)  # an observation that nothing follows is left out
+
+
+@pytest.mark.parametrize(
+    ("end", "finish", "truncated"),
+    [
+        ("done", "stop", False),
+        ("failure", "stop", False),
+        ("fault", "stop", False),
+        ("tokens", "length", True),
+        ("turns", "turns", False),
+        ("calls", "calls", False),
+        ("seconds", "seconds", False),
+    ],
+)
+def test_only_a_text_that_was_cut_is_truncated(end: EpisodeEnd, finish: str, truncated: bool) -> None:
+    sample = acting([5, 6])
+    sample.observe(Observation(end=end), SAMPLING, LIMITS)
+    assert (sample.finish, sample.trajectory(lambda _: "").truncated) == (finish, truncated)
 
 
 def test_an_answer_that_its_environment_cancels_ends_the_run_at_once() -> None:

@@ -18,7 +18,7 @@ from tidemill.core.protocols import Telemetry
 from tidemill.core.records import PolicyVersion, Reward, StepMetrics
 from tidemill.telemetry import sinks
 from tidemill.telemetry.events import read_events
-from tidemill.telemetry.metrics import read_metrics
+from tidemill.telemetry.metrics import EPISODE_ENDS, read_metrics
 from tidemill.telemetry.progress_views import PlainView
 from tidemill.telemetry.recorder import Recorder
 from tidemill.telemetry.run_dir import RunDirectory
@@ -101,6 +101,29 @@ def test_many_cut_completions_are_a_warning_once(tmp_path: Path, truncated: str,
     said = recorder._view._stream.getvalue()
     assert said.count("were cut at sampling.max_new_tokens = 256") == warnings
     assert ("21% of the completions of step 2" in said) == bool(warnings)
+
+
+@pytest.mark.parametrize(
+    ("ends", "warning"),
+    [
+        ({"turns": 1.0}, "100% of the episodes of step 1 ended at env.turns = 8"),
+        ({"seconds": 0.3, "done": 0.7}, "30% of the episodes of step 1 ended at env.seconds = 600"),
+        ({"tokens": 0.5, "turns": 0.1}, "50% of the episodes of step 1 were cut at sampling.max_new_tokens = 256"),
+        ({"context": 0.5}, "50% of the episodes of step 1 were cut at the model's context (engine.context_tokens)"),
+        ({"done": 1.0}, ""),
+    ],
+)
+def test_a_warning_names_the_limit_of_an_episode(tmp_path: Path, ends: dict[str, float], warning: str) -> None:
+    recorder = open_recorder(tmp_path)
+    figures = {name: ends.get(end, 0.0) for end, name in EPISODE_ENDS.items()}
+    for step in (1, 2):
+        values = {**figures, "truncated_fraction": figures[EPISODE_ENDS["tokens"]]}
+        recorder.step(metrics_of(step, **values))
+    end(recorder)
+    assert isinstance(recorder._view, PlainView) and isinstance(recorder._view._stream, io.StringIO)
+    said = recorder._view._stream.getvalue()
+    assert warning in said
+    assert said.count("warning: ") == bool(warning)
 
 
 def test_samples_are_filed_by_step_and_purpose(tmp_path: Path) -> None:

@@ -229,13 +229,6 @@ def shared_connection(name: str, params: dict[str, Any], python: str, *, in_sand
         return _connections[key]
 
 
-def close_connections() -> None:
-    """End the programs of this process."""
-    with _lock:
-        while _connections:
-            _connections.popitem()[1].close()
-
-
 ADAPTERS: dict[str, type[Environment]] = {
     "gymnasium": Gymnasium,
     "mcp": McpServer,

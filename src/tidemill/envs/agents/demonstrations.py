@@ -3,77 +3,130 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import msgspec
 
-from tidemill.core.errors import UserError, exception_text
+from tidemill.core.errors import UserError
 from tidemill.core.records import Message, Prompt, Turn
 from tidemill.envs.agents.environment import Environment
-from tidemill.envs.agents.instances import Work
+from tidemill.envs.agents.episodes import EpisodeCalls, EpisodeError
 from tidemill.envs.agents.prompts import AgentPrompts
 from tidemill.envs.agents.turn_plan import TurnPlanner, task_of, task_seed
+from tidemill.extensions.calls import run_blocking
 
 
 def agent_demonstrations(
-    agent: AgentPrompts, prompts: Sequence[Prompt], *, chat_template: bool
+    agent: AgentPrompts,
+    prompts: Sequence[Prompt],
+    *,
+    chat_template: bool,
+    report: Callable[[str], None] = lambda _: None,
 ) -> list[dict[str, Any]]:
-    """One row for each prompt: its messages, or its text without a chat template, and the turns of
-    `Environment.demonstrate`.
+    """A row for each prompt: its messages, or its text without a chat template, and the turns of
+    `Environment.demonstrate`. An episode in which a call failed in all attempts is left out.
+
+    Args:
+        report: receives the first failure of each method.
 
     Raises:
-        UserError: the environment has no teacher, or the teacher or the environment raises.
+        UserError: the environment has no teacher, the teacher calls a tool wrongly, or `env.max_environment_errors`
+            episodes failed, or all.
     """
     if agent.environment.demonstrate is Environment.demonstrate:
         hint = "define demonstrate(self), which returns the next action"
         raise UserError(f"{agent.config.name} has no teacher", where="env.name", hint=hint)
     tools = {"tools": agent.schemas} if agent.schemas else {}
-    planner = TurnPlanner(agent.environment, agent.config, agent.format, agent.sandbox)
     rows = []
-    for prompt in prompts:
-        turns, first = _played(agent, planner, prompt), [msgspec.to_builtins(each) for each in prompt.messages]
+    for prompt, messages in zip(prompts, run_blocking(partial(Teacher(agent, report).played, prompts)), strict=True):
+        if messages is None:
+            continue
+        turns = [{"role": turn.role, "content": turn.content} for turn in messages]
+        first = [msgspec.to_builtins(each) for each in prompt.messages]
         rows.append(
             {"messages": first + turns, **tools} if chat_template else {"prompt": prompt.text, "completion": turns}
         )
     return rows
 
 
-def _played(agent: AgentPrompts, planner: TurnPlanner, prompt: Prompt) -> list[dict[str, str]]:
-    try:
-        turns = asyncio.run(_episode(agent, planner, prompt))
-    except Exception as error:  # of the user's class
-        what = f"the teacher of {agent.config.name} raised {exception_text(error)}"
-        raise UserError(what, where=f"task {prompt.text[:60]!r}", hint="correct demonstrate()") from error
-    return [{"role": turn.role, "content": turn.content} for turn in turns]
+class Teacher:
+    """Plays episodes."""
 
+    def __init__(self, agent: AgentPrompts, report: Callable[[str], None]) -> None:
+        self._agent, self._report = agent, report
+        self._planner = TurnPlanner(agent.environment, agent.config, agent.format, agent.sandbox)
+        self._failed: list[EpisodeError] = []
 
-async def _episode(agent: AgentPrompts, planner: TurnPlanner, prompt: Prompt) -> list[Message]:
-    """The messages of an episode up to the teacher's last action, with observations as the model sees them."""
-    instances, task = agent.instances(), task_of(prompt)
-    role: Literal["tool", "user"] = "tool" if planner.uses_tools else "user"
+    async def played(self, prompts: Sequence[Prompt]) -> list[list[Message] | None]:
+        """The turns of each prompt's episode; None if it failed.
 
-    async def made(method: str, arguments: str = "{}") -> tuple[Work, Any]:
-        work = Work(index=0, episode=0, method=method, arguments=arguments)
-        value = instances.invoke(work)
-        return work, await value if inspect.isawaitable(value) else value
+        Raises:
+            UserError: as `agent_demonstrations`.
+        """
+        self._player, self._prompts = self._agent.player(), len(prompts)
+        self._permits = asyncio.Semaphore(self._agent.config.concurrency)
+        playing = [asyncio.create_task(self._play(prompt)) for prompt in prompts]
+        try:
+            return await asyncio.gather(*playing)
+        finally:
+            for each in playing:
+                each.cancel()
+            await asyncio.gather(*playing, return_exceptions=True)
+            await self._player.close()
 
-    await made("reset", json.dumps({"task": task, "seed": task_seed(task)}))
-    messages: list[Message] = []
-    for _ in range(agent.config.turns):
-        _, action = await made("demonstrate")
-        messages.append(Message(role="assistant", content=str(action)))
-        turn = Turn(start=0, end=0, text=str(action))
-        planned = planner.calls(turn)
-        if planner.answer(planned, turn) is not None:
-            break
-        if mistake := next((call.mistake for call in planned if call.mistake), ""):
-            raise ValueError(mistake)
-        outcomes = [planner.settle(call, instances.outcome(*await made(call.name, call.arguments))) for call in planned]
-        if any(outcome.done for outcome in outcomes):
-            break
-        messages += [Message(role=role, content=outcome.text) for outcome in outcomes]
-    await made("close")
-    return messages if messages[-1].role == "assistant" else messages[: -len(outcomes)]
+    async def _play(self, prompt: Prompt) -> list[Message] | None:
+        async with self._permits:
+            try:
+                return await self._player.play(partial(self._episode, prompt))
+            except EpisodeError as error:
+                self._fail(error, prompt)
+                return None
+
+    def _fail(self, error: EpisodeError, prompt: Prompt) -> None:
+        """Raises UserError: too many episodes failed."""
+        if error.method not in [earlier.method for earlier in self._failed]:
+            self._report(f"warning: {error}; the episode is left out of the demonstrations")
+        self._failed.append(error)
+        if len(self._failed) >= min(self._agent.config.max_environment_errors, self._prompts):
+            what = f"{len(self._failed)} episodes of {self._agent.config.name} failed; the first: {self._failed[0]}"
+            hint = f"correct {self._failed[0].method}"
+            raise UserError(what, where=f"task {prompt.text[:60]!r}", hint=hint)
+
+    async def _episode(self, prompt: Prompt, calls: EpisodeCalls) -> list[Message]:
+        """The messages of an episode up to the teacher's last action, with observations as the model sees them.
+
+        Raises:
+            EpisodeError: a call failed.
+            UserError: the teacher calls a tool wrongly.
+        """
+        planner, task = self._planner, task_of(prompt)
+        role: Literal["tool", "user"] = "tool" if planner.uses_tools else "user"
+        await calls.make("reset", {"task": task, "seed": task_seed(task)})
+        messages: list[Message] = []
+        for number in range(1, self._agent.config.turns + 1):
+            action = (await calls.make("demonstrate", {})).text
+            messages.append(Message(role="assistant", content=action))
+            turn = Turn(start=0, end=0, text=action)
+            planned = planner.calls(turn)
+            if planner.answer(planned, turn) is not None:
+                break
+            if mistake := next((call.mistake for call in planned if call.mistake), ""):
+                what = f"the teacher of {self._agent.config.name} made a call that is wrong: {mistake}"
+                raise UserError(what, where=f"task {prompt.text[:60]!r}", hint="correct demonstrate()")
+            outcomes = []
+            for call in planned:
+                outcome = await calls.make(
+                    call.name,
+                    json.loads(call.arguments),
+                    timeout_s=call.timeout_s,
+                    idempotent=call.idempotent,
+                    call_id=f"demonstrations-{prompt.prompt_id}-{number}-{call.index}",
+                )
+                outcomes.append(planner.settle(call, outcome))
+            if any(outcome.done for outcome in outcomes):
+                break
+            messages += [Message(role=role, content=outcome.text) for outcome in outcomes]
+        return messages if messages[-1].role == "assistant" else messages[: -len(outcomes)]

@@ -194,6 +194,8 @@ def tool(function: Any = None, /, *, timeout_s: float | None = None, idempotent:
     body = frame.f_back.f_locals if frame is not None and frame.f_back is not None else {}
 
     def marked(given: FunctionT) -> FunctionT:
+        if not hasattr(inspect.unwrap(given), "__code__"):
+            raise UserError(f"@tool cannot mark {given!r:.60}", hint="write a method around it with def")
         if hasattr(earlier := body.get(given.__name__), TOOL_MARK):
             what = f"two tools are named {given.__name__}; the other is at {place_of(earlier)}"
             raise UserError(what, where=place_of(given), hint="rename one of them")

@@ -9,18 +9,20 @@ from tidemill.config.sandbox import SandboxConfig
 from tidemill.core.errors import UserError
 from tidemill.envs.adapters.environments import ADAPTERS
 from tidemill.envs.agents.builtin import BUILT_IN
-from tidemill.envs.agents.environment import Environment, ToolEnvironment
+from tidemill.envs.agents.environment import Environment, ToolEnvironment, place_of
 from tidemill.envs.agents.tools import tools_of
 from tidemill.extensions.registry import Extension, given_function, resolve
 
 WHERE = "env.name"
+METHODS = {"reset": ("task", "seed"), "step": ("action",), "score": ("answer",), "demonstrate": (), "close": ()}
+"""The arguments that methods are called with, by name."""
 
 
 def find_environment(config: EnvConfig, sandbox: SandboxConfig = SandboxConfig()) -> Extension:  # noqa: B008 -- frozen
     """The environment `env.name`: `function` is its class.
 
     Raises:
-        UserError: there is none, it is not an environment, does not take `env.params`, or has a wrong tool.
+        UserError: there is none, it is not an environment, does not take `env.params`, or has a wrong tool or method.
     """
     if (built_in := (BUILT_IN | ADAPTERS).get(config.name)) is not None:
         found = given_function(built_in, "environment", where=WHERE)
@@ -35,9 +37,23 @@ def find_environment(config: EnvConfig, sandbox: SandboxConfig = SandboxConfig()
     except TypeError as error:
         hint = f"it takes {', '.join(inspect.signature(environment).parameters) or 'no parameters'}"
         raise UserError(f"{found.name}: {error}", where="env.params", hint=hint) from None
+    _check_methods(environment)
     if issubclass(environment, ToolEnvironment):
         if not tools_of(environment, config.params, sandbox):
             raise UserError(f"{found.name} has no tools", where=WHERE, hint="mark its methods with @tidemill.tool")
     elif environment.step is Environment.step:
         raise UserError(f"{found.name} has no method step", where=WHERE, hint="define step(self, action)")
     return found
+
+
+def _check_methods(environment: type[Environment]) -> None:
+    """Raises UserError: a method does not take its arguments, which would look like a mistake of every episode."""
+    for name, arguments in METHODS.items():
+        if (method := getattr(environment, name, None)) is None:
+            continue
+        bound = isinstance(inspect.getattr_static(environment, name), (staticmethod, classmethod))
+        try:
+            inspect.signature(method).bind(*([] if bound else [None]), **dict.fromkeys(arguments))
+        except TypeError as error:
+            hint = f"write def {name}({', '.join(['self', *arguments])})"
+            raise UserError(f"{environment.__name__}.{name}: {error}", where=place_of(method), hint=hint) from None

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from tidemill.config.sandbox import SandboxConfig
+from tidemill.core.errors import UserError
 from tidemill.envs.agents.environment_process import SERVICE, EnvironmentSettings
 from tidemill.envs.agents.instances import Instances, Outcome, Work
 from tidemill.extensions.calls import CallError, CallTimeout, HangingError, UserCalls
@@ -115,6 +116,8 @@ class ThreadHost(Host):
             found = await self._calls.call(invoke, convert=convert, timeout_s=THREAD_S, watched=True)
         except CallError as error:
             found = self._instances.failed(work, str(error))
+        except UserError as error:
+            found = self._instances.failed(work, error)
         except (CallTimeout, HangingError):
             found = Outcome(index=PROCESS, text="too many earlier calls hang")
         self._outcomes.put_nowait(found)

@@ -19,15 +19,14 @@ from tidemill.config.sandbox import SandboxConfig
 from tidemill.envs.agents.environment import Environment, ToolEnvironment
 from tidemill.envs.agents.hosts import Host, ProcessLauncher, ThreadLauncher
 from tidemill.envs.agents.instances import Instances, Work
-from tidemill.envs.agents.turn_plan import REFUSED_FACTOR
 from tidemill.extensions.portable import UnportableError, target_of
 from tidemill.extensions.processes import LostError
 from tidemill.extensions.registry import import_path
 
 HOSTS_PER_CALL = 4
 """Processes for each concurrent call, before episodes share them."""
-CHARACTERS_PER_TOKEN = 16
-"""Longer texts are refused without encoding them."""
+CHARACTERS_PER_TOKEN = 160
+"""Characters of an observation that leave its process, for each token that the model may see of it."""
 
 
 @dataclass(slots=True)
@@ -55,7 +54,7 @@ class Placement:
         *,
         warn: Callable[[str], None] = lambda _: None,
     ) -> None:
-        longest = REFUSED_FACTOR * config.observation_tokens * CHARACTERS_PER_TOKEN
+        longest = config.observation_tokens * CHARACTERS_PER_TOKEN
         self._launcher: ProcessLauncher | ThreadLauncher
         try:
             target = target_of(environment, import_path(environment), name=environment.__name__)
@@ -157,6 +156,10 @@ class Placement:
             yield host
         finally:
             host.kill()
+
+    async def settle(self) -> None:
+        """Wait until released episodes are closed, each at most `env.call_timeout_s`."""
+        await asyncio.gather(*self._closing)
 
     async def close(self) -> None:
         """End all hosts."""

@@ -6,6 +6,7 @@ act ── plan the turn's calls ── hold a host ── restore the state, if
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import itertools
 import json
@@ -21,7 +22,7 @@ from tidemill.core.protocols import CallLog, TurnFormat
 from tidemill.core.records import Call, Episode, EpisodeEnd, Message, Observation, SampleId, pack_tokens
 from tidemill.envs.agents.environment import Environment
 from tidemill.envs.agents.hosts import Host
-from tidemill.envs.agents.instances import Outcome, Work
+from tidemill.envs.agents.instances import Outcome, Work, clean
 from tidemill.envs.agents.placement import Live, Placement
 from tidemill.envs.agents.turn_plan import FaultError, Planned, TurnPlanner, first_text, task_of, task_seed
 from tidemill.extensions.processes import LostError
@@ -31,7 +32,9 @@ EVALUATION = "eval"
 """Start of the purposes of evaluations' samples."""
 BACKOFF_S = 0.1
 """Wait before the second attempt; doubles with each further one."""
-COUNTS = ("calls", "mistakes", "timeouts", "retries", "failures", "faults")
+PLAIN_ANSWERS = ("", "0")
+"""Answers whose score shows whether `score` works, besides the row's own."""
+COUNTS = ("calls", "mistakes", "timeouts", "cut", "cleaned", "retries", "failures", "faults")
 
 
 class FailureError(Exception):
@@ -108,8 +111,8 @@ class EnvironmentPool:
                 self.placement.release(live)
 
     def take_counts(self) -> dict[str, int]:
-        """Calls made, mistakes of agents, deadlines that fired, retries after lost processes, episodes that ended in
-        failure and in fault, since the last call."""
+        """Calls made, mistakes of agents, deadlines that fired, observations cut and cleaned, retries after lost
+        processes, episodes that ended in failure and in fault, since the last call."""
         counts, self._counts = self._counts, dict.fromkeys(COUNTS, 0)
         return counts
 
@@ -162,6 +165,11 @@ class EnvironmentPool:
         late = sum(each.error == "late" for each in outcomes)
         self._counts["timeouts"] += late
         self._counts["mistakes"] += sum(each.error == "raised" for each in outcomes)
+        self._counts["cut"] += sum(each.cut > 0 for each in outcomes)
+        self._counts["cleaned"] += sum(each.cleaned for each in outcomes)
+        if lacking := "".join(sorted(self.planner.lacking)):
+            what = f"observations of {self._name} have characters that the model's vocabulary lacks"
+            self._report_first("vocabulary", f"{what}; they are left out: {lacking!r:.40}")
         end: EpisodeEnd = ""
         if over:
             end = "calls"
@@ -177,7 +185,7 @@ class EnvironmentPool:
             await self._perform(answering)
             scored = answering.done[len(planned)]
             if scored.error:
-                raise FaultError(scored.text, f"{self._name}.score")
+                raise await self._blame_score(episode, answer, scored)
             reward = scored.reward
         if live.answered >= 0:
             live.answered = len(episode.turns)
@@ -296,7 +304,7 @@ class EnvironmentPool:
             what = f"{self._name}.step must not be repeated, and the state of the episode was lost"
             raise FaultError(what, "interrupted", interrupted=True)
         started = await self.reset(host, live.key, task_of(episode.prompt))
-        if not first_text(episode.prompt).endswith(started.text):
+        if not clean(first_text(episode.prompt)).endswith(started.text):
             raise self._different(0, started.text, first_text(episode.prompt))
         repeated = [(turn, *pair) for turn, each in enumerate(history, 1) for pair in self.planner.earlier_calls(each)]
         finished = [(call, answering.done[call.index]) for call in answering.planned if call.index in answering.done]
@@ -318,6 +326,21 @@ class EnvironmentPool:
         except (LostError, FaultError) as error:
             return FaultError(f"{lost}, and a new process fails too: {error}", "lost process")
         return FailureError(f"{lost}, while a new process can be reset")
+
+    async def _blame_score(self, episode: Episode, answer: str, scored: Outcome) -> Exception:
+        """Whose fault it is that an answer has no score: the episode's, if another answer to its task has one."""
+        what = f"{self._name}.{scored.text}" if scored.error == "late" else scored.text
+        task = task_of(episode.prompt)
+        others = [each for each in (str(task.get("answer", "")), *PLAIN_ANSWERS) if each != answer]
+        with contextlib.suppress(LostError, FaultError):
+            async with self.placement.fresh_host() as host:
+                for other in others:
+                    await self.reset(host, 0, task)
+                    call = self.planner.score(0, other)
+                    work = Work(index=0, episode=0, method=call.name, arguments=call.arguments)
+                    if not (await host.make(work, call.timeout_s)).error:
+                        return FailureError(f"{what}, while the answer {other!r:.40} has a score")
+        return FaultError(what, f"{self._name}.score")
 
     def _fault(self, error: FaultError) -> Observation:
         """Raises GuardStop: too many episodes were lost."""

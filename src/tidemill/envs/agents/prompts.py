@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
-import inspect
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from tidemill.config.agent import EnvConfig
@@ -16,9 +14,8 @@ from tidemill.config.task import EnvironmentTask
 from tidemill.core.errors import UserError
 from tidemill.core.protocols import TurnFormat
 from tidemill.core.records import Message, Prompt, pack_tokens
-from tidemill.envs.adapters.environments import close_connections
-from tidemill.envs.agents.environment import Environment, Split, ToolEnvironment, current_sandbox
-from tidemill.envs.agents.instances import Instances, Work
+from tidemill.envs.agents.environment import Environment, Split, ToolEnvironment
+from tidemill.envs.agents.episodes import EpisodeCalls, EpisodeError, EpisodePlayer
 from tidemill.envs.agents.tools import tools_of
 from tidemill.envs.agents.turn_plan import task_seed
 from tidemill.envs.text.prompts import (
@@ -32,12 +29,10 @@ from tidemill.envs.text.prompts import (
     row_figures,
     with_location,
 )
-from tidemill.extensions.calls import CallError, CallTimeout, call_blocking
+from tidemill.extensions.calls import run_blocking
 from tidemill.extensions.loading import IMPORT_DEADLINE_S
 
 WHERE = "env.name"
-LONGEST = 1_000_000
-"""Characters of a first message."""
 
 
 class TaskItem(Item, kw_only=True):
@@ -86,9 +81,9 @@ class AgentPrompts:
             messages=messages,
         )
 
-    def instances(self) -> Instances:
-        """For calls in this process."""
-        return Instances(self.environment, dict(self.config.params), LONGEST, self.sandbox)
+    def player(self) -> EpisodePlayer:
+        """For calls outside a run's turns, in an event loop."""
+        return EpisodePlayer(self.environment, self.config, self.sandbox)
 
     def adapted(self, task: Task) -> Task:
         """A task of rows for this environment.
@@ -108,10 +103,7 @@ class AgentPrompts:
             UserError: it makes none, the same for training and evaluation, or cannot be reset.
         """
         sizes: dict[Split, int] = {"train": config.train_size, "held_out": config.held_out_size}
-        try:
-            made = [self._items(split, count) for split, count in sizes.items()]
-        finally:
-            close_connections()
+        made = run_blocking(partial(self._sides, sizes))
         train, held_out = (distinct(items) for items in made)
         figures = [row_figures(items) for items in made]
         repeated = sum(side.repeated for side in figures)
@@ -134,47 +126,40 @@ class AgentPrompts:
             left_out={"repeated": repeated} if repeated else {},
         )
 
-    def _items(self, split: Split, count: int) -> list[TaskItem]:
-        name = f"{self.config.name}, {split}"
+    async def _sides(self, sizes: Mapping[Split, int]) -> list[list[TaskItem]]:
+        player = self.player()
         try:
-            return call_blocking(lambda: self._made(split, count), timeout_s=IMPORT_DEADLINE_S)
-        except (CallError, CallTimeout) as error:
-            what = str(error) or f"its tasks were not made within {IMPORT_DEADLINE_S:g} s"
-            raise UserError(what, where=name, hint="correct tasks() and reset()") from None
+            return [await self._items(player, split, count) for split, count in sizes.items()]
+        finally:
+            await player.close()
 
-    def _made(self, split: Split, count: int) -> list[TaskItem]:
-        current_sandbox.set(self.sandbox)
-        rows = self.environment.tasks_for(dict(self.config.params), split, count)
+    async def _items(self, player: EpisodePlayer, split: Split, count: int) -> list[TaskItem]:
+        """Raises UserError: the tasks cannot be made, or one cannot be reset."""
+
+        async def made(calls: EpisodeCalls) -> list[dict[str, Any]]:
+            outcome = await calls.make("tasks", {"split": split, "count": count}, timeout_s=IMPORT_DEADLINE_S)
+            rows: list[dict[str, Any]] = json.loads(outcome.text)
+            return rows
+
         key = json.dumps([self.config.name, self.config.params], sort_keys=True)
-        instances = self.instances()
         items = list[TaskItem]()
-        for row in rows[:count]:
-            if not isinstance(row, Mapping):
-                raise TypeError(f"tasks() returned {type(row).__name__} instead of a table")
-            arguments = json.dumps({"task": row, "seed": task_seed(dict(row))})
-            work = Work(index=0, episode=0, method="reset", arguments=arguments)
-            outcome = instances.outcome(work, _awaited(instances.invoke(work)))
-            problem = outcome.text if outcome.error else ""
-            if not problem and not 0 < len(outcome.text) <= LONGEST:
-                problem = f"reset returned {len(outcome.text):,} characters; 1 to {LONGEST:,} are needed"
-            if problem:
-                raise UserError(problem, where=f"{self.config.name}, {split}", hint="correct reset()")
-            _awaited(instances.invoke(Work(index=0, episode=0, method="close")))
-            item = TaskItem(
-                messages=(Message(role="user", content=outcome.text),),
-                answer=None if row.get("answer") is None else str(row["answer"]),
-                metadata={"task": dict(row)},
-                environment=key,
-            )
-            items.append(item)
-        if not items:
-            raise ValueError("tasks() returned no rows")
+        try:
+            for row in await player.play(made, attempts=1):
+                item = TaskItem(
+                    messages=(Message(role="user", content=await player.play(partial(_first_message, row))),),
+                    answer=None if row.get("answer") is None else str(row["answer"]),
+                    metadata={"task": row},
+                    environment=key,
+                )
+                items.append(item)
+        except EpisodeError as error:
+            hint = f"correct {error.method.rpartition('.')[2]}()"
+            raise UserError(str(error), where=f"{self.config.name}, {split}", hint=hint) from None
         return items
 
 
-def _awaited(value: Any) -> Any:
-    return asyncio.run(_result(value)) if inspect.isawaitable(value) else value
-
-
-async def _result(value: Any) -> Any:
-    return await value
+async def _first_message(row: dict[str, Any], calls: EpisodeCalls) -> str:
+    text = (await calls.make("reset", {"task": row, "seed": task_seed(row)})).text
+    if not text:
+        raise EpisodeError("reset returned no text", "reset")
+    return text

@@ -66,8 +66,8 @@ def tools_of(environment: type[ToolEnvironment], params: dict[str, Any], sandbox
     """The tools of a class by name, in the order of their definition, and those that it serves with these arguments.
 
     Raises:
-        UserError: a tool without docstring, a parameter without type hint or of a type that JSON schemas do not have,
-            two tools of one name.
+        UserError: a tool without `self` or docstring, a parameter without type hint or of a type that JSON schemas do
+            not have, two tools of one name.
     """
     functions: dict[str, Any] = {}
     owners: dict[str, type] = {}
@@ -118,7 +118,7 @@ def _tool(name: str, function: Any) -> Tool:
         what = f"the tool {name} returns {inspect.signature(function).return_annotation}"
         raise UserError(what, where=where, hint="return text, and write -> str")
     fields: dict[str, Any] = {}
-    for number, parameter in enumerate(list(inspect.signature(function).parameters.values())[1:]):
+    for number, parameter in enumerate(_after_self(name, function)):
         argument = parameter.name
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
             raise UserError(f"the tool {name} has the parameter {parameter}", where=where, hint="name each parameter")
@@ -141,6 +141,16 @@ def _tool(name: str, function: Any) -> Tool:
     schema = {"name": name, "description": description, "parameters": parameters}
     options = getattr(function, TOOL_MARK, ToolOptions(timeout_s=None, idempotent=True))
     return Tool(name=name, options=options, schema={"type": "function", "function": schema}, model=model)
+
+
+def _after_self(name: str, function: Any) -> list[inspect.Parameter]:
+    """Raises UserError: the first parameter is not `self`, so that the instance would take the place of an argument."""
+    parameters = list(inspect.signature(function).parameters.values())
+    if not parameters or parameters[0].name != "self":
+        first = f"the first parameter {parameters[0]}" if parameters else "no parameter"
+        what = f"the tool {name} has {first} instead of self"
+        raise UserError(what, where=place_of(function), hint=f"write def {name}(self, ...)")
+    return parameters[1:]
 
 
 def _in_json(hint: Any) -> bool:

@@ -18,8 +18,7 @@ from tidemill.envs.agents.environment import Environment, ToolEnvironment
 from tidemill.envs.agents.instances import Outcome
 from tidemill.envs.agents.tools import FINISH, MistakeError, Tool, tools_of
 
-REFUSED_FACTOR = 10
-"""An observation longer than this times `env.observation_tokens` is an error of the environment."""
+SCORE = "score"
 MISTAKE = "error"
 """A mistake for a model whose vocabulary lacks characters of the whole message."""
 SHORTEST = 8
@@ -93,6 +92,7 @@ class TurnPlanner:
         )
         self._stateful = not issubclass(environment, ToolEnvironment) or environment.stateful
         self._finish = issubclass(environment, ToolEnvironment) and environment.offer_finish
+        self.lacking: set[str] = set()  # characters of observations that the model's vocabulary lacks
         self.scores = issubclass(environment, ToolEnvironment) and environment.score is not ToolEnvironment.score
 
     def calls(self, turn: Turn) -> list[Planned]:
@@ -132,7 +132,7 @@ class TurnPlanner:
     def score(self, index: int, answer: str) -> Planned:
         return Planned(
             index=index,
-            name="score",
+            name=SCORE,
             arguments=json.dumps({"answer": answer}),
             timeout_s=self._config.call_timeout_s,
             limit=self._config.observation_tokens,
@@ -149,23 +149,27 @@ class TurnPlanner:
         return self._finish and planned.name == FINISH and not planned.mistake
 
     def settle(self, planned: Planned, outcome: Outcome) -> Outcome:
-        """With the text that the model sees.
+        """With the text that the model sees, cleaned and cut. A score stays as it is, also one that failed.
 
         Raises:
-            FaultError: it is not an observation.
+            FaultError: the method returned what it may not return.
         """
         name = f"{self._environment.__name__}.{planned.name}"
+        if planned.name == SCORE:
+            return outcome
         if outcome.error == "invalid":
             raise FaultError(outcome.text, name)
-        text, reward = outcome.text, outcome.reward
+        head, tail, reward = outcome.text, outcome.tail, outcome.reward
+        cleaned = outcome.cleaned
         if outcome.error:  # an agent must not gain by an exception
             reward = min(0.0, self._environment.lowest_reward)
-            text = self._encodable(f"error: {text}", MISTAKE, "")
-        try:
-            text = self._shortened(text, planned.limit, name)
-        except UserError as error:
-            raise FaultError(f"{name} returned text that cannot be encoded: {error.what}", name) from error
-        return msgspec.structs.replace(outcome, text=text, reward=reward)
+            head = f"error: {head}"
+            if not self._expresses(head + tail):
+                head, tail = MISTAKE if self._expresses(MISTAKE) else "", ""
+        elif not self._expresses(head + tail):
+            head, tail, cleaned = self._known(head), self._known(tail), True
+        text, cut = self._shortened(head, tail, outcome.cut, planned.limit)
+        return msgspec.structs.replace(outcome, text=text, tail="", cut=cut, cleaned=cleaned, reward=reward)
 
     def record(self, planned: Planned, outcome: Outcome, call_id: str) -> Call:
         result = outcome.text if self.uses_tools else msgspec.json.encode(outcome).decode()
@@ -212,31 +216,39 @@ class TurnPlanner:
             mistake=mistake,
         )
 
-    def _encodable(self, *texts: str) -> str:
-        """The first text that the model's vocabulary can express; the last one always can."""
-        for text in texts[:-1]:
-            try:
-                self._format.encode_text(text)
-            except UserError:
-                continue
-            return text
-        return texts[-1]
+    def _expresses(self, text: str) -> bool:
+        """Whether the model's vocabulary can express a text."""
+        try:
+            self._format.encode_text(text)
+        except UserError:
+            return False
+        return True
 
-    def _shortened(self, text: str, limit: int, name: str) -> str:
-        """At most `limit` tokens; the middle of a longer text is replaced by the number of tokens cut."""
-        ids = self._format.encode_text(text)
-        if len(ids) <= limit:
-            return text
-        if len(ids) > (refused := REFUSED_FACTOR * self._config.observation_tokens):
-            what = f"returned an observation of {len(ids):,} tokens; more than {refused:,} are refused"
-            raise FaultError(f"{name} {what}", name)
+    def _known(self, text: str) -> str:
+        """A text without the characters that the model's vocabulary lacks."""
+        lacking = {character for character in set(text) if not self._expresses(character)}
+        self.lacking |= lacking
+        return "".join(character for character in text if character not in lacking)
+
+    def _shortened(self, head: str, tail: str, cut: int, limit: int) -> tuple[str, int]:
+        """At most `limit` tokens of a text that may lack `cut` characters between its head and tail; and the number of
+        characters that it lacks then. The middle of a longer text is replaced by the number of tokens or characters
+        cut."""
+        ids = self._format.encode_text(head + tail)
+        if not cut and len(ids) <= limit:
+            return head, 0
+        first, last = (self._format.encode_text(head), self._format.encode_text(tail)) if cut else (ids, ids)
+        characters = len(head) + cut + len(tail)
         keep = limit
         while keep > 0:
-            head, tail = ids[: (keep + 1) // 2], ids[len(ids) - keep // 2 :]
-            middle = f"\n[{len(ids) - keep} tokens cut]\n"
-            shortened = self._format.decode(head) + middle + self._format.decode(tail)
+            start = self._format.decode(first[: (keep + 1) // 2])
+            end = self._format.decode(last[max(0, len(last) - keep // 2) :])
+            lacks = max(1, characters - len(start) - len(end))
+            middle = f"\n[{lacks} characters cut]\n" if cut else f"\n[{len(ids) - keep} tokens cut]\n"
+            shortened = start + (middle if self._expresses(middle) else "") + end
             excess = len(self._format.encode_text(shortened)) - limit
             if excess <= 0:
-                return shortened
+                return shortened, lacks
             keep -= excess
-        return self._format.decode(ids[:limit])
+        shortened = self._format.decode(first[:limit])
+        return shortened, characters - len(shortened)

@@ -26,7 +26,6 @@ from tidemill.telemetry.events import (
 )
 from tidemill.telemetry.report.charts import chart_data, histograms
 from tidemill.telemetry.report.sample_cards import (
-    BUDGETS,
     LEGEND,
     MEAN_REWARD,
     answer_pairs,
@@ -235,11 +234,13 @@ def _training_findings(data: RunData) -> Iterator[Finding]:
     if groups and (share := recent(metrics.NO_SIGNAL) / groups) > NO_SIGNAL_HIGH:
         text = "All samples of these groups got the same reward: the prompts are now too easy or too hard."
         yield Finding(f"{percent(share)} of recent groups had no signal", text)
-    ends = {end: recent(metrics.EPISODE_ENDS[end]) for end in BUDGETS}
+    ends = {end: recent(metrics.EPISODE_ENDS[end]) for end in metrics.BUDGETS}
     if any(ends.values()):
         for end, share in ends.items():
             if share > TRUNCATED_HIGH:
-                yield Finding(f"{percent(share)} of recent episodes were cut", f"Consider a larger {BUDGETS[end]}.")
+                yield Finding(
+                    f"{percent(share)} of recent episodes were cut", f"Consider a larger {metrics.BUDGETS[end]}."
+                )
     elif (share := recent(metrics.TRUNCATED)) > TRUNCATED_HIGH:
         title = f"{percent(share)} of recent completions were truncated"
         yield Finding(title, "Consider a larger sampling.max_new_tokens.")

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from tidemill.core.formatting import between, compact, counted, decimal, percent
 from tidemill.core.records import Call, Record
-from tidemill.telemetry.metrics import HELD_OUT_NAME
+from tidemill.telemetry.metrics import BUDGETS, HELD_OUT_NAME
 from tidemill.telemetry.run_dir import TRAINING_PURPOSE, RunDirectory
 from tidemill.telemetry.sample_files import Sample, SampleSegment, SampleTurn, read_samples
 
@@ -93,14 +93,6 @@ class TurnCard(Record):
     reward: str  # empty if no turn of the episode has one
 
 
-BUDGETS: dict[str, str] = {
-    "tokens": "sampling.max_new_tokens",
-    "context": "engine.context_tokens",
-    "turns": "env.turns",
-    "calls": "env.calls",
-    "seconds": "env.seconds",
-}
-"""The key of each budget of an episode, by `EpisodeEnd`."""
 ENDED_BY: dict[str, str] = {
     **BUDGETS,
     "done": "its environment",

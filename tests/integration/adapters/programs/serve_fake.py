@@ -8,8 +8,10 @@ import random
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 from adapter_program import Adapter, FaultError, LostError, MistakeError, serve
 
 # A program of a model: it answers in the place of the environment, or changes its memory.
@@ -27,6 +29,26 @@ except OSError: pass
 """
 
 
+class Silent(Exception):
+    def __str__(self) -> str:
+        raise OSError
+
+
+RESULTS: dict[str, Callable[[], Any]] = {
+    "unclean": lambda: ("a\0b\ud800", np.float32(0.5), np.bool_(True)),
+    "long": lambda: ("x" * 300_000_000, 0.0, False),
+    "object": lambda: (object(), 0.0, False),
+}
+ERRORS = {
+    "mistake": MistakeError("not like this"),
+    "raise": ValueError("bad"),
+    "fault": FaultError("the game is broken"),
+    "server ends": LostError("the server has ended"),
+    "unclean mistake": MistakeError("a\ud800"),
+    "silent": Silent(),
+}
+
+
 class Fake(Adapter):
     def __init__(self, start: str = "") -> None:
         print("what the package prints")
@@ -40,20 +62,16 @@ class Fake(Adapter):
         self.counts[episode] = 0
         return f"{task['prompt']} {random.random()}"
 
-    def step(self, episode: int, action: str) -> tuple[str, float, bool]:
+    def step(self, episode: int, action: str) -> Any:
         print("more that it prints")
-        if action == "mistake":
-            raise MistakeError("not like this")
-        if action == "raise":
-            raise ValueError("bad")
-        if action == "fault":
-            raise FaultError("the game is broken")
-        if action == "server ends":
-            raise LostError("the server has ended")
         if action == "cheat":
             cheat = [sys.executable, "-c", CHEAT, str(os.getpid())]
             found = subprocess.run(cheat, check=False, stderr=subprocess.PIPE, text=True)
             return found.stderr, 0.0, False
+        if action in RESULTS:
+            return RESULTS[action]()
+        if action in ERRORS:
+            raise ERRORS[action]
         if action == "die":
             os._exit(3)
         if action == "hang":

@@ -116,13 +116,15 @@ async def test_an_exception_of_a_step_is_an_observation_that_repeats_exactly() -
     [
         ("number", "returned int, and a Step is needed"),
         ("none", "returned NoneType, and text is needed"),
-        ("nul", "returned text with a NUL character"),
-        ("huge", "returned 10,000,000 characters; more than 40,960 are refused"),
-        ("long 1300", "returned an observation of 2,600 tokens; more than 2,560 are refused"),
-        ("surrogate", "returned text that is not valid Unicode"),
         ("nan", "returned the reward nan, and a finite number is needed"),
         ("vast", f"returned the reward 1{'0' * 39}, and a finite number is needed"),
-        ("key", "returned text that is not valid Unicode as state_key"),
+        ("digits", "returned the reward <int>, and a finite number is needed"),
+        ("array", "returned the reward array([1., 2.]), and a finite number is needed"),
+        (
+            "flag",
+            "returned Step(text='x', reward=0.0, done=1, state_key=''); done is True or False, and state_key is text",
+        ),
+        ("opaque", "returned <Step>; done is True or False, and state_key is text"),
     ],
 )
 async def test_what_is_not_an_observation_is_the_environments_fault(action: str, reason: str) -> None:
@@ -136,15 +138,66 @@ async def test_what_is_not_an_observation_is_the_environments_fault(action: str,
             await Play(pool, {}, index=3).act(action)
 
 
-async def test_wrong_results_of_tools_and_scores_are_faults() -> None:
+CLEANED = [  # action, observation, whether it was cut, and cleaned
+    ("nul", "a\ufffdb", 0, 1),
+    ("surrogate", "\ufffd", 0, 1),
+    ("long 1300", "ab" * 11 + "a\n[2555 tokens cut]\n" + "ab" * 11, 1, 0),
+    ("huge", "x" * 19 + "\n[9999962 characters cut]\n" + "x" * 19, 1, 0),
+    ("silent", "error: Opaque: its __str__ raised SystemExit", 0, 0),
+    ("mistake 3", "error: a\ufffdb\ufffdccc", 0, 1),
+    ("mistake 20000", "error: a\ufffdb\ufffdccccccccc\n[19971 characters cut]\n" + "c" * 20, 1, 1),
+]
+
+
+async def test_observations_are_cleaned_and_cut_at_any_length() -> None:
+    async with open_pool(envs.Counter, observation_tokens=64, max_environment_errors=1) as pool:
+        for index, (action, text, cut, cleaned) in enumerate(CLEANED):
+            play = Play(pool, {"seed": 5}, index=index)
+            seen = await play.act(action)
+            assert (seen.text, seen.end) == (text, "")
+            counts = pool.take_counts()
+            assert (counts["cut"], counts["cleaned"]) == (cut, cleaned)
+            pool.forget([play.sample_id])  # restored by replay
+            assert (await play.act("a")).text == "2 a 5"
+
+
+async def test_state_keys_of_any_length_stay_different() -> None:
+    async with open_pool(envs.Counter) as pool:
+        play = Play(pool, {})
+        keys = [(await play.act(action)).state_key for action in ("longkey a", "longkey b", "longkey a", "key")]
+        assert keys[0] == keys[2]
+        assert [len(key) for key in {*keys}] == [32] * 3
+
+
+async def test_scalars_of_numpy_and_subclasses_of_step_are_results() -> None:
+    async with open_pool(envs.Counter) as pool:
+        seen = await Play(pool, {}).act("scalars")
+        assert (seen.text, seen.reward, seen.end, seen.state_key) == ("x", 0.5, "done", "3")
+
+
+async def test_wrong_results_of_tools_are_faults() -> None:
     async with open_pool(envs.Tools) as pool:
         seen = await Play(pool, {"prompt": ""}).act(call("wrong"))
         assert (seen.end, seen.reason) == ("fault", "Tools.wrong returned int, and text is needed")
-        seen = await Play(pool, {"prompt": ""}, index=1).act("broken")
-        assert (seen.end, seen.reason) == ("fault", "Tools.score raised ValueError: no score")
-    async with open_pool(envs.Tools, call_timeout_s=0.3) as pool:
-        seen = await Play(pool, {"prompt": ""}).act("slow")
-        assert (seen.end, seen.reason) == ("fault", "error: score did not return within 0.3 s")
+
+
+async def test_an_answer_that_breaks_its_score_gets_the_failure_reward() -> None:
+    reasons = {
+        "broken": "raised ValueError: no score",
+        "slow": "did not return within 0.3 s",
+        "none": "returned the reward None, and a finite number is needed",
+    }
+    async with open_pool(envs.Tools, call_timeout_s=0.3, failure_reward=-1.0, max_environment_errors=1) as pool:
+        for index, (answer, reason) in enumerate(reasons.items()):
+            seen = await Play(pool, {"prompt": ""}, index=index).act(answer)
+            assert (seen.end, seen.outcome) == ("failure", -1.0)
+            assert seen.reason == f"Tools.score {reason}, while the answer '' has a score"
+
+
+async def test_a_score_that_always_fails_is_a_fault() -> None:
+    async with open_pool(envs.Unscored) as pool:
+        seen = await Play(pool, {"prompt": "", "answer": "3"}).act("3")
+        assert (seen.end, seen.reason) == ("fault", "Unscored.score raised OSError: no grader")
 
 
 async def test_a_step_after_the_end_is_a_fault() -> None:
@@ -315,6 +368,10 @@ def test_a_mistake_is_shortened_to_what_the_vocabulary_expresses(characters: str
     planner = TurnPlanner(envs.Counter, EnvConfig(), Narrow())
     outcome = Outcome(index=0, text="ValueError", error="raised")
     assert planner.settle(planner.step("x"), outcome).text == seen
+    text = f"\t{characters * 300}ü"  # also the marker of a cut cannot be expressed
+    known = planner.settle(planner.step("x"), Outcome(index=0, text=text))
+    assert (known.text, known.cleaned) == (text[1:129] + text[-129:-1], True)
+    assert planner.lacking == {"\t", "ü"}
 
 
 async def test_exceptions_and_late_steps_never_gain(tmp_path: Path) -> None:

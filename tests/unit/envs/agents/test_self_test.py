@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,27 @@ def test_environments_are_found_by_name_and_identified_by_their_file(tmp_path: P
     one = resolve(f"{file}:Counter", "environment", where="env.name")
     file.write_text(text + "\n")
     assert resolve(f"{file}:Counter", "environment", where="env.name").identity != one.identity
+
+
+@pytest.mark.parametrize(
+    ("methods", "what"),
+    [
+        ("    def step(action): return Step()\n", r"Wrong\.step: .*\n  write def step\(self, action\)"),
+        ("    def step(self, guess): return Step()\n", r"Wrong\.step: .*\n  write def step\(self, action\)"),
+        ("    def step(self): return Step()\n", r"Wrong\.step: .*\n  write def step\(self, action\)"),
+        ("    def reset(self): return ''\n", r"Wrong\.reset: .*\n  write def reset\(self, task, seed\)"),
+        ("    def demonstrate(): return ''\n", r"Wrong\.demonstrate: .*\n  write def demonstrate\(self\)"),
+        ("    @staticmethod\n    def step(action): return Step()\n", ""),
+        ("    @classmethod\n    async def step(cls, action, more=1): return Step()\n", ""),
+    ],
+)
+def test_a_method_that_does_not_take_its_arguments_is_refused(methods: str, what: str, tmp_path: Path) -> None:
+    file = tmp_path / "wrong.py"
+    base = "    def reset(self, task, seed): return ''\n    def step(self, action): return Step()\n"
+    head = f"from tidemill import Environment, Step\nclass Base(Environment):\n{base}"
+    file.write_text(f"{head}class Wrong(Base):\n{methods}")
+    with pytest.raises(UserError, match=what) if what else nullcontext():
+        find_environment(EnvConfig(name=f"{file}:Wrong"))
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any, Literal
 
@@ -110,6 +111,15 @@ DOC = '        "Doc."\n'
 @pytest.mark.parametrize(
     ("body", "what", "line"),
     [
+        (
+            f"    @tool\n    def a(x: int) -> str:\n{DOC}",
+            "the tool a has the first parameter x: 'int' instead of self",
+            4,
+        ),
+        (f"    @tool\n    def a(x) -> str:\n{DOC}", "the tool a has the first parameter x instead of self", 4),
+        (f"    @tool\n    async def a(*, x: int):\n{DOC}", "the first parameter x: 'int' instead of self", 4),
+        (f"    @tool\n    def a() -> str:\n{DOC}", "the tool a has no parameter instead of self", 4),
+        (f"    @tool\n    def a(*x: int):\n{DOC}", "the first parameter *x: 'int' instead of self", 4),
         (f"    @tool\n    def a(self, x) -> str:\n{DOC}", "the parameter x of the tool a has no type hint", 4),
         ("    @tool\n    def a(self) -> str:\n        return ''\n", "the tool a has no docstring", 4),
         (f"    @tool\n    def a(self, x: bytes):\n{DOC}", "the parameter x of the tool a has the type bytes", 4),
@@ -130,6 +140,12 @@ def test_a_wrong_tool_is_refused_with_its_line(body: str, what: str, line: int, 
     assert what in error.what
     assert error.where == f"{tmp_path}/wrong.py:{line}"
     assert error.hint
+
+
+@pytest.mark.parametrize("given", [functools.partialmethod(print), functools.partial(print), property(print)])
+def test_what_is_not_a_method_is_not_marked(given: Any) -> None:
+    with pytest.raises(UserError, match="@tool cannot mark"):
+        tool(given)
 
 
 @pytest.mark.parametrize("timeout_s", [0, -1.0, float("nan")])

@@ -156,7 +156,7 @@ def test_a_run_that_a_guard_ended_in_its_first_step_shows_the_fault(tmp_path: Pa
 def test_the_budget_that_cut_episodes_is_named(tmp_path: Path) -> None:
     metrics = '{"step":1,"truncated_fraction":0.9,"episodes_ended/calls":0.8,"episodes_ended/tokens":0.1}\n'
     (finding,) = findings(data_of(tmp_path, metrics))
-    assert finding.text == "Consider a larger env.calls."
+    assert (finding.title, finding.text) == ("80 % of recent episodes were cut", "Consider a larger env.calls.")
 
 
 def test_a_worker_that_fails_to_start_is_not_a_finding(tmp_path: Path) -> None:

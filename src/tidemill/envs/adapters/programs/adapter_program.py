@@ -13,6 +13,7 @@ import ctypes
 import inspect
 import os
 import random
+import re
 import sys
 import threading
 from collections.abc import Callable
@@ -21,6 +22,9 @@ from typing import Any, BinaryIO
 import msgspec
 
 LENGTH_BYTES = 4
+LONGEST_TEXT = 1 << 25
+"""Characters; an answer of more than 256 MB is refused."""
+SURROGATE = re.compile(r"[\ud800-\udfff]")
 PR_SET_DUMPABLE = 4
 
 
@@ -125,6 +129,7 @@ async def _serve(make: Callable[..., Adapter], source: BinaryIO, sink: BinaryIO)
 async def _answer(adapter: Adapter, randomness: EpisodeRandomness, sink: BinaryIO, request: dict[str, Any]) -> None:
     name, arguments = request["method"], request["arguments"]
     function = getattr(adapter, name)
+    returned = False
     swaps = "episode" in arguments and not inspect.iscoroutinefunction(function)
     try:
         if swaps:
@@ -134,13 +139,15 @@ async def _answer(adapter: Adapter, randomness: EpisodeRandomness, sink: BinaryI
         finally:
             if swaps:
                 randomness.leave(name, arguments)
-        _send(sink, {"id": request["id"], "value": await value if inspect.isawaitable(value) else value})
+        value = await value if inspect.isawaitable(value) else value
+        returned = True
+        _send(sink, {"id": request["id"], "value": value if name == "tasks" else _sendable(value)})
     except LostError as error:
         sys.stderr.write(f"{error}\n")
         sys.stderr.flush()
         os._exit(1)
     except BaseException as error:  # noqa: BLE001 -- of the package
-        fault = isinstance(error, FaultError) or name not in ("step", "call")
+        fault = isinstance(error, FaultError) or name not in ("step", "call") or returned
         _send(sink, {"id": request["id"], "error": _text(error), "fault": fault})
 
 
@@ -157,9 +164,26 @@ def _send(sink: BinaryIO, message: dict[str, Any]) -> None:
     sink.flush()
 
 
+def _sendable(value: Any) -> Any:
+    """A result whose texts can be sent. Tidemill replaces NUL, counts it, and cuts texts further."""
+    if isinstance(value, (list, tuple)):
+        return [_sendable(each) for each in value]
+    if getattr(value, "shape", None) == ():  # a scalar of NumPy
+        value = value.item()
+    if not isinstance(value, str):
+        return value
+    if (cut := len(value) - LONGEST_TEXT) > 0:
+        value = f"{value[: LONGEST_TEXT // 2]}\n[{cut} characters cut]\n{value[-LONGEST_TEXT // 2 :]}"
+    return SURROGATE.sub("\0", value)
+
+
 def _text(error: BaseException) -> str:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
-    if isinstance(error, MistakeError):
-        return str(error)
-    return f"{type(error).__name__}: {error}".removesuffix(": ")
+    try:
+        text = str(error)
+    except BaseException as raised:  # noqa: BLE001 -- of the package
+        text = f"its __str__ raised {type(raised).__name__}"
+    return str(
+        _sendable(text if isinstance(error, MistakeError) else f"{type(error).__name__}: {text}".removesuffix(": "))
+    )

@@ -140,7 +140,7 @@ def _call(number: int, text: str) -> dict[str, Any]:
     try:
         given = json.loads(text)
         name, arguments = str(given["name"]), given.get("arguments", {})
-    except (ValueError, KeyError, AttributeError):
+    except (ValueError, KeyError, AttributeError, RecursionError):
         name, arguments = "unreadable", {}
     return {"id": f"call_{number}", "type": "function", "function": {"name": name, "arguments": json.dumps(arguments)}}
 

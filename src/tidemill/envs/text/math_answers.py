@@ -1,8 +1,8 @@
 """The reward `math_verify`, as a function for other processes: parsing what a model wrote can take for ever.
 
 math-verify and sympy evaluate generated Python, into which a completion can bring names of its own: `\\text{...}`
-becomes a symbol, and a sum is computed by code that contains the symbol's name. An audit hook ends such a call. Code may
-name what sympy and mpmath export, and nothing else.
+becomes a symbol, and a sum is computed by code that contains the symbol's name. An audit hook refuses code that names
+anything but what sympy and mpmath export.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ EVALUATED = "<"
 MAKE_CODE = frozenset({"collections", "dataclasses", "enum", "functools", "importlib._bootstrap", "typing"})
 """Modules that run code which they have made themselves."""
 REFUSED_EVENTS = ("os.", "subprocess.", "socket.", "shutil.", "ctypes.", "signal.", "pty.", "mmap.")
+HARMLESS_EVENTS = frozenset({"os.listdir", "os.scandir"})  # of imports
 KNOWN_NAMES = frozenset({*dir(sympy), *dir(mpmath), "sympy", "_lambdifygenerated"})
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 
@@ -62,7 +63,9 @@ def _refuse(event: str, arguments: tuple[Any, ...]) -> None:
             for name in _names(code):
                 if name not in KNOWN_NAMES or name.startswith("__"):
                     raise PermissionError(f"a completion may not use the name {name}")
-    elif event.startswith(REFUSED_EVENTS) or (event == "open" and (arguments[2] or 0) & WRITING):
+    elif (event.startswith(REFUSED_EVENTS) and event not in HARMLESS_EVENTS) or (
+        event == "open" and (arguments[2] or 0) & WRITING
+    ):
         raise PermissionError(f"a completion may not call {event}")
 
 

@@ -21,7 +21,7 @@ import sympy
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its timeout is off
 EVALUATED = "<"
 """Start of the file name of code that was not read from a file."""
-MAKE_CODE = frozenset({"collections", "dataclasses", "enum", "functools", "importlib._bootstrap", "typing"})
+MAKE_CODE = frozenset({"collections", "dataclasses", "enum", "functools", "sympy.polys.monomials", "typing"})
 """Modules that run code which they have made themselves."""
 REFUSED_EVENTS = ("os.", "subprocess.", "socket.", "shutil.", "ctypes.", "signal.", "pty.", "mmap.")
 HARMLESS_EVENTS = frozenset({"os.listdir", "os.scandir"})  # of imports

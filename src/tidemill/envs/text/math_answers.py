@@ -2,11 +2,12 @@
 
 math-verify and sympy evaluate generated Python, into which a completion can bring names of its own: `\\text{...}`
 becomes a symbol, and a sum is computed by code that contains the symbol's name. An audit hook refuses code that names
-anything but what sympy and mpmath export.
+anything but mathematical functions.
 """
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import sys
@@ -25,7 +26,9 @@ MAKE_CODE = frozenset({"collections", "dataclasses", "enum", "functools", "sympy
 """Modules that run code which they have made themselves."""
 REFUSED_EVENTS = ("os.", "subprocess.", "socket.", "shutil.", "ctypes.", "signal.", "pty.", "mmap.")
 HARMLESS_EVENTS = frozenset({"os.listdir", "os.scandir"})  # of imports
-KNOWN_NAMES = frozenset({*dir(sympy), *dir(mpmath), "sympy", "_lambdifygenerated"})
+IMPORTS = importlib.import_module("sympy.utilities.lambdify")._import.__code__
+"""Runs import statements of its own."""
+KNOWN_NAMES = frozenset({*dir(sympy), *dir(mpmath), "math", "mpmath", "numpy", "scipy", "sympy", "_lambdifygenerated"})
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 
 _checking = False
@@ -57,11 +60,12 @@ def _refuse(event: str, arguments: tuple[Any, ...]) -> None:
     if not _checking:
         return
     if event == "exec":
-        code = arguments[0]
-        made_by = sys._getframe(1).f_globals.get("__name__")
-        if code.co_filename.startswith(EVALUATED) and made_by not in MAKE_CODE:
+        code, caller = arguments[0], sys._getframe(1)
+        own = caller.f_globals.get("__name__") in MAKE_CODE or caller.f_code is IMPORTS
+        if code.co_filename.startswith(EVALUATED) and not own:
+            known = KNOWN_NAMES | {*caller.f_locals.get("namespace", ())} - {"builtins"}  # of sympy.lambdify
             for name in _names(code):
-                if name not in KNOWN_NAMES or name.startswith("__"):
+                if name not in known or name.startswith("__"):
                     raise PermissionError(f"a completion may not use the name {name}")
     elif (event.startswith(REFUSED_EVENTS) and event not in HARMLESS_EVENTS) or (
         event == "open" and (arguments[2] or 0) & WRITING

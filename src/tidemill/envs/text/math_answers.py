@@ -25,7 +25,7 @@ EVALUATED = "<"
 MAKE_CODE = frozenset({"collections", "dataclasses", "enum", "functools", "sympy.polys.monomials", "typing"})
 """Modules that run code which they have made themselves."""
 REFUSED_EVENTS = ("os.", "subprocess.", "socket.", "shutil.", "ctypes.", "signal.", "pty.", "mmap.")
-HARMLESS_EVENTS = frozenset({"os.listdir", "os.scandir"})  # of imports
+HARMLESS_EVENTS = frozenset({"os.listdir", "os.putenv", "os.scandir", "os.unsetenv"})  # of imports
 IMPORTS = importlib.import_module("sympy.utilities.lambdify")._import.__code__
 """Runs import statements of its own."""
 KNOWN_NAMES = frozenset({*dir(sympy), *dir(mpmath), "math", "mpmath", "numpy", "scipy", "sympy", "_lambdifygenerated"})
@@ -80,4 +80,5 @@ def _names(code: CodeType) -> Iterator[str]:
             yield from _names(constant)
 
 
+math_verify(r"$\sum_{n=0}^{\infty} \frac{1}{n!}$", "$e$")  # imports what every process would, in the server
 sys.addaudithook(_refuse)

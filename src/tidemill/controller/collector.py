@@ -76,9 +76,7 @@ class SampleCollector:
 
     def __init__(self, in_flight: InFlight, rollout: RolloutContext, *, endless: bool = False) -> None:
         self._in_flight, self._rollout, self._endless = in_flight, rollout, endless
-        self._dispatcher = Dispatcher(
-            in_flight, rollout.fleet, window_s=rollout.window_s, gives_up=rollout.gives_up
-        )
+        self._dispatcher = Dispatcher(in_flight, rollout.fleet, window_s=rollout.window_s, gives_up=rollout.gives_up)
         self.mailbox = Mailbox()
         self._scored: asyncio.Queue[tuple[Sample, int] | Exception] = asyncio.Queue()
         self._progress_at = self._logged_at = rollout.clock.now()

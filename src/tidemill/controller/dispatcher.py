@@ -45,9 +45,7 @@ class Dispatcher:
         gives_up: raise if machines live shorter than a recomputation and there is no reserved engine.
     """
 
-    def __init__(
-        self, in_flight: InFlight, fleet: Fleet, *, window_s: float = math.inf, gives_up: bool = True
-    ) -> None:
+    def __init__(self, in_flight: InFlight, fleet: Fleet, *, window_s: float = math.inf, gives_up: bool = True) -> None:
         self._in_flight, self._fleet, self._window_s, self._gives_up = in_flight, fleet, window_s, gives_up
         self._started_s = self._balanced_s = fleet.clock.now()
         self._queue: list[tuple[bool, int, float, int]] = []  # a heap of waiting samples, see `_push`
@@ -255,10 +253,10 @@ class Dispatcher:
             self._pinned[sample.ordinal] = sample
         elif self._gives_up and sample.stalled_s >= TOO_SHORT * fleet.eviction_interval_s:
             raise GuardStop(
-                f"{sample.sample_id} was moved {sample.stalls} times without a new token: a machine is evicted after "
-                f"{fleet.eviction_interval_s:.3g} s on average, and computing the sample's {tokens} tokens again takes "
-                f"more than {sample.stalled_s:.3g} s\n  set fleet.seeding = true, so that the reserved engine generates "
-                "such samples; then run the same command again: the run resumes"
+                f"a sample was moved {sample.stalls} times without a new token: machines are evicted after "
+                f"{fleet.eviction_interval_s:.3g} s on average, and computing the {tokens} tokens of the sample again "
+                f"takes more than {sample.stalled_s:.3g} s\n  set fleet.seeding = true, so that the reserved engine "
+                "generates such samples; then run the same command again: the run resumes"
             )
 
     def _assign_pinned(self) -> bool:

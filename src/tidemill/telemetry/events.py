@@ -111,8 +111,8 @@ WORKER_RELEASED: Final = _define(
 )
 STALLED: Final = _define(
     "stalled",
-    "a sample was moved three times without a new token, the longest after `stalled_s`; from now on the reserved engine "
-    "generates it, whose `tokens` it computes again; `lease`, `worker`",
+    "a sample of `tokens` tokens was moved three times without a new one, and the longest attempt took `stalled_s`; "
+    "from now on the reserved engine generates it; `lease`, `worker`",
 )
 QUARANTINE: Final = _define(
     "quarantine",

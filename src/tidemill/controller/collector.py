@@ -263,11 +263,12 @@ class SampleCollector:
             rollout.fleet.end_lease(lease_id, f"it sent an invalid delta ({verdict})")
         if rollout.reading is not None:
             rollout.reading.send_growth(in_flight, messages.reports)
+        self._dispatcher.note_ended(ended)
         self._finish(ended)
         self.acting.start(ended)
         await self._observe(messages)
         for outcome in messages.ended:
-            self._dispatcher.note_executed(outcome.lease_id)
+            self._dispatcher.note_evicted(outcome)
             samples = in_flight.revoke(outcome.lease_id)
             most = sum(in_flight.plan.sampling.max_new_tokens - sample.generated for sample in samples)
             rollout.fleet.event_log.ended(outcome, samples, most_lost=most)

@@ -13,6 +13,7 @@ from tidemill.controller.in_flight import LOCAL, InFlight
 from tidemill.controller.offload import REMAINING_FACTOR, Balance, HandOver, can_finish, seeding_useful
 from tidemill.controller.router import GroupKey, Load, Movable, Waiting, is_tail, select_tail_workers
 from tidemill.controller.samples import Sample, SampleState
+from tidemill.controller.waiting import LeaseOutcome
 from tidemill.controller.worker_state import WorkerState
 from tidemill.core.errors import GuardStop, TidemillError
 from tidemill.core.records import count
@@ -22,7 +23,7 @@ MAX_FAILURES = 3
 """Failed attempts at one sample after which the run fails."""
 
 MAX_STALLS = 3
-"""Moves in a row without a new token after which only the reserved engine generates a sample."""
+"""Evictions in a row without a new token after which only the reserved engine generates a sample."""
 
 TOO_SHORT = 0.5
 """Without a reserved engine, the run ends when a sample stalled for this share of the eviction interval: a sample that
@@ -50,6 +51,7 @@ class Dispatcher:
         self._started_s = self._balanced_s = fleet.clock.now()
         self._queue: list[tuple[bool, int, float, int]] = []  # a heap of waiting samples, see `_push`
         self._local_generates = False
+        self._freed_s: dict[str, float] = {}  # when a sample last left a slot, by lease
         self._pinned: dict[int, Sample] = {}  # by ordinal: only the local worker generates them
         self.local_idle_since_s: float | None = None  # when the local worker stopped generating
         self._tail_workers: frozenset[str] | None = None  # leases that finish the batch; None before its tail
@@ -113,23 +115,28 @@ class Dispatcher:
         for lease_id in lease_ids:
             if lease_id in self._fleet and (samples := self._in_flight.held(lease_id).values()):
                 self._fleet.event_log.log(DRAIN, self._fleet[lease_id], samples=len(samples))
-                self._recall(lease_id, samples)
+                self._note_executed(lease_id, self._fleet[lease_id].executing)
+                self._fleet.abort(lease_id, [sample.sample_id for sample in samples])
 
     def abort_all(self) -> None:
         for lease_id in self._in_flight.leases:
-            self._recall(lease_id, self._in_flight.held(lease_id).values())
+            self._fleet.abort(lease_id, [sample.sample_id for sample in self._in_flight.held(lease_id).values()])
 
-    def note_executed(self, lease_id: str) -> None:
-        """Before samples of a lease move: store how long they were executed. An engine starts them in order."""
-        fleet = self._fleet
-        slots = fleet.local.slots if lease_id == LOCAL and fleet.local is not None else fleet.slots
-        now_s = fleet.clock.now()
-        for sample in islice(self._in_flight.held(lease_id).values(), slots):
-            sample.executed_s = max(0.0, now_s - sample.started_s)
+    def note_ended(self, samples: Sequence[Sample]) -> None:
+        """Samples, or turns of agents, ended: others may have their slots."""
+        self._freed_s |= dict.fromkeys((sample.lease_id for sample in samples), self._fleet.clock.now())
 
-    def _recall(self, lease_id: str, samples: Iterable[Sample]) -> None:
-        self.note_executed(lease_id)
-        self._fleet.abort(lease_id, [sample.sample_id for sample in samples])
+    def note_evicted(self, outcome: LeaseOutcome) -> None:
+        """A lease ended; its samples are revoked next."""
+        self._note_executed(outcome.lease_id, outcome.executing)
+        self._freed_s.pop(outcome.lease_id, None)
+
+    def _note_executed(self, lease_id: str, executing: int) -> None:
+        """Before a lease ends: store how long the first `executing` of its samples were executed. An engine starts
+        samples in the order in which it was given them."""
+        now_s, freed_s = self._fleet.clock.now(), self._freed_s.get(lease_id, 0.0)
+        for sample in islice(self._in_flight.held(lease_id).values(), executing):
+            sample.executed_s = now_s - max(sample.assigned_s, freed_s)
 
     def note_idle(self, lease_ids: Iterable[str]) -> None:
         """Tell the fleet which of these workers have no samples left."""
@@ -155,7 +162,7 @@ class Dispatcher:
         if self._local_generates and not generates:
             self.local_idle_since_s = fleet.clock.now()
             if not fleet.local.load_when_idle:  # else it finishes samples of older weights
-                self._recall(LOCAL, self._unpinned(LOCAL))
+                fleet.abort(LOCAL, [sample.sample_id for sample in self._unpinned(LOCAL)])
         elif generates:
             self.local_idle_since_s = None
         self._local_generates = generates
@@ -221,7 +228,7 @@ class Dispatcher:
                     self._local_generates, self.local_idle_since_s = False, fleet.clock.now()
                 if samples := self._unpinned(lease_id):
                     fleet.event_log.log(WORKER_RELEASED, fleet[lease_id], samples=len(samples))
-                    self._recall(lease_id, samples)
+                    fleet.abort(lease_id, [sample.sample_id for sample in samples])
         return [worker for worker in workers if worker.lease.lease_id in self._tail_workers]
 
     # Assigning what waits.
@@ -327,16 +334,14 @@ class Dispatcher:
         return bool(assigned_to)
 
     def _submit(self, lease_id: str, samples: Sequence[Sample]) -> None:
-        """Assign samples to a worker, those that it can start at once first."""
         fleet, in_flight = self._fleet, self._in_flight
         interrupted = (sample for sample in samples if not sample.turns.returning)
         for source, moved in by_previous_lease(interrupted).items():
             if source != lease_id:
                 fleet.event_log.migrated(source, fleet[lease_id], moved)
-        free = max(0, fleet[lease_id].slots - len(in_flight.held(lease_id)))
         fleet.submit(lease_id, in_flight.assign(lease_id, samples), step=in_flight.newest_version + 1)
-        for sample in samples[:free]:
-            sample.started_s = fleet.clock.now()
+        for sample in samples:
+            sample.assigned_s = fleet.clock.now()
 
     def _pop(self, room: int) -> list[Sample]:
         chosen: list[Sample] = []
@@ -399,8 +404,9 @@ class Dispatcher:
             for sample in samples:
                 sample.moves += 1
                 self._aborted[sample.ordinal] = sample.attempt
+            self._freed_s[source] = now_s
             fleet.event_log.rebalanced(fleet[source], fleet[target], len(samples))
-            self._recall(source, samples)
+            fleet.abort(source, [sample.sample_id for sample in samples])
 
     def _moves_pending(self) -> bool:
         """Whether a sample that was aborted to be moved is still running."""

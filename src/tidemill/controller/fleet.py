@@ -342,6 +342,7 @@ class Fleet:
                 crashed=crashed,
                 evicted=evicted,
                 tokens_lost=lost,
+                executing=worker.executing,
             )
             if self._mailbox is not None:
                 self._mailbox.messages.ended.append(outcome)

@@ -17,7 +17,6 @@ without tokens. Every other transition raises `IllegalTransition`.
 from __future__ import annotations
 
 import enum
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -105,9 +104,9 @@ class Sample:
     attempt: int = 0
     assigned_version: int = 0  # newest version at the time of assignment
     assigned_length: int = 0  # tokens at the time of assignment
-    started_s: float = math.inf  # when it was assigned to a free slot
-    executed_s: float | None = None  # time in a slot before it was moved; None if it only was in the worker's queue
-    stalls: int = 0  # attempts in a row that ended with a move and without a new token; queued ones do not count
+    assigned_s: float = 0.0  # on the run's clock
+    executed_s: float | None = None  # time in a slot before an eviction; None if it only was in the worker's queue
+    stalls: int = 0  # attempts in a row that an eviction ended without a new token; queued ones do not count
     stalled_s: float = 0.0  # the longest of these attempts
     moves: int = 0  # times it was aborted to balance the load
     restarts: int = 0
@@ -190,7 +189,7 @@ class Sample:
         """Start an attempt on a lease, with `version` as the newest; deltas of earlier attempts become stale."""
         self.move(SampleState.RUNNING)
         self.lease_id, self.assigned_version = lease_id, version
-        self.assigned_length, self.started_s, self.executed_s = self.length, math.inf, None
+        self.assigned_length, self.executed_s = self.length, None
         self.attempt += 1
         self.turns.returning = False
 

@@ -136,6 +136,11 @@ class WorkerState:
     def joined(self) -> bool:
         return self.phase in (WorkerPhase.SERVING, WorkerPhase.LEAVING)
 
+    @property
+    def executing(self) -> int:
+        """Samples that it executes; its slots until it reports some, and fewer if its cache has no room for more."""
+        return self.status.running if self.status is not None and self.status.running else self.slots
+
     def served_s(self, now_s: float) -> float:
         """Time in which it could generate, since it joined."""
         return min(now_s, self.drained_s) - self.joined_s

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,9 +16,11 @@ from tests.virtual_time import run_virtual
 from tidemill.config.schema import RunSpec
 from tidemill.controller.collector import collect_samples
 from tidemill.controller.dispatcher import Dispatcher
+from tidemill.controller.fleet import Fleet
 from tidemill.controller.in_flight import LOCAL, InFlight
 from tidemill.controller.ledger import Ledger
 from tidemill.controller.rollout_context import RolloutContext
+from tidemill.controller.samples import Sample
 from tidemill.core.errors import GuardStop
 from tidemill.core.protocols import LoopClock
 from tidemill.core.records import Lease, LeaseEvent, SampleId, TokenDelta, Trajectory, count
@@ -93,14 +95,20 @@ def test_a_sample_that_stalls_stays_on_the_reserved_engine(
 ) -> None:
     spec = SPEC.model_validate(SPEC.model_dump() | sections)
     environments = [FakeEnvironments() if acts else None for _ in range(2)]
-    recalls = list[tuple[str, int]]()
-    recall = Dispatcher._recall
+    recalls = list[SampleId]()
+    pinned = set[SampleId]()
+    pin, abort = Dispatcher._pin, Fleet.abort
 
-    def watched(self: Dispatcher, lease_id: str, samples: Any) -> None:
-        recalls.extend((lease_id, sample.ordinal) for sample in samples if sample.ordinal in self._pinned)
-        recall(self, lease_id, samples)
+    def noted(self: Dispatcher, sample: Sample) -> None:
+        pinned.add(sample.sample_id)
+        pin(self, sample)
 
-    monkeypatch.setattr(Dispatcher, "_recall", watched)
+    def watched(self: Fleet, lease_id: str, sample_ids: Sequence[SampleId]) -> None:
+        recalls.extend(sample_id for sample_id in sample_ids if sample_id in pinned)
+        abort(self, lease_id, sample_ids)
+
+    monkeypatch.setattr(Dispatcher, "_pin", noted)
+    monkeypatch.setattr(Fleet, "abort", watched)
     disturbed = session(
         spec=spec,
         script=short_lives(notice_s=notice_s),

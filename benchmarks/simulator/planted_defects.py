@@ -351,6 +351,9 @@ DEFECTS = {
     "takes groups as they come": Defect(BatchBuilder, "take", _as_they_come),
     "believes any probe": Defect(publishing, "probe_difference", lambda right: lambda *_: 0.0),
     "fills queues beyond their end": Defect(Dispatcher, "_assign_waiting", _overfill),
+    "moves a sample for ever": Defect(
+        Dispatcher, "_enqueue", _edited("sample.stalls >= MAX_STALLS", "sample.stalls >= 1000")
+    ),
     "keeps machines it does not use": Defect(Fleet, "_remove", _nothing),
     "sends observations before they are durable": Defect(Ledger, "observe", _journal_after_sending),
     "does not journal observations": Defect(Ledger, "observe", _skip_observations),

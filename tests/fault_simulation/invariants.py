@@ -70,6 +70,7 @@ class Invariants:
     Args:
         completions: the expected tokens.
         most_held: limit of samples per worker.
+        patience_s: longest time without a new token while samples are unfinished.
         episodes: of an agent; None if samples are single completions.
     """
 
@@ -79,6 +80,7 @@ class Invariants:
         completions: Completions,
         *,
         most_held: float = math.inf,
+        patience_s: float = math.inf,
         episodes: Episodes | None = None,
     ) -> None:
         self.spec, self.completions, self.episodes = spec, completions, episodes
@@ -88,7 +90,8 @@ class Invariants:
         self._executed: Counter[tuple[int, int, int]] = Counter()  # by ordinal, turn and index, likewise
         self.newest = 0  # of all published versions
         self.looks = 0
-        self._most_held = most_held
+        self._most_held, self._patience_s = most_held, patience_s
+        self._progressed_s = 0.0  # time of the last new token or observation
         self.in_flight: InFlight | None = None
         self._fleet: ObservedFleet | None = None
         self._seen: dict[int, _Seen] = {}
@@ -97,6 +100,7 @@ class Invariants:
 
     def begin_life(self, fleet: ObservedFleet) -> None:
         self._fleet, self.in_flight = fleet, None
+        self._progressed_s = self._clock.now()
         self._seen.clear()
         self._gone.clear()
 
@@ -151,6 +155,10 @@ class Invariants:
             states[sample.state] += 1
             self._look_at(sample)
         self._look_at_counts(in_flight, states)
+        if not in_flight.unfinished:
+            self._progressed_s = self._clock.now()
+        stalled_s = self._clock.now() - self._progressed_s
+        require(stalled_s <= self._patience_s, f"no sample got a token for {stalled_s:.1f} s")
         for lease_id in in_flight.leases:
             self._look_at_lease(in_flight, lease_id)
 
@@ -307,6 +315,8 @@ class Invariants:
             kept = sample.length >= before.length and sample.version_starts[: len(before.made_by)] == before.made_by
             require(kept or self._may_restart, f"tokens of sample {sample.ordinal} were lost")
             begun = before.length if kept else 0
+        if before is None or sample.length != before.length:
+            self._progressed_s = self._clock.now()
         self._seen[sample.ordinal] = _Seen(sample, sample.length, sample.attempt, sample.state, sample.version_starts)
         require(
             len(sample.logprobs) == len(sample.token_ids),

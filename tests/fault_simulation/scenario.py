@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from typing import Any, Literal, TypeAlias, get_args
 
 import msgspec
@@ -117,6 +118,9 @@ class LifePlan(Record):
         return bool(self.part_faults) or any(reads for _, _, reads in self.spoiled)
 
 
+INFINITE_S = float("inf")
+
+
 class Scenario(Record):
     """All choices of a seed."""
 
@@ -135,13 +139,13 @@ class Scenario(Record):
     lives: tuple[LifePlan, ...]
     agent: AgentPlan | None = None  # None: samples are single completions
     part_elements: int = CHUNK  # of a part of a delta
+    patience_s: float = INFINITE_S  # longest time without a new token while samples are unfinished
 
     @property
     def spec(self) -> RunSpec:
         return RunSpec.model_validate(self.sections)
 
 
-INFINITE_S = float("inf")
 MU_STEP = {"correction": {"kind": "mu_step"}}
 """Every publish needs logprobs of samples in flight."""
 LONG_SILENCE_S = 10.0
@@ -150,11 +154,15 @@ AGENTS = (2, 5, 7)
 """Seeds with one of these remainders modulo 9 run an agent."""
 RANKS = (1, 3)
 """Seeds with one of these remainders modulo 5 have a sharded trainer."""
+SHORT_LIVES = 7
+"""Seeds with this remainder modulo 13 have machines that live shorter than a recomputation."""
 
 
 def draw(seed: int) -> Scenario:
     """Draw the scenario of a seed; equal on every machine."""
     scenario = with_parts(_draw(seed))
+    if seed % 13 == SHORT_LIVES:
+        scenario = with_short_lives(scenario)
     if seed % 9 in AGENTS:
         scenario = with_agent(scenario)
     return with_ranks(scenario) if seed % 5 in RANKS else scenario
@@ -180,6 +188,36 @@ def _part_fault(rng: random.Random) -> PartFault:
         seed=rng.getrandbits(32),
         reads=rng.choice([1, 2, 4, 1 << 30]),
     )
+
+
+def with_short_lives(scenario: Scenario) -> Scenario:
+    """The scenario with machines that are evicted before they have computed a sample's tokens again, one after the
+    other, so that the reserved engine is never alone."""
+    rng = random.Random(f"short lives {scenario.seed}")
+    fleet = {**scenario.sections["fleet"], "seeding": True}
+    engine = msgspec.structs.replace(scenario.engine, step_s=0.1, prefill_tokens_per_s=20.0)
+    lives = [
+        msgspec.structs.replace(life, machines=tuple(_short_lived(rng, at))) for at, life in enumerate(scenario.lives)
+    ]
+    return msgspec.structs.replace(
+        scenario,
+        sections={**scenario.sections, "fleet": fleet, "eval": {**scenario.sections["eval"], "every_steps": 0}},
+        engine=engine,
+        elastic=True,
+        reserved=True,
+        fetch_s=0.0,
+        lives=tuple(lives),
+        patience_s=40.0,
+    )
+
+
+def _short_lived(rng: random.Random, life: int) -> Iterator[MachinePlan]:
+    """Machines that generate for half a second, for 100 s."""
+    for index in range(250):
+        end = MachineFault(kind=rng.choice(["taken", "noticed"]), at_s=0.6, lasts_s=0.1, share=0.0, corruption=0)
+        machine = _sound(f"{life}-{index}", granted_s=0.4 * index)
+        yield msgspec.structs.replace(machine, faults=(end,))
+    yield _sound(f"{life}-rescue", granted_s=100.0)
 
 
 def with_ranks(scenario: Scenario) -> Scenario:

@@ -47,7 +47,9 @@ class Simulation:
         completions = EncodedCompletions(scenario.longest)
         most_held = scenario.engine.slots + spec.fleet.queue_limit if scenario.elastic else math.inf
         episodes = Episodes(scenario.agent) if scenario.agent else None
-        self.invariants = Invariants(spec, completions, most_held=most_held, episodes=episodes)
+        self.invariants = Invariants(
+            spec, completions, most_held=most_held, patience_s=scenario.patience_s, episodes=episodes
+        )
         source = prompts_of(scenario, spec)
         size, steps = spec.batch.prompts, 4 * spec.trainer.steps + 8
         positions = {

@@ -68,7 +68,9 @@ class FleetConfig(Config):
     size: Literal["pool", "adaptive"] = "pool"
     """pool: use every worker of the pool. adaptive: use as many as balance generation and training."""
     seeding: bool = True
-    """The reserved side also generates at the start of a step, and whenever there is no preemptible worker."""
+    """The reserved side also generates at the start of a step, whenever there is no preemptible worker, and samples
+    that were moved three times without a new token because machines live shorter than it takes to compute their tokens
+    again. false: such a sample ends the run."""
     hand_over: Literal["window", "balance"] = "window"
     """When the reserved side stops generating in a step. window: after a time that adapts from step to step. balance:
     also wait until workers are projected to finish before the trainer does. Only with schedule.max_policy_lag = 0, and

@@ -54,6 +54,7 @@ async def collect_samples(
         StopRequested: `rollout.stop` was set; running samples were aborted and their tokens journalled.
         DeadlineError: the workers or the scorer made no progress for too long.
         TidemillError: the engine failed repeatedly on one sample.
+        GuardStop: machines live shorter than the recomputation of a sample, and there is no reserved engine.
         Exception: any error of the local worker, the provider, the scorer or the journal.
     """
     collector = SampleCollector(in_flight, rollout, endless=endless)
@@ -75,7 +76,7 @@ class SampleCollector:
 
     def __init__(self, in_flight: InFlight, rollout: RolloutContext, *, endless: bool = False) -> None:
         self._in_flight, self._rollout, self._endless = in_flight, rollout, endless
-        self._dispatcher = Dispatcher(in_flight, rollout.fleet, window_s=rollout.window_s)
+        self._dispatcher = Dispatcher(in_flight, rollout.fleet, window_s=rollout.window_s, gives_up=rollout.gives_up)
         self.mailbox = Mailbox()
         self._scored: asyncio.Queue[tuple[Sample, int] | Exception] = asyncio.Queue()
         self._progress_at = self._logged_at = rollout.clock.now()
@@ -262,10 +263,12 @@ class SampleCollector:
             rollout.fleet.end_lease(lease_id, f"it sent an invalid delta ({verdict})")
         if rollout.reading is not None:
             rollout.reading.send_growth(in_flight, messages.reports)
+        self._dispatcher.note_ended(ended)
         self._finish(ended)
         self.acting.start(ended)
         await self._observe(messages)
         for outcome in messages.ended:
+            self._dispatcher.note_evicted(outcome)
             samples = in_flight.revoke(outcome.lease_id)
             most = sum(in_flight.plan.sampling.max_new_tokens - sample.generated for sample in samples)
             rollout.fleet.event_log.ended(outcome, samples, most_lost=most)

@@ -6,18 +6,28 @@ import heapq
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from itertools import islice
 
 from tidemill.controller.fleet import Fleet
 from tidemill.controller.in_flight import LOCAL, InFlight
 from tidemill.controller.offload import REMAINING_FACTOR, Balance, HandOver, can_finish, seeding_useful
 from tidemill.controller.router import GroupKey, Load, Movable, Waiting, is_tail, select_tail_workers
 from tidemill.controller.samples import Sample, SampleState
+from tidemill.controller.waiting import LeaseOutcome
 from tidemill.controller.worker_state import WorkerState
-from tidemill.core.errors import TidemillError
-from tidemill.telemetry.events import DRAIN, WORKER_RELEASED
+from tidemill.core.errors import GuardStop, TidemillError
+from tidemill.core.records import count
+from tidemill.telemetry.events import DRAIN, STALLED, WORKER_RELEASED
 
 MAX_FAILURES = 3
 """Failed attempts at one sample after which the run fails."""
+
+MAX_STALLS = 3
+"""Evictions in a row without a new token after which only the reserved engine generates a sample."""
+
+TOO_SHORT = 0.5
+"""Without a reserved engine, the run ends when a sample stalled for this share of the eviction interval: a sample that
+met three short lives by chance continues."""
 
 REBALANCE_S = 0.5
 """Interval of rebalancing while no sample is waiting."""
@@ -33,13 +43,16 @@ class Dispatcher:
 
     Args:
         window_s: how long from now on the local worker generates while preemptible workers serve.
+        gives_up: raise if machines live shorter than a recomputation and there is no reserved engine.
     """
 
-    def __init__(self, in_flight: InFlight, fleet: Fleet, *, window_s: float = math.inf) -> None:
-        self._in_flight, self._fleet, self._window_s = in_flight, fleet, window_s
+    def __init__(self, in_flight: InFlight, fleet: Fleet, *, window_s: float = math.inf, gives_up: bool = True) -> None:
+        self._in_flight, self._fleet, self._window_s, self._gives_up = in_flight, fleet, window_s, gives_up
         self._started_s = self._balanced_s = fleet.clock.now()
         self._queue: list[tuple[bool, int, float, int]] = []  # a heap of waiting samples, see `_push`
         self._local_generates = False
+        self._freed_s: dict[str, float] = {}  # when a sample last left a slot, by lease
+        self._pinned: dict[int, Sample] = {}  # by ordinal: only the local worker generates them
         self.local_idle_since_s: float | None = None  # when the local worker stopped generating
         self._tail_workers: frozenset[str] | None = None  # leases that finish the batch; None before its tail
         self._aborted: dict[int, int] = {}  # attempt by ordinal, of samples aborted to be moved
@@ -81,30 +94,49 @@ class Dispatcher:
 
         Raises:
             TidemillError: `MAX_FAILURES` attempts at one sample failed.
+            GuardStop: a sample stalls, and there is no reserved engine.
         """
         workers = self._available_workers(trainer_waits)
         now_s = self._fleet.clock.now()
         self._worker_s += self._workers * (now_s - self._counted_s)
         self._workers, self._counted_s = self._fleet.serving_count, now_s
         self._enqueue()
+        assigned = self._assign_pinned() if self._pinned else False
         if self._fleet.elastic and self._fleet.config.tail_fraction > 0:
             workers = self._consolidate_tail(workers)
         if self._in_flight.waiting:
-            return self._assign_waiting(workers)
+            return self._assign_waiting(workers) or assigned
         if len(workers) > 1:
             self._rebalance(workers)
-        return False
+        return assigned
 
     def drain(self, lease_ids: Iterable[str]) -> None:
         """Abort the samples of workers that are about to leave."""
         for lease_id in lease_ids:
             if lease_id in self._fleet and (samples := self._in_flight.held(lease_id).values()):
                 self._fleet.event_log.log(DRAIN, self._fleet[lease_id], samples=len(samples))
+                self._note_executed(lease_id, self._fleet[lease_id].executing)
                 self._fleet.abort(lease_id, [sample.sample_id for sample in samples])
 
     def abort_all(self) -> None:
         for lease_id in self._in_flight.leases:
             self._fleet.abort(lease_id, [sample.sample_id for sample in self._in_flight.held(lease_id).values()])
+
+    def note_ended(self, samples: Sequence[Sample]) -> None:
+        """Samples, or turns of agents, ended: others may have their slots."""
+        self._freed_s |= dict.fromkeys((sample.lease_id for sample in samples), self._fleet.clock.now())
+
+    def note_evicted(self, outcome: LeaseOutcome) -> None:
+        """A lease ended; its samples are revoked next."""
+        self._note_executed(outcome.lease_id, outcome.executing)
+        self._freed_s.pop(outcome.lease_id, None)
+
+    def _note_executed(self, lease_id: str, executing: int) -> None:
+        """Before a lease ends: store how long the first `executing` of its samples were executed. An engine starts
+        samples in the order in which it was given them."""
+        now_s, freed_s = self._fleet.clock.now(), self._freed_s.get(lease_id, 0.0)
+        for sample in islice(self._in_flight.held(lease_id).values(), executing):
+            sample.executed_s = now_s - max(sample.assigned_s, freed_s)
 
     def note_idle(self, lease_ids: Iterable[str]) -> None:
         """Tell the fleet which of these workers have no samples left."""
@@ -130,12 +162,18 @@ class Dispatcher:
         if self._local_generates and not generates:
             self.local_idle_since_s = fleet.clock.now()
             if not fleet.local.load_when_idle:  # else it finishes samples of older weights
-                fleet.abort(LOCAL, [sample.sample_id for sample in in_flight.held(LOCAL).values()])
+                fleet.abort(LOCAL, [sample.sample_id for sample in self._unpinned(LOCAL)])
         elif generates:
             self.local_idle_since_s = None
         self._local_generates = generates
-        up_to_date = fleet.local.version is None or fleet.local.version.number == in_flight.newest_version
-        return [*workers, fleet.local] if generates and up_to_date else workers
+        return [*workers, fleet.local] if generates and self._is_up_to_date(fleet.local) else workers
+
+    def _is_up_to_date(self, local: WorkerState) -> bool:
+        return local.version is None or local.version.number == self._in_flight.newest_version
+
+    def _unpinned(self, lease_id: str) -> list[Sample]:
+        """Samples of a lease that may move."""
+        return [sample for ordinal, sample in self._in_flight.held(lease_id).items() if ordinal not in self._pinned]
 
     def _local_useful(self, workers: int, trainer_waits: bool) -> bool:
         """Whether the local worker should generate.
@@ -188,7 +226,7 @@ class Dispatcher:
             for lease_id in sorted(here - self._tail_workers):
                 if lease_id == LOCAL:
                     self._local_generates, self.local_idle_since_s = False, fleet.clock.now()
-                if samples := in_flight.held(lease_id).values():
+                if samples := self._unpinned(lease_id):
                     fleet.event_log.log(WORKER_RELEASED, fleet[lease_id], samples=len(samples))
                     fleet.abort(lease_id, [sample.sample_id for sample in samples])
         return [worker for worker in workers if worker.lease.lease_id in self._tail_workers]
@@ -203,7 +241,50 @@ class Dispatcher:
                 )
             if sample.failures:  # its engine may still run the failed attempt
                 self._fleet.abort(sample.lease_id, [sample.sample_id])
-            self._push(sample)
+            if sample.stalls >= MAX_STALLS:
+                self._pin(sample)
+            if sample.ordinal not in self._pinned:
+                self._push(sample)
+
+    def _pin(self, sample: Sample) -> None:
+        """A sample stalls: from now on the reserved engine generates it, also after its seeding window.
+
+        Raises:
+            GuardStop: there is none, and machines are evicted before they can generate a token of this sample.
+        """
+        fleet, tokens = self._fleet, sample.length + count(sample.prompt.token_ids)
+        if fleet.local is not None and fleet.reserved_generates:
+            if sample.ordinal not in self._pinned:
+                stalled_s = round(sample.stalled_s, 3)
+                fleet.event_log.log(STALLED, fleet.local, tokens=tokens, stalled_s=stalled_s)
+            self._pinned[sample.ordinal] = sample
+        elif self._gives_up and sample.stalled_s >= TOO_SHORT * fleet.eviction_interval_s:
+            raise GuardStop(
+                f"a sample was moved {sample.stalls} times without a new token: machines are evicted after "
+                f"{fleet.eviction_interval_s:.3g} s on average, and computing the {tokens} tokens of the sample again "
+                f"takes more than {sample.stalled_s:.3g} s\n  set fleet.seeding = true, so that the reserved engine "
+                "generates such samples; then run the same command again: the run resumes"
+            )
+
+    def _assign_pinned(self) -> bool:
+        """Assign pinned samples to the local worker, before others; returns whether there were any."""
+        fleet, in_flight, local = self._fleet, self._in_flight, self._fleet.local
+        self._pinned = {
+            ordinal: sample
+            for ordinal, sample in self._pinned.items()
+            if in_flight.samples.get(ordinal) is sample and sample.finish is None
+        }
+        assert local is not None, "samples are pinned to it"
+        if self._pinned:
+            self.local_idle_since_s = None
+        elif not self._local_generates:  # the last of them has ended
+            self.local_idle_since_s = fleet.clock.now()
+        room = local.slots + fleet.config.queue_limit - len(in_flight.held(LOCAL))
+        waiting = [sample for ordinal, sample in sorted(self._pinned.items()) if ordinal in in_flight.waiting]
+        if room <= 0 or not waiting or not self._is_up_to_date(local):
+            return False
+        self._submit(LOCAL, waiting[:room])
+        return True
 
     def _push(self, sample: Sample) -> None:
         """Order: turns after an observation and started samples (if versions may change within one), older batches,
@@ -246,23 +327,27 @@ class Dispatcher:
         for ordinal, lease_id in self._fleet.router.dispatch(waiting, loads, queue_limit=limit):
             assigned_to[lease_id].append(self._in_flight.samples[ordinal])
         for lease_id, samples in assigned_to.items():
-            interrupted = (sample for sample in samples if not sample.turns.returning)
-            for source, moved in by_previous_lease(interrupted).items():
-                if source != lease_id:
-                    self._fleet.event_log.migrated(source, self._fleet[lease_id], moved)
-            self._fleet.submit(
-                lease_id, self._in_flight.assign(lease_id, samples), step=self._in_flight.newest_version + 1
-            )
+            self._submit(lease_id, samples)
         for sample in chosen:
             if sample.ordinal in self._in_flight.waiting:  # the router did not place it
                 self._push(sample)
         return bool(assigned_to)
 
+    def _submit(self, lease_id: str, samples: Sequence[Sample]) -> None:
+        fleet, in_flight = self._fleet, self._in_flight
+        interrupted = (sample for sample in samples if not sample.turns.returning)
+        for source, moved in by_previous_lease(interrupted).items():
+            if source != lease_id:
+                fleet.event_log.migrated(source, fleet[lease_id], moved)
+        fleet.submit(lease_id, in_flight.assign(lease_id, samples), step=in_flight.newest_version + 1)
+        for sample in samples:
+            sample.assigned_s = fleet.clock.now()
+
     def _pop(self, room: int) -> list[Sample]:
         chosen: list[Sample] = []
         while self._queue and len(chosen) < room:
             *_, ordinal = heapq.heappop(self._queue)
-            if ordinal in self._in_flight.waiting:
+            if ordinal in self._in_flight.waiting and ordinal not in self._pinned:
                 chosen.append(self._in_flight.samples[ordinal])
         return chosen
 
@@ -306,7 +391,7 @@ class Dispatcher:
                     expected_tokens=self._expected(sample),
                     kept_tokens=sample.length,
                 )
-                for sample in held[lease_id].values()
+                for sample in self._unpinned(lease_id)
             ],
             plateau=fleet.profile.plateau(fleet.slots),
             max_moves=fleet.config.max_moves,
@@ -319,6 +404,7 @@ class Dispatcher:
             for sample in samples:
                 sample.moves += 1
                 self._aborted[sample.ordinal] = sample.attempt
+            self._freed_s[source] = now_s
             fleet.event_log.rebalanced(fleet[source], fleet[target], len(samples))
             fleet.abort(source, [sample.sample_id for sample in samples])
 

@@ -12,6 +12,8 @@ is the *local* worker. It differs in two points: its weights are the trainer's p
 from __future__ import annotations
 
 import asyncio
+import math
+from collections import deque
 from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Self
@@ -51,6 +53,9 @@ from tidemill.telemetry.events import JOIN, JOIN_FAILED, NOTICE, span
 
 RECEIVE_S = 10.0
 """Timeout of one `next_report` or `next_event`; deadlines are those of `Timeouts` and `[fleet]`."""
+
+RECENT_EVICTIONS = 16
+"""Evictions from which the eviction interval is estimated."""
 
 
 class Fleet:
@@ -101,6 +106,7 @@ class Fleet:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._mailbox: Mailbox | None = None
         self._decode_rate: DecodeRate | None = None  # latest of any worker
+        self._lives_s: deque[float] = deque(maxlen=RECENT_EVICTIONS)  # time that evicted workers served
         self._failure: Exception | None = None
         self.publishing = Publishing(
             publisher,
@@ -170,6 +176,19 @@ class Fleet:
     def reserved_engines(self) -> int:
         """Slots of the local worker in units of a preemptible worker's, rounded; at least 1."""
         return max(1, round(self.local.slots / self.slots)) if self.local is not None else 1
+
+    @property
+    def reserved_generates(self) -> bool:
+        """Whether the local worker may generate training samples."""
+        return self.local is not None and (self.config.seeding or not self.elastic)
+
+    @property
+    def eviction_interval_s(self) -> float:
+        """Mean time for which a preemptible worker serves until it is evicted, of the last evicted workers and those
+        that serve; infinite before the first eviction."""
+        now_s = self.clock.now()
+        serving = [worker.served_s(now_s) for worker in self._workers.values() if worker.preemptible and worker.joined]
+        return (sum(self._lives_s) + sum(serving)) / len(self._lives_s) if self._lives_s else math.inf
 
     @property
     def engine_count(self) -> int:
@@ -290,6 +309,7 @@ class Fleet:
 
     async def _drain(self, worker: WorkerState, at_s: float) -> None:
         await asyncio.sleep(max(0.0, at_s - self.clock.now()))
+        worker.drained_s = self.clock.now()
         if worker.phase is not WorkerPhase.GONE and self._mailbox is not None:
             self._mailbox.messages.draining.append(worker.lease.lease_id)
             self._mailbox.notify()
@@ -308,6 +328,8 @@ class Fleet:
             return
         lease, joined = worker.lease, worker.joined
         lost = worker.unreported_tokens(self.clock.now(), fleet_rate=self._decode_rate)
+        if joined and evicted:
+            self._lives_s.append(worker.served_s(self.clock.now()))
         self._remove(worker)
         if self._provider is not None and not provider_knows:
             self._spawn(self._provider.release(lease.lease_id), f"release {lease.lease_id}")
@@ -320,6 +342,7 @@ class Fleet:
                 crashed=crashed,
                 evicted=evicted,
                 tokens_lost=lost,
+                executing=worker.executing,
             )
             if self._mailbox is not None:
                 self._mailbox.messages.ended.append(outcome)
@@ -385,7 +408,7 @@ class Fleet:
             worker.phase = WorkerPhase.LOADING
             await self.publishing.catch_up(worker, worker.handle)
             worker.phase = WorkerPhase.LEAVING if worker.noticed else WorkerPhase.SERVING
-            worker.reported_s = self.clock.now()
+            worker.joined_s = worker.reported_s = self.clock.now()
 
     async def _serve(self, worker: WorkerState) -> None:
         """Receive reports and run commands until one of them fails."""

@@ -314,7 +314,7 @@ class InFlight:
         """Return the samples of an ended lease to waiting, with their tokens; its later deltas are stale."""
         samples = list(self._held[lease_id].values())
         for sample in samples:
-            sample.move(SampleState.WAITING)
+            sample.interrupt()
             self._update_index(SampleState.RUNNING, sample)
         return samples
 

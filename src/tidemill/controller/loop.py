@@ -96,7 +96,8 @@ async def train_loop(
     Raises:
         UserError: an error in the user's input, the run directory or the disk.
         DeadlineError: a wait passed its deadline.
-        GuardStop: samples get no valid rewards, or gradients are not finite; the last batch is in a checkpoint.
+        GuardStop: samples get no valid rewards, gradients are not finite, or machines live too short and there is no
+            reserved engine; the last batch is in a checkpoint.
         TidemillError: the engine failed repeatedly on one sample.
     """
     rollout = RolloutContext(

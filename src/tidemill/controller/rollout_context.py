@@ -41,6 +41,7 @@ class RolloutContext:
     truncated: Literal["trained", "masked"] = "trained"  # treatment of completions cut by the token limit
     phase: str = "rollout"
     window_s: float = math.inf  # how long the local worker generates while preemptible workers serve
+    gives_up: bool = True  # end the run if machines live shorter than a recomputation; else samples wait for others
     reading: Reading | None = None  # None without models that read samples one by one
     environments: Environments | None = None  # None: samples are single completions
     agent: AgentLimits | None = None

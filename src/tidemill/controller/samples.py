@@ -104,6 +104,11 @@ class Sample:
     lease_id: str = ""
     attempt: int = 0
     assigned_version: int = 0  # newest version at the time of assignment
+    assigned_length: int = 0  # tokens at the time of assignment
+    assigned_s: float = 0.0  # on the run's clock
+    executed_s: float | None = None  # time in a slot before an eviction; None if it only was in the worker's queue
+    stalls: int = 0  # attempts in a row that an eviction ended without a new token; queued ones do not count
+    stalled_s: float = 0.0  # the longest of these attempts
     moves: int = 0  # times it was aborted to balance the load
     restarts: int = 0
     failures: int = 0  # attempts that ended in an engine error; for an agent, of the current turn
@@ -185,6 +190,7 @@ class Sample:
         """Start an attempt on a lease, with `version` as the newest; deltas of earlier attempts become stale."""
         self.move(SampleState.RUNNING)
         self.lease_id, self.assigned_version = lease_id, version
+        self.assigned_length, self.executed_s = self.length, None
         self.attempt += 1
         self.turns.returning = False
 
@@ -220,6 +226,7 @@ class Sample:
         self.published, self.turns = NO_LOGPROBS, Turns()
         self.finish = self.decoded = self.reward = None
         self.ref_logprobs, self.recovered = b"", 0
+        self.stalls, self.stalled_s = 0, 0.0
 
     def check(self, delta: TokenDelta, newest: int) -> Verdict:
         """Whether a delta can be applied, `newest` being the last published version. Does not change the sample."""
@@ -244,6 +251,8 @@ class Sample:
             self.version_starts += _begun(version, self.length)
         if token_ids and (not self.source_starts or self.source_starts[-1][0] != source):
             self.source_starts += _begun(source, self.length)
+        if token_ids and self.stalls:
+            self.stalls, self.stalled_s = 0, 0.0
         self.token_ids += token_ids
         self.logprobs += logprobs
 
@@ -272,10 +281,19 @@ class Sample:
             self.move(SampleState.FINISHED)
             self.finish = finish
             return
-        self.move(SampleState.WAITING)
         if finish == "error" or error:  # an engine that refuses a sample aborts it with an error
+            self.move(SampleState.WAITING)
             self.failures += 1
             self.last_error = error
+        else:
+            self.interrupt()
+
+    def interrupt(self) -> None:
+        """Return the running sample to waiting with its tokens: it moves to another worker."""
+        self.move(SampleState.WAITING)
+        if self.length == self.assigned_length and self.executed_s is not None:
+            self.stalls += 1
+            self.stalled_s = max(self.stalled_s, self.executed_s)
 
     def observe(self, answer: Observation, sampling: SamplingParams, limits: AgentLimits) -> None:
         """Append the environment's answer: the sample waits for its next turn, or the episode ends."""

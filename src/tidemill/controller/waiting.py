@@ -82,6 +82,7 @@ class LeaseOutcome(Record):
     evicted: bool = True  # the machine was lost, not given back
     crashed: bool = False  # the worker raised an error, possibly because of one of its samples
     tokens_lost: int = 0  # estimate of the tokens generated after its last report
+    executing: int = 0  # samples that were not in its queue
 
 
 @dataclass(slots=True)

@@ -111,6 +111,8 @@ class WorkerState:
     handle: Worker | None = None
     version: PolicyVersion | None = None
     status: WorkerStatus | None = None
+    joined_s: float = 0.0
+    drained_s: float = math.inf  # when it was asked to return its samples
     reported_s: float = 0.0  # time of its last report
     reported_tokens: int = 0  # in its last report
     noticed: bool = False
@@ -133,6 +135,15 @@ class WorkerState:
     @property
     def joined(self) -> bool:
         return self.phase in (WorkerPhase.SERVING, WorkerPhase.LEAVING)
+
+    @property
+    def executing(self) -> int:
+        """Samples that it executes; its slots until it reports some, and fewer if its cache has no room for more."""
+        return self.status.running if self.status is not None and self.status.running else self.slots
+
+    def served_s(self, now_s: float) -> float:
+        """Time in which it could generate, since it joined."""
+        return min(now_s, self.drained_s) - self.joined_s
 
     def unreported_tokens(self, now_s: float, *, fleet_rate: DecodeRate | None) -> int:
         """Estimated tokens generated since the last report, at most those of one report interval.

@@ -291,6 +291,7 @@ async def served_fleet(
             clock=clock,
             stop=stop,
             timeouts=Timeouts(notice_s=3600.0, scorer_s=NEVER_S, pool_s=NEVER_S),
+            gives_up=False,  # a request gives up after `gateway.stall_s`, and others may be shorter
             reading=feed,
         )
         defaults = SamplingParams(

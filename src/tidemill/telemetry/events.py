@@ -114,6 +114,11 @@ WORKER_RELEASED: Final = _define(
     "worker_released",
     "the last `samples` of a batch were moved to a few workers and this one was released; `lease`, `worker`",
 )
+STALLED: Final = _define(
+    "stalled",
+    "a sample of `tokens` tokens was moved three times without a new one, and the longest attempt took `stalled_s`; "
+    "from now on the reserved engine generates it; `lease`, `worker`",
+)
 QUARANTINE: Final = _define(
     "quarantine",
     "a worker's logprobs differ from the trainer's by `difference`, above `limit`; the worker is released; "
@@ -130,12 +135,12 @@ NOT_PART_OF_A_STEP = (EVALUATION, CHECKPOINT)
 """Spans that are excluded from a step's wall time."""
 FLEET_EVENTS = frozenset({
     LEASE, JOIN, PULL, DECODE, NOTICE, DRAIN, EVICTION, CRASH, MIGRATION, LEASE_END, REBALANCE, WORKER_RELEASED,
-    QUARANTINE, JOIN_FAILED,
+    STALLED, QUARANTINE, JOIN_FAILED,
 })  # fmt: skip
 """Events of single workers, which may be many."""
 NOUNS = {
     JOIN: "join", NOTICE: "notice", DRAIN: "drain", EVICTION: "eviction", CRASH: "crash", PULL: "damaged pull",
-    JOIN_FAILED: "failed join",
+    STALLED: "stalled sample", JOIN_FAILED: "failed join",
 }  # fmt: skip
 """What the terminal counts when it summarises many fleet events."""
 LISTED_EVENTS = frozenset({
@@ -218,6 +223,9 @@ def _fleet_text(name: str, fields: dict[str, Any]) -> str:
         return f"{worker} failed to start{cause}"
     if name == PULL and (retries := fields.get("retries")):
         return f"{worker} pulled version {fields.get('version')} after {counted(retries, 'damaged transfer')}"
+    if name == STALLED:
+        tokens = counted(fields.get("tokens", 0), "token")
+        return f"a sample of {tokens} stalls: machines are evicted too early; the reserved engine generates it"
     if name == QUARANTINE:
         difference, limit = decimal(fields.get("difference")), decimal(fields.get("limit"))
         return f"quarantined {worker}: its logprobs differ from the trainer's by {difference} (limit {limit})"

@@ -47,6 +47,7 @@ COMMANDS = (
     "overlap_scoring",
     "pinned_versions",
     "critic_placement",
+    "rewards",
     "user_advantage",
     "agents --again",
     "sandbox",

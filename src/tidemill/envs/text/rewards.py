@@ -295,7 +295,7 @@ def _caller(reward: UserReward, context: Context) -> Caller:
         else:
             together = is_async(extension.function)
             return context.processes.add(target, weights=reward.weights, together=together, lists=reward.batch)
-    return ThreadFunction(extension.function, reward.weights, context.calls)
+    return ThreadFunction(extension.function, reward.weights, context.calls, context.concurrency)
 
 
 def _completion_and_answer(sample: Sample) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from typing import Any, Protocol
@@ -67,18 +68,24 @@ class Caller(Protocol):
 
 
 class ThreadFunction:
-    """Calls a user function on threads of this process."""
+    """Calls a user function on threads of this process.
 
-    def __init__(self, function: Callable[..., Any], weights: Mapping[str, float], calls: UserCalls) -> None:
+    Args:
+        most: calls at the same time.
+    """
+
+    def __init__(self, function: Callable[..., Any], weights: Mapping[str, float], calls: UserCalls, most: int) -> None:
         self._function, self._weights, self._calls = function, weights, calls
+        self._turns = asyncio.Semaphore(most)
 
     async def call(self, arguments: Mapping[str, Any], *, timeout_s: float, count: int = 0) -> Scores:
-        return await self._calls.call(
-            lambda: self._function(**deepcopy(dict(arguments))),  # which it may change
-            convert=lambda result: scores_of(result, count, self._weights),
-            timeout_s=timeout_s,
-            watched=True,
-        )
+        async with self._turns:
+            return await self._calls.call(
+                lambda: self._function(**deepcopy(dict(arguments))),  # which it may change
+                convert=lambda result: scores_of(result, count, self._weights),
+                timeout_s=timeout_s,
+                watched=True,
+            )
 
 
 class SampleReward:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -282,3 +283,49 @@ def test_a_function_that_requires_an_answer_is_not_called_without_one(
     assert (unanswered.valid, unanswered.value) == (valid, value)
     assert answered.valid
     assert valid or "the row has no answer" in unanswered.reason
+
+
+def test_functions_on_threads_are_called_at_most_concurrency_at_a_time(task: Task) -> None:
+    running: list[int] = []
+    most: list[int] = []
+
+    def score(completion: str) -> float:
+        running.append(1)
+        most.append(len(running))
+        time.sleep(0.002)
+        running.pop()
+        return 1.0
+
+    assert all(each.valid for each in scored(task, score, completions=("12",) * 100))
+    assert max(most) <= ScoringConfig().concurrency
+
+
+def test_a_function_that_shares_objects_stays_in_this_process_and_says_so(task: Task) -> None:
+    seen: list[str] = []
+    warnings: list[str] = []
+
+    def score(completion: str) -> float:
+        seen.append(completion)
+        return float(len(seen))
+
+    extension = given(score)
+    provide([extension])
+    configs = (RewardConfig(kind="python", function=extension.ref),)
+    build_scorer(ScoringConfig(rewards=configs), task=task, seed=0, warn=warnings.append)
+    assert [each.value for each in scored(task, score)] == [1.0]
+    assert seen == ["12"]
+    assert len(warnings) == 1
+    assert "the reward score runs in this process" in warnings[0]
+    assert "`seen` (list)" in warnings[0]
+
+
+@pytest.mark.parametrize(("process", "shared"), [(None, True), (False, True), (True, False)])
+def test_process_chooses_where_a_function_runs(task: Task, process: bool | None, shared: bool) -> None:
+    seen: list[str] = []
+
+    def score(completion: str) -> float:
+        seen.append(completion)
+        return 1.0
+
+    assert scored(task, mark(score, Mark(kind="reward", options={"process": process})))[0].value == 1.0
+    assert bool(seen) == shared

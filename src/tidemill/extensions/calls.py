@@ -55,7 +55,7 @@ class Watchdog:
         self._timer: asyncio.TimerHandle | None = None
 
     def watch(self) -> None:
-        """Start, or go on."""
+        """Start watching, unless it watches already."""
         if self._timer is None:
             self._rearm()
 
@@ -305,7 +305,7 @@ def call_blocking(function: Callable[[], T], *, timeout_s: float) -> T:
 
 
 def run_blocking(main: Callable[[], Coroutine[Any, Any, T]]) -> T:
-    """Run a coroutine in an event loop of its own: in this thread, or in another one if a loop runs in this thread."""
+    """Run a coroutine in a new event loop: in this thread, or in another one if a loop runs in this thread."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:

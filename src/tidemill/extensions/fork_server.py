@@ -1,6 +1,6 @@
 """Program that forks processes of user code, and ends each of them with everything that it started.
 
-A *service* is a module that says what the processes do: `preload(settings)` imports the user's code once in the server,
+A *service* is the module that the processes run: `preload(settings)` imports the user's code once in the server,
 so that a fork takes milliseconds, and `attend(stream, settings, role)` serves a socket in a fork. If the imports start
 threads, which do not survive a fork, every process imports the code itself.
 
@@ -152,7 +152,7 @@ class _Server:
             os.kill(self._processes[command.process][0], signal.SIGKILL)
 
     def _reap(self) -> None:
-        """Report processes that have ended, and kill what they left."""
+        """Report processes that have ended, and kill the processes that they left."""
         with suppress(ChildProcessError):
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
                 for number, (pid, stream) in list(self._processes.items()):

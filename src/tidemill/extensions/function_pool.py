@@ -1,7 +1,7 @@
 """Calls reward functions of the user in processes that can be killed, each call with a deadline from its own start.
 
 A function of one sample runs in any of several processes, which are forked while calls wait; calls that are fast are
-sent in batches. A function of lists has a process of its own, so that a model that it loads exists once. `async`
+sent in batches. A function of lists has one process, so that a model that it loads exists once. `async`
 functions share one process with one event loop. A process that passes a deadline, or ends, is replaced: only the call
 that it was making fails, and those that it had not begun are made again.
 """
@@ -437,7 +437,7 @@ class _TogetherWorker:
             return
         self._hanging.discard(reply.number)
         if (pending := self._take(reply.number)) is not None:
-            if reply.number in self._late:  # what it says is that it was cancelled
+            if reply.number in self._late:  # the reply only says that it was cancelled
                 pending.fail(CallTimeout())
             pending.settle(reply)
             self._pool.ended()

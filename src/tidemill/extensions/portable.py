@@ -58,7 +58,7 @@ class Target(Record):
             function: Callable[..., Any] = cloudpickle.loads(self.pickled)
         except Exception as error:
             what = f"{self.name} cannot be copied to another process: {exception_text(error)}"
-            raise UserError(what, where=where, hint="move it to a file of its own, and import it from there") from error
+            raise UserError(what, where=where, hint="move it to a separate file, and import it from there") from error
         return function
 
 

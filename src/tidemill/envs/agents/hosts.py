@@ -24,7 +24,7 @@ from tidemill.extensions.processes import ForkServer, LostError
 THREAD_S = 86_400.0
 """Deadline of a thread's call; the pool abandons it much earlier."""
 PROCESS = -1
-"""Index of the outcome that says how a host ended."""
+"""Index of the outcome with the cause of a host's end."""
 
 
 class Host:

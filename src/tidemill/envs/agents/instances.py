@@ -69,7 +69,7 @@ class Outcome(Record, gc=False, omit_defaults=True):
 
 
 class WrongResultError(Exception):
-    """A method returned what it may not return."""
+    """A method returned a wrong result."""
 
 
 class Instances:

@@ -152,7 +152,7 @@ class TurnPlanner:
         """With the text that the model sees, cleaned and cut. A score stays as it is, also one that failed.
 
         Raises:
-            FaultError: the method returned what it may not return.
+            FaultError: the method returned a wrong result.
         """
         name = f"{self._environment.__name__}.{planned.name}"
         if planned.name == SCORE:

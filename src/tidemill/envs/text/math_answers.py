@@ -1,6 +1,6 @@
 """The reward `math_verify`, as a function for other processes: parsing what a model wrote can take for ever.
 
-math-verify and sympy evaluate generated Python, into which a completion can bring names of its own: `\\text{...}`
+math-verify and sympy evaluate generated Python, into which a completion can insert names: `\\text{...}`
 becomes a symbol, and a sum is computed by code that contains the symbol's name. An audit hook refuses code that names
 anything but mathematical functions.
 """
@@ -27,7 +27,7 @@ MAKE_CODE = frozenset({"collections", "dataclasses", "enum", "functools", "sympy
 REFUSED_EVENTS = ("os.", "subprocess.", "socket.", "shutil.", "ctypes.", "signal.", "pty.", "mmap.")
 HARMLESS_EVENTS = frozenset({"os.listdir", "os.putenv", "os.scandir", "os.unsetenv"})  # of imports
 IMPORTS = importlib.import_module("sympy.utilities.lambdify")._import.__code__
-"""Runs import statements of its own."""
+"""Runs import statements that sympy wrote."""
 KNOWN_NAMES = frozenset({*dir(sympy), *dir(mpmath), "math", "mpmath", "numpy", "scipy", "sympy", "_lambdifygenerated"})
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 
@@ -39,7 +39,7 @@ def math_verify(completion: str, answer: str) -> float:
 
     Raises:
         ValueError: the answer has no expression.
-        PermissionError: the completion brings names of its own into code.
+        PermissionError: the completion inserted names into code.
     """
     global _checking  # noqa: PLW0603 -- an audit hook cannot be removed
     _checking = True

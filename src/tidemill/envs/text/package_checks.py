@@ -53,7 +53,7 @@ class Reply(Record):
 
 
 class Program:
-    """A program in a sandbox of its own. It scores one answer at a time."""
+    """A program in its own sandbox. It scores one answer at a time."""
 
     def __init__(self, check: PackageCheck, config: SandboxConfig) -> None:
         """Waits until it is ready.

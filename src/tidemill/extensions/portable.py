@@ -11,6 +11,7 @@ import enum
 import functools
 import importlib
 import re
+import sys
 import types
 from collections.abc import Callable, Iterator
 from datetime import date, time, timedelta, tzinfo
@@ -28,6 +29,8 @@ from tidemill.core.records import Record
 from tidemill.extensions.identity import PLAIN
 from tidemill.extensions.loading import import_now
 
+AVAILABLE = sys.platform == "linux"
+"""Whether there are processes of user code (`fork_server`)."""
 LARGEST_BYTES = 16_000_000
 """Of a function that travels by value."""
 CONSTANTS = (
@@ -72,6 +75,8 @@ def target_of(function: Callable[..., Any], path: str, *, name: str, copy_shared
     Raises:
         UnportableError: it must stay in this process.
     """
+    if not AVAILABLE:
+        raise UnportableError("processes that can be stopped need Linux")
     if path:
         return Target(name=name, path=path)
     if not copy_shared and (value := next(_shared(function, set()), "")):

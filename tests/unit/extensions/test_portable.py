@@ -119,3 +119,9 @@ def test_a_class_travels_with_its_attributes_and_is_refused_for_what_its_methods
     assert cloudpickle.loads(target_of(Own, "", name="Own").pickled)().step("a")
     with pytest.raises(UnportableError, match="seen"):
         target_of(Shares, "", name="Shares")
+
+
+def test_other_systems_than_linux_have_no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(portable, "AVAILABLE", False)
+    with pytest.raises(UnportableError, match="need Linux"):
+        target_of(len, "builtins:len", name="len")

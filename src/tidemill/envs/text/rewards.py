@@ -24,7 +24,7 @@ from tidemill.envs.text.user_rewards import WHERE as WHERE_FUNCTION
 from tidemill.envs.text.user_rewards import BatchFunction, Caller, SampleReward, ThreadFunction, UserReward
 from tidemill.extensions.calls import UserCalls
 from tidemill.extensions.function_pool import FunctionProcesses, is_async
-from tidemill.extensions.portable import Target, UnportableError, target_of
+from tidemill.extensions.portable import AVAILABLE, Target, UnportableError, target_of
 from tidemill.extensions.registry import resolve
 from tidemill.extensions.scores import Score, finite
 
@@ -255,7 +255,11 @@ def _build_in_processes(name: str, config: RewardConfig, context: Context) -> Na
     scores: QueuedReward
     if config.kind == "math_verify":
         import_extra("math_verify", package="math-verify", needed_by="the reward math_verify")
-        caller: Caller = context.processes.add(MATH_VERIFY, weights={}, together=False, lists=False)
+        caller: Caller
+        if AVAILABLE:
+            caller = context.processes.add(MATH_VERIFY, weights={}, together=False, lists=False)
+        else:
+            caller = ThreadFunction(MATH_VERIFY.load(where=WHERE), {}, context.calls, context.concurrency)
         scores = SampleReward(caller, _completion_and_answer, timeout_s=context.timeout_s)
     else:
         reward = user_reward(config, context)

@@ -56,8 +56,8 @@ def number(result: Any) -> Score:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedReward:
-    """A reward ready to call. `inline` rewards take microseconds and run on the event loop; `scores` makes the others, or
-    a thread if there is none."""
+    """A reward ready to call. `inline` rewards take microseconds and run on the event loop. The others are called by
+    `scores`, or on a thread if there is none."""
 
     name: str
     weight: float

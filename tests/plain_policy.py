@@ -173,18 +173,19 @@ def _by_turn(settings: RunSpec, samples: list[Trajectory], rewards: list[list[fl
         for row in rewards
     ]
     steps = [(s, t) for s, row in enumerate(rewards) for t in range(len(row))]
+    kind = algorithm.advantage
     if algorithm.credit == "turn_returns":
-        key, kind, floor = {(s, t): str(t) for s, t in steps}, algorithm.advantage, 1e-6
+        key = {(s, t): str(t) for s, t in steps}
         kind = kind if kind == "grpo" else "dr_grpo"
     else:
-        key, kind, floor = {(s, t): samples[s].turns[t].state_key for s, t in steps}, algorithm.advantage, 1e-4
+        key = {(s, t): samples[s].turns[t].state_key for s, t in steps}
     found = [[0.0] * len(row) for row in rewards]
     for value in set(key.values()):
         members = [step for step in steps if key[step] == value]
-        for (s, t), advantage in zip(members, _relative(kind, [returns[s][t] for s, t in members], floor), strict=True):
+        for (s, t), advantage in zip(members, _relative(kind, [returns[s][t] for s, t in members], 1e-6), strict=True):
             found[s][t] = advantage
     if algorithm.credit == "gigpo":
-        episodes = _relative(kind, [sum(row) for row in rewards])
+        episodes = _relative(kind, [sum(row) for row in rewards], 1e-6)
         found = [
             [whole + algorithm.step_weight * step for step in row] for whole, row in zip(episodes, found, strict=True)
         ]

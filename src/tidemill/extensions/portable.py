@@ -92,7 +92,7 @@ def _pickled(function: Callable[..., Any]) -> bytes:
     by_value: set[str] = set()
     try:
         while True:
-            pickled = cloudpickle.dumps(function)
+            pickled: bytes = cloudpickle.dumps(function)
             texts = {text for _, text, _ in pickletools.genops(pickled) if isinstance(text, str)}
             hidden = {name for name in texts - by_value if name in sys.modules and not _is_found(name)}
             if not hidden:

@@ -23,10 +23,10 @@ def processes_below(pid: int) -> Iterator[int]:
     children: dict[int, list[int]] = {}
     for each in process_ids():
         try:
-            stat = Path(f"/proc/{each}/stat").read_text()
+            stat = Path(f"/proc/{each}/stat").read_bytes()
         except GONE:
             continue
-        parent = int(stat[stat.rindex(")") + 1 :].split()[1])  # a name in parentheses may contain spaces
+        parent = int(stat[stat.rindex(b")") + 1 :].split()[1])  # a name in parentheses may contain spaces
         children.setdefault(parent, []).append(each)
     below = [pid]
     for each in below:  # grows

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +16,7 @@ from tidemill.config.schema import RunSpec
 from tidemill.extensions.registry import provide
 
 Recipe = str | Path | RunSpec | Run | None
+WARNING = "warning: "
 EVERY_PROMPT = 2**31
 """A limit of prompts that no data set reaches."""
 
@@ -61,7 +63,7 @@ def evaluate(
             inputs.overrides["eval.rewards"] = inputs.overrides["scoring.rewards"]
         spec = load(source, {**inputs.overrides, **(overrides or {})}, purpose="eval")
         provide(inputs.extensions)
-        return run(spec, model_folder=folder)
+        return run(spec, model_folder=folder, progress=_warn)
 
     return _run(job, recipe, model, tokenizer)
 
@@ -115,6 +117,12 @@ def _run(job: Job[T], recipe: Recipe, model: Any, tokenizer: Any) -> T:
             return job(inputs, recipe.config if isinstance(recipe, Run) else recipe, folder)
 
     return run_here(here)
+
+
+def _warn(message: str) -> None:
+    """Raise what a command would print as a warning as one of Python's; other messages are not shown."""
+    if message.startswith(WARNING):
+        warnings.warn(message.removeprefix(WARNING), stacklevel=2)
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,6 +19,8 @@ from tidemill.config.model import BUILT_IN_MODELS
 from tidemill.core.errors import UserError
 from tidemill.models.checkpoint_manifest import refuse_damaged
 
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+"""All control characters but line feed and tab."""
 Compare = Annotated[
     str | None,
     Parameter(
@@ -163,8 +166,10 @@ def read_prompts(words: Sequence[str]) -> list[str]:
 
 
 def samples_text(samples: Sequence[Mapping[str, Any]]) -> str:
-    """Prompt and completion concatenated, samples separated by a rule."""
+    """Prompt and completion concatenated, samples separated by a rule. On a terminal control characters are escaped."""
     texts = [f"{sample.get('prompt', '')}{sample.get('completion', '')}" for sample in samples]
+    if sys.stdout.isatty():
+        texts = [CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text) for text in texts]
     return "\n---\n".join(texts)
 
 

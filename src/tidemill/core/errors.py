@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
+CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 LONGEST_MESSAGE = 300
 """Characters kept of the message of an exception of another library."""
 
@@ -89,12 +91,16 @@ def describe_error(error: BaseException) -> str:
 
 
 def exception_text(error: BaseException) -> str:
-    """`Type: message` of any exception on one line, encodable as UTF-8, even if its `__str__` raises."""
+    """`Type: message` of any exception on one line, encodable as UTF-8, even if its `__str__` raises.
+
+    Control characters are escaped: a message may quote what a model wrote, and a terminal would obey it.
+    """
     try:
         message = " ".join(str(error)[: 10 * LONGEST_MESSAGE].split())
     except BaseException as raised:  # noqa: BLE001 -- `__str__` of another's class, which may call sys.exit
         message = f"its __str__ raised {type(raised).__name__}"
     text = f"{type(error).__name__}: {message[:LONGEST_MESSAGE]}".removesuffix(": ")
+    text = CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 

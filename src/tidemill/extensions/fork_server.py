@@ -2,7 +2,7 @@
 
 A *service* is the module that the processes run: `preload(settings)` imports the user's code once in the server,
 so that a fork takes milliseconds, and `attend(stream, settings, role)` serves a socket in a fork. If the imports start
-threads, which do not survive a fork, every process imports the code itself.
+threads, which do not survive a fork, or processes, which forks would share, every process imports the code itself.
 
 Each process is the subreaper of its descendants. When it ends, the server inherits them, and kills them. When the
 control socket closes, or the process that started the server dies, all are killed. A process is the first that the
@@ -105,7 +105,8 @@ def main() -> None:
     helpers: list[int] = []
     if setup.preload:
         helpers = service.preload(settings)
-        if len(list(Path("/proc/self/task").iterdir())) > 1:
+        if len(list(Path("/proc/self/task").iterdir())) > 1 or set(_children()) - {*helpers}:
+            _kill_all()
             os.execv(sys.executable, server_command(sys.argv[1], msgspec.structs.replace(setup, preload=False)))
     gc.collect()
     gc.freeze()  # memory stays shared with the forks
@@ -173,6 +174,7 @@ class _Server:
                 signal.signal(number, signal.SIG_DFL)
             _die_with_parent(server, signal.SIGKILL)
             _prctl(PR_SET_CHILD_SUBREAPER, 1)
+            os.setsid()  # a function that kills its process group ends no other
             self._control.close()
             with suppress(OSError):  # not in every container
                 Path("/proc/self/oom_score_adj").write_text(OOM_SCORE_MAX)
@@ -204,8 +206,8 @@ def _children() -> list[int]:
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
             with suppress(FileNotFoundError, ProcessLookupError):  # it has ended
-                stat = (folder / "stat").read_text()
-                parent = int(stat[stat.rindex(")") + 1 :].split()[1])  # a name in parentheses may contain spaces
+                stat = (folder / "stat").read_bytes()
+                parent = int(stat[stat.rindex(b")") + 1 :].split()[1])  # a name in parentheses may contain anything
                 if parent == os.getpid():
                     children.append(int(folder.name))
     return children

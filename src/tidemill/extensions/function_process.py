@@ -201,8 +201,8 @@ def scores_of(result: Any, count: int, weights: Mapping[str, float]) -> tuple[Sc
 def _score_or_error(result: Any, weights: Mapping[str, float]) -> Score | str:
     try:
         return score_of(result, weights)
-    except CallError as error:
-        return str(error)
+    except Exception as error:  # noqa: BLE001 -- of a number that float cannot convert
+        return str(call_error(error))
 
 
 def _encoded(reply: Reply) -> bytes:

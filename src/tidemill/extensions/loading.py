@@ -43,14 +43,20 @@ def source_file(path: str) -> Path | None:
     source, _, _ = path.rpartition(":")
     if source.endswith(".py"):
         return Path(source)
+    spec = module_spec(source)
+    return Path(spec.origin) if spec and spec.has_location and spec.origin else None
+
+
+def module_spec(name: str) -> ModuleSpec | None:
+    """How an import would find a module, found without importing anything, including parent packages."""
     folders: list[str] | None = None  # None searches the import path
     spec: ModuleSpec | None = None
-    parts = source.split(".")
+    parts = name.split(".")
     for depth in range(1, len(parts) + 1):
-        name = ".".join(parts[:depth])
-        spec = next((found for finder in sys.meta_path if (found := finder.find_spec(name, folders))), None)
+        inner = ".".join(parts[:depth])
+        spec = next((found for finder in sys.meta_path if (found := finder.find_spec(inner, folders))), None)
         folders = list(spec.submodule_search_locations or []) if spec else []
-    return Path(spec.origin) if spec and spec.has_location and spec.origin else None
+    return spec
 
 
 def import_now(path: str, where: str) -> Callable[..., Any]:

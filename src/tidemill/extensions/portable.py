@@ -10,6 +10,7 @@ import dis
 import enum
 import functools
 import importlib
+import pickletools
 import re
 import sys
 import types
@@ -27,7 +28,7 @@ import regex
 from tidemill.core.errors import UserError, exception_text
 from tidemill.core.records import Record
 from tidemill.extensions.identity import PLAIN
-from tidemill.extensions.loading import import_now
+from tidemill.extensions.loading import import_now, module_spec
 
 AVAILABLE = sys.platform == "linux"
 """Whether there are processes of user code (`fork_server`)."""
@@ -82,12 +83,35 @@ def target_of(function: Callable[..., Any], path: str, *, name: str, copy_shared
     if not copy_shared and (value := next(_shared(function, set()), "")):
         raise UnportableError(f"it uses {value}, which a copy in another process does not share")
     try:
-        pickled = cloudpickle.dumps(function)
+        pickled = _pickled(function)
     except Exception as error:
         raise UnportableError(f"it cannot be copied: {exception_text(error)}") from error
     if len(pickled) > LARGEST_BYTES:
         raise UnportableError(f"a copy of it has {len(pickled):,} bytes, and {LARGEST_BYTES:,} are the limit")
     return Target(name=name, pickled=pickled)
+
+
+def _pickled(function: Callable[..., Any]) -> bytes:
+    """By value, with the definitions that it uses of modules that an import does not find."""
+    by_value: set[str] = set()
+    try:
+        while True:
+            pickled: bytes = cloudpickle.dumps(function)
+            texts = {text for _, text, _ in pickletools.genops(pickled) if isinstance(text, str)}
+            hidden = {name for name in texts - by_value if name in sys.modules and not _is_found(name)}
+            if not hidden:
+                return pickled
+            for name in hidden:
+                cloudpickle.register_pickle_by_value(sys.modules[name])
+            by_value |= hidden
+    finally:
+        for name in by_value:
+            cloudpickle.unregister_pickle_by_value(sys.modules[name])
+
+
+def _is_found(module: str) -> bool:
+    """Whether another process can import a module, which may have been loaded from a file by other means."""
+    return module_spec(module) is not None or getattr(sys.modules[module], "__file__", None) is None
 
 
 def _shared(value: Any, seen: set[int]) -> Iterator[str]:
@@ -169,6 +193,8 @@ def _is_importable(definition: Any) -> bool:
         return False
     try:
         found: Any = importlib.import_module(definition.__module__)
+        if not _is_found(definition.__module__):
+            return False
         for name in definition.__qualname__.split("."):
             found = getattr(found, name)
     except (ImportError, AttributeError):

@@ -57,7 +57,7 @@ def _request(body: str, key: str, source: str) -> ToolRequest:
     name = ""
     try:
         call = json.loads(body, parse_constant=_refuse_constant)
-        json.dumps(call, ensure_ascii=False).encode()  # fails for lone surrogates
+        json.dumps(call, ensure_ascii=False, allow_nan=False).encode()  # fails for lone surrogates and 1e999
         if not isinstance(call, dict):
             raise ValueError(f"it must be an object, found {type(call).__name__}")
         if not isinstance(call.get("name"), str) or not call["name"]:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.unit.cli.conftest import Pretend, Run
+from tidemill.cli.evaluate import samples_text
 from tidemill.config.schema import RunSpec
 
 Asked = list[tuple[RunSpec, Sequence[str]]]
@@ -52,3 +53,11 @@ def test_without_a_prompt(run: Run, asked: Asked) -> None:
 
 def test_dry_run(run: Run, asked: Asked) -> None:
     assert "temperature 1, top-k 5, at most 256 new tokens" in run("generate", "--dry-run", "--sampling.top_k=5").out
+
+
+@pytest.mark.parametrize(("terminal", "text"), [(True, "a\\x1b[2J\nb"), (False, "a\x1b[2J\nb")])
+def test_control_characters_are_escaped_on_a_terminal(
+    terminal: bool, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal, raising=False)
+    assert samples_text([{"prompt": "a", "completion": "\x1b[2J\nb"}]) == text

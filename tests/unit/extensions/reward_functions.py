@@ -6,9 +6,11 @@ import asyncio
 import ctypes
 import os
 import re
+import signal
 import time
 from pathlib import Path
 
+PR_SET_NAME = 15
 FACTS: dict[str, int] = {}
 
 
@@ -24,6 +26,10 @@ def act(text: str) -> float:
         if not os.fork():
             time.sleep(1000)
         Path(text.removeprefix("leave ")).write_text("left")
+    elif text == "kill the group":
+        os.killpg(0, signal.SIGKILL)
+    elif text == "bad name":
+        ctypes.CDLL(None).prctl(PR_SET_NAME, b"\xff", 0, 0, 0)
     elif text.startswith("sleep "):
         time.sleep(float(text.removeprefix("sleep ")))
     elif text == "count":
@@ -47,4 +53,4 @@ async def act_later(text: str) -> float:
 
 
 def act_on_all(text: list[str]) -> list[float]:
-    return [act(each) for each in text]
+    return [10**400 if each == "large" else act(each) for each in text]

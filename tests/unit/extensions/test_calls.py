@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tidemill.extensions import calls as calls_module
-from tidemill.extensions.calls import CallError, CallTimeout, HangingError, UserCalls, call_blocking
+from tidemill.extensions.calls import CallError, CallTimeout, HangingError, UserCalls, call_blocking, call_error
 
 
 @pytest.fixture
@@ -207,3 +207,8 @@ async def test_closed_calls_are_not_watched(monkeypatch: pytest.MonkeyPatch) -> 
     await closed.call(lambda: 1, convert=float, timeout_s=1.0, watched=True)
     await closed.close()
     time.sleep(0.4)  # noqa: ASYNC251 -- the loop is blocked, and nothing ends this process
+
+
+def test_the_text_of_an_exception_has_no_control_characters() -> None:
+    error = call_error(ValueError("\x1b[2J a\nb \x9b1m \ud800"))
+    assert str(error) == r"ValueError: \x1b[2J a b \x9b1m \ud800"

@@ -15,7 +15,7 @@ from tests.processes import processes_below
 from tests.unit.extensions import reward_functions
 from tidemill.extensions.calls import CallError, CallTimeout
 from tidemill.extensions.function_pool import FunctionProcesses, ProcessFunction, is_async
-from tidemill.extensions.portable import target_of
+from tidemill.extensions.portable import Target, target_of
 from tidemill.extensions.registry import import_path
 
 MOST = 4
@@ -52,6 +52,7 @@ HARM = {
     "sleep 1000": "late",
     "exit": "its process ended with exit code 7",
     "crash": "its process was ended by SIGSEGV",
+    "kill the group": "its process was ended by SIGKILL",
 }
 
 
@@ -118,6 +119,33 @@ async def test_what_a_killed_call_started_is_killed(processes: FunctionProcesses
     while len(list(processes_below(os.getpid()))) >= left:
         assert time.monotonic() < deadline
         await asyncio.sleep(0.02)
+
+
+async def test_a_process_whose_name_is_no_text_ends_no_other(processes: FunctionProcesses) -> None:
+    other, function = added(processes, reward_functions.act_later), added(processes, reward_functions.act)
+    process = await outcome(function, "bad name", 30.0)
+    assert await outcome(other, "exit", 30.0) == HARM["exit"]
+    assert await outcome(function, "a") == process
+
+
+async def test_a_process_that_an_import_starts_goes_on(processes: FunctionProcesses, tmp_path: Path) -> None:
+    (tmp_path / "helped.py").write_text(
+        "import os, subprocess\n"
+        "helper = subprocess.Popen(['sleep', '1000'])\n"
+        "def score(text): return os._exit(7) if text == 'exit' else float(helper.poll() is None)\n"
+    )
+    function = processes.add(
+        Target(name="score", path=f"{tmp_path}/helped.py:score"), weights={}, together=False, lists=False
+    )
+    assert [await outcome(function, text, 30.0) for text in ("a", "exit", "a")] == [1, HARM["exit"], 1]
+
+
+async def test_a_result_that_is_too_large_is_one_invalid_sample(processes: FunctionProcesses) -> None:
+    function = added(processes, reward_functions.act_on_all, lists=True)
+    good, large = await function.call({"text": ["a", "large"]}, timeout_s=30.0, count=2)
+    assert isinstance(good, tuple)
+    assert isinstance(large, str)
+    assert large.startswith("OverflowError")
 
 
 async def test_memory_that_runs_out_ends_the_function_first(processes: FunctionProcesses, tmp_path: Path) -> None:

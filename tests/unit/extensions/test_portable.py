@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import re
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -125,3 +128,17 @@ def test_other_systems_than_linux_have_no_processes(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(portable, "AVAILABLE", False)
     with pytest.raises(UnportableError, match="need Linux"):
         target_of(len, "builtins:len", name="len")
+
+
+def test_definitions_of_a_module_that_an_import_does_not_find_travel_by_value(tmp_path: Path) -> None:
+    file = tmp_path / "scores.py"
+    file.write_text("class Score:\n    def __call__(self, text: str) -> float:\n        return float(text)\n")
+    spec = importlib.util.spec_from_file_location("hidden_scores", file)
+    assert spec is not None and spec.loader is not None
+    module = sys.modules["hidden_scores"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    try:
+        pickled = target_of(functools.partial(module.Score.__call__, None), "", name="score").pickled
+    finally:
+        del sys.modules["hidden_scores"]
+    assert cloudpickle.loads(pickled)("2") == 2

@@ -73,6 +73,7 @@ def test_llama_calls_separated_by_semicolons() -> None:
         ('{"name": "a", "KEY": "{}"}', "`KEY` must be an object, found str"),
         ('{"name": "a", "KEY": {}, "id": 3}', "unknown key `id`"),
         ('{"name": "a", "KEY": {"x": NaN}}', "NaN is not JSON"),
+        ('{"name": "a", "KEY": {"x": 1e999}}', "Out of range float values are not JSON compliant"),
         ('{"name": "a", "KEY": {"x": "\\ud800"}}', "surrogates"),
         ('{"name": "a", "KEY": {"x": ' + "[" * 100_000, "recursion"),
     ],

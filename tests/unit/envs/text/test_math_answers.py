@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import sys
+
+import numpy as np
 import pytest
 
 from tests.char_codec import CharCodec, make_prompt, make_trajectory
@@ -54,12 +57,30 @@ def test_a_completion_cannot_run_code(answer: str, operator: str) -> None:
     assert not hasattr(type(copyright), "changed")
 
 
+LIBRARY = "numpy.f2py.sys.modules"
+CHANGES = {
+    "numpy.ma.core.changed": ["core", "changed"],
+    f"{LIBRARY}[[*{LIBRARY}][0]].changed": ["f2py", "sys", "modules", "changed"],
+}
+"""What a completion assigns, and symbols that make the names known."""
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_completion_cannot_change_what_its_symbols_name(change: str) -> None:
+    symbols = "".join(rf"\text{{{name}}}" for name in CHANGES[change])
+    code = rf"\text{{[0for[{change}]in[[1]]]}}"
+    assert math_verify(rf"$\sum_{{n=0}}^{{\infty}} ({code}{symbols})^n/n!$", r"$\sqrt{2}$") == 0
+    for module in (np.ma.core, next(iter(sys.modules.values()))):
+        assert not hasattr(module, "changed")
+
+
 @pytest.mark.parametrize(
     ("completion", "answer"),
     [
         (r"$\sum_{n=0}^{\infty} \frac{1}{n!}$", "$e$"),
         (r"$\sum_{n=1}^{\infty} \frac{1}{n^2}$", r"$\frac{\pi^2}{6}$"),
         (r"$\int_0^1 x^2 dx$", r"$\frac13$"),
+        (r"$\int_0^1 \sin(x^2) dx$", "0.310268"),
         (r"$\lim_{x\to 0}\frac{\sin x}{x}$", "1"),
         (r"$\begin{pmatrix}1\\2\end{pmatrix}$", r"$\begin{pmatrix}1\\2\end{pmatrix}$"),
         (r"$x \in (1,2]$", "$(1,2]$"),

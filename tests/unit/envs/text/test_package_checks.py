@@ -136,6 +136,25 @@ def test_an_answer_that_runs_code_reaches_nothing_and_changes_no_other_score(
     assert not mark.exists()
 
 
+def test_an_answer_does_not_read_the_right_one(judges: Judges) -> None:
+    reads = {
+        "n_queens": "[row.split() for row in valid_solutions[0].splitlines()]",
+        "spiral_matrix": "oracle_answer.split()",
+        "binary_matrix": 'entry["answer"].split()',
+    }
+    asked = {name: [sample(task_of(name).source.held_out()[0], text)] for name, text in reads.items()}
+    assert judges.scores(asked) == {name: [0.0] for name in reads}
+
+
+def test_an_answer_does_not_change_what_scores_the_next_one(judges: Judges) -> None:
+    first = task_of("simple_integration").source.held_out()[0]
+    right = right_answer("simple_integration", first)
+    change = "[0 for Add.diff in [Integer]]"
+    texts = [f"{change}", f"[{right}, {change}][0]", f'"{change}"', f'["{change}"]', right]
+    (scores,) = judges.scores({"simple_integration": [sample(first, text) for text in texts]}).values()
+    assert scores == [0.0, 0.0, 0.0, 0.0, 1.0]
+
+
 async def test_the_sandbox_holds_where_the_hook_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     need_bubblewrap()
     program, mark = tmp_path / "programs" / "check_answers.py", tmp_path / "mark"

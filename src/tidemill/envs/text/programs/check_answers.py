@@ -12,6 +12,7 @@ the answer changed in it ends there. Other answers share a worker: a fork takes 
 from __future__ import annotations
 
 import ctypes
+import dis
 import gc
 import json
 import os
@@ -49,6 +50,10 @@ REFUSED_OBJECTS = "copyright credits exit help license object quit super type do
 FRAMES = "ag_frame cr_frame f_back f_builtins f_globals f_locals gi_frame mro tb_frame"
 REFUSED_NAMES = frozenset(f"{REFUSED_FUNCTIONS} {REFUSED_OBJECTS} {FRAMES}".split())
 """Besides names that begin with an underscore."""
+CHANGES = frozenset({"STORE_ATTR", "STORE_GLOBAL", "STORE_SUBSCR", "DELETE_ATTR", "DELETE_GLOBAL", "DELETE_SUBSCR"})
+"""Operations that change an object."""
+HAS_SOLUTIONS = "reasoning_gym."
+"""Modules that evaluate answers where their variables, the right answer among them, have names."""
 MAKE_CODE = frozenset({"collections", "dataclasses", "enum", "functools", "typing"})
 """Modules that run code which they have made themselves."""
 
@@ -219,11 +224,15 @@ def _refuse(event: str, arguments: tuple[Any, ...]) -> None:
     """A hook that makes it harder for an answer to run code. It is no border: that is the sandbox."""
     if event == "exec":
         code = arguments[0]
-        caller = sys._getframe(1).f_globals.get("__name__")
+        caller = sys._getframe(1).f_globals.get("__name__") or ""
         if code.co_filename.startswith("<") and caller not in MAKE_CODE:
-            for name in _names(code):
-                if name in REFUSED_NAMES or (name.startswith("_") and name != "_lambdifygenerated"):
-                    raise PermissionError(f"an answer may not use {name}")
+            for each in _codes(code):
+                for name in each.co_names:
+                    private = name.startswith("_") and name != "_lambdifygenerated"
+                    if name in REFUSED_NAMES or private or caller.startswith(HAS_SOLUTIONS):
+                        raise PermissionError(f"an answer may not use {name}")
+                if changes := {step.opname for step in dis.get_instructions(each)} & CHANGES:
+                    raise PermissionError(f"an answer may not run {min(changes)}")
     elif event == "open":
         mode, flags = arguments[1], arguments[2]
         if (flags or 0) & (os.O_WRONLY | os.O_RDWR | os.O_CREAT) or set(mode or "") & set("wax+"):
@@ -232,11 +241,12 @@ def _refuse(event: str, arguments: tuple[Any, ...]) -> None:
         os._exit(1)
 
 
-def _names(code: CodeType) -> Iterator[str]:
-    yield from code.co_names
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    """The code, and the functions inside it."""
+    yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from _names(constant)
+            yield from _codes(constant)
 
 
 def _runs_no_code(answer: str) -> bool:
@@ -244,9 +254,17 @@ def _runs_no_code(answer: str) -> bool:
     if NO_CODE.fullmatch(answer):
         return True
     with suppress(ValueError, RecursionError):
-        json.loads(answer)
-        return not set(answer) & set("(_\\")
+        return all(map(NO_CODE.fullmatch, _texts(json.loads(answer))))
     return False
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """The texts in a JSON value."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, (list, dict)):
+        for each in value.items() if isinstance(value, dict) else value:
+            yield from _texts(list(each) if isinstance(each, tuple) else each)
 
 
 def _size_bytes(process: str) -> int:

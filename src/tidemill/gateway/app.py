@@ -207,19 +207,24 @@ class Gateway:
         if retry_key is not None and (self._sessions is None or self._sessions.find(bearer(request)) is None):
             why = "answers are kept in training sessions only; equal requests with a `seed` get equal answers"
             raise unsupported("Idempotency-Key", why)
-        question = read(await self._body(request))
+        question = await self._read(request, read)
         return msgspec.structs.replace(question, retry_key=retry_key) if retry_key else question
 
     async def _body(self, request: Request) -> dict[str, Any]:
+        return dict(await self._read(request, lambda body: body))
+
+    async def _read(self, request: Request, read: Callable[[Mapping[str, Any]], T]) -> T:
         most = int(self._config.body_mb * 1e6)
         raw = await body_of(request, most_bytes=most, timeout_s=self._config.body_s)
         request.state.read = True
-        if not raw:
-            return {}
-        body = read_body(raw) if len(raw) <= OFF_LOOP_BYTES else await asyncio.to_thread(read_body, raw)
-        if isinstance(name := body.get("model"), str):
-            self._check_model(name)
-        return body
+
+        def parsed() -> T:
+            body = read_body(raw) if raw else {}
+            if isinstance(name := body.get("model"), str):
+                self._check_model(name)
+            return read(body)
+
+        return parsed() if len(raw) <= OFF_LOOP_BYTES else await asyncio.to_thread(parsed)
 
     def _check_model(self, name: str) -> None:
         if name != self._served.name:
@@ -409,4 +414,5 @@ async def _no_route(request: Request, error: Exception) -> Response:
     status = getattr(error, "status_code", 404)
     code = "method_not_allowed" if status == 405 else "not_found"
     found = ApiError(status, f"there is no {request.method} {request.url.path}", code=code)
-    return JSONResponse(found.content, status_code=status, headers=getattr(error, "headers", None))
+    headers = {**(getattr(error, "headers", None) or {}), "connection": "close"}  # its body is not read
+    return JSONResponse(found.content, status_code=status, headers=headers)

@@ -238,10 +238,13 @@ class Gateway:
 
     async def _prompt_ids(self, question: Question, encode: Callable[[Question], T]) -> T:
         """Encode a prompt, a long one on a thread. Raises ApiError: it is too long for the context in any case."""
-        served, characters = self._served, question.characters
-        if characters > served.context_tokens * served.longest_token:
-            refuse_overflow(ceil(characters / served.longest_token), question, served.context_tokens)
-        return encode(question) if characters <= OFF_LOOP_BYTES else await asyncio.to_thread(encode, question)
+        served, characters, tools = self._served, question.characters, len(msgspec.json.encode(question.tools))
+        # A template may leave out a part of the tools, but not of so many.
+        rendered = characters + (tools if tools > OFF_LOOP_BYTES else 0)
+        if rendered > served.context_tokens * served.longest_token:
+            refuse_overflow(ceil(rendered / served.longest_token), question, served.context_tokens)
+        small = characters + tools <= OFF_LOOP_BYTES
+        return encode(question) if small else await asyncio.to_thread(encode, question)
 
     def _rendered(self, question: Question) -> list[int]:
         """Raises ApiError: the model's template refuses the messages or tools."""

@@ -81,11 +81,11 @@ class Question(Record):
 
     @property
     def characters(self) -> int:
-        """Of its prompts, or of its messages with their calls, and of its tools."""
+        """Of its prompts, or of its messages with their calls."""
         texts = [prompt for prompt in self.prompts if isinstance(prompt, str)]
         texts += [message.text for message in self.messages]
         texts += [part for message in self.messages for call in message.calls for part in (call.name, call.arguments)]
-        return sum(map(len, texts)) + sum(len(msgspec.json.encode(tool).decode()) for tool in self.tools)
+        return sum(map(len, texts))
 
 
 class Fields:

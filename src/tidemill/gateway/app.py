@@ -207,19 +207,24 @@ class Gateway:
         if retry_key is not None and (self._sessions is None or self._sessions.find(bearer(request)) is None):
             why = "answers are kept in training sessions only; equal requests with a `seed` get equal answers"
             raise unsupported("Idempotency-Key", why)
-        question = read(await self._body(request))
+        question = await self._read(request, read)
         return msgspec.structs.replace(question, retry_key=retry_key) if retry_key else question
 
     async def _body(self, request: Request) -> dict[str, Any]:
+        return dict(await self._read(request, lambda body: body))
+
+    async def _read(self, request: Request, read: Callable[[Mapping[str, Any]], T]) -> T:
         most = int(self._config.body_mb * 1e6)
         raw = await body_of(request, most_bytes=most, timeout_s=self._config.body_s)
         request.state.read = True
-        if not raw:
-            return {}
-        body = read_body(raw) if len(raw) <= OFF_LOOP_BYTES else await asyncio.to_thread(read_body, raw)
-        if isinstance(name := body.get("model"), str):
-            self._check_model(name)
-        return body
+
+        def parsed() -> T:
+            body = read_body(raw) if raw else {}
+            if isinstance(name := body.get("model"), str):
+                self._check_model(name)
+            return read(body)
+
+        return parsed() if len(raw) <= OFF_LOOP_BYTES else await asyncio.to_thread(parsed)
 
     def _check_model(self, name: str) -> None:
         if name != self._served.name:
@@ -233,10 +238,13 @@ class Gateway:
 
     async def _prompt_ids(self, question: Question, encode: Callable[[Question], T]) -> T:
         """Encode a prompt, a long one on a thread. Raises ApiError: it is too long for the context in any case."""
-        served, characters = self._served, question.characters
-        if characters > served.context_tokens * served.longest_token:
-            refuse_overflow(ceil(characters / served.longest_token), question, served.context_tokens)
-        return encode(question) if characters <= OFF_LOOP_BYTES else await asyncio.to_thread(encode, question)
+        served, characters, tools = self._served, question.characters, len(msgspec.json.encode(question.tools))
+        # A template may leave out a part of the tools, but not of so many.
+        rendered = characters + (tools if tools > OFF_LOOP_BYTES else 0)
+        if rendered > served.context_tokens * served.longest_token:
+            refuse_overflow(ceil(rendered / served.longest_token), question, served.context_tokens)
+        small = characters + tools <= OFF_LOOP_BYTES
+        return encode(question) if small else await asyncio.to_thread(encode, question)
 
     def _rendered(self, question: Question) -> list[int]:
         """Raises ApiError: the model's template refuses the messages or tools."""
@@ -409,4 +417,5 @@ async def _no_route(request: Request, error: Exception) -> Response:
     status = getattr(error, "status_code", 404)
     code = "method_not_allowed" if status == 405 else "not_found"
     found = ApiError(status, f"there is no {request.method} {request.url.path}", code=code)
-    return JSONResponse(found.content, status_code=status, headers=getattr(error, "headers", None))
+    headers = {**(getattr(error, "headers", None) or {}), "connection": "close"}  # its body is not read
+    return JSONResponse(found.content, status_code=status, headers=headers)

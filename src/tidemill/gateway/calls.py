@@ -100,6 +100,9 @@ class CallReader:
             elif self._bare or self._thinking:
                 if finish is None:
                     return
+                if self._thinking and finish == "length":  # the thought was cut off
+                    yield self._take(len(self._text))
+                    return
                 self._thinking = False  # the thought was none
                 yield from self._bare_calls() if self._bare else ()
             elif (parts := self._marked_call(finish)) is None:

@@ -16,6 +16,8 @@ T = TypeVar("T")
 
 DEPTH, SCHEMA_BYTES, MESSAGES, MOST_N, STOPS = 64, 256 << 10, 2048, 128, 16
 TOOL_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+SHOWN = 64
+"""Characters of a name in an error."""
 SCHEMA_TYPES = ("object", "array", "string", "number", "integer", "boolean", "null")
 UNIONS = ("anyOf", "oneOf", "allOf")
 LARGEST_SEED, COLDEST = 2**63 - 1, 1e-5
@@ -82,7 +84,8 @@ class Question(Record):
         """Of its prompts, or of its messages with their calls."""
         texts = [prompt for prompt in self.prompts if isinstance(prompt, str)]
         texts += [message.text for message in self.messages]
-        return sum(map(len, texts)) + sum(len(call.arguments) for message in self.messages for call in message.calls)
+        texts += [part for message in self.messages for call in message.calls for part in (call.name, call.arguments)]
+        return sum(map(len, texts))
 
 
 class Fields:
@@ -348,9 +351,10 @@ def _check_schema(schema: Any, at: str) -> None:
             raise invalid(f"`{at}.{key}` must be {'an object' if kind is dict else 'a list'}", f"{at}.{key}")
     if not all(isinstance(name, str) for name in schema.get("required", ())):
         raise invalid(f"`{at}.required` must be a list of names", f"{at}.required")
-    inner = {f"properties.{name}": each for name, each in schema.get("properties", {}).items()}
-    inner |= {f"{key}[{index}]": each for key in UNIONS for index, each in enumerate(schema.get(key, ()))}
-    for place, each in (inner | ({"items": schema["items"]} if "items" in schema else {})).items():
+    # A long name would be copied into the place of everything in it.
+    inner = [(f"properties.{name[:SHOWN]}", each) for name, each in schema.get("properties", {}).items()]
+    inner += [(f"{key}[{index}]", each) for key in UNIONS for index, each in enumerate(schema.get(key, ()))]
+    for place, each in [*inner, *([("items", schema["items"])] if "items" in schema else [])]:
         _check_schema(each, f"{at}.{place}")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Container, Sequence
 from typing import Literal, Self
 
@@ -14,7 +15,8 @@ Decode = Callable[[Sequence[int]], str]
 FinishReason = Literal["stop", "length", "tool_calls"]
 
 HELD_TOKENS = 16
-"""Tokens that are decoded together, so that characters of several tokens are whole."""
+"""Tokens that are decoded again with new ones, because decoders change what a text begins with."""
+CHARACTER_BYTES = 4
 
 
 class ChoiceDelta(Record):
@@ -55,6 +57,7 @@ class ChoiceText:
         self._reader = CallReader(parse, tools, thinking=thinking) if parse is not None else None
         self._ids: list[int] = []
         self._start = self._read = 0  # tokens [start, read) are decoded again, as the context of the next
+        self._ends: deque[int] = deque([0])  # tokens up to `start` and later ends of whole characters
         self._text = ""  # everything decoded
         self._shown = 0  # characters of it
 
@@ -89,12 +92,23 @@ class ChoiceText:
         return "tool_calls" if self._reader is not None and self._reader.called else "stop"
 
     def _decoded(self, *, final: bool) -> str:
-        """The text of new tokens; nothing while the last character is incomplete."""
+        """The text of new tokens whose characters are whole."""
         before = self._decode(self._ids[self._start : self._read])
         after = self._decode(self._ids[self._start :])
+        end = len(self._ids)
         if not final and after.endswith("\ufffd"):
-            return ""
-        self._start, self._read = max(self._start, self._read - HELD_TOKENS), len(self._ids)
+            # The last character may be whole with the next token, or never.
+            ends = range(end - 1, max(self._read, end - 2 * CHARACTER_BYTES), -1)
+            texts = [(at, self._decode(self._ids[self._start : at])) for at in ends]
+            whole = [one for one in texts if not one[1].endswith("\ufffd")]
+            whole += [one for one in texts if one[0] <= end - CHARACTER_BYTES + 1 and after.startswith(one[1])]
+            end, after = whole[0] if whole else (self._read, before)
+        if end > self._read:
+            self._read = end
+            self._ends.append(end)
+            while self._ends[1] <= end - HELD_TOKENS:
+                self._ends.popleft()
+            self._start = self._ends[0]
         return after[len(before) :]
 
     def _safe_end(self) -> int:

@@ -136,7 +136,8 @@ class TextCodec:
         """UTF-8 of one token, special ones included; a token may have only a part of a character's bytes."""
         text = self.decode_whole([token_id])
         if "\ufffd" not in text:
-            return text.encode()
+            # After another token: some decoders remove the space that a text begins with.
+            return self.decode_whole([token_id, token_id])[len(text) :].encode()
         token: str = self._backend.id_to_token(token_id)
         if (byte := _BYTE.fullmatch(token)) is not None:
             return bytes.fromhex(byte[1])

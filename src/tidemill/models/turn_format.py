@@ -27,6 +27,7 @@ PROBE: dict[str, Any] = {
         "parameters": {"type": "object", "properties": {"x": {"type": "string", "description": "x"}}},
     },
 }
+THINKING, THOUGHT = "<think>", "reason\n</think>\n\n"
 OPENING = [Message(role="user", content="question")]
 QUESTION = [{"role": "user", "content": "question"}]
 
@@ -111,6 +112,7 @@ class ChatFormat:
             self._parser = error
         self._end = self._end_of_turn()
         self._linear: dict[tuple[str, bool], bool] = {}
+        self._opening = self._missing_opening()
         self._branches(["user"], thinks=False)
 
     def prompt(self, messages: Sequence[Message], *, tools: Sequence[dict[str, Any]] = ()) -> tuple[str, list[int]]:
@@ -143,8 +145,8 @@ class ChatFormat:
         if self._branches([message.role for message in messages], thinks=thinks):
             history = [*episode.prompt.messages]
             for turn in episode.turns[:-1]:
-                history += [_generated(turn.text), *_answered(turn)]
-            history += [_generated(episode.turns[-1].text), *messages]
+                history += [self._said(turn.text), *_answered(turn)]
+            history += [self._said(episode.turns[-1].text), *messages]
             return self._tokens.encode_rendered(self._render(history, tools)), True
         token_ids = self._tokens.encode_rendered(self._after_turn(messages, tools))
         ended = view_tokens(episode.token_ids)[-1] in self._codec.stop_token_ids
@@ -203,16 +205,35 @@ class ChatFormat:
         """Whether two turns, with thinking or without, stay as they are when messages of a role follow each."""
         tools = [PROBE] if role == "tool" else []
         start = self._render(OPENING, tools)
-        thought = "reason\n</think>\n\n" if start.rstrip().endswith("<think>") else "<think>\nreason\n</think>\n\n"
+        thought = THOUGHT if start.rstrip().endswith(THINKING) else f"{THINKING}\n{THOUGHT}"
         texts = [(thought if thinks else "") + text for text in ("first", "second")]
         answers = [
             [Message(role=role, content=f"{text} answer {n}") for n in range(2 if tools else 1)] for text in texts
         ]
         conversation, expected = [*OPENING], start
         for text, answer in zip(texts, answers, strict=True):
-            conversation += [_generated(text), *answer]
+            conversation += [self._said(text), *answer]
             expected += text + self._after_turn(answer, tools)
         return self._render(conversation, tools) == expected
+
+    def _said(self, text: str) -> Message:
+        """A generated turn for the template."""
+        return _generated(self._opening + text if THINKING_END in text else text)
+
+    def _missing_opening(self) -> str:
+        """The start of a thought that the template writes before a turn, and does not write when it renders the turn
+        again, as Nemotron's."""
+        start = self._render(OPENING, ())
+        if not start.rstrip().endswith(THINKING):
+            return ""
+
+        def whole(turn: str) -> bool:
+            rendered = self._render([*OPENING, _generated(turn), Message(role="user", content="another")], ())
+            written = rendered.rpartition("another")[0].rpartition(OPENING[0].content)[2]
+            return written.count(THINKING) == written.count(THINKING_END) <= 1
+
+        opening = start[start.rindex(THINKING) :]
+        return opening if not whole(f"{THOUGHT}first") and whole(f"{opening}{THOUGHT}first") else ""
 
     def _refusal(self, what: str) -> UserError:
         name = self._codec.tokenizer.name_or_path or "the model"

@@ -93,6 +93,8 @@ def test_calls_and_text_come_in_the_order_in_which_they_were_written(
 def test_calls_in_a_thought_that_the_prompt_opened_are_not_made() -> None:
     assert parts_of(f"{ADD}</think>{ADD}", thinking=True) == [f"{ADD}</think>", CALL]
     assert parts_of(f"{ADD}", thinking=True) == [CALL]  # the model did not think
+    assert parts_of(f"So {ADD} or", thinking=True, finish="length") == [f"So {ADD} or"]
+    assert parts_of(BARE, parse_llama, thinking=True, finish="length") == [BARE]
     assert parts_of(f"{BARE}</think>\n{BARE}", parse_llama, thinking=True) == [f"{BARE}</think>", CALL]
     assert opens_thought("".join, [*"assistant", "<think>", "\n"])  # type: ignore[arg-type, list-item]
     assert not opens_thought("".join, ["<think>", "</think>"])  # type: ignore[arg-type, list-item]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import pytest
@@ -100,3 +101,31 @@ def test_a_text_that_was_cut_in_a_character_ends_with_its_replacement(finish: st
     shown = choice.feed([*b"ab", 0xE2, 0x82], None).text
     assert shown in ("ab", "")
     assert shown + choice.feed([], finish).text == "ab\ufffd"  # type: ignore[arg-type]
+
+
+def decode_run(ids: Sequence[int]) -> str:
+    """Bytes that are no UTF-8 together are all replaced, as in tokenizers that write rare characters as bytes."""
+    try:
+        return bytes(ids).decode()
+    except UnicodeDecodeError:
+        return "\ufffd" * len(ids)
+
+
+@pytest.mark.parametrize("decoder", [decode, decode_run])
+@pytest.mark.parametrize("step", [1, 2, 3, 4, 7, 100])
+def test_long_texts_of_split_characters_are_whole(decoder: Callable[[Sequence[int]], str], step: int) -> None:
+    text, choice = "你好é😀" * 20, ChoiceText(decoder, stops=(), parse=None)
+    ids = list(text.encode())
+    parts = [ids[at : at + step] for at in range(0, len(ids), step)]
+    shown = [choice.feed(part, "stop" if part is parts[-1] else None).text for part in parts]
+    assert "".join(shown) == text
+    assert step > len(ids) or max(map(len, shown)) <= step + 3
+
+
+@pytest.mark.parametrize("part", ["\ufffd".encode(), b"\xff", "😀".encode()[:3]])
+def test_what_never_becomes_a_character_is_not_waited_for(part: bytes) -> None:
+    choice = ChoiceText(decode, stops=(), parse=None)
+    began_s = time.monotonic()
+    news = [choice.feed([*part], None) for _ in range(10_000)]
+    assert time.monotonic() - began_s < 5
+    assert len(joined(news)) > 9_990

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer
-from tokenizers.decoders import ByteFallback, Fuse, Replace, Sequence
+from tokenizers.decoders import ByteFallback, Fuse, Replace, Sequence, Strip
 from tokenizers.models import BPE, WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from tokenizers.processors import TemplateProcessing
@@ -125,10 +125,11 @@ def test_the_bytes_of_tokens_are_those_of_the_text() -> None:
         assert b"".join(map(byte_level.token_bytes, byte_level.encode_completion(text))) == text.encode()
     pieces = {"<unk>": 0, **{f"<0x{byte:02X}>": byte + 1 for byte in range(256)}, "a": 257, "\ufffd": 258, "▁b": 259}
     tokenizer = Tokenizer(BPE(pieces, [], byte_fallback=True, unk_token="<unk>"))
-    tokenizer.decoder = Sequence([Replace("▁", " "), ByteFallback(), Fuse()])
-    fallback = codec(PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>"))
-    ids = [257, *fallback.encode_completion("😀"), 258, 259]
-    assert b"".join(map(fallback.token_bytes, ids)) == "a😀\ufffd b".encode()
+    for start in ([], [Strip(" ", 1, 0)]):  # as Gemma's and Llama 2's
+        tokenizer.decoder = Sequence([Replace("▁", " "), ByteFallback(), Fuse(), *start])
+        fallback = codec(PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>"))
+        ids = [257, *fallback.encode_completion("😀"), 258, 259]
+        assert b"".join(map(fallback.token_bytes, ids)) == "a😀\ufffd b".encode()
 
 
 CHATS = {"chatml": CHATML, "qwen2.5": QWEN2_5, "qwen3": QWEN3, "llama3": LLAMA3}

@@ -13,7 +13,7 @@ from tests.model_folders import small_tokenizer
 from tidemill.config.agent import EnvConfig
 from tidemill.core.errors import UserError
 from tidemill.core.protocols import TurnFormat
-from tidemill.core.records import Call, Episode, Message, Prompt, SampleId, Turn, pack_tokens
+from tidemill.core.records import Call, Episode, Message, Prompt, SampleId, Turn, pack_tokens, unpack_tokens
 from tidemill.models.codec import TextCodec
 from tidemill.models.turn_format import ChatFormat, PlainFormat, turn_format
 
@@ -151,6 +151,28 @@ def test_a_branch_renders_earlier_turns_and_their_results() -> None:
     assert codec.decode_whole(ids) == expected
     # One for each turn of the scaffold and none from texts.
     assert ids.count(codec.end_token_id(chat=True)) == expected.count("<|im_end|>") - 3
+
+
+OPENED = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% set said = m.content %}"
+    "{% if '<think>' in said and '</think>' in said and not KEEPS %}"
+    "{% set said = '<think></think>' ~ said.split('</think>')[-1] %}{% endif %}{{ said }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+)
+"""As Nemotron's: thoughts are removed only if they have a start, which the model does not write."""
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_a_thought_that_the_template_began_has_its_start_in_later_prompts(keeps: bool) -> None:
+    codec = chat_codec(OPENED.replace("KEEPS", str(keeps).lower()))
+    form, messages, seen = ChatFormat(codec), [say("user", "q")], [say("user", "no")]
+    done = episode(form, codec, messages, turn("why\n</think>\n\n12"))
+    answer, branch = form.answer(done, seen)
+    written = say("assistant", "<think>\nwhy\n</think>\n\n12")
+    assert branch is not keeps
+    assert [*([] if branch else unpack_tokens(done.token_ids)), *answer] == codec.encode_chat(
+        [*messages, written, *seen]
+    )[1]
 
 
 def test_thinking_stays_linear_where_the_template_keeps_it() -> None:

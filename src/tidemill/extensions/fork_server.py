@@ -174,6 +174,7 @@ class _Server:
             _die_with_parent(server, signal.SIGKILL)
             _prctl(PR_SET_CHILD_SUBREAPER, 1)
             self._control.close()
+            os.register_at_fork(after_in_child=stream.close)  # a child of user code that returns must not answer
             with suppress(OSError):  # not in every container
                 Path("/proc/self/oom_score_adj").write_text(OOM_SCORE_MAX)
             self._service.attend(stream, self._settings, role)
@@ -204,8 +205,8 @@ def _children() -> list[int]:
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
             with suppress(FileNotFoundError, ProcessLookupError):  # it has ended
-                stat = (folder / "stat").read_text()
-                parent = int(stat[stat.rindex(")") + 1 :].split()[1])  # a name in parentheses may contain spaces
+                stat = (folder / "stat").read_bytes()
+                parent = int(stat[stat.rindex(b")") + 1 :].split()[1])  # a name in parentheses may have any bytes
                 if parent == os.getpid():
                     children.append(int(folder.name))
     return children

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 TICKS = os.sysconf("SC_CLK_TCK")
-RESIDENT = re.compile(r"^Rss(?:Anon|Shmem):\s*(\d+) kB", re.MULTILINE)
+RESIDENT = re.compile(rb"^Rss(?:Anon|Shmem):\s*(\d+) kB", re.MULTILINE)
 """Anonymous memory; and shared memory, which is anonymous or of a mapped file of a tmpfs."""
 
 
@@ -37,8 +37,8 @@ class Usage:
         total = 0
         for pid in self.pids:
             with suppress(OSError, IndexError):
-                for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
-                    if line.startswith(("Pss_Anon:", "Pss_Shmem:")):
+                for line in Path(f"/proc/{pid}/smaps_rollup").read_bytes().splitlines():
+                    if line.startswith((b"Pss_Anon:", b"Pss_Shmem:")):
                         total += int(line.split()[1]) << 10
         return total
 
@@ -49,9 +49,9 @@ def read_processes() -> dict[int, Process]:
     for name in os.listdir("/proc"):
         if name.isdigit():
             with suppress(OSError, ValueError):  # it has ended
-                stat = Path(f"/proc/{name}/stat").read_text()
-                fields = stat[stat.rindex(")") + 2 :].split()  # a name in parentheses may contain spaces
-                memory = RESIDENT.findall(Path(f"/proc/{name}/status").read_text())
+                stat = Path(f"/proc/{name}/stat").read_bytes()
+                fields = stat[stat.rindex(b")") + 2 :].split()  # a name in parentheses may have any bytes
+                memory = RESIDENT.findall(Path(f"/proc/{name}/status").read_bytes())
                 processes[int(name)] = Process(
                     parent=int(fields[1]),
                     cpu_s=sum(map(int, fields[11:15])) / TICKS,

@@ -125,6 +125,9 @@ class Counter(Environment):
         while True:
             pass
 
+    def do_sleep(self, value: str) -> Any:
+        time.sleep(1000)
+
     def do_leave(self, value: str) -> Any:
         Path(value).write_text(str(subprocess.Popen(["sleep", "1000"], start_new_session=True).pid))
         return Step("left")
@@ -132,6 +135,16 @@ class Counter(Environment):
     def do_daemon(self, value: str) -> Any:
         subprocess.run(["sh", "-c", f"sleep 1000 & echo $! > {value}"], check=True)
         return Step("started")
+
+    def do_fork(self, value: str) -> Any:
+        return Step("forked" if os.fork() else "child")
+
+    def do_name(self, value: str) -> Any:
+        """A process with a name that is no text."""
+        link = Path(value) / os.fsdecode(b"\xff")
+        link.symlink_to("/bin/sleep")
+        subprocess.Popen([link, "1000"])
+        return Step("named")
 
     def do_random(self, value: str) -> Any:
         return Step(f"{time.time_ns()} {os.getpid()}")
@@ -228,6 +241,18 @@ class Tools(ToolEnvironment):
         if answer == "none":
             return None  # type: ignore[return-value]
         return float(answer == str(self.total))
+
+
+class Loose(Tools):
+    @tool
+    def find(self, text: str) -> str:
+        """Find a text in nothing."""
+        return next(each for each in list[str]() if each == text)
+
+    @tool
+    def now(self) -> str:
+        """The time."""
+        return str(time.time_ns())
 
 
 class Unscored(Tools):

@@ -176,6 +176,7 @@ class _Server:
             _prctl(PR_SET_CHILD_SUBREAPER, 1)
             os.setsid()  # a function that kills its process group ends no other
             self._control.close()
+            os.register_at_fork(after_in_child=stream.close)  # a child of user code that returns must not answer
             with suppress(OSError):  # not in every container
                 Path("/proc/self/oom_score_adj").write_text(OOM_SCORE_MAX)
             self._service.attend(stream, self._settings, role)

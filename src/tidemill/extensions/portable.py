@@ -6,6 +6,7 @@ By value it is a copy with its closure, its defaults and the globals that it use
 
 from __future__ import annotations
 
+import dataclasses
 import dis
 import enum
 import functools
@@ -32,11 +33,15 @@ from tidemill.extensions.loading import import_now, module_spec
 
 AVAILABLE = sys.platform == "linux"
 """Whether there are processes of user code (`fork_server`)."""
+FACTORY_MARK = type(dataclasses._HAS_DEFAULT_FACTORY)  # type: ignore[attr-defined]
+"""Of the default in `__init__` of a dataclass, in place of a factory's result."""
+REPR_MODULES = ("dataclasses", "reprlib")
+"""Their functions around the `__repr__` of a dataclass have a set, which each process may have for itself."""
 LARGEST_BYTES = 16_000_000
 """Of a function that travels by value."""
 CONSTANTS = (
     *PLAIN, range, slice, enum.Enum, PurePath, Decimal, Fraction, date, time, timedelta, tzinfo, re.Pattern,
-    regex.Pattern, types.ModuleType, types.BuiltinFunctionType, types.GenericAlias, types.UnionType,
+    regex.Pattern, types.ModuleType, types.BuiltinFunctionType, types.GenericAlias, types.UnionType, FACTORY_MARK,
 )  # fmt: skip
 
 
@@ -183,7 +188,7 @@ def _class_parts(given: type) -> Iterator[tuple[str, Any]]:
         if not _is_importable(owner):
             for name, member in vars(owner).items():
                 method = member.fget if isinstance(member, property) else getattr(member, "__func__", member)
-                if isinstance(method, types.FunctionType):
+                if isinstance(method, types.FunctionType) and method.__globals__["__name__"] not in REPR_MODULES:
                     yield name, method
 
 

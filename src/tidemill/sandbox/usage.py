@@ -37,8 +37,8 @@ class Usage:
         total = 0
         for pid in self.pids:
             with suppress(OSError, IndexError):
-                for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
-                    if line.startswith(("Pss_Anon:", "Pss_Shmem:")):
+                for line in Path(f"/proc/{pid}/smaps_rollup").read_bytes().splitlines():
+                    if line.startswith((b"Pss_Anon:", b"Pss_Shmem:")):
                         total += int(line.split()[1]) << 10
         return total
 

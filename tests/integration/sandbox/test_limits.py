@@ -59,6 +59,16 @@ def test_pages_that_forked_processes_share_count_once() -> None:
     assert (finished.code, finished.ended) == (0, "")
 
 
+@pytest.mark.parametrize(
+    ("work", "limit"), [("max(iter(int, 1))", "cpu"), ("x = bytearray(b'x' * (60 << 20)); time.sleep(9)", "memory")]
+)
+def test_processes_whose_names_are_no_text_count(work: str, limit: str) -> None:
+    with small(cpu_s=1.0) as sandbox:
+        finished = python(sandbox, FORKS.format(count=4, work=RENAME + work))
+
+    assert finished.ended == limit
+
+
 def test_processor_time_is_added_up_over_processes() -> None:
     with small(cpu_s=1.0) as sandbox:
         finished = python(sandbox, FORKS.format(count=4, work="while True: pass"))
@@ -262,6 +272,7 @@ for _ in range({count}):
         os._exit(0)
 for _ in range({count}): os.wait()
 """
+RENAME = "import ctypes; ctypes.CDLL(None).prctl(15, bytes([255, 254]), 0, 0, 0); "
 SHARED_MEMORY = """\
 import mmap, time
 memory = mmap.mmap(-1, 400 << 20)

@@ -8,7 +8,7 @@ import re
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -119,7 +119,12 @@ def test_a_class_travels_with_its_attributes_and_is_refused_for_what_its_methods
         def step(self, action: str) -> None:
             seen.append(action)
 
+    @dataclass
+    class Fields(Own):
+        known: list[str] = field(default_factory=list)
+
     assert cloudpickle.loads(target_of(Own, "", name="Own").pickled)().step("a")
+    assert cloudpickle.loads(target_of(Fields, "", name="Fields").pickled)().known == []
     with pytest.raises(UnportableError, match="seen"):
         target_of(Shares, "", name="Shares")
 

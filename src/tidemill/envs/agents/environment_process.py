@@ -11,6 +11,7 @@ from collections.abc import Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from contextvars import copy_context
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -112,11 +113,21 @@ async def _make_call(
         if threads is None or inspect.iscoroutinefunction(getattr(environment, work.method, None)):
             value = instances.invoke(work)
         else:
-            run = copy_context().run
-            value = await asyncio.get_running_loop().run_in_executor(threads, run, instances.invoke, work)
+            invoke = partial(copy_context().run, _invoked, instances, work)
+            value, error = await asyncio.get_running_loop().run_in_executor(threads, invoke)
+            if error is not None:
+                raise error
         return instances.outcome(work, await value if inspect.isawaitable(value) else value)
     except (SandboxLostError, ProgramLostError) as error:
         print(f"{work.method}: {error}", file=sys.stderr, flush=True)  # noqa: T201
         os._exit(1)  # not the agent's mistake: the call is made again in another process
     except BaseException as error:  # noqa: BLE001 -- a tool may call sys.exit
         return instances.failed(work, error)
+
+
+def _invoked(instances: Instances, work: Work) -> tuple[Any, BaseException | None]:
+    """What a method returned or raised: a future cannot raise StopIteration."""
+    try:
+        return instances.invoke(work), None
+    except BaseException as error:  # noqa: BLE001 -- as above
+        return None, error

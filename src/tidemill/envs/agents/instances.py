@@ -191,9 +191,11 @@ def _rows(value: Any, count: int) -> str:
     if not rows:
         raise WrongResultError("returned no rows")
     try:
-        return json.dumps([dict(row) for row in rows], default=_scalar_of_json)
+        text = json.dumps([dict(row) for row in rows], default=_scalar_of_json, ensure_ascii=False)
+        text.encode()  # fails for lone surrogates
     except (TypeError, ValueError) as error:
         raise WrongResultError(f"returned a row that JSON cannot express: {exception_text(error)}") from None
+    return text
 
 
 def _scalar_of_json(value: Any) -> Any:

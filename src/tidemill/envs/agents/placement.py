@@ -37,6 +37,7 @@ class Live:
     host: Host | None = None
     answered: int = -1  # turns that its state in the host includes; -1: it has none there
     spent_s: float = 0.0  # in calls, since the pool was made
+    broke_host: bool = False  # its own call ended the host that held its state
 
 
 class Placement:
@@ -120,10 +121,10 @@ class Placement:
         return least
 
     def lose(self, live: Live) -> None:
-        """End the host of an episode."""
+        """End the host of an episode, whose call is late or has ended it."""
         if live.host is not None:
             live.host.kill()
-        live.host, live.answered = None, -1
+        live.host, live.answered, live.broke_host = None, -1, True
 
     def release(self, live: Live) -> None:
         """Discard the state of an episode."""

@@ -84,7 +84,7 @@ class EnvironmentPool:
         self._keys, self._session = itertools.count(1), uuid.uuid4().hex[:8]
         self._counts = dict.fromkeys(COUNTS, 0)
         self._reported: dict[str, str] = {}  # first message of each kind
-        self._lost_episodes = 0
+        self._faults: list[str] = []  # that count
 
     async def act(self, episode: Episode, calls: CallLog) -> Observation:
         """See `core.protocols.Environments`."""
@@ -216,13 +216,13 @@ class EnvironmentPool:
             if (finished := episode.finished.get(call.index)) is not None:
                 done[call.index] = self.planner.recorded(call, finished)
             elif call.mistake:
-                mistake = Outcome(index=call.index, text=call.mistake, error="raised")
+                mistake = Outcome(index=call.index, text=clean(call.mistake), error="raised")
                 done[call.index] = self.planner.settle(call, mistake)
             elif self.planner.finishes(call):
                 done[call.index] = Outcome(index=call.index)
             elif call.index in episode.started:
                 what = f"{self._name}.{call.name} was interrupted, and must not be repeated"
-                raise FaultError(what, "interrupted", interrupted=True)
+                raise FaultError(what, "interrupted", counted=False)
         return done
 
     def _encode(self, episode: Episode, outcomes: Sequence[Outcome]) -> tuple[list[int], bool]:
@@ -286,7 +286,9 @@ class EnvironmentPool:
                 self.placement.lose(live)
             interrupted = next((call.name for call in running.values() if not call.idempotent), None)
             if isinstance(error, LostError) and interrupted is not None:
-                raise FaultError(f"{self._name}.{interrupted} must not be repeated, and {error}") from error
+                what = f"{self._name}.{interrupted} must not be repeated, and {error}"
+                by_episode = isinstance(await self._blame(episode, str(error)), FailureError)
+                raise FaultError(what, counted=not by_episode) from error
             raise
         finally:
             live.spent_s += asyncio.get_running_loop().time() - begun
@@ -296,16 +298,20 @@ class EnvironmentPool:
 
         Raises:
             LostError: the host ended.
+            FailureError: the same, after a call of the episode has ended its process.
             FaultError: a result differs, or the calls must not be repeated.
         """
         episode, live = answering.episode, answering.live
         history = episode.turns[:-1]
         if history and self.placement.exclusive:
             what = f"{self._name}.step must not be repeated, and the state of the episode was lost"
-            raise FaultError(what, "interrupted", interrupted=True)
+            if history[-1].timeouts:
+                raise FailureError(f"{what} with a late step")
+            raise FaultError(what, "interrupted", counted=False)
         started = await self.reset(host, live.key, task_of(episode.prompt))
         if not clean(first_text(episode.prompt)).endswith(started.text):
-            raise self._different(0, started.text, first_text(episode.prompt))
+            what = self._different(0, started.text, first_text(episode.prompt))
+            raise FaultError(what, "not deterministic")
         repeated = [(turn, *pair) for turn, each in enumerate(history, 1) for pair in self.planner.earlier_calls(each)]
         finished = [(call, answering.done[call.index]) for call in answering.planned if call.index in answering.done]
         repeated += [(len(episode.turns), *pair) for pair in finished if self.planner.restores(*pair)]
@@ -315,8 +321,11 @@ class EnvironmentPool:
             if again.done:
                 raise FaultError(f"{self._name}.step was called after the end of the episode")
             if again.text != earlier.text or again.reward != earlier.reward:
-                raise self._different(turn, again.text, earlier.text)
-        live.answered = len(history)
+                what = self._different(turn, again.text, earlier.text)
+                if live.broke_host:
+                    raise FailureError(f"{what}, after a call of the episode ended its process")
+                raise FaultError(what, "not deterministic", counted=False)
+        live.answered, live.broke_host = len(history), False
 
     async def _blame(self, episode: Episode, lost: str) -> Exception:
         """Whose fault it is that an episode lost all its hosts: the episode's, if its task can be reset elsewhere."""
@@ -345,13 +354,13 @@ class EnvironmentPool:
     def _fault(self, error: FaultError) -> Observation:
         """Raises GuardStop: too many episodes were lost."""
         self._counts["faults"] += 1
-        self._lost_episodes += not error.interrupted
         self._report_first(error.name, str(error))
-        if self._lost_episodes >= self.config.max_environment_errors:
-            first = next(text for name, text in self._reported.items() if name not in ("failure", "interrupted"))
+        if error.counted:
+            self._faults.append(str(error))
+        if len(self._faults) >= self.config.max_environment_errors:
             raise GuardStop(
-                f"{self._lost_episodes} episodes were lost to faults of the environment {self._name}; the first: "
-                f"{first}\n  correct it and run the same command again: the run resumes from its checkpoint"
+                f"{len(self._faults)} episodes were lost to faults of the environment {self._name}; the first: "
+                f"{self._faults[0]}\n  correct it and run the same command again: the run resumes from its checkpoint"
             )
         return Observation(end="fault", reason=str(error))
 
@@ -361,9 +370,9 @@ class EnvironmentPool:
             self._reported[name] = text
             self._report(text)
 
-    def _different(self, turn: int, now: str, earlier: str) -> FaultError:
+    def _different(self, turn: int, now: str, earlier: str) -> str:
         what = f"the environment {self._name} is not deterministic: repeating turn {turn} gave"
-        return FaultError(f"{what} {now!r:.60} instead of {earlier!r:.60}", "not deterministic")
+        return f"{what} {now!r:.60} instead of {earlier!r:.60}"
 
     def _work(self, answering: Answering, call: Planned, turn: int) -> Work:
         call_id = self._call_id(answering.episode, turn, call)

@@ -30,11 +30,11 @@ class FaultError(Exception):
 
     Args:
         name: of the method that caused it; faults of one method are reported once.
-        interrupted: the run itself was interrupted, so that the environment is not to blame.
+        counted: towards `env.max_environment_errors`; not if the run was interrupted, or if an agent can cause it.
     """
 
-    def __init__(self, text: str, name: str = "", *, interrupted: bool = False) -> None:
-        self.name, self.interrupted = name or text, interrupted
+    def __init__(self, text: str, name: str = "", *, counted: bool = True) -> None:
+        self.name, self.counted = name or text, counted
         super().__init__(text)
 
 

@@ -90,6 +90,22 @@ async def test_what_a_live_process_started_survives_the_death_of_others(tmp_path
     assert ended(daemon)
 
 
+async def test_a_process_whose_name_is_no_text_disturbs_no_other(tmp_path: Path) -> None:
+    async with open_pool(envs.Counter, attempts=1) as pool:
+        play, other = Play(pool, {}), Play(pool, {}, index=1)
+        assert (await play.act(f"name {tmp_path}")).text == "named"
+        assert (await other.act("die")).end == "failure"
+        assert (await play.act("a")).text.startswith("2 a")
+
+
+async def test_a_child_that_returns_from_a_call_does_not_answer() -> None:
+    async with open_pool(envs.Counter) as pool:
+        play = Play(pool, {})
+        assert (await play.act("fork")).text == "forked"
+        await asyncio.sleep(0.1)
+        assert (await play.act("a")).text.startswith("2 a")
+
+
 async def test_close_and_cancellation_leave_nothing(tmp_path: Path) -> None:
     before = set(processes_below(os.getpid()))
     async with open_pool(envs.Counter) as pool:

@@ -100,6 +100,15 @@ async def test_mistakes_of_the_agent_are_observations(text: str, error: str) -> 
         assert (await play.act(call("add", number=1))).text == "2"  # the state is as before the mistake
 
 
+async def test_mistakes_in_calls_are_cleaned_and_calls_at_the_same_time_may_raise_anything() -> None:
+    async with open_pool(envs.Loose, call_timeout_s=1.0) as pool:
+        play = Play(pool, {"prompt": ""})
+        seen = await play.act(call("a\0b") + call("\ud800"))
+        assert seen.text.startswith("error: there is no tool a\ufffdb; ")
+        assert "there is no tool \ufffd; " in seen.text
+        assert (await play.act(call("find", text="a") * 2)).text == "error: StopIteration\nerror: StopIteration"
+
+
 async def test_an_exception_of_a_step_is_an_observation_that_repeats_exactly() -> None:
     async with open_pool(envs.Counter) as pool:
         play = Play(pool, {})
@@ -240,6 +249,41 @@ async def test_an_episode_that_kills_every_process_gets_its_failure_reward(monke
         assert (await other.act("b")).text.startswith("2 b")
         counts = pool.take_counts()
         assert (counts["retries"], counts["failures"], counts["faults"]) == (2, 1, 0)
+
+
+LOSSES = [  # environment, actions of which the last one loses the episode, its end, what the reason ends with
+    (envs.Counter, ["random", "sleep", "a"], "failure", "after a call of the episode ended its process"),
+    (envs.Counter, ["random", "die"], "failure", "after a call of the episode ended its process"),
+    (envs.Loose, [call("now"), call("hang"), call("now")], "failure", "after a call of the episode ended its process"),
+    (envs.OnceCounter, ["sleep", "a"], "failure", "the state of the episode was lost with a late step"),
+    (envs.OnceCounter, ["die"], "fault", "must not be repeated, and its process was ended by SIGKILL"),
+    (envs.Tools, [call("pay", file="/dev/null", how="die")], "fault", "its process was ended by SIGKILL"),
+]
+
+
+@pytest.mark.parametrize(("environment", "actions", "end", "reason"), LOSSES)
+async def test_an_agent_that_loses_its_process_does_not_end_the_run(
+    environment: type, actions: list[str], end: str, reason: str
+) -> None:
+    async with open_pool(environment, call_timeout_s=0.3, failure_reward=-1.0, max_environment_errors=1) as pool:
+        play = Play(pool, {"prompt": ""})
+        assert [(await play.act(action)).end for action in actions[:-1]] == [""] * (len(actions) - 1)
+        seen = await play.act(actions[-1])
+        assert (seen.end, seen.outcome) == (end, -1.0 if end == "failure" else None)
+        assert seen.reason.endswith(reason)
+
+
+async def test_what_is_not_deterministic_is_left_out_and_does_not_end_the_run() -> None:
+    async with open_pool(envs.Counter, max_environment_errors=1) as pool:
+        play = Play(pool, {})
+        await play.act("random")
+        pool.forget([play.sample_id])  # as in a resumed run
+        seen = await play.act("a")
+        assert seen.end == "fault"
+        assert seen.reason.startswith("the environment Counter is not deterministic: repeating turn 1 gave ")
+    async with open_pool(envs.Counter, max_environment_errors=1) as pool:
+        with pytest.raises(GuardStop, match="repeating turn 0 gave 'go' instead of 'went'"):  # its own `reset`
+            await Play(pool, {"prompt": "go"}, "went").act("a")
 
 
 async def test_a_process_that_dies_is_retried(tmp_path: Path) -> None:

@@ -207,6 +207,7 @@ class Rows(Walk):
             "none": None,
             "numbers": [1, 2],
             "sets": [{"a": {1}}],
+            "surrogates": [{"answer": "\ud800"}],
         }[params["kind"]]
 
     def __init__(self, kind: str) -> None: ...
@@ -224,6 +225,7 @@ def test_rows_may_have_scalars_of_numpy() -> None:
         ("none", "Rows.tasks returned NoneType instead of a list of tables"),
         ("numbers", "Rows.tasks returned int instead of a table"),
         ("sets", "Rows.tasks returned a row that JSON cannot express: TypeError: set is not a type of JSON"),
+        ("surrogates", "Rows.tasks returned a row that JSON cannot express: UnicodeEncodeError: .* surrogates not"),
     ],
 )
 def test_rows_that_are_no_tables_are_refused(kind: str, what: str) -> None:

@@ -16,11 +16,13 @@ from tidemill.config.explain import as_lines, derive, topics
 from tidemill.config.issues import Purpose
 from tidemill.config.load import differences, load_spec, split_arguments
 from tidemill.config.schema import RunSpec
+from tidemill.config.task import FileTask, PythonTask
 from tidemill.config.toml import to_toml, write_value
 from tidemill.core.errors import UserError
 from tidemill.hardware.model_config import CONFIG
 from tidemill.models.checkpoint_manifest import pinned
 from tidemill.models.folder import ADAPTER_CONFIG
+from tidemill.telemetry.events import DATA, event_text
 
 Items = Annotated[
     str,
@@ -99,6 +101,23 @@ def dry_run(spec: RunSpec, *, purpose: Purpose = "train", notes: Sequence[str] =
     changed = [f"#   {key} = {write_value(value)}" for key, value in changed_values(spec)]
     text = "\n".join(["# Changed from the defaults:", *(changed or ["#   nothing"]), "", to_toml(spec)])
     return Result(data=data, text=f"{text}\n{as_lines(lines)}")
+
+
+def row_remarks(spec: RunSpec) -> list[str]:
+    """The rows of the task and of `eval.sets`, as at the start of a run, except those that are too long, which only a
+    tokenizer can tell."""
+    paths = [each.path for each in spec.eval.sets]
+    if isinstance(spec.task, FileTask):
+        paths += [source.path for source in spec.task.all_sources]
+        paths += [spec.task.held_out_path] if spec.task.held_out_path else []
+    if away := [path for path in paths if not path.exists()]:
+        return [f"data: not read, because {away[0]} is not on this machine"]
+    if not paths and not isinstance(spec.task, PythonTask):
+        return []
+    from tidemill.envs.text.eval_sets import counted
+    from tidemill.envs.text.row_report import report_rows
+
+    return event_text(DATA, report_rows(spec, counted(spec))).splitlines()
 
 
 def changed_values(spec: RunSpec) -> list[tuple[str, Any]]:

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from tidemill.cli.arguments import Checkpoint, Items, model_folder, spec_for
+from tidemill.cli.arguments import Checkpoint, Items, model_folder, row_remarks, spec_for
 from tidemill.cli.arguments import dry_run as show_dry_run
 from tidemill.cli.output import DryRun, Json, Result, note
 from tidemill.config.load import split_arguments
@@ -42,7 +42,7 @@ def evaluate(
     with model_folder(checkpoint) as folder, compared(compare) as other:
         spec = spec_for(items, checkpoint, purpose="eval")
         if dry_run:
-            return show_dry_run(spec, purpose="eval")
+            return show_dry_run(spec, purpose="eval", notes=row_remarks(spec))
         from tidemill.runtime.model_evaluation import evaluate as run
 
         found = run(spec, model_folder=folder, compare=other, progress=note)

@@ -7,16 +7,14 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from tidemill.cli.arguments import Items
+from tidemill.cli.arguments import Items, row_remarks
 from tidemill.cli.arguments import dry_run as show_dry_run
 from tidemill.cli.output import INTERRUPTED_CODE, DryRun, Json, Result
 from tidemill.config.pipeline import PipelineSpec, load_recipe
 from tidemill.config.schema import RunSpec
-from tidemill.config.task import FileTask, PythonTask
 from tidemill.core.errors import UserError
 from tidemill.core.formatting import long_duration
 from tidemill.pool.build_provider import trace_remarks
-from tidemill.telemetry.events import DATA, event_text
 
 Only = Annotated[
     str | None,
@@ -70,7 +68,7 @@ def _stages(recipe: PipelineSpec, *, only: str | None, start: str | None, prune_
 
 def _one_run(spec: RunSpec, *, dry_run: bool) -> Result:
     if dry_run:
-        return show_dry_run(spec, notes=[*trace_remarks(spec.pool), *_row_remarks(spec)])
+        return show_dry_run(spec, notes=[*trace_remarks(spec.pool), *row_remarks(spec)])
     if (spec.directory / "pipeline.json").exists():
         what = "the directory contains a pipeline, but the recipe has no stages"
         raise UserError(what, where=str(spec.directory), hint="choose another --run.dir")
@@ -80,20 +78,6 @@ def _one_run(spec: RunSpec, *, dry_run: bool) -> Result:
     summary = run(spec, forecast_run=forecast_at_start)
     exit_code = INTERRUPTED_CODE if summary.get("interrupted") and not summary.get("time_is_up") else 0
     return Result(data=summary, text=summary_text(summary, spec.directory), exit_code=exit_code)
-
-
-def _row_remarks(spec: RunSpec) -> list[str]:
-    """The rows of the task, as at the start of a run, except those that only a tokenizer can tell are too long."""
-    if not isinstance(spec.task, FileTask | PythonTask):
-        return []
-    if isinstance(spec.task, FileTask):
-        paths = [*(source.path for source in spec.task.all_sources), spec.task.held_out_path]
-        if away := [path for path in paths if path is not None and not path.exists()]:
-            return [f"data: not read, because {away[0]} is not on this machine"]
-    from tidemill.envs.text.build_task import counted_task
-    from tidemill.envs.text.row_report import report_rows
-
-    return event_text(DATA, report_rows(spec, counted_task(spec.task))).splitlines()
 
 
 def summary_text(summary: dict[str, Any], directory: Path) -> str:

@@ -188,21 +188,24 @@ def event_text(name: str, fields: dict[str, Any]) -> str:
     if name == ENVIRONMENT_WARNING:
         return f"warning: {fields['reason']}"
     if name == DATA:
-        return "\n".join([f"data: {data_text(fields)}", *(f"warning: {text}" for text in fields.get("warnings", ()))])
+        rows = [f"data: {text}"] if (text := data_text(fields)) else []
+        return "\n".join([*rows, *(f"warning: {text}" for text in fields.get("warnings", ()))])
     return ""
 
 
 def data_text(fields: Mapping[str, Any]) -> str:
     """`12 training rows, 3 held out; left out: 3 repeated; without a value: rubric in 6 of 18 rows`."""
-    text = f"{counted(fields.get('training', 0), 'training row')}, {fields.get('held_out', 0):,} held out"
+    parts = list[str]()
+    if "training" in fields:  # absent if only evaluation sets have rows
+        parts.append(f"{counted(fields['training'], 'training row')}, {fields.get('held_out', 0):,} held out")
     if left_out := left_out_text(fields.get("left_out", {})):
-        text += f"; left out: {left_out}"
+        parts.append(f"left out: {left_out}")
     missing = dict(fields.get("missing", {}))
     if missing:
         named = [f"{column} in {count:,}" for column, count in list(missing.items())[:COLUMNS_NAMED]]
         more = [f"{len(missing) - COLUMNS_NAMED} more"] if len(missing) > COLUMNS_NAMED else []
-        text += f"; without a value: {', '.join(named + more)} of {counted(fields.get('rows', 0), 'row')}"
-    return text
+        parts.append(f"without a value: {', '.join(named + more)} of {counted(fields.get('rows', 0), 'row')}")
+    return "; ".join(parts)
 
 
 def _fleet_text(name: str, fields: dict[str, Any]) -> str:

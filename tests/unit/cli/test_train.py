@@ -122,7 +122,22 @@ def test_a_dry_run_counts_the_rows(run: Run, tmp_path: Path, rows: str, code: in
     made = [dict(zip(("prompt", "answer"), row.split(), strict=False)) for row in rows.split("|")]
     if rows:
         (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, made)))
-    ran = run("train", "--dry-run", "--task.kind=file", "--task.path=rows.jsonl")
+    for command in ("train", "eval"):
+        ran = run(command, "--dry-run", "--task.kind=file", "--task.path=rows.jsonl")
+        assert ran.code == code
+        assert says in ran.out + ran.err
+
+
+@pytest.mark.parametrize(
+    ("row", "code", "says"),
+    [
+        ({"prompt": "1+1=", "answer": 2}, 0, "data: left out: 1 repeated in more\n"),
+        ({"prompt": "1+1="}, 2, "eval.sets, more: 2 of 2 rows of more have no answer"),
+    ],
+)
+def test_a_dry_run_counts_the_rows_of_sets(run: Run, tmp_path: Path, row: Any, code: int, says: str) -> None:
+    (tmp_path / "more.jsonl").write_text(f"{json.dumps(row)}\n" * 2)
+    ran = run("train", "--dry-run", "--eval.sets", '[{"name" = "more", "path" = "more.jsonl"}]')
     assert ran.code == code
     assert says in ran.out + ran.err
 

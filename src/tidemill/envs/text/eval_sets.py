@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 from tidemill.config.schema import EvalSetConfig, RunSpec
-from tidemill.config.task import HUB, FileTask, RewardConfig, TaskConfig
+from tidemill.config.task import HUB, FileTask, PythonTask, RewardConfig, TaskConfig
 from tidemill.core.errors import UserError
 from tidemill.core.protocols import Codec
-from tidemill.envs.text.build_task import AgentTasks, build_task
+from tidemill.envs.text.build_task import AgentTasks, build_task, counted_task, served_task
 from tidemill.envs.text.prompts import EvalSet, Task
 from tidemill.envs.text.user_rewards import WHERE, UserReward
 from tidemill.extensions.registry import resolve
@@ -21,20 +22,35 @@ def with_eval_sets(task: Task, spec: RunSpec, *, codec: Codec, agent: AgentTasks
     Raises:
         UserError: a file is missing, has no rows, or has an invalid row.
     """
+    build = partial(
+        build_task,
+        codec=codec,
+        batch_prompts=spec.batch.prompts,
+        seed=spec.run.seed,
+        chat_template=spec.model.chat_template,
+        agent=agent,
+    )
+    return _with_sets(task, spec, build)
+
+
+def counted(spec: RunSpec) -> Task:
+    """The task and its sets without prompts: rows of files and of a function are only counted.
+
+    Raises:
+        UserError: as `counted_task` and `with_eval_sets`.
+    """
+    task = counted_task(spec.task) if isinstance(spec.task, FileTask | PythonTask) else served_task()
+    return _with_sets(task, spec, counted_task)
+
+
+def _with_sets(task: Task, spec: RunSpec, build: Callable[[FileTask], Task]) -> Task:
     sets, longest = dict[str, EvalSet](), task.longest
     for index, config in enumerate(spec.eval.sets):
         key = f"eval.sets[{index}]"
         if not str(config.path).startswith(HUB) and not config.path.exists():
             raise UserError("no such file or folder", where=f"{key}.path: {config.path}", hint="correct the path")
         try:
-            found = build_task(
-                _file_task(config, spec.task),
-                codec=codec,
-                batch_prompts=spec.batch.prompts,
-                seed=spec.run.seed,
-                chat_template=spec.model.chat_template,
-                agent=agent,
-            )
+            found = build(_file_task(config, spec.task))
         except UserError as error:
             raise UserError(error.what, where=error.where, hint=error.hint.replace("task.", f"{key}.")) from error
         prompts = tuple(found.source.held_out(config.prompts or spec.eval.prompts))

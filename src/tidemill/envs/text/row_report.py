@@ -48,26 +48,24 @@ def reads(config: RewardConfig) -> Reads:
 
 
 def report_rows(spec: RunSpec, task: Task) -> dict[str, Any]:
-    """The fields of the event `data` of a run; empty for a task without rows.
+    """The fields of the event `data` of a run; without rows of the task only those of evaluation sets.
 
     Raises:
         UserError: more than half of the rows lack what a reward needs, or all of them a column that a function takes.
     """
+    warnings = [warning for scored in _scored_rows(spec, task) for warning in _warnings(scored, task.columns)]
+    in_sets = {f"repeated in {name}": found.rows.repeated for name, found in task.eval_sets.items()}
+    found: dict[str, Any] = {
+        "left_out": {**task.left_out, **{reason: count for reason, count in in_sets.items() if count}},
+        "warnings": list(dict.fromkeys(warnings)),
+    }
     if task.train_rows is None or task.held_out_rows is None:
-        return {}
+        return found if any(found.values()) else {}
     rows = task.train_rows
     if task.held_out_rows is not rows:
         rows = rows.plus(task.held_out_rows)
-    in_sets = {f"repeated in {name}": found.rows.repeated for name, found in task.eval_sets.items()}
-    warnings = [warning for scored in _scored_rows(spec, task) for warning in _warnings(scored, task.columns)]
-    return {
-        "training": task.train_size,
-        "held_out": task.held_out_size,
-        "left_out": {**task.left_out, **{reason: count for reason, count in in_sets.items() if count}},
-        "rows": rows.rows,
-        "missing": missing_values(rows),
-        "warnings": list(dict.fromkeys(warnings)),
-    }
+    sizes = {"training": task.train_size, "held_out": task.held_out_size, "rows": rows.rows}
+    return {**sizes, **found, "missing": missing_values(rows)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

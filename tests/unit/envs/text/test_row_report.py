@@ -11,11 +11,9 @@ import pytest
 
 from tests.char_codec import CharCodec
 from tidemill.config.schema import RunSpec
-from tidemill.config.task import FileTask
 from tidemill.core.errors import UserError
 from tidemill.envs.text import build_task
-from tidemill.envs.text.build_task import counted_task
-from tidemill.envs.text.eval_sets import with_eval_sets
+from tidemill.envs.text.eval_sets import counted, with_eval_sets
 from tidemill.envs.text.row_report import report_rows
 
 Rows = Sequence[dict[str, Any]]
@@ -131,9 +129,30 @@ def test_counting_alone_finds_the_same_rows_and_leaves_no_index(
     monkeypatch.setenv("TIDEMILL_CACHE", str(tmp_path / "cache"))
     path = written(tmp_path, "rows", [*ANSWERED, *ANSWERED[:2]])
     spec = RunSpec.model_validate({"task": {"kind": "file", "path": path, "index_above_mb": 0}})
-    assert isinstance(spec.task, FileTask)
-    counted = report_rows(spec, counted_task(spec.task))
+    found = report_rows(spec, counted(spec))
     assert not (tmp_path / "cache").exists()
     built = build_task(spec.task, codec=CharCodec(), batch_prompts=2, seed=0, chat_template=False)
-    assert counted == report_rows(spec, built)
-    assert counted["left_out"] == {"repeated": 2}
+    assert found == report_rows(spec, built)
+    assert found["left_out"] == {"repeated": 2}
+
+
+@pytest.mark.parametrize(
+    ("in_set", "expected"),
+    [
+        ([*ANSWERED, *ANSWERED], {"left_out": {"repeated in more": 6}, "warnings": []}),
+        (
+            [*ANSWERED, *NULL[:1]],
+            {
+                "left_out": {},
+                "warnings": [
+                    "1 of 7 rows of more have no answer, which the reward exact needs: their samples are invalid"
+                ],
+            },
+        ),
+        (ANSWERED, {}),
+    ],
+)
+def test_sets_of_a_task_without_rows_are_counted(tmp_path: Path, in_set: Rows, expected: dict[str, Any]) -> None:
+    config = {"eval": {"sets": [{"name": "more", "path": written(tmp_path, "more", in_set)}]}}
+    spec = RunSpec.model_validate({"task": {"kind": "arithmetic"}, "scoring": {"rewards": [EXACT]}, **config})
+    assert report_rows(spec, counted(spec)) == expected

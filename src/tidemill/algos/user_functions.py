@@ -17,7 +17,7 @@ from tidemill.core.errors import UserError, exception_text
 from tidemill.extensions.registry import Extension, resolve
 from tidemill.extensions.signature import Wanted, check_offered, wanted_arguments
 
-FloatArray = npt.NDArray[np.float32]
+DoubleArray = npt.NDArray[np.float64]
 ADVANTAGE_INPUTS = ("rewards", "valid", "lengths", "truncated", "components", "step", "group")
 LOSS_INPUTS = (
     "logprobs", "proximal_logprobs", "rollout_logprobs", "ref_logprobs", "advantages", "mask", "sample_index",
@@ -38,8 +38,8 @@ class UserAdvantage:
         scope: Scope = self.extension.options.get("scope", "group")
         return scope
 
-    def __call__(self, *, lengths: Sequence[int], **inputs: Any) -> list[float | FloatArray]:
-        """The advantages of S samples: one number each, or one array float32 [T] with a number per trained token.
+    def __call__(self, *, lengths: Sequence[int], **inputs: Any) -> list[float | DoubleArray]:
+        """The advantages of S samples: one number each, or one array float64 [T] with a number per trained token.
 
         Args:
             lengths: trained tokens of each sample.
@@ -77,7 +77,7 @@ def _rows(result: Any, name: str) -> Sequence[Any]:
     raise _wrong(name, f"returned a {type(result).__name__}")
 
 
-def _checked_row(row: Any, length: int, name: str) -> float | FloatArray:
+def _checked_row(row: Any, length: int, name: str) -> float | DoubleArray:
     if isinstance(row, float) and math.isfinite(row):
         return row
     if isinstance(row, Tensor):
@@ -92,7 +92,7 @@ def _checked_row(row: Any, length: int, name: str) -> float | FloatArray:
         return float(values)
     if values.shape != (length,):
         raise _wrong(name, f"returned an array of shape {list(values.shape)} for a sample of {length} tokens")
-    return values.astype(np.float32)
+    return values
 
 
 def _wrong(name: str, fault: str) -> UserError:

@@ -54,8 +54,8 @@ def advantage(*, scope: Literal["group", "batch"] = "group", version: str = "") 
 def advantage(function: Any = None, /, *, scope: Literal["group", "batch"] = "group", version: str = "") -> Any:
     """Mark a function as an advantage estimator.
 
-    It takes any of `rewards` (float32 tensor [S]), `valid` (bool [S]), `lengths` (int [S], trained tokens), `truncated`
-    (bool [S]), `components` (named rewards, float32 [S] each, NaN where absent) and `step`, and returns one advantage
+    It takes any of `rewards` (float64 tensor [S]), `valid` (bool [S]), `lengths` (int [S], trained tokens), `truncated`
+    (bool [S]), `components` (named rewards, float64 [S] each, NaN where absent) and `step`, and returns one advantage
     per sample, or a list with one array per sample (one advantage per token).
 
     Args:

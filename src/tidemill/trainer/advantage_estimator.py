@@ -159,11 +159,13 @@ class AdvantageEstimator:
             trajectories = [trajectory for index in call for trajectory in groups[index].trajectories]
             names = sorted({name for t in trajectories if t.reward for name in t.reward.components})
             advantages = function(
-                rewards=torch.tensor([reward for index in call for reward in rewards[index]]),
+                rewards=torch.tensor([reward for index in call for reward in rewards[index]], dtype=torch.float64),
                 valid=torch.tensor([each for index in call for each in valid[index]]),
                 lengths=[trajectory.trained_length for trajectory in trajectories],
                 truncated=torch.tensor([trajectory.truncated for trajectory in trajectories]),
-                components={name: torch.tensor([_component(t, name) for t in trajectories]) for name in names},
+                components={
+                    name: torch.tensor([_component(t, name) for t in trajectories], dtype=torch.float64) for name in names
+                },
                 step=step,
                 group=torch.tensor([at for at, index in enumerate(call) for _ in groups[index].trajectories]),
             )

@@ -36,6 +36,17 @@ ALGORITHMS: list[dict[str, Any]] = [
 ]
 
 
+USERS = [{"advantage": f"{__name__}:{name}", "whiten": True} for name in ("centred", "of_tokens")]
+
+
+def centred(rewards: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
+    return rewards - rewards[valid].mean()
+
+
+def of_tokens(rewards: torch.Tensor, lengths: torch.Tensor) -> list[np.ndarray[Any, Any]]:
+    return [np.full(int(tokens), float(reward)) for reward, tokens in zip(rewards, lengths, strict=True)]
+
+
 def member(rewards: Sequence[float], index: int) -> Trajectory:
     """Two turns of one token each; every first turn sees the same state."""
     parts = [("action", [10]), ("observation", [20]), ("action", [11])]
@@ -51,7 +62,7 @@ def estimated(algorithm: dict[str, Any], rewards: Rewards, offset: float) -> Gro
     return estimator.estimate([group(0, members)], [[True] * len(members)], kl_beta=0.0)[0]
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=str)
+@pytest.mark.parametrize("algorithm", [*ALGORITHMS, *USERS], ids=str)
 @settings(max_examples=10)
 @given(rewards=GROUPS, offset=st.sampled_from([1e9, -1e9, 2.0**40]))
 def test_an_offset_of_every_reward_changes_nothing(algorithm: dict[str, Any], rewards: Rewards, offset: float) -> None:

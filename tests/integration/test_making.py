@@ -59,6 +59,14 @@ def test_demonstrations_to_evaluate_on(tmp_path: Path, codec: TextCodec) -> None
     assert (len(made.train), len(made.held_out)) == (80, 20)
 
 
+def test_rows_without_an_answer_are_left_out_of_demonstrations(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "answer": 2}\n{"prompt": "1+2="}\n')
+    task = ("--task", f'{{"kind" = "file", "path" = "{tmp_path}/rows.jsonl", "held_out_fraction" = 1.0}}')
+    assert main(["demonstrations", "--out", str(tmp_path / "sft.jsonl"), RECIPE, *task]) == 0
+    said = json.loads((tmp_path / "sft.provenance.json").read_text())
+    assert (said["rows"], said["left_out"]) == (1, 1)
+
+
 def test_pairs_are_reproducible(tmp_path: Path, codec: TextCodec) -> None:
     paths = [tmp_path / name for name in ("one.jsonl", "other.jsonl")]
     for path in paths:

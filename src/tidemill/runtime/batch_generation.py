@@ -288,7 +288,8 @@ def make_demonstrations(
         rows = agent_demonstrations(agent, chosen, chat_template=spec.model.chat_template, report=progress)
     else:
         ending = next(iter(spec.sampling.stop or task.default_stop_strings), "")
-        rows = [demonstration_row(prompt, ending=ending) for prompt in chosen]
+        answered = [prompt for prompt in chosen if prompt.answer and prompt.answer.strip()]
+        rows = [demonstration_row(prompt, ending=ending) for prompt in answered or chosen]
     left_out = {"left_out": len(chosen) - len(rows)} if len(rows) < len(chosen) else {}
     return _write_rows(path, rows, {"kind": "demonstrations", "side": split, **left_out, **_origin(spec, task)})
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -50,11 +51,23 @@ class UserAdvantage:
         """
         name = self.extension.name
         values = self.wanted.choose({**inputs, "lengths": torch.tensor(lengths)})
-        result = _call(self.extension.function, values, what=f"advantage {name}", where=ADVANTAGE_WHERE)
+        with _double():
+            result = _call(self.extension.function, values, what=f"advantage {name}", where=ADVANTAGE_WHERE)
         rows = _rows(result, name)
         if len(rows) != len(lengths):
             raise _wrong(name, f"returned {len(rows)} values for {len(lengths)} samples")
         return [_checked_row(row, length, name) for row, length in zip(rows, lengths, strict=True)]
+
+
+@contextmanager
+def _double() -> Iterator[None]:
+    """Make new tensors float64, as the rewards are: `torch.zeros(n)[valid] = rewards[valid]` needs equal types."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def user_advantage(ref: str) -> UserAdvantage:

@@ -164,7 +164,8 @@ class AdvantageEstimator:
                 lengths=[trajectory.trained_length for trajectory in trajectories],
                 truncated=torch.tensor([trajectory.truncated for trajectory in trajectories]),
                 components={
-                    name: torch.tensor([_component(t, name) for t in trajectories], dtype=torch.float64) for name in names
+                    name: torch.tensor([_component(t, name) for t in trajectories], dtype=torch.float64)
+                    for name in names
                 },
                 step=step,
                 group=torch.tensor([at for at, index in enumerate(call) for _ in groups[index].trajectories]),

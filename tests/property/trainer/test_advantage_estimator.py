@@ -40,7 +40,9 @@ USERS = [{"advantage": f"{__name__}:{name}", "whiten": True} for name in ("centr
 
 
 def centred(rewards: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
-    return rewards - rewards[valid].mean()
+    advantages = torch.zeros(len(rewards))
+    advantages[valid] = rewards[valid] - rewards[valid].mean()
+    return advantages
 
 
 def of_tokens(rewards: torch.Tensor, lengths: torch.Tensor) -> list[np.ndarray[Any, Any]]:

@@ -55,6 +55,7 @@ class Dispatcher:
         self._pinned: dict[int, Sample] = {}  # by ordinal: only the local worker generates them
         self.local_idle_since_s: float | None = None  # when the local worker stopped generating
         self._tail_workers: frozenset[str] | None = None  # leases that finish the batch; None before its tail
+        self._handed_back: dict[int, int] = {}  # last attempt by ordinal, of samples that the local worker returns
         self._aborted: dict[int, int] = {}  # attempt by ordinal, of samples aborted to be moved
         self._workers, self._counted_s, self._worker_s = 0, self._started_s, 0.0
         self._balance: Balance | None = None
@@ -162,11 +163,19 @@ class Dispatcher:
         if self._local_generates and not generates:
             self.local_idle_since_s = fleet.clock.now()
             if not fleet.local.load_when_idle:  # else it finishes samples of older weights
-                fleet.abort(LOCAL, [sample.sample_id for sample in self._unpinned(LOCAL)])
+                self._hand_back()
         elif generates:
             self.local_idle_since_s = None
         self._local_generates = generates
         return [*workers, fleet.local] if generates and self._is_up_to_date(fleet.local) else workers
+
+    def _hand_back(self) -> None:
+        """Abort the samples of the local worker, each attempt once. One without a new token stalls: machines may come
+        and go faster than the local worker computes its tokens again."""
+        samples = [each for each in self._unpinned(LOCAL) if self._handed_back.get(each.ordinal) != each.attempt]
+        self._handed_back |= {sample.ordinal: sample.attempt for sample in samples}
+        self._note_executed(LOCAL, self._fleet[LOCAL].executing)
+        self._fleet.abort(LOCAL, [sample.sample_id for sample in samples])
 
     def _is_up_to_date(self, local: WorkerState) -> bool:
         return local.version is None or local.version.number == self._in_flight.newest_version

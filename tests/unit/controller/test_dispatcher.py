@@ -125,6 +125,17 @@ def test_a_sample_that_stalls_stays_on_the_reserved_engine(
     assert recalls == []
 
 
+def test_machines_that_leave_before_they_take_samples_do_not_stop_the_reserved_engine() -> None:
+    machines = [(f"w{index}", 0.05 * index) for index in range(1000)]
+    script = [event for name, at_s in machines for event in (granted(name, at_s), ended(name, at_s + 0.62))]
+    disturbed = session(script=script)
+
+    run_virtual(disturbed.run())
+
+    assert trained(disturbed) == undisturbed(SPEC)
+    assert len(disturbed.telemetry.named("eviction")) < 500
+
+
 @pytest.mark.parametrize("changes", [{"config": ALONE}, {"seeding_worker": False}])
 def test_without_a_reserved_engine_the_run_ends_and_can_be_resumed(changes: dict[str, Any]) -> None:
     disk = Disk()

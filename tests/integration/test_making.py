@@ -152,6 +152,21 @@ def test_pairs_need_a_binary_reward(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert not out.exists()
 
 
+def test_a_sample_without_a_valid_reward_is_no_side_of_a_pair(tmp_path: Path) -> None:
+    (tmp_path / "judge.py").write_text(
+        "def score(completion):\n"
+        "    if completion[:1] == '+':\n"
+        "        raise ValueError('cannot judge')\n"
+        "    return float(completion[:1].isdigit())\n"
+    )
+    judge = f"--scoring.rewards=[{{kind='python', function='{tmp_path}/judge.py:score'}}]"
+    out = tmp_path / "pairs.jsonl"
+    assert main(["pairs", "--out", str(out), "--samples", "6", "--prompts", "40", RECIPE, judge, "--run.seed=5"]) == 0
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert rows and not any(row["rejected"].startswith("+") for row in rows)
+    assert json.loads((tmp_path / "pairs.provenance.json").read_text())["samples_invalid"] > 0
+
+
 def test_a_misspelt_key_gets_a_suggestion(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["pairs", "--out", str(tmp_path / "x"), RECIPE, "--task.digts=2"]) == 2
     assert "did you mean task.digits?" in capsys.readouterr().err

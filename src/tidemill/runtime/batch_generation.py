@@ -356,6 +356,7 @@ def make_pairs(
                 not sample.truncated,
             )
             for sample in group.trajectories
+            if sample.reward is not None and sample.reward.valid  # else it is neither right nor wrong
         ]
         for group in groups
     ]
@@ -386,6 +387,7 @@ def make_pairs(
             "prompts_never_right": right.count(0),
             "prompts_always_right": right.count(samples_per_prompt),
             "samples_right": sum(right),
+            "samples_invalid": len(asked) * samples_per_prompt - sum(map(len, completions)),
         },
     )
 

@@ -22,7 +22,7 @@ from tidemill.envs.text.prompts import Task, hash_number
 from tidemill.envs.text.row_files import import_extra
 from tidemill.envs.text.user_rewards import WHERE as WHERE_FUNCTION
 from tidemill.envs.text.user_rewards import BatchFunction, Caller, SampleReward, ThreadFunction, UserReward
-from tidemill.extensions.calls import UserCalls
+from tidemill.extensions.calls import CallError, UserCalls
 from tidemill.extensions.function_pool import FunctionProcesses, is_async
 from tidemill.extensions.portable import AVAILABLE, Target, UnportableError, target_of
 from tidemill.extensions.registry import resolve
@@ -131,9 +131,15 @@ def _regex(config: RewardConfig, context: Context) -> RewardFunction:
     library, a pattern that backtracks exponentially would block the process.
     """
     pattern = regex.compile(config.pattern)
-    return lambda sample: float(
-        pattern.search(sample.completion, timeout=context.timeout_s, concurrent=True) is not None
-    )
+    timeout_s = context.timeout_s
+
+    def found(sample: Sample) -> float:
+        try:
+            return float(pattern.search(sample.completion, timeout=timeout_s, concurrent=True) is not None)
+        except TimeoutError:  # in the words of the scorer, whose own deadline may come first
+            raise CallError(f"no result within {timeout_s:g} s") from None
+
+    return found
 
 
 def _length(config: RewardConfig, context: Context) -> RewardFunction:

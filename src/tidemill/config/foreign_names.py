@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,9 +30,14 @@ class ForeignName:
         return self.name.removesuffix(BELOW).rpartition(".")[2]
 
     @property
+    def shown(self) -> str:
+        """The name as users of the framework abbreviate it."""
+        return self.name.removeprefix("actor_rollout_ref.")
+
+    @property
     def meaning(self) -> str:
         """`is batch.group_size`, `is sampling.top_k: training needs 0`, `has no counterpart: ...`"""
-        verb = f"is {' and '.join(self.ours)}" if self.ours else "has no counterpart"
+        verb = f"is {listed(self.ours)}" if self.ours else "has no counterpart"
         return f"{verb}: {self.note}" if self.note else verb
 
 
@@ -49,42 +55,68 @@ def foreign_names() -> tuple[ForeignName, ...]:
     )
 
 
-def ours_of(name: str | Sequence[str], *, framework: str = "") -> tuple[ForeignName, ...]:
+def ours_of(name: str | Sequence[str], *, framework: str = "", certain: bool = False) -> tuple[ForeignName, ...]:
     """What a name of another framework is here; empty if none of them has it.
 
-    The whole name counts first (`num_generations`, `actor_rollout_ref.rollout.n`), then its end (`rollout.n`,
-    `kl_coef`), then the last part of a longer one (`batch.num_generations`).
+    The whole name counts first (`num_generations`, `actor_rollout_ref.rollout.n`), then its end (`rollout.n`), then its
+    last part (`batch.num_generations`), and at last the end of longer names (`lr`).
 
     Args:
         name: with or without leading dashes, with - or _ between words; or the parts of a dotted name.
         framework: "TRL", "verl", "OpenRLHF" or "prime-rl"; empty: all of them.
+        certain: not if all they share is the last part of a longer name, such as `path`.
     """
     text = name if isinstance(name, str) else ".".join(name)
     wanted = text.lstrip("-+").replace("-", "_").lower()
+    leaf = wanted.rpartition(".")[2]
     rows = [row for row in foreign_names() if framework in ("", row.framework)]
     names = [(row, row.name.lower()) for row in rows]
-    leaf = wanted.rpartition(".")[2]
-    return (
-        tuple(row for row, known in names if known == wanted or _is_below(wanted, known))
-        or tuple(row for row, known in names if known.endswith(f".{wanted}"))
-        or tuple(row for row, known in names if known == leaf)
-        or tuple(row for row, known in names if known.endswith(f".{leaf}"))
-    )
-
-
-def _is_below(name: str, pattern: str) -> bool:
-    return pattern.endswith(BELOW) and name.startswith(pattern.removesuffix("*"))
+    matches = [
+        [row for row, known in names if known == wanted],
+        [row for row, known in names if known.endswith(BELOW) and wanted.startswith(known.removesuffix("*"))],
+        [row for row, known in names if known.endswith(f".{wanted}") and "." in wanted],
+        [row for row, known in names if known == leaf],
+        [row for row, known in names if known.endswith(f".{leaf}") and not certain],
+    ]
+    return tuple(next(filter(None, matches), ()))
 
 
 def explained(rows: Sequence[ForeignName]) -> str:
-    """One sentence of what a name is here: `TRL's num_generations is batch.group_size`."""
-    first = rows[0]
-    meanings = {row.ours: row for row in reversed(rows)}  # by key, the first row that has it
-    if len(meanings) == 1:
-        return f"{first.framework}'s {first.name} {first.meaning}"
-    same_framework = all(row.framework == first.framework for row in meanings.values())
+    """One sentence of what a name is here, from the rows of `ours_of`: `TRL's num_generations is batch.group_size`."""
+    rows = [row for row in rows if row.ours] or rows[:1]
+    meanings = {row.ours: row for row in reversed(rows)}  # by keys, the first row that has them
     shown = sorted(meanings.values(), key=rows.index)[:MAX_MEANINGS]
-    if same_framework and len({row.name for row in shown}) == 1:
-        places = [f"{' and '.join(row.ours) or 'nothing'} ({row.place})" for row in shown]
-        return f"{first.framework}'s {first.name} is {' or '.join(places)}"
-    return "; ".join(f"{row.framework}'s {row.name} {row.meaning}" for row in shown)
+    if len(shown) > 1 and len({(row.framework, row.name) for row in shown}) == 1:
+        places = " or ".join(f"{listed(row.ours)} ({row.place})" for row in shown)
+        return f"{shown[0].framework}'s {shown[0].shown} is {places}"
+    if len(shown) > 1:
+        return "; ".join(f"{row.framework}'s {row.shown} is {listed(row.ours)}" for row in shown)
+    return f"{shown[0].framework}'s {shown[0].shown} {shown[0].meaning}"
+
+
+def listed(words: Sequence[str]) -> str:
+    """`a, b and c`"""
+    return " and ".join(filter(None, (", ".join(words[:-1]), words[-1])))
+
+
+def update_document(text: str) -> str:
+    """The text of docs/coming_from.md with its tables replaced by the current ones."""
+    for framework in dict.fromkeys(row.framework for row in foreign_names()):
+        begin, end = f"<!-- {framework}: generated -->\n", f"\n<!-- end of {framework} -->"
+        rows = [row for row in foreign_names() if row.framework == framework]
+        places = [_section(place, rows) for place in dict.fromkeys(row.place for row in rows)]
+        text = re.sub(f"(?s){begin}.*?{end}", lambda _: begin + "\n\n".join(places) + end, text)  # noqa: B023
+    return text
+
+
+def _section(place: str, rows: Sequence[ForeignName]) -> str:
+    """A heading and a table, one line for the names that share a row."""
+    lines: dict[tuple[tuple[str, ...], str], list[str]] = {}
+    for row in rows:
+        if row.place == place:
+            lines.setdefault((row.ours, row.note), []).append(f"`{row.name}`")
+    table = [
+        f"| {', '.join(names)} | {', '.join(f'`{key}`' for key in ours) or '-'} | {note.replace('|', chr(92) + '|')} |"
+        for (ours, note), names in lines.items()
+    ]
+    return "\n".join([f"### {place}", "", "| name | here | value, or why not |", "|---|---|---|", *table])

@@ -35,8 +35,8 @@ EXAMPLES = """Examples:
   tidemill train @jsonl --scoring.rewards '[{ kind = "python", function = "my.py:score" }]'
   tidemill train @smollm2-addition --algorithm.name dapo --dry-run"""
 FOOTER = """Set a key with --section.key value, or in a recipe with  [section]  key = value.  The value none unsets it.
-`--help SECTION` shows one section, `--help-all` every key, `tidemill config search WORDS` finds keys, also by their names
-in TRL, verl and OpenRLHF."""
+`--help SECTION` shows one section, `--help-all` every key. `tidemill config search WORDS` finds keys, also by
+their names in TRL, verl, OpenRLHF and prime-rl."""
 MAX_KEYS = 12  # shown by a search
 MAX_NAMES = 6
 

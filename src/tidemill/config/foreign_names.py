@@ -1,4 +1,4 @@
-"""What TRL, verl, OpenRLHF and prime-rl call Tidemill's settings: `foreign_names.toml`, look-ups in it, and its page."""
+"""What TRL, verl, OpenRLHF and prime-rl call Tidemill's settings: the table, look-ups in it, and its page."""
 
 from __future__ import annotations
 

@@ -9,7 +9,6 @@ from pydantic import BeforeValidator, Field
 
 from tidemill.config.base import Config, Seed
 
-
 DTYPE_NAMES: dict[str, str] = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 """PyTorch's names of the data types of weights, which are accepted, too."""
 EXPORT_DTYPE: Final = "fp32"

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import chain
 
 from tidemill.config.foreign_names import ForeignName, foreign_names
 from tidemill.config.keys import Key, all_keys
@@ -59,7 +60,7 @@ SYNONYMS = {
     "reward_model": "rm bradley-terry",
     "optimizer": "adam adamw",
     "optimizer.learning_rate": "lr",
-    "optimizer.schedule": "lr scheduler decay",
+    "optimizer.schedule": "scheduler decay",
     "optimizer.max_grad_norm": "gradient clipping clip",
     "critic": "value function ppo gae",
     "critic.learning_rate": "lr",
@@ -77,12 +78,12 @@ SYNONYMS = {
     "export.dtype": "fp32 save precision",
 }
 """Words of the field for a key, or for every key of a section, which neither its name nor its text contains."""
-IGNORED = frozenset("a an and do does for get how i in is my number of on or set the to what where which with".split())
 WORD = re.compile(r"[a-z0-9@]+")
+IGNORED = frozenset(WORD.findall("a an and do for get how i in is my number of on or set the to what where which with"))
 MIN_PREFIX = 3
 MIN_TEXT_PREFIX = 4
 MAX_ENDING = 4  # of an inflected word: clip, clipping
-COMPLETE = 2  # added for a key whose whole name the query contains
+COMPLETE = 2  # added for a key whose whole name, of several words, the query contains
 NAMED = 50  # score of a key that is the counterpart of a name in the query
 
 Field = tuple[frozenset[str], int, int, int]
@@ -146,7 +147,7 @@ def _matching_names(words: Sequence[str]) -> list[ForeignName]:
 def _is_whole(name: ForeignName, words: Sequence[str]) -> bool:
     """Whether the query is the name, or the end of it after a dot."""
     parts = [WORD.findall(part) for part in name.name.lower().split(".")]
-    return any(sum(parts[start:], []) == list(words) for start in range(len(parts)))
+    return any([*chain.from_iterable(parts[start:])] == [*words] for start in range(len(parts)))
 
 
 def _matches(word: str, words: Iterable[str]) -> bool:
@@ -167,7 +168,8 @@ def _score(key: Key, words: Sequence[str]) -> int:
         if not best:
             return 0
         total += best
-    return total + COMPLETE * (_words_of(key.path[-1]) <= set(words))
+    name = _words_of(key.path[-1])
+    return total + COMPLETE * (len(name) > 1 and name <= set(words))
 
 
 def _field_score(word: str, field: Field) -> int:

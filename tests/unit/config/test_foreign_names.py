@@ -48,7 +48,11 @@ def test_every_option_of_trl_is_in_the_table() -> None:
         ("rollout.n", "verl", ["batch.group_size"]),
         ("actor_rollout_ref.rollout.n", "verl", ["batch.group_size"]),
         ("+actor_rollout_ref.actor.kl_loss_coef", "verl", ["algorithm.kl_beta"]),
-        ("actor_rollout_ref.ref.fsdp_config.forward_prefetch", "verl", ["placement.reference"]),  # actor_rollout_ref.ref.*
+        (
+            "actor_rollout_ref.ref.fsdp_config.forward_prefetch",
+            "verl",
+            ["placement.reference"],
+        ),  # actor_rollout_ref.ref.*
         ("kl_coef", "TRL", ["algorithm.kl_beta"]),
         ("algo.kl.init_coef", "OpenRLHF", ["algorithm.kl_beta"]),
         ("n_samples_per_prompt", "OpenRLHF", ["batch.group_size"]),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Annotated
 
 from cyclopts import App, Parameter
@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from tidemill.cli.output import Json, Result
-from tidemill.config.foreign_names import ForeignName, listed
+from tidemill.config.foreign_names import ForeignName, explained, listed, ours_of
 from tidemill.config.keys import Key, all_keys, did_you_mean, sections
 from tidemill.config.search import SearchResult, suggestion
 from tidemill.config.search import search as search_keys
@@ -65,7 +65,8 @@ def keys_below(word: str) -> list[Key]:
     found = [key for key in all_keys() if key.dotted == word or key.dotted.startswith((f"{word}.", f"{word}[]"))]
     if not found:
         names = {".".join(path) for path in sections()} | {key.dotted for key in all_keys()}
-        close = did_you_mean(word, names)
+        foreign = ours_of(word, certain=True)
+        close = explained(foreign) if foreign else did_you_mean(word, names)
         hint = close or f"sections: {', '.join(dict.fromkeys(key.path[0] for key in all_keys()))}"
         raise UserError("no such section or key", where=word, hint=hint)
     return found
@@ -102,17 +103,17 @@ def search(
     return Result(data={"keys": rows, "foreign": names}, text=Group(*_found(found, query)))
 
 
-def _found(found: SearchResult, query: str) -> Iterator[RenderableType]:
+def _found(found: SearchResult, query: str) -> list[RenderableType]:
     """The result of a search. Names of other frameworks come first if the query is one of them."""
-    names = [name_table(found.names[:MAX_NAMES], f"{query!r} in other frameworks")] if found.names else []
-    names_left_out = _left_out(len(found.names) - MAX_NAMES, "name")
-    if found.is_name:
-        yield from (*names, *names_left_out)
+    names: list[RenderableType] = []
+    if found.names:
+        names.append(name_table(found.names[:MAX_NAMES], f"{query!r} in other frameworks"))
+        names += _left_out(len(found.names) - MAX_NAMES, "name")
+    keys: list[RenderableType] = []
     if found.keys:
-        yield key_table(found.keys[:MAX_KEYS], f"Keys for {query!r}", by_section=False)
-        yield from _left_out(len(found.keys) - MAX_KEYS, "key")
-    if not found.is_name:
-        yield from (*names, *names_left_out)
+        keys.append(key_table(found.keys[:MAX_KEYS], f"Keys for {query!r}", by_section=False))
+        keys += _left_out(len(found.keys) - MAX_KEYS, "key")
+    return [*names, *keys] if found.is_name else [*keys, *names]
 
 
 def _left_out(count: int, what: str) -> list[str]:

@@ -163,6 +163,7 @@ def test_help_on_one_section(run: Run) -> None:
     assert "critic.value_clip" in out
     assert "batch.prompts" not in out
     assert run("train", "--help", "critc").code == 2
+    assert "TRL's num_generations is batch.group_size" in run("train", "--help", "num_generations").err
 
 
 def test_config_search_finds_keys_by_their_documentation(run: Run) -> None:

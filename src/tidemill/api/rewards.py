@@ -8,8 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
+from tidemill.api.run import Run
+from tidemill.core.errors import UserError
 from tidemill.extensions.registry import Extension, given_function
 
 Role = Literal["reward", "gold"]
@@ -70,8 +73,24 @@ def random(*, weight: float = 1.0, name: str = "", role: Role = "reward") -> Rew
     return _reward("random", weight, name, role)
 
 
-def model(folder: str, *, batch: int = 64, weight: float = 1.0, name: str = "", role: Role = "reward") -> Reward:
-    """The score of a reward model in a folder."""
+def model(
+    given: str | Path | Run, *, batch: int = 64, weight: float = 1.0, name: str = "", role: Role = "reward"
+) -> Reward:
+    """The score of a reward model.
+
+    Args:
+        given: a run of `tidemill.reward_model`, or a folder.
+        batch: largest number of samples per forward pass.
+
+    Raises:
+        UserError: the run is of another kind, or has no checkpoint.
+    """
+    if isinstance(given, Run):
+        if given.kind != "reward_model":
+            what, hint = f"a run of kind {given.kind} has no reward model", "give a run of tidemill.reward_model"
+            raise UserError(what, where=str(given.path), hint=hint)
+        given = given.model
+    folder = str(given.expanduser().absolute()) if isinstance(given, Path) else given
     return _reward("model", weight, name, role, model=folder, batch=batch)
 
 

@@ -19,7 +19,7 @@ from tidemill.telemetry.sample_files import Sample, sample_line
 
 
 class Callback:
-    """Base class of callbacks; override any of the methods.
+    """Base class of callbacks; override any of the methods. Supervised training has no samples.
 
     They run in the process that started the run, between two steps: while one runs, no sample is scheduled. An
     exception is reported once per kind and does not end the run. Call `stop` to end the run after a checkpoint.
@@ -39,7 +39,7 @@ class Callback:
 
     def on_evaluate(self, step: int, metrics: Mapping[str, float]) -> None:
         """After every evaluation: `reward_mean`, `greedy_accuracy` and others; `NAME/reward_mean` for a set of
-        `eval.sets`."""
+        `eval.sets`. Of supervised training: `loss`, and `token_accuracy` or `pairwise_accuracy`."""
 
     def on_checkpoint(self, step: int, path: Path) -> None:
         """After a checkpoint was written."""

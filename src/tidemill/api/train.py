@@ -181,10 +181,6 @@ def prepare(
     inputs.add_loss_terms(loss_terms)
     merged = {**inputs.overrides, **given}
     spec = load_overridden(*_layered(recipe, merged))
-    here = [each.name for each in inputs.extensions if not each.importable]
-    if here and isinstance(spec, PipelineSpec):
-        what = f"the stages of a recipe find functions by path, and {', '.join(here)} cannot be imported"
-        raise UserError(what, where="recipe", hint="write it into a file and give path/file.py:function")
     return Prepared(spec=spec, extensions=inputs.extensions)
 
 

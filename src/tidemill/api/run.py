@@ -172,7 +172,7 @@ class Run:
         return _table(rows)
 
     def _changes(self) -> list[tuple[str, str]]:
-        """Loss and accuracies of a supervised run, first and last: on held-out examples, or without them in training."""
+        """Loss and accuracies of a supervised run, first and last, on held-out examples; without them in training."""
         if self.kind not in SUPERVISED:
             return []
         data = self._data()

@@ -177,7 +177,7 @@ def test_rows_of_a_task_and_pairs_of_a_model_are_data_of_the_next_call() -> None
     assert pairs.summary["prompts"] == 24
     assert pairs.rows[0].keys() >= {"prompt", "chosen", "rejected"}
     assert tm.pairs(overrides=drawn, **arguments).rows == pairs.rows  # read, not drawn again
-    with pytest.raises(tm.TidemillError, match="another configuration: data_generation.prompts = 9"):
+    with pytest.raises(tm.TidemillError, match=r"another configuration: data_generation\.prompts = 9"):
         tm.pairs(overrides=drawn | {"data_generation": {"prompts": 9, "samples_per_prompt": 8}}, **arguments)
     assert tm.dpo(model=shown, data=pairs, overrides={"trainer": {"threads": 1}}).finished
 

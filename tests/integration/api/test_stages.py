@@ -106,7 +106,9 @@ def test_stages_use_functions_of_a_notebook_and_run_again_when_they_change(tmp_p
         run = tm.train("r.toml", rewards=[reward], overrides=first, run_dir="own")
         ran.append([stage["ran"] for stage in run.summary["stages"]])
     assert ran == [[True, True], [False, False], [False, True]]
-    elsewhere = run_here("train", "@r.toml", "--run.dir=own", "--scoring.rewards=[{kind='python',function='session:other'}]")
+    elsewhere = run_here(
+        "train", "@r.toml", "--run.dir=own", "--scoring.rewards=[{kind='python',function='session:other'}]"
+    )
     assert elsewhere.code == 2
     assert "session:other was defined in the Python session" in elsewhere.err
 

@@ -131,7 +131,9 @@ def to_demonstration(row: Row, *, columns: Mapping[str, str], system_prompt: str
     if all(row.get(name) is None for name in ("prompt", "messages", "completion")):
         if row.get("text") is not None:
             text = _reply(row.get("text"), "text", row, DEMONSTRATION_SHAPE)
-            return DemonstrationText(messages=(Message(role="user", content=str(text)),), completion="", where=row.where)
+            return DemonstrationText(
+                messages=(Message(role="user", content=str(text)),), completion="", where=row.where
+            )
         if row.get("chosen") is not None:
             _refuse_pair(row)
     messages, completion = _messages(row, DEMONSTRATION_SHAPE, system_prompt), row.get("completion")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
 
-from tidemill.core.errors import TidemillError, UserError, describe_error
+from tidemill.core.errors import UserError
 from tidemill.runtime.stopping import StopRequest
 
 T = TypeVar("T")
@@ -29,9 +29,7 @@ def run_here(job: Callable[[StopRequest], T]) -> T:
         TidemillError: the job failed, or another one is in progress.
     """
     stop = StopRequest()
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
+    if not _loop_runs_here():
         with _session():
             return job(stop)
     worker = _Worker(job, stop)
@@ -46,6 +44,14 @@ def run_here(job: Callable[[StopRequest], T]) -> T:
             interrupted = True
             stop.request("interrupt again to stop waiting")
     return worker.result()
+
+
+def _loop_runs_here() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
 
 
 async def run_async(job: Callable[[StopRequest], T]) -> T:
@@ -102,17 +108,13 @@ class _Worker(Generic[T]):
 
 @contextmanager
 def _session() -> Iterator[None]:
-    """One job at a time; restores torch's threads; every error is a `TidemillError`."""
+    """One job at a time; restores torch's threads."""
     if not _busy.acquire(blocking=False):
         raise UserError("a run is in progress in this process", hint="wait until it ends, or interrupt it")
     torch = sys.modules.get("torch")
     threads = torch.get_num_threads() if torch is not None else None
     try:
         yield
-    except (TidemillError, KeyboardInterrupt):
-        raise
-    except ExceptionGroup as error:
-        raise TidemillError(describe_error(error)) from error
     finally:
         if torch is not None:
             torch.set_num_threads(threads)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tidemill.api.entry import entry_point, same_arguments
 from tidemill.api.inputs import INPUTS, Inputs
 from tidemill.api.run import Run
 from tidemill.config.issues import Purpose
@@ -20,6 +21,7 @@ Overrides = Mapping[str, Any]
 Function = Callable[..., Any]
 
 
+@entry_point
 def load_config(recipe: str | Path | None = None, overrides: Overrides | None = None) -> RunSpec:
     """The configuration of a recipe.
 
@@ -41,6 +43,7 @@ class Prepared:
     extensions: list[Extension]
 
 
+@entry_point
 def train(
     recipe: str | Path | RunSpec | None = None,
     *,
@@ -109,6 +112,8 @@ def train(
     return run_here(_job(arguments))
 
 
+@entry_point
+@same_arguments(train)
 async def train_async(recipe: str | Path | RunSpec | None = None, **arguments: Any) -> Run:
     """`train`, for `await`: other tasks of the event loop run meanwhile. Cancelling the task stops the run after a
     checkpoint."""

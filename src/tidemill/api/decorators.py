@@ -6,9 +6,13 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeVar, overload
 
 from tidemill.api.entry import entry_point
+from tidemill.envs.agents import environment
 from tidemill.extensions.registry import Kind, Mark, mark
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
+
+
+tool = entry_point(environment.tool)
 
 
 @overload

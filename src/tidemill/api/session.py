@@ -16,14 +16,12 @@ from tidemill.runtime.stopping import StopRequest
 T = TypeVar("T")
 
 _busy = threading.Lock()
-POLL_S = 0.2
-"""How often a waiting main thread looks for an interrupt."""
 
 
 def run_here(job: Callable[[StopRequest], T]) -> T:
     """Run a job and wait for it: in this thread, or in another one if an event loop runs in this thread (a notebook).
 
-    The first KeyboardInterrupt asks the job to stop after a checkpoint; a second one stops waiting.
+    The first Ctrl-C asks the job to stop after a checkpoint; a second one stops waiting.
 
     Raises:
         TidemillError: the job failed, or another one is in progress.
@@ -34,16 +32,15 @@ def run_here(job: Callable[[StopRequest], T]) -> T:
             return job(stop)
     worker = _Worker(job, stop)
     worker.start()
-    interrupted = False
-    while not worker.done.wait(POLL_S):
-        try:
-            worker.done.wait()
-        except KeyboardInterrupt:
-            if interrupted:
-                raise
-            interrupted = True
-            stop.request("interrupt again to stop waiting")
+    with stop.on_signals(lambda: stop.request("interrupt again to stop waiting")):
+        worker.done.wait()
     return worker.result()
+
+
+def in_notebook() -> bool:
+    """Whether this process is a notebook's kernel or another session of IPython."""
+    ipython = sys.modules.get("IPython")
+    return ipython is not None and ipython.get_ipython() is not None
 
 
 def _loop_runs_here() -> bool:

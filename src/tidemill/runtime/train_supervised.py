@@ -23,7 +23,7 @@ from tidemill.models.snapshots import stored_context_limit
 from tidemill.models.turn_format import turn_format
 from tidemill.models.weights_digest import weights_digest
 from tidemill.runtime.model_bundle import load_model_bundle
-from tidemill.runtime.stopping import StopRequest, stop_on_signals
+from tidemill.runtime.stopping import StopRequest
 from tidemill.runtime.train import DATA_DIGEST, record_start, run_session
 from tidemill.telemetry.events import DATA
 from tidemill.telemetry.recorder import Recorder
@@ -64,7 +64,7 @@ def train_supervised(
     stop, stop_request = threading.Event(), stop_request or StopRequest()
     opened = run_session(spec, telemetry_stream, planned_steps=_planned_steps)
     with stop_request.after_hours(spec.trainer.hours), opened as (resumed, run, recorder):
-        with stop_on_signals(stop.set), stop_request.bound(lambda _: stop.set()):
+        with stop_request.on_signals(stop.set), stop_request.bound(lambda _: stop.set()):
             result = _train(resumed, kind, run, recorder, stop)
             if result.already_finished:
                 recorder.note(f"this stage has already finished its {result.steps} steps")

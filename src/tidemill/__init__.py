@@ -50,13 +50,13 @@ __all__ = [
     "train_async",
 ]
 _MODULES = {
-    "tidemill.api.decorators": ("advantage", "loss", "loss_term", "prompt_sampler", "reward", "task"),
+    "tidemill.api.decorators": ("advantage", "loss", "loss_term", "prompt_sampler", "reward", "task", "tool"),
     "tidemill.api.evaluation": ("evaluate", "generate"),
     "tidemill.api.run": ("Run",),
     "tidemill.api.stages": ("demonstrations", "dpo", "pairs", "reward_model", "sft"),
     "tidemill.api.train": ("load_config", "train", "train_async"),
     "tidemill.core.errors": ("TidemillError",),
-    "tidemill.envs.agents.environment": ("Environment", "Step", "ToolEnvironment", "tool"),
+    "tidemill.envs.agents.environment": ("Environment", "Step", "ToolEnvironment"),
     "tidemill.runtime.callbacks": ("Callback",),
     "tidemill.telemetry.sample_files": ("Sample",),
 }

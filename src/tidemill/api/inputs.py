@@ -149,6 +149,20 @@ class Inputs:
             elif getattr(environment, "score", ToolEnvironment.score) is not ToolEnvironment.score:
                 self.overrides["scoring.rewards"] = [{"kind": "environment"}]
 
+    def refuse_parameters_alone(self, task: Any, environment: Any) -> None:
+        """
+        Raises:
+            UserError: there are parameters of a task or an environment, but neither.
+        """
+        kind = self.overrides.get("task", {}).get("kind")
+        for name, params, unused in (
+            ("task", task, kind != "python"),
+            ("environment", environment, "env.name" not in self.overrides),
+        ):
+            if params is not None and unused:
+                hint = f"give {name}= too"
+                raise UserError(f"is given without {name}", where=f"{name}_params", hint=hint)
+
     def _reference(self, kind: Kind, given: Callable[..., Any]) -> str:
         extension = given_function(given, kind, where=kind)
         self.extensions.append(extension)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tidemill.api.entry import entry_point
 from tidemill.config.load import from_toml
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError
@@ -41,6 +42,7 @@ class Run:
         UserError: there is no run, or it was written by another version of Tidemill.
     """
 
+    @entry_point
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self.stages = {name: Run(folder) for name, folder in _stage_folders(self.path).items()}
@@ -78,6 +80,7 @@ class Run:
         """The event log."""
         return list(self._data().events)
 
+    @entry_point
     def samples(self, *, training: bool | None = None) -> list[Sample]:
         """Samples by step.
 
@@ -146,6 +149,7 @@ class Run:
         """Whether the last session was stopped by the user or a callback; the run can be resumed."""
         return bool(self.summary["interrupted"])
 
+    @entry_point
     def report(self) -> Path:
         """Write report.html again and return its path."""
         if self.stages:

@@ -8,9 +8,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
+from tidemill.api.entry import entry_point
 from tidemill.api.inputs import INPUTS, ROW_HINT, Inputs
 from tidemill.api.run import ROWS, Run
-from tidemill.api.train import Function, Overrides, _checked_callbacks
+from tidemill.api.train import (
+    Function,
+    Overrides,
+    _checked_callbacks,
+    _checked_overrides,
+    _checked_recipe,
+    completed,
+)
 from tidemill.config.pipeline import KINDS, load_directory, load_stage
 from tidemill.config.schema import RunSpec
 from tidemill.config.toml import to_toml
@@ -33,6 +41,7 @@ SHAPES: dict[SupervisedKind, str] = {
 }
 
 
+@entry_point
 def sft(
     recipe: Recipe = None,
     *,
@@ -70,10 +79,12 @@ def sft(
 
     Raises:
         TidemillError: invalid input, no finite gradient, or a failure; finished steps are kept.
+        KeyboardInterrupt: as `tidemill.train`.
     """
     return _train("sft", locals())
 
 
+@entry_point
 def reward_model(
     recipe: Recipe = None,
     *,
@@ -106,6 +117,7 @@ def reward_model(
     return _train("reward_model", locals())
 
 
+@entry_point
 def dpo(
     recipe: Recipe = None,
     *,
@@ -137,6 +149,7 @@ def dpo(
     return _train("dpo", locals())
 
 
+@entry_point
 def demonstrations(
     recipe: Recipe = None,
     *,
@@ -171,6 +184,7 @@ def demonstrations(
     return _write_rows("demonstrations", locals())
 
 
+@entry_point
 def pairs(
     recipe: Recipe = None,
     *,
@@ -217,8 +231,9 @@ def _train(kind: SupervisedKind, arguments: Mapping[str, Any]) -> Run:
         spec, _ = _prepared(kind, SHAPES[kind], **given)
         if not spec.data.all_sources:
             raise UserError("is missing", where="data", hint=f"give data=rows; {SHAPES[kind]}")
-        train_supervised(spec, kind, callbacks=callbacks, stop_request=stop)
-        return Run(spec.directory)
+        return completed(
+            spec.directory, stop, lambda: train_supervised(spec, kind, callbacks=callbacks, stop_request=stop)
+        )
 
     return run_here(job)
 
@@ -228,11 +243,10 @@ def _write_rows(kind: DataKind, arguments: Mapping[str, Any]) -> Run:
 
     given = dict(arguments)
 
-    def job(_: StopRequest) -> Run:
+    def job(stop: StopRequest) -> Run:
         spec, inputs = _prepared(kind, ROW_HINT, **given)
         provide(inputs.extensions)
-        _generate(kind, spec)
-        return Run(spec.directory)
+        return completed(spec.directory, stop, lambda: _generate(kind, spec))
 
     return run_here(job)
 
@@ -269,6 +283,7 @@ def _prepared(
     inputs.add_task(task, task_params)
     inputs.add_environment(environment, environment_params)
     inputs.add_rewards(rewards)
+    inputs.refuse_parameters_alone(task_params, environment_params)
     if kind == "demonstrations":
         inputs.overrides.pop("scoring.rewards", None)  # of an environment: nothing is scored
     return load_stage(kind, base, {**inputs.overrides, **given}), inputs
@@ -280,9 +295,9 @@ def _base(
     """The file with the configuration, if there is one, and the overrides.
 
     Raises:
-        UserError: the recipe is something else.
+        UserError: the recipe or the overrides are something else.
     """
-    given = dict(overrides or {})
+    recipe, given = _checked_recipe(recipe), _checked_overrides(overrides)
     if run_dir is not None:
         given["run.dir"] = str(run_dir)
     if isinstance(recipe, RunSpec):
@@ -291,9 +306,6 @@ def _base(
     if recipe is None:
         stored = RunDirectory(Path(given["run.dir"])).config if "run.dir" in given else None
         return (stored, given) if stored and stored.is_file() else (None, {"run.name": kind, **given})
-    if not isinstance(recipe, (str, Path)):
-        what = f"expected the name of a recipe or file, found {type(recipe).__name__}"
-        raise UserError(what, where="recipe", hint=f"name the arguments: tidemill.{kind}(model=..., data=rows)")
     return recipe, given
 
 

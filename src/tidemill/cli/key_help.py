@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated
 
 from cyclopts import App, Parameter
 from rich import box
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
 
 from tidemill.cli.output import Json, Result
+from tidemill.config.foreign_names import ForeignName, listed
 from tidemill.config.keys import Key, all_keys, did_you_mean, sections
+from tidemill.config.search import SearchResult, suggestion
+from tidemill.config.search import search as search_keys
 from tidemill.config.toml import write_value
 from tidemill.core.errors import UserError
+from tidemill.core.formatting import counted
 
 ESSENTIAL = (
     "runtime", "run.name", "run.dir", "run.seed", "model.source", "model.lora.rank", "task.kind", "task.path",
@@ -31,7 +35,10 @@ EXAMPLES = """Examples:
   tidemill train @jsonl --scoring.rewards '[{ kind = "python", function = "my.py:score" }]'
   tidemill train @smollm2-addition --algorithm.name dapo --dry-run"""
 FOOTER = """Set a key with --section.key value, or in a recipe with  [section]  key = value.  The value none unsets it.
-`--help SECTION` shows one section, `--help-all` every key, `tidemill config search WORD` finds keys."""
+`--help SECTION` shows one section, `--help-all` every key. `tidemill config search WORDS` finds keys, also by
+their names in TRL, verl, OpenRLHF and prime-rl."""
+MAX_KEYS = 12  # shown by a search
+MAX_NAMES = 6
 
 
 def print_keys(words: Sequence[str], *, everything: bool) -> None:
@@ -68,33 +75,71 @@ app = App(name="config", help="Find configuration keys.", help_epilogue="")
 
 
 @app.command(name="search")
-def search(word: Annotated[str, Parameter(name="WORD")], /, *, json: Json = False) -> Result:
-    """List the keys whose name, values or documentation contain a word.
+def search(
+    *words: Annotated[str, Parameter(name="WORD", allow_leading_hyphen=True)],
+    json: Json = False,
+) -> Result:
+    """List the keys that match every word: in their name, values or text, or in what other frameworks call them.
 
     Parameters
     ----------
-    word
-        A word, in upper or lower case.
+    words
+        Words, in upper or lower case: `kl penalty`. A name of TRL, verl, OpenRLHF or prime-rl: `num_generations`.
     """
-    lowered = word.lower()
-    found = [key for key in all_keys() if lowered in f"{key.dotted} {key.accepts} {key.doc}".lower()]
-    found.sort(key=lambda key: lowered not in key.dotted)
-    if not found:
-        names = [part for key in all_keys() for part in key.path]
-        hint = did_you_mean(lowered, names) or "`tidemill train --help-all` lists every key"
-        raise UserError("no key contains this word", where=word, hint=hint)
-    rows = [{"key": key.dotted, "accepts": key.accepts, "default": shown_default(key), "doc": key.doc} for key in found]
-    return Result(data={"keys": rows}, text=key_table(found, f"Keys with {word!r}"))
+    query = " ".join(words)
+    if not query.strip():
+        raise UserError("expected a word", hint="write for example `tidemill config search kl penalty`")
+    found = search_keys(words)
+    if not found.keys and not found.names:
+        raise UserError("no key matches all of these words", where=query, hint=suggestion(words))
+    rows = [
+        {"key": key.dotted, "accepts": key.accepts, "default": shown_default(key), "doc": key.doc} for key in found.keys
+    ]
+    names = [
+        {"framework": name.framework, "place": name.place, "name": name.name, "keys": name.ours, "note": name.note}
+        for name in found.names
+    ]
+    return Result(data={"keys": rows, "foreign": names}, text=Group(*_found(found, query)))
 
 
-def key_table(keys: Sequence[Key], title: str) -> Table:
-    """One row per key."""
+def _found(found: SearchResult, query: str) -> Iterator[RenderableType]:
+    """The result of a search. Names of other frameworks come first if the query is one of them."""
+    names = [name_table(found.names[:MAX_NAMES], f"{query!r} in other frameworks")] if found.names else []
+    names_left_out = _left_out(len(found.names) - MAX_NAMES, "name")
+    if found.is_name:
+        yield from (*names, *names_left_out)
+    if found.keys:
+        yield key_table(found.keys[:MAX_KEYS], f"Keys for {query!r}", by_section=False)
+        yield from _left_out(len(found.keys) - MAX_KEYS, "key")
+    if not found.is_name:
+        yield from (*names, *names_left_out)
+
+
+def _left_out(count: int, what: str) -> list[str]:
+    return [f"{counted(count, f'more {what}')}: add a word, or see all with --json\n"] if count > 0 else []
+
+
+def name_table(names: Sequence[ForeignName], title: str) -> Table:
+    """One row per name of another framework."""
+    table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", pad_edge=False)
+    table.add_column("framework")
+    table.add_column("name", style="bold", overflow="fold")
+    table.add_column("here", ratio=1)
+    for name in names:
+        key = escape(listed(name.ours)) if name.ours else "no counterpart"
+        note = f"[dim]: {escape(name.note)}[/dim]" if name.note else ""
+        table.add_row(name.framework, escape(name.shown), f"{key}{note}")
+    return table
+
+
+def key_table(keys: Sequence[Key], title: str, *, by_section: bool = True) -> Table:
+    """One row per key, with space between sections unless the keys are in another order."""
     table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", pad_edge=False)
     table.add_column("key", style="bold", no_wrap=True)
     table.add_column("meaning, (type, default)", ratio=1)
     section = ""
     for key in keys:
-        if section and key.path[0] != section:
+        if by_section and section and key.path[0] != section:
             table.add_section()
         section = key.path[0]
         table.add_row(escape(key.dotted), f"{escape(meaning(key))} [dim]({escape(accepted(key))})[/dim]")

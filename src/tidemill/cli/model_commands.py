@@ -15,6 +15,7 @@ from tidemill.cli.arguments import model_folder
 from tidemill.cli.doctor import size
 from tidemill.cli.output import Json, Result, note
 from tidemill.config.load import load_spec
+from tidemill.config.model import EXPORT_DTYPE, dtype_name
 from tidemill.core.errors import UserError
 from tidemill.models.catalog import listing, resolve
 
@@ -59,7 +60,7 @@ def merge(
     *,
     json: Json = False,
 ) -> Result:
-    """Write the model of a LoRA run as a plain Hugging Face folder, with the adapter merged into the base.
+    """Write the model of a LoRA run as a plain Hugging Face folder in fp32, with the adapter merged into the base.
 
     Parameters
     ----------
@@ -81,7 +82,10 @@ def export(
     directory: Annotated[Path, Parameter(name="DIRECTORY")],
     /,
     *,
-    dtype: Annotated[Literal["fp32", "bf16", "fp16"], Parameter(name="--dtype", help="Type of the weights.")] = "bf16",
+    dtype: Annotated[
+        Literal["fp32", "bf16", "fp16", "float32", "bfloat16", "float16"],
+        Parameter(name="--dtype", help="Type of the weights; fp32 is that of checkpoints and exact."),
+    ] = EXPORT_DTYPE,
     push: Annotated[
         str | None, Parameter(name="--push", help="Also upload the folder to this hub repository, `owner/name`.")
     ] = None,
@@ -100,7 +104,7 @@ def export(
         assert folder is not None
         from tidemill.runtime.export import export_checkpoint
 
-        exported = export_checkpoint(folder, to=directory, dtype=dtype, progress=note)
+        exported = export_checkpoint(folder, to=directory, dtype=dtype_name(dtype), progress=note)
     text = f"{directory}: {exported.parameters / 1e6:.1f} M parameters, {size(exported.bytes)}"
     if push:
         from tidemill.models.hub import push_folder

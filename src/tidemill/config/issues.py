@@ -11,12 +11,14 @@ from typing import Any, Literal, NamedTuple, TypeAlias, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from tidemill.config.foreign_names import explained, ours_of
 from tidemill.config.keys import (
     ITEM,
     Key,
     did_you_mean,
     dotted,
     find,
+    flattened,
     is_section,
     keys_by_path,
     sections,
@@ -80,6 +82,8 @@ def issues_from(error: ValidationError, data: dict[str, Any], locate: Locate) ->
             source = locate(location) if location else ""
             lines = str(details["ctx"]["error"]).splitlines()
             issues += [split_hint(line, key=dotted(location), source=source) for line in lines]
+        elif details["type"] == "extra_forbidden":
+            issues += [unknown_key(each, data, locate(each)) for each in _unknown_locations(location, details["input"])]
         else:
             issues.append(_issue(details, location, data, locate))
     return list(dict.fromkeys(issues))  # pydantic reports a value that fits no member of a union once per member
@@ -116,8 +120,6 @@ def value_for_section(location: Location, given: Any, source: str) -> ConfigIssu
 
 def _issue(details: ErrorDetails, location: Location, data: dict[str, Any], locate: Locate) -> ConfigIssue:
     error, given = details["type"], details["input"]
-    if error == "extra_forbidden":
-        return unknown_key(location, data, locate(location))
     if error.startswith("union_tag"):
         location = (*location, "kind")
         given = given.get("kind") if isinstance(given, dict) else given
@@ -167,9 +169,28 @@ def unknown_key(location: Location, data: dict[str, Any], source: str = "") -> C
         what = f'belongs to {dotted(section)}.kind = "{elsewhere[0].variant}", and kind is "{kind}"'
         return ConfigIssue(key=dotted(location), what=what, source=source, hint="change the kind or leave the key out")
     closest = suggest(location, kind=kind)
-    what = "unknown section" if len(location) == 1 and not closest.count(".") else "unknown key"
-    hint = f"did you mean {closest}?" if closest else "`tidemill train --help` lists every key"
+    foreign = foreign_hint(location, closest)
+    is_section_name = len(location) == 1 and not closest.count(".") and not foreign
+    hint = foreign or (f"did you mean {closest}?" if closest else "`tidemill train --help` lists every key")
+    what = "unknown section" if is_section_name else "unknown key"
     return ConfigIssue(key=dotted(location), what=what, source=source, hint=hint)
+
+
+def foreign_hint(location: Location, closest: str) -> str:
+    """What an unknown key is if it is one of another framework; empty where `closest`, the closest key, is as good."""
+    names = [part for part in location if isinstance(part, str)]
+    rows = ours_of(names, certain=bool(closest))
+    same_name = all(row.ours == (closest,) for row in rows) and closest.rpartition(".")[2] == names[-1]
+    return explained(rows) if rows and not same_name else ""
+
+
+def _unknown_locations(location: Location, given: Any) -> list[Location]:
+    """An unknown key; in the place of a table of another framework (`rollout.n`), each of its keys."""
+    if not isinstance(given, dict):
+        return [location]
+    below = [(*location, *name.split(".")) for name in flattened(given)]
+    known = any(ours_of([part for part in each if isinstance(part, str)], certain=True) for each in below)
+    return below if known else [location]
 
 
 def _kind(data: dict[str, Any], section: Location) -> str:
@@ -203,6 +224,11 @@ def refuse_untrainable(spec: RunSpec) -> None:
     """
     if issues := list(purpose_issues(spec, "train")):
         raise ConfigError(issues)
+
+
+def names_no_task(spec: RunSpec) -> bool:
+    """Whether neither a recipe nor an override has a section [task], and no client sends prompts."""
+    return "task" not in spec.model_fields_set and not spec.gateway.sessions
 
 
 def purpose_issues(spec: RunSpec, purpose: Purpose) -> Iterator[ConfigIssue]:

@@ -20,6 +20,7 @@ from tidemill.config.issues import (
     ConfigIssue,
     Location,
     Purpose,
+    foreign_hint,
     issues_from,
     purpose_issues,
     split_hint,
@@ -215,7 +216,8 @@ def missing_values(assignments: Sequence[Assignment]) -> list[ConfigIssue]:
             continue
         flags = difflib.get_close_matches(path[0], COMMAND_FLAGS, 1, 0.7) if len(path) == 1 else []
         closest = flags[0] if flags else suggest(path)
-        hint = f"did you mean --{closest}?" if closest else "`tidemill train --help` lists every option"
+        plain = f"did you mean --{closest}?" if closest else "`tidemill train --help` lists every option"
+        hint = foreign_hint(path, closest) or plain
         issues.append(ConfigIssue(key=option, what="unknown option", hint=hint))
     return issues
 
@@ -395,6 +397,11 @@ def read_sources(args: Sequence[str]) -> Sources:
 def _unexpected(item: str) -> ConfigIssue:
     if item.endswith(".toml") or Path(item).is_file():
         return ConfigIssue(key=item, what="a recipe needs a leading @", hint=f"write @{item}")
+    name, sign, value = item.partition("=")
+    if sign and _key(tuple(name.split("."))):
+        return ConfigIssue(key=item, what="an override needs leading dashes", hint=f"write --{name}={value}")
+    if sign and (hint := foreign_hint((name.lstrip("+"),), "")):
+        return ConfigIssue(key=item, what="an override needs leading dashes and a key of Tidemill", hint=hint)
     return ConfigIssue(key=item, what="unexpected argument", hint="write @recipe.toml or --section.key value")
 
 

@@ -3,11 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import Annotated, Any, Final, Literal, TypeAlias
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from tidemill.config.base import Config, Seed
+
+DTYPE_NAMES: dict[str, str] = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+"""PyTorch's names of the data types of weights, which are accepted, too."""
+EXPORT_DTYPE: Final = "fp32"
+"""Data type of exported weights unless another one is chosen: that of checkpoints, so that nothing is rounded."""
+
+
+def dtype_name(given: Any) -> Any:
+    """`bfloat16` as `bf16`; anything else unchanged."""
+    return DTYPE_NAMES.get(given, given) if isinstance(given, str) else given
+
+
+WeightsDtype: TypeAlias = Annotated[Literal["fp32", "bf16", "fp16"], BeforeValidator(dtype_name)]
 
 
 class LoraConfig(Config):

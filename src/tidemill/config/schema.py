@@ -22,7 +22,7 @@ from tidemill.config.learning import (
     SupervisedConfig,
     TrainerConfig,
 )
-from tidemill.config.model import ModelConfig, PlacementConfig, ReadingConfig
+from tidemill.config.model import EXPORT_DTYPE, ModelConfig, PlacementConfig, ReadingConfig, WeightsDtype
 from tidemill.config.pool import FleetConfig, PoolConfig, RayConfig, SimulationConfig, StaticPool
 from tidemill.config.sandbox import SandboxConfig
 from tidemill.config.task import (
@@ -228,8 +228,8 @@ class TelemetryConfig(Config):
 class ExportConfig(Config):
     path: OutputFolder = None
     """Export stages: output folder, which must be new or an earlier export. Default: `model` in the stage's folder."""
-    dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """Data type of the exported weights; fp32 is exact."""
+    dtype: WeightsDtype = EXPORT_DTYPE
+    """Data type of the exported weights; fp32 is that of checkpoints and exact."""
 
 
 class RunSpec(Config):

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 import tidemill
-from tidemill.config.model import ModelConfig
+from tidemill.config.model import EXPORT_DTYPE, ModelConfig
 from tidemill.config.schema import RunConfig, RunSpec
 from tidemill.core.errors import UserError
 from tidemill.core.formatting import compact
@@ -87,7 +87,7 @@ def export_model(
 
 
 def export_checkpoint(
-    checkpoint: Path, *, to: Path, dtype: str, progress: Callable[[str], None] = lambda _: None
+    checkpoint: Path, *, to: Path, dtype: str = EXPORT_DTYPE, progress: Callable[[str], None] = lambda _: None
 ) -> Exported:
     """Write a checkpoint as a plain Hugging Face folder; an adapter is merged into its base first.
 

@@ -30,7 +30,7 @@ from tidemill.runtime.extension_checks import identities, refuse_changed, run_ex
 from tidemill.runtime.journal import SqliteJournal
 from tidemill.runtime.local import IN_PROCESS
 from tidemill.runtime.sandbox_check import check_needed_sandbox
-from tidemill.runtime.stopping import StopRequest, stop_on_signals
+from tidemill.runtime.stopping import StopRequest
 from tidemill.telemetry.events import DATA, ENVIRONMENT_WARNING
 from tidemill.telemetry.manifest import Forecast, build_manifest, write_forecast
 from tidemill.telemetry.recorder import Recorder
@@ -347,7 +347,8 @@ async def _train(
         def from_other_thread(reason: str) -> None:
             loop.call_soon_threadsafe(request_stop, reason)
 
-        with stop_on_signals(lambda: loop.call_soon_threadsafe(request_stop)), stop_request.bound(from_other_thread):
+        signalled = stop_request.on_signals(lambda: loop.call_soon_threadsafe(request_stop))
+        with signalled, stop_request.bound(from_other_thread):
             result = await train_loop(
                 spec=spec,
                 source=source,

@@ -24,7 +24,7 @@ from tidemill.models.turn_format import turn_format
 from tidemill.models.weights_digest import weights_digest
 from tidemill.runtime.callbacks import Callback, CallbackTelemetry, configured_callbacks
 from tidemill.runtime.model_bundle import load_model_bundle
-from tidemill.runtime.stopping import StopRequest, stop_on_signals
+from tidemill.runtime.stopping import StopRequest
 from tidemill.runtime.train import DATA_DIGEST, record_start, run_session
 from tidemill.telemetry.events import DATA
 from tidemill.telemetry.recorder import Recorder
@@ -68,7 +68,7 @@ def train_supervised(
     callbacks = [*callbacks, *configured_callbacks(spec)]
     opened = run_session(spec, telemetry_stream, planned_steps=_planned_steps, kind=kind)
     with stop_request.after_hours(spec.trainer.hours), opened as (resumed, run, recorder):
-        with stop_on_signals(stop.set), stop_request.bound(lambda _: stop.set()):
+        with stop_request.on_signals(stop.set), stop_request.bound(lambda _: stop.set()):
             telemetry = CallbackTelemetry(recorder, callbacks, lambda _: stop.set())
             result = _train(resumed, kind, run, recorder, telemetry, stop)
             if result.already_finished:

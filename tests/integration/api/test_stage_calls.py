@@ -192,10 +192,11 @@ MISTAKES: list[tuple[Callable[..., tm.Run], dict[str, Any], str]] = [
     (tm.sft, {"data": SHOWN, "columns": {"completion": "reply"}}, "the row has no column `reply`"),
     (tm.sft, {"data": {"prompt": ["a"]}}, "data: expected rows, a datasets.Dataset or a path, found dict with prompt"),
     (tm.sft, {"data": SHOWN, "eval_data": []}, "eval_data: has no rows"),
-    (tm.sft, {"recipe": SHOWN}, "recipe: expected the name of a recipe or file, found list"),
+    (tm.sft, {"recipe": SHOWN}, "recipe: needs a TOML file or a name, was given list"),
     (tm.sft, {"data": SHOWN, "overrides": {"batch.prompts": 4}}, "batch: a stage of kind sft does not have this"),
-    (tm.sft, {"data": SHOWN, "callbacks": [print]}, "callbacks: <built-in function print> is not a tidemill.Callback"),
+    (tm.sft, {"data": SHOWN, "callbacks": [print]}, "is not a tidemill.Callback"),
     (tm.dpo, {"data": PREFERENCES, "overrides": {"preference.bta": 1}}, "did you mean preference.beta?"),
+    (tm.dpo, {"train_dataset": PREFERENCES}, "did you mean data=rows?"),
 ]
 
 

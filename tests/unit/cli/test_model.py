@@ -1,13 +1,15 @@
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.unit.cli.conftest import Run
-from tidemill.config.model import ModelConfig
-from tidemill.models.catalog import ModelEntry
+from tidemill.config.model import EXPORT_DTYPE, CharModelConfig, ModelConfig
+from tidemill.config.schema import ExportConfig, RunSpec
+from tidemill.models.catalog import ModelEntry, resolve
 
 ENTRIES = [
     ModelEntry(
@@ -57,3 +59,21 @@ def test_unknown_models_are_the_users_error(run: Run) -> None:
 
 def test_alone_it_shows_its_help(run: Run) -> None:
     assert "Usage: tidemill model COMMAND" in run("model").out
+
+
+def test_export_keeps_the_weights_unless_another_type_is_chosen(run: Run, tmp_path: Path) -> None:
+    model = resolve(ModelConfig(source="char", char=CharModelConfig(hidden_size=32, layers=1)), progress=print)
+    exported = {
+        name: run("export", str(model), str(tmp_path / name), *args, "--json").data["bytes"]
+        for name, args in (("default", ()), ("fp32", ("--dtype", "fp32")), ("bfloat16", ("--dtype", "bfloat16")))
+    }
+    facts = {name: json.loads((tmp_path / name / "tidemill.json").read_text(encoding="utf-8")) for name in exported}
+    assert {name: fact["dtype"] for name, fact in facts.items()} == {
+        "default": "fp32",
+        "fp32": "fp32",
+        "bfloat16": "bf16",
+    }
+    assert facts["default"]["weights_digest"] == facts["fp32"]["weights_digest"] != facts["bfloat16"]["weights_digest"]
+    assert exported["bfloat16"] < exported["default"]
+    assert RunSpec().export.dtype == EXPORT_DTYPE == "fp32"
+    assert ExportConfig.model_validate({"dtype": "bfloat16"}).dtype == "bf16"

@@ -171,6 +171,18 @@ def test_config_search_finds_keys_by_their_documentation(run: Run) -> None:
     assert run("config", "search", "zzzz").code == 2
 
 
+def test_config_search_takes_words_and_names_of_other_frameworks(run: Run) -> None:
+    out = run("config", "search", "kl", "penalty").out
+    assert out.index("algorithm.kl_beta") < out.index("in other frameworks") < out.index("algorithm.kl_penalty")
+    named = run("config", "search", "--num-generations", "--json").data
+    assert [key["key"] for key in named["keys"]] == ["batch.group_size"]
+    assert [(name["framework"], name["name"]) for name in named["foreign"]] == [("TRL", "num_generations")]
+    many = run("config", "search", "vllm").out
+    assert "more names: add a word, or see all with --json" in many
+    assert "did you mean `tidemill config search kl penalty`?" in run("config", "search", "kl", "penelty").err
+    assert "expected a word" in run("config", "search").err
+
+
 def test_recipes_are_listed_shown_and_copied(run: Run, tmp_path: Path) -> None:
     names = [each["name"] for each in run("recipe", "list", "--json").data["recipes"]]
     assert {"char-addition", "jsonl", "rlhf"} <= set(names)

@@ -1,0 +1,122 @@
+"""What TRL, verl, OpenRLHF and prime-rl call Tidemill's settings: the table, look-ups in it, and its page."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+TABLE = Path(__file__).with_name("foreign_names.toml")
+BELOW = ".*"
+"""Ends the name of a row that stands for every name below."""
+MAX_MEANINGS = 2  # of one name, in a hint
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForeignName:
+    """A setting of another framework."""
+
+    framework: str
+    place: str  # the class or section that has it
+    name: str
+    ours: tuple[str, ...]  # Tidemill's keys; empty: there is none
+    note: str  # how the value changes; without a key: why, or what to do instead
+
+    @property
+    def leaf(self) -> str:
+        return self.name.removesuffix(BELOW).rpartition(".")[2]
+
+    @property
+    def shown(self) -> str:
+        """The name as users of the framework abbreviate it."""
+        return self.name.removeprefix("actor_rollout_ref.")
+
+    @property
+    def meaning(self) -> str:
+        """`is batch.group_size`, `is sampling.top_k: training needs 0`, `has no counterpart: ...`"""
+        verb = f"is {listed(self.ours)}" if self.ours else "has no counterpart"
+        return f"{verb}: {self.note}" if self.note else verb
+
+
+@cache
+def foreign_names() -> tuple[ForeignName, ...]:
+    """Every row of the table, one for each name, in its order."""
+    tables = tomllib.loads(TABLE.read_text(encoding="utf-8"))
+    return tuple(
+        ForeignName(framework=framework, place=place, name=name, ours=tuple(keys.split()), note=note)
+        for framework, places in tables.items()
+        for place, rows in places.items()
+        for names, value in rows.items()
+        for keys, note in [(value, "") if isinstance(value, str) else value]
+        for name in names.split()
+    )
+
+
+def ours_of(name: str | Sequence[str], *, framework: str = "", certain: bool = False) -> tuple[ForeignName, ...]:
+    """What a name of another framework is here; empty if none of them has it.
+
+    The whole name counts first (`num_generations`, `actor_rollout_ref.rollout.n`), then its end (`rollout.n`), then its
+    last part (`batch.num_generations`), and at last the end of longer names (`lr`).
+
+    Args:
+        name: with or without leading dashes, with - or _ between words; or the parts of a dotted name.
+        framework: "TRL", "verl", "OpenRLHF" or "prime-rl"; empty: all of them.
+        certain: not if all they share is the last part of a longer name, such as `path`.
+    """
+    text = name if isinstance(name, str) else ".".join(name)
+    wanted = text.lstrip("-+").replace("-", "_").lower()
+    leaf = wanted.rpartition(".")[2]
+    rows = [row for row in foreign_names() if framework in ("", row.framework)]
+    names = [(row, row.name.lower()) for row in rows]
+    matches = [
+        [row for row, known in names if known == wanted],
+        [row for row, known in names if known.endswith(BELOW) and wanted.startswith(known.removesuffix("*"))],
+        [row for row, known in names if known.endswith(f".{wanted}") and "." in wanted],
+        [row for row, known in names if known == leaf],
+        [row for row, known in names if known.endswith(f".{leaf}") and not certain],
+    ]
+    return tuple(next(filter(None, matches), ()))
+
+
+def explained(rows: Sequence[ForeignName]) -> str:
+    """One sentence of what a name is here, from the rows of `ours_of`: `TRL's num_generations is batch.group_size`."""
+    rows = [row for row in rows if row.ours] or rows[:1]
+    meanings = {row.ours: row for row in reversed(rows)}  # by keys, the first row that has them
+    shown = sorted(meanings.values(), key=rows.index)[:MAX_MEANINGS]
+    if len(shown) > 1 and len({(row.framework, row.name) for row in shown}) == 1:
+        places = " or ".join(f"{listed(row.ours)} ({row.place})" for row in shown)
+        return f"{shown[0].framework}'s {shown[0].shown} is {places}"
+    if len(shown) > 1:
+        return "; ".join(f"{row.framework}'s {row.shown} is {listed(row.ours)}" for row in shown)
+    return f"{shown[0].framework}'s {shown[0].shown} {shown[0].meaning}"
+
+
+def listed(words: Sequence[str]) -> str:
+    """`a, b and c`"""
+    return " and ".join(filter(None, (", ".join(words[:-1]), words[-1])))
+
+
+def update_document(text: str) -> str:
+    """The text of docs/coming_from.md with its tables replaced by the current ones."""
+    for framework in dict.fromkeys(row.framework for row in foreign_names()):
+        begin, end = f"<!-- {framework}: generated -->\n", f"\n<!-- end of {framework} -->"
+        rows = [row for row in foreign_names() if row.framework == framework]
+        places = [_section(place, rows) for place in dict.fromkeys(row.place for row in rows)]
+        text = re.sub(f"(?s){begin}.*?{end}", lambda _: begin + "\n\n".join(places) + end, text)  # noqa: B023
+    return text
+
+
+def _section(place: str, rows: Sequence[ForeignName]) -> str:
+    """A heading and a table, one line for the names that share a row."""
+    lines: dict[tuple[tuple[str, ...], str], list[str]] = {}
+    for row in rows:
+        if row.place == place:
+            lines.setdefault((row.ours, row.note), []).append(f"`{row.name}`")
+    table = [
+        f"| {', '.join(names)} | {', '.join(f'`{key}`' for key in ours) or '-'} | {note.replace('|', chr(92) + '|')} |"
+        for (ours, note), names in lines.items()
+    ]
+    return "\n".join([f"### {place}", "", "| name | here | value, or why not |", "|---|---|---|", *table])

@@ -180,7 +180,9 @@ def test_faults_of_pairs(tmp_path: Path, row: dict[str, Any], what: str) -> None
         ({"chosen": "2+2=4", "rejected": "2+2=5"}, "2+2=", ("4", "5")),
     ],
 )
-def test_pairs_may_contain_their_prompt(tmp_path: Path, row: dict[str, Any], prompt: Any, sides: tuple[str]) -> None:
+def test_pairs_may_contain_their_prompt(
+    tmp_path: Path, row: dict[str, Any], prompt: Any, sides: tuple[str, str]
+) -> None:
     (pair,) = read_pairs(write(tmp_path, "jsonl", [row]))
     asked = [USER | {"content": prompt}] if isinstance(prompt, str) else prompt
     assert pair.messages == tuple(Message(**message) for message in asked)

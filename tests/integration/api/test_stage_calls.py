@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -146,6 +148,17 @@ def test_a_stopped_run_resumes_to_the_same_weights_and_a_finished_one_is_returne
     assert "<th>held-out loss</th>" in shown
     assert "→" in shown
     assert "held-out accuracy" in shown
+
+
+class Interrupt(tm.Callback):
+    def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_an_interrupt_is_raised_after_the_checkpoint_with_the_run() -> None:
+    with pytest.raises(KeyboardInterrupt, match="the same call resumes it") as caught:
+        sft(data=SHOWN, callbacks=[Interrupt()])
+    assert caught.value.run.checkpoint.name == "step_1"  # type: ignore[attr-defined]
 
 
 def test_the_best_checkpoint_is_the_model_of_the_next_call() -> None:

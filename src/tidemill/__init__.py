@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from tidemill.api.decorators import advantage, loss, loss_term, prompt_sampler, reward, task
     from tidemill.api.evaluation import evaluate, generate
     from tidemill.api.run import Run
+    from tidemill.api.stages import demonstrations, dpo, pairs, reward_model, sft
     from tidemill.api.train import load_config, train, train_async
     from tidemill.core.errors import TidemillError
     from tidemill.envs.agents.environment import Environment, Step, ToolEnvironment, tool
@@ -30,26 +31,32 @@ __all__ = [
     "TidemillError",
     "ToolEnvironment",
     "advantage",
+    "demonstrations",
+    "dpo",
     "evaluate",
     "generate",
     "load_config",
     "loss",
     "loss_term",
+    "pairs",
     "prompt_sampler",
     "reward",
+    "reward_model",
     "rewards",
+    "sft",
     "task",
     "tool",
     "train",
     "train_async",
 ]
 _MODULES = {
-    "tidemill.api.decorators": ("advantage", "loss", "loss_term", "prompt_sampler", "reward", "task"),
+    "tidemill.api.decorators": ("advantage", "loss", "loss_term", "prompt_sampler", "reward", "task", "tool"),
     "tidemill.api.evaluation": ("evaluate", "generate"),
     "tidemill.api.run": ("Run",),
+    "tidemill.api.stages": ("demonstrations", "dpo", "pairs", "reward_model", "sft"),
     "tidemill.api.train": ("load_config", "train", "train_async"),
     "tidemill.core.errors": ("TidemillError",),
-    "tidemill.envs.agents.environment": ("Environment", "Step", "ToolEnvironment", "tool"),
+    "tidemill.envs.agents.environment": ("Environment", "Step", "ToolEnvironment"),
     "tidemill.runtime.callbacks": ("Callback",),
     "tidemill.telemetry.sample_files": ("Sample",),
 }

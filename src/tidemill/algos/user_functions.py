@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from tidemill.algos.advantages import Scope
-from tidemill.core.errors import UserError, exception_text
+from tidemill.core.errors import UserError
 from tidemill.extensions.registry import Extension, resolve
+from tidemill.extensions.results import raised, shown, wrong_result
 from tidemill.extensions.signature import Wanted, check_offered, wanted_arguments
 
 DoubleArray = npt.NDArray[np.float64]
@@ -49,14 +50,24 @@ class UserAdvantage:
         Raises:
             UserError: the function raised, or returned something else.
         """
-        name = self.extension.name
         values = self.wanted.choose({**inputs, "lengths": torch.tensor(lengths)})
+        what = f"advantage {self.extension.name}"
         with _double():
-            result = _call(self.extension.function, values, what=f"advantage {name}", where=ADVANTAGE_WHERE)
-        rows = _rows(result, name)
-        if len(rows) != len(lengths):
-            raise _wrong(name, f"returned {len(rows)} values for {len(lengths)} samples")
-        return [_checked_row(row, length, name) for row, length in zip(rows, lengths, strict=True)]
+            result = _call(self.extension.function, values, what=what, where=ADVANTAGE_WHERE)
+        try:
+            rows = _rows(result, len(lengths))
+            return [_checked_row(row, length) for row, length in zip(rows, lengths, strict=True)]
+        except WrongResultError as error:
+            expected = (
+                "return one number per sample, in order, or a list with one array per sample (a number per token)"
+            )
+            raise wrong_result(
+                what, self.extension.function, f"returned {error}", where=ADVANTAGE_WHERE, expected=expected
+            ) from None
+
+
+class WrongResultError(Exception):
+    """What a function returned instead of advantages."""
 
 
 @contextmanager
@@ -80,37 +91,47 @@ def user_advantage(ref: str) -> UserAdvantage:
     return UserAdvantage(extension=extension, wanted=wanted)
 
 
-def _rows(result: Any, name: str) -> Sequence[Any]:
+def _rows(result: Any, samples: int) -> Sequence[Any]:
+    """
+    Raises:
+        WrongResultError: it is not a sequence with an element per sample.
+    """
     if isinstance(result, Tensor):
-        return result.detach().cpu().tolist() if result.ndim == 1 else list(result)
-    if isinstance(result, np.ndarray):
-        return result.tolist() if result.ndim == 1 else list(result)
-    if isinstance(result, (list, tuple)):
-        return result
-    raise _wrong(name, f"returned a {type(result).__name__}")
+        rows = result.detach().cpu() if result.ndim else None
+    elif isinstance(result, np.ndarray):
+        rows = result if result.ndim else None
+    else:
+        rows = result if isinstance(result, (list, tuple)) else None
+    if rows is None:
+        raise WrongResultError(f"{shown(result)}, for {samples} samples")
+    if len(rows) != samples:
+        raise WrongResultError(f"{len(rows)} {'value' if len(rows) == 1 else 'values'} for {samples} samples")
+    return rows.tolist() if isinstance(rows, (Tensor, np.ndarray)) and rows.ndim == 1 else list(rows)
 
 
-def _checked_row(row: Any, length: int, name: str) -> float | DoubleArray:
+def _checked_row(row: Any, length: int) -> float | DoubleArray:
+    """
+    Raises:
+        WrongResultError: it is neither a finite number nor an array of them with an element per token.
+    """
     if isinstance(row, float) and math.isfinite(row):
         return row
-    if isinstance(row, Tensor):
-        row = row.detach().cpu().numpy()
     try:
-        values = np.asarray(row, np.float64)
+        if isinstance(row, Tensor):
+            row = row.detach().cpu().double().numpy() if not row.is_complex() else row.numpy()
+        values = np.asarray(row)
+        if values.dtype.kind not in "biuf":
+            raise WrongResultError(f"{shown(row)} for a sample")
+        values = values.astype(np.float64)
     except (TypeError, ValueError):
-        raise _wrong(name, f"returned {row!r:.40} for a sample") from None
-    if not np.isfinite(values).all():
-        raise _wrong(name, "returned a value that is not finite")
-    if values.ndim == 0:
+        raise WrongResultError(f"{shown(row)} for a sample") from None
+    if values.ndim == 0 and np.isfinite(values):
         return float(values)
-    if values.shape != (length,):
-        raise _wrong(name, f"returned an array of shape {list(values.shape)} for a sample of {length} tokens")
+    if values.shape not in ((), (length,)):
+        raise WrongResultError(f"an array of shape {list(values.shape)} for a sample of {length} tokens")
+    if not np.isfinite(values).all():
+        raise WrongResultError("a value that is not finite")
     return values
-
-
-def _wrong(name: str, fault: str) -> UserError:
-    hint = "return one number per sample, in order, or a list with one array per sample (one number per token)"
-    return UserError(f"advantage {name} {fault}", where=ADVANTAGE_WHERE, hint=hint)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,15 +155,24 @@ class UserLoss:
         """
         what = f"{self.kind.replace('_', ' ')} {self.extension.name}"
         result = _call(self.extension.function, self.wanted.choose(inputs), what=what, where=self.where)
-        expected = inputs["logprobs"]
-        if not isinstance(result, Tensor) or result.shape != expected.shape:
-            found = f"a tensor {list(result.shape)}" if isinstance(result, Tensor) else f"a {type(result).__name__}"
-            fault, hint = f"returned {found}", f"return one loss per token: a tensor {list(expected.shape)} here"
-            raise UserError(f"{what} {fault}", where=self.where, hint=hint)
-        if expected.requires_grad and not result.requires_grad:
-            hint = "compute it from `logprobs` with torch, without detach or numpy"
-            raise UserError(f"{what} has no gradient", where=self.where, hint=hint)
-        return result
+        if (fault := _loss_fault(result, inputs["logprobs"])) is not None:
+            hint = f"return one loss per token, computed from `logprobs` with torch: {shown(inputs['logprobs'])} here"
+            raise wrong_result(what, self.extension.function, fault, where=self.where, expected=hint)
+        loss: Tensor = result
+        return loss
+
+
+def _loss_fault(result: Any, logprobs: Tensor) -> str | None:
+    """What is wrong with the result of a loss, as a verb and its object; None if nothing is."""
+    if not isinstance(result, Tensor) or result.shape != logprobs.shape:
+        return f"returned {shown(result)}"
+    if result.device != logprobs.device:
+        return f"returned a tensor on {result.device}, and the others are on {logprobs.device}"
+    if logprobs.requires_grad and not result.requires_grad:
+        return "returned a tensor that has no gradient"
+    if not bool(torch.isfinite(result.detach()).all()):
+        return "returned a value that is not finite"
+    return None
 
 
 def user_loss(
@@ -166,12 +196,11 @@ def user_loss(
 
 
 def _call(function: Callable[..., Any], values: dict[str, Any], *, what: str, where: str) -> Any:
+    """
+    Raises:
+        UserError: it raised.
+    """
     try:
         return function(**values)
-    except Exception as error:
-        trace = error.__traceback__
-        while trace is not None and trace.tb_next is not None:
-            trace = trace.tb_next
-        place = f" (line {trace.tb_lineno} of {trace.tb_frame.f_code.co_filename})" if trace is not None else ""
-        hint = "correct the function; the run resumes from its last checkpoint"
-        raise UserError(f"{what} raised {exception_text(error)}{place}", where=where, hint=hint) from error
+    except (Exception, SystemExit) as error:
+        raise raised(what, function, error, where=where) from error

@@ -5,9 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeVar, overload
 
+from tidemill.api.entry import entry_point
+from tidemill.envs.agents import environment
 from tidemill.extensions.registry import Kind, Mark, mark
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
+
+
+tool = entry_point(environment.tool)
 
 
 @overload
@@ -20,6 +25,7 @@ def reward(
     process: bool | None = None,
     version: str = "",
 ) -> Callable[[FunctionT], FunctionT]: ...
+@entry_point
 def reward(
     function: Any = None,
     /,
@@ -51,6 +57,7 @@ def reward(
 def advantage(function: FunctionT, /) -> FunctionT: ...
 @overload
 def advantage(*, scope: Literal["group", "batch"] = "group", version: str = "") -> Callable[[FunctionT], FunctionT]: ...
+@entry_point
 def advantage(function: Any = None, /, *, scope: Literal["group", "batch"] = "group", version: str = "") -> Any:
     """Mark a function as an advantage estimator.
 
@@ -70,6 +77,7 @@ def advantage(function: Any = None, /, *, scope: Literal["group", "batch"] = "gr
 def loss(function: FunctionT, /) -> FunctionT: ...
 @overload
 def loss(*, version: str = "") -> Callable[[FunctionT], FunctionT]: ...
+@entry_point
 def loss(function: Any = None, /, *, version: str = "") -> Any:
     """Mark a function as a policy loss, which replaces the built-in one; parameters and result as for `loss_term`.
 
@@ -82,6 +90,7 @@ def loss(function: Any = None, /, *, version: str = "") -> Any:
 def loss_term(function: FunctionT, /) -> FunctionT: ...
 @overload
 def loss_term(*, version: str = "") -> Callable[[FunctionT], FunctionT]: ...
+@entry_point
 def loss_term(function: Any = None, /, *, version: str = "") -> Any:
     """Mark a function as a term that is added to the policy loss.
 
@@ -96,6 +105,7 @@ def loss_term(function: Any = None, /, *, version: str = "") -> Any:
 def task(function: FunctionT, /) -> FunctionT: ...
 @overload
 def task(*, version: str = "") -> Callable[[FunctionT], FunctionT]: ...
+@entry_point
 def task(function: Any = None, /, *, version: str = "") -> Any:
     """Mark a function as a task: it returns a list of rows, or a dict with the lists `train` and `held_out`.
 
@@ -108,6 +118,7 @@ def task(function: Any = None, /, *, version: str = "") -> Any:
 def prompt_sampler(function: FunctionT, /) -> FunctionT: ...
 @overload
 def prompt_sampler(*, version: str = "") -> Callable[[FunctionT], FunctionT]: ...
+@entry_point
 def prompt_sampler(function: Any = None, /, *, version: str = "") -> Any:
     """Mark a function as a prompt sampler (a curriculum).
 

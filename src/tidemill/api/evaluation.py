@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
+from tidemill.api.entry import entry_point
 from tidemill.api.inputs import Inputs
 from tidemill.api.run import Run
 from tidemill.api.train import load
@@ -21,6 +22,7 @@ EVERY_PROMPT = 2**31
 """A limit of prompts that no data set reaches."""
 
 
+@entry_point
 def evaluate(
     recipe: Recipe = None,
     *,
@@ -68,6 +70,7 @@ def evaluate(
     return _run(job, recipe, model, tokenizer)
 
 
+@entry_point
 def generate(
     prompts: str | Sequence[str],
     *,

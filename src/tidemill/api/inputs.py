@@ -7,10 +7,12 @@ import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from tidemill.api.rewards import Reward
 from tidemill.api.rewards import function as user_reward
+from tidemill.api.rewards import model as reward_model
+from tidemill.api.run import Run
 from tidemill.config.schema import SET_NAME
 from tidemill.config.task import HUB, RewardConfig
 from tidemill.core.errors import UserError
@@ -30,20 +32,33 @@ class Inputs:
     Args:
         folder: where objects are saved: `RUN/inputs`.
         kept: the run has begun, so that saved objects must not change.
+        shape: an example of a row, for the hints.
     """
 
     folder: Path
     kept: bool
+    shape: str = ROW_HINT
     overrides: dict[str, Any] = field(default_factory=dict)
     extensions: list[Extension] = field(default_factory=list)
 
-    def add_data(self, data: Any, held_out: Any, columns: Mapping[str, str] | None) -> None:
-        """Rows, a `datasets.Dataset`, a path, or (weight, data) pairs, as the task of kind "file"."""
+    def add_data(
+        self,
+        data: Any,
+        held_out: Any,
+        columns: Mapping[str, str] | None,
+        *,
+        section: Literal["task", "data"] = "task",
+    ) -> None:
+        """Rows, a `datasets.Dataset`, a path, a `Run` that made rows, or (weight, data) pairs: as the task of kind
+        "file", or as the examples of a supervised stage."""
         if data is None:
             if held_out is not None:
                 raise UserError("is given without data", where="eval_data", hint="give data too")
             return
+        # Examples have no kind, whose change would remove the files of a recipe.
         task: dict[str, Any] = {"kind": "file"}
+        if section == "data":
+            task = {"path": None, "sources": [], "held_out_path": None}
         if isinstance(data, (list, tuple)) and data and all(isinstance(each, tuple) for each in data):
             task["sources"] = [
                 {"weight": weight, "path": self._data_path(each, f"data[{number}]", f"train_{number}")}
@@ -55,7 +70,7 @@ class Inputs:
             task["held_out_path"] = self._data_path(held_out, "eval_data", "held_out")
         if columns:
             task["columns"] = dict(columns)
-        self.overrides["task"] = task
+        self.overrides[section] = task
 
     def add_eval_sets(self, sets: Any) -> None:
         """Rows or paths by name, as `eval.sets`."""
@@ -73,9 +88,11 @@ class Inputs:
         ]
 
     def add_model(self, model: Any, tokenizer: Any) -> None:
-        """A name, a folder, or a `transformers` model with its tokenizer."""
+        """A name, a folder, a run, or a `transformers` model with its tokenizer."""
         if model is None:
             return
+        if isinstance(model, Run):
+            model = model.model
         if isinstance(model, Path):
             self.overrides["model.source"] = str(model.expanduser().absolute())
         elif isinstance(model, str):
@@ -132,6 +149,20 @@ class Inputs:
             elif getattr(environment, "score", ToolEnvironment.score) is not ToolEnvironment.score:
                 self.overrides["scoring.rewards"] = [{"kind": "environment"}]
 
+    def refuse_parameters_alone(self, task: Any, environment: Any) -> None:
+        """
+        Raises:
+            UserError: there are parameters of a task or an environment, but neither.
+        """
+        kind = self.overrides.get("task", {}).get("kind")
+        for name, params, unused in (
+            ("task", task, kind != "python"),
+            ("environment", environment, "env.name" not in self.overrides),
+        ):
+            if params is not None and unused:
+                hint = f"give {name}= too"
+                raise UserError(f"is given without {name}", where=f"{name}_params", hint=hint)
+
     def _reference(self, kind: Kind, given: Callable[..., Any]) -> str:
         extension = given_function(given, kind, where=kind)
         self.extensions.append(extension)
@@ -139,10 +170,15 @@ class Inputs:
 
     def _data_path(self, data: Any, where: str, name: str, *, addable: bool = False) -> str:
         """Save rows; a run that has begun must have saved the same, unless they are new and `addable`."""
+        if isinstance(data, Run):
+            return str(data.rows_file.absolute())
         if isinstance(data, (str, Path)):
             return str(data) if str(data).startswith(HUB) else str(Path(data).expanduser().absolute())
         path = self.folder / f"{name}.jsonl"
-        content = b"".join(_json_line(row, f"{where}, row {index}") for index, row in enumerate(_rows(data, where)))
+        rows = enumerate(self._rows(data, where))
+        content = b"".join(self._json_line(row, f"{where}, row {index}") for index, row in rows)
+        if not content:
+            raise UserError("has no rows", where=where, hint=self.shape)
         if self.kept and (path.is_file() or not addable):
             if not path.is_file() or path.read_bytes() != content:
                 hint = "give the rows of the first session, or choose another run_dir"
@@ -168,10 +204,29 @@ class Inputs:
             raise disk_error(error, folder) from error
         return folder.absolute()
 
+    def _rows(self, data: Any, where: str) -> Iterable[Any]:
+        if isinstance(data, Mapping) or not isinstance(data, Iterable):
+            what = f"expected rows, a datasets.Dataset or a path, found {type(data).__name__}"
+            if hasattr(data, "keys"):
+                what += f" with {', '.join(map(str, data))}"
+            raise UserError(what, where=where, hint=self.shape)
+        return data
+
+    def _json_line(self, row: Any, where: str) -> bytes:
+        if not isinstance(row, Mapping):
+            raise UserError(f"expected a dict, found {type(row).__name__}", where=where, hint=self.shape)
+        try:
+            return json.dumps(dict(row), ensure_ascii=False, allow_nan=False).encode() + b"\n"
+        except (TypeError, ValueError) as error:
+            hint = "convert that column to text, or remove it"
+            raise UserError(f"cannot be written as JSON: {error}", where=where, hint=hint) from None
+
 
 def _as_reward(given: Any) -> Reward:
     if isinstance(given, Reward):
         return given
+    if isinstance(given, Run):
+        return reward_model(given)
     if isinstance(given, RewardConfig):
         return Reward(settings=given.model_dump(mode="json"))
     if isinstance(given, Mapping):
@@ -187,22 +242,3 @@ def _pairs(data: Any) -> list[tuple[float, Any]]:
             hint = 'for example data=[(2, "math.jsonl"), (1, rows)]'
             raise UserError("expected a (weight, data) pair", where=f"data[{number}]", hint=hint)
     return list(data)
-
-
-def _rows(data: Any, where: str) -> Iterable[Any]:
-    if isinstance(data, Mapping) or not isinstance(data, Iterable):
-        what = f"expected rows, a datasets.Dataset or a path, found {type(data).__name__}"
-        if hasattr(data, "keys"):
-            what += f" with {', '.join(map(str, data))}"
-        raise UserError(what, where=where, hint=ROW_HINT)
-    return data
-
-
-def _json_line(row: Any, where: str) -> bytes:
-    if not isinstance(row, Mapping):
-        raise UserError(f"expected a dict, found {type(row).__name__}", where=where, hint=ROW_HINT)
-    try:
-        return json.dumps(dict(row), ensure_ascii=False, allow_nan=False).encode() + b"\n"
-    except (TypeError, ValueError) as error:
-        hint = "convert that column to text, or remove it"
-        raise UserError(f"cannot be written as JSON: {error}", where=where, hint=hint) from None

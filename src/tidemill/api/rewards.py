@@ -8,8 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
+from tidemill.api.entry import entry_point
+from tidemill.api.run import Run
+from tidemill.core.errors import UserError
 from tidemill.extensions.registry import Extension, given_function
 
 Role = Literal["reward", "gold"]
@@ -23,36 +27,43 @@ class Reward:
     extension: Extension | None = None
 
 
+@entry_point
 def exact(*, weight: float = 1.0, name: str = "", role: Role = "reward") -> Reward:
     """1 if the completion equals the answer, else 0."""
     return _reward("exact", weight, name, role)
 
 
+@entry_point
 def numeric(*, weight: float = 1.0, name: str = "", role: Role = "reward") -> Reward:
     """1 if the last number of the completion equals the answer's, else 0."""
     return _reward("numeric", weight, name, role)
 
 
+@entry_point
 def math_verify(*, weight: float = 1.0, name: str = "", role: Role = "reward") -> Reward:
     """1 if math-verify finds completion and answer equal, else 0. Needs the extra `tasks`."""
     return _reward("math_verify", weight, name, role)
 
 
+@entry_point
 def regex(pattern: str, *, weight: float = 1.0, name: str = "", role: Role = "reward") -> Reward:
     """1 if the pattern is found in the completion, else 0."""
     return _reward("regex", weight, name, role, pattern=pattern)
 
 
+@entry_point
 def length(target_tokens: int, *, weight: float = 1.0, name: str = "", role: Role = "reward") -> Reward:
     """1 at the target number of completion tokens, falling linearly to 0 at 0 and at twice the target."""
     return _reward("length", weight, name, role, target_tokens=target_tokens)
 
 
+@entry_point
 def task(*, weight: float = 1.0, name: str = "", role: Role = "reward") -> Reward:
     """The score of the task's own scorer."""
     return _reward("task", weight, name, role)
 
 
+@entry_point
 def tests(
     *, with_prompt: bool = False, partial: bool = False, weight: float = 1.0, name: str = "", role: Role = "reward"
 ) -> Reward:
@@ -65,16 +76,35 @@ def tests(
     return _reward("tests", weight, name, role, with_prompt=with_prompt, partial=partial)
 
 
+@entry_point
 def random(*, weight: float = 1.0, name: str = "", role: Role = "reward") -> Reward:
     """0 or 1 at random: a control that cannot be learned."""
     return _reward("random", weight, name, role)
 
 
-def model(folder: str, *, batch: int = 64, weight: float = 1.0, name: str = "", role: Role = "reward") -> Reward:
-    """The score of a reward model in a folder."""
-    return _reward("model", weight, name, role, model=folder, batch=batch)
+@entry_point
+def model(
+    folder: str | Path | Run, *, batch: int = 64, weight: float = 1.0, name: str = "", role: Role = "reward"
+) -> Reward:
+    """The score of a reward model.
+
+    Args:
+        folder: of the reward model; or a run of `tidemill.reward_model`.
+        batch: largest number of samples per forward pass.
+
+    Raises:
+        UserError: the run is of another kind, or has no checkpoint.
+    """
+    if isinstance(folder, Run):
+        if folder.kind != "reward_model":
+            what, hint = f"a run of kind {folder.kind} has no reward model", "give a run of tidemill.reward_model"
+            raise UserError(what, where=str(folder.path), hint=hint)
+        folder = folder.model
+    path = str(folder.expanduser().absolute()) if isinstance(folder, Path) else folder
+    return _reward("model", weight, name, role, model=path, batch=batch)
 
 
+@entry_point
 def http(
     url: str, *, auth_env: str = "", batch: int = 64, weight: float = 1.0, name: str = "", role: Role = "reward"
 ) -> Reward:
@@ -82,6 +112,7 @@ def http(
     return _reward("http", weight, name, role, url=url, auth_env=auth_env, batch=batch)
 
 
+@entry_point
 def function(
     given: Callable[..., Any] | str,
     *,

@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import html
+import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tidemill.api.entry import entry_point
 from tidemill.config.load import from_toml
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError
+from tidemill.core.formatting import decimal
 from tidemill.pipeline.state import PipelineFolder
-from tidemill.telemetry.metrics import MetricLine
+from tidemill.telemetry.metrics import HELD_OUT, LOSS, PAIRWISE_ACCURACY, TOKEN_ACCURACY, MetricLine
+from tidemill.telemetry.progress_views import label_of
 from tidemill.telemetry.run_data import RunData
 from tidemill.telemetry.run_dir import RunDirectory, read_json
 from tidemill.telemetry.sample_files import Sample
 
+SUPERVISED = ("sft", "reward_model", "dpo")
+DATA_KINDS = ("demonstrations", "pairs")
+ROWS = "rows.jsonl"
+SUPERVISED_FIGURES = ("held_out", "stopped_early")
 STEP_FOLDER = re.compile(r"step_(\d+)")
 
 
@@ -34,6 +42,7 @@ class Run:
         UserError: there is no run, or it was written by another version of Tidemill.
     """
 
+    @entry_point
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self.stages = {name: Run(folder) for name, folder in _stage_folders(self.path).items()}
@@ -50,8 +59,16 @@ class Run:
 
     @property
     def summary(self) -> dict[str, Any]:
-        """Steps, outcome, times, tokens, evaluations and cost, as in summary.json; with stages, the result of each."""
-        return read_json(PipelineFolder(self.path).summary) if self.stages else self._data().summary
+        """Steps, outcome, times, tokens, evaluations and cost, as in summary.json; with stages, the result of each.
+
+        Of supervised training also `held_out`, the newest held-out figures; of rows their number and figures.
+        """
+        if self.stages:
+            return read_json(PipelineFolder(self.path).summary)
+        data = self._data()
+        if self.kind in DATA_KINDS:
+            return data.stored_summary
+        return data.summary | {key: value for key, value in data.stored_summary.items() if key in SUPERVISED_FIGURES}
 
     @property
     def metrics(self) -> list[dict[str, float]]:
@@ -63,6 +80,7 @@ class Run:
         """The event log."""
         return list(self._data().events)
 
+    @entry_point
     def samples(self, *, training: bool | None = None) -> list[Sample]:
         """Samples by step.
 
@@ -86,6 +104,38 @@ class Run:
         return found[-1]
 
     @property
+    def kind(self) -> str:
+        """`rl`, `sft`, `reward_model` or `dpo` for training, `demonstrations` or `pairs` for rows; with stages, that of
+        the last stage that trained."""
+        return str(self._directory.read_manifest().get("kind", "rl"))
+
+    @property
+    def model(self) -> Path:
+        """The folder of the trained model, for the next call: the newest checkpoint, or after `sft`, `reward_model` and
+        `dpo` the one with the lowest held-out loss (`checkpoint.keep_best`). Raises UserError: there is none."""
+        newest = self.checkpoint
+        if self.kind not in SUPERVISED or not self.config.checkpoint.keep_best:
+            return newest.absolute()
+        from tidemill.trainer.checkpoint_store import CheckpointStore
+
+        best = CheckpointStore(newest.parent, keep_last=1).best()
+        return (best.path if best else newest).absolute()
+
+    @property
+    def rows_file(self) -> Path:
+        """The file of the rows that `demonstrations` or `pairs` wrote. Raises UserError: there is none."""
+        path = self.path / ROWS
+        if not path.is_file():
+            hint = "give a run of tidemill.demonstrations or tidemill.pairs, or the rows"
+            raise UserError("the run has written no rows", where=str(self.path), hint=hint)
+        return path
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """The rows that `demonstrations` or `pairs` wrote. Raises UserError: there are none."""
+        return [json.loads(line) for line in self.rows_file.read_bytes().splitlines()]
+
+    @property
     def weights_digest(self) -> str:
         """Digest of the newest weights."""
         return str(self._data().summary["weights_digest"])
@@ -99,6 +149,7 @@ class Run:
         """Whether the last session was stopped by the user or a callback; the run can be resumed."""
         return bool(self.summary["interrupted"])
 
+    @entry_point
     def report(self) -> Path:
         """Write report.html again and return its path."""
         if self.stages:
@@ -113,17 +164,39 @@ class Run:
     def _repr_html_(self) -> str:
         summary = self.summary
         rows = [(stage["name"], stage.get("headline", stage["state"])) for stage in summary.get("stages", ())]
+        if self.kind in DATA_KINDS:
+            return _table([("kind", self.kind), ("rows", summary["headline"]), ("file", str(self.rows_file))])
         if not rows:
-            rows = [("steps", f"{summary['steps']} of {summary['total_steps']}"), ("outcome", summary["outcome"])]
+            rows = [("kind", self.kind), ("steps", f"{summary['steps']} of {summary['total_steps']}")]
+            rows += [("outcome", summary["outcome"]), *self._changes()]
             for when in ("before", "after"):
                 mean = (summary["eval"].get(when) or {}).get("reward_mean")
                 rows += [(f"held-out reward {when}", f"{mean:.3f}")] if mean is not None else []
         rows.append(("report", str(self.path / "report.html")))
-        cells = "".join(f"<tr><th>{name}</th><td>{html.escape(str(value))}</td></tr>" for name, value in rows)
-        return f"<table>{cells}</table>"
+        return _table(rows)
+
+    def _changes(self) -> list[tuple[str, str]]:
+        """Loss and accuracies of a supervised run, first and last, on held-out examples; without them in training."""
+        if self.kind not in SUPERVISED:
+            return []
+        data = self._data()
+        for prefix in (HELD_OUT, ""):
+            found = {name: data.values(f"{prefix}{name}") for name in (LOSS, TOKEN_ACCURACY, PAIRWISE_ACCURACY)}
+            if found[LOSS]:
+                return [
+                    (label_of(f"{prefix}{name}"), f"{decimal(values[0])} → {decimal(values[-1])}")
+                    for name, values in found.items()
+                    if values
+                ]
+        return []
 
     def _data(self) -> RunData:
         return RunData.load(self._directory)
+
+
+def _table(rows: Sequence[tuple[str, str]]) -> str:
+    cells = "".join(f"<tr><th>{name}</th><td>{html.escape(value)}</td></tr>" for name, value in rows)
+    return f"<table>{cells}</table>"
 
 
 def _flat(line: MetricLine) -> dict[str, float]:

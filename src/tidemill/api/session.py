@@ -10,42 +10,45 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
 
-from tidemill.core.errors import TidemillError, UserError, describe_error
+from tidemill.core.errors import UserError
 from tidemill.runtime.stopping import StopRequest
 
 T = TypeVar("T")
 
 _busy = threading.Lock()
-POLL_S = 0.2
-"""How often a waiting main thread looks for an interrupt."""
 
 
 def run_here(job: Callable[[StopRequest], T]) -> T:
     """Run a job and wait for it: in this thread, or in another one if an event loop runs in this thread (a notebook).
 
-    The first KeyboardInterrupt asks the job to stop after a checkpoint; a second one stops waiting.
+    The first Ctrl-C asks the job to stop after a checkpoint; a second one stops waiting.
 
     Raises:
         TidemillError: the job failed, or another one is in progress.
     """
     stop = StopRequest()
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
+    if not _loop_runs_here():
         with _session():
             return job(stop)
     worker = _Worker(job, stop)
     worker.start()
-    interrupted = False
-    while not worker.done.wait(POLL_S):
-        try:
-            worker.done.wait()
-        except KeyboardInterrupt:
-            if interrupted:
-                raise
-            interrupted = True
-            stop.request("interrupt again to stop waiting")
+    with stop.on_signals(lambda: stop.request("interrupt again to stop waiting")):
+        worker.done.wait()
     return worker.result()
+
+
+def in_notebook() -> bool:
+    """Whether this process is a notebook's kernel or another session of IPython."""
+    ipython = sys.modules.get("IPython")
+    return ipython is not None and ipython.get_ipython() is not None
+
+
+def _loop_runs_here() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
 
 
 async def run_async(job: Callable[[StopRequest], T]) -> T:
@@ -102,17 +105,13 @@ class _Worker(Generic[T]):
 
 @contextmanager
 def _session() -> Iterator[None]:
-    """One job at a time; restores torch's threads; every error is a `TidemillError`."""
+    """One job at a time; restores torch's threads."""
     if not _busy.acquire(blocking=False):
         raise UserError("a run is in progress in this process", hint="wait until it ends, or interrupt it")
     torch = sys.modules.get("torch")
     threads = torch.get_num_threads() if torch is not None else None
     try:
         yield
-    except (TidemillError, KeyboardInterrupt):
-        raise
-    except ExceptionGroup as error:
-        raise TidemillError(describe_error(error)) from error
     finally:
         if torch is not None:
             torch.set_num_threads(threads)

@@ -2,24 +2,36 @@
 
 from __future__ import annotations
 
+import os
+import re
+import signal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from tidemill.api.entry import entry_point, same_arguments
 from tidemill.api.inputs import INPUTS, Inputs
 from tidemill.api.run import Run
-from tidemill.config.issues import Purpose
+from tidemill.config.issues import Purpose, names_no_task
+from tidemill.config.load import recipe_path
 from tidemill.config.pipeline import PipelineSpec, load_directory, load_overridden
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError
 from tidemill.extensions.registry import Extension, provide
 from tidemill.telemetry.run_dir import RunDirectory
 
+if TYPE_CHECKING:
+    from tidemill.runtime.stopping import StopRequest
+
 Overrides = Mapping[str, Any]
+DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".arrow")
+MODEL_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+"""OWNER/NAME on the hub."""
 Function = Callable[..., Any]
 
 
+@entry_point
 def load_config(recipe: str | Path | None = None, overrides: Overrides | None = None) -> RunSpec:
     """The configuration of a recipe.
 
@@ -41,6 +53,7 @@ class Prepared:
     extensions: list[Extension]
 
 
+@entry_point
 def train(
     recipe: str | Path | RunSpec | None = None,
     *,
@@ -65,8 +78,9 @@ def train(
 ) -> Run:
     """Train a model with reinforcement learning, or resume the run in `run_dir`.
 
-    Works in scripts and notebooks. An interrupt (Ctrl-C, the stop button) ends the run after a checkpoint; the same
-    call resumes it. One run at a time per process.
+    Works in scripts and notebooks. One run at a time per process. An interrupt (Ctrl-C, the stop button) ends the run
+    after a checkpoint, and the same call resumes it. A script then ends with the KeyboardInterrupt, whose attribute
+    `run` is the run (SIGTERM: SystemExit with code 143); in a notebook the run is returned.
 
     The stages of a recipe run one after another; finished ones are not repeated. Arguments apply to every stage that
     uses their section of the configuration, `overrides` also to one: `{"stage.sft.trainer.steps": 50}`.
@@ -102,6 +116,7 @@ def train(
 
     Raises:
         TidemillError: invalid input, a guard stopped the run, or a failure; finished steps are kept.
+        KeyboardInterrupt: Ctrl-C in a script, after the checkpoint; its `run` is None before the run has started.
     """
     arguments = dict(locals())
     from tidemill.api.session import run_here
@@ -109,6 +124,8 @@ def train(
     return run_here(_job(arguments))
 
 
+@entry_point
+@same_arguments(train)
 async def train_async(recipe: str | Path | RunSpec | None = None, **arguments: Any) -> Run:
     """`train`, for `await`: other tasks of the event loop run meanwhile. Cancelling the task stops the run after a
     checkpoint."""
@@ -128,13 +145,47 @@ def _job(arguments: dict[str, Any]) -> Callable[[Any], Run]:
 
         prepared = prepare(**arguments)
         provide(prepared.extensions)
-        if isinstance(prepared.spec, PipelineSpec):
-            run_pipeline(prepared.spec, reporter=ConsoleReporter(), callbacks=callbacks, stop=stop)
-        else:
-            run(prepared.spec, forecast_run=forecast_at_start, callbacks=callbacks, stop=stop)
-        return Run(prepared.spec.directory)
+        spec = prepared.spec
+        if isinstance(spec, PipelineSpec):
+            return completed(
+                spec.directory,
+                stop,
+                lambda: run_pipeline(spec, reporter=ConsoleReporter(), callbacks=callbacks, stop=stop),
+            )
+        return completed(
+            spec.directory, stop, lambda: run(spec, forecast_run=forecast_at_start, callbacks=callbacks, stop=stop)
+        )
 
     return job
+
+
+def completed(directory: Path, stop: StopRequest, work: Callable[[], object]) -> Run:
+    """Do the work and return its run; in a script, a signal is raised after the checkpoint, as `stopped_by`."""
+    from tidemill.api.session import in_notebook
+
+    try:
+        work()
+    except KeyboardInterrupt:  # before the first step, or the second one
+        stopped = Run(directory) if RunDirectory(directory).config.is_file() else None
+    else:
+        if stop.signal is None or (stop.signal == signal.SIGINT and in_notebook()):
+            return Run(directory)
+        stopped = Run(directory)
+    raise stopped_by(stop.signal or signal.SIGINT, stopped, directory)
+
+
+def stopped_by(number: signal.Signals, run: Run | None, directory: Path) -> KeyboardInterrupt | SystemExit:
+    """What a signal raises in a script, with the run as its attribute `run`: as without a handler, but later.
+
+    It is no subclass of KeyboardInterrupt, with which the interpreter would exit with 1 instead of by the signal.
+    """
+    raised: KeyboardInterrupt | SystemExit
+    if number == signal.SIGTERM:
+        raised = SystemExit(128 + number)
+    else:
+        raised = KeyboardInterrupt(f"the run in {directory} was interrupted; the same call resumes it")
+    raised.run = run  # type: ignore[union-attr]
+    return raised
 
 
 def prepare(
@@ -163,10 +214,12 @@ def prepare(
     Raises:
         UserError: an argument is invalid.
     """
-    given = dict(overrides or {})
+    given = _checked_overrides(overrides)
     if run_dir is not None:
+        if not isinstance(run_dir, (str, os.PathLike)):
+            raise UserError(f"needs a path, was given {run_dir!r:.60}", where="run_dir", hint='for example "runs/mine"')
         given["run.dir"] = str(run_dir)
-    recipe = _recipe(recipe, given)
+    recipe = _recipe(_checked_recipe(recipe), given)
     directory = _directory(recipe, given)
     inputs = Inputs(folder=directory / INPUTS, kept="model_digest" in RunDirectory(directory).read_manifest())
     inputs.add_model(model, tokenizer)
@@ -179,12 +232,10 @@ def prepare(
     inputs.add_function("algorithm.loss", "loss", loss)
     inputs.add_function("batch.sampler", "prompt_sampler", prompt_sampler)
     inputs.add_loss_terms(loss_terms)
+    inputs.refuse_parameters_alone(task_params, environment_params)
     merged = {**inputs.overrides, **given}
     spec = load_overridden(*_layered(recipe, merged))
-    here = [each.name for each in inputs.extensions if not each.importable]
-    if here and isinstance(spec, PipelineSpec):
-        what = f"the stages of a recipe find functions by path, and {', '.join(here)} cannot be imported"
-        raise UserError(what, where="recipe", hint="write it into a file and give path/file.py:function")
+    _refuse_without_task(spec, f"tidemill.train, {directory}")
     return Prepared(spec=spec, extensions=inputs.extensions)
 
 
@@ -206,11 +257,57 @@ def load(recipe: str | Path | RunSpec | None, overrides: Overrides, *, purpose: 
     Raises:
         UserError: a value is invalid, or the recipe has stages.
     """
-    found = load_overridden(*_layered(recipe, overrides), purpose=purpose)
+    given = _checked_overrides(overrides)
+    found = load_overridden(*_layered(_checked_recipe(recipe), given), purpose=purpose)
     if not isinstance(found, RunSpec):
         what = "the recipe has stages, and this function needs a single run"
         raise UserError(what, where=str(recipe), hint="run it with tidemill.train")
+    if purpose == "eval":
+        _refuse_without_task(found, "tidemill.evaluate")
     return found
+
+
+def _refuse_without_task(spec: RunSpec | PipelineSpec, where: str) -> None:
+    """
+    Raises:
+        UserError: nothing says what to train on; the default task would be a surprise.
+    """
+    if isinstance(spec, RunSpec) and names_no_task(spec):
+        what = "there is no recipe, no data, no task, no environment and no run to continue"
+        raise UserError(what, where=where, hint='give data=rows and rewards=[...], or a recipe such as "char-addition"')
+
+
+def _checked_recipe(recipe: Any) -> str | Path | RunSpec | None:
+    """
+    Raises:
+        UserError: it is no recipe, but a model or data.
+    """
+    hint = "a recipe is a TOML file or the name of a built-in one (`tidemill recipe list`)"
+    if recipe is not None and not isinstance(recipe, (str, os.PathLike, RunSpec)):
+        what, meant = (
+            f"needs a TOML file or a name, was given {type(recipe).__name__}",
+            "model" if callable(recipe) else "data",
+        )
+        if hasattr(recipe, "save_pretrained"):
+            meant = "model"
+        raise UserError(what, where="recipe", hint=f"did you mean {meant}=...? {hint}")
+    if recipe is None or isinstance(recipe, RunSpec):
+        return recipe
+    path = recipe_path(str(recipe))
+    if path.suffix in DATA_SUFFIXES:
+        raise UserError("is a data file, not a recipe", where=str(recipe), hint=f'did you mean data="{recipe}"?')
+    if path.is_dir() or (not path.is_file() and MODEL_NAME.fullmatch(str(recipe))):
+        meant = "run_dir" if (path / "config.toml").is_file() else "model"
+        what = "is a folder, not a recipe" if path.is_dir() else "there is no such recipe"
+        raise UserError(what, where=str(recipe), hint=f'did you mean {meant}="{recipe}"? {hint}')
+    return Path(recipe)
+
+
+def _checked_overrides(overrides: Any) -> dict[str, Any]:
+    if overrides is not None and not isinstance(overrides, Mapping):
+        what = f"needs a dict of values by key, was given {type(overrides).__name__}"
+        raise UserError(what, where="overrides", hint='for example overrides={"trainer.steps": 100}')
+    return {str(key): value for key, value in (overrides or {}).items()}
 
 
 def _layered(recipe: str | Path | RunSpec | None, overrides: Overrides) -> tuple[str | Path | None, Overrides]:
@@ -221,12 +318,6 @@ def _layered(recipe: str | Path | RunSpec | None, overrides: Overrides) -> tuple
 
 
 def _checked_callbacks(callbacks: Any) -> list[Any]:
-    from tidemill.runtime.callbacks import Callback
+    from tidemill.runtime.callbacks import check_callback
 
-    found = list(callbacks) if isinstance(callbacks, (list, tuple)) else [callbacks]
-    for each in found:
-        if not isinstance(each, Callback):
-            what = f"{each!r:.60} is not a tidemill.Callback"
-            hint = "subclass tidemill.Callback and give an instance of it"
-            raise UserError(what, where="callbacks", hint=hint)
-    return found
+    return [check_callback(each) for each in (callbacks if isinstance(callbacks, (list, tuple)) else [callbacks])]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import io
 import json
 import math
@@ -26,6 +25,7 @@ from tidemill.core.errors import (
     TidemillError,
     TrainerLost,
     UserError,
+    as_user_error,
     root_error,
 )
 
@@ -157,18 +157,6 @@ def _finite(value: Any) -> Any:
 
 BUG_CODE = 1
 INTERRUPTED_CODE = 130
-FREE_SPACE = "free some space and run the same command again"
-WRITE_ELSEWHERE = "choose a writable place"
-OS_HINTS = {
-    errno.ENOSPC: FREE_SPACE,
-    errno.EDQUOT: FREE_SPACE,
-    errno.EACCES: WRITE_ELSEWHERE,
-    errno.EPERM: WRITE_ELSEWHERE,
-    errno.EROFS: WRITE_ELSEWHERE,
-    errno.EISDIR: "expected a file: move the directory away, or choose another place",
-    errno.ENOTDIR: "a parent of that path is a file: choose another place",
-}
-"""Hints for OS errors that are not bugs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,32 +201,6 @@ def explain(error: BaseException, *, debug: bool = False) -> Failure:
     if kind == "bug":
         text += "\n  this is a bug in Tidemill: please report it, with the traceback and the command"
     return Failure(text=trace + text, data=data, exit_code=BUG_CODE)
-
-
-def as_user_error(error: BaseException) -> UserError | None:
-    """Convert an error that the user can fix (input, permissions, disk, memory); None for others."""
-    if isinstance(error, UserError):
-        return error
-    if isinstance(error, OSError) and error.errno in OS_HINTS:
-        path, hint = str(error.filename or ""), OS_HINTS[error.errno]
-        if error.errno == errno.EACCES and _unreadable(path):
-            hint = "make it readable, or choose another place"
-        return UserError(str(error.strerror).lower(), where=path, hint=hint)
-    # torch's exception class and its CPU allocator's message, matched by name to avoid importing torch.
-    allocator = type(error).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator" in str(error)
-    if isinstance(error, MemoryError) or allocator:
-        first = str(error).splitlines()[:1]
-        hint = (
-            "lower batch.microbatch_tokens (in sft, reward_model and dpo stages supervised.microbatch_tokens), "
-            "engine.slots or trainer.logits_budget_mb"
-        )
-        return UserError(f"out of memory{': ' if first else ''}{''.join(first)}", hint=hint)
-    return None
-
-
-def _unreadable(path: str) -> bool:
-    """Whether a file or its folder exists but is not readable."""
-    return any(os.path.lexists(each) and not os.access(each, os.R_OK) for each in (Path(path), Path(path).parent))
 
 
 def user_text(error: UserError) -> str:

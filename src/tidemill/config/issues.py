@@ -226,6 +226,11 @@ def refuse_untrainable(spec: RunSpec) -> None:
         raise ConfigError(issues)
 
 
+def names_no_task(spec: RunSpec) -> bool:
+    """Whether neither a recipe nor an override has a section [task], and no client sends prompts."""
+    return "task" not in spec.model_fields_set and not spec.gateway.sessions
+
+
 def purpose_issues(spec: RunSpec, purpose: Purpose) -> Iterator[ConfigIssue]:
     """The issues that a valid configuration has for this purpose."""
     sampling, context = spec.sampling, spec.model.char.context

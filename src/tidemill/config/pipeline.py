@@ -222,6 +222,24 @@ def load_directory(recipe: str | Path | None, overrides: Mapping[str, Any]) -> P
     return compose(layers, purpose="read").directory
 
 
+def load_stage(kind: StageKind, recipe: str | Path | None, overrides: Mapping[str, Any]) -> RunSpec:
+    """One stage as a run of its own: sections of the recipe that its kind does not use are ignored.
+
+    Args:
+        recipe, overrides: as for `load_overridden`.
+
+    Raises:
+        ConfigError: every issue found; also if the recipe has stages, or an override belongs to another kind.
+    """
+    layers = override_layers(recipe, overrides)
+    if has_stages(layers):
+        what, hint = "the recipe has stages, and this function runs a single one", "run it with tidemill.train"
+        raise ConfigError([ConfigIssue(key=str(recipe), what=what, hint=hint)])
+    if issues := list(_foreign_sections(layers[-1], kind)):
+        raise ConfigError(issues)
+    return compose(layers, purpose=KINDS[kind].purpose)
+
+
 def compose_stages(layers: Sequence[Layer]) -> PipelineSpec:
     """Merge and validate every stage.
 
@@ -375,14 +393,19 @@ def _stage_kind(layers: Sequence[Layer]) -> StageKind:
     raise ConfigError([ConfigIssue(key=f"{STAGES}.{layer.stage}.kind", what=what, source=source, hint=hint)])
 
 
-def _misplaced(layer: Layer, kind: StageKind) -> Iterator[ConfigIssue]:
-    """Sections that the kind does not use, and keys that only the pipeline has."""
+def _foreign_sections(layer: Layer, kind: StageKind) -> Iterator[ConfigIssue]:
+    """Sections that the kind does not use."""
     for section in layer.tree:
         if section in RunSpec.model_fields and section not in KINDS[kind].sections:
             users = [other for other, row in KINDS.items() if section in row.sections]
             what = f"a stage of kind {kind} does not have this section"
             hint = f"leave it out ({', '.join(users)} {'have' if len(users) > 1 else 'has'} it)"
             yield ConfigIssue(key=section, what=what, source=layer.locate((section,)), hint=hint)
+
+
+def _misplaced(layer: Layer, kind: StageKind) -> Iterator[ConfigIssue]:
+    """Sections that the kind does not use, and keys that only the pipeline has."""
+    yield from _foreign_sections(layer, kind)
     run = layer.tree.get("run", {})
     for key in ("dir", "name"):
         if isinstance(run, dict) and key in run:

@@ -59,7 +59,7 @@ class ReasoningGymTask(Config):
 
 HUB = "hub:"
 """Prefix of a path that names a data set of the Hugging Face Hub."""
-Column = Literal["prompt", "messages", "answer", "tools", "completion", "chosen", "rejected", "margin"]
+Column = Literal["prompt", "messages", "answer", "tools", "completion", "chosen", "rejected", "margin", "text"]
 
 
 class SourceConfig(Config):
@@ -322,7 +322,8 @@ class DataConfig(RowsConfig):
     path: Path | None = None
     """Demonstrations (`completion`) or preference pairs (`chosen`, `rejected`, optionally `margin`), one per row, each
     with `prompt` or `messages`; formats as for task.path. Lists of messages with several turns of the assistant are
-    conversations, of which all turns are learned. Required by sft, reward_model and dpo stages."""
+    conversations, of which all turns are learned. A `text` alone is learned whole. Pairs may contain their prompt: then
+    it is the common start of both sides. Required by sft, reward_model and dpo stages."""
     sources: tuple[SourceConfig, ...] = ()
     """Several files instead of path, each with its weight."""
     columns: dict[Column, str] = {}

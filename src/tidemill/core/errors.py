@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
 CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 LONGEST_MESSAGE = 300
@@ -110,3 +113,43 @@ def _leaves(error: BaseException) -> Iterator[BaseException]:
             yield from _leaves(each)
     else:
         yield error
+
+
+FREE_SPACE = "free some space and run the same command again"
+WRITE_ELSEWHERE = "choose a writable place"
+OS_HINTS = {
+    errno.ENOSPC: FREE_SPACE,
+    errno.EDQUOT: FREE_SPACE,
+    errno.EACCES: WRITE_ELSEWHERE,
+    errno.EPERM: WRITE_ELSEWHERE,
+    errno.EROFS: WRITE_ELSEWHERE,
+    errno.EISDIR: "expected a file: move the directory away, or choose another place",
+    errno.ENOTDIR: "a parent of that path is a file: choose another place",
+}
+"""Hints for OS errors that are not bugs."""
+
+
+def as_user_error(error: BaseException) -> UserError | None:
+    """Convert an error that the user can fix (input, permissions, disk, memory); None for others."""
+    if isinstance(error, UserError):
+        return error
+    if isinstance(error, OSError) and error.errno in OS_HINTS:
+        path, hint = str(error.filename or ""), OS_HINTS[error.errno]
+        if error.errno == errno.EACCES and _unreadable(path):
+            hint = "make it readable, or choose another place"
+        return UserError(str(error.strerror).lower(), where=path, hint=hint)
+    # torch's exception class and its CPU allocator's message, matched by name to avoid importing torch.
+    allocator = type(error).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator" in str(error)
+    if isinstance(error, MemoryError) or allocator:
+        first = str(error).splitlines()[:1]
+        hint = (
+            "lower batch.microbatch_tokens (in sft, reward_model and dpo stages supervised.microbatch_tokens), "
+            "engine.slots or trainer.logits_budget_mb"
+        )
+        return UserError(f"out of memory{': ' if first else ''}{''.join(first)}", hint=hint)
+    return None
+
+
+def _unreadable(path: str) -> bool:
+    """Whether a file or its folder exists but is not readable."""
+    return any(os.path.lexists(each) and not os.access(each, os.R_OK) for each in (Path(path), Path(path).parent))

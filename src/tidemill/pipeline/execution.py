@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -209,7 +210,7 @@ def run_pipeline(
                 session = Session(reporter=reporter, runners=runners, callbacks=callbacks, stop=stop)
                 outcome = _run_stages(folder, plan, state, session, unix_time)
         except KeyboardInterrupt:  # in a stage that does not handle it: a resume repeats or continues the stage
-            outcome = "interrupted"
+            stop.signal, outcome = signal.SIGINT, "interrupted"
         finally:
             summary = state.end(outcome, time_is_up=stop.time_is_up)
             write_page(folder)

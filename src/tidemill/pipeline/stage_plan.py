@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeAlias
 import msgspec
 import xxhash
 
-from tidemill.config.functions import function_references
+from tidemill.config.functions import FunctionReference, function_references
 from tidemill.config.issues import ConfigError, ConfigIssue
 from tidemill.config.keys import did_you_mean, dotted, flattened
 from tidemill.config.load import PREFIX
@@ -21,6 +21,7 @@ from tidemill.config.task import HUB
 from tidemill.core.errors import UserError
 from tidemill.core.records import Record
 from tidemill.extensions.loading import source_file
+from tidemill.extensions.registry import SESSION, resolve
 from tidemill.models.folder import is_local
 
 FORMAT = 3
@@ -59,18 +60,27 @@ def file_inputs(stage: StageSpec) -> list[FileInput]:
     return found
 
 
+def given_functions(stage: StageSpec) -> list[FunctionReference]:
+    """The user functions of a stage that were passed to `tidemill.train` and cannot be imported."""
+    used = KINDS[stage.kind].sections
+    references = function_references(stage.spec)
+    return [each for each in references if each.ref.startswith(SESSION) and each.location[0] in used]
+
+
 def output_values(stage: StageSpec, *, upstream: Mapping[str, str], contents: Mapping[str, str]) -> dict[str, Any]:
     """The values that determine a stage's output, by dotted key, with digests in place of files and stages.
 
     Args:
         upstream: digests of the stages it depends on, by name.
-        contents: digests of the files it reads, by dotted key.
+        contents: digests of the files it reads and of given functions, by dotted key.
     """
     sections: dict[str, Any] = stage.sections()
     for reference in stage.references:
         put(sections, reference.key, {"stage": upstream[reference.stage]})
     for file in file_inputs(stage):
         put(sections, file.location, {"content": contents[file.key], "name": file.function})
+    for each in given_functions(stage):
+        put(sections, each.location, {"content": contents[dotted(each.location)], "name": each.ref})
     if stage.spec.model.source != "char":
         sections["model"].pop("char")
     if "supervised" in sections and stage.spec.supervised.epochs:
@@ -175,7 +185,7 @@ def make_plan(
     """
     Args:
         stages: in the order in which they run; each depends on earlier ones only.
-        contents: digests of the files that a stage reads, by stage and dotted key.
+        contents: digests of the files and given functions of a stage, by stage and dotted key.
         found: the stages on disk, by folder.
 
     Raises:
@@ -246,10 +256,11 @@ def _changed_keys(name: str, values: Mapping[str, Any], found: Mapping[str, Foun
 
 
 def contents_of(stages: Sequence[StageSpec]) -> dict[str, dict[str, str]]:
-    """The digests of all files that stages read, by stage and dotted key. A shared file is read once.
+    """The digests of all files that stages read, and of functions that were given to `tidemill.train`, by stage and
+    dotted key. A shared file is read once.
 
     Raises:
-        ConfigError: the files that are missing or unreadable.
+        ConfigError: the files that are missing or unreadable, and functions that this process does not have.
     """
     digests: dict[Path, str] = {}
     found: dict[str, dict[str, str]] = {}
@@ -263,6 +274,11 @@ def contents_of(stages: Sequence[StageSpec]) -> dict[str, dict[str, str]]:
                 issues.append(stage_issue(stage, error))
             else:
                 found[stage.name][file.key] = digests[file.path]
+        for each in given_functions(stage):
+            try:
+                found[stage.name][dotted(each.location)] = resolve(each.ref, each.kind, where=each.key).identity
+            except UserError as error:
+                issues.append(stage_issue(stage, error))
     if issues:
         raise ConfigError(issues)
     return found

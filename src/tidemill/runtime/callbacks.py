@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError, exception_text
 from tidemill.core.records import FleetRow, Prompt, StepMetrics, Trajectory
 from tidemill.extensions.registry import resolve
+from tidemill.extensions.results import placed, shown
 from tidemill.telemetry.events import CHECKPOINT, EVALUATION
 from tidemill.telemetry.recorder import Recorder
 from tidemill.telemetry.run_dir import TRAINING_PURPOSE
@@ -19,7 +22,7 @@ from tidemill.telemetry.sample_files import Sample, sample_line
 
 
 class Callback:
-    """Base class of callbacks; override any of the methods.
+    """Base class of callbacks; override any of the methods. Supervised training has no samples.
 
     They run in the process that started the run, between two steps: while one runs, no sample is scheduled. An
     exception is reported once per kind and does not end the run. Call `stop` to end the run after a checkpoint.
@@ -39,10 +42,71 @@ class Callback:
 
     def on_evaluate(self, step: int, metrics: Mapping[str, float]) -> None:
         """After every evaluation: `reward_mean`, `greedy_accuracy` and others; `NAME/reward_mean` for a set of
-        `eval.sets`."""
+        `eval.sets`. Of supervised training: `loss`, and `token_accuracy` or `pairwise_accuracy`."""
 
     def on_checkpoint(self, step: int, path: Path) -> None:
         """After a checkpoint was written."""
+
+
+METHODS = {
+    "on_step": ("step", "metrics"),
+    "on_samples": ("step", "samples"),
+    "on_evaluate": ("step", "metrics"),
+    "on_checkpoint": ("step", "path"),
+}
+"""The methods that a run calls, with their arguments."""
+OTHER_NAMES = {
+    "on_step_end": "on_step",
+    "on_log": "on_step",
+    "on_save": "on_checkpoint",
+    "on_evaluation": "on_evaluate",
+}
+"""Methods of other libraries' callbacks, by ours."""
+WHERE = "callbacks"
+
+
+def check_callback(callback: Any) -> Callback:
+    """
+    Raises:
+        UserError: it is no callback, or one of its methods would never be called or always fail.
+    """
+    if not isinstance(callback, Callback):
+        hint = "subclass tidemill.Callback and give an instance of it"
+        raise UserError(f"{callback!r:.60} is not a tidemill.Callback", where=WHERE, hint=hint)
+    owner = type(callback).__name__
+    for name in dir(callback):
+        if (
+            name in METHODS
+            or not name.replace("_", "").lower().startswith("on")
+            or not callable(getattr(callback, name))
+        ):
+            continue
+        close = OTHER_NAMES.get(name) or next(iter(get_close_matches(name, METHODS, 1, 0.75)), "")
+        if name.startswith("on_") or close:
+            hint = (
+                f"did you mean {close}?" if close else f"methods: {', '.join(METHODS)}; start other names without on_"
+            )
+            what = f"no run calls the method {name}"
+            raise UserError(what, where=placed(f"{WHERE}, {owner}", getattr(callback, name)), hint=hint)
+    for name, arguments in METHODS.items():
+        _check_method(callback, name, arguments)
+    return callback
+
+
+def _check_method(callback: Callback, name: str, arguments: Sequence[str]) -> None:
+    method = getattr(callback, name)
+    where, hint = (
+        placed(f"{WHERE}, {type(callback).__name__}.{name}", method),
+        f"write def {name}(self, {', '.join(arguments)})",
+    )
+    if inspect.iscoroutinefunction(method):
+        raise UserError("is async, and nothing awaits it", where=where, hint=hint)
+    try:
+        inspect.signature(method).bind(*arguments)
+    except TypeError as error:
+        raise UserError(f"cannot be called with {' and '.join(arguments)}: {error}", where=where, hint=hint) from None
+    except ValueError:  # it has no signature
+        return
 
 
 class CallbackTelemetry:
@@ -101,17 +165,25 @@ class CallbackTelemetry:
 
     def _call(self, method: str, *arguments: Any) -> None:
         for callback in self._callbacks:
+            name = f"{type(callback).__name__}.{method}"
             try:
-                getattr(callback, method)(*arguments)
-            except Exception as error:  # noqa: BLE001 - a callback must not end the run
-                name = f"{type(callback).__name__}.{method}"
-                if (name, type(error).__name__) not in self._known:
-                    self._known.add((name, type(error).__name__))
-                    self._recorder.event("callback_failed", callback=name, error=exception_text(error))
-                    self._recorder.note(f"warning: {name} raised {exception_text(error)}; the run continues")
+                returned = getattr(callback, method)(*arguments)
+            except (Exception, SystemExit) as error:  # noqa: BLE001 - a callback must not end the run
+                self._report(name, type(error).__name__, exception_text(error), "raised")
+            else:
+                if returned is not None:
+                    hint = "call self.stop() to end the run"
+                    self._report(name, "result", f"{shown(returned)}, which nothing reads ({hint})", "returned")
             if callback.stop_reason is not None and not self._stopped:
                 self._stopped = True
                 self._request_stop(callback.stop_reason)
+
+    def _report(self, name: str, kind: str, text: str, verb: str) -> None:
+        """Report a fault of a callback, once per kind."""
+        if (name, kind) not in self._known:
+            self._known.add((name, kind))
+            self._recorder.event("callback_failed", callback=name, error=text)
+            self._recorder.note(f"warning: {name} {verb} {text}; the run continues")
 
 
 def configured_callbacks(spec: RunSpec) -> list[Callback]:
@@ -132,5 +204,5 @@ def configured_callbacks(spec: RunSpec) -> list[Callback]:
             ) from error
         if not isinstance(callback, Callback):
             raise UserError(f"{ref} is not a callback", where=where, hint="derive the class from tidemill.Callback")
-        found.append(callback)
+        found.append(check_callback(callback))
     return found

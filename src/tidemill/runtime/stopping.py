@@ -10,12 +10,18 @@ from typing import Any
 
 
 class StopRequest:
-    """Asks a run to stop, from any thread and at any time."""
+    """Asks a run to stop, from any thread and at any time.
+
+    Attributes:
+        time_is_up: it was the deadline of `after_hours`.
+        signal: the signal that asked for it, if one did.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._reason: str | None = None
         self.time_is_up = False
+        self.signal: signal.Signals | None = None
         self._notify: Callable[[str], None] | None = None
 
     @property
@@ -60,28 +66,31 @@ class StopRequest:
             with self._lock:
                 self._notify = None
 
+    @contextmanager
+    def on_signals(self, notify: Callable[[], object]) -> Iterator[None]:
+        """Call `notify` at the first Ctrl-C or SIGTERM, and remember which; a second one ends the process.
 
-@contextmanager
-def stop_on_signals(stop: Callable[[], object]) -> Iterator[None]:
-    """Call `stop` at the first Ctrl-C or SIGTERM; a second one ends the process.
+        Args:
+            notify: runs inside a signal handler, possibly in the middle of a line of output: it may only set a flag.
+        """
+        defaults: dict[signal.Signals, Any] = {
+            signal.SIGINT: signal.default_int_handler,
+            signal.SIGTERM: signal.SIG_DFL,
+        }
+        if threading.current_thread() is not threading.main_thread():  # only the main thread may set handlers
+            defaults = {}
+        before = {number: signal.getsignal(number) for number in defaults}
 
-    Args:
-        stop: runs inside a signal handler, possibly in the middle of a line of output: it may only set a flag.
-    """
-    defaults: dict[signal.Signals, Any] = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
-    if threading.current_thread() is not threading.main_thread():  # only the main thread may set handlers
-        defaults = {}
-    before = {number: signal.getsignal(number) for number in defaults}
+        def on_first_signal(number: int, frame: object) -> None:
+            self.signal = signal.Signals(number)
+            for each, default in defaults.items():
+                signal.signal(each, default)
+            notify()
 
-    def on_first_signal(number: int, frame: object) -> None:
-        for each, default in defaults.items():
-            signal.signal(each, default)
-        stop()
-
-    for number in defaults:
-        signal.signal(number, on_first_signal)
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number in defaults:
+            signal.signal(number, on_first_signal)
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)

@@ -10,6 +10,7 @@ from typing import Any, TextIO, TypeAlias
 
 from tidemill.config.issues import refuse_untrainable, without_effect
 from tidemill.config.load import differences, from_toml
+from tidemill.config.pipeline import StageKind
 from tidemill.config.schema import RunSpec
 from tidemill.config.toml import to_toml
 from tidemill.controller.fleet import Fleet
@@ -29,7 +30,7 @@ from tidemill.runtime.extension_checks import identities, refuse_changed, run_ex
 from tidemill.runtime.journal import SqliteJournal
 from tidemill.runtime.local import IN_PROCESS
 from tidemill.runtime.sandbox_check import check_needed_sandbox
-from tidemill.runtime.stopping import StopRequest, stop_on_signals
+from tidemill.runtime.stopping import StopRequest
 from tidemill.telemetry.events import DATA, ENVIRONMENT_WARNING
 from tidemill.telemetry.manifest import Forecast, build_manifest, write_forecast
 from tidemill.telemetry.recorder import Recorder
@@ -45,9 +46,10 @@ RESUMABLE = ("run.dir", "run.name", "trainer.steps", "trainer.hours", "trainer.t
 """Keys and sections that may differ when a run is resumed. (Other thread counts or chunk sizes may round
 differently.)"""
 MODEL_DIGEST, TASK_DIGEST, DATA_DIGEST, THREADS = "model_digest", "task_digest", "data_digest", "threads"
-EXTENSIONS, EVAL_DIGESTS, SCHEDULE_STEPS = "extensions", "eval_digests", "schedule_steps"
+EXTENSIONS, EVAL_DIGESTS, SCHEDULE_STEPS, KIND = "extensions", "eval_digests", "schedule_steps", "kind"
 """Keys of the manifest: initial weights, prompts or examples, threads, the identities of user functions, the prompts of
-evaluation sets, and the length of the learning-rate schedule, stored just before a run's first step."""
+evaluation sets, and the length of the learning-rate schedule, stored just before a run's first step; and the kind of
+stage, from the start."""
 
 ForecastRun: TypeAlias = Callable[[RunSpec], Forecast | None]
 """Predicts duration and cost of a run; None when no profile fits it."""
@@ -118,27 +120,30 @@ def runtime_of(spec: RunSpec) -> Runtime:
 
 @contextmanager
 def run_session(
-    spec: RunSpec, stream: TextIO | None, *, planned_steps: Callable[[RunSpec], int]
+    spec: RunSpec, stream: TextIO | None, *, planned_steps: Callable[[RunSpec], int], kind: StageKind = "rl"
 ) -> Iterator[tuple[RunSpec, RunDirectory, Recorder]]:
     """Open the run directory and start a session in it; write the report when the block ends, even on an error.
 
     Args:
         planned_steps: optimizer steps that a configuration plans; 0 if they also depend on the data.
+        kind: of training.
 
     Yields:
         The configuration with the thread count and the learning-rate schedule of the run's first session, the run
         directory, the recorder.
 
     Raises:
-        UserError: the directory holds a run with another configuration, is locked, or cannot be written.
+        UserError: the directory holds a run with another configuration or of another kind, is locked, or cannot be
+            written.
     """
     with RunDirectory.open(spec.directory) as run:
+        refuse_other_kind(run, kind)
         earlier = check_same_config(run, spec)
         run.write_config(to_toml(spec))
         manifest = build_manifest(
             run.read_manifest(), run=spec.run.name, model=spec.model.source, seed=spec.run.seed, unix_s=time.time()
         )
-        run.write_manifest(manifest)
+        run.write_manifest(manifest | {KIND: kind})
         # Another thread count may round sums differently, so a resumed run keeps the one it measured first.
         trainer = spec.trainer.model_copy(update={"threads": spec.trainer.threads or int(manifest.get(THREADS, 0))})
         # A run of an older version has not stored its schedule, which was that of its newest session.
@@ -147,6 +152,18 @@ def run_session(
         optimizer = spec.optimizer.model_copy(update={"schedule_steps": schedule_steps})
         with report_at_the_end(run.path), Recorder(run, spec, stream=stream) as recorder:
             yield spec.model_copy(update={"trainer": trainer, "optimizer": optimizer}), run, recorder
+
+
+def refuse_other_kind(run: RunDirectory, kind: StageKind) -> None:
+    """Refuse a directory in which a stage of another kind has begun. (Older versions did not store the kind.)
+
+    Raises:
+        UserError: it has.
+    """
+    manifest = run.read_manifest()
+    if MODEL_DIGEST in manifest and manifest.get(KIND, kind) != kind:
+        what = f"this directory holds a run of kind {manifest[KIND]}, and this one is of kind {kind}"
+        raise UserError(what, where=str(run.path), hint="choose another run directory (run_dir, or --run.dir)")
 
 
 def check_same_config(run: RunDirectory, spec: RunSpec) -> RunSpec | None:
@@ -330,7 +347,8 @@ async def _train(
         def from_other_thread(reason: str) -> None:
             loop.call_soon_threadsafe(request_stop, reason)
 
-        with stop_on_signals(lambda: loop.call_soon_threadsafe(request_stop)), stop_request.bound(from_other_thread):
+        signalled = stop_request.on_signals(lambda: loop.call_soon_threadsafe(request_stop))
+        with signalled, stop_request.bound(from_other_thread):
             result = await train_loop(
                 spec=spec,
                 source=source,

@@ -4,26 +4,27 @@ from __future__ import annotations
 
 import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, TextIO
 
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError
+from tidemill.core.protocols import Telemetry
 from tidemill.envs.text.examples import Examples, load_demonstrations, load_pairs
 from tidemill.models.catalog import resolve
 from tidemill.models.checkpoint_manifest import read_manifest, seal
 from tidemill.models.codec import TextCodec, load_codec
 from tidemill.models.folder import holds_adapter
-from tidemill.models.loading import context_limit
 from tidemill.models.reward_model import copy_head
 from tidemill.models.saving import export_merged
 from tidemill.models.snapshots import stored_context_limit
 from tidemill.models.turn_format import turn_format
 from tidemill.models.weights_digest import weights_digest
+from tidemill.runtime.callbacks import Callback, CallbackTelemetry, configured_callbacks
 from tidemill.runtime.model_bundle import load_model_bundle
-from tidemill.runtime.stopping import StopRequest, stop_on_signals
+from tidemill.runtime.stopping import StopRequest
 from tidemill.runtime.train import DATA_DIGEST, record_start, run_session
 from tidemill.telemetry.events import DATA
 from tidemill.telemetry.recorder import Recorder
@@ -47,11 +48,13 @@ def train_supervised(
     kind: SupervisedKind,
     *,
     telemetry_stream: TextIO | None = None,
+    callbacks: Sequence[Callback] = (),
     stop_request: StopRequest | None = None,
 ) -> dict[str, Any]:
     """Run or resume a supervised stage in `spec.directory` until it finishes or is asked to stop (Ctrl-C, SIGTERM).
 
     Args:
+        callbacks: see `runtime.callbacks`; those of the configuration are called, too.
         stop_request: another way to stop it.
 
     Returns:
@@ -62,10 +65,12 @@ def train_supervised(
         UserError: the input, the run directory or the disk is at fault; checkpointed steps are kept.
     """
     stop, stop_request = threading.Event(), stop_request or StopRequest()
-    opened = run_session(spec, telemetry_stream, planned_steps=_planned_steps)
+    callbacks = [*callbacks, *configured_callbacks(spec)]
+    opened = run_session(spec, telemetry_stream, planned_steps=_planned_steps, kind=kind)
     with stop_request.after_hours(spec.trainer.hours), opened as (resumed, run, recorder):
-        with stop_on_signals(stop.set), stop_request.bound(lambda _: stop.set()):
-            result = _train(resumed, kind, run, recorder, stop)
+        with stop_request.on_signals(stop.set), stop_request.bound(lambda _: stop.set()):
+            telemetry = CallbackTelemetry(recorder, callbacks, lambda _: stop.set())
+            result = _train(resumed, kind, run, recorder, telemetry, stop)
             if result.already_finished:
                 recorder.note(f"this stage has already finished its {result.steps} steps")
             if result.interrupted:
@@ -89,12 +94,19 @@ def _planned_steps(spec: RunSpec) -> int:
 
 
 def _train(
-    spec: RunSpec, kind: SupervisedKind, run: RunDirectory, recorder: Recorder, stop: threading.Event
+    spec: RunSpec,
+    kind: SupervisedKind,
+    run: RunDirectory,
+    recorder: Recorder,
+    telemetry: Telemetry,
+    stop: threading.Event,
 ) -> FitResult:
     if spec.trainer.shards > 1:
-        return _train_on_ranks(spec, kind, run, recorder, stop)
+        return _train_on_ranks(spec, kind, run, recorder, telemetry, stop)
+    folder = resolve(spec.model, progress=recorder.note)
+    # Read first: a row may be invalid, and loading weights takes longer.
+    examples = _examples(spec, kind, load_codec(folder), stored_context_limit(folder), recorder)
     bundle = load_model_bundle(spec, progress=recorder.note)
-    examples = _examples(spec, kind, bundle.codec, context_limit(bundle.model), recorder)
     digest, info = weights_digest(bundle.model), bundle.device_info
     _record_start(spec, run, recorder, examples, model_digest=digest, threads=bundle.threads, device_info=info)
     context = FitContext(
@@ -104,7 +116,7 @@ def _train(
         checkpoints=CheckpointStore(
             run.checkpoints, keep_last=spec.checkpoint.keep_last, keep_best=spec.checkpoint.keep_best
         ),
-        telemetry=recorder,
+        telemetry=telemetry,
         stop=stop.is_set,
         set_total_steps=recorder.expect,
         warn=recorder.note,
@@ -113,7 +125,12 @@ def _train(
 
 
 def _train_on_ranks(
-    spec: RunSpec, kind: SupervisedKind, run: RunDirectory, recorder: Recorder, stop: threading.Event
+    spec: RunSpec,
+    kind: SupervisedKind,
+    run: RunDirectory,
+    recorder: Recorder,
+    telemetry: Telemetry,
+    stop: threading.Event,
 ) -> FitResult:
     from tidemill.runtime.cluster.ray_supervised import SupervisedStarted, fit_on_ranks
 
@@ -131,7 +148,7 @@ def _train_on_ranks(
         directory=run.path,
         train=examples.train,
         held_out=examples.held_out,
-        telemetry=recorder,
+        telemetry=telemetry,
         note=recorder.note,
         expect=recorder.expect,
         started=started,

@@ -24,7 +24,7 @@ REPOSITORY = Path(__file__).resolve().parents[3]
 BLOCK = re.compile(r"```python\n(.*?)```", re.DOTALL)
 EXAMPLES = [
     pytest.param(block, id=f"{path.stem}-{number}")
-    for path in (REPOSITORY / name for name in ("README.md", "docs/extending.md", "docs/agents.md"))
+    for path in (REPOSITORY / name for name in ("README.md", "docs/extending.md", "docs/agents.md", "docs/guide.md"))
     for number, block in enumerate(BLOCK.findall(path.read_text(encoding="utf-8")))
 ]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -96,13 +96,32 @@ def test_rows_and_rewards_apply_to_the_stages_that_use_them(tmp_path: Path) -> N
     assert run.stages["rl"].samples(training=True)[0].prompt in {row["prompt"] for row in ROWS}
 
 
-def test_what_stages_cannot_use_is_refused(tmp_path: Path) -> None:
-    @tm.reward
-    def here(completion: str) -> float:
-        return 1.0
+def test_stages_use_functions_of_a_notebook_and_run_again_when_they_change(tmp_path: Path) -> None:
+    def short(completion: str) -> float:
+        return float(len(completion) < 2)
 
+    first, short_before = {"stage.sft.trainer.steps": 1, "stage.rl.trainer.steps": 1}, short
+    ran = []
+    for reward in (short, short_before, changed()):
+        run = tm.train("r.toml", rewards=[reward], overrides=first, run_dir="own")
+        ran.append([stage["ran"] for stage in run.summary["stages"]])
+    assert ran == [[True, True], [False, False], [False, True]]
+    elsewhere = run_here(
+        "train", "@r.toml", "--run.dir=own", "--scoring.rewards=[{kind='python',function='session:other'}]"
+    )
+    assert elsewhere.code == 2
+    assert "session:other was defined in the Python session" in elsewhere.err
+
+
+def changed() -> Callable[[str], float]:
+    def short(completion: str) -> float:
+        return float(len(completion) < 3)
+
+    return short
+
+
+def test_what_stages_cannot_use_is_refused(tmp_path: Path) -> None:
     cases: list[tuple[dict[str, Any], str]] = [
-        ({"rewards": [here]}, "here cannot be imported"),
         ({"overrides": {"stage.rlx.trainer.steps": 1}}, "no stage of that name"),
         ({"overrides": {"export.dtype": "bf16"}}, "no stage of this recipe has this section"),
     ]

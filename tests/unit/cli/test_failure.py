@@ -6,9 +6,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from tidemill.cli.output import as_user_error, explain, write_traceback
+from tidemill.cli.output import explain, write_traceback
 from tidemill.config.issues import ConfigError, ConfigIssue
-from tidemill.core.errors import DeadlineError, GuardStop, TidemillError, TrainerLost, UserError, root_error
+from tidemill.core.errors import (
+    DeadlineError,
+    GuardStop,
+    TidemillError,
+    TrainerLost,
+    UserError,
+    as_user_error,
+    root_error,
+)
 
 
 def test_of_concurrent_failures_the_cause_is_reported() -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, TypeVar, overload
 
 from tidemill.core.errors import UserError
+from tidemill.extensions.results import place_of
 
 if TYPE_CHECKING:
     from tidemill.config.sandbox import SandboxConfig
@@ -191,7 +192,9 @@ def tool(function: Any = None, /, *, timeout_s: float | None = None, idempotent:
     if timeout_s is not None and not timeout_s > 0:
         raise UserError(f"timeout_s = {timeout_s!r}", where="@tool", hint="give seconds above 0")
     frame = inspect.currentframe()
-    body = frame.f_back.f_locals if frame is not None and frame.f_back is not None else {}
+    while frame is not None and frame.f_code.co_name in ("tool", "called"):  # of this module and of `api.entry`
+        frame = frame.f_back
+    body = frame.f_locals if frame is not None else {}
 
     def marked(given: FunctionT) -> FunctionT:
         if not hasattr(inspect.unwrap(given), "__code__"):
@@ -203,9 +206,3 @@ def tool(function: Any = None, /, *, timeout_s: float | None = None, idempotent:
         return given
 
     return marked(function) if function is not None else marked
-
-
-def place_of(function: Any) -> str:
-    """file:line of a function."""
-    code = inspect.unwrap(function).__code__
-    return f"{code.co_filename}:{code.co_firstlineno}"

@@ -9,9 +9,10 @@ from tidemill.config.sandbox import SandboxConfig
 from tidemill.core.errors import UserError
 from tidemill.envs.adapters.environments import ADAPTERS
 from tidemill.envs.agents.builtin import BUILT_IN
-from tidemill.envs.agents.environment import Environment, ToolEnvironment, place_of
+from tidemill.envs.agents.environment import Environment, ToolEnvironment
 from tidemill.envs.agents.tools import tools_of
 from tidemill.extensions.registry import Extension, given_function, resolve
+from tidemill.extensions.results import place_of
 
 WHERE = "env.name"
 METHODS = {"reset": ("task", "seed"), "step": ("action",), "score": ("answer",), "demonstrate": (), "close": ()}

@@ -13,7 +13,8 @@ from pydantic import BaseModel, ConfigDict, Field, RootModel, ValidationError, c
 
 from tidemill.config.sandbox import SandboxConfig
 from tidemill.core.errors import UserError, exception_text
-from tidemill.envs.agents.environment import TOOL_MARK, ToolEnvironment, ToolOptions, place_of
+from tidemill.envs.agents.environment import TOOL_MARK, ToolEnvironment, ToolOptions
+from tidemill.extensions.results import place_of
 
 PLAIN = (str, int, float, bool, type(None))
 SECTION = re.compile(r"^(Args|Arguments|Returns|Raises|Yields|Examples?|Notes?):\s*$")

@@ -40,6 +40,10 @@ from tidemill.envs.text.rows import PROMPT_SHAPE, to_item
 from tidemill.extensions.calls import CallError, CallTimeout, call_blocking
 from tidemill.extensions.loading import IMPORT_DEADLINE_S
 from tidemill.extensions.registry import resolve
+from tidemill.extensions.results import placed, shown
+
+SPLITS = ("train", "held_out")
+"""Keys of the dict that the function of a task may return."""
 
 
 def build_files(
@@ -113,23 +117,33 @@ def build_python(config: PythonTask, *, batch_prompts: int, seed: int, render: R
 
 def _python_split(config: PythonTask, use: RowUse[Item, ExampleT]) -> TrainEvalSplit[ExampleT]:
     extension = resolve(config.function, "task", where="task.function")
+    name = placed(f"task {extension.name}", extension.function)
     try:
-        rows = call_blocking(lambda: extension.function(**config.params), timeout_s=IMPORT_DEADLINE_S)
+        returned = call_blocking(lambda: _listed(extension.function(**config.params)), timeout_s=IMPORT_DEADLINE_S)
     except (CallError, CallTimeout) as error:
         what = str(error) or f"did not return within {IMPORT_DEADLINE_S:g} s"
-        raise UserError(what, where=f"task {extension.name}", hint="correct the function, or task.params") from None
-    given = rows if isinstance(rows, Mapping) else {"train": rows}
-    where = f"task {extension.name}"
+        raise UserError(what, where=name, hint="correct the function, or task.params") from None
+    splits = dict(returned) if isinstance(returned, Mapping) else {"train": returned}
+    if unknown := [split for split in splits if split not in SPLITS]:
+        what = f"returned a dict with {', '.join(map(repr, unknown))}"
+        raise UserError(what, where=name, hint="return a list of rows, or a dict of the lists `train` and `held_out`")
 
-    def table(rows: Any, name: str) -> RowTable[ExampleT]:
-        return table_in_memory(_given_rows(rows, name), use, where=lambda number: f"{name}, row {number} (from 0)")
+    def table(rows: Any, where: str) -> RowTable[ExampleT]:
+        return table_in_memory(_given_rows(rows, where), use, where=lambda number: f"{where}, row {number} (from 0)")
 
-    held_out = table(given["held_out"], f"{where}, held_out") if "held_out" in given else None
-    train = table(given.get("train"), where)
+    held_out = table(splits["held_out"], f"{name}, held_out") if "held_out" in splits else None
+    train = table(splits.get("train"), name)
     if not len(train.index) or (held_out and not len(held_out.index)):
         hint = "return more rows, or a table with train and held_out rows"
-        raise UserError("has too few rows to train and evaluate", where=where, hint=hint)
-    return split_rows(train, held_out, config.held_out_fraction, where=where, section="task")
+        raise UserError("has too few rows to train and evaluate", where=name, hint=hint)
+    return split_rows(train, held_out, config.held_out_fraction, where=name, section="task")
+
+
+def _listed(returned: Any) -> Any:
+    """What a task returned, with a list in place of a generator, so that it raises where it is called."""
+    if isinstance(returned, Mapping):
+        return {name: _listed(rows) for name, rows in returned.items()}
+    return list(returned) if isinstance(returned, Iterator) else returned
 
 
 def counted_task(config: FileTask | PythonTask) -> Task:
@@ -172,7 +186,7 @@ def _row_facts(split: TrainEvalSplit[Any]) -> dict[str, Any]:
 def _given_rows(rows: Any, name: str) -> Iterator[Row]:
     if not isinstance(rows, Iterable) or isinstance(rows, (str, bytes, Mapping)):
         hint = f"return a list of rows; {PROMPT_SHAPE}"
-        raise UserError(f"returned a {type(rows).__name__} instead of rows", where=name, hint=hint)
+        raise UserError(f"returned {shown(rows)} instead of rows", where=name, hint=hint)
     for number, fields in enumerate(rows):
         where = f"{name}, row {number} (from 0)"
         if not isinstance(fields, Mapping):

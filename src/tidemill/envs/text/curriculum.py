@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from operator import index
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from tidemill.core.errors import UserError, exception_text
+from tidemill.core.errors import UserError
 from tidemill.core.records import Prompt, Trajectory
 from tidemill.envs.text.prompts import ListedSource, content_id
 from tidemill.extensions.registry import resolve
+from tidemill.extensions.results import raised, shown, wrong_result
 from tidemill.extensions.signature import check_offered, wanted_arguments
 from tidemill.telemetry.jsonl import JsonlWriter, read_lines
 
@@ -91,14 +93,17 @@ class Curriculum:
             for prompt_id, mean in self._rewards.get(number, {}).items():
                 results[self._row[prompt_id]].append(mean)
         inputs = {"step": step, "seed": self._seed, "count": self._count, "rows": self._rows, "results": results}
-        name = f"prompt sampler {self._extension.name}"
+        name, function = f"prompt sampler {self._extension.name}", self._extension.function
+        expected = f"return a list of {self._count} different row numbers below {len(self._rows)}"
         try:
-            found = [int(row) for row in self._extension.function(**self._wanted.choose(inputs))]
-        except Exception as error:
-            hint = "correct the function; the run resumes from its last checkpoint"
-            raise UserError(f"{name} raised {exception_text(error)}", where=WHERE, hint=hint) from error
-        if len(set(found)) != self._count or not all(0 <= row < len(self._rows) for row in found):
-            what = f"{name} returned {found[:8]!r} for step {step}"
-            hint = f"return {self._count} different row numbers below {len(self._rows)}"
-            raise UserError(what, where=WHERE, hint=hint)
+            returned = function(**self._wanted.choose(inputs))
+        except (Exception, SystemExit) as error:
+            raise raised(name, function, error, where=WHERE) from error
+        try:
+            found = [index(row) for row in returned]
+        except (TypeError, ValueError):
+            raise wrong_result(name, function, f"returned {shown(returned)}", where=WHERE, expected=expected) from None
+        if len(found) != self._count or len({*found} & {*range(len(self._rows))}) != self._count:
+            fault = f"returned {found[:8]!r} for step {step}"
+            raise wrong_result(name, function, fault, where=WHERE, expected=expected)
         return found

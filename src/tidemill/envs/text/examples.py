@@ -91,6 +91,8 @@ class Encoder:
 
     def demonstration(self, row: DemonstrationText) -> Demonstration:
         """Raises UserError: the codec rejects the text."""
+        if not row.completion:
+            return self._whole_text(row)
         prompt_ids, (reply,) = self._encode(row, row.completion)
         return Demonstration(
             id=content_id(row),
@@ -98,6 +100,17 @@ class Encoder:
             completion_ids=reply.token_ids,
             trained=reply.trained,
             branches=reply.branches,
+        )
+
+    def _whole_text(self, row: DemonstrationText) -> Demonstration:
+        """A text as it is written, learned from its second token on."""
+        _, token_ids = encode_question(row, self._codec, chat_template=False)
+        if self._end_token and token_ids[-1] not in self._codec.stop_token_ids:
+            token_ids = [*token_ids, self._codec.end_token_id(chat=False)]
+        if len(token_ids) < 2:
+            raise UserError("`text` has one token, and nothing follows it", where=row.where, hint="remove the row")
+        return Demonstration(
+            id=content_id(row), prompt_ids=pack_tokens(token_ids[:1]), completion_ids=pack_tokens(token_ids[1:])
         )
 
     def pair(self, row: PairText) -> PreferencePair:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple, NoReturn, TypeAlias
@@ -18,11 +19,12 @@ PROMPT_SHAPE = (
 )
 DEMONSTRATION_SHAPE = (
     'a row looks like {"prompt": "2+2=", "completion": "4"}, or has "messages" (role and content each) instead of '
-    '"prompt"; messages that end with the assistant\'s need no completion, and all turns of the assistant are learned'
+    '"prompt"; messages that end with the assistant\'s need no completion, and all turns of the assistant are learned; '
+    '{"text": "2+2=4"} is learned whole'
 )
 PAIR_SHAPE = (
     'a row looks like {"prompt": "2+2=", "chosen": "4", "rejected": "5"}, or has "messages" (role and content each) '
-    'instead of "prompt"; "margin" may be added'
+    'instead of "prompt", or neither if "chosen" and "rejected" start with the same prompt; "margin" may be added'
 )
 ASSISTANT = "assistant"
 CONTENT_FIELDS = frozenset({"prompt", "messages", "answer", "tools"})
@@ -48,7 +50,7 @@ Reply: TypeAlias = str | tuple[Message, ...]
 class DemonstrationText(Question, kw_only=True):
     """A demonstration before tokenization."""
 
-    completion: Reply
+    completion: Reply  # empty: the text of the only message is learned whole
 
     @property
     def replies(self) -> tuple[str, ...]:
@@ -122,9 +124,18 @@ def _tools(row: Row) -> tuple[dict[str, Any], ...]:
 def to_demonstration(row: Row, *, columns: Mapping[str, str], system_prompt: str) -> DemonstrationText:
     """The prompt of a row with the completion to learn; arguments and errors as `to_item`.
 
-    Without a completion, the messages from the assistant's first turn on are the completion.
+    Without a completion, the messages from the assistant's first turn on are the completion. Of a row that has only a
+    `text`, all of it is learned.
     """
     row = _renamed(row, columns, "data")
+    if all(row.get(name) is None for name in ("prompt", "messages", "completion")):
+        if row.get("text") is not None:
+            text = _reply(row.get("text"), "text", row, DEMONSTRATION_SHAPE)
+            return DemonstrationText(
+                messages=(Message(role="user", content=str(text)),), completion="", where=row.where
+            )
+        if row.get("chosen") is not None:
+            _refuse_pair(row)
     messages, completion = _messages(row, DEMONSTRATION_SHAPE, system_prompt), row.get("completion")
     if completion is None and row.get("prompt") is None and messages[-1].role == ASSISTANT:
         asked = bool(system_prompt) + 1  # a row starts with at least one message of its prompt
@@ -133,6 +144,8 @@ def to_demonstration(row: Row, *, columns: Mapping[str, str], system_prompt: str
             _fault("`messages` holds only the assistant's turn", row, DEMONSTRATION_SHAPE)
         messages, completion = messages[:first], _turns(messages[first:], "messages", row, DEMONSTRATION_SHAPE)
     else:
+        if completion is None and row.get("chosen") is not None:
+            _refuse_pair(row)
         completion = _reply(completion, "completion", row, DEMONSTRATION_SHAPE)
     tools = _tools(row)
     return DemonstrationText(
@@ -144,13 +157,23 @@ def to_demonstration(row: Row, *, columns: Mapping[str, str], system_prompt: str
     )
 
 
+def _refuse_pair(row: Row) -> NoReturn:
+    chosen = row.get("chosen")
+    name = "messages" if isinstance(chosen, list) and row.get("prompt") is None else "completion"
+    _fault(
+        "the row is a preference pair (`chosen`, `rejected`), and this stage learns from completions",
+        row,
+        f'give pairs to dpo or reward_model, or learn one side of them: columns = {{ {name} = "chosen" }}',
+    )
+
+
 def to_pair(row: Row, *, columns: Mapping[str, str], system_prompt: str) -> PairText:
-    """The prompt of a row with a better and a worse completion.
+    """The prompt of a row with a better and a worse completion. The prompt may be the common start of both.
 
     Raises:
         UserError: as `to_item`; also if both sides have the same text.
     """
-    row = _renamed(row, columns, "data")
+    row = _with_prompt(_renamed(row, columns, "data"))
     tools = _tools(row)
     pair = PairText(
         messages=_messages(row, PAIR_SHAPE, system_prompt),
@@ -164,6 +187,48 @@ def to_pair(row: Row, *, columns: Mapping[str, str], system_prompt: str) -> Pair
     if pair.chosen == pair.rejected:
         raise identical_replies(pair)
     return pair
+
+
+def _with_prompt(row: Row) -> Row:
+    """The row with the prompt that both sides contain in its own field. (TRL calls such a prompt implicit.)"""
+    chosen, rejected = row.get("chosen"), row.get("rejected")
+    for side in ("chosen", "rejected"):
+        if row.get(side) is None and row.get("completion") is not None:
+            what = f"the row has a `completion` and no `{side}`, and this stage learns from preference pairs"
+            _fault(what, row, f"give completions to sft; {PAIR_SHAPE}")
+    if row.get("messages") is not None:
+        return row
+    if isinstance(chosen, str) and isinstance(rejected, str) and row.get("prompt") is None:
+        size = _common_words(chosen, rejected)
+        if not chosen[:size].strip():
+            _fault("the row has no `prompt`, and `chosen` and `rejected` start differently", row, PAIR_SHAPE)
+    elif _starts_with_prompt(chosen) and _starts_with_prompt(rejected) and not isinstance(row.get("prompt"), list):
+        assert isinstance(chosen, list) and isinstance(rejected, list)
+        size = _common_size(chosen, rejected)
+        if not size:
+            _fault("`chosen` and `rejected` start with different messages", row, PAIR_SHAPE)
+    else:
+        return row
+    fields = {"prompt": chosen[:size], "chosen": chosen[size:], "rejected": rejected[size:]}
+    return Row(fields={**row.fields, **fields}, where=row.where)
+
+
+def _starts_with_prompt(side: Any) -> bool:
+    first = side[0] if isinstance(side, list) and side else None
+    return isinstance(first, dict) and first.get("role") not in (None, ASSISTANT)
+
+
+def _common_size(chosen: Sequence[Any], rejected: Sequence[Any]) -> int:
+    """Length of the common start of both sides, of which something is left."""
+    most = min(len(chosen), len(rejected)) - 1
+    return next((at for at in range(most) if chosen[at] != rejected[at]), max(most, 0))
+
+
+def _common_words(chosen: str, rejected: str) -> int:
+    """As `_common_size`, up to the white space before the word in which they differ, if there is any."""
+    size = _common_size(chosen, rejected)
+    words = re.match(r".*\S(?=\s)", chosen[:size] + chosen[size : size + 1], re.DOTALL)
+    return words.end() if words else size
 
 
 def identical_replies(pair: PairText) -> UserError:
@@ -218,7 +283,8 @@ def _reply(value: Any, field: str, row: Row, shape: str) -> Reply:
             return turns
         value = turns
     if value is None:
-        _fault(f"the row has no `{field}`", row, shape)
+        there = ", ".join(f"`{name}`" for name in row.fields if row.get(name) is not None) or "nothing"
+        _fault(f"the row has no `{field}`, only {there}", row, shape)
     if not isinstance(value, str):
         _fault(f"`{field}` must be a text, found {type(value).__name__}", row, shape)
     if not value.strip():

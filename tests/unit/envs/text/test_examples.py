@@ -44,6 +44,15 @@ def test_every_format_gives_the_same_examples(tmp_path: Path, data_format: str) 
     assert made.longest_tokens == 11 + 9 + 1
 
 
+def test_a_text_is_learned_from_its_second_token_on(tmp_path: Path) -> None:
+    made = demonstrations(write(tmp_path, "jsonl", [{"text": f"a text {number}"} for number in range(20)]))
+    assert len(made.held_out) > 0  # no text is the question of another one
+    codec, example = CharCodec(), made.train[0]
+    assert codec.decode(unpack_tokens(example.prompt_ids)) == "a"
+    assert codec.decode(unpack_tokens(example.completion_ids)[:-1]).startswith(" text ")
+    assert unpack_tokens(example.completion_ids)[-1] in codec.stop_token_ids
+
+
 def test_rows_added_or_moved_leave_the_others_on_their_side(tmp_path: Path) -> None:
     short = demonstrations(write(tmp_path, "jsonl", rows(40), "short"), held_out_fraction=0.25)
     long = demonstrations(write(tmp_path, "jsonl", rows(80)[::-1], "long"), held_out_fraction=0.25)

@@ -132,7 +132,10 @@ def faults(read: Callable[[Path], Any], tmp_path: Path, row: dict[str, Any], goo
         ),
         ({"messages": [USER]}, "the row has no `completion`"),
         ({"messages": [ASSISTANT]}, "`messages` holds only the assistant's turn"),
-        ({"question": "q", "text": "a"}, "expected either `prompt` or `messages`, found `question`, `text`"),
+        ({"question": "q", "body": "a"}, "expected either `prompt` or `messages`, found `question`, `body`"),
+        ({"text": " "}, "`text` is empty"),
+        ({"prompt": "q", "chosen": "a", "rejected": "b"}, "the row is a preference pair (`chosen`, `rejected`)"),
+        ({"chosen": [USER, ASSISTANT], "rejected": [USER, SIX]}, "the row is a preference pair"),
         ({"prompt": 4, "completion": "4"}, "`prompt` must be a non-empty text, or a list of messages"),
     ],
 )
@@ -145,6 +148,9 @@ def test_faults_of_demonstrations(tmp_path: Path, row: dict[str, Any], what: str
     [
         ({"rejected": "b"}, "the row has no `chosen`"),
         ({"chosen": "a"}, "the row has no `rejected`"),
+        ({"completion": "a"}, "the row has a `completion` and no `chosen`"),
+        ({"prompt": None, "chosen": "a b", "rejected": "c d"}, "`chosen` and `rejected` start differently"),
+        ({"chosen": [USER, ASSISTANT], "rejected": [AGAIN, SIX]}, "start with different messages"),
         ({"chosen": "a", "rejected": "  "}, "`rejected` is empty"),
         ({"chosen": "a", "rejected": "a"}, "`chosen` and `rejected` are the same, 'a'"),
         ({"chosen": "a", "rejected": "b", "margin": "1"}, "`margin` must be a non-negative number, found '1'"),
@@ -155,6 +161,33 @@ def test_faults_of_demonstrations(tmp_path: Path, row: dict[str, Any], what: str
 def test_faults_of_pairs(tmp_path: Path, row: dict[str, Any], what: str) -> None:
     good = {"prompt": "q", "chosen": "a", "rejected": "b"}
     assert what in faults(read_pairs, tmp_path, {"prompt": "q", **row}, good).what
+
+
+@pytest.mark.parametrize(
+    ("row", "prompt", "sides"),
+    [
+        ({"chosen": [USER, ASSISTANT], "rejected": [USER, SIX]}, (USER,), ("4", "6")),
+        # A data set may repeat the prompt as a text beside whole conversations.
+        ({"prompt": "2+2=", "chosen": [USER, ASSISTANT], "rejected": [USER, SIX]}, (USER,), ("4", "6")),
+        (
+            {"chosen": [USER, ASSISTANT, AGAIN, SIX], "rejected": [USER, ASSISTANT, AGAIN, ASSISTANT]},
+            (USER, ASSISTANT, AGAIN),
+            ("6", "4"),
+        ),
+        ({"chosen": "The sky is blue.", "rejected": "The sky is green."}, "The sky is", (" blue.", " green.")),
+        # The sides differ inside of a word.
+        ({"chosen": "Human: hi\n\nBot: It's", "rejected": "Human: hi\n\nBot: I"}, "Human: hi\n\nBot:", (" It's", " I")),
+        ({"chosen": "2+2=4", "rejected": "2+2=5"}, "2+2=", ("4", "5")),
+    ],
+)
+def test_pairs_may_contain_their_prompt(
+    tmp_path: Path, row: dict[str, Any], prompt: Any, sides: tuple[str, str]
+) -> None:
+    (pair,) = read_pairs(write(tmp_path, "jsonl", [row]))
+    asked = [USER | {"content": prompt}] if isinstance(prompt, str) else prompt
+    assert pair.messages == tuple(Message(**message) for message in asked)
+    assert (pair.chosen, pair.rejected) == sides
+    assert pair.plain == isinstance(prompt, str)
 
 
 def test_metadata_that_json_cannot_write_is_named(tmp_path: Path) -> None:

@@ -1,0 +1,199 @@
+"""The boundary of the Python API: arguments are checked by name, and every error is one `TidemillError`."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar, cast
+
+from tidemill.config.keys import all_keys, did_you_mean, suggest
+from tidemill.core.errors import GuardStop, TidemillError, UserError, as_user_error, describe_error, root_error
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+ARGUMENTS = {
+    "args": "overrides",
+    "config": "recipe",
+    "config_path": "recipe",
+    "dataset": "data",
+    "train_dataset": "data",
+    "train_data": "data",
+    "rows": "data",
+    "eval_dataset": "eval_data",
+    "test_dataset": "eval_data",
+    "valid_dataset": "eval_data",
+    "reward_func": "rewards",
+    "reward_funcs": "rewards",
+    "reward_function": "rewards",
+    "reward_functions": "rewards",
+    "reward_fn": "rewards",
+    "reward_model": "rewards",
+    "reward_processing_classes": "tokenizer",
+    "processing_class": "tokenizer",
+    "actor": "model",
+    "model_name": "model",
+    "model_name_or_path": "model",
+    "model_path": "model",
+    "checkpoint": "model",
+    "output_dir": "run_dir",
+    "save_dir": "run_dir",
+    "out_dir": "run_dir",
+    "env": "environment",
+    "environment_factory": "environment",
+    "loss_fn": "loss",
+    "inputs": "prompts",
+    "messages": "prompts",
+}
+"""Arguments of other libraries' trainers, by the argument of ours. (Their settings are `config` keys.)"""
+EXAMPLES = {
+    "recipe": '"char-addition"',
+    "data": "rows",
+    "eval_data": "rows",
+    "rewards": "[right]",
+    "overrides": '{"trainer.steps": 100}',
+    "run_dir": '"runs/mine"',
+}
+
+
+def entry_point(function: Callable[P, T]) -> Callable[P, T]:
+    """Make a function, a coroutine function or a method part of the API.
+
+    An unknown, missing or surplus argument is a `UserError` with a suggestion. Errors of the input are raised without
+    the exceptions that led to them and without the frames of this package; a failure that is not the caller's keeps
+    both, as the cause of a `TidemillError`.
+    """
+    signature, name = inspect.signature(function), public_name(function)
+    if inspect.iscoroutinefunction(function):
+
+        @wraps(function)
+        async def awaited(*args: P.args, **kwargs: P.kwargs) -> Any:
+            __tracebackhide__ = True
+            try:
+                check_arguments(signature, name, args, kwargs)
+                return await cast("Coroutine[Any, Any, T]", function(*args, **kwargs))
+            except BaseException as error:  # noqa: BLE001 (raised below)
+                raised = boundary_error(error)
+            raise raised
+
+        return cast("Callable[P, T]", awaited)
+
+    @wraps(function)
+    def called(*args: P.args, **kwargs: P.kwargs) -> T:
+        __tracebackhide__ = True
+        try:
+            check_arguments(signature, name, args, kwargs)
+            return function(*args, **kwargs)
+        except BaseException as error:  # noqa: BLE001 (raised below)
+            raised = boundary_error(error)
+        raise raised
+
+    return called
+
+
+def same_arguments(original: Callable[P, Any]) -> Callable[[Callable[..., T]], Callable[P, T]]:
+    """Give a function that passes its arguments to `original` the parameters of it."""
+
+    def typed(function: Callable[..., T]) -> Callable[P, T]:
+        own = inspect.signature(function)
+        parameters = inspect.signature(original).parameters.values()
+        function.__signature__ = own.replace(parameters=list(parameters))  # type: ignore[attr-defined]
+        return function
+
+    return typed
+
+
+def public_name(function: Callable[..., Any]) -> str:
+    """The name by which users call it: `tidemill.train`, `tidemill.rewards.exact`, `tidemill.Run.samples`."""
+    module = "rewards." if function.__module__ == "tidemill.api.rewards" else ""
+    return f"tidemill.{module}{function.__qualname__.removesuffix('.__init__')}"
+
+
+def boundary_error(error: BaseException) -> BaseException:
+    """What a caller sees of an error: a `TidemillError`, or the exception itself if it is none of ours to report.
+
+    Raise it outside of the `except` block, so that it has no context.
+    """
+    root = root_error(error)
+    if isinstance(root, KeyboardInterrupt):
+        return _alone(root)
+    if not isinstance(root, Exception):  # SystemExit, the cancellation of a task
+        return error
+    if (known := as_user_error(root)) is not None:
+        return _alone(known)
+    if isinstance(root, GuardStop) or (isinstance(root, TidemillError) and root.__cause__ is None):
+        return _alone(root)
+    if isinstance(root, TidemillError):
+        return root
+    failure = TidemillError(describe_error(error))
+    failure.__cause__ = root
+    return failure
+
+
+def _alone(error: BaseException) -> BaseException:
+    """Without the exceptions and the frames that led to it."""
+    error.__cause__ = error.__context__ = None
+    error.__suppress_context__ = True
+    return error.with_traceback(None)
+
+
+def check_arguments(signature: inspect.Signature, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """
+    Raises:
+        UserError: an argument is unknown or missing, or there are too many without a name.
+    """
+    parameters = signature.parameters
+    by_name = [each for each in parameters.values() if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
+    accepted = [each.name for each in by_name if each.name != "self"]
+    open_ended = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+    unknown = [] if open_ended else [each for each in kwargs if each not in accepted]
+    if unknown:
+        hints = dict.fromkeys(suggest_argument(each, kwargs[each], accepted) for each in unknown)
+        what = f"has no argument {', '.join(unknown)}"
+        raise UserError(what, where=name, hint="; ".join(hint for hint in hints if hint) or _listed(accepted))
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        positional = [each.name for each in parameters.values() if each.kind is not each.KEYWORD_ONLY]
+        what = str(error)
+        if what.startswith("too many positional"):
+            taken = ", ".join(each for each in positional if each != "self")
+            what = f"too many arguments without a name{f': takes {taken}' if taken else ''}"
+        raise UserError(what, where=name, hint=f"give arguments by name: {_example(accepted)}") from None
+
+
+def suggest_argument(given: str, value: Any, accepted: Sequence[str]) -> str:
+    """What to write instead of an unknown argument; empty if nothing is similar."""
+    meant = ARGUMENTS.get(given, "")
+    if given == "args" and "overrides" in accepted:
+        return f"settings are given by key: {_argument('overrides')} (`tidemill config search WORD` finds them)"
+    if meant in accepted:
+        return f"did you mean {_argument(meant)}?"
+    keys = {key.dotted for key in all_keys()}
+    leaves = {key.path[-1] for key in all_keys()}
+    overridable = "overrides" in accepted
+    key = given if given in keys else suggest((given,)) if given in leaves else ""
+    if not key and (close := did_you_mean(given, accepted)):
+        return close
+    key = key or suggest((given,))
+    if overridable and key in keys:
+        return f'set {key} with overrides={{"{key}": {_literal(value)}}}'
+    return ""
+
+
+def _literal(value: Any) -> str:
+    return repr(value) if isinstance(value, (str, int, float, bool)) and len(repr(value)) < 40 else "..."
+
+
+def _argument(name: str) -> str:
+    return f"{name}={EXAMPLES.get(name, '...')}"
+
+
+def _example(accepted: Sequence[str]) -> str:
+    shown = [each for each in ("data", "rewards", "prompts", "model") if each in accepted] or list(accepted)
+    return ", ".join(_argument(each) for each in shown[:2])
+
+
+def _listed(accepted: Sequence[str]) -> str:
+    return f"its arguments are {', '.join(accepted)}" if accepted else "it takes no arguments"

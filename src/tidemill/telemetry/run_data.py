@@ -57,6 +57,20 @@ class Evaluation(NamedTuple):
     reward_stderr: float | None  # None for a single reward
     greedy_accuracy: float | None  # None if the rewards do not define correctness
     n: int
+    reward_low: float | None = None  # 95 % interval of the mean; None if unknown
+    reward_high: float | None = None
+
+    @property
+    def reward_interval(self) -> tuple[float, float] | None:
+        """Without a recorded interval, as in runs of earlier versions, the normal one of the standard error."""
+        if self.reward_low is not None and self.reward_high is not None:
+            return self.reward_low, self.reward_high
+        return normal_interval(self.reward_mean, self.reward_stderr) if self.reward_stderr else None
+
+    @property
+    def accuracy_interval(self) -> tuple[float, float] | None:
+        share = self.greedy_accuracy
+        return wilson_interval(share, self.n) if share is not None and self.n and 0 <= share <= 1 else None
 
 
 class Figure(NamedTuple):
@@ -64,32 +78,21 @@ class Figure(NamedTuple):
 
     name: Literal["accuracy", "mean reward"]
     value: float
-    interval: tuple[float, float] | None  # 95 %
+    interval: tuple[float, float] | None  # 95 %; None if unknown
 
 
 def comparable(found: Sequence[Evaluation]) -> list[Figure]:
     """The same figure of each evaluation: accuracy if all of them have it, else the mean reward."""
     if all(one.greedy_accuracy is not None for one in found):
-        return [_accuracy(one.greedy_accuracy or 0.0, one.n) for one in found]
-    return [
-        Figure(
-            "mean reward",
-            one.reward_mean,
-            None if one.reward_stderr is None else normal_interval(one.reward_mean, one.reward_stderr),
-        )
-        for one in found
-    ]
-
-
-def _accuracy(share: float, n: int) -> Figure:
-    return Figure("accuracy", share, wilson_interval(share, n) if n and 0 <= share <= 1 else None)
+        return [Figure("accuracy", one.greedy_accuracy or 0.0, one.accuracy_interval) for one in found]
+    return [Figure("mean reward", one.reward_mean, one.reward_interval) for one in found]
 
 
 def read_evaluation(step: int, values: Mapping[str, Any], *, prefix: str = "") -> Evaluation | None:
     """From an event or a step's metrics; None without a mean reward."""
     numbers = (finite_number(values.get(f"{prefix}{name}")) for name in Evaluation._fields[1:])
-    reward, stderr, accuracy, n = numbers
-    return None if reward is None else Evaluation(step, reward, stderr, accuracy, int(n or 0))
+    reward, stderr, accuracy, n, low, high = numbers
+    return None if reward is None else Evaluation(step, reward, stderr, accuracy, int(n or 0), low, high)
 
 
 def evaluations(
@@ -319,11 +322,18 @@ def _evaluation_summary(found: Sequence[Evaluation]) -> dict[str, Any]:
     before = next((evaluation for evaluation in found if evaluation.step == 0), None)
     after = found[-1] if found and found[-1].step > 0 else None
     best = max(found, key=lambda evaluation: (evaluation.reward_mean, -evaluation.step), default=None)
-    entries = {
-        name: one._asdict() if one else dict.fromkeys(Evaluation._fields)
-        for name, one in (("before", before), ("after", after), ("best", best))
-    }
+    entries = {name: _evaluation_entry(one) for name, one in (("before", before), ("after", after), ("best", best))}
     return {**entries, "n": found[-1].n if found else 0}
+
+
+def _evaluation_entry(one: Evaluation | None) -> dict[str, Any]:
+    entry = {
+        name: getattr(one, name, None) for name in ("step", "reward_mean", "reward_stderr", "greedy_accuracy", "n")
+    }
+    if one:
+        intervals = {"reward_mean": one.reward_interval, "greedy_accuracy": one.accuracy_interval}
+        entry |= {f"{name}_interval": list(ends) if ends else None for name, ends in intervals.items()}
+    return entry
 
 
 def held_out_changes(summary: dict[str, Any], digits: int, *, name: str = "held-out") -> str:

@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 from tidemill.config.pipeline import StageKind
 from tidemill.config.schema import RunSpec
 from tidemill.core.formatting import compact, counted, decimal, interval
-from tidemill.pipeline.pipeline_page import INTERVAL
+from tidemill.pipeline.pipeline_result import INTERVAL
 from tidemill.pipeline.stage_plan import StageResult
 from tidemill.runtime.callbacks import Callback
 from tidemill.runtime.stopping import StopRequest

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import secrets
 from collections.abc import Iterator
 from pathlib import Path
@@ -37,7 +36,7 @@ from tidemill.telemetry.report.sample_cards import (
     report_samples,
 )
 from tidemill.telemetry.report.timeline import fleet_section, timeline, timeline_json
-from tidemill.telemetry.run_data import Evaluation, Figure, RunData, comparable
+from tidemill.telemetry.run_data import Evaluation, RunData, clearly_differs, comparable, went
 
 HERE = Path(__file__).parent
 
@@ -116,15 +115,6 @@ ENDINGS = {
 EVALUATED = "An evaluation, without training."
 
 
-def clearly_differs(one: Figure, other: Figure) -> bool:
-    """Whether two figures differ significantly (95 %): Newcombe's interval for a difference (1998), from the interval
-    of each figure."""
-    low, high = sorted((one, other), key=lambda figure: figure.value)
-    if low.interval is None or high.interval is None:
-        return low.value != high.value
-    return high.value - low.value > math.hypot(high.value - high.interval[0], low.interval[1] - low.value)
-
-
 def first_and_last(data: RunData) -> tuple[Evaluation | None, Evaluation | None]:
     """The evaluation before the first step and the newest one after it."""
     found = data.evaluations
@@ -139,11 +129,7 @@ def headline(data: RunData) -> str:
     over = counted(steps, "step")
     if before and after:
         first, last = comparable((before, after))
-        change = f"from {decimal(first.value)} to {decimal(last.value)}"
-        if not clearly_differs(first, last):
-            return f"Held-out {first.name} went {change} in {over}, which is within sampling error."
-        verb = "rose" if last.value > first.value else "fell"
-        return f"Held-out {first.name} {verb} {change} in {over}."
+        return f"Held-out {first.name} {went(first, last, f'in {over}')}."
     if rewards := data.values(metrics.REWARD_MEAN):
         return f"Mean reward went from {decimal(rewards[0])} to {decimal(rewards[-1])} in {over}."
     for name, title in ((metrics.HELD_OUT_LOSS, "Held-out loss"), (metrics.LOSS, "Loss")):

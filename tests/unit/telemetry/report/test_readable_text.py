@@ -35,7 +35,10 @@ RENDERED = {
     "Harmony": "<|start|>system<|message|>Be brief.<|end|><|start|>user<|message|>2 + 2?<|end|>"
     "<|start|>assistant<|channel|>final<|message|>4<|end|><|start|>user<|message|>3 + 3?<|end|><|start|>assistant",
 }
-GEMMA = "<bos><start_of_turn>user\n2 + 2?<end_of_turn>\n<start_of_turn>model\n4<end_of_turn>\n<start_of_turn>user\n3 + 3?<end_of_turn>\n<start_of_turn>model\n"
+GEMMA = (
+    "<bos><start_of_turn>user\n2 + 2?<end_of_turn>\n<start_of_turn>model\n4<end_of_turn>\n"
+    "<start_of_turn>user\n3 + 3?<end_of_turn>\n<start_of_turn>model\n"
+)
 
 
 @pytest.mark.parametrize("family", RENDERED)

@@ -28,7 +28,13 @@ DOTS = {
     "failed": "failed",
     "started": "interrupted",
 }
-HIDDEN = ("model", "weights_digest")
+HIDDEN = ("model", "weights_digest", "seed")
+LABELS = {
+    "peak_rss_bytes": "peak memory",
+    "n": "held-out items",
+    "reward_mean": "mean reward",
+    "reward_mean_before": "mean reward before",
+}
 
 
 def write_page(folder: PipelineFolder) -> Path:
@@ -76,7 +82,7 @@ def _stage(folder: PipelineFolder, stage: dict[str, Any], summary: dict[str, Any
         "headline": summary.get("headline", ""),
         "took": duration(summary["wall_s"]) if "wall_s" in summary else "",
         "figures": [
-            (name.replace("_", " "), figure(name, value), _remark(figures, name))
+            (LABELS.get(name, name.replace("_", " ")), figure(name, value), _remark(figures, name))
             for name, value in figures.items()
             if value is not None and name not in HIDDEN and not name.endswith(INTERVAL)
         ],
@@ -99,7 +105,9 @@ def figure(name: str, value: Any) -> str:
 def _remark(figures: dict[str, Any], name: str) -> str:
     """The interval of a figure that has one."""
     key = f"{name}{INTERVAL}"
-    return interval(figures[key]) if key in figures else ""
+    if key not in figures:
+        return ""
+    return f"95 %: {interval(figures[key])}" if figures[key] else interval(None)
 
 
 def _bars(stages: Sequence[dict[str, Any]], result: PipelineResult) -> list[dict[str, Any]]:
@@ -110,18 +118,23 @@ def _bars(stages: Sequence[dict[str, Any]], result: PipelineResult) -> list[dict
         return []
     bars = []
     for stage in stages:
-        for label, key in ((f"before {stage['name']}", f"{name}_before"), (stage["name"], name)):
-            if stage["values"].get(key) is not None and (stage["name"] in result.shown or key == name):
-                bars.append(_bar(label, stage, key) | {"main": stage["name"] in result.shown and key == name})
+        values, shown = stage["values"], stage["name"] in result.shown
+        trained = shown and values.get(f"{name}_before") is not None
+        if trained:
+            bars.append(_bar("before", stage["name"], values, f"{name}_before"))
+        if values.get(name) is not None:
+            label, remark = ("after", stage["name"]) if trained else (stage["name"], stage["kind"])
+            bars.append(_bar(label, remark, values, name) | {"main": shown})
     return bars
 
 
-def _bar(label: str, stage: dict[str, Any], key: str) -> dict[str, Any]:
-    figure, n = measured(stage["values"], key), stage["values"].get("n")
+def _bar(label: str, remark: str, values: dict[str, Any], key: str) -> dict[str, Any]:
+    figure, n = measured(values, key), values.get("n")
     low, high = figure.interval or (None, None)
     return {
         "label": label,
-        "kind": stage["kind"],
+        "remark": remark,
+        "main": False,
         "value": decimal(figure.value),
         "share": 100 * min(1.0, max(0.0, figure.value)),
         "bracket": None if low is None or high is None else (100 * low, 100 * (high - low)),

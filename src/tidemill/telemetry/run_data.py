@@ -99,7 +99,9 @@ def clearly_differs(one: Figure, other: Figure) -> bool:
 
 
 def went(first: Figure, last: Figure, over: str) -> str:
-    """`rose from 0.280 to 0.830 in 20 steps`, or that the change is within sampling error."""
+    """`rose from 0.280 to 0.830 in 20 steps`, `stayed at 0.280 …`, or that a change is within sampling error."""
+    if decimal(first.value) == decimal(last.value):
+        return f"stayed at {decimal(last.value)} {over}"
     change = f"from {decimal(first.value)} to {decimal(last.value)} {over}"
     if not clearly_differs(first, last):
         return f"went {change}, which is within sampling error"

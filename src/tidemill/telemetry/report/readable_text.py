@@ -22,7 +22,7 @@ LONGEST = 20_000
 
 MARK = re.compile(
     r"<\|[^\s<>|]{1,40}\|>|<｜[^\s<>｜]{1,40}｜>|<\|?turn\|?>|</?(?:s|bos|eos|pad|unk|start_of_turn|end_of_turn)>"
-    r"|</?(?:think|thinking|tool_call|tool_calls|tool_response|tool_responses|tools|start_of_image)>"
+    r"|</?(?:think|thinking|tool|tool_call|tool_calls|tool_response|tool_responses|tools|start_of_image)>"
     r"|\[/?(?:INST|SYSTEM_PROMPT|AVAILABLE_TOOLS|TOOL_CALLS|TOOL_RESULTS|TOOL_CONTENT|ARGS|THINK)\]|<</?SYS>>"
 )
 """What looks like a special token, or like a marker of thinking and calls."""
@@ -160,13 +160,21 @@ class ReadableText(Record):
     hidden: str = ""  # characters between start and end; empty for a short text
 
 
-def readable(text: str) -> ReadableText:
-    """A text in pieces; a long one is folded, and opens to the whole."""
-    whole = pieces(shortened(text))
+def readable(text: str, *, marks: bool = True) -> ReadableText:
+    """A text in pieces; a long one is folded, and opens to the whole.
+
+    Args:
+        marks: what looks like a special token is one.
+    """
+
+    def cut(part: str) -> tuple[Piece, ...]:
+        return pieces(part) if marks else (Piece(text=part, mark=False),)
+
+    whole = cut(shortened(text))
     if len(text) <= FOLDED:
         return ReadableText(whole=whole)
     hidden = number(len(text) - START_SHOWN - END_SHOWN)
-    return ReadableText(whole=whole, start=pieces(text[:START_SHOWN]), end=pieces(text[-END_SHOWN:]), hidden=hidden)
+    return ReadableText(whole=whole, start=cut(text[:START_SHOWN]), end=cut(text[-END_SHOWN:]), hidden=hidden)
 
 
 def shortened(text: str) -> str:

@@ -118,7 +118,7 @@ def figures(measured: ModelEvaluation, *, ks: Sequence[int]) -> dict[str, Any]:
         found["scores"] = {}
         for name, scores in measured.scores.items():
             valid = [reward.value for reward in scores if reward.valid]
-            found["scores"][name] = {**reward_interval(valid)._asdict(), "invalid": len(scores) - len(valid)}
+            found["scores"][name] = {**reward_interval(valid).figure, "invalid": len(scores) - len(valid)}
     if measured.drawn:
         found["drawn"] = _drawn(measured, ks)
     found["samples"] = [
@@ -168,8 +168,8 @@ def _drawn(measured: ModelEvaluation, ks: Sequence[int]) -> dict[str, Any]:
     within = [_distinct(group.trajectories) for group in measured.drawn]
     return {
         "samples_per_prompt": len(measured.drawn[0].trajectories),
-        **({"reward_mean": reward_interval(rewards)._asdict()} if rewards else {}),
-        "pass_at": {str(k): mean_pass_at_k(counts, k)._asdict() for k in ks} if counts else {},
+        **({"reward_mean": reward_interval(rewards).figure} if rewards else {}),
+        "pass_at": {str(k): mean_pass_at_k(counts, k).figure for k in ks} if counts else {},
         "invalid": len(samples) - len(rewards_of(samples)),
         "truncated_fraction": fmean(sample.truncated for sample in samples),
         "completion_tokens": length_figures([sample.trained_length for sample in samples]),
@@ -222,7 +222,7 @@ def _paired(before: Sequence[float], after: Sequence[float]) -> dict[str, Any]:
         "n": found.n,
         "other": found.before,
         "this": found.after,
-        "difference": found.difference._asdict(),
+        "difference": found.difference.figure,
         "higher": found.better,
         "lower": found.worse,
         "p_value": found.p_value,

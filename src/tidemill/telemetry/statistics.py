@@ -17,15 +17,22 @@ BLOCK_ITEMS = 1_000_000
 
 
 class Interval(NamedTuple):
-    """A figure and its 95 % interval; both ends are None if the sample does not tell one."""
+    """A figure and its 95 % interval; both ends are NaN if the sample does not tell one."""
 
     value: float
-    low: float | None
-    high: float | None
+    low: float
+    high: float
 
     @property
     def ends(self) -> list[float] | None:
-        return None if self.low is None or self.high is None else [self.low, self.high]
+        """None if they are unknown."""
+        return None if math.isnan(self.low) or math.isnan(self.high) else [self.low, self.high]
+
+    @property
+    def figure(self) -> dict[str, float | None]:
+        """`value`, `low` and `high` for JSON, None for unknown ends."""
+        low, high = self.ends or (None, None)
+        return {"value": self.value, "low": low, "high": high}
 
 
 class Paired(NamedTuple):
@@ -95,7 +102,7 @@ def mean_interval(values: Sequence[float], *, within: tuple[float, float] | None
         within: the possible range, if it is known.
     """
     if not values:
-        low, high = within or (None, None)
+        low, high = within or (math.nan, math.nan)
         return Interval(math.nan, low, high)
     mean = math.fsum(values) / len(values)
     if within is not None and (set(values) <= set(within) or min(values) == max(values)):
@@ -103,7 +110,7 @@ def mean_interval(values: Sequence[float], *, within: tuple[float, float] | None
         low, high = wilson_interval(min(1.0, max(0.0, (mean - lowest) / width)), len(values))
         return Interval(mean, lowest + width * low, lowest + width * high)
     if min(values) == max(values):
-        return Interval(mean, None, None)
+        return Interval(mean, math.nan, math.nan)
     return bootstrap_mean(values)
 
 
@@ -119,7 +126,7 @@ def reward_interval(rewards: Sequence[float], *, shares: bool = False) -> Interv
 def bootstrap_mean(values: Sequence[float], *, resamples: int = RESAMPLES, seed: int = RESAMPLE_SEED) -> Interval:
     """Mean with the 2.5th and 97.5th percentiles of the means of resamples (Efron 1979); deterministic."""
     if not values:
-        return Interval(math.nan, None, None)
+        return Interval(math.nan, math.nan, math.nan)
     items_N = np.asarray(values, dtype=np.float64)
     draw = np.random.Generator(np.random.PCG64(seed))
     rows = max(1, BLOCK_ITEMS // len(items_N))

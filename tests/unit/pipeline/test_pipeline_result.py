@@ -85,5 +85,6 @@ def test_a_change_within_sampling_error_is_not_called_one() -> None:
 def test_the_interval_of_a_figure_is_the_recorded_one() -> None:
     assert measured({"reward_mean": 1.5, "reward_mean_interval": [1.0, 2.0]}, "reward_mean").interval == (1.0, 2.0)
     assert measured({"reward_mean": 0.5, "n": 3}, "reward_mean").interval is None  # not a share
-    low, high = measured({"pairwise_accuracy": 1.0, "n": 3}, "pairwise_accuracy").interval or (0, 0)
-    assert (low, high) == (pytest.approx(0.43849, abs=1e-4), 1.0)  # Wilson: 3 / (3 + 1.96²)
+    # Wilson's: 3 / (3 + 1.96²) = 0.43849.
+    share = measured({"pairwise_accuracy": 1.0, "n": 3}, "pairwise_accuracy").interval
+    assert share == pytest.approx((0.43849, 1.0), abs=1e-4)

@@ -296,14 +296,10 @@ class EvalSchedule:
 
 
 def _measures(result: EvalResult) -> dict[str, float]:
-    """Mean reward, its standard error and interval, accuracy, and figures of drawn samples, without those that are
-    None."""
-    low, high = result.reward_interval or (None, None)
+    """Mean reward, its standard error, accuracy, and figures of drawn samples, without those that are None."""
     found = {
         "reward_mean": result.reward_mean,
         "reward_stderr": result.reward_stderr,
-        "reward_low": low,
-        "reward_high": high,
         "greedy_accuracy": result.greedy_accuracy,
         **{f"{PASS_AT}{k}": share for k, share in result.pass_at.items()},
         "drawn_reward_mean": result.drawn_reward_mean,
@@ -316,6 +312,7 @@ def _fields(result: EvalResult) -> dict[str, Any]:
     return {
         **({} if result.name == HELD_OUT_NAME else {"set": result.name}),
         **_measures(result),
+        **({"reward_mean_interval": list(result.reward_interval)} if result.reward_interval else {}),
         "n": result.n,
         "invalid": result.invalid,
         "truncated_fraction": result.truncated_fraction,

@@ -52,10 +52,6 @@ HELD_OUT_REWARD: Final = _define(
     label="held-out reward",
 )  # fmt: skip
 HELD_OUT_STDERR: Final = _define("eval/reward_stderr", "", "standard error of that mean, over prompts")
-HELD_OUT_LOW: Final = _define(
-    "eval/reward_low", "", "lower end of the 95 % interval of that mean; not of equal rewards"
-)
-HELD_OUT_HIGH: Final = _define("eval/reward_high", "", "its upper end")
 GREEDY_ACCURACY: Final = _define(
     "eval/greedy_accuracy", "", "share of those completions that are correct; only for rewards that define correctness",
     label="held-out accuracy",

@@ -58,14 +58,13 @@ class Evaluation(NamedTuple):
     reward_stderr: float | None  # None for a single reward
     greedy_accuracy: float | None  # None if the rewards do not define correctness
     n: int
-    reward_low: float | None = None  # 95 % interval of the mean; None if unknown
-    reward_high: float | None = None
+    recorded_interval: tuple[float, float] | None = None  # of the mean, 95 %
 
     @property
     def reward_interval(self) -> tuple[float, float] | None:
-        """Without a recorded interval, as in runs of earlier versions, the normal one of the standard error."""
-        if self.reward_low is not None and self.reward_high is not None:
-            return self.reward_low, self.reward_high
+        """The recorded one; in runs of earlier versions the normal one of the standard error. None of equal rewards."""
+        if self.recorded_interval is not None:
+            return self.recorded_interval
         return normal_interval(self.reward_mean, self.reward_stderr) if self.reward_stderr else None
 
     @property
@@ -110,9 +109,14 @@ def went(first: Figure, last: Figure, over: str) -> str:
 
 def read_evaluation(step: int, values: Mapping[str, Any], *, prefix: str = "") -> Evaluation | None:
     """From an event or a step's metrics; None without a mean reward."""
-    numbers = (finite_number(values.get(f"{prefix}{name}")) for name in Evaluation._fields[1:])
-    reward, stderr, accuracy, n, low, high = numbers
-    return None if reward is None else Evaluation(step, reward, stderr, accuracy, int(n or 0), low, high)
+    numbers = (finite_number(values.get(f"{prefix}{name}")) for name in Evaluation._fields[1:5])
+    reward, stderr, accuracy, n = numbers
+    match values.get("reward_mean_interval"):  # only in events
+        case [int() | float() as low, int() | float() as high]:
+            interval = float(low), float(high)
+        case _:
+            interval = None
+    return None if reward is None else Evaluation(step, reward, stderr, accuracy, int(n or 0), interval)
 
 
 def evaluations(

@@ -111,11 +111,10 @@ def read_evaluation(step: int, values: Mapping[str, Any], *, prefix: str = "") -
     """From an event or a step's metrics; None without a mean reward."""
     numbers = (finite_number(values.get(f"{prefix}{name}")) for name in Evaluation._fields[1:5])
     reward, stderr, accuracy, n = numbers
+    interval: tuple[float, float] | None = None
     match values.get("reward_mean_interval"):  # only in events
         case [int() | float() as low, int() | float() as high]:
             interval = float(low), float(high)
-        case _:
-            interval = None
     return None if reward is None else Evaluation(step, reward, stderr, accuracy, int(n or 0), interval)
 
 

@@ -17,6 +17,7 @@ from tidemill.cli.output import DryRun, Json, Result, note
 from tidemill.config.load import split_arguments
 from tidemill.config.model import BUILT_IN_MODELS
 from tidemill.core.errors import UserError
+from tidemill.core.formatting import interval
 from tidemill.models.checkpoint_manifest import refuse_damaged
 
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
@@ -89,7 +90,7 @@ def _lines(found: dict[str, Any]) -> list[tuple[str, str]]:
                 lines.append((f"set {of_set}", ""))
                 lines += [(f"  {each}", text) for each, text in _lines(figures_of_set) if each not in OF_THE_MODEL]
         elif value is not None and f"{name}_interval" in found:
-            low, high = found[f"{name}_interval"]
+            low, high = found[f"{name}_interval"] or (None, None)
             lines.append((name, _with_interval({"value": value, "low": low, "high": high})))
         else:
             lines += _plain(name, value)
@@ -124,7 +125,10 @@ def _compared(other: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _with_interval(figure: dict[str, Any], *, sign: str = "") -> str:
-    return f"{figure['value']:{sign}.4g} (95 %: {figure['low']:{sign}.3g} to {figure['high']:{sign}.3g})"
+    value = f"{figure['value']:{sign}.4g}"
+    if figure["low"] is None or figure["high"] is None:
+        return f"{value} ({interval(None)})"
+    return f"{value} (95 %: {figure['low']:{sign}.3g} to {figure['high']:{sign}.3g})"
 
 
 def _number(value: Any) -> str:

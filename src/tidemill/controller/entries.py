@@ -38,6 +38,7 @@ class EvalResult(Record, omit_defaults=True):
     samples_per_prompt: int = 0  # drawn in addition to the greedy completion
     pass_at: dict[int, float] = {}  # pass@k of the drawn samples by k; empty for graded rewards
     drawn_reward_mean: float | None = None  # of the drawn samples, mean over prompts
+    reward_interval: tuple[float, float] | None = None  # 95 % of the mean reward; None if the sample tells none
 
 
 class Entry(msgspec.Struct, frozen=True, array_like=True):

@@ -23,7 +23,7 @@ from tidemill.core.protocols import PromptSource, Scorer
 from tidemill.core.records import CORRECT_REWARD, PolicyVersion, Prompt, Record, SamplingParams, Trajectory
 from tidemill.telemetry.events import EVALUATION
 from tidemill.telemetry.metrics import EVAL_TIME, HELD_OUT_NAME, PASS_AT, held_out_prefix
-from tidemill.telemetry.statistics import mean_pass_at_k
+from tidemill.telemetry.statistics import Interval, mean_pass_at_k, reward_interval
 
 
 class Evaluation(Record):
@@ -167,6 +167,7 @@ def eval_result(
 ) -> EvalResult:
     """Figures of at least one greedy sample, and of the samples drawn of each prompt."""
     rewards, right = rewards_of(samples), correctness(samples)
+    ends = greedy_reward_interval(samples).ends
     counts, drawn_rewards = counts_correct(drawn), [each for each in prompt_rewards(drawn) if each is not None]
     return EvalResult(
         name=name,
@@ -183,7 +184,15 @@ def eval_result(
         samples_per_prompt=len(drawn[0]) if drawn else 0,
         pass_at={k: mean_pass_at_k(counts, k).value for k in ks} if counts else {},
         drawn_reward_mean=fmean(drawn_rewards) if drawn_rewards else None,
+        reward_interval=(ends[0], ends[1]) if ends else None,
     )
+
+
+def greedy_reward_interval(samples: Sequence[Trajectory]) -> Interval:
+    """Mean valid reward with its 95 % interval. Rewards that tell correctness are between 0 and 1."""
+    valid = [sample.reward for sample in samples if sample.reward is not None and sample.reward.valid]
+    tell_correctness = all(reward.correct is not None for reward in valid)
+    return reward_interval([reward.value for reward in valid], shares=tell_correctness)
 
 
 class EvalSchedule:
@@ -303,6 +312,7 @@ def _fields(result: EvalResult) -> dict[str, Any]:
     return {
         **({} if result.name == HELD_OUT_NAME else {"set": result.name}),
         **_measures(result),
+        **({"reward_mean_interval": list(result.reward_interval)} if result.reward_interval else {}),
         "n": result.n,
         "invalid": result.invalid,
         "truncated_fraction": result.truncated_fraction,

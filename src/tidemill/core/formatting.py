@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 
 def duration(seconds: float) -> str:
@@ -47,6 +47,13 @@ def decimal(value: float | None) -> str:
 def between(low: float | None, high: float | None) -> str:
     """`0.620 to 0.751`."""
     return f"{decimal(low)} to {decimal(high)}"
+
+
+def interval(ends: Sequence[float | None] | None) -> str:
+    """A 95 % interval as `0.620 to 0.751`; `no interval: all values are equal` without ends."""
+    if not ends or None in ends:
+        return "no interval: all values are equal"
+    return between(*ends)
 
 
 def percent(share: float | None) -> str:

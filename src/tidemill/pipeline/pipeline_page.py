@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tidemill.core.formatting import between, compact, decimal, duration, gigabytes
+from tidemill.core.formatting import compact, decimal, duration, gigabytes, interval
+from tidemill.pipeline.pipeline_result import INTERVAL, NAMES, SHARES, PipelineResult, measured, pipeline_result
 from tidemill.pipeline.state import PipelineFolder
 from tidemill.telemetry.jsonl import write_atomically
 from tidemill.telemetry.report.pages import render_page
 from tidemill.telemetry.run_dir import read_json
-from tidemill.telemetry.statistics import wilson_interval
 
 TEMPLATE = Path(__file__).parent / "templates" / "pipeline.html.j2"
 ENDINGS = {
@@ -27,11 +28,13 @@ DOTS = {
     "failed": "failed",
     "started": "interrupted",
 }
-SHARES = ("greedy_accuracy", "pairwise_accuracy")
-"""Figures between 0 and 1; the first one that a stage has is shown as a bar."""
-INTERVAL = "_interval"
-"""Suffix of the figure that contains the 95 % interval of another."""
-HIDDEN = ("model", "weights_digest")
+HIDDEN = ("model", "weights_digest", "seed")
+LABELS = {
+    "peak_rss_bytes": "peak memory",
+    "n": "held-out items",
+    "reward_mean": "mean reward",
+    "reward_mean_before": "mean reward before",
+}
 
 
 def write_page(folder: PipelineFolder) -> Path:
@@ -50,14 +53,20 @@ def context(folder: PipelineFolder) -> dict[str, Any]:
     summaries = {stage["name"]: stage for stage in summary.get("stages", [])}
     stages = [_stage(folder, stage, summaries.get(stage["name"], {})) for stage in state.get("stages", [])]
     done = sum(stage["state"] == "done" for stage in stages)
+    result = pipeline_result([{**stage, "figures": stage["values"]} for stage in stages])
+    leading = [stage for name in result.shown for stage in stages if stage["name"] == name]
     outcome = state.get("outcome", "running")
     return {
         "name": state.get("name", folder.path.name),
-        "headline": f"{done} of {len(stages)} stages finished",
+        "headline": result.headline,
+        "main": result.main,
+        "progress": f"{done} of {len(stages)} stages finished.",
         "outcome": outcome,
         "ending": ENDINGS.get(outcome, ENDINGS["running"]),
         "stages": stages,
-        "bars": [stage for stage in stages if stage["bar"]],
+        "by_importance": [*leading, *(stage for stage in stages if stage not in leading)],
+        "figure_title": f"Held-out {NAMES.get(result.figure, result.figure)}",
+        "bars": _bars(stages, result),
         "took": duration(summary.get("wall_s", 0.0)),
         "stale": state.get("stale", []),
         "config_text": folder.config.read_text(encoding="utf-8", errors="replace") if folder.config.is_file() else "",
@@ -73,11 +82,11 @@ def _stage(folder: PipelineFolder, stage: dict[str, Any], summary: dict[str, Any
         "headline": summary.get("headline", ""),
         "took": duration(summary["wall_s"]) if "wall_s" in summary else "",
         "figures": [
-            (name.replace("_", " "), figure(name, value), _interval(figures.get(f"{name}{INTERVAL}")))
+            (LABELS.get(name, name.replace("_", " ")), figure(name, value), _remark(figures, name))
             for name, value in figures.items()
             if value is not None and name not in HIDDEN and not name.endswith(INTERVAL)
         ],
-        "bar": _bar(figures),
+        "values": figures,
         "report": os.path.relpath(report, folder.path) if report.is_file() else "",
     }
 
@@ -93,22 +102,41 @@ def figure(name: str, value: Any) -> str:
     return decimal(value) if isinstance(value, float) else str(value)
 
 
-def _interval(ends: list[float] | None) -> str:
-    return between(*ends) if ends else ""
+def _remark(figures: dict[str, Any], name: str) -> str:
+    """The interval of a figure that has one."""
+    key = f"{name}{INTERVAL}"
+    if key not in figures:
+        return ""
+    return f"95 %: {interval(figures[key])}" if figures[key] else interval(None)
 
 
-def _bar(figures: dict[str, Any]) -> dict[str, Any] | None:
-    """The bar of a stage: its main share with the 95 % interval."""
-    for name in SHARES:
-        share, n = figures.get(name), figures.get("n")
-        if isinstance(share, (int, float)) and 0 <= share <= 1:
-            low, high = wilson_interval(share, n) if isinstance(n, int) and n else (share, share)
-            return {
-                "name": name.replace("_", " "),
-                "value": decimal(float(share)),
-                "share": 100 * share,
-                "low": 100 * low,
-                "high": 100 * high,
-                "interval": f"{low:.2f}-{high:.2f}, n = {n}" if n else "",
-            }
-    return None
+def _bars(stages: Sequence[dict[str, Any]], result: PipelineResult) -> list[dict[str, Any]]:
+    """The main share of the result, if it is one, in every stage that measured it; that of a stage that trains also
+    before it."""
+    name = result.figure
+    if name not in SHARES:
+        return []
+    bars = []
+    for stage in stages:
+        values, shown = stage["values"], stage["name"] in result.shown
+        trained = shown and values.get(f"{name}_before") is not None
+        if trained:
+            bars.append(_bar("before", stage["name"], values, f"{name}_before"))
+        if values.get(name) is not None:
+            label, remark = ("after", stage["name"]) if trained else (stage["name"], stage["kind"])
+            bars.append(_bar(label, remark, values, name) | {"main": shown})
+    return bars
+
+
+def _bar(label: str, remark: str, values: dict[str, Any], key: str) -> dict[str, Any]:
+    figure, n = measured(values, key), values.get("n")
+    low, high = figure.interval or (None, None)
+    return {
+        "label": label,
+        "remark": remark,
+        "main": False,
+        "value": decimal(figure.value),
+        "share": 100 * min(1.0, max(0.0, figure.value)),
+        "bracket": None if low is None or high is None else (100 * low, 100 * (high - low)),
+        "interval": "" if low is None else f"{low:.2f} to {high:.2f}, n = {n}",
+    }

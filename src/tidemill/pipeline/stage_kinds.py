@@ -17,8 +17,8 @@ from typing import Any, TypeAlias
 
 from tidemill.config.pipeline import StageKind
 from tidemill.config.schema import RunSpec
-from tidemill.core.formatting import between, compact, counted, decimal
-from tidemill.pipeline.pipeline_page import INTERVAL
+from tidemill.core.formatting import compact, counted, decimal, interval
+from tidemill.pipeline.pipeline_result import INTERVAL
 from tidemill.pipeline.stage_plan import StageResult
 from tidemill.runtime.callbacks import Callback
 from tidemill.runtime.stopping import StopRequest
@@ -112,6 +112,8 @@ def run_rl(job: Job) -> Outcome:
         "greedy_accuracy": measured["after"]["greedy_accuracy"],
         "reward_mean_before": measured["before"]["reward_mean"],
         "reward_mean": measured["after"]["reward_mean"],
+        **{name: measured["after"].get(name) for name in _INTERVALS},
+        **{f"{name.removesuffix(INTERVAL)}_before{INTERVAL}": measured["before"].get(name) for name in _INTERVALS},
         "n": measured["n"],
         "tokens_generated": summary["tokens_generated"],
         "tokens_trained": summary["tokens_trained"],
@@ -258,13 +260,14 @@ def evaluation_headline(found: dict[str, Any], *, of: str = "held-out") -> str:
     parts = []
     for name, key in ((f"{of} mean reward", "reward_mean"), (f"{of} greedy accuracy", "greedy_accuracy")):
         if key in found:
-            parts.append(f"{name} {found[key]:.3f} (95 %: {between(*found[f'{key}{INTERVAL}'])}; n = {found['n']})")
+            ends = found[f"{key}{INTERVAL}"]
+            parts.append(f"{name} {found[key]:.3f} ({'95 %: ' if ends else ''}{interval(ends)}; n = {found['n']})")
     if not parts:
         parts.append(f"no valid reward in {found['n']} {of} completions")
     shares = {f"pass@{k}": share for k, share in list(_pass_at(found).items())[-1:]}  # the largest k
     scores = {f"score of {name}": score for name, score in found.get("scores", {}).items()}
     for name, figure in (shares | scores).items():
-        parts.append(f"{name} {decimal(figure['value'])} ({between(figure['low'], figure['high'])})")
+        parts.append(f"{name} {decimal(figure['value'])} ({interval([figure['low'], figure['high']])})")
     for name, pair in _compared(found).items():
         if name != "completion_tokens":
             change = f"{pair['difference']['value']:+.3f} (p = {decimal(pair['p_value'])})"
@@ -279,8 +282,9 @@ def _pass_at(found: dict[str, Any]) -> dict[str, Any]:
     return shares
 
 
-def _with_interval(name: str, figure: dict[str, float]) -> dict[str, Any]:
-    return {name: figure["value"], f"{name}{INTERVAL}": [figure["low"], figure["high"]]}
+def _with_interval(name: str, figure: dict[str, Any]) -> dict[str, Any]:
+    ends = None if figure["low"] is None else [figure["low"], figure["high"]]
+    return {name: figure["value"], f"{name}{INTERVAL}": ends}
 
 
 def _compared(found: dict[str, Any]) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from tidemill.controller.evaluation import (
     correctness,
     counts_correct,
     drawn_purpose,
+    greedy_reward_interval,
     prompt_rewards,
     rewards_of,
 )
@@ -42,9 +43,8 @@ from tidemill.runtime.model_bundle import ModelBundle, load_model_bundle
 from tidemill.runtime.readers import check_reward_models, model_scores
 from tidemill.telemetry.events import DATA, event_text
 from tidemill.telemetry.metrics import HELD_OUT_NAME
-from tidemill.telemetry.sample_files import turn_lines
+from tidemill.telemetry.sample_files import message_lines, turn_lines
 from tidemill.telemetry.statistics import (
-    bootstrap_mean,
     distinct_n,
     length_figures,
     mean_pass_at_k,
@@ -95,12 +95,13 @@ def figures(measured: ModelEvaluation, *, ks: Sequence[int]) -> dict[str, Any]:
     """
     result, samples = measured.greedy.result, measured.greedy.samples
     found: dict[str, Any] = {}
-    if rewards := rewards_of(samples):
-        found |= {"reward_mean": result.reward_mean, "reward_mean_interval": list(reward_interval(rewards)[1:])}
+    if rewards_of(samples):
+        reward_ends = greedy_reward_interval(samples).ends
+        found |= {"reward_mean": result.reward_mean, "reward_mean_interval": reward_ends}
     if right := measured.right:
         found |= {
             "greedy_accuracy": result.greedy_accuracy,
-            "greedy_accuracy_interval": list(share_interval([float(each) for each in right])[1:]),
+            "greedy_accuracy_interval": share_interval([float(each) for each in right]).ends,
         }
     found |= {
         "n": result.n,
@@ -117,11 +118,18 @@ def figures(measured: ModelEvaluation, *, ks: Sequence[int]) -> dict[str, Any]:
         found["scores"] = {}
         for name, scores in measured.scores.items():
             valid = [reward.value for reward in scores if reward.valid]
-            found["scores"][name] = {**bootstrap_mean(valid)._asdict(), "invalid": len(scores) - len(valid)}
+            found["scores"][name] = {**reward_interval(valid).figure, "invalid": len(scores) - len(valid)}
     if measured.drawn:
         found["drawn"] = _drawn(measured, ks)
     found["samples"] = [
-        {"prompt": prompt.text, "completion": sample.text, "answer": prompt.answer, **scored, **_turns(sample)}
+        {
+            "prompt": prompt.text,
+            **message_lines(prompt),
+            "completion": sample.text,
+            "answer": prompt.answer,
+            **scored,
+            **_turns(sample),
+        }
         for prompt, sample, scored in zip(measured.prompts, samples, _rewards_and_correctness(measured), strict=True)
     ]
     return found
@@ -160,8 +168,8 @@ def _drawn(measured: ModelEvaluation, ks: Sequence[int]) -> dict[str, Any]:
     within = [_distinct(group.trajectories) for group in measured.drawn]
     return {
         "samples_per_prompt": len(measured.drawn[0].trajectories),
-        **({"reward_mean": reward_interval(rewards)._asdict()} if rewards else {}),
-        "pass_at": {str(k): mean_pass_at_k(counts, k)._asdict() for k in ks} if counts else {},
+        **({"reward_mean": reward_interval(rewards).figure} if rewards else {}),
+        "pass_at": {str(k): mean_pass_at_k(counts, k).figure for k in ks} if counts else {},
         "invalid": len(samples) - len(rewards_of(samples)),
         "truncated_fraction": fmean(sample.truncated for sample in samples),
         "completion_tokens": length_figures([sample.trained_length for sample in samples]),
@@ -214,7 +222,7 @@ def _paired(before: Sequence[float], after: Sequence[float]) -> dict[str, Any]:
         "n": found.n,
         "other": found.before,
         "this": found.after,
-        "difference": found.difference._asdict(),
+        "difference": found.difference.figure,
         "higher": found.better,
         "lower": found.worse,
         "p_value": found.p_value,

@@ -51,8 +51,8 @@ ROLLOUT: Final = _define("rollout", "span: the samples of `step` were generated"
 TRAINING: Final = _define("training", "span: gradients and optimizer steps of `step`")
 EVALUATION: Final = _define(
     "evaluation",
-    "span: held-out prompts, or those of `set`, after `step`; `reward_mean`, `reward_stderr`, `greedy_accuracy`, `n`, "
-    "and with drawn samples `pass_at_K` and `drawn_reward_mean`",
+    "span: held-out prompts, or those of `set`, after `step`; `reward_mean`, `reward_stderr`, `reward_mean_interval` "
+    "(95 %), `greedy_accuracy`, `n`, and with drawn samples `pass_at_K` and `drawn_reward_mean`",
 )
 REWARD_FAILED: Final = _define(
     "reward_failed",

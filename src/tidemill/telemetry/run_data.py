@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,7 +14,7 @@ from typing import Any, Literal, NamedTuple, Self
 from tidemill.config.load import from_toml
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError
-from tidemill.core.formatting import counted
+from tidemill.core.formatting import counted, decimal
 from tidemill.telemetry.events import (
     DATA,
     EVALUATION,
@@ -57,6 +58,19 @@ class Evaluation(NamedTuple):
     reward_stderr: float | None  # None for a single reward
     greedy_accuracy: float | None  # None if the rewards do not define correctness
     n: int
+    recorded_interval: tuple[float, float] | None = None  # of the mean, 95 %
+
+    @property
+    def reward_interval(self) -> tuple[float, float] | None:
+        """The recorded one; in runs of earlier versions the normal one of the standard error. None of equal rewards."""
+        if self.recorded_interval is not None:
+            return self.recorded_interval
+        return normal_interval(self.reward_mean, self.reward_stderr) if self.reward_stderr else None
+
+    @property
+    def accuracy_interval(self) -> tuple[float, float] | None:
+        share = self.greedy_accuracy
+        return wilson_interval(share, self.n) if share is not None and self.n and 0 <= share <= 1 else None
 
 
 class Figure(NamedTuple):
@@ -64,32 +78,44 @@ class Figure(NamedTuple):
 
     name: Literal["accuracy", "mean reward"]
     value: float
-    interval: tuple[float, float] | None  # 95 %
+    interval: tuple[float, float] | None  # 95 %; None if unknown
 
 
 def comparable(found: Sequence[Evaluation]) -> list[Figure]:
     """The same figure of each evaluation: accuracy if all of them have it, else the mean reward."""
     if all(one.greedy_accuracy is not None for one in found):
-        return [_accuracy(one.greedy_accuracy or 0.0, one.n) for one in found]
-    return [
-        Figure(
-            "mean reward",
-            one.reward_mean,
-            None if one.reward_stderr is None else normal_interval(one.reward_mean, one.reward_stderr),
-        )
-        for one in found
-    ]
+        return [Figure("accuracy", one.greedy_accuracy or 0.0, one.accuracy_interval) for one in found]
+    return [Figure("mean reward", one.reward_mean, one.reward_interval) for one in found]
 
 
-def _accuracy(share: float, n: int) -> Figure:
-    return Figure("accuracy", share, wilson_interval(share, n) if n and 0 <= share <= 1 else None)
+def clearly_differs(one: Figure, other: Figure) -> bool:
+    """Whether two figures differ significantly (95 %): Newcombe's interval for a difference (1998), from the interval
+    of each figure."""
+    low, high = sorted((one, other), key=lambda figure: figure.value)
+    if low.interval is None or high.interval is None:
+        return low.value != high.value
+    return high.value - low.value > math.hypot(high.value - high.interval[0], low.interval[1] - low.value)
+
+
+def went(first: Figure, last: Figure, over: str) -> str:
+    """`rose from 0.280 to 0.830 in 20 steps`, `stayed at 0.280 …`, or that a change is within sampling error."""
+    if decimal(first.value) == decimal(last.value):
+        return f"stayed at {decimal(last.value)} {over}"
+    change = f"from {decimal(first.value)} to {decimal(last.value)} {over}"
+    if not clearly_differs(first, last):
+        return f"went {change}, which is within sampling error"
+    return f"{'rose' if last.value > first.value else 'fell'} {change}"
 
 
 def read_evaluation(step: int, values: Mapping[str, Any], *, prefix: str = "") -> Evaluation | None:
     """From an event or a step's metrics; None without a mean reward."""
-    numbers = (finite_number(values.get(f"{prefix}{name}")) for name in Evaluation._fields[1:])
+    numbers = (finite_number(values.get(f"{prefix}{name}")) for name in Evaluation._fields[1:5])
     reward, stderr, accuracy, n = numbers
-    return None if reward is None else Evaluation(step, reward, stderr, accuracy, int(n or 0))
+    interval: tuple[float, float] | None = None
+    match values.get("reward_mean_interval"):  # only in events
+        case [int() | float() as low, int() | float() as high]:
+            interval = float(low), float(high)
+    return None if reward is None else Evaluation(step, reward, stderr, accuracy, int(n or 0), interval)
 
 
 def evaluations(
@@ -319,11 +345,18 @@ def _evaluation_summary(found: Sequence[Evaluation]) -> dict[str, Any]:
     before = next((evaluation for evaluation in found if evaluation.step == 0), None)
     after = found[-1] if found and found[-1].step > 0 else None
     best = max(found, key=lambda evaluation: (evaluation.reward_mean, -evaluation.step), default=None)
-    entries = {
-        name: one._asdict() if one else dict.fromkeys(Evaluation._fields)
-        for name, one in (("before", before), ("after", after), ("best", best))
-    }
+    entries = {name: _evaluation_entry(one) for name, one in (("before", before), ("after", after), ("best", best))}
     return {**entries, "n": found[-1].n if found else 0}
+
+
+def _evaluation_entry(one: Evaluation | None) -> dict[str, Any]:
+    entry = {
+        name: getattr(one, name, None) for name in ("step", "reward_mean", "reward_stderr", "greedy_accuracy", "n")
+    }
+    if one:
+        intervals = {"reward_mean": one.reward_interval, "greedy_accuracy": one.accuracy_interval}
+        entry |= {f"{name}_interval": list(ends) if ends else None for name, ends in intervals.items()}
+    return entry
 
 
 def held_out_changes(summary: dict[str, Any], digits: int, *, name: str = "held-out") -> str:

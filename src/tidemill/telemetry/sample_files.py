@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from tidemill.core.records import Prompt, Record, Trajectory, Turn, unpack_logprobs, unpack_tokens
+from tidemill.core.records import Message, Prompt, Record, Trajectory, Turn, unpack_logprobs, unpack_tokens
 from tidemill.telemetry.jsonl import encode, read_lines, write_atomically
 
 Decode: TypeAlias = Callable[[Sequence[int]], str]
@@ -85,6 +85,9 @@ def sample_line(step: int, trajectory: Trajectory, prompt: Prompt, texts: TokenT
         "weight": trajectory.weight,
         "versions": [[run.version.number, run.version.digest, run.start, run.end] for run in trajectory.versions],
     }
+    if reward and reward.correct is not None:
+        line["correct"] = reward.correct
+    line |= message_lines(prompt)
     if trajectory.turns:
         line |= {
             "turns": turn_lines(trajectory),
@@ -92,6 +95,11 @@ def sample_line(step: int, trajectory: Trajectory, prompt: Prompt, texts: TokenT
             "fault": trajectory.fault,
         }
     return line
+
+
+def message_lines(prompt: Prompt) -> dict[str, Any]:
+    """The messages before the chat template; empty without one."""
+    return {"messages": msgspec.to_builtins(prompt.messages)} if prompt.messages else {}
 
 
 def turn_lines(trajectory: Trajectory) -> list[dict[str, Any]]:
@@ -169,6 +177,7 @@ class Sample(Record):
     prompt: str = ""
     completion: str = ""
     answer: str | None = None  # None: the row has none
+    messages: tuple[Message, ...] = ()  # of the prompt, before the chat template; empty without one
     prompt_id: str = ""
     tokens: tuple[str, ...] = ()
     logprobs: tuple[float | None, ...] = ()
@@ -176,6 +185,7 @@ class Sample(Record):
     reward: float | None = None
     components: dict[str, float] = {}
     valid: bool = False
+    correct: bool | None = None  # None if the reward does not tell
     reason: str = ""
     finish: str = ""
     turns: tuple[SampleTurn, ...] = ()  # of an agent

@@ -17,11 +17,22 @@ BLOCK_ITEMS = 1_000_000
 
 
 class Interval(NamedTuple):
-    """A figure and its 95 % interval."""
+    """A figure and its 95 % interval; both ends are NaN if the sample does not tell one."""
 
     value: float
     low: float
     high: float
+
+    @property
+    def ends(self) -> list[float] | None:
+        """None if they are unknown."""
+        return None if math.isnan(self.low) or math.isnan(self.high) else [self.low, self.high]
+
+    @property
+    def figure(self) -> dict[str, float | None]:
+        """`value`, `low` and `high` for JSON, None for unknown ends."""
+        low, high = self.ends or (None, None)
+        return {"value": self.value, "low": low, "high": high}
 
 
 class Paired(NamedTuple):
@@ -76,22 +87,40 @@ def mean_pass_at_k(counts: Sequence[tuple[int, int]], k: int) -> Interval:
 
 
 def share_interval(shares: Sequence[float]) -> Interval:
-    """Mean of values in [0, 1] with its 95 % interval over items.
+    """`mean_interval` of values in [0, 1]."""
+    return mean_interval(shares, within=(0.0, 1.0))
 
-    Wilson's interval if every value is 0 or 1, or if all values are equal, which makes every resample the same;
-    otherwise a bootstrap.
+
+def mean_interval(values: Sequence[float], *, within: tuple[float, float] | None = None) -> Interval:
+    """Mean of values with its 95 % interval over items, never outside the range of the values.
+
+    Wilson's interval, scaled to the range, if every value is an end of it, or if all values are equal: a few equal
+    values do not prove that all others are equal, too. Otherwise a bootstrap. Equal values without a known range have
+    no interval: how far others can be from them is not known.
+
+    Args:
+        within: the possible range, if it is known.
     """
-    if not shares:
-        return Interval(math.nan, 0.0, 1.0)
-    mean = math.fsum(shares) / len(shares)
-    if set(shares) <= {0.0, 1.0} or min(shares) == max(shares):
-        return Interval(mean, *wilson_interval(min(1.0, mean), len(shares)))
-    return bootstrap_mean(shares)
+    if not values:
+        low, high = within or (math.nan, math.nan)
+        return Interval(math.nan, low, high)
+    mean = math.fsum(values) / len(values)
+    if within is not None and (set(values) <= set(within) or min(values) == max(values)):
+        lowest, width = within[0], within[1] - within[0]
+        low, high = wilson_interval(min(1.0, max(0.0, (mean - lowest) / width)), len(values))
+        return Interval(mean, lowest + width * low, lowest + width * high)
+    if min(values) == max(values):
+        return Interval(mean, math.nan, math.nan)
+    return bootstrap_mean(values)
 
 
-def reward_interval(rewards: Sequence[float]) -> Interval:
-    """Mean of rewards with its 95 % interval over items: Wilson's if every value is 0 or 1, otherwise a bootstrap."""
-    return share_interval(rewards) if set(rewards) <= {0.0, 1.0} else bootstrap_mean(rewards)
+def reward_interval(rewards: Sequence[float], *, shares: bool = False) -> Interval:
+    """`mean_interval` of rewards.
+
+    Args:
+        shares: rewards are between 0 and 1; by default only if each of these is 0 or 1.
+    """
+    return mean_interval(rewards, within=(0.0, 1.0) if shares or set(rewards) <= {0.0, 1.0} else None)
 
 
 def bootstrap_mean(values: Sequence[float], *, resamples: int = RESAMPLES, seed: int = RESAMPLE_SEED) -> Interval:
@@ -123,20 +152,31 @@ def sign_test(better: int, worse: int) -> float:
 def paired(before: Sequence[float], after: Sequence[float]) -> Paired:
     """Compare two measurements of the same items, in the same order; at least one item.
 
-    The interval of the difference is a bootstrap over items. It has no width, and no meaning, if all items changed by
-    the same amount.
+    The interval of the difference is `share_difference` if every value is 0 or 1, otherwise a bootstrap over items;
+    there is none if all items changed by the same amount.
     """
     changes = [now - then for then, now in zip(before, after, strict=True)]
     better, worse = sum(change > 0 for change in changes), sum(change < 0 for change in changes)
+    binary = {*before, *after} <= {0.0, 1.0}
     return Paired(
         n=len(changes),
         before=math.fsum(before) / len(changes),
         after=math.fsum(after) / len(changes),
-        difference=bootstrap_mean(changes),
+        difference=share_difference(len(changes), better, worse) if binary else mean_interval(changes),
         better=better,
         worse=worse,
         p_value=sign_test(better, worse),
     )
+
+
+def share_difference(n: int, better: int, worse: int) -> Interval:
+    """Difference of two shares of the same `n` items, of which `better` are only in the second and `worse` only in the
+    first, with its 95 % interval: Wald's after adding half an item to each cell of the two-by-two table (Agresti and
+    Min 2005, "Simple improved confidence intervals for comparing matched proportions")."""
+    n_plus, better_plus, worse_plus = n + 2, better + 0.5, worse + 0.5
+    centre = (better_plus - worse_plus) / n_plus
+    half = Z_95 / n_plus * math.sqrt(better_plus + worse_plus - (better_plus - worse_plus) ** 2 / n_plus)
+    return Interval((better - worse) / n, max(-1.0, centre - half), min(1.0, centre + half))
 
 
 def distinct_n(completions: Sequence[Sequence[Hashable]], n: int) -> float:

@@ -35,13 +35,12 @@ def test_figures_as_text(name: str, value: Any, text: str) -> None:
 
 
 def test_a_share_is_shown_as_a_bar_with_its_interval(tmp_path: Path) -> None:
-    (stage,) = context(made(tmp_path, figures={"loss": 0.5, "pairwise_accuracy": 0.75, "n": 100}))["stages"]
+    (bar,) = context(made(tmp_path, figures={"loss": 0.5, "pairwise_accuracy": 0.75, "n": 100}))["bars"]
     # Wilson, z = 1.96: centre (0.75 + 0.038416 / 2) / 1.038416 = 0.7408, half 1.96 / 1.038416 *
     # sqrt(0.75 * 0.25 / 100 + 0.038416 / 400) = 0.0838.
-    assert stage["bar"]["interval"] == "0.66-0.82, n = 100"
-    assert stage["bar"]["share"] == 75
-    (stage,) = context(made(tmp_path, figures={"loss": 0.5}))["stages"]
-    assert stage["bar"] is None
+    assert bar["interval"] == "0.66 to 0.82, n = 100"
+    assert (bar["share"], bar["main"]) == (75, True)
+    assert context(made(tmp_path, figures={"loss": 0.5}))["bars"] == []
 
 
 def test_the_page_shows_headlines_escaped(tmp_path: Path) -> None:

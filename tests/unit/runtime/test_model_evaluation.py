@@ -11,9 +11,11 @@ import pytest
 
 from tests.char_codec import make_prompt, make_trajectory
 from tests.trajectories import agent_trajectory
+from tidemill.cli.evaluate import figures as eval_figures
 from tidemill.controller.entries import EvalResult
 from tidemill.controller.evaluation import Evaluation, eval_result
 from tidemill.core.records import Group, PolicyVersion, Prompt, Reward, SourceRun, Trajectory
+from tidemill.pipeline.stage_kinds import evaluation_headline
 from tidemill.runtime.model_evaluation import ModelEvaluation, comparison, figures
 from tidemill.telemetry.statistics import wilson_interval
 
@@ -99,6 +101,16 @@ def test_graded_rewards_have_no_accuracy_and_no_pass_at_k() -> None:
     assert [(each["reward"], each["correct"]) for each in found["samples"]] == [
         (0.9, None), (0.5, None), (None, None), (0.1, None)
     ]  # fmt: skip
+
+
+def test_equal_graded_rewards_have_no_interval() -> None:
+    found = figures(graded([0.5] * 4, [[0.5], [0.5], [0.5], [0.5]]), ks=())
+    assert (found["reward_mean"], found["reward_mean_interval"]) == (0.5, None)
+    assert found["drawn"]["reward_mean"] == {"value": 0.5, "low": None, "high": None}
+    assert "0.5 (no interval: all values are equal)" in eval_figures(found)
+    assert "no interval: all values are equal; n = 4" in evaluation_headline(found)
+    same = comparison(graded([0.5] * 4), graded([0.75] * 4))["figures"]["reward_mean"]
+    assert same["difference"] == {"value": 0.25, "low": None, "high": None}
 
 
 def test_graded_rewards_are_compared_by_their_mean() -> None:

@@ -45,3 +45,22 @@ def test_evaluations_are_compared_by_a_figure_all_of_them_have() -> None:
     assert (first.name, first.value, last.name, last.value) == ("mean reward", 0.75, "mean reward", 1.5)
     assert last.interval == pytest.approx((1.5 - 1.96 * 0.25, 1.5 + 1.96 * 0.25), abs=1e-4)
     assert comparable([Evaluation(0, 0.9, None, None, 1)])[0].interval is None
+
+
+@pytest.mark.parametrize(
+    ("recorded", "stderr", "interval"),
+    [
+        ({"reward_mean_interval": [0.4, 1.0]}, 0.1, (0.4, 1.0)),
+        ({}, 0.1, (0.9 - 1.96 * 0.1, 0.9 + 1.96 * 0.1)),  # of an earlier version
+        ({}, 0.0, None),  # equal rewards
+        ({}, None, None),  # a single one
+        ({"reward_mean_interval": None}, 0.0, None),
+    ],
+)
+def test_the_recorded_interval_of_the_mean_is_used(
+    recorded: dict[str, object], stderr: float | None, interval: tuple[float, float] | None
+) -> None:
+    fields = {"event": "evaluation", "step": 0, "reward_mean": 0.9, "reward_stderr": stderr, "n": 3}
+    ((found,),) = [evaluations([fields | recorded], [])]
+    assert found.reward_interval == (pytest.approx(interval) if interval else None)
+    assert comparable([found])[0].interval == found.reward_interval

@@ -12,9 +12,12 @@ from tidemill.telemetry.statistics import (
     bootstrap_mean,
     distinct_n,
     length_figures,
+    mean_interval,
     mean_pass_at_k,
     paired,
     pass_at_k,
+    reward_interval,
+    share_difference,
     share_interval,
     sign_test,
     wilson_interval,
@@ -86,6 +89,50 @@ def test_equal_values_still_have_an_interval() -> None:
     assert share_interval([0.5] * 10) == (0.5, *wilson_interval(0.5, 10))
     assert share_interval([1.0] * 10)[1:] == wilson_interval(1.0, 10)
     assert share_interval([])[1:] == (0.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("n", "right", "low", "high"),
+    [
+        # Published: R, prop.test(x, n, correct = FALSE), and binom::binom.wilson; to z = 1.959964.
+        (3, 3, 0.43849, 1.0),  # n / (n + z²) = 3 / 6.84146
+        (3, 0, 0.0, 0.56151),
+        (20, 19, 0.76387, 0.99112),
+        (64, 64, 0.94338, 1.0),
+        (263, 81, 0.25533, 0.36621),  # Newcombe 1998, table I
+        (148, 15, 0.06244, 0.16052),
+    ],
+)
+def test_wilsons_interval_agrees_with_published_values(n: int, right: int, low: float, high: float) -> None:
+    assert wilson_interval(right / n, n) == pytest.approx((low, high), abs=1e-4)
+    assert share_interval([1.0] * right + [0.0] * (n - right))[1:] == pytest.approx((low, high), abs=1e-4)
+
+
+@pytest.mark.parametrize("values", [[0.9, 1.0, 1.0], [-2.0, 5.0], [0.5, 0.5, 0.6], [3.0] * 9 + [100.0]])
+def test_no_interval_exceeds_the_values(values: list[float]) -> None:
+    found = reward_interval(values)
+    assert min(values) <= found.low < found.high <= max(values)
+
+
+def test_equal_values_never_have_an_interval_without_width() -> None:
+    for values in ([0.5] * 3, [1.5]):  # their range is not known
+        assert reward_interval(values).figure == {"value": values[0], "low": None, "high": None}
+    assert reward_interval([0.5] * 3, shares=True) == (0.5, *wilson_interval(0.5, 3))
+    assert reward_interval([1.0] * 3) == (1.0, *wilson_interval(1.0, 3))
+    # The range -1 to 1 is that of shares, scaled: 0 is half of it.
+    low, high = wilson_interval(0.5, 10)
+    assert mean_interval([0.0] * 10, within=(-1.0, 1.0)) == pytest.approx((0.0, 2 * low - 1, 2 * high - 1))
+
+
+def test_the_difference_of_shares_of_the_same_items() -> None:
+    # Agresti and Min 2005, n = 3, no change: centre 0, half 1.96 / 5 · sqrt(0.5 + 0.5) = 0.392.
+    assert share_difference(3, 0, 0) == pytest.approx((0.0, -0.392, 0.392))
+    # n = 10, 4 better, 1 worse: centre (4.5 - 1.5) / 12 = 0.25,
+    # half 1.96 / 12 · sqrt(6 - 3² / 12) = 0.16333 · 2.29129 = 0.37424.
+    assert share_difference(10, 4, 1) == pytest.approx((0.3, -0.12424, 0.62424), abs=1e-5)
+    assert share_difference(2, 2, 0).high == 1.0
+    assert paired([0, 0, 1], [0, 0, 1]).difference == share_difference(3, 0, 0)
+    assert paired([0.25, 0.5], [0.75, 1.0]).difference.figure == {"value": 0.5, "low": None, "high": None}
 
 
 def test_the_bootstrap_agrees_with_the_normal_interval_of_many() -> None:

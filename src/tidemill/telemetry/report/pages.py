@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import secrets
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +12,7 @@ import msgspec
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 import tidemill
-from tidemill.core.formatting import between, compact, counted, decimal, duration, gigabytes, percent
+from tidemill.core.formatting import compact, counted, decimal, duration, gigabytes, interval, percent
 from tidemill.telemetry import metrics
 from tidemill.telemetry.events import (
     DATA,
@@ -25,6 +24,7 @@ from tidemill.telemetry.events import (
     data_text,
 )
 from tidemill.telemetry.report.charts import chart_data, histograms
+from tidemill.telemetry.report.readable_text import pieces, readable, shortened
 from tidemill.telemetry.report.sample_cards import (
     LEGEND,
     MEAN_REWARD,
@@ -36,7 +36,7 @@ from tidemill.telemetry.report.sample_cards import (
     report_samples,
 )
 from tidemill.telemetry.report.timeline import fleet_section, timeline, timeline_json
-from tidemill.telemetry.run_data import Evaluation, Figure, RunData, comparable
+from tidemill.telemetry.run_data import Evaluation, RunData, clearly_differs, comparable, went
 
 HERE = Path(__file__).parent
 
@@ -47,7 +47,7 @@ def render_page(template: Path, **values: Any) -> str:
     Besides `values`, a template has:
     - `version`, of Tidemill, and `nonce`, for the page's own scripts;
     - `asset(name)`, the text of a file below this package's report folder, for use with `|safe`;
-    - the filters `decimal` and `script_json`, the latter for use with `|safe`.
+    - the filters `decimal`, `interval`, `readable` and `pieces` for texts, and `script_json` for use with `|safe`.
     It may include this package's templates.
     """
     environment = Environment(
@@ -58,7 +58,8 @@ def render_page(template: Path, **values: Any) -> str:
         lstrip_blocks=True,
     )
     environment.globals["asset"] = lambda name: (HERE / name).read_text(encoding="utf-8")
-    environment.filters |= {"script_json": script_json, "decimal": decimal}
+    environment.filters |= {"script_json": script_json, "decimal": decimal, "interval": interval, "readable": readable}
+    environment.filters["pieces"] = lambda text: pieces(shortened(text))
     nonce = secrets.token_urlsafe(12)
     return environment.get_template(template.name).render(version=tidemill.__version__, nonce=nonce, **values)
 
@@ -74,7 +75,7 @@ def script_json(value: Any) -> str:
 def report_page(data: RunData) -> str:
     """The page of a run or an evaluation."""
     samples, workers, found = report_samples(data.run), timeline(data.events, data.metrics), data.model_evaluation
-    pairs, pairs_text = before_and_after(samples.evaluated_first, samples.evaluated_last)
+    pairs = before_and_after(samples.evaluated_first, samples.evaluated_last)
     galleries = [
         {"steps": window.title, "best": best, "worst": worst}
         for window in (samples.last, samples.first)
@@ -95,7 +96,6 @@ def report_page(data: RunData) -> str:
         chart_data=chart_data(data) | ({"fleets": [timeline_json(workers)]} if workers else {}),
         histograms=histograms(samples.first, samples.last),
         pairs=pairs,
-        pairs_text=pairs_text,
         galleries=galleries,
         legend=LEGEND,
         events=[] if found else event_rows(data),
@@ -115,15 +115,6 @@ ENDINGS = {
 EVALUATED = "An evaluation, without training."
 
 
-def clearly_differs(one: Figure, other: Figure) -> bool:
-    """Whether two figures differ significantly (95 %): Newcombe's interval for a difference (1998), from the interval
-    of each figure."""
-    low, high = sorted((one, other), key=lambda figure: figure.value)
-    if low.interval is None or high.interval is None:
-        return low.value != high.value
-    return high.value - low.value > math.hypot(high.value - high.interval[0], low.interval[1] - low.value)
-
-
 def first_and_last(data: RunData) -> tuple[Evaluation | None, Evaluation | None]:
     """The evaluation before the first step and the newest one after it."""
     found = data.evaluations
@@ -138,11 +129,7 @@ def headline(data: RunData) -> str:
     over = counted(steps, "step")
     if before and after:
         first, last = comparable((before, after))
-        change = f"from {decimal(first.value)} to {decimal(last.value)}"
-        if not clearly_differs(first, last):
-            return f"Held-out {first.name} went {change} in {over}, which is within sampling error."
-        verb = "rose" if last.value > first.value else "fell"
-        return f"Held-out {first.name} {verb} {change} in {over}."
+        return f"Held-out {first.name} {went(first, last, f'in {over}')}."
     if rewards := data.values(metrics.REWARD_MEAN):
         return f"Mean reward went from {decimal(rewards[0])} to {decimal(rewards[-1])} in {over}."
     for name, title in ((metrics.HELD_OUT_LOSS, "Held-out loss"), (metrics.LOSS, "Loss")):
@@ -275,29 +262,28 @@ def held_out(data: RunData) -> dict[str, Any] | None:
         return None
     rows, figures = [], comparable([one for _, one in shown])
     for (label, one), figure in zip(shown, figures, strict=True):
-        low, high = figure.interval or (figure.value, figure.value)
+        low, high = figure.interval or (None, None)
         remark = f"after step {one.step}" if one.step else "training"
         share = {"value": figure.value, "low": low, "high": high}
-        row = _bar_row(label, remark, share, is_share=figure.name == "accuracy")
-        rows.append(row if figure.interval else row | {"interval": ""})
+        rows.append(_bar_row(label, remark, share, is_share=figure.name == "accuracy"))
     what = f"{figures[0].name.capitalize()} of greedy completions"
     rewards = ", ".join(f"{label} {decimal(one.reward_mean)}" for label, one in shown)
     also = f"Mean reward: {rewards}." if figures[0].name == "accuracy" else ""
     return {"rows": rows, "n": shown[-1][1].n, "what": what, "also": also}
 
 
-def _bar_row(label: str, remark: str, share: dict[str, float], *, is_share: bool) -> dict[str, Any]:
+def _bar_row(label: str, remark: str, share: dict[str, Any], *, is_share: bool) -> dict[str, Any]:
     """A row; only shares have a bar, from 0 to 1."""
     low, high = share["low"], share["high"]
+    drawn = is_share and low is not None and high is not None
     return {
         "label": label,
         "remark": remark,
         "value": decimal(share["value"]),
         "bar": is_share,
         "share": 100 * min(1.0, max(0.0, share["value"])),
-        "low": 100 * low,
-        "high": 100 * high,
-        "interval": f"{low:.2f}-{high:.2f}" if is_share else between(low, high),
+        "bracket": (100 * low, 100 * (high - low)) if drawn else None,
+        "interval": f"{low:.2f} to {high:.2f}" if drawn else interval([low, high]),
     }
 
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from statistics import fmean
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from msgspec.structs import replace
 
-from tidemill.core.formatting import between, compact, counted, decimal, percent
+from tidemill.core.formatting import compact, counted, decimal, interval, percent
 from tidemill.core.records import Call, Record
 from tidemill.telemetry.metrics import BUDGETS, HELD_OUT_NAME
+from tidemill.telemetry.report.readable_text import MARK, PromptView, prompt_view, shared_start
 from tidemill.telemetry.run_dir import TRAINING_PURPOSE, RunDirectory
 from tidemill.telemetry.sample_files import Sample, SampleSegment, SampleTurn, read_samples
 
@@ -62,7 +63,6 @@ def report_samples(run: RunDirectory) -> ReportSamples:
 
 CARDS = 4
 PAIRS_SHOWN = 10
-PROMPT_CHARACTERS = 600
 TOKENS_SHOWN = 800
 PROBABILITY_STEPS = (0.95, 0.8, 0.5, 0.2, 0.05)
 LEGEND = ("≥ 95 %", "80-95 %", "50-80 %", "20-50 %", "5-20 %", "< 5 %")
@@ -72,6 +72,7 @@ class Token(Record):
     text: str
     level: int | None  # index into LEGEND; None for tokens the model did not generate
     title: str
+    mark: bool = False  # part of a marker of thinking or calls, or of a special token
 
 
 class TurnPart(Record):
@@ -106,13 +107,14 @@ class SampleCard(Record):
     """A sample as the page shows it."""
 
     step: int
-    prompt: str
+    prompt: PromptView
     answer: str
     tokens: tuple[Token, ...]
     left_out: int  # tokens not shown
     reward: str
     components: str
     valid: bool
+    correct: bool | None
     reason: str
     finish: str
     length: int
@@ -120,30 +122,82 @@ class SampleCard(Record):
     turns: tuple[TurnCard, ...] = ()
 
 
+class Verdict(Record):
+    """What a completion earned: correct or wrong where the reward tells it, otherwise its place on the scale of the
+    table."""
+
+    kind: Literal["correct", "wrong", "scored", "invalid"]
+    reward: str
+    share: float | None = None  # % of the scale, of "scored"; None if all rewards of the table are equal
+
+
 class Pair(Record):
     """One prompt with two completions: before and after training, or of two models."""
 
-    prompt: str
+    prompt: PromptView
     answer: str
     before: str
-    before_reward: float | None
+    before_verdict: Verdict
     after: str
-    after_reward: float | None
+    after_verdict: Verdict
     before_turns: tuple[SampleTurn, ...] = ()  # of an agent, shown instead of its completion
     after_turns: tuple[SampleTurn, ...] = ()
 
 
-def _pair(prompt: str, before: Sample, after: Sample) -> Pair:
-    return Pair(
-        prompt=shorten(prompt),
-        answer=after.answer or "",
-        before=before.completion,
-        before_reward=before.reward,
-        after=after.completion,
-        after_reward=after.reward,
-        before_turns=before.turns,
-        after_turns=after.turns,
+class PairTable(Record):
+    """Prompts with two completions each."""
+
+    pairs: tuple[Pair, ...] = ()
+    shared: PromptView | None = None  # what all prompts start with
+    remark: str = ""
+    lowest: str = ""  # ends of the scale of rewards; empty if no verdict has a place on it
+    highest: str = ""
+
+    @property
+    def kinds(self) -> set[str]:
+        """Of all verdicts, for the legend."""
+        return {verdict.kind for pair in self.pairs for verdict in (pair.before_verdict, pair.after_verdict)}
+
+
+def _pair_table(both: Sequence[tuple[Sample, Sample]], remark: str = "") -> PairTable:
+    """The first pairs."""
+    shown = both[:PAIRS_SHOWN]
+    all_views = [prompt_view(after.prompt, after.messages) for _, after in both]
+    shared, views = shared_start(all_views)
+    rewards = [one.reward for two in shown for one in two if one.reward is not None and one.valid]
+    low, high = min(rewards, default=0.0), max(rewards, default=0.0)
+    pairs = tuple(
+        Pair(
+            prompt=view,
+            answer=after.answer or "",
+            before=before.completion,
+            before_verdict=verdict(before, low, high),
+            after=after.completion,
+            after_verdict=verdict(after, low, high),
+            before_turns=before.turns,
+            after_turns=after.turns,
+        )
+        for view, (before, after) in zip(views, shown, strict=False)
     )
+    scaled = any(one.share is not None for pair in pairs for one in (pair.before_verdict, pair.after_verdict))
+    ends = (compact(low), compact(high)) if scaled else ("", "")
+    return PairTable(pairs=pairs, shared=shared, remark=remark, lowest=ends[0], highest=ends[1])
+
+
+def verdict(sample: Sample, low: float, high: float) -> Verdict:
+    """The verdict on a sample.
+
+    Args:
+        low: the lowest reward of the table.
+        high: the highest.
+    """
+    if sample.reward is None or not sample.valid:
+        return Verdict(kind="invalid", reward="no valid reward")
+    reward = compact(sample.reward)
+    if sample.correct is not None:
+        return Verdict(kind="correct" if sample.correct else "wrong", reward=reward)
+    share = 100 * (sample.reward - low) / (high - low) if high > low else None
+    return Verdict(kind="scored", reward=reward, share=share)
 
 
 def level(logprob: float) -> int:
@@ -166,16 +220,23 @@ def _tokens_known(sample: Sample, start: int, end: int, text: str) -> bool:
 
 def _coloured(sample: Sample, start: int, end: int) -> tuple[Token, ...]:
     logprobs = [*sample.logprobs, *[None] * (len(sample.tokens) - len(sample.logprobs))]
-    pairs = zip(sample.tokens[start:end], logprobs[start:end], strict=True)
-    return tuple(_token(text, logprob) for text, logprob in pairs if text or logprob is not None)
+    texts = sample.tokens[start:end]
+    marks = [found.span() for found in MARK.finditer("".join(texts))]
+    found, position = list[Token](), 0
+    for text, logprob in zip(texts, logprobs[start:end], strict=True):
+        first, position = position, position + len(text)
+        mark = bool(text) and any(low <= first and position <= high for low, high in marks)
+        if text or logprob is not None:
+            found.append(_token(text, logprob, mark=mark))
+    return tuple(found)
 
 
-def _token(text: str, logprob: float | None) -> Token:
+def _token(text: str, logprob: float | None, *, mark: bool = False) -> Token:
     visible = text.replace("\n", "↵\n") if text else "∎"  # an end token has no text
     if logprob is None:
-        return Token(text=visible, level=None, title="")
+        return Token(text=visible, level=None, title="", mark=mark)
     title = f"{text!r}  p {percent(math.exp(min(0.0, logprob)))}, logprob {decimal(logprob)}"
-    return Token(text=visible, level=level(logprob), title=title)
+    return Token(text=visible, level=level(logprob), title=title, mark=mark)
 
 
 def sample_card(sample: Sample) -> SampleCard:
@@ -183,13 +244,14 @@ def sample_card(sample: Sample) -> SampleCard:
     logprob = _mean_logprob(sample)
     return SampleCard(
         step=sample.step,
-        prompt=shorten(sample.prompt),
+        prompt=prompt_view(sample.prompt, sample.messages),
         answer=sample.answer or "",
         tokens=tokens[:TOKENS_SHOWN],
         left_out=max(0, len(tokens) - TOKENS_SHOWN),
         reward="-" if sample.reward is None else compact(sample.reward),
         components=", ".join(f"{name} {compact(value)}" for name, value in sample.components.items()),
         valid=sample.valid,
+        correct=sample.correct if sample.valid else None,
         reason=sample.reason,
         finish=ENDED_BY.get(sample.episode_end, sample.finish),
         length=sample.length,
@@ -220,8 +282,8 @@ def _turn_card(sample: Sample, turn: SampleTurn, most: int, *, rewarded: bool) -
         parts=tuple(part for part in parts if part.tokens),
         left_out=turn.end - end,
         remark=", ".join(remarks),
-        calls=tuple(replace(call, result=shorten(call.result)) for call in turn.calls),
-        observation="" if turn.calls else shorten(turn.observation),
+        calls=turn.calls,
+        observation="" if turn.calls else turn.observation,
         reward=compact(turn.reward) if rewarded else "",
     )
 
@@ -230,11 +292,6 @@ def _mean_logprob(sample: Sample) -> float:
     """Of the generated tokens; -inf if there is none."""
     generated = [value for value in sample.logprobs if value is not None]
     return fmean(generated) if generated else -math.inf
-
-
-def shorten(text: str) -> str:
-    """The end of a long prompt, which usually has the question."""
-    return text if len(text) <= PROMPT_CHARACTERS else "… " + text[-PROMPT_CHARACTERS:]
 
 
 def best_and_worst(window: SampleWindow) -> tuple[list[SampleCard], list[SampleCard]]:
@@ -265,29 +322,15 @@ def _one_per_prompt(samples: Iterable[Sample]) -> list[Sample]:
     return list(seen.values())
 
 
-def before_and_after(first: SampleWindow, last: SampleWindow) -> tuple[list[Pair], str]:
-    """Held-out prompts of the first and the last evaluation, those with a changed reward first.
-
-    Returns:
-        Some of the pairs, and a text that says how many of all pairs gained reward and how many lost it.
-    """
+def before_and_after(first: SampleWindow, last: SampleWindow) -> PairTable:
+    """Held-out prompts of the first and the last evaluation, those with a changed reward first. The remark says how
+    many gained reward and how many lost it."""
     earlier = {sample.prompt_id: sample for sample in first.samples}
     both = [(earlier[now.prompt_id], now) for now in last.samples if now.prompt_id in earlier]
     changes = [(now.reward or 0.0) - (before.reward or 0.0) for before, now in both]
     gained, lost = sum(change > 0 for change in changes), sum(change < 0 for change in changes)
     ordered = sorted(both, key=lambda two: two[0].reward == two[1].reward)
-    lead = common_lines([now.prompt for _, now in ordered])
-    pairs = [_pair(now.prompt[lead:], before, now) for before, now in ordered[:PAIRS_SHOWN]]
-    return pairs, f"{gained} of {len(both)} gained reward, {lost} lost"
-
-
-def common_lines(prompts: Sequence[str]) -> int:
-    """Number of characters in the complete lines that all prompts start with (few-shot examples)."""
-    if len(set(prompts)) < 2:
-        return 0
-    low, high = min(prompts), max(prompts)
-    same = next((index for index, pair in enumerate(zip(low, high, strict=False)) if pair[0] != pair[1]), len(low))
-    return low[:same].rfind("\n") + 1
+    return _pair_table(ordered, f"{gained} of {len(both)} gained reward, {lost} lost")
 
 
 # Tables of `tidemill eval`. `found` is its summary.json, as runtime/model_evaluation.py writes it.
@@ -306,7 +349,7 @@ class EvaluationRow(Record):
     interval: str = ""  # 95 %
 
 
-def headline_figures(found: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, float]]]:
+def headline_figures(found: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
     """(figure, which completions, value with its interval): accuracy, else the mean reward; then pass@k by k."""
     for name, key in (("accuracy", "greedy_accuracy"), (MEAN_REWARD, "reward_mean")):
         if found.get(key) is not None:
@@ -334,22 +377,26 @@ def evaluation_rows(found: dict[str, Any]) -> list[EvaluationRow]:
     return rows
 
 
-def answer_pairs(found: dict[str, Any]) -> list[Pair]:
+def answer_pairs(found: dict[str, Any]) -> PairTable:
     """Some prompts with the completions of this model and of the other, if there is one.
 
     Prompts whose rewards differ come first, then those with low rewards.
     """
-    samples = msgspec.convert(found.get("samples", []), list[Sample])
-    others = msgspec.convert(found.get("compared_with", {}).get("samples", []), list[Sample]) or samples
+    samples = _evaluated(found)
+    others = _evaluated(found.get("compared_with", {})) or samples
     both = sorted(
         zip(others, samples, strict=True), key=lambda two: (two[0].reward == two[1].reward, two[1].reward or 0.0)
     )
-    lead = common_lines([sample.prompt for sample in samples])
-    return [_pair(this.prompt[lead:], other, this) for other, this in both[:PAIRS_SHOWN]]
+    return _pair_table(both)
 
 
-def _interval(found: dict[str, Any], name: str) -> dict[str, float]:
-    low, high = found[f"{name}_interval"]
+def _evaluated(found: dict[str, Any]) -> list[Sample]:
+    lines = found.get("samples", [])
+    return msgspec.convert([{"valid": line["reward"] is not None, **line} for line in lines], list[Sample])
+
+
+def _interval(found: dict[str, Any], name: str) -> dict[str, Any]:
+    low, high = found.get(f"{name}_interval") or (None, None)
     return {"value": found[name], "low": low, "high": high}
 
 
@@ -357,9 +404,9 @@ def _drawn_title(found: dict[str, Any]) -> str:
     return f"{found['drawn']['samples_per_prompt']} per prompt"
 
 
-def _with_interval(of: str, name: str, share: dict[str, float]) -> EvaluationRow:
-    interval = between(share["low"], share["high"])
-    return EvaluationRow(of=of, name=name, value=decimal(share["value"]), interval=interval)
+def _with_interval(of: str, name: str, share: dict[str, Any]) -> EvaluationRow:
+    ends = (share["low"], share["high"])
+    return EvaluationRow(of=of, name=name, value=decimal(share["value"]), interval=interval(ends))
 
 
 def _completion_rows(of: str, found: dict[str, Any]) -> Iterator[EvaluationRow]:

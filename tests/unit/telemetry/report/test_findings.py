@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from tests.fabricated_run import FabricatedRun
-from tidemill.telemetry.report.pages import clearly_differs, findings, headline
-from tidemill.telemetry.run_data import Evaluation, RunData, comparable
+from tidemill.telemetry.report.pages import findings, headline
+from tidemill.telemetry.run_data import Evaluation, RunData, clearly_differs, comparable
 from tidemill.telemetry.run_dir import RunDirectory
 
 

@@ -17,7 +17,7 @@ from tidemill.telemetry.report.sample_cards import (
     level,
     report_samples,
     sample_card,
-    shorten,
+    verdict,
 )
 from tidemill.telemetry.run_dir import RunDirectory
 from tidemill.telemetry.sample_files import Sample, SampleSegment, SampleTurn
@@ -69,7 +69,6 @@ def test_a_sample_without_logprobs_is_shown_uncoloured() -> None:
 def test_very_long_completions_are_shortened() -> None:
     card = sample_card(sample("x" * 1000))
     assert (len(card.tokens), card.left_out, card.length) == (800, 200, 1000)
-    assert shorten("a" * 700 + "?") == "… " + "a" * 599 + "?"
 
 
 def test_the_worst_are_invalid_samples_and_confident_mistakes() -> None:
@@ -78,14 +77,46 @@ def test_the_worst_are_invalid_samples_and_confident_mistakes() -> None:
     right = sample(reward=1.0, prompt="right")
     broken = sample(reward=0.0, prompt="broken", valid=False, reason="raised")
     best, worst = best_and_worst(SampleWindow(steps=(1,), samples=(unsure, right, sure, broken)))
-    assert [card.prompt for card in worst] == ["broken", "sure", "unsure"]
-    assert [card.prompt for card in best] == ["right", "sure", "unsure"]
+    assert [card.prompt.text for card in worst] == ["broken", "sure", "unsure"]
+    assert [card.prompt.text for card in best] == ["right", "sure", "unsure"]
 
 
 def test_each_prompt_is_shown_once_and_equal_rewards_have_no_worst() -> None:
     best, worst = best_and_worst(SampleWindow(samples=(sample(), sample(logprob=-2.0), sample(prompt="q"))))
-    assert [card.prompt for card in best] == ["p", "q"] and worst == []
+    assert [card.prompt.text for card in best] == ["p", "q"] and worst == []
     assert best_and_worst(SampleWindow()) == ([], [])
+
+
+@pytest.mark.parametrize(
+    ("one", "kind", "share"),
+    [
+        (sample(reward=1.0, correct=True), "correct", None),
+        (sample(reward=0.9, correct=False), "wrong", None),  # partial reward of a wrong answer
+        (sample(reward=0.5), "scored", 75.0),  # (0.5 - -1) / (1 - -1)
+        (sample(reward=-1.0), "scored", 0.0),
+        (sample(reward=0.0, valid=False), "invalid", None),
+        (sample(reward=None), "invalid", None),
+    ],
+)
+def test_a_verdict_claims_correctness_only_where_the_reward_tells_it(
+    one: Sample, kind: str, share: float | None
+) -> None:
+    found = verdict(one, -1.0, 1.0)
+    assert (found.kind, found.share) == (kind, share)
+
+
+def test_the_legend_names_the_ends_of_the_scale_of_the_pairs() -> None:
+    first, last = window(sample("a", 0.25, "p")), window(sample("b", 1.5, "p"))
+    table = before_and_after(first, last)
+    assert (table.kinds, table.lowest, table.highest) == ({"scored"}, "0.25", "1.5")
+    equal = before_and_after(first, first)
+    assert (equal.lowest, equal.pairs[0].after_verdict.share) == ("", None)
+
+
+def test_tokens_of_markers_are_muted() -> None:
+    texts = ("<tool_", "call>", "{}", "</tool_call>", "<x>")
+    card = sample_card(sample("".join(texts), tokens=texts, logprobs=(-0.1,) * 5))
+    assert [token.mark for token in card.tokens] == [True, True, False, True, False]
 
 
 def window(*samples: Sample) -> SampleWindow:
@@ -95,20 +126,21 @@ def window(*samples: Sample) -> SampleWindow:
 def test_held_out_prompts_with_changed_rewards_come_first() -> None:
     first = (sample("a", 1.0, "shots\n1 + 1"), sample("b", 0.0, "shots\n2 + 2"), sample("c", 1.0, "shots\n3 + 3"))
     last = (sample("d", 1.0, "shots\n1 + 1"), sample("e", 1.0, "shots\n2 + 2"), sample("f", 0.0, "shots\n3 + 3"))
-    found, text = before_and_after(window(*first), window(*last, sample("g", 1.0, "shots\nnew")))
-    assert [(pair.prompt, pair.before, pair.after) for pair in found] == [
+    found = before_and_after(window(*first), window(*last, sample("g", 1.0, "shots\nnew")))
+    assert [(pair.prompt.text, pair.before, pair.after) for pair in found.pairs] == [
         ("2 + 2", "b", "e"),
         ("3 + 3", "c", "f"),
         ("1 + 1", "a", "d"),
     ]
-    assert text == "1 of 3 gained reward, 1 lost"
+    assert found.remark == "1 of 3 gained reward, 1 lost"
+    assert found.shared is not None and found.shared.text == "shots\n"
 
 
 def test_prompts_with_nothing_in_common_stay_whole() -> None:
     first = (sample("a", 1.0, "x\ny"), sample("b", 0.0, "z\ny"))
-    assert {pair.prompt for pair in before_and_after(window(*first), window(*first))[0]} == {"x\ny", "z\ny"}
+    assert {pair.prompt.text for pair in before_and_after(window(*first), window(*first)).pairs} == {"x\ny", "z\ny"}
     only = window(sample("a", 1.0, "x\ny"))
-    assert before_and_after(only, only)[0][0].prompt == "x\ny"
+    assert before_and_after(only, only).pairs[0].prompt.text == "x\ny"
 
 
 def test_the_first_and_the_last_steps_make_the_windows(tmp_path: Path) -> None:
@@ -162,7 +194,7 @@ def test_results_of_calls_replace_the_observation() -> None:
     turn = SampleTurn(start=0, end=1, text="a", observation="the same", calls=(call,))
     (card,) = sample_card(agent(turn, tokens=("a",))).turns
     assert (card.observation, card.reward) == ("", "")  # no turn of the episode has a reward
-    assert (card.calls[0].error, len(card.calls[0].result)) == (True, 602)
+    assert (card.calls[0].error, len(card.calls[0].result)) == (True, 700)
 
 
 def test_a_turn_without_known_tokens_is_one_piece() -> None:
@@ -182,8 +214,8 @@ def test_the_tokens_shown_are_shared_by_the_turns() -> None:
 
 def test_agents_are_compared_turn_by_turn() -> None:
     before, after = (agent(SampleTurn(start=0, end=1, text=text), tokens=(text,)) for text in "ab")
-    (pair,), _ = before_and_after(window(before), window(after))
+    (pair,) = before_and_after(window(before), window(after)).pairs
     assert [turn.text for turn in (*pair.before_turns, *pair.after_turns)] == ["a", "b"]
     line = {"prompt": "p", "completion": "a", "answer": "", "reward": 0.5, "correct": None}
-    (pair,) = answer_pairs({"samples": [{**line, "turns": [{"start": 0, "end": 1, "text": "a"}]}]})
+    (pair,) = answer_pairs({"samples": [{**line, "turns": [{"start": 0, "end": 1, "text": "a"}]}]}).pairs
     assert [turn.text for turn in pair.after_turns] == ["a"]

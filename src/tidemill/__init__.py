@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tidemill.api import rewards
     from tidemill.api.decorators import advantage, loss, loss_term, prompt_sampler, reward, task
-    from tidemill.api.evaluation import evaluate, generate
+    from tidemill.api.evaluation import evaluate, export, generate
     from tidemill.api.run import Run
     from tidemill.api.train import load_config, train, train_async
     from tidemill.core.errors import TidemillError
@@ -31,6 +31,7 @@ __all__ = [
     "ToolEnvironment",
     "advantage",
     "evaluate",
+    "export",
     "generate",
     "load_config",
     "loss",
@@ -45,7 +46,7 @@ __all__ = [
 ]
 _MODULES = {
     "tidemill.api.decorators": ("advantage", "loss", "loss_term", "prompt_sampler", "reward", "task"),
-    "tidemill.api.evaluation": ("evaluate", "generate"),
+    "tidemill.api.evaluation": ("evaluate", "export", "generate"),
     "tidemill.api.run": ("Run",),
     "tidemill.api.train": ("load_config", "train", "train_async"),
     "tidemill.core.errors": ("TidemillError",),

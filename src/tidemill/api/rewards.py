@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
+from tidemill.api.run import Run
 from tidemill.extensions.registry import Extension, given_function
 
 Role = Literal["reward", "gold"]
@@ -70,9 +72,12 @@ def random(*, weight: float = 1.0, name: str = "", role: Role = "reward") -> Rew
     return _reward("random", weight, name, role)
 
 
-def model(folder: str, *, batch: int = 64, weight: float = 1.0, name: str = "", role: Role = "reward") -> Reward:
-    """The score of a reward model in a folder."""
-    return _reward("model", weight, name, role, model=folder, batch=batch)
+def model(
+    folder: str | Path | Run, *, batch: int = 64, weight: float = 1.0, name: str = "", role: Role = "reward"
+) -> Reward:
+    """The score of a reward model: its folder, or the run that trained it."""
+    path = folder.path.absolute() if isinstance(folder, Run) else folder
+    return _reward("model", weight, name, role, model=str(path), batch=batch)
 
 
 def http(

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import html
-import re
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from tidemill.config.load import from_toml
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError
+from tidemill.models.model_source import checkpoints_of, locate, stage_folders
 from tidemill.pipeline.state import PipelineFolder
 from tidemill.telemetry.metrics import MetricLine
 from tidemill.telemetry.run_data import RunData
 from tidemill.telemetry.run_dir import RunDirectory, read_json
 from tidemill.telemetry.sample_files import Sample
-
-STEP_FOLDER = re.compile(r"step_(\d+)")
 
 
 class Run:
@@ -36,7 +33,7 @@ class Run:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        self.stages = {name: Run(folder) for name, folder in _stage_folders(self.path).items()}
+        self.stages = {name: Run(folder) for name, folder in stage_folders(self.path).items()}
         trained = [run for run in self.stages.values() if run.checkpoints]
         self._directory: RunDirectory = trained[-1]._directory if trained else RunDirectory(self.path)
         if not self._directory.config.is_file():
@@ -74,16 +71,14 @@ class Run:
     @property
     def checkpoints(self) -> list[Path]:
         """Folders of the checkpoints, oldest first; each loads with `AutoModelForCausalLM.from_pretrained`."""
-        folder = self._directory.checkpoints
-        found = {int(match[1]): each for each in _entries(folder) if (match := STEP_FOLDER.fullmatch(each.name))}
-        return [found[step] for step in sorted(found)]
+        return checkpoints_of(self._directory.path)
 
     @property
     def checkpoint(self) -> Path:
         """The newest checkpoint. Raises UserError: there is none yet."""
-        if not (found := self.checkpoints):
-            raise UserError("the run has no checkpoint", where=str(self.path), hint="train at least one step")
-        return found[-1]
+        source = locate(self.path)
+        assert source.folder is not None, "a path has a folder"
+        return source.folder
 
     @property
     def weights_digest(self) -> str:
@@ -128,14 +123,3 @@ class Run:
 
 def _flat(line: MetricLine) -> dict[str, float]:
     return {"step": line.step, **line.values}
-
-
-def _stage_folders(path: Path) -> dict[str, Path]:
-    """The folders of the stages that have begun, by name, in order."""
-    stages = PipelineFolder(path).read_state().get("stages", ())
-    folders = {stage["name"]: path / stage["folder"] for stage in stages}
-    return {name: folder for name, folder in folders.items() if RunDirectory(folder).config.is_file()}
-
-
-def _entries(folder: Path) -> Sequence[Path]:
-    return list(folder.iterdir()) if folder.is_dir() else []

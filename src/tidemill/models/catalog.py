@@ -21,6 +21,7 @@ from tidemill.core.folders import cache_dir
 from tidemill.core.records import Record
 from tidemill.models.cache import Progress, build_once, is_built
 from tidemill.models.folder import check_folder, holds_adapter, is_local, stored_tensors
+from tidemill.models.model_source import locate, similar_folder
 
 BUILDER_VERSION = 3  # raise when the same configuration gives other weights or another tokenizer
 
@@ -62,8 +63,8 @@ def resolve(config: ModelConfig, *, progress: Progress) -> Path:
     source = _checked_source(config)
     if source in BUILDERS:
         return BUILDERS[source](config, progress)
-    if is_local(source):
-        return merged_folder(Path(source).expanduser(), progress=progress)
+    if (folder := locate(source).folder) is not None:
+        return merged_folder(folder, progress=progress)
     return _from_hub(source, config.revision, progress)
 
 
@@ -120,9 +121,8 @@ def present(config: ModelConfig) -> Path | None:
     if source in BUILDERS:
         folder = _char_folder(config.char) if source == CHAR else cache_dir() / _SMOLLM2_FOLDER
         return folder if is_built(folder) else None
-    if is_local(source):
-        folder = Path(source).expanduser()
-        return None if holds_adapter(folder) else folder
+    if (local := locate(source).folder) is not None:
+        return None if holds_adapter(local) else local
     from tidemill.models import hub
 
     return hub.cached(source, config.revision)
@@ -198,7 +198,7 @@ def _from_hub(hub_id: str, revision: str | None, progress: Progress, *, weights:
         folder = hub.fetch(hub_id, revision, progress=progress, weights=weights)
         return check_folder(folder) if weights else folder
     except UserError as error:
-        suggestion = _suggestion(hub_id.rpartition("/")[2])
+        suggestion = _suggestion(hub_id.rpartition("/")[2]) or _similar(hub_id)
         raise UserError(error.what, where=error.where, hint=f"{suggestion}{error.hint}") from error
 
 
@@ -216,6 +216,12 @@ def _checked_source(config: ModelConfig) -> str:
         hint=f"{_suggestion(source)}give {' or '.join(BUILDERS)}, a local folder, or a hub id such as "
         "organisation/name",
     )
+
+
+def _similar(name: str) -> str:
+    """A hint with a local folder, if the name may be its misspelt path."""
+    hint = similar_folder(Path(name).absolute())
+    return f"{hint} " if hint else ""
 
 
 def _suggestion(name: str) -> str:

@@ -98,6 +98,7 @@ class Encoder:
             completion_ids=reply.token_ids,
             trained=reply.trained,
             branches=reply.branches,
+            chat=in_chat(row, chat_template=self._chat_template),
         )
 
     def pair(self, row: PairText) -> PreferencePair:
@@ -115,6 +116,7 @@ class Encoder:
             chosen_branches=chosen.branches,
             rejected_trained=rejected.trained,
             rejected_branches=rejected.branches,
+            chat=in_chat(row, chat_template=self._chat_template),
         )
 
     def _encode(self, row: Question, *replies: Reply) -> tuple[TokenBuffer, list[Encoded]]:

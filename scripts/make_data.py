@@ -49,9 +49,7 @@ def arguments(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]
     parser.add_argument(
         "--pairs-per-prompt", type=positive, default=4, help="pairs: of one prompt, at most (%(default)s)"
     )
-    parser.add_argument(
-        "--checkpoint", help="pairs: a run directory or another model instead"
-    )
+    parser.add_argument("--checkpoint", help="pairs: a run directory or another model instead")
     return parser.parse_known_args(argv)
 
 

@@ -17,7 +17,7 @@ from tidemill.config.task import HUB, RewardConfig
 from tidemill.core.errors import UserError
 from tidemill.envs.agents.environment import ToolEnvironment
 from tidemill.extensions.registry import Extension, Kind, given_function
-from tidemill.models.model_source import exact_source, locate
+from tidemill.models.model_source import checked, exact_source, locate
 from tidemill.telemetry.jsonl import disk_error, write_atomically
 from tidemill.telemetry.run_dir import RunDirectory
 
@@ -108,7 +108,7 @@ class Inputs:
         given = str(model.expanduser().absolute()) if isinstance(model, Path) else model.strip()
         try:
             source = exact_source(given, earlier=stored.get("source"))
-            locate(source)
+            checked(locate(source))
         except UserError as error:
             raise UserError(error.what, where=f"model {model}", hint=error.hint) from None
         return source

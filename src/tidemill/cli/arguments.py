@@ -40,7 +40,8 @@ def spec_for(items: Sequence[str], model: ModelSource | None, *, purpose: Purpos
         if model.run is not None:
             items = [f"@{model.run / 'config.toml'}", *items]
         elif model.folder is not None:
-            note(f"{model.source} has no config.toml: settings without a recipe are defaults, including the task")
+            folder = model.folder.parent.parent if model.folder.parent.name == "checkpoints" else model.folder
+            note(f"{folder} has no config.toml: settings without a recipe are defaults, including the task")
     return load_spec(items, purpose=purpose)
 
 

@@ -130,12 +130,7 @@ def check_folder(folder: Path) -> Path:
     Raises:
         UserError: names the missing or damaged file.
     """
-    if not folder.is_dir():
-        what = "is a file, not a model folder" if folder.exists() else "there is no such folder"
-        hint = "give the folder that holds config.json and model.safetensors"
-        if folder.suffix == ".gguf":
-            hint = "GGUF files are not read; give the model's safetensors version"
-        raise UserError(what, where=str(folder), hint=hint)
+    refuse_other_folder(folder)
     check_config(folder)
     if not stored_tensors(folder):
         raise _missing_weights(folder)
@@ -154,6 +149,23 @@ def check_folder(folder: Path) -> Path:
     return folder
 
 
+def refuse_other_folder(folder: Path) -> None:
+    """
+    Raises:
+        UserError: it is no folder, or holds neither a model nor an adapter.
+    """
+    if not folder.is_dir():
+        what = "is a file, not a model folder" if folder.exists() else "there is no such folder"
+        hint = "give the folder that holds config.json and model.safetensors"
+        if folder.suffix == ".gguf":
+            hint = "GGUF files are not read; give the model's safetensors version"
+        raise UserError(what, where=str(folder), hint=hint)
+    if (folder / CONFIG).is_file() or holds_adapter(folder):
+        return
+    what = "the folder has no config.json" if any(folder.iterdir()) else "the folder is empty"
+    raise UserError(what, where=str(folder), hint=_hint_for(folder))
+
+
 def check_config(folder: Path) -> dict[str, Any]:
     """The content of a folder's config.json.
 
@@ -162,10 +174,8 @@ def check_config(folder: Path) -> dict[str, Any]:
     """
     path = folder / CONFIG
     if not path.is_file():
-        if holds_adapter(folder):
-            raise _adapter_without_base(folder)
-        what = "the folder has no config.json" if any(folder.iterdir()) else "the folder is empty"
-        raise UserError(what, where=str(folder), hint=_hint_for(folder))
+        refuse_other_folder(folder)
+        raise _adapter_without_base(folder)
     config = read_config(path)
     if config.get("quantization_config") is not None:
         raise UserError(

@@ -37,12 +37,13 @@ from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError
 from tidemill.hardware.model_config import CONFIG
 from tidemill.models.checkpoint_manifest import pinned
-from tidemill.models.folder import ADAPTER_CONFIG, DESCRIPTION, holds_adapter, is_local
+from tidemill.models.folder import ADAPTER_CONFIG, DESCRIPTION, holds_adapter, is_local, refuse_other_folder
 from tidemill.telemetry.jsonl import write_json
 from tidemill.telemetry.run_dir import PROMPTS, PromptFormat, RunDirectory, read_json
 
 ModelKind: TypeAlias = Literal["built-in", "hub", "folder", "checkpoint"]
 STEP_FOLDER = re.compile(r"step_(\d+)")
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 PIPELINE_STATE = "pipeline.json"
 _ATTEMPTS = 100  # to pin the newest checkpoint before it is deleted
 
@@ -53,7 +54,7 @@ class ModelSource:
 
     kind: ModelKind
     source: str
-    """As `model.source`: a built-in name, a hub id, or the absolute path of one folder, never of a run."""
+    """As `model.source`: a built-in name, a hub id, or the path of one folder, never of a run."""
     run: Path | None = None
     """The directory of the run that wrote it."""
     step: int | None = None
@@ -102,7 +103,9 @@ def locate(given: str | Path) -> ModelSource:
             return ModelSource(kind="built-in", source=text)
         if not is_local(text):
             return ModelSource(kind="hub", source=text)
-    path = Path(text).expanduser().absolute()
+    path = Path(text).expanduser()
+    if isinstance(given, Path) or str(path) in BUILT_IN_MODELS:
+        path = path.absolute()  # as text it would be a name
     if not path.exists():
         raise _missing(path)
     return _in_folder(_newest(path) if is_run(path) else path)
@@ -172,8 +175,8 @@ def _steps(folder: Path) -> dict[int, Path]:
 
 def _in_folder(path: Path) -> ModelSource:
     """A folder with a model, and the run that wrote it."""
-    in_checkpoints = path.parent.name == "checkpoints"
-    run = RunDirectory(path.parents[1] if in_checkpoints else path.parent)
+    parent = path.absolute().parent
+    run = RunDirectory(parent.parent if parent.name == "checkpoints" else parent)
     match = STEP_FOLDER.fullmatch(path.name)
     if not run.exists:
         prompts = PromptFormat.stored_in(read_json(path / DESCRIPTION))
@@ -196,6 +199,32 @@ def _refuse_other_format(run: RunDirectory) -> None:
         raise UserError(error.what, where=error.where, hint=hint) from None
 
 
+def checked(found: ModelSource) -> ModelSource:
+    """The model itself, for an early error; `catalog.resolve` checks all of its files.
+
+    Raises:
+        UserError: its folder holds no model, or its name cannot be one.
+    """
+    if found.kind == "hub" and not HUB_ID.fullmatch(found.source):
+        raise unknown_model(found.source)
+    if found.folder is not None:
+        refuse_other_folder(found.folder)
+    return found
+
+
+def unknown_model(name: str) -> UserError:
+    """The error for a text that is neither a built-in name nor a path nor a hub id."""
+    known = f"give {' or '.join(BUILT_IN_MODELS)}, a local folder, or a hub id such as organisation/name"
+    hint = " ".join(filter(None, (did_you_mean(name), known)))
+    return UserError(f"{name!r} is not a known model", where="model.source", hint=hint)
+
+
+def did_you_mean(name: str) -> str:
+    """A hint with the built-in model or the local folder whose name is closest; empty if there is none."""
+    close = difflib.get_close_matches(name.rpartition("/")[2].lower(), BUILT_IN_MODELS, n=1, cutoff=0.6)
+    return f"did you mean {close[0]}?" if close else similar_folder(Path(name))
+
+
 @contextmanager
 def open_model(given: str | Path, *, where: str = "model") -> Iterator[ModelSource]:
     """Locate a model. A checkpoint is pinned against deletion by a running process until the block ends.
@@ -208,10 +237,10 @@ def open_model(given: str | Path, *, where: str = "model") -> Iterator[ModelSour
     """
     for _ in range(_ATTEMPTS):
         try:
-            found = locate(given)
+            found = checked(locate(given))
         except UserError as error:
             raise UserError(error.what, where=f"{where} {given}", hint=error.hint) from None
-        if found.folder is None or not found.folder.is_dir():
+        if found.folder is None:
             yield found
             return
         with pinned(found.folder) as held:

@@ -17,7 +17,7 @@ from tidemill.config.task import HUB, RewardConfig
 from tidemill.core.errors import UserError
 from tidemill.envs.agents.environment import ToolEnvironment
 from tidemill.extensions.registry import Extension, Kind, given_function
-from tidemill.models.model_source import checked, exact_source, locate
+from tidemill.models.model_source import checked, exact_source, given_as, locate
 from tidemill.telemetry.jsonl import disk_error, write_atomically
 from tidemill.telemetry.run_dir import RunDirectory
 
@@ -110,7 +110,7 @@ class Inputs:
             source = exact_source(given, earlier=stored.get("source"))
             checked(locate(source))
         except UserError as error:
-            raise UserError(error.what, where=f"model {model}", hint=error.hint) from None
+            raise given_as("model", model, error) from None
         return source
 
     def add_rewards(self, rewards: Sequence[Any] | None) -> None:

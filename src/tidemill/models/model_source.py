@@ -199,6 +199,12 @@ def _refuse_other_format(run: RunDirectory) -> None:
         raise UserError(error.what, where=error.where, hint=hint) from None
 
 
+def given_as(where: str, given: str | Path, error: UserError) -> UserError:
+    """The error of a model that an argument or option names."""
+    named = given if error.where == "model.source" else error.where
+    return UserError(error.what, where=f"{where} {named}", hint=error.hint)
+
+
 def checked(found: ModelSource) -> ModelSource:
     """The model itself, for an early error; `catalog.resolve` checks all of its files.
 
@@ -239,7 +245,7 @@ def open_model(given: str | Path, *, where: str = "model") -> Iterator[ModelSour
         try:
             found = checked(locate(given))
         except UserError as error:
-            raise UserError(error.what, where=f"{where} {given}", hint=error.hint) from None
+            raise given_as(where, given, error) from None
         if found.folder is None:
             yield found
             return

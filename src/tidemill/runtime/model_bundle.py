@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from tidemill.models.lora import attach_adapter, learned_parameters, require_pef
 from tidemill.models.model_source import ModelSource, locate
 from tidemill.models.ranks import ONE_RANK, Ranks
 from tidemill.models.reward_model import ScalarHead, check_head_fits, hidden_size, load_head
-from tidemill.models.saving import load_adapter
+from tidemill.models.saving import errors_of_base, load_adapter
 from tidemill.models.snapshots import copy_on_base, empty_copy
 from tidemill.models.tree_forward import TreeForward
 from tidemill.rollout.engines.embedded import EmbeddedEngine
@@ -223,12 +224,15 @@ def load_model_bundle(
     refuse_reward_model(locate(spec.model.source).source)
     if spec.model.lora.enabled:
         require_peft()
-    found, autocast = resolve(spec.model, progress=progress), choose_precision(spec.trainer, device)
+    adapter = model.adapter if model is not None else None
+    with nullcontext() if adapter is None else errors_of_base(adapter):
+        found = resolve(spec.model, progress=progress)
+    autocast = choose_precision(spec.trainer, device)
     frozen = FrozenModels(loading_device(spec, device))
     lora = spec.model.lora.enabled
     policy = frozen.with_adapter(found, spec.model) if lora else load_model(found, device=loading_device(spec, device))
-    if model is not None and model.adapter is not None:
-        load_adapter(model.adapter, policy)
+    if adapter is not None:
+        load_adapter(adapter, policy)
     # Engines need a copy if their dtype differs, or if they generate while the optimizer changes the weights.
     separate = generates and (autocast is not None or spec.schedule.max_policy_lag > 0)
     rollout_model = _copy_of(policy, autocast or torch.float32) if separate else policy

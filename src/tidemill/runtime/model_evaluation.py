@@ -407,8 +407,8 @@ def _as_dicts(messages: Sequence[Message]) -> list[dict[str, str]]:
 
 
 def _name(question: Question) -> str:
-    """Part of the key of a prompt's random numbers."""
-    if question.plain:
+    """Part of the key of a prompt's random numbers: equal for a text and for a user message with it."""
+    if [message.role for message in question.messages] == ["user"]:
         return question.messages[0].content
     return json.dumps(_as_dicts(question.messages), ensure_ascii=False)
 

@@ -29,7 +29,9 @@ TEMPLATE = (
     "{% endfor %}{% if add_generation_prompt %}[assistant] {% endif %}"
 )
 SYSTEM = "Be brief."
-ROWS = [{"messages": [{"role": "user", "content": f"{a}+{b}="}], "answer": str(a + b)} for a in range(4) for b in "246"]
+ROWS = [
+    {"messages": [{"role": "user", "content": f"{a}+{b}="}], "answer": str(a + b)} for a in range(4) for b in (2, 4, 6)
+]
 SMALL: dict[str, Any] = {
     "task.system_prompt": SYSTEM,
     "batch.prompts": 2,
@@ -108,7 +110,12 @@ def start_digest(run: tm.Run) -> str:
     return str(manifest["model_digest"])
 
 
-@pytest.mark.parametrize("form", FORMS)
+SLOW = ("run directory as Path", "folder of checkpoints", "Run of a pipeline")
+
+
+@pytest.mark.parametrize(
+    "form", [pytest.param(form, marks=pytest.mark.slow) if form in SLOW else form for form in FORMS]
+)
 def test_every_form_has_the_same_weights_in_every_command(
     form: str, run: tm.Run, exported: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -143,16 +150,15 @@ def test_a_run_that_started_from_a_run_resumes_from_its_checkpoint(run: tm.Run, 
     shutil.copytree(run.path, source)
 
     def train(steps: int, model: Any) -> tm.Run:
-        return tm.train(
-            model=model, data=ROWS, rewards=["exact"], overrides=SMALL | {"trainer.steps": steps}, run_dir=tmp_path / "b"
-        )  # fmt: skip
+        overrides = SMALL | {"trainer.steps": steps}
+        return tm.train(model=model, data=ROWS, rewards=["exact"], overrides=overrides, run_dir=tmp_path / "b")
 
     first = train(1, source)
     assert first.config.model.source == str(source / "checkpoints" / "step_2")
     shutil.copytree(source / "checkpoints" / "step_2", source / "checkpoints" / "step_3")  # the source goes on
     assert train(2, tm.Run(source)).config.model.source == first.config.model.source
     shutil.rmtree(source / "checkpoints" / "step_2")
-    with pytest.raises(tm.TidemillError, match="was deleted.*the newest is .*step_3"):
+    with pytest.raises(tm.TidemillError, match=r"step_2: this checkpoint was deleted(?s:.*)the newest is .*step_3"):
         train(3, tm.Run(source))
 
 

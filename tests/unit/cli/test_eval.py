@@ -74,7 +74,7 @@ def test_a_recipe_goes_before_the_checkpoints_own(run: Run, asked: Asked, tmp_pa
     ("folder", "says"),
     [
         ("none", "error: --checkpoint none: 'none' is not a known model"),
-        ("./none", "error: --checkpoint ./none: there is no such folder"),
+        ("./none", "error: --checkpoint none: there is no such folder"),
         ("empty", "error: --checkpoint empty: the folder is empty"),
     ],
 )
@@ -99,7 +99,7 @@ def test_another_model_may_be_named_to_compare_with(run: Run, asked: Asked, tmp_
 def test_no_model_there_to_compare_with(run: Run, asked: Asked) -> None:
     ran = run("eval", "--compare", "./none")
     assert ran.code == 2
-    assert ran.err.startswith("error: --compare ./none: there is no such folder")
+    assert ran.err.startswith("error: --compare none: there is no such folder")
     assert asked == []
 
 

@@ -18,7 +18,7 @@ from tidemill.core.errors import UserError
 from tidemill.models.catalog import resolve
 from tidemill.models.folder import DESCRIPTION
 from tidemill.models.model_source import exact_models, exact_source, locate, open_model
-from tidemill.models.saving import save_model
+from tidemill.models.saving import ORIGIN, save_model
 from tidemill.runtime.model_bundle import load_model_bundle
 from tidemill.runtime.readers import check_reward_models
 
@@ -108,12 +108,12 @@ def pickled(folder: Path) -> Path:
 
 
 def adapter_without_base(folder: Path) -> Path:
-    base, stored = save_folder(llama(), folder / "base"), folder / "adapter"
+    base, stored = model_folder(folder / "base"), folder / "adapter"
     stored.mkdir()
-    save_model(adapted(base), stored, source=base)
-    for path in base.iterdir():
-        path.unlink()
-    base.rmdir()
+    save_model(adapted(), stored, source=base)
+    origin = json.loads((stored / ORIGIN).read_text())
+    origin["model"]["source"] = str(folder / "gone")
+    (stored / ORIGIN).write_text(json.dumps(origin))
     return stored
 
 
@@ -148,7 +148,10 @@ REFUSED: dict[str, tuple[Make, str]] = {
     "pipeline that has not trained": (lambda tmp: pipeline(tmp / "a", sft=()), "no stage of this pipeline has trained"),
     "no tokenizer": (lambda tmp: model_folder(tmp / "a", "token*"), "the folder has no tokenizer"),
     "pickles": (lambda tmp: pickled(tmp / "a"), "only safetensors are read"),
-    "adapter without base": (lambda tmp: adapter_without_base(tmp), r"the base model of the adapter is missing"),
+    "adapter without base": (
+        adapter_without_base,
+        "the base model of the adapter cannot be used: there is no such folder",
+    ),
     "hub without network": (lambda _: "organisation/name", "the hub is switched off|cannot be reached"),
 }
 

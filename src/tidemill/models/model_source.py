@@ -115,7 +115,7 @@ def _missing(path: Path) -> UserError:
     if STEP_FOLDER.fullmatch(path.name) and (left := _steps(path.parent)):
         hint = f"the newest is {left[max(left)]}; raise checkpoint.keep_last of that run to keep more"
         return UserError("this checkpoint was deleted, or never written", where=str(path), hint=hint)
-    hint = similar_folder(path) or "give a model folder, a run directory, or runs/<name>/checkpoints/step_N"
+    hint = similar_folder(path) or "give a folder with config.json and its weights, or the directory of a run"
     return UserError("there is no such folder", where=str(path), hint=hint)
 
 

@@ -18,7 +18,6 @@ from typing import Any, TypeAlias
 from tidemill.config.pipeline import StageKind
 from tidemill.config.schema import RunSpec
 from tidemill.core.formatting import between, compact, counted, decimal
-from tidemill.models.model_source import locate
 from tidemill.pipeline.pipeline_page import INTERVAL
 from tidemill.pipeline.stage_plan import StageResult
 from tidemill.runtime.callbacks import Callback
@@ -149,10 +148,9 @@ def run_eval(job: Job) -> Outcome:
     """Evaluate a model on the task's held-out prompts and on `eval.sets`; has no output."""
     from tidemill.runtime.model_evaluation import evaluate
 
-    compared = job.spec.eval.compare_with
     found = evaluate(
         job.spec,
-        compare=None if compared is None else locate(compared),
+        compare=job.spec.eval.compare_with,
         progress=job.progress,
         answers=job.directory / ANSWERS,
     )

@@ -248,7 +248,7 @@ def evaluate(
     spec: RunSpec,
     *,
     model: ModelSource | None = None,
-    compare: ModelSource | None = None,
+    compare: ModelSource | str | None = None,
     scorers: Scorers | None = None,
     progress: Progress = lambda _: None,
     answers: Path | None = None,
@@ -260,7 +260,7 @@ def evaluate(
 
     Args:
         model: replaces the configured one.
-        compare: a second model to evaluate and compare with.
+        compare: a second model to evaluate and compare with, or its name as in `eval.compare_with`.
         scorers: additional scorers of the greedy completions; the caller closes them.
         answers: a file that stores finished completions, so that a stopped evaluation can be resumed.
 
@@ -270,9 +270,10 @@ def evaluate(
     this = measure(spec, model=model, scorers=scorers or {}, progress=progress, answers=answers)
     by_name = {name: figures(each, ks=spec.eval.ks) for name, each in this.items()}
     if compare is not None:
-        progress(f"evaluating {compare.source} on the same prompts")
+        other_model = locate(compare) if isinstance(compare, str) else compare
+        progress(f"evaluating {other_model.source} on the same prompts")
         with errors_at_key("eval.compare_with"):
-            other = measure(spec, model=compare, scorers=scorers or {}, progress=progress, answers=answers)
+            other = measure(spec, model=other_model, scorers=scorers or {}, progress=progress, answers=answers)
         for name, found in by_name.items():
             found["compared_with"] = comparison(other[name], this[name])
     held_out = by_name.pop(HELD_OUT_NAME)

@@ -120,7 +120,7 @@ def test_every_form_has_the_same_weights_in_every_command(
     form: str, run: tm.Run, exported: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     given = FORMS[form](run, exported, tmp_path)
-    tokenizer = {}
+    tokenizer: dict[str, Any] = {}
     if form == "transformers model":
         tokenizer = {"tokenizer": AutoTokenizer.from_pretrained(exported)}
     wanted = run.weights_digest

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from tidemill.cli.arguments import model_folder, spec_for
+from tidemill.cli.arguments import given_model, spec_for
 from tidemill.cli.output import explain, note
 
 MOST_PROMPTS = 1000
@@ -49,7 +49,7 @@ def arguments(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]
     parser.add_argument(
         "--pairs-per-prompt", type=positive, default=4, help="pairs: of one prompt, at most (%(default)s)"
     )
-    parser.add_argument("--checkpoint", type=Path, help="pairs: a checkpoint or run directory instead of the model")
+    parser.add_argument("--checkpoint", help="pairs: a run directory or another model instead")
     return parser.parse_known_args(argv)
 
 
@@ -62,14 +62,14 @@ def positive(text: str) -> int:
 
 def make(options: argparse.Namespace, items: Sequence[str]) -> dict[str, Any]:
     """The provenance of what was written."""
-    spec = spec_for(items, options.checkpoint, purpose="generate")
     side: Literal["train", "held_out"] = "held_out" if options.held_out else "train"
     # Here, so that --help and a misspelt key need not wait for torch.
     from tidemill.runtime.batch_generation import make_demonstrations, make_pairs
 
-    if options.kind == "demonstrations":
-        return make_demonstrations(spec, options.out, prompts=options.prompts, progress=note, split=side)
-    with model_folder(options.checkpoint) as folder:
+    with given_model(options.checkpoint) as model:
+        spec = spec_for(items, model, purpose="generate")
+        if options.kind == "demonstrations":
+            return make_demonstrations(spec, options.out, prompts=options.prompts, progress=note, split=side)
         return make_pairs(
             spec,
             options.out,
@@ -78,7 +78,7 @@ def make(options: argparse.Namespace, items: Sequence[str]) -> dict[str, Any]:
             pairs_per_prompt=options.pairs_per_prompt,
             progress=note,
             split=side,
-            model_folder=folder,
+            model=model,
         )
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tidemill.api import rewards
     from tidemill.api.decorators import advantage, loss, loss_term, prompt_sampler, reward, task
-    from tidemill.api.evaluation import evaluate, generate
+    from tidemill.api.evaluation import evaluate, export, generate
     from tidemill.api.run import Run
     from tidemill.api.stages import demonstrations, dpo, pairs, reward_model, sft
     from tidemill.api.train import load_config, train, train_async
@@ -34,6 +34,7 @@ __all__ = [
     "demonstrations",
     "dpo",
     "evaluate",
+    "export",
     "generate",
     "load_config",
     "loss",
@@ -51,7 +52,7 @@ __all__ = [
 ]
 _MODULES = {
     "tidemill.api.decorators": ("advantage", "loss", "loss_term", "prompt_sampler", "reward", "task", "tool"),
-    "tidemill.api.evaluation": ("evaluate", "generate"),
+    "tidemill.api.evaluation": ("evaluate", "export", "generate"),
     "tidemill.api.run": ("Run",),
     "tidemill.api.stages": ("demonstrations", "dpo", "pairs", "reward_model", "sft"),
     "tidemill.api.train": ("load_config", "train", "train_async"),

@@ -12,8 +12,8 @@ import tidemill
 def test_the_public_names() -> None:
     assert tidemill.__all__ == [
         "Callback", "Environment", "Run", "Sample", "Step", "TidemillError", "ToolEnvironment", "advantage",
-        "demonstrations", "dpo", "evaluate", "generate", "load_config", "loss", "loss_term", "pairs", "prompt_sampler",
-        "reward", "reward_model", "rewards", "sft", "task", "tool", "train", "train_async",
+        "demonstrations", "dpo", "evaluate", "export", "generate", "load_config", "loss", "loss_term", "pairs",
+        "prompt_sampler", "reward", "reward_model", "rewards", "sft", "task", "tool", "train", "train_async",
     ]  # fmt: skip
     for name in tidemill.__all__:
         assert inspect.getdoc(getattr(tidemill, name)), name

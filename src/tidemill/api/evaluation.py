@@ -1,4 +1,4 @@
-"""`tidemill.evaluate` and `tidemill.generate`."""
+"""`tidemill.evaluate`, `tidemill.generate` and `tidemill.export`."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from tidemill.api.entry import entry_point
 from tidemill.api.inputs import Inputs
 from tidemill.api.run import Run
 from tidemill.api.train import load
 from tidemill.config.schema import RunSpec
+from tidemill.core.errors import UserError
 from tidemill.extensions.registry import provide
+from tidemill.models.model_source import ModelSource, open_model
 
 Recipe = str | Path | RunSpec | Run | None
 WARNING = "warning: "
@@ -38,8 +40,8 @@ def evaluate(
 
     Args:
         recipe: as for `train`; or a `Run`, whose task and rewards are used, and its newest checkpoint unless `model` is
-            given.
-        model: as for `train`; a checkpoint folder; or a `Run`, for its newest checkpoint.
+            given. Default: the configuration of the run that trained the model, if there is one.
+        model: as for `train`.
         tokenizer: of a `transformers` model.
         data: rows, all of which are evaluated, instead of the recipe's held-out prompts and sets.
         columns: as for `train`.
@@ -54,7 +56,7 @@ def evaluate(
     """
     from tidemill.runtime.model_evaluation import evaluate as run
 
-    def job(inputs: Inputs, source: str | Path | RunSpec | None, folder: Path | None) -> dict[str, Any]:
+    def job(inputs: Inputs, source: str | Path | RunSpec | None, found: ModelSource | None) -> dict[str, Any]:
         inputs.add_data(data, None, columns)
         inputs.add_rewards(rewards)
         if data is not None:
@@ -65,61 +67,117 @@ def evaluate(
             inputs.overrides["eval.rewards"] = inputs.overrides["scoring.rewards"]
         spec = load(source, {**inputs.overrides, **(overrides or {})}, purpose="eval")
         provide(inputs.extensions)
-        return run(spec, model_folder=folder, progress=_warn)
+        return run(spec, model=found, progress=_warn)
 
     return _run(job, recipe, model, tokenizer)
 
 
 @entry_point
 def generate(
-    prompts: str | Sequence[str],
+    prompts: Any,
     *,
     model: Any = None,
     tokenizer: Any = None,
     recipe: Recipe = None,
     overrides: Mapping[str, Any] | None = None,
+    raw: bool = False,
 ) -> list[dict[str, Any]]:
     """Generate one completion per prompt.
 
+    A text is formatted as the run that trained the model formats its rows: as a user message in the chat template if it
+    was trained on chats, after the run's system prompt. Messages always use the chat template.
+
     Args:
-        model, tokenizer: as for `evaluate`.
-        recipe: as for `evaluate`; for the sampling settings and the model.
+        prompts: a text, messages (`[{"role": "user", "content": "2+2="}]`), or a list of these.
+        model, tokenizer, recipe: as for `evaluate`. Without `recipe`, the sampling settings are those of the model's
+            run.
         overrides: values by dotted key: `{"sampling.temperature": 0}`.
+        raw: send texts as written.
 
     Returns:
-        Per prompt: `prompt`, `completion`, `finish`, `tokens` and `logprob`.
+        Per prompt: `prompt`, `completion`, `finish`, `tokens`, `logprob`; `format` ("chat" or "text") and `sent`, the
+        text that the model got.
 
     Raises:
         TidemillError: invalid input.
     """
     from tidemill.runtime.model_evaluation import generate as run
 
-    def job(inputs: Inputs, source: str | Path | RunSpec | None, folder: Path | None) -> list[dict[str, Any]]:
+    def job(inputs: Inputs, source: str | Path | RunSpec | None, found: ModelSource | None) -> list[dict[str, Any]]:
         spec = load(source, {**inputs.overrides, **(overrides or {})}, purpose="generate")
-        return run(spec, model_folder=folder, prompts=[prompts] if isinstance(prompts, str) else list(prompts))
+        return run(spec, model=found, prompts=prompts, raw=raw)
 
-    if recipe is None and isinstance(model, Run):
-        recipe = model
     return _run(job, recipe, model, tokenizer)
 
 
+def export(
+    model: Any,
+    folder: str | Path,
+    *,
+    tokenizer: Any = None,
+    dtype: Literal["fp32", "bf16", "fp16"] = "fp32",
+    overrides: Mapping[str, Any] | None = None,
+) -> Path:
+    """Write a model as a plain Hugging Face folder with a model card; an adapter is merged into its base.
+
+    Args:
+        model, tokenizer: as for `train`.
+        folder: a new folder, or an earlier export, which is replaced.
+        dtype: of the weights.
+        overrides: values by dotted key: `{"model.revision": "v1.0"}`.
+
+    Returns:
+        The folder.
+
+    Raises:
+        TidemillError: invalid input, or the folder cannot be written.
+    """
+    from tidemill.runtime.export import DTYPES, export_source
+
+    def job(inputs: Inputs, source: str | Path | RunSpec | None, found: ModelSource | None) -> Path:
+        if found is None:
+            raise UserError("no model given", where="model", hint="give a run, a folder or a name")
+        if dtype not in DTYPES:
+            raise UserError(f"{dtype!r} is not a type of weights", where="dtype", hint=f"use {', '.join(DTYPES)}")
+        config = load(source, {**inputs.overrides, **(overrides or {})}, purpose="read").model
+        to = Path(folder).expanduser()
+        export_source(found, to=to, dtype=dtype, config=config)
+        return to
+
+    return _run(job, None, model, tokenizer)
+
+
 T = TypeVar("T")
-Job = Callable[[Inputs, str | Path | RunSpec | None, Path | None], T]
+Job = Callable[[Inputs, str | Path | RunSpec | None, ModelSource | None], T]
 
 
 def _run(job: Job[T], recipe: Recipe, model: Any, tokenizer: Any) -> T:
-    """Call `job` with the saved inputs, the recipe, and the folder that replaces the recipe's model."""
+    """Call `job` with the saved inputs, the recipe, and the model that replaces the recipe's."""
     from tidemill.api.session import run_here
 
     def here(_: object) -> T:
-        with _temporary() as inputs:
-            given = recipe if model is None else model
-            folder = given.checkpoint if isinstance(given, Run) else Path(model) if isinstance(model, Path) else None
-            if folder is None:
-                inputs.add_model(model, tokenizer)
-            return job(inputs, recipe.config if isinstance(recipe, Run) else recipe, folder)
+        given = recipe if model is None and isinstance(recipe, Run) else model
+        with _temporary() as inputs, _opened(inputs, given, tokenizer) as found:
+            source = recipe.config if isinstance(recipe, Run) else recipe
+            if source is None and found is not None and found.run is not None:
+                source = Run(found.run).config
+            return job(inputs, source, found)
 
     return run_here(here)
+
+
+@contextmanager
+def _opened(inputs: Inputs, model: Any, tokenizer: Any) -> Iterator[ModelSource | None]:
+    inputs.add_model(model, tokenizer)
+    if model is None:
+        yield None
+        return
+    given = model.path if isinstance(model, Run) else model
+    if not isinstance(given, (str, Path)):
+        given = inputs.overrides["model.source"]  # where it was saved
+    with open_model(given) as found:
+        inputs.overrides["model.source"] = found.source
+        yield found
 
 
 def _warn(message: str) -> None:

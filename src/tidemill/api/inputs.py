@@ -18,7 +18,9 @@ from tidemill.config.task import HUB, RewardConfig
 from tidemill.core.errors import UserError
 from tidemill.envs.agents.environment import ToolEnvironment
 from tidemill.extensions.registry import Extension, Kind, given_function
+from tidemill.models.model_source import checked, exact_source, given_as, locate
 from tidemill.telemetry.jsonl import disk_error, write_atomically
+from tidemill.telemetry.run_dir import RunDirectory
 
 INPUTS = "inputs"
 """Folder of a run directory with the rows and the model that were given as objects."""
@@ -88,22 +90,42 @@ class Inputs:
         ]
 
     def add_model(self, model: Any, tokenizer: Any) -> None:
-        """A name, a folder, a run, or a `transformers` model with its tokenizer."""
-        if model is None:
-            return
+        """Any of the forms of `models.model_source`, as `model.source`."""
+        if model is not None:
+            self.overrides["model.source"] = self.model_source(model, tokenizer)
+
+    def model_source(self, model: Any, tokenizer: Any) -> str:
+        """A name, or the path of one folder; a `transformers` model is saved first.
+
+        Raises:
+            UserError: there is no such model, or it is none.
+        """
         if isinstance(model, Run):
-            model = model.model
-        if isinstance(model, Path):
-            self.overrides["model.source"] = str(model.expanduser().absolute())
-        elif isinstance(model, str):
-            self.overrides["model.source"] = model
-        elif hasattr(model, "save_pretrained") and hasattr(tokenizer, "save_pretrained"):
-            self.overrides["model.source"] = str(self._saved_model(model, tokenizer))
-        elif hasattr(model, "save_pretrained"):
+            model = model.path
+        if isinstance(model, (str, Path)):
+            if tokenizer is not None:
+                hint = "leave it out; the model's folder has its tokenizer"
+                raise UserError("is only for a transformers model", where="tokenizer", hint=hint)
+            return self._located(model)
+        if hasattr(model, "merge_and_unload"):
+            hint = "give model.merge_and_unload(), or the folder of a checkpoint"
+            raise UserError("a peft model is an adapter with its base", where="model", hint=hint)
+        if hasattr(model, "save_pretrained") and hasattr(tokenizer, "save_pretrained"):
+            return str(self._saved_model(model, tokenizer))
+        if hasattr(model, "save_pretrained"):
             raise UserError("a model needs its tokenizer", where="model", hint="give tokenizer=...")
-        else:
-            what = f"expected a name, a folder or a transformers model, found {type(model).__name__}"
-            raise UserError(what, where="model", hint='for example model="smollm2-135m"')
+        what = f"expected a name, a folder, a run or a transformers model, found {type(model).__name__}"
+        raise UserError(what, where="model", hint='for example model="smollm2-135m"')
+
+    def _located(self, model: str | Path) -> str:
+        stored = RunDirectory(self.folder.parent).read_settings().get("model", {}) if self.kept else {}
+        given = str(model.expanduser().absolute()) if isinstance(model, Path) else model.strip()
+        try:
+            source = exact_source(given, earlier=stored.get("source"))
+            checked(locate(source))
+        except UserError as error:
+            raise given_as("model", model, error) from None
+        return source
 
     def add_rewards(self, rewards: Sequence[Any] | None) -> None:
         """Functions, names and results of `tidemill.rewards`."""

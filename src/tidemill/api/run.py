@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import html
 import json
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from tidemill.config.load import from_toml
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError
 from tidemill.core.formatting import decimal
+from tidemill.models.model_source import SUPERVISED, checkpoints_of, locate, stage_folders
 from tidemill.pipeline.state import PipelineFolder
 from tidemill.telemetry.metrics import HELD_OUT, LOSS, PAIRWISE_ACCURACY, TOKEN_ACCURACY, MetricLine
 from tidemill.telemetry.progress_views import label_of
@@ -21,11 +21,9 @@ from tidemill.telemetry.run_data import RunData
 from tidemill.telemetry.run_dir import RunDirectory, read_json
 from tidemill.telemetry.sample_files import Sample
 
-SUPERVISED = ("sft", "reward_model", "dpo")
 DATA_KINDS = ("demonstrations", "pairs")
 ROWS = "rows.jsonl"
 SUPERVISED_FIGURES = ("held_out", "stopped_early")
-STEP_FOLDER = re.compile(r"step_(\d+)")
 
 
 class Run:
@@ -45,7 +43,7 @@ class Run:
     @entry_point
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        self.stages = {name: Run(folder) for name, folder in _stage_folders(self.path).items()}
+        self.stages = {name: Run(folder) for name, folder in stage_folders(self.path).items()}
         trained = [run for run in self.stages.values() if run.checkpoints]
         self._directory: RunDirectory = trained[-1]._directory if trained else RunDirectory(self.path)
         if not self._directory.config.is_file():
@@ -92,9 +90,7 @@ class Run:
     @property
     def checkpoints(self) -> list[Path]:
         """Folders of the checkpoints, oldest first; each loads with `AutoModelForCausalLM.from_pretrained`."""
-        folder = self._directory.checkpoints
-        found = {int(match[1]): each for each in _entries(folder) if (match := STEP_FOLDER.fullmatch(each.name))}
-        return [found[step] for step in sorted(found)]
+        return checkpoints_of(self._directory.path)
 
     @property
     def checkpoint(self) -> Path:
@@ -113,13 +109,9 @@ class Run:
     def model(self) -> Path:
         """The folder of the trained model, for the next call: the newest checkpoint, or after `sft`, `reward_model` and
         `dpo` the one with the lowest held-out loss (`checkpoint.keep_best`). Raises UserError: there is none."""
-        newest = self.checkpoint
-        if self.kind not in SUPERVISED or not self.config.checkpoint.keep_best:
-            return newest.absolute()
-        from tidemill.trainer.checkpoint_store import CheckpointStore
-
-        best = CheckpointStore(newest.parent, keep_last=1).best()
-        return (best.path if best else newest).absolute()
+        source = locate(self.path)
+        assert source.folder is not None, "a path has a folder"
+        return source.folder
 
     @property
     def rows_file(self) -> Path:
@@ -201,14 +193,3 @@ def _table(rows: Sequence[tuple[str, str]]) -> str:
 
 def _flat(line: MetricLine) -> dict[str, float]:
     return {"step": line.step, **line.values}
-
-
-def _stage_folders(path: Path) -> dict[str, Path]:
-    """The folders of the stages that have begun, by name, in order."""
-    stages = PipelineFolder(path).read_state().get("stages", ())
-    folders = {stage["name"]: path / stage["folder"] for stage in stages}
-    return {name: folder for name, folder in folders.items() if RunDirectory(folder).config.is_file()}
-
-
-def _entries(folder: Path) -> Sequence[Path]:
-    return list(folder.iterdir()) if folder.is_dir() else []

@@ -88,8 +88,8 @@ def train(
     Args:
         recipe: a TOML file, the name of a built-in recipe such as "jsonl", or a configuration. None: the configuration
             in `run_dir`, if there is a run, else the defaults.
-        model: a name ("smollm2-135m"), a folder, a hub id, or a `transformers` model, which is saved in the run
-            directory and not changed.
+        model: a name ("smollm2-135m"), a hub id, a folder, a `Run` or its directory (its newest checkpoint), a
+            checkpoint, or a `transformers` model, which is saved in the run directory and not changed.
         tokenizer: of a `transformers` model.
         data: training rows: a list of dicts, a `datasets.Dataset`, the path of a file, "hub:OWNER/NAME", or several of
             these as (weight, data) pairs.

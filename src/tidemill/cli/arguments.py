@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from pathlib import Path
 from typing import Annotated, Any
 
 from cyclopts import Parameter
@@ -18,10 +16,7 @@ from tidemill.config.load import differences, load_spec, split_arguments
 from tidemill.config.schema import RunSpec
 from tidemill.config.task import FileTask, PythonTask
 from tidemill.config.toml import to_toml, write_value
-from tidemill.core.errors import UserError
-from tidemill.hardware.model_config import CONFIG
-from tidemill.models.checkpoint_manifest import pinned
-from tidemill.models.folder import ADAPTER_CONFIG
+from tidemill.models.model_source import ModelSource, open_model
 from tidemill.telemetry.events import DATA, event_text
 
 Items = Annotated[
@@ -29,65 +24,39 @@ Items = Annotated[
     Parameter(allow_leading_hyphen=True, show=True, help="`@recipe.toml` and `--section.key value`, repeatable."),
 ]
 Checkpoint = Annotated[
-    Path | None,
+    str | None,
     Parameter(
         name="--checkpoint",
         accepts_keys=False,
-        help="A checkpoint or a run directory (newest checkpoint). Without a recipe, the run's config.toml is used.",
+        help="A model: a run directory (its newest checkpoint), a checkpoint, a folder, a name or a hub id. Without a "
+        "recipe, the config.toml of its run is used.",
     ),
 ]
-STEP_FOLDER = re.compile(r"step_(\d+)")
-_ATTEMPTS = 100  # to pin the newest checkpoint before it is deleted
 
 
-def spec_for(items: Sequence[str], checkpoint: Path | None, *, purpose: Purpose) -> RunSpec:
-    """Load the configuration of `items`; without a recipe, that of the checkpoint's run if there is one."""
-    if checkpoint is not None and not split_arguments(items).recipes:
-        stored = next((each / "config.toml" for each in (checkpoint, *checkpoint.resolve().parents[:2])
-                    if (each / "config.toml").is_file()), None)  # fmt: skip
-        if stored is None:
-            note(f"{checkpoint} has no config.toml: settings without a recipe are defaults, including the task")
-        items = [f"@{stored}", *items] if stored else items
+def spec_for(items: Sequence[str], model: ModelSource | None, *, purpose: Purpose) -> RunSpec:
+    """Load the configuration of `items`; without a recipe, that of the model's run if there is one."""
+    if model is not None and not split_arguments(items).recipes:
+        if model.run is not None:
+            items = [f"@{model.run / 'config.toml'}", *items]
+        elif model.folder is not None:
+            folder = model.folder.parent.parent if model.folder.parent.name == "checkpoints" else model.folder
+            note(f"{folder} has no config.toml: settings without a recipe are defaults, including the task")
     return load_spec(items, purpose=purpose)
 
 
 @contextmanager
-def model_folder(checkpoint: Path | None, *, option: str = "--checkpoint") -> Iterator[Path | None]:
-    """Yield the folder with the weights: the checkpoint, or the newest one of a run directory.
-
-    The folder is pinned against deletion by a running process until the block ends.
-
-    Args:
-        option: name of the option, for errors.
+def given_model(given: str | None, *, option: str = "--checkpoint") -> Iterator[ModelSource | None]:
+    """Yield the model of an option, which no running process deletes until the block ends.
 
     Raises:
-        UserError: no checkpoint found.
+        UserError: there is no such model.
     """
-    if checkpoint is None:
+    if given is None:
         yield None
         return
-    where = f"{option} {checkpoint}"
-    for _ in range(_ATTEMPTS):
-        folder = _newest(checkpoint, where)
-        with pinned(folder) as found:
-            if found:
-                yield folder
-                return
-    raise UserError(
-        "every checkpoint was deleted while it was opened", where=where, hint="raise checkpoint.keep_last of its run"
-    )
-
-
-def _newest(checkpoint: Path, where: str) -> Path:
-    if any((checkpoint / name).is_file() for name in (CONFIG, ADAPTER_CONFIG)):
-        return checkpoint
-    if not checkpoint.is_dir():
-        raise UserError("no such folder", where=where, hint="name a run directory or runs/<name>/checkpoints/step_N")
-    folder = checkpoint / "checkpoints" if (checkpoint / "checkpoints").is_dir() else checkpoint
-    steps = {int(match[1]): each for each in folder.iterdir() if (match := STEP_FOLDER.fullmatch(each.name))}
-    if not steps:
-        raise UserError("contains no checkpoint", where=where, hint="a checkpoint is a folder with a config.json")
-    return steps[max(steps)]
+    with open_model(given, where=option) as found:
+        yield found
 
 
 def dry_run(spec: RunSpec, *, purpose: Purpose = "train", notes: Sequence[str] = ()) -> Result:

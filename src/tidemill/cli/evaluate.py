@@ -11,14 +11,15 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from tidemill.cli.arguments import Checkpoint, Items, model_folder, row_remarks, spec_for
+from tidemill.cli.arguments import Checkpoint, Items, given_model, row_remarks, spec_for
 from tidemill.cli.arguments import dry_run as show_dry_run
 from tidemill.cli.output import DryRun, Json, Result, note
 from tidemill.config.load import split_arguments
-from tidemill.config.model import BUILT_IN_MODELS
 from tidemill.core.errors import UserError
 from tidemill.core.formatting import interval
+from tidemill.envs.text.given_prompts import as_written, read_question_file
 from tidemill.models.checkpoint_manifest import refuse_damaged
+from tidemill.models.model_source import ModelSource
 
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 """All control characters but line feed and tab."""
@@ -26,7 +27,7 @@ Compare = Annotated[
     str | None,
     Parameter(
         name="--compare",
-        help="Evaluate another model on the same prompts and compare: a checkpoint, run directory or built-in model.",
+        help="Evaluate another model on the same prompts and compare; named as for --checkpoint.",
     ),
 ]
 
@@ -40,29 +41,23 @@ def evaluate(
 ) -> Result:
     """Evaluate a model or a checkpoint on the task's held-out prompts and on `eval.sets`: mean reward and accuracy of
     greedy completions, lengths, diversity; with `--eval.samples_per_prompt N` also pass@k."""
-    with model_folder(checkpoint) as folder, compared(compare) as other:
-        spec = spec_for(items, checkpoint, purpose="eval")
+    with given_model(checkpoint) as model, compared(compare) as other:
+        spec = spec_for(items, model, purpose="eval")
         if dry_run:
             return show_dry_run(spec, purpose="eval", notes=row_remarks(spec))
         from tidemill.runtime.model_evaluation import evaluate as run
 
-        found = run(spec, model_folder=folder, compare=other, progress=note)
+        found = run(spec, model=model, compare=other, progress=note)
     return Result(data=found, text=figures(found))
 
 
 @contextmanager
-def compared(name: str | None) -> Iterator[Path | str | None]:
-    """Yield the other model: a built-in name, or the folder with its weights.
-
-    Reports damage at once, because the model is loaded only after the first evaluation.
-    """
-    if name is None or (name in BUILT_IN_MODELS and not Path(name).exists()):
-        yield name
-        return
-    with model_folder(Path(name), option="--compare") as folder:
-        assert folder is not None
-        refuse_damaged(folder)
-        yield folder
+def compared(name: str | None) -> Iterator[ModelSource | None]:
+    """Yield the other model. Reports damage at once, because it is loaded only after the first evaluation."""
+    with given_model(name, option="--compare") as found:
+        if found is not None and found.folder is not None:
+            refuse_damaged(found.folder)
+        yield found
 
 
 def figures(found: dict[str, Any]) -> str:
@@ -139,42 +134,76 @@ Words = Annotated[
     str,
     Parameter(
         allow_leading_hyphen=True,
-        help="Prompts (`-` reads one from standard input), `@recipe.toml` and `--section.key value`.",
+        help="Prompts (`-` reads standard input; messages as JSON), `@recipe.toml` and `--section.key value`.",
     ),
 ]
 
 
-def generate(*items: Words, checkpoint: Checkpoint = None, dry_run: DryRun = False, json: Json = False) -> Result:
-    """Generate completions with a model or a checkpoint: `tidemill generate "2+3=" --sampling.temperature 0`."""
+PromptFile = Annotated[
+    Path | None,
+    Parameter(
+        name="--prompts",
+        help="A file with prompts: .jsonl (a text, messages or a row per line), .json, or one text.",
+    ),
+]
+
+
+def generate(
+    *items: Words,
+    checkpoint: Checkpoint = None,
+    prompts: PromptFile = None,
+    raw: Annotated[bool, Parameter(name="--raw", negative="", help="Send texts as written.")] = False,
+    dry_run: DryRun = False,
+    json: Json = False,
+) -> Result:
+    """Generate completions with a model: `tidemill generate "2+3=" --sampling.temperature 0`. A prompt is a text, or
+    messages in JSON. A text is formatted as in the run that trained the model: in its chat template, after its system
+    prompt."""
     given = split_arguments(items)
-    with model_folder(checkpoint) as folder:
-        spec = spec_for(given.items, checkpoint, purpose="generate")
+    with given_model(checkpoint) as model:
+        spec = spec_for(given.items, model, purpose="generate")
         if dry_run:
             return show_dry_run(spec, purpose="generate")
-        prompts = read_prompts(given.rest)
+        asked = read_prompts(given.rest, raw=raw, needed=prompts is None)
+        if prompts is not None:
+            asked += read_question_file(prompts)
         from tidemill.runtime.model_evaluation import generate as run
 
-        samples = run(spec, model_folder=folder, prompts=prompts, progress=note)
+        samples = run(spec, model=model, prompts=asked, raw=raw, progress=note)
     return Result(data={"samples": samples}, text=samples_text(samples))
 
 
-def read_prompts(words: Sequence[str]) -> list[str]:
-    """The prompts; `-` is replaced by standard input without its last newline.
+def read_prompts(words: Sequence[str], *, raw: bool = False, needed: bool = True) -> list[Any]:
+    """The prompts, text or messages; `-` is replaced by standard input without its last newline.
+
+    Args:
+        raw: what looks like messages is text, too.
 
     Raises:
         UserError: no prompt given.
     """
-    if not words:
+    if not words and needed:
         raise UserError("no prompt given", hint='write tidemill generate "your prompt", or - to read standard input')
-    return [sys.stdin.read().removesuffix("\n") if word == "-" else word for word in words]
+    texts = [sys.stdin.read().removesuffix("\n") if word == "-" else word for word in words]
+    return texts if raw else [prompt for text in texts for prompt in as_written(text)]
 
 
 def samples_text(samples: Sequence[Mapping[str, Any]]) -> str:
-    """Prompt and completion concatenated, samples separated by a rule. On a terminal control characters are escaped."""
-    texts = [f"{sample.get('prompt', '')}{sample.get('completion', '')}" for sample in samples]
+    """Prompt and completion concatenated, samples separated by a rule. A chat is shown by its messages. On a terminal
+    control characters are escaped."""
+    texts = [_shown(sample) for sample in samples]
     if sys.stdout.isatty():
         texts = [CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text) for text in texts]
     return "\n---\n".join(texts)
+
+
+def _shown(sample: Mapping[str, Any]) -> str:
+    prompt, completion = sample.get("prompt", ""), sample.get("completion", "")
+    if sample.get("format") != "chat":
+        return f"{prompt}{completion}"
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    turns = [*messages, {"role": "assistant", "content": completion}]
+    return "\n".join(f"{turn['role']}: {turn['content']}" for turn in turns)
 
 
 def report(run_dir: Annotated[Path, Parameter(name="RUN_DIR")], /, *, json: Json = False) -> Result:

@@ -11,13 +11,13 @@ from cyclopts import App, Parameter
 from rich.markup import escape
 from rich.table import Table
 
-from tidemill.cli.arguments import model_folder
 from tidemill.cli.doctor import size
 from tidemill.cli.output import Json, Result, note
 from tidemill.config.load import load_spec
 from tidemill.config.model import EXPORT_DTYPE, dtype_name
 from tidemill.core.errors import UserError
 from tidemill.models.catalog import listing, resolve
+from tidemill.models.model_source import open_model, write_prompts
 
 app = App(name="model", help="List models; download one into the cache; merge an adapter.", help_epilogue="")
 
@@ -54,7 +54,7 @@ def get(
 
 @app.command(name="merge")
 def merge(
-    checkpoint: Annotated[Path, Parameter(name="CHECKPOINT")],
+    checkpoint: Annotated[str, Parameter(name="CHECKPOINT")],
     directory: Annotated[Path, Parameter(name="DIRECTORY")],
     /,
     *,
@@ -69,16 +69,17 @@ def merge(
     directory
         A new or empty output folder, usable as model.source.
     """
-    with model_folder(checkpoint) as folder:
-        assert folder is not None
+    with open_model(checkpoint, where="CHECKPOINT") as found:
         from tidemill.models.saving import export_merged
 
+        folder = found.folder or Path(found.source)
         export_merged(folder, directory, resolve_base=lambda model: resolve(model, progress=note))
-    return Result(data={"checkpoint": str(folder), "path": str(directory)}, text=str(directory))
+        write_prompts(found.prompts, directory)
+    return Result(data={"checkpoint": found.source, "path": str(directory)}, text=str(directory))
 
 
 def export(
-    checkpoint: Annotated[Path, Parameter(name="CHECKPOINT")],
+    checkpoint: Annotated[str, Parameter(name="MODEL")],
     directory: Annotated[Path, Parameter(name="DIRECTORY")],
     /,
     *,
@@ -91,26 +92,25 @@ def export(
     ] = None,
     json: Json = False,
 ) -> Result:
-    """Write a run's model as a plain Hugging Face folder with a model card; an adapter is merged into its base.
+    """Write a model as a plain Hugging Face folder with a model card; an adapter is merged into its base.
 
     Parameters
     ----------
     checkpoint
-        A checkpoint, or a run directory (its newest checkpoint).
+        A run directory (its newest checkpoint), a checkpoint, a folder, a name or a hub id.
     directory
         A new folder, or an earlier export, which is replaced.
     """
-    with model_folder(checkpoint) as folder:
-        assert folder is not None
-        from tidemill.runtime.export import export_checkpoint
+    with open_model(checkpoint, where="MODEL") as found:
+        from tidemill.runtime.export import export_source
 
-        exported = export_checkpoint(folder, to=directory, dtype=dtype_name(dtype), progress=note)
+        exported = export_source(found, to=directory, dtype=dtype_name(dtype), progress=note)
     text = f"{directory}: {exported.parameters / 1e6:.1f} M parameters, {size(exported.bytes)}"
     if push:
         from tidemill.models.hub import push_folder
 
         text += f"\nuploaded to {push_folder(directory, push, progress=note)}"
-    data = {"checkpoint": str(folder), "path": str(directory), "pushed": push, **msgspec.to_builtins(exported)}
+    data = {"checkpoint": found.source, "path": str(directory), "pushed": push, **msgspec.to_builtins(exported)}
     return Result(data=data, text=text)
 
 

@@ -22,7 +22,7 @@ from tidemill.hardware.completion_lengths import Lengths, lengths_of_run, log_no
 from tidemill.hardware.model_config import read_shape
 from tidemill.hardware.model_shape import ModelShape, shape_of_parameters
 from tidemill.models.catalog import listing
-from tidemill.models.folder import is_local
+from tidemill.models.model_source import locate
 from tidemill.planner.figures import Figure
 from tidemill.planner.forecast.forecast import Models
 
@@ -156,8 +156,8 @@ def shape_of_model(config: ModelConfig) -> ModelShape:
     """
     if config.source == "char":
         return _char(config.char)
-    if is_local(config.source):
-        return read_shape(Path(config.source).expanduser())
+    if (folder := locate(config.source).folder) is not None:
+        return read_shape(folder)
     entry = next((entry for entry in listing() if entry.name == config.source and entry.cached), None)
     if entry is None:
         hint = f"download it (`tidemill model get {config.source}`), or give --params or --model"
@@ -177,7 +177,7 @@ def models_of(spec: RunSpec) -> Models:
     return Models(
         policy=shape_of_model(spec.model),
         critic=None if source is None else shape_of_model(ModelConfig(source=source, char=spec.model.char)),
-        rewards=tuple(read_shape(folder) for folder in spec.scoring.model_folders),
+        rewards=tuple(read_shape(locate(folder).folder or folder) for folder in spec.scoring.model_folders),
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from tidemill.cli.arguments import Checkpoint, Items, model_folder, spec_for
+from tidemill.cli.arguments import Checkpoint, Items, given_model, spec_for
 from tidemill.cli.arguments import dry_run as show_dry_run
 from tidemill.cli.output import DryRun, Json, Result, note
 from tidemill.core.errors import UserError
@@ -13,10 +13,10 @@ from tidemill.core.errors import UserError
 def serve(*items: Items, checkpoint: Checkpoint = None, dry_run: DryRun = False, json: Json = False) -> Result:
     """Serve a model or a checkpoint at /v1/chat/completions, /v1/completions and /v1/responses, on this machine or on
     the workers of [pool]. Ctrl-C ends it when the requests that are being answered are finished."""
-    with model_folder(checkpoint) as folder:
+    with given_model(checkpoint) as model:
         from tidemill.runtime.serving import serving_spec
 
-        spec = serving_spec(spec_for(items, checkpoint, purpose="read"), folder)
+        spec = serving_spec(spec_for(items, model, purpose="read"), model)
         if dry_run:
             return show_dry_run(spec, purpose="generate")
         try:

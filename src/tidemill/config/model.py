@@ -102,7 +102,8 @@ class CharModelConfig(Config):
 
 class ModelConfig(Config):
     source: str = "smollm2-135m"
-    """The policy: `smollm2-135m`, `char` (see model.char), a local Hugging Face folder, or a hub id."""
+    """The policy: `smollm2-135m`, `char` (see model.char), a local Hugging Face folder, a hub id, or the directory of a
+    run, whose newest checkpoint is used and stored."""
     revision: str | None = None
     """Hub revision: branch, tag or commit. Only for hub ids."""
     chat_template: bool = False

@@ -220,7 +220,8 @@ class RewardConfig(Config):
     rows without one invalid. A run is not resumed, and a finished
     stage runs again, when that file changes; modules that the file imports are not tracked."""
     model: str = ""
-    """model: folder of a reward model with the policy's tokenizer, for example the output of a reward_model stage."""
+    """model: folder or run directory of a reward model with the policy's tokenizer, for example the output of a
+    reward_model stage."""
     url: str = ""
     """http: URL to which {"samples": [{"id", "prompt", "completion", "answer", "metadata"}, ...]} is posted as JSON.
     The answer is null if the row has none. The response is {"scores": [...]}: a number for each sample, or null. Put

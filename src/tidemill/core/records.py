@@ -93,6 +93,7 @@ class Demonstration(Record, gc=False):
     completion_ids: TokenBuffer  # int32 [C], C >= 1, including the end token; of several turns, all after the prompt
     trained: Ranges = ()  # of the completion; empty: all of it
     branches: tuple[int, ...] = ()  # starts of new contexts in the completion, which replace all tokens before
+    chat: bool = False  # whether the prompt is in a chat template
 
 
 class PreferencePair(Record, gc=False):
@@ -107,6 +108,7 @@ class PreferencePair(Record, gc=False):
     chosen_branches: tuple[int, ...] = ()  # as `Demonstration.branches`
     rejected_trained: Ranges = ()
     rejected_branches: tuple[int, ...] = ()
+    chat: bool = False  # as `Demonstration.chat`
 
 
 class SampleId(Record, gc=False):

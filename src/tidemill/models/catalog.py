@@ -5,11 +5,9 @@ Importing this module loads no tensor library.
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 import math
-import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -21,6 +19,7 @@ from tidemill.core.folders import cache_dir
 from tidemill.core.records import Record
 from tidemill.models.cache import Progress, build_once, is_built
 from tidemill.models.folder import check_folder, holds_adapter, is_local, stored_tensors
+from tidemill.models.model_source import HUB_ID, did_you_mean, locate, unknown_model
 
 BUILDER_VERSION = 3  # raise when the same configuration gives other weights or another tokenizer
 
@@ -35,7 +34,6 @@ SMOLLM2, CHAR = "smollm2-135m", "char"
 SMOLLM2_PARAMETERS = 134_515_008
 SMOLLM2_BYTES = 542_000_000  # float32 weights and tokenizer
 _SMOLLM2_FOLDER = "smollm2-135m-fp32-v1"  # raise the number when the conversion changes
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 class ModelEntry(Record):
@@ -62,8 +60,8 @@ def resolve(config: ModelConfig, *, progress: Progress) -> Path:
     source = _checked_source(config)
     if source in BUILDERS:
         return BUILDERS[source](config, progress)
-    if is_local(source):
-        return merged_folder(Path(source).expanduser(), progress=progress)
+    if (folder := locate(source).folder) is not None:
+        return merged_folder(folder, progress=progress)
     return _from_hub(source, config.revision, progress)
 
 
@@ -120,9 +118,8 @@ def present(config: ModelConfig) -> Path | None:
     if source in BUILDERS:
         folder = _char_folder(config.char) if source == CHAR else cache_dir() / _SMOLLM2_FOLDER
         return folder if is_built(folder) else None
-    if is_local(source):
-        folder = Path(source).expanduser()
-        return None if holds_adapter(folder) else folder
+    if (local := locate(source).folder) is not None:
+        return None if holds_adapter(local) else local
     from tidemill.models import hub
 
     return hub.cached(source, config.revision)
@@ -198,8 +195,8 @@ def _from_hub(hub_id: str, revision: str | None, progress: Progress, *, weights:
         folder = hub.fetch(hub_id, revision, progress=progress, weights=weights)
         return check_folder(folder) if weights else folder
     except UserError as error:
-        suggestion = _suggestion(hub_id.rpartition("/")[2])
-        raise UserError(error.what, where=error.where, hint=f"{suggestion}{error.hint}") from error
+        hint = " ".join(filter(None, (did_you_mean(hub_id), error.hint)))
+        raise UserError(error.what, where=error.where, hint=hint) from error
 
 
 def _checked_source(config: ModelConfig) -> str:
@@ -208,16 +205,6 @@ def _checked_source(config: ModelConfig) -> str:
         raise UserError(
             f"{source} has no revisions", where="model.revision", hint="only hub ids have them; leave it out"
         )
-    if source in BUILDERS or is_local(source) or _HUB_ID.fullmatch(source):
+    if source in BUILDERS or is_local(source) or HUB_ID.fullmatch(source):
         return source
-    raise UserError(
-        f"{source!r} is not a known model",
-        where="model.source",
-        hint=f"{_suggestion(source)}give {' or '.join(BUILDERS)}, a local folder, or a hub id such as "
-        "organisation/name",
-    )
-
-
-def _suggestion(name: str) -> str:
-    close = difflib.get_close_matches(name.lower(), BUILDERS, n=1, cutoff=0.6)
-    return f"did you mean {close[0]}? " if close else ""
+    raise unknown_model(source)

@@ -168,6 +168,8 @@ def pinned(folder: Path) -> Iterator[bool]:
     try:
         file = manifest.open("rb")
     except OSError:
+        file = None
+    if file is None:
         yield folder.is_dir()
         return
     with file:

@@ -15,6 +15,7 @@ from tidemill.hardware.model_config import CONFIG, read_config
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 ADAPTER_CONFIG = "adapter_config.json"
+RUN = "config.toml"  # in a run directory
 DESCRIPTION = "tidemill.json"  # describes the head of a reward or value model; see models.reward_model
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tokenizer_config.json")
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
@@ -129,10 +130,7 @@ def check_folder(folder: Path) -> Path:
     Raises:
         UserError: names the missing or damaged file.
     """
-    if not folder.is_dir():
-        what = "is a file, not a model folder" if folder.exists() else "there is no such folder"
-        hint = "give the folder that holds config.json and model.safetensors"
-        raise UserError(what, where=str(folder), hint=hint)
+    refuse_other_folder(folder)
     check_config(folder)
     if not stored_tensors(folder):
         raise _missing_weights(folder)
@@ -151,6 +149,23 @@ def check_folder(folder: Path) -> Path:
     return folder
 
 
+def refuse_other_folder(folder: Path) -> None:
+    """
+    Raises:
+        UserError: it is no folder, or holds neither a model nor an adapter.
+    """
+    if not folder.is_dir():
+        what = "is a file, not a model folder" if folder.exists() else "there is no such folder"
+        hint = "give the folder that holds config.json and model.safetensors"
+        if folder.suffix == ".gguf":
+            hint = "GGUF files are not read; give the model's safetensors version"
+        raise UserError(what, where=str(folder), hint=hint)
+    if (folder / CONFIG).is_file() or holds_adapter(folder):
+        return
+    what = "the folder has no config.json" if any(folder.iterdir()) else "the folder is empty"
+    raise UserError(what, where=str(folder), hint=_hint_for(folder))
+
+
 def check_config(folder: Path) -> dict[str, Any]:
     """The content of a folder's config.json.
 
@@ -159,9 +174,8 @@ def check_config(folder: Path) -> dict[str, Any]:
     """
     path = folder / CONFIG
     if not path.is_file():
-        if holds_adapter(folder):
-            raise _adapter_without_base(folder)
-        raise UserError("the folder has no config.json", where=str(folder), hint="give a Hugging Face model folder")
+        refuse_other_folder(folder)
+        raise _adapter_without_base(folder)
     config = read_config(path)
     if config.get("quantization_config") is not None:
         raise UserError(
@@ -174,6 +188,14 @@ def check_config(folder: Path) -> dict[str, Any]:
             "the model configuration has no model_type", where=str(path), hint="give a Hugging Face model folder"
         )
     return config
+
+
+def _hint_for(folder: Path) -> str:
+    """What may have been meant by a folder that is neither a model nor a run."""
+    inside = [each.name for each in sorted(folder.iterdir()) if (each / CONFIG).is_file() or (each / RUN).is_file()]
+    if inside:
+        return f"name one of the folders in it, such as {folder / inside[0]}"
+    return "give a Hugging Face model folder, or the directory of a run"
 
 
 def _adapter_without_base(folder: Path) -> UserError:

@@ -79,6 +79,19 @@ def read_origin(folder: Path) -> Origin:
         ) from error
 
 
+@contextmanager
+def errors_of_base(adapter: Path) -> Iterator[None]:
+    """Report errors of a base model as the adapter's."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(
+            f"the base model of the adapter cannot be used: {error.what}",
+            where=f"{adapter}: {error.where}",
+            hint=f"put it back there, or correct model.source in the adapter's {ORIGIN}",
+        ) from error
+
+
 def load_adapter(folder: Path, model: PreTrainedModel, ranks: Ranks = ONE_RANK) -> None:
     """Load the weights of a stored adapter into the adapter of `model`, bit-exact.
 
@@ -231,8 +244,9 @@ def export_merged(checkpoint: Path, directory: Path, *, resolve_base: Callable[[
     refuse_damaged(checkpoint)
     # Only base_model.json and tensors are read: peft's adapter_config.json could name other code and pickles.
     made_from = read_origin(checkpoint).model
-    source = resolve_base(made_from)
-    model = load_model(source, device=torch.device("cpu"))
+    with errors_of_base(checkpoint):
+        source = resolve_base(made_from)
+        model = load_model(source, device=torch.device("cpu"))
     if made_from.lora.enabled:
         attach_adapter(model, made_from)
     load_adapter(checkpoint, model)

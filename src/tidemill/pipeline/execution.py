@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from tidemill.config.explain import derive
-from tidemill.config.issues import without_effect
+from tidemill.config.issues import ConfigError, ConfigIssue, without_effect
 from tidemill.config.keys import dotted
 from tidemill.config.load import STAGES
 from tidemill.config.pipeline import KINDS, PipelineSpec, StageKind, StageSpec
@@ -18,6 +18,7 @@ from tidemill.config.schema import RunSpec
 from tidemill.config.toml import tables_to_toml, to_toml
 from tidemill.core.errors import UserError
 from tidemill.core.formatting import counted
+from tidemill.models.model_source import exact_models
 from tidemill.pipeline.pipeline_page import write_page
 from tidemill.pipeline.preflight import check_inputs
 from tidemill.pipeline.stage_kinds import RUNNERS, Job, Outcome, RunStage
@@ -31,6 +32,7 @@ from tidemill.pipeline.stage_plan import (
     contents_of,
     make_plan,
     put,
+    stage_issue,
 )
 from tidemill.pipeline.state import PipelineFolder, PipelineOutcome, PipelineState
 from tidemill.runtime.callbacks import Callback
@@ -164,6 +166,7 @@ def plan_pipeline(pipeline: PipelineSpec, *, choice: Choice = EVERYTHING) -> Pla
     """
     folder = PipelineFolder(pipeline.directory)
     folder.refuse_single_run()
+    pipeline = with_exact_models(pipeline)
     plan = make_plan(pipeline.stages, contents=contents_of(pipeline.stages), found=folder.found(), choice=choice)
     remarks = check_inputs([planned.stage for planned in plan.due], pipeline.stages)
     no_effect = [
@@ -173,6 +176,23 @@ def plan_pipeline(pipeline: PipelineSpec, *, choice: Choice = EVERYTHING) -> Pla
         for message in without_effect(planned.stage.spec)
     ]
     return replace(plan, unused=(*pipeline.unused, *no_effect), remarks=tuple(remarks))
+
+
+def with_exact_models(pipeline: PipelineSpec) -> PipelineSpec:
+    """The pipeline with the checkpoint of each run directory that a stage names.
+
+    Raises:
+        ConfigError: a run has no checkpoint or is of another version.
+    """
+    stages, issues = list[StageSpec](), list[ConfigIssue]()
+    for stage in pipeline.stages:
+        try:
+            stages.append(replace(stage, spec=exact_models(stage.spec)))
+        except UserError as error:
+            issues.append(stage_issue(stage, error))
+    if issues:
+        raise ConfigError(issues)
+    return replace(pipeline, stages=tuple(stages))
 
 
 def run_pipeline(
@@ -196,6 +216,7 @@ def run_pipeline(
     Raises:
         UserError: an error of the input, a stage or the disk. Finished stages are kept.
     """
+    pipeline = with_exact_models(pipeline)
     plan, stop = plan_pipeline(pipeline, choice=choice), stop or StopRequest()  # before anything is written
     with PipelineFolder.open(pipeline.directory) as folder:
         reporter.plan(plan)

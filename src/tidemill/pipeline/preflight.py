@@ -30,6 +30,7 @@ from tidemill.envs.text.scorer import evaluation_scoring
 from tidemill.models.catalog import errors_at_key, resolve_shell
 from tidemill.models.codec import TextCodec, load_codec
 from tidemill.models.folder import refuse_reward_model
+from tidemill.models.model_source import locate
 from tidemill.models.reward_model import check_same_vocabulary, other_tokenizer, read_description
 from tidemill.models.snapshots import check_adapter, stored_context_limit
 from tidemill.models.turn_format import turn_format
@@ -300,7 +301,7 @@ class Preflight:
     def _check_reward_model(self, source: str, policy: KnownModel | None, key: str) -> None:
         """A reward model's folder, or the stage that trains it, needs the policy's tokenizer."""
         if not source.startswith(PREFIX):
-            folder = Path(source).expanduser()
+            folder = locate(source).folder or Path(source)
             description = read_description(folder, "reward_model")
             if policy is not None:
                 check_same_vocabulary(description, folder, policy.codec, where=key)

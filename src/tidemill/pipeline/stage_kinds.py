@@ -151,7 +151,10 @@ def run_eval(job: Job) -> Outcome:
     from tidemill.runtime.model_evaluation import evaluate
 
     found = evaluate(
-        job.spec, compare=job.spec.eval.compare_with, progress=job.progress, answers=job.directory / ANSWERS
+        job.spec,
+        compare=job.spec.eval.compare_with,
+        progress=job.progress,
+        answers=job.directory / ANSWERS,
     )
     figures = write_evaluation(job.directory, job.spec, found)
     (job.directory / ANSWERS).unlink(missing_ok=True)

@@ -40,6 +40,7 @@ from tidemill.envs.text.rows import ScoredCompletion, demonstration_row, pair_ro
 from tidemill.models.catalog import resolve
 from tidemill.models.codec import load_codec
 from tidemill.models.loading import context_limit
+from tidemill.models.model_source import ModelSource
 from tidemill.models.weights_digest import weights_digest
 from tidemill.rollout.worker import EngineWorker
 from tidemill.runtime.agents import agent_limits, agent_prompts, open_environments
@@ -303,7 +304,7 @@ def make_pairs(
     pairs_per_prompt: int,
     progress: Progress,
     split: Split = "train",
-    model_folder: Path | None = None,
+    model: ModelSource | None = None,
     answers: Path | None = None,
 ) -> dict[str, Any]:
     """Sample completions of the task's prompts and write preference pairs of right and wrong ones as JSON lines.
@@ -313,7 +314,7 @@ def make_pairs(
 
     Args:
         prompts, split: as for `make_demonstrations`.
-        model_folder: a model or checkpoint that replaces the configured one.
+        model: replaces the configured one.
         answers: a file that stores finished completions, so that an interrupted call can be resumed.
 
     Returns:
@@ -326,7 +327,7 @@ def make_pairs(
     _refuse_existing(path)
     # The completion limit of training applies, so that samples are as long as in training.
     drawing = spec.model_copy(update={"eval": spec.eval.model_copy(update={"max_new_tokens": 0})})
-    bundle = load_model_bundle(drawing, progress=progress, folder=model_folder)
+    bundle = load_model_bundle(drawing, progress=progress, model=model)
     task = bundle.task()
     asked = prompts_of(task, split, prompts)
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 import tidemill
@@ -17,13 +17,14 @@ from tidemill.core.errors import UserError
 from tidemill.core.formatting import compact
 from tidemill.core.records import Record
 from tidemill.models.catalog import resolve
-from tidemill.models.folder import holds_adapter
+from tidemill.models.folder import refuse_reward_model
 from tidemill.models.loading import load_model
+from tidemill.models.model_source import ModelSource, locate
 from tidemill.models.saving import export_merged, save_model
 from tidemill.models.weights_digest import weights_digest
-from tidemill.telemetry.jsonl import disk_error
+from tidemill.telemetry.jsonl import disk_error, encode
 from tidemill.telemetry.manifest import git_state
-from tidemill.telemetry.run_dir import read_json
+from tidemill.telemetry.run_dir import PROMPTS, PromptFormat, read_json
 
 PROVENANCE = "tidemill.json"
 CARD = "README.md"
@@ -44,6 +45,7 @@ def export_model(
     dtype: str,
     digest: str,
     history: Sequence[str],
+    prompts: PromptFormat | None = None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Exported:
     """Write the configured model to a folder, which appears whole or not at all.
@@ -52,6 +54,7 @@ def export_model(
         to: a new folder, or one written by an earlier export, which is replaced.
         digest: identifies the exported model; stored in the folder.
         history: how the model was trained, one line per stage, for the model card.
+        prompts: how the run that trained it formatted prompts. Default: as the folder of the model says.
 
     Raises:
         UserError: the model cannot be loaded, or the folder holds something else or cannot be written.
@@ -68,13 +71,14 @@ def export_model(
         "parameters": parameters,
         "weights_digest": weights_digest(model),
         "history": list(history),
+        PROMPTS: prompts or locate(spec.model.source).prompts,
     }
     partial = to.with_name(f".{to.name}.partial")
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         save_model(model, partial, source=source)
-        (partial / PROVENANCE).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+        (partial / PROVENANCE).write_bytes(msgspec.json.format(encode(facts)) + b"\n")
         (partial / CARD).write_text(card(spec.run.name, to.name, facts), encoding="utf-8")
         size = sum(file.stat().st_size for file in partial.rglob("*") if file.is_file())
         if to.exists():
@@ -86,28 +90,41 @@ def export_model(
     return Exported(parameters=parameters, bytes=size)
 
 
-def export_checkpoint(
-    checkpoint: Path, *, to: Path, dtype: str = EXPORT_DTYPE, progress: Callable[[str], None] = lambda _: None
+def export_source(
+    model: ModelSource,
+    *,
+    to: Path,
+    dtype: str = EXPORT_DTYPE,
+    config: ModelConfig | None = None,
+    progress: Callable[[str], None] = lambda _: None,
 ) -> Exported:
-    """Write a checkpoint as a plain Hugging Face folder; an adapter is merged into its base first.
+    """Write any model as a plain Hugging Face folder; an adapter is merged into its base first.
+
+    Args:
+        config: further settings of a name, such as its revision.
 
     Raises:
-        UserError: as `export_model`.
+        UserError: as `export_model`; also if it is a reward model, whose head such a folder cannot have.
     """
     refuse_foreign(to)
-    run = next((each for each in checkpoint.resolve().parents[:2] if (each / "config.toml").is_file()), None)
-    stored = {} if run is None else read_json(run / "summary.json")
+    refuse_reward_model(model.source)
+    stored = {} if model.run is None else read_json(model.run / "summary.json")
     line = f"{stored.get('run')}: {stored.get('steps')} steps from {stored.get('model')}" if stored else ""
     merged = to.with_name(f".{to.name}.merged")
     try:
-        source = checkpoint
-        if holds_adapter(checkpoint):
+        named = model.merged_config(config or ModelConfig())
+        if model.adapter is not None:
             shutil.rmtree(merged, ignore_errors=True)
-            export_merged(checkpoint, merged, resolve_base=lambda model: resolve(model, progress=progress))
-            source = merged
-        spec = RunSpec(run=RunConfig(name=to.name), model=ModelConfig(source=str(source.resolve())))
+            export_merged(model.adapter, merged, resolve_base=lambda base: resolve(base, progress=progress))
+            named = ModelConfig(source=str(merged.resolve()))
         return export_model(
-            spec, to=to, dtype=dtype, digest=checkpoint.name, history=[line] if line else [], progress=progress
+            RunSpec(run=RunConfig(name=to.name), model=named),
+            to=to,
+            dtype=dtype,
+            digest=Path(model.source).name,
+            history=[line] if line else [],
+            prompts=model.prompts,
+            progress=progress,
         )
     finally:
         shutil.rmtree(merged, ignore_errors=True)

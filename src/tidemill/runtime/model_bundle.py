@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from tidemill.config.model import LoraConfig, ModelConfig
+from tidemill.config.model import ModelConfig
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError
 from tidemill.core.records import PolicyVersion
@@ -19,12 +20,13 @@ from tidemill.envs.text.eval_sets import with_eval_sets
 from tidemill.envs.text.prompts import Task, check_fits
 from tidemill.models.catalog import errors_at_key, resolve, resolve_shell
 from tidemill.models.codec import TextCodec, load_codec
-from tidemill.models.folder import holds_adapter, holds_reward_model, refuse_reward_model
+from tidemill.models.folder import holds_reward_model, refuse_reward_model
 from tidemill.models.loading import context_limit, load_model
 from tidemill.models.lora import attach_adapter, learned_parameters, require_peft
+from tidemill.models.model_source import ModelSource, locate
 from tidemill.models.ranks import ONE_RANK, Ranks
 from tidemill.models.reward_model import ScalarHead, check_head_fits, hidden_size, load_head
-from tidemill.models.saving import load_adapter, read_origin
+from tidemill.models.saving import errors_of_base, load_adapter
 from tidemill.models.snapshots import copy_on_base, empty_copy
 from tidemill.models.tree_forward import TreeForward
 from tidemill.rollout.engines.embedded import EmbeddedEngine
@@ -202,13 +204,13 @@ class ModelBundle:
 
 
 def load_model_bundle(
-    spec: RunSpec, *, progress: Callable[[str], None], folder: Path | None = None, generates: bool = True
+    spec: RunSpec, *, progress: Callable[[str], None], model: ModelSource | None = None, generates: bool = True
 ) -> ModelBundle:
     """Choose device and threads, and load model and tokenizer.
 
     Args:
         progress: gets a line before each slow operation.
-        folder: a model or checkpoint folder that replaces the configured source, including its adapter settings.
+        model: replaces the configured model, including its adapter settings.
         generates: whether an engine uses the model, which may then need a copy.
 
     Raises:
@@ -216,28 +218,32 @@ def load_model_bundle(
     """
     device = choose_device(spec.trainer)
     threads = set_threads(spec.trainer, device)
-    refuse_reward_model(folder or spec.model.source)
-    if folder is not None:
-        spec = spec.model_copy(update={"model": _stored_config(folder, spec.model)})
+    if model is not None:
+        refuse_reward_model(model.source)
+        spec = spec.model_copy(update={"model": model.config(spec.model)})
+    refuse_reward_model(locate(spec.model.source).source)
     if spec.model.lora.enabled:
         require_peft()
-    found, autocast = resolve(spec.model, progress=progress), choose_precision(spec.trainer, device)
+    adapter = model.adapter if model is not None else None
+    with nullcontext() if adapter is None else errors_of_base(adapter):
+        found = resolve(spec.model, progress=progress)
+    autocast = choose_precision(spec.trainer, device)
     frozen = FrozenModels(loading_device(spec, device))
     lora = spec.model.lora.enabled
-    model = frozen.with_adapter(found, spec.model) if lora else load_model(found, device=loading_device(spec, device))
-    if folder is not None and holds_adapter(folder):
-        load_adapter(folder, model)
+    policy = frozen.with_adapter(found, spec.model) if lora else load_model(found, device=loading_device(spec, device))
+    if adapter is not None:
+        load_adapter(adapter, policy)
     # Engines need a copy if their dtype differs, or if they generate while the optimizer changes the weights.
     separate = generates and (autocast is not None or spec.schedule.max_policy_lag > 0)
-    rollout_model = _copy_of(model, autocast or torch.float32) if separate else model
+    rollout_model = _copy_of(policy, autocast or torch.float32) if separate else policy
     if spec.trainer.activation_checkpointing:
-        model.gradient_checkpointing_enable()
-        model.train()  # transformers checkpoints activations in this mode only; dropout is refused below
-        _refuse_dropout(model)
+        policy.gradient_checkpointing_enable()
+        policy.train()  # transformers checkpoints activations in this mode only; dropout is refused below
+        _refuse_dropout(policy)
     return ModelBundle(
         spec=spec,
         folder=found,
-        forward=TreeForward(model, autocast=autocast, device=device),
+        forward=TreeForward(policy, autocast=autocast, device=device),
         rollout_model=rollout_model,
         frozen=frozen,
         codec=load_codec(found),
@@ -250,14 +256,6 @@ def load_model_bundle(
 def loading_device(spec: RunSpec, device: torch.device) -> torch.device:
     """Where a model is loaded: ranks load it into host memory, and move their rows layer by layer."""
     return torch.device("cpu") if spec.trainer.shards > 1 else device
-
-
-def _stored_config(folder: Path, config: ModelConfig) -> ModelConfig:
-    """The model configuration for a folder that replaces the configured model."""
-    if not holds_adapter(folder):
-        return config.model_copy(update={"source": str(folder), "revision": None, "lora": LoraConfig()})
-    stored = read_origin(folder).model
-    return stored.model_copy(update={"chat_template": config.chat_template})
 
 
 def _copy_of(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
@@ -358,7 +356,7 @@ def build_model_critic(
     else:
         model = load_model(folder, device=loading_device(spec, device))
     head = ScalarHead(hidden_size(model)).to(device)
-    if source is not None and holds_reward_model(given := Path(source).expanduser()):
+    if source is not None and (given := locate(source).folder) is not None and holds_reward_model(given):
         head, _ = load_head(given, "reward_model", device=device)
         check_head_fits(model, head, given)
         progress(f"the critic starts from the reward model {source}, including its head")

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
+
+import msgspec
 
 from tidemill.config.schema import RunSpec
 from tidemill.controller.evaluation import (
@@ -20,6 +23,7 @@ from tidemill.controller.evaluation import (
     prompt_rewards,
     rewards_of,
 )
+from tidemill.core.errors import UserError
 from tidemill.core.protocols import Scorer
 from tidemill.core.records import (
     GenerateRequest,
@@ -35,8 +39,12 @@ from tidemill.core.records import (
     unpack_logprobs,
     unpack_tokens,
 )
+from tidemill.envs.text.given_prompts import questions
+from tidemill.envs.text.prompts import Question, encode_question, in_chat
 from tidemill.envs.text.row_report import report_rows
 from tidemill.models.catalog import errors_at_key
+from tidemill.models.codec import TextCodec
+from tidemill.models.model_source import ModelSource, exact_models, locate
 from tidemill.models.weights_digest import weights_digest
 from tidemill.runtime.batch_generation import batch_generator
 from tidemill.runtime.model_bundle import ModelBundle, load_model_bundle
@@ -247,8 +255,8 @@ Scorers = Mapping[str, Scorer]
 def evaluate(
     spec: RunSpec,
     *,
-    model_folder: Path | None = None,
-    compare: Path | str | None = None,
+    model: ModelSource | None = None,
+    compare: ModelSource | str | None = None,
     scorers: Scorers | None = None,
     progress: Progress = lambda _: None,
     answers: Path | None = None,
@@ -259,20 +267,21 @@ def evaluate(
     diversity, and every greedy completion; under "sets" the same for each set, by name.
 
     Args:
-        model_folder: a model or checkpoint that replaces the configured one.
-        compare: a second model (a folder, or a source as in the configuration) to evaluate and compare with.
+        model: replaces the configured one.
+        compare: a second model to evaluate and compare with, or its name as in `eval.compare_with`.
         scorers: additional scorers of the greedy completions; the caller closes them.
         answers: a file that stores finished completions, so that a stopped evaluation can be resumed.
 
     Raises:
         UserError: the input is invalid.
     """
-    this = measure(spec, model=model_folder, scorers=scorers or {}, progress=progress, answers=answers)
+    this = measure(spec, model=model, scorers=scorers or {}, progress=progress, answers=answers)
     by_name = {name: figures(each, ks=spec.eval.ks) for name, each in this.items()}
     if compare is not None:
-        progress(f"evaluating {compare} on the same prompts")
+        other_model = locate(compare) if isinstance(compare, str) else compare
+        progress(f"evaluating {other_model.source} on the same prompts")
         with errors_at_key("eval.compare_with"):
-            other = measure(spec, model=compare, scorers=scorers or {}, progress=progress, answers=answers)
+            other = measure(spec, model=other_model, scorers=scorers or {}, progress=progress, answers=answers)
         for name, found in by_name.items():
             found["compared_with"] = comparison(other[name], this[name])
     held_out = by_name.pop(HELD_OUT_NAME)
@@ -280,19 +289,20 @@ def evaluate(
 
 
 def measure(
-    spec: RunSpec, *, model: Path | str | None, scorers: Scorers, progress: Progress, answers: Path | None = None
+    spec: RunSpec, *, model: ModelSource | None, scorers: Scorers, progress: Progress, answers: Path | None = None
 ) -> dict[str, ModelEvaluation]:
-    """Generate and score the completions of one model: the configured one, a folder, or another source.
+    """Generate and score the completions of one model: the configured one, or `model`.
 
     Returns:
         By name: the evaluation of the task's held-out prompts, then those of `eval.sets`.
     """
-    if isinstance(model, str):
-        spec = spec.model_copy(update={"model": spec.model.model_copy(update={"source": model, "revision": None})})
-    folder = model if isinstance(model, Path) else None
-    check_reward_models(spec, progress=progress, policy_folder=folder)
-    bundle = load_model_bundle(spec, progress=progress, folder=folder)
-    return asyncio.run(_measure(bundle, str(folder or bundle.spec.model.source), scorers, progress, answers))
+    spec = exact_models(spec)
+    if model is not None and model.folder is None:
+        spec, model = spec.model_copy(update={"model": model.config(spec.model)}), None
+    check_reward_models(spec, progress=progress, policy_folder=model.folder if model else None)
+    bundle = load_model_bundle(spec, progress=progress, model=model)
+    name = model.source if model else bundle.spec.model.source
+    return asyncio.run(_measure(bundle, name, scorers, progress, answers))
 
 
 async def _measure(
@@ -328,24 +338,34 @@ POLL_S = 0.2
 def generate(
     spec: RunSpec,
     *,
-    model_folder: Path | None = None,
-    prompts: Sequence[str],
+    model: ModelSource | None = None,
+    prompts: Any,
+    raw: bool = False,
     progress: Progress = lambda _: None,
 ) -> list[dict[str, Any]]:
     """Sample one completion per prompt with `spec.sampling`, seeded by `spec.run.seed`.
 
+    A prompt is formatted as a row of the run that trained the model: a text is a user message in the chat template if
+    that run (or `spec`) uses it, after its system prompt. Messages always use the template.
+
     Args:
-        model_folder: a model or checkpoint that replaces the configured one.
+        model: replaces the configured one.
+        prompts: as `envs.text.given_prompts.questions`.
+        raw: send texts as written.
 
     Raises:
         UserError: the input is invalid, for example a prompt longer than the context.
     """
-    bundle = load_model_bundle(spec, progress=progress, folder=model_folder)
+    asked = questions(prompts)
+    if raw and (written := next((each for each in asked if not each.plain), None)):
+        raise UserError("messages cannot be sent as written", where=written.where, hint="leave out raw, or give text")
+    trained_by = (model or locate(spec.model.source)).prompts
+    bundle = load_model_bundle(exact_models(spec), progress=progress, model=model)
     codec = bundle.codec
-    if bundle.spec.model.chat_template:
-        encoded = [codec.encode_chat([Message(role="user", content=prompt)])[1] for prompt in prompts]
-    else:
-        encoded = [codec.encode(prompt) for prompt in prompts]
+    chat = not raw and (bundle.spec.model.chat_template or trained_by.chat)
+    system = "" if raw else str(getattr(spec.task, "system_prompt", "")) or trained_by.system_prompt
+    rendered = [_rendered(each, codec, chat=chat, system=system) for each in asked]
+    encoded = [token_ids for _, token_ids in rendered]
     sampling = SamplingParams(
         max_new_tokens=spec.sampling.max_new_tokens,
         temperature=spec.sampling.temperature,
@@ -358,13 +378,13 @@ def generate(
     engine = bundle.engine(version, prompt_tokens=max(map(len, encoded)))
     requests = [
         GenerateRequest(
-            sample_id=SampleId(run_seed=spec.run.seed, purpose="generate", prompt_id=text, epoch=0, index=index),
+            sample_id=SampleId(run_seed=spec.run.seed, purpose="generate", prompt_id=_name(each), epoch=0, index=index),
             lease_id="local",
             attempt=0,
             prompt_ids=pack_tokens(token_ids),
             sampling=sampling,
         )
-        for index, (text, token_ids) in enumerate(zip(prompts, encoded, strict=True))
+        for index, (each, token_ids) in enumerate(zip(asked, encoded, strict=True))
     ]
     engine.submit(requests)
     tokens: dict[SampleId, list[int]] = {request.sample_id: [] for request in requests}
@@ -379,11 +399,42 @@ def generate(
         progress(f"{sum(map(len, tokens.values()))} tokens, {len(finish)} of {len(requests)} completions finished")
     return [
         {
-            "prompt": text,
+            "prompt": each.messages[0].content if each.plain else _as_dicts(each.messages),
             "completion": codec.decode(tokens[request.sample_id]),
             "finish": finish[request.sample_id],
             "tokens": len(tokens[request.sample_id]),
             "logprob": sum(logprobs[request.sample_id]),
+            "format": "chat" if in_chat(each, chat_template=chat) else "text",
+            "sent": sent,
         }
-        for text, request in zip(prompts, requests, strict=True)
+        for each, (sent, _), request in zip(asked, rendered, requests, strict=True)
     ]
+
+
+def _as_dicts(messages: Sequence[Message]) -> list[dict[str, str]]:
+    return [{"role": message.role, "content": message.content} for message in messages]
+
+
+def _name(question: Question) -> str:
+    """Part of the key of a prompt's random numbers: equal for a text and for a user message with it."""
+    if [message.role for message in question.messages] == ["user"]:
+        return question.messages[0].content
+    return json.dumps(_as_dicts(question.messages), ensure_ascii=False)
+
+
+def _rendered(question: Question, codec: TextCodec, *, chat: bool, system: str) -> tuple[str, list[int]]:
+    """Text and token ids that the model gets. A conversation with a system message keeps its own.
+
+    Raises:
+        UserError: names the prompt that cannot be formatted.
+    """
+    if system and question.messages[0].role != "system":
+        messages = (Message(role="system", content=system), *question.messages)
+        question = msgspec.structs.replace(question, messages=messages)
+    if not question.plain and not codec.tokenizer.chat_template:
+        hint = "give text, or an instruction-tuned model"
+        raise UserError("the model has no chat template for messages", where=question.where, hint=hint)
+    try:
+        return encode_question(question, codec, chat_template=chat)
+    except UserError as error:
+        raise UserError(error.what, where=question.where, hint=error.hint) from error

@@ -33,6 +33,7 @@ from tidemill.envs.text.batch_rewards import BatchedReward, Sample
 from tidemill.envs.text.rewards import QueuedReward
 from tidemill.models.catalog import resolve
 from tidemill.models.codec import load_codec
+from tidemill.models.model_source import locate
 from tidemill.models.reward_model import RewardModel, check_same_vocabulary, load_reward_model, read_description
 from tidemill.runtime.compute import ComputeThread, choose_device, choose_precision
 from tidemill.trainer.scoring import ChunkedReader, LogprobScorer, RewardModelScorer, SampleScorer, reward_scores
@@ -355,4 +356,8 @@ def _model_folder(config: RewardConfig, where: str) -> Path:
             where=where,
             hint="give the folder of a reward model, or run the whole pipeline",
         )
-    return Path(config.model).expanduser()
+    folder = locate(config.model).folder
+    if folder is None:
+        hint = "give the folder or the run directory of a reward model"
+        raise UserError(f"there is no folder {config.model}", where=where, hint=hint)
+    return folder

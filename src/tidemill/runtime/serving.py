@@ -9,11 +9,9 @@ from collections import defaultdict
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, cast
 from weakref import WeakValueDictionary
 
-from tidemill.config.model import LoraConfig
 from tidemill.config.schema import RunSpec
 from tidemill.config.task import ServedTask
 from tidemill.controller.collector import SampleCollector, collect_samples
@@ -38,6 +36,7 @@ from tidemill.gateway.backend import Asked, Piece
 from tidemill.gateway.errors import SERVER, ApiError
 from tidemill.gateway.requests import Question
 from tidemill.models.codec import TextCodec
+from tidemill.models.model_source import ModelSource, exact_models, locate
 from tidemill.models.turn_format import turn_format
 from tidemill.runtime.backend import OpenBackend, fleet_of
 from tidemill.runtime.train import runtime_of
@@ -48,17 +47,21 @@ NEVER_S = 1e9
 PURPOSE = "serve"
 
 
-def serving_spec(spec: RunSpec, folder: Path | None) -> RunSpec:
-    """The configuration of a served model: the sections about models, engines and machines.
+def serving_spec(spec: RunSpec, model: ModelSource | None) -> RunSpec:
+    """The configuration of a served model: the sections about models, engines and machines. A model that a run trained
+    on chats is served with its template.
 
     Args:
-        folder: a checkpoint that replaces `model.source`.
+        model: replaces the configured one; an adapter is merged.
+
+    Raises:
+        UserError: there is no such model.
     """
     kept = ("runtime", "run", "model", "sampling", "engine", "pool", "fleet", "ray", "placement", "weights", "gateway")
     sections: dict[str, Any] = {name: getattr(spec, name) for name in kept}
-    if folder is not None:
-        model = {"source": str(folder), "revision": None, "lora": LoraConfig()}
-        sections["model"] = spec.model.model_copy(update=model)
+    served = model or locate(spec.model.source)
+    config = exact_models(spec).model if model is None else model.merged_config(spec.model)
+    sections["model"] = config.model_copy(update={"chat_template": config.chat_template or served.prompts.chat})
     return RunSpec(**sections, task=ServedTask(kind="served"), trainer=spec.trainer, telemetry=spec.telemetry)
 
 

@@ -21,8 +21,10 @@ from tidemill.core.errors import UserError, describe_error
 from tidemill.core.protocols import Environments, LoopClock, PromptSource
 from tidemill.core.records import Trajectory
 from tidemill.envs.text.curriculum import Curriculum
+from tidemill.envs.text.prompts import Task
 from tidemill.envs.text.row_report import report_rows
 from tidemill.gateway.sessions import Sessions
+from tidemill.models.model_source import exact_models
 from tidemill.runtime.agents import agent_limits, open_environments
 from tidemill.runtime.backend import OpenBackend, Runtime, RuntimeBackend, fleet_of
 from tidemill.runtime.callbacks import Callback, CallbackTelemetry, configured_callbacks
@@ -35,7 +37,7 @@ from tidemill.telemetry.events import DATA, ENVIRONMENT_WARNING
 from tidemill.telemetry.manifest import Forecast, build_manifest, write_forecast
 from tidemill.telemetry.recorder import Recorder
 from tidemill.telemetry.report import report_at_the_end
-from tidemill.telemetry.run_dir import RunDirectory
+from tidemill.telemetry.run_dir import PROMPTS, PromptFormat, RunDirectory
 
 RESUMABLE = ("run.dir", "run.name", "trainer.steps", "trainer.hours", "trainer.threads", "trainer.shards",
              "engine.tick_s", "checkpoint.", "telemetry.", "eval.", "runtime", "pool.", "fleet.", "ray.",
@@ -129,8 +131,8 @@ def run_session(
         kind: of training.
 
     Yields:
-        The configuration with the thread count and the learning-rate schedule of the run's first session, the run
-        directory, the recorder.
+        The configuration with the thread count and the learning-rate schedule of the run's first session and the
+        checkpoints of the runs that it names, the run directory, the recorder.
 
     Raises:
         UserError: the directory holds a run with another configuration or of another kind, is locked, or cannot be
@@ -138,6 +140,7 @@ def run_session(
     """
     with RunDirectory.open(spec.directory) as run:
         refuse_other_kind(run, kind)
+        spec = exact_models(spec, run.read_settings())
         earlier = check_same_config(run, spec)
         run.write_config(to_toml(spec))
         manifest = build_manifest(
@@ -202,6 +205,7 @@ def record_start(
     data_changed: UserError,
     threads: int,
     schedule_steps: int,
+    prompts: PromptFormat,
     own_code: Mapping[str, str] | None = None,
     eval_sets: Mapping[str, str] | None = None,
 ) -> None:
@@ -211,6 +215,7 @@ def record_start(
         data_key: `TASK_DIGEST` or `DATA_DIGEST`.
         data_changed: raised when the stored data digest differs.
         schedule_steps: length of the learning-rate schedule; 0 if the data determine it.
+        prompts: how the run formats prompts.
         own_code: identities of the user functions.
         eval_sets: digests of the prompts of `eval.sets`, by name. A resumed run may add sets.
 
@@ -236,9 +241,17 @@ def record_start(
                 hint="restore the previous data, or give the set another name",
             )
     manifest.setdefault(THREADS, threads)
+    manifest[PROMPTS] = prompts
     if schedule_steps:
         manifest[SCHEDULE_STEPS] = schedule_steps
     run.write_manifest(manifest)
+
+
+def _prompt_format(spec: RunSpec, task: Task) -> PromptFormat:
+    """Rows of messages use the chat template whatever the configuration says; an agent's prompts do not."""
+    of_messages = not spec.env.enabled and any(prompt.messages for prompt in task.source.held_out(1))
+    chat = spec.model.chat_template or of_messages
+    return PromptFormat(chat=chat, system_prompt=str(getattr(spec.task, "system_prompt", "")))
 
 
 def _write_forecast(spec: RunSpec, run: RunDirectory, recorder: Recorder, forecast_run: ForecastRun) -> None:
@@ -294,6 +307,7 @@ async def _train(
             ),
             threads=backend.threads,
             schedule_steps=spec.optimizer.schedule_steps,
+            prompts=_prompt_format(spec, backend.task),
             own_code=own_code,
             eval_sets={name: found.digest for name, found in backend.task.eval_sets.items()},
         )

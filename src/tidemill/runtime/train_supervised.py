@@ -28,7 +28,7 @@ from tidemill.runtime.stopping import StopRequest
 from tidemill.runtime.train import DATA_DIGEST, record_start, run_session
 from tidemill.telemetry.events import DATA
 from tidemill.telemetry.recorder import Recorder
-from tidemill.telemetry.run_dir import RunDirectory
+from tidemill.telemetry.run_dir import PromptFormat, RunDirectory
 from tidemill.trainer.checkpoint_store import CheckpointStore
 from tidemill.trainer.objectives import OBJECTIVES, SupervisedKind
 from tidemill.trainer.supervised_loop import FitContext, FitResult, fit
@@ -191,6 +191,7 @@ def _record_start(
         ),
         threads=threads,
         schedule_steps=spec.optimizer.schedule_steps,
+        prompts=PromptFormat(chat=examples.train[0].chat, system_prompt=spec.data.system_prompt),
     )
     left_out = dict(examples.left_out)
     recorder.event(DATA, training=len(examples.train), held_out=len(examples.held_out), left_out=left_out)

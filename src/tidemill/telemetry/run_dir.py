@@ -14,7 +14,7 @@ import msgspec
 from filelock import FileLock, Timeout
 
 from tidemill.core.errors import UserError
-from tidemill.core.records import decode_json
+from tidemill.core.records import Record, decode_json
 from tidemill.telemetry.events import PastSessions, past_sessions
 from tidemill.telemetry.jsonl import disk_error, drop_torn_line, read_lines, write_atomically, write_json
 
@@ -61,6 +61,25 @@ class LockedDirectory:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+PROMPTS = "prompts"
+"""Key of the manifest, and of an exported model's description: the `PromptFormat`."""
+
+
+class PromptFormat(Record):
+    """How a run makes a prompt from a text: rows that are lists of messages always use the chat template."""
+
+    chat: bool = False  # the text is a user message in the model's chat template
+    system_prompt: str = ""  # put before it
+
+    @classmethod
+    def stored_in(cls, description: dict[str, Any]) -> PromptFormat:
+        """The format in a manifest or description; the default if it has none."""
+        try:
+            return msgspec.convert(description[PROMPTS], cls)
+        except (KeyError, msgspec.ValidationError):
+            return cls()
 
 
 TRAINING_PURPOSE = "train"
@@ -165,6 +184,16 @@ class RunDirectory(LockedDirectory):
             return tomllib.loads(self.config.read_text(encoding="utf-8", errors="replace"))
         except (FileNotFoundError, ValueError):
             return {}
+
+    @property
+    def prompt_format(self) -> PromptFormat:
+        """How the run formats prompts. A run of an older version has stored its configuration only."""
+        manifest = self.read_manifest()
+        if PROMPTS in manifest:
+            return PromptFormat.stored_in(manifest)
+        settings = self.read_settings()
+        chat, system = settings.get("model", {}).get("chat_template"), settings.get("task", {}).get("system_prompt")
+        return PromptFormat(chat=bool(chat), system_prompt=str(system or ""))
 
     def write_config(self, text: str) -> None:
         write_atomically(self.config, text.encode())

@@ -10,8 +10,9 @@ from tests.unit.cli.conftest import Pretend, Run
 from tidemill.cli.evaluate import figures
 from tidemill.config.schema import RunSpec
 from tidemill.models.checkpoint_manifest import seal
+from tidemill.models.model_source import ModelSource
 
-Asked = list[tuple[RunSpec, Path | str | None]]
+Asked = list[tuple[RunSpec, str | None]]
 
 
 @pytest.fixture
@@ -19,9 +20,10 @@ def asked(pretend: Pretend) -> Asked:
     calls: Asked = []
 
     def evaluate(
-        spec: RunSpec, *, model_folder: Path | None, compare: Path | str | None, progress: Callable[[str], None]
+        spec: RunSpec, *, model: ModelSource | None, compare: ModelSource | None, progress: Callable[[str], None]
     ) -> dict[str, Any]:
-        calls.append((spec, model_folder if compare is None else compare))
+        given = compare or model
+        calls.append((spec, given.source if given else None))
         progress("half way")
         return {"greedy_accuracy": 0.8125, "n": 64, "samples": [{"prompt": "1+1="}]}
 
@@ -55,7 +57,7 @@ def test_a_checkpoint_brings_its_runs_configuration(run: Run, asked: Asked, tmp_
     assert run("eval", "--checkpoint=D/checkpoints").code == 0
     assert [spec.run.seed for spec, _ in asked] == [7, 7, 7]
     assert asked[1][0].eval.prompts == 3
-    folders = [folder.resolve() for _, folder in asked if isinstance(folder, Path)]
+    folders = [Path(folder).resolve() for _, folder in asked if folder]
     assert folders == [early, late, late]  # by number, not by spelling
 
 
@@ -65,14 +67,15 @@ def test_a_recipe_goes_before_the_checkpoints_own(run: Run, asked: Asked, tmp_pa
     assert run("eval", "@r.toml", "--checkpoint", "model", "--checkpoint.keep_last=3").code == 0
     assert asked[0][0].run.seed == 1
     assert asked[0][0].checkpoint.keep_last == 3  # the option does not take the section's keys
-    assert asked[0][1] == Path("model")
+    assert asked[0][1] == "model"
 
 
 @pytest.mark.parametrize(
     ("folder", "says"),
     [
-        ("none", "error: --checkpoint none: no such folder"),
-        ("empty", "error: --checkpoint empty: contains no checkpoint"),
+        ("none", "error: --checkpoint none: 'none' is not a known model"),
+        ("./none", "error: --checkpoint none: there is no such folder"),
+        ("empty", "error: --checkpoint empty: the folder is empty"),
     ],
 )
 def test_no_checkpoint_there(run: Run, asked: Asked, tmp_path: Path, folder: str, says: str) -> None:
@@ -87,15 +90,16 @@ def test_another_model_may_be_named_to_compare_with(run: Run, asked: Asked, tmp_
     late = checkpoint(tmp_path / "D" / "checkpoints" / "step_10")
     assert run("eval", "--compare", "D").code == 0
     assert run("eval", "--compare", "char").code == 0
-    other = checkpoint(tmp_path / "char")  # a folder of that name goes first
+    other = checkpoint(tmp_path / "char")  # the name goes first
     assert run("eval", "--compare", "char").code == 0
-    assert [Path(found).resolve() if isinstance(found, Path) else found for _, found in asked] == [late, "char", other]
+    assert run("eval", "--compare", "./char").code == 0
+    assert [found for _, found in asked] == [str(late.relative_to(tmp_path)), "char", "char", str(other)]
 
 
 def test_no_model_there_to_compare_with(run: Run, asked: Asked) -> None:
-    ran = run("eval", "--compare", "none")
+    ran = run("eval", "--compare", "./none")
     assert ran.code == 2
-    assert ran.err.startswith("error: --compare none: no such folder")
+    assert ran.err.startswith("error: --compare none: there is no such folder")
     assert asked == []
 
 

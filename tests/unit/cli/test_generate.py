@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from tests.unit.cli.conftest import Pretend, Run
 from tidemill.cli.evaluate import samples_text
 from tidemill.config.schema import RunSpec
+from tidemill.models.model_source import ModelSource
 
 Asked = list[tuple[RunSpec, Sequence[str]]]
 
@@ -20,7 +22,12 @@ def asked(pretend: Pretend) -> Asked:
     calls: Asked = []
 
     def generate(
-        spec: RunSpec, *, model_folder: Path | None, prompts: Sequence[str], progress: Callable[[str], None]
+        spec: RunSpec,
+        *,
+        model: ModelSource | None,
+        prompts: Sequence[str],
+        raw: bool,
+        progress: Callable[[str], None],
     ) -> list[dict[str, Any]]:
         calls.append((spec, prompts))
         return [{"prompt": prompt, "completion": "5\n", "finish": "stop"} for prompt in prompts]
@@ -43,6 +50,24 @@ def test_a_prompt_from_standard_input(run: Run, asked: Asked, monkeypatch: pytes
     monkeypatch.setattr(sys, "stdin", io.StringIO("--two\nlines\n"))
     run("generate", "-")
     assert asked[0][1] == ["--two\nlines"]
+
+
+def test_messages_from_arguments_files_and_standard_input(
+    run: Run, asked: Asked, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chat = [{"role": "user", "content": "2+2="}]
+    text = json.dumps(chat)
+    (tmp_path / "asked.jsonl").write_text(f'{text}\n"plain"\n{json.dumps({"messages": chat})}\n', encoding="utf-8")
+    (tmp_path / "asked.json").write_text(text, encoding="utf-8")
+    (tmp_path / "asked.txt").write_text("two\nlines\n", encoding="utf-8")
+    monkeypatch.setattr(sys, "stdin", io.StringIO(f"{text}\n{text}\n"))
+    for words in (["-"], ["--prompts=asked.jsonl"], ["--prompts=asked.json"], ["--prompts=asked.txt"], [text, "{"],
+                  ["--raw", text]):  # fmt: skip
+        assert run("generate", *words).code == 0
+    assert [prompts for _, prompts in asked] == [
+        [chat, chat], [chat, "plain", {"messages": chat}], [chat], ["two\nlines"], [chat, "{"], [text],
+    ]  # fmt: skip
+    assert "asked.jsonl: cannot be read" in run("generate", "--prompts=no/asked.jsonl").err
 
 
 def test_without_a_prompt(run: Run, asked: Asked) -> None:

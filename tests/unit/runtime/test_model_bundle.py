@@ -16,6 +16,7 @@ from tidemill.core.records import PolicyVersion, pack_tokens
 from tidemill.models.folder import DESCRIPTION
 from tidemill.models.loading import probe_logprobs
 from tidemill.models.lora import frozen_parameters, learned_parameters
+from tidemill.models.model_source import ModelSource
 from tidemill.runtime.model_bundle import ModelBundle, load_model_bundle
 
 IDS = pack_tokens(range(2, 30))
@@ -38,7 +39,7 @@ def test_a_reward_model_is_refused_as_policy(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="holds a reward model"):
         parts_of(tmp_path, rank=0)
     with pytest.raises(UserError, match="holds a reward model"):
-        load_model_bundle(RunSpec(), progress=lambda _: None, folder=tmp_path)
+        load_model_bundle(RunSpec(), progress=lambda _: None, model=ModelSource(kind="folder", source=str(tmp_path)))
 
 
 @pytest.mark.parametrize("rank", [0, 4])

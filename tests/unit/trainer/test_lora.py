@@ -19,6 +19,7 @@ from tidemill.core.errors import UserError
 from tidemill.core.records import Group, unpack_tokens
 from tidemill.models.loading import load_model
 from tidemill.models.lora import frozen_parameters, learned_parameters
+from tidemill.models.model_source import locate
 from tidemill.models.weights_digest import weights_digest
 from tidemill.runtime.compute import ComputeThread
 from tidemill.runtime.model_bundle import ModelBundle, load_model_bundle
@@ -198,11 +199,10 @@ def test_a_checkpoint_loads_as_a_bundle_with_any_recipe(tmp_path: Path) -> None:
     stored.mkdir()
     subject.write_state(stored)
     for settings in (spec(base, rank=0), spec(base, rank=8), RunSpec()):
-        parts = load_model_bundle(settings, progress=lambda _: None, folder=stored)
+        parts = load_model_bundle(settings, progress=lambda _: None, model=locate(stored))
         assert weights_digest(parts.model) == weights_digest(subject.model)
         assert parts.spec.model.lora.rank == 4
-    parts = load_model_bundle(
-        spec(base, rank=8), progress=lambda _: None, folder=base
-    )  # a whole model needs no adapter
+    # a whole model needs no adapter
+    parts = load_model_bundle(spec(base, rank=8), progress=lambda _: None, model=locate(base))
     assert weights_digest(parts.model) == weights_digest(load_model(base, device=CPU))
     assert not parts.spec.model.lora.enabled

@@ -100,6 +100,7 @@ class Encoder:
             completion_ids=reply.token_ids,
             trained=reply.trained,
             branches=reply.branches,
+            chat=in_chat(row, chat_template=self._chat_template),
         )
 
     def _whole_text(self, row: DemonstrationText) -> Demonstration:
@@ -128,6 +129,7 @@ class Encoder:
             chosen_branches=chosen.branches,
             rejected_trained=rejected.trained,
             rejected_branches=rejected.branches,
+            chat=in_chat(row, chat_template=self._chat_template),
         )
 
     def _encode(self, row: Question, *replies: Reply) -> tuple[TokenBuffer, list[Encoded]]:

@@ -27,6 +27,7 @@ from tidemill.models.auto import load_config
 from tidemill.models.catalog import present, resolve
 from tidemill.models.codec import load_codec
 from tidemill.models.folder import refuse_reward_model, weight_files
+from tidemill.models.model_source import locate
 from tidemill.models.snapshots import check_shardable, files_without_weights, stored_context_limit
 from tidemill.pool.provider import BackOff
 from tidemill.rollout.engines.vllm import check_family, check_version
@@ -91,7 +92,7 @@ async def on_ray(spec: RunSpec, run: RunDirectory, recorder: Recorder, clock: Cl
         UserError: the model, the task, a reward, the pool or the cluster cannot be used.
     """
     check_reward_models(spec, progress=recorder.note)
-    refuse_reward_model(spec.model.source)
+    refuse_reward_model(locate(spec.model.source).source)
     folder = resolve(spec.model, progress=recorder.note)
     if spec.engine.kind == "vllm":
         if not spec.ray.address:  # the workers are on this machine

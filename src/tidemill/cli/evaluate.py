@@ -42,7 +42,10 @@ def evaluate(
     with model_folder(checkpoint) as folder, compared(compare) as other:
         spec = spec_for(items, checkpoint, purpose="eval")
         if dry_run:
-            return show_dry_run(spec, purpose="eval", notes=row_remarks(spec))
+            from tidemill.runtime.memory_check import memory_remarks
+
+            remarks = [*memory_remarks(spec, "eval", folder=folder), *row_remarks(spec)]
+            return show_dry_run(spec, purpose="eval", notes=remarks)
         from tidemill.runtime.model_evaluation import evaluate as run
 
         found = run(spec, model_folder=folder, compare=other, progress=note)
@@ -146,7 +149,9 @@ def generate(*items: Words, checkpoint: Checkpoint = None, dry_run: DryRun = Fal
     with model_folder(checkpoint) as folder:
         spec = spec_for(given.items, checkpoint, purpose="generate")
         if dry_run:
-            return show_dry_run(spec, purpose="generate")
+            from tidemill.runtime.memory_check import memory_remarks
+
+            return show_dry_run(spec, purpose="generate", notes=memory_remarks(spec, "generate", folder=folder))
         prompts = read_prompts(given.rest)
         from tidemill.runtime.model_evaluation import generate as run
 

@@ -45,6 +45,7 @@ from tidemill.rollout.worker import EngineWorker
 from tidemill.runtime.agents import agent_limits, agent_prompts, open_environments
 from tidemill.runtime.backend import scorers
 from tidemill.runtime.compute import ComputeThread
+from tidemill.runtime.memory_check import check_memory
 from tidemill.runtime.model_bundle import ModelBundle, engine_context, load_model_bundle
 from tidemill.runtime.sandbox_check import check_needed_sandbox
 from tidemill.telemetry.jsonl import JsonlWriter, write_atomically
@@ -273,6 +274,7 @@ def make_demonstrations(
         UserError: the file exists, the task cannot be built or has no answers, or the teacher's episodes fail.
     """
     _refuse_existing(path)
+    check_memory(spec, "load", note=progress)  # a built-in model may have to be built
     codec = load_codec(resolve(spec.model, progress=progress))
     agent = agent_prompts(spec, codec)
     task = build_task(
@@ -326,6 +328,7 @@ def make_pairs(
     _refuse_existing(path)
     # The completion limit of training applies, so that samples are as long as in training.
     drawing = spec.model_copy(update={"eval": spec.eval.model_copy(update={"max_new_tokens": 0})})
+    check_memory(drawing, "eval", folder=model_folder, note=progress)
     bundle = load_model_bundle(drawing, progress=progress, folder=model_folder)
     task = bundle.task()
     asked = prompts_of(task, split, prompts)

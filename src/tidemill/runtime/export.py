@@ -12,7 +12,7 @@ import torch
 
 import tidemill
 from tidemill.config.model import ModelConfig
-from tidemill.config.schema import RunConfig, RunSpec
+from tidemill.config.schema import ExportConfig, RunConfig, RunSpec
 from tidemill.core.errors import UserError
 from tidemill.core.formatting import compact
 from tidemill.core.records import Record
@@ -21,6 +21,7 @@ from tidemill.models.folder import holds_adapter
 from tidemill.models.loading import load_model
 from tidemill.models.saving import export_merged, save_model
 from tidemill.models.weights_digest import weights_digest
+from tidemill.runtime.memory_check import check_memory
 from tidemill.telemetry.jsonl import disk_error
 from tidemill.telemetry.manifest import git_state
 from tidemill.telemetry.run_dir import read_json
@@ -57,6 +58,7 @@ def export_model(
         UserError: the model cannot be loaded, or the folder holds something else or cannot be written.
     """
     refuse_foreign(to)
+    check_memory(spec, "load", note=progress)
     source = resolve(spec.model, progress=progress)
     model = load_model(source, device=torch.device("cpu"), dtype=DTYPES[dtype])
     parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -105,7 +107,11 @@ def export_checkpoint(
             shutil.rmtree(merged, ignore_errors=True)
             export_merged(checkpoint, merged, resolve_base=lambda model: resolve(model, progress=progress))
             source = merged
-        spec = RunSpec(run=RunConfig(name=to.name), model=ModelConfig(source=str(source.resolve())))
+        spec = RunSpec(
+            run=RunConfig(name=to.name),
+            model=ModelConfig(source=str(source.resolve())),
+            export=ExportConfig.model_validate({"dtype": dtype}),
+        )
         return export_model(
             spec, to=to, dtype=dtype, digest=checkpoint.name, history=[line] if line else [], progress=progress
         )

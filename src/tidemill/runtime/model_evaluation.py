@@ -38,6 +38,7 @@ from tidemill.envs.text.row_report import report_rows
 from tidemill.models.catalog import errors_at_key
 from tidemill.models.weights_digest import weights_digest
 from tidemill.runtime.batch_generation import batch_generator
+from tidemill.runtime.memory_check import check_memory
 from tidemill.runtime.model_bundle import ModelBundle, load_model_bundle
 from tidemill.runtime.readers import check_reward_models, model_scores
 from tidemill.telemetry.events import DATA, event_text
@@ -282,6 +283,7 @@ def measure(
     if isinstance(model, str):
         spec = spec.model_copy(update={"model": spec.model.model_copy(update={"source": model, "revision": None})})
     folder = model if isinstance(model, Path) else None
+    check_memory(spec, "eval", folder=folder, note=progress)
     check_reward_models(spec, progress=progress, policy_folder=folder)
     bundle = load_model_bundle(spec, progress=progress, folder=folder)
     return asyncio.run(_measure(bundle, str(folder or bundle.spec.model.source), scorers, progress, answers))
@@ -332,6 +334,7 @@ def generate(
     Raises:
         UserError: the input is invalid, for example a prompt longer than the context.
     """
+    check_memory(spec, "generate", folder=model_folder, note=progress)
     bundle = load_model_bundle(spec, progress=progress, folder=model_folder)
     codec = bundle.codec
     if bundle.spec.model.chat_template:

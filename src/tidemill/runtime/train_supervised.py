@@ -22,6 +22,7 @@ from tidemill.models.saving import export_merged
 from tidemill.models.snapshots import stored_context_limit
 from tidemill.models.turn_format import turn_format
 from tidemill.models.weights_digest import weights_digest
+from tidemill.runtime.memory_check import check_memory
 from tidemill.runtime.model_bundle import load_model_bundle
 from tidemill.runtime.stopping import StopRequest, stop_on_signals
 from tidemill.runtime.train import DATA_DIGEST, record_start, run_session
@@ -62,8 +63,12 @@ def train_supervised(
         UserError: the input, the run directory or the disk is at fault; checkpointed steps are kept.
     """
     stop, stop_request = threading.Event(), stop_request or StopRequest()
+    remarks = list[str]()
+    check_memory(spec, "supervised", note=remarks.append)
     opened = run_session(spec, telemetry_stream, planned_steps=_planned_steps)
     with stop_request.after_hours(spec.trainer.hours), opened as (resumed, run, recorder):
+        for remark in remarks:
+            recorder.note(remark)
         with stop_on_signals(stop.set), stop_request.bound(lambda _: stop.set()):
             result = _train(resumed, kind, run, recorder, stop)
             if result.already_finished:

@@ -346,9 +346,9 @@ def make_pairs(
     groups, digest = asyncio.run(draw())
     if correctness([sample for group in groups for sample in group.trajectories]) is None:
         raise UserError(
-            "pairs need right and wrong answers, but this reward is graded or gave no valid value",
+            "pairs need right and wrong answers, but this reward does not tell them apart or gave no valid value",
             where="scoring.rewards",
-            hint='use a reward that is 1 for a right answer and 0 for a wrong one, such as "numeric"',
+            hint='use a reward that compares with the answer, such as "numeric", or set its correct_at',
         )
     # Decoded with the end token, because some samples end with it and others with a stop string.
     completions = [

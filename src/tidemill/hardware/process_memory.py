@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal, NamedTuple, TypeAlias
 
+import msgspec
+
 from tidemill.config.pool import StaticPool, SyntheticPool, TracePool
 from tidemill.config.schema import RunSpec
 from tidemill.core.records import Record
@@ -143,11 +145,12 @@ def needs(spec: RunSpec, models: Models, work: Work, *, on_gpu: bool, alone: boo
             host=Need(states=host.times(ranks if alone else 1), libraries=LIBRARIES),
             gpu=Need(states=States() if offloads else states, activations=activations, cache=cache),
         )
-    if states.total < loading:
-        states = States(weights=loading)
-    need = Need(states=states, activations=activations, cache=cache).times(ranks if alone else 1)
+    here = ranks if alone else 1
+    need = Need(states=states, activations=activations, cache=cache).times(here)
     if alone and work in ("rl", "serve") and spec.runtime == "ray":
         need = need.plus(_other_processes(spec, models, element, sheet))
+    if need.states.total < here * loading:  # the other processes start when the ranks have loaded
+        need = msgspec.structs.replace(need, states=States(weights=here * loading))
     return RunNeeds(host=need.plus(Need(libraries=LIBRARIES)))
 
 

@@ -25,7 +25,7 @@ from tidemill.envs.text.eval_sets import check_rewards, with_eval_sets
 from tidemill.envs.text.examples import Examples, load_demonstrations, load_pairs
 from tidemill.envs.text.prompts import hash_number
 from tidemill.envs.text.rewards import Context, build_rewards
-from tidemill.envs.text.row_report import report_rows
+from tidemill.envs.text.row_report import REMARKS, report_rows
 from tidemill.envs.text.scorer import evaluation_scoring
 from tidemill.hardware.process_memory import Work
 from tidemill.models.catalog import errors_at_key, resolve_shell
@@ -307,7 +307,7 @@ class Preflight:
             rewards = [reward for reward in spec.scoring.rewards if reward.kind != "model"]
             context = Context(task=task, seed=spec.run.seed, stop_strings=task.default_stop_strings)
             rows = report_rows(spec, task) if "scoring" in KINDS[stage.kind].sections else {}
-            if any(rows.get(key) for key in ("left_out", "missing", "warnings")):
+            if any(rows.get(key) for key in REMARKS):
                 self.remarks.append(f"stage {stage.name}: {event_text(DATA, rows)}")
             build_rewards(rewards, context)
             check_rewards(evaluation_scoring(spec.scoring, task=task, rewards=spec.eval.rewards).rewards, task)

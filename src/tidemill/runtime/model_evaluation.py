@@ -34,7 +34,7 @@ from tidemill.core.records import (
     unpack_logprobs,
     unpack_tokens,
 )
-from tidemill.envs.text.row_report import report_rows
+from tidemill.envs.text.row_report import REMARKS, report_rows
 from tidemill.models.catalog import errors_at_key
 from tidemill.models.weights_digest import weights_digest
 from tidemill.runtime.batch_generation import batch_generator
@@ -294,8 +294,9 @@ async def _measure(
 ) -> dict[str, ModelEvaluation]:
     spec, task = bundle.spec, bundle.task()
     rows = report_rows(spec, task)
-    if any(rows.get(key) for key in ("left_out", "missing", "warnings")):
-        progress(event_text(DATA, rows))
+    if any(rows.get(key) for key in REMARKS):
+        for line in event_text(DATA, rows).splitlines():
+            progress(line)
     held_out = list(task.source.held_out(spec.eval.prompts))
     found = dict[str, ModelEvaluation]()
     async with batch_generator(bundle, task, progress, cache_file=answers) as generator:

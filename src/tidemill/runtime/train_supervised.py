@@ -29,6 +29,7 @@ from tidemill.runtime.train import DATA_DIGEST, record_start, run_session
 from tidemill.telemetry.events import DATA
 from tidemill.telemetry.recorder import Recorder
 from tidemill.telemetry.run_dir import RunDirectory
+from tidemill.telemetry.statistics import few_items
 from tidemill.trainer.checkpoint_store import CheckpointStore
 from tidemill.trainer.objectives import OBJECTIVES, SupervisedKind
 from tidemill.trainer.supervised_loop import FitContext, FitResult, fit
@@ -181,7 +182,9 @@ def _record_start(
         schedule_steps=spec.optimizer.schedule_steps,
     )
     left_out = dict(examples.left_out)
-    recorder.event(DATA, training=len(examples.train), held_out=len(examples.held_out), left_out=left_out)
+    few = few_items(len(examples.held_out), "held-out example", "hold out more rows")
+    sizes = {"training": len(examples.train), "held_out": len(examples.held_out)}
+    recorder.event(DATA, **sizes, left_out=left_out, **({"few": [few]} if few else {}))
     recorder.event("machine", **device_info)
 
 

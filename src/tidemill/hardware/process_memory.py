@@ -1,7 +1,7 @@
 """Memory of the processes of a run on one machine, by part.
 
 The weights, gradients and optimizer states of a run follow from its configuration: it holds them whatever it generates.
-Activations, logits, keys and values grow with the lengths of sequences, which are known at most up to a limit.
+Activations, logits, keys and values grow with the lengths of sequences, of which only limits are known.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ class Need(Record):
 
     states: States = States()
     libraries: float = 0.0
-    activations: float = 0.0  # of a microbatch and its logits, at most
-    cache: float = 0.0  # keys and values of the engines, at most
+    activations: float = 0.0  # of a full microbatch and its logits
+    cache: float = 0.0  # keys and values of the engines, every slot at its full length
 
     def plus(self, other: Need) -> Need:
         return Need(
@@ -109,7 +109,8 @@ class Need(Record):
         return self.states.total + self.libraries
 
     @property
-    def at_most(self) -> float:
+    def at_full_length(self) -> float:
+        """The estimate with every sequence at its full length."""
         return self.at_least + self.activations + self.cache
 
 
@@ -137,10 +138,10 @@ def needs(spec: RunSpec, models: Models, work: Work, *, on_gpu: bool, alone: boo
         cache = engine_cache(spec, models.policy, UNKNOWN_LENGTHS, element, sheet)
     ranks = spec.trainer.shards if work in TRAINS else 1
     # Every rank loads whole models into host memory, one at a time, before it keeps its rows.
-    loading = FP32 * models.policy.parameters if work in TRAINS else 0.0
+    loading = 0.0 if work in ("worker", "load") else FP32 * models.policy.parameters
     if on_gpu:
         offloads = ranks > 1 and spec.trainer.offload == "optimizer"
-        host = states if offloads and states.total > loading else States(weights=max(loading, states.weights))
+        host = states if offloads and states.total > loading else States(weights=loading)
         return RunNeeds(
             host=Need(states=host.times(ranks if alone else 1), libraries=LIBRARIES),
             gpu=Need(states=States() if offloads else states, activations=activations, cache=cache),

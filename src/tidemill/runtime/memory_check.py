@@ -97,7 +97,7 @@ def verdicts(spec: RunSpec, models: Models, work: Work, *, alone: bool = True) -
         if each.refuses:
             hint = "or set run.check_memory = false to start anyway"
             raise UserError(sentence(each), where=_where(spec), hint=f"{_cure(spec, models, work, alone)}; {hint}")
-        if each.need.at_most > each.free.bytes:
+        if each.need.at_full_length > each.free.bytes:
             yield f"the run may be killed for lack of memory: it {sentence(each)}"
 
 
@@ -114,8 +114,8 @@ def sentence(found: Shortage) -> str:
     parts = ", ".join(f"{name} {size(count)}" for name, count in held.items() if count)
     more = " and ".join(f"{size(count)} of {name}" for name, count in growing.items() if count)
     limit = "" if found.free.limit == THIS_MACHINE else f" under {found.free.limit}"
-    up_to = f", and up to {more}" if more else ""
-    return f"needs {size(need.at_least)} of {found.of} ({parts}{up_to}), and {size(found.free.bytes)} are free{limit}"
+    grows = f"; at full length about {more} in addition" if more else ""
+    return f"needs {size(need.at_least)} of {found.of} ({parts}{grows}), and {size(found.free.bytes)} are free{limit}"
 
 
 def _memories(spec: RunSpec, models: Models, work: Work, *, alone: bool) -> Iterator[Shortage]:

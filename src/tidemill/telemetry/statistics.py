@@ -48,8 +48,8 @@ def wilson_interval(share: float, n: int) -> tuple[float, float]:
     return max(0.0, centre - half), min(1.0, centre + half)
 
 
-FEW = 30
-"""Fewer items tell little: the interval of a share of one half is 34 percentage points wide with 30."""
+FEW, USUAL = 20, 100
+"""Fewer items tell little: the interval of a share of one half is 40 percentage points wide with 20, 19 with 100."""
 
 
 def few_items(n: int, items: str, cure: str) -> str:
@@ -62,10 +62,11 @@ def few_items(n: int, items: str, cure: str) -> str:
     if not 0 < n < FEW:
         return ""
     low, high = wilson_interval(0.5, n)
-    width = round(100 * (high - low))
+    usual_low, usual_high = wilson_interval(0.5, USUAL)
     return (
-        f"{counted(n, items)} can hardly tell models apart: the 95 % interval of an accuracy is {width} percentage "
-        f"points wide (50 %: {percent(low)} to {percent(high)}); {cure}, to {FEW} or more"
+        f"{counted(n, items)} can hardly tell models apart: the 95 % interval of an accuracy is "
+        f"{100 * (high - low):.0f} percentage points wide (50 %: {percent(low)} to {percent(high)}); {cure} "
+        f"({USUAL} give {100 * (usual_high - usual_low):.0f} points)"
     )
 
 

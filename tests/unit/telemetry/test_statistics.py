@@ -174,8 +174,8 @@ def test_lengths() -> None:
     [
         (0, ""),
         # Wilson at one half: (1/2 ± 0.98 / sqrt(3.8416 + n)), here ± 0.3747
-        (3, "75 percentage points wide (50 %: 13 % to 87 %); add rows, to 30 or more"),
-        (30, ""),
+        (3, "75 percentage points wide (50 %: 13 % to 87 %); add rows (100 give 19 points)"),
+        (20, ""),
     ],
 )  # fmt: skip
 def test_few_items_have_a_wide_interval(n: int, text: str) -> None:

@@ -129,8 +129,8 @@ def test_rows_that_are_left_out_and_values_that_are_missing_are_counted(tmp_path
     ("held_out", "settings", "few"),
     [
         (3, {}, [few_items(3, "held-out prompt", "hold out more rows")]),
-        (29, {}, [few_items(29, "held-out prompt", "hold out more rows")]),
-        (30, {}, []),
+        (19, {}, [few_items(19, "held-out prompt", "hold out more rows")]),
+        (20, {}, []),
         (40, {"prompts": 8}, [few_items(8, "held-out prompt", "raise eval.prompts")]),
     ],
 )  # fmt: skip

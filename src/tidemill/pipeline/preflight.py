@@ -308,7 +308,7 @@ class Preflight:
             context = Context(task=task, seed=spec.run.seed, stop_strings=task.default_stop_strings)
             rows = report_rows(spec, task) if "scoring" in KINDS[stage.kind].sections else {}
             if any(rows.get(key) for key in REMARKS):
-                self.remarks.append(f"stage {stage.name}: {event_text(DATA, rows)}")
+                self.remarks += [f"stage {stage.name}: {line}" for line in event_text(DATA, rows).splitlines()]
             build_rewards(rewards, context)
             check_rewards(evaluation_scoring(spec.scoring, task=task, rewards=spec.eval.rewards).rewards, task)
 

@@ -179,12 +179,12 @@ def _forecast(shards: int) -> float:
     """Bytes of the policy's weights, gradients and moments on one rank, as `tidemill plan run` forecasts them."""
     from benchmarks.models import smollm2
     from tidemill.config.schema import RunSpec
+    from tidemill.hardware.figures import Derivation
     from tidemill.hardware.model_config import read_shape
-    from tidemill.planner.figures import Derivation
-    from tidemill.planner.forecast.forecast import trained_bytes
+    from tidemill.hardware.process_memory import trained_states
 
     spec = RunSpec.model_validate({"runtime": "ray", "trainer": {"shards": shards}})
-    return trained_bytes("policy", spec, read_shape(smollm2()), Derivation(), base_elsewhere=False)
+    return trained_states("policy", spec, read_shape(smollm2()), Derivation(), base_elsewhere=False).total
 
 
 if __name__ == "__main__":

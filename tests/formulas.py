@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable
 
-from tidemill.planner.figures import FUNCTIONS, Figure
+from tidemill.hardware.figures import FUNCTIONS, Figure
 
 
 def check_figures(figures: Iterable[Figure]) -> int:

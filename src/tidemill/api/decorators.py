@@ -23,6 +23,7 @@ def reward(
     batch: bool = False,
     weights: Mapping[str, float] | None = None,
     process: bool | None = None,
+    correct_at: float | None = None,
     version: str = "",
 ) -> Callable[[FunctionT], FunctionT]: ...
 @entry_point
@@ -33,6 +34,7 @@ def reward(
     batch: bool = False,
     weights: Mapping[str, float] | None = None,
     process: bool | None = None,
+    correct_at: float | None = None,
     version: str = "",
 ) -> Any:
     """Mark a function as a reward.
@@ -47,9 +49,11 @@ def reward(
         process: True calls it in processes, which are killed when a call is late; False on threads of this process,
             which cannot be killed. By default in processes, unless it uses objects that a copy in another process does
             not share: open files, locks, models, lists, dicts.
+        correct_at: the score from which a sample counts as correct, for accuracy and pass@k: 1.0 if 1 means right.
+            Without it a function is assumed to grade, and has a mean reward only.
         version: identifies the function where its source cannot be read; change it with the function.
     """
-    options = {"batch": batch, "weights": dict(weights or {}), "process": process}
+    options = {"batch": batch, "weights": dict(weights or {}), "process": process, "correct_at": correct_at}
     return _marked("reward", function, version, options)
 
 

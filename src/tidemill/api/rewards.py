@@ -119,6 +119,7 @@ def function(
     weights: dict[str, float] | None = None,
     batch: int = 64,
     timeout_s: float = 0.0,
+    correct_at: float | None = None,
     weight: float = 1.0,
     name: str = "",
     role: Role = "reward",
@@ -130,13 +131,20 @@ def function(
         weights: factors of the named numbers that it returns.
         batch: largest number of samples per call of a function decorated with `batch=True`.
         timeout_s: of a call of such a function; 0 for 60 s.
+        correct_at: the score from which a sample counts as correct; by default what the function's decorator declares.
 
     Raises:
         UserError: it is not a function, or has no identity.
     """
     extension = None if isinstance(given, str) else given_function(given, "reward", where="rewards")
     ref = given if isinstance(given, str) else extension.ref if extension else ""
-    settings = {"function": ref, "weights": weights or {}, "batch": batch, "timeout_s": timeout_s}
+    settings = {
+        "function": ref,
+        "weights": weights or {},
+        "batch": batch,
+        "timeout_s": timeout_s,
+        "correct_at": correct_at,
+    }
     made = _reward("python", weight, name, role, **settings)
     return Reward(settings=made.settings, extension=extension)
 

@@ -14,10 +14,11 @@ from tidemill.config.explain import as_lines, derive, topics
 from tidemill.config.issues import Purpose
 from tidemill.config.load import differences, load_spec, split_arguments
 from tidemill.config.schema import RunSpec
-from tidemill.config.task import FileTask, PythonTask
+from tidemill.config.task import ArithmeticTask, FileTask, PythonTask, TaskConfig
 from tidemill.config.toml import to_toml, write_value
 from tidemill.models.model_source import ModelSource, open_model
 from tidemill.telemetry.events import DATA, event_text
+from tidemill.telemetry.metrics import HELD_OUT_NAME
 
 Items = Annotated[
     str,
@@ -79,14 +80,23 @@ def row_remarks(spec: RunSpec) -> list[str]:
     if isinstance(spec.task, FileTask):
         paths += [source.path for source in spec.task.all_sources]
         paths += [spec.task.held_out_path] if spec.task.held_out_path else []
-    if away := [path for path in paths if not path.exists()]:
-        return [f"data: not read, because {away[0]} is not on this machine"]
-    if not paths and not isinstance(spec.task, PythonTask):
-        return []
     from tidemill.envs.text.eval_sets import counted
-    from tidemill.envs.text.row_report import report_rows
+    from tidemill.envs.text.row_report import few_prompts, report_rows
 
+    if away := [path for path in paths if not path.exists()]:
+        few = few_prompts(spec, {})
+        return [f"data: not read, because {away[0]} is not on this machine", *(f"warning: {text}" for text in few)]
+    if not paths and not isinstance(spec.task, PythonTask):
+        return [f"warning: {text}" for text in few_prompts(spec, planned_sizes(spec.task))]
     return event_text(DATA, report_rows(spec, counted(spec))).splitlines()
+
+
+def planned_sizes(task: TaskConfig) -> dict[str, int]:
+    """The number of held-out prompts of a task that is not in a file, as far as its settings tell."""
+    if isinstance(task, ArithmeticTask):
+        return {HELD_OUT_NAME: round(len(task.operators) * task.operands**2 * task.held_out_fraction)}
+    size = getattr(task, "held_out_size", None)
+    return {} if size is None else {HELD_OUT_NAME: size}
 
 
 def changed_values(spec: RunSpec) -> list[tuple[str, Any]]:

@@ -44,7 +44,10 @@ def evaluate(
     with given_model(checkpoint) as model, compared(compare) as other:
         spec = spec_for(items, model, purpose="eval")
         if dry_run:
-            return show_dry_run(spec, purpose="eval", notes=row_remarks(spec))
+            from tidemill.runtime.memory_check import memory_remarks
+
+            remarks = [*memory_remarks(spec, "eval", folder=model.folder if model else None), *row_remarks(spec)]
+            return show_dry_run(spec, purpose="eval", notes=remarks)
         from tidemill.runtime.model_evaluation import evaluate as run
 
         found = run(spec, model=model, compare=other, progress=note)
@@ -163,7 +166,10 @@ def generate(
     with given_model(checkpoint) as model:
         spec = spec_for(given.items, model, purpose="generate")
         if dry_run:
-            return show_dry_run(spec, purpose="generate")
+            from tidemill.runtime.memory_check import memory_remarks
+
+            remarks = memory_remarks(spec, "generate", folder=model.folder if model else None)
+            return show_dry_run(spec, purpose="generate", notes=remarks)
         asked = read_prompts(given.rest, raw=raw, needed=prompts is None)
         if prompts is not None:
             asked += read_question_file(prompts)

@@ -14,17 +14,17 @@ from rich.markup import escape
 from rich.table import Table
 
 from tidemill.cli.output import Result
-from tidemill.config.model import CharModelConfig, ModelConfig
+from tidemill.config.model import ModelConfig
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError
 from tidemill.core.formatting import quantity
 from tidemill.hardware.completion_lengths import Lengths, lengths_of_run, log_normal_of_mean
+from tidemill.hardware.figures import Figure
 from tidemill.hardware.model_config import read_shape
 from tidemill.hardware.model_shape import ModelShape, shape_of_parameters
-from tidemill.models.catalog import listing
+from tidemill.hardware.process_memory import Models
 from tidemill.models.model_source import locate
-from tidemill.planner.figures import Figure
-from tidemill.planner.forecast.forecast import Models
+from tidemill.models.shapes import known_shape
 
 
 def parse_integer(kind: type, tokens: Sequence[Token]) -> int:
@@ -154,17 +154,13 @@ def shape_of_model(config: ModelConfig) -> ModelShape:
     Raises:
         UserError: the model is not on this machine.
     """
-    if config.source == "char":
-        return _char(config.char)
-    if (folder := locate(config.source).folder) is not None:
-        return read_shape(folder)
-    entry = next((entry for entry in listing() if entry.name == config.source and entry.cached), None)
-    if entry is None:
+    shape = known_shape(config)
+    if shape is None:
         hint = f"download it (`tidemill model get {config.source}`), or give --params or --model"
         raise UserError(
             f"the shape of {config.source} is unknown: the model is not in the cache", where="model.source", hint=hint
         )
-    return read_shape(Path(entry.path))
+    return shape
 
 
 def models_of(spec: RunSpec) -> Models:
@@ -178,18 +174,4 @@ def models_of(spec: RunSpec) -> Models:
         policy=shape_of_model(spec.model),
         critic=None if source is None else shape_of_model(ModelConfig(source=source, char=spec.model.char)),
         rewards=tuple(read_shape(locate(folder).folder or folder) for folder in spec.scoring.model_folders),
-    )
-
-
-def _char(config: CharModelConfig) -> ModelShape:
-    return ModelShape(
-        parameters=config.parameters,
-        layers=config.layers,
-        hidden=config.hidden_size,
-        heads=config.heads,
-        kv_heads=config.heads,
-        head_dim=config.hidden_size // config.heads,
-        intermediate=config.intermediate_size,
-        vocab=config.vocabulary_size,
-        tied=True,
     )

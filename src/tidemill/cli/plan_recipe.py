@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,12 +30,13 @@ from tidemill.config.load import load_spec
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError
 from tidemill.core.formatting import counted, dollars, duration, percent, size
+from tidemill.hardware.figures import Derivation
 from tidemill.hardware.gpu_catalog import load_catalog
 from tidemill.planner.calibration.profile import RunProfile, kept_path, read_profile, setting_differences, write_profile
-from tidemill.planner.figures import Derivation
 from tidemill.planner.forecast.cluster_forecast import ClusterForecast, forecast_on_cluster, placement_question
 from tidemill.planner.forecast.forecast import SEEDS, derive, fitting_profile, forecast_recipe, memory_on_this_machine
 from tidemill.pool.build_provider import trace_outlasted, trace_remarks
+from tidemill.runtime.memory_check import memory_remarks
 from tidemill.telemetry.manifest import Forecast, Spread
 
 MEASURED_STEPS = 6
@@ -119,8 +120,9 @@ def run(
     _refuse(elsewhere, "applies to a described cluster, but --machines is missing", "give --machines, or omit it")
     if measure:
         _refuse({"--profile": profile}, "conflicts with --measure, which creates a profile", "omit one of them")
+    remarks = memory_remarks(spec, "rl")  # refuses what does not fit, before it is measured
     chosen = _profile(spec, profile, measure=measure)
-    return _of_this_machine(spec, chosen, forecast_recipe(spec, chosen, seeds=seeds), explain=explain)
+    return _of_this_machine(spec, chosen, forecast_recipe(spec, chosen, seeds=seeds), remarks, explain=explain)
 
 
 def _refuse(options: Mapping[str, object], what: str, hint: str) -> None:
@@ -154,11 +156,13 @@ def _measured(spec: RunSpec) -> RunProfile:
     return found
 
 
-def _of_this_machine(spec: RunSpec, profile: RunProfile, found: Forecast, *, explain: bool) -> Result:
+def _of_this_machine(
+    spec: RunSpec, profile: RunProfile, found: Forecast, remarks: Sequence[str], *, explain: bool
+) -> Result:
     sheet = Derivation()
     derive(found, sheet)
     memory = memory_on_this_machine(spec, models_of(spec), profile, sheet)
-    differences, notes = setting_differences(profile, spec), [*found.notes, *_of_pool(spec, found)]
+    differences, notes = setting_differences(profile, spec), [*remarks, *found.notes, *_of_pool(spec, found)]
     data = {
         **as_data(found),
         "notes": notes,

@@ -18,7 +18,9 @@ def serve(*items: Items, checkpoint: Checkpoint = None, dry_run: DryRun = False,
 
         spec = serving_spec(spec_for(items, model, purpose="read"), model)
         if dry_run:
-            return show_dry_run(spec, purpose="generate")
+            from tidemill.runtime.memory_check import memory_remarks
+
+            return show_dry_run(spec, purpose="generate", notes=memory_remarks(spec, "serve"))
         try:
             from tidemill.runtime.gateway import run_gateway
         except ImportError as error:

@@ -68,7 +68,9 @@ def _stages(recipe: PipelineSpec, *, only: str | None, start: str | None, prune_
 
 def _one_run(spec: RunSpec, *, dry_run: bool) -> Result:
     if dry_run:
-        return show_dry_run(spec, notes=[*trace_remarks(spec.pool), *row_remarks(spec)])
+        from tidemill.runtime.memory_check import memory_remarks
+
+        return show_dry_run(spec, notes=[*memory_remarks(spec, "rl"), *trace_remarks(spec.pool), *row_remarks(spec)])
     if (spec.directory / "pipeline.json").exists():
         what = "the directory contains a pipeline, but the recipe has no stages"
         raise UserError(what, where=str(spec.directory), hint="choose another --run.dir")

@@ -47,7 +47,8 @@ class StageKindSpec:
 
 
 NEUTRAL = (
-    *("run.dir", "run.name", "trainer.hours", "trainer.threads", "checkpoint.keep_last", "telemetry."),
+    *("run.dir", "run.name", "run.check_memory"),
+    *("trainer.hours", "trainer.threads", "checkpoint.keep_last", "telemetry."),
     *("task.index_above_mb", "data.index_above_mb"),
 )
 """Keys that do not affect the output of any kind."""

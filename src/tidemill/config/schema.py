@@ -46,6 +46,9 @@ class RunConfig(Config):
     """Run directory; an existing run is resumed. Default: runs/<name>."""
     seed: Seed = 0
     """Seed of data order and sampling."""
+    check_memory: bool = True
+    """Refuse to start when weights, gradients and optimizer state need more than 1.2 times the free memory (of the
+    machine, of the control group, or of the GPU); the kernel would kill the run. False starts anyway."""
 
 
 class SamplingConfig(Config):

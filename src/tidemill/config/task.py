@@ -203,6 +203,9 @@ class RewardConfig(Config):
     http: a server."""
     weight: float = 1.0
     """Weight in the sample's reward, which is the weighted sum of the rewards that apply to the sample."""
+    correct_at: float | None = Field(None, exclude_if=lambda value: value is None)
+    """Score from which a sample counts as correct, for accuracy and pass@k. Default: 1 for exact, numeric, math_verify,
+    regex, task and tests; what the decorator of a function declares; else the reward does not tell."""
     name: str = ""
     """Name in metrics, samples and charts. Default: the kind, or the name of the function."""
     role: Literal["reward", "gold"] = "reward"

@@ -20,7 +20,7 @@ from tidemill.controller.ledger import Ledger
 from tidemill.controller.rollout_context import RolloutContext
 from tidemill.core.errors import UserError
 from tidemill.core.protocols import PromptSource, Scorer
-from tidemill.core.records import CORRECT_REWARD, PolicyVersion, Prompt, Record, SamplingParams, Trajectory
+from tidemill.core.records import PolicyVersion, Prompt, Record, SamplingParams, Trajectory
 from tidemill.telemetry.events import EVALUATION
 from tidemill.telemetry.metrics import EVAL_TIME, HELD_OUT_NAME, PASS_AT, held_out_prefix
 from tidemill.telemetry.statistics import Interval, mean_pass_at_k, reward_interval
@@ -124,20 +124,18 @@ def rewards_of(samples: Iterable[Trajectory]) -> list[float]:
 
 
 def is_correct(trajectory: Trajectory) -> bool:
-    """Whether the completion is correct: `Reward.correct`, or a valid reward of 1 or more if that is None."""
+    """Whether the completion is correct; a completion without a valid reward is not."""
     reward = trajectory.reward
-    if reward is None or not reward.valid:
-        return False
-    return reward.value >= CORRECT_REWARD if reward.correct is None else reward.correct
+    return reward is not None and reward.valid and reward.correct is True
 
 
 def correctness(samples: Sequence[Trajectory]) -> list[bool] | None:
-    """Whether each completion is correct; None if rewards are graded, or none is valid.
+    """Whether each completion is correct; None if a valid reward does not tell, or none is valid.
 
-    Rewards without `Reward.correct` are graded unless they are 0 or 1. A sample without a valid reward is incorrect.
+    A sample without a valid reward is incorrect.
     """
     rewards = [sample.reward for sample in samples if sample.reward is not None and sample.reward.valid]
-    if not rewards or any(reward.correct is None and reward.value not in (0.0, 1.0) for reward in rewards):
+    if not rewards or any(reward.correct is None for reward in rewards):
         return None
     return [is_correct(sample) for sample in samples]
 

@@ -472,11 +472,7 @@ class Reward(Record, omit_defaults=True):
     components: dict[str, float] = {}
     valid: bool = True
     reason: str = ""  # why it is invalid
-    correct: bool | None = None  # whether the answer is correct; None if the reward compares with no answer
-
-
-CORRECT_REWARD = 1.0 - 1e-6
-"""Threshold for a reward of 1, allowing for rounding."""
+    correct: bool | None = None  # whether the answer is correct; None if the kind of the reward does not tell
 
 
 class Trajectory(Record, omit_defaults=True):

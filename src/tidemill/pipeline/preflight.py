@@ -16,7 +16,7 @@ from typing import Any
 from tidemill.config.issues import ConfigError, ConfigIssue
 from tidemill.config.load import PREFIX
 from tidemill.config.model import ModelConfig
-from tidemill.config.pipeline import KINDS, Product, StageSpec
+from tidemill.config.pipeline import KINDS, Product, StageKind, StageSpec
 from tidemill.config.task import DataConfig
 from tidemill.core.errors import UserError
 from tidemill.core.records import Episode, Message, ParsedTurn
@@ -25,8 +25,9 @@ from tidemill.envs.text.eval_sets import check_rewards, with_eval_sets
 from tidemill.envs.text.examples import Examples, load_demonstrations, load_pairs
 from tidemill.envs.text.prompts import hash_number
 from tidemill.envs.text.rewards import Context, build_rewards
-from tidemill.envs.text.row_report import report_rows
+from tidemill.envs.text.row_report import REMARKS, report_rows
 from tidemill.envs.text.scorer import evaluation_scoring
+from tidemill.hardware.process_memory import Work
 from tidemill.models.catalog import errors_at_key, resolve_shell
 from tidemill.models.codec import TextCodec, load_codec
 from tidemill.models.folder import refuse_reward_model
@@ -37,6 +38,7 @@ from tidemill.models.turn_format import turn_format
 from tidemill.pipeline.stage_plan import stage_issue
 from tidemill.runtime.agents import agent_prompts
 from tidemill.runtime.export import refuse_foreign
+from tidemill.runtime.memory_check import check_memory
 from tidemill.runtime.model_bundle import check_critic_vocabulary, fitting_task, own_source
 from tidemill.runtime.sandbox_check import check_needed_sandbox
 from tidemill.runtime.train import runtime_of
@@ -46,6 +48,18 @@ LOADERS: Mapping[Product, Callable[..., Examples[Any]]] = {
     "demonstrations": load_demonstrations,
     "preference pairs": load_pairs,
 }
+
+WORK: Mapping[StageKind, Work] = {
+    "demonstrations": "load",
+    "pairs": "eval",
+    "sft": "supervised",
+    "reward_model": "supervised",
+    "dpo": "supervised",
+    "rl": "rl",
+    "eval": "eval",
+    "export": "load",
+}
+"""What each kind of stage does with its model."""
 
 
 def check_inputs(due: Sequence[StageSpec], stages: Sequence[StageSpec]) -> list[str]:
@@ -63,7 +77,8 @@ def check_inputs(due: Sequence[StageSpec], stages: Sequence[StageSpec]) -> list[
     """
     preflight = Preflight(stages)
     for stage in due:
-        preflight.check(stage)
+        if preflight.fits(stage):
+            preflight.check(stage)
     if preflight.issues:
         raise ConfigError(list(dict.fromkeys(preflight.issues)))
     return preflight.remarks
@@ -168,6 +183,22 @@ class Preflight:
         if stage.kind == "export" and spec.export.path is not None:
             target = spec.export.path.expanduser().absolute()
             self._once(stage, ("export", target), lambda: refuse_foreign(target))
+
+    def fits(self, stage: StageSpec) -> bool:
+        """Whether the stage fits into memory; before `check`, which builds models and reads tokenizers."""
+        spec = stage.spec
+        models = {key: self._root_config(name, spec.model) for key, name in self._model_sources(stage).items()}
+        known: dict[str, Any] = {"model": models["model.source"]}
+        if critic := models.get("critic.source"):
+            known["critic"] = spec.critic.model_copy(update={"source": critic.source})
+        remarks = list[str]()
+        try:
+            check_memory(spec.model_copy(update=known), WORK[stage.kind], note=remarks.append)
+        except UserError as error:
+            self.issues.append(stage_issue(stage, error))
+            return False
+        self.remarks += [f"stage {stage.name}: {remark}" for remark in remarks]
+        return True
 
     def _once(self, stage: StageSpec, key: tuple[object, ...], check: Callable[[], object]) -> None:
         """Run a check unless one with an equal key has run."""
@@ -277,8 +308,8 @@ class Preflight:
             rewards = [reward for reward in spec.scoring.rewards if reward.kind != "model"]
             context = Context(task=task, seed=spec.run.seed, stop_strings=task.default_stop_strings)
             rows = report_rows(spec, task) if "scoring" in KINDS[stage.kind].sections else {}
-            if any(rows.get(key) for key in ("left_out", "missing", "warnings")):
-                self.remarks.append(f"stage {stage.name}: {event_text(DATA, rows)}")
+            if any(rows.get(key) for key in REMARKS):
+                self.remarks += [f"stage {stage.name}: {line}" for line in event_text(DATA, rows).splitlines()]
             build_rewards(rewards, context)
             check_rewards(evaluation_scoring(spec.scoring, task=task, rewards=spec.eval.rewards).rewards, task)
 

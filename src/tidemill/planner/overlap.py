@@ -6,7 +6,7 @@ import math
 
 from tidemill.core.errors import UserError
 from tidemill.core.records import Record
-from tidemill.planner.figures import Derivation, Figure
+from tidemill.hardware.figures import Derivation, Figure
 
 TYPICAL = (0.90, 0.95)
 """Range of the trainer's utilisation with balanced sides, as reported by others; the rest is lost to stragglers,

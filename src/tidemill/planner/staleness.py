@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from tidemill.core.errors import UserError
 from tidemill.core.formatting import counted
 from tidemill.core.records import Record
-from tidemill.planner.figures import Derivation, Figure
+from tidemill.hardware.figures import Derivation, Figure
 from tidemill.telemetry.metrics import STEP_TIME
 from tidemill.telemetry.run_data import RunData
 

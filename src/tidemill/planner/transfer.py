@@ -7,9 +7,9 @@ import math
 from tidemill.core.errors import UserError
 from tidemill.core.records import Record
 from tidemill.hardware.engine_profile import CODED_PER_CORE_S, DELTA_ELEMENT_BYTES
+from tidemill.hardware.figures import Derivation, Figure
 from tidemill.hardware.gpu_catalog import BITS, ETHERNET_LATENCY_S
 from tidemill.hardware.model_shape import DTYPE_BYTES
-from tidemill.planner.figures import Derivation, Figure
 
 GIGABIT = 1e9 / BITS
 """Bytes per second of 1 Gbit/s."""

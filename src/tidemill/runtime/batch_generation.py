@@ -46,6 +46,7 @@ from tidemill.rollout.worker import EngineWorker
 from tidemill.runtime.agents import agent_limits, agent_prompts, open_environments
 from tidemill.runtime.backend import scorers
 from tidemill.runtime.compute import ComputeThread
+from tidemill.runtime.memory_check import check_memory
 from tidemill.runtime.model_bundle import ModelBundle, engine_context, load_model_bundle
 from tidemill.runtime.sandbox_check import check_needed_sandbox
 from tidemill.telemetry.jsonl import JsonlWriter, write_atomically
@@ -274,6 +275,7 @@ def make_demonstrations(
         UserError: the file exists, the task cannot be built or has no answers, or the teacher's episodes fail.
     """
     _refuse_existing(path)
+    check_memory(spec, "load", note=progress)  # a built-in model may have to be built
     codec = load_codec(resolve(spec.model, progress=progress))
     agent = agent_prompts(spec, codec)
     task = build_task(
@@ -327,6 +329,7 @@ def make_pairs(
     _refuse_existing(path)
     # The completion limit of training applies, so that samples are as long as in training.
     drawing = spec.model_copy(update={"eval": spec.eval.model_copy(update={"max_new_tokens": 0})})
+    check_memory(drawing, "eval", folder=model.folder if model else None, note=progress)
     bundle = load_model_bundle(drawing, progress=progress, model=model)
     task = bundle.task()
     asked = prompts_of(task, split, prompts)
@@ -344,9 +347,9 @@ def make_pairs(
     groups, digest = asyncio.run(draw())
     if correctness([sample for group in groups for sample in group.trajectories]) is None:
         raise UserError(
-            "pairs need right and wrong answers, but this reward is graded or gave no valid value",
+            "pairs need right and wrong answers, but this reward does not tell them apart or gave no valid value",
             where="scoring.rewards",
-            hint='use a reward that is 1 for a right answer and 0 for a wrong one, such as "numeric"',
+            hint='use a reward that compares with the answer, such as "numeric", or set its correct_at',
         )
     # Decoded with the end token, because some samples end with it and others with a stop string.
     completions = [

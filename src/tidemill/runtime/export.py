@@ -12,7 +12,7 @@ import torch
 
 import tidemill
 from tidemill.config.model import EXPORT_DTYPE, ModelConfig
-from tidemill.config.schema import RunConfig, RunSpec
+from tidemill.config.schema import ExportConfig, RunConfig, RunSpec
 from tidemill.core.errors import UserError
 from tidemill.core.formatting import compact
 from tidemill.core.records import Record
@@ -22,6 +22,7 @@ from tidemill.models.loading import load_model
 from tidemill.models.model_source import ModelSource, locate
 from tidemill.models.saving import export_merged, save_model
 from tidemill.models.weights_digest import weights_digest
+from tidemill.runtime.memory_check import check_memory
 from tidemill.telemetry.jsonl import disk_error, encode
 from tidemill.telemetry.manifest import git_state
 from tidemill.telemetry.run_dir import PROMPTS, PromptFormat, read_json
@@ -60,6 +61,7 @@ def export_model(
         UserError: the model cannot be loaded, or the folder holds something else or cannot be written.
     """
     refuse_foreign(to)
+    check_memory(spec, "load", note=progress)
     source = resolve(spec.model, progress=progress)
     model = load_model(source, device=torch.device("cpu"), dtype=DTYPES[dtype])
     parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -117,8 +119,9 @@ def export_source(
             shutil.rmtree(merged, ignore_errors=True)
             export_merged(model.adapter, merged, resolve_base=lambda base: resolve(base, progress=progress))
             named = ModelConfig(source=str(merged.resolve()))
+        spec = RunSpec(run=RunConfig(name=to.name), model=named, export=ExportConfig.model_validate({"dtype": dtype}))
         return export_model(
-            RunSpec(run=RunConfig(name=to.name), model=named),
+            spec,
             to=to,
             dtype=dtype,
             digest=Path(model.source).name,

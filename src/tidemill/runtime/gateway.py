@@ -33,6 +33,7 @@ from tidemill.gateway.sessions import Sessions
 from tidemill.models.codec import TextCodec
 from tidemill.models.turn_format import turn_format
 from tidemill.runtime.backend import RuntimeBackend
+from tidemill.runtime.memory_check import check_memory
 from tidemill.runtime.serving import served_fleet
 from tidemill.runtime.train import runtime_of
 from tidemill.telemetry.recorder import Recorder
@@ -53,6 +54,7 @@ async def run_gateway(spec: RunSpec, *, progress: Callable[[str], None]) -> dict
     Raises:
         UserError: the model, the pool, the keys or the address cannot be used.
     """
+    check_memory(spec, "serve", note=progress)
     runtime_of(spec).check(spec)
     listener = listen(spec.gateway)
     stop, loop = asyncio.Event(), asyncio.get_running_loop()

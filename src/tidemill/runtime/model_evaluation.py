@@ -41,12 +41,13 @@ from tidemill.core.records import (
 )
 from tidemill.envs.text.given_prompts import questions
 from tidemill.envs.text.prompts import Question, encode_question, in_chat
-from tidemill.envs.text.row_report import report_rows
+from tidemill.envs.text.row_report import REMARKS, report_rows
 from tidemill.models.catalog import errors_at_key
 from tidemill.models.codec import TextCodec
 from tidemill.models.model_source import ModelSource, exact_models, locate
 from tidemill.models.weights_digest import weights_digest
 from tidemill.runtime.batch_generation import batch_generator
+from tidemill.runtime.memory_check import check_memory
 from tidemill.runtime.model_bundle import ModelBundle, load_model_bundle
 from tidemill.runtime.readers import check_reward_models, model_scores
 from tidemill.telemetry.events import DATA, event_text
@@ -299,7 +300,9 @@ def measure(
     spec = exact_models(spec)
     if model is not None and model.folder is None:
         spec, model = spec.model_copy(update={"model": model.config(spec.model)}), None
-    check_reward_models(spec, progress=progress, policy_folder=model.folder if model else None)
+    folder = model.folder if model else None
+    check_memory(spec, "eval", folder=folder, note=progress)
+    check_reward_models(spec, progress=progress, policy_folder=folder)
     bundle = load_model_bundle(spec, progress=progress, model=model)
     name = model.source if model else bundle.spec.model.source
     return asyncio.run(_measure(bundle, name, scorers, progress, answers))
@@ -310,8 +313,9 @@ async def _measure(
 ) -> dict[str, ModelEvaluation]:
     spec, task = bundle.spec, bundle.task()
     rows = report_rows(spec, task)
-    if any(rows.get(key) for key in ("left_out", "missing", "warnings")):
-        progress(event_text(DATA, rows))
+    if any(rows.get(key) for key in REMARKS):
+        for line in event_text(DATA, rows).splitlines():
+            progress(line)
     held_out = list(task.source.held_out(spec.eval.prompts))
     found = dict[str, ModelEvaluation]()
     async with batch_generator(bundle, task, progress, cache_file=answers) as generator:
@@ -360,7 +364,9 @@ def generate(
     if raw and (written := next((each for each in asked if not each.plain), None)):
         raise UserError("messages cannot be sent as written", where=written.where, hint="leave out raw, or give text")
     trained_by = (model or locate(spec.model.source)).prompts
-    bundle = load_model_bundle(exact_models(spec), progress=progress, model=model)
+    spec = exact_models(spec)
+    check_memory(spec, "generate", folder=model.folder if model else None, note=progress)
+    bundle = load_model_bundle(spec, progress=progress, model=model)
     codec = bundle.codec
     chat = not raw and (bundle.spec.model.chat_template or trained_by.chat)
     system = "" if raw else str(getattr(spec.task, "system_prompt", "")) or trained_by.system_prompt

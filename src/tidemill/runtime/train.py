@@ -31,6 +31,7 @@ from tidemill.runtime.callbacks import Callback, CallbackTelemetry, configured_c
 from tidemill.runtime.extension_checks import identities, refuse_changed, run_extensions
 from tidemill.runtime.journal import SqliteJournal
 from tidemill.runtime.local import IN_PROCESS
+from tidemill.runtime.memory_check import check_memory
 from tidemill.runtime.sandbox_check import check_needed_sandbox
 from tidemill.runtime.stopping import StopRequest
 from tidemill.telemetry.events import DATA, ENVIRONMENT_WARNING
@@ -39,7 +40,8 @@ from tidemill.telemetry.recorder import Recorder
 from tidemill.telemetry.report import report_at_the_end
 from tidemill.telemetry.run_dir import PROMPTS, PromptFormat, RunDirectory
 
-RESUMABLE = ("run.dir", "run.name", "trainer.steps", "trainer.hours", "trainer.threads", "trainer.shards",
+RESUMABLE = ("run.dir", "run.name", "run.check_memory",
+             "trainer.steps", "trainer.hours", "trainer.threads", "trainer.shards",
              "engine.tick_s", "checkpoint.", "telemetry.", "eval.", "runtime", "pool.", "fleet.", "ray.",
              "placement.", "reading.", "gateway.host", "gateway.port", "gateway.token_file", "gateway.body_",
              "gateway.con", "gateway.header_s", "gateway.idle_s", "gateway.stall_s", "simulation.", "weights.",
@@ -82,13 +84,15 @@ def train(
         DeadlineError: a wait timed out.
     """
     refuse_untrainable(spec)
+    remarks = list[str]()
+    check_memory(spec, "rl", note=remarks.append)
     runtime = runtime_of(spec)
     runtime.check(spec)
     check_needed_sandbox(spec)
     own_code, stop = identities(run_extensions(spec)), stop or StopRequest()
     opened = run_session(spec, telemetry_stream, planned_steps=lambda planned: planned.policy_steps)
     with stop.after_hours(spec.trainer.hours), opened as (resumed, run, recorder):
-        for remark in (*without_effect(spec), resumed.optimizer.schedule_remark(spec.policy_steps)):
+        for remark in (*remarks, *without_effect(spec), resumed.optimizer.schedule_remark(spec.policy_steps)):
             if remark:
                 recorder.note(remark)
         if forecast_run is not None and run.past.count == 0:

@@ -23,12 +23,14 @@ from tidemill.models.snapshots import stored_context_limit
 from tidemill.models.turn_format import turn_format
 from tidemill.models.weights_digest import weights_digest
 from tidemill.runtime.callbacks import Callback, CallbackTelemetry, configured_callbacks
+from tidemill.runtime.memory_check import check_memory
 from tidemill.runtime.model_bundle import load_model_bundle
 from tidemill.runtime.stopping import StopRequest
 from tidemill.runtime.train import DATA_DIGEST, record_start, run_session
 from tidemill.telemetry.events import DATA
 from tidemill.telemetry.recorder import Recorder
 from tidemill.telemetry.run_dir import PromptFormat, RunDirectory
+from tidemill.telemetry.statistics import few_items
 from tidemill.trainer.checkpoint_store import CheckpointStore
 from tidemill.trainer.objectives import OBJECTIVES, SupervisedKind
 from tidemill.trainer.supervised_loop import FitContext, FitResult, fit
@@ -65,9 +67,12 @@ def train_supervised(
         UserError: the input, the run directory or the disk is at fault; checkpointed steps are kept.
     """
     stop, stop_request = threading.Event(), stop_request or StopRequest()
-    callbacks = [*callbacks, *configured_callbacks(spec)]
+    callbacks, remarks = [*callbacks, *configured_callbacks(spec)], list[str]()
+    check_memory(spec, "supervised", note=remarks.append)
     opened = run_session(spec, telemetry_stream, planned_steps=_planned_steps, kind=kind)
     with stop_request.after_hours(spec.trainer.hours), opened as (resumed, run, recorder):
+        for remark in remarks:
+            recorder.note(remark)
         with stop_request.on_signals(stop.set), stop_request.bound(lambda _: stop.set()):
             telemetry = CallbackTelemetry(recorder, callbacks, lambda _: stop.set())
             result = _train(resumed, kind, run, recorder, telemetry, stop)
@@ -194,7 +199,9 @@ def _record_start(
         prompts=PromptFormat(chat=examples.train[0].chat, system_prompt=spec.data.system_prompt),
     )
     left_out = dict(examples.left_out)
-    recorder.event(DATA, training=len(examples.train), held_out=len(examples.held_out), left_out=left_out)
+    few = few_items(len(examples.held_out), "held-out example", "hold out more rows")
+    sizes = {"training": len(examples.train), "held_out": len(examples.held_out)}
+    recorder.event(DATA, **sizes, left_out=left_out, **({"few": [few]} if few else {}))
     recorder.event("machine", **device_info)
 
 

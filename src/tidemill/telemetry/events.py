@@ -40,7 +40,7 @@ PLAN: Final = _define("plan", "the number of optimizer steps, where it follows f
 DATA: Final = _define(
     "data",
     "the rows of the run: `training`, `held_out`, those `left_out` by reason; of the `rows` read, those `missing` a "
-    "value, by column; `warnings` about columns that rewards need",
+    "value, by column; `warnings` about columns that rewards need; `few`: evaluated sets that are too small to tell",
 )
 MACHINE: Final = _define("machine", "the devices the run computes on: `device`, `threads` and more")
 WAITING: Final = _define("waiting", "a long wait is still in progress: `awaited`, `waited_s`, `deadline_s`")
@@ -189,7 +189,7 @@ def event_text(name: str, fields: dict[str, Any]) -> str:
         return f"warning: {fields['reason']}"
     if name == DATA:
         rows = [f"data: {text}"] if (text := data_text(fields)) else []
-        return "\n".join([*rows, *(f"warning: {text}" for text in fields.get("warnings", ()))])
+        return "\n".join([*rows, *(f"warning: {text}" for key in ("warnings", "few") for text in fields.get(key, ()))])
     return ""
 
 

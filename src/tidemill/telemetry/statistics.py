@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from tidemill.core.formatting import counted, percent
+
 LEVEL = 0.95
 Z_95 = 1.96
 RESAMPLES = 2000
@@ -55,6 +57,28 @@ def wilson_interval(share: float, n: int) -> tuple[float, float]:
     centre = (share + square / 2) / (1 + square)
     half = Z_95 / (1 + square) * math.sqrt(share * (1 - share) / n + square / (4 * n))
     return max(0.0, centre - half), min(1.0, centre + half)
+
+
+FEW, USUAL = 20, 100
+"""Fewer items tell little: the interval of a share of one half is 40 percentage points wide with 20, 19 with 100."""
+
+
+def few_items(n: int, items: str, cure: str) -> str:
+    """The interval to expect of a share measured on `n` items; empty if they are enough, or none.
+
+    Args:
+        items: "held-out prompt".
+        cure: "raise eval.prompts".
+    """
+    if not 0 < n < FEW:
+        return ""
+    low, high = wilson_interval(0.5, n)
+    usual_low, usual_high = wilson_interval(0.5, USUAL)
+    return (
+        f"{counted(n, items)} can hardly tell models apart: the 95 % interval of an accuracy is "
+        f"{100 * (high - low):.0f} percentage points wide (50 %: {percent(low)} to {percent(high)}); {cure} "
+        f"({USUAL} give {100 * (usual_high - usual_low):.0f} points)"
+    )
 
 
 def normal_interval(mean: float, stderr: float) -> tuple[float, float]:

@@ -294,10 +294,10 @@ def test_a_described_cluster_that_cannot_be(run: Run, argv: tuple[str, ...], say
 def test_a_model_that_is_not_in_the_cache_is_fetched_by_its_name(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("TIDEMILL_CACHE", str(tmp_path))
-    ran = run("plan", "run", "--model.source", "smollm2-135m", "--machines", "rlboost-8xh100")
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    ran = run("plan", "run", "--model.source", "some/model", "--machines", "rlboost-8xh100")
     assert ran.code == 2
-    assert "`tidemill model get smollm2-135m`" in ran.err
+    assert "`tidemill model get some/model`" in ran.err
 
 
 def test_a_run_with_a_profile(run: Run, tmp_path: Path) -> None:

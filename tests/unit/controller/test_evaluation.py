@@ -40,7 +40,8 @@ class ByIndex(FakeScorer):
     """Drawn samples: of h0 only the first is correct, of h1 every one."""
 
     async def score(self, prompt: Prompt, trajectory: Trajectory) -> Reward:
-        return Reward(value=float(prompt.prompt_id == "h1" or trajectory.sample_id.index == 0))
+        right = prompt.prompt_id == "h1" or trajectory.sample_id.index == 0
+        return Reward(value=float(right), correct=right)
 
 
 async def run(
@@ -138,12 +139,15 @@ def test_graded_rewards_have_a_mean_and_no_accuracy() -> None:
     assert judgement(Reward(value=1.5), Reward(value=1.5)) == (1.5, None)
     assert judgement(Reward(value=1.0), Reward(value=0.25)) == (0.625, None)
     assert judgement(Reward(value=-3.0), Reward(value=1.0)) == (-1.0, None)
+    # A graded reward may happen to give only 0 and 1 at one step.
+    assert judgement(Reward(value=1.0), Reward(value=0.0)) == (0.5, None)
 
 
-def test_rewards_of_0_and_1_are_incorrect_and_correct() -> None:
-    assert judgement(Reward(value=1.0), Reward(value=0.0), Reward(value=0.0), Reward(value=1.0)) == (0.5, 0.5)
+def test_correct_rewards_have_an_accuracy() -> None:
+    right, wrong = Reward(value=1.0, correct=True), Reward(value=0.0, correct=False)
+    assert judgement(right, wrong, wrong, right) == (0.5, 0.5)
     # a sample whose reward failed is incorrect, and not in the mean
-    assert judgement(Reward(value=1.0), Reward(value=0.0, valid=False)) == (1.0, 0.5)
+    assert judgement(right, Reward(value=0.0, valid=False)) == (1.0, 0.5)
 
 
 def test_without_a_valid_reward_there_is_no_accuracy() -> None:
@@ -153,8 +157,8 @@ def test_without_a_valid_reward_there_is_no_accuracy() -> None:
 @pytest.mark.parametrize(
     ("reward", "expected"),
     [
-        (Reward(value=1.0), True),
-        (Reward(value=0.99), False),
+        (Reward(value=0.5, correct=True), True),
+        (Reward(value=1.0), False),
         (Reward(value=2.0, correct=False), False),
         (Reward(value=1.0, valid=False), False),
         (None, False),

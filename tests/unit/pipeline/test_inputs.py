@@ -102,11 +102,12 @@ def test_dry_run_reports_rows_that_are_left_out_or_lack_values(tmp_path: Path) -
     prompts = "".join(f'{{"prompt": "{n}+1=", "level": {n or "null"}}}\n' for n in (0, 1, 2, 2))
     shown = '{"prompt": "1+1=", "completion": "2"}\n' * 2 + '{"prompt": "1+2=", "completion": "3"}\n'
     written(tmp_path, shown=shown, pairs=GOOD, prompts=prompts)
-    found = plan_pipeline(pipeline(tmp_path, RECIPE)).remarks
-    assert found == (
+    *found, few = plan_pipeline(pipeline(tmp_path, RECIPE)).remarks
+    assert few.startswith("stage rl: warning: 1 held-out prompt can hardly tell models apart")
+    assert found == [
         "stage sft: shown.jsonl (left out: 1 repeated)",
         "stage rl: data: 2 training rows, 1 held out; left out: 1 repeated; without a value: level in 1 of 4 rows",
-    )
+    ]
 
 
 def test_missing_files_of_all_stages_are_reported(tmp_path: Path) -> None:

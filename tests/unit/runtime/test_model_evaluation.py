@@ -23,7 +23,8 @@ PROMPTS = tuple(make_prompt(f"{number}+0=", str(number)) for number in range(4))
 
 
 def answered(prompt: Prompt, completion: str, index: int = 0) -> Trajectory:
-    reward = Reward(value=float(completion == prompt.answer))
+    right = completion == prompt.answer
+    reward = Reward(value=float(right), correct=right)
     return msgspec.structs.replace(make_trajectory(prompt, completion, index=index), reward=reward)
 
 

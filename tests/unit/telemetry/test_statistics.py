@@ -11,6 +11,7 @@ import pytest
 from tidemill.telemetry.statistics import (
     bootstrap_mean,
     distinct_n,
+    few_items,
     length_figures,
     mean_interval,
     mean_pass_at_k,
@@ -213,3 +214,17 @@ def test_lengths() -> None:
         {"mean": 4.0, "median": 2.5, "p95": 8.95, "min": 1.0, "max": 10.0}
     )
     assert length_figures([]) == {}
+
+
+@pytest.mark.parametrize(
+    ("n", "text"),
+    [
+        (0, ""),
+        # Wilson at one half: (1/2 ± 0.98 / sqrt(3.8416 + n)), here ± 0.3747
+        (3, "75 percentage points wide (50 %: 13 % to 87 %); add rows (100 give 19 points)"),
+        (20, ""),
+    ],
+)  # fmt: skip
+def test_few_items_have_a_wide_interval(n: int, text: str) -> None:
+    found = few_items(n, "prompt", "add rows")
+    assert found.endswith(text) and bool(found) == bool(text)

@@ -67,7 +67,7 @@ class NamedReward:
     value: Callable[[Any], Score] = number  # raises CallError for a result that is no score
     timeout_s: float | None = None  # overrides the scorer's
     queues: bool = True  # `timeout_s` includes the time in the queue of `scores`; else `scores` keeps the deadline
-    correct_at_one: bool = False  # 1 means correct and any lower value incorrect
+    correct_at: float | None = None  # a score from which a sample is correct; None: it does not tell
     gold: bool = False  # only measured: its failure does not make a sample invalid
     needs_answer: bool = False  # not called for samples of rows without an answer, which it makes invalid
 
@@ -211,6 +211,20 @@ COMPARES = frozenset({"exact", "numeric", "math_verify"})
 CORRECT_AT_ONE = frozenset({"exact", "numeric", "math_verify", "regex", "task", "tests"})
 
 
+def correct_at(config: RewardConfig) -> float | None:
+    """The score from which a sample is correct: as configured, as the function declares, or 1 for kinds that compare.
+
+    Raises:
+        UserError: the function does not exist.
+    """
+    if config.correct_at is not None:
+        return config.correct_at
+    if config.kind == "python":
+        declared = resolve(config.function, "reward", where=WHERE_FUNCTION).options.get("correct_at")
+        return None if declared is None else float(declared)
+    return 1.0 if config.kind in CORRECT_AT_ONE else None
+
+
 def build_rewards(configs: Sequence[RewardConfig], context: Context) -> tuple[NamedReward, ...]:
     """The configured rewards, named by `name`, or by kind or function; repeated kinds get a number.
 
@@ -248,7 +262,7 @@ def _build(name: str, config: RewardConfig, context: Context) -> NamedReward:
         inline=config.kind in INLINE,
         scores=scores,
         timeout_s=_timeout_s(config, scores),
-        correct_at_one=config.kind in CORRECT_AT_ONE,
+        correct_at=correct_at(config),
         gold=config.role == "gold",
         needs_answer=config.kind in COMPARES,
     )
@@ -285,7 +299,7 @@ def _build_in_processes(name: str, config: RewardConfig, context: Context) -> Na
         value=_converted,
         timeout_s=timeout_s,
         queues=False,
-        correct_at_one=config.kind in CORRECT_AT_ONE,
+        correct_at=correct_at(config),
         gold=config.role == "gold",
         needs_answer=needs_answer,
     )

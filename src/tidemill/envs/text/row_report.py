@@ -17,6 +17,11 @@ from tidemill.envs.text.scorer import evaluation_scoring
 from tidemill.envs.text.user_rewards import STANDARD, WHERE
 from tidemill.extensions.registry import resolve
 from tidemill.extensions.signature import wanted_arguments
+from tidemill.telemetry.metrics import HELD_OUT_NAME
+from tidemill.telemetry.statistics import few_items
+
+REMARKS = ("left_out", "missing", "warnings", "few")
+"""Fields that deserve a line before an evaluation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,9 +60,11 @@ def report_rows(spec: RunSpec, task: Task) -> dict[str, Any]:
     """
     warnings = [warning for scored in _scored_rows(spec, task) for warning in _warnings(scored, task.columns)]
     in_sets = {f"repeated in {name}": found.rows.repeated for name, found in task.eval_sets.items()}
+    sizes = {HELD_OUT_NAME: task.held_out_size, **{name: found.rows.rows for name, found in task.eval_sets.items()}}
     found: dict[str, Any] = {
         "left_out": {**task.left_out, **{reason: count for reason, count in in_sets.items() if count}},
         "warnings": list(dict.fromkeys(warnings)),
+        **({"few": few} if (few := few_prompts(spec, sizes)) else {}),
     }
     if task.train_rows is None or task.held_out_rows is None:
         return found if any(found.values()) else {}
@@ -66,6 +73,32 @@ def report_rows(spec: RunSpec, task: Task) -> dict[str, Any]:
         rows = rows.plus(task.held_out_rows)
     sizes = {"training": task.train_size, "held_out": task.held_out_size, "rows": rows.rows}
     return {**sizes, **found, "missing": missing_values(rows)}
+
+
+def few_prompts(spec: RunSpec, sizes: Mapping[str, int]) -> list[str]:
+    """A warning for each evaluated set that is too small to tell much.
+
+    Args:
+        sizes: prompts of the sets, by name; those of a set that is missing suffice for `eval.prompts`.
+    """
+    asked = {HELD_OUT_NAME: spec.eval.prompts} | {
+        each.name: each.prompts or spec.eval.prompts for each in spec.eval.sets
+    }
+    found = list[str]()
+    for name, most in asked.items():
+        size = sizes.get(name, most)
+        if most <= size:
+            cure = "raise eval.prompts"
+        elif name != HELD_OUT_NAME:
+            cure = "add rows"
+        else:
+            cure = "raise task.held_out_size" if hasattr(spec.task, "held_out_size") else "hold out more rows"
+        found.append(few_items(min(most, size), _items(name), cure))
+    return [text for text in found if text]
+
+
+def _items(name: str) -> str:
+    return "held-out prompt" if name == HELD_OUT_NAME else f"{name} prompt"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,17 +9,18 @@ from collections.abc import Callable
 
 from tidemill.config.sandbox import SandboxConfig
 from tidemill.config.task import RewardConfig, ScoringConfig
-from tidemill.core.errors import ReaderLost, exception_text
-from tidemill.core.records import CORRECT_REWARD, Prompt, Reward, Trajectory
+from tidemill.core.errors import ReaderLost, UserError, exception_text
+from tidemill.core.records import Prompt, Reward, Trajectory
 from tidemill.envs.text.batch_rewards import Sample
 from tidemill.envs.text.prompts import ANSWER, Task
-from tidemill.envs.text.rewards import Context, NamedReward, QueuedReward, build_rewards
+from tidemill.envs.text.rewards import Context, NamedReward, QueuedReward, build_rewards, correct_at
 from tidemill.extensions.calls import MAX_HANGING, CallError, CallTimeout, HangingError, UserCalls
 from tidemill.extensions.function_pool import FunctionProcesses
 from tidemill.extensions.scores import LARGEST, TOO_LARGE, Score
 
 CHECKS_THE_ANSWER = frozenset({"exact", "numeric", "math_verify", "task", "tests"})
 NOT_ABOUT_CORRECTNESS = frozenset({"random", "length", "model"})
+ROUNDING = 1e-6
 
 
 class RewardCalls:
@@ -56,13 +57,13 @@ class RewardScorer:
     ) -> None:
         self._rewards, self._timeout_s = rewards, timeout_s
         counted = [reward for reward in rewards if reward.weight]
-        self._tells_correctness = len(counted) == 1 and counted[0].correct_at_one and counted[0].weight == 1
+        self._judge = counted[0] if len(counted) == 1 and counted[0].weight > 0 else None
         self._turns = asyncio.Semaphore(concurrency)
         self._calls = calls or RewardCalls(concurrency)
 
     async def score(self, prompt: Prompt, trajectory: Trajectory) -> Reward:
         """The weighted sum of all rewards; `components` holds each before weighting. `correct` is set only if the one
-        reward with a non-zero weight is 1 for correct answers and less for incorrect ones.
+        reward with a non-zero weight tells (`NamedReward.correct_at`).
 
         A reward that raises, times out or returns no finite number makes the sample's reward invalid: value 0 and a
         reason that names reward, error and sample.
@@ -110,10 +111,14 @@ class RewardScorer:
             named = f"{of.purpose} {of.prompt_id} epoch {of.epoch} index {of.index}"
             reason = f"{'; '.join(faults)} (sample {named})"
             return Reward(value=0.0, components=components, valid=False, reason=reason)
-        value = math.fsum(weighted)
-        return Reward(
-            value=value, components=components, correct=value >= CORRECT_REWARD if self._tells_correctness else None
-        )
+        return Reward(value=math.fsum(weighted), components=components, correct=self._correct(components))
+
+    def _correct(self, components: dict[str, float]) -> bool | None:
+        """By the kind of the reward, never by its values: a graded reward may happen to be 0 or 1."""
+        judge = self._judge
+        if judge is None or judge.correct_at is None or judge.name not in components:
+            return None
+        return components[judge.name] >= judge.correct_at - ROUNDING
 
     async def close(self) -> None:
         """See `RewardCalls.close`."""
@@ -207,10 +212,10 @@ def build_scorer(
 def evaluation_scoring(scoring: ScoringConfig, *, task: Task, rewards: tuple[RewardConfig, ...] = ()) -> ScoringConfig:
     """The rewards used for evaluation: they measure correctness if possible, whatever training optimizes.
 
-    The run's first reward that compares with the answer, with weight 1. Without one: the run's other rewards, except
-    random, length and model rewards. If none is left: the task's scorer or the comparison with the answer, so that a
-    control run is measured too; without answers, all rewards of the run. Reward models are included with weight 0, so
-    that their scores of held-out samples can be compared with correctness.
+    The run's first reward that compares with the answer or declares what is correct, with weight 1. Without one: the
+    run's other rewards, except random, length and model rewards. If none is left: the task's scorer or the comparison
+    with the answer, so that a control run is measured too; without answers, all rewards of the run. Reward models are
+    included with weight 0, so that their scores of held-out samples can be compared with correctness.
 
     Args:
         rewards: `eval.rewards`; if there are any, they are used instead.
@@ -219,10 +224,20 @@ def evaluation_scoring(scoring: ScoringConfig, *, task: Task, rewards: tuple[Rew
         return scoring.model_copy(update={"rewards": rewards})
     models = tuple(each.model_copy(update={"weight": 0.0}) for each in scoring.rewards if each.kind == "model")
     as_reward = {"weight": 1.0, "role": "reward"}
-    judging = tuple(each.model_copy(update=as_reward) for each in scoring.rewards if each.kind in CHECKS_THE_ANSWER)
+    judging = tuple(each.model_copy(update=as_reward) for each in scoring.rewards if _judges(each))
     others = tuple(each for each in scoring.rewards if each.kind not in NOT_ABOUT_CORRECTNESS)
     rows = task.held_out_rows
     if not (judging or others) and task.check is None and rows is not None and rows.mostly_missing(ANSWER):
         return scoring
     fallback = RewardConfig(kind="exact" if task.check is None else "task")
     return scoring.model_copy(update={"rewards": (judging[:1] or others or (fallback,)) + models})
+
+
+def _judges(config: RewardConfig) -> bool:
+    """Whether a reward compares with the answer, or declares what is correct."""
+    if config.kind in CHECKS_THE_ANSWER:
+        return True
+    try:
+        return config.kind not in NOT_ABOUT_CORRECTNESS | {"regex"} and correct_at(config) is not None
+    except UserError:  # reported where the function is called
+        return False

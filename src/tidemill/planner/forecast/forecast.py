@@ -11,16 +11,20 @@ from typing import Any
 
 import msgspec
 
-from tidemill.config.pool import StaticPool, SyntheticPool, TracePool
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import TidemillError, UserError
 from tidemill.core.formatting import counted
-from tidemill.core.records import Record
-from tidemill.hardware.engine_profile import parking_rows
-from tidemill.hardware.model_shape import ModelShape, adapter_parameters
-from tidemill.hardware.trainer_profile import Recompute, activation_bytes
+from tidemill.hardware.figures import Derivation
+from tidemill.hardware.process_memory import (
+    LIBRARIES,
+    Lengths,
+    Models,
+    element_bytes,
+    engine_cache,
+    microbatch,
+    rl_states,
+)
 from tidemill.planner.calibration.profile import RunProfile, kept_profiles, setting_differences
-from tidemill.planner.figures import Derivation
 from tidemill.planner.forecast.one_machine import simulate_recipe
 from tidemill.sim.outcome import SimulatedRun
 from tidemill.telemetry.events import CHECKPOINT, EVALUATION, PUBLISH
@@ -267,160 +271,20 @@ def derive(forecast: Forecast, sheet: Derivation) -> None:
     )
 
 
-FP32, BF16 = 4, 2
-LEARNED = 16
-"""Bytes per trained parameter: weights, gradients and Adam's two moments in fp32."""
-SNAPSHOTS = 2
-"""Published versions kept for workers in the same process."""
-BF16_TO_FP32 = 2
-LIBRARIES = 450e6
-"""Resident bytes of a CPU process with Python, PyTorch and transformers, without a model; measured on Linux x86-64."""
-MEGABYTE = 1e6
-SOURCE = "the embedded engine and trainer, in fp32; Korthikanti et al., arXiv 2205.05198, for activations"
-HELD = "trained: weights, gradients and two moments in fp32; frozen: weights in fp32, shared ones counted once"
-
-
-class Models(Record):
-    """The shapes of a recipe's models."""
-
-    policy: ModelShape
-    critic: ModelShape | None = None  # of critic.source; None if the critic starts from the policy
-    rewards: tuple[ModelShape, ...] = ()  # one per folder
-
-
 def memory_on_this_machine(spec: RunSpec, models: Models, profile: RunProfile, sheet: Derivation) -> float:
     """Bytes of the training process: models, one microbatch, keys and values, and libraries."""
     on_gpu = profile.machine.device != "cpu"
-    bf16 = spec.trainer.precision == "bf16" or (spec.trainer.precision == "auto" and on_gpu)
-    element = BF16 if bf16 else FP32
-    held = _models(spec, models, element, sheet)
-    activations, logits = _microbatch(spec, models.policy, profile, sheet)
-    cache = _cache(spec, models.policy, profile, element, sheet)
-    libraries = 0.0 if on_gpu else LIBRARIES
+    element = element_bytes(spec, on_gpu=on_gpu)
+    lengths = Lengths(prompt=profile["prompt_tokens"], packed=profile["packed_prompt_tokens"])
+    activations, logits = microbatch(spec, models.policy, lengths, sheet)
     return sheet.compute(
         "memory_bytes",
         "bytes",
         formula="models + activations + logits + kv + libraries",
         source="of the training process; libraries as measured on a CPU, none on a GPU",
-        models=held,
+        models=rl_states(spec, models, element, sheet).total,
         activations=activations,
         logits=logits,
-        kv=cache,
-        libraries=libraries,
-    )
-
-
-def _models(spec: RunSpec, models: Models, element: int, sheet: Derivation) -> float:
-    """Bytes of the policy and all other models in the training process."""
-    policy, one_rank = models.policy, spec.trainer.shards == 1
-    total = trained_bytes("policy", spec, policy, sheet, base_elsewhere=False)
-    learned = learned_parameters(spec, policy)
-    if one_rank and (element != FP32 or spec.schedule.max_policy_lag > 0):
-        # In fp32 a copy shares the frozen base with the policy.
-        copied = policy.parameters + (learned if spec.model.lora.enabled else 0.0) if element != FP32 else learned
-        total += _plain("engine_copy", copied, element, "the engine's copy of the weights", sheet)
-    if spec.algorithm.kl_beta > 0 and spec.placement.reference == "trainer":
-        # With LoRA the reference is the policy's frozen base.
-        frozen = 0.0 if one_rank and spec.model.lora.enabled else policy.parameters
-        total += _plain("reference", frozen / spec.trainer.shards, FP32, HELD, sheet)
-    if spec.algorithm.needs_critic and spec.placement.critic == "trainer" and spec.critic.kind == "own":
-        total += trained_bytes("critic", spec, models.critic or policy, sheet, base_elsewhere=models.critic is None)
-    in_process = spec.runtime == "inprocess"
-    if models.rewards and in_process:
-        total += _plain("reward", sum(shape.parameters for shape in models.rewards), FP32, HELD, sheet)
-    if in_process and workers_of(spec):
-        total += _plain("snapshots", SNAPSHOTS * learned, element, "the newest two published versions", sheet)
-    return total
-
-
-def learned_parameters(spec: RunSpec, shape: ModelShape) -> float:
-    """Trained parameters of a model: all, or those of its adapter (an upper bound with model.lora.targets)."""
-    lora = spec.model.lora
-    return adapter_parameters(shape, lora.rank) if lora.enabled else shape.parameters
-
-
-def workers_of(spec: RunSpec) -> int:
-    """Maximum number of simulated workers in the process."""
-    pool = spec.pool
-    if isinstance(pool, TracePool):
-        return pool.max_workers
-    return pool.workers if isinstance(pool, StaticPool | SyntheticPool) else 0
-
-
-def trained_bytes(role: str, spec: RunSpec, shape: ModelShape, sheet: Derivation, *, base_elsewhere: bool) -> float:
-    """Bytes of a trained model.
-
-    Args:
-        base_elsewhere: with LoRA, its frozen weights are counted with another role.
-    """
-    learned = learned_parameters(spec, shape)
-    frozen = shape.parameters if spec.model.lora.enabled and not base_elsewhere else 0.0
-    return sheet.compute(
-        f"{role}_bytes",
-        "bytes",
-        formula="(learned_parameters * learned_bytes + frozen_parameters * frozen_bytes) / shards",
-        source=HELD,
-        shards=spec.trainer.shards,
-        learned_parameters=learned,
-        learned_bytes=LEARNED,
-        frozen_parameters=frozen,
-        frozen_bytes=FP32,
-    )
-
-
-def _plain(name: str, parameters: float, element: int, source: str, sheet: Derivation) -> float:
-    """Bytes of the weights of a model that is not trained."""
-    return sheet.compute(
-        f"{name}_bytes",
-        "bytes",
-        formula="parameters * element_bytes",
-        source=source,
-        parameters=parameters,
-        element_bytes=element,
-    )
-
-
-def _microbatch(spec: RunSpec, shape: ModelShape, profile: RunProfile, sheet: Derivation) -> tuple[float, float]:
-    """Bytes of one microbatch: (activations, logits)."""
-    batch = spec.batch
-    recompute: Recompute = "full" if spec.trainer.activation_checkpointing else "none"
-    packed = profile["packed_prompt_tokens"] + batch.group_size * spec.sampling.max_new_tokens
-    tokens = min(batch.microbatch_tokens, batch.prompts * packed)
-    activations = sheet.compute(
-        "activation_bytes",
-        "bytes",
-        formula="tokens * bytes_per_token",
-        source=f"{SOURCE}; a microbatch, at most the whole batch",
-        tokens=tokens,
-        bytes_per_token=BF16_TO_FP32 * activation_bytes(shape, tokens=1, recompute=recompute, tp=1),
-    )
-    logits = sheet.compute(
-        "logits_bytes",
-        "bytes",
-        formula="min(budget, 2 * 4 * tokens * vocab)",
-        source="logits and their gradients, in chunks of trainer.logits_budget_mb",
-        budget=spec.trainer.logits_budget_mb * MEGABYTE,
-        tokens=tokens,
-        vocab=shape.vocab,
-    )
-    return activations, logits
-
-
-def _cache(spec: RunSpec, shape: ModelShape, profile: RunProfile, element: int, sheet: Derivation) -> float:
-    """Bytes of keys and values of the engines in this process."""
-    context = profile["prompt_tokens"] + max(spec.sampling.max_new_tokens, spec.eval.max_new_tokens)
-    engines = int(spec.trainer.shards == 1) + (workers_of(spec) if spec.runtime == "inprocess" else 0)
-    rows, token_bytes = spec.engine.slots + 1, shape.kv_bytes_per_token(element)
-    if spec.env.enabled:
-        context += spec.env.turns * spec.env.observation_tokens
-        rows += parking_rows(spec.engine.slots, context * token_bytes)
-    return sheet.compute(
-        "kv_bytes",
-        "bytes",
-        formula="engines * rows * context * bytes_per_token",
-        source="every slot of every engine in this process at its full length, and rows of episodes between two turns",
-        engines=engines,
-        rows=rows,
-        context=context,
-        bytes_per_token=token_bytes,
+        kv=engine_cache(spec, models.policy, lengths, element, sheet),
+        libraries=0.0 if on_gpu else LIBRARIES,
     )

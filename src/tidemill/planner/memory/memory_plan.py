@@ -9,7 +9,7 @@ import msgspec
 from tidemill.core.errors import UserError
 from tidemill.core.formatting import size
 from tidemill.core.records import Record
-from tidemill.planner.figures import Derivation, Figure
+from tidemill.hardware.figures import Derivation, Figure
 from tidemill.planner.memory.per_gpu import (
     Fit,
     Shares,

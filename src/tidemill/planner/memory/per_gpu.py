@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from tidemill.core.records import Record
+from tidemill.hardware.figures import Derivation
 from tidemill.hardware.model_shape import DTYPE_BYTES
 from tidemill.hardware.trainer_profile import (
     GATHERED_LAYERS,
@@ -13,7 +14,6 @@ from tidemill.hardware.trainer_profile import (
     layer_activation_bytes,
     layer_parts,
 )
-from tidemill.planner.figures import Derivation
 from tidemill.planner.memory.states import GENERATE_NOTHING, MemoryQuestion
 
 RUNTIME_BYTES = 2e9

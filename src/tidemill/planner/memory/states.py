@@ -6,6 +6,7 @@ import difflib
 
 from tidemill.core.errors import UserError
 from tidemill.core.records import Record
+from tidemill.hardware.figures import Derivation
 from tidemill.hardware.gpu_catalog import Gpu
 from tidemill.hardware.model_shape import (
     FROZEN_BYTES,
@@ -16,7 +17,6 @@ from tidemill.hardware.model_shape import (
     adapted_widths,
 )
 from tidemill.hardware.trainer_profile import Recompute
-from tidemill.planner.figures import Derivation
 
 
 class Role(Record):

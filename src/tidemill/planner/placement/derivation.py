@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from tidemill.hardware.engine_profile import steady_tokens_per_s
+from tidemill.hardware.figures import Derivation
 from tidemill.hardware.model_shape import DTYPE_BYTES
-from tidemill.planner.figures import Derivation
 from tidemill.planner.placement.estimate import Engine, Placement, Side, batch_tokens, estimate, portions
 from tidemill.planner.placement.training import PlacementQuestion, Training, learning
 

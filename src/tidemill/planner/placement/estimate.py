@@ -20,8 +20,8 @@ from tidemill.hardware.engine_profile import (
     generation_s,
     steady_tokens_per_s,
 )
+from tidemill.hardware.figures import Derivation, positive
 from tidemill.hardware.gpu_catalog import ETHERNET_LATENCY_S
-from tidemill.planner.figures import Derivation, positive
 from tidemill.planner.memory.states import WHOLE_BATCH
 from tidemill.planner.placement.training import Offer, PlacementQuestion, Training, learned_parameters
 

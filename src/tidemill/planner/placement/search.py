@@ -12,7 +12,7 @@ from tidemill.core.errors import UserError
 from tidemill.core.formatting import counted, percent, size
 from tidemill.core.records import Record
 from tidemill.hardware.engine_profile import steady_tokens_per_s
-from tidemill.planner.figures import Figure
+from tidemill.hardware.figures import Figure
 from tidemill.planner.placement.derivation import derive
 from tidemill.planner.placement.estimate import Engine, Estimate, Placement, Side, TooSmall, best_engine, estimate
 from tidemill.planner.placement.training import (

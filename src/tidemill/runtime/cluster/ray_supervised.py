@@ -35,6 +35,7 @@ from tidemill.runtime.cluster.ray_ranks import join_group, rank_remotes
 from tidemill.runtime.cluster.ray_trainer import NO_DEADLINE
 from tidemill.runtime.cluster.telemetry_relay import Line, LineQueue, relay
 from tidemill.runtime.compute import ComputeThread
+from tidemill.runtime.memory_check import check_memory
 from tidemill.runtime.model_bundle import ModelBundle, load_model_bundle
 from tidemill.telemetry.recorder import NullTelemetry
 from tidemill.trainer.checkpoint_store import CheckpointStore
@@ -97,6 +98,7 @@ class SupervisedRank(AsyncActor):
         self._plan = planned = decode(plan, SupervisedPlan)
         spec = RunSpec.model_validate_json(planned.spec)
         require_reserved_gpus(spec.ray.trainer_gpus, "ray.trainer_gpus")
+        check_memory(spec, "supervised", note=lambda _: None, alone=False)
 
         def start() -> SupervisedStarted:
             bundle = load_model_bundle(spec, progress=lambda _: None, generates=False)

@@ -22,6 +22,7 @@ from tidemill.core.records import (
     WeightManifest,
 )
 from tidemill.extensions.registry import Extension, provide
+from tidemill.hardware.process_memory import Work
 from tidemill.models.snapshots import dtype_name
 from tidemill.rollout.worker import EngineWorker
 from tidemill.runtime.backend import TrainerCheckpoints
@@ -39,6 +40,7 @@ from tidemill.runtime.cluster.weight_transports import (
 from tidemill.runtime.colocated import open_colocated
 from tidemill.runtime.compute import ComputeThread
 from tidemill.runtime.extension_checks import identities, refuse_changed, trainer_extensions
+from tidemill.runtime.memory_check import check_memory
 from tidemill.runtime.model_bundle import ModelBundle, build_critic, load_model_bundle
 from tidemill.runtime.publishers import ModelPublisher, ProbePublisher, ShardPublisher
 from tidemill.runtime.readers import reference_reader
@@ -65,13 +67,15 @@ def checked_spec(plan: TrainerPlan, functions: Sequence[Extension]) -> RunSpec:
     """The configuration of a trainer's actor, with its user functions.
 
     Raises:
-        UserError: a function differs on this machine, or torch cannot use the reserved GPU.
+        UserError: a function differs on this machine, torch cannot use the reserved GPU, or the models do not fit.
     """
     spec = RunSpec.model_validate_json(plan.spec)
     provide(functions)
     here = identities(trainer_extensions(spec))
     refuse_changed({name: plan.identities[name] for name in here}, here, where="the trainer's machine")
     require_reserved_gpus(spec.ray.trainer_gpus, "ray.trainer_gpus")
+    work: Work = "serve" if spec.task.kind == "served" else "rl"
+    check_memory(spec, work, note=lambda _: None, alone=False)
     return spec
 
 

@@ -42,6 +42,7 @@ from tidemill.runtime.cluster.ray_calls import (
 from tidemill.runtime.cluster.ray_internals import signal_fd
 from tidemill.runtime.cluster.weight_transports import open_puller, open_readers
 from tidemill.runtime.compute import ComputeThread
+from tidemill.runtime.memory_check import check_memory
 from tidemill.runtime.open_engine import ModelFiles, Opened, open_engine
 from tidemill.weights.node_folder import forget_snapshots
 
@@ -153,6 +154,7 @@ class RolloutActor(EngineActor):
         def opened() -> Opened:
             torch.set_num_threads(planned.threads)
             require_reserved_gpus(spec.ray.worker_gpus, "ray.worker_gpus")
+            check_memory(spec, "worker", folder=self._files.path, note=lambda _: None, alone=False)
             return open_engine(spec, self._files.path, prompt_tokens=planned.prompt_tokens, dtype=planned.dtype)
 
         engine, user = await engine_compute.run(opened)

@@ -168,6 +168,8 @@ def findings(data: RunData) -> list[Finding]:
     rows = data.events_named(DATA)
     if rows and (warnings := rows[-1].get("warnings")):
         found.append(Finding("Rows lack what rewards need", f"{'; '.join(warnings)}."))
+    if rows and (few := rows[-1].get("few")):
+        found.append(Finding("Few held-out prompts", f"{'; '.join(few)}."))
     if invalid := sum(data.values(metrics.SAMPLES_INVALID)):
         failures = data.events_named(REWARD_FAILED)
         example = f" For example: {failures[-1].get('reason')}" if failures else ""

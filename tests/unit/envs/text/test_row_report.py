@@ -15,6 +15,7 @@ from tidemill.core.errors import UserError
 from tidemill.envs.text import build_task
 from tidemill.envs.text.eval_sets import counted, with_eval_sets
 from tidemill.envs.text.row_report import report_rows
+from tidemill.telemetry.statistics import few_items
 
 Rows = Sequence[dict[str, Any]]
 EXACT: dict[str, Any] = {"kind": "exact"}
@@ -120,7 +121,24 @@ def test_rows_that_are_left_out_and_values_that_are_missing_are_counted(tmp_path
         "rows": 16,
         "missing": {"answer": 3, "level": 7},
         "warnings": [],
+        "few": [few_items(2, "held-out prompt", "hold out more rows"), few_items(12, "more prompt", "add rows")],
     }
+
+
+@pytest.mark.parametrize(
+    ("held_out", "settings", "few"),
+    [
+        (3, {}, [few_items(3, "held-out prompt", "hold out more rows")]),
+        (19, {}, [few_items(19, "held-out prompt", "hold out more rows")]),
+        (20, {}, []),
+        (40, {"prompts": 8}, [few_items(8, "held-out prompt", "raise eval.prompts")]),
+    ],
+)  # fmt: skip
+def test_sets_that_are_too_small_to_tell_are_named(
+    tmp_path: Path, held_out: int, settings: dict[str, Any], few: list[str]
+) -> None:
+    found = report(tmp_path, rows(8, answer="1"), held_out=rows(held_out, first=8, answer="1"), eval=settings)
+    assert found.get("few", []) == few
 
 
 def test_counting_alone_finds_the_same_rows_and_leaves_no_index(
@@ -139,7 +157,14 @@ def test_counting_alone_finds_the_same_rows_and_leaves_no_index(
 @pytest.mark.parametrize(
     ("in_set", "expected"),
     [
-        ([*ANSWERED, *ANSWERED], {"left_out": {"repeated in more": 6}, "warnings": []}),
+        (
+            [*ANSWERED, *ANSWERED],
+            {
+                "left_out": {"repeated in more": 6},
+                "warnings": [],
+                "few": [few_items(12, "more prompt", "add rows")],
+            },
+        ),
         (
             [*ANSWERED, *NULL[:1]],
             {
@@ -147,9 +172,10 @@ def test_counting_alone_finds_the_same_rows_and_leaves_no_index(
                 "warnings": [
                     "1 of 7 rows of more have no answer, which the reward exact needs: their samples are invalid"
                 ],
+                "few": [few_items(7, "more prompt", "add rows")],
             },
         ),
-        (ANSWERED, {}),
+        (rows(30, answer="1"), {}),
     ],
 )
 def test_sets_of_a_task_without_rows_are_counted(tmp_path: Path, in_set: Rows, expected: dict[str, Any]) -> None:

@@ -18,6 +18,7 @@ import msgspec
 import pytest
 from msgspec.structs import replace as replace_fields
 
+import tidemill as tm
 from tests.char_codec import CharCodec, make_prompt, make_trajectory
 from tidemill.config.task import ArithmeticTask, RewardConfig, ScoringConfig
 from tidemill.core.records import Reward, SampleId, Turn
@@ -77,7 +78,8 @@ LENGTH = RewardConfig(kind="length", target_tokens=3)
         ((EXACT,), "13\n", False),
         ((EXACT, RewardConfig(kind="random", weight=0.0)), "12\n", True),  # what counts nothing decides nothing
         ((EXACT, LENGTH), "12\n", None),
-        ((NUMERIC,), "12\n", None),
+        ((NUMERIC,), "12\n", True),
+        ((NUMERIC,), "13\n", False),
         ((LENGTH,), "12\n", None),
     ],
 )
@@ -110,6 +112,33 @@ async def test_part_of_a_reward_is_a_wrong_answer(monkeypatch: pytest.MonkeyPatc
 async def test_a_function_does_not_tell_whether_an_answer_is_right(grade: float) -> None:
     reward = await scored(scorer(lambda _: grade))
     assert (reward.value, reward.correct) == (grade, None)
+
+
+@tm.reward(correct_at=0.8)
+def declared(completion: str) -> float:
+    return 0.9 if "12" in completion else 0.5
+
+
+PYTHON = RewardConfig(kind="python", function=f"{__name__}:declared", weight=2.0)
+
+
+@pytest.mark.parametrize(
+    ("reward", "right", "wrong"),
+    [
+        (PYTHON, True, False),
+        (PYTHON.model_copy(update={"correct_at": 0.95}), False, False),  # the configuration precedes the decorator
+        (LENGTH.model_copy(update={"correct_at": 1.0}), True, True),
+    ],
+)
+async def test_a_reward_declares_what_is_correct(reward: RewardConfig, right: bool, wrong: bool) -> None:
+    built = build_scorer(ScoringConfig(rewards=(reward,)), task=TASK, seed=0)
+    assert [(await scored(built, completion)).correct for completion in ("12\n", "13\n")] == [right, wrong]
+    await built.close()
+
+
+def test_a_reward_that_declares_what_is_correct_is_the_one_that_evaluates() -> None:
+    found = evaluation_scoring(ScoringConfig(rewards=(LENGTH, PYTHON)), task=TASK).rewards
+    assert found == (PYTHON.model_copy(update={"weight": 1.0}),)
 
 
 async def test_stop_strings_of_the_run_replace_those_of_the_task() -> None:

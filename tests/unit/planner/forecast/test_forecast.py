@@ -7,7 +7,7 @@ import pytest
 from tests.formulas import check_figures
 from tests.planted import planted, spec_of
 from tidemill.cli.plan_options import models_of, shape_of_model
-from tidemill.planner.figures import Derivation
+from tidemill.hardware.figures import Derivation
 from tidemill.planner.forecast.forecast import (
     derive,
     forecast_recipe,

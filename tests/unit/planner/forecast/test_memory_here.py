@@ -6,9 +6,10 @@ import pytest
 
 from tests.planted import planted, spec_of
 from tidemill.cli.plan_options import models_of
+from tidemill.hardware.figures import Derivation
 from tidemill.hardware.model_shape import adapter_parameters
-from tidemill.planner.figures import Derivation
-from tidemill.planner.forecast.forecast import LIBRARIES, memory_on_this_machine
+from tidemill.hardware.process_memory import LIBRARIES
+from tidemill.planner.forecast.forecast import memory_on_this_machine
 
 KL = {"kl_beta": 0.01}
 

@@ -87,6 +87,7 @@ def test_headlines(tmp_path: Path, metrics: str, events: str, sentence: str) -> 
 @pytest.mark.parametrize(
     ("metrics", "events", "config", "title"),
     [
+        ("", '{"event":"data","few":["3 prompts"]}\n', "", "Few held-out prompts"),
         (lines("samples_invalid", [0, 2, 1]), "", "", "3 samples without a valid reward"),
         (lines("groups_without_signal", [7] * 6), "", "[batch]\nprompts = 8\n", "88 % of recent groups had no signal"),
         (lines("truncated_fraction", [0.0, 0.5]), "", "", "25 % of recent completions were truncated"),

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from benchmarks.origin import ROOT
+
 MARK = "TIDEMILL_GPU_CHECK"
 """Environment variable that marks the processes of a check: some lead process groups of their own."""
 GRACE_S = 3.0  # for a stopped check to end by itself
@@ -41,6 +43,7 @@ def run_to_end(command: Sequence[str], *, limit_s: float, log: IO[bytes]) -> End
         stdin=subprocess.DEVNULL,
         stdout=log,
         stderr=subprocess.STDOUT,
+        cwd=ROOT,
         start_new_session=True,
         env=os.environ | {MARK: mark, "PYTHONUNBUFFERED": "1"},
     )

@@ -12,12 +12,16 @@ import json
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
-from benchmarks.gpu.rows import Skip
+
+class Skip(Exception):
+    """A row that cannot be measured here; says why."""
 
 
 class AtMost(NamedTuple):
@@ -32,8 +36,23 @@ class AtMost(NamedTuple):
 class Settings:
     """Where and how large a check runs."""
 
-    device: torch.device
+    device_type: str
     tiny: bool
+
+    @cached_property
+    def device(self) -> torch.device:
+        import torch
+
+        return torch.device(self.device_type)
+
+    def free_memory(self) -> None:
+        """Of earlier rows, and count the peak from now on."""
+        gc.collect()  # a model may be in a cycle of references
+        if self.device_type == "cuda":
+            import torch
+
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
 
 
 class CheckRows:
@@ -65,10 +84,7 @@ class CheckRows:
         found = {"row": row, "verdict": verdict, "why": why, "figures": figures, "limits": named}
         with self._file.open("a", encoding="utf-8") as file:
             file.write(json.dumps(found) + "\n")
-        gc.collect()  # a model in a cycle of references would count for the next row
-        if self.settings.device.type == "cuda":
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
+        self.settings.free_memory()
         return found
 
 

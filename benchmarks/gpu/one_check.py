@@ -10,8 +10,6 @@ import importlib
 import sys
 from pathlib import Path
 
-import torch
-
 from benchmarks.gpu.check_rows import CheckRows, Settings
 
 
@@ -24,7 +22,7 @@ def main() -> int:
     options = parser.parse_args()
     module, _, function = options.check.partition(":")
     check = getattr(importlib.import_module(module), function)
-    check(CheckRows(options.rows, Settings(device=torch.device(options.device), tiny=options.tiny)))
+    check(CheckRows(options.rows, Settings(device_type=options.device, tiny=options.tiny)))
     return 0
 
 

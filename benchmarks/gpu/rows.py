@@ -12,14 +12,11 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from benchmarks.gpu.check_rows import Skip
 from benchmarks.measuring import write_result
 from benchmarks.origin import parsed
 
 WARM_UP = 2
-
-
-class Skip(Exception):
-    """A row that cannot be measured here; says why."""
 
 
 class Rows:

@@ -21,7 +21,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu.rows import Rows, Skip, options
+from benchmarks.gpu.check_rows import Skip
+from benchmarks.gpu.rows import Rows, options
 from benchmarks.training_run import train
 from tidemill.telemetry.metrics import read_metrics
 from tidemill.telemetry.run_dir import RunDirectory

@@ -11,8 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.check_rows import AtMost, CheckRows, Settings
-from benchmarks.gpu.rows import Skip
+from benchmarks.gpu.check_rows import AtMost, CheckRows, Settings, Skip
 from benchmarks.gpu.runs import COLOCATED, DEADLINE_S, RECIPE, RUNS, model_table, twice
 from benchmarks.training_run import train
 

@@ -112,7 +112,8 @@ def missing_packages(dependencies: Iterable[str], present: frozenset[str], *, py
     Raises:
         LookupError: a package is not installed here.
     """
-    environment = {**default_environment(), "python_version": python, "python_full_version": f"{python}.0", "extra": ""}
+    environment: dict[str, str] = {name: str(value) for name, value in default_environment().items()}
+    environment |= {"python_version": python, "python_full_version": f"{python}.0", "extra": ""}
     missing, due = set[str](), [Requirement(each) for each in dependencies]
     while due:
         requirement = due.pop()

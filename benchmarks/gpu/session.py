@@ -12,6 +12,7 @@ and the reason is listed. The exit code is 1 if a check failed or found somethin
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import math
 import os
@@ -37,6 +38,7 @@ from benchmarks.stopping import INTERRUPTED_CODE, sigterm_as_ctrl_c
 DEVICE_LIMIT_S = 120.0  # the first import of torch from a cold disk
 DEVICE_PROGRAM = "import torch; print(torch.cuda.get_device_name() if torch.cuda.is_available() else '')"
 SAID = 600  # characters of a failed check's output in its result
+CPU_PATIENCE = 3.0
 UNUSED_S = 5.0  # of the time, to write results
 
 
@@ -65,9 +67,10 @@ def main() -> int:
     if not device:
         print("no GPU; use --device cpu --tiny", file=sys.stderr)
         return 2
-    if device == "cpu":
-        os.environ.setdefault("OMP_NUM_THREADS", "1")
     chosen = [check for check in CHECKS if not names or check.name in names]
+    if device == "cpu":  # limits are those of a machine with a GPU
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        chosen = [dataclasses.replace(check, limit_s=CPU_PATIENCE * check.limit_s) for check in chosen]
     arguments = ["--device", options.device, *(["--tiny"] if options.tiny else [])]
     try:
         results = SessionResults(options.out, device, tiny=options.tiny, about=_about)

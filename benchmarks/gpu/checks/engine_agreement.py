@@ -17,7 +17,7 @@ import torch
 from transformers import PreTrainedModel
 
 from benchmarks.gpu.check_rows import AtMost, CheckRows, Settings
-from benchmarks.gpu.checks.reference import FP32, OWN_ERROR, reference, reference_logprobs, sharp_model
+from benchmarks.gpu.checks.reference import FP32, OWN_ERROR, in_dtype, reference, reference_logprobs, sharp_model
 from benchmarks.gpu.engine import FIRST, no_text
 from benchmarks.gpu.engine import requests as requests_of
 from benchmarks.gpu.qwen_shapes import TINY
@@ -73,7 +73,7 @@ def _asked(settings: Settings) -> list[GenerateRequest]:
 
 
 def _engine_model(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
-    own = copy.deepcopy(model).to(dtype)
+    own = in_dtype(model, dtype)
     use_packed_attention(own)
     return own
 
@@ -100,7 +100,7 @@ def _generates(settings: Settings, model: PreTrainedModel, dtype: torch.dtype, *
     if fixed:
         alone = _generated(own, asked[::-3], fixed=True)  # a third of the samples, in another order
         found["other_batch_differ"] = alone.differing(first)
-    plain, same_dtype = reference(copy.deepcopy(own).float()), reference(copy.deepcopy(own))
+    plain, same_dtype = reference(in_dtype(own, torch.float32)), reference(copy.deepcopy(own))
     gaps, own_gaps = list[torch.Tensor](), list[torch.Tensor]()
     for request in asked[:: max(1, len(asked) // COMPARED)]:
         prompt = unpack_tokens(request.prompt_ids)
@@ -133,7 +133,7 @@ def _against_trainer(settings: Settings, model: PreTrainedModel) -> dict[str, An
     ratio = computed.cpu().double() - rollout.double()
     gap = ratio.abs()
     found = {"max": float(gap.max()), "mean": float(gap.mean()), "mismatch_kl": float((ratio.exp() - 1 - ratio).mean())}
-    plain, rounded = reference(copy.deepcopy(model)), reference(copy.deepcopy(model).to(torch.bfloat16))
+    plain, rounded = reference(copy.deepcopy(model)), reference(in_dtype(model, torch.bfloat16))
     own_gaps = list[torch.Tensor]()
     with torch.no_grad():
         for sequence in sequences[:: max(1, len(sequences) // COMPARED)]:

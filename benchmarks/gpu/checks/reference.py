@@ -6,11 +6,12 @@ that errors show. In bf16 the limit is the library's own error: how far its bf16
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from benchmarks.gpu.check_rows import Settings
@@ -45,8 +46,16 @@ def sharp_model(settings: Settings, shape: dict[str, Any] | None = None) -> PreT
     fields = shape or (SMALL if settings.tiny else SMOLLM2)
     config = LlamaConfig(**fields, tie_word_embeddings=True, max_position_embeddings=4096, initializer_range=0.06)
     model: PreTrainedModel = LlamaForCausalLM(config)
-    model.to(settings.device)  # type: ignore[call-arg]
-    return model.eval()
+    nn.Module.to(model, settings.device)
+    model.eval()
+    return model
+
+
+def in_dtype(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+    """A copy."""
+    own = copy.deepcopy(model)
+    nn.Module.to(own, dtype)
+    return own
 
 
 def reference(model: PreTrainedModel) -> PreTrainedModel:

@@ -96,7 +96,7 @@ def _by_reference(
     for sequence in samples.tolist():
         with torch.autocast(model.device.type, autocast, enabled=autocast is not None):
             of_sample = reference_logprobs(own, sequence, prompt)
-        of_sample.sum().backward()  # type: ignore[no-untyped-call]
+        of_sample.sum().backward()
         logprobs.append(of_sample.detach())
     return Passed(logprobs=torch.stack(logprobs), gradients=_gradients(own))
 
@@ -106,7 +106,7 @@ def _by_trainer(model: PreTrainedModel, samples: Samples, prompt: int, autocast:
     use_packed_attention(own)
     forward = TreeForward(own, autocast=autocast, device=own.device)
     (logprobs,) = tree_logprobs(forward, [samples], [tree_of(samples, share=True)], prompt, own.device)
-    logprobs.sum().backward()  # type: ignore[no-untyped-call]
+    logprobs.sum().backward()
     return Passed(logprobs=logprobs.detach(), gradients=_gradients(own))
 
 

@@ -8,18 +8,18 @@ import subprocess
 import sys
 import time
 
-from benchmarks.gpu.check_rows import AtMost, CheckRows
+from benchmarks.gpu.check_rows import CheckRows, Limit
 
 SLEEPER = "import time; time.sleep(300)"
 
 
 def fine(rows: CheckRows) -> None:
-    rows.measure("one", lambda: {"figure": 1.0}, [AtMost("figure", 1.0)])
+    rows.measure("one", lambda: {"figure": 1.0}, [Limit("figure", 1.0)])
 
 
 def wrong(rows: CheckRows) -> None:
-    rows.measure("too large", lambda: {"figure": 2.0}, [AtMost("figure", 1.0)])
-    rows.measure("no number", lambda: {"figure": float("nan")}, [AtMost("figure", 1.0)])
+    rows.measure("too large", lambda: {"figure": 2.0}, [Limit("figure", 1.0)])
+    rows.measure("no number", lambda: {"figure": float("nan")}, [Limit("figure", 1.0)])
     fine(rows)
 
 

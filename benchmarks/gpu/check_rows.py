@@ -24,7 +24,7 @@ class Skip(Exception):
     """A row that cannot be measured here; says why."""
 
 
-class AtMost(NamedTuple):
+class Limit(NamedTuple):
     """A limit of a figure. A figure that is None was not measured on this device and keeps every limit."""
 
     figure: str
@@ -66,7 +66,7 @@ class CheckRows:
         self._file, self.settings = file, settings
 
     def measure(
-        self, row: str, function: Callable[[], Mapping[str, Any]], limits: Sequence[AtMost] = ()
+        self, row: str, function: Callable[[], Mapping[str, Any]], limits: Sequence[Limit] = ()
     ) -> dict[str, Any]:
         """Add a row: the figures that `function` returns. Its failure does not stop the check."""
         figures: dict[str, Any] = {}
@@ -88,7 +88,7 @@ class CheckRows:
         return found
 
 
-def _broken(limit: AtMost, figures: Mapping[str, Any]) -> str:
+def _broken(limit: Limit, figures: Mapping[str, Any]) -> str:
     """Why a limit is not kept; "" if it is."""
     value = figures[limit.figure]
     if value is None or value <= limit.limit:  # not so for NaN

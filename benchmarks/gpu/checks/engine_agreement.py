@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from benchmarks.gpu.check_rows import AtMost, CheckRows, Settings
+from benchmarks.gpu.check_rows import CheckRows, Limit, Settings
 from benchmarks.gpu.checks.reference import FP32, OWN_ERROR, in_dtype, reference, reference_logprobs, sharp_model
 from benchmarks.gpu.engine import FIRST, no_text
 from benchmarks.gpu.engine import requests as requests_of
@@ -50,19 +50,19 @@ class Generated:
 def engine_agreement(rows: CheckRows) -> None:
     model = sharp_model(rows.settings)
     for dtype in (torch.float32, torch.bfloat16):
-        limits = [AtMost("max", FP32, "order of sums")]
+        limits = [Limit("max", FP32, "order of sums")]
         if dtype == torch.bfloat16:
-            limits = [AtMost("mean_to_own_error", OWN_ERROR, "transformers' bf16 against fp32")]
+            limits = [Limit("mean_to_own_error", OWN_ERROR, "transformers' bf16 against fp32")]
         for fixed in (False, True):
             name = f"{str(dtype).removeprefix('torch.')}{', batch-invariant' if fixed else ''}"
-            repeats = [AtMost("repeated_differ", 0, "the same requests in the same order")]
+            repeats = [Limit("repeated_differ", 0, "the same requests in the same order")]
             if fixed:
-                repeats.append(AtMost("other_batch_differ", 0, "engine.batch_invariant"))
+                repeats.append(Limit("other_batch_differ", 0, "engine.batch_invariant"))
             rows.measure(name, partial(_generates, rows.settings, model, dtype, fixed=fixed), [*limits, *repeats])
     rows.measure(
         "bfloat16, against the trainer",
         partial(_against_trainer, rows.settings, model),
-        [AtMost("mean_to_own_error", OWN_ERROR, "transformers: bf16 weights against autocast over fp32 weights")],
+        [Limit("mean_to_own_error", OWN_ERROR, "transformers: bf16 weights against autocast over fp32 weights")],
     )
     rows.measure("rounding of logits", partial(_rounded_logits, rows.settings, model))
 

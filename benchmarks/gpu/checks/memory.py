@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu import train_step
-from benchmarks.gpu.check_rows import AtMost, CheckRows, Settings
+from benchmarks.gpu.check_rows import CheckRows, Limit, Settings
 from benchmarks.gpu.qwen_shapes import SHAPES, TINY, Shape, config_fields
 from benchmarks.gpu.rows import peak_gb, wait
 from tidemill.hardware.gpu_catalog import load_catalog
@@ -35,16 +35,14 @@ def memory(rows: CheckRows) -> None:
         rows.measure(
             f"training, {shape.name}",
             partial(_training, settings, shape),
-            [AtMost("peak_to_plan", PLANNED, "plan memory: states, activations, logits")],
+            [Limit("peak_to_plan", PLANNED, "plan memory: states, activations, logits")],
         )
-    rows.measure(
-        "engine cache", partial(_growing_cache, settings), [AtMost("reserved_to_final", CACHE, "reallocation")]
-    )
+    rows.measure("engine cache", partial(_growing_cache, settings), [Limit("reserved_to_final", CACHE, "reallocation")])
     largest = TINY if settings.tiny else SHAPES["4B"]
     rows.measure(
         f"does it fit, {largest.name}",
         partial(_fits, settings, largest),
-        [AtMost("plan_is_wrong", 0, "the plan says whether it fits the free memory")],
+        [Limit("plan_is_wrong", 0, "the plan says whether it fits the free memory")],
     )
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from benchmarks.gpu.check_rows import AtMost, CheckRows, Settings
+from benchmarks.gpu.check_rows import CheckRows, Limit, Settings
 from tidemill.core.records import SamplingParams
 from tidemill.rollout.sampling import draw, gumbel, noise_key
 
@@ -29,21 +29,21 @@ def noise(rows: CheckRows) -> None:
     rows.measure(
         "gumbel against numpy",
         partial(_against_numpy, settings),
-        [AtMost("max_relative_difference", 1e-4, against_float64)],
+        [Limit("max_relative_difference", 1e-4, against_float64)],
     )
     rows.measure(
-        "gumbel against the cpu", partial(_against_cpu, settings), [AtMost("max_difference", LARGEST, "10 ulp of 23")]
+        "gumbel against the cpu", partial(_against_cpu, settings), [Limit("max_difference", LARGEST, "10 ulp of 23")]
     )
     rows.measure(
         "drawn tokens against the cpu",
         partial(_drawn_tokens, settings),
-        [AtMost("tokens_differ", 1, "a tie within an ulp"), AtMost("logprob_difference", 1e-4, "fp32 logsumexp")],
+        [Limit("tokens_differ", 1, "a tie within an ulp"), Limit("logprob_difference", 1e-4, "fp32 logsumexp")],
     )
     same = "draws are a function of seed and position"
     rows.measure(
         "the same draws in other batches",
         partial(_other_batches, settings),
-        [AtMost("tokens_differ", 0, same), AtMost("repeated_differ", 0, same)],
+        [Limit("tokens_differ", 0, same), Limit("repeated_differ", 0, same)],
     )
 
 

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.check_rows import AtMost, CheckRows, Settings, Skip
+from benchmarks.gpu.check_rows import CheckRows, Limit, Settings, Skip
 from benchmarks.gpu.runs import COLOCATED, DEADLINE_S, RECIPE, RUNS, model_table, twice
 from benchmarks.training_run import train
 
@@ -22,7 +22,7 @@ MISMATCH_KL = 0.01
 
 def short_runs(rows: CheckRows) -> None:
     settings = rows.settings
-    limits = [AtMost("mismatch_kl", MISMATCH_KL, "engine and trainer compute the same policy")]
+    limits = [Limit("mismatch_kl", MISMATCH_KL, "engine and trainer compute the same policy")]
     with tempfile.TemporaryDirectory(prefix="tidemill-gpu-") as name:
         folder = Path(name)
 
@@ -33,7 +33,7 @@ def short_runs(rows: CheckRows) -> None:
 
         first = "embedded, colocated"
         measure_twice(first, *RUNS[first])
-        rows.measure("resumed", partial(_resumed, settings, folder), [AtMost("differ", 0, "the same weights")])
+        rows.measure("resumed", partial(_resumed, settings, folder), [Limit("differ", 0, "the same weights")])
         rows.measure("adapter", partial(_adapter, settings, folder), limits)
         for row, (gpus, arguments) in RUNS.items():
             if row != first and gpus == 1:

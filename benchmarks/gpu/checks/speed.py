@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu import engine, train_step, tree_attention
-from benchmarks.gpu.check_rows import AtMost, CheckRows, Settings
+from benchmarks.gpu.check_rows import CheckRows, Limit, Settings
 from benchmarks.gpu.matmul import matmul
 from benchmarks.gpu.qwen_shapes import SHAPES, TINY
 
@@ -23,7 +23,7 @@ def matrix_products(rows: CheckRows) -> None:
     on_gpu = settings.device.type == "cuda"
     for dtype in ("bf16", "tf32", "fp32") if on_gpu else ("bf16", "fp32"):
         rows.measure(dtype, partial(matmul, dtype, 256 if settings.tiny else 8192, settings.device))
-    rows.measure("bf16, rounding", partial(_rounding, settings), [AtMost("relative_error", ROUNDING, "bf16")])
+    rows.measure("bf16, rounding", partial(_rounding, settings), [Limit("relative_error", ROUNDING, "bf16")])
 
 
 def _rounding(settings: Settings) -> dict[str, Any]:
@@ -67,9 +67,9 @@ def tree_attention_speed(rows: CheckRows) -> None:
     settings = rows.settings
     shapes = [(2, 20, 20)] if settings.tiny else tree_attention.SHAPES
     names = ("output", "d_query", "d_key", "d_value") if settings.device.type == "cuda" else ("output",)
-    limits = [AtMost(f"{name}_relative", ATTENTION, "dense mask, bf16") for name in names]
+    limits = [Limit(f"{name}_relative", ATTENTION, "dense mask, bf16") for name in names]
     if settings.device.type == "cuda":
-        limits.append(AtMost("different_bits", 0, "two backward passes of FlexAttention"))
+        limits.append(Limit("different_bits", 0, "two backward passes of FlexAttention"))
     for shape in shapes:
         samples, prompt, completion = shape
         rounds = 1 if settings.tiny else 3

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from benchmarks.gpu.check_rows import AtMost, CheckRows, Settings
+from benchmarks.gpu.check_rows import CheckRows, Limit, Settings
 from benchmarks.gpu.checks.reference import FP32, NARROW, OWN_ERROR, reference, reference_logprobs, sharp_model
 from benchmarks.gpu.train_step import Samples, tree_logprobs, tree_of
 from tidemill.models.attention import use_packed_attention
@@ -73,12 +73,12 @@ def _rows_of(rows: CheckRows, model: PreTrainedModel, samples: Samples, *, promp
         rows.measure(str(dtype).removeprefix("torch."), measure, _limits(dtype))
 
 
-def _limits(dtype: torch.dtype) -> list[AtMost]:
-    repeats = AtMost("differing_gradients", 0, "two equal passes; resumed runs repeat their bits")
+def _limits(dtype: torch.dtype) -> list[Limit]:
+    repeats = Limit("differing_gradients", 0, "two equal passes; resumed runs repeat their bits")
     if dtype == torch.float32:
-        return [AtMost("max", FP32, "order of sums"), AtMost("gradient_error", GRADIENT, "order of sums"), repeats]
+        return [Limit("max", FP32, "order of sums"), Limit("gradient_error", GRADIENT, "order of sums"), repeats]
     own = "transformers' bf16 against fp32"
-    return [AtMost("mean_to_own_error", OWN_ERROR, own), AtMost("gradient_to_own_error", OWN_ERROR, own), repeats]
+    return [Limit("mean_to_own_error", OWN_ERROR, own), Limit("gradient_to_own_error", OWN_ERROR, own), repeats]
 
 
 def _samples(groups: int, prompt: int, completion: int) -> Samples:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from benchmarks.gpu.check_rows import AtMost, CheckRows, Settings
+from benchmarks.gpu.check_rows import CheckRows, Limit, Settings
 from benchmarks.gpu.qwen_shapes import SHAPES, TINY, random_model
 from benchmarks.gpu.rows import wait
 from tidemill.models.snapshots import Bytes, bind_snapshot, empty_copy, snapshot_bytes, snapshot_layout, write_snapshot
@@ -29,13 +29,13 @@ def weights(rows: CheckRows) -> None:
     settings = rows.settings
     model = random_model(TINY if settings.tiny else SHAPES["0.6B"], settings.device, torch.float32)
     on_cpu = copy.deepcopy(model).cpu()
-    rows.measure("digest", partial(_digest, settings, model, on_cpu), [AtMost("differ", 0, SAME)])
-    rows.measure("sums of bits", partial(_bit_sums, model, on_cpu), [AtMost("differ", 0, SAME)])
+    rows.measure("digest", partial(_digest, settings, model, on_cpu), [Limit("differ", 0, SAME)])
+    rows.measure("sums of bits", partial(_bit_sums, model, on_cpu), [Limit("differ", 0, SAME)])
     for pinned in (False, True):
         name = f"snapshot, {'pinned' if pinned else 'pageable'}"
         measure = partial(_snapshot, settings, model, on_cpu, pinned=pinned)
-        rows.measure(name, measure, [AtMost("differ", 0, SAME), AtMost("bound_differ", 0, "bound again")])
-    rows.measure("export", partial(_export, settings, model, on_cpu), [AtMost("differ", 0, "loaded by transformers")])
+        rows.measure(name, measure, [Limit("differ", 0, SAME), Limit("bound_differ", 0, "bound again")])
+    rows.measure("export", partial(_export, settings, model, on_cpu), [Limit("differ", 0, "loaded by transformers")])
 
 
 def _timed(function: Callable[[], object], device: torch.device) -> float:

@@ -8,7 +8,7 @@ import platform
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+import tidemill
 from benchmarks.origin import origin, with_origin
 from benchmarks.turns import SideResult
 
@@ -85,7 +86,7 @@ def machine() -> dict[str, Any]:
             line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if line.startswith("model name")
         ]
         cpu = names[0] if names else cpu
-    packages = {name: version(name) for name in ("torch", "transformers", "tidemill")}
+    packages = {name: _version(name) for name in ("torch", "transformers", "tidemill")}
     return {
         "cpu": cpu,
         "cores": os.cpu_count(),
@@ -93,6 +94,14 @@ def machine() -> dict[str, Any]:
         "python": platform.python_version(),
         **packages,
     }
+
+
+def _version(package: str) -> str | None:
+    """Of the metadata; a checkout that is on the path without being installed has its own. None: not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return tidemill.__version__ if package == "tidemill" else None
 
 
 def report(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import hashlib
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -47,11 +48,26 @@ def origin() -> dict[str, Any]:
 
 
 def _current_code() -> dict[str, Any]:
+    """Commit and changed files; of a copy without a repository, the digest of its code instead."""
     files = code_of(_main_module())
+    if not (ROOT / ".git").exists():
+        return {"commit": "", "changed": [], "source": source_digest()}
     return {
         "commit": _git("rev-parse", "HEAD").strip(),
         "changed": [line[3:] for line in _git("status", "--porcelain", *files).splitlines()],
     }
+
+
+def source_digest() -> str:
+    """32 hex digits (SHA-256) over names and contents of all code of Tidemill and the benchmarks, without results."""
+    folders = (PACKAGES["tidemill"], PACKAGES["benchmarks"])
+    files = (
+        file for folder in folders for file in folder.rglob("*") if file.suffix in DATA and "results" not in file.parts
+    )
+    digest = hashlib.sha256()
+    for name, file in sorted((file.relative_to(ROOT).as_posix(), file) for file in files):
+        digest.update(f"{name}\0{file.stat().st_size}\0".encode() + file.read_bytes())
+    return digest.hexdigest()[:32]
 
 
 def origin_of(file: Path, result: Mapping[str, Any]) -> dict[str, Any]:
@@ -118,6 +134,8 @@ def changed_since(commit: str, module: str) -> list[str]:
     Raises:
         ValueError: the commit or the benchmark is not known.
     """
+    if not commit:
+        raise ValueError("measured in a copy without a repository")
     if not (files := code_of(module)):
         raise ValueError(f"there is no {module or 'benchmark of it'}")
     try:
@@ -131,8 +149,8 @@ def _git(*arguments: str) -> str:
 
 
 def code_of(module: str) -> list[str]:
-    """The files of this repository that a module imports, wherever the import stands; the files of their folders that
-    these name, and the recipes that the benchmarks among them name; relative paths, sorted."""
+    """The files of this repository that a module imports, wherever the import stands, or names as a program; the files
+    of their folders that these name, and the recipes that the benchmarks among them name; relative paths, sorted."""
     found, due = set[Path](), list(_files(module))
     while due:
         file = due.pop()
@@ -178,4 +196,6 @@ def _imports(file: Path) -> tuple[str, ...]:
             names += [each.name for each in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             names += [node.module, *(f"{node.module}.{each.name}" for each in node.names)]
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith("benchmarks."):
+            names.append(node.value.partition(":")[0])  # run in a process of its own
     return tuple(names)

@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.measuring import RESULTS
-from benchmarks.origin import changed_since, origin_of, origins_in
+from benchmarks.origin import changed_since, origin_of, origins_in, source_digest
 
 
 def state_of(path: Path) -> tuple[str, str, str]:
@@ -29,6 +29,8 @@ def state_of(path: Path) -> tuple[str, str, str]:
     result = json.loads(path.read_text())
     origins = origins_in(result) or [origin_of(path, result)]
     of = max(sorted(origins, key=lambda one: str(one["date"])), key=_changes)
+    if "source" in of:  # measured in a copy without a repository
+        return "current" if of["source"] == source_digest() else "code has changed since", of["date"], of["command"]
     try:
         changed = len(changed_since(of["commit"], of["module"]))
     except ValueError as error:
@@ -49,7 +51,7 @@ def _changes(of: Mapping[str, Any]) -> float:
 
 def main() -> int:
     table = Table("result", "measured", "state", "command", box=box.SIMPLE)
-    for path in sorted(RESULTS.glob("*.json")):
+    for path in sorted([*RESULTS.glob("*.json"), *RESULTS.glob("gpu/*.json")]):
         state, date, command = state_of(path)
         table.add_row(path.stem, date, state, command)
     Console(width=160).print(table)

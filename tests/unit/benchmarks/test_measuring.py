@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
 
+import tidemill
 from benchmarks import measuring
 from benchmarks.measuring import compare, earlier_parts, exit_code, report, write_part
 from benchmarks.turns import SideResult, Turn, Work
@@ -17,6 +19,20 @@ WORK = Work(samples=4, prompt_tokens=40, completion_tokens=12)
 def side(*seconds: tuple[float, float]) -> SideResult:
     turns = [Turn(wall_s=wall, cpu_s=cpu, work=WORK, notes={}) for wall, cpu in seconds]
     return SideResult(turns=turns, peak_rss_bytes=7)
+
+
+@pytest.mark.parametrize(("package", "shown"), [("tidemill", tidemill.__version__), ("transformers", None)])
+def test_a_checkout_without_metadata_has_its_own_version(
+    package: str, shown: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def version(name: str) -> str:
+        if name == package:
+            raise PackageNotFoundError(name)
+        return "7"
+
+    monkeypatch.setattr(measuring, "version", version)
+    assert measuring.machine()[package] == shown
+    assert measuring.machine()["torch"] == "7"
 
 
 def test_the_ratio_is_the_median_of_the_rounds_in_cpu_time() -> None:

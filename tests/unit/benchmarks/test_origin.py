@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -84,6 +85,29 @@ def test_a_result_is_current_until_its_code_changes(repository: Path) -> None:
     assert state(repository) == "1 file has changed since"
     commit_all(repository)
     assert state(repository) == "1 file has changed since"
+
+
+def test_a_copy_without_a_repository_is_named_by_the_digest_of_its_code(repository: Path) -> None:
+    shutil.rmtree(repository / ".git")
+    found = origin.origin()
+    assert (found["commit"], found["changed"]) == ("", [])
+    path = write_result(repository, origin=found)
+    (repository / "benchmarks" / "results" / "other.json").write_text("{}")
+    assert status.state_of(path)[0] == "current"
+    (repository / "tidemill" / "used.py").write_text("import json, math\n")
+    assert status.state_of(path)[0] == "code has changed since"
+    assert origin.origin()["source"] != found["source"]
+
+
+def test_a_module_that_is_named_as_a_program_is_code(repository: Path) -> None:
+    (repository / "benchmarks" / "side.py").write_text("from tidemill import other\n")
+    (repository / "benchmarks" / "speed.py").write_text('PROGRAM = "benchmarks.side:main"\n')
+    assert code_of("benchmarks.speed") == [
+        "benchmarks/side.py",
+        "benchmarks/speed.py",
+        "tidemill/__init__.py",
+        "tidemill/other.py",
+    ]
 
 
 def test_the_origin_is_the_code_with_which_the_command_started(

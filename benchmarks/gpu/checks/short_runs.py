@@ -1,0 +1,62 @@
+"""Short runs through the command line: twice with equal weights, resumed, with an adapter, and with vLLM.
+
+`benchmarks.gpu.runs` has those that need several GPUs, too.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import tempfile
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu.check_rows import CheckRows, Limit, Settings, Skip
+from benchmarks.gpu.runs import COLOCATED, DEADLINE_S, RECIPE, RUNS, model_table, twice
+from benchmarks.training_run import train
+
+LORA = ("--model.lora.rank", "4")
+MISMATCH_KL = 0.01
+"""Largest KL of trainer and engine in the last step; rounding to bf16 gives less than 0.001."""
+
+
+def short_runs(rows: CheckRows) -> None:
+    settings = rows.settings
+    limits = [Limit("mismatch_kl", MISMATCH_KL, "engine and trainer compute the same policy")]
+    with tempfile.TemporaryDirectory(prefix="tidemill-gpu-") as name:
+        folder = Path(name)
+
+        def measure_twice(row: str, gpus: int, arguments: tuple[str, ...]) -> None:
+            cuda = settings.device.type == "cuda"
+            run = partial(twice, folder, row, gpus, arguments, cuda=cuda, tiny=settings.tiny)
+            rows.measure(row, run, limits)
+
+        first = "embedded, colocated"
+        measure_twice(first, *RUNS[first])
+        rows.measure("resumed", partial(_resumed, settings, folder), [Limit("differ", 0, "the same weights")])
+        rows.measure("adapter", partial(_adapter, settings, folder), limits)
+        for row, (gpus, arguments) in RUNS.items():
+            if row != first and gpus == 1:
+                measure_twice(row, gpus, arguments)
+
+
+def _adapter(settings: Settings, folder: Path) -> Any:
+    """Raises Skip: peft is missing."""
+    if importlib.util.find_spec("peft") is None:
+        raise Skip("peft is not installed")
+    cuda = settings.device.type == "cuda"
+    return twice(folder, "adapter", 1, (*COLOCATED, *LORA), cuda=cuda, tiny=settings.tiny)
+
+
+def _resumed(settings: Settings, folder: Path) -> dict[str, Any]:
+    """A run of 2 + 2 steps against one of 4."""
+    recipe = folder / "resumed.toml"
+    tokens = 4 if settings.tiny else 32
+    recipe.write_text(RECIPE.format(tokens=tokens, steps=4) + model_table(tiny=settings.tiny))
+    common = COLOCATED if settings.device.type == "cuda" else (*COLOCATED, "--trainer.threads", "1")
+    digests = {}
+    for name, steps in (("parts", 2), ("parts", 4), ("whole", 4)):
+        arguments = (*common, "--trainer.steps", str(steps), "--checkpoint.every_steps", "1")
+        summary = train(recipe, folder / f"resumed-{name}", *arguments, progress=False, deadline_s=DEADLINE_S)
+        digests[name] = summary["weights_digest"]
+    return {"differ": int(digests["parts"] != digests["whole"]), "weights_digest": digests["whole"]}

@@ -1,0 +1,148 @@
+"""Token trees: logprobs and gradients of the trainer against transformers, and whether a step repeats its bits.
+
+Below 1,500 nodes a tree is computed with a dense mask, from there with FlexAttention. Two equal backward passes must
+give the same bits, or a resumed run is another run.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from benchmarks.gpu.check_rows import CheckRows, Limit, Settings
+from benchmarks.gpu.checks.reference import FP32, NARROW, OWN_ERROR, reference, reference_logprobs, sharp_model
+from benchmarks.gpu.train_step import Samples, tree_logprobs, tree_of
+from tidemill.models.attention import use_packed_attention
+from tidemill.models.tree_forward import TreeForward
+
+GROUP_SIZE = 8
+VOCABULARY = 512  # of the samples
+GRADIENT = 1e-3
+"""Largest relative error of the gradient in fp32; 1e-6 was measured on a CPU."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Passed:
+    """Logprobs [samples, completion] and gradients by parameter."""
+
+    logprobs: Tensor
+    gradients: Sequence[Tensor]
+
+    def differing(self, other: Passed) -> int:
+        """Parameters whose gradients have other bits."""
+        return sum(not torch.equal(one, two) for one, two in zip(self.gradients, other.gradients, strict=True))
+
+    def gradient_error(self, expected: Passed) -> float:
+        pairs = zip(self.gradients, expected.gradients, strict=True)
+        error = sum(float((one - two).double().square().sum()) for one, two in pairs)
+        size = sum(float(each.double().square().sum()) for each in expected.gradients)
+        return float((error / size) ** 0.5)
+
+
+def small_trees(rows: CheckRows) -> None:
+    samples = _samples(1, 20, 10) if rows.settings.tiny else _samples(1, 100, 60)  # 580 nodes
+    _rows_of(rows, sharp_model(rows.settings), samples, prompt=20 if rows.settings.tiny else 100)
+
+
+def large_trees(rows: CheckRows) -> None:
+    samples = _samples(2, 40, 100) if rows.settings.tiny else _samples(2, 300, 200)  # 1,680 or 3,800 nodes
+    prompt = 40 if rows.settings.tiny else 300
+    _rows_of(rows, sharp_model(rows.settings), samples, prompt=prompt)
+    narrow = sharp_model(rows.settings, NARROW)
+    expected = _by_reference(narrow, samples, prompt)
+    rows.measure(
+        "heads of width 8",
+        partial(_measured, rows.settings, narrow, samples, prompt, expected, expected, autocast=None),
+        _limits(torch.float32),
+    )
+
+
+def _rows_of(rows: CheckRows, model: PreTrainedModel, samples: Samples, *, prompt: int) -> None:
+    expected = _by_reference(model, samples, prompt)
+    in_bf16 = _by_reference(model, samples, prompt, autocast=torch.bfloat16)
+    for dtype, autocast in ((torch.float32, None), (torch.bfloat16, torch.bfloat16)):
+        measure = partial(_measured, rows.settings, model, samples, prompt, expected, in_bf16, autocast=autocast)
+        rows.measure(str(dtype).removeprefix("torch."), measure, _limits(dtype))
+
+
+def _limits(dtype: torch.dtype) -> list[Limit]:
+    repeats = Limit("differing_gradients", 0, "two equal passes; resumed runs repeat their bits")
+    if dtype == torch.float32:
+        return [Limit("max", FP32, "order of sums"), Limit("gradient_error", GRADIENT, "order of sums"), repeats]
+    own = "transformers' bf16 against fp32"
+    return [Limit("mean_to_own_error", OWN_ERROR, own), Limit("gradient_to_own_error", OWN_ERROR, own), repeats]
+
+
+def _samples(groups: int, prompt: int, completion: int) -> Samples:
+    rng = np.random.default_rng(0)
+    prompts = rng.integers(1, VOCABULARY, (groups, 1, prompt)).repeat(GROUP_SIZE, 1)
+    completions = rng.integers(1, VOCABULARY, (groups, GROUP_SIZE, completion))
+    return np.concatenate([prompts, completions], 2).reshape(groups * GROUP_SIZE, -1).astype(np.int32)
+
+
+def _by_reference(
+    model: PreTrainedModel, samples: Samples, prompt: int, *, autocast: torch.dtype | None = None
+) -> Passed:
+    own = reference(copy.deepcopy(model))
+    logprobs = []
+    for sequence in samples.tolist():
+        with torch.autocast(model.device.type, autocast, enabled=autocast is not None):
+            of_sample = reference_logprobs(own, sequence, prompt)
+        of_sample.sum().backward()
+        logprobs.append(of_sample.detach())
+    return Passed(logprobs=torch.stack(logprobs), gradients=_gradients(own))
+
+
+def _by_trainer(model: PreTrainedModel, samples: Samples, prompt: int, autocast: torch.dtype | None) -> Passed:
+    own = copy.deepcopy(model)
+    use_packed_attention(own)
+    forward = TreeForward(own, autocast=autocast, device=own.device)
+    (logprobs,) = tree_logprobs(forward, [samples], [tree_of(samples, share=True)], prompt, own.device)
+    logprobs.sum().backward()
+    return Passed(logprobs=logprobs.detach(), gradients=_gradients(own))
+
+
+def _gradients(model: PreTrainedModel) -> list[Tensor]:
+    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+
+def _measured(
+    settings: Settings,
+    model: PreTrainedModel,
+    samples: Samples,
+    prompt: int,
+    expected: Passed,
+    in_bf16: Passed,
+    *,
+    autocast: torch.dtype | None,
+) -> dict[str, Any]:
+    first, second = (_by_trainer(model, samples, prompt, autocast) for _ in range(2))
+    gap = (first.logprobs - expected.logprobs).abs()
+    found: dict[str, Any] = {
+        "nodes": tree_of(samples, share=True).size,
+        "max": float(gap.max()),
+        "mean": float(gap.mean()),
+        "gradient_error": first.gradient_error(expected),
+        "differing_gradients": first.differing(second),
+        "differing_logprobs": int((first.logprobs != second.logprobs).sum()),
+    }
+    if autocast is not None:
+        own, own_gradient = (
+            float((in_bf16.logprobs - expected.logprobs).abs().mean()),
+            in_bf16.gradient_error(expected),
+        )
+        found |= {
+            "own_error_mean": own,
+            "mean_to_own_error": found["mean"] / own,
+            "own_gradient_error": own_gradient,
+            "gradient_to_own_error": found["gradient_error"] / own_gradient,
+        }
+    return found

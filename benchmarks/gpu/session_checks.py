@@ -1,0 +1,109 @@
+"""The checks of a GPU session, most valuable first."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """A function of `CheckRows` that runs in a process of its own.
+
+    Attributes:
+        needs_s: it is not started with less time left.
+        limit_s: it is killed after that time.
+    """
+
+    name: str
+    function: str  # MODULE:FUNCTION
+    needs_s: float
+    limit_s: float
+    about: str
+
+
+CHECKS = (
+    Check(
+        name="environment",
+        function="benchmarks.gpu.checks.environment:environment",
+        needs_s=10,
+        limit_s=60,
+        about="the device, versions of packages, and which are missing or outside the supported ranges",
+    ),
+    Check(
+        name="noise",
+        function="benchmarks.gpu.checks.noise:noise",
+        needs_s=10,
+        limit_s=60,
+        about="sampling noise against NumPy and against the CPU; the same draws in other batches",
+    ),
+    Check(
+        name="engine",
+        function="benchmarks.gpu.checks.engine_agreement:engine_agreement",
+        needs_s=20,
+        limit_s=120,
+        about="logprobs of the engine against transformers and the trainer; repeated runs and other batches",
+    ),
+    Check(
+        name="small-trees",
+        function="benchmarks.gpu.checks.tree_agreement:small_trees",
+        needs_s=15,
+        limit_s=90,
+        about="logprobs and gradients below 1,500 nodes (dense mask) against transformers; repeated bits",
+    ),
+    Check(
+        name="large-trees",
+        function="benchmarks.gpu.checks.tree_agreement:large_trees",
+        needs_s=30,
+        limit_s=150,
+        about="the same from 1,500 nodes (FlexAttention, compiled), and heads narrower than 16",
+    ),
+    Check(
+        name="matmul",
+        function="benchmarks.gpu.checks.speed:matrix_products",
+        needs_s=10,
+        limit_s=40,
+        about="peak rate and rounding of matrix products",
+    ),
+    Check(
+        name="engine-speed",
+        function="benchmarks.gpu.checks.speed:engine_speed",
+        needs_s=40,
+        limit_s=120,
+        about="tokens per second of the embedded engine and of vLLM; time of a weight swap",
+    ),
+    Check(
+        name="training-speed",
+        function="benchmarks.gpu.checks.speed:training_speed",
+        needs_s=35,
+        limit_s=120,
+        about="seconds and MFU of a training step in token trees and padded",
+    ),
+    Check(
+        name="memory",
+        function="benchmarks.gpu.checks.memory:memory",
+        needs_s=35,
+        limit_s=90,
+        about="peak memory of training and of the engine's cache against the memory plan; the largest model that fits",
+    ),
+    Check(
+        name="weights",
+        function="benchmarks.gpu.checks.weights:weights",
+        needs_s=15,
+        limit_s=60,
+        about="digest, snapshot, binding and export of weights: equal to those on the CPU, and GB/s",
+    ),
+    Check(
+        name="tree-attention",
+        function="benchmarks.gpu.checks.speed:tree_attention_speed",
+        needs_s=30,
+        limit_s=120,
+        about="FlexAttention against a dense mask by size of the tree: differences, repeated bits, time",
+    ),
+    Check(
+        name="runs",
+        function="benchmarks.gpu.checks.short_runs:short_runs",
+        needs_s=60,
+        limit_s=180,
+        about="short runs, twice: equal weights; resumed, with an adapter, with vLLM",
+    ),
+)

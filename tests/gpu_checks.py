@@ -1,0 +1,77 @@
+"""Checks for tests of GPU sessions, of which most end badly; `benchmarks.gpu.one_check` imports them by name."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+from benchmarks.gpu.check_rows import CheckRows, Limit
+
+SLEEPER = "import time; time.sleep(300)"
+
+
+def fine(rows: CheckRows) -> None:
+    rows.measure("one", lambda: {"figure": 1.0}, [Limit("figure", 1.0)])
+
+
+def wrong(rows: CheckRows) -> None:
+    rows.measure("too large", lambda: {"figure": 2.0}, [Limit("figure", 1.0)])
+    rows.measure("no number", lambda: {"figure": float("nan")}, [Limit("figure", 1.0)])
+    fine(rows)
+
+
+def raises_in_a_row(rows: CheckRows) -> None:
+    rows.measure("out of memory", fails)
+    fine(rows)
+
+
+def fails() -> dict[str, float]:
+    raise RuntimeError("out of memory\nmore")
+
+
+def raises(rows: CheckRows) -> None:
+    fine(rows)
+    fails()
+
+
+def exits(rows: CheckRows) -> None:
+    os._exit(7)
+
+
+def crashes(rows: CheckRows) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def sleeps(rows: CheckRows) -> None:
+    time.sleep(300)
+
+
+def hangs(rows: CheckRows) -> None:
+    """With a process in a session of its own, which no signal to the group reaches, and deaf to SIGTERM."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    fine(rows)
+    subprocess.Popen([sys.executable, "-c", SLEEPER], start_new_session=True)
+    time.sleep(300)
+
+
+def leaves_a_process(rows: CheckRows) -> None:
+    fine(rows)
+    subprocess.Popen([sys.executable, "-c", SLEEPER], start_new_session=True)
+
+
+def writes_half_a_row(rows: CheckRows) -> None:
+    fine(rows)
+    with rows._file.open("a") as file:
+        file.write('{"row": "ha')
+    os._exit(1)
+
+
+def has_no_row(rows: CheckRows) -> None:
+    pass
+
+
+def skips(rows: CheckRows) -> None:
+    rows.measure("vllm", lambda: {"figure": __import__("no_such_package")})

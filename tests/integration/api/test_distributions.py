@@ -32,6 +32,7 @@ COMMAND_DEADLINE_S = 300.0
 WHEEL = f"dist/tidemill-{tidemill.__version__}-py3-none-any.whl"
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
 PIP = re.compile(r"(?:^|[`&] ?)(pip install [^`#&\n]+)", re.MULTILINE)
+EXTRAS = [extra for extra in requirements() if extra not in ("", DEVELOPMENT)]
 SECTION = re.compile(r"## Installation\n(.*?)\n## ", re.DOTALL)
 
 
@@ -58,15 +59,13 @@ def test_the_source_archive_has_what_its_makefile_needs(distributions: Distribut
     assert found == top | shipped | {".gitignore", "PKG-INFO"}
 
 
-def test_a_wheel_names_the_same_requirements_as_the_checkout(distributions: Distributions, tmp_path: Path) -> None:
+def test_the_hints_of_a_wheel_are_those_of_the_checkout(distributions: Distributions, tmp_path: Path) -> None:
     zipfile.ZipFile(distributions.wheel).extractall(tmp_path)
-    script = "from tidemill.core.packages import *; print(*map(install_command, requirements()), sep='\\n')"
+    script = "import json; from tidemill.core.packages import *; print(json.dumps(list(map(install_command, EXTRAS))))"
+    command = [sys.executable, "-c", script.replace("EXTRAS", str(EXTRAS))]
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    command = [sys.executable, "-c", script]
-    done = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60, check=True
-    )
-    assert sorted(done.stdout.splitlines()) == sorted(map(install_command, requirements()))
+    printed = subprocess.check_output(command, cwd=tmp_path, env=environment, text=True, timeout=60)
+    assert json.loads(printed) == list(map(install_command, EXTRAS))
 
 
 def printed_installations() -> list[str]:
@@ -76,7 +75,7 @@ def printed_installations() -> list[str]:
 
 def test_no_page_or_hint_installs_from_an_index_that_does_not_have_it() -> None:
     sources = [*PAGES, *PACKAGE.rglob("*.py"), *PACKAGE.rglob("*.toml")]
-    unpublished = re.compile(r"pip install[^\n]*[\s\"'(]tidemill(?![\w./-])")
+    unpublished = re.compile(r"pip install[^\n]*[ \"'(]tidemill(?![\w./-])")
     assert [path.name for path in sources if unpublished.search(path.read_text(encoding="utf-8"))] == []
     wheels = {word for line in printed_installations() for word in re.findall(r"dist/tidemill[^\s\"\[]*", line)}
     assert wheels == {WHEEL}
@@ -169,8 +168,7 @@ class TestInAnEmptyEnvironment:
     def test_every_printed_installation_can_be_resolved(self, installed: Environment) -> None:
         (unpacked,) = (installed.folder / "unpacked").iterdir()
         (unpacked / "dist").symlink_to(installed.folder / "dist")
-        hints = [install_command(extra) for extra in requirements() if extra not in ("", DEVELOPMENT)]
-        for line in dict.fromkeys([*printed_installations(), *hints]):
+        for line in dict.fromkeys([*printed_installations(), *map(install_command, EXTRAS)]):
             (built,) = (installed.folder / "dist").iterdir()
             command = line.replace(WHEEL, f"dist/{built.name}").replace("pip install", "pip install --dry-run -q", 1)
             installed.run(command, cwd=unpacked, deadline_s=INSTALL_DEADLINE_S)

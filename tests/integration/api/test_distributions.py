@@ -29,6 +29,7 @@ MADE_BY_TOOLS = ("__pycache__", ".hypothesis", ".cache")
 NOT_SHIPPED = ("-quick.json", "-partial.json", ".pyc")
 INSTALL_DEADLINE_S = 900.0
 COMMAND_DEADLINE_S = 300.0
+EXAMPLE_DEADLINE_S = 900.0
 WHEEL = f"dist/tidemill-{tidemill.__version__}-py3-none-any.whl"
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
 PIP = re.compile(r"(?:^|[`&] ?)(pip install [^`#&\n]+)", re.MULTILINE)
@@ -143,9 +144,11 @@ class TestInAnEmptyEnvironment:
 
     def test_the_example_of_the_readme(self, installed: Environment) -> None:
         (source,) = (str(example.values[0]) for example in EXAMPLES if example.id == "README-0")
-        (installed.folder / "example.py").write_text(source)
-        printed = installed.run("python example.py")
-        assert (installed.folder / "runs" / "mine" / "report.html").is_file()
+        example = installed.folder / "example" / "example.py"
+        example.parent.mkdir()
+        example.write_text(source)
+        printed = installed.run("python example.py", cwd=example.parent, deadline_s=EXAMPLE_DEADLINE_S)
+        assert (example.parent / "runs" / "mine" / "report.html").is_file()
         assert "report.html" in printed
 
     def test_every_recipe_and_scenario(self, installed: Environment) -> None:

@@ -99,6 +99,15 @@ PEFT = package("peft", ">=0.21,<0.22", "0.21.2", extra="lora")
 CONFLICT = {"error": "ValueError: needs peft 0.22", "beside": "torch 2.13.0, transformers 5.24.0"}
 
 
+def test_one_command_mends_a_combination() -> None:
+    row = package("transformers", ">=5.19,<5.24", "5.24.0")
+    (finding,) = found(changed("packages", [row, PEFT | CONFLICT]), "peft")
+    assert finding.hint == 'pip install "peft>=0.21,<0.22" "transformers>=5.19,<5.24"'
+    error = {"error": "RuntimeError: operator torchvision::nms does not exist"}
+    (finding,) = found(changed("packages", [PEFT | error]), "peft")
+    assert "must be the build for the installed torch" in finding.hint
+
+
 @pytest.mark.parametrize(
     ("row", "status", "text", "hint"),
     [

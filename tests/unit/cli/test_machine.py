@@ -2,29 +2,15 @@ from __future__ import annotations
 
 import errno
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from packaging.requirements import Requirement
 
-from tidemill.cli import doctor
-from tidemill.cli.doctor import (
-    cache_contents,
-    cpu,
-    cpu_share,
-    disk,
-    installed,
-    memory,
-    packages,
-    probe_packages,
-    probe_torch,
-)
+from tidemill.cli.doctor import cache_contents, cpu, cpu_share, disk, memory, probe_torch
 from tidemill.cli.probe import probe
-from tidemill.cli.probe_packages import try_package
 from tidemill.models.cache import MANIFEST
 
 MEMINFO = "MemTotal:       16000 kB\nMemFree: 1 kB\nMemAvailable:   8000 kB\n"
@@ -90,43 +76,6 @@ def test_disk_of_a_folder_yet_to_be_made(tmp_path: Path) -> None:
 def test_cores() -> None:
     found = cpu()
     assert 1 <= found["usable"] <= found["cores"]
-
-
-def test_packages_come_from_the_projects_own_requirements(monkeypatch: pytest.MonkeyPatch) -> None:
-    wanted = {"": (Requirement("torch<3,>=2"),), "tasks": (Requirement("x[y]==1.0"),), "dev": (Requirement("ruff"),)}
-    versions = {"torch": "2.9"}
-    monkeypatch.setattr(doctor, "requirements", lambda: wanted)
-    monkeypatch.setattr(doctor, "installed", versions.get)
-    monkeypatch.setattr(doctor, "probe_packages", lambda names: dict.fromkeys(names, "broken"))
-    torch_row = {"name": "torch", "wanted": ">=2,<3", "installed": "2.9", "extra": "", "error": "broken", "beside": ""}
-    x_row = {"name": "x", "wanted": "==1.0", "installed": None, "extra": "tasks", "error": "", "beside": ""}
-    assert packages() == [torch_row, x_row]
-
-
-def test_a_package_that_fails_crashes_or_hangs_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write(tmp_path / "works.py", "print('imported')")
-    write(tmp_path / "fails.py", "raise ImportError('no symbol\\nand more')")
-    write(tmp_path / "crashes.py", "import os; os._exit(11)")
-    write(tmp_path / "hangs.py", "import time; time.sleep(60)")
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
-    assert probe_packages(["works", "fails", "crashes", "hangs", "xxhash"], deadline_s=3.0) == {
-        "works": "",
-        "fails": "ImportError: no symbol",
-        "crashes": "the import ended the process with code 11",
-        "hangs": "it was not imported within 3 s",
-        "xxhash": "",
-    }
-
-
-def test_the_packages_of_an_adapter_are_tried_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert try_package("peft") == ""
-    monkeypatch.setattr("transformers.integrations.peft.MIN_PEFT_VERSION", "99.0")
-    assert "99.0" in try_package("peft")
-
-
-def test_installed() -> None:
-    assert installed("pydantic")
-    assert installed("no-such-package-anywhere") is None
 
 
 def test_cache_contents(tmp_path: Path) -> None:

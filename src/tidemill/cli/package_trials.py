@@ -27,12 +27,12 @@ def packages() -> list[dict[str, Any]]:
 
     `beside` names the versions of the installed packages that it works with, if it does not.
     """
-    found = []
+    found: list[dict[str, Any]] = []
     for extra, wanted in requirements().items():
         for requirement in wanted if extra != DEVELOPMENT else ():
             limits = ",".join(sorted(map(str, requirement.specifier), reverse=True))
-            row = {"name": requirement.name, "wanted": limits, "installed": installed(requirement.name), "extra": extra}
-            found.append(row)
+            version = installed(requirement.name)
+            found.append({"name": requirement.name, "wanted": limits, "installed": version, "extra": extra})
     tried = dict.fromkeys(row["name"] for row in found if row["installed"] and row["extra"] != MODEL)
     errors = try_packages(list(tried))
     return [

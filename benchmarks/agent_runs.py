@@ -8,6 +8,7 @@ from typing import Any
 
 from benchmarks.origin import origin
 from benchmarks.training_run import train
+from tidemill.config.load import RECIPES
 from tidemill.core.records import Record
 from tidemill.pipeline.state import PipelineFolder
 from tidemill.telemetry.events import EVICTION, read_events
@@ -16,7 +17,6 @@ from tidemill.telemetry.run_dir import RunDirectory
 from tidemill.telemetry.statistics import wilson_interval
 
 HERE = Path(__file__).resolve().parent
-RECIPES = HERE.parent / "recipes"
 HELD_OUT = 200
 SAMPLED = {"guess": 1, "calc-tool": 0, "python-tool": 0}
 """Samples per held-out task at the temperature of training. SmolLM2 needs minutes for them."""

@@ -32,7 +32,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.agent_faults import EvictedRun, KilledRun, evicted_run, killed_run
-from benchmarks.agent_runs import KINDS, LEARNING, RECIPES, Accuracy, AgentRun, agent_run
+from benchmarks.agent_runs import KINDS, LEARNING, Accuracy, AgentRun, agent_run
 from benchmarks.agent_tokens import check_tokens, compared_tokens
 from benchmarks.agent_waiting import CONTROL_LEAST, MOST, check_waited, waited
 from benchmarks.measuring import earlier_parts, print_records, write_part
@@ -40,6 +40,7 @@ from benchmarks.models import quiet, smollm2
 from benchmarks.origin import parsed
 from benchmarks.stopping import interruptible
 from benchmarks.subjects import check_counts
+from tidemill.config.load import RECIPES
 from tidemill.envs.agents.builtin import BUILT_IN
 
 NAME = "agents"

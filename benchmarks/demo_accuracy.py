@@ -24,9 +24,10 @@ from benchmarks.measuring import BYTES_PER_GB, write_result
 from benchmarks.models import quiet, smollm2
 from benchmarks.origin import parsed
 from benchmarks.training_run import train
+from tidemill.config.load import RECIPES
 from tidemill.telemetry.statistics import wilson_interval
 
-RECIPE = Path(__file__).resolve().parent.parent / "recipes" / "smollm2-addition.toml"
+RECIPE = RECIPES / "smollm2-addition.toml"
 CONTROL = '[scoring]\nrewards = [{ kind = "random" }]\n'
 TARGET_ACCURACY = 0.80
 TARGET_TRAINING_S = 360.0

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.saboteur import Eviction, Saboteur, sabotaged
-from tidemill.config.load import merge
+from tidemill.config.load import RECIPES, merge
 from tidemill.config.schema import RunSpec
 from tidemill.core.protocols import Clock, WorkerHost
 from tidemill.core.records import Record
@@ -18,7 +18,7 @@ from tidemill.telemetry.events import EVICTION, LEASE_END
 from tidemill.telemetry.jsonl import read_lines
 from tidemill.telemetry.metrics import read_metrics
 
-RECIPE = Path(__file__).resolve().parent.parent / "recipes" / "char-addition.toml"
+RECIPE = RECIPES / "char-addition.toml"
 WORKERS = 3
 CHANGES: dict[str, Any] = {
     "model": {"char": {"hidden_size": 64, "layers": 2}},

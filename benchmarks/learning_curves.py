@@ -9,13 +9,14 @@ from pathlib import Path
 
 from benchmarks.subjects import check_counts
 from benchmarks.training_run import train
+from tidemill.config.load import RECIPES
 from tidemill.core.records import Record
 from tidemill.telemetry.events import read_events
 from tidemill.telemetry.metrics import read_metrics
 from tidemill.telemetry.run_data import evaluations
 from tidemill.telemetry.run_dir import RunDirectory
 
-RECIPES = {"quiet": "smollm2-addition.toml", "evicted": "spot-trace.toml"}
+RECIPE_FILES = {"quiet": "smollm2-addition.toml", "evicted": "spot-trace.toml"}
 
 
 class Curve(Record):
@@ -42,7 +43,7 @@ class Point(Record):
 
 def curve(folder: Path, kind: str, seed: int) -> Curve:
     """Run the demo in a separate process."""
-    recipe = Path(__file__).resolve().parent.parent / "recipes" / RECIPES[kind]
+    recipe = RECIPES / RECIPE_FILES[kind]
     run_dir = folder / "run"
     shutil.rmtree(run_dir, ignore_errors=True)  # a checkpoint is 1.6 GB
     arguments = ["--run.seed", str(seed), "--trainer.threads", "1", "--checkpoint.every_steps", "0"]

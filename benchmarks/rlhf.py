@@ -2,7 +2,7 @@
 
     python -m benchmarks.rlhf [--seeds 3] [--only 0,2] [--again]
 
-recipes/rlhf.toml, one seed after another, with one compute thread. Minutes are wall-clock; CPU minutes on one thread
+@rlhf, one seed after another, with one compute thread. Minutes are wall-clock; CPU minutes on one thread
 equal those of a quiet machine. The reward model is evaluated on pairs of held-out questions; the policy before and
 after PPO on the same questions, by the reward model and by correctness: greedy, and as the share of correct samples.
 Intervals and p-values of one seed are over questions, those of the summary over seeds.
@@ -150,7 +150,7 @@ def _write(runs: Sequence[RlhfRun]) -> None:
 
 
 def _print(runs: Sequence[RlhfRun]) -> None:
-    table = Table(title=f"recipes/rlhf.toml, SmolLM2-135M, one thread; {machine()['cpu']}", box=box.SIMPLE)
+    table = Table(title=f"@rlhf, SmolLM2-135M, one thread; {machine()['cpu']}", box=box.SIMPLE)
     columns = ("seed", "minutes (CPU)", "reward model right on", "its score", "true, greedy", "true, of samples")
     for column in (*columns, "KL, nats/token", "entropy", "explained variance"):
         table.add_column(column)
@@ -213,7 +213,7 @@ def _draw(runs: Sequence[RlhfRun]) -> None:
             for run in runs
         ]
         panels.append(Panel(title=title, x_title="step", lines=lines, low=low))
-    write_chart(PICTURES / f"{NAME}.svg", "PPO with a reward model (recipes/rlhf.toml)", panels, columns=3)
+    write_chart(PICTURES / f"{NAME}.svg", "PPO with a reward model (@rlhf)", panels, columns=3)
 
 
 def _xs(points: dict[int, float]) -> list[float]:

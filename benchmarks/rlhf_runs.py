@@ -15,7 +15,7 @@ import torch
 from benchmarks.origin import origin
 from benchmarks.subjects import check_models
 from benchmarks.training_run import train
-from tidemill.config.load import from_toml
+from tidemill.config.load import RECIPES, from_toml
 from tidemill.config.schema import RunSpec
 from tidemill.core.records import PreferencePair, Record
 from tidemill.envs.text.examples import load_pairs
@@ -29,7 +29,7 @@ from tidemill.telemetry.run_dir import RunDirectory
 from tidemill.telemetry.statistics import LEVEL, RESAMPLES, Interval
 from tidemill.trainer.scoring import reward_scores
 
-RECIPE = Path(__file__).resolve().parent.parent / "recipes" / "rlhf.toml"
+RECIPE = RECIPES / "rlhf.toml"
 CPU = "cpu_seconds"
 CURVES = ("reward_mean", "kl_ref_k1", "kl_ref", "entropy", "explained_variance", "clip_fraction")
 LAST_STEPS = 5  # averaged as the final value

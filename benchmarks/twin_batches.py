@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from benchmarks.saboteur import Cue, Eviction, Saboteur
 from benchmarks.subjects import check_counts
-from tidemill.config.load import merge
+from tidemill.config.load import RECIPES, merge
 from tidemill.config.schema import RunSpec
 from tidemill.controller.collector import collect_samples
 from tidemill.controller.fleet import Fleet
@@ -50,7 +50,7 @@ from tidemill.runtime.train import train
 from tidemill.telemetry.recorder import NullTelemetry, Recorder
 from tidemill.telemetry.run_dir import RunDirectory
 
-RECIPE = Path(__file__).resolve().parent.parent / "recipes" / "smollm2-addition.toml"
+RECIPE = RECIPES / "smollm2-addition.toml"
 NEW_TOKENS, WORKERS, STEPS_PER_TICK = 20, 2, 3
 CUES: tuple[Cue, ...] = ("mid_tick", "noticed", "mid_tick", "mid_tick")
 CHANGES: dict[str, Any] = {

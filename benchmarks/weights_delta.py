@@ -15,7 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 from benchmarks.subjects import check_counts
-from tidemill.config.load import load_spec
+from tidemill.config.load import RECIPES, load_spec
 from tidemill.core.protocols import LoopClock
 from tidemill.core.records import PolicyVersion, StepMetrics
 from tidemill.models.snapshots import snapshot_bytes, snapshot_layout, write_snapshot
@@ -27,7 +27,7 @@ from tidemill.weights.store import WeightStore
 
 T = TypeVar("T")
 
-RECIPE = Path(__file__).resolve().parent.parent / "recipes" / "smollm2-addition.toml"
+RECIPE = RECIPES / "smollm2-addition.toml"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,7 @@
-"""Run tests in another environment: with the lowest supported versions, or beside vLLM; or with agents in another one.
+"""Run tests in another environment: with the lowest or highest versions, or beside vLLM; or with agents in another one.
 
 python scripts/locked_tests.py lowest
+python scripts/locked_tests.py highest
 python scripts/locked_tests.py vllm
 python scripts/locked_tests.py sdks
 """
@@ -28,6 +29,7 @@ TOOLS = (
 )
 NEEDS_TOOLS = ("tests/unit/test_layers.py", "tests/unit/benchmarks", "tests/unit/algos/test_shaping.py")
 """Tests of the project's own tools, whose packages are not part of the locks."""
+UNIT_TESTS = ("-n", "2", "-m", "not slow", "tests/unit", *(f"--ignore={path}" for path in NEEDS_TOOLS))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,10 +55,9 @@ class Environment:
 
 
 ENVIRONMENTS = {
-    "lowest": Environment(
-        lock="lowest",
-        pytest=("-n", "2", "-m", "not slow", "tests/unit", *(f"--ignore={path}" for path in NEEDS_TOOLS)),
-    ),
+    "lowest": Environment(lock="lowest", pytest=UNIT_TESTS),
+    # What pip installs for a user today, where the integrations of other packages break first.
+    "highest": Environment(lock="highest", pytest=(*UNIT_TESTS, "tests/integration/test_lora.py")),
     "vllm": Environment(
         lock="vllm",
         # Warnings are those of vLLM.

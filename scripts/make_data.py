@@ -1,7 +1,7 @@
 """Make data files from a task: demonstrations for SFT, and preference pairs from a model's own answers.
 
-    python scripts/make_data.py demonstrations --out sft.jsonl @recipes/smollm2-addition.toml
-    python scripts/make_data.py pairs --out pairs.jsonl --samples 16 @recipes/smollm2-addition.toml --run.seed 3
+    python scripts/make_data.py demonstrations --out sft.jsonl @smollm2-addition
+    python scripts/make_data.py pairs --out pairs.jsonl --samples 16 @smollm2-addition --run.seed 3
 
 Prompts are the task's training prompts, or with --held-out (for `data.held_out_path`) those kept for evaluation.
 Recipes and `--section.key value` are as for `tidemill train`. Beside the rows lies a .provenance.json: model, weights,

@@ -1,4 +1,4 @@
-"""Rewrite locks/: default.txt is what all extras resolve to today, lowest.txt the lowest supported versions."""
+"""Rewrite locks/: default.txt is what all extras resolve to today, lowest.txt and highest.txt end the ranges."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 EXTRAS = "dev,tasks,cluster,data,lora,tensorboard,wandb,trackio"
-TESTED_EXTRAS = ("cluster", "data", "lora", "tasks")
+TESTED_EXTRAS = ("cluster", "data", "gateway", "lora", "tasks")
 TORCH = "torch==2.13.0"
 BUILD = ("hatchling==1.33.0", "editables==0.6")
 PIN = re.compile(r"^[a-z0-9][a-z0-9.-]*==[^\s;]+", re.MULTILINE)
@@ -21,6 +21,7 @@ HEADER = "# {}, transitive versions included; rewritten by `make locks`.\n"
 def main() -> int:
     with tempfile.TemporaryDirectory() as scratch:
         write_default(Path(scratch))
+        write_highest(Path(scratch))
         try:
             write_lowest(Path(scratch))
         except FileNotFoundError:
@@ -31,27 +32,29 @@ def main() -> int:
 
 def write_default(scratch: Path) -> None:
     """Resolve with pip, as `make` installs."""
+    pins = resolve(scratch, TORCH, f"{ROOT}[{EXTRAS}]", *BUILD)
+    (ROOT / "locks" / "default.txt").write_text(HEADER.format("Every version that `make` installs") + pins)
+
+
+def write_highest(scratch: Path) -> None:
+    """Resolve with pip, as a user installs."""
+    pins = resolve(scratch, f"{ROOT}[{','.join(TESTED_EXTRAS)}]")
+    header = HEADER.format("The highest versions that pass the tests of `make test-highest`")
+    (ROOT / "locks" / "highest.txt").write_text(header + pins)
+
+
+def resolve(scratch: Path, *requirements: str) -> str:
+    """What pip would install for the requirements, as the lines of a lock."""
     report = scratch / "report.json"
-    resolve = [
-        sys.executable,
-        "-m",
-        "pip",
-        "install",
-        "-qq",
-        "--dry-run",
-        "--ignore-installed",
-        "--report",
-        str(report),
-    ]
-    subprocess.run([*resolve, TORCH, f"{ROOT}[{EXTRAS}]", *BUILD], check=True, cwd=ROOT)
+    options = ["-qq", "--dry-run", "--ignore-installed", "--report", str(report)]
+    subprocess.run([sys.executable, "-m", "pip", "install", *options, *requirements], check=True, cwd=ROOT)
     pins: dict[str, str] = {}
     for package in json.loads(report.read_text())["install"]:
         metadata = package["metadata"]
         # A local build tag (2.13.0+cpu) names this machine's build, not the version wanted everywhere.
         pins[metadata["name"].lower().replace("_", "-")] = metadata["version"].split("+")[0]
     pins.pop("tidemill", None)
-    lines = "".join(f"{name}=={pins[name]}\n" for name in sorted(pins))
-    (ROOT / "locks" / "default.txt").write_text(HEADER.format("Every version that `make` installs") + lines)
+    return "".join(f"{name}=={pins[name]}\n" for name in sorted(pins))
 
 
 def write_lowest(scratch: Path) -> None:

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from tests.commands import run_here
-from tests.conftest import REPOSITORY
+from tidemill.config.load import RECIPES
 from tidemill.telemetry.manifest import read_forecast
 
 RECIPE = (
-    f"@{REPOSITORY / 'recipes' / 'char-addition.toml'}",
+    f"@{RECIPES / 'char-addition.toml'}",
     "--trainer.threads=1",
     "--trainer.steps=4",
     "--batch.prompts=4",

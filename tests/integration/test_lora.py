@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from tests.commands import Ran, run_here
-from tests.conftest import REPOSITORY
 from tests.integration.supervised_process import session, write_data
-from tidemill.config.load import load_spec
+from tidemill.config.load import RECIPES, load_spec
 from tidemill.config.model import ModelConfig
 from tidemill.models.catalog import resolve
 from tidemill.models.folder import holds_adapter
@@ -22,7 +21,7 @@ from tidemill.models.reward_model import load_reward_model
 from tidemill.runtime.model_bundle import load_model_bundle
 from tidemill.trainer.objectives import SupervisedKind
 
-RECIPE = f"@{REPOSITORY / 'recipes' / 'char-addition.toml'}"
+RECIPE = f"@{RECIPES / 'char-addition.toml'}"
 LORA = "--model.lora.rank=4"
 SHAPE = ("--trainer.steps=4", "--optimizer.learning_rate=3e-3", "--trainer.threads=1", "--eval.every_steps=2",
          "--checkpoint.every_steps=2", "--batch.prompts=4", "--task.held_out_fraction=0.9")  # fmt: skip
@@ -115,9 +114,7 @@ def test_adapter_errors_are_reported_before_training(run: Path, tmp_path: Path) 
 
 
 def test_an_adapter_version_of_smollm2_is_under_two_percent_of_the_model(shared_cache: Path) -> None:
-    spec = load_spec(
-        [f"@{REPOSITORY / 'recipes' / 'smollm2-lora.toml'}", "--trainer.threads=1", "--trainer.device=cpu"]
-    )
+    spec = load_spec([f"@{RECIPES / 'smollm2-lora.toml'}", "--trainer.threads=1", "--trainer.device=cpu"])
     model = load_model_bundle(spec, progress=lambda _: None).model
     learned, base = (
         sum(p.nbytes for p in part.values()) for part in (learned_parameters(model), frozen_parameters(model))

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from scripts.make_data import main
-from tests.conftest import REPOSITORY
-from tidemill.config.load import load_spec
+from tidemill.config.load import RECIPES, load_spec
 from tidemill.config.task import DataConfig
 from tidemill.core.records import unpack_tokens
 from tidemill.envs.text import build_task
@@ -19,7 +18,7 @@ from tidemill.models.catalog import resolve
 from tidemill.models.codec import TextCodec, load_codec
 from tidemill.runtime.batch_generation import BatchGenerator, CachedCompletions, make_pairs
 
-RECIPE = f"@{REPOSITORY / 'recipes' / 'char-addition.toml'}"
+RECIPE = f"@{RECIPES / 'char-addition.toml'}"
 # An untrained model is almost never right: here a completion that begins with a digit is.
 JUDGED = (RECIPE, "--trainer.threads=1", "--scoring.rewards=[{kind='regex', pattern='^[0-9]'}]", "--run.seed=5")
 

@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.char_task import char_task
 from tests.commands import DEADLINE_S, Ran, run_fork, run_here
-from tests.conftest import REPOSITORY
 from tests.forked import Forked
+from tidemill.config.load import RECIPES
 from tidemill.models.auto import quiet
 from tidemill.models.weights_digest import weights_digest
 
@@ -94,7 +94,7 @@ source = "stage:rl"
 dtype = "bf16"
 """
 )
-RLHF = REPOSITORY / "recipes" / "rlhf.toml"
+RLHF = RECIPES / "rlhf.toml"
 # The recipe's own stages with a model that is trained from scratch in seconds.
 CHAR = (
     char_task()

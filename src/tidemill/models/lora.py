@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from tidemill.config.model import ModelConfig
 from tidemill.core.errors import UserError
+from tidemill.core.packages import install_command
 
 _ATTRIBUTE = "tidemill_adapter"
 _LEARNED = (".lora_A.", ".lora_B.")  # parts of peft's parameter names
@@ -81,7 +82,7 @@ def require_peft() -> Any:
         import peft
     except ImportError as error:
         raise UserError(
-            f"an adapter needs the package peft ({error})", where="model.lora", hint='pip install "tidemill[lora]"'
+            f"an adapter needs the package peft ({error})", where="model.lora", hint=install_command("lora")
         ) from error
     return peft
 

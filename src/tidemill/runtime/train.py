@@ -18,6 +18,7 @@ from tidemill.controller.ledger import Ledger
 from tidemill.controller.loop import LoopResult, train_loop
 from tidemill.controller.reading import Reading
 from tidemill.core.errors import UserError, describe_error
+from tidemill.core.packages import install_command
 from tidemill.core.protocols import Environments, LoopClock, PromptSource
 from tidemill.core.records import Trajectory
 from tidemill.envs.text.curriculum import Curriculum
@@ -277,7 +278,7 @@ def open_sessions(
         from tidemill.runtime.gateway import training_sessions
     except ImportError as error:
         what = f"sessions need starlette and uvicorn ({error})"
-        raise UserError(what, where="gateway.sessions", hint='pip install "tidemill[gateway]"') from error
+        raise UserError(what, where="gateway.sessions", hint=install_command("gateway")) from error
     return training_sessions(spec, backend, run, recorder, fleet)
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from tidemill.core.errors import UserError
+from tidemill.core.packages import install_command
 from tidemill.core.records import Record
 
 
@@ -123,7 +124,7 @@ def check_sinks(names: Sequence[str]) -> None:
     """
     for name in names:
         if importlib.util.find_spec(name) is None:
-            hint = f"install it with: pip install 'tidemill[{name}]'"
+            hint = install_command(name)
             raise UserError(f"{name} is not installed", where="telemetry.sinks", hint=hint)
 
 

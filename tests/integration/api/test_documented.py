@@ -16,6 +16,7 @@ import pytest
 import tidemill
 from tests.chat_models import CHATML, chat_codec
 from tests.forked import Forked
+from tests.integration.api.conftest import Distributions
 from tidemill.config.load import load_spec
 from tidemill.envs.text import build_task
 
@@ -30,13 +31,10 @@ EXAMPLES = [
 
 
 @pytest.fixture(scope="module")
-def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def package(distributions: Distributions, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The contents of a wheel of this checkout."""
-    built, unpacked = tmp_path_factory.mktemp("wheel"), tmp_path_factory.mktemp("installed")
-    pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(built), str(REPOSITORY)]
-    subprocess.run(pip, check=True, timeout=200)
-    (wheel,) = built.glob("*.whl")
-    zipfile.ZipFile(wheel).extractall(unpacked)
+    unpacked = tmp_path_factory.mktemp("installed")
+    zipfile.ZipFile(distributions.wheel).extractall(unpacked)
     where = python(["-c", "import tidemill; print(tidemill.__file__)"], package=unpacked, folder=unpacked.parent)
     assert where.stdout.startswith(str(unpacked))
     return unpacked
@@ -83,14 +81,18 @@ def documented_commands() -> list[str]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A working directory with a data file and the runs that the docs name."""
     path = tmp_path_factory.mktemp("user")
+    prepare_folder(path)
+    return path
+
+
+def prepare_folder(path: Path) -> None:
+    """Make a data file and the runs that the docs name."""
     (path / "my.jsonl").write_text("\n".join(f'{{"prompt": "{a}+1=", "answer": "{a + 1}"}}' for a in range(9)))
     small = {"trainer.steps": 1, "trainer.threads": 1, "model.char.layers": 1, "batch.prompts": 2, "eval.prompts": 4}
     tidemill.train("char-addition", overrides=small, run_dir=path / "runs" / "mine")
     for name in ("addition", "demo"):
         shutil.copytree(path / "runs" / "mine", path / "runs" / name)
-    return path
 
 
 @pytest.mark.parametrize("command", documented_commands())

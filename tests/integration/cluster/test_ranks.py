@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import REPOSITORY
+from tidemill.config.load import RECIPES
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import TrainerLost
 from tidemill.runtime.cluster.ray_calls import decode
@@ -31,7 +31,7 @@ PHASES = ("accumulate", "backward", "step", "save", "publish")
 
 
 def spec_of(directory: Path, *, steps: int = 4) -> RunSpec:
-    tree: dict[str, Any] = tomllib.loads((REPOSITORY / "recipes" / "shards-local.toml").read_text())
+    tree: dict[str, Any] = tomllib.loads((RECIPES / "shards-local.toml").read_text())
     tree["run"] = {"dir": str(directory)}
     tree["batch"] |= {"prompts": 8, "group_size": 4, "microbatch_tokens": 64}
     tree["trainer"] |= {"steps": steps}

@@ -1,4 +1,4 @@
-"""`recipes/vllm-local.toml`: vLLM workers on Ray learn, and one may be killed. Run by `make test-vllm`."""
+"""`@vllm-local`: vLLM workers on Ray learn, and one may be killed. Run by `make test-vllm`."""
 
 from __future__ import annotations
 

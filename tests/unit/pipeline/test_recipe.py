@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from tests.commands import run_here
+from tidemill.config.load import RECIPES
 from tidemill.config.pipeline import PipelineSpec, load_recipe
 
-RECIPES = Path(__file__).parents[3] / "recipes"
 RECIPE = f"@{RECIPES / 'rlhf.toml'}"
 
 

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 from tidemill.config.task import HUB
 from tidemill.core.errors import UserError, exception_text
+from tidemill.core.packages import install_command
 from tidemill.core.records import Record
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -262,6 +263,4 @@ def import_extra(module: str, *, package: str, needed_by: str, extra: str = "tas
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise UserError(
-            f"{needed_by} needs the package {package} ({error})", hint=f'pip install "tidemill[{extra}]"'
-        ) from error
+        raise UserError(f"{needed_by} needs the package {package} ({error})", hint=install_command(extra)) from error

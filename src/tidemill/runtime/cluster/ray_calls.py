@@ -273,7 +273,7 @@ def describe_ray_error(error: RayError, node: str) -> tuple[str, str]:
     if isinstance(error, ActorDiedError) and error.actor_init_failed:
         return f"it could not be created: {last_line}", "check the Python environment of its node"
     if "setup hook" in text or "RuntimeEnvSetupError" in text:
-        return "its process could not be set up", "install the same version of tidemill[cluster] on every node"
+        return "its process could not be set up", "install the same Tidemill with its extra `cluster` on every node"
     if "worker process has died" in text or "unexpectedly" in text:
         return "its process was killed (SIGKILL or out of memory)", _OUT_OF_MEMORY
     return f"it died: {last_line}", ""

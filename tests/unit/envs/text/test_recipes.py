@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from tests.char_codec import CharCodec, make_trajectory
 from tests.sandboxes import need_bubblewrap
-from tidemill.config.load import load_spec
+from tidemill.config.load import RECIPES, load_spec
 from tidemill.envs.text import build_scorer, build_task
-
-RECIPES = Path(__file__).resolve().parents[4] / "recipes"
 
 
 @pytest.mark.parametrize("name", ["jsonl", "reasoning-gym"])

@@ -7,9 +7,10 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from tidemill.cli.arguments import Items, row_remarks
+from tidemill.cli.arguments import Items, no_task, resumed_items, row_remarks
 from tidemill.cli.arguments import dry_run as show_dry_run
 from tidemill.cli.output import INTERRUPTED_CODE, DryRun, Json, Result
+from tidemill.config.issues import names_no_task
 from tidemill.config.pipeline import PipelineSpec, load_recipe
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError
@@ -42,12 +43,12 @@ def train(
     dry_run: DryRun = False,
     json: Json = False,
 ) -> Result:
-    """Train a model, or resume the run in an existing run directory.
+    """Train a model, or resume the run in an existing run directory (`--run.dir`, whose recipe may be left out).
 
     A recipe with stages shows its plan first; finished stages whose configuration and inputs are unchanged are not
     repeated. Ctrl-C ends a run after a checkpoint, with exit code 130; the same command resumes it.
     """
-    recipe = load_recipe(items)
+    recipe = load_recipe(resumed_items(items))
     if isinstance(recipe, PipelineSpec):
         return _stages(recipe, only=only, start=start, prune_stale=prune_stale, dry_run=dry_run)
     if only is not None or start is not None or prune_stale:
@@ -67,6 +68,8 @@ def _stages(recipe: PipelineSpec, *, only: str | None, start: str | None, prune_
 
 
 def _one_run(spec: RunSpec, *, dry_run: bool) -> Result:
+    if names_no_task(spec) and not dry_run:
+        raise no_task("train", str(spec.directory))
     if dry_run:
         return show_dry_run(spec, notes=[*trace_remarks(spec.pool), *row_remarks(spec)])
     if (spec.directory / "pipeline.json").exists():

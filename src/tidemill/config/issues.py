@@ -145,6 +145,7 @@ def _issue(details: ErrorDetails, location: Location, data: dict[str, Any], loca
         accepts, hint = type_text(key.element_type), _closest_choice(key.element_type, given)
     else:
         hint = _closest_choice(without_none(key.annotation), given) or _array_hint(key, given, source)
+        hint = hint or _default_hint(key)
         accepts = key.accepts
     return ConfigIssue(key=name, what=f"needs {accepts}, was given {shown_value(given)}", source=source, hint=hint)
 
@@ -204,6 +205,10 @@ def _closest_choice(annotation: Any, given: Any) -> str:
     if get_origin(annotation) is Literal and isinstance(given, str):
         return did_you_mean(given, get_args(annotation))
     return ""
+
+
+def _default_hint(key: Key) -> str:
+    return "" if key.required or key.default is None else f"the default is {shown_value(key.default)}"
 
 
 def _array_hint(key: Key, given: Any, source: str) -> str:

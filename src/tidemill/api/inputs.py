@@ -124,7 +124,7 @@ class Inputs:
             ref = task if isinstance(task, str) else self._reference("task", task)
             self.overrides["task"] = {"kind": "python", "function": ref, "params": dict(params or {})}
 
-    def add_environment(self, environment: type | str | None, params: Mapping[str, Any] | None) -> None:
+    def add_environment(self, environment: Any, params: Mapping[str, Any] | None) -> None:
         """A class, or the text that names one. Without rows it makes the tasks and gives the rewards; a class with a
         `score` gives the rewards of rows, too."""
         if isinstance(environment, Environment):

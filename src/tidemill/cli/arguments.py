@@ -48,15 +48,6 @@ def resumed_items(items: Sequence[str]) -> Sequence[str]:
     return [f"@{stored}", *items] if stored is not None and stored.is_file() else items
 
 
-def no_task(verb: str, directory: str) -> UserError:
-    """The error of a command that no recipe and no option tells its task."""
-    what = f"no recipe and no task{f', and no run in {directory}' if directory else ''}"
-    hint = (
-        f"write `tidemill {verb} @char-addition` (`tidemill recipe list`), or --task.kind=file --task.path=rows.jsonl"
-    )
-    return UserError(what, where=f"tidemill {verb}", hint=hint)
-
-
 def spec_for(items: Sequence[str], checkpoint: Path | None, *, purpose: Purpose) -> RunSpec:
     """Load the configuration of `items`; without a recipe, that of the checkpoint's run if there is one."""
     if checkpoint is not None and not split_arguments(items).recipes:

@@ -11,10 +11,9 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from tidemill.cli.arguments import Checkpoint, Items, model_folder, no_task, row_remarks, spec_for
+from tidemill.cli.arguments import Checkpoint, Items, model_folder, row_remarks, spec_for
 from tidemill.cli.arguments import dry_run as show_dry_run
 from tidemill.cli.output import DryRun, Json, Result, note
-from tidemill.config.issues import names_no_task
 from tidemill.config.load import split_arguments
 from tidemill.config.model import BUILT_IN_MODELS
 from tidemill.core.errors import UserError
@@ -44,8 +43,6 @@ def evaluate(
         spec = spec_for(items, checkpoint, purpose="eval")
         if dry_run:
             return show_dry_run(spec, purpose="eval", notes=row_remarks(spec))
-        if names_no_task(spec):
-            raise no_task("eval", "")
         from tidemill.runtime.model_evaluation import evaluate as run
 
         found = run(spec, model_folder=folder, compare=other, progress=note)

@@ -7,10 +7,9 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from tidemill.cli.arguments import Items, no_task, resumed_items, row_remarks
+from tidemill.cli.arguments import Items, resumed_items, row_remarks
 from tidemill.cli.arguments import dry_run as show_dry_run
 from tidemill.cli.output import INTERRUPTED_CODE, DryRun, Json, Result
-from tidemill.config.issues import names_no_task
 from tidemill.config.pipeline import PipelineSpec, load_recipe
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError
@@ -68,8 +67,6 @@ def _stages(recipe: PipelineSpec, *, only: str | None, start: str | None, prune_
 
 
 def _one_run(spec: RunSpec, *, dry_run: bool) -> Result:
-    if names_no_task(spec) and not dry_run:
-        raise no_task("train", str(spec.directory))
     if dry_run:
         return show_dry_run(spec, notes=[*trace_remarks(spec.pool), *row_remarks(spec)])
     if (spec.directory / "pipeline.json").exists():

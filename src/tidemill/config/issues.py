@@ -145,7 +145,6 @@ def _issue(details: ErrorDetails, location: Location, data: dict[str, Any], loca
         accepts, hint = type_text(key.element_type), _closest_choice(key.element_type, given)
     else:
         hint = _closest_choice(without_none(key.annotation), given) or _array_hint(key, given, source)
-        hint = hint or _default_hint(key)
         accepts = key.accepts
     return ConfigIssue(key=name, what=f"needs {accepts}, was given {shown_value(given)}", source=source, hint=hint)
 
@@ -207,10 +206,6 @@ def _closest_choice(annotation: Any, given: Any) -> str:
     return ""
 
 
-def _default_hint(key: Key) -> str:
-    return "" if key.required or key.default is None else f"the default is {shown_value(key.default)}"
-
-
 def _array_hint(key: Key, given: Any, source: str) -> str:
     """How to write an array, where another value was given."""
     if get_origin(without_none(key.annotation)) is not tuple or isinstance(given, (list, dict)):
@@ -231,9 +226,19 @@ def refuse_untrainable(spec: RunSpec) -> None:
         raise ConfigError(issues)
 
 
-def names_no_task(spec: RunSpec) -> bool:
-    """Whether neither a recipe nor an override has a section [task], and no client sends prompts."""
-    return "task" not in spec.model_fields_set and not spec.gateway.sessions
+def refuse_without_task(spec: RunSpec, where: str) -> None:
+    """
+    Raises:
+        UserError: neither a recipe nor an override has a section [task], and no client sends prompts. The default task
+            would be a surprise.
+    """
+    if "task" not in spec.model_fields_set and not spec.gateway.sessions:
+        what = f"there is no recipe, no data, no task and no environment, and no run in {spec.directory}"
+        hint = (
+            "name a recipe such as @char-addition (`tidemill recipe list`) or --task.kind=file --task.path=rows.jsonl; "
+            "from Python give data=rows and rewards=[...]"
+        )
+        raise UserError(what, where=where, hint=hint)
 
 
 def purpose_issues(spec: RunSpec, purpose: Purpose) -> Iterator[ConfigIssue]:

@@ -17,7 +17,8 @@ SHOWN = 60
 def place_of(function: Callable[..., Any]) -> str:
     """`file:line` of a function or class; empty if it has no source."""
     plain = inspect.unwrap(getattr(function, "func", function))  # of functools.partial
-    code = getattr(plain, "__code__", None) or getattr(getattr(type(plain), "__call__", None), "__code__", None)
+    call = inspect.getattr_static(type(plain), "__call__", None)  # of an object that can be called
+    code = getattr(plain, "__code__", None) or getattr(call, "__code__", None)
     return f"{code.co_filename}:{code.co_firstlineno}" if code is not None else ""
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from tidemill.config.issues import refuse_without_task
 from tidemill.config.schema import RunSpec
 from tidemill.controller.evaluation import (
     Evaluation,
@@ -259,6 +260,7 @@ def evaluate(
     Raises:
         UserError: the input is invalid.
     """
+    refuse_without_task(spec, "tidemill.evaluate")
     this = measure(spec, model=model_folder, scorers=scorers or {}, progress=progress, answers=answers)
     by_name = {name: figures(each, ks=spec.eval.ks) for name, each in this.items()}
     if compare is not None:

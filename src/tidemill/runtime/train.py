@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, contextmanager
 from typing import Any, TextIO, TypeAlias
 
-from tidemill.config.issues import refuse_untrainable, without_effect
+from tidemill.config.issues import refuse_untrainable, refuse_without_task, without_effect
 from tidemill.config.load import differences, from_toml
 from tidemill.config.schema import RunSpec
 from tidemill.config.toml import to_toml
@@ -77,6 +77,7 @@ def train(
         UserError: the input, the run directory or the disk is at fault; no finished work is lost.
         DeadlineError: a wait timed out.
     """
+    refuse_without_task(spec, "tidemill.train")
     refuse_untrainable(spec)
     runtime = runtime_of(spec)
     runtime.check(spec)

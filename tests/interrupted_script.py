@@ -43,9 +43,13 @@ def arguments(name: str) -> dict[str, Any]:
     return {"data": ROWS, "rewards": ["exact"], "overrides": SMALL, "run_dir": "run", "callbacks": [Signal(name)]}
 
 
+sent = threading.Lock()
+
+
 @tm.reward(process=False)
 def interrupting(completion: str) -> float:
-    os.kill(os.getpid(), signal.SIGINT)
+    if sent.acquire(blocking=False):  # a second one would end the clean-up
+        os.kill(os.getpid(), signal.SIGINT)
     return 0.0
 
 

@@ -45,7 +45,8 @@ def resumed_items(items: Sequence[str]) -> Sequence[str]:
     given = split_arguments(items)
     directory = next((text for path, text in reversed(given.assignments) if path == ("run", "dir")), None)
     stored = Path(directory).expanduser() / "config.toml" if directory and not given.recipes else None
-    return [f"@{stored}", *items] if stored is not None and stored.is_file() else items
+    single = stored is not None and stored.is_file() and not stored.with_name("pipeline.json").exists()
+    return [f"@{stored}", *items] if single else items
 
 
 def spec_for(items: Sequence[str], checkpoint: Path | None, *, purpose: Purpose) -> RunSpec:

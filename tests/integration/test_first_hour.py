@@ -262,7 +262,7 @@ MISTAKES = {
     "advantage, complex": Mistake(advantage(lambda r: r * 1j), ("own", "complex")),
     "advantage, raises": Mistake(advantage(lambda r: r.nope), ("own", "AttributeError", "test_first_hour.py:")),
     "advantage, unknown argument": Mistake(lambda: train(advantage=lambda scores: scores), ("scores",)),
-    "advantage, unknown name": Mistake(lambda: train(advantage="grop"), ("grop", "grpo")),
+    "advantage, unknown name": Mistake(lambda: train(advantage="gropo"), ("gropo", "grpo")),
     "loss term, a mean": Mistake(loss_term(lambda p: p.mean()), ("own", "test_first_hour.py:", "loss per token")),
     "loss term, None": Mistake(loss_term(lambda p: None), ("own", "None")),
     "loss term, detached": Mistake(loss_term(lambda p: p.detach()), ("own", "gradient")),
@@ -323,7 +323,7 @@ MISTAKES = {
     "dry run, misspelt": Mistake("train @char-addition --dryrun", ("dryrun", "--dry-run")),
     "recipe, broken TOML": Mistake("train @broken.toml", ("broken.toml:1", "not valid TOML")),
     "recipe is a JSONL file": Mistake("train @rows.jsonl", ("rows.jsonl",)),
-    "recipe, unknown section": Mistake("train @section.toml", ("section.toml:1", "trainner", "trainer")),
+    "recipe, unknown section": Mistake("train @section.toml", ("section.toml:1", "trainers", "trainer?")),
     "two verbs": Mistake("train eval @char-addition", ("eval",)),
     "eval of nothing": Mistake("eval --checkpoint nowhere", ("nowhere",)),
     "generate without a prompt": Mistake("generate @char-addition", ("prompt",)),
@@ -341,7 +341,7 @@ MISTAKES = {
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     file("broken.toml", "[trainer\nsteps = 1\n")
-    file("section.toml", "[trainner]\nsteps = 1\n")
+    file("section.toml", "[trainers]\nsteps = 1\n")
     file("rows.jsonl", "".join(json.dumps(row) + "\n" for row in ROWS))
 
 

@@ -106,7 +106,7 @@ def _rows(result: Any, samples: int) -> Sequence[Any]:
     if rows is None:
         raise WrongResultError(f"{shown(result)}, for {samples} samples")
     if len(rows) != samples:
-        raise WrongResultError(f"{len(rows)} {'value' if len(rows) == 1 else 'values'} for {samples} samples")
+        raise WrongResultError(f"{len(rows)} values for {samples} samples")
     return rows.tolist() if isinstance(rows, (Tensor, np.ndarray)) and rows.ndim == 1 else list(rows)
 
 

@@ -148,7 +148,7 @@ def _job(arguments: dict[str, Any]) -> Callable[[Any], Run]:
             if isinstance(prepared.spec, PipelineSpec):
                 run_pipeline(prepared.spec, reporter=ConsoleReporter(), callbacks=callbacks, stop=stop)
             else:
-                run(prepared.spec, forecast_run=forecast_at_start, callbacks=callbacks, stop=stop)
+                run(prepared.spec, forecast_run=forecast_at_start, callbacks=callbacks, stop=stop, named_task=True)
         except KeyboardInterrupt:  # before the first step, or the second one
             stopped = Run(directory) if RunDirectory(directory).config.is_file() else None
         else:

@@ -75,7 +75,7 @@ def _one_run(spec: RunSpec, *, dry_run: bool) -> Result:
     from tidemill.planner.forecast.forecast import forecast_at_start
     from tidemill.runtime.train import train as run
 
-    summary = run(spec, forecast_run=forecast_at_start)
+    summary = run(spec, forecast_run=forecast_at_start, named_task=True)
     exit_code = INTERRUPTED_CODE if summary.get("interrupted") and not summary.get("time_is_up") else 0
     return Result(data=summary, text=summary_text(summary, spec.directory), exit_code=exit_code)
 

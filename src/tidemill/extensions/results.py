@@ -39,7 +39,7 @@ def shown(value: Any) -> str:
     if inspect.iscoroutine(value):
         value.close()  # else Python warns that it was never awaited
         return "a coroutine (the function is async)"
-    return f"{_text(value)} ({kind})"
+    return f"a {kind}: {_text(value)}"
 
 
 def _text(value: Any) -> str:

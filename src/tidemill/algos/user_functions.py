@@ -96,6 +96,7 @@ def _rows(result: Any, samples: int) -> Sequence[Any]:
     Raises:
         WrongResultError: it is not a sequence with an element per sample.
     """
+    rows: Any
     if isinstance(result, Tensor):
         rows = result.detach().cpu() if result.ndim else None
     elif isinstance(result, np.ndarray):
@@ -105,7 +106,7 @@ def _rows(result: Any, samples: int) -> Sequence[Any]:
     if rows is None:
         raise WrongResultError(f"{shown(result)}, for {samples} samples")
     if len(rows) != samples:
-        raise WrongResultError(f"{len(rows)} {'value' if len(rows) == 1 else 'values'} for {samples} samples")
+        raise WrongResultError(f"{len(rows)} values for {samples} samples")
     return rows.tolist() if isinstance(rows, (Tensor, np.ndarray)) and rows.ndim == 1 else list(rows)
 
 
@@ -118,7 +119,8 @@ def _checked_row(row: Any, length: int) -> float | DoubleArray:
         return row
     try:
         if isinstance(row, Tensor):
-            row = row.detach().cpu().double().numpy() if not row.is_complex() else row.numpy()
+            row = row.detach().cpu()
+            row = row.numpy() if row.is_complex() else row.double().numpy()  # bfloat16 has no array
         values = np.asarray(row)
         if values.dtype.kind not in "biuf":
             raise WrongResultError(f"{shown(row)} for a sample")

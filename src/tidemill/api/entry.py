@@ -7,7 +7,8 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar, cast
 
-from tidemill.config.keys import all_keys, did_you_mean, suggest
+from tidemill.config.foreign_names import explained, ours_of
+from tidemill.config.keys import all_keys, did_you_mean, find
 from tidemill.core.errors import GuardStop, TidemillError, UserError, as_user_error, describe_error, root_error
 
 P = ParamSpec("P")
@@ -149,9 +150,9 @@ def check_arguments(signature: inspect.Signature, name: str, args: Sequence[Any]
     open_ended = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
     unknown = [] if open_ended else [each for each in kwargs if each not in accepted]
     if unknown:
-        hints = dict.fromkeys(suggest_argument(each, kwargs[each], accepted) for each in unknown)
         what = f"has no argument {', '.join(unknown)}"
-        raise UserError(what, where=name, hint="; ".join(hint for hint in hints if hint) or _listed(accepted))
+        hint = _suggested({each: kwargs[each] for each in unknown}, accepted)
+        raise UserError(what, where=name, hint=hint or _listed(accepted))
     try:
         signature.bind(*args, **kwargs)
     except TypeError as error:
@@ -163,23 +164,39 @@ def check_arguments(signature: inspect.Signature, name: str, args: Sequence[Any]
         raise UserError(what, where=name, hint=f"give arguments by name: {_example(accepted)}") from None
 
 
-def suggest_argument(given: str, value: Any, accepted: Sequence[str]) -> str:
-    """What to write instead of an unknown argument; empty if nothing is similar."""
-    meant = ARGUMENTS.get(given, "")
-    if given == "args" and "overrides" in accepted:
-        return f"settings are given by key: {_argument('overrides')} (`tidemill config search WORD` finds them)"
-    if meant in accepted:
-        return f"did you mean {_argument(meant)}?"
-    keys = {key.dotted for key in all_keys()}
-    leaves = {key.path[-1] for key in all_keys()}
-    overridable = "overrides" in accepted
-    key = given if given in keys else suggest((given,)) if given in leaves else ""
-    if not key and (close := did_you_mean(given, accepted)):
-        return close
-    key = key or suggest((given,))
-    if overridable and key in keys:
-        return f'set {key} with overrides={{"{key}": {_literal(value)}}}'
-    return ""
+def _suggested(unknown: Mapping[str, Any], accepted: Sequence[str]) -> str:
+    """What to write instead of unknown arguments; empty if nothing is similar."""
+    settings: dict[str, Any] = {}
+    hints: list[str] = []
+    for given, value in unknown.items():
+        meant = ARGUMENTS.get(given, "")
+        if given == "args" and "overrides" in accepted:
+            hints.append("settings are given by key (`tidemill config search WORD` finds them)")
+            settings["trainer.steps"] = 100
+        elif meant in accepted:
+            hints.append(f"did you mean {_argument(meant)}?")
+        elif "overrides" in accepted and (key := _key(given)):
+            settings[key] = value
+        elif "overrides" in accepted and (rows := ours_of(given, certain=True)):
+            hints.append(explained(rows))
+        elif (close := did_you_mean(given, accepted)) and close not in hints:
+            hints.append(close)
+    if settings:
+        written = ", ".join(f'"{key}": {_literal(value)}' for key, value in settings.items())
+        hints.append(f"write overrides={{{written}}}")
+    return "; ".join(dict.fromkeys(hints))
+
+
+def _key(given: str) -> str:
+    """The key that an argument sets: its own name, or what TRL or another framework calls it; empty if not one."""
+    if find(given.split(".")) is not None:
+        return given
+    rows = ours_of(given, framework="TRL", certain=True) or ours_of(given, certain=True)
+    keys = {row.ours for row in rows if row.ours and not row.note}
+    if len(keys) == 1 and len(*keys) == 1 and len(rows) == 1:
+        return next(iter(keys))[0]
+    named = [key.dotted for key in all_keys() if key.path[-1] == given]
+    return named[0] if len(set(named)) == 1 and not rows else ""
 
 
 def _literal(value: Any) -> str:

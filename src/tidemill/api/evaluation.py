@@ -67,7 +67,7 @@ def evaluate(
             inputs.overrides["eval.rewards"] = inputs.overrides["scoring.rewards"]
         spec = load(source, {**inputs.overrides, **(overrides or {})}, purpose="eval")
         provide(inputs.extensions)
-        return run(spec, model=found, progress=_warn)
+        return run(spec, model=found, progress=_warn, named_task=True)
 
     return _run(job, recipe, model, tokenizer)
 

@@ -7,21 +7,23 @@ import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from tidemill.api.rewards import Reward
 from tidemill.api.rewards import function as user_reward
 from tidemill.api.rewards import model as reward_model
 from tidemill.api.run import Run
+from tidemill.config.keys import did_you_mean
 from tidemill.config.schema import SET_NAME
-from tidemill.config.task import HUB, RewardConfig
-from tidemill.core.errors import UserError
-from tidemill.envs.agents.environment import ToolEnvironment
+from tidemill.config.task import HUB, Column, RewardConfig
+from tidemill.core.errors import UserError, exception_text
+from tidemill.envs.agents.environment import Environment, ToolEnvironment
 from tidemill.extensions.registry import Extension, Kind, given_function
 from tidemill.models.model_source import checked, exact_source, given_as, locate
 from tidemill.telemetry.jsonl import disk_error, write_atomically
 from tidemill.telemetry.run_dir import RunDirectory
 
+COLUMNS = get_args(Column)
 INPUTS = "inputs"
 """Folder of a run directory with the rows and the model that were given as objects."""
 ROW_HINT = 'a row looks like {"prompt": "2+2=", "answer": "4"}'
@@ -70,8 +72,8 @@ class Inputs:
             task["path"] = self._data_path(data, "data", "train")
         if held_out is not None:
             task["held_out_path"] = self._data_path(held_out, "eval_data", "held_out")
-        if columns:
-            task["columns"] = dict(columns)
+        if columns is not None:
+            task["columns"] = _columns(columns)
         self.overrides[section] = task
 
     def add_eval_sets(self, sets: Any) -> None:
@@ -146,7 +148,8 @@ class Inputs:
         """Functions, or (weight, function) pairs."""
         if not terms:
             return
-        pairs = [each if isinstance(each, tuple) else (1.0, each) for each in terms]
+        given = terms if isinstance(terms, (list, tuple)) else [terms]
+        pairs = [_weighted(each, f"loss_terms[{at}]") for at, each in enumerate(given)]
         self.overrides["algorithm.loss_terms"] = [
             {"function": given if isinstance(given, str) else self._reference("loss_term", given), "weight": weight}
             for weight, given in pairs
@@ -160,9 +163,13 @@ class Inputs:
             ref = task if isinstance(task, str) else self._reference("task", task)
             self.overrides["task"] = {"kind": "python", "function": ref, "params": dict(params or {})}
 
-    def add_environment(self, environment: type | str | None, params: Mapping[str, Any] | None) -> None:
+    def add_environment(self, environment: Any, params: Mapping[str, Any] | None) -> None:
         """A class, or the text that names one. Without rows it makes the tasks and gives the rewards; a class with a
         `score` gives the rewards of rows, too."""
+        if isinstance(environment, Environment):
+            what = f"needs a class, was given an instance of {type(environment).__name__}"
+            hint = f"give {type(environment).__name__} itself; its arguments are environment_params"
+            raise UserError(what, where="environment", hint=hint)
         self.add_function("env.name", "environment", environment)
         if environment is not None:
             self.overrides["env.params"] = dict(params or {})
@@ -232,7 +239,7 @@ class Inputs:
             if hasattr(data, "keys"):
                 what += f" with {', '.join(map(str, data))}"
             raise UserError(what, where=where, hint=self.shape)
-        return data
+        return _read(data, where, self.shape)
 
     def _json_line(self, row: Any, where: str) -> bytes:
         if not isinstance(row, Mapping):
@@ -245,6 +252,10 @@ class Inputs:
 
 
 def _as_reward(given: Any) -> Reward:
+    if isinstance(given, (tuple, list)):
+        what = f"expected a function or a name, found a {type(given).__name__}"
+        hint = "give a weight as tidemill.rewards.function(right, weight=0.5)"
+        raise UserError(what, where="rewards", hint=hint)
     if isinstance(given, Reward):
         return given
     if isinstance(given, Run):
@@ -258,9 +269,40 @@ def _as_reward(given: Any) -> Reward:
     return user_reward(given)
 
 
+def _weighted(term: Any, where: str) -> tuple[float, Any]:
+    """A function as a pair with its weight."""
+    if not isinstance(term, (tuple, list)):
+        return 1.0, term
+    if len(term) != 2 or isinstance(term[0], bool) or not isinstance(term[0], (int, float)):
+        raise UserError(
+            "expected a function or a (weight, function) pair", where=where, hint="for example (0.1, confident)"
+        )
+    return term[0], term[1]
+
+
+def _columns(columns: Any) -> dict[str, str]:
+    if isinstance(columns, Mapping):
+        wrong = next((name for name in columns if name not in COLUMNS), None)
+        if wrong is None and all(isinstance(column, str) for column in columns.values()):
+            return dict(columns)
+        hint = did_you_mean(str(wrong), COLUMNS) if wrong is not None else ""
+        what = f"{wrong!r} is not the name of a column here" if wrong is not None else "needs names of columns"
+    else:
+        what, hint = f"needs a dict, was given {type(columns).__name__}", ""
+    example = 'for example columns={"prompt": "question"}: the prompts are in the column "question"'
+    raise UserError(what, where="columns", hint=f"{hint} {example}".strip())
+
+
 def _pairs(data: Any) -> list[tuple[float, Any]]:
     for number, pair in enumerate(data):
         if len(pair) != 2 or isinstance(pair[0], bool) or not isinstance(pair[0], (int, float)):
             hint = 'for example data=[(2, "math.jsonl"), (1, rows)]'
             raise UserError("expected a (weight, data) pair", where=f"data[{number}]", hint=hint)
     return list(data)
+
+
+def _read(data: Iterable[Any], where: str, hint: str) -> Iterable[Any]:
+    try:
+        yield from data
+    except Exception as error:
+        raise UserError(f"reading the rows raised {exception_text(error)}", where=where, hint=hint) from error

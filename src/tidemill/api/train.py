@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from tidemill.api.entry import entry_point, same_arguments
 from tidemill.api.inputs import INPUTS, Inputs
 from tidemill.api.run import Run
-from tidemill.config.issues import Purpose, names_no_task
+from tidemill.config.issues import Purpose
 from tidemill.config.load import recipe_path
 from tidemill.config.pipeline import PipelineSpec, load_directory, load_overridden
 from tidemill.config.schema import RunSpec
@@ -153,7 +153,9 @@ def _job(arguments: dict[str, Any]) -> Callable[[Any], Run]:
                 lambda: run_pipeline(spec, reporter=ConsoleReporter(), callbacks=callbacks, stop=stop),
             )
         return completed(
-            spec.directory, stop, lambda: run(spec, forecast_run=forecast_at_start, callbacks=callbacks, stop=stop)
+            spec.directory,
+            stop,
+            lambda: run(spec, forecast_run=forecast_at_start, callbacks=callbacks, stop=stop, named_task=True),
         )
 
     return job
@@ -235,7 +237,6 @@ def prepare(
     inputs.refuse_parameters_alone(task_params, environment_params)
     merged = {**inputs.overrides, **given}
     spec = load_overridden(*_layered(recipe, merged))
-    _refuse_without_task(spec, f"tidemill.train, {directory}")
     return Prepared(spec=spec, extensions=inputs.extensions)
 
 
@@ -262,19 +263,7 @@ def load(recipe: str | Path | RunSpec | None, overrides: Overrides, *, purpose: 
     if not isinstance(found, RunSpec):
         what = "the recipe has stages, and this function needs a single run"
         raise UserError(what, where=str(recipe), hint="run it with tidemill.train")
-    if purpose == "eval":
-        _refuse_without_task(found, "tidemill.evaluate")
     return found
-
-
-def _refuse_without_task(spec: RunSpec | PipelineSpec, where: str) -> None:
-    """
-    Raises:
-        UserError: nothing says what to train on; the default task would be a surprise.
-    """
-    if isinstance(spec, RunSpec) and names_no_task(spec):
-        what = "there is no recipe, no data, no task, no environment and no run to continue"
-        raise UserError(what, where=where, hint='give data=rows and rewards=[...], or a recipe such as "char-addition"')
 
 
 def _checked_recipe(recipe: Any) -> str | Path | RunSpec | None:

@@ -35,6 +35,15 @@ Checkpoint = Annotated[
 ]
 
 
+def resumed_items(items: Sequence[str]) -> Sequence[str]:
+    """The arguments of `train`; with a run directory but without a recipe, after the configuration stored there."""
+    given = split_arguments(items)
+    directory = next((text for path, text in reversed(given.assignments) if path == ("run", "dir")), None)
+    stored = Path(directory).expanduser() / "config.toml" if directory and not given.recipes else None
+    single = stored is not None and stored.is_file() and not stored.with_name("pipeline.json").exists()
+    return [f"@{stored}", *items] if single else items
+
+
 def spec_for(items: Sequence[str], model: ModelSource | None, *, purpose: Purpose) -> RunSpec:
     """Load the configuration of `items`; without a recipe, that of the model's run if there is one."""
     if model is not None and not split_arguments(items).recipes:

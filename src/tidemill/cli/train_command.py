@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from tidemill.cli.arguments import Items, row_remarks
+from tidemill.cli.arguments import Items, resumed_items, row_remarks
 from tidemill.cli.arguments import dry_run as show_dry_run
 from tidemill.cli.output import INTERRUPTED_CODE, DryRun, Json, Result
 from tidemill.config.pipeline import PipelineSpec, load_recipe
@@ -42,12 +42,12 @@ def train(
     dry_run: DryRun = False,
     json: Json = False,
 ) -> Result:
-    """Train a model, or resume the run in an existing run directory.
+    """Train a model, or resume the run in an existing run directory (`--run.dir`, whose recipe may be left out).
 
     A recipe with stages shows its plan first; finished stages whose configuration and inputs are unchanged are not
     repeated. Ctrl-C ends a run after a checkpoint, with exit code 130; the same command resumes it.
     """
-    recipe = load_recipe(items)
+    recipe = load_recipe(resumed_items(items))
     if isinstance(recipe, PipelineSpec):
         return _stages(recipe, only=only, start=start, prune_stale=prune_stale, dry_run=dry_run)
     if only is not None or start is not None or prune_stale:
@@ -77,7 +77,7 @@ def _one_run(spec: RunSpec, *, dry_run: bool) -> Result:
     from tidemill.planner.forecast.forecast import forecast_at_start
     from tidemill.runtime.train import train as run
 
-    summary = run(spec, forecast_run=forecast_at_start)
+    summary = run(spec, forecast_run=forecast_at_start, named_task=True)
     exit_code = INTERRUPTED_CODE if summary.get("interrupted") and not summary.get("time_is_up") else 0
     return Result(data=summary, text=summary_text(summary, spec.directory), exit_code=exit_code)
 

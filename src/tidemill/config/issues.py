@@ -226,9 +226,19 @@ def refuse_untrainable(spec: RunSpec) -> None:
         raise ConfigError(issues)
 
 
-def names_no_task(spec: RunSpec) -> bool:
-    """Whether neither a recipe nor an override has a section [task], and no client sends prompts."""
-    return "task" not in spec.model_fields_set and not spec.gateway.sessions
+def refuse_without_task(spec: RunSpec, where: str) -> None:
+    """
+    Raises:
+        UserError: neither a recipe nor an override has a section [task], and no client sends prompts. The default task
+            would be a surprise.
+    """
+    if "task" not in spec.model_fields_set and not spec.gateway.sessions:
+        what = f"there is no recipe, no data, no task and no environment, and no run in {spec.directory}"
+        hint = (
+            "name a recipe such as @char-addition (`tidemill recipe list`) or --task.kind=file --task.path=rows.jsonl; "
+            "from Python give data=rows and rewards=[...]"
+        )
+        raise UserError(what, where=where, hint=hint)
 
 
 def purpose_issues(spec: RunSpec, purpose: Purpose) -> Iterator[ConfigIssue]:

@@ -137,7 +137,7 @@ def split_arguments(args: Sequence[str]) -> Arguments:
 def _is_value(item: str, key: Key | None) -> bool:
     if key is not None and key.is_flag:
         return item in ("true", "false")
-    return not item.startswith("--") and (key is not None or not item.startswith("@"))
+    return not item.startswith("--") and item != "=" and (key is not None or not item.startswith("@"))
 
 
 def _key(path: Sequence[str]) -> Key | None:
@@ -381,6 +381,8 @@ def read_sources(args: Sequence[str]) -> Sources:
         ConfigError: an argument is neither a recipe nor an override.
     """
     given = split_arguments(args)
+    if "=" in given.rest:
+        raise ConfigError([ConfigIssue(key="=", what="stands alone", hint="write --section.key=value, without spaces")])
     if given.rest:
         raise ConfigError([_unexpected(item) for item in given.rest])
     layers, issues = [], list[ConfigIssue]()
@@ -395,7 +397,7 @@ def read_sources(args: Sequence[str]) -> Sources:
 
 
 def _unexpected(item: str) -> ConfigIssue:
-    if item.endswith(".toml") or Path(item).is_file():
+    if item.endswith(".toml") or Path(item).is_file() or item in built_in_recipes():
         return ConfigIssue(key=item, what="a recipe needs a leading @", hint=f"write @{item}")
     name, sign, value = item.partition("=")
     if sign and _key(tuple(name.split("."))):

@@ -17,7 +17,8 @@ SHOWN = 60
 def place_of(function: Callable[..., Any]) -> str:
     """`file:line` of a function or class; empty if it has no source."""
     plain = inspect.unwrap(getattr(function, "func", function))  # of functools.partial
-    code = getattr(plain, "__code__", None) or getattr(getattr(type(plain), "__call__", None), "__code__", None)
+    call = inspect.getattr_static(type(plain), "__call__", None)  # of an object that can be called
+    code = getattr(plain, "__code__", None) or getattr(call, "__code__", None)
     return f"{code.co_filename}:{code.co_firstlineno}" if code is not None else ""
 
 
@@ -38,7 +39,7 @@ def shown(value: Any) -> str:
     if inspect.iscoroutine(value):
         value.close()  # else Python warns that it was never awaited
         return "a coroutine (the function is async)"
-    return f"{_text(value)} ({kind})"
+    return f"a {kind}: {_text(value)}"
 
 
 def _text(value: Any) -> str:

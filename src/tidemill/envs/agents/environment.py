@@ -200,7 +200,7 @@ def tool(function: Any = None, /, *, timeout_s: float | None = None, idempotent:
         if not hasattr(inspect.unwrap(given), "__code__"):
             raise UserError(f"@tool cannot mark {given!r:.60}", hint="write a method around it with def")
         if hasattr(earlier := body.get(given.__name__), TOOL_MARK):
-            what = f"two tools are named {given.__name__}; the other is at {place_of(earlier)}"
+            what = f"two tools are named {given.__name__}; the other is at {place_of(earlier) if earlier else ''}"
             raise UserError(what, where=place_of(given), hint="rename one of them")
         setattr(given, TOOL_MARK, ToolOptions(timeout_s=timeout_s, idempotent=idempotent))
         return given

@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from tidemill.core.errors import UserError
+from tidemill.core.errors import UserError, exception_text
 from tidemill.core.records import Prompt, Trajectory
 from tidemill.envs.text.prompts import ListedSource, content_id
 from tidemill.extensions.registry import resolve
@@ -101,8 +101,9 @@ class Curriculum:
             raise raised(name, function, error, where=WHERE) from error
         try:
             found = [index(row) for row in returned]
-        except (TypeError, ValueError):
-            raise wrong_result(name, function, f"returned {shown(returned)}", where=WHERE, expected=expected) from None
+        except (TypeError, ValueError) as error:
+            fault = f"returned {shown(returned)} ({exception_text(error)})"
+            raise wrong_result(name, function, fault, where=WHERE, expected=expected) from None
         if len(found) != self._count or len({*found} & {*range(len(self._rows))}) != self._count:
             fault = f"returned {found[:8]!r} for step {step}"
             raise wrong_result(name, function, fault, where=WHERE, expected=expected)

@@ -26,6 +26,7 @@ from tidemill.extensions.calls import CallError, UserCalls
 from tidemill.extensions.function_pool import FunctionProcesses, is_async
 from tidemill.extensions.portable import AVAILABLE, Target, UnportableError, target_of
 from tidemill.extensions.registry import resolve
+from tidemill.extensions.results import place_of
 from tidemill.extensions.scores import Score, finite
 
 WHERE = "scoring.rewards"
@@ -70,6 +71,7 @@ class NamedReward:
     correct_at: float | None = None  # a score from which a sample is correct; None: it does not tell
     gold: bool = False  # only measured: its failure does not make a sample invalid
     needs_answer: bool = False  # not called for samples of rows without an answer, which it makes invalid
+    place: str = ""  # file and line of a function of the user
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -271,7 +273,7 @@ def _build(name: str, config: RewardConfig, context: Context) -> NamedReward:
 def _build_in_processes(name: str, config: RewardConfig, context: Context) -> NamedReward:
     """A function of the user, or one that parses what a model wrote."""
     timeout_s: float | None = None
-    needs_answer = True
+    needs_answer, place = True, ""
     scores: QueuedReward
     if config.kind == "math_verify":
         import_extra("math_verify", package="math-verify", needed_by="the reward math_verify")
@@ -285,6 +287,7 @@ def _build_in_processes(name: str, config: RewardConfig, context: Context) -> Na
         reward = user_reward(config, context)
         caller = _caller(reward, context)
         needs_answer = reward.needs_answer
+        place = place_of(reward.extension.function)
         if reward.batch:
             timeout_s = config.longest_wait_s
             scores = BatchedReward(BatchFunction(caller, reward, timeout_s=timeout_s), most=config.batch)
@@ -302,6 +305,7 @@ def _build_in_processes(name: str, config: RewardConfig, context: Context) -> Na
         correct_at=correct_at(config),
         gold=config.role == "gold",
         needs_answer=needs_answer,
+        place=place,
     )
 
 

@@ -223,6 +223,12 @@ def open_rows(path: Path, *, section: str) -> RowFile:
         raise UserError("cannot read the data: No such file or folder", where=str(path), hint=keys)
     if path.is_dir():
         return SavedFolder(path)
+    if path.suffix.lower() in (".csv", ".tsv"):
+        what, hint = (
+            "CSV files are not read",
+            'save it as JSONL: `pandas.read_csv(...).to_json("rows.jsonl", orient="records", lines=True)`',
+        )
+        raise UserError(what, where=str(path), hint=hint)
     return Parquet(path) if path.suffix.lower() == ".parquet" else JsonLines(path)
 
 

@@ -245,7 +245,8 @@ def _messages(row: Row, shape: str, system_prompt: str) -> tuple[Message, ...]:
     prompt, messages = row.get("prompt"), row.get("messages")
     if (prompt is None) == (messages is None):
         there = ", ".join(f"`{name}`" for name in row.fields if row.get(name) is not None) or "nothing"
-        _fault(f"expected either `prompt` or `messages`, found {there}", row, shape)
+        cure = f'{shape}; columns of other names: columns = {{ prompt = "question" }}' if prompt is None else shape
+        _fault(f"expected either `prompt` or `messages`, found {there}", row, cure)
     field, listed = ("messages", messages) if prompt is None else ("prompt", prompt)
     if field == "prompt" and not isinstance(prompt, list):
         if not isinstance(prompt, str) or not prompt.strip():

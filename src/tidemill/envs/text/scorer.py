@@ -145,7 +145,11 @@ class RewardScorer:
             raise
         except Exception as error:  # noqa: BLE001 -- whatever a reward raises is its sample's fault, not the run's
             if not reward.gold:
-                faults.append(f"reward {reward.name}: {_fault(error, timeout_s)}")
+                fault = _fault(error, timeout_s)
+                place = (
+                    f" ({reward.place})" if reward.place and ": returned " in fault else ""
+                )  # raised: it has the line
+                faults.append(f"reward {reward.name}: {fault}{place}")
 
     async def _ask(self, reward: NamedReward, sample: Sample, timeout_s: float) -> Score:
         if reward.inline:

@@ -172,6 +172,7 @@ def test_the_best_checkpoint_is_the_model_of_the_next_call() -> None:
 
 
 def test_rows_of_a_task_and_pairs_of_a_model_are_data_of_the_next_call() -> None:
+    @tm.reward(correct_at=1.0)
     def right(completion: str, answer: str) -> float:  # cannot be imported
         return float(completion.strip() == answer)
 

@@ -65,7 +65,7 @@ def evaluate(
             inputs.overrides["eval.rewards"] = inputs.overrides["scoring.rewards"]
         spec = load(source, {**inputs.overrides, **(overrides or {})}, purpose="eval")
         provide(inputs.extensions)
-        return run(spec, model_folder=folder, progress=_warn, named_task=True)
+        return run(spec, model_folder=folder, progress=_warn)
 
     return _run(job, recipe, model, tokenizer)
 

@@ -45,7 +45,7 @@ def evaluate(
             return show_dry_run(spec, purpose="eval", notes=row_remarks(spec))
         from tidemill.runtime.model_evaluation import evaluate as run
 
-        found = run(spec, model_folder=folder, compare=other, progress=note, named_task=True)
+        found = run(spec, model_folder=folder, compare=other, progress=note)
     return Result(data=found, text=figures(found))
 
 

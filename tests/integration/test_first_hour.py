@@ -165,7 +165,7 @@ MISTAKES = {
     "generate, temperature": Mistake(
         lambda: tm.generate("1+1=", model="char", temperature=0), ("sampling.temperature",)
     ),
-    "generate, misspelt": Mistake(lambda: tm.generate(promts="1+1=", model="char"), ("did you mean prompts",)),
+    "generate, misspelt": Mistake(lambda: tm.generate(promptz="1+1=", model="char"), ("did you mean prompts",)),
     "load_config, misspelt": Mistake(lambda: tm.load_config("char-addition", override={}), ("did you mean overrides",)),
     "decorator, misspelt": Mistake(lambda: tm.reward(batched=True), ("batched", "batch")),
     "tool, misspelt": Mistake(lambda: tm.tool(idempotant=True), ("did you mean idempotent",)),
@@ -186,7 +186,7 @@ MISTAKES = {
     "callbacks, a class": Mistake(lambda: train(callbacks=[tm.Callback]), ("callbacks", "instance")),
     "callbacks, a function": Mistake(lambda: train(callbacks=[print]), ("callbacks", "tidemill.Callback")),
     "columns is a list": Mistake(lambda: train(columns=["q"]), ("columns", "dict")),
-    "columns, unknown": Mistake(lambda: train(columns={"promt": "q"}), ("columns", "prompt")),
+    "columns, unknown": Mistake(lambda: train(columns={"promptt": "q"}), ("columns", "prompt")),
     "task_params without task": Mistake(lambda: train(task_params={"n": 3}), ("task_params", "task")),
     "environment_params alone": Mistake(
         lambda: train(environment_params={"n": 3}), ("environment_params", "environment")
@@ -310,7 +310,6 @@ MISTAKES = {
     "misspelt verb": Mistake("trian @char-addition", ("trian", "train")),
     "train without a recipe": Mistake("train", ("recipe",)),
     "train with a model only": Mistake("train --model.source=char --run.dir=new", ("recipe",)),
-    "eval without a recipe": Mistake("eval", ("recipe",)),
     "no @": Mistake("train char-addition", ("@char-addition",)),
     "unknown recipe": Mistake("train @char-adition", ("@char-adition", "char-addition")),
     "TRL's option": Mistake("train @char-addition --num_generations 8", ("num_generations", "batch.group_size")),

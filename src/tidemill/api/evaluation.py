@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import sys
 import tempfile
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -67,7 +67,7 @@ def evaluate(
             inputs.overrides["eval.rewards"] = inputs.overrides["scoring.rewards"]
         spec = load(source, {**inputs.overrides, **(overrides or {})}, purpose="eval")
         provide(inputs.extensions)
-        return run(spec, model=found, progress=_warn, named_task=True)
+        return run(spec, model=found, progress=_warn)
 
     return _run(job, recipe, model, tokenizer)
 
@@ -181,9 +181,9 @@ def _opened(inputs: Inputs, model: Any, tokenizer: Any) -> Iterator[ModelSource 
 
 
 def _warn(message: str) -> None:
-    """Raise what a command would print as a warning as one of Python's; other messages are not shown."""
+    """Print warnings, as training does; other messages are not shown."""
     if message.startswith(WARNING):
-        warnings.warn(message.removeprefix(WARNING), stacklevel=2)
+        print(message, file=sys.stderr, flush=True)
 
 
 @contextmanager

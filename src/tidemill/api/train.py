@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from tidemill.api.entry import entry_point, same_arguments
 from tidemill.api.inputs import INPUTS, Inputs
 from tidemill.api.run import Run
-from tidemill.config.issues import Purpose
+from tidemill.config.issues import Purpose, refuse_without_task
 from tidemill.config.load import recipe_path
 from tidemill.config.pipeline import PipelineSpec, load_directory, load_overridden
 from tidemill.config.schema import RunSpec
@@ -263,6 +263,8 @@ def load(recipe: str | Path | RunSpec | None, overrides: Overrides, *, purpose: 
     if not isinstance(found, RunSpec):
         what = "the recipe has stages, and this function needs a single run"
         raise UserError(what, where=str(recipe), hint="run it with tidemill.train")
+    if purpose == "eval":
+        refuse_without_task(found, "tidemill.evaluate")
     return found
 
 

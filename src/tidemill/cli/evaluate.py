@@ -50,7 +50,7 @@ def evaluate(
             return show_dry_run(spec, purpose="eval", notes=remarks)
         from tidemill.runtime.model_evaluation import evaluate as run
 
-        found = run(spec, model=model, compare=other, progress=note, named_task=True)
+        found = run(spec, model=model, compare=other, progress=note)
     return Result(data=found, text=figures(found))
 
 

@@ -13,7 +13,6 @@ from typing import Any
 
 import msgspec
 
-from tidemill.config.issues import refuse_without_task
 from tidemill.config.schema import RunSpec
 from tidemill.controller.evaluation import (
     Evaluation,
@@ -262,7 +261,6 @@ def evaluate(
     scorers: Scorers | None = None,
     progress: Progress = lambda _: None,
     answers: Path | None = None,
-    named_task: bool = False,
 ) -> dict[str, Any]:
     """Evaluate a model on the task's held-out prompts, and on every set of `eval.sets`.
 
@@ -274,13 +272,10 @@ def evaluate(
         compare: a second model to evaluate and compare with, or its name as in `eval.compare_with`.
         scorers: additional scorers of the greedy completions; the caller closes them.
         answers: a file that stores finished completions, so that a stopped evaluation can be resumed.
-        named_task: refuse a configuration that names no task.
 
     Raises:
         UserError: the input is invalid.
     """
-    if named_task:
-        refuse_without_task(spec, "tidemill.evaluate")
     this = measure(spec, model=model, scorers=scorers or {}, progress=progress, answers=answers)
     by_name = {name: figures(each, ks=spec.eval.ks) for name, each in this.items()}
     if compare is not None:

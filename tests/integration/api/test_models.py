@@ -23,7 +23,6 @@ from tidemill.models.model_source import locate
 from tidemill.models.weights_digest import weights_digest
 from tidemill.runtime.serving import serving_spec
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*held-out prompt")
 TEMPLATE = (
     "{% for m in messages %}{% if m.role not in ['system', 'user', 'assistant'] or (m.role == 'system' and not "
     "loop.first) %}{{ raise_exception('no role ' + m.role + ' here') }}{% endif %}[{{ m.role }}] {{ m.content }}\n"

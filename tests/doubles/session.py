@@ -160,7 +160,8 @@ class FakeScorer:
         self.scored.append(trajectory.sample_id)
         if key % 17 == 0:
             return Reward(value=0.0, valid=False, reason="unlucky")
-        return Reward(value=float(sum(unpack_tokens(trajectory.completion_ids)) % 2), components={"odd": 1.0})
+        odd = sum(unpack_tokens(trajectory.completion_ids)) % 2 == 1
+        return Reward(value=float(odd), components={"odd": 1.0}, correct=odd)
 
     async def close(self) -> None:
         pass

@@ -196,7 +196,7 @@ MISTAKES = {
     # models
     "model, unknown name": Mistake(lambda: train(model="smolm2-135m"), ("smolm2-135m", "smollm2-135m")),
     "model, no folder": Mistake(lambda: train(model=Path("nowhere")), ("nowhere",)),
-    "model, empty folder": Mistake(lambda: train(model=empty_folder()), ("empty", "config.json")),
+    "model, empty folder": Mistake(lambda: train(model=empty_folder()), ("empty", "Hugging Face")),
     "model, a number": Mistake(lambda: train(model=7), ("model", "int")),
     "model, a class": Mistake(lambda: train(model=torch.nn.Linear), ("model",)),
     "model, a module": Mistake(lambda: train(model=torch.nn.Linear(2, 2)), ("model", "Linear")),

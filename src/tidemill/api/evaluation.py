@@ -183,7 +183,7 @@ def _opened(inputs: Inputs, model: Any, tokenizer: Any) -> Iterator[ModelSource 
 def _warn(message: str) -> None:
     """Print warnings, as training does; other messages are not shown."""
     if message.startswith(WARNING):
-        print(message, file=sys.stderr, flush=True)
+        sys.stderr.write(f"{message}\n")
 
 
 @contextmanager

@@ -116,7 +116,7 @@ class Inputs:
             return str(self._saved_model(model, tokenizer))
         if hasattr(model, "save_pretrained"):
             raise UserError("a model needs its tokenizer", where="model", hint="give tokenizer=...")
-        what = f"expected a name, a folder, a run or a transformers model, found {type(model).__name__}"
+        what = f"expected a name, a folder or a transformers model (or a run), found {type(model).__name__}"
         raise UserError(what, where="model", hint='for example model="smollm2-135m"')
 
     def _located(self, model: str | Path) -> str:

@@ -390,7 +390,7 @@ def test_the_evaluation_uses_its_own_scorer() -> None:
         session = Session()
 
         async def always(prompt: object, trajectory: object) -> Reward:
-            return Reward(value=1.0)
+            return Reward(value=1.0, correct=True)
 
         session.eval_scorer.score = always  # type: ignore[method-assign]
         session.result = await session.run()

@@ -26,7 +26,7 @@ def questions(given: Any) -> list[Question]:
     if isinstance(given, str) or _is_conversation(given) or isinstance(given, Mapping):
         return [_question(given, "prompts")]
     if not isinstance(given, Iterable):
-        raise UserError(f"expected text or messages, found {type(given).__name__}", where="prompts", hint=SHAPE)
+        raise UserError(f"expected text or messages, found {given!r:.40}", where="prompts", hint=SHAPE)
     found = [_question(each, f"prompts[{number}]") for number, each in enumerate(given)]
     if not found:
         raise UserError("no prompt given", where="prompts", hint=SHAPE)
@@ -97,7 +97,7 @@ def _question(given: Any, where: str) -> Question:
         hint = "put the message into a list: one list per prompt"
         raise UserError("one message is not a conversation", where=where, hint=hint)
     if not _is_conversation(given):
-        raise UserError(f"expected text or messages, found {type(given).__name__}", where=where, hint=SHAPE)
+        raise UserError(f"expected text or messages, found {given!r:.40}", where=where, hint=SHAPE)
     messages = tuple(_message(each, f"{where}[{number}]") for number, each in enumerate(given))
     if messages[-1].role == ASSISTANT:
         hint = "end with a message of the user; the model writes the assistant's"

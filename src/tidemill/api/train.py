@@ -155,7 +155,7 @@ def _job(arguments: dict[str, Any]) -> Callable[[Any], Run]:
         return completed(
             spec.directory,
             stop,
-            lambda: run(spec, forecast_run=forecast_at_start, callbacks=callbacks, stop=stop, named_task=True),
+            lambda: run(spec, forecast_run=forecast_at_start, callbacks=callbacks, stop=stop),
         )
 
     return job
@@ -237,6 +237,8 @@ def prepare(
     inputs.refuse_parameters_alone(task_params, environment_params)
     merged = {**inputs.overrides, **given}
     spec = load_overridden(*_layered(recipe, merged))
+    if recipe is None and isinstance(spec, RunSpec):
+        refuse_without_task(spec, "tidemill.train")
     return Prepared(spec=spec, extensions=inputs.extensions)
 
 
@@ -263,7 +265,7 @@ def load(recipe: str | Path | RunSpec | None, overrides: Overrides, *, purpose: 
     if not isinstance(found, RunSpec):
         what = "the recipe has stages, and this function needs a single run"
         raise UserError(what, where=str(recipe), hint="run it with tidemill.train")
-    if purpose == "eval":
+    if purpose == "eval" and recipe is None:
         refuse_without_task(found, "tidemill.evaluate")
     return found
 

@@ -10,6 +10,7 @@ from cyclopts import Parameter
 from tidemill.cli.arguments import Items, resumed_items, row_remarks
 from tidemill.cli.arguments import dry_run as show_dry_run
 from tidemill.cli.output import INTERRUPTED_CODE, DryRun, Json, Result
+from tidemill.config.load import split_arguments
 from tidemill.config.pipeline import PipelineSpec, load_recipe
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError
@@ -47,13 +48,14 @@ def train(
     A recipe with stages shows its plan first; finished stages whose configuration and inputs are unchanged are not
     repeated. Ctrl-C ends a run after a checkpoint, with exit code 130; the same command resumes it.
     """
-    recipe = load_recipe(resumed_items(items))
+    given = resumed_items(items)
+    recipe = load_recipe(given)
     if isinstance(recipe, PipelineSpec):
         return _stages(recipe, only=only, start=start, prune_stale=prune_stale, dry_run=dry_run)
     if only is not None or start is not None or prune_stale:
         where = "--only" if only is not None else "--from" if start is not None else "--prune-stale"
         raise UserError("this recipe has no stages", where=where, hint="omit it, or use a recipe with [[stage]] tables")
-    return _one_run(recipe, dry_run=dry_run)
+    return _one_run(recipe, has_recipe=bool(split_arguments(given).recipes), dry_run=dry_run)
 
 
 def _stages(recipe: PipelineSpec, *, only: str | None, start: str | None, prune_stale: bool, dry_run: bool) -> Result:
@@ -66,7 +68,7 @@ def _stages(recipe: PipelineSpec, *, only: str | None, start: str | None, prune_
     return train_pipeline(recipe, choice=choice, prune_stale=prune_stale)
 
 
-def _one_run(spec: RunSpec, *, dry_run: bool) -> Result:
+def _one_run(spec: RunSpec, *, has_recipe: bool, dry_run: bool) -> Result:
     if dry_run:
         from tidemill.runtime.memory_check import memory_remarks
 
@@ -77,7 +79,7 @@ def _one_run(spec: RunSpec, *, dry_run: bool) -> Result:
     from tidemill.planner.forecast.forecast import forecast_at_start
     from tidemill.runtime.train import train as run
 
-    summary = run(spec, forecast_run=forecast_at_start, named_task=True)
+    summary = run(spec, forecast_run=forecast_at_start, refuse_default_task=not has_recipe)
     exit_code = INTERRUPTED_CODE if summary.get("interrupted") and not summary.get("time_is_up") else 0
     return Result(data=summary, text=summary_text(summary, spec.directory), exit_code=exit_code)
 

@@ -227,10 +227,10 @@ def refuse_untrainable(spec: RunSpec) -> None:
 
 
 def refuse_without_task(spec: RunSpec, where: str) -> None:
-    """
+    """For a call without a recipe, whose default task would be a surprise.
+
     Raises:
-        UserError: neither a recipe nor an override has a section [task], and no client sends prompts. The default task
-            would be a surprise.
+        UserError: no override has a section [task], and no client sends prompts.
     """
     if "task" not in spec.model_fields_set and not spec.gateway.sessions:
         what = f"there is no recipe, no data, no task and no environment, and no run in {spec.directory}"

@@ -20,6 +20,8 @@ from tidemill.models.shapes import known_shape, shape_of_folder
 
 TOLERANCE = 1.2
 """An estimate may be off by 20 %: a run is refused if it needs more than this multiple of the free memory."""
+GPU_DRIVERS = (Path("/proc/driver/nvidia"), Path("/dev/nvidiactl"), Path("/dev/dxg"), Path("/dev/kfd"))
+"""One of these exists where torch can find a GPU: NVIDIA, NVIDIA under Windows, AMD."""
 ADAPTER_RANK = 16
 """Of the suggested adapter."""
 Note = Callable[[str], None]
@@ -139,8 +141,8 @@ def computes_on_gpu(spec: RunSpec, work: Work, *, in_actors: bool) -> bool:
     if in_actors:
         asked = spec.ray.worker_gpus if work == "worker" else spec.ray.trainer_gpus
         return asked > 0
-    if spec.trainer.device == "cpu":
-        return False
+    if spec.trainer.device == "cpu" or not any(path.exists() for path in GPU_DRIVERS):
+        return False  # without loading torch, for a dry run
     import torch
 
     return torch.cuda.is_available()

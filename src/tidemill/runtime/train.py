@@ -68,13 +68,13 @@ def train(
     forecast_run: ForecastRun | None = None,
     callbacks: Sequence[Callback] = (),
     stop: StopRequest | None = None,
-    named_task: bool = False,
+    refuse_default_task: bool = False,
 ) -> dict[str, Any]:
     """Run or resume RL training until it finishes or is asked to stop (Ctrl-C, SIGTERM, a callback).
 
     Args:
         stop: another way to stop the run.
-        named_task: refuse a configuration that names no task, instead of training on the default one.
+        refuse_default_task: there was no recipe, so that the default task would be a surprise.
         callbacks: see `runtime.callbacks`.
         open_backend: replaces the backend of `spec.runtime`.
         forecast_run: called once for a new run; the forecast is stored in the run directory. An error is only logged.
@@ -86,8 +86,8 @@ def train(
         UserError: the input, the run directory or the disk is at fault; no finished work is lost.
         DeadlineError: a wait timed out.
     """
-    if named_task:
-        refuse_without_task(spec, "tidemill.train")
+    if refuse_default_task:
+        refuse_without_task(spec, "tidemill train")
     refuse_untrainable(spec)
     remarks = list[str]()
     check_memory(spec, "rl", note=remarks.append)

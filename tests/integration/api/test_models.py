@@ -186,7 +186,7 @@ def test_a_text_is_formatted_as_the_rows_of_the_run(run: tm.Run, exported: Path)
         ([{"content": "a"}], r"prompts\[0\]: expected text or messages"),
         ([{"role": "user", "content": 3}], r"prompts\[0\]: the message's content is not a text"),
         ([], "prompts: no prompt given"),
-        (3, "prompts: expected text or messages, found int"),
+        (3, "prompts: expected text or messages, found 3"),
     ],
 )
 def test_prompts_that_cannot_be_sent(prompts: Any, says: str, run: tm.Run) -> None:

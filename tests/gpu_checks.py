@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import subprocess
@@ -30,6 +31,13 @@ def raises_in_a_row(rows: CheckRows) -> None:
 
 def fails() -> dict[str, float]:
     raise RuntimeError("out of memory\nmore")
+
+
+def raises_with_brackets(rows: CheckRows) -> None:
+    def fails_there() -> dict[str, float]:
+        raise RuntimeError("shape [/a] of [b]")
+
+    rows.measure("shape", fails_there)
 
 
 def raises(rows: CheckRows) -> None:
@@ -74,4 +82,29 @@ def has_no_row(rows: CheckRows) -> None:
 
 
 def skips(rows: CheckRows) -> None:
-    rows.measure("vllm", lambda: {"figure": __import__("no_such_package")})
+    def missing() -> dict[str, float]:
+        raise ModuleNotFoundError("No module named 'vllm'", name="vllm")
+
+    rows.measure("vllm", missing)
+
+
+def lacks_a_module(rows: CheckRows) -> None:
+    rows.measure("imports", lambda: {"figure": __import__("tidemill.no_such_module")})
+
+
+def has_no_json(rows: CheckRows) -> None:
+    rows.measure("object", lambda: {"figure": object()})
+    fine(rows)
+
+
+def leaves_processes_that_end(rows: CheckRows) -> None:
+    """As torch's workers for compilation do."""
+    fine(rows)
+    for _ in range(4):
+        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(0.5)"])
+
+
+def prints_without_end(rows: CheckRows) -> None:
+    fine(rows)
+    for _ in itertools.repeat(None, 64):
+        sys.stdout.buffer.write(b"\xff\n" * (1 << 16))

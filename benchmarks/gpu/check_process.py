@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import subprocess
+import threading
 import time
 import uuid
 from collections.abc import Iterator, Sequence
@@ -16,8 +17,9 @@ from typing import IO
 from benchmarks.origin import ROOT
 
 MARK = "TIDEMILL_GPU_CHECK"
-"""Environment variable that marks the processes of a check: some lead process groups of their own."""
-GRACE_S = 3.0  # for a stopped check to end by itself
+"""Environment variable that marks the processes of a check: some lead process groups of their own. SESSION:NUMBER."""
+GRACE_S = 3.0  # for a stopped check, and for what an ended one left, to end by itself
+WATCH_S = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +38,7 @@ def run_to_end(command: Sequence[str], *, limit_s: float, log: IO[bytes]) -> End
     Raises:
         OSError: it cannot be started.
     """
-    mark = uuid.uuid4().hex
+    mark = f"{os.getpid()}:{uuid.uuid4().hex}"
     began = time.monotonic()
     process = subprocess.Popen(
         command,
@@ -47,9 +49,10 @@ def run_to_end(command: Sequence[str], *, limit_s: float, log: IO[bytes]) -> End
         start_new_session=True,
         env=os.environ | {MARK: mark, "PYTHONUNBUFFERED": "1"},
     )
-    timed_out = False
+    timed_out, left_behind = False, 0
     try:
         process.wait(limit_s)
+        left_behind = _left_behind(mark)
     except subprocess.TimeoutExpired:
         timed_out = True
         _signal_group(process.pid, signal.SIGTERM)
@@ -58,13 +61,28 @@ def run_to_end(command: Sequence[str], *, limit_s: float, log: IO[bytes]) -> End
     finally:  # also at Ctrl-C
         _signal_group(process.pid, signal.SIGKILL)
         process.wait()
-        left_behind = _kill_marked(mark)
+        _kill_marked(mark)
     return Ended(
         code=process.returncode,
         timed_out=timed_out,
         seconds=time.monotonic() - began,
-        left_behind=0 if timed_out else left_behind,
+        left_behind=left_behind,
     )
+
+
+def end_with_session() -> None:
+    """In a check: end it, and all that it started, when the session is killed and cannot do it."""
+    mark = os.environ.get(MARK, "")
+    if not mark:
+        return
+
+    def watch() -> None:
+        while os.getppid() == int(mark.partition(":")[0]):
+            time.sleep(WATCH_S)
+        _kill_marked(mark)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def _signal_group(group: int, number: signal.Signals) -> None:
@@ -72,23 +90,30 @@ def _signal_group(group: int, number: signal.Signals) -> None:
         os.killpg(group, number)
 
 
-def _kill_marked(mark: str) -> int:
-    """Kill processes of a check that left its group; Linux only. Returns their number."""
-    killed = set[int]()
+def _left_behind(mark: str) -> int:
+    """The number of processes that an ended check left, and that do not end by themselves."""
+    until = time.monotonic() + GRACE_S
+    while (running := len(list(_marked(mark)))) and time.monotonic() < until:
+        time.sleep(0.1)
+    return running
+
+
+def _kill_marked(mark: str) -> None:
+    """Kill processes of a check, also those that left its group, but this one; Linux only."""
+    killed = {os.getpid()}
     for _ in range(5):  # one may start another meanwhile
-        found = set(_marked(f"{MARK}={mark}".encode())) - killed
+        found = set(_marked(mark)) - killed
         if not found:
             break
         for pid in found:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
         killed |= found
-    return len(killed)
 
 
-def _marked(entry: bytes) -> Iterator[int]:
-    """Live processes with an entry in their environment."""
-    processes = Path("/proc")
+def _marked(mark: str) -> Iterator[int]:
+    """Live processes with the mark in their environment."""
+    entry, processes = f"{MARK}={mark}".encode(), Path("/proc")
     for folder in processes.iterdir() if processes.is_dir() else ():
         if not folder.name.isdigit():
             continue

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     import torch
+
+
+OPTIONAL = ("peft", "ray", "vllm")
+"""Packages without which rows are skipped; without any other they fail."""
 
 
 class Skip(Exception):
@@ -69,23 +74,36 @@ class CheckRows:
         self, row: str, function: Callable[[], Mapping[str, Any]], limits: Sequence[Limit] = ()
     ) -> dict[str, Any]:
         """Add a row: the figures that `function` returns. Its failure does not stop the check."""
-        figures: dict[str, Any] = {}
+        written = "{}"
         try:
             figures = dict(function())
+            written = json.dumps(_finite(figures))
             broken = [reason for limit in limits if (reason := _broken(limit, figures))]
             verdict, why = ("wrong", "; ".join(broken)) if broken else ("ok", "")
-        except (ImportError, Skip) as reason:
-            verdict, why = "skipped", str(reason)
         except Exception as error:  # noqa: BLE001 -- whatever a kernel or an allocator raises, other rows are measured
-            traceback.print_exc()
-            first = (str(error).splitlines() or [""])[0]
-            verdict, why = "failed", f"{type(error).__name__}: {first}"[:300]
+            if isinstance(error, Skip) or (isinstance(error, ImportError) and _is_optional(error)):
+                verdict, why = "skipped", str(error)
+            else:
+                traceback.print_exc()
+                first = (str(error).splitlines() or [""])[0]
+                verdict, why = "failed", f"{type(error).__name__}: {first}"[:300]
         named = [{"figure": each.figure, "at_most": each.limit, "why": each.why} for each in limits]
-        found = {"row": row, "verdict": verdict, "why": why, "figures": figures, "limits": named}
+        found = {"row": row, "verdict": verdict, "why": why, "figures": json.loads(written), "limits": named}
         with self._file.open("a", encoding="utf-8") as file:
             file.write(json.dumps(found) + "\n")
         self.settings.free_memory()
         return found
+
+
+def _is_optional(error: ImportError) -> bool:
+    return (error.name or "").partition(".")[0] in OPTIONAL
+
+
+def _finite(value: Any) -> Any:
+    """With "nan" and "inf" as text: JSON has no such numbers."""
+    if isinstance(value, Mapping):
+        return {name: _finite(each) for name, each in value.items()}
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _broken(limit: Limit, figures: Mapping[str, Any]) -> str:

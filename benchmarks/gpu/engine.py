@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from transformers import PreTrainedModel
 
 from benchmarks.gpu.qwen_shapes import SHAPES, TINY, Shape, config_fields, random_model
 from benchmarks.gpu.rows import Rows, options, peak_gb, wait
@@ -87,7 +88,7 @@ def requests(shape: Shape, groups: int, size: int, prompt: int, new_tokens: int)
 def embedded(shape: Shape, asked: Sequence[GenerateRequest], device: torch.device) -> dict[str, Any]:
     model = random_model(shape, device, DTYPE)
     use_packed_attention(model.eval())
-    snapshot = snapshot_of(shape)
+    snapshot = snapshot_of(model)
     engine = EmbeddedEngine(model, decode=no_text, slots=SLOTS, context=context_of(asked), version=FIRST)
     rate = generated(engine, asked, device)
 
@@ -113,7 +114,7 @@ def vllm(shape: Shape, asked: Sequence[GenerateRequest], device: torch.device) -
             memory_fraction=0.6,
         )
         engine = VllmEngine(settings, decode=no_text, version=FIRST)
-        snapshot = snapshot_of(shape)
+        snapshot = snapshot_of(random_model(shape, torch.device("cpu"), DTYPE))
         engine.bind(snapshot, "learned")
         engine.load(FIRST)
         rate = generated(engine, asked, device)
@@ -180,16 +181,15 @@ def swap(engine: Engine, bind: Any, request: GenerateRequest, device: torch.devi
     bind()
     engine.load(SECOND)
     engine.submit([request])
-    while not engine.poll(1.0):
+    while not engine.poll(0.0):  # one step at a time
         pass
     took_s = time.perf_counter() - began
     engine.abort([request.sample_id])
     return took_s
 
 
-def snapshot_of(shape: Shape) -> Snapshot:
-    """Random weights in host memory, as a puller prepares them."""
-    model = random_model(shape, torch.device("cpu"), DTYPE)
+def snapshot_of(model: PreTrainedModel) -> Snapshot:
+    """The weights in host memory, as a puller prepares them."""
     layout = snapshot_layout(model, DTYPE)
     buffer = allocate(snapshot_bytes(layout))
     write_snapshot(model, layout, buffer)

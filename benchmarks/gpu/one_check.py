@@ -10,6 +10,7 @@ import importlib
 import sys
 from pathlib import Path
 
+from benchmarks.gpu.check_process import end_with_session
 from benchmarks.gpu.check_rows import CheckRows, Settings
 
 
@@ -20,6 +21,7 @@ def main() -> int:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args()
+    end_with_session()
     module, _, function = options.check.partition(":")
     check = getattr(importlib.import_module(module), function)
     check(CheckRows(options.rows, Settings(device_type=options.device, tiny=options.tiny)))

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 VOCABULARY = 151_936
@@ -60,8 +59,14 @@ def random_model(shape: Shape, device: torch.device, dtype: torch.dtype) -> PreT
     torch.manual_seed(0)
     with device:
         model: PreTrainedModel = Qwen3ForCausalLM(config)
-    nn.Module.to(model, dtype)
+    cast_parameters(model, dtype)
     return model
+
+
+def cast_parameters(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Round the weights, as loading in `dtype` does. `Module.to` would round the frequencies of RoPE, too."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
 
 
 def matrix_parameters(shape: Shape) -> int:

@@ -85,6 +85,16 @@ def main() -> int:
 
 def twice(folder: Path, name: str, gpus: int, arguments: Sequence[str], *, cuda: bool, tiny: bool) -> Mapping[str, Any]:
     """Raises Skip: GPUs, vLLM or Ray are missing; RuntimeError: a run fails, or its repetition differs."""
+    found = two_runs(folder, name, gpus, arguments, cuda=cuda, tiny=tiny)
+    if not found["same_weights"] and "vllm" not in arguments:
+        raise RuntimeError("two equal runs have different weights")
+    return found
+
+
+def two_runs(
+    folder: Path, name: str, gpus: int, arguments: Sequence[str], *, cuda: bool, tiny: bool
+) -> Mapping[str, Any]:
+    """Raises Skip: GPUs, vLLM or Ray are missing; RuntimeError: a run fails."""
     for package in ("vllm", "ray"):
         if package in arguments and importlib.util.find_spec(package) is None:
             raise Skip(f"{package} is not installed")
@@ -108,13 +118,11 @@ def twice(folder: Path, name: str, gpus: int, arguments: Sequence[str], *, cuda:
         except subprocess.TimeoutExpired as error:
             raise RuntimeError("it did not end in time") from error
     last = read_metrics(RunDirectory(folder / f"{name}-first").metrics)[-1].values
-    if summaries[0]["weights_digest"] != summaries[1]["weights_digest"] and "vllm" not in arguments:
-        raise RuntimeError("two equal runs have different weights")
     return {
         "seconds": summaries[0]["wall_s"],
         "training_s": summaries[0]["training_s"],
         "same_weights": summaries[0]["weights_digest"] == summaries[1]["weights_digest"],
-        "mismatch_kl": last.get("mismatch_kl"),
+        "mismatch_kl": last["mismatch_kl"],
     }
 
 

@@ -38,6 +38,7 @@ from benchmarks.stopping import INTERRUPTED_CODE, sigterm_as_ctrl_c
 DEVICE_LIMIT_S = 120.0  # the first import of torch from a cold disk
 DEVICE_PROGRAM = "import torch; print(torch.cuda.get_device_name() if torch.cuda.is_available() else '')"
 SAID = 600  # characters of a failed check's output in its result
+LOGGED = 1 << 20  # bytes of a check's output in the log
 CPU_PATIENCE = 3.0
 UNUSED_S = 5.0  # of the time, to write results
 
@@ -124,13 +125,26 @@ def _run_check(check: Check, results: SessionResults, arguments: Sequence[str], 
         start = log.tell()
         ended = run_to_end(command, limit_s=limit_s, log=log)
         measured = _read(rows)
-        said = results.log_path.read_bytes()[start:][-SAID:].decode(errors="replace").strip()
+        said = _shortened(results.log_path, start)[-SAID:].decode(errors="replace").strip()
     why = _why_failed(ended, limit_s, cut=limit_s < check.limit_s, rows=len(measured))
     verdict = "failed" if why else _worst([row["verdict"] for row in measured])
     if not why:
         why = "; ".join(f"{row['row']}: {row['why']}" for row in measured if row["verdict"] in ("wrong", "failed"))
     found = _result(check, verdict, why, rows=measured, seconds=ended.seconds)
     return {**found, "said": said} if verdict == "failed" else found
+
+
+def _shortened(log: Path, start: int) -> bytes:
+    """The end of the output from `start` on; more than `LOGGED` bytes are removed before it."""
+    with log.open("r+b") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(start, size - LOGGED))
+        kept = file.read()
+        if size - start > LOGGED:
+            file.seek(start)
+            file.write(b"...\n" + kept)
+            file.truncate()
+    return kept
 
 
 def _why_failed(ended: Ended, limit_s: float, *, cut: bool, rows: int) -> str:
@@ -190,9 +204,10 @@ def _device_name() -> str:
     except subprocess.TimeoutExpired:
         print(f"torch did not name its device within {DEVICE_LIMIT_S:.0f} s", file=sys.stderr)
         return ""
-    if ended.returncode:
-        print(ended.stderr[-SAID:], file=sys.stderr)
-    return ended.stdout.strip()
+    name = ended.stdout.strip()
+    if not name:
+        print(ended.stderr[-SAID:], end="", file=sys.stderr)  # torch warns there of a driver that does not fit
+    return name
 
 
 def _minutes(text: str) -> float:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import IO, Any
 
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from benchmarks.gpu.session_checks import CHECKS
@@ -29,6 +31,9 @@ class SessionResults:
         folder: of the files; made if necessary.
         device: its name.
         about: fields of the file beside the results.
+
+    Raises:
+        OSError: the folder cannot be written to.
     """
 
     def __init__(self, folder: Path, device: str, *, tiny: bool, about: Callable[[], Mapping[str, Any]]) -> None:
@@ -36,19 +41,21 @@ class SessionResults:
         name = file_name(device) + ("-tiny" if tiny else "")
         self.path, self.log_path = folder / f"{name}.json", folder / f"{name}.log"
         self._device, self._about = device, about
-        self._checks = {check["check"]: check for check in _earlier(self.path)}
+        self._own: dict[str, Mapping[str, Any]] = {}
+        self.log_path.open("ab").close()
 
     def add(self, check: Mapping[str, Any]) -> None:
-        """Add a result and write the file. A check that was not run does not replace an earlier result."""
-        name = check["check"]
-        if check["verdict"] == "skipped" and not check["rows"] and self._checks.get(name, {}).get("rows"):
-            self._checks[name] = {**self._checks[name], "not_repeated": check["why"]}
+        """Add a result and write the file, with what other sessions wrote meanwhile. A check that was not run does not
+        replace an earlier result."""
+        name, earlier = check["check"], {each["check"]: each for each in _earlier(self.path)}
+        if check["verdict"] == "skipped" and not check["rows"] and earlier.get(name, {}).get("rows"):
+            self._own[name] = {**earlier[name], "not_repeated": check["why"]}
         else:
-            self._checks[name] = dict(check)
+            self._own[name] = check
         order = {each.name: number for number, each in enumerate(CHECKS)}
-        checks = sorted(self._checks.values(), key=lambda each: order.get(each["check"], len(order)))
+        checks = sorted((earlier | self._own).values(), key=lambda each: order.get(each["check"], len(order)))
         content = {"benchmark": "gpu_session", "device": self._device, **self._about(), "checks": checks}
-        partial = self.path.with_suffix(".json.partial")
+        partial = self.path.with_suffix(f".{os.getpid()}.partial")
         partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
         partial.replace(self.path)
 
@@ -69,7 +76,9 @@ def _earlier(path: Path) -> Sequence[Mapping[str, Any]]:
     """The checks of an earlier session; a file that cannot be read is put aside."""
     try:
         checks = json.loads(path.read_text(encoding="utf-8"))["checks"]
-        return [check for check in checks if {"check", "verdict", "rows"} <= check.keys()]
+        if not all({"check", "verdict", "rows"} <= check.keys() for check in checks):
+            raise ValueError("of another format")
+        return list(checks)
     except FileNotFoundError:
         return []
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
@@ -103,13 +112,13 @@ def _add_rows(table: Table, check: Mapping[str, Any]) -> None:
         f"[bold]{check['check']}[/]",
         f"{check['seconds']:.0f} s",
         _coloured(check["verdict"]),
-        f"{check['why']}{note} [dim]{where}, {check['origin']['date']}[/]",
+        f"{escape(check['why'] + note)} [dim]{where}, {check['origin']['date']}[/]",
     )
     for row in check["rows"]:
         limits = {limit["figure"]: limit["at_most"] for limit in row["limits"]}
         figures = [f"{name} {short(value)}{_limit(limits, name)}" for name, value in row["figures"].items()]
         words = "; ".join([*([row["why"]] if row["why"] else []), *figures])
-        table.add_row("", row["row"], _coloured(row["verdict"]), words.replace("[", r"\["))
+        table.add_row("", row["row"], _coloured(row["verdict"]), escape(words))
     table.add_section()
 
 

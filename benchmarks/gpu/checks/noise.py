@@ -58,13 +58,13 @@ def _keys(count: int) -> list[int]:
 
 def _against_numpy(settings: Settings) -> dict[str, Any]:
     keys, vocabulary = _keys(4), _sizes(settings)[1]
-    expected = np.stack([_numpy_gumbel(key, vocabulary) for key in keys])
+    expected = np.stack([numpy_gumbel(key, vocabulary) for key in keys])
     found = gumbel(keys, vocabulary, settings.device).cpu().double().numpy()
     gaps = np.abs(found - expected) / np.maximum(1.0, np.abs(expected))
     return {"max_relative_difference": float(gaps.max()), "of": gaps.size, "mean": float(found.mean())}
 
 
-def _numpy_gumbel(key: int, vocabulary: int) -> npt.NDArray[np.float64]:
+def numpy_gumbel(key: int, vocabulary: int) -> npt.NDArray[np.float64]:
     """murmur3 (Appleby) of the state `key` and each token; u = (hash + 1/2) / 2^32; -log(-log(1 - u)) in float64."""
     word = np.arange(vocabulary, dtype=np.uint32) * np.uint32(0xCC9E2D51)
     word = _rotated(word, 15) * np.uint32(0x1B873593)

@@ -1,7 +1,7 @@
 """The independent reference of the agreement checks: transformers' own eager attention, one sequence at a time.
 
 The model has SmolLM2's shape and random weights, larger than at the start of training: its distributions are sharp, so
-that errors show. In bf16 the limit is the library's own error: how far its bf16 forward pass is from fp32.
+that errors show. The limit is the library's own error: how far its forward pass in the same dtype is from float64.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from benchmarks.gpu.check_rows import Settings
+from benchmarks.gpu.qwen_shapes import cast_parameters
 
 SMOLLM2: dict[str, Any] = {
     "hidden_size": 576,
@@ -36,8 +37,12 @@ NARROW = SMALL | {"num_attention_heads": 8, "num_key_value_heads": 4}
 """Heads of width 8."""
 FP32 = 1e-3
 """Largest difference of a logprob in fp32: 30 layers in another order of sums; 1e-5 was measured on a CPU."""
-OWN_ERROR = 2.0
-"""Largest ratio of our error in bf16 to that of transformers in bf16, both against fp32."""
+OWN_ERROR = {torch.float32: 10.0, torch.bfloat16: 2.0}
+"""Largest ratio of our mean error to that of transformers in the same dtype, both against float64.
+
+In fp32 other kernels may round several times as much; a step in bf16 or TF32 gives 100 and more.
+"""
+OWN = "transformers in the same dtype, against float64"
 
 
 def sharp_model(settings: Settings, shape: dict[str, Any] | None = None) -> PreTrainedModel:
@@ -52,9 +57,9 @@ def sharp_model(settings: Settings, shape: dict[str, Any] | None = None) -> PreT
 
 
 def in_dtype(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
-    """A copy."""
+    """A copy with weights of `dtype`."""
     own = copy.deepcopy(model)
-    nn.Module.to(own, dtype)
+    cast_parameters(own, dtype)
     return own
 
 
@@ -65,7 +70,8 @@ def reference(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def reference_logprobs(model: PreTrainedModel, sequence: Sequence[int], first: int) -> Tensor:
-    """Logprobs float32 [T] of the tokens from position `first` on, with gradient if it is enabled."""
+    """Logprobs [T] of the tokens from position `first` on, float32 or the model's float64; with gradient if enabled."""
     ids = torch.tensor([list(sequence)], device=model.device)
     logits = model(ids, use_cache=False, logits_to_keep=len(sequence) - first + 1).logits[0, :-1]
-    return torch.log_softmax(logits.float(), -1).gather(-1, ids[0, first:, None])[:, 0]
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    return torch.log_softmax(logits, -1).gather(-1, ids[0, first:, None])[:, 0]

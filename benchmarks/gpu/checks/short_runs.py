@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.check_rows import CheckRows, Limit, Settings, Skip
-from benchmarks.gpu.runs import COLOCATED, DEADLINE_S, RECIPE, RUNS, model_table, twice
+from benchmarks.gpu.runs import COLOCATED, DEADLINE_S, RECIPE, RUNS, model_table, two_runs
 from benchmarks.training_run import train
 
 LORA = ("--model.lora.rank", "4")
@@ -23,21 +23,27 @@ MISMATCH_KL = 0.01
 def short_runs(rows: CheckRows) -> None:
     settings = rows.settings
     limits = [Limit("mismatch_kl", MISMATCH_KL, "engine and trainer compute the same policy")]
+    repeated = Limit("differ", 0, "two equal runs have the same weights")
     with tempfile.TemporaryDirectory(prefix="tidemill-gpu-") as name:
         folder = Path(name)
 
         def measure_twice(row: str, gpus: int, arguments: tuple[str, ...]) -> None:
             cuda = settings.device.type == "cuda"
-            run = partial(twice, folder, row, gpus, arguments, cuda=cuda, tiny=settings.tiny)
-            rows.measure(row, run, limits)
+            run = partial(_twice, folder, row, gpus, arguments, cuda=cuda, tiny=settings.tiny)
+            rows.measure(row, run, limits if "vllm" in arguments else [*limits, repeated])
 
         first = "embedded, colocated"
         measure_twice(first, *RUNS[first])
         rows.measure("resumed", partial(_resumed, settings, folder), [Limit("differ", 0, "the same weights")])
-        rows.measure("adapter", partial(_adapter, settings, folder), limits)
+        rows.measure("adapter", partial(_adapter, settings, folder), [*limits, repeated])
         for row, (gpus, arguments) in RUNS.items():
             if row != first and gpus == 1:
                 measure_twice(row, gpus, arguments)
+
+
+def _twice(*arguments: Any, cuda: bool, tiny: bool) -> dict[str, Any]:
+    found = two_runs(*arguments, cuda=cuda, tiny=tiny)
+    return {**found, "differ": int(not found["same_weights"])}
 
 
 def _adapter(settings: Settings, folder: Path) -> Any:
@@ -45,7 +51,7 @@ def _adapter(settings: Settings, folder: Path) -> Any:
     if importlib.util.find_spec("peft") is None:
         raise Skip("peft is not installed")
     cuda = settings.device.type == "cuda"
-    return twice(folder, "adapter", 1, (*COLOCATED, *LORA), cuda=cuda, tiny=settings.tiny)
+    return _twice(folder, "adapter", 1, (*COLOCATED, *LORA), cuda=cuda, tiny=settings.tiny)
 
 
 def _resumed(settings: Settings, folder: Path) -> dict[str, Any]:

@@ -17,8 +17,17 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from benchmarks.gpu.check_rows import CheckRows, Limit, Settings
-from benchmarks.gpu.checks.reference import FP32, NARROW, OWN_ERROR, reference, reference_logprobs, sharp_model
+from benchmarks.gpu.check_rows import CheckRows, Limit
+from benchmarks.gpu.checks.reference import (
+    FP32,
+    NARROW,
+    OWN,
+    OWN_ERROR,
+    in_dtype,
+    reference,
+    reference_logprobs,
+    sharp_model,
+)
 from benchmarks.gpu.train_step import Samples, tree_logprobs, tree_of
 from tidemill.models.attention import use_packed_attention
 from tidemill.models.tree_forward import TreeForward
@@ -57,28 +66,29 @@ def large_trees(rows: CheckRows) -> None:
     prompt = 40 if rows.settings.tiny else 300
     _rows_of(rows, sharp_model(rows.settings), samples, prompt=prompt)
     narrow = sharp_model(rows.settings, NARROW)
-    expected = _by_reference(narrow, samples, prompt)
+    expected = _by_reference(in_dtype(narrow, torch.float64), samples, prompt)
+    own = _by_reference(narrow, samples, prompt)
     rows.measure(
         "heads of width 8",
-        partial(_measured, rows.settings, narrow, samples, prompt, expected, expected, autocast=None),
+        partial(_measured, narrow, samples, prompt, expected, own, autocast=None),
         _limits(torch.float32),
     )
 
 
 def _rows_of(rows: CheckRows, model: PreTrainedModel, samples: Samples, *, prompt: int) -> None:
-    expected = _by_reference(model, samples, prompt)
-    in_bf16 = _by_reference(model, samples, prompt, autocast=torch.bfloat16)
+    expected = _by_reference(in_dtype(model, torch.float64), samples, prompt)
     for dtype, autocast in ((torch.float32, None), (torch.bfloat16, torch.bfloat16)):
-        measure = partial(_measured, rows.settings, model, samples, prompt, expected, in_bf16, autocast=autocast)
+        own = _by_reference(model, samples, prompt, autocast=autocast)
+        measure = partial(_measured, model, samples, prompt, expected, own, autocast=autocast)
         rows.measure(str(dtype).removeprefix("torch."), measure, _limits(dtype))
 
 
 def _limits(dtype: torch.dtype) -> list[Limit]:
     repeats = Limit("differing_gradients", 0, "two equal passes; resumed runs repeat their bits")
+    limits = [Limit(name, OWN_ERROR[dtype], OWN) for name in ("mean_to_own_error", "gradient_to_own_error")]
     if dtype == torch.float32:
-        return [Limit("max", FP32, "order of sums"), Limit("gradient_error", GRADIENT, "order of sums"), repeats]
-    own = "transformers' bf16 against fp32"
-    return [Limit("mean_to_own_error", OWN_ERROR, own), Limit("gradient_to_own_error", OWN_ERROR, own), repeats]
+        limits += [Limit("max", FP32, "order of sums"), Limit("gradient_error", GRADIENT, "order of sums")]
+    return [*limits, repeats]
 
 
 def _samples(groups: int, prompt: int, completion: int) -> Samples:
@@ -115,17 +125,17 @@ def _gradients(model: PreTrainedModel) -> list[Tensor]:
 
 
 def _measured(
-    settings: Settings,
     model: PreTrainedModel,
     samples: Samples,
     prompt: int,
     expected: Passed,
-    in_bf16: Passed,
+    own: Passed,
     *,
     autocast: torch.dtype | None,
 ) -> dict[str, Any]:
     first, second = (_by_trainer(model, samples, prompt, autocast) for _ in range(2))
     gap = (first.logprobs - expected.logprobs).abs()
+    own_error, own_gradient = float((own.logprobs - expected.logprobs).abs().mean()), own.gradient_error(expected)
     found: dict[str, Any] = {
         "nodes": tree_of(samples, share=True).size,
         "max": float(gap.max()),
@@ -134,15 +144,10 @@ def _measured(
         "differing_gradients": first.differing(second),
         "differing_logprobs": int((first.logprobs != second.logprobs).sum()),
     }
-    if autocast is not None:
-        own, own_gradient = (
-            float((in_bf16.logprobs - expected.logprobs).abs().mean()),
-            in_bf16.gradient_error(expected),
-        )
-        found |= {
-            "own_error_mean": own,
-            "mean_to_own_error": found["mean"] / own,
-            "own_gradient_error": own_gradient,
-            "gradient_to_own_error": found["gradient_error"] / own_gradient,
-        }
+    found |= {
+        "own_error_mean": own_error,
+        "mean_to_own_error": found["mean"] / own_error,
+        "own_gradient_error": own_gradient,
+        "gradient_to_own_error": found["gradient_error"] / own_gradient,
+    }
     return found

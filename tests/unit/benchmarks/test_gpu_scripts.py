@@ -6,7 +6,7 @@ import argparse
 import json
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -139,6 +139,28 @@ def test_runs_without_their_packages_are_skipped(name: str, tmp_path: Path, monk
     gpus, arguments = runs.RUNS[name]
     with pytest.raises(Skip, match="is not installed"):
         runs.twice(tmp_path, name, gpus, arguments, cuda=False, tiny=True)
+
+
+def test_rounded_weights_leave_rotary_frequencies_exact() -> None:
+    model = random_model(TINY, torch.device("cpu"), torch.bfloat16)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    assert {buffer.dtype for buffer in model.buffers()} == {torch.float32}
+
+
+def test_a_swap_ends_with_the_first_token() -> None:
+    polled: list[float] = []
+
+    class Engine:
+        def load(self, version: object) -> None: ...
+        def submit(self, requests: object) -> None: ...
+        def abort(self, samples: object) -> None: ...
+        def poll(self, deadline_s: float) -> list[object]:
+            polled.append(deadline_s)
+            return [object()]
+
+    (request,) = engine.requests(TINY, 1, 1, 4, 64)
+    engine.swap(cast(Any, Engine()), lambda: None, request, torch.device("cpu"))
+    assert polled == [0.0]
 
 
 @pytest.mark.parametrize(("name", "billions"), [("0.6B", 0.6), ("1.7B", 1.7), ("4B", 4.0), ("8B", 8.2)])

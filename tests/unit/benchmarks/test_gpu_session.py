@@ -38,6 +38,10 @@ DUMMIES = {
     "has_no_row": ("failed", 0, "ended without a row"),
     "no_such_function": ("failed", 0, "exit code 1"),
     "skips": ("skipped", 1, ""),
+    "lacks_a_module": ("failed", 1, "imports: ModuleNotFoundError: No module named 'tidemill.no_such_module'"),
+    "has_no_json": ("failed", 2, "object: TypeError"),
+    "leaves_processes_that_end": ("ok", 1, ""),
+    "prints_without_end": ("ok", 1, ""),
 }
 
 
@@ -77,8 +81,27 @@ def test_a_failed_check_touches_no_other(tmp_path: Path, monkeypatch: pytest.Mon
         assert (found[name]["verdict"], len(found[name]["rows"])) == (verdict, rows), name
         assert why in found[name]["why"], name
     assert "no_such_function" in found["no_such_function"]["said"]
-    assert "== hangs" in (tmp_path / "NVIDIA-X1.log").read_text()
+    log = (tmp_path / "NVIDIA-X1.log").read_bytes()
+    assert b"== hangs" in log
+    assert len(log) < 2 * session.LOGGED
+    assert found["wrong"]["rows"][1]["figures"] == {"figure": "nan"}
     assert not processes_with(mark)
+
+
+def test_a_killed_session_leaves_no_process(tmp_path: Path) -> None:
+    program = PLANTED.format(checks=[("noise", "tests.gpu_checks:fine"), ("engine", "tests.gpu_checks:hangs")])
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}/src:{ROOT}", "TEST_OF_GPU_SESSION": (mark := uuid.uuid4().hex)}
+    killed = subprocess.Popen([sys.executable, "-c", program], cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL)
+    until = time.monotonic() + 60
+    while len(processes_with(mark)) < 3 and time.monotonic() < until:  # the session, the check, and what it started
+        time.sleep(0.1)
+    killed.kill()
+    killed.wait()
+    while processes_with(mark) and time.monotonic() < until:
+        time.sleep(0.1)
+    assert not processes_with(mark)
+    (check,) = json.loads((tmp_path / "results" / "cpu-tiny.json").read_text())["checks"]
+    assert (check["check"], check["verdict"]) == ("noise", "ok")
 
 
 def test_time_that_is_left_decides_what_runs(tmp_path: Path) -> None:
@@ -99,18 +122,26 @@ def test_a_later_session_adds_to_the_results(tmp_path: Path) -> None:
 
     assert [each["check"] for each in checks] == ["noise", "engine"]
     assert checks[0] == earlier | {"not_repeated": "no time"}
-    later.path.write_text("{half a file")
-    results_in(tmp_path).add(earlier)
-    assert json.loads(later.path.read_text())["checks"] == [earlier]
-    assert later.path.with_suffix(".json.unreadable").read_text() == "{half a file"
+    for other in ("{half a file", '{"checks": [{"name": "noise"}]}'):
+        later.path.write_text(other)
+        results_in(tmp_path).add(earlier)
+        assert json.loads(later.path.read_text())["checks"] == [earlier]
+        assert later.path.with_suffix(".json.unreadable").read_text() == other
+
+
+def test_two_sessions_write_one_file(tmp_path: Path) -> None:
+    one, other = results_in(tmp_path), results_in(tmp_path)
+    for results, name in ((one, "noise"), (other, "engine"), (one, "weights")):
+        results.add({"check": name, "verdict": "ok", "why": "", "rows": []})
+    assert [each["check"] for each in json.loads(one.path.read_text())["checks"]] == ["noise", "engine", "weights"]
 
 
 def test_results_are_shown_as_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run(tmp_path, [check("wrong")])
+    run(tmp_path, [check("wrong"), check("raises_with_brackets")])
     console = Console(width=160, record=True)
     show(tmp_path / "NVIDIA-X1.json", console)
     text = console.export_text()
-    for part in ("NVIDIA X1", "wrong", "too large", "figure 2 (≤ 1)", "at most 1 is allowed"):
+    for part in ("NVIDIA X1", "wrong", "too large", "figure 2 (≤ 1)", "at most 1 is allowed", "shape [/a] of [b]"):
         assert part in text
     for content in ("[]", "{}", "no json", '{"device": "a", "checks": [1]}'):
         (tmp_path / "other.json").write_text(content)
@@ -124,6 +155,7 @@ def test_results_are_shown_as_a_table(tmp_path: Path, monkeypatch: pytest.Monkey
         (["--only", "noise,nose"], "no check nose; known: environment, noise"),
         (["--device", "cuda"], "no GPU; use --device cpu --tiny"),
         (["--device", "cpu", "--out", "/dev/null/results"], "--out /dev/null/results"),
+        (["--device", "cpu", "--out", "/proc/1"], "--out /proc/1"),
     ],
 )
 def test_a_session_that_cannot_start_says_why(

@@ -43,7 +43,8 @@ def evaluate(
             given. Default: the configuration of the run that trained the model, if there is one.
         model: as for `train`.
         tokenizer: of a `transformers` model.
-        data: rows, all of which are evaluated, instead of the recipe's held-out prompts and sets.
+        data: rows, all of which are evaluated, instead of the recipe's held-out prompts and sets. Without a recipe
+            they are formatted as the run that trained the model formats its rows.
         columns: as for `train`.
         rewards: as for `train`. Default: those of the recipe that measure correctness.
         overrides: values by dotted key: `{"eval.samples_per_prompt": 8}` adds pass@k.
@@ -61,6 +62,11 @@ def evaluate(
         inputs.add_rewards(rewards)
         if data is not None:
             inputs.overrides["task"]["held_out_fraction"] = 1.0
+            trained = found if recipe is None else None  # formats rows as `generate` formats prompts
+            if system := _system_prompt(source, trained):
+                inputs.overrides["task"]["system_prompt"] = system
+            if trained is not None and trained.prompts.chat:
+                inputs.overrides["model.chat_template"] = True
             inputs.overrides["eval.prompts"] = EVERY_PROMPT
             inputs.overrides["eval.sets"] = []
         if rewards is not None:
@@ -145,6 +151,12 @@ def export(
         return to
 
     return _run(job, None, model, tokenizer)
+
+
+def _system_prompt(source: str | Path | RunSpec | None, found: ModelSource | None) -> str:
+    """That of the configuration, whose task new rows replace, or of the run that trained the model."""
+    configured = str(getattr(source.task, "system_prompt", "")) if isinstance(source, RunSpec) else ""
+    return configured or (found.prompts.system_prompt if found is not None else "")
 
 
 T = TypeVar("T")

@@ -99,7 +99,9 @@ def model(
         if folder.kind != "reward_model":
             what, hint = f"a run of kind {folder.kind} has no reward model", "give a run of tidemill.reward_model"
             raise UserError(what, where=str(folder.path), hint=hint)
-        folder = folder.model
+        if not folder.checkpoints:
+            raise UserError("the run has no checkpoint", where=str(folder.path), hint="train at least one step")
+        folder = folder.path  # not its checkpoint: a resumed run keeps that of its first session
     path = str(folder.expanduser().absolute()) if isinstance(folder, Path) else folder
     return _reward("model", weight, name, role, model=path, batch=batch)
 

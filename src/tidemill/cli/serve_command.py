@@ -7,6 +7,7 @@ import asyncio
 from tidemill.cli.arguments import Checkpoint, Items, given_model, spec_for
 from tidemill.cli.arguments import dry_run as show_dry_run
 from tidemill.cli.output import DryRun, Json, Result, note
+from tidemill.config.load import split_arguments
 from tidemill.core.errors import UserError
 from tidemill.core.packages import install_command
 
@@ -17,7 +18,8 @@ def serve(*items: Items, checkpoint: Checkpoint = None, dry_run: DryRun = False,
     with given_model(checkpoint) as model:
         from tidemill.runtime.serving import serving_spec
 
-        spec = serving_spec(spec_for(items, model, purpose="read"), model)
+        template_given = any(key == ("model", "chat_template") for key, _ in split_arguments(items).assignments)
+        spec = serving_spec(spec_for(items, model, purpose="read"), model, template_given=template_given)
         if dry_run:
             from tidemill.runtime.memory_check import memory_remarks
 

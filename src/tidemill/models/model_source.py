@@ -5,7 +5,7 @@ built-in name           "char"                             built or converted on
 hub id                  "organisation/name"                at `model.revision`
 folder                  "./llama", Path("llama")           of transformers, or written by `export`
 adapter                 "./adapter"                        with the base that its base_model.json names
-checkpoint              "runs/a/checkpoints/step_000010"   itself
+checkpoint              "runs/a/checkpoints/step_10"       itself
 run directory           "runs/a"                           its newest checkpoint, or the best of supervised runs
 pipeline's directory    "runs/pipeline"                    that of its last stage that trained
 `tidemill.Run`          Run("runs/a")                      as its directory
@@ -108,7 +108,7 @@ def locate(given: str | Path) -> ModelSource:
             return ModelSource(kind="built-in", source=text)
         if not is_local(text):
             return ModelSource(kind="hub", source=text)
-    path = Path(text).expanduser()
+    path = _expanded(text)
     if isinstance(given, Path) or str(path) in BUILT_IN_MODELS:
         path = path.absolute()  # as text it would be a name
     if not path.exists():
@@ -116,10 +116,20 @@ def locate(given: str | Path) -> ModelSource:
     return _in_folder(_chosen(path) if is_run(path) else path)
 
 
+def _expanded(text: str) -> Path:
+    try:
+        return Path(text).expanduser()
+    except RuntimeError:  # ~name of an unknown user
+        raise UserError("there is no such user", where=text, hint="write ~/ for your home directory") from None
+
+
 def _missing(path: Path) -> UserError:
     if STEP_FOLDER.fullmatch(path.name) and (left := _steps(path.parent)):
         hint = f"the newest is {left[max(left)]}; raise checkpoint.keep_last of that run to keep more"
         return UserError("this checkpoint was deleted, or never written", where=str(path), hint=hint)
+    if STEP_FOLDER.fullmatch(path.name) and not path.parent.exists():
+        hint = "put its run back, or correct the path; a run that started from it keeps the path in its config.toml"
+        return UserError("the run of this checkpoint was moved or deleted", where=str(path), hint=hint)
     hint = similar_folder(path) or "give a folder with config.json and its weights, or the directory of a run"
     return UserError("there is no such folder", where=str(path), hint=hint)
 
@@ -158,6 +168,8 @@ def stage_folders(pipeline: Path) -> dict[str, Path]:
 
 def _chosen(path: Path) -> Path:
     """The checkpoint that is the model of a run, of a pipeline's last stage that trained, or the newest in a folder."""
+    if path.resolve().name == "checkpoints" and RunDirectory(path.resolve().parent).exists:
+        path = path.resolve().parent
     run = RunDirectory(path)
     if (path / PIPELINE_STATE).is_file():
         trained = [_chosen(each) for each in stage_folders(path).values() if checkpoints_of(each)]
@@ -167,6 +179,9 @@ def _chosen(path: Path) -> Path:
         return trained[-1]
     _refuse_other_format(run)
     steps = _steps(run.checkpoints) or _steps(path)
+    exported = path / "model"
+    if not steps and (exported / CONFIG).is_file():
+        return exported  # of a stage that exports
     if not steps:
         hint = "train at least one step; the last step of a session is always checkpointed"
         raise UserError("the run has no checkpoint", where=str(path), hint=hint)
@@ -192,19 +207,20 @@ def _steps(folder: Path) -> dict[int, Path]:
 
 def _in_folder(path: Path) -> ModelSource:
     """A folder with a model, and the run that wrote it."""
-    parent = path.absolute().parent
-    run = RunDirectory(parent.parent if parent.name == "checkpoints" else parent)
-    match = STEP_FOLDER.fullmatch(path.name)
+    real = path.resolve()  # a link to a checkpoint has the prompts of its run
+    run = RunDirectory(real.parent.parent if real.parent.name == "checkpoints" else real.parent)
+    match = STEP_FOLDER.fullmatch(real.name)
     if not run.exists:
         prompts = PromptFormat.stored_in(read_json(path / DESCRIPTION))
         return ModelSource(kind="checkpoint" if match else "folder", source=str(path), prompts=prompts)
     _refuse_other_format(run)
+    description = read_json(path / DESCRIPTION)  # of an export
     return ModelSource(
         kind="checkpoint",
         source=str(path),
         run=run.path,
         step=int(match[1]) if match else None,
-        prompts=run.prompt_format,
+        prompts=PromptFormat.stored_in(description) if PROMPTS in description else run.prompt_format,
     )
 
 
@@ -295,11 +311,11 @@ def exact_source(given: str, *, earlier: str | None = None) -> str:
     """
     if given in BUILT_IN_MODELS or given.startswith(PREFIX) or not is_local(given):
         return given
-    path = Path(given).expanduser().absolute()
+    path = _expanded(given).absolute()
     if earlier is not None and earlier != given and is_local(earlier):
-        stored = Path(earlier).expanduser().absolute()
+        stored = _expanded(earlier).resolve()
         runs = (path, *stage_folders(path).values())
-        if stored == path or stored.parent in {RunDirectory(each).checkpoints for each in runs}:
+        if stored == path.resolve() or stored.parent in {RunDirectory(each).checkpoints.resolve() for each in runs}:
             return earlier
     return locate(path).source if is_run(path) else given
 

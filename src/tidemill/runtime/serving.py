@@ -47,12 +47,13 @@ NEVER_S = 1e9
 PURPOSE = "serve"
 
 
-def serving_spec(spec: RunSpec, model: ModelSource | None) -> RunSpec:
+def serving_spec(spec: RunSpec, model: ModelSource | None, *, template_given: bool = False) -> RunSpec:
     """The configuration of a served model: the sections about models, engines and machines. A model that a run trained
     on chats is served with its template.
 
     Args:
         model: replaces the configured one; an adapter is merged.
+        template_given: `model.chat_template` decides, whatever the run did.
 
     Raises:
         UserError: there is no such model.
@@ -61,7 +62,9 @@ def serving_spec(spec: RunSpec, model: ModelSource | None) -> RunSpec:
     sections: dict[str, Any] = {name: getattr(spec, name) for name in kept}
     served = model or locate(spec.model.source)
     config = exact_models(spec).model if model is None else model.merged_config(spec.model)
-    sections["model"] = config.model_copy(update={"chat_template": config.chat_template or served.prompts.chat})
+    if served.prompts.chat and not template_given:
+        config = config.model_copy(update={"chat_template": True})
+    sections["model"] = config
     return RunSpec(**sections, task=ServedTask(kind="served"), trainer=spec.trainer, telemetry=spec.telemetry)
 
 

@@ -178,6 +178,23 @@ def test_a_text_is_formatted_as_the_rows_of_the_run(run: tm.Run, exported: Path)
     assert (raw["format"], raw["sent"]) == ("text", "3+4=")
 
 
+def test_new_rows_are_evaluated_in_the_format_of_the_run(run: tm.Run, exported: Path) -> None:
+    rows = [{"prompt": "3+4=", "answer": "7"}, {"messages": CHAT, "answer": "7"}]
+    for model in (run, exported):
+        (sample,) = tm.generate("3+4=", model=model, overrides=QUICK)
+        for row in rows:
+            found = tm.evaluate(model=model, data=[row], rewards=["exact"], overrides=QUICK)
+            assert [each["prompt"] for each in found["samples"]] == [sample["sent"]]
+
+
+def test_the_command_line_decides_about_the_template_that_is_served(
+    run: tm.Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for words, chat in ([], True), (["--model.chat_template=false"], False):
+        assert main(["serve", "--checkpoint", str(run.path), *words, "--dry-run", "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["config"]["model"]["chat_template"] is chat
+
+
 @pytest.mark.parametrize(
     ("prompts", "says"),
     [

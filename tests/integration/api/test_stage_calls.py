@@ -105,6 +105,8 @@ def test_calls_give_the_weights_of_the_stages_of_a_recipe(tmp_path: Path) -> Non
     shown = sft(data=SHOWN)
     scores = tm.reward_model(model=shown, data="preferences.jsonl", overrides=later)
     grpo = tm.train(model=shown, data=QUESTIONS, rewards=[tm.rewards.model(scores)], overrides=RL)
+    # Not its checkpoint: a resumed run keeps that of its first session.
+    assert tm.rewards.model(scores).settings["model"] == str(scores.path.absolute())
     dpo = tm.dpo(model=grpo, data=[(1, "preferences.jsonl")], overrides=later)
     runs = {"sft": shown, "scores": scores, "grpo": grpo, "dpo": dpo}
     assert {name: run.weights_digest for name, run in runs.items()} == {

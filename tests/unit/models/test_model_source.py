@@ -16,6 +16,7 @@ from tidemill.config.model import ModelConfig
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError
 from tidemill.models.catalog import resolve
+from tidemill.models.checkpoint_manifest import seal
 from tidemill.models.folder import DESCRIPTION
 from tidemill.models.model_source import exact_models, exact_source, locate, open_model
 from tidemill.models.saving import ORIGIN, save_model
@@ -91,6 +92,33 @@ def test_a_stored_checkpoint_of_the_run_is_kept(tmp_path: Path) -> None:
     assert [reward.model for reward in found.scoring.rewards] == ["", first]
 
 
+def test_links_and_the_folder_of_checkpoints_mean_the_same_model(tmp_path: Path) -> None:
+    run = run_folder(tmp_path / "run", 1, 2)
+    (run / "manifest.json").write_text(json.dumps({"format": 2, "kind": "sft"}))
+    for step, score in ((1, -1.0), (2, -3.0)):
+        seal(run / "checkpoints" / f"step_{step}", step=step, score=score)
+    (tmp_path / "link").symlink_to(run)
+    (tmp_path / "best").symlink_to(run / "checkpoints" / "step_1")
+    for given in (run, run / "checkpoints", tmp_path / "link", tmp_path / "best"):
+        found = locate(given)
+        assert (found.folder and found.folder.resolve(), found.run, found.step) == (
+            run / "checkpoints" / "step_1",
+            run,
+            1,
+        )
+        assert found.prompts.system_prompt == "Be brief."
+    stored = str(tmp_path / "link" / "checkpoints" / "step_2")
+    for given in (run, tmp_path / "link", tmp_path / "link" / ".." / "run"):
+        assert exact_source(str(given), earlier=stored) == stored
+
+
+def test_a_stage_that_exports_is_its_folder(tmp_path: Path) -> None:
+    stage = run_folder(tmp_path / "export")
+    checkpoint(stage / "model")
+    (stage / "model" / DESCRIPTION).write_text('{"prompts": {"chat": true, "system_prompt": "Exported."}}')
+    assert (locate(stage).folder, locate(stage).prompts.system_prompt) == (stage / "model", "Exported.")
+
+
 Make = Callable[[Path], Any]
 
 
@@ -135,6 +163,11 @@ REFUSED: dict[str, tuple[Make, str]] = {
     ),
     "empty name": (lambda _: " ", "the name is empty"),
     "deleted checkpoint": (lambda tmp: run_folder(tmp / "a", 4) / "checkpoints/step_2", r"was deleted(?s:.*)step_4"),
+    "checkpoint of a moved run": (
+        lambda tmp: tmp / "gone/checkpoints/step_2",
+        "moved or deleted(?s:.*)keeps the path in its config.toml",
+    ),
+    "another user's home": (lambda _: "~nobody-here/run", "there is no such user"),
     "empty folder": (lambda tmp: empty(tmp / "a"), "the folder is empty"),
     "folder of runs": (lambda tmp: run_folder(tmp / "a", 1).parent, r"no config.json\n  name one of .*/a"),
     "file": (lambda tmp: written(tmp / "a.safetensors"), "is a file, not a model folder"),

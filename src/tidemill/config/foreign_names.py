@@ -58,8 +58,9 @@ def foreign_names() -> tuple[ForeignName, ...]:
 def ours_of(name: str | Sequence[str], *, framework: str = "", certain: bool = False) -> tuple[ForeignName, ...]:
     """What a name of another framework is here; empty if none of them has it.
 
-    The whole name counts first (`num_generations`, `actor_rollout_ref.rollout.n`), then its end (`rollout.n`), then its
-    last part (`batch.num_generations`), and at last the end of longer names (`lr`).
+    The whole name counts first (`num_generations`, `actor_rollout_ref.rollout.n`), then its end (`rollout.n`), then a
+    name with something before it (`config.data.max_length`), its last part (`batch.num_generations`), and at last the
+    end of longer names (`lr`).
 
     Args:
         name: with or without leading dashes, with - or _ between words; or the parts of a dotted name.
@@ -75,6 +76,7 @@ def ours_of(name: str | Sequence[str], *, framework: str = "", certain: bool = F
         [row for row, known in names if known == wanted],
         [row for row, known in names if known.endswith(BELOW) and wanted.startswith(known.removesuffix("*"))],
         [row for row, known in names if known.endswith(f".{wanted}") and "." in wanted],
+        [row for row, known in names if "." in known and wanted.endswith(f".{known}")],
         [row for row, known in names if known == leaf],
         [row for row, known in names if known.endswith(f".{leaf}") and not certain],
     ]
@@ -104,19 +106,39 @@ def update_document(text: str) -> str:
     for framework in dict.fromkeys(row.framework for row in foreign_names()):
         begin, end = f"<!-- {framework}: generated -->\n", f"\n<!-- end of {framework} -->"
         rows = [row for row in foreign_names() if row.framework == framework]
-        places = [_section(place, rows) for place in dict.fromkeys(row.place for row in rows)]
-        text = re.sub(f"(?s){begin}.*?{end}", lambda _: begin + "\n\n".join(places) + end, text)  # noqa: B023
+        text = re.sub(f"(?s){begin}.*?{end}", lambda _: begin + "\n\n".join(_tables(rows)) + end, text)  # noqa: B023
     return text
 
 
-def _section(place: str, rows: Sequence[ForeignName]) -> str:
-    """A heading and a table, one line for the names that share a row."""
-    lines: dict[tuple[tuple[str, ...], str], list[str]] = {}
+def _tables(rows: Sequence[ForeignName]) -> list[str]:
+    """A table for each place, and one of the names without a counterpart, by reason."""
+    ours = [row for row in rows if row.ours]
+    places = {place: [row for row in ours if row.place == place] for place in dict.fromkeys(row.place for row in ours)}
+    tables = [_table(place, "| name | here | value |", _lines(names)) for place, names in places.items()]
+    without = _lines([row for row in rows if not row.ours])
+    return [*tables, _table("Without a counterpart", "| name | why, or what to do instead |", without)]
+
+
+def _lines(rows: Sequence[ForeignName]) -> list[list[str]]:
+    """The cells of each line, one line for the names that share keys and note."""
+    names: dict[tuple[tuple[str, ...], str], list[str]] = {}
     for row in rows:
-        if row.place == place:
-            lines.setdefault((row.ours, row.note), []).append(f"`{row.name}`")
-    table = [
-        f"| {', '.join(names)} | {', '.join(f'`{key}`' for key in ours) or '-'} | {note.replace('|', chr(92) + '|')} |"
-        for (ours, note), names in lines.items()
+        names.setdefault((row.ours, row.note), []).append(f"`{row.shown}`")
+    return [
+        [", ".join(dict.fromkeys(shown)), *([", ".join(f"`{key}`" for key in ours)] if ours else []), note]
+        for (ours, note), shown in names.items()
     ]
-    return "\n".join([f"### {place}", "", "| name | here | value, or why not |", "|---|---|---|", *table])
+
+
+def _table(title: str, header: str, lines: Sequence[Sequence[str]]) -> str:
+    """A heading and a table."""
+    rule = "|---" * (header.count("|") - 1) + "|"
+    return "\n".join(
+        [
+            f"### {title}",
+            "",
+            header,
+            rule,
+            *("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines),
+        ]
+    )

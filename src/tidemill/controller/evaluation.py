@@ -23,7 +23,7 @@ from tidemill.core.protocols import PromptSource, Scorer
 from tidemill.core.records import PolicyVersion, Prompt, Record, SamplingParams, Trajectory
 from tidemill.telemetry.events import EVALUATION
 from tidemill.telemetry.metrics import EVAL_TIME, HELD_OUT_NAME, PASS_AT, held_out_prefix
-from tidemill.telemetry.statistics import Interval, mean_pass_at_k, reward_interval
+from tidemill.telemetry.statistics import mean_pass_at_k, reward_interval
 
 
 class Evaluation(Record):
@@ -165,7 +165,7 @@ def eval_result(
 ) -> EvalResult:
     """Figures of at least one greedy sample, and of the samples drawn of each prompt."""
     rewards, right = rewards_of(samples), correctness(samples)
-    ends = greedy_reward_interval(samples).ends
+    ends = reward_interval(rewards).ends
     counts, drawn_rewards = counts_correct(drawn), [each for each in prompt_rewards(drawn) if each is not None]
     return EvalResult(
         name=name,
@@ -184,13 +184,6 @@ def eval_result(
         drawn_reward_mean=fmean(drawn_rewards) if drawn_rewards else None,
         reward_interval=(ends[0], ends[1]) if ends else None,
     )
-
-
-def greedy_reward_interval(samples: Sequence[Trajectory]) -> Interval:
-    """Mean valid reward with its 95 % interval. Rewards that tell correctness are between 0 and 1."""
-    valid = [sample.reward for sample in samples if sample.reward is not None and sample.reward.valid]
-    tell_correctness = all(reward.correct is not None for reward in valid)
-    return reward_interval([reward.value for reward in valid], shares=tell_correctness)
 
 
 class EvalSchedule:

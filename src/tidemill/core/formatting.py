@@ -50,9 +50,9 @@ def between(low: float | None, high: float | None) -> str:
 
 
 def interval(ends: Sequence[float | None] | None) -> str:
-    """A 95 % interval as `0.620 to 0.751`; `no interval: all values are equal` without ends."""
+    """A 95 % interval as `0.620 to 0.751`; `no interval: no two values differ` without ends."""
     if not ends or None in ends:
-        return "no interval: all values are equal"
+        return "no interval: no two values differ"
     return between(*ends)
 
 

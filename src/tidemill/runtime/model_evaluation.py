@@ -19,7 +19,6 @@ from tidemill.controller.evaluation import (
     correctness,
     counts_correct,
     drawn_purpose,
-    greedy_reward_interval,
     prompt_rewards,
     rewards_of,
 )
@@ -104,9 +103,8 @@ def figures(measured: ModelEvaluation, *, ks: Sequence[int]) -> dict[str, Any]:
     """
     result, samples = measured.greedy.result, measured.greedy.samples
     found: dict[str, Any] = {}
-    if rewards_of(samples):
-        reward_ends = greedy_reward_interval(samples).ends
-        found |= {"reward_mean": result.reward_mean, "reward_mean_interval": reward_ends}
+    if rewards := rewards_of(samples):
+        found |= {"reward_mean": result.reward_mean, "reward_mean_interval": reward_interval(rewards).ends}
     if right := measured.right:
         found |= {
             "greedy_accuracy": result.greedy_accuracy,

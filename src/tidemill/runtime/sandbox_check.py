@@ -7,7 +7,7 @@ from tidemill.config.task import ReasoningGymTask
 from tidemill.core.errors import UserError
 from tidemill.envs.agents.find import find_environment
 from tidemill.envs.text.reasoning_gym import check_scorer
-from tidemill.envs.text.scorer import NOT_ABOUT_CORRECTNESS
+from tidemill.envs.text.rewards import NOT_ABOUT_CORRECTNESS
 from tidemill.sandbox.open_sandbox import check_sandbox
 
 

@@ -90,18 +90,21 @@ def comparable(found: Sequence[Evaluation]) -> list[Figure]:
 
 def clearly_differs(one: Figure, other: Figure) -> bool:
     """Whether two figures differ significantly (95 %): Newcombe's interval for a difference (1998), from the interval
-    of each figure."""
+    of each figure. A figure without an interval does not tell."""
     low, high = sorted((one, other), key=lambda figure: figure.value)
     if low.interval is None or high.interval is None:
-        return low.value != high.value
+        return False
     return high.value - low.value > math.hypot(high.value - high.interval[0], low.interval[1] - low.value)
 
 
 def went(first: Figure, last: Figure, over: str) -> str:
-    """`rose from 0.280 to 0.830 in 20 steps`, `stayed at 0.280 …`, or that a change is within sampling error."""
+    """`rose from 0.280 to 0.830 in 20 steps`, `stayed at 0.280 …`, or that a change is within sampling error; just
+    `went from …` if that is not known."""
     if decimal(first.value) == decimal(last.value):
         return f"stayed at {decimal(last.value)} {over}"
     change = f"from {decimal(first.value)} to {decimal(last.value)} {over}"
+    if first.interval is None or last.interval is None:
+        return f"went {change}"
     if not clearly_differs(first, last):
         return f"went {change}, which is within sampling error"
     return f"{'rose' if last.value > first.value else 'fell'} {change}"

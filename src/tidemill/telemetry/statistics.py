@@ -138,13 +138,10 @@ def mean_interval(values: Sequence[float], *, within: tuple[float, float] | None
     return bootstrap_mean(values)
 
 
-def reward_interval(rewards: Sequence[float], *, shares: bool = False) -> Interval:
-    """`mean_interval` of rewards.
-
-    Args:
-        shares: rewards are between 0 and 1; by default only if each of these is 0 or 1.
-    """
-    return mean_interval(rewards, within=(0.0, 1.0) if shares or set(rewards) <= {0.0, 1.0} else None)
+def reward_interval(rewards: Sequence[float]) -> Interval:
+    """`mean_interval` of rewards, which are shares if each is 0 or 1. Otherwise weights and functions decide how low
+    and how high a reward can be, even if it tells correctness."""
+    return mean_interval(rewards, within=(0.0, 1.0) if rewards and set(rewards) <= {0.0, 1.0} else None)
 
 
 def bootstrap_mean(values: Sequence[float], *, resamples: int = RESAMPLES, seed: int = RESAMPLE_SEED) -> Interval:

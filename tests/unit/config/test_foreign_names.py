@@ -55,6 +55,10 @@ def test_every_option_of_trl_is_in_the_table() -> None:
         ),  # actor_rollout_ref.ref.*
         ("kl_coef", "TRL", ["algorithm.kl_beta"]),
         ("algo.kl.init_coef", "OpenRLHF", ["algorithm.kl_beta"]),
+        ("target_kl", "TRL", ["algorithm.kl_stop"]),  # of PPOConfig: stops early; `target` adapts the coefficient
+        ("prompt_data", "OpenRLHF", ["task.path"]),
+        ("reward.custom_reward_function.path", "verl", ["scoring.rewards[].function"]),
+        ("config.data.max_prompt_length", "verl", ["task.max_prompt_tokens"]),
         ("n_samples_per_prompt", "OpenRLHF", ["batch.group_size"]),
         ("orchestrator.group_size", "prime-rl", ["batch.group_size"]),
     ],

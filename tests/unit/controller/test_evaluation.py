@@ -134,6 +134,13 @@ def judgement(*rewards: Reward | None) -> tuple[float | None, float | None]:
     return found.reward_mean, found.greedy_accuracy
 
 
+@pytest.mark.parametrize("rewards", [[], [5.0, 5.0], [-1.0]])
+def test_rewards_that_tell_correctness_need_not_be_shares(rewards: list[float]) -> None:
+    right = [Reward(value=value, correct=value > 0) for value in rewards] or [Reward(value=0.0, valid=False)]
+    samples = [make_trajectory(make_prompt("1"), "1", reward=reward) for reward in right]
+    assert eval_result("held_out", 0, VERSION, samples, 1.0).reward_interval is None  # how far others can be is unknown
+
+
 def test_graded_rewards_have_a_mean_and_no_accuracy() -> None:
     assert judgement(Reward(value=0.9), Reward(value=0.9)) == (0.9, None)
     assert judgement(Reward(value=1.5), Reward(value=1.5)) == (1.5, None)

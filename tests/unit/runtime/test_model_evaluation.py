@@ -108,8 +108,8 @@ def test_equal_graded_rewards_have_no_interval() -> None:
     found = figures(graded([0.5] * 4, [[0.5], [0.5], [0.5], [0.5]]), ks=())
     assert (found["reward_mean"], found["reward_mean_interval"]) == (0.5, None)
     assert found["drawn"]["reward_mean"] == {"value": 0.5, "low": None, "high": None}
-    assert "0.5 (no interval: all values are equal)" in eval_figures(found)
-    assert "no interval: all values are equal; n = 4" in evaluation_headline(found)
+    assert "0.5 (no interval: no two values differ)" in eval_figures(found)
+    assert "no interval: no two values differ; n = 4" in evaluation_headline(found)
     same = comparison(graded([0.5] * 4), graded([0.75] * 4))["figures"]["reward_mean"]
     assert same["difference"] == {"value": 0.25, "low": None, "high": None}
 

@@ -118,7 +118,7 @@ def test_no_interval_exceeds_the_values(values: list[float]) -> None:
 def test_equal_values_never_have_an_interval_without_width() -> None:
     for values in ([0.5] * 3, [1.5]):  # their range is not known
         assert reward_interval(values).figure == {"value": values[0], "low": None, "high": None}
-    assert reward_interval([0.5] * 3, shares=True) == (0.5, *wilson_interval(0.5, 3))
+    assert reward_interval([]).ends is None
     assert reward_interval([1.0] * 3) == (1.0, *wilson_interval(1.0, 3))
     # The range -1 to 1 is that of shares, scaled: 0 is half of it.
     low, high = wilson_interval(0.5, 10)

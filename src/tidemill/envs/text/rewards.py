@@ -69,6 +69,7 @@ class NamedReward:
     timeout_s: float | None = None  # overrides the scorer's
     queues: bool = True  # `timeout_s` includes the time in the queue of `scores`; else `scores` keeps the deadline
     correct_at: float | None = None  # a score from which a sample is correct; None: it does not tell
+    judges: bool = False  # tells correctness in a sum, too
     gold: bool = False  # only measured: its failure does not make a sample invalid
     needs_answer: bool = False  # not called for samples of rows without an answer, which it makes invalid
     place: str = ""  # file and line of a function of the user
@@ -210,7 +211,9 @@ QUEUED = frozenset({"model", "http", "task"})
 IN_PROCESSES = frozenset({"python", "math_verify"})
 MATH_VERIFY = Target(name="math_verify", path="tidemill.envs.text.math_answers:math_verify")
 COMPARES = frozenset({"exact", "numeric", "math_verify"})
-CORRECT_AT_ONE = frozenset({"exact", "numeric", "math_verify", "regex", "task", "tests"})
+CHECKS_THE_ANSWER = COMPARES | {"task", "tests"}
+CORRECT_AT_ONE = CHECKS_THE_ANSWER | {"regex"}
+NOT_ABOUT_CORRECTNESS = frozenset({"random", "length", "model"})
 
 
 def correct_at(config: RewardConfig) -> float | None:
@@ -225,6 +228,16 @@ def correct_at(config: RewardConfig) -> float | None:
         declared = resolve(config.function, "reward", where=WHERE_FUNCTION).options.get("correct_at")
         return None if declared is None else float(declared)
     return 1.0 if config.kind in CORRECT_AT_ONE else None
+
+
+def judges(config: RewardConfig) -> bool:
+    """Whether a reward compares with the answer, or declares what is correct."""
+    if config.kind in CHECKS_THE_ANSWER:
+        return True
+    try:
+        return config.kind not in NOT_ABOUT_CORRECTNESS | {"regex"} and correct_at(config) is not None
+    except UserError:  # reported where the function is called
+        return False
 
 
 def build_rewards(configs: Sequence[RewardConfig], context: Context) -> tuple[NamedReward, ...]:
@@ -265,6 +278,7 @@ def _build(name: str, config: RewardConfig, context: Context) -> NamedReward:
         scores=scores,
         timeout_s=_timeout_s(config, scores),
         correct_at=correct_at(config),
+        judges=judges(config),
         gold=config.role == "gold",
         needs_answer=config.kind in COMPARES,
     )
@@ -303,6 +317,7 @@ def _build_in_processes(name: str, config: RewardConfig, context: Context) -> Na
         timeout_s=timeout_s,
         queues=False,
         correct_at=correct_at(config),
+        judges=judges(config),
         gold=config.role == "gold",
         needs_answer=needs_answer,
         place=place,

@@ -9,17 +9,22 @@ from collections.abc import Callable
 
 from tidemill.config.sandbox import SandboxConfig
 from tidemill.config.task import RewardConfig, ScoringConfig
-from tidemill.core.errors import ReaderLost, UserError, exception_text
+from tidemill.core.errors import ReaderLost, exception_text
 from tidemill.core.records import Prompt, Reward, Trajectory
 from tidemill.envs.text.batch_rewards import Sample
 from tidemill.envs.text.prompts import ANSWER, Task
-from tidemill.envs.text.rewards import Context, NamedReward, QueuedReward, build_rewards, correct_at
+from tidemill.envs.text.rewards import (
+    NOT_ABOUT_CORRECTNESS,
+    Context,
+    NamedReward,
+    QueuedReward,
+    build_rewards,
+    judges,
+)
 from tidemill.extensions.calls import MAX_HANGING, CallError, CallTimeout, HangingError, UserCalls
 from tidemill.extensions.function_pool import FunctionProcesses
 from tidemill.extensions.scores import LARGEST, TOO_LARGE, Score
 
-CHECKS_THE_ANSWER = frozenset({"exact", "numeric", "math_verify", "task", "tests"})
-NOT_ABOUT_CORRECTNESS = frozenset({"random", "length", "model"})
 ROUNDING = 1e-6
 
 
@@ -57,13 +62,14 @@ class RewardScorer:
     ) -> None:
         self._rewards, self._timeout_s = rewards, timeout_s
         counted = [reward for reward in rewards if reward.weight]
-        self._judge = counted[0] if len(counted) == 1 and counted[0].weight > 0 else None
+        judging = counted if len(counted) == 1 else [reward for reward in counted if reward.judges]
+        self._judge = judging[0] if len(judging) == 1 and judging[0].weight > 0 else None
         self._turns = asyncio.Semaphore(concurrency)
         self._calls = calls or RewardCalls(concurrency)
 
     async def score(self, prompt: Prompt, trajectory: Trajectory) -> Reward:
         """The weighted sum of all rewards; `components` holds each before weighting. `correct` is set only if the one
-        reward with a non-zero weight tells (`NamedReward.correct_at`).
+        reward with a non-zero weight tells it (`NamedReward.correct_at`), or of several the only one that judges.
 
         A reward that raises, times out or returns no finite number makes the sample's reward invalid: value 0 and a
         reason that names reward, error and sample.
@@ -229,20 +235,10 @@ def evaluation_scoring(scoring: ScoringConfig, *, task: Task, rewards: tuple[Rew
         return scoring.model_copy(update={"rewards": rewards})
     models = tuple(each.model_copy(update={"weight": 0.0}) for each in scoring.rewards if each.kind == "model")
     as_reward = {"weight": 1.0, "role": "reward"}
-    judging = tuple(each.model_copy(update=as_reward) for each in scoring.rewards if _judges(each))
+    judging = tuple(each.model_copy(update=as_reward) for each in scoring.rewards if judges(each))
     others = tuple(each for each in scoring.rewards if each.kind not in NOT_ABOUT_CORRECTNESS)
     rows = task.held_out_rows
     if not (judging or others) and task.check is None and rows is not None and rows.mostly_missing(ANSWER):
         return scoring
     fallback = RewardConfig(kind="exact" if task.check is None else "task")
     return scoring.model_copy(update={"rewards": (judging[:1] or others or (fallback,)) + models})
-
-
-def _judges(config: RewardConfig) -> bool:
-    """Whether a reward compares with the answer, or declares what is correct."""
-    if config.kind in CHECKS_THE_ANSWER:
-        return True
-    try:
-        return config.kind not in NOT_ABOUT_CORRECTNESS | {"regex"} and correct_at(config) is not None
-    except UserError:  # reported where the function is called
-        return False

@@ -39,10 +39,12 @@ from tidemill.telemetry.report.timeline import fleet_section, timeline, timeline
 from tidemill.telemetry.run_data import Evaluation, RunData, clearly_differs, comparable, went
 
 HERE = Path(__file__).parent
+DIRECTION_MARKS = {code: f"[U+{code:04X}]" for code in (*range(0x202A, 0x202F), *range(0x2066, 0x206A))}
+"""Characters that reorder the text around them: a sample must not rearrange the page."""
 
 
 def render_page(template: Path, **values: Any) -> str:
-    """A self-contained HTML page; values are escaped.
+    """A self-contained HTML page; values are escaped, and characters that change the direction of text are shown.
 
     Besides `values`, a template has:
     - `version`, of Tidemill, and `nonce`, for the page's own scripts;
@@ -56,6 +58,7 @@ def render_page(template: Path, **values: Any) -> str:
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
+        finalize=lambda value: value.translate(DIRECTION_MARKS) if isinstance(value, str) else value,
     )
     environment.globals["asset"] = lambda name: (HERE / name).read_text(encoding="utf-8")
     environment.filters |= {"script_json": script_json, "decimal": decimal, "interval": interval, "readable": readable}
@@ -380,10 +383,14 @@ def event_rows(data: RunData) -> list[dict[str, Any]]:
             "session": event.get("session", ""),
             "event": event["event"],
             "fields": ", ".join(
-                f"{key} {decimal(value) if isinstance(value, float) else value}"
-                for key, value in event.items()
-                if key not in HEADER and value is not None
+                f"{key} {_logged(value)}" for key, value in event.items() if key not in HEADER and value is not None
             ),
         }
         for event in reversed(listed[-EVENTS_SHOWN:])
     ]
+
+
+def _logged(value: Any) -> str:
+    if isinstance(value, list):
+        return f"[{', '.join(map(_logged, value))}]"
+    return decimal(value) if isinstance(value, float) else str(value)

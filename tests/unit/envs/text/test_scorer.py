@@ -64,7 +64,7 @@ async def test_weighted_rewards_are_summed_and_kept_apart() -> None:
     )
     reward = await scored(build_scorer(scoring, task=TASK, seed=0))
     # 3 tokens against a target of 4: 0.75. 2·1 - 0.5·0.75 + 1·0 = 1.625.
-    assert reward == Reward(value=1.625, components={"exact": 1.0, "length": 0.75, "regex": 0.0})
+    assert reward == Reward(value=1.625, components={"exact": 1.0, "length": 0.75, "regex": 0.0}, correct=True)
 
 
 EXACT, NUMERIC = RewardConfig(kind="exact"), RewardConfig(kind="numeric", weight=0.5)
@@ -77,7 +77,11 @@ LENGTH = RewardConfig(kind="length", target_tokens=3)
         ((EXACT,), "12\n", True),
         ((EXACT,), "13\n", False),
         ((EXACT, RewardConfig(kind="random", weight=0.0)), "12\n", True),  # what counts nothing decides nothing
-        ((EXACT, LENGTH), "12\n", None),
+        ((EXACT, LENGTH), "12\n", True),  # in a sum, the one that compares with the answer
+        ((LENGTH, NUMERIC), "13\n", False),
+        ((EXACT, RewardConfig(kind="regex", pattern="1")), "13\n", False),
+        ((EXACT, NUMERIC), "12\n", None),  # two can contradict each other
+        ((EXACT.model_copy(update={"weight": -1.0}), LENGTH), "12\n", None),
         ((NUMERIC,), "12\n", True),
         ((NUMERIC,), "13\n", False),
         ((LENGTH,), "12\n", None),

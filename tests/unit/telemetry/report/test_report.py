@@ -164,7 +164,8 @@ def test_nothing_a_model_writes_becomes_markup(tmp_path: Path) -> None:
     prompt = make_prompt(ATTACK, ATTACK)
     for step, purpose in ((0, "eval:x"), (1, "train"), (2, "train"), (2, "eval:x")):
         rewards = [
-            Reward(value=float(i), components={ATTACK: 1.0, "b": 0.0}, valid=i < 2, reason=ATTACK) for i in range(3)
+            Reward(value=float(i), components={ATTACK: 1.0, "b": 0.0}, valid=i < 2, reason=f"\u202e{ATTACK}")
+            for i in range(3)
         ]
         samples = [
             make_trajectory(prompt, ATTACK, reward=one, purpose=purpose, index=i) for i, one in enumerate(rewards)
@@ -175,7 +176,7 @@ def test_nothing_a_model_writes_becomes_markup(tmp_path: Path) -> None:
         source = (SourceRun(source=ATTACK, start=0, end=len(ATTACK)),)
         samples[0] = msgspec.structs.replace(samples[0], turns=turns, sources=source, fault=ATTACK)
         recorder.samples(step, samples, [prompt] * 3)
-    recorder.event("environment_warning", reason=ATTACK)
+    recorder.event("environment_warning", reason=f"\u202e{ATTACK}")
     named = {"lease": ATTACK, "worker": ATTACK, "kind": "preemptible"}
     recorder.event("lease", **named, price_usd_per_hour=0.0)
     for event in ("eviction", "join_failed", "notice", "quarantine", "decode"):
@@ -188,6 +189,7 @@ def test_nothing_a_model_writes_becomes_markup(tmp_path: Path) -> None:
     page = page_of(run)
     assert page.mismatched == [] and page.open == []
     assert [tag for tag, _ in page.tags if tag == "img"] == []
+    assert "\u202e" not in page.text and "[U+202E]" in page.text  # it would reverse what follows it
     scripts = [attributes for tag, attributes in page.tags if tag == "script"]
     assert len(scripts) == 3 and all("nonce" in one or one.get("type") == "application/json" for one in scripts)
     assert not any(name.startswith("on") for _, attributes in page.tags for name in attributes)

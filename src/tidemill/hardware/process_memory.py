@@ -17,18 +17,22 @@ from tidemill.core.records import Record
 from tidemill.hardware.engine_profile import parking_rows
 from tidemill.hardware.figures import Derivation
 from tidemill.hardware.model_shape import DTYPE_BYTES, ModelShape, adapter_parameters
-from tidemill.hardware.trainer_profile import Recompute, activation_bytes
+from tidemill.hardware.trainer_profile import Recompute, kept_layers
 
 FP32, BF16 = 4, 2
 LEARNED = 16
 """Bytes per trained parameter: weights, gradients and Adam's two moments in fp32."""
 SNAPSHOTS = 2
 """Published versions kept for workers in the same process."""
-BF16_TO_FP32 = 2
 LIBRARIES = 450e6
 """Resident bytes of a CPU process with Python, PyTorch and transformers, without a model; measured on Linux x86-64."""
 MEGABYTE = 1e6
-SOURCE = "the embedded engine and trainer, in fp32; Korthikanti et al., arXiv 2205.05198, for activations"
+BLOCK_TOKENS = 256
+"""Of packed attention on a CPU (`models.tree_attention`): each block has copies of the keys and values of its path."""
+HEAP = 1.25
+"""Resident bytes per byte of activations, with what the allocator keeps. Measured: 1.19 to 1.28, with SmolLM2, glibc
+and microbatches of 512 to 2,048 tokens."""
+SOURCE = "the embedded engine and trainer, in fp32; activations as transformers' layers keep them for the backward pass"
 HELD = "trained: weights, gradients and two moments in fp32; frozen: weights in fp32, shared ones counted once"
 
 Work: TypeAlias = Literal["rl", "supervised", "generate", "eval", "serve", "worker", "load"]
@@ -306,24 +310,46 @@ def microbatch(
     recompute: Recompute = "full" if spec.trainer.activation_checkpointing else "none"
     packed = lengths.packed + batch.group_size * spec.sampling.max_new_tokens
     tokens = spec.supervised.microbatch_tokens if supervised else min(batch.microbatch_tokens, batch.prompts * packed)
+    context = tokens if supervised else min(tokens, lengths.prompt + spec.sampling.max_new_tokens)
     activations = sheet.compute(
         "activation_bytes",
         "bytes",
-        formula="tokens * bytes_per_token",
+        formula="heap * tokens * bytes_per_token",
         source=f"{SOURCE}; a microbatch, at most the whole batch",
+        heap=HEAP,
         tokens=tokens,
-        bytes_per_token=BF16_TO_FP32 * activation_bytes(shape, tokens=1, recompute=recompute, tp=1),
+        bytes_per_token=kept_bytes(shape, context=context, recompute=recompute, frozen=spec.model.lora.enabled),
     )
     logits = sheet.compute(
         "logits_bytes",
         "bytes",
-        formula="min(budget, 2 * 4 * tokens * vocab)",
-        source="logits and their gradients, in chunks of trainer.logits_budget_mb",
+        formula="min(budget, 4 * tokens * vocab)",
+        source="probabilities, which their gradients replace, within trainer.logits_budget_mb",
         budget=spec.trainer.logits_budget_mb * MEGABYTE,
         tokens=tokens,
         vocab=shape.vocab,
     )
     return activations, logits
+
+
+def kept_bytes(shape: ModelShape, *, context: float, recompute: Recompute, frozen: bool) -> float:
+    """Bytes that the layers of transformers keep per token for the backward pass, in fp32.
+
+    Two norms (input, normalised, scaled), queries, results and reordered results of attention, four MLP widths (gate,
+    its activation, up, product), and per block of packed attention the keys and values of its path and a mask.
+
+    Args:
+        context: length of a row, in tokens.
+        frozen: only an adapter is trained, so that norms do not keep what their own gradient needs.
+    """
+    block = min(BLOCK_TOKENS, context)
+    path = (context + block) / 2  # keys of a block, in the mean
+    copies = path / block if block else 1.0
+    inner = shape.intermediate * max(shape.experts_per_token, 1)
+    norms = 4 if frozen else 6
+    attention = 3 * shape.attention_width + copies * 2 * shape.kv_heads * shape.head_dim + path
+    inputs, whole = kept_layers(shape, recompute)
+    return FP32 * (inputs * shape.hidden + whole * (norms * shape.hidden + attention + 4 * inner))
 
 
 def engine_cache(spec: RunSpec, shape: ModelShape, lengths: Lengths, element: int, sheet: Derivation) -> float:

@@ -74,7 +74,8 @@ class RewardScorer:
         if trajectory.fault:
             return Reward(value=0.0, valid=False, reason=trajectory.fault)
         if trajectory.outcome is not None:
-            return Reward(value=trajectory.outcome, components={"environment": trajectory.outcome})
+            reported = {"environment": trajectory.outcome}
+            return Reward(value=trajectory.outcome, components=reported, correct=self._correct(reported))
         sample = Sample(
             prompt=prompt,
             completion=trajectory.final,

@@ -141,6 +141,14 @@ def test_a_reward_that_declares_what_is_correct_is_the_one_that_evaluates() -> N
     assert found == (PYTHON.model_copy(update={"weight": 1.0}),)
 
 
+@pytest.mark.parametrize(("outcome", "correct"), [(1.0, True), (0.25, False)])
+async def test_the_reward_that_a_client_reports_is_that_of_the_environment(outcome: float, correct: bool) -> None:
+    declares = ScoringConfig(rewards=(RewardConfig(kind="environment", correct_at=1.0),))
+    made = build_scorer(declares, task=TASK, seed=0)
+    reward = await made.score(PROMPT, replace_fields(make_trajectory(PROMPT, "12"), outcome=outcome))
+    assert (reward.value, reward.correct) == (outcome, correct)
+
+
 async def test_stop_strings_of_the_run_replace_those_of_the_task() -> None:
     scoring = ScoringConfig()
     assert (await scored(build_scorer(scoring, task=TASK, seed=0), "12\nx")).value == 1

@@ -28,10 +28,10 @@ LIBRARIES = 450e6
 """Resident bytes of a CPU process with Python, PyTorch and transformers, without a model; measured on Linux x86-64."""
 MEGABYTE = 1e6
 BLOCK_TOKENS = 256
-"""Of the packed attention on a CPU (`models.tree_attention`): each block has copies of the keys and values on its path."""
+"""Of packed attention on a CPU (`models.tree_attention`): each block has copies of the keys and values of its path."""
 HEAP = 1.25
-"""Resident bytes per byte of activations: what the allocator keeps between steps. Measured with SmolLM2 and glibc, for
-microbatches of 512 to 2,048 tokens: 1.19 to 1.28."""
+"""Resident bytes per byte of activations, with what the allocator keeps. Measured: 1.19 to 1.28, with SmolLM2, glibc
+and microbatches of 512 to 2,048 tokens."""
 SOURCE = "the embedded engine and trainer, in fp32; activations as transformers' layers keep them for the backward pass"
 HELD = "trained: weights, gradients and two moments in fp32; frozen: weights in fp32, shared ones counted once"
 

@@ -78,7 +78,7 @@ def _stage(folder: PipelineFolder, stage: dict[str, Any], summary: dict[str, Any
     report = folder.path / stage["folder"] / "report.html"
     return {
         **stage,
-        "dot": DOTS.get(stage["state"], "unknown"),
+        "dot": DOTS.get(stage["state"], stage["state"]),
         "headline": summary.get("headline", ""),
         "took": duration(summary["wall_s"]) if "wall_s" in summary else "",
         "figures": [

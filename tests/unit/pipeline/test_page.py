@@ -9,9 +9,9 @@ from tidemill.pipeline.pipeline_page import context, figure, write_page
 from tidemill.pipeline.state import PipelineFolder
 
 
-def made(path: Path, *, figures: dict[str, Any], name: str = "rm") -> PipelineFolder:
+def made(path: Path, *, figures: dict[str, Any], name: str = "rm", state: str = "done") -> PipelineFolder:
     folder = PipelineFolder(path)
-    stage = {"name": name, "kind": "reward_model", "state": "done", "folder": "stages/rm-1", "model": "char"}
+    stage = {"name": name, "kind": "reward_model", "state": state, "folder": "stages/rm-1", "model": "char"}
     summary = {"name": name, "headline": "all <well>", "wall_s": 61.0, "figures": figures}
     folder.write_json(
         folder.state, {"name": "p", "outcome": "finished", "stages": [stage | {"needs": []}], "stale": ["x-1"]}
@@ -41,6 +41,12 @@ def test_a_share_is_shown_as_a_bar_with_its_interval(tmp_path: Path) -> None:
     assert bar["interval"] == "0.66 to 0.82, n = 100"
     assert (bar["share"], bar["main"]) == (75, True)
     assert context(made(tmp_path, figures={"loss": 0.5}))["bars"] == []
+
+
+@pytest.mark.parametrize(("state", "dot"), [("done", "finished"), ("started", "interrupted"), ("due", "due")])
+def test_a_stage_that_has_not_started_has_no_dot_of_another_state(tmp_path: Path, state: str, dot: str) -> None:
+    (stage,) = context(made(tmp_path, figures={}, state=state))["stages"]
+    assert stage["dot"] == dot
 
 
 def test_the_page_shows_headlines_escaped(tmp_path: Path) -> None:

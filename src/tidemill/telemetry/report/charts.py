@@ -125,8 +125,9 @@ def _with_held_out(chart: Chart, held_out: Collection[str]) -> Chart:
 
 def _plot(chart: Chart, rows: list[dict[str, float]]) -> dict[str, Any] | None:
     """The values of the chart; None if it is omitted."""
-    series = [
+    series: list[dict[str, Any]] = [
         {"label": label, "values": [_scaled(row.get(name), chart.scale) for row in rows]}
+        | ({"points": True} if chart.kind == "line" and name.startswith(HELD_OUT) else {})  # not of every step
         for name, label in chart.series
         if any(name in row for row in rows)
     ]

@@ -86,6 +86,7 @@ def test_held_out_metrics_share_the_chart_of_training_metrics(tmp_path: Path) ->
         ("margin, held-out", [1.5]),
         ("mean, held-out", [-1]),
     ]
+    assert ["points" in one for one in chart["series"]] == [False, True, True]  # joined over steps without evaluation
 
 
 def test_a_chart_of_possibly_negative_values_has_no_lower_limit(tmp_path: Path) -> None:

@@ -103,14 +103,15 @@
       const hue = (at) => HUES[at % HUES.length];
       const lone = data.steps.length === 1;
       const noisy = chart.kind === "line" && data.steps.length > 150;
-      const fewPoints = chart.series[0].values.filter((value) => value != null).length <= 60;
+      const evaluated = (at) => chart.kind === "points" || Boolean(chart.series[at].points);
+      const fewPoints = (at) => chart.series[at].values.filter((value) => value != null).length <= 60;
       const series = drawn.map((_, at) => ({
         label: chart.series[at].label,
         stroke: noisy ? canvasColour(hue(at), 0.3) : css(hue(at)),
         width: stacked || noisy ? 1 : 2,
-        spanGaps: chart.kind === "points",
+        spanGaps: evaluated(at),
         fill: stacked ? (at ? undefined : canvasColour(hue(at), 0.6)) : chart.series.length === 1 && !chart.band.length ? canvasColour(hue(at), 0.1) : undefined,
-        points: { show: (chart.kind === "points" && fewPoints) || lone, size: 6, fill: css("--card") },
+        points: { show: (evaluated(at) && fewPoints(at)) || lone, size: 6, fill: css("--card") },
       }));
       const columns = [...drawn];
       const bands = [];
@@ -122,7 +123,7 @@
       }
       if (noisy) drawn.forEach((values, at) => {
         columns.push(smooth(values));
-        series.push({ label: "mean", stroke: css(hue(at)), width: 2, points: { show: false } });
+        series.push({ label: "mean", stroke: css(hue(at)), width: 2, spanGaps: evaluated(at), points: { show: false } });
       });
       if (stacked) for (let at = 1; at < series.length; at++) bands.push({ series: [at + 1, at], fill: canvasColour(hue(at), 0.6) });
       const axis = { stroke: css("--muted"), font: "11px system-ui, sans-serif", ticks: { show: false } };

@@ -23,7 +23,15 @@ rewards = [{ kind = "regex", pattern = "[0-4]" }]
 max_new_tokens = 5
 """
 MANNER = {
-    *("run.dir", "run.name", "trainer.threads", "engine.tick_s", "scoring.concurrency", "scoring.timeout_s"),
+    *(
+        "run.dir",
+        "run.name",
+        "run.check_memory",
+        "trainer.threads",
+        "engine.tick_s",
+        "scoring.concurrency",
+        "scoring.timeout_s",
+    ),
     *("trainer.activation_checkpointing", "trainer.shards"),
 }
 """Keys of location, name and resources: read, without effect on the result."""

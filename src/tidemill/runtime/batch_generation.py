@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeAlias
 import msgspec
 
 from tidemill.config.schema import RunSpec
-from tidemill.controller.evaluation import Evaluation, correctness, draw, eval_result, evaluate, is_correct
+from tidemill.controller.evaluation import Evaluation, draw, eval_result, evaluate
 from tidemill.controller.fleet import Fleet
 from tidemill.controller.ledger import Ledger
 from tidemill.controller.loop import sampling_params
@@ -28,6 +28,7 @@ from tidemill.core.records import (
     PolicyVersion,
     Prompt,
     Record,
+    Reward,
     SamplingParams,
     Trajectory,
     decode_json,
@@ -345,9 +346,10 @@ def make_pairs(
             return groups, generator.version.digest
 
     groups, digest = asyncio.run(draw())
-    if correctness([sample for group in groups for sample in group.trajectories]) is None:
+    rewards = [sample.reward for group in groups for sample in group.trajectories]
+    if not _two_sided([reward for reward in rewards if reward is not None and reward.valid]):
         raise UserError(
-            "pairs need right and wrong answers, but this reward does not tell them apart or gave no valid value",
+            "pairs need right and wrong answers, but this reward is graded or gave no valid value",
             where="scoring.rewards",
             hint='use a reward that compares with the answer, such as "numeric", or set its correct_at',
         )
@@ -356,7 +358,7 @@ def make_pairs(
         [
             ScoredCompletion(
                 bundle.codec.decode_whole(unpack_tokens(sample.completion_ids)),
-                is_correct(sample),
+                _is_right(sample.reward),
                 not sample.truncated,
             )
             for sample in group.trajectories
@@ -394,6 +396,15 @@ def make_pairs(
             "samples_invalid": len(asked) * samples_per_prompt - sum(map(len, completions)),
         },
     )
+
+
+def _two_sided(rewards: Sequence[Reward]) -> bool:
+    """Whether valid rewards tell right from wrong: by their kind, or because all of them are 0 or 1."""
+    return bool(rewards) and all(reward.correct is not None or reward.value in (0.0, 1.0) for reward in rewards)
+
+
+def _is_right(reward: Reward) -> bool:
+    return reward.value == 1.0 if reward.correct is None else reward.correct
 
 
 def prompts_of(task: Task, split: Split, limit: int) -> list[Prompt]:

@@ -84,8 +84,8 @@ async def test_samples_that_finish_in_one_moment_go_together_and_add_to_other_re
     one, other = await asyncio.gather(ask(subject, "12"), ask(subject, "130"))
     assert judge.batches == [["12", "130"]]
     # 2 · 1 + 0.5 · 2 and 2 · 0 + 0.5 · 3
-    assert one == Reward(value=3.0, components={"exact": 1.0, "model": 2.0})
-    assert other == Reward(value=1.5, components={"exact": 0.0, "model": 3.0})
+    assert one == Reward(value=3.0, components={"exact": 1.0, "model": 2.0}, correct=True)
+    assert other == Reward(value=1.5, components={"exact": 0.0, "model": 3.0}, correct=False)
     assert list(one.components) == ["exact", "model"]
 
 

@@ -61,6 +61,15 @@ _MODULES = {
     "tidemill.runtime.callbacks": ("Callback",),
     "tidemill.telemetry.sample_files": ("Sample",),
 }
+_TRAINERS = {
+    "GRPOTrainer": "train",
+    "SFTTrainer": "sft",
+    "DPOTrainer": "dpo",
+    "RewardTrainer": "reward_model",
+    "grpo": "train",
+    "ppo": "train",
+    "rl": "train",
+}
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
 
 
@@ -68,7 +77,8 @@ def __getattr__(name: str) -> Any:
     if name == "rewards":
         return import_module("tidemill.api.rewards")
     if name not in _HOME:
-        raise AttributeError(f"module 'tidemill' has no attribute {name!r}")
+        hint = f"; use tidemill.{_TRAINERS[name]}" if name in _TRAINERS else ""
+        raise AttributeError(f"module 'tidemill' has no attribute {name!r}{hint}")
     return getattr(import_module(_HOME[name]), name)
 
 

@@ -34,6 +34,7 @@ SMALL: dict[str, Any] = {
 }
 FEW = [f"--{key}={value}" for key, value in SMALL.items()]
 CHAT = [{"messages": [{"role": "user", "content": f"{a}+2?"}], "answer": "4"} for a in range(9)]
+CONVERSATIONS = [{"messages": [*row["messages"], {"role": "assistant", "content": "4"}]} for row in CHAT]
 PREFERENCES = [{"prompt": f"{a}+2=", "chosen": "4", "rejected": "5"} for a in range(9)]
 
 
@@ -165,7 +166,12 @@ MISTAKES = {
     "generate, temperature": Mistake(
         lambda: tm.generate("1+1=", model="char", temperature=0), ("sampling.temperature",)
     ),
+    "generate, max_new_tokens": Mistake(
+        lambda: tm.generate("1+1=", model="char", max_new_tokens=3), ('overrides={"sampling.max_new_tokens": 3}',)
+    ),
     "generate, misspelt": Mistake(lambda: tm.generate(promptz="1+1=", model="char"), ("did you mean prompts",)),
+    "export without a folder": Mistake(lambda: tm.export("char"), ("tidemill.export", "folder")),
+    "export, another argument": Mistake(lambda: tm.export("char", to="x"), ("no argument to", 'folder="exported"')),
     "load_config, misspelt": Mistake(lambda: tm.load_config("char-addition", override={}), ("did you mean overrides",)),
     "decorator, misspelt": Mistake(lambda: tm.reward(batched=True), ("batched", "batch")),
     "tool, misspelt": Mistake(lambda: tm.tool(idempotant=True), ("did you mean idempotent",)),
@@ -185,6 +191,19 @@ MISTAKES = {
     "run_dir is a file": Mistake(lambda: train(run_dir=file("taken", "")), ("taken",)),
     "callbacks, a class": Mistake(lambda: train(callbacks=[tm.Callback]), ("callbacks", "instance")),
     "callbacks, a function": Mistake(lambda: train(callbacks=[print]), ("callbacks", "tidemill.Callback")),
+    "two of TRL's arguments": Mistake(
+        lambda: tm.train(reward_funcs=[digits], train_dataset=ROWS), ("did you mean rewards=[right], data=rows?",)
+    ),
+    "columns with other names": Mistake(
+        lambda: tm.sft(model="char", data=[{"question": "2+2=", "answer": "4"}], run_dir="new"),
+        ('columns={"prompt": "question"}',),
+    ),
+    "another run in run_dir": Mistake(
+        lambda: (train(), train(overrides={"run.seed": 1})), ("run.seed", "choose another run_dir")
+    ),
+    "messages for a model without a template": Mistake(
+        lambda: tm.sft(model="char", data=CONVERSATIONS, run_dir="new"), ("template", "instruction-tuned", "texts")
+    ),
     "columns is a list": Mistake(lambda: train(columns=["q"]), ("columns", "dict")),
     "columns, unknown": Mistake(lambda: train(columns={"promptt": "q"}), ("columns", "prompt")),
     "task_params without task": Mistake(lambda: train(task_params={"n": 3}), ("task_params", "task")),
@@ -230,7 +249,7 @@ MISTAKES = {
     "reward, unknown name": Mistake(lambda: train(rewards=["exakt"]), ("exakt", "exact")),
     "reward, a number": Mistake(lambda: train(rewards=[0.5]), ("rewards", "0.5", "function")),
     "reward, TRL's signature": Mistake(
-        lambda: train(rewards=[lambda prompts, completions: [0.0]]), ("prompts", "prompt")
+        lambda: train(rewards=[lambda prompts, completions: [0.0]]), ("prompts", "prompt", "@tm.reward(batch=True)")
     ),
     "reward, unknown argument": Mistake(
         lambda: train(rewards=[lambda completion, ground_truth: 0.0]), ("ground_truth",)
@@ -240,7 +259,9 @@ MISTAKES = {
     "reward, no such function": Mistake(lambda: train(rewards=[file("own.py", "") + ":right"]), ("own.py", "right")),
     "reward, a pair": Mistake(lambda: train(rewards=[(0.5, digits)]), ("rewards", "weight")),
     "reward, text": Mistake(rewarded("good"), ("own", "test_first_hour.py:", "'good'", "number")),
-    "reward, a list": Mistake(rewarded([1.0]), ("own", "[1.0]", "number")),
+    "reward, a list": Mistake(
+        rewarded([1.0]), ("own", "[1.0]", "number; functions of lists are @tm.reward(batch=True)")
+    ),
     "reward, NaN": Mistake(rewarded(float("nan")), ("own", "nan", "finite")),
     "reward, a batch too short": Mistake(rewarded([1.0], batch=True), ("own", "1")),
     "reward, a batch as a number": Mistake(rewarded(1.0, batch=True), ("own", "one reward per sample")),

@@ -6,6 +6,8 @@ import inspect
 import subprocess
 import sys
 
+import pytest
+
 import tidemill
 
 
@@ -40,3 +42,5 @@ print({"torch", "transformers"} & set(sys.modules))
 
 def test_an_unknown_name_is_an_attribute_error() -> None:
     assert not hasattr(tidemill, "no_such_name")
+    with pytest.raises(AttributeError, match=r"use tidemill\.sft"):
+        getattr(tidemill, "SFTTrainer")  # noqa: B009

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar, cast
@@ -46,8 +47,11 @@ ARGUMENTS = {
     "loss_fn": "loss",
     "inputs": "prompts",
     "messages": "prompts",
+    "path": "folder",
+    "to": "folder",
+    "save_directory": "folder",
 }
-"""Arguments of other libraries' trainers, by the argument of ours. (Their settings are `config` keys.)"""
+"""Arguments of other libraries' functions, by the argument of ours. (Their settings are `config` keys.)"""
 EXAMPLES = {
     "recipe": '"char-addition"',
     "data": "rows",
@@ -55,7 +59,13 @@ EXAMPLES = {
     "rewards": "[right]",
     "overrides": '{"trainer.steps": 100}',
     "run_dir": '"runs/mine"',
+    "folder": '"exported"',
 }
+PYTHON_SPELLING = (
+    (re.compile(r"--run\.dir"), "run_dir"),
+    (re.compile(r'(?:\b(?:task|data)\.)?columns = \{ (\w+) = ("[^"]*") \}'), r'columns={"\1": \2}'),
+)
+"""What a recipe or the command line spells otherwise in hints than the arguments of a function."""
 
 
 def entry_point(function: Callable[P, T]) -> Callable[P, T]:
@@ -122,6 +132,7 @@ def boundary_error(error: BaseException) -> BaseException:
     if not isinstance(root, Exception):  # SystemExit, the cancellation of a task
         return error
     if (known := as_user_error(root)) is not None:
+        known.hint = _in_python(known.hint)
         return _alone(known)
     if isinstance(root, GuardStop) or (isinstance(root, TidemillError) and root.__cause__ is None):
         return _alone(root)
@@ -130,6 +141,12 @@ def boundary_error(error: BaseException) -> BaseException:
     failure = TidemillError(describe_error(error))
     failure.__cause__ = root
     return failure
+
+
+def _in_python(hint: str) -> str:
+    for pattern, spelled in PYTHON_SPELLING:
+        hint = pattern.sub(spelled, hint)
+    return hint
 
 
 def _alone(error: BaseException) -> BaseException:
@@ -167,6 +184,7 @@ def check_arguments(signature: inspect.Signature, name: str, args: Sequence[Any]
 def _suggested(unknown: Mapping[str, Any], accepted: Sequence[str]) -> str:
     """What to write instead of unknown arguments; empty if nothing is similar."""
     settings: dict[str, Any] = {}
+    arguments: list[str] = []
     hints: list[str] = []
     for given, value in unknown.items():
         meant = ARGUMENTS.get(given, "")
@@ -174,13 +192,15 @@ def _suggested(unknown: Mapping[str, Any], accepted: Sequence[str]) -> str:
             hints.append("settings are given by key (`tidemill config search WORD` finds them)")
             settings["trainer.steps"] = 100
         elif meant in accepted:
-            hints.append(f"did you mean {_argument(meant)}?")
+            arguments.append(_argument(meant))
         elif "overrides" in accepted and (key := _key(given)):
             settings[key] = value
         elif "overrides" in accepted and (rows := ours_of(given, certain=True)):
             hints.append(explained(rows))
         elif (close := did_you_mean(given, accepted)) and close not in hints:
             hints.append(close)
+    if arguments:
+        hints.insert(0, f"did you mean {', '.join(dict.fromkeys(arguments))}?")
     if settings:
         written = ", ".join(f'"{key}": {_literal(value)}' for key, value in settings.items())
         hints.append(f"write overrides={{{written}}}")
@@ -195,8 +215,9 @@ def _key(given: str) -> str:
     keys = {row.ours for row in rows if row.ours and not row.note}
     if len(keys) == 1 and len(*keys) == 1 and len(rows) == 1:
         return next(iter(keys))[0]
-    named = [key.dotted for key in all_keys() if key.path[-1] == given]
-    return named[0] if len(set(named)) == 1 and not rows else ""
+    named = {key.dotted for key in all_keys() if key.path[-1] == given}
+    sampled = {f"sampling.{given}"} & named  # max_new_tokens, which evaluation has too
+    return next(iter(sampled or named)) if len(sampled or named) == 1 and not rows else ""
 
 
 def _literal(value: Any) -> str:

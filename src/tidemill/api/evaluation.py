@@ -116,6 +116,7 @@ def generate(
     return _run(job, recipe, model, tokenizer)
 
 
+@entry_point
 def export(
     model: Any,
     folder: str | Path,

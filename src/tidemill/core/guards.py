@@ -13,7 +13,7 @@ UNSCORED_STEPS = 3
 SKIPPED_STEPS = 3
 """Consecutive steps without a finite gradient; more than one, because one batch may overflow."""
 RESUME_HINT = "correct the reward and run the same command again: the run resumes from its checkpoint"
-RESTART_HINT = "all steps are done: correct the reward and start the run again in another --run.dir"
+RESTART_HINT = "all steps are done: correct the reward and start the run again in another run directory"
 SKIPPED = "optimizer_steps_skipped"
 
 

@@ -43,7 +43,8 @@ def finite(result: Any, *, of: str = "") -> float:
         CallError: the result is not a finite number within `LARGEST`.
     """
     if isinstance(result, str | bytes) or not hasattr(type(result), "__float__"):
-        raise CallError(exception_text(TypeError(f"returned {of}{result!r:.60}, which is not a number")))
+        lists = "; functions of lists are @tm.reward(batch=True)" if isinstance(result, list) else ""
+        raise CallError(exception_text(TypeError(f"returned {of}{result!r:.60}, which is not a number{lists}")))
     value = float(result)
     if not math.isfinite(value):
         raise CallError(f"ValueError: returned {of}{value}, which is not finite")

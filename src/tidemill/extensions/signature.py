@@ -56,8 +56,11 @@ def wanted_arguments(function: Callable[..., Any], *, called: str, where: str) -
     return Wanted(required=tuple(required), optional=tuple(optional), everything=everything)
 
 
-def check_offered(wanted: Wanted, offered: Collection[str], *, name: str, where: str) -> None:
+def check_offered(wanted: Wanted, offered: Collection[str], *, name: str, where: str, cure: str = "") -> None:
     """Refuse a function that requires an argument which is not offered.
+
+    Args:
+        cure: what else would help, for the hint.
 
     Raises:
         UserError: names the argument, what is offered, and a similar name.
@@ -66,5 +69,5 @@ def check_offered(wanted: Wanted, offered: Collection[str], *, name: str, where:
         if missing not in offered:
             close = difflib.get_close_matches(missing, offered, 1, 0.6)
             hint = f"did you mean {close[0]}? " if close else ""
-            hint += f"it can take: {', '.join(offered)}"
+            hint += f"it can take: {', '.join(offered)}{cure and f'; {cure}'}"
             raise UserError(f"{name} takes an argument `{missing}`, which does not exist", where=where, hint=hint)

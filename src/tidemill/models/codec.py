@@ -107,7 +107,7 @@ class TextCodec:
             raise UserError(
                 "the model has no chat template",
                 where="model.chat_template",
-                hint="set model.chat_template = false, or choose an instruction-tuned model",
+                hint="choose an instruction-tuned model, or give texts, with model.chat_template = false",
             )
         try:
             text = self._tokenizer.apply_chat_template(

@@ -14,7 +14,7 @@ import tidemill
 from tidemill.config.model import EXPORT_DTYPE, ModelConfig
 from tidemill.config.schema import ExportConfig, RunConfig, RunSpec
 from tidemill.core.errors import UserError
-from tidemill.core.formatting import compact
+from tidemill.core.formatting import compact, counted
 from tidemill.core.records import Record
 from tidemill.models.catalog import resolve
 from tidemill.models.folder import refuse_reward_model
@@ -110,8 +110,6 @@ def export_source(
     """
     refuse_foreign(to)
     refuse_reward_model(model.source)
-    stored = {} if model.run is None else read_json(model.run / "summary.json")
-    line = f"{stored.get('run')}: {stored.get('steps')} steps from {stored.get('model')}" if stored else ""
     merged = to.with_name(f".{to.name}.merged")
     try:
         named = model.merged_config(config or ModelConfig())
@@ -125,12 +123,28 @@ def export_source(
             to=to,
             dtype=dtype,
             digest=Path(model.source).name,
-            history=[line] if line else [],
+            history=training_history(model),
             prompts=model.prompts,
             progress=progress,
         )
     finally:
         shutil.rmtree(merged, ignore_errors=True)
+
+
+def training_history(model: ModelSource) -> list[str]:
+    """One line for each run that trained a model, the first run first, as far as their directories exist."""
+    lines: list[str] = []
+    trained: ModelSource | None = model
+    while trained is not None and trained.run is not None:
+        manifest = read_json(trained.run / "manifest.json")
+        start = str(manifest.get("model", ""))
+        steps = f"{counted(trained.step, 'step')} of " if trained.step is not None else ""
+        lines.append(f"{trained.run.name}: {steps}{manifest.get('kind', 'rl')} from {start}")
+        try:
+            trained = locate(start)
+        except UserError:  # moved or deleted
+            trained = None
+    return lines[::-1]
 
 
 def card(title: str, folder: str, facts: dict[str, Any]) -> str:

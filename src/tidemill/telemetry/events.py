@@ -184,7 +184,7 @@ def event_text(name: str, fields: dict[str, Any]) -> str:
     if name == ALREADY_FINISHED:
         return f"all {fields['steps']} steps are already done"
     if name == RESUME:
-        return f"resumed after step {step}"
+        return f"resumed after step {step}" if step else "resumed before the first step"
     if name == ENVIRONMENT_WARNING:
         return f"warning: {fields['reason']}"
     if name == DATA:

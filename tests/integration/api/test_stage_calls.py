@@ -163,6 +163,16 @@ def test_an_interrupt_is_raised_after_the_checkpoint_with_the_run() -> None:
     assert caught.value.run.checkpoint.name == "step_1"  # type: ignore[attr-defined]
 
 
+def test_an_export_lists_the_runs_that_trained_the_model() -> None:
+    first = sft(data=SHOWN, run_dir="first")
+    settings = {"supervised": SETTINGS["supervised"], "trainer": SETTINGS["trainer"]}
+    for _ in range(2):  # the second call finds a finished run
+        second = tm.dpo(model=first, data=PREFERENCES, overrides=settings, run_dir="second")
+    steps = second.summary["steps"]
+    card = (tm.export(second, "exported") / "README.md").read_text()
+    assert f"1. first: 3 steps of sft from char\n2. second: {steps} steps of dpo from {first.model}\n" in card
+
+
 def test_the_best_checkpoint_is_the_model_of_the_next_call() -> None:
     settings = {"optimizer": {"learning_rate": 0.3}, "checkpoint": {"every_steps": 2}}  # too high: the loss rises
     run = sft(data=SHOWN, settings=settings, run_dir="hot")

@@ -40,7 +40,9 @@ class UserReward:
         self.batch = bool(extension.options.get("batch"))
         called = f"{extension.name}(completion, answer, metadata)"
         self._wanted: Wanted = wanted_arguments(extension.function, called=called, where=WHERE)
-        check_offered(self._wanted, (*STANDARD, *columns), name=extension.name, where=WHERE)
+        # The functions of TRL take `completions`.
+        cure = "" if self.batch else "it scores one completion; with @tm.reward(batch=True) each of these is a list"
+        check_offered(self._wanted, (*STANDARD, *columns), name=extension.name, where=WHERE, cure=cure)
         self.needs_answer = ANSWER in self._wanted.required
         self._columns = tuple(columns)
         self._required = dict.fromkeys(name for name in columns if name in self._wanted.required)

@@ -139,11 +139,13 @@ def training_history(model: ModelSource) -> list[str]:
         manifest = read_json(trained.run / "manifest.json")
         start = str(manifest.get("model", ""))
         steps = f"{counted(trained.step, 'step')} of " if trained.step is not None else ""
-        lines.append(f"{trained.run.name}: {steps}{manifest.get('kind', 'rl')} from {start}")
+        line = f"{trained.run.name}: {steps}{manifest.get('kind', 'rl')}"
         try:
             trained = locate(start)
         except UserError:  # moved or deleted
             trained = None
+        earlier = None if trained is None else trained.run
+        lines.append(f"{line} from {earlier.name if earlier else start}")
     return lines[::-1]
 
 

@@ -177,10 +177,7 @@ def completed(directory: Path, stop: StopRequest, work: Callable[[], object]) ->
 
 
 def stopped_by(number: signal.Signals, run: Run | None, directory: Path) -> KeyboardInterrupt | SystemExit:
-    """What a signal raises in a script, with the run as its attribute `run`: as without a handler, but later.
-
-    It is no subclass of KeyboardInterrupt, with which the interpreter would exit with 1 instead of by the signal.
-    """
+    """What a signal raises in a script after the checkpoint, with the run as its attribute `run`."""
     raised: KeyboardInterrupt | SystemExit
     if number == signal.SIGTERM:
         raised = SystemExit(128 + number)

@@ -19,6 +19,7 @@ from tidemill.core.records import SampleId
 from tidemill.envs.text import Task, build_task
 from tidemill.envs.text.batch_rewards import Sample
 from tidemill.envs.text.rewards import BUILT_IN, IN_PROCESSES, INLINE, Context, build_rewards, last_number, until_stop
+from tidemill.extensions.calls import CallError
 
 TASK = build_task(ArithmeticTask(), codec=CharCodec(), batch_prompts=4, seed=0, chat_template=False)
 
@@ -63,6 +64,13 @@ def test_exact_without_stop_strings_compares_all_lines() -> None:
 def test_the_earliest_of_several_stop_strings_counts() -> None:
     assert until_stop("one END two\nthree", ("\n", "END")) == "one "
     assert until_stop("one", ("\n", "")) == "one"
+
+
+def test_a_pattern_that_is_late_says_so_in_the_words_of_the_scorer() -> None:
+    context = Context(task=TASK, seed=0, stop_strings=(), timeout_s=0.05)
+    (reward,) = build_rewards([RewardConfig(kind="regex", pattern="(1|11)+$")], context)
+    with pytest.raises(CallError, match=r"^no result within 0\.05 s$"):
+        reward.function(sample("1" * 60 + "="))
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import datasets
 import numpy as np
 import pytest
 import torch
@@ -34,6 +35,8 @@ SMALL: dict[str, Any] = {
 }
 FEW = [f"--{key}={value}" for key, value in SMALL.items()]
 CHAT = [{"messages": [{"role": "user", "content": f"{a}+2?"}], "answer": "4"} for a in range(9)]
+KTO = [{"prompt": f"{a}+2=", "completion": "4", "label": a == 0} for a in range(9)]
+CHAR = {key: value for key, value in SMALL.items() if key.startswith("model.")} | {"model.source": "char"}
 CONVERSATIONS = [{"messages": [*row["messages"], {"role": "assistant", "content": "4"}]} for row in CHAT]
 PREFERENCES = [{"prompt": f"{a}+2=", "chosen": "4", "rejected": "5"} for a in range(9)]
 
@@ -130,6 +133,12 @@ async def awaited(self: Any, step: int, metrics: Any) -> None:
     pass
 
 
+class Saved:
+    """Like a model of transformers without output embeddings, and like a tokenizer."""
+
+    def save_pretrained(self, folder: Path) -> None: ...
+
+
 class Mistake(NamedTuple):
     """Python code, or words after `tidemill`, and what its error contains."""
 
@@ -162,6 +171,14 @@ MISTAKES = {
     "two in place": Mistake(lambda: tm.train("char-addition", ROWS), ("tidemill.train", "data=")),
     "evaluate, misspelt": Mistake(lambda: tm.evaluate("char-addition", reward=[digits]), ("did you mean rewards",)),
     "evaluate nothing": Mistake(lambda: tm.evaluate(model="char"), ("data=",)),
+    "evaluate, eval_dataset": Mistake(
+        lambda: tm.evaluate("char-addition", eval_dataset=ROWS), ("eval_dataset", "did you mean data=")
+    ),
+    "evaluate, a run in place": Mistake(
+        lambda: tm.evaluate(str(Path(file("config.toml", "")).resolve().parent)), ("recipe", "did you mean model=")
+    ),
+    "generate without a model": Mistake(lambda: tm.generate("1+1="), ("model", "a run")),
+    "export, misspelt": Mistake(lambda: tm.export("char", "out", dtpe="bf16"), ("did you mean dtype",)),
     "generate nothing": Mistake(lambda: tm.generate(model="char"), ("prompts",)),
     "generate, temperature": Mistake(
         lambda: tm.generate("1+1=", model="char", temperature=0), ("sampling.temperature",)
@@ -188,6 +205,10 @@ MISTAKES = {
     "override, TRL's word": Mistake(lambda: train(overrides={"num_generations": 8}), ("num_generations", "group_size")),
     "override, an object": Mistake(lambda: train(overrides={"trainer.steps": object()}), ("trainer.steps",)),
     "run_dir is a number": Mistake(lambda: train(run_dir=3), ("run_dir", "3")),
+    "override and argument": Mistake(
+        lambda: train(model="char", overrides={"model.source": "smollm2-135m"}), ("model.source", "char", "leave one")
+    ),
+    "sft, run_dir is a number": Mistake(lambda: tm.sft(data=KTO, run_dir=3), ("run_dir", "3")),
     "run_dir is a file": Mistake(lambda: train(run_dir=file("taken", "")), ("taken",)),
     "callbacks, a class": Mistake(lambda: train(callbacks=[tm.Callback]), ("callbacks", "instance")),
     "callbacks, a function": Mistake(lambda: train(callbacks=[print]), ("callbacks", "tidemill.Callback")),
@@ -219,12 +240,30 @@ MISTAKES = {
     "model, a number": Mistake(lambda: train(model=7), ("model", "int")),
     "model, a class": Mistake(lambda: train(model=torch.nn.Linear), ("model",)),
     "model, a module": Mistake(lambda: train(model=torch.nn.Linear(2, 2)), ("model", "Linear")),
+    "model, a tokenizer alone": Mistake(lambda: train(tokenizer=object()), ("tokenizer", "model")),
+    "model, a tokenizer's name": Mistake(
+        lambda: train(model=Saved(), tokenizer="gpt2"), ("tokenizer", "AutoTokenizer.from_pretrained")
+    ),
+    "model, a classifier": Mistake(lambda: train(model=Saved(), tokenizer=Saved()), ("Saved", "AutoModelForCausalLM")),
     "generate, no run there": Mistake(lambda: tm.generate("1+1=", model=tm.Run("nowhere")), ("nowhere", "run")),
     "generate, a number": Mistake(lambda: tm.generate(3, model="char"), ("prompts", "3")),
     "generate, an empty list": Mistake(lambda: tm.generate([], model="char"), ("prompts",)),
     "generate, strange characters": Mistake(lambda: tm.generate("héllo", model="char"), ("é", "alphabet")),
     # data
     "no such file": Mistake(lambda: train(data="nowhere.jsonl"), ("nowhere.jsonl", "task.path")),
+    "a data set of the hub": Mistake(lambda: train(data="openai/gsm8k"), ("data", "hub:openai/gsm8k")),
+    "all splits": Mistake(
+        lambda: train(data=datasets.DatasetDict(train=datasets.Dataset.from_list(ROWS))), ("data", 'dataset["train"]')
+    ),
+    "a data frame": Mistake(
+        lambda: train(data=datasets.Dataset.from_list(ROWS).to_pandas()), ("DataFrame", 'to_dict("records")')
+    ),
+    "files without weights": Mistake(lambda: train(data=["a.jsonl", "b.jsonl"]), ("data, row 0", '(1, "a.jsonl")')),
+    "NaN in a column": Mistake(lambda: train(data=[{"prompt": "1", "x": float("nan")}] * 8), ("column x", "nan")),
+    "an undesired completion": Mistake(lambda: tm.sft(data=KTO, overrides=CHAR), ("line 2", "`label` is false", "KTO")),
+    "unpaired preferences": Mistake(
+        lambda: tm.dpo(data=KTO, overrides=CHAR), ("line 1", "`chosen`", "whose label is true")
+    ),
     "an empty file": Mistake(lambda: train(data=file("e.jsonl", "")), ("e.jsonl", "no rows")),
     "broken JSON": Mistake(lambda: train(data=file("b.jsonl", '{"prompt": "1"\n')), ("b.jsonl", "line 1")),
     "a JSON list": Mistake(lambda: train(data=file("l.jsonl", json.dumps(ROWS))), ("l.jsonl",)),
@@ -254,6 +293,16 @@ MISTAKES = {
     "reward, unknown argument": Mistake(
         lambda: train(rewards=[lambda completion, ground_truth: 0.0]), ("ground_truth",)
     ),
+    "reward, TRL's token ids": Mistake(
+        lambda: train(rewards=[lambda completion_ids: 0.0]), ("did you mean token_ids",)
+    ),
+    "reward, TRL's solution": Mistake(
+        lambda: train(rewards=[lambda completion, solution: 0.0]), ("test_first_hour.py:", "did you mean answer")
+    ),
+    "reward, a class": Mistake(lambda: train(rewards=[Saved]), ("Saved", "instance")),
+    "reward, a built-in one not called": Mistake(lambda: train(rewards=[tm.rewards.exact]), ("call it", "exact(")),
+    "reward, of Python": Mistake(lambda: train(rewards=[len]), ("len", "def len(completion, answer)")),
+    "rewards, a dict": Mistake(lambda: train(rewards={"digits": digits}), ("rewards", "list", "dict")),
     "reward, none": Mistake(lambda: train(rewards=[]), ("rewards",)),
     "reward, no such file": Mistake(lambda: train(rewards=["nowhere.py:right"]), ("nowhere.py",)),
     "reward, no such function": Mistake(lambda: train(rewards=[file("own.py", "") + ":right"]), ("own.py", "right")),
@@ -283,6 +332,7 @@ MISTAKES = {
     "advantage, complex": Mistake(advantage(lambda r: r * 1j), ("own", "complex")),
     "advantage, raises": Mistake(advantage(lambda r: r.nope), ("own", "AttributeError", "test_first_hour.py:")),
     "advantage, unknown argument": Mistake(lambda: train(advantage=lambda scores: scores), ("scores",)),
+    "advantage, unknown scope": Mistake(lambda: tm.advantage(scope="all"), ("scope", "group")),
     "advantage, unknown name": Mistake(lambda: train(advantage="gropo"), ("gropo", "grpo")),
     "loss term, a mean": Mistake(loss_term(lambda p: p.mean()), ("own", "test_first_hour.py:", "loss per token")),
     "loss term, None": Mistake(loss_term(lambda p: None), ("own", "None")),
@@ -291,6 +341,7 @@ MISTAKES = {
     "loss, numpy": Mistake(loss(lambda p: p.detach().numpy()), ("own", "ndarray")),
     "loss, too short": Mistake(loss(lambda p: p[:1]), ("own", "per token")),
     "loss term, not a pair": Mistake(lambda: train(loss_terms=[("confident", 0.1)]), ("loss_terms", "weight")),
+    "loss terms, a pair alone": Mistake(lambda: train(loss_terms=(0.1, digits)), ("loss_terms", "[(0.1,")),
     "loss terms, a function": Mistake(lambda: train(loss_terms=digits), ("completion", "logprobs")),
     "sampler, None": Mistake(sampler(None), ("own", "test_first_hour.py:", "None", "row numbers")),
     "sampler, rows": Mistake(sampler([{"prompt": "1"}, {"prompt": "2"}]), ("own", "row numbers")),
@@ -399,3 +450,48 @@ def test_a_mistake_has_one_error_with_what_where_and_a_hint(name: str, monkeypat
     assert text.count("\n") <= 2
     for part in says:
         assert part in text, text
+
+
+def bad_advantage(rewards: torch.Tensor) -> Any:
+    return 0.5
+
+
+@tm.reward(process=False)
+def bad_reward(completion: str) -> Any:
+    raise KeyError(completion)
+
+
+@tm.reward(process=False)
+def good_reward(completion: str) -> float:
+    return digits(completion)
+
+
+CORRECTED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "another function": ({"advantage": bad_advantage}, {"advantage": lambda rewards: rewards}),
+    "none": ({"advantage": bad_advantage}, {}),
+    "other rows and settings": ({"advantage": bad_advantage}, {"data": ROWS[5:], "overrides": {"batch.prompts": 4}}),
+    "a reward that always raised": ({"rewards": [bad_reward], "overrides": {"trainer.steps": 4}}, {}),
+}
+
+
+@pytest.mark.parametrize("name", CORRECTED)
+def test_a_corrected_call_starts_the_run_again_if_nothing_was_learned(name: str) -> None:
+    wrong, right = CORRECTED[name]
+    with pytest.raises(tm.TidemillError):
+        tm.train(**arguments(wrong))
+    run, new = tm.train(**arguments(right)), tm.train(**arguments(right) | {"run_dir": "new"})
+    assert run.finished
+    assert (run.weights_digest, run.config.algorithm) == (new.weights_digest, new.config.algorithm)
+    assert [line["step"] for line in run.metrics] == [line["step"] for line in new.metrics]
+
+
+def arguments(given: dict[str, Any]) -> dict[str, Any]:
+    overrides = CHAR | SMALL | {"engine.batch_invariant": True} | given.get("overrides", {})
+    return {"data": ROWS, "rewards": [good_reward], "run_dir": "run"} | given | {"overrides": overrides}
+
+
+def test_a_run_that_has_learned_is_not_started_again() -> None:
+    tm.train(**arguments({}))
+    with pytest.raises(tm.TidemillError, match="with another configuration"):
+        tm.train(**arguments({"advantage": bad_advantage}))
+    assert tm.train(**arguments({})).finished

@@ -16,7 +16,7 @@ from torch import Tensor
 from tidemill.algos.advantages import Scope
 from tidemill.core.errors import UserError
 from tidemill.extensions.registry import Extension, resolve
-from tidemill.extensions.results import raised, shown, wrong_result
+from tidemill.extensions.results import placed, raised, shown, wrong_result
 from tidemill.extensions.signature import Wanted, check_offered, wanted_arguments
 
 DoubleArray = npt.NDArray[np.float64]
@@ -87,7 +87,7 @@ def user_advantage(ref: str) -> UserAdvantage:
     called = f"{extension.name}({', '.join(ADVANTAGE_INPUTS[:2])})"
     wanted = wanted_arguments(extension.function, called=called, where=ADVANTAGE_WHERE)
     offered = ADVANTAGE_INPUTS if extension.options.get("scope") == "batch" else ADVANTAGE_INPUTS[:-1]
-    check_offered(wanted, offered, name=extension.name, where=ADVANTAGE_WHERE)
+    check_offered(wanted, offered, name=placed(extension.name, extension.function), where=ADVANTAGE_WHERE)
     return UserAdvantage(extension=extension, wanted=wanted)
 
 
@@ -190,7 +190,7 @@ def user_loss(
     extension = resolve(ref, kind, where=where)
     called = f"{extension.name}(logprobs, advantages)"
     wanted = wanted_arguments(extension.function, called=called, where=where)
-    check_offered(wanted, LOSS_INPUTS, name=extension.name, where=where)
+    check_offered(wanted, LOSS_INPUTS, name=placed(extension.name, extension.function), where=where)
     if "ref_logprobs" in wanted.required and not has_reference:
         what = f"{extension.name} takes ref_logprobs, and the run has no reference model"
         raise UserError(what, where=where, hint="set algorithm.kl_beta above 0, which loads one, or drop the argument")

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeVar, overload
 
 from tidemill.api.entry import entry_point
+from tidemill.core.errors import UserError
 from tidemill.envs.agents import environment
 from tidemill.extensions.registry import Kind, Mark, mark
 
@@ -74,6 +75,8 @@ def advantage(function: Any = None, /, *, scope: Literal["group", "batch"] = "gr
             group of each, and training starts when the batch is complete.
         version: as for `reward`.
     """
+    if scope not in ("group", "batch"):
+        raise UserError(f"{scope!r} is not a scope", where="tidemill.advantage", hint='use "group" or "batch"')
     return _marked("advantage", function, version, {"scope": scope})
 
 

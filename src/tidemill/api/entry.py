@@ -191,6 +191,8 @@ def _suggested(unknown: Mapping[str, Any], accepted: Sequence[str]) -> str:
         if given == "args" and "overrides" in accepted:
             hints.append("settings are given by key (`tidemill config search WORD` finds them)")
             settings["trainer.steps"] = 100
+        elif meant == "eval_data" and meant not in accepted and "data" in accepted:
+            hints.append(f"did you mean {_argument('data')}?")
         elif meant in accepted:
             arguments.append(_argument(meant))
         elif "overrides" in accepted and (key := _key(given)):

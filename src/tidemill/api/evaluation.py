@@ -110,6 +110,8 @@ def generate(
     from tidemill.runtime.model_evaluation import generate as run
 
     def job(inputs: Inputs, source: str | Path | RunSpec | None, found: ModelSource | None) -> list[dict[str, Any]]:
+        if found is None and source is None and "model.source" not in (overrides or {}):
+            raise UserError("no model given", where="model", hint="give a run, a folder or a name")
         spec = load(source, {**inputs.overrides, **(overrides or {})}, purpose="generate")
         return run(spec, model=found, prompts=prompts, raw=raw)
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from tidemill.api import rewards as builtin_rewards
 from tidemill.api.rewards import Reward
 from tidemill.api.rewards import function as user_reward
 from tidemill.api.rewards import model as reward_model
@@ -19,11 +21,15 @@ from tidemill.config.task import HUB, Column, RewardConfig
 from tidemill.core.errors import UserError, exception_text
 from tidemill.envs.agents.environment import Environment, ToolEnvironment
 from tidemill.extensions.registry import Extension, Kind, given_function
+from tidemill.extensions.results import shown
 from tidemill.models.model_source import checked, exact_source, given_as, locate
 from tidemill.telemetry.jsonl import disk_error, write_atomically
 from tidemill.telemetry.run_dir import RunDirectory
 
 COLUMNS = get_args(Column)
+OWNER_NAME = re.compile(r"[\w-]+/[\w-]+")
+"""A data set of the hub without `hub:`."""
+DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".arrow")
 INPUTS = "inputs"
 """Folder of a run directory with the rows and the model that were given as objects."""
 ROW_HINT = 'a row looks like {"prompt": "2+2=", "answer": "4"}'
@@ -93,6 +99,8 @@ class Inputs:
 
     def add_model(self, model: Any, tokenizer: Any) -> None:
         """Any of the forms of `models.model_source`, as `model.source`."""
+        if model is None and tokenizer is not None:
+            raise UserError("is given without model", where="tokenizer", hint="give the transformers model too")
         if model is not None:
             self.overrides["model.source"] = self.model_source(model, tokenizer)
 
@@ -112,10 +120,14 @@ class Inputs:
         if hasattr(model, "merge_and_unload"):
             hint = "give model.merge_and_unload(), or the folder of a checkpoint"
             raise UserError("a peft model is an adapter with its base", where="model", hint=hint)
-        if hasattr(model, "save_pretrained") and hasattr(tokenizer, "save_pretrained"):
-            return str(self._saved_model(model, tokenizer))
         if hasattr(model, "save_pretrained"):
-            raise UserError("a model needs its tokenizer", where="model", hint="give tokenizer=...")
+            if not hasattr(tokenizer, "save_pretrained"):
+                hint = "give tokenizer=AutoTokenizer.from_pretrained(...)"
+                raise UserError("a transformers model needs its tokenizer", where="tokenizer", hint=hint)
+            if not hasattr(model, "get_output_embeddings") or model.get_output_embeddings() is None:
+                what = f"{type(model).__name__} is no causal language model: it has no output embeddings"
+                raise UserError(what, where="model", hint="load it with AutoModelForCausalLM")
+            return str(self._saved_model(model, tokenizer))
         what = f"expected a name, a folder or a transformers model (or a run), found {type(model).__name__}"
         raise UserError(what, where="model", hint='for example model="smollm2-135m"')
 
@@ -133,8 +145,12 @@ class Inputs:
         """Functions, names and results of `tidemill.rewards`."""
         if rewards is None:
             return
-        if isinstance(rewards, (str, Reward)) or callable(rewards):
+        if isinstance(rewards, (str, Reward, Run, RewardConfig)) or callable(rewards):
             rewards = [rewards]
+        if not isinstance(rewards, (list, tuple)):
+            what = f"needs a list, was given {type(rewards).__name__}"
+            hint = "for example rewards=[right, tidemill.rewards.exact(weight=0.5)]"
+            raise UserError(what, where="rewards", hint=hint)
         made = [_as_reward(each) for each in rewards]
         self.extensions += [each.extension for each in made if each.extension is not None]
         self.overrides["scoring.rewards"] = [each.settings for each in made]
@@ -192,6 +208,19 @@ class Inputs:
                 hint = f"give {name}= too"
                 raise UserError(f"is given without {name}", where=f"{name}_params", hint=hint)
 
+    def with_overrides(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """What the arguments add, with overrides on top.
+
+        Raises:
+            UserError: an override contradicts an argument.
+        """
+        own = dict(_leaves(self.overrides))
+        for key, value in _leaves(given):
+            if own.get(key, value) != value:
+                what = f"is set to {value!r:.60}, and an argument sets it to {own[key]!r:.60}"
+                raise UserError(what, where=f"overrides, {key}", hint="leave one of them out")
+        return {**self.overrides, **given}
+
     def _reference(self, kind: Kind, given: Callable[..., Any]) -> str:
         extension = given_function(given, kind, where=kind)
         self.extensions.append(extension)
@@ -199,8 +228,13 @@ class Inputs:
 
     def _data_path(self, data: Any, where: str, name: str, *, addable: bool = False) -> str:
         """Save rows; a run that has begun must have saved the same, unless they are new and `addable`."""
+        if isinstance(data, (str, Path)) and RunDirectory(Path(data).expanduser()).exists:
+            data = Run(Path(data).expanduser())
         if isinstance(data, Run):
             return str(data.rows_file.absolute())
+        if isinstance(data, str) and OWNER_NAME.fullmatch(data) and not Path(data).exists():
+            hint = f'"{HUB}{data}" is a data set of the Hugging Face hub'
+            raise UserError(f"there is no file {data}", where=where, hint=hint)
         if isinstance(data, (str, Path)):
             return str(data) if str(data).startswith(HUB) else str(Path(data).expanduser().absolute())
         path = self.folder / f"{name}.jsonl"
@@ -213,7 +247,10 @@ class Inputs:
                 hint = "give the rows of the first session, or choose another run_dir"
                 raise UserError("the rows have changed since this run started", where=where, hint=hint)
             return str(path.absolute())
-        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        except (FileNotFoundError, PermissionError) as error:
+            raise disk_error(error, path.parent) from error
         write_atomically(path, content)
         return str(path.absolute())
 
@@ -231,6 +268,9 @@ class Inputs:
             partial.rename(folder)
         except OSError as error:
             raise disk_error(error, folder) from error
+        except Exception as error:  # of another library, for weights that are not in memory
+            hint = "load its weights into memory, or give the folder of the model"
+            raise UserError(f"cannot be saved: {exception_text(error)}", where="model", hint=hint) from error
         return folder.absolute()
 
     def _rows(self, data: Any, where: str) -> Iterable[Any]:
@@ -238,20 +278,59 @@ class Inputs:
             what = f"expected rows, a datasets.Dataset or a path, found {type(data).__name__}"
             if hasattr(data, "keys"):
                 what += f" with {', '.join(map(str, data))}"
-            raise UserError(what, where=where, hint=self.shape)
+            splits = (
+                [str(name) for name in data if hasattr(data[name], "column_names")] if hasattr(data, "keys") else []
+            )
+            hint = f'give one of them: {where}=dataset["{splits[0]}"]' if splits else self.shape
+            raise UserError(what, where=where, hint=hint)
+        if hasattr(data, "to_dict") and hasattr(data, "iterrows"):
+            hint = f'give its rows: {where}=frame.to_dict("records")'
+            raise UserError(f"expected rows, found a {type(data).__name__}", where=where, hint=hint)
         return _read(data, where, self.shape)
 
     def _json_line(self, row: Any, where: str) -> bytes:
         if not isinstance(row, Mapping):
-            raise UserError(f"expected a dict, found {type(row).__name__}", where=where, hint=self.shape)
+            several = hasattr(row, "column_names") or (isinstance(row, str) and row.endswith(DATA_SUFFIXES))
+            hint = 'for example data=[(1, "a.jsonl"), (1, "b.jsonl")], with their weights' if several else self.shape
+            raise UserError(f"expected a dict, found {type(row).__name__}", where=where, hint=hint)
         try:
-            return json.dumps(dict(row), ensure_ascii=False, allow_nan=False).encode() + b"\n"
+            return _json(dict(row)) + b"\n"
         except (TypeError, ValueError) as error:
-            hint = "convert that column to text, or remove it"
-            raise UserError(f"cannot be written as JSON: {error}", where=where, hint=hint) from None
+            column, value = next(((name, value) for name, value in row.items() if not _is_json(value)), ("", row))
+            what = f"{shown(value)} cannot be written as JSON ({error})"
+            hint = "convert it to text or a number of Python, give None where there is no value, or remove the column"
+            raise UserError(what, where=f"{where}, column {column}" if column else where, hint=hint) from None
+
+
+def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted keys of nested tables, with their values."""
+    for name, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _json(value: Any) -> bytes:
+    return json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+
+
+def _is_json(value: Any) -> bool:
+    try:
+        _json(value)
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 def _as_reward(given: Any) -> Reward:
+    name = getattr(given, "__name__", "")
+    if name and getattr(builtin_rewards, name, None) is given:
+        raise UserError(
+            f"tidemill.rewards.{name} makes a reward, and is none",
+            where="rewards",
+            hint=f"call it: tidemill.rewards.{name}(...)",
+        )
     if isinstance(given, (tuple, list)):
         what = f"expected a function or a name, found a {type(given).__name__}"
         hint = "give a weight as tidemill.rewards.function(right, weight=0.5)"
@@ -271,11 +350,18 @@ def _as_reward(given: Any) -> Reward:
 
 def _weighted(term: Any, where: str) -> tuple[float, Any]:
     """A function as a pair with its weight."""
-    if not isinstance(term, (tuple, list)):
+    if callable(term) or isinstance(term, str):
         return 1.0, term
-    if len(term) != 2 or isinstance(term[0], bool) or not isinstance(term[0], (int, float)):
+    if (
+        not isinstance(term, (tuple, list))
+        or len(term) != 2
+        or isinstance(term[0], bool)
+        or not isinstance(term[0], (int, float))
+    ):
         raise UserError(
-            "expected a function or a (weight, function) pair", where=where, hint="for example (0.1, confident)"
+            "expected a function or a (weight, function) pair",
+            where=where,
+            hint="for example loss_terms=[(0.1, confident)]",
         )
     return term[0], term[1]
 

@@ -18,6 +18,7 @@ from tidemill.api.train import (
     _checked_overrides,
     _checked_recipe,
     completed,
+    stored_config,
 )
 from tidemill.config.pipeline import KINDS, load_directory, load_stage
 from tidemill.config.schema import RunSpec
@@ -274,7 +275,8 @@ def _prepared(
     Raises:
         UserError: an argument is invalid.
     """
-    base, given = _base(kind, recipe, overrides, run_dir)
+    named = any(each is not None for each in (data, task, environment))
+    base, given = _base(kind, recipe, overrides, run_dir, named=named)
     directory = load_directory(base, given)
     kept = "model_digest" in RunDirectory(directory).read_manifest()
     inputs = Inputs(folder=directory / INPUTS, kept=kept, shape=shape)
@@ -286,26 +288,29 @@ def _prepared(
     inputs.refuse_parameters_alone(task_params, environment_params)
     if kind == "demonstrations":
         inputs.overrides.pop("scoring.rewards", None)  # of an environment: nothing is scored
-    return load_stage(kind, base, {**inputs.overrides, **given}), inputs
+    return load_stage(kind, base, inputs.with_overrides(given)), inputs
 
 
 def _base(
-    kind: SupervisedKind | DataKind, recipe: Recipe, overrides: Overrides | None, run_dir: str | Path | None
+    kind: SupervisedKind | DataKind,
+    recipe: Recipe,
+    overrides: Overrides | None,
+    run_dir: str | Path | None,
+    *,
+    named: bool,
 ) -> tuple[str | Path | None, dict[str, Any]]:
     """The file with the configuration, if there is one, and the overrides.
 
     Raises:
         UserError: the recipe or the overrides are something else.
     """
-    recipe, given = _checked_recipe(recipe), _checked_overrides(overrides)
-    if run_dir is not None:
-        given["run.dir"] = str(run_dir)
+    recipe, given = _checked_recipe(recipe), _checked_overrides(overrides, run_dir)
     if isinstance(recipe, RunSpec):
         tree = recipe.model_dump(mode="json")
         return None, {section: tree[section] for section in KINDS[kind].sections} | given
     if recipe is None:
-        stored = RunDirectory(Path(given["run.dir"])).config if "run.dir" in given else None
-        return (stored, given) if stored and stored.is_file() else (None, {"run.name": kind, **given})
+        stored = stored_config(given, named=named)
+        return (stored, given) if stored else (None, {"run.name": kind, **given})
     return recipe, given
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tidemill.api.entry import entry_point, same_arguments
-from tidemill.api.inputs import INPUTS, Inputs
+from tidemill.api.inputs import DATA_SUFFIXES, INPUTS, Inputs
 from tidemill.api.run import Run
 from tidemill.config.issues import Purpose, refuse_without_task
 from tidemill.config.load import recipe_path
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from tidemill.runtime.stopping import StopRequest
 
 Overrides = Mapping[str, Any]
-DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".arrow")
 MODEL_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 """OWNER/NAME on the hub."""
 Function = Callable[..., Any]
@@ -213,12 +212,9 @@ def prepare(
     Raises:
         UserError: an argument is invalid.
     """
-    given = _checked_overrides(overrides)
-    if run_dir is not None:
-        if not isinstance(run_dir, (str, os.PathLike)):
-            raise UserError(f"needs a path, was given {run_dir!r:.60}", where="run_dir", hint='for example "runs/mine"')
-        given["run.dir"] = str(run_dir)
-    recipe = _recipe(_checked_recipe(recipe), given)
+    given = _checked_overrides(overrides, run_dir)
+    named = any(each is not None for each in (data, task, environment))
+    recipe = _checked_recipe(recipe) or stored_config(given, named=named)
     directory = _directory(recipe, given)
     inputs = Inputs(folder=directory / INPUTS, kept="model_digest" in RunDirectory(directory).read_manifest())
     inputs.add_model(model, tokenizer)
@@ -232,19 +228,23 @@ def prepare(
     inputs.add_function("batch.sampler", "prompt_sampler", prompt_sampler)
     inputs.add_loss_terms(loss_terms)
     inputs.refuse_parameters_alone(task_params, environment_params)
-    merged = {**inputs.overrides, **given}
-    spec = load_overridden(*_layered(recipe, merged))
+    spec = load_overridden(*_layered(recipe, inputs.with_overrides(given)))
     if recipe is None and isinstance(spec, RunSpec):
         refuse_without_task(spec, "tidemill.train")
     return Prepared(spec=spec, extensions=inputs.extensions)
 
 
-def _recipe(recipe: str | Path | RunSpec | None, given: dict[str, Any]) -> str | Path | RunSpec | None:
-    """The recipe, or the stored configuration of the run that `run.dir` names."""
-    if recipe is None and "run.dir" in given:
-        stored = RunDirectory(Path(given["run.dir"])).config
-        return stored if stored.is_file() else None
-    return recipe
+def stored_config(given: Overrides, *, named: bool) -> Path | None:
+    """The configuration of the run in `run.dir`, if there is one.
+
+    Args:
+        named: the call names data or a task; if the run has not begun, it is a correction of the call that failed.
+    """
+    if "run.dir" not in given:
+        return None
+    run = RunDirectory(Path(given["run.dir"]))
+    begun = "model_digest" in run.read_manifest()
+    return run.config if run.exists and (begun or not named) else None
 
 
 def _directory(recipe: str | Path | RunSpec | None, given: Overrides) -> Path:
@@ -258,7 +258,8 @@ def load(recipe: str | Path | RunSpec | None, overrides: Overrides, *, purpose: 
         UserError: a value is invalid, or the recipe has stages.
     """
     given = _checked_overrides(overrides)
-    found = load_overridden(*_layered(_checked_recipe(recipe), given), purpose=purpose)
+    checked = _checked_recipe(recipe, of_runs="run_dir" if purpose == "train" else "model")
+    found = load_overridden(*_layered(checked, given), purpose=purpose)
     if not isinstance(found, RunSpec):
         what = "the recipe has stages, and this function needs a single run"
         raise UserError(what, where=str(recipe), hint="run it with tidemill.train")
@@ -267,8 +268,11 @@ def load(recipe: str | Path | RunSpec | None, overrides: Overrides, *, purpose: 
     return found
 
 
-def _checked_recipe(recipe: Any) -> str | Path | RunSpec | None:
+def _checked_recipe(recipe: Any, *, of_runs: str = "run_dir") -> str | Path | RunSpec | None:
     """
+    Args:
+        of_runs: the argument that takes the directory of a run.
+
     Raises:
         UserError: it is no recipe, but a model or data.
     """
@@ -287,17 +291,22 @@ def _checked_recipe(recipe: Any) -> str | Path | RunSpec | None:
     if path.suffix in DATA_SUFFIXES:
         raise UserError("is a data file, not a recipe", where=str(recipe), hint=f'did you mean data="{recipe}"?')
     if path.is_dir() or (not path.is_file() and MODEL_NAME.fullmatch(str(recipe))):
-        meant = "run_dir" if (path / "config.toml").is_file() else "model"
+        meant = of_runs if (path / "config.toml").is_file() else "model"
         what = "is a folder, not a recipe" if path.is_dir() else "there is no such recipe"
         raise UserError(what, where=str(recipe), hint=f'did you mean {meant}="{recipe}"? {hint}')
     return Path(recipe)
 
 
-def _checked_overrides(overrides: Any) -> dict[str, Any]:
+def _checked_overrides(overrides: Any, run_dir: Any = None) -> dict[str, Any]:
     if overrides is not None and not isinstance(overrides, Mapping):
         what = f"needs a dict of values by key, was given {type(overrides).__name__}"
         raise UserError(what, where="overrides", hint='for example overrides={"trainer.steps": 100}')
-    return {str(key): value for key, value in (overrides or {}).items()}
+    given = {str(key): value for key, value in (overrides or {}).items()}
+    if run_dir is None:
+        return given
+    if not isinstance(run_dir, (str, os.PathLike)):
+        raise UserError(f"needs a path, was given {run_dir!r:.60}", where="run_dir", hint='for example "runs/mine"')
+    return given | {"run.dir": str(run_dir)}
 
 
 def _layered(recipe: str | Path | RunSpec | None, overrides: Overrides) -> tuple[str | Path | None, Overrides]:
@@ -310,4 +319,5 @@ def _layered(recipe: str | Path | RunSpec | None, overrides: Overrides) -> tuple
 def _checked_callbacks(callbacks: Any) -> list[Any]:
     from tidemill.runtime.callbacks import check_callback
 
-    return [check_callback(each) for each in (callbacks if isinstance(callbacks, (list, tuple)) else [callbacks])]
+    given = callbacks if isinstance(callbacks, (list, tuple)) else [] if callbacks is None else [callbacks]
+    return [check_callback(each) for each in given]

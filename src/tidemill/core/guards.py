@@ -12,8 +12,8 @@ UNSCORED_STEPS = 3
 """Consecutive steps without a valid reward; more than one, because a reward server may restart."""
 SKIPPED_STEPS = 3
 """Consecutive steps without a finite gradient; more than one, because one batch may overflow."""
-RESUME_HINT = "correct the reward and run the same command again: the run resumes from its checkpoint"
-RESTART_HINT = "all steps are done: correct the reward and start the run again in another run directory"
+RESUME_HINT = "correct the reward and run it again"
+RESTART_HINT = "all steps are done: correct the reward and run it in another run directory"
 SKIPPED = "optimizer_steps_skipped"
 
 
@@ -53,7 +53,7 @@ class ScoreGuard:
         """
         if rewards and all(reward is None for reward in rewards):
             raise GuardStop(
-                f"no sample of this run got a valid reward, so nothing was learned{self._because}\n  {RESTART_HINT}"
+                f"no sample of this run got a valid reward, so nothing was learned{self._because}\n  {RESUME_HINT}"
             )
 
     @property

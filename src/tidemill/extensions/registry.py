@@ -135,6 +135,9 @@ def given_function(function: Any, kind: Kind, *, where: str) -> Extension:
     if not callable(function):
         what = f"{function!r:.60} is not a function"
         raise UserError(what, where=where, hint=f"give a function, or a text such as path/file.py:{kind}")
+    if isinstance(function, type) and kind != "environment":
+        hint = "give a function, or an instance that can be called"
+        raise UserError(f"{function.__name__} is a class, not a function", where=where, hint=hint)
     found = mark_of(function, kind, where=where)
     path = import_path(function)
     if path:

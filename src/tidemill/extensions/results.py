@@ -9,7 +9,7 @@ from typing import Any
 
 from tidemill.core.errors import UserError, exception_text
 
-CORRECT_IT = "correct the function; the run resumes from its last checkpoint"
+CORRECT_IT = "correct the function; if steps are already trained, choose another run directory too"
 SHOWN = 60
 """Characters of a value in an error."""
 

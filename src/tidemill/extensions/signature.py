@@ -45,21 +45,32 @@ def wanted_arguments(function: Callable[..., Any], *, called: str, where: str) -
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
-        raise UserError(f"{name} has no signature", where=where, hint=f"it is called as {called}") from None
+        raise UserError(
+            f"{name} has no signature", where=where, hint=f"write a function around it: def {called}"
+        ) from None
     required = [each.name for each in parameters if each.kind in KEYWORDS and each.default is each.empty]
     optional = [each.name for each in parameters if each.kind in KEYWORDS and each.default is not each.empty]
     positional = [each for each in parameters if each.kind is inspect.Parameter.POSITIONAL_ONLY]
     if any(each.default is each.empty for each in positional):
         what = f"{name} has arguments without a name: {inspect.signature(function)}"
-        raise UserError(what, where=where, hint=f"it is called as {called}")
+        raise UserError(what, where=where, hint=f"write a function around it: def {called}")
     everything = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters)
     return Wanted(required=tuple(required), optional=tuple(optional), everything=everything)
 
 
-def check_offered(wanted: Wanted, offered: Collection[str], *, name: str, where: str, cure: str = "") -> None:
+def check_offered(
+    wanted: Wanted,
+    offered: Collection[str],
+    *,
+    name: str,
+    where: str,
+    meant: Mapping[str, str] | None = None,
+    cure: str = "",
+) -> None:
     """Refuse a function that requires an argument which is not offered.
 
     Args:
+        meant: names that other libraries use, with ours.
         cure: what else would help, for the hint.
 
     Raises:
@@ -68,6 +79,7 @@ def check_offered(wanted: Wanted, offered: Collection[str], *, name: str, where:
     for missing in wanted.required:
         if missing not in offered:
             close = difflib.get_close_matches(missing, offered, 1, 0.6)
+            close = [meant[missing]] if meant and missing in meant else close
             hint = f"did you mean {close[0]}? " if close else ""
             hint += f"it can take: {', '.join(offered)}{cure and f'; {cure}'}"
             raise UserError(f"{name} takes an argument `{missing}`, which does not exist", where=where, hint=hint)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, contextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, contextmanager, suppress
 from typing import Any, TextIO, TypeAlias
 
 from tidemill.config.issues import refuse_untrainable, refuse_without_task, without_effect
@@ -17,7 +17,7 @@ from tidemill.controller.fleet import Fleet
 from tidemill.controller.ledger import Ledger
 from tidemill.controller.loop import LoopResult, train_loop
 from tidemill.controller.reading import Reading
-from tidemill.core.errors import UserError, describe_error
+from tidemill.core.errors import GuardStop, UserError, describe_error, root_error
 from tidemill.core.packages import install_command
 from tidemill.core.protocols import Environments, LoopClock, PromptSource
 from tidemill.core.records import Trajectory
@@ -36,6 +36,7 @@ from tidemill.runtime.memory_check import check_memory
 from tidemill.runtime.sandbox_check import check_needed_sandbox
 from tidemill.runtime.stopping import StopRequest
 from tidemill.telemetry.events import DATA, ENVIRONMENT_WARNING
+from tidemill.telemetry.jsonl import read_lines
 from tidemill.telemetry.manifest import Forecast, build_manifest, write_forecast
 from tidemill.telemetry.recorder import Recorder
 from tidemill.telemetry.report import report_at_the_end
@@ -55,6 +56,9 @@ EXTENSIONS, EVAL_DIGESTS, SCHEDULE_STEPS, KIND = "extensions", "eval_digests", "
 """Keys of the manifest: initial weights, prompts or examples, threads, the identities of user functions, the prompts of
 evaluation sets, and the length of the learning-rate schedule, stored just before a run's first step; and the kind of
 stage, from the start."""
+STARTED_WITH = (MODEL_DIGEST, TASK_DIGEST, DATA_DIGEST, THREADS, EXTENSIONS, EVAL_DIGESTS, SCHEDULE_STEPS)
+RESTARTS = "restarts"
+"""Key of the manifest: the next session starts from the first step, with whatever is correct by then."""
 
 ForecastRun: TypeAlias = Callable[[RunSpec], Forecast | None]
 """Predicts duration and cost of a run; None when no profile fits it."""
@@ -149,6 +153,9 @@ def run_session(
     """
     with RunDirectory.open(spec.directory) as run:
         refuse_other_kind(run, kind)
+        if RESTARTS in (found := run.read_manifest()):
+            run.clear()
+            run.write_manifest({key: value for key, value in found.items() if key != RESTARTS})
         spec = exact_models(spec, run.read_settings())
         earlier = check_same_config(run, spec)
         run.write_config(to_toml(spec))
@@ -162,8 +169,24 @@ def run_session(
         known_steps = spec.optimizer.schedule_steps or int(manifest.get(SCHEDULE_STEPS, 0))
         schedule_steps = known_steps or planned_steps(earlier or spec)
         optimizer = spec.optimizer.model_copy(update={"schedule_steps": schedule_steps})
-        with report_at_the_end(run.path), Recorder(run, spec, stream=stream) as recorder:
+        with _restartable(run), report_at_the_end(run.path), Recorder(run, spec, stream=stream) as recorder:
             yield spec.model_copy(update={"trainer": trainer, "optimizer": optimizer}), run, recorder
+
+
+@contextmanager
+def _restartable(run: RunDirectory) -> Iterator[None]:
+    """Start the run again after a mistake in the input that left the initial weights unchanged."""
+    try:
+        yield
+    except BaseException as error:
+        manifest = run.read_manifest()
+        steps = [line for _, line in read_lines(run.metrics) if line.get("step")]
+        unchanged = not steps or steps[-1].get("weights_digest") == manifest.get(MODEL_DIGEST)
+        if unchanged and isinstance(root_error(error), UserError | GuardStop):
+            kept = {key: value for key, value in manifest.items() if key not in STARTED_WITH}
+            with suppress(UserError):  # the disk is full
+                run.write_manifest(kept | {RESTARTS: True})
+        raise
 
 
 def refuse_other_kind(run: RunDirectory, kind: StageKind) -> None:
@@ -179,7 +202,7 @@ def refuse_other_kind(run: RunDirectory, kind: StageKind) -> None:
 
 
 def check_same_config(run: RunDirectory, spec: RunSpec) -> RunSpec | None:
-    """Refuse to resume with another configuration. Before its first step a run's configuration may be corrected.
+    """Refuse to resume with another configuration. Until a run has begun its configuration may be corrected.
 
     Returns:
         The configuration of the run's newest session; None before the first step.

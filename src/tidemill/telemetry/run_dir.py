@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -216,6 +217,21 @@ class RunDirectory(LockedDirectory):
             return []
         named = ((SAMPLES_NAME.match(path.name), path) for path in self.samples.iterdir())
         return sorted((int(match[1]), match[2] or TRAINING_PURPOSE, path) for match, path in named if match)
+
+    def clear(self) -> None:
+        """Delete metrics, samples, checkpoints and stored samples of a run that starts again. Events and inputs stay.
+
+        Raises:
+            UserError: the files cannot be deleted.
+        """
+        ledgers, choices = self.path.glob(f"{self.ledger.name}*"), self.path / "curriculum.jsonl"
+        try:
+            for file in (self.metrics, choices, *ledgers, *self.samples.glob("*.jsonl")):
+                file.unlink(missing_ok=True)
+            for checkpoint in self.checkpoints.iterdir():
+                shutil.rmtree(checkpoint)
+        except OSError as error:
+            raise disk_error(error, self.path) from error
 
     def rewind(self, step: int) -> None:
         """Delete metrics and samples of steps after `step`, which the resumed run writes again. Events stay.

@@ -446,5 +446,5 @@ def test_a_loaded_model_is_saved_and_not_changed(tmp_path: Path) -> None:
     run = small(tmp_path, model=model, tokenizer=tokenizer)
     assert run.weights_digest != tm.Run(tmp_path / "start").weights_digest
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
-    with pytest.raises(tm.TidemillError, match="a model needs its tokenizer"):
+    with pytest.raises(tm.TidemillError, match="a transformers model needs its tokenizer"):
         small(tmp_path, "none", model=model)

@@ -144,7 +144,7 @@ class RemoteError(Exception):
     """The server returned no scores; the message names server and reason."""
 
 
-class _TemporaryError(RemoteError):
+class Unavailable(RemoteError):
     """A retry may succeed."""
 
 
@@ -177,7 +177,7 @@ class HttpScorer:
         for number in range(self._tries):
             try:
                 return self._scores(await self._ask(body), len(samples))
-            except _TemporaryError:
+            except Unavailable:
                 if number + 1 == self._tries:
                     raise
                 await asyncio.sleep(self._pause_s * 2**number)
@@ -193,7 +193,7 @@ class HttpScorer:
                 self._client.stream("POST", self._url, content=body, headers=self._headers) as answer,
             ):
                 if answer.status_code in TEMPORARY_STATUS:
-                    raise _TemporaryError(f"{self._url} answered {answer.status_code}")
+                    raise Unavailable(f"{self._url} answered {answer.status_code}")
                 if answer.status_code != 200:
                     raise RemoteError(f"{self._url} answered {answer.status_code}")
                 parts, size = [], 0
@@ -204,9 +204,9 @@ class HttpScorer:
                         raise RemoteError(f"{self._url} answered with more than {MAX_RESPONSE_BYTES:,} bytes")
                 return b"".join(parts)
         except TimeoutError:
-            raise _TemporaryError(f"{self._url} did not answer within {self._request_s:g} s") from None
+            raise Unavailable(f"{self._url} did not answer within {self._request_s:g} s") from None
         except httpx2.HTTPError as error:
-            raise _TemporaryError(f"{self._url}: {type(error).__name__} {error}".rstrip()) from error
+            raise Unavailable(f"{self._url}: {type(error).__name__} {error}".rstrip()) from error
 
     def _scores(self, answer: bytes, count: int) -> list[float | Exception]:
         try:

@@ -13,7 +13,7 @@ from tidemill.core.errors import UserError, exception_text
 from tidemill.core.records import Prompt, Trajectory
 from tidemill.envs.text.prompts import ListedSource, content_id
 from tidemill.extensions.registry import resolve
-from tidemill.extensions.results import raised, shown, wrong_result
+from tidemill.extensions.results import placed, raised, shown, wrong_result
 from tidemill.extensions.signature import check_offered, wanted_arguments
 from tidemill.telemetry.jsonl import JsonlWriter, read_lines
 
@@ -42,7 +42,8 @@ class Curriculum:
             raise UserError(what, where=WHERE, hint="use a task with rows, or one with fewer digits")
         self._extension = resolve(ref, "prompt_sampler", where=WHERE)
         self._wanted = wanted_arguments(self._extension.function, called="sampler(step, count, rows)", where=WHERE)
-        check_offered(self._wanted, INPUTS, name=self._extension.name, where=WHERE)
+        name = placed(self._extension.name, self._extension.function)
+        check_offered(self._wanted, INPUTS, name=name, where=WHERE)
         self._source, self._count, self._seed, self._lag = source, count, seed, lag
         items = source.train_items
         self._rows = [{**item.metadata, "prompt": item.messages[-1].content, "answer": item.answer} for item in items]

@@ -44,7 +44,9 @@ def reads(config: RewardConfig) -> Reads:
         needs = (ANSWER,) if config.kind in COMPARES else (TESTS,) if config.kind == "tests" else ()
         return Reads(name=config.name or config.kind, needs=needs)
     extension = resolve(config.function, "reward", where=WHERE)
-    required = wanted_arguments(extension.function, called=extension.name, where=WHERE).required
+    required = wanted_arguments(
+        extension.function, called=f"{extension.name}(completion, answer)", where=WHERE
+    ).required
     return Reads(
         name=config.name or extension.name,
         needs=(ANSWER,) if ANSWER in required else (),

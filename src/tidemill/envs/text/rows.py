@@ -128,6 +128,9 @@ def to_demonstration(row: Row, *, columns: Mapping[str, str], system_prompt: str
     `text`, all of it is learned.
     """
     row = _renamed(row, columns, "data")
+    if row.get("label") is False:
+        what = "`label` is false, which marks a completion as undesired (KTO), and this stage learns every completion"
+        _fault(what, row, "remove the rows whose label is false")
     if all(row.get(name) is None for name in ("prompt", "messages", "completion")):
         if row.get("text") is not None:
             text = _reply(row.get("text"), "text", row, DEMONSTRATION_SHAPE)
@@ -195,7 +198,9 @@ def _with_prompt(row: Row) -> Row:
     for side in ("chosen", "rejected"):
         if row.get(side) is None and row.get("completion") is not None:
             what = f"the row has a `completion` and no `{side}`, and this stage learns from preference pairs"
-            _fault(what, row, f"give completions to sft; {PAIR_SHAPE}")
+            labelled = isinstance(row.get("label"), bool)  # as for KTO
+            cure = "give those whose label is true to sft, or pair them" if labelled else "give completions to sft"
+            _fault(what, row, f"{cure}; {PAIR_SHAPE}")
     if row.get("messages") is not None:
         return row
     if isinstance(chosen, str) and isinstance(rejected, str) and row.get("prompt") is None:

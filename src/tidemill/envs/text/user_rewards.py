@@ -15,12 +15,22 @@ from tidemill.extensions.calls import CallError, UserCalls
 from tidemill.extensions.function_pool import Scores
 from tidemill.extensions.function_process import scores_of
 from tidemill.extensions.registry import Extension
+from tidemill.extensions.results import placed
 from tidemill.extensions.scores import Score
 from tidemill.extensions.signature import Wanted, check_offered, wanted_arguments
 
 WHERE = "scoring.rewards.function"
 STANDARD = ("prompt", "messages", "completion", "token_ids", "answer", "metadata", "step", "seed")
 """What a reward can take by name, besides the columns of the data."""
+OTHER_NAMES = {
+    "response": "completion",
+    "completion_ids": "token_ids",
+    "solution": "answer",
+    "ground_truth": "answer",
+    "target": "answer",
+    "label": "answer",
+}
+"""Arguments of other libraries' rewards, by ours."""
 
 
 class UserReward:
@@ -42,7 +52,8 @@ class UserReward:
         self._wanted: Wanted = wanted_arguments(extension.function, called=called, where=WHERE)
         # The functions of TRL take `completions`.
         cure = "" if self.batch else "it scores one completion; with @tm.reward(batch=True) each of these is a list"
-        check_offered(self._wanted, (*STANDARD, *columns), name=extension.name, where=WHERE, cure=cure)
+        name = placed(extension.name, extension.function)
+        check_offered(self._wanted, (*STANDARD, *columns), name=name, where=WHERE, meant=OTHER_NAMES, cure=cure)
         self.needs_answer = ANSWER in self._wanted.required
         self._columns = tuple(columns)
         self._required = dict.fromkeys(name for name in columns if name in self._wanted.required)

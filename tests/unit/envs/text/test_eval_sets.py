@@ -76,7 +76,7 @@ def test_a_reward_that_needs_a_column_which_a_set_lacks_is_refused(tmp_path: Pat
     with pytest.raises(UserError) as caught:
         check_rewards(rewards, task)
     assert caught.value.where == "eval.sets, math"
-    assert caught.value.what == "score takes an argument `level`, which does not exist in these rows"
+    assert caught.value.what == f"score ({file}:1) takes an argument `level`, which does not exist in these rows"
     assert caught.value.hint.endswith("add the column, or set eval.rewards")
     with pytest.raises(UserError, match='the reward "task" scores only the prompts of its task'):
         check_rewards([RewardConfig(kind="task")], task)

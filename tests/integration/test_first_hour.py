@@ -139,6 +139,9 @@ class Saved:
     def save_pretrained(self, folder: Path) -> None: ...
 
 
+OWN_ROWS = "--task.kind file --task.path rows.jsonl"
+
+
 class Mistake(NamedTuple):
     """Python code, or words after `tidemill`, and what its error contains."""
 
@@ -405,6 +408,68 @@ MISTAKES = {
     "config search without a word": Mistake("config search", ("config search",)),
     "only, without stages": Mistake("train @char-addition --only=sft", ("--only", "stages")),
     "no GPU": Mistake("train @char-addition --trainer.device=cuda", ("trainer.device", "GPU")),
+    # the command line: words of similar programs, recipes, data files, folders
+    "TRL's verb": Mistake("grpo --model_name_or_path char", ("grpo", "tidemill train @recipe.toml")),
+    "verb, resume": Mistake("resume runs/mine", ("resume", "--run.dir")),
+    "verb, chat": Mistake("chat runs/mine", ("chat", "tidemill generate")),
+    "verb, compare": Mistake("compare runs/a runs/b", ("compare", "--compare")),
+    "verb, version": Mistake("version", ("tidemill --version",)),
+    "verb, a recipe": Mistake("char-addition", ("tidemill train @char-addition",)),
+    "verb, an option": Mistake("--config mine.toml", ("--config", "tidemill train @recipe.toml")),
+    "recipe as an option": Mistake("train --config mine.toml", ("--config", "@mine.toml")),
+    "recipe after a short option": Mistake("train -c mine.toml", ("-c", "two dashes")),
+    "recipe after a space": Mistake("train @", ("@", "without a space")),
+    "recipe, YAML": Mistake("train @mine.yaml", ("@mine.yaml", "TOML")),
+    "recipe, None": Mistake("train @none.toml", ("none.toml:1", "quote text")),
+    "recipe, a key twice": Mistake("train @twice.toml", ("twice.toml:3", "once")),
+    "recipe, UTF-16": Mistake("train @utf16.toml", ("utf16.toml", "UTF-8")),
+    "recipe, rows for supervised stages": Mistake("train @data.toml", ("data.path", "data.toml:2", "task.path")),
+    "recipe, a run": Mistake("train @old", ("old", "--run.dir old")),
+    "one dash": Mistake("train @char-addition -trainer.steps 3", ("-trainer.steps", "--trainer.steps")),
+    "Hydra's plus": Mistake("train @char-addition +trainer.steps=3", ("+trainer.steps=3", "--trainer.steps=3")),
+    "underscore for a dot": Mistake("train @char-addition --trainer_steps 3", ("trainer_steps", "trainer.steps?")),
+    "--model": Mistake("train @char-addition --model char", ("model", "model.source")),
+    "--dataset": Mistake("train @char-addition --dataset rows.jsonl", ("dataset", "task.path")),
+    "--data": Mistake("train @char-addition --data rows.jsonl", ("data", "task.path")),
+    "--resume": Mistake("train @char-addition --resume", ("--resume", "run.dir")),
+    "a name in capitals": Mistake("train @char-addition --algorithm.name GRPO", ("algorithm.name", "mean grpo?")),
+    "yes": Mistake("train @char-addition --engine.batch_invariant yes", ("engine.batch_invariant", "write true")),
+    "device gpu": Mistake("train @char-addition --trainer.device gpu", ("trainer.device", "cuda?")),
+    "a reward by name": Mistake("train @char-addition --scoring.rewards exact", ('[{ kind = "exact" }]',)),
+    "a reward function by name": Mistake(
+        "train @char-addition --scoring.rewards my.py:score", ('{ kind = "python", function = "my.py:score" }',)
+    ),
+    "rewards as JSON": Mistake(
+        """train @char-addition --scoring.rewards '[{"kind": "exact"}]'""", ("scoring.rewards", "JSON")
+    ),
+    "columns the wrong way": Mistake(
+        f"train @char-addition {OWN_ROWS} --task.columns '{{question = \"prompt\"}}'", ("task.columns", "on the left")
+    ),
+    "data, compressed": Mistake(
+        "train @char-addition --task.kind file --task.path packed.jsonl.gz", ("packed.jsonl.gz", "unpack")
+    ),
+    "data, a JSON array": Mistake(
+        "train @char-addition --task.kind file --task.path list.json", ("list.json", "line 1", "array")
+    ),
+    "data, misspelt": Mistake(f"train @char-addition {OWN_ROWS.replace('rows', 'rosw')}", ("rosw", "rows.jsonl?")),
+    "data, of the hub": Mistake(
+        "train @char-addition --task.kind file --task.path openai/gsm8k", ("gsm8k", "hub:openai/gsm8k")
+    ),
+    "data, a pattern": Mistake("train @char-addition --task.kind file --task.path no*", ("no*", "task.sources")),
+    "model, a pointer of Git LFS": Mistake("train @char-addition --model.source ./lfs", ("lfs", "git lfs pull")),
+    "model, GGUF in a folder": Mistake("train @char-addition --model.source ./gguf", ("gguf", "safetensors")),
+    "merge of nothing": Mistake("model merge runs/nowhere out", ("runs/nowhere", "no such folder")),
+    "resume, misspelt": Mistake("train --run.dir olt", ("olt", "did you mean old?")),
+    "resume, no config.toml": Mistake("train --run.dir lfs", ("lfs", "config.toml", "@recipe.toml")),
+    "eval of no task": Mistake("eval", ("tidemill eval", "recipe")),
+    "eval of a run directory": Mistake("eval --run.dir old", ("old", "--checkpoint old")),
+    "eval of a run without an option": Mistake("eval old", ("old", "--checkpoint old")),
+    "generate with a run as prompt": Mistake("generate old 1+1=", ("old", "--checkpoint old")),
+    "generate --prompt": Mistake("generate --prompt 1+1=", ("--prompt", "argument")),
+    "generate -n": Mistake("generate 1+1= -n 3", ("-n", "two dashes")),
+    "report, misspelt": Mistake("report olt", ("olt", "did you mean old?")),
+    "plan of a recipe": Mistake("plan @char-addition", ("tidemill plan run @char-addition",)),
+    "two runs for a report": Mistake("report old new", ("new", "report --help")),
 }
 
 
@@ -414,6 +479,21 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file("broken.toml", "[trainer\nsteps = 1\n")
     file("section.toml", "[trainers]\nsteps = 1\n")
     file("rows.jsonl", "".join(json.dumps(row) + "\n" for row in ROWS))
+    file("packed.jsonl.gz", "")
+    file("list.json", json.dumps(ROWS, indent=1))
+    file("mine.toml", "")
+    file("mine.yaml", "model:\n  source: char\n")
+    file("none.toml", "trainer.steps = None\n")
+    file("twice.toml", "[trainer]\nsteps = 1\nsteps = 2\n")
+    file("data.toml", '[data]\npath = "rows.jsonl"\n')
+    Path("utf16.toml").write_bytes("[run]\n".encode("utf-16"))
+    for name in ("old", "lfs", "gguf"):
+        Path(name).mkdir()
+    file("old/config.toml", "")
+    file("gguf/model.gguf", "GGUF")
+    file("lfs/config.json", '{"model_type": "llama"}')
+    file("lfs/tokenizer.json", "{}")
+    file("lfs/model.safetensors", "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
 
 
 @pytest.mark.parametrize("name", MISTAKES)

@@ -11,7 +11,7 @@ import difflib
 import sys
 from collections.abc import Sequence
 
-from cyclopts import App, CycloptsError
+from cyclopts import App, CycloptsError, UnknownCommandError, UnusedCliTokensError
 
 from tidemill import __version__
 from tidemill.cli.output import (
@@ -49,6 +49,24 @@ VERBS = {
     "doctor": ("tidemill.cli.doctor:doctor", "Check this machine: packages, memory, disk, GPUs."),
 }
 CONFIGURED_VERBS = ("train", "eval", "generate", "serve", "simulate")  # their --help lists the configuration's keys
+OTHER_WORDS = {
+    "grpo rloo ppo sft dpo kto reward rlhf finetune fine-tune run launch start": (
+        "write `tidemill train @recipe.toml`; `tidemill recipe list` lists recipes"
+    ),
+    "resume continue": "write `tidemill train --run.dir DIRECTORY`, which resumes the run there",
+    "chat infer inference predict complete sample": 'write `tidemill generate "PROMPT" --checkpoint RUN_DIRECTORY`',
+    "compare": "write `tidemill eval --checkpoint MODEL --compare MODEL`",
+    "merge": "write `tidemill model merge CHECKPOINT DIRECTORY`",
+    "download pull": "write `tidemill model get NAME`",
+    "convert push upload": "write `tidemill export MODEL DIRECTORY`",
+    "list ls": "write `tidemill recipe list` or `tidemill model list`",
+    "init new create": "write `tidemill recipe copy NAME FILE`",
+    "search": "write `tidemill config search WORDS`",
+    "check info": "write `tidemill doctor`",
+    "help": "write `tidemill --help`",
+    "version": "write `tidemill --version`",
+}
+"""Verbs of similar programs: what to write here."""
 HELP_FLAGS = ("--help", "-h")
 HELP_ALL = "--help-all"
 VERSION_FLAGS = ("--version",)
@@ -135,16 +153,34 @@ def dispatch(tokens: Sequence[str]) -> Result:
     try:
         result = app(tokens, exit_on_error=False, print_error=False)
     except CycloptsError as error:
-        raise UserError(
-            str(error).strip(), hint=f"see `{' '.join(['tidemill', *(error.command_chain or ())])} --help`"
-        ) from None
+        raise usage_error(error, tokens) from None
     return result if isinstance(result, Result) else Result()
+
+
+def usage_error(error: CycloptsError, tokens: Sequence[str]) -> UserError:
+    """The error of arguments that do not fit the verb."""
+    help_of_verb = f"see `{' '.join(['tidemill', *(error.command_chain or ())])} --help`"
+    if isinstance(error, UnusedCliTokensError) and error.unused_tokens:
+        return UserError("unexpected argument", where=error.unused_tokens[0], hint=help_of_verb)
+    if isinstance(error, UnknownCommandError) and tokens[0] == "plan" and tokens[1].startswith("@"):
+        return UserError("expected a subject first", where=tokens[1], hint=f"write `tidemill plan run {tokens[1]}`")
+    return UserError(str(error).strip(), hint=help_of_verb)
 
 
 def unknown_verb(verb: str) -> UserError:
     """An error with a suggestion: a similar verb, or the missing verb before a recipe or key."""
-    close = difflib.get_close_matches(verb, VERBS, 1, 0.5)
-    if verb.startswith(("@", "-")):
+    if verb.startswith("@"):
         return UserError("expected a verb first", where=verb, hint=f"write `tidemill train {verb}`, or another verb")
-    hint = f"did you mean `tidemill {close[0]}`?" if close else f"verbs: {', '.join(VERBS)}"
+    if verb.startswith("-"):
+        hint = "write `tidemill train @recipe.toml` and options after it; `tidemill --help` lists the verbs"
+        return UserError("expected a verb first", where=verb, hint=hint)
+    from tidemill.config.load import recipe_path
+
+    if recipe_path(verb).is_file():
+        return UserError("expected a verb first", where=verb, hint=f"write `tidemill train @{verb}`")
+    word = verb.lower()
+    known = next((hint for words, hint in OTHER_WORDS.items() if word in words.split()), "")
+    begun = [each for each in VERBS if each.startswith(word)]
+    close = begun or difflib.get_close_matches(word, VERBS, 1, 0.6)
+    hint = known or (f"did you mean `tidemill {close[0]}`?" if close else f"verbs: {', '.join(VERBS)}")
     return UserError("unknown verb", where=verb, hint=hint)

@@ -13,11 +13,13 @@ from cyclopts import Parameter
 from tidemill.cli.output import Result, note
 from tidemill.config.explain import as_lines, derive, topics
 from tidemill.config.issues import Purpose
-from tidemill.config.load import differences, load_spec, split_arguments
+from tidemill.config.load import Arguments, differences, load_spec, split_arguments
 from tidemill.config.schema import RunSpec
 from tidemill.config.task import ArithmeticTask, FileTask, PythonTask, TaskConfig
 from tidemill.config.toml import to_toml, write_value
-from tidemill.models.model_source import ModelSource, open_model
+from tidemill.core.errors import UserError
+from tidemill.core.folders import similar_path
+from tidemill.models.model_source import ModelSource, is_run, open_model
 from tidemill.telemetry.events import DATA, event_text
 from tidemill.telemetry.metrics import HELD_OUT_NAME
 
@@ -37,17 +39,48 @@ Checkpoint = Annotated[
 
 
 def resumed_items(items: Sequence[str]) -> Sequence[str]:
-    """The arguments of `train`; with a run directory but without a recipe, after the configuration stored there."""
+    """The arguments of `train`; with a run directory but without a recipe, after the configuration stored there.
+
+    Raises:
+        UserError: there is neither a recipe nor a task, and no run in that directory, or only a pipeline.
+    """
     given = split_arguments(items)
-    directory = next((text for path, text in reversed(given.assignments) if path == ("run", "dir")), None)
-    stored = Path(directory).expanduser() / "config.toml" if directory and not given.recipes else None
-    single = stored is not None and stored.is_file() and not stored.with_name("pipeline.json").exists()
-    return [f"@{stored}", *items] if single else items
+    directory = given_directory(given)
+    if directory is None or given.recipes:
+        return items
+    stored, option = directory / "config.toml", f"--run.dir {directory}"
+    if (directory / "pipeline.json").exists():
+        hint = f"name its recipe: tidemill train @recipe.toml {option}"
+        what = "the directory contains a pipeline, which is resumed with its recipe"
+        raise UserError(what, where=str(directory), hint=hint)
+    if stored.is_file():
+        return [f"@{stored}", *items]
+    if given.rest or any(path[0] == "task" for path, _ in given.assignments):
+        return items
+    start = f"to start one, name a recipe: tidemill train @recipe.toml {option}"
+    if directory.exists():
+        raise UserError("this directory has no config.toml, and no recipe is given", where=option, hint=start)
+    raise UserError("there is no run, and no recipe is given", where=option, hint=similar_path(directory) or start)
+
+
+def given_directory(given: Arguments) -> Path | None:
+    """The last `--run.dir`."""
+    named = next((text for path, text in reversed(given.assignments) if path == ("run", "dir")), None)
+    return Path(named).expanduser() if named else None
 
 
 def spec_for(items: Sequence[str], model: ModelSource | None, *, purpose: Purpose) -> RunSpec:
-    """Load the configuration of `items`; without a recipe, that of the model's run if there is one."""
-    if model is not None and not split_arguments(items).recipes:
+    """Load the configuration of `items`; without a recipe, that of the model's run if there is one.
+
+    Raises:
+        UserError: the directory of a run is named as if it were to be resumed, and no model.
+    """
+    given = split_arguments(items)
+    directory = given_directory(given)
+    if model is None and not given.recipes and directory is not None and is_run(directory):
+        what, hint = "only train reads and writes this run", f"write --checkpoint {directory} to use its model"
+        raise UserError(what, where=f"--run.dir {directory}", hint=hint)
+    if model is not None and not given.recipes:
         if model.run is not None:
             items = [f"@{model.run / 'config.toml'}", *items]
         elif model.folder is not None:

@@ -14,15 +14,18 @@ from cyclopts import Parameter
 from tidemill.cli.arguments import Checkpoint, Items, given_model, row_remarks, spec_for
 from tidemill.cli.arguments import dry_run as show_dry_run
 from tidemill.cli.output import DryRun, Json, Result, note
+from tidemill.config.issues import refuse_without_task
 from tidemill.config.load import split_arguments
 from tidemill.core.errors import UserError
 from tidemill.core.formatting import interval
 from tidemill.envs.text.given_prompts import as_written, read_question_file
 from tidemill.models.checkpoint_manifest import refuse_damaged
-from tidemill.models.model_source import ModelSource
+from tidemill.models.model_source import ModelSource, is_run
 
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 """All control characters but line feed and tab."""
+LONGEST_PATH = 200  # characters
+OPTION = re.compile(r"-[A-Za-z][\w-]*")
 Compare = Annotated[
     str | None,
     Parameter(
@@ -43,6 +46,8 @@ def evaluate(
     greedy completions, lengths, diversity; with `--eval.samples_per_prompt N` also pass@k."""
     with given_model(checkpoint) as model, compared(compare) as other:
         spec = spec_for(items, model, purpose="eval")
+        if model is None and not split_arguments(items).recipes:
+            refuse_without_task(spec, "tidemill eval")
         if dry_run:
             from tidemill.runtime.memory_check import memory_remarks
 
@@ -163,6 +168,9 @@ def generate(
     messages in JSON. A text is formatted as in the run that trained the model: in its chat template, after its system
     prompt."""
     given = split_arguments(items)
+    if any(path == ("prompt",) for path, _ in given.assignments):
+        hint = 'a prompt is an argument without an option: tidemill generate "2+3="'
+        raise UserError("unknown option", where="--prompt", hint=hint)
     with given_model(checkpoint) as model:
         spec = spec_for(given.items, model, purpose="generate")
         if dry_run:
@@ -186,8 +194,16 @@ def read_prompts(words: Sequence[str], *, raw: bool = False, needed: bool = True
         raw: what looks like messages is text, too.
 
     Raises:
-        UserError: no prompt given.
+        UserError: no prompt given, or an option or a model in place of one.
     """
+    for word in () if raw else words:
+        if OPTION.fullmatch(word):
+            hint = (
+                "options begin with two dashes; `tidemill generate --help` lists them, and --raw takes it as a prompt"
+            )
+            raise UserError("unknown option", where=word, hint=hint)
+        if 0 < len(word) < LONGEST_PATH and ((Path(word) / "config.json").is_file() or is_run(Path(word))):
+            raise UserError("is a model, not a prompt", where=word, hint=f"write --checkpoint {word}")
     if not words and needed:
         raise UserError("no prompt given", hint='write tidemill generate "your prompt", or - to read standard input')
     texts = [sys.stdin.read().removesuffix("\n") if word == "-" else word for word in words]

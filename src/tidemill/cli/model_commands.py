@@ -16,6 +16,7 @@ from tidemill.cli.output import Json, Result, note
 from tidemill.config.load import load_spec
 from tidemill.config.model import EXPORT_DTYPE, dtype_name
 from tidemill.core.errors import UserError
+from tidemill.core.folders import similar_path
 from tidemill.models.catalog import listing, resolve
 from tidemill.models.model_source import open_model, write_prompts
 
@@ -72,8 +73,10 @@ def merge(
     with open_model(checkpoint, where="CHECKPOINT") as found:
         from tidemill.models.saving import export_merged
 
-        folder = found.folder or Path(found.source)
-        export_merged(folder, directory, resolve_base=lambda model: resolve(model, progress=note))
+        if found.folder is None:
+            hint = similar_path(Path(checkpoint)) or "name a run directory, or a checkpoint of it"
+            raise UserError("there is no such folder", where=f"CHECKPOINT {checkpoint}", hint=hint)
+        export_merged(found.folder, directory, resolve_base=lambda model: resolve(model, progress=note))
         write_prompts(found.prompts, directory)
     return Result(data={"checkpoint": found.source, "path": str(directory)}, text=str(directory))
 

@@ -55,9 +55,10 @@ def copy(name: Name, target: Annotated[Path, Parameter(name="FILE")], /, *, json
     name
         As in `tidemill recipe list`.
     target
-        A new file, for example mine.toml.
+        A new file, for example mine.toml, or a folder.
     """
     recipe = found(name)
+    target = target / recipe.name if target.is_dir() else target
     text = recipe.read_text(encoding="utf-8")
     data = recipe.parent / "data"
     copies = {recipe: target}

@@ -40,6 +40,16 @@ Purpose: TypeAlias = Literal["train", "eval", "generate", "read"]
 COMMAND_LINE = "command line"
 CREDENTIALS = re.compile(r"://[^/\s\"]*@")
 MAX_VALUE_CHARS = 60
+MAIN_KEYS = {
+    "model": "set model.source",
+    "algorithm": "set algorithm.name",
+    "task": 'set task.path (of task.kind = "file"); a recipe is named as @NAME',
+    "data": 'set task.path (of task.kind = "file"), or data.path in sft, reward_model and dpo stages',
+    "checkpoint": "set model.source to train from a checkpoint, or run.dir to resume a run",
+}
+"""What a text that was given for a section probably belongs to."""
+REWARDS = ("scoring", "rewards")
+EXAMPLE_REWARD = '{ kind = "exact" }'
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +123,8 @@ def split_hint(line: str, *, key: str = "", source: str = "") -> ConfigIssue:
 def value_for_section(location: Location, given: Any, source: str) -> ConfigIssue:
     """The issue of a plain value where a section is expected."""
     names = list(dict.fromkeys(dotted(path) for path in keys_by_path() if path[: len(location)] == location))
-    hint = f"set its keys: {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}"
+    main = MAIN_KEYS.get(dotted(location)) if isinstance(given, str) else None
+    hint = main or f"set its keys: {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}"
     what = f"needs a table, was given {shown_value(given)}"
     return ConfigIssue(key=dotted(location), what=what, source=source, hint=hint)
 
@@ -125,6 +136,8 @@ def _issue(details: ErrorDetails, location: Location, data: dict[str, Any], loca
         given = given.get("kind") if isinstance(given, dict) else given
     if error == "missing" and isinstance(location[-1], int):  # an array shorter than its fixed length
         location, error = location[:-1], "wrong_length"
+    if location[-1] == "[key]":  # of a free-form table, whose names are limited
+        return _unknown_name(location[:-1], locate)
     location, key = _nearest_key(location, _kind(data, location[:1]))
     name, source = dotted(location), locate(location)
     if key is None:
@@ -143,8 +156,10 @@ def _issue(details: ErrorDetails, location: Location, data: dict[str, Any], loca
         return ConfigIssue(key=name, what="is empty", source=source, hint="give at least one character or leave it out")
     if len(location) > len(key.path):
         accepts, hint = type_text(key.element_type), _closest_choice(key.element_type, given)
+        if is_section(key.element_type) and key.path == REWARDS:
+            hint = f"write {_reward_for(given)}"
     else:
-        hint = _closest_choice(without_none(key.annotation), given) or _array_hint(key, given, source)
+        hint = _closest_choice(without_none(key.annotation), given) or _shape_hint(key, given, source)
         accepts = key.accepts
     return ConfigIssue(key=name, what=f"needs {accepts}, was given {shown_value(given)}", source=source, hint=hint)
 
@@ -168,10 +183,14 @@ def unknown_key(location: Location, data: dict[str, Any], source: str = "") -> C
     if section and elsewhere:
         what = f'belongs to {dotted(section)}.kind = "{elsewhere[0].variant}", and kind is "{kind}"'
         return ConfigIssue(key=dotted(location), what=what, source=source, hint="change the kind or leave the key out")
+    value = _value_at(data, location)
+    if source == COMMAND_LINE and isinstance(value, str) and value.endswith(".toml"):
+        hint = f"a recipe is an argument without an option: @{value}"
+        return ConfigIssue(key=f"--{dotted(location)}", what="unknown option", hint=hint)
     closest = suggest(location, kind=kind)
     foreign = foreign_hint(location, closest)
     is_section_name = len(location) == 1 and not closest.count(".") and not foreign
-    hint = foreign or (f"did you mean {closest}?" if closest else "`tidemill train --help` lists every key")
+    hint = foreign or (f"did you mean {closest}?" if closest else "`tidemill train --help-all` lists every key")
     what = "unknown section" if is_section_name else "unknown key"
     return ConfigIssue(key=dotted(location), what=what, source=source, hint=hint)
 
@@ -193,6 +212,15 @@ def _unknown_locations(location: Location, given: Any) -> list[Location]:
     return below if known else [location]
 
 
+def _value_at(data: Any, location: Location) -> Any:
+    for part in location:
+        try:
+            data = data[part]
+        except (KeyError, IndexError, TypeError):
+            return None
+    return data
+
+
 def _kind(data: dict[str, Any], section: Location) -> str:
     node: Any = data
     for part in section:
@@ -200,21 +228,59 @@ def _kind(data: dict[str, Any], section: Location) -> str:
     return str(node.get("kind", "")) if isinstance(node, dict) else ""
 
 
+def _unknown_name(location: Location, locate: Locate) -> ConfigIssue:
+    """The issue of a name in a free-form table, such as task.columns."""
+    table = find(location[:-1])
+    names = get_args(get_args(without_none(table.annotation))[0]) if table else ()
+    hint = f'on the left stands one of {", ".join(names)}, as in {{ {names[0]} = "..." }}' if names else ""
+    return ConfigIssue(key=dotted(location), what="unknown name", source=locate(location), hint=hint)
+
+
 def _closest_choice(annotation: Any, given: Any) -> str:
-    if get_origin(annotation) is Literal and isinstance(given, str):
-        return did_you_mean(given, get_args(annotation))
-    return ""
-
-
-def _array_hint(key: Key, given: Any, source: str) -> str:
-    """How to write an array, where another value was given."""
-    if get_origin(without_none(key.annotation)) is not tuple or isinstance(given, (list, dict)):
+    if get_origin(annotation) is not Literal or not isinstance(given, str):
         return ""
+    choices = get_args(annotation)
+    if given == "gpu" and "cuda" in choices:
+        return "did you mean cuda?"
+    return did_you_mean(given.lower(), choices)
+
+
+def _shape_hint(key: Key, given: Any, source: str) -> str:
+    """How to write a truth value, a table or an array, where another value was given."""
+    kind = without_none(key.annotation)
+    if key.is_flag:
+        return f"write {'true' if str(given).lower() in ('true', 'yes', 'on', '1') else 'false'}"
+    if get_origin(kind) is dict and isinstance(given, str):
+        return 'write a table: { NAME = "..." }'
+    if get_origin(kind) is not tuple or isinstance(given, list):
+        return ""
+    if isinstance(given, dict):
+        return f"write [{{ ... }}], or the header [[{key.dotted}]]" if is_section(key.element_type) else ""
     if isinstance(given, str) and given.startswith(("[", "{")) and source.startswith(COMMAND_LINE):
+        if _is_json(given):
+            return f"that is JSON; in TOML a key is followed by =, as in [{EXAMPLE_REWARD}]"
         return "not valid TOML: close every bracket and quote every text"
+    if key.path == REWARDS:
+        return f"write [{_reward_for(given)}]"
     if is_section(key.element_type):
         return "write an array of tables: [{ KEY = VALUE }]"
     return f"write an array: [{shown_value(given)}]"
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _reward_for(given: Any) -> str:
+    """A reward as a table: that of a function, if it names one."""
+    if isinstance(given, str) and re.fullmatch(r"[^:]+(\.py)?:\w+", given):
+        return f'{{ kind = "python", function = {shown_value(given)} }}'
+    kinds = get_args(keys_by_path()[(*REWARDS, ITEM, "kind")][0].annotation)
+    return f'{{ kind = "{given}" }}' if given in kinds else EXAMPLE_REWARD
 
 
 def refuse_untrainable(spec: RunSpec) -> None:
@@ -229,15 +295,17 @@ def refuse_untrainable(spec: RunSpec) -> None:
 def refuse_without_task(spec: RunSpec, where: str) -> None:
     """For a call without a recipe, whose default task would be a surprise.
 
+    Args:
+        where: the command ("tidemill train") or function ("tidemill.train").
+
     Raises:
         UserError: no override has a section [task], and no client sends prompts.
     """
     if "task" not in spec.model_fields_set and not spec.gateway.sessions:
         what = f"there is no recipe, no data, no task and no environment, and no run in {spec.directory}"
-        hint = (
-            "name a recipe such as @char-addition (`tidemill recipe list`) or --task.kind=file --task.path=rows.jsonl; "
-            "from Python give data=rows and rewards=[...]"
-        )
+        hint = 'give data=rows and rewards=[...], or a recipe such as "char-addition"'
+        if " " in where:
+            hint = "name a recipe such as @char-addition (`tidemill recipe list`), or --task.kind=file --task.path=FILE"
         raise UserError(what, where=where, hint=hint)
 
 

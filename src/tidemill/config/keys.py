@@ -190,25 +190,36 @@ def did_you_mean(given: str, names: Iterable[str]) -> str:
 def suggest(path: Sequence[str | int], *, kind: str = "") -> str:
     """The key closest to a misspelt path, dotted; empty if none is close.
 
-    In order: a similar name or the initials in the same section, the same name in another section, and, if the section
-    is unknown too, the most similar path. Keys of other variants than `kind` are excluded.
+    In order: the same path with _ or - for dots; for a name without a section the same name in one; a similar name or
+    the initials in the same section; the same name in another section; and, if the section is unknown too, the most
+    similar path, then a key with a similar name. Keys of other variants than `kind` are excluded; without a kind, only
+    the last two steps exclude them.
     """
     names = tuple(part for part in path if isinstance(part, str))
     section, leaf = names[:-1], names[-1].replace("-", "_")
     candidates = [key.path for key in all_keys() if not key.variant or key.variant == kind]
     candidates += [known for known in sorted(sections()) if known != section and known not in candidates]
+    joined = {"_".join(part for part in known if part != ITEM): known for known in candidates}
+    if known_path := joined.get("_".join(names).replace("-", "_")):
+        return dotted(known_path)
+    same_name = [key.path for key in all_keys() if key.path[-1] == leaf and (not kind or key.variant in ("", kind))]
+    if same_name and not section:
+        return dotted(min(same_name, key=len))
     siblings = {known[-1]: known for known in candidates if tuple(p for p in known[:-1] if p != ITEM) == section}
     for close in difflib.get_close_matches(leaf, siblings, 1, 0.6):
         return dotted(siblings[close])
     for name, known in siblings.items():
         if "_" in name and leaf == "".join(word[:1] for word in name.split("_")):
             return dotted(known)
-    same_name = [known for known in candidates if known[-1] == leaf and known not in sections()]
     if same_name:
         return dotted(min(same_name, key=len))
     by_text = {dotted(known).replace(ITEM, ""): known for known in candidates}
     similar = [] if section in sections() else difflib.get_close_matches(".".join(names), by_text, 1, 0.6)
-    return dotted(by_text[similar[0]]) if similar else ""
+    if similar:
+        return dotted(by_text[similar[0]])
+    by_name = {known[-1]: known for known in sorted(candidates, key=len, reverse=True)}
+    alike = [] if section else difflib.get_close_matches(leaf, by_name, 1, 0.85)
+    return dotted(by_name[alike[0]]) if alike else ""
 
 
 def _section_keys(model: type[BaseModel], prefix: KeyPath, variant: str = "") -> Iterator[Key]:

@@ -47,6 +47,8 @@ COMMAND_FLAGS = (
     "prune-stale",
     "html",
 )  # options of the commands, suggested for misspelt ones
+TRUTH_VALUES = ("true", "false", "yes", "no", "on", "off", "1", "0")  # only the first two are accepted
+OTHER_FORMATS = (".yaml", ".yml", ".json", ".jsonl", ".py")
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 SCENARIOS = RECIPES.with_name("scenarios")
 STAGES = "stage"  # a recipe's array of stages
@@ -136,7 +138,7 @@ def split_arguments(args: Sequence[str]) -> Arguments:
 
 def _is_value(item: str, key: Key | None) -> bool:
     if key is not None and key.is_flag:
-        return item in ("true", "false")
+        return item.lower() in TRUTH_VALUES
     return not item.startswith("--") and item != "=" and (key is not None or not item.startswith("@"))
 
 
@@ -216,7 +218,7 @@ def missing_values(assignments: Sequence[Assignment]) -> list[ConfigIssue]:
             continue
         flags = difflib.get_close_matches(path[0], COMMAND_FLAGS, 1, 0.7) if len(path) == 1 else []
         closest = flags[0] if flags else suggest(path)
-        plain = f"did you mean --{closest}?" if closest else "`tidemill train --help` lists every option"
+        plain = f"did you mean --{closest}?" if closest else "`tidemill train --help-all` lists every key"
         hint = foreign_hint(path, closest) or plain
         issues.append(ConfigIssue(key=option, what="unknown option", hint=hint))
     return issues
@@ -228,9 +230,18 @@ def recipe_layer(name: str) -> Layer:
     Raises:
         ConfigError: the file is missing, unreadable or not TOML.
     """
+    if not name:
+        hint = "write @recipe.toml, without a space"
+        raise ConfigError([ConfigIssue(key="@", what="names no recipe", hint=hint)])
     path = recipe_path(name)
+    if path.suffix in OTHER_FORMATS and path.is_file():
+        hint = "write it as TOML; `tidemill recipe show jsonl` shows one"
+        raise ConfigError([ConfigIssue(key=f"@{name}", what="recipes are TOML files", hint=hint)])
+    if path.is_dir() and (path / "config.toml").is_file():
+        hint = f"write --run.dir {name} to resume it, or @{path / 'config.toml'} to take its configuration"
+        raise ConfigError([ConfigIssue(key=f"@{name}", what="is the directory of a run, not a recipe", hint=hint)])
     try:
-        text = path.read_bytes().decode()
+        text = path.read_bytes().decode("utf-8-sig")  # some editors of Windows begin a file with a byte order mark
     except (FileNotFoundError, NotADirectoryError):
         issue = ConfigIssue(key=f"@{name}", what="no such file", hint=nearby_recipes(path))
     except UnicodeDecodeError:
@@ -384,7 +395,8 @@ def read_sources(args: Sequence[str]) -> Sources:
     if "=" in given.rest:
         raise ConfigError([ConfigIssue(key="=", what="stands alone", hint="write --section.key=value, without spaces")])
     if given.rest:
-        raise ConfigError([_unexpected(item) for item in given.rest])
+        options = [item for item in given.rest if item.startswith("-")]  # what follows them is their value
+        raise ConfigError([_unexpected(item) for item in options or given.rest])
     layers, issues = [], list[ConfigIssue]()
     for recipe in given.recipes:
         try:
@@ -399,11 +411,17 @@ def read_sources(args: Sequence[str]) -> Sources:
 def _unexpected(item: str) -> ConfigIssue:
     if item.endswith(".toml") or Path(item).is_file() or item in built_in_recipes():
         return ConfigIssue(key=item, what="a recipe needs a leading @", hint=f"write @{item}")
-    name, sign, value = item.partition("=")
-    if sign and _key(tuple(name.split("."))):
-        return ConfigIssue(key=item, what="an override needs leading dashes", hint=f"write --{name}={value}")
-    if sign and (hint := foreign_hint((name.lstrip("+"),), "")):
-        return ConfigIssue(key=item, what="an override needs leading dashes and a key of Tidemill", hint=hint)
+    name, sign, value = item.lstrip("+-").partition("=")
+    if _key(tuple(name.split("."))):
+        return ConfigIssue(key=item, what="an override needs two leading dashes", hint=f"write --{name}{sign}{value}")
+    if sign and (hint := foreign_hint((name,), "")):
+        return ConfigIssue(key=item, what="an override needs two leading dashes and a key of Tidemill", hint=hint)
+    if item.startswith("-"):
+        hint = "options begin with two dashes; `tidemill train --help` lists them"
+        return ConfigIssue(key=item, what="unknown option", hint=hint)
+    if Path(item).is_dir():
+        hint = f"write --checkpoint {item} to use the model in it; train resumes a run with --run.dir {item}"
+        return ConfigIssue(key=item, what="unexpected argument", hint=hint)
     return ConfigIssue(key=item, what="unexpected argument", hint="write @recipe.toml or --section.key value")
 
 

@@ -197,7 +197,7 @@ def load_recipe(args: Sequence[str]) -> RunSpec | PipelineSpec:
         ConfigError: every issue found, including circular references and missing inputs of stages.
     """
     return read_sources(args).composed(
-        lambda layers: compose_stages(layers) if has_stages(layers) else compose(layers, purpose="train")
+        lambda layers: compose_stages(layers) if has_stages(layers) else _single_run(layers, purpose="train")
     )
 
 
@@ -214,7 +214,23 @@ def load_overridden(
         ConfigError: every issue found.
     """
     layers = override_layers(recipe, overrides)
-    return compose_stages(layers) if has_stages(layers) else compose(layers, purpose=purpose)
+    return compose_stages(layers) if has_stages(layers) else _single_run(layers, purpose=purpose)
+
+
+def _single_run(layers: Sequence[Layer], *, purpose: Purpose) -> RunSpec:
+    """A recipe without stages.
+
+    Raises:
+        ConfigError: every issue found; also for rows in [data], which RL would not read.
+    """
+    spec = compose(layers, purpose=purpose)
+    if purpose == "train" and (spec.data.path or spec.data.sources):
+        key = "path" if spec.data.path else "sources"
+        source = next(filter(None, (layer.locate(("data", key)) for layer in reversed(layers))), "")
+        what = "only stages of kind sft, reward_model and dpo read this"
+        hint = f'write task.{key} (of task.kind = "file"), or make the recipe one with [[stage]] tables'
+        raise ConfigError([ConfigIssue(key=f"data.{key}", what=what, source=source, hint=hint)])
+    return spec
 
 
 def load_directory(recipe: str | Path | None, overrides: Mapping[str, Any]) -> Path:

@@ -17,6 +17,15 @@ from tidemill.config.schema import RunSpec
 
 _HEADER = re.compile(r"^\s*\[(?P<array>\[?)\s*(?P<path>[^\[\]]+?)\s*\]\]?\s*(#.*)?$")
 _ASSIGNMENT = re.compile(r"""^\s*(?P<path>[\w"'. -]+?)\s*=""")
+SYNTAX_HINTS = {
+    "invalid value": 'quote text, as in source = "char", and write true and false in lower case',
+    "hex value": "write / in paths, or put them in single quotes",
+    "unescaped '\\'": "write / in paths, or put them in single quotes",
+    "expected '=' after a key": "write key = value",
+    "cannot overwrite a value": "set each key once",
+    "cannot declare": "write each header once, with all keys of the section below it",
+}
+"""By a part of the parser's message."""
 
 
 def parse_toml(text: str, *, source: str) -> dict[str, Any]:
@@ -34,7 +43,8 @@ def parse_toml(text: str, *, source: str) -> dict[str, Any]:
         what = message[: position.start()] if position else message
         what = what[:1].lower() + what[1:]
         column = f", column {position[2]}" if position and position[2] else ""
-        issue = ConfigIssue(key=f"{source}:{line}", what=f"not valid TOML{column}: {what}", hint="correct that line")
+        hint = next((hint for part, hint in SYNTAX_HINTS.items() if part in what), "correct that line")
+        issue = ConfigIssue(key=f"{source}:{line}", what=f"not valid TOML{column}: {what}", hint=hint)
         raise ConfigError([issue]) from None
 
 

@@ -1,7 +1,8 @@
-"""The folder of files that outlive a run."""
+"""The folder of files that outlive a run, and paths similar to a missing one."""
 
 from __future__ import annotations
 
+import difflib
 import os
 from pathlib import Path
 
@@ -13,3 +14,13 @@ def cache_dir() -> Path:
     if base := os.environ.get("XDG_CACHE_HOME"):
         return Path(base).expanduser() / "tidemill"
     return Path.home() / ".cache" / "tidemill"
+
+
+def similar_path(missing: Path, *, files: bool = False) -> str:
+    """A hint with the folder (or file) beside a missing one whose name is closest; empty if there is none."""
+    if missing.exists() or not missing.parent.is_dir():
+        return ""
+    beside = [each for each in missing.parent.iterdir() if not each.name.startswith(".")]
+    names = {each.stem if files else each.name: each for each in beside if (each.is_file() if files else each.is_dir())}
+    close = difflib.get_close_matches(missing.stem if files else missing.name, names, n=1, cutoff=0.6)
+    return f"did you mean {names[close[0]]}?" if close else ""

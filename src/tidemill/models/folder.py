@@ -18,6 +18,7 @@ ADAPTER_CONFIG = "adapter_config.json"
 RUN = "config.toml"  # in a run directory
 DESCRIPTION = "tidemill.json"  # describes the head of a reward or value model; see models.reward_model
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tokenizer_config.json")
+LFS_BYTES = 1000  # a pointer is smaller
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
@@ -84,6 +85,9 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
     except FileNotFoundError as error:
         raise damaged("the weight file is missing", file) from error
     except SafetensorError as error:
+        if file.stat().st_size < LFS_BYTES and file.read_bytes().startswith(b"version https://git-lfs"):
+            hint = "run `git lfs pull` in its folder, or download the file"
+            raise UserError("is a pointer of Git LFS, not the weights", where=str(file), hint=hint) from error
         raise damaged(f"the weight file is damaged ({error})", file) from error
     except OSError as error:
         raise UserError(f"the weight file cannot be read ({error})", where=str(file)) from error
@@ -162,6 +166,9 @@ def refuse_other_folder(folder: Path) -> None:
         raise UserError(what, where=str(folder), hint=hint)
     if (folder / CONFIG).is_file() or holds_adapter(folder):
         return
+    if any(folder.glob("*.gguf")):
+        what, hint = "the folder has GGUF files and no config.json", "give the model's safetensors version"
+        raise UserError(what, where=str(folder), hint=hint)
     what = "the folder has no config.json" if any(folder.iterdir()) else "the folder is empty"
     raise UserError(what, where=str(folder), hint=_hint_for(folder))
 

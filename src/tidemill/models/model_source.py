@@ -38,6 +38,7 @@ from tidemill.config.load import PREFIX
 from tidemill.config.model import BUILT_IN_MODELS, LoraConfig, ModelConfig
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError
+from tidemill.core.folders import similar_path
 from tidemill.hardware.model_config import CONFIG
 from tidemill.models.checkpoint_manifest import pinned, read_manifest
 from tidemill.models.folder import ADAPTER_CONFIG, DESCRIPTION, holds_adapter, is_local, refuse_other_folder
@@ -130,7 +131,7 @@ def _missing(path: Path) -> UserError:
     if STEP_FOLDER.fullmatch(path.name) and not path.parent.exists():
         hint = "put its run back, or correct the path; a run that started from it keeps the path in its config.toml"
         return UserError("the run of this checkpoint was moved or deleted", where=str(path), hint=hint)
-    hint = similar_folder(path) or "give a folder with config.json and its weights, or the directory of a run"
+    hint = similar_path(path) or "give a folder with config.json and its weights, or the directory of a run"
     return UserError("there is no such folder", where=str(path), hint=hint)
 
 
@@ -142,15 +143,6 @@ def is_run(path: Path) -> bool:
     if run.exists or run.manifest.is_file() or (path / PIPELINE_STATE).is_file():
         return True
     return run.checkpoints.is_dir() or bool(_steps(path))
-
-
-def similar_folder(path: Path) -> str:
-    """A hint with the folder beside a missing one whose name is closest; empty if there is none."""
-    if not path.parent.is_dir():
-        return ""
-    names = [each.name for each in path.parent.iterdir() if each.is_dir() and not each.name.startswith(".")]
-    close = difflib.get_close_matches(path.name, names, n=1, cutoff=0.6)
-    return f"did you mean {path.parent / close[0]}?" if close else ""
 
 
 def checkpoints_of(run: Path) -> list[Path]:
@@ -261,7 +253,7 @@ def unknown_model(name: str) -> UserError:
 def did_you_mean(name: str) -> str:
     """A hint with the built-in model or the local folder whose name is closest; empty if there is none."""
     close = difflib.get_close_matches(name.rpartition("/")[2].lower(), BUILT_IN_MODELS, n=1, cutoff=0.6)
-    return f"did you mean {close[0]}?" if close else similar_folder(Path(name))
+    return f"did you mean {close[0]}?" if close else similar_path(Path(name))
 
 
 @contextmanager

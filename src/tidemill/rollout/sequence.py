@@ -20,6 +20,8 @@ from tidemill.core.records import (
     pack_tokens,
 )
 
+SHOWN_CHARS = 60
+
 
 class Sequence:
     """A sample in the engine: known tokens (prompt, prefix, generated), and the logprobs since the last delta.
@@ -37,9 +39,10 @@ class Sequence:
     def __init__(self, request: GenerateRequest, context: int) -> None:
         prompt = np.frombuffer(request.prompt_ids, np.int32)
         prefix = np.frombuffer(request.prefix_ids, np.int32)
-        where = f"prompt {request.sample_id.prompt_id}"
+        name = request.sample_id.prompt_id  # of a prompt from the command line, its text
+        where = f"prompt {name if len(name) <= SHOWN_CHARS else name[:SHOWN_CHARS] + '...'}"
         if not len(prompt):
-            raise UserError("the prompt is empty", where=where)
+            raise UserError("the prompt is empty", where=where, hint="give at least one character")
         if len(prompt) + len(prefix) >= context:
             length = len(prompt) + len(prefix)
             raise UserError(

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, contextmanager, suppress
 from typing import Any, TextIO, TypeAlias
 
-from tidemill.config.issues import refuse_untrainable, refuse_without_task, without_effect
+from tidemill.config.issues import refuse_untrainable, refuse_without_task, shown_value, without_effect
 from tidemill.config.load import differences, from_toml
 from tidemill.config.pipeline import StageKind
 from tidemill.config.schema import RunSpec
@@ -42,6 +42,7 @@ from tidemill.telemetry.recorder import Recorder
 from tidemill.telemetry.report import report_at_the_end
 from tidemill.telemetry.run_dir import PROMPTS, PromptFormat, RunDirectory
 
+SHOWN_CHANGES = 6
 RESUMABLE = ("run.dir", "run.name", "run.check_memory",
              "trainer.steps", "trainer.hours", "trainer.threads", "trainer.shards",
              "engine.tick_s", "checkpoint.", "telemetry.", "eval.", "runtime", "pool.", "fleet.", "ray.",
@@ -208,20 +209,22 @@ def check_same_config(run: RunDirectory, spec: RunSpec) -> RunSpec | None:
         The configuration of the run's newest session; None before the first step.
 
     Raises:
-        UserError: naming every key that differs.
+        UserError: naming the first keys that differ.
     """
     stored = run.read_config()
     if stored is None or MODEL_DIGEST not in run.read_manifest():
         return None
     earlier = from_toml(stored, source=str(run.config))
     changed = [
-        f"{key} = {new!r}, the run has {old!r}"
+        f"{key} = {shown_value(new)}, the run has {shown_value(old)}"
         for key, old, new in differences(earlier, spec)
         if not key.startswith(RESUMABLE)
     ]
     if changed:
+        more = len(changed) - SHOWN_CHANGES
+        shown = changed[:SHOWN_CHANGES] + ([f"and {more} more"] if more > 0 else [])
         raise UserError(
-            "this run was started with another configuration: " + "; ".join(changed),
+            "this run was started with another configuration: " + "; ".join(shown),
             where=str(run.path),
             hint="resume with the configuration in its config.toml, or choose another --run.dir",
         )

@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple, Self
 from tidemill.config.load import from_toml
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError
+from tidemill.core.folders import similar_path
 from tidemill.core.formatting import counted, decimal
 from tidemill.telemetry.events import (
     DATA,
@@ -173,7 +174,7 @@ class RunData:
         """
         run = RunDirectory(path)
         if not any(file.exists() for file in (run.config, run.manifest, run.events, run.metrics)):
-            raise UserError("no run there", where=where or str(path), hint=NO_RUN)
+            raise UserError("no run there", where=where or str(path), hint=similar_path(path) or NO_RUN)
         run.refuse_other_format()
         damaged_logs(run)
         return cls.load(run)

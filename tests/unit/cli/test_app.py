@@ -50,7 +50,10 @@ def test_every_verb_has_help(run: Run, verb: str) -> None:
         (("@a.toml",), "error: @a.toml: expected a verb first\n  write `tidemill train @a.toml`, or another verb\n"),
         (
             ("--run.seed", "3"),
-            "error: --run.seed: expected a verb first\n  write `tidemill train --run.seed`, or another verb\n",
+            (
+                "error: --run.seed: expected a verb first\n  write `tidemill train @recipe.toml` and options after it; "
+                "`tidemill --help` lists the verbs\n"
+            ),
         ),
     ],
 )

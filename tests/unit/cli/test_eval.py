@@ -14,6 +14,8 @@ from tidemill.models.model_source import ModelSource
 
 Asked = list[tuple[RunSpec, str | None]]
 
+TASK = "--task.kind=arithmetic"
+
 
 @pytest.fixture
 def asked(pretend: Pretend) -> Asked:
@@ -32,11 +34,11 @@ def asked(pretend: Pretend) -> Asked:
 
 
 def test_figures_for_people_and_programs(run: Run, asked: Asked) -> None:
-    ran = run("eval", "--eval.prompts=64")
+    ran = run("eval", TASK, "--eval.prompts=64")
     assert ran.code == 0
     assert ran.out.splitlines() == ["greedy_accuracy  0.8125", "n                64"]
     assert ran.err == "half way\n"
-    assert run("eval", "--json").data["samples"] == [{"prompt": "1+1="}]
+    assert run("eval", TASK, "--json").data["samples"] == [{"prompt": "1+1="}]
     assert asked[0][0].eval.prompts == 64
     assert asked[0][1] is None
 
@@ -88,16 +90,16 @@ def test_no_checkpoint_there(run: Run, asked: Asked, tmp_path: Path, folder: str
 
 def test_another_model_may_be_named_to_compare_with(run: Run, asked: Asked, tmp_path: Path) -> None:
     late = checkpoint(tmp_path / "D" / "checkpoints" / "step_10")
-    assert run("eval", "--compare", "D").code == 0
-    assert run("eval", "--compare", "char").code == 0
+    assert run("eval", TASK, "--compare", "D").code == 0
+    assert run("eval", TASK, "--compare", "char").code == 0
     other = checkpoint(tmp_path / "char")  # the name goes first
-    assert run("eval", "--compare", "char").code == 0
-    assert run("eval", "--compare", "./char").code == 0
+    assert run("eval", TASK, "--compare", "char").code == 0
+    assert run("eval", TASK, "--compare", "./char").code == 0
     assert [found for _, found in asked] == [str(late.relative_to(tmp_path)), "char", "char", str(other)]
 
 
 def test_no_model_there_to_compare_with(run: Run, asked: Asked) -> None:
-    ran = run("eval", "--compare", "./none")
+    ran = run("eval", TASK, "--compare", "./none")
     assert ran.code == 2
     assert ran.err.startswith("error: --compare none: there is no such folder")
     assert asked == []
@@ -135,7 +137,7 @@ def test_every_figure_for_people() -> None:
 
 
 def test_dry_run(run: Run, asked: Asked) -> None:
-    assert "evaluation  at most 64 held-out prompts" in run("eval", "--dry-run").out
+    assert "evaluation  at most 64 held-out prompts" in run("eval", TASK, "--dry-run").out
     assert asked == []
 
 
@@ -148,7 +150,7 @@ def test_a_damaged_checkpoint_is_not_measured(run: Run, asked: Asked, tmp_path: 
     (folder / "trainer_state" / "moments").unlink()  # a model is not loaded from that
     assert run("eval", "--checkpoint", "D").code == 0
     (folder / "model.safetensors").write_bytes(b"weightz")
-    ran = run("eval", "--compare", "D")
+    ran = run("eval", TASK, "--compare", "D")
     assert ran.code == 2
     assert "the checkpoint is damaged: model.safetensors does not match its checksum" in ran.err
     assert len(asked) == 1

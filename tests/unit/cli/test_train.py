@@ -30,7 +30,7 @@ def test_a_run_and_its_summary(run: Run, pretend: Pretend) -> None:
         return SUMMARY
 
     pretend("tidemill.runtime.train", "train", train)
-    ran = run("train", "--trainer.steps", "20", "--run.dir", "D")
+    ran = run("train", "@char-addition", "--trainer.steps", "20", "--run.dir", "D")
     assert ran.code == 0
     assert ran.out.splitlines() == [
         "a library's noise",

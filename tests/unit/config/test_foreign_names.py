@@ -112,7 +112,7 @@ def test_explained(name: str, text: str) -> None:
         ("--learning_rate 1e-5", "learning_rate", "did you mean optimizer.learning_rate?"),
         ("--batch.group_szie 8", "batch.group_szie", "did you mean batch.group_size?"),
         ("--name mine", "name", "did you mean run.name?"),
-        ("--zzz 1", "zzz", "`tidemill train --help` lists every key"),
+        ("--zzz 1", "zzz", "`tidemill train --help-all` lists every key"),
     ],
 )
 def test_unknown_keys_of_other_frameworks(args: str, key: str, hint: str) -> None:

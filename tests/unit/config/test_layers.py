@@ -112,7 +112,7 @@ def test_a_value_in_place_of_a_section_is_kept_for_validation(prefix: tuple[str,
         ("trainer.steps", "needs a value", "write --trainer.steps VALUE (integer >= 1)"),
         ("dry-rnu", "unknown option", "did you mean --dry-run?"),
         ("trainer.stpes", "unknown option", "did you mean --trainer.steps?"),
-        ("xyzzy", "unknown option", "`tidemill train --help` lists every option"),
+        ("xyzzy", "unknown option", "`tidemill train --help-all` lists every key"),
     ],
 )
 def test_options_without_a_value(path: str, what: str, hint: str) -> None:

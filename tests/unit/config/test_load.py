@@ -118,7 +118,7 @@ wieght = 1
         ("sampling.top_p", "command line", ""),
         ("batch.order", "command line", "did you mean arrival?"),
         ("trainer.stpes", "a.toml:4", "did you mean trainer.steps?"),
-        ("herd", "a.toml:5", "`tidemill train --help` lists every key"),
+        ("herd", "a.toml:5", "`tidemill train --help-all` lists every key"),
     ]
 
 
@@ -141,7 +141,12 @@ wieght = 1
         (("--sampling.stop", "x"), "sampling.stop", 'needs array of text, was given "x"', '["x"]'),
         (("--sampling.stop", "[x]"), "sampling.stop", 'was given "[x]"', "close every bracket and quote every text"),
         (("--scoring.rewards", "[{kind='exact'"), "scoring.rewards", "needs array of tables", "close every bracket"),
-        (("--scoring.rewards", "3"), "scoring.rewards", "needs array of tables, was given 3", "[{ KEY = VALUE }]"),
+        (
+            ("--scoring.rewards", "3"),
+            "scoring.rewards",
+            "needs array of tables, was given 3",
+            'write [{ kind = "exact" }]',
+        ),
         (("--sampling.stop", '["x", ""]'), "sampling.stop[1]", "is empty", "at least one character"),
         (("--sampling.stop", "[1]"), "sampling.stop[0]", "needs text, was given 1", ""),
         (("--telemetry.sinks", '["wandbb"]'), "telemetry.sinks[0]", '"wandbb"', "did you mean wandb?"),

@@ -14,11 +14,15 @@ from typing import Any, NoReturn
 
 from tidemill.config.task import HUB
 from tidemill.core.errors import UserError, exception_text
+from tidemill.core.folders import similar_path
 from tidemill.core.packages import install_command
 from tidemill.core.records import Record
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 CURE = "one JSON object per line, as UTF-8"
+ARRAY_CURE = (
+    'one JSON object per line; of an array: `pandas.read_json(...).to_json("rows.jsonl", orient="records", lines=True)`'
+)
 BATCH_ROWS = 1024
 """Rows decoded at a time."""
 STATE = "state.json"
@@ -100,7 +104,8 @@ def _parsed(line: bytes, where: str) -> Any:
         raise UserError("not valid UTF-8 text", where=where, hint="save the file as UTF-8") from error
     except (ValueError, RecursionError) as error:
         fault = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
-        raise UserError(f"broken JSON: {fault}", where=where, hint=CURE) from error
+        hint = ARRAY_CURE if line.lstrip().startswith(b"[") else CURE
+        raise UserError(f"broken JSON: {fault}", where=where, hint=hint) from error
     return value
 
 
@@ -219,8 +224,7 @@ def open_rows(path: Path, *, section: str) -> RowFile:
     if str(path).startswith(HUB):
         return HubRows(path)
     if not path.exists():
-        keys = f"check {section}.path and {section}.held_out_path"
-        raise UserError("cannot read the data: No such file or folder", where=str(path), hint=keys)
+        raise UserError("cannot read the data: No such file or folder", where=str(path), hint=_elsewhere(path, section))
     if path.is_dir():
         return SavedFolder(path)
     if path.suffix.lower() in (".csv", ".tsv"):
@@ -229,7 +233,22 @@ def open_rows(path: Path, *, section: str) -> RowFile:
             'save it as JSONL: `pandas.read_csv(...).to_json("rows.jsonl", orient="records", lines=True)`',
         )
         raise UserError(what, where=str(path), hint=hint)
+    if path.suffix.lower() in (".gz", ".zst", ".bz2", ".xz", ".zip"):
+        raise UserError("compressed files are not read", where=str(path), hint="unpack it and name the unpacked file")
     return Parquet(path) if path.suffix.lower() == ".parquet" else JsonLines(path)
+
+
+def _elsewhere(missing: Path, section: str) -> str:
+    """A hint for a path where there is nothing."""
+    if "https:" in missing.parts or "http:" in missing.parts:
+        return "download it: data is read from files, folders and the hub (hub:OWNER/NAME)"
+    if "*" in missing.name:
+        return f"name one file, or several as {section}.sources"
+    if similar := similar_path(missing, files=True):
+        return similar
+    if not missing.suffix and not missing.parent.exists():
+        return f"check {section}.path; a data set of the hub is hub:{missing.parent.name}/{missing.name}"
+    return f"check {section}.path and {section}.held_out_path"
 
 
 def rows_of(file: RowFile, *, section: str, shape: str) -> Iterator[Row]:
@@ -247,7 +266,7 @@ def rows_of(file: RowFile, *, section: str, shape: str) -> Iterator[Row]:
         for number, locator, value in file.values():
             if not isinstance(value, dict):
                 what = f"expected a JSON object, found {type(value).__name__}"
-                raise UserError(what, where=file.where(number), hint=shape)
+                raise UserError(what, where=file.where(number), hint=ARRAY_CURE if isinstance(value, list) else shape)
             empty = False
             yield Row(fields=value, where=file.where(number), number=number, locator=locator)
     except OSError as error:

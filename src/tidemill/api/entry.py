@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import inspect
 import re
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -128,6 +130,9 @@ def boundary_error(error: BaseException) -> BaseException:
     """
     root = root_error(error)
     if isinstance(root, KeyboardInterrupt):
+        # torch imports it at exit; Python would then forget that an interrupt ended the script, and end with code 1
+        with contextlib.suppress(ImportError):
+            importlib.import_module("tabulate")
         return _alone(root)
     if not isinstance(root, Exception):  # SystemExit, the cancellation of a task
         return error

@@ -129,13 +129,11 @@ def boundary_error(error: BaseException) -> BaseException:
     Raise it outside of the `except` block, so that it has no context.
     """
     root = root_error(error)
-    if isinstance(root, KeyboardInterrupt):
+    if not isinstance(root, Exception):  # an interrupt, SystemExit, the cancellation of a task
         # torch imports it at exit; Python would then forget that an interrupt ended the script, and end with code 1
         with contextlib.suppress(ImportError):
             importlib.import_module("tabulate")
-        return _alone(root)
-    if not isinstance(root, Exception):  # SystemExit, the cancellation of a task
-        return error
+        return _alone(root) if isinstance(root, KeyboardInterrupt) else error
     if (known := as_user_error(root)) is not None:
         known.hint = _in_python(known.hint)
         return _alone(known)

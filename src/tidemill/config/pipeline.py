@@ -221,12 +221,15 @@ def _single_run(layers: Sequence[Layer], *, purpose: Purpose) -> RunSpec:
     """A recipe without stages.
 
     Raises:
-        ConfigError: every issue found; also for rows in [data], which RL would not read.
+        ConfigError: every issue found; also for rows in [data], which RL would not read. (The configuration of a run of
+            another kind has them: the directory of that run is refused where it is opened.)
     """
     spec = compose(layers, purpose=purpose)
     if purpose == "train" and (spec.data.path or spec.data.sources):
         key = "path" if spec.data.path else "sources"
         source = next(filter(None, (layer.locate(("data", key)) for layer in reversed(layers))), "")
+        if Path(source).with_name("manifest.json").is_file():
+            return spec
         what = "only stages of kind sft, reward_model and dpo read this"
         hint = f'write task.{key} (of task.kind = "file"), or make the recipe one with [[stage]] tables'
         raise ConfigError([ConfigIssue(key=f"data.{key}", what=what, source=source, hint=hint)])

@@ -37,7 +37,7 @@ Index = NDArray[Any]
 """[N] of `INDEX`."""
 INDEX_FOLDER = "index"
 """Folder of the indexes in `cache_dir()`."""
-FORMAT = 3
+FORMAT = 4
 """Part of an index's file name; raised when its content changes."""
 CHUNK_ROWS = 1 << 16
 CHECKED_ROWS = 64

@@ -265,7 +265,7 @@ MISTAKES = {
     "NaN in a column": Mistake(lambda: train(data=[{"prompt": "1", "x": float("nan")}] * 8), ("column x", "nan")),
     "an undesired completion": Mistake(lambda: tm.sft(data=KTO, overrides=CHAR), ("line 2", "`label` is false", "KTO")),
     "unpaired preferences": Mistake(
-        lambda: tm.dpo(data=KTO, overrides=CHAR), ("line 1", "`chosen`", "whose label is true")
+        lambda: tm.dpo(data=KTO, overrides=CHAR), ("data[0]", "`chosen`", "whose label is true")
     ),
     "an empty file": Mistake(lambda: train(data=file("e.jsonl", "")), ("e.jsonl", "no rows")),
     "broken JSON": Mistake(lambda: train(data=file("b.jsonl", '{"prompt": "1"\n')), ("b.jsonl", "line 1")),

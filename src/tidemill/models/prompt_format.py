@@ -8,8 +8,8 @@ from collections.abc import Callable
 from tidemill.config.schema import RunSpec
 from tidemill.config.task import FileTask, ReasoningGymTask
 from tidemill.config.toml import to_toml
-from tidemill.models.model_source import SUPERVISED, ModelSource
-from tidemill.telemetry.run_dir import PromptFormat, RunDirectory
+from tidemill.models.model_source import ModelSource
+from tidemill.telemetry.run_dir import SUPERVISED, PromptFormat, RunDirectory
 
 
 def prompt_format(spec: RunSpec, model: ModelSource) -> PromptFormat:

@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Any, Literal, Self, TextIO, TypeAlias
 
 from tidemill.config.schema import RunSpec
-from tidemill.core.errors import TidemillError, UserError, describe_error, exception_text, root_error
+from tidemill.core.errors import UserError, describe_error, error_line, root_error
 from tidemill.core.protocols import Clock
 from tidemill.core.records import FleetRow, Prompt, StepMetrics, Trajectory
 from tidemill.telemetry.events import (
@@ -341,7 +341,7 @@ class Recorder:
         self._note_all(self._fleet_lines.due(closing=True))
         try:
             self._sinks.close(failed=outcome == "failed")
-            reason = {} if error is None else {"error": _type_and_message(error)}
+            reason = {} if error is None else {"error": error_line(error)}
             self.event(SESSION_END, outcome=outcome, step=self._progress.step, **reason)
         except UserError as error:
             self.note(str(error))
@@ -403,14 +403,6 @@ class NullTelemetry:
 
     def fleet(self, rows: Sequence[FleetRow]) -> None:
         pass
-
-
-def _type_and_message(error: BaseException) -> str:
-    """The root error on one line."""
-    root = root_error(error)
-    if not isinstance(root, TidemillError):
-        return exception_text(root)
-    return f"{type(root).__name__}: {'; '.join(line.strip() for line in str(root).splitlines())}"
 
 
 def _shortened(text: str) -> str:

@@ -261,11 +261,13 @@ MISTAKES = {
     "a data frame": Mistake(
         lambda: train(data=datasets.Dataset.from_list(ROWS).to_pandas()), ("DataFrame", 'to_dict("records")')
     ),
-    "files without weights": Mistake(lambda: train(data=["a.jsonl", "b.jsonl"]), ("data, row 0", '(1, "a.jsonl")')),
+    "files without weights": Mistake(lambda: train(data=["a.jsonl", "b.jsonl"]), ("data[0]", '(1, "a.jsonl")')),
     "NaN in a column": Mistake(lambda: train(data=[{"prompt": "1", "x": float("nan")}] * 8), ("column x", "nan")),
-    "an undesired completion": Mistake(lambda: tm.sft(data=KTO, overrides=CHAR), ("line 2", "`label` is false", "KTO")),
+    "an undesired completion": Mistake(
+        lambda: tm.sft(data=KTO, overrides=CHAR), ("data[1]", "`label` is false", "KTO")
+    ),
     "unpaired preferences": Mistake(
-        lambda: tm.dpo(data=KTO, overrides=CHAR), ("line 1", "`chosen`", "whose label is true")
+        lambda: tm.dpo(data=KTO, overrides=CHAR), ("data[0]", "`chosen`", "whose label is true")
     ),
     "an empty file": Mistake(lambda: train(data=file("e.jsonl", "")), ("e.jsonl", "no rows")),
     "broken JSON": Mistake(lambda: train(data=file("b.jsonl", '{"prompt": "1"\n')), ("b.jsonl", "line 1")),
@@ -273,11 +275,11 @@ MISTAKES = {
     "a CSV file": Mistake(lambda: train(data=file("r.csv", "prompt,answer\n1+1=,2\n")), ("r.csv", ".jsonl")),
     "other columns": Mistake(lambda: train(data=[{"question": "1", "label": "2"}] * 8), ("prompt", "columns")),
     "no answer": Mistake(lambda: train(data=[{"prompt": f"{a}+1="} for a in range(9)], rewards=["exact"]), ("answer",)),
-    "rows are texts": Mistake(lambda: train(data=["1+1="] * 8), ("data, row 0", "str")),
+    "rows are texts": Mistake(lambda: train(data=["1+1="] * 8), ("data[0]", "str")),
     "a dict of columns": Mistake(lambda: train(data={"prompt": ["1+1="], "answer": ["2"]}), ("data", "rows")),
     "no rows": Mistake(lambda: train(data=[]), ("data", "rows")),
     "one row": Mistake(lambda: train(data=ROWS[:1]), ("rows",)),
-    "rows of arrays": Mistake(lambda: train(data=[{"prompt": "1", "x": np.zeros(2)}] * 8), ("data, row 0", "JSON")),
+    "rows of arrays": Mistake(lambda: train(data=[{"prompt": "1", "x": np.zeros(2)}] * 8), ("data[0]", "JSON")),
     "rows that fail": Mistake(lambda: train(data=broken()), ("data", "OSError", "the disk is gone")),
     "a prompt is a number": Mistake(lambda: train(data=[{"prompt": 3, "answer": "1"}] * 8), ("prompt", "row")),
     "messages without role": Mistake(lambda: train(data=[{"messages": [{"content": "1"}]}] * 8), ("role", "row")),

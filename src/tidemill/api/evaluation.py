@@ -17,6 +17,7 @@ from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError
 from tidemill.extensions.registry import provide
 from tidemill.models.model_source import ModelSource, open_model
+from tidemill.models.prompt_format import formatted_as_trained
 
 Recipe = str | Path | RunSpec | Run | None
 WARNING = "warning: "
@@ -44,7 +45,7 @@ def evaluate(
         model: as for `train`.
         tokenizer: of a `transformers` model.
         data: rows, all of which are evaluated, instead of the recipe's held-out prompts and sets. Without a recipe
-            they are formatted as the run that trained the model formats its rows.
+            these, and those of another task, are formatted as the run that trained the model formats its rows.
         columns: as for `train`.
         rewards: as for `train`. Default: those of the recipe that measure correctness.
         overrides: values by dotted key: `{"eval.samples_per_prompt": 8}` adds pass@k.
@@ -62,16 +63,16 @@ def evaluate(
         inputs.add_rewards(rewards)
         if data is not None:
             inputs.overrides["task"]["held_out_fraction"] = 1.0
-            trained = found if recipe is None else None  # formats rows as `generate` formats prompts
-            if system := _system_prompt(source, trained):
+            # New rows replace the task of a configuration.
+            if isinstance(source, RunSpec) and (system := getattr(source.task, "system_prompt", "")):
                 inputs.overrides["task"]["system_prompt"] = system
-            if trained is not None and trained.prompts.chat:
-                inputs.overrides["model.chat_template"] = True
             inputs.overrides["eval.prompts"] = EVERY_PROMPT
             inputs.overrides["eval.sets"] = []
         if rewards is not None:
             inputs.overrides["eval.rewards"] = inputs.overrides["scoring.rewards"]
         spec = load(source, {**inputs.overrides, **(overrides or {})}, purpose="eval")
+        if found is not None and (recipe is None or (isinstance(recipe, Run) and model is None)):
+            spec = formatted_as_trained(spec, found, note=_warn)
         provide(inputs.extensions)
         return run(spec, model=found, progress=_warn)
 
@@ -154,12 +155,6 @@ def export(
         return to
 
     return _run(job, None, model, tokenizer)
-
-
-def _system_prompt(source: str | Path | RunSpec | None, found: ModelSource | None) -> str:
-    """That of the configuration, whose task new rows replace, or of the run that trained the model."""
-    configured = str(getattr(source.task, "system_prompt", "")) if isinstance(source, RunSpec) else ""
-    return configured or (found.prompts.system_prompt if found is not None else "")
 
 
 T = TypeVar("T")

@@ -20,11 +20,12 @@ from tidemill.config.schema import SET_NAME
 from tidemill.config.task import HUB, Column, RewardConfig
 from tidemill.core.errors import UserError, exception_text
 from tidemill.envs.agents.environment import Environment, ToolEnvironment
+from tidemill.envs.text.row_files import GIVEN_AS
 from tidemill.extensions.registry import Extension, Kind, given_function
 from tidemill.extensions.results import shown
 from tidemill.models.model_source import checked, exact_source, given_as, locate
-from tidemill.telemetry.jsonl import disk_error, write_atomically
-from tidemill.telemetry.run_dir import RunDirectory
+from tidemill.telemetry.jsonl import disk_error, write_atomically, write_json
+from tidemill.telemetry.run_dir import RunDirectory, read_json
 
 COLUMNS = get_args(Column)
 OWNER_NAME = re.compile(r"[\w-]+/[\w-]+")
@@ -71,7 +72,10 @@ class Inputs:
             task = {"path": None, "sources": [], "held_out_path": None}
         if isinstance(data, (list, tuple)) and data and all(isinstance(each, tuple) for each in data):
             task["sources"] = [
-                {"weight": weight, "path": self._data_path(each, f"data[{number}]", f"train_{number}")}
+                {
+                    "weight": weight,
+                    "path": self._data_path(each, f"data[{number}]", f"train_{number}", rows=f"data[{number}][1]"),
+                }
                 for number, (weight, each) in enumerate(_pairs(data))
             ]
         else:
@@ -93,7 +97,12 @@ class Inputs:
             hint = "use letters, digits, - and _"
             raise UserError(f"{wrong[0]!r} is not a folder name", where="eval_sets", hint=hint)
         self.overrides["eval.sets"] = [
-            {"name": name, "path": str(self._data_path(rows, f"eval_sets, {name}", f"eval-{name}", addable=True))}
+            {
+                "name": name,
+                "path": self._data_path(
+                    rows, f"eval_sets, {name}", f"eval-{name}", addable=True, rows=f'eval_sets["{name}"]'
+                ),
+            }
             for name, rows in sets.items()
         ]
 
@@ -226,8 +235,13 @@ class Inputs:
         self.extensions.append(extension)
         return extension.ref
 
-    def _data_path(self, data: Any, where: str, name: str, *, addable: bool = False) -> str:
-        """Save rows; a run that has begun must have saved the same, unless they are new and `addable`."""
+    def _data_path(self, data: Any, where: str, name: str, *, addable: bool = False, rows: str = "") -> str:
+        """Save rows; a run that has begun must have saved the same, unless they are new and `addable`.
+
+        Args:
+            where: names the data in errors.
+            rows: names the list of rows, if it is only a part of the argument.
+        """
         if isinstance(data, (str, Path)) and RunDirectory(Path(data).expanduser()).exists:
             data = Run(Path(data).expanduser())
         if isinstance(data, Run):
@@ -237,9 +251,9 @@ class Inputs:
             raise UserError(f"there is no file {data}", where=where, hint=hint)
         if isinstance(data, (str, Path)):
             return str(data) if str(data).startswith(HUB) else str(Path(data).expanduser().absolute())
-        path = self.folder / f"{name}.jsonl"
-        rows = enumerate(self._rows(data, where))
-        content = b"".join(self._json_line(row, f"{where}, row {index}") for index, row in rows)
+        path, rows = self.folder / f"{name}.jsonl", rows or where
+        listed = enumerate(self._rows(data, where))
+        content = b"".join(self._json_line(row, f"{rows}[{index}]") for index, row in listed)
         if not content:
             raise UserError("has no rows", where=where, hint=self.shape)
         if self.kept and (path.is_file() or not addable):
@@ -252,6 +266,7 @@ class Inputs:
         except (FileNotFoundError, PermissionError) as error:
             raise disk_error(error, path.parent) from error
         write_atomically(path, content)
+        write_json(path.parent / GIVEN_AS, {**read_json(path.parent / GIVEN_AS), path.name: rows})
         return str(path.absolute())
 
     def _saved_model(self, model: Any, tokenizer: Any) -> Path:

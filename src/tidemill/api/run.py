@@ -13,12 +13,12 @@ from tidemill.config.load import from_toml
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError
 from tidemill.core.formatting import decimal
-from tidemill.models.model_source import SUPERVISED, checkpoints_of, locate, stage_folders
+from tidemill.models.model_source import checkpoints_of, locate, stage_folders
 from tidemill.pipeline.state import PipelineFolder
 from tidemill.telemetry.metrics import HELD_OUT, LOSS, PAIRWISE_ACCURACY, TOKEN_ACCURACY, MetricLine
 from tidemill.telemetry.progress_views import label_of
 from tidemill.telemetry.run_data import RunData
-from tidemill.telemetry.run_dir import RunDirectory, read_json
+from tidemill.telemetry.run_dir import SUPERVISED, RunDirectory, read_json
 from tidemill.telemetry.sample_files import Sample
 
 DATA_KINDS = ("demonstrations", "pairs")

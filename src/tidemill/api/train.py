@@ -312,7 +312,7 @@ def _checked_overrides(overrides: Any, run_dir: Any = None) -> dict[str, Any]:
 def _layered(recipe: str | Path | RunSpec | None, overrides: Overrides) -> tuple[str | Path | None, Overrides]:
     """A configuration given as an object becomes overrides of the defaults."""
     if isinstance(recipe, RunSpec):
-        return None, {**recipe.model_dump(mode="json"), **overrides}
+        return None, {**recipe.model_dump(mode="json", exclude_unset=True), **overrides}
     return recipe, overrides
 
 

@@ -21,6 +21,7 @@ from tidemill.core.formatting import interval
 from tidemill.envs.text.given_prompts import as_written, read_question_file
 from tidemill.models.checkpoint_manifest import refuse_damaged
 from tidemill.models.model_source import ModelSource, is_run
+from tidemill.models.prompt_format import formatted_as_trained
 
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 """All control characters but line feed and tab."""
@@ -48,6 +49,8 @@ def evaluate(
         spec = spec_for(items, model, purpose="eval")
         if model is None and not split_arguments(items).recipes:
             refuse_without_task(spec, "tidemill eval")
+        if model is not None and not split_arguments(items).recipes:
+            spec = formatted_as_trained(spec, model, note=note)
         if dry_run:
             from tidemill.runtime.memory_check import memory_remarks
 

@@ -152,8 +152,8 @@ class EvalSetConfig(Config):
     """Names of the file's columns where they differ, as task.columns; {} for none. Default: task.columns if task.kind =
     "file"."""
     system_prompt: str | None = None
-    """Text before every question, as a message of the role system; "" for none. Default: task.system_prompt if
-    task.kind = "file"."""
+    """Text before every question, as task.system_prompt; "" for none. Default: task.system_prompt if task.kind =
+    "file"."""
     prompts: int = Field(0, ge=0)
     """Maximum number of prompts; 0: eval.prompts."""
 

@@ -112,7 +112,8 @@ class FileTask(RowsConfig):
     columns: dict[Column, str] = {}
     """Names of the file's columns where they differ: { prompt = "question", answer = "solution" }."""
     system_prompt: str = ""
-    """Text before every question, as a message of the role system."""
+    """Text before every question, as a message of the role system; a row that starts with a system message keeps its
+    own."""
     max_prompt_tokens: int = Field(0, ge=0)
     """Rows with longer prompts are left out and counted; 0: a prompt that does not fit the context is an error."""
     held_out_path: Path | None = None
@@ -333,7 +334,8 @@ class DataConfig(RowsConfig):
     columns: dict[Column, str] = {}
     """Names of the file's columns where they differ: { prompt = "question", completion = "solution" }."""
     system_prompt: str = ""
-    """Text before every question, as a message of the role system."""
+    """Text before every question, as a message of the role system; a row that starts with a system message keeps its
+    own."""
     held_out_path: Path | None = None
     """File with the evaluation rows; none: a fraction of the rows, selected by content hash."""
     held_out_fraction: float = Field(0.1, ge=0, lt=1)

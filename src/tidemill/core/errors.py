@@ -93,6 +93,14 @@ def describe_error(error: BaseException) -> str:
     return str(root) if isinstance(root, TidemillError) else exception_text(root)
 
 
+def error_line(error: BaseException) -> str:
+    """Type and message of the root error on one line, for logs and reports."""
+    root = root_error(error)
+    if not isinstance(root, TidemillError):
+        return exception_text(root)
+    return f"{type(root).__name__}: {'; '.join(line.strip() for line in str(root).splitlines())}"
+
+
 def exception_text(error: BaseException) -> str:
     """`Type: message` of any exception on one line, encodable as UTF-8, even if its `__str__` raises.
 

@@ -43,11 +43,9 @@ from tidemill.hardware.model_config import CONFIG
 from tidemill.models.checkpoint_manifest import pinned, read_manifest
 from tidemill.models.folder import ADAPTER_CONFIG, DESCRIPTION, holds_adapter, is_local, refuse_other_folder
 from tidemill.telemetry.jsonl import write_json
-from tidemill.telemetry.run_dir import PROMPTS, PromptFormat, RunDirectory, read_json
+from tidemill.telemetry.run_dir import PROMPTS, SUPERVISED, PromptFormat, RunDirectory, read_json
 
 ModelKind: TypeAlias = Literal["built-in", "hub", "folder", "checkpoint"]
-SUPERVISED = ("sft", "reward_model", "dpo")
-"""Kinds of training whose model is the checkpoint with the lowest held-out loss, if that is kept."""
 STEP_FOLDER = re.compile(r"step_(\d+)")
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 PIPELINE_STATE = "pipeline.json"
@@ -177,6 +175,7 @@ def _chosen(path: Path) -> Path:
     if not steps:
         hint = "train at least one step; the last step of a session is always checkpointed"
         raise UserError("the run has no checkpoint", where=str(path), hint=hint)
+    # The model of a supervised run is the checkpoint with the lowest held-out loss, if that is kept.
     kept_best = run.read_settings().get("checkpoint", {}).get("keep_best", True)
     best = _best(steps) if kept_best and run.read_manifest().get("kind") in SUPERVISED else None
     return steps[max(steps) if best is None else best]

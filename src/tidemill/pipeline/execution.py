@@ -16,7 +16,7 @@ from tidemill.config.load import STAGES
 from tidemill.config.pipeline import KINDS, PipelineSpec, StageKind, StageSpec
 from tidemill.config.schema import RunSpec
 from tidemill.config.toml import tables_to_toml, to_toml
-from tidemill.core.errors import UserError
+from tidemill.core.errors import UserError, error_line
 from tidemill.core.formatting import counted
 from tidemill.models.model_source import exact_models
 from tidemill.pipeline.pipeline_page import write_page
@@ -225,6 +225,7 @@ def run_pipeline(
         write_atomically(folder.config, pipeline_toml(pipeline).encode())
         state = PipelineState(pipeline.run.name, plan, folder, stale=() if prune_stale else plan.stale)
         outcome: PipelineOutcome = "failed"
+        failure = ""
         try:
             hours = max(stage.spec.trainer.hours for stage in pipeline.stages)
             with stop.after_hours(hours):
@@ -232,8 +233,11 @@ def run_pipeline(
                 outcome = _run_stages(folder, plan, state, session, unix_time)
         except KeyboardInterrupt:  # in a stage that does not handle it: a resume repeats or continues the stage
             stop.signal, outcome = signal.SIGINT, "interrupted"
+        except Exception as error:
+            failure = error_line(error)
+            raise
         finally:
-            summary = state.end(outcome, time_is_up=stop.time_is_up)
+            summary = state.end(outcome, time_is_up=stop.time_is_up, error=failure)
             write_page(folder)
     return summary
 

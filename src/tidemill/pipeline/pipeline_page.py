@@ -62,7 +62,7 @@ def context(folder: PipelineFolder) -> dict[str, Any]:
         "main": result.main,
         "progress": f"{done} of {len(stages)} stages finished.",
         "outcome": outcome,
-        "ending": ENDINGS.get(outcome, ENDINGS["running"]),
+        "ending": ENDINGS.get(outcome, ENDINGS["running"]) + (f" {summary['error']}." if "error" in summary else ""),
         "stages": stages,
         "by_importance": [*leading, *(stage for stage in stages if stage not in leading)],
         "figure_title": f"Held-out {NAMES.get(result.figure, result.figure)}",

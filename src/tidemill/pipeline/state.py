@@ -158,13 +158,17 @@ class PipelineState:
         self._ran.append(name)
         self._write("running")
 
-    def end(self, outcome: PipelineOutcome, *, time_is_up: bool) -> dict[str, Any]:
-        """Write both files for the last time; returns the summary."""
+    def end(self, outcome: PipelineOutcome, *, time_is_up: bool, error: str = "") -> dict[str, Any]:
+        """Write both files for the last time; returns the summary.
+
+        Args:
+            error: type and message of what ended a failed pipeline.
+        """
         if self._running is not None and outcome != "finished":
             self._states[self._running] = outcome
-        return self._write(outcome, time_is_up=time_is_up)
+        return self._write(outcome, time_is_up=time_is_up, error=error)
 
-    def _write(self, outcome: str, *, time_is_up: bool = False) -> dict[str, Any]:
+    def _write(self, outcome: str, *, time_is_up: bool = False, error: str = "") -> dict[str, Any]:
         states, summaries = [], []
         for planned in self._plan.stages:
             name, kind, result = planned.stage.name, planned.stage.kind, self._results.get(planned.stage.name)
@@ -197,6 +201,7 @@ class PipelineState:
             "time_is_up": time_is_up,
             "wall_s": round(sum(result.wall_s for result in self._results.values()), 3),
             "stages": summaries,
+            **({"error": error} if error else {}),
         }
         self._folder.write_json(self._folder.summary, whole)
         return whole

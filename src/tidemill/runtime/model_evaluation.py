@@ -39,11 +39,12 @@ from tidemill.core.records import (
     unpack_tokens,
 )
 from tidemill.envs.text.given_prompts import questions
-from tidemill.envs.text.prompts import Question, encode_question, in_chat
+from tidemill.envs.text.prompts import Question, after_system, encode_question, in_chat
 from tidemill.envs.text.row_report import REMARKS, report_rows
 from tidemill.models.catalog import errors_at_key
 from tidemill.models.codec import TextCodec
 from tidemill.models.model_source import ModelSource, exact_models, locate
+from tidemill.models.prompt_format import prompt_format
 from tidemill.models.weights_digest import weights_digest
 from tidemill.runtime.batch_generation import batch_generator
 from tidemill.runtime.memory_check import check_memory
@@ -361,13 +362,13 @@ def generate(
     asked = questions(prompts)
     if raw and (written := next((each for each in asked if not each.plain), None)):
         raise UserError("messages cannot be sent as written", where=written.where, hint="leave out raw, or give text")
-    trained_by = (model or locate(spec.model.source)).prompts
+    wanted = prompt_format(spec, model or locate(spec.model.source))
     spec = exact_models(spec)
     check_memory(spec, "generate", folder=model.folder if model else None, note=progress)
     bundle = load_model_bundle(spec, progress=progress, model=model)
     codec = bundle.codec
-    chat = not raw and (bundle.spec.model.chat_template or trained_by.chat)
-    system = "" if raw else str(getattr(spec.task, "system_prompt", "")) or trained_by.system_prompt
+    chat = wanted.chat and not raw
+    system = "" if raw else wanted.system_prompt
     rendered = [_rendered(each, codec, chat=chat, system=system) for each in asked]
     encoded = [token_ids for _, token_ids in rendered]
     sampling = SamplingParams(
@@ -427,14 +428,12 @@ def _name(question: Question) -> str:
 
 
 def _rendered(question: Question, codec: TextCodec, *, chat: bool, system: str) -> tuple[str, list[int]]:
-    """Text and token ids that the model gets. A conversation with a system message keeps its own.
+    """Text and token ids that the model gets.
 
     Raises:
         UserError: names the prompt that cannot be formatted.
     """
-    if system and question.messages[0].role != "system":
-        messages = (Message(role="system", content=system), *question.messages)
-        question = msgspec.structs.replace(question, messages=messages)
+    question = msgspec.structs.replace(question, messages=after_system(question.messages, system))
     if not question.plain and not codec.tokenizer.chat_template:
         hint = "give text, or an instruction-tuned model"
         raise UserError("the model has no chat template for messages", where=question.where, hint=hint)

@@ -129,7 +129,10 @@ READER_RESTART: Final = _define(
     "reader_restart", "the process of a reward model or of the reference was lost and is restarted; `who`, `cause`"
 )
 SINK_FAILED: Final = _define("sink_failed", "an optional sink raised and was dropped; `sink`, `error`")
-SESSION_END: Final = _define("session_end", "the process closed the run; `outcome` is finished, interrupted or failed")
+SESSION_END: Final = _define(
+    "session_end",
+    "the process closed the run; `outcome` is finished, interrupted or failed; `error` (type and message) if it failed",
+)
 
 NOT_PART_OF_A_STEP = (EVALUATION, CHECKPOINT)
 """Spans that are excluded from a step's wall time."""
@@ -163,7 +166,7 @@ def event_text(name: str, fields: dict[str, Any]) -> str:
         return _fleet_text(name, fields)
     step, error = fields.get("step"), fields.get("error")
     took = f", {duration(fields['duration_s'])}" if "duration_s" in fields else ""
-    if error:
+    if error and name != SESSION_END:  # the command prints what ended the session
         ended = "was interrupted" if error in INTERRUPTIONS else f"failed: {error}"
         return f"{name} of step {step} {ended}" if step is not None else f"{name} {ended}"
     if name == EVALUATION and "reward_mean" in fields:

@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Any, Literal, Self, TextIO, TypeAlias
 
 from tidemill.config.schema import RunSpec
-from tidemill.core.errors import UserError, describe_error, root_error
+from tidemill.core.errors import UserError, describe_error, error_line, root_error
 from tidemill.core.protocols import Clock
 from tidemill.core.records import FleetRow, Prompt, StepMetrics, Trajectory
 from tidemill.telemetry.events import (
@@ -135,8 +135,8 @@ class Recorder:
         self._view = view_of(stream, live=spec.telemetry.live)(self._progress, stream, self._clock)
         try:
             self._sinks.open(spec.telemetry.sinks, self._sink_context())
-        except UserError:
-            self.close("failed")
+        except UserError as error:
+            self.close("failed", error=error)
             raise
 
     def use_decoder(self, decode: Decode) -> None:
@@ -306,11 +306,11 @@ class Recorder:
         if self._view:
             self._view.note(text)
 
-    def finish(self, outcome: Outcome, *, error: str = "") -> dict[str, Any]:
+    def finish(self, outcome: Outcome, *, error: BaseException | None = None) -> dict[str, Any]:
         """End the session and write summary.json.
 
         Args:
-            error: text of the error that ended the run.
+            error: that ended the run.
 
         Returns:
             The summary.
@@ -319,21 +319,21 @@ class Recorder:
             UserError: the disk is full.
         """
         wall_s = self.run.past.wall_s + self.elapsed_s
-        self.close(outcome)
+        self.close(outcome, error=error)
         summary = RunData.load(self.run).summarize(
             outcome=outcome,
             total_steps=self._progress.total_steps,
             wall_s=wall_s,
             peak_rss_bytes=self._memory(),
         )
-        if error:
-            summary["error"] = error
+        if error is not None:
+            summary["error"] = describe_error(error)
         self.run.write_summary(summary)
         if sentence := evictions_sentence(summary):
             self.note(sentence)
         return summary
 
-    def close(self, outcome: Outcome = "interrupted") -> None:
+    def close(self, outcome: Outcome = "interrupted", *, error: BaseException | None = None) -> None:
         """Restore the terminal, close the sinks and the logs. A second call does nothing."""
         if self._closed:
             return
@@ -341,7 +341,8 @@ class Recorder:
         self._note_all(self._fleet_lines.due(closing=True))
         try:
             self._sinks.close(failed=outcome == "failed")
-            self.event(SESSION_END, outcome=outcome, step=self._progress.step)
+            reason = {} if error is None else {"error": error_line(error)}
+            self.event(SESSION_END, outcome=outcome, step=self._progress.step, **reason)
         except UserError as error:
             self.note(str(error))
         finally:
@@ -365,10 +366,10 @@ class Recorder:
             return
         try:
             interrupted = isinstance(root_error(error), KeyboardInterrupt)
-            self.finish("interrupted" if interrupted else "failed", error="" if interrupted else describe_error(error))
+            self.finish("interrupted" if interrupted else "failed", error=None if interrupted else error)
         except Exception as second:  # noqa: BLE001 - a full disk, most likely; the first error is the one to raise
             self.note(f"no summary written: {second}")
-            self.close("failed")
+            self.close("failed", error=error)
 
 
 class NullTelemetry:

@@ -243,6 +243,13 @@ class RunData:
         """The figures of `tidemill eval` or of an evaluation stage; None for a training run."""
         return self.stored_summary if "completion_tokens" in self.stored_summary else None
 
+    @property
+    def failure(self) -> str:
+        """Type and message of the error that ended the newest session; empty if none did, or in older runs."""
+        if self.outcome != "failed":
+            return ""
+        return str(self.events_named(SESSION_END)[-1].get("error", ""))
+
     def setting(self, section: str, key: str) -> float:
         """A number of config.toml; 0 if it is not there."""
         table = self.settings.get(section)

@@ -23,6 +23,9 @@ LOCK = ".lock"
 RUN_FORMAT = 2
 """Format of run directories, in manifest.json. Raised when the files of older runs can no longer be read."""
 
+SUPERVISED = ("sft", "reward_model", "dpo")
+"""Values of `kind` in manifest.json of runs that learn from examples instead of prompts."""
+
 
 class LockedDirectory:
     """A directory that one process locks, from `acquire` to `close`; a context manager that closes."""

@@ -216,3 +216,27 @@ def test_messages_need_a_template() -> None:
         tm.generate(CHAT, model="char", overrides=QUICK)
     with pytest.raises(tm.TidemillError, match="cannot be sent as written"):
         tm.generate(CHAT, model="char", raw=True)
+
+
+def test_a_supervised_run_is_evaluated_after_its_system_prompt(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    model, tokenizer = chat_model()
+    shown = [{"messages": [*row["messages"], {"role": "assistant", "content": row["answer"]}]} for row in ROWS]
+    settings = {"data.system_prompt": SYSTEM, "trainer.steps": 1, "trainer.threads": 1}
+    run = tm.sft(model=model, tokenizer=tokenizer, data=shown, overrides=settings, run_dir=tmp_path / "sft")
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(f'{{"prompt": "3+{a}=", "answer": "{3 + a}"}}\n' for a in range(4)))
+    task = {"kind": "file", "path": str(rows), "held_out_fraction": 1.0}
+    given = {f"task.{key}": value for key, value in task.items()} | QUICK
+    options = [f"--{key}={value}" for key, value in given.items()]
+    capfd.readouterr()
+    assert main(["eval", "--checkpoint", str(run.path), *options, "--json"]) == 0
+    by_command = json.loads(capfd.readouterr().out)
+    by_task = tm.evaluate(model=run, overrides={"task": task, **QUICK})
+    by_rows = tm.evaluate(run, data=rows, overrides=QUICK)
+    for found in (by_command, by_task, by_rows):
+        prompts = [sample["prompt"] for sample in found["samples"]]
+        assert prompts and all(text.startswith(f"[system] {SYSTEM}\n[user] 3+") for text in prompts)
+    (sample,) = tm.generate("3+0=", model=run, overrides=QUICK)
+    assert sample["sent"] in [sample["prompt"] for sample in by_rows["samples"]]

@@ -283,8 +283,8 @@ def test_evaluation_sets_are_saved_and_reported(tmp_path: Path) -> None:
     [
         (ROWS, "eval_sets: expected a dict, found list"),
         ({"a/b": ROWS}, "eval_sets: 'a/b' is not a folder name"),
-        ({"a": [1]}, "eval_sets, a, row 0: expected a dict, found int"),
-        ({"a": [{"answer": "1"}]}, "eval-a.jsonl, line 1: expected either `prompt` or `messages`, found `answer`"),
+        ({"a": [1]}, 'eval_sets["a"][0]: expected a dict, found int'),
+        ({"a": [{"answer": "1"}]}, 'eval_sets["a"][0]: expected either `prompt` or `messages`, found `answer`'),
     ],
 )
 def test_invalid_evaluation_sets_are_refused(tmp_path: Path, given: Any, says: str) -> None:
@@ -421,7 +421,7 @@ def test_other_arguments_that_cannot_work_are_refused(tmp_path: Path) -> None:
         ({"rewards": [digits, digits]}, "two rewards are named digits"),
         ({"rewards": [3]}, "is not a function"),
         ({"data": {"prompt": []}}, "expected rows"),
-        ({"data": [3]}, "data, row 0"),
+        ({"data": [3]}, "data[0]"),
         ({"task": lambda: ROWS}, "data and task are both given"),
         ({"data": [(1, ROWS), ("a", ROWS)]}, "expected a (weight, data) pair"),
         ({"data": [(0, ROWS)]}, "weights of sources sum to zero"),

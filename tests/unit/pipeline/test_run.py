@@ -142,9 +142,12 @@ def test_a_failed_stage_keeps_finished_ones(world: World) -> None:
     state = json.loads((world.folder / "D" / "summary.json").read_text())
     assert state["outcome"] == "failed"
     assert [stage["state"] for stage in state["stages"]] == ["done", "failed", "due"]
-    assert "A stage failed" in (world.folder / "D" / "report.html").read_text()
+    assert state["error"] == "UserError: here: no more of it; try again"
+    ending = "A stage failed; the same command resumes the pipeline."
+    assert f"{ending} {state['error']}" in (world.folder / "D" / "report.html").read_text()
     world.stages.power = lambda: None
-    assert world.run()["finished"]
+    summary = world.run()
+    assert summary["finished"] and "error" not in summary
     assert world.quiet.started == ["second", "third"]
 
 

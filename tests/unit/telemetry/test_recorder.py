@@ -193,15 +193,20 @@ def test_leaving_the_block_ends_the_session(tmp_path: Path, error: type[BaseExce
 
 
 @pytest.mark.parametrize(
-    ("error", "outcome", "text"),
+    ("error", "outcome", "text", "logged"),
     [
-        (ValueError("odd"), "failed", "ValueError: odd"),
-        (ExceptionGroup("g", [ValueError("odd"), UserError("theirs", where="a.b")]), "failed", "a.b: theirs"),
-        (KeyboardInterrupt(), "interrupted", None),
+        (ValueError("odd"), "failed", "ValueError: odd", "ValueError: odd"),
+        (
+            ExceptionGroup("g", [ValueError("odd"), UserError("theirs", where="a.b", hint="mend it")]),
+            "failed",
+            "a.b: theirs\n  mend it",
+            "UserError: a.b: theirs; mend it",
+        ),
+        (KeyboardInterrupt(), "interrupted", None, None),
     ],
 )
-def test_the_summary_has_the_error_of_a_failed_run(
-    tmp_path: Path, error: BaseException, outcome: str, text: str | None
+def test_the_summary_and_the_event_log_have_the_error_of_a_failed_run(
+    tmp_path: Path, error: BaseException, outcome: str, text: str | None, logged: str | None
 ) -> None:
     recorder = open_recorder(tmp_path)
     with pytest.raises(type(error)) as caught, recorder:
@@ -210,6 +215,7 @@ def test_the_summary_has_the_error_of_a_failed_run(
     recorder.run.close()
     summary = recorder.run.read_summary()
     assert (summary["outcome"], summary["finished"], summary.get("error")) == (outcome, False, text)
+    assert read_events(recorder.run.events)[-1].get("error") == logged
 
 
 def test_a_failed_summary_does_not_hide_the_first_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,6 +227,7 @@ def test_a_failed_summary_does_not_hide_the_first_error(tmp_path: Path, monkeypa
         raise ValueError("odd")
     recorder.run.close()
     assert read_events(recorder.run.events)[-1]["outcome"] == "failed"
+    assert read_events(recorder.run.events)[-1]["error"] == "ValueError: odd"
 
 
 def test_closing_after_finishing_changes_nothing(tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ class Environment:
     lowest_reward: ClassVar[float] = 0.0
     """The lowest reward of an episode: what an episode gets that breaks its environment."""
     system_prompt: ClassVar[str] = ""
-    """First message of the chat template."""
+    """First message of the chat template. A row that starts with a system message keeps its own."""
     stop: ClassVar[tuple[str, ...]] = ()
     """Strings that end a turn of a model without chat template."""
     idempotent: ClassVar[bool] = True

@@ -22,6 +22,7 @@ from tidemill.envs.text.prompts import (
     Item,
     ListedSource,
     Task,
+    after_system,
     content_digest,
     content_id,
     distinct,
@@ -66,8 +67,7 @@ class AgentPrompts:
 
     def render(self, item: Item) -> Prompt:
         """The prompt of a row: system prompt, the row's messages, tools, and the start of the first turn."""
-        system = self.environment.system_prompt
-        messages = ((Message(role="system", content=system),) if system else ()) + item.messages
+        messages = after_system(item.messages, self.environment.system_prompt)
         try:
             text, token_ids = self.format.prompt(messages, tools=self.schemas)
         except UserError as error:

@@ -9,8 +9,8 @@ from typing import Any
 
 from tidemill.core.errors import UserError
 from tidemill.core.records import Message
-from tidemill.envs.text.prompts import Question
-from tidemill.envs.text.rows import ASSISTANT
+from tidemill.envs.text.prompts import Question, chat_message
+from tidemill.envs.text.rows import ASSISTANT, CONVERSATIONS, SHAREGPT_CURE
 
 SHAPE = 'give a text, or messages such as [{"role": "user", "content": "2+2="}]'
 
@@ -97,7 +97,9 @@ def _question(given: Any, where: str) -> Question:
         hint = "put the message into a list: one list per prompt"
         raise UserError("one message is not a conversation", where=where, hint=hint)
     if not _is_conversation(given):
-        raise UserError(f"expected text or messages, found {given!r:.40}", where=where, hint=SHAPE)
+        sharegpt = isinstance(given, Mapping) and not {"from", *CONVERSATIONS}.isdisjoint(given)
+        hint = SHAREGPT_CURE if sharegpt else SHAPE
+        raise UserError(f"expected text or messages, found {given!r:.40}", where=where, hint=hint)
     messages = tuple(_message(each, f"{where}[{number}]") for number, each in enumerate(given))
     if messages[-1].role == ASSISTANT:
         hint = "end with a message of the user; the model writes the assistant's"
@@ -107,7 +109,7 @@ def _question(given: Any, where: str) -> Question:
 
 def _message(given: Message | Mapping[str, Any], where: str) -> Message:
     if isinstance(given, Message):
-        return given
+        return chat_message(given.role, given.content, field="messages", where=where)
     fields = {name: value for name, value in given.items() if value is not None}
     if more := [name for name in fields if name not in ("role", "content")]:
         hint = "a message has role and content"
@@ -115,7 +117,7 @@ def _message(given: Message | Mapping[str, Any], where: str) -> Message:
     role, content = fields.get("role"), _content(fields.get("content"), where)
     if not isinstance(role, str) or not role:
         raise UserError("the message's role is not a text", where=where, hint=SHAPE)
-    return Message(role=role, content=content)
+    return chat_message(role, content, field="messages", where=where)
 
 
 def _content(given: Any, where: str) -> str:

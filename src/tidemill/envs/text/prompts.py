@@ -45,6 +45,46 @@ class Item(Question, kw_only=True):
 QuestionT = TypeVar("QuestionT", bound=Question)
 
 
+ROLES = ("system", "user", "assistant", "tool")
+OTHER_ROLES = {
+    "human": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bot": "assistant",
+    "ai": "assistant",
+    "model": "assistant",
+    "function": "tool",
+    "observation": "tool",
+} | {role: role for role in ROLES}
+"""Names of roles in other formats, in lower case."""
+
+
+def chat_message(role: str, content: str, *, field: str, where: str) -> Message:
+    """A message with a role that chat templates know; "developer" is OpenAI's newer name for "system".
+
+    Args:
+        field: that holds the messages, for the error.
+
+    Raises:
+        UserError: the role is another one. A template may skip such a message without an error.
+    """
+    if role == "developer":
+        role = "system"
+    if role not in ROLES:
+        known = f"the roles are {', '.join(ROLES[:-1])} and {ROLES[-1]}"
+        meant = OTHER_ROLES.get(role.strip().lower())
+        hint = f'write "{meant}" in place of "{role}"; {known}' if meant else known
+        raise UserError(f"`{field}` has a message with the role {role!r:.40}", where=where, hint=hint)
+    return Message(role=role, content=content)
+
+
+def after_system(messages: tuple[Message, ...], system_prompt: str) -> tuple[Message, ...]:
+    """The messages after a configured system prompt, which their own system message replaces."""
+    if not system_prompt or messages[0].role == "system":
+        return messages
+    return (Message(role="system", content=system_prompt), *messages)
+
+
 def text_item(text: str, answer: str, **fields: Any) -> Item:
     """An item whose prompt is one plain text."""
     return Item(messages=(Message(role="user", content=text),), answer=answer, **fields)

@@ -22,6 +22,7 @@ from tidemill.envs.text.prompts import (
     PackageCheck,
     Render,
     Task,
+    after_system,
     content_digest,
     content_id,
     hash_share,
@@ -174,11 +175,10 @@ def _generate(dataset: Any, index: int) -> Any:
 
 
 def _item(config: ReasoningGymTask, entry: Any) -> Item:
-    system = (Message(role="system", content=config.system_prompt),) if config.system_prompt else ()
     # Entries hold sets, dates and fractions; the prompt's metadata must be plain data.
     metadata = json.loads(json.dumps(entry["metadata"], default=str, skipkeys=True))
     return Item(
-        messages=(*system, Message(role="user", content=entry["question"])),
+        messages=after_system((Message(role="user", content=entry["question"]),), config.system_prompt),
         answer=None if entry["answer"] is None else str(entry["answer"]),
         metadata=metadata,
         where="task",

@@ -12,11 +12,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
 
+import msgspec
+
 from tidemill.config.task import HUB
 from tidemill.core.errors import UserError, exception_text
 from tidemill.core.folders import similar_path
 from tidemill.core.packages import install_command
-from tidemill.core.records import Record
+from tidemill.core.records import Record, decode_json
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 CURE = "one JSON object per line, as UTF-8"
@@ -29,11 +31,23 @@ STATE = "state.json"
 HUB_NAME = re.compile(r"hub:(?P<name>[^@/#]+/[^@/#]+)(@(?P<revision>[^/#]+))?(/(?P<subset>[^#]+))?(#(?P<split>.+))?")
 
 
+GIVEN_AS = "given_as.json"
+"""Beside rows that a Python call saved: the arguments that they were given as, by file name."""
+
+
+def name_of_rows(path: Path) -> str:
+    """How the user knows the rows at a path: as an argument of a Python call ("data"), or by their path."""
+    try:
+        return str(decode_json((path.parent / GIVEN_AS).read_bytes(), dict).get(path.name, path))
+    except (OSError, msgspec.DecodeError):
+        return str(path)
+
+
 class Row(Record):
     """One row."""
 
     fields: dict[str, Any]
-    where: str  # "file, line 3", or for tables "file, row 2 (from 0)"
+    where: str  # "file, line 3", for tables "file, row 2 (from 0)", for rows of a Python call "data[2]"
     number: int = 0  # of the line from 1, or of the row from 0
     locator: int = 0  # finds the row again: the byte offset of the line, or the number of the row
 
@@ -48,6 +62,7 @@ class RowFile(ABC):
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.name = name_of_rows(path)
 
     @property
     @abstractmethod
@@ -78,7 +93,8 @@ class JsonLines(RowFile):
         return [self.path]
 
     def where(self, number: int) -> str:
-        return f"{self.path}, line {number}"
+        # A Python call saves each row as one line.
+        return f"{self.path}, line {number}" if self.name == str(self.path) else f"{self.name}[{number - 1}]"
 
     def values(self) -> Iterator[tuple[int, int, Any]]:
         """Blank lines are skipped, but they count."""
@@ -93,7 +109,7 @@ class JsonLines(RowFile):
     def fetch(self, locator: int) -> Any:
         with self.path.open("rb") as stream:
             stream.seek(locator)
-            return _parsed(stream.readline().removeprefix(BYTE_ORDER_MARK), str(self.path))
+            return _parsed(stream.readline().removeprefix(BYTE_ORDER_MARK), self.name)
 
 
 def _parsed(line: bytes, where: str) -> Any:
@@ -271,9 +287,9 @@ def rows_of(file: RowFile, *, section: str, shape: str) -> Iterator[Row]:
             yield Row(fields=value, where=file.where(number), number=number, locator=locator)
     except OSError as error:
         what = f"cannot read the data: {error.strerror or error}"
-        raise UserError(what, where=str(file.path), hint=f"check {section}.path, {section}.held_out_path") from error
+        raise UserError(what, where=file.name, hint=f"check {section}.path, {section}.held_out_path") from error
     if empty:
-        raise UserError("the file has no rows", where=str(file.path), hint=shape)
+        raise UserError("the file has no rows", where=file.name, hint=shape)
 
 
 def import_extra(module: str, *, package: str, needed_by: str, extra: str = "tasks") -> Any:

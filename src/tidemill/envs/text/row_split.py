@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from tidemill.config.task import RowsConfig
 from tidemill.core.errors import UserError
 from tidemill.envs.text.prompts import EpochOrder, Order, hash_number, ids_digest
+from tidemill.envs.text.row_files import name_of_rows
 from tidemill.envs.text.row_table import ExampleT, Progress, RowTable, RowUse, join, read_table
 
 Mask = NDArray[np.bool_]
@@ -124,12 +125,14 @@ def read_split(
     rows = join([table(source.path, source.columns or config.columns) for source in sources])
     held_out = None if config.held_out_path is None else table(config.held_out_path, config.columns)
     weights = tuple(source.weight for source in sources)
-    where = ", ".join(str(source.path) for source in sources)
+    where = ", ".join(name_of_rows(source.path) for source in sources)
     split = split_rows(rows, held_out, config.held_out_fraction, weights=weights, where=where, section=section)
     for number, source in enumerate(sources):
         if source.weight and not (split.train.sources == number).any():
             what = "has no training rows that other sources or the evaluation rows do not have"
-            raise UserError(what, where=str(source.path), hint=f"remove it from {section}.sources, or add rows")
+            raise UserError(
+                what, where=name_of_rows(source.path), hint=f"remove it from {section}.sources, or add rows"
+            )
     return split
 
 

@@ -37,7 +37,7 @@ Index = NDArray[Any]
 """[N] of `INDEX`."""
 INDEX_FOLDER = "index"
 """Folder of the indexes in `cache_dir()`."""
-FORMAT = 3
+FORMAT = 4
 """Part of an index's file name; raised when its content changes."""
 CHUNK_ROWS = 1 << 16
 CHECKED_ROWS = 64
@@ -183,9 +183,9 @@ def _indexed(file: RowFile, use: RowUse[QuestionT, ExampleT], progress: Progress
     def fetch(_: int, locator: int) -> ExampleT:
         if _index_path(file, use.settings) != path:
             hint = "restore it, and run the same command again"
-            raise UserError("the file changed while it was in use", where=str(file.path), hint=hint)
+            raise UserError("the file changed while it was in use", where=file.name, hint=hint)
         value = file.fetch(locator)
-        return use.encode(use.parse(Row(fields=value, where=str(file.path), locator=locator)))
+        return use.encode(use.parse(Row(fields=value, where=file.name, locator=locator)))
 
     def table(index: Index, figures: RowFigures) -> RowTable[ExampleT]:
         return RowTable(

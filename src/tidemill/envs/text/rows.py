@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 from tidemill.core.errors import UserError
 from tidemill.core.records import Message, Prompt
-from tidemill.envs.text.prompts import Item, Question
+from tidemill.envs.text.prompts import Item, Question, after_system, chat_message
 from tidemill.envs.text.row_files import Row
 
 PROMPT_SHAPE = (
@@ -25,6 +25,12 @@ DEMONSTRATION_SHAPE = (
 PAIR_SHAPE = (
     'a row looks like {"prompt": "2+2=", "chosen": "4", "rejected": "5"}, or has "messages" (role and content each) '
     'instead of "prompt", or neither if "chosen" and "rejected" start with the same prompt; "margin" may be added'
+)
+CONVERSATIONS = ("conversations", "conversation")
+"""Columns that hold the messages in other formats."""
+SHAREGPT_CURE = (
+    'rename `from` to role and `value` to content, with "user" for human and "assistant" for gpt: '
+    '{"messages": [{"role": "user", "content": …}, {"role": "assistant", "content": …}]}'
 )
 ASSISTANT = "assistant"
 CONTENT_FIELDS = frozenset({"prompt", "messages", "answer", "tools"})
@@ -79,7 +85,7 @@ def to_item(row: Row, *, columns: Mapping[str, str], system_prompt: str) -> Item
 
     Args:
         columns: names of the row's columns for `prompt`, `messages`, `answer` and `tools`.
-        system_prompt: put before the question.
+        system_prompt: put before the question, unless the row starts with a system message.
 
     Raises:
         UserError: the row is invalid; names file, row and field.
@@ -87,7 +93,7 @@ def to_item(row: Row, *, columns: Mapping[str, str], system_prompt: str) -> Item
     row = _renamed(row, columns, "task")
     tools = _tools(row)
     return RowItem(
-        messages=_messages(row, PROMPT_SHAPE, system_prompt),
+        messages=after_system(_messages(row, PROMPT_SHAPE), system_prompt),
         answer=_answer(row),
         plain=isinstance(row.get("prompt"), str) and not tools,
         tools=tools,
@@ -139,10 +145,10 @@ def to_demonstration(row: Row, *, columns: Mapping[str, str], system_prompt: str
             )
         if row.get("chosen") is not None:
             _refuse_pair(row)
-    messages, completion = _messages(row, DEMONSTRATION_SHAPE, system_prompt), row.get("completion")
+    messages, completion = _messages(row, DEMONSTRATION_SHAPE), row.get("completion")
     if completion is None and row.get("prompt") is None and messages[-1].role == ASSISTANT:
-        asked = bool(system_prompt) + 1  # a row starts with at least one message of its prompt
-        first = next((at for at in range(asked, len(messages)) if messages[at].role == ASSISTANT), None)
+        # A row starts with at least one message of its prompt.
+        first = next((at for at in range(1, len(messages)) if messages[at].role == ASSISTANT), None)
         if first is None:
             _fault("`messages` holds only the assistant's turn", row, DEMONSTRATION_SHAPE)
         messages, completion = messages[:first], _turns(messages[first:], "messages", row, DEMONSTRATION_SHAPE)
@@ -152,7 +158,7 @@ def to_demonstration(row: Row, *, columns: Mapping[str, str], system_prompt: str
         completion = _reply(completion, "completion", row, DEMONSTRATION_SHAPE)
     tools = _tools(row)
     return DemonstrationText(
-        messages=messages,
+        messages=after_system(messages, system_prompt),
         completion=completion,
         plain=isinstance(row.get("prompt"), str) and not tools,
         tools=tools,
@@ -179,7 +185,7 @@ def to_pair(row: Row, *, columns: Mapping[str, str], system_prompt: str) -> Pair
     row = _with_prompt(_renamed(row, columns, "data"))
     tools = _tools(row)
     pair = PairText(
-        messages=_messages(row, PAIR_SHAPE, system_prompt),
+        messages=after_system(_messages(row, PAIR_SHAPE), system_prompt),
         chosen=_reply(row.get("chosen"), "chosen", row, PAIR_SHAPE),
         rejected=_reply(row.get("rejected"), "rejected", row, PAIR_SHAPE),
         margin=_margin(row),
@@ -206,6 +212,7 @@ def _with_prompt(row: Row) -> Row:
     if isinstance(chosen, str) and isinstance(rejected, str) and row.get("prompt") is None:
         size = _common_words(chosen, rejected)
         if not chosen[:size].strip():
+            _refuse_conversations(row)
             _fault("the row has no `prompt`, and `chosen` and `rejected` start differently", row, PAIR_SHAPE)
     elif _starts_with_prompt(chosen) and _starts_with_prompt(rejected) and not isinstance(row.get("prompt"), list):
         assert isinstance(chosen, list) and isinstance(rejected, list)
@@ -220,7 +227,7 @@ def _with_prompt(row: Row) -> Row:
 
 def _starts_with_prompt(side: Any) -> bool:
     first = side[0] if isinstance(side, list) and side else None
-    return isinstance(first, dict) and first.get("role") not in (None, ASSISTANT)
+    return isinstance(first, dict) and first.get("role", first.get("from")) not in (None, ASSISTANT, "gpt")
 
 
 def _common_size(chosen: Sequence[Any], rejected: Sequence[Any]) -> int:
@@ -245,31 +252,46 @@ def identical_replies(pair: PairText) -> UserError:
     )
 
 
-def _messages(row: Row, shape: str, system_prompt: str) -> tuple[Message, ...]:
-    system = (Message(role="system", content=system_prompt),) if system_prompt else ()
+def _messages(row: Row, shape: str) -> tuple[Message, ...]:
     prompt, messages = row.get("prompt"), row.get("messages")
     if (prompt is None) == (messages is None):
         there = ", ".join(f"`{name}`" for name in row.fields if row.get(name) is not None) or "nothing"
+        if prompt is None:
+            _refuse_conversations(row)
         cure = f'{shape}; columns of other names: columns = {{ prompt = "question" }}' if prompt is None else shape
         _fault(f"expected either `prompt` or `messages`, found {there}", row, cure)
     field, listed = ("messages", messages) if prompt is None else ("prompt", prompt)
     if field == "prompt" and not isinstance(prompt, list):
         if not isinstance(prompt, str) or not prompt.strip():
             _fault("`prompt` must be a non-empty text, or a list of messages", row, shape)
-        return (*system, Message(role="user", content=prompt))
+        return (Message(role="user", content=prompt),)
     if not isinstance(listed, list) or not listed:
         _fault(f"`{field}` must be a non-empty list", row, shape)
-    return (*system, *(_message(message, field, row, shape) for message in listed))
+    return tuple(_message(message, field, row, shape) for message in listed)
+
+
+def _refuse_conversations(row: Row) -> None:
+    """
+    Raises:
+        UserError: the row has its messages in a column of another format.
+    """
+    for name in CONVERSATIONS:
+        listed = row.get(name)
+        if isinstance(listed, list) and listed and isinstance(listed[0], dict):
+            cure = SHAREGPT_CURE if "from" in listed[0] else f'name the column: columns = {{ messages = "{name}" }}'
+            _fault(f"the row has `{name}` in place of `messages`", row, cure)
 
 
 def _message(message: Any, field: str, row: Row, shape: str) -> Message:
     # A table gives every message all fields that any message has, with null values.
     given = {name: value for name, value in message.items() if value is not None} if isinstance(message, dict) else {}
+    if set(given) == {"from", "value"}:
+        _fault(f"`{field}` has messages with `from` and `value` (ShareGPT)", row, SHAREGPT_CURE)
     if set(given) != {"role", "content"}:
         _fault(f"each of `{field}` must have exactly the fields `role` and `content`", row, shape)
     if not all(isinstance(value, str) and value for value in given.values()):
         _fault(f"`role` and `content` of `{field}` must be non-empty texts", row, shape)
-    return Message(**given)
+    return chat_message(**given, field=field, where=row.where)
 
 
 def _answer(row: Row) -> str | None:

@@ -21,6 +21,7 @@ from tidemill.telemetry.events import (
     HEADER,
     LISTED_EVENTS,
     REWARD_FAILED,
+    SESSION_END,
     data_text,
 )
 from tidemill.telemetry.report.charts import chart_data, histograms
@@ -37,6 +38,7 @@ from tidemill.telemetry.report.sample_cards import (
 )
 from tidemill.telemetry.report.timeline import fleet_section, timeline, timeline_json
 from tidemill.telemetry.run_data import Evaluation, RunData, clearly_differs, comparable, went
+from tidemill.telemetry.run_dir import SUPERVISED
 
 HERE = Path(__file__).parent
 DIRECTION_MARKS = {code: f"[U+{code:04X}]" for code in (*range(0x202A, 0x202F), *range(0x2066, 0x206A))}
@@ -90,7 +92,7 @@ def report_page(data: RunData) -> str:
         data=data,
         samples=samples,
         headline=headline(data),
-        ending=EVALUATED if found else ENDINGS.get(data.outcome, ENDINGS["unknown"]),
+        ending=EVALUATED if found else ending(data),
         held_out=held_out(data),
         evaluation=evaluation_section(found) if found else None,
         tiles=[] if found else tiles(data),
@@ -116,6 +118,13 @@ ENDINGS = {
     "unknown": "No end was recorded: the run is in progress on another machine, or was killed.",
 }
 EVALUATED = "An evaluation, without training."
+
+
+def ending(data: RunData) -> str:
+    """How the run ended, with its error."""
+    if data.failure:
+        return f"{ENDINGS['failed']} {data.failure}"
+    return ENDINGS.get(data.outcome, ENDINGS["unknown"])
 
 
 def first_and_last(data: RunData) -> tuple[Evaluation | None, Evaluation | None]:
@@ -172,7 +181,8 @@ def findings(data: RunData) -> list[Finding]:
     if rows and (warnings := rows[-1].get("warnings")):
         found.append(Finding("Rows lack what rewards need", f"{'; '.join(warnings)}."))
     if rows and (few := rows[-1].get("few")):
-        found.append(Finding("Few held-out prompts", f"{'; '.join(few)}."))
+        items = "examples" if data.manifest.get("kind") in SUPERVISED else "prompts"
+        found.append(Finding(f"Few held-out {items}", f"{'; '.join(few)}."))
     if invalid := sum(data.values(metrics.SAMPLES_INVALID)):
         failures = data.events_named(REWARD_FAILED)
         example = f" For example: {failures[-1].get('reason')}" if failures else ""
@@ -182,8 +192,9 @@ def findings(data: RunData) -> list[Finding]:
     if workers := data.summary["quarantined"]:
         text = "Their probe logprobs differed from the trainer's by more than fleet.probe_tolerance."
         found.append(Finding(f"{counted(workers, 'worker')} quarantined", text))
-    # Errors of single workers are in the fleet section.
-    errors = [event for event in data.events if event.get("error") and event["event"] not in FLEET_EVENTS]
+    # Errors of single workers are in the fleet section, that of the newest session below the headline.
+    elsewhere = FLEET_EVENTS | {SESSION_END}
+    errors = [event for event in data.events if event.get("error") and event["event"] not in elsewhere]
     if errors:
         last = f"Last: {errors[-1]['event']}, {errors[-1]['error']}"
         found.append(Finding(f"{counted(len(errors), 'error')} in the event log", last))

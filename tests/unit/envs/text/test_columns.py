@@ -59,6 +59,14 @@ def test_a_system_prompt_comes_first(tmp_path: Path) -> None:
     assert all(prompt.text.startswith("1+1=2\n\n") for prompt in prompts(task(tmp_path, rows, system_prompt="1+1=2")))
 
 
+def test_a_rows_own_system_message_replaces_the_configured_one(tmp_path: Path) -> None:
+    own = [{"role": "system", "content": "0"}]
+    rows = [{"messages": [*own[: a % 2], {"role": "user", "content": f"{a}+1="}]} for a in range(8)]
+    for prompt in prompts(task(tmp_path, rows, system_prompt="1")):
+        system = "0" if int(prompt.messages[-1].content[0]) % 2 else "1"
+        assert [(each.role, each.content) for each in prompt.messages[:-1]] == [("system", system)]
+
+
 def test_tools_are_part_of_the_content(tmp_path: Path) -> None:
     rows = [{"prompt": f"{a}+1=", "answer": ""} for a in range(8)]
     plain, listed, written = (

@@ -12,7 +12,10 @@ import pytest
 from tests.unit.envs.text.data_files import FORMATS, read_demonstrations, read_items, read_pairs, write
 from tidemill.core.errors import UserError
 from tidemill.core.records import Message
+from tidemill.envs.text.given_prompts import questions
 from tidemill.envs.text.prompts import Question, content_id
+from tidemill.envs.text.row_files import Row
+from tidemill.envs.text.rows import to_demonstration, to_item, to_pair
 
 USER = {"role": "user", "content": "2+2?"}
 ASSISTANT = {"role": "assistant", "content": "4"}
@@ -200,3 +203,73 @@ def test_metadata_that_json_cannot_write_is_named(tmp_path: Path) -> None:
 def test_a_question_alone_has_no_replies() -> None:
     question = Question(messages=(Message(**USER),))
     assert question.replies == ()
+
+
+OWN = {"role": "system", "content": "Own."}
+GIVEN = {"role": "system", "content": "Configured."}
+
+
+@pytest.mark.parametrize(
+    ("parse", "row"),
+    [
+        (to_item, {"messages": [USER]}),
+        (to_item, {"prompt": [USER]}),
+        (to_demonstration, {"messages": [USER, ASSISTANT, AGAIN, SIX]}),
+        (to_demonstration, {"prompt": [USER], "completion": [ASSISTANT]}),
+        (to_pair, {"prompt": [USER], "chosen": "4", "rejected": "5"}),
+        (to_pair, {"chosen": [USER, ASSISTANT], "rejected": [USER, SIX]}),
+    ],
+)
+def test_a_rows_own_system_message_replaces_the_configured_one(parse: Callable[..., Any], row: dict[str, Any]) -> None:
+    def messages(*system: dict[str, str], prompt: str) -> tuple[Message, ...]:
+        fields = {
+            name: [*system, *value] if isinstance(value, list) and value[0] == USER else value
+            for name, value in row.items()
+        }
+        read = parse(Row(fields=fields, where=""), columns={}, system_prompt=prompt)
+        assert read.replies == parse(Row(fields=row, where=""), columns={}, system_prompt="").replies
+        return tuple(read.messages)
+
+    assert messages(prompt=GIVEN["content"]) == (Message(**GIVEN), Message(**USER))
+    for own in (OWN, {**OWN, "role": "developer"}):
+        assert messages(own, prompt=GIVEN["content"]) == messages(OWN, prompt="") == (Message(**OWN), Message(**USER))
+
+
+HUMAN = {"role": "human", "content": "2+2?"}
+SAID = {"from": "human", "value": "2+2?"}
+ANSWERED = {"from": "gpt", "value": "4"}
+
+
+@pytest.mark.parametrize(
+    ("parse", "row", "what", "hint"),
+    [
+        (to_item, {"messages": [HUMAN]}, "`messages` has a message with the role 'human'", 'write "user" in place'),
+        (to_item, {"prompt": [{**HUMAN, "role": "critic"}]}, "the role 'critic'", "the roles are system, user,"),
+        (to_demonstration, {"messages": [USER, {**ASSISTANT, "role": "gpt"}]}, "the role 'gpt'", '"assistant"'),
+        (to_demonstration, {"prompt": "q", "completion": [{**ASSISTANT, "role": "Bot"}]}, "`completion` has", "bot"),
+        (to_pair, {"prompt": [HUMAN], "chosen": "4", "rejected": "5"}, "the role 'human'", '"user"'),
+        (to_pair, {"chosen": [HUMAN, ASSISTANT], "rejected": [HUMAN, SIX]}, "the role 'human'", '"user"'),
+        (to_item, {"conversations": [SAID]}, "`conversations` in place of `messages`", "rename `from` to role"),
+        (to_item, {"conversations": [USER]}, "in place of `messages`", 'columns = { messages = "conversations" }'),
+        (to_item, {"messages": [SAID]}, "`from` and `value` (ShareGPT)", "rename `from` to role"),
+        (to_demonstration, {"conversations": [SAID, ANSWERED]}, "in place of", "rename `from` to role"),
+        (to_pair, {"conversations": [SAID], "chosen": ANSWERED, "rejected": SAID}, "in place of", "rename `from`"),
+        (to_pair, {"chosen": [SAID, ANSWERED], "rejected": [SAID, SAID]}, "`from` and `value`", "rename `from`"),
+    ],
+)
+def test_roles_and_fields_of_other_formats_are_refused(
+    parse: Callable[..., Any], row: dict[str, Any], what: str, hint: str
+) -> None:
+    with pytest.raises(UserError) as caught:
+        parse(Row(fields=row, where="rows.jsonl, line 2"), columns={}, system_prompt="")
+    assert what in caught.value.what
+    assert hint.lower() in caught.value.hint.lower()
+    assert caught.value.where == "rows.jsonl, line 2"
+
+
+@pytest.mark.parametrize("given", [[HUMAN], [Message(**HUMAN)], {"messages": [HUMAN]}])
+def test_given_prompts_have_the_same_roles(given: Any) -> None:
+    with pytest.raises(UserError, match="the role 'human'"):
+        questions(given)
+    (question,) = questions([{"role": "developer", "content": "Own."}, USER])
+    assert question.messages[0] == Message(**OWN)

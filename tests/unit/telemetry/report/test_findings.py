@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.fabricated_run import FabricatedRun
-from tidemill.telemetry.report.pages import findings, headline
+from tidemill.telemetry.report.pages import ending, findings, headline
 from tidemill.telemetry.run_data import Evaluation, RunData, clearly_differs, comparable
 from tidemill.telemetry.run_dir import RunDirectory
 
@@ -107,6 +107,36 @@ def test_headlines(tmp_path: Path, metrics: str, events: str, sentence: str) -> 
 )
 def test_each_finding_is_reported(tmp_path: Path, metrics: str, events: str, config: str, title: str) -> None:
     assert [finding.title for finding in findings(data_of(tmp_path, metrics, events, config))] == [title]
+
+
+@pytest.mark.parametrize(
+    ("kind", "items"),
+    [("sft", "examples"), ("reward_model", "examples"), ("dpo", "examples"), ("rl", "prompts"), ("eval", "prompts")],
+)
+def test_what_is_held_out_has_the_name_of_the_kind(tmp_path: Path, kind: str, items: str) -> None:
+    RunDirectory(tmp_path).write_manifest({"kind": kind})
+    (finding,) = findings(data_of(tmp_path, events='{"event":"data","few":["3 of them"]}\n'))
+    assert finding.title == f"Few held-out {items}"
+
+
+@pytest.mark.parametrize(
+    ("outcome", "error", "says"),
+    [
+        (
+            "failed",
+            "UserError: data[3]: no",
+            "The run ended with an error; the same command resumes it. UserError: data[3]: no",
+        ),
+        ("failed", "", "The run ended with an error; the same command resumes it."),
+        ("interrupted", "", "The run was interrupted; the same command resumes it."),
+    ],
+)
+def test_the_ending_has_the_error(tmp_path: Path, outcome: str, error: str, says: str) -> None:
+    earlier = {"event": "session_end", "outcome": "failed", "error": "ValueError: earlier"}
+    last = {"event": "session_end", "outcome": outcome} | ({"error": error} if error else {})
+    data = data_of(tmp_path, events="".join(f"{json.dumps(event)}\n" for event in (earlier, last)))
+    assert ending(data) == says
+    assert not findings(data)
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from tidemill.api.call_arguments import checked_overrides
 from tidemill.api.entry import entry_point
 from tidemill.api.inputs import Inputs
 from tidemill.api.run import Run
 from tidemill.api.train import load
+from tidemill.config.keys import flattened
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError
 from tidemill.extensions.registry import provide
@@ -61,17 +63,19 @@ def evaluate(
         inputs.add_data(data, None, columns)
         inputs.add_rewards(rewards)
         if data is not None:
-            inputs.overrides["task"]["held_out_fraction"] = 1.0
+            inputs.imply("task.held_out_fraction", 1.0)
+            inputs.imply("task.held_out_path", None)
             trained = found if recipe is None else None  # formats rows as `generate` formats prompts
             if system := _system_prompt(source, trained):
-                inputs.overrides["task"]["system_prompt"] = system
+                inputs.imply("task.system_prompt", system)
             if trained is not None and trained.prompts.chat:
-                inputs.overrides["model.chat_template"] = True
-            inputs.overrides["eval.prompts"] = EVERY_PROMPT
-            inputs.overrides["eval.sets"] = []
+                inputs.imply("model.chat_template", True)
+            inputs.imply("eval.prompts", EVERY_PROMPT)
+            inputs.imply("eval.sets", [])
         if rewards is not None:
-            inputs.overrides["eval.rewards"] = inputs.overrides["scoring.rewards"]
-        spec = load(source, {**inputs.overrides, **(overrides or {})}, purpose="eval")
+            inputs.imply("eval.rewards", inputs.overrides["scoring.rewards"])
+        given = inputs.with_overrides(checked_overrides(overrides))
+        spec = load(source, given, purpose="eval", replaced=inputs.overrides)
         provide(inputs.extensions)
         return run(spec, model=found, progress=_warn)
 
@@ -110,9 +114,10 @@ def generate(
     from tidemill.runtime.model_evaluation import generate as run
 
     def job(inputs: Inputs, source: str | Path | RunSpec | None, found: ModelSource | None) -> list[dict[str, Any]]:
-        if found is None and source is None and "model.source" not in (overrides or {}):
+        given = inputs.with_overrides(checked_overrides(overrides))
+        if found is None and source is None and "model.source" not in flattened(given):
             raise UserError("no model given", where="model", hint="give a run, a folder or a name")
-        spec = load(source, {**inputs.overrides, **(overrides or {})}, purpose="generate")
+        spec = load(source, given, purpose="generate", replaced=inputs.overrides)
         return run(spec, model=found, prompts=prompts, raw=raw)
 
     return _run(job, recipe, model, tokenizer)
@@ -148,7 +153,8 @@ def export(
             raise UserError("no model given", where="model", hint="give a run, a folder or a name")
         if dtype not in DTYPES:
             raise UserError(f"{dtype!r} is not a type of weights", where="dtype", hint=f"use {', '.join(DTYPES)}")
-        config = load(source, {**inputs.overrides, **(overrides or {})}, purpose="read").model
+        given = inputs.with_overrides(checked_overrides(overrides))
+        config = load(source, given, purpose="read", replaced=inputs.overrides).model
         to = Path(folder).expanduser()
         export_source(found, to=to, dtype=dtype, config=config)
         return to

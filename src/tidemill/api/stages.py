@@ -8,18 +8,21 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
+from tidemill.api.call_arguments import (
+    Function,
+    Overrides,
+    Recipe,
+    checked_callbacks,
+    checked_overrides,
+    checked_recipe,
+    layered,
+    stored_config,
+)
 from tidemill.api.entry import entry_point
 from tidemill.api.inputs import INPUTS, ROW_HINT, Inputs
 from tidemill.api.run import ROWS, Run
-from tidemill.api.train import (
-    Function,
-    Overrides,
-    _checked_callbacks,
-    _checked_overrides,
-    _checked_recipe,
-    completed,
-    stored_config,
-)
+from tidemill.api.train import completed
+from tidemill.config.load import merge
 from tidemill.config.pipeline import KINDS, load_directory, load_stage
 from tidemill.config.schema import RunSpec
 from tidemill.config.toml import to_toml
@@ -32,7 +35,6 @@ from tidemill.telemetry.run_dir import RunDirectory, read_json
 if TYPE_CHECKING:
     from tidemill.runtime.stopping import StopRequest
 
-Recipe: TypeAlias = str | Path | RunSpec | None
 SupervisedKind: TypeAlias = Literal["sft", "reward_model", "dpo"]
 DataKind: TypeAlias = Literal["demonstrations", "pairs"]
 SHAPES: dict[SupervisedKind, str] = {
@@ -224,7 +226,7 @@ def _train(kind: SupervisedKind, arguments: Mapping[str, Any]) -> Run:
     from tidemill.api.session import run_here
 
     given = dict(arguments)
-    callbacks = _checked_callbacks(given.pop("callbacks"))
+    callbacks = checked_callbacks(given.pop("callbacks"))
 
     def job(stop: StopRequest) -> Run:
         from tidemill.runtime.train_supervised import train_supervised
@@ -276,8 +278,12 @@ def _prepared(
         UserError: an argument is invalid.
     """
     named = any(each is not None for each in (data, task, environment))
-    base, given = _base(kind, recipe, overrides, run_dir, named=named)
-    directory = load_directory(base, given)
+    given = checked_overrides(overrides, run_dir)
+    base = checked_recipe(recipe) or stored_config(given, named=named)
+    if base is None:
+        given = merge({"run": {"name": kind}}, given)
+    sections = KINDS[kind].sections
+    directory = load_directory(*layered(base, given, sections=sections))
     kept = "model_digest" in RunDirectory(directory).read_manifest()
     inputs = Inputs(folder=directory / INPUTS, kept=kept, shape=shape)
     inputs.add_model(model, tokenizer)
@@ -288,30 +294,8 @@ def _prepared(
     inputs.refuse_parameters_alone(task_params, environment_params)
     if kind == "demonstrations":
         inputs.overrides.pop("scoring.rewards", None)  # of an environment: nothing is scored
-    return load_stage(kind, base, inputs.with_overrides(given)), inputs
-
-
-def _base(
-    kind: SupervisedKind | DataKind,
-    recipe: Recipe,
-    overrides: Overrides | None,
-    run_dir: str | Path | None,
-    *,
-    named: bool,
-) -> tuple[str | Path | None, dict[str, Any]]:
-    """The file with the configuration, if there is one, and the overrides.
-
-    Raises:
-        UserError: the recipe or the overrides are something else.
-    """
-    recipe, given = _checked_recipe(recipe), _checked_overrides(overrides, run_dir)
-    if isinstance(recipe, RunSpec):
-        tree = recipe.model_dump(mode="json")
-        return None, {section: tree[section] for section in KINDS[kind].sections} | given
-    if recipe is None:
-        stored = stored_config(given, named=named)
-        return (stored, given) if stored else (None, {"run.name": kind, **given})
-    return recipe, given
+    given = inputs.with_overrides(given)
+    return load_stage(kind, *layered(base, given, sections=sections, replaced=inputs.overrides)), inputs
 
 
 def _generate(kind: DataKind, spec: RunSpec) -> None:

@@ -14,6 +14,7 @@ from tidemill.config.load import split_arguments
 from tidemill.config.pipeline import PipelineSpec, load_recipe
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError
+from tidemill.core.folders import another_directory
 from tidemill.core.formatting import long_duration
 from tidemill.pool.build_provider import trace_remarks
 
@@ -75,7 +76,7 @@ def _one_run(spec: RunSpec, *, has_recipe: bool, dry_run: bool) -> Result:
         return show_dry_run(spec, notes=[*memory_remarks(spec, "rl"), *trace_remarks(spec.pool), *row_remarks(spec)])
     if (spec.directory / "pipeline.json").exists():
         what = "the directory contains a pipeline, but the recipe has no stages"
-        raise UserError(what, where=str(spec.directory), hint="choose another --run.dir")
+        raise UserError(what, where=str(spec.directory), hint=another_directory(spec.directory))
     from tidemill.planner.forecast.forecast import forecast_at_start
     from tidemill.runtime.train import train as run
 

@@ -204,7 +204,7 @@ def suggest(path: Sequence[str | int], *, kind: str = "") -> str:
         return dotted(known_path)
     same_name = [key.path for key in all_keys() if key.path[-1] == leaf and (not kind or key.variant in ("", kind))]
     if same_name and not section:
-        return dotted(min(same_name, key=len))
+        return dotted(_most_probable(same_name)[0])
     siblings = {known[-1]: known for known in candidates if tuple(p for p in known[:-1] if p != ITEM) == section}
     for close in difflib.get_close_matches(leaf, siblings, 1, 0.6):
         return dotted(siblings[close])
@@ -220,6 +220,28 @@ def suggest(path: Sequence[str | int], *, kind: str = "") -> str:
     by_name = {known[-1]: known for known in sorted(candidates, key=len, reverse=True)}
     alike = [] if section else difflib.get_close_matches(leaf, by_name, 1, 0.85)
     return dotted(by_name[alike[0]]) if alike else ""
+
+
+MAIN_SECTIONS = ("run", "model", "task", "gateway", "trainer", "optimizer", "batch", "sampling", "algorithm", "scoring")
+"""The sections that a name without a section most probably belongs to."""
+
+
+def _most_probable(paths: Sequence[KeyPath]) -> list[KeyPath]:
+    """Those closest to the top level, each once, in the order of `MAIN_SECTIONS`."""
+    depth = min(map(len, paths), default=0)
+    ranks = {section: rank for rank, section in enumerate(MAIN_SECTIONS)}
+    closest = dict.fromkeys(path for path in paths if len(path) == depth)
+    return sorted(closest, key=lambda path: ranks.get(path[0], len(ranks)))
+
+
+def key_hint(closest: str, *, prefix: str = "") -> str:
+    """A hint with the key that is closest to a misspelt one.
+
+    Args:
+        closest: as `suggest`.
+        prefix: the dashes of an option.
+    """
+    return f"did you mean {prefix}{closest}{' of `tidemill serve`' if closest.startswith('gateway.') else ''}?"
 
 
 def _section_keys(model: type[BaseModel], prefix: KeyPath, variant: str = "") -> Iterator[Key]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from tidemill.config.explain import derive
-from tidemill.config.issues import ConfigError, ConfigIssue, without_effect
+from tidemill.config.issues import ConfigError, ConfigIssue, default_task_remark, without_effect
 from tidemill.config.keys import dotted
 from tidemill.config.load import STAGES
 from tidemill.config.pipeline import KINDS, PipelineSpec, StageKind, StageSpec
@@ -173,9 +173,14 @@ def plan_pipeline(pipeline: PipelineSpec, *, choice: Choice = EVERYTHING) -> Pla
         f"stage {planned.stage.name}: {message}"
         for planned in plan.due
         if KINDS[planned.stage.kind].purpose == "train"
-        for message in without_effect(planned.stage.spec)
+        for message in (_default_task(planned.stage), *without_effect(planned.stage.spec))
+        if message
     ]
     return replace(plan, unused=(*pipeline.unused, *no_effect), remarks=tuple(remarks))
+
+
+def _default_task(stage: StageSpec) -> str:
+    return default_task_remark(stage.spec) if stage.kind == "rl" else ""
 
 
 def with_exact_models(pipeline: PipelineSpec) -> PipelineSpec:

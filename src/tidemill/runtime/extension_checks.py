@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 from tidemill.config.functions import FunctionReference, function_references
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError
+from tidemill.core.folders import another_directory
 from tidemill.extensions.registry import TRAINER_KINDS, Extension, resolve
 
 
@@ -42,7 +44,7 @@ def refuse_changed(stored: Mapping[str, str], current: Mapping[str, str], *, whe
         raise UserError(
             f"{', '.join(changed)} {verb} changed since this run started",
             where=where,
-            hint="restore the previous source, or choose another run directory",
+            hint=f"restore the previous source, or {another_directory(Path(where))}",
         )
 
 

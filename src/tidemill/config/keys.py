@@ -204,7 +204,7 @@ def suggest(path: Sequence[str | int], *, kind: str = "") -> str:
         return dotted(known_path)
     same_name = [key.path for key in all_keys() if key.path[-1] == leaf and (not kind or key.variant in ("", kind))]
     if same_name and not section:
-        return dotted(_most_probable(same_name)[0])
+        return dotted(min(same_name, key=lambda known: (len(known), known[0] not in MAIN_SECTIONS)))
     siblings = {known[-1]: known for known in candidates if tuple(p for p in known[:-1] if p != ITEM) == section}
     for close in difflib.get_close_matches(leaf, siblings, 1, 0.6):
         return dotted(siblings[close])
@@ -223,15 +223,7 @@ def suggest(path: Sequence[str | int], *, kind: str = "") -> str:
 
 
 MAIN_SECTIONS = ("run", "model", "task", "gateway", "trainer", "optimizer", "batch", "sampling", "algorithm", "scoring")
-"""The sections that a name without a section most probably belongs to."""
-
-
-def _most_probable(paths: Sequence[KeyPath]) -> list[KeyPath]:
-    """Those closest to the top level, each once, in the order of `MAIN_SECTIONS`."""
-    depth = min(map(len, paths), default=0)
-    ranks = {section: rank for rank, section in enumerate(MAIN_SECTIONS)}
-    closest = dict.fromkeys(path for path in paths if len(path) == depth)
-    return sorted(closest, key=lambda path: ranks.get(path[0], len(ranks)))
+"""The sections that a name without a section more probably belongs to."""
 
 
 def key_hint(closest: str, *, prefix: str = "") -> str:

@@ -173,14 +173,14 @@ def plan_pipeline(pipeline: PipelineSpec, *, choice: Choice = EVERYTHING) -> Pla
         f"stage {planned.stage.name}: {message}"
         for planned in plan.due
         if KINDS[planned.stage.kind].purpose == "train"
-        for message in (_default_task(planned.stage), *without_effect(planned.stage.spec))
-        if message
+        for message in without_effect(planned.stage.spec)
+    ]
+    remarks += [
+        f"stage {planned.stage.name}: {remark}"
+        for planned in plan.due
+        if planned.stage.kind == "rl" and (remark := default_task_remark(planned.stage.spec))
     ]
     return replace(plan, unused=(*pipeline.unused, *no_effect), remarks=tuple(remarks))
-
-
-def _default_task(stage: StageSpec) -> str:
-    return default_task_remark(stage.spec) if stage.kind == "rl" else ""
 
 
 def with_exact_models(pipeline: PipelineSpec) -> PipelineSpec:

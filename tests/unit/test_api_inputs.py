@@ -82,6 +82,11 @@ def test_the_rewards_of_an_environment_are_a_default(tmp_path: Path) -> None:
     assert isinstance(spec, RunSpec) and [each.kind for each in spec.scoring.rewards] == ["length"]
 
 
+class Tokenizer:
+    def save_pretrained(self, folder: Path) -> None:
+        (folder / "tokenizer.json").write_text("{}")
+
+
 class Model:
     """As much of a model as is saved."""
 
@@ -89,7 +94,7 @@ class Model:
         self.weights = weights
 
     def save_pretrained(self, folder: Path, **_: object) -> None:
-        folder.mkdir(exist_ok=True)
+        folder.mkdir(parents=True)
         (folder / "model.safetensors").write_bytes(self.weights)
 
     def get_output_embeddings(self) -> object:
@@ -98,10 +103,10 @@ class Model:
 
 def test_a_resumed_run_refuses_another_model(tmp_path: Path) -> None:
     folder = tmp_path / "run" / "inputs"
-    saved = Inputs(folder, kept=False).model_source(Model(b"1"), Model(b""))
+    saved = Inputs(folder, kept=False).model_source(Model(b"1"), Tokenizer())
     resumed = Inputs(folder, kept=True)
-    assert resumed.model_source(Model(b"1"), Model(b"")) == saved
+    assert resumed.model_source(Model(b"1"), Tokenizer()) == saved
     with pytest.raises(UserError, match="the model has changed since this run started") as caught:
-        resumed.model_source(Model(b"2"), Model(b""))
+        resumed.model_source(Model(b"2"), Tokenizer())
     assert f"another --run.dir, such as {tmp_path / 'run-2'}" in caught.value.hint
     assert [each.name for each in folder.iterdir()] == ["model"]

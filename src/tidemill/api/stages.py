@@ -23,7 +23,7 @@ from tidemill.api.inputs import INPUTS, ROW_HINT, Inputs
 from tidemill.api.run import ROWS, Run
 from tidemill.api.train import completed
 from tidemill.config.load import merge
-from tidemill.config.pipeline import KINDS, load_directory, load_stage
+from tidemill.config.pipeline import KINDS, StageSpec, load_directory, load_stage
 from tidemill.config.schema import RunSpec
 from tidemill.config.toml import to_toml
 from tidemill.core.errors import UserError
@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 
 SupervisedKind: TypeAlias = Literal["sft", "reward_model", "dpo"]
 DataKind: TypeAlias = Literal["demonstrations", "pairs"]
+CONTENTS = "contents"
+"""Key of the manifest: digests of the files of prompts, by key, stored with the rows that were made of them."""
 SHAPES: dict[SupervisedKind, str] = {
     "sft": DEMONSTRATION_SHAPE,
     "reward_model": PAIR_SHAPE,
@@ -305,6 +307,7 @@ def _generate(kind: DataKind, spec: RunSpec) -> None:
         UserError: the directory holds another run, or the rows cannot be made.
     """
     from tidemill.pipeline.stage_kinds import RUNNERS, Job
+    from tidemill.pipeline.stage_plan import content_digest, file_inputs
     from tidemill.runtime.batch_generation import provenance_path
     from tidemill.runtime.extension_checks import identities, refuse_changed, run_extensions
     from tidemill.runtime.train import EXTENSIONS, KIND, MODEL_DIGEST, check_same_config, refuse_other_kind
@@ -314,10 +317,16 @@ def _generate(kind: DataKind, spec: RunSpec) -> None:
         sys.stderr.flush()
 
     functions, started_s = identities(run_extensions(spec)), time.monotonic()
+    files = [file for file in file_inputs(StageSpec(name=spec.run.name, kind=kind, spec=spec)) if not file.function]
+    rows = [file for file in files if file.location[0] == "task" and file.path.exists()]
+    contents = {file.key: content_digest(file.path, where=file.key) for file in rows}
     with RunDirectory.open(spec.directory) as run:
         refuse_other_kind(run, kind)
         if check_same_config(run, spec) is not None and (run.path / ROWS).is_file():
-            refuse_changed(run.read_manifest().get(EXTENSIONS, {}), functions, where=str(run.path))
+            started = run.read_manifest()
+            refuse_changed(started.get(EXTENSIONS, {}), functions, where=str(run.path))
+            read = {key: digest for key, digest in started.get(CONTENTS, {}).items() if key in contents}
+            refuse_changed(read, contents, where=str(run.path))
             return
         run.write_config(to_toml(spec))
         names = {"run": spec.run.name, "model": spec.model.source}
@@ -326,7 +335,7 @@ def _generate(kind: DataKind, spec: RunSpec) -> None:
         job = Job(name=spec.run.name, kind=kind, digest="", spec=spec, earlier=(), progress=say)
         outcome = RUNNERS[kind](job)
         weights = read_json(provenance_path(run.path / ROWS)).get("weights_digest", "")  # empty if nothing was sampled
-        run.write_manifest(manifest | {KIND: kind, MODEL_DIGEST: weights, EXTENSIONS: functions})
+        run.write_manifest(manifest | {KIND: kind, MODEL_DIGEST: weights, EXTENSIONS: functions, CONTENTS: contents})
         ending = {"outcome": "finished", "finished": True, "interrupted": False}
         wall_s = round(time.monotonic() - started_s, 3)
         result = {"headline": outcome.headline, "wall_s": wall_s, **outcome.figures}

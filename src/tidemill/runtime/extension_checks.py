@@ -33,10 +33,10 @@ def identities(extensions: list[Extension]) -> dict[str, str]:
 
 
 def refuse_changed(stored: Mapping[str, str], current: Mapping[str, str], *, where: str) -> None:
-    """Refuse to resume with a function that differs from the one the run began with.
+    """Refuse to resume with a function or a file that differs from the one the run began with.
 
     Raises:
-        UserError: names the functions that changed.
+        UserError: names those that changed.
     """
     changed = [name for name, identity in stored.items() if current.get(name) != identity]
     if changed:

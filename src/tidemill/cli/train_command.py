@@ -10,6 +10,7 @@ from cyclopts import Parameter
 from tidemill.cli.arguments import Items, resumed_items, row_remarks
 from tidemill.cli.arguments import dry_run as show_dry_run
 from tidemill.cli.output import INTERRUPTED_CODE, DryRun, Json, Result
+from tidemill.config.issues import default_task_remark
 from tidemill.config.load import split_arguments
 from tidemill.config.pipeline import PipelineSpec, load_recipe
 from tidemill.config.schema import RunSpec
@@ -73,7 +74,8 @@ def _one_run(spec: RunSpec, *, has_recipe: bool, dry_run: bool) -> Result:
     if dry_run:
         from tidemill.runtime.memory_check import memory_remarks
 
-        return show_dry_run(spec, notes=[*memory_remarks(spec, "rl"), *trace_remarks(spec.pool), *row_remarks(spec)])
+        remarks = [*memory_remarks(spec, "rl"), *trace_remarks(spec.pool), *row_remarks(spec)]
+        return show_dry_run(spec, notes=[*filter(None, [default_task_remark(spec)]), *remarks])
     if (spec.directory / "pipeline.json").exists():
         what = "the directory contains a pipeline, but the recipe has no stages"
         raise UserError(what, where=str(spec.directory), hint=another_directory(spec.directory))

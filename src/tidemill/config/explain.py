@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from tidemill.config.algorithm import CorrectionConfig
-from tidemill.config.issues import Purpose, default_task_remark, has_readers, without_effect
+from tidemill.config.issues import Purpose, has_readers, without_effect
 from tidemill.config.model import BUILT_IN_MODELS
 from tidemill.config.pool import StaticPool, SyntheticPool, TracePool
 from tidemill.config.schema import RunSpec
@@ -351,14 +351,7 @@ def _checkpoint(spec: RunSpec, derived: Derived) -> str:
 
 def notes(spec: RunSpec) -> list[str]:
     """Notes on valid settings that probably do not do what the user expects."""
-    task = default_task_remark(spec)
-    return [
-        *([task] if task else []),
-        *without_effect(spec),
-        *_compute_notes(spec),
-        *_algorithm_notes(spec),
-        *_run_notes(spec),
-    ]
+    return [*without_effect(spec), *_compute_notes(spec), *_algorithm_notes(spec), *_run_notes(spec)]
 
 
 def _compute_notes(spec: RunSpec) -> Iterator[str]:

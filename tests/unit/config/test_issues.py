@@ -8,10 +8,10 @@ from pydantic import ValidationError
 
 from tests.config_issues import issues_of
 from tests.pretend_stages import pipeline
-from tidemill.config.explain import notes
 from tidemill.config.issues import (
     INACTIVE,
     ConfigError,
+    default_task_remark,
     purpose_issues,
     refuse_untrainable,
     shown_value,
@@ -260,5 +260,5 @@ def test_keys_without_effect_are_reported_for_training_stages(tmp_path: Path) ->
 def test_the_default_task_of_a_recipe_is_named(text: str, remarks: int, tmp_path: Path) -> None:
     (tmp_path / "mine.toml").write_text(f'model.source = "char"\nsampling.max_new_tokens = 8\n{text}')
     recipe = load_recipe([f"@{tmp_path}/mine.toml", f"--run.dir={tmp_path}/run"])
-    found = notes(recipe) if isinstance(recipe, RunSpec) else plan_pipeline(recipe).remarks
+    found = [default_task_remark(recipe)] if isinstance(recipe, RunSpec) else plan_pipeline(recipe).remarks
     assert sum("no [task] in the recipe: training the built-in arithmetic task" in each for each in found) == remarks

@@ -38,6 +38,9 @@ CHAT = [{"messages": [{"role": "user", "content": f"{a}+2?"}], "answer": "4"} fo
 KTO = [{"prompt": f"{a}+2=", "completion": "4", "label": a == 0} for a in range(9)]
 CHAR = {key: value for key, value in SMALL.items() if key.startswith("model.")} | {"model.source": "char"}
 CONVERSATIONS = [{"messages": [*row["messages"], {"role": "assistant", "content": "4"}]} for row in CHAT]
+PAGES = "https://huggingface.co/"
+ANSWERS = [{"prompt": row["prompt"], "completion": row["answer"]} for row in ROWS]
+SFT = CHAR | {"trainer.threads": 1, "trainer.steps": 1}
 PREFERENCES = [{"prompt": f"{a}+2=", "chosen": "4", "rejected": "5"} for a in range(9)]
 
 
@@ -211,6 +214,34 @@ MISTAKES = {
     "override and argument": Mistake(
         lambda: train(model="char", overrides={"model.source": "smollm2-135m"}), ("model.source", "char", "leave one")
     ),
+    "evaluate, override and argument": Mistake(
+        lambda: tm.evaluate(model="char", data=ROWS, overrides={"model": {"source": "smollm2-135m"}}),
+        ("model.source", "leave one"),
+    ),
+    "sft, another section of data": Mistake(
+        lambda: tm.sft(model="char", data=CONVERSATIONS, overrides={"data": {"batch_size": 4}}),
+        ("data.batch_size", "supervised.minibatch_tokens"),
+    ),
+    "sft, other rows without a run_dir": Mistake(
+        lambda: [tm.sft(data=rows, overrides=SFT) for rows in (ANSWERS, ANSWERS[1:])],
+        ("data: the rows have changed", "choose another run_dir, such as runs/sft-2"),
+    ),
+    "sft, other settings without a run_dir": Mistake(
+        lambda: [tm.sft(data=ANSWERS, overrides=SFT | {"run": {"seed": seed}}) for seed in (0, 1)],
+        ("run.seed", "choose another run_dir, such as runs/sft-2"),
+    ),
+    "evaluate, a model in place": Mistake(lambda: tm.evaluate("char"), ("char", 'did you mean model="char"?')),
+    "train, a web address in place": Mistake(lambda: tm.train(f"{PAGES}Qwen/Qwen3-0.6B"), ("hub:Qwen/Qwen3-0.6B",)),
+    "model, a web address": Mistake(
+        lambda: tm.generate("1+1=", model=f"{PAGES}Qwen/Qwen3-0.6B"), ("model", "write hub:Qwen/Qwen3-0.6B")
+    ),
+    "data, a web address": Mistake(
+        lambda: train(data=f"{PAGES}datasets/openai/gsm8k"), ("data", "write hub:openai/gsm8k")
+    ),
+    "eval_sets, a web address": Mistake(
+        lambda: train(eval_sets={"math": f"{PAGES}datasets/openai/gsm8k"}),
+        ("eval_sets, math", "write hub:openai/gsm8k"),
+    ),
     "sft, run_dir is a number": Mistake(lambda: tm.sft(data=KTO, run_dir=3), ("run_dir", "3")),
     "run_dir is a file": Mistake(lambda: train(run_dir=file("taken", "")), ("taken",)),
     "callbacks, a class": Mistake(lambda: train(callbacks=[tm.Callback]), ("callbacks", "instance")),
@@ -223,7 +254,7 @@ MISTAKES = {
         ('columns={"prompt": "question"}',),
     ),
     "another run in run_dir": Mistake(
-        lambda: (train(), train(overrides={"run.seed": 1})), ("run.seed", "choose another run_dir")
+        lambda: (train(), train(overrides={"run.seed": 1})), ("run.seed", "choose another run_dir, such as run-2")
     ),
     "messages for a model without a template": Mistake(
         lambda: tm.sft(model="char", data=CONVERSATIONS, run_dir="new"), ("template", "instruction-tuned", "texts")
@@ -433,6 +464,10 @@ MISTAKES = {
     "--model": Mistake("train @char-addition --model char", ("model", "model.source")),
     "--dataset": Mistake("train @char-addition --dataset rows.jsonl", ("dataset", "task.path")),
     "--data": Mistake("train @char-addition --data rows.jsonl", ("data", "task.path")),
+    "--port": Mistake("generate 1+1= --port 3", ("port", "gateway.port of `tidemill serve`")),
+    "eval of a model's name": Mistake("eval char", ("char", "--checkpoint char")),
+    "train, a web address": Mistake(f"train {PAGES}Qwen/Qwen3-0.6B", ("hub:Qwen/Qwen3-0.6B", "--model.source")),
+    "eval, a web address": Mistake(f"eval --checkpoint {PAGES}Qwen/Qwen3-0.6B", ("write hub:Qwen/Qwen3-0.6B",)),
     "--resume": Mistake("train @char-addition --resume", ("--resume", "run.dir")),
     "a name in capitals": Mistake("train @char-addition --algorithm.name GRPO", ("algorithm.name", "mean grpo?")),
     "yes": Mistake("train @char-addition --engine.batch_invariant yes", ("engine.batch_invariant", "write true")),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import tomllib
 from pathlib import Path
 
@@ -40,3 +41,34 @@ def test_the_locks_are_within_the_ranges_of_the_project() -> None:
             version = versions[requirement.name.lower().replace("_", "-")]
             assert version in requirement.specifier, (lock, str(requirement))
     assert len(every) > 20
+
+
+def _docstrings(tree: ast.AST) -> set[int]:
+    """Identities of the nodes of texts that stand alone: documentation."""
+    return {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+
+
+def test_no_message_names_a_page_that_is_not_installed() -> None:
+    named = [
+        f"{path.relative_to(REPOSITORY)}:{node.lineno}"
+        for path in sorted((REPOSITORY / "src").rglob("*.py"))
+        if "docs/" in (text := path.read_text(encoding="utf-8"))
+        for tree in [ast.parse(text)]
+        for documentation in [_docstrings(tree)]
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and "docs/" in node.value
+        if id(node) not in documentation
+    ]
+    assert named == []
+
+
+def test_modules_of_the_api_use_no_private_names_of_others() -> None:
+    private = [
+        f"{path.name}: {node.module}.{name.name}"
+        for path in sorted((REPOSITORY / "src/tidemill/api").glob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ImportFrom)
+        for name in node.names
+        if name.name.startswith("_")
+    ]
+    assert private == []

@@ -9,10 +9,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from tidemill.api.call_arguments import checked_overrides
 from tidemill.api.entry import entry_point
 from tidemill.api.inputs import Inputs
 from tidemill.api.run import Run
 from tidemill.api.train import load
+from tidemill.config.keys import flattened
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError
 from tidemill.extensions.registry import provide
@@ -62,15 +64,17 @@ def evaluate(
         inputs.add_data(data, None, columns)
         inputs.add_rewards(rewards)
         if data is not None:
-            inputs.overrides["task"]["held_out_fraction"] = 1.0
+            inputs.imply("task.held_out_fraction", 1.0)
+            inputs.imply("task.held_out_path", None)
             # New rows replace the task of a configuration.
             if isinstance(source, RunSpec) and (system := getattr(source.task, "system_prompt", "")):
-                inputs.overrides["task"]["system_prompt"] = system
-            inputs.overrides["eval.prompts"] = EVERY_PROMPT
-            inputs.overrides["eval.sets"] = []
+                inputs.imply("task.system_prompt", system)
+            inputs.imply("eval.prompts", EVERY_PROMPT)
+            inputs.imply("eval.sets", [])
         if rewards is not None:
-            inputs.overrides["eval.rewards"] = inputs.overrides["scoring.rewards"]
-        spec = load(source, {**inputs.overrides, **(overrides or {})}, purpose="eval")
+            inputs.imply("eval.rewards", inputs.overrides["scoring.rewards"])
+        given = inputs.with_overrides(checked_overrides(overrides))
+        spec = load(source, given, purpose="eval", replaced=inputs.overrides)
         if found is not None and (recipe is None or (isinstance(recipe, Run) and model is None)):
             spec = formatted_as_trained(spec, found, note=_warn)
         provide(inputs.extensions)
@@ -111,9 +115,10 @@ def generate(
     from tidemill.runtime.model_evaluation import generate as run
 
     def job(inputs: Inputs, source: str | Path | RunSpec | None, found: ModelSource | None) -> list[dict[str, Any]]:
-        if found is None and source is None and "model.source" not in (overrides or {}):
+        given = inputs.with_overrides(checked_overrides(overrides))
+        if found is None and source is None and "model.source" not in flattened(given):
             raise UserError("no model given", where="model", hint="give a run, a folder or a name")
-        spec = load(source, {**inputs.overrides, **(overrides or {})}, purpose="generate")
+        spec = load(source, given, purpose="generate", replaced=inputs.overrides)
         return run(spec, model=found, prompts=prompts, raw=raw)
 
     return _run(job, recipe, model, tokenizer)
@@ -149,7 +154,8 @@ def export(
             raise UserError("no model given", where="model", hint="give a run, a folder or a name")
         if dtype not in DTYPES:
             raise UserError(f"{dtype!r} is not a type of weights", where="dtype", hint=f"use {', '.join(DTYPES)}")
-        config = load(source, {**inputs.overrides, **(overrides or {})}, purpose="read").model
+        given = inputs.with_overrides(checked_overrides(overrides))
+        config = load(source, given, purpose="read", replaced=inputs.overrides).model
         to = Path(folder).expanduser()
         export_source(found, to=to, dtype=dtype, config=config)
         return to

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import filecmp
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -15,14 +16,18 @@ from tidemill.api.rewards import Reward
 from tidemill.api.rewards import function as user_reward
 from tidemill.api.rewards import model as reward_model
 from tidemill.api.run import Run
-from tidemill.config.keys import did_you_mean
+from tidemill.config.addresses import HUB, address_hint
+from tidemill.config.keys import did_you_mean, flattened
+from tidemill.config.load import Tree, merge, override_tree
 from tidemill.config.schema import SET_NAME
-from tidemill.config.task import HUB, Column, RewardConfig
+from tidemill.config.task import Column, RewardConfig
 from tidemill.core.errors import UserError, exception_text
+from tidemill.core.folders import another_directory
 from tidemill.envs.agents.environment import Environment, ToolEnvironment
 from tidemill.envs.text.row_files import GIVEN_AS
 from tidemill.extensions.registry import Extension, Kind, given_function
 from tidemill.extensions.results import shown
+from tidemill.models.folder import weight_files
 from tidemill.models.model_source import checked, exact_source, given_as, locate
 from tidemill.telemetry.jsonl import disk_error, write_atomically, write_json
 from tidemill.telemetry.run_dir import RunDirectory, read_json
@@ -44,12 +49,17 @@ class Inputs:
         folder: where objects are saved: `RUN/inputs`.
         kept: the run has begun, so that saved objects must not change.
         shape: an example of a row, for the hints.
+
+    Attributes:
+        overrides: the arguments as settings, by dotted key or section.
+        implied: dotted keys among them that no argument states, so that the caller's overrides may set them.
     """
 
     folder: Path
     kept: bool
     shape: str = ROW_HINT
     overrides: dict[str, Any] = field(default_factory=dict)
+    implied: set[str] = field(default_factory=set)
     extensions: list[Extension] = field(default_factory=list)
 
     def add_data(
@@ -67,9 +77,7 @@ class Inputs:
                 raise UserError("is given without data", where="eval_data", hint="give data too")
             return
         # Examples have no kind, whose change would remove the files of a recipe.
-        task: dict[str, Any] = {"kind": "file"}
-        if section == "data":
-            task = {"path": None, "sources": [], "held_out_path": None}
+        task: dict[str, Any] = {"kind": "file"} if section == "task" else {"held_out_path": None}
         if isinstance(data, (list, tuple)) and data and all(isinstance(each, tuple) for each in data):
             task["sources"] = [
                 {
@@ -78,10 +86,14 @@ class Inputs:
                 }
                 for number, (weight, each) in enumerate(_pairs(data))
             ]
+            task["path"] = None
         else:
             task["path"] = self._data_path(data, "data", "train")
+            task["sources"] = []
+        self.implied |= {f"{section}.{key}" for key, value in task.items() if not value} | {f"{section}.held_out_path"}
         if held_out is not None:
             task["held_out_path"] = self._data_path(held_out, "eval_data", "held_out")
+            self.implied.discard(f"{section}.held_out_path")
         if columns is not None:
             task["columns"] = _columns(columns)
         self.overrides[section] = task
@@ -163,6 +175,7 @@ class Inputs:
         made = [_as_reward(each) for each in rewards]
         self.extensions += [each.extension for each in made if each.extension is not None]
         self.overrides["scoring.rewards"] = [each.settings for each in made]
+        self.implied.discard("scoring.rewards")
 
     def add_function(self, key: str, kind: Kind, given: Callable[..., Any] | str | None) -> None:
         """A function, or the text that names one, as the value of a key."""
@@ -202,6 +215,7 @@ class Inputs:
                 self.overrides |= {"task": {"kind": "environment"}, "scoring.rewards": [{"kind": "environment"}]}
             elif getattr(environment, "score", ToolEnvironment.score) is not ToolEnvironment.score:
                 self.overrides["scoring.rewards"] = [{"kind": "environment"}]
+            self.implied.add("scoring.rewards")
 
     def refuse_parameters_alone(self, task: Any, environment: Any) -> None:
         """
@@ -217,18 +231,20 @@ class Inputs:
                 hint = f"give {name}= too"
                 raise UserError(f"is given without {name}", where=f"{name}_params", hint=hint)
 
-    def with_overrides(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """What the arguments add, with overrides on top.
+    def imply(self, key: str, value: Any) -> None:
+        """Set a key that no argument states."""
+        self.overrides[key] = value
+        self.implied.add(key)
+
+    def with_overrides(self, given: Tree) -> Tree:
+        """What the arguments add, with the caller's overrides on top.
 
         Raises:
             UserError: an override contradicts an argument.
         """
-        own = dict(_leaves(self.overrides))
-        for key, value in _leaves(given):
-            if own.get(key, value) != value:
-                what = f"is set to {value!r:.60}, and an argument sets it to {own[key]!r:.60}"
-                raise UserError(what, where=f"overrides, {key}", hint="leave one of them out")
-        return {**self.overrides, **given}
+        own = override_tree(self.overrides)
+        refuse_conflicts(own, given, implied=self.implied)
+        return merge(own, given)
 
     def _reference(self, kind: Kind, given: Callable[..., Any]) -> str:
         extension = given_function(given, kind, where=kind)
@@ -246,6 +262,8 @@ class Inputs:
             data = Run(Path(data).expanduser())
         if isinstance(data, Run):
             return str(data.rows_file.absolute())
+        if isinstance(data, (str, Path)) and (hint := address_hint(data)):
+            raise UserError(f"{data} is a web address", where=where, hint=hint)
         if isinstance(data, str) and OWNER_NAME.fullmatch(data) and not Path(data).exists():
             hint = f'"{HUB}{data}" is a data set of the Hugging Face hub'
             raise UserError(f"there is no file {data}", where=where, hint=hint)
@@ -258,7 +276,7 @@ class Inputs:
             raise UserError("has no rows", where=where, hint=self.shape)
         if self.kept and (path.is_file() or not addable):
             if not path.is_file() or path.read_bytes() != content:
-                hint = "give the rows of the first session, or choose another run_dir"
+                hint = f"give the rows of its first session, or {another_directory(self.folder.parent)}"
                 raise UserError("the rows have changed since this run started", where=where, hint=hint)
             return str(path.absolute())
         try:
@@ -271,22 +289,37 @@ class Inputs:
 
     def _saved_model(self, model: Any, tokenizer: Any) -> Path:
         folder, partial = self.folder / "model", self.folder / ".model.partial"
-        if self.kept:  # the digest of the weights is compared when the run is resumed
-            if not folder.is_dir():
-                raise UserError("the run has no saved model", where="model", hint="resume without model=")
-            return folder.absolute()
+        if self.kept and not folder.is_dir():
+            raise UserError("the run has no saved model", where="model", hint="resume without model=")
         shutil.rmtree(partial, ignore_errors=True)
         try:
             model.save_pretrained(partial, safe_serialization=True)
+            if self.kept:
+                self._refuse_other_weights(folder, partial)
+                return folder.absolute()
             tokenizer.save_pretrained(partial)
             shutil.rmtree(folder, ignore_errors=True)
             partial.rename(folder)
+        except UserError:
+            raise
         except OSError as error:
             raise disk_error(error, folder) from error
         except Exception as error:  # of another library, for weights that are not in memory
             hint = "load its weights into memory, or give the folder of the model"
             raise UserError(f"cannot be saved: {exception_text(error)}", where="model", hint=hint) from error
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
         return folder.absolute()
+
+    def _refuse_other_weights(self, saved: Path, given: Path) -> None:
+        """
+        Raises:
+            UserError: the run started from other weights than those given.
+        """
+        names = sorted(file.name for file in weight_files(given))
+        if filecmp.cmpfiles(saved, given, names, shallow=False)[0] != names:
+            hint = f"give the model of its first session, or {another_directory(self.folder.parent)}"
+            raise UserError("the model has changed since this run started", where="model", hint=hint)
 
     def _rows(self, data: Any, where: str) -> Iterable[Any]:
         if isinstance(data, Mapping) or not isinstance(data, Iterable):
@@ -317,13 +350,26 @@ class Inputs:
             raise UserError(what, where=f"{where}, column {column}" if column else where, hint=hint) from None
 
 
-def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted keys of nested tables, with their values."""
-    for name, value in tree.items():
-        if isinstance(value, Mapping):
-            yield from _leaves(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
+def refuse_conflicts(own: Tree, given: Tree, *, implied: Container[str] = ()) -> None:
+    """
+    Args:
+        own: what the arguments set.
+        given: overrides.
+        implied: dotted keys of `own` that overrides may set.
+
+    Raises:
+        UserError: an override contradicts an argument.
+    """
+    stated = {key: value for key, value in flattened(own).items() if key not in implied}
+    for key, value in flattened(given).items():
+        if _as_json(stated.get(key, value)) != _as_json(value):
+            what = f"is set to {value!r:.60}, and an argument sets it to {stated[key]!r:.60}"
+            raise UserError(what, where=f"overrides, {key}", hint="leave one of them out")
+
+
+def _as_json(value: Any) -> str:
+    """For comparisons: a path is equal to its text, and a tuple to a list."""
+    return json.dumps(value, default=str)
 
 
 def _json(value: Any) -> bytes:

@@ -8,19 +8,22 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
+from tidemill.api.call_arguments import (
+    Function,
+    Overrides,
+    Recipe,
+    checked_callbacks,
+    checked_overrides,
+    checked_recipe,
+    layered,
+    stored_config,
+)
 from tidemill.api.entry import entry_point
 from tidemill.api.inputs import INPUTS, ROW_HINT, Inputs
 from tidemill.api.run import ROWS, Run
-from tidemill.api.train import (
-    Function,
-    Overrides,
-    _checked_callbacks,
-    _checked_overrides,
-    _checked_recipe,
-    completed,
-    stored_config,
-)
-from tidemill.config.pipeline import KINDS, load_directory, load_stage
+from tidemill.api.train import completed
+from tidemill.config.load import merge
+from tidemill.config.pipeline import KINDS, StageSpec, load_directory, load_stage
 from tidemill.config.schema import RunSpec
 from tidemill.config.toml import to_toml
 from tidemill.core.errors import UserError
@@ -32,9 +35,10 @@ from tidemill.telemetry.run_dir import RunDirectory, read_json
 if TYPE_CHECKING:
     from tidemill.runtime.stopping import StopRequest
 
-Recipe: TypeAlias = str | Path | RunSpec | None
 SupervisedKind: TypeAlias = Literal["sft", "reward_model", "dpo"]
 DataKind: TypeAlias = Literal["demonstrations", "pairs"]
+CONTENTS = "contents"
+"""Key of the manifest: digests of the files of prompts, by key, stored with the rows that were made of them."""
 SHAPES: dict[SupervisedKind, str] = {
     "sft": DEMONSTRATION_SHAPE,
     "reward_model": PAIR_SHAPE,
@@ -224,7 +228,7 @@ def _train(kind: SupervisedKind, arguments: Mapping[str, Any]) -> Run:
     from tidemill.api.session import run_here
 
     given = dict(arguments)
-    callbacks = _checked_callbacks(given.pop("callbacks"))
+    callbacks = checked_callbacks(given.pop("callbacks"))
 
     def job(stop: StopRequest) -> Run:
         from tidemill.runtime.train_supervised import train_supervised
@@ -276,8 +280,12 @@ def _prepared(
         UserError: an argument is invalid.
     """
     named = any(each is not None for each in (data, task, environment))
-    base, given = _base(kind, recipe, overrides, run_dir, named=named)
-    directory = load_directory(base, given)
+    given = checked_overrides(overrides, run_dir)
+    base = checked_recipe(recipe) or stored_config(given, named=named)
+    if base is None:
+        given = merge({"run": {"name": kind}}, given)
+    sections = KINDS[kind].sections
+    directory = load_directory(*layered(base, given, sections=sections))
     kept = "model_digest" in RunDirectory(directory).read_manifest()
     inputs = Inputs(folder=directory / INPUTS, kept=kept, shape=shape)
     inputs.add_model(model, tokenizer)
@@ -288,30 +296,8 @@ def _prepared(
     inputs.refuse_parameters_alone(task_params, environment_params)
     if kind == "demonstrations":
         inputs.overrides.pop("scoring.rewards", None)  # of an environment: nothing is scored
-    return load_stage(kind, base, inputs.with_overrides(given)), inputs
-
-
-def _base(
-    kind: SupervisedKind | DataKind,
-    recipe: Recipe,
-    overrides: Overrides | None,
-    run_dir: str | Path | None,
-    *,
-    named: bool,
-) -> tuple[str | Path | None, dict[str, Any]]:
-    """The file with the configuration, if there is one, and the overrides.
-
-    Raises:
-        UserError: the recipe or the overrides are something else.
-    """
-    recipe, given = _checked_recipe(recipe), _checked_overrides(overrides, run_dir)
-    if isinstance(recipe, RunSpec):
-        tree = recipe.model_dump(mode="json")
-        return None, {section: tree[section] for section in KINDS[kind].sections} | given
-    if recipe is None:
-        stored = stored_config(given, named=named)
-        return (stored, given) if stored else (None, {"run.name": kind, **given})
-    return recipe, given
+    given = inputs.with_overrides(given)
+    return load_stage(kind, *layered(base, given, sections=sections, replaced=inputs.overrides)), inputs
 
 
 def _generate(kind: DataKind, spec: RunSpec) -> None:
@@ -321,6 +307,7 @@ def _generate(kind: DataKind, spec: RunSpec) -> None:
         UserError: the directory holds another run, or the rows cannot be made.
     """
     from tidemill.pipeline.stage_kinds import RUNNERS, Job
+    from tidemill.pipeline.stage_plan import content_digest, file_inputs
     from tidemill.runtime.batch_generation import provenance_path
     from tidemill.runtime.extension_checks import identities, refuse_changed, run_extensions
     from tidemill.runtime.train import EXTENSIONS, KIND, MODEL_DIGEST, check_same_config, refuse_other_kind
@@ -330,10 +317,16 @@ def _generate(kind: DataKind, spec: RunSpec) -> None:
         sys.stderr.flush()
 
     functions, started_s = identities(run_extensions(spec)), time.monotonic()
+    files = [file for file in file_inputs(StageSpec(name=spec.run.name, kind=kind, spec=spec)) if not file.function]
+    rows = [file for file in files if file.location[0] == "task" and file.path.exists()]
+    contents = {file.key: content_digest(file.path, where=file.key) for file in rows}
     with RunDirectory.open(spec.directory) as run:
         refuse_other_kind(run, kind)
         if check_same_config(run, spec) is not None and (run.path / ROWS).is_file():
-            refuse_changed(run.read_manifest().get(EXTENSIONS, {}), functions, where=str(run.path))
+            started = run.read_manifest()
+            refuse_changed(started.get(EXTENSIONS, {}), functions, where=str(run.path))
+            read = {key: digest for key, digest in started.get(CONTENTS, {}).items() if key in contents}
+            refuse_changed(read, contents, where=str(run.path))
             return
         run.write_config(to_toml(spec))
         names = {"run": spec.run.name, "model": spec.model.source}
@@ -342,7 +335,7 @@ def _generate(kind: DataKind, spec: RunSpec) -> None:
         job = Job(name=spec.run.name, kind=kind, digest="", spec=spec, earlier=(), progress=say)
         outcome = RUNNERS[kind](job)
         weights = read_json(provenance_path(run.path / ROWS)).get("weights_digest", "")  # empty if nothing was sampled
-        run.write_manifest(manifest | {KIND: kind, MODEL_DIGEST: weights, EXTENSIONS: functions})
+        run.write_manifest(manifest | {KIND: kind, MODEL_DIGEST: weights, EXTENSIONS: functions, CONTENTS: contents})
         ending = {"outcome": "finished", "finished": True, "interrupted": False}
         wall_s = round(time.monotonic() - started_s, 3)
         result = {"headline": outcome.headline, "wall_s": wall_s, **outcome.figures}

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
-import os
-import re
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tidemill.api.call_arguments import (
+    Function,
+    Overrides,
+    Recipe,
+    checked_callbacks,
+    checked_overrides,
+    checked_recipe,
+    layered,
+    stored_config,
+)
 from tidemill.api.entry import entry_point, same_arguments
-from tidemill.api.inputs import DATA_SUFFIXES, INPUTS, Inputs
+from tidemill.api.inputs import INPUTS, Inputs
 from tidemill.api.run import Run
 from tidemill.config.issues import Purpose, refuse_without_task
-from tidemill.config.load import recipe_path
+from tidemill.config.load import Tree
 from tidemill.config.pipeline import PipelineSpec, load_directory, load_overridden
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError
@@ -23,11 +31,6 @@ from tidemill.telemetry.run_dir import RunDirectory
 
 if TYPE_CHECKING:
     from tidemill.runtime.stopping import StopRequest
-
-Overrides = Mapping[str, Any]
-MODEL_NAME = re.compile(r"[\w.-]+/[\w.-]+")
-"""OWNER/NAME on the hub."""
-Function = Callable[..., Any]
 
 
 @entry_point
@@ -41,7 +44,7 @@ def load_config(recipe: str | Path | None = None, overrides: Overrides | None = 
     Raises:
         TidemillError: an unknown recipe or an invalid value; lists all of them.
     """
-    return load(recipe, overrides or {}, purpose="read")
+    return load(recipe, checked_overrides(overrides), purpose="read")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,7 +137,7 @@ async def train_async(recipe: str | Path | RunSpec | None = None, **arguments: A
 
 
 def _job(arguments: dict[str, Any]) -> Callable[[Any], Run]:
-    callbacks = _checked_callbacks(arguments.pop("callbacks", ()))
+    callbacks = checked_callbacks(arguments.pop("callbacks", ()))
 
     def job(stop: Any) -> Run:
         from tidemill.pipeline.console_reporter import ConsoleReporter
@@ -212,10 +215,10 @@ def prepare(
     Raises:
         UserError: an argument is invalid.
     """
-    given = _checked_overrides(overrides, run_dir)
+    given = checked_overrides(overrides, run_dir)
     named = any(each is not None for each in (data, task, environment))
-    recipe = _checked_recipe(recipe) or stored_config(given, named=named)
-    directory = _directory(recipe, given)
+    recipe = checked_recipe(recipe) or stored_config(given, named=named)
+    directory = load_directory(*layered(recipe, given))
     inputs = Inputs(folder=directory / INPUTS, kept="model_digest" in RunDirectory(directory).read_manifest())
     inputs.add_model(model, tokenizer)
     inputs.add_data(data, eval_data, columns)
@@ -228,96 +231,26 @@ def prepare(
     inputs.add_function("batch.sampler", "prompt_sampler", prompt_sampler)
     inputs.add_loss_terms(loss_terms)
     inputs.refuse_parameters_alone(task_params, environment_params)
-    spec = load_overridden(*_layered(recipe, inputs.with_overrides(given)))
+    spec = load_overridden(*layered(recipe, inputs.with_overrides(given), replaced=inputs.overrides))
     if recipe is None and isinstance(spec, RunSpec):
         refuse_without_task(spec, "tidemill.train")
     return Prepared(spec=spec, extensions=inputs.extensions)
 
 
-def stored_config(given: Overrides, *, named: bool) -> Path | None:
-    """The configuration of the run in `run.dir`, if there is one.
+def load(recipe: Recipe, given: Tree, *, purpose: Purpose, replaced: Iterable[str] = ()) -> RunSpec:
+    """The configuration of a recipe, or of another configuration, with overrides.
 
     Args:
-        named: the call names data or a task; if the run has not begun, it is a correction of the call that failed.
-    """
-    if "run.dir" not in given:
-        return None
-    run = RunDirectory(Path(given["run.dir"]))
-    begun = "model_digest" in run.read_manifest()
-    return run.config if run.exists and (begun or not named) else None
-
-
-def _directory(recipe: str | Path | RunSpec | None, given: Overrides) -> Path:
-    return load_directory(*_layered(recipe, given))
-
-
-def load(recipe: str | Path | RunSpec | None, overrides: Overrides, *, purpose: Purpose = "train") -> RunSpec:
-    """The configuration of a recipe, or of another configuration, with overrides.
+        given, replaced: as for `layered`.
 
     Raises:
         UserError: a value is invalid, or the recipe has stages.
     """
-    given = _checked_overrides(overrides)
-    checked = _checked_recipe(recipe, of_runs="run_dir" if purpose == "train" else "model")
-    found = load_overridden(*_layered(checked, given), purpose=purpose)
+    checked = checked_recipe(recipe, of_runs="run_dir" if purpose == "train" else "model")
+    found = load_overridden(*layered(checked, given, replaced=replaced), purpose=purpose)
     if not isinstance(found, RunSpec):
         what = "the recipe has stages, and this function needs a single run"
         raise UserError(what, where=str(recipe), hint="run it with tidemill.train")
     if purpose == "eval" and recipe is None:
         refuse_without_task(found, "tidemill.evaluate")
     return found
-
-
-def _checked_recipe(recipe: Any, *, of_runs: str = "run_dir") -> str | Path | RunSpec | None:
-    """
-    Args:
-        of_runs: the argument that takes the directory of a run.
-
-    Raises:
-        UserError: it is no recipe, but a model or data.
-    """
-    hint = "a recipe is a TOML file or the name of a built-in one (`tidemill recipe list`)"
-    if recipe is not None and not isinstance(recipe, (str, os.PathLike, RunSpec)):
-        what, meant = (
-            f"needs a TOML file or a name, was given {type(recipe).__name__}",
-            "model" if callable(recipe) else "data",
-        )
-        if hasattr(recipe, "save_pretrained"):
-            meant = "model"
-        raise UserError(what, where="recipe", hint=f"did you mean {meant}=...? {hint}")
-    if recipe is None or isinstance(recipe, RunSpec):
-        return recipe
-    path = recipe_path(str(recipe))
-    if path.suffix in DATA_SUFFIXES:
-        raise UserError("is a data file, not a recipe", where=str(recipe), hint=f'did you mean data="{recipe}"?')
-    if path.is_dir() or (not path.is_file() and MODEL_NAME.fullmatch(str(recipe))):
-        meant = of_runs if (path / "config.toml").is_file() else "model"
-        what = "is a folder, not a recipe" if path.is_dir() else "there is no such recipe"
-        raise UserError(what, where=str(recipe), hint=f'did you mean {meant}="{recipe}"? {hint}')
-    return Path(recipe)
-
-
-def _checked_overrides(overrides: Any, run_dir: Any = None) -> dict[str, Any]:
-    if overrides is not None and not isinstance(overrides, Mapping):
-        what = f"needs a dict of values by key, was given {type(overrides).__name__}"
-        raise UserError(what, where="overrides", hint='for example overrides={"trainer.steps": 100}')
-    given = {str(key): value for key, value in (overrides or {}).items()}
-    if run_dir is None:
-        return given
-    if not isinstance(run_dir, (str, os.PathLike)):
-        raise UserError(f"needs a path, was given {run_dir!r:.60}", where="run_dir", hint='for example "runs/mine"')
-    return given | {"run.dir": str(run_dir)}
-
-
-def _layered(recipe: str | Path | RunSpec | None, overrides: Overrides) -> tuple[str | Path | None, Overrides]:
-    """A configuration given as an object becomes overrides of the defaults."""
-    if isinstance(recipe, RunSpec):
-        return None, {**recipe.model_dump(mode="json", exclude_unset=True), **overrides}
-    return recipe, overrides
-
-
-def _checked_callbacks(callbacks: Any) -> list[Any]:
-    from tidemill.runtime.callbacks import check_callback
-
-    given = callbacks if isinstance(callbacks, (list, tuple)) else [] if callbacks is None else [callbacks]
-    return [check_callback(each) for each in given]

@@ -10,10 +10,12 @@ from cyclopts import Parameter
 from tidemill.cli.arguments import Items, resumed_items, row_remarks
 from tidemill.cli.arguments import dry_run as show_dry_run
 from tidemill.cli.output import INTERRUPTED_CODE, DryRun, Json, Result
+from tidemill.config.issues import default_task_remark
 from tidemill.config.load import split_arguments
 from tidemill.config.pipeline import PipelineSpec, load_recipe
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError
+from tidemill.core.folders import another_directory
 from tidemill.core.formatting import long_duration
 from tidemill.pool.build_provider import trace_remarks
 
@@ -72,10 +74,11 @@ def _one_run(spec: RunSpec, *, has_recipe: bool, dry_run: bool) -> Result:
     if dry_run:
         from tidemill.runtime.memory_check import memory_remarks
 
-        return show_dry_run(spec, notes=[*memory_remarks(spec, "rl"), *trace_remarks(spec.pool), *row_remarks(spec)])
+        remarks = [*memory_remarks(spec, "rl"), *trace_remarks(spec.pool), *row_remarks(spec)]
+        return show_dry_run(spec, notes=[*filter(None, [default_task_remark(spec)]), *remarks])
     if (spec.directory / "pipeline.json").exists():
         what = "the directory contains a pipeline, but the recipe has no stages"
-        raise UserError(what, where=str(spec.directory), hint="choose another --run.dir")
+        raise UserError(what, where=str(spec.directory), hint=another_directory(spec.directory))
     from tidemill.planner.forecast.forecast import forecast_at_start
     from tidemill.runtime.train import train as run
 

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, model_validator
 
+from tidemill.config.addresses import OptionalModelName
 from tidemill.config.base import Config, NameOrFunction, Probability
 
 CorrectionKind = Literal["none", "tis", "icepop", "sequence_tis", "geometric", "clip_range", "mu_step"]
@@ -282,7 +283,7 @@ class CriticConfig(Config):
     kind: Literal["own", "shared"] = "own"
     """own: a separate model with a value head (with model.lora, a second adapter). shared: a value head on the policy's
     hidden states."""
-    source: str | None = None
+    source: OptionalModelName = None
     """kind = "own": the critic's initial weights, as model.source; none: those of the policy. A reward model keeps its
     head, so that values start near its scores; any other model gets a head initialised to output 0."""
     learning_rate: float = Field(CRITIC_LEARNING_RATES["own"], gt=0)

@@ -20,6 +20,7 @@ from tidemill.config.keys import (
     find,
     flattened,
     is_section,
+    key_hint,
     keys_by_path,
     sections,
     suggest,
@@ -190,7 +191,7 @@ def unknown_key(location: Location, data: dict[str, Any], source: str = "") -> C
     closest = suggest(location, kind=kind)
     foreign = foreign_hint(location, closest)
     is_section_name = len(location) == 1 and not closest.count(".") and not foreign
-    hint = foreign or (f"did you mean {closest}?" if closest else "`tidemill train --help-all` lists every key")
+    hint = foreign or (key_hint(closest) if closest else "`tidemill train --help-all` lists every key")
     what = "unknown section" if is_section_name else "unknown key"
     return ConfigIssue(key=dotted(location), what=what, source=source, hint=hint)
 
@@ -307,6 +308,16 @@ def refuse_without_task(spec: RunSpec, where: str) -> None:
         if " " in where:
             hint = "name a recipe such as @char-addition (`tidemill recipe list`), or --task.kind=file --task.path=FILE"
         raise UserError(what, where=where, hint=hint)
+
+
+def default_task_remark(spec: RunSpec) -> str:
+    """A remark on a configuration without a section [task], whose task the user may not expect; empty if it has one."""
+    if "task" in spec.model_fields_set or spec.gateway.sessions:
+        return ""
+    return (
+        "no [task] in the recipe: training the built-in arithmetic task; "
+        'set task.kind = "file" and task.path to train on rows of yours, or task.kind = "arithmetic" to confirm it'
+    )
 
 
 def purpose_issues(spec: RunSpec, purpose: Purpose) -> Iterator[ConfigIssue]:

@@ -204,7 +204,7 @@ def suggest(path: Sequence[str | int], *, kind: str = "") -> str:
         return dotted(known_path)
     same_name = [key.path for key in all_keys() if key.path[-1] == leaf and (not kind or key.variant in ("", kind))]
     if same_name and not section:
-        return dotted(min(same_name, key=len))
+        return dotted(min(same_name, key=lambda known: (len(known), known[0] not in MAIN_SECTIONS)))
     siblings = {known[-1]: known for known in candidates if tuple(p for p in known[:-1] if p != ITEM) == section}
     for close in difflib.get_close_matches(leaf, siblings, 1, 0.6):
         return dotted(siblings[close])
@@ -220,6 +220,20 @@ def suggest(path: Sequence[str | int], *, kind: str = "") -> str:
     by_name = {known[-1]: known for known in sorted(candidates, key=len, reverse=True)}
     alike = [] if section else difflib.get_close_matches(leaf, by_name, 1, 0.85)
     return dotted(by_name[alike[0]]) if alike else ""
+
+
+MAIN_SECTIONS = ("run", "model", "task", "gateway", "trainer", "optimizer", "batch", "sampling", "algorithm", "scoring")
+"""The sections that a name without a section more probably belongs to."""
+
+
+def key_hint(closest: str, *, prefix: str = "") -> str:
+    """A hint with the key that is closest to a misspelt one.
+
+    Args:
+        closest: as `suggest`.
+        prefix: the dashes of an option.
+    """
+    return f"did you mean {prefix}{closest}{' of `tidemill serve`' if closest.startswith('gateway.') else ''}?"
 
 
 def _section_keys(model: type[BaseModel], prefix: KeyPath, variant: str = "") -> Iterator[Key]:

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
+from tidemill.config.addresses import HUB, address_hint
 from tidemill.config.functions import FUNCTION_KEYS
 from tidemill.config.issues import (
     COMMAND_LINE,
@@ -26,9 +27,9 @@ from tidemill.config.issues import (
     split_hint,
     value_for_section,
 )
-from tidemill.config.keys import Key, KeyPath, default_kind, find, flattened, is_table, suggest, variants
+from tidemill.config.keys import Key, KeyPath, default_kind, find, flattened, is_table, key_hint, suggest, variants
+from tidemill.config.model import BUILT_IN_MODELS
 from tidemill.config.schema import RunSpec
-from tidemill.config.task import HUB
 from tidemill.config.toml import line_of, parse_toml
 
 Tree = dict[str, Any]
@@ -176,9 +177,12 @@ def _put(tree: Tree, path: KeyPath, value: Any) -> None:
         if not isinstance(node.get(part), dict):
             node[part] = {}
         node = node[part]
-    if isinstance(value, dict) and _is_section(path):
+    if isinstance(value, Mapping) and _is_section(path):
         for name, below in value.items():
-            _put(tree, (*path, name), below)
+            _put(tree, (*path, *str(name).split(".")), below)
+    elif isinstance(value, Mapping):  # a free-form table, whose names may have dots
+        below = node.get(path[-1])
+        node[path[-1]] = {**(below if isinstance(below, dict) else {}), **value}
     else:
         node[path[-1]] = value
 
@@ -218,7 +222,9 @@ def missing_values(assignments: Sequence[Assignment]) -> list[ConfigIssue]:
             continue
         flags = difflib.get_close_matches(path[0], COMMAND_FLAGS, 1, 0.7) if len(path) == 1 else []
         closest = flags[0] if flags else suggest(path)
-        plain = f"did you mean --{closest}?" if closest else "`tidemill train --help-all` lists every key"
+        plain = "`tidemill train --help-all` lists every key"
+        if closest:
+            plain = f"did you mean --{closest}?" if flags else key_hint(closest, prefix="--")
         hint = foreign_hint(path, closest) or plain
         issues.append(ConfigIssue(key=option, what="unknown option", hint=hint))
     return issues
@@ -419,6 +425,12 @@ def _unexpected(item: str) -> ConfigIssue:
     if item.startswith("-"):
         hint = "options begin with two dashes; `tidemill train --help` lists them"
         return ConfigIssue(key=item, what="unknown option", hint=hint)
+    if address := address_hint(item):
+        hint = f"{address}, as the value of --model.source or --task.path (of --task.kind=file)"
+        return ConfigIssue(key=item, what="unexpected argument", hint=hint)
+    if item in BUILT_IN_MODELS:
+        hint = f"write --model.source {item}, or --checkpoint {item} where that is an option"
+        return ConfigIssue(key=item, what="is a model, not an argument", hint=hint)
     if Path(item).is_dir():
         hint = f"write --checkpoint {item} to use the model in it; train resumes a run with --run.dir {item}"
         return ConfigIssue(key=item, what="unexpected argument", hint=hint)
@@ -431,11 +443,16 @@ def has_stages(layers: Sequence[Layer]) -> bool:
 
 def override_layers(recipe: str | Path | None, overrides: Mapping[str, Any]) -> list[Layer]:
     """The layers of a recipe and of overrides given as Python values, by dotted key or as tables."""
+    layer = Layer(name="overrides", tree=override_tree(overrides))
+    return [layer] if recipe is None else [recipe_layer(str(recipe)), layer]
+
+
+def override_tree(overrides: Mapping[str, Any]) -> Tree:
+    """Overrides as nested tables: `{"a.b": 1}` and `{"a": {"b": 1}}` are the same. Relative paths become absolute."""
     tree: Tree = {}
     for name, value in overrides.items():
-        _put(tree, tuple(name.split(".")), value)
-    layer = Layer(name="overrides", tree=with_absolute_paths(tree, Path.cwd()))
-    return [layer] if recipe is None else [recipe_layer(str(recipe)), layer]
+        _put(tree, tuple(str(name).split(".")), value)
+    return with_absolute_paths(tree, Path.cwd())
 
 
 def from_toml(text: str, *, source: str = "config.toml", folder: Path | None = None) -> RunSpec:

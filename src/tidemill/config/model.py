@@ -7,6 +7,7 @@ from typing import Annotated, Any, Final, Literal, TypeAlias
 
 from pydantic import BeforeValidator, Field
 
+from tidemill.config.addresses import ModelName
 from tidemill.config.base import Config, Seed
 
 DTYPE_NAMES: dict[str, str] = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
@@ -101,7 +102,7 @@ class CharModelConfig(Config):
 
 
 class ModelConfig(Config):
-    source: str = "smollm2-135m"
+    source: ModelName = "smollm2-135m"
     """The policy: `smollm2-135m`, `char` (see model.char), a local Hugging Face folder, a hub id, or the directory of a
     run, whose newest checkpoint is used and stored."""
     revision: str | None = None

@@ -9,6 +9,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, ValidationInfo, model_validator
 
+from tidemill.config.addresses import DataPath, OptionalModelName
 from tidemill.config.agent import EnvConfig
 from tidemill.config.algorithm import AlgorithmConfig, CriticConfig
 from tidemill.config.base import Config, FolderName, NameOrFunction, OutputFolder, Seed
@@ -146,7 +147,7 @@ class EngineConfig(Config):
 class EvalSetConfig(Config):
     name: str
     """Name in metrics (`eval/NAME/reward_mean`), events and samples files: letters, digits, - and _."""
-    path: Path
+    path: DataPath
     """Prompts that are only evaluated, all of them; formats as for task.path."""
     columns: dict[Column, str] | None = None
     """Names of the file's columns where they differ, as task.columns; {} for none. Default: task.columns if task.kind =
@@ -182,7 +183,7 @@ class EvalConfig(Config):
     sets: tuple[EvalSetConfig, ...] = ()
     """More prompts to evaluate after the held-out ones, with the same rewards; each set has its own figures. The best
     checkpoint is chosen by the held-out prompts of the task."""
-    compare_with: str | None = None
+    compare_with: OptionalModelName = None
     """Eval stages: a second model, as model.source, evaluated on the same prompts and reported with the difference and
     its p-value."""
 

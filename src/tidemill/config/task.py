@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field
 
+from tidemill.config.addresses import DataPath, FolderText, OptionalDataPath
 from tidemill.config.base import Config, NameOrFunction
 from tidemill.extensions.registry import PATH, installed
 
@@ -57,13 +58,11 @@ class ReasoningGymTask(Config):
     """Text before every question."""
 
 
-HUB = "hub:"
-"""Prefix of a path that names a data set of the Hugging Face Hub."""
 Column = Literal["prompt", "messages", "answer", "tools", "completion", "chosen", "rejected", "margin", "text"]
 
 
 class SourceConfig(Config):
-    path: Path
+    path: DataPath
     """A file, a folder or a hub data set, as task.path."""
     weight: float = Field(1.0, ge=0)
     """Its share of the training examples, relative to the other weights."""
@@ -103,7 +102,7 @@ class RowsConfig(Config):
 
 class FileTask(RowsConfig):
     kind: Literal["file"]
-    path: Path | None = None
+    path: OptionalDataPath = None
     """Prompts, one per row: JSON Lines, Parquet (*.parquet), a folder written by save_to_disk of `datasets`, or a hub
     data set, hub:OWNER/NAME[@REVISION][/SUBSET][#SPLIT]. A row has `prompt` (a text, or messages with role and content)
     or `messages`, and may have `answer` and `tools`; other fields are metadata."""
@@ -116,7 +115,7 @@ class FileTask(RowsConfig):
     own."""
     max_prompt_tokens: int = Field(0, ge=0)
     """Rows with longer prompts are left out and counted; 0: a prompt that does not fit the context is an error."""
-    held_out_path: Path | None = None
+    held_out_path: OptionalDataPath = None
     """File with the evaluation prompts; none: a fraction of the prompts, selected by content hash."""
     held_out_fraction: float = Field(0.1, gt=0, le=1)
     """Fraction of the prompts held out for evaluation when held_out_path is not set. 1: evaluate the training prompts
@@ -223,7 +222,7 @@ class RewardConfig(Config):
     number, a table of named numbers, or None if it does not apply to the sample. A required `answer` makes samples of
     rows without one invalid. A run is not resumed, and a finished
     stage runs again, when that file changes; modules that the file imports are not tracked."""
-    model: str = ""
+    model: FolderText = ""
     """model: folder or run directory of a reward model with the policy's tokenizer, for example the output of a
     reward_model stage."""
     url: str = ""
@@ -324,7 +323,7 @@ class ScoringConfig(Config):
 
 
 class DataConfig(RowsConfig):
-    path: Path | None = None
+    path: OptionalDataPath = None
     """Demonstrations (`completion`) or preference pairs (`chosen`, `rejected`, optionally `margin`), one per row, each
     with `prompt` or `messages`; formats as for task.path. Lists of messages with several turns of the assistant are
     conversations, of which all turns are learned. A `text` alone is learned whole. Pairs may contain their prompt: then
@@ -336,7 +335,7 @@ class DataConfig(RowsConfig):
     system_prompt: str = ""
     """Text before every question, as a message of the role system; a row that starts with a system message keeps its
     own."""
-    held_out_path: Path | None = None
+    held_out_path: OptionalDataPath = None
     """File with the evaluation rows; none: a fraction of the rows, selected by content hash."""
     held_out_fraction: float = Field(0.1, ge=0, lt=1)
     """Fraction of the prompts held out for evaluation when held_out_path is not set; 0: no evaluation."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 import os
 from pathlib import Path
 
@@ -14,6 +15,13 @@ def cache_dir() -> Path:
     if base := os.environ.get("XDG_CACHE_HOME"):
         return Path(base).expanduser() / "tidemill"
     return Path.home() / ".cache" / "tidemill"
+
+
+def another_directory(used: Path) -> str:
+    """A hint with a free directory for a new run: `runs/sft-2` beside `runs/sft`."""
+    numbered = (used.with_name(f"{used.name}-{number}") for number in itertools.count(2))
+    free = next(path for path in numbered if not path.exists())
+    return f"choose another --run.dir, such as {free}"
 
 
 def similar_path(missing: Path, *, files: bool = False) -> str:

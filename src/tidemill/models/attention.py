@@ -16,6 +16,7 @@ from torch.nn import functional
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from tidemill.core.errors import UserError
+from tidemill.models.folder import OTHER_FAMILY
 from tidemill.models.token_tree import Tokens
 
 MaskFunction = Callable[[int, int, Tensor, Tensor], Tensor]
@@ -121,7 +122,7 @@ def unsupported(module: torch.nn.Module, reason: str) -> UserError:
     return UserError(
         f"{type(module).__name__} {reason}",
         where="model.source",
-        hint="choose a model of a supported family (docs/models.md lists them)",
+        hint=OTHER_FAMILY,
     )
 
 

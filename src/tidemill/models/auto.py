@@ -22,7 +22,7 @@ from transformers.utils import logging
 
 from tidemill.core.errors import UserError
 from tidemill.hardware.model_config import CONFIG
-from tidemill.models.folder import check_config, damaged
+from tidemill.models.folder import OTHER_FAMILY, check_config, damaged
 
 
 @contextmanager
@@ -58,7 +58,7 @@ def load_config(folder: Path) -> Any:
         raise UserError(
             f"transformers {transformers.__version__} does not implement model_type {name!r:.60}{note}",
             where=str(folder / CONFIG),
-            hint="choose a model of a supported family (docs/models.md lists them)",
+            hint=OTHER_FAMILY,
         )
     try:
         with quiet():
@@ -139,7 +139,7 @@ def configured_context(config: Any) -> int:
         raise UserError(
             f"the configuration of model_type {config.model_type!r} has no max_position_embeddings",
             where="model.source",
-            hint="choose a model of a supported family (docs/models.md lists them)",
+            hint=OTHER_FAMILY,
         )
     return int(limit)
 

@@ -18,6 +18,8 @@ ADAPTER_CONFIG = "adapter_config.json"
 RUN = "config.toml"  # in a run directory
 DESCRIPTION = "tidemill.json"  # describes the head of a reward or value model; see models.reward_model
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tokenizer_config.json")
+OTHER_FAMILY = "choose a model of a tested family, such as Llama, Qwen 3, Gemma 3 or GPT-2"
+"""The hint for an architecture that is not supported."""
 LFS_BYTES = 1000  # a pointer is smaller
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 

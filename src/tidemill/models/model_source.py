@@ -2,7 +2,7 @@
 
 form                    example                            the model
 built-in name           "char"                             built or converted once
-hub id                  "organisation/name"                at `model.revision`
+hub id                  "organisation/name"                at `model.revision`; also "hub:organisation/name"
 folder                  "./llama", Path("llama")           of transformers, or written by `export`
 adapter                 "./adapter"                        with the base that its base_model.json names
 checkpoint              "runs/a/checkpoints/step_10"       itself
@@ -34,6 +34,7 @@ from typing import Any, Literal, TypeAlias
 
 import msgspec
 
+from tidemill.config.addresses import HUB, address_hint
 from tidemill.config.load import PREFIX
 from tidemill.config.model import BUILT_IN_MODELS, LoraConfig, ModelConfig
 from tidemill.config.schema import RunSpec
@@ -99,7 +100,9 @@ def locate(given: str | Path) -> ModelSource:
     Raises:
         UserError: there is no such folder, or the run has no checkpoint or is of another version.
     """
-    text = str(given).strip()
+    text = str(given).strip().removeprefix(HUB)
+    if hint := address_hint(text, of_model=True):
+        raise UserError("is a web address, not a model", where=text, hint=hint)
     if not isinstance(given, Path):
         if not text:
             raise UserError("the name is empty", where="model", hint="`tidemill model list` lists models")
@@ -300,8 +303,8 @@ def exact_source(given: str, *, earlier: str | None = None) -> str:
     Raises:
         UserError: as `locate`, for a run.
     """
-    if given in BUILT_IN_MODELS or given.startswith(PREFIX) or not is_local(given):
-        return given
+    if given in BUILT_IN_MODELS or given.startswith((PREFIX, HUB)) or not is_local(given):
+        return given.removeprefix(HUB)
     path = _expanded(given).absolute()
     if earlier is not None and earlier != given and is_local(earlier):
         stored = _expanded(earlier).resolve()

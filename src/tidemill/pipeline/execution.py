@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from tidemill.config.explain import derive
-from tidemill.config.issues import ConfigError, ConfigIssue, without_effect
+from tidemill.config.issues import ConfigError, ConfigIssue, default_task_remark, without_effect
 from tidemill.config.keys import dotted
 from tidemill.config.load import STAGES
 from tidemill.config.pipeline import KINDS, PipelineSpec, StageKind, StageSpec
@@ -174,6 +174,11 @@ def plan_pipeline(pipeline: PipelineSpec, *, choice: Choice = EVERYTHING) -> Pla
         for planned in plan.due
         if KINDS[planned.stage.kind].purpose == "train"
         for message in without_effect(planned.stage.spec)
+    ]
+    remarks += [
+        f"stage {planned.stage.name}: {remark}"
+        for planned in plan.due
+        if planned.stage.kind == "rl" and (remark := default_task_remark(planned.stage.spec))
     ]
     return replace(plan, unused=(*pipeline.unused, *no_effect), remarks=tuple(remarks))
 

@@ -11,13 +11,13 @@ from typing import Any, Literal, TypeAlias
 import msgspec
 import xxhash
 
+from tidemill.config.addresses import HUB
 from tidemill.config.functions import FunctionReference, function_references
 from tidemill.config.issues import ConfigError, ConfigIssue
 from tidemill.config.keys import did_you_mean, dotted, flattened
 from tidemill.config.load import PREFIX
 from tidemill.config.model import BUILT_IN_MODELS
 from tidemill.config.pipeline import KINDS, NEUTRAL, StageSpec
-from tidemill.config.task import HUB
 from tidemill.core.errors import UserError
 from tidemill.core.records import Record
 from tidemill.extensions.loading import source_file

@@ -15,6 +15,7 @@ from typing import Any, Literal, Self, TypeAlias
 import msgspec
 
 from tidemill.core.errors import UserError
+from tidemill.core.folders import another_directory
 from tidemill.pipeline.stage_plan import Action, FoundStage, Plan, PlannedStage, StageResult
 from tidemill.telemetry.jsonl import disk_error, encode, write_atomically
 from tidemill.telemetry.run_dir import LockedDirectory, RunDirectory, read_json
@@ -62,7 +63,7 @@ class PipelineFolder(LockedDirectory):
         """
         if RunDirectory(self.path).manifest.exists():
             what = "this directory contains a single run, and the recipe has stages"
-            raise UserError(what, where=str(self.path), hint="choose another --run.dir")
+            raise UserError(what, where=str(self.path), hint=another_directory(self.path))
 
     def found(self) -> dict[str, FoundStage]:
         """The stages on disk by folder, including those of earlier configurations."""

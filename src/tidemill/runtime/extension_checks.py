@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 from tidemill.config.functions import FunctionReference, function_references
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError
+from tidemill.core.folders import another_directory
 from tidemill.extensions.registry import TRAINER_KINDS, Extension, resolve
 
 
@@ -31,10 +33,10 @@ def identities(extensions: list[Extension]) -> dict[str, str]:
 
 
 def refuse_changed(stored: Mapping[str, str], current: Mapping[str, str], *, where: str) -> None:
-    """Refuse to resume with a function that differs from the one the run began with.
+    """Refuse to resume with a function or a file that differs from the one the run began with.
 
     Raises:
-        UserError: names the functions that changed.
+        UserError: names those that changed.
     """
     changed = [name for name, identity in stored.items() if current.get(name) != identity]
     if changed:
@@ -42,7 +44,7 @@ def refuse_changed(stored: Mapping[str, str], current: Mapping[str, str], *, whe
         raise UserError(
             f"{', '.join(changed)} {verb} changed since this run started",
             where=where,
-            hint="restore the previous source, or choose another run directory",
+            hint=f"restore the previous source, or {another_directory(Path(where))}",
         )
 
 

@@ -8,7 +8,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, contextmanager, suppress
 from typing import Any, TextIO, TypeAlias
 
-from tidemill.config.issues import refuse_untrainable, refuse_without_task, shown_value, without_effect
+from tidemill.config.issues import (
+    default_task_remark,
+    refuse_untrainable,
+    refuse_without_task,
+    shown_value,
+    without_effect,
+)
 from tidemill.config.load import differences, from_toml
 from tidemill.config.pipeline import StageKind
 from tidemill.config.schema import RunSpec
@@ -18,6 +24,7 @@ from tidemill.controller.ledger import Ledger
 from tidemill.controller.loop import LoopResult, train_loop
 from tidemill.controller.reading import Reading
 from tidemill.core.errors import GuardStop, UserError, describe_error, root_error
+from tidemill.core.folders import another_directory
 from tidemill.core.packages import install_command
 from tidemill.core.protocols import Environments, LoopClock, PromptSource
 from tidemill.core.records import Trajectory
@@ -102,7 +109,8 @@ def train(
     own_code, stop = identities(run_extensions(spec)), stop or StopRequest()
     opened = run_session(spec, telemetry_stream, planned_steps=lambda planned: planned.policy_steps)
     with stop.after_hours(spec.trainer.hours), opened as (resumed, run, recorder):
-        for remark in (*remarks, *without_effect(spec), resumed.optimizer.schedule_remark(spec.policy_steps)):
+        schedule_remark = resumed.optimizer.schedule_remark(spec.policy_steps)
+        for remark in (default_task_remark(spec), *remarks, *without_effect(spec), schedule_remark):
             if remark:
                 recorder.note(remark)
         if forecast_run is not None and run.past.count == 0:
@@ -199,7 +207,7 @@ def refuse_other_kind(run: RunDirectory, kind: StageKind) -> None:
     manifest = run.read_manifest()
     if MODEL_DIGEST in manifest and manifest.get(KIND, kind) != kind:
         what = f"this directory holds a run of kind {manifest[KIND]}, and this one is of kind {kind}"
-        raise UserError(what, where=str(run.path), hint="choose another run directory (run_dir, or --run.dir)")
+        raise UserError(what, where=str(run.path), hint=another_directory(run.path))
 
 
 def check_same_config(run: RunDirectory, spec: RunSpec) -> RunSpec | None:
@@ -226,7 +234,7 @@ def check_same_config(run: RunDirectory, spec: RunSpec) -> RunSpec | None:
         raise UserError(
             "this run was started with another configuration: " + "; ".join(shown),
             where=str(run.path),
-            hint="resume with the configuration in its config.toml, or choose another --run.dir",
+            hint=f"resume with the configuration in its config.toml, or {another_directory(run.path)}",
         )
     return earlier
 
@@ -262,7 +270,7 @@ def record_start(
         raise UserError(
             "the model has changed since this run started",
             where="model.source",
-            hint="restore the previous weights, or choose another --run.dir",
+            hint=f"restore the previous weights, or {another_directory(run.path)}",
         )
     if manifest.setdefault(data_key, data_digest) != data_digest:
         raise data_changed
@@ -338,7 +346,7 @@ async def _train(
                 "the task's prompts have changed since this run started",
                 where="task",
                 hint="restore the previous data (some reasoning-gym generators need a fixed PYTHONHASHSEED), "
-                "or choose another --run.dir",
+                f"or {another_directory(run.path)}",
             ),
             threads=backend.threads,
             schedule_steps=spec.optimizer.schedule_steps,

@@ -11,6 +11,7 @@ from typing import Any, TextIO
 
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError
+from tidemill.core.folders import another_directory
 from tidemill.core.protocols import Telemetry
 from tidemill.envs.text.examples import Examples, load_demonstrations, load_pairs
 from tidemill.models.catalog import resolve
@@ -192,7 +193,7 @@ def _record_start(
         data_changed=UserError(
             "the examples have changed since this run started",
             where="data.path",
-            hint="restore the previous file, or choose another --run.dir",
+            hint=f"restore the previous file, or {another_directory(run.path)}",
         ),
         threads=threads,
         schedule_steps=spec.optimizer.schedule_steps,

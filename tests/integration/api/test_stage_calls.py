@@ -208,6 +208,15 @@ def test_rows_of_a_task_and_pairs_of_a_model_are_data_of_the_next_call() -> None
     assert tm.dpo(model=shown, data=pairs, overrides={"trainer": {"threads": 1}}).finished
 
 
+def test_rows_of_a_file_that_has_changed_are_not_taken_for_its_rows() -> None:
+    call: dict[str, Any] = {"data": "questions.jsonl", "overrides": {"model": SETTINGS["model"]}}
+    made = tm.demonstrations(**call)
+    assert tm.demonstrations(**call).rows == made.rows
+    Path("questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in QUESTIONS[1:]))
+    with pytest.raises(tm.TidemillError, match=r"task\.path has changed .*\n.*run_dir, such as runs/demonstrations-2"):
+        tm.demonstrations(**call)
+
+
 MISTAKES: list[tuple[Callable[..., tm.Run], dict[str, Any], str]] = [
     (tm.sft, {}, "data: is missing"),
     (tm.sft, {"data": []}, "data: has no rows"),

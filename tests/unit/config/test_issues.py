@@ -11,6 +11,7 @@ from tests.pretend_stages import pipeline
 from tidemill.config.issues import (
     INACTIVE,
     ConfigError,
+    default_task_remark,
     purpose_issues,
     refuse_untrainable,
     shown_value,
@@ -20,6 +21,7 @@ from tidemill.config.keys import find
 from tidemill.config.learning import BatchConfig
 from tidemill.config.load import load_spec
 from tidemill.config.model import CharModelConfig, ModelConfig
+from tidemill.config.pipeline import load_recipe
 from tidemill.config.schema import EvalConfig, RunSpec, SamplingConfig
 from tidemill.config.task import RewardConfig, ScoringConfig
 from tidemill.pipeline.execution import plan_pipeline
@@ -243,3 +245,20 @@ def test_keys_without_effect_are_reported_for_training_stages(tmp_path: Path) ->
     )
     (message,) = plan_pipeline(pipeline(tmp_path, recipe)).unused
     assert message.startswith("stage one: fleet.tail_fraction has no effect")
+
+
+@pytest.mark.parametrize(
+    ("text", "remarks"),
+    [
+        ("[batch]\nprompts = 4\n", 1),
+        ("[task]\ndigits = 2\n", 0),
+        ("gateway.sessions = true\n", 0),
+        ('[[stage]]\nname = "a"\nkind = "rl"\n', 1),
+        ('[task]\ndigits = 2\n[[stage]]\nname = "a"\nkind = "rl"\n', 0),
+    ],
+)
+def test_the_default_task_of_a_recipe_is_named(text: str, remarks: int, tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_text(f'model.source = "char"\nsampling.max_new_tokens = 8\n{text}')
+    recipe = load_recipe([f"@{tmp_path}/mine.toml", f"--run.dir={tmp_path}/run"])
+    found = [default_task_remark(recipe)] if isinstance(recipe, RunSpec) else plan_pipeline(recipe).remarks
+    assert sum("no [task] in the recipe: training the built-in arithmetic task" in each for each in found) == remarks

@@ -108,6 +108,8 @@ def test_element_types() -> None:
         ("samplng", "sampling"),
         ("task.digts", "task.digits"),
         ("optimizer.lr", "optimizer.learning_rate"),  # initials
+        ("port", "gateway.port"),  # of the sections that have it, the main one
+        ("threads", "trainer.threads"),
         ("optimizer.momentum", ""),  # no similar key in the right section
         ("bogus", ""),
     ],

@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
+from tidemill.config.addresses import HUB
 from tidemill.config.schema import EvalSetConfig, RunSpec
-from tidemill.config.task import HUB, FileTask, PythonTask, RewardConfig, TaskConfig
+from tidemill.config.task import FileTask, PythonTask, RewardConfig, TaskConfig
 from tidemill.core.errors import UserError
 from tidemill.core.protocols import Codec
 from tidemill.envs.text.build_task import AgentTasks, build_task, counted_task, served_task

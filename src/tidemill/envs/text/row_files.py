@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from tidemill.config.task import HUB
+from tidemill.config.addresses import HUB
 from tidemill.core.errors import UserError, exception_text
 from tidemill.core.folders import similar_path
 from tidemill.core.packages import install_command
@@ -256,8 +256,6 @@ def open_rows(path: Path, *, section: str) -> RowFile:
 
 def _elsewhere(missing: Path, section: str) -> str:
     """A hint for a path where there is nothing."""
-    if "https:" in missing.parts or "http:" in missing.parts:
-        return "download it: data is read from files, folders and the hub (hub:OWNER/NAME)"
     if "*" in missing.name:
         return f"name one file, or several as {section}.sources"
     if similar := similar_path(missing, files=True):

@@ -114,6 +114,11 @@ def standard_error(values: Sequence[float]) -> float:
     return float(stdev(values) / sqrt(len(values)))
 
 
+def largest_error(rows: Iterable[Mapping[str, float]], name: str, true: str) -> float:
+    """The largest relative error of a value, against another one of the same record."""
+    return max(abs(each[name] / each[true] - 1) for each in rows)
+
+
 def forecast_errors(case: Mapping[str, Any], name: str) -> list[float]:
     """Relative errors of the rounds' forecasts of "step_s" or "total_s", against the mean of the runs."""
     mean = fmean(case["actual"][name])
@@ -135,7 +140,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     for each in (
         *(row, case, values),
         *(fixed, percent, percents, signed_percents, power, span, shown, outcome),
-        *(means, standard_error, forecast_errors, forecast_error, deviation),
+        *(means, standard_error, largest_error, forecast_errors, forecast_error, deviation),
         *(len, min, max, sum, ceil, median, fmean, stdev),
     )
 }

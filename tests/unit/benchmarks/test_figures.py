@@ -16,6 +16,7 @@ RESULTS = {
         {"kind": "ours", "seed": 1, "accuracy": {"after": 0.075}, "steps": [2]},
         {"kind": "random", "seed": 0, "accuracy": {"after": 0.0}, "steps": []},
     ],
+    "memory": [{"forecast": 11, "true": 10}, {"forecast": 4, "true": 5}],
     "forecast": {
         "actual": {"step_s": [1.0, 3.0], "total_s": [8.0, 8.0]},
         "forecast": {"step_s": [2.1], "total_s": [7.0]},
@@ -49,6 +50,7 @@ RESULTS = {
         ('shown(means(runs[:2], "steps"), 1)', "3.5, 2.0"),
         ("outcome(forecast.forecast.step_s[0] > 2)", "reached"),
         ("outcome(forecast.forecast.step_s[0] > 3)", "**missed**"),
+        ('percent(largest_error(memory, "forecast", "true"))', "20 %"),  # |4 / 5 - 1|
         ("fixed(standard_error([1, 3]), 1)", "1.0"),  # sqrt(2) / sqrt(2)
     ],
 )

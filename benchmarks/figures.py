@@ -157,6 +157,8 @@ def rendered(template: Path, results: Mapping[str, Any]) -> str:
         undefined=jinja2.StrictUndefined,
         autoescape=False,
         keep_trailing_newline=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
     environment.globals.update(FUNCTIONS)
     try:

@@ -88,7 +88,7 @@ format: $(READY) ## rewrite files in the project's format
 	$(BIN)/ruff check --fix .
 
 test: MARKED := -m "not slow"
-test: covered-tests ## check, then the tests with coverage; about 20 minutes on 2 cores
+test: covered-tests ## check, then the tests with coverage (CONTRIBUTING.md says how long)
 test-all: covered-tests ## check, then every test, also those marked slow
 	$(MAKE) test-lowest
 	$(MAKE) test-highest

@@ -1,25 +1,26 @@
-"""The figures of README and docs that come from result files.
+"""The figures of README and docs: pages with figures are rendered from templates.
 
     python -m benchmarks.figures [--check]
 
-A figure stands between two comments, the first of which says what it is:
+`benchmarks/pages/NAME.md` is the template of `docs/NAME.md`, and `benchmarks/pages/README.md` that of the README. A
+figure in it is an expression of Jinja:
 
-    <!--= fixed(case(grpo_step, "SmolLM2-135M fp32").speedup, 1) -->6.0<!--/-->
+    {{ fixed(case(grpo_step, "SmolLM2-135M fp32").speedup, 1) }}
 
-Names are those of the files in benchmarks/results. Without --check the figures are written anew from these files; with
-it the command fails if one differs. Expressions are Jinja's, without its `|`, which would end a cell of a table. A
-figure at the start of a line would end the paragraph.
+Names are those of the files in benchmarks/results. Without --check the pages are written; with it the command fails if
+a page differs from its template.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import re
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from decimal import ROUND_HALF_UP, Decimal
-from functools import partial, reduce
+from difflib import SequenceMatcher
+from functools import reduce
 from math import ceil, sqrt
 from operator import getitem
 from pathlib import Path
@@ -31,7 +32,8 @@ import jinja2
 from benchmarks.measuring import RESULTS
 from benchmarks.origin import ROOT
 
-FIGURE = re.compile(r"(<!--= (?P<expression>.*?) -->)(?P<text>[^\n]*?)(<!--/-->)")
+PAGES = ROOT / "benchmarks" / "pages"
+MAX_LINES = 10  # printed of each page
 
 
 def row(rows: Iterable[Any], **equal: Any) -> Any:
@@ -112,6 +114,11 @@ def standard_error(values: Sequence[float]) -> float:
     return float(stdev(values) / sqrt(len(values)))
 
 
+def largest_error(rows: Iterable[Mapping[str, float]], name: str, true: str) -> float:
+    """The largest relative error of a value, against another one of the same record."""
+    return max(abs(each[name] / each[true] - 1) for each in rows)
+
+
 def forecast_errors(case: Mapping[str, Any], name: str) -> list[float]:
     """Relative errors of the rounds' forecasts of "step_s" or "total_s", against the mean of the runs."""
     mean = fmean(case["actual"][name])
@@ -133,33 +140,57 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     for each in (
         *(row, case, values),
         *(fixed, percent, percents, signed_percents, power, span, shown, outcome),
-        *(means, standard_error, forecast_errors, forecast_error, deviation),
+        *(means, standard_error, largest_error, forecast_errors, forecast_error, deviation),
         *(len, min, max, sum, ceil, median, fmean, stdev),
     )
 }
 
 
-def current(text: str, results: Mapping[str, Any]) -> str:
-    """A document with the figures of the results.
+def rendered(template: Path, results: Mapping[str, Any]) -> str:
+    """The page of a template, with the figures of the results.
 
     Raises:
-        ValueError: an expression cannot be evaluated, or a comment is not part of a figure.
+        ValueError: an expression is malformed or has no value; the message has its line.
     """
-    if len(FIGURE.findall(text)) != text.count("<!--=") or text.count("<!--=") != text.count("<!--/-->"):
-        whole = FIGURE.sub("", text)
-        at = min(at for comment in ("<!--=", "<!--/-->") if (at := whole.find(comment)) >= 0)
-        raise ValueError(f"no figure, as a comment is malformed or missing: {whole[at:].splitlines()[0][:80]}")
-    environment = jinja2.Environment(undefined=jinja2.StrictUndefined, autoescape=False)
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(template.parent),
+        undefined=jinja2.StrictUndefined,
+        autoescape=False,
+        keep_trailing_newline=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
     environment.globals.update(FUNCTIONS)
+    try:
+        return environment.get_template(template.name).render(results)
+    except jinja2.TemplateSyntaxError as error:
+        raise ValueError(f"line {error.lineno}: {error}") from error
+    except (jinja2.TemplateError, ArithmeticError, KeyError, TypeError, ValueError) as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        line = next(frame.lineno for frame in reversed(frames) if frame.filename == str(template))
+        raise ValueError(f"line {line}: {error}") from error
 
-    def figure(found: re.Match[str]) -> str:
-        try:
-            value = environment.compile_expression(found["expression"], undefined_to_none=False)(**results)
-            return f"{found[1]}{value}{found[4]}"
-        except (jinja2.TemplateError, ArithmeticError, KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{found['expression']}: {error}") from error
 
-    return FIGURE.sub(figure, text)
+def page_of(template: Path) -> Path:
+    return ROOT / template.name if template.name == "README.md" else ROOT / "docs" / template.name
+
+
+def differences(page: Path, wanted: str) -> list[str]:
+    """Where a page differs from the wanted text: its name, the line, both texts."""
+    old = page.read_text(encoding="utf-8").splitlines(keepends=True) if page.is_file() else []
+    new = wanted.splitlines(keepends=True)
+    return [
+        f"{page.relative_to(ROOT)}:{start + 1}: {_around(''.join(old[start:end]), ''.join(new[new_start:new_end]))}"
+        for kind, start, end, new_start, new_end in SequenceMatcher(None, old, new, autojunk=False).get_opcodes()
+        if kind != "equal"
+    ]
+
+
+def _around(line: str, right: str) -> str:
+    """The first difference of two texts, with the characters before it."""
+    start = next((at for at, (one, other) in enumerate(zip(line, right, strict=False)) if one != other), 0)
+    start = max(0, start - 30)
+    return f"{line[start : start + 60]!r} should be {right[start : start + 60]!r}"
 
 
 def results_in(folder: Path) -> dict[str, Any]:
@@ -167,28 +198,29 @@ def results_in(folder: Path) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Figures of README and docs from result files.")
-    parser.add_argument("--check", action="store_true", help="change nothing; fail if a figure differs")
-    check, results, wrong = parser.parse_args().check, results_in(RESULTS), 0
-    for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
-        text = path.read_text(encoding="utf-8")
+    parser = argparse.ArgumentParser(description="Pages with figures from result files.")
+    parser.add_argument("--check", action="store_true", help="change nothing; fail if a page differs")
+    check = parser.parse_args().check
+    results = results_in(RESULTS)
+    failed = False
+    for template in sorted(PAGES.glob("*.md")):
+        source = template.relative_to(ROOT)
+        page = page_of(template)
         try:
-            new = current(text, results)
+            wanted = rendered(template, results)
         except ValueError as error:
-            print(f"{path.relative_to(ROOT)}: {error}", file=sys.stderr)
-            wrong += 1
+            print(f"{source}: {error}", file=sys.stderr)
+            failed = True
             continue
-        if new != text:
-            wrong += check
-            report = partial(print, file=sys.stderr)
-            for old, right in zip(FIGURE.finditer(text), FIGURE.finditer(new), strict=True):
-                if old["text"] != right["text"]:
-                    report(f"{path.relative_to(ROOT)}: {old['text']} is {right['text']} in benchmarks/results")
-            if not check:
-                path.write_text(new, encoding="utf-8")
-    if wrong:
-        print("run `python -m benchmarks.figures`, and look at what it changed", file=sys.stderr)
-    return 1 if wrong else 0
+        if differing := differences(page, wanted):
+            print("\n".join(differing[:MAX_LINES]), file=sys.stderr)
+            if check:
+                hint = f"edit {source} and run `python -m benchmarks.figures`"
+                print(f"{page.relative_to(ROOT)} differs from its template: {hint}", file=sys.stderr)
+                failed = True
+            else:
+                page.write_text(wanted, encoding="utf-8")
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":

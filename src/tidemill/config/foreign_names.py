@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -12,6 +12,9 @@ from pathlib import Path
 TABLE = Path(__file__).with_name("foreign_names.toml")
 BELOW = ".*"
 """Ends the name of a row that stands for every name below."""
+PAGE = "page"
+"""The key of the names of a place that the page shows."""
+VERL_PREFIX = "actor_rollout_ref."
 MAX_MEANINGS = 2  # of one name, in a hint
 
 
@@ -24,6 +27,7 @@ class ForeignName:
     name: str
     ours: tuple[str, ...]  # Tidemill's keys; empty: there is none
     note: str  # how the value changes; without a key: why, or what to do instead
+    on_page: bool  # whether docs/coming_from.md shows it
 
     @property
     def leaf(self) -> str:
@@ -32,7 +36,7 @@ class ForeignName:
     @property
     def shown(self) -> str:
         """The name as users of the framework abbreviate it."""
-        return self.name.removeprefix("actor_rollout_ref.")
+        return self.name.removeprefix(VERL_PREFIX)
 
     @property
     def meaning(self) -> str:
@@ -46,13 +50,28 @@ def foreign_names() -> tuple[ForeignName, ...]:
     """Every row of the table, one for each name, in its order."""
     tables = tomllib.loads(TABLE.read_text(encoding="utf-8"))
     return tuple(
-        ForeignName(framework=framework, place=place, name=name, ours=tuple(keys.split()), note=note)
+        row
         for framework, places in tables.items()
         for place, rows in places.items()
-        for names, value in rows.items()
-        for keys, note in [(value, "") if isinstance(value, str) else value]
-        for name in names.split()
+        for row in _rows_of(framework, place, rows)
     )
+
+
+def _rows_of(framework: str, place: str, rows: Mapping[str, str | Sequence[str]]) -> Iterator[ForeignName]:
+    on_page = str(rows.get(PAGE, "")).split()
+    for names, value in rows.items():
+        if names == PAGE:
+            continue
+        keys, note = (value, "") if isinstance(value, str) else value
+        for name in names.split():
+            yield ForeignName(
+                framework=framework,
+                place=place,
+                name=name,
+                ours=tuple(keys.split()),
+                note=note,
+                on_page=name.removeprefix(VERL_PREFIX) in on_page,
+            )
 
 
 def ours_of(name: str | Sequence[str], *, framework: str = "", certain: bool = False) -> tuple[ForeignName, ...]:
@@ -105,40 +124,26 @@ def update_document(text: str) -> str:
     """The text of docs/coming_from.md with its tables replaced by the current ones."""
     for framework in dict.fromkeys(row.framework for row in foreign_names()):
         begin, end = f"<!-- {framework}: generated -->\n", f"\n<!-- end of {framework} -->"
-        rows = [row for row in foreign_names() if row.framework == framework]
+        rows = [row for row in foreign_names() if row.framework == framework and row.on_page]
         text = re.sub(f"(?s){begin}.*?{end}", lambda _: begin + "\n\n".join(_tables(rows)) + end, text)  # noqa: B023
     return text
 
 
 def _tables(rows: Sequence[ForeignName]) -> list[str]:
-    """A table for each place, and one of the names without a counterpart, by reason."""
-    ours = [row for row in rows if row.ours]
-    places = {place: [row for row in ours if row.place == place] for place in dict.fromkeys(row.place for row in ours)}
-    tables = [_table(place, "| name | here | value |", _lines(names)) for place, names in places.items()]
-    without = _lines([row for row in rows if not row.ours])
-    return [*tables, _table("Without a counterpart", "| name | why, or what to do instead |", without)]
-
-
-def _lines(rows: Sequence[ForeignName]) -> list[list[str]]:
-    """The cells of each line, one line for the names that share keys and note."""
-    names: dict[tuple[tuple[str, ...], str], list[str]] = {}
-    for row in rows:
-        names.setdefault((row.ours, row.note), []).append(f"`{row.shown}`")
+    """A table for each place."""
     return [
-        [", ".join(dict.fromkeys(shown)), *([", ".join(f"`{key}`" for key in ours)] if ours else []), note]
-        for (ours, note), shown in names.items()
+        _table(place, [row for row in rows if row.place == place]) for place in dict.fromkeys(row.place for row in rows)
     ]
 
 
-def _table(title: str, header: str, lines: Sequence[Sequence[str]]) -> str:
-    """A heading and a table."""
-    rule = "|---" * (header.count("|") - 1) + "|"
-    return "\n".join(
-        [
-            f"### {title}",
-            "",
-            header,
-            rule,
-            *("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines),
-        ]
-    )
+def _table(title: str, rows: Sequence[ForeignName]) -> str:
+    """A heading and a table, with one line for the names that share keys and note."""
+    names: dict[tuple[tuple[str, ...], str], list[str]] = {}
+    for row in rows:
+        names.setdefault((row.ours, row.note), []).append(f"`{row.shown}`")
+    lines = [
+        [", ".join(shown), ", ".join(f"`{key}`" for key in ours), note.replace("|", "\\|")]
+        for (ours, note), shown in names.items()
+    ]
+    head = [f"### {title}", "", "| name | here | value |", "|---|---|---|"]
+    return "\n".join([*head, *(f"| {' | '.join(line)} |" for line in lines)])

@@ -567,13 +567,14 @@ def read_metrics(path: Path) -> list[MetricLine]:
 
 def update_document(text: str) -> str:
     """The text of docs/metrics.md with its tables of metrics and events replaced by the current ones."""
-    charts = {name: chart.title for chart in CHARTS for name, _ in chart.series}
     metrics = [
-        f"| `{name}` | {one.unit or '-'} | {one.meaning} | {charts.get(name, '-')} |" for name, one in METRICS.items()
+        f"| `{name}` | {one.unit or '-'} | {one.meaning} |"
+        for name, one in METRICS.items()
+        if name not in EPISODE_ENDS.values()  # one sentence of the page describes them
     ]
     events = [f"| `{name}` | {meaning} |" for name, meaning in EVENTS.items()]
     tables = {
-        "metrics": ["| name | unit | meaning | chart |", "|---|---|---|---|", *metrics],
+        "metrics": ["| name | unit | meaning |", "|---|---|---|", *metrics],
         "events": ["| event | meaning |", "|---|---|", *events],
     }
     for name, rows in tables.items():

@@ -1,4 +1,4 @@
-"""Figures in documents come from result files."""
+"""Pages with figures are rendered from templates and result files."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import figures
-from benchmarks.figures import current
+from benchmarks.figures import rendered
 
 RESULTS = {
     "speed": {"cases": [{"case": "a b", "s": 1.26}, {"case": "c", "s": 2.04}], "share": 0.748, "tokens": 30721},
@@ -16,6 +16,7 @@ RESULTS = {
         {"kind": "ours", "seed": 1, "accuracy": {"after": 0.075}, "steps": [2]},
         {"kind": "random", "seed": 0, "accuracy": {"after": 0.0}, "steps": []},
     ],
+    "memory": [{"forecast": 11, "true": 10}, {"forecast": 4, "true": 5}],
     "forecast": {
         "actual": {"step_s": [1.0, 3.0], "total_s": [8.0, 8.0]},
         "forecast": {"step_s": [2.1], "total_s": [7.0]},
@@ -49,12 +50,14 @@ RESULTS = {
         ('shown(means(runs[:2], "steps"), 1)', "3.5, 2.0"),
         ("outcome(forecast.forecast.step_s[0] > 2)", "reached"),
         ("outcome(forecast.forecast.step_s[0] > 3)", "**missed**"),
+        ('percent(largest_error(memory, "forecast", "true"))', "20 %"),  # |4 / 5 - 1|
         ("fixed(standard_error([1, 3]), 1)", "1.0"),  # sqrt(2) / sqrt(2)
     ],
 )
-def test_an_expression_is_replaced_by_its_figure(expression: str, shown: str) -> None:
-    text = f"| **<!--= {expression} -->9<!--/-->** s | 7 |"
-    assert current(text, RESULTS) == f"| **<!--= {expression} -->{shown}<!--/-->** s | 7 |"
+def test_an_expression_is_replaced_by_its_figure(expression: str, shown: str, tmp_path: Path) -> None:
+    template = tmp_path / "page.md"
+    template.write_text(f"| **{{{{ {expression} }}}}** s | 7 |\n")
+    assert rendered(template, RESULTS) == f"| **{shown}** s | 7 |\n"
 
 
 @pytest.mark.parametrize(
@@ -70,38 +73,69 @@ def test_an_expression_is_replaced_by_its_figure(expression: str, shown: str) ->
         "speed.cases",
     ],
 )
-def test_an_expression_without_a_figure_is_an_error(expression: str) -> None:
-    with pytest.raises(ValueError, match="fixed"):
-        current(f"<!--= fixed({expression}, 1) -->9<!--/-->".replace("fixed(fixed(, 1)", "fixed("), RESULTS)
+def test_an_expression_without_a_figure_is_an_error_with_its_line(expression: str, tmp_path: Path) -> None:
+    template = tmp_path / "page.md"
+    template.write_text(f"# Title\n\n{{{{ fixed({expression}, 1) }}}} s\n")
+    with pytest.raises(ValueError, match="line 3: "):
+        rendered(template, RESULTS)
 
 
-def test_a_figure_that_differs_fails_the_check(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "docs").mkdir()
-    (tmp_path / "results").mkdir()
-    (tmp_path / "results" / "speed.json").write_text('{"s": 2.5}')
-    (tmp_path / "README.md").write_text("<!--= fixed(speed.s, 1) -->2.4<!--/--> s")
-    monkeypatch.setattr(figures, "ROOT", tmp_path)
-    monkeypatch.setattr(figures, "RESULTS", tmp_path / "results")
-    monkeypatch.setattr("sys.argv", ["figures", "--check"])
-    assert figures.main() == 1
-    assert "README.md: 2.4 is 2.5" in capsys.readouterr().err
-    monkeypatch.setattr("sys.argv", ["figures"])
-    assert figures.main() == 0
-    assert (tmp_path / "README.md").read_text() == "<!--= fixed(speed.s, 1) -->2.5<!--/--> s"
+class TestTheCommand:
+    @pytest.fixture(autouse=True)
+    def repository(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+        """A repository with one result and the templates of two pages, which are up to date."""
+        for folder in ("docs", "results", "pages"):
+            (tmp_path / folder).mkdir()
+        monkeypatch.setattr(figures, "ROOT", tmp_path)
+        monkeypatch.setattr(figures, "RESULTS", tmp_path / "results")
+        monkeypatch.setattr(figures, "PAGES", tmp_path / "pages")
+        (tmp_path / "results" / "speed.json").write_text('{"s": 2.4}')
+        (tmp_path / "pages" / "README.md").write_text("# Speed\n\nIt takes {{ fixed(speed.s, 1) }} s.\n")
+        (tmp_path / "pages" / "speed.md").write_text("{{ fixed(speed.s, 0) }} s\n")
+        assert self.run(monkeypatch) == 0
+        return tmp_path
 
+    def run(self, monkeypatch: pytest.MonkeyPatch, *options: str) -> int:
+        monkeypatch.setattr("sys.argv", ["figures", *options])
+        return figures.main()
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "<!--=percent(speed.share) -->75 %<!--/-->",
-        "<!--= percent(speed.share) -->75 %",
-        "<!--= percent(\nspeed.share) -->75 %<!--/-->",
-        "<!--= percent(speed.share) -->75 %<!-- / -->",
-        "75 %<!--/-->",
-    ],
-)
-def test_a_malformed_comment_is_an_error(text: str) -> None:
-    with pytest.raises(ValueError, match="malformed or missing"):
-        current(f"| <!--= percent(speed.share) -->75 %<!--/--> | {text} |", RESULTS)
+    def test_pages_are_text_without_marks(self, repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        assert (repository / "README.md").read_text() == "# Speed\n\nIt takes 2.4 s.\n"
+        assert (repository / "docs" / "speed.md").read_text() == "2 s\n"
+        assert self.run(monkeypatch, "--check") == 0
+
+    @pytest.mark.parametrize(
+        ("file", "text", "message"),
+        [
+            ("results/speed.json", '{"s": 2.5}', "README.md:3: 'It takes 2.4 s.\\n' should be 'It takes 2.5 s.\\n'"),
+            ("README.md", "# Speed\n\nIt takes 2.9 s.\n", "README.md:3: "),  # the page was edited instead
+            ("README.md", "# Speed\nMore.\n\nIt takes 2.4 s.\n", "README.md:2: 'More.\\n' should be ''"),
+            ("docs/speed.md", "", "docs/speed.md:1: '' should be '2 s\\n'"),
+            ("pages/new.md", "New.\n", "docs/new.md:1: '' should be 'New.\\n'"),
+        ],
+    )
+    def test_the_check_names_the_page_the_line_and_its_template(
+        self,
+        file: str,
+        text: str,
+        message: str,
+        repository: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:
+        (repository / file).write_text(text)
+        assert self.run(monkeypatch, "--check") == 1
+        errors = capsys.readouterr().err
+        assert message in errors
+        page = Path(message.partition(":")[0])
+        assert f"{page} differs from its template: edit pages/{page.name} and run" in errors
+        assert self.run(monkeypatch) == 0
+        assert self.run(monkeypatch, "--check") == 0
+
+    def test_a_template_with_an_unknown_result_fails_and_its_page_stays(
+        self, repository: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        (repository / "pages" / "speed.md").write_text("\n{{ fixed(pace.s, 0) }} s\n")
+        assert self.run(monkeypatch) == 1
+        assert "pages/speed.md: line 2: 'pace' is undefined" in capsys.readouterr().err
+        assert (repository / "docs" / "speed.md").read_text() == "2 s\n"

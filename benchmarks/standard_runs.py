@@ -1,6 +1,6 @@
 """Whether standard runs still give the results that were recorded, bit by bit.
 
-    python -m benchmarks.standard_runs [--only WORDS] [--values FOLDER]
+    python -m benchmarks.standard_runs [--only RUN ...] [--values FOLDER]
     python -m benchmarks.standard_runs --record
 
 Every run of `benchmarks.standard_cases` happens in new processes with one thread, in a folder of its own. Of all run
@@ -41,9 +41,6 @@ POLL_S = 0.002
 SAID = 2000  # characters of a failed command's last output
 SHOWN = 8  # parts of a run that differ
 
-Values = dict[str, Any]
-"""What a run gave, by the name of the part: `run metric loss`."""
-
 TIMED = re.compile(r"(^|_)time_|_s$|^cpu_|_bytes$")
 """Metrics of time and memory."""
 MOVED = re.compile(
@@ -51,7 +48,9 @@ MOVED = re.compile(
     r"|prompt_tokens_|samples_restarted|mismatch_.*/"
 )
 """Metrics that depend on when machines come and go."""
-PRINTED_TIMES = {"duration_s", "wall_s", "seconds", "tokens_per_s", "peak_rss_bytes", "training_s", "time"}
+PRINTED_TIMES = {"duration_s", "wall_s", "peak_rss_bytes"}
+MACHINES = {"segments"}
+"""Of a turn: which machine generated it."""
 STAGE_DIGEST = re.compile(r"-[0-9a-f]{10}$")
 FREE = re.compile(r"[\d.]+ [kMG]B are free")
 SAMPLE_PARTS = {
@@ -69,88 +68,72 @@ SAMPLE_KEY = ("step", "purpose", "prompt_id", "epoch", "index")
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--record", action="store_true", help="write the digests of all runs")
-    parser.add_argument("--only", default="", help="runs, separated by commas")
+    parser.add_argument("--only", nargs="+", choices=RUNS, default=list(RUNS), metavar="RUN", help=", ".join(RUNS))
     parser.add_argument("--values", type=Path, help="also write what is digested to this folder, to compare by diff")
     options = parsed(parser)
-    chosen = options.only.split(",") if options.only else list(RUNS)
-    if unknown := [name for name in chosen if name not in RUNS]:
-        parser.error(f"there is no run {unknown[0]}; choose from {', '.join(RUNS)}")
-    if options.record and options.only:
-        parser.error("--record is for all runs; leave --only out")
-    values = dict[str, Values]()
-    for name in chosen:
-        values[name] = values_of(name, RUNS[name])
+    if not options.record and not (RESULTS / f"{NAME}.json").is_file():
+        parser.error("nothing is recorded yet; use --record first")
+    found, problems = dict[str, dict[str, str]](), list[str]()
+    for name in RUNS if options.record else options.only:
+        try:
+            values = values_of(name, RUNS[name])
+        except (RuntimeError, subprocess.TimeoutExpired) as error:
+            problems.append(f"{name}: {error}")
+            continue
         if options.values:
             options.values.mkdir(parents=True, exist_ok=True)
-            (options.values / f"{name}.json").write_text(json.dumps(values[name], indent=1, sort_keys=True) + "\n")
-    found = {name: digests(parts) for name, parts in values.items()}
-    problems = disagreements(found, SAME)
+            (options.values / f"{name}.json").write_text(json.dumps(values, indent=1, sort_keys=True) + "\n")
+        found[name] = {part: hashlib.sha256(encoded(value)).hexdigest()[:12] for part, value in values.items()}
+    problems += disagreements(found, SAME)
     if options.record and not problems:
         write_result(NAME, {"runs": found})
-        return 0
-    if not options.record:
+    elif not options.record:
         recorded = json.loads((RESULTS / f"{NAME}.json").read_text())
-        problems += differences({name: recorded["runs"].get(name) for name in chosen}, found)
-        problems += other_machine(recorded["machine"], machine()) if problems else []
+        problems += differences(recorded["runs"], found)
+        here = machine()
+        changed = [name for name in ("cpu", "python", "torch") if recorded["machine"][name] != here[name]]
+        problems += [f"recorded elsewhere: another {', '.join(changed)}"] if problems and changed else []
     print(*problems or [f"{len(found)} runs give the recorded results"], sep="\n")
     return int(bool(problems))
 
 
-def differences(recorded: Mapping[str, Mapping[str, str] | None], found: Mapping[str, Mapping[str, str]]) -> list[str]:
+def differences(recorded: Mapping[str, Mapping[str, str]], found: Mapping[str, Mapping[str, str]]) -> list[str]:
     """A line for each run that differs, with the parts that do."""
     lines = []
     for name, parts in found.items():
-        before = recorded.get(name)
-        if before is None:
-            lines.append(f"{name}: not recorded")
-            continue
-        differing = [part for part in [*parts, *(before.keys() - parts.keys())] if parts.get(part) != before.get(part)]
-        words = {part: f" (only {'now' if part in parts else 'before'})" for part in before.keys() ^ parts.keys()}
-        shown = [f"{part}{words.get(part, '')}" for part in differing[:SHOWN]]
+        before = recorded.get(name, {})
+        differing = sorted(part for part in parts.keys() | before.keys() if parts.get(part) != before.get(part))
         more = [f"{len(differing) - SHOWN} more"] if len(differing) > SHOWN else []
-        lines += [f"{name}: {', '.join([*shown, *more])}"] if differing else []
+        lines += [f"{name}: {', '.join([*differing[:SHOWN], *more])}"] if differing else []
     return lines
 
 
 def disagreements(found: Mapping[str, Mapping[str, str]], same: Mapping[str, str]) -> list[str]:
     """Lines about runs whose samples or weights are not those of the run that they repeat under other conditions."""
+    kept = {
+        name: {part: digest for part, digest in parts.items() if " metric " not in part}
+        for name, parts in found.items()
+    }
     lines = []
     for name, other in same.items():
         if name in found and other in found:
-            kept = [
-                {part: value for part, value in found[run].items() if " metric " not in part} for run in (name, other)
-            ]
-            lines += [
-                line.replace(":", f" is not {other}:", 1) for line in differences({name: kept[1]}, {name: kept[0]})
-            ]
+            title = f"{name} is not {other}"
+            lines += differences({title: kept[other]}, {title: kept[name]})
     return lines
 
 
-def other_machine(recorded: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
-    """A line if the record is from another processor or version of a package."""
-    names = [name for name in ("cpu", "python", "torch", "transformers") if recorded.get(name) != here.get(name)]
-    changes = [f"{name} {recorded.get(name)} became {here.get(name)}" for name in names]
-    return [f"recorded elsewhere: {', '.join(changes)}"] if changes else []
-
-
-def digests(values: Values) -> dict[str, str]:
-    """12 hex digits for each part."""
-    return {part: hashlib.sha256(_encoded(value)).hexdigest()[:12] for part, value in values.items()}
-
-
-def values_of(name: str, run: StandardRun) -> Values:
-    """Do a run in a temporary folder and read all it wrote.
+def values_of(name: str, run: StandardRun) -> dict[str, Any]:
+    """Do a run in a temporary folder, and return all that it wrote by the name of the part (`run metric loss`).
 
     Raises:
         RuntimeError: a command failed, or what the run is about did not happen.
         subprocess.TimeoutExpired: a command exceeded its deadline.
     """
-    started = time.monotonic()
+    started, values = time.monotonic(), dict[str, Any]()
     with tempfile.TemporaryDirectory(prefix="tidemill-standard-") as place:
         folder = Path(place).resolve()
         for file, text in FILES.items():
             (folder / file).write_text(text)
-        values: Values = {}
         for number, command in enumerate(run.commands, 1):
             printed = execute(command, folder)
             if not command.startswith(("tidemill train", "killed")) or "--dry-run" in command:
@@ -164,41 +147,33 @@ def values_of(name: str, run: StandardRun) -> Values:
 
 
 def execute(command: str, folder: Path) -> str:
-    """What a command prints on standard output.
-
-    Raises:
-        RuntimeError, subprocess.TimeoutExpired: see `values_of`.
-    """
-    killed, words = command.startswith("killed "), shlex.split(command.removeprefix("killed "))
-    arguments = [sys.executable, *(["-m", "tidemill", *words[1:]] if words[0] == "tidemill" else words[1:])]
+    """What a command prints on standard output. Raises: see `values_of`."""
+    killed = command.startswith("killed ")
+    words = shlex.split(command.removeprefix("killed "))
+    arguments = ["-m", *words] if words[0] == "tidemill" else words[1:]
     path = {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
-    with (
-        tempfile.TemporaryFile("w+") as out,
-        tempfile.TemporaryFile("w+") as err,
-        subprocess.Popen(
-            arguments,
-            cwd=folder,
-            env=os.environ | ONE_THREAD | OFFLINE | path,
-            stdout=out,
-            stderr=err,
-            start_new_session=True,
-        ) as process,
-    ):
+    with subprocess.Popen(
+        [sys.executable, *arguments],
+        cwd=folder,
+        env=os.environ | ONE_THREAD | OFFLINE | path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
         try:
             if killed:
                 _kill_in_time(process, folder / "run" / "metrics.jsonl")
-            code = process.wait(DEADLINE_S)
-        except BaseException:
-            os.killpg(process.pid, signal.SIGKILL)
-            raise
-        if code != (-signal.SIGKILL if killed else 0):
-            err.seek(0)
-            raise RuntimeError(f"`{command}` ended with {code}: {err.read()[-SAID:]}")
-        out.seek(0)
-        return out.read()
+            printed, said = process.communicate(timeout=DEADLINE_S)
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+    if process.returncode != (-signal.SIGKILL if killed else 0):
+        raise RuntimeError(f"`{command}` ended with {process.returncode}: {said[-SAID:]}")
+    return printed
 
 
-def _kill_in_time(process: subprocess.Popen[bytes], metrics: Path) -> None:
+def _kill_in_time(process: subprocess.Popen[str], metrics: Path) -> None:
     """Kill a run once it has written the metrics of a step."""
     until = time.monotonic() + DEADLINE_S
     while process.poll() is None and time.monotonic() < until:
@@ -239,14 +214,16 @@ def read(folder: Path, *, moves: bool) -> Iterator[tuple[str, Any]]:
                 yield f"{_place(path.parent, folder)} samples {part}", values
 
 
-def sample_values(lines: Sequence[Mapping[str, Any]], fields: Sequence[str]) -> list[list[Any]]:
+def sample_values(lines: Sequence[Mapping[str, Any]], fields: Sequence[str]) -> list[Any]:
     """(key, fields) of every sample that has one of them, sorted by the key."""
-    rows = [
-        [[line.get(name) for name in SAMPLE_KEY], _plain({name: line[name] for name in fields if name in line})]
+    values = [
+        (
+            [line.get(name) for name in SAMPLE_KEY],
+            _plain({name: line[name] for name in fields if name in line}, MACHINES),
+        )
         for line in lines
-        if any(name in line for name in fields)
     ]
-    return sorted(rows, key=_encoded)
+    return sorted((each for each in values if each[1]), key=encoded)
 
 
 def tensors(path: Path) -> dict[str, str]:
@@ -270,14 +247,14 @@ def _lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def _plain(value: Any, left_out: set[str] | frozenset[str] = frozenset({"segments"})) -> Any:
-    """Without some keys: of a turn, the machines that generated it."""
+def _plain(value: Any, left_out: set[str]) -> Any:
+    """Without some keys, also inside."""
     if isinstance(value, dict):
         return {key: _plain(each, left_out) for key, each in value.items() if key not in left_out}
     return [_plain(each, left_out) for each in value] if isinstance(value, list) else value
 
 
-def _encoded(value: Any) -> bytes:
+def encoded(value: Any) -> bytes:
     return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
 
 

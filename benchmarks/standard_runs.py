@@ -185,7 +185,7 @@ def _kill_in_time(process: subprocess.Popen[str], metrics: Path) -> None:
 
 def printed_values(printed: str, folder: Path) -> Iterator[tuple[str, Any]]:
     """The members of a JSON object, or the lines of a text, without times and places."""
-    text = FREE.sub("", printed.replace(str(folder), ".").replace(str(Path.home()), "~"))
+    text = FREE.sub("", printed.replace(str(folder), ".").replace(str(ROOT), "ROOT").replace(str(Path.home()), "~"))
     try:
         content = json.loads(text)
     except ValueError:

@@ -11,7 +11,9 @@ import torch
 from safetensors.torch import save_file
 
 from benchmarks import standard_runs
-from benchmarks.standard_runs import RUNS, SAME, differences, disagreements, encoded, printed_values, read
+from benchmarks.measuring import RESULTS
+from benchmarks.standard_cases import RUNS, SAME
+from benchmarks.standard_runs import differences, disagreements, encoded, printed_values, read
 from tidemill.config.load import built_in_recipes
 
 Content = dict[str, Any]
@@ -115,7 +117,7 @@ def test_runs_that_repeat_another_need_its_samples_and_weights_only() -> None:
 
 
 def test_a_difference_ends_with_1(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    recorded = json.loads((standard_runs.RESULTS / "standard_runs.json").read_text())["runs"]
+    recorded = json.loads((RESULTS / "standard_runs.json").read_text())["runs"]
     assert recorded.keys() == RUNS.keys()
     monkeypatch.setattr(sys, "argv", ["standard_runs", "--only", "dapo"])
     monkeypatch.setattr(standard_runs, "values_of", lambda name, run: {"run metric loss": 1})

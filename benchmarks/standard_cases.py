@@ -70,7 +70,7 @@ FILES = {
 
 
 class StandardRun(NamedTuple):
-    """Command lines, in order. One that starts with `killed` is killed after some steps."""
+    """Command lines, in order. What `--json` prints counts; one that starts with `killed` is killed after a while."""
 
     commands: tuple[str, ...]
     moves: bool = False  # machines come and go in real time, which the figures about them depend on
@@ -101,7 +101,7 @@ RECIPES = (
 LORA = (
     f"{SMALL_RUN} --model.lora.rank 4 --algorithm.kl_beta 0.05",
     "tidemill model merge run merged --json",
-    "tidemill export run exported --dtype bf16 --json",
+    "tidemill export run exported --dtype bf16",
 )
 EVALUATED_ROWS = (
     f"{SMALL_RUN} @lines.toml --batch.sampler benchmarks.standard_functions:least_visited",

@@ -136,7 +136,7 @@ def values_of(name: str, run: StandardRun) -> dict[str, Any]:
             (folder / file).write_text(text)
         for number, command in enumerate(run.commands, 1):
             printed = execute(command, folder)
-            if not command.startswith(("tidemill train", "killed")) or "--dry-run" in command:
+            if command.startswith("python") or "--json" in command:
                 values |= {f"command {number} {part}": value for part, value in printed_values(printed, folder)}
         values |= dict(read(folder, moves=run.moves))
         logs = "".join(path.read_text() for path in folder.rglob("events.jsonl"))

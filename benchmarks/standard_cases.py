@@ -17,19 +17,18 @@ trainer = { steps = 6, threads = 1 }
 eval = { every_steps = 3, prompts = 8 }
 checkpoint = { every_steps = 3 }
 """
-PREFERENCES = r"""
+PREFERENCES = """
+scoring = { rewards = [{ kind = "exact" }] }
 data = { end_token = false }
 supervised = { epochs = 6, minibatch_tokens = 128, microbatch_tokens = 64 }
+eval = { samples_per_prompt = 2 }
 stage = [
     { name = "written", kind = "demonstrations" },
-    { name = "sft", kind = "sft", data = { path = "stage:written" } },
-    { name = "pairs", kind = "pairs", model = { source = "stage:sft" }, scoring = { rewards = [{ kind = "exact" }] },
-      data_generation = { samples_per_prompt = 8 } },
-    { name = "dpo", kind = "dpo", model = { source = "stage:sft" }, data = { path = "stage:pairs" },
-      supervised = { epochs = 1 } },
-    { name = "measure", kind = "eval", model = { source = "stage:dpo" },
-      eval = { compare_with = "stage:sft", samples_per_prompt = 2 } },
-    { name = "out", kind = "export", model = { source = "stage:dpo" } },
+    { name = "sft", kind = "sft", data.path = "stage:written" },
+    { name = "pairs", kind = "pairs", model.source = "stage:sft", data_generation.samples_per_prompt = 8 },
+    { name = "dpo", kind = "dpo", model.source = "stage:sft", data.path = "stage:pairs", supervised.epochs = 1 },
+    { name = "measure", kind = "eval", model.source = "stage:dpo", eval.compare_with = "stage:sft" },
+    { name = "out", kind = "export", model.source = "stage:dpo" },
 ]
 """
 TOOLS = """
@@ -37,6 +36,7 @@ model = { source = "chat", chat_template = true }
 task = { kind = "environment", train_size = 48, held_out_size = 8 }
 env = { name = "benchmarks.standard_functions:Letters", turns = 3, turn_tokens = 80 }
 sandbox = { backend = "none" }
+engine = { batch_invariant = true }
 scoring = { rewards = [{ kind = "environment" }] }
 sampling = { max_new_tokens = 160 }
 supervised = { epochs = 20, minibatch_tokens = 2048, microbatch_tokens = 2048 }
@@ -73,7 +73,7 @@ class StandardRun(NamedTuple):
     """Command lines, in order. What `--json` prints counts; one that starts with `killed` is killed after a while."""
 
     commands: tuple[str, ...]
-    moves: bool = False  # machines come and go in real time, which the figures about them depend on
+    moves: bool = False  # machines or environments act in real time, which the figures about them depend on
     needs: str = ""  # an event that must have happened
 
 
@@ -139,7 +139,7 @@ RUNS: dict[str, StandardRun] = {
     "lag": StandardRun((LAG,)),
     "lag-evicted": StandardRun((f"{LAG} {ON_TRACE}",), moves=True, needs="eviction"),
     "guess": StandardRun((GUESS,), moves=True, needs="eviction"),
-    "tools": StandardRun(TOOL_RUN),
+    "tools": StandardRun(TOOL_RUN, moves=True),
     "rlhf": StandardRun((RLHF,)),
     "preferences": StandardRun(("tidemill train @small.toml @preferences.toml --run.dir run",)),
     "ray": StandardRun((CLUSTER,)),

@@ -45,12 +45,12 @@ TIMED = re.compile(r"(^|_)time_|_s$|^cpu_|_bytes$")
 """Metrics of time and memory."""
 MOVED = re.compile(
     r"evictions|crashes|migrations|tokens_(lost|recovered|recomputed|discarded|other_weights)|deltas_ignored|env_"
-    r"|prompt_tokens_|samples_restarted|mismatch_.*/"
+    r"|prompt_tokens_|samples_restarted|mismatch_.*/|workers_mean"
 )
 """Metrics that depend on when machines come and go."""
 PRINTED_TIMES = {"duration_s", "wall_s", "peak_rss_bytes"}
-MACHINES = {"segments"}
-"""Of a turn: which machine generated it."""
+MACHINES = {"segments", "call_id"}
+"""Of a turn: which machine generated it, and the random names of its calls."""
 STAGE_DIGEST = re.compile(r"-[0-9a-f]{10}$")
 FREE = re.compile(r"[\d.]+ [kMG]B are free")
 SAMPLE_PARTS = {

@@ -17,6 +17,7 @@ import sys
 from benchmarks.stopping import INTERRUPTED_CODE, sigterm_as_ctrl_c
 
 COMMANDS = (
+    "standard_runs",
     "generation",
     "grpo_step",
     "learning_race",

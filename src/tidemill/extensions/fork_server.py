@@ -98,7 +98,8 @@ def main() -> None:
     setup = msgspec.json.decode(sys.argv[2], type=Setup)
     _die_with_parent(setup.parent, signal.SIGTERM)
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the run, which then closes the socket
+    # Ctrl-C is for the run, which then closes the socket. Programs that user code starts would inherit SIG_IGN.
+    signal.signal(signal.SIGINT, lambda *_: None)
     sys.path[:] = setup.path
     settings = Path(f"/proc/self/fd/{setup.settings}").read_bytes()
     service: Any = importlib.import_module(setup.service)

@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 
-from benchmarks.stopping import INTERRUPTED_CODE, sigterm_as_ctrl_c
+from benchmarks.stopping import INTERRUPTED_CODE, children_take_ctrl_c, sigterm_as_ctrl_c
 
 COMMANDS = (
     "standard_runs",
@@ -74,7 +74,8 @@ def main() -> int:
 
 def run(arguments: list[str]) -> int:
     """The exit code of Python with these arguments. An interrupt is passed on, and ends what does not end by itself."""
-    process = subprocess.Popen([sys.executable, *arguments], start_new_session=True)
+    with children_take_ctrl_c():
+        process = subprocess.Popen([sys.executable, *arguments], start_new_session=True)
     try:
         return process.wait()
     except KeyboardInterrupt:

@@ -27,6 +27,19 @@ def interruptible(main: Callable[[], int], *, keeps: bool = False) -> int:
 
 
 @contextmanager
+def children_take_ctrl_c() -> Iterator[None]:
+    """SIGINT interrupts the processes that the block starts, also where this one ignores it: a script's `command &`."""
+    ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    if ignored:
+        signal.signal(signal.SIGINT, lambda *_: None)  # a new program inherits SIG_IGN, but no handler
+    try:
+        yield
+    finally:
+        if ignored:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+@contextmanager
 def sigterm_as_ctrl_c() -> Iterator[None]:
     """SIGTERM acts like Ctrl-C, except during a run, which handles it by writing a checkpoint."""
 

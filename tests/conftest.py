@@ -48,6 +48,15 @@ NOT_TRACED = [
 _left_behind = pytest.StashKey[list[str]]()
 
 
+def pytest_configure() -> None:
+    """Python handles SIGINT where it was ignored by the parent (`nohup make test &`), as tests and their children need.
+
+    The children of a process that ignores a signal ignore it, too.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--chaos-rounds", type=int, default=1, help="factor on the number of faults that tests/chaos injects"

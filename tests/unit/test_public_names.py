@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import inspect
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 import tidemill
+from tidemill.runtime.callbacks import METHODS
+
+ADAPTERS = ("close_sandbox", "invoke", "tasks_for")
+"""Methods of an environment that the adapters of other libraries override."""
 
 
 def test_the_public_names() -> None:
@@ -19,6 +25,33 @@ def test_the_public_names() -> None:
     ]  # fmt: skip
     for name in tidemill.__all__:
         assert inspect.getdoc(getattr(tidemill, name)), name
+
+
+def names_of(owner: object) -> list[str]:
+    """What users find in a class or module that is defined here."""
+    module = owner if inspect.ismodule(owner) else sys.modules[getattr(owner, "__module__", "")]
+    return [
+        name
+        for name, value in vars(owner).items()
+        if not name.startswith("_") and getattr(value, "__module__", module.__name__) == module.__name__
+        if not inspect.ismodule(owner) or inspect.isfunction(value)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("page", "pattern", "names"),
+    [
+        ("extending.md", r"\b(tm|tidemill)\.{name}\b|`{name}`", tidemill.__all__),
+        ("extending.md", r"\btm\.rewards\.{name}\(", names_of(tidemill.rewards)),
+        ("extending.md", r"\brun\.{name}\b", [*names_of(tidemill.Run), "path", "stages"]),
+        ("extending.md", r"`{name}`|`Callback\.{name}`", [*METHODS, "stop"]),
+        ("agents.md", r"\b{name}\b", [each for each in names_of(tidemill.Environment) if each not in ADAPTERS]),
+    ],
+)
+def test_the_docs_mention_every_public_name(page: str, pattern: str, names: list[str]) -> None:
+    text = (Path(__file__).parents[2] / "docs" / page).read_text(encoding="utf-8")
+    assert len(names) > 4
+    assert [name for name in names if not re.search(pattern.format(name=name), text)] == []
 
 
 def test_public_functions_are_typed() -> None:

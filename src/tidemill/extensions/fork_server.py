@@ -98,14 +98,15 @@ def main() -> None:
     setup = msgspec.json.decode(sys.argv[2], type=Setup)
     _die_with_parent(setup.parent, signal.SIGTERM)
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the run, which then closes the socket
+    # Ctrl-C is for the run, which then closes the socket. Programs that user code starts would inherit SIG_IGN.
+    signal.signal(signal.SIGINT, lambda *_: None)
     sys.path[:] = setup.path
     settings = Path(f"/proc/self/fd/{setup.settings}").read_bytes()
     service: Any = importlib.import_module(setup.service)
     helpers: list[int] = []
     if setup.preload:
         helpers = service.preload(settings)
-        if len(list(Path("/proc/self/task").iterdir())) > 1 or set(_children()) - {*helpers}:
+        if len(list(Path("/proc/self/task").iterdir())) > 1 or set(child_processes()) - {*helpers}:
             _kill_all()
             os.execv(sys.executable, server_command(sys.argv[1], msgspec.structs.replace(setup, preload=False)))
     gc.collect()
@@ -160,7 +161,7 @@ class _Server:
                     if pid == ended[0]:
                         del self._processes[number]
                         _report_end(stream, os.waitstatus_to_exitcode(ended[1]))
-        for each in set(_children()) - {pid for pid, _ in self._processes.values()} - self._helpers:
+        for each in set(child_processes()) - {pid for pid, _ in self._processes.values()} - self._helpers:
             os.kill(each, signal.SIGKILL)  # its children come next, when its end is reported
 
     def _fork(self, stream: socket.socket, role: bytes) -> int:
@@ -194,19 +195,22 @@ def _report_end(stream: socket.socket, code: int) -> None:
 
 def _kill_all() -> None:
     """Kill all descendants of this process, which inherits the children of the killed."""
-    while children := _children():
+    while children := child_processes():
         for each in children:
             os.kill(each, signal.SIGKILL)
         while children and os.waitpid(-1, os.WNOHANG)[0]:
             children.pop()
 
 
-def _children() -> list[int]:
-    """Children of this process, zombies included. (The kernel's list of children misses some while others end.)"""
+def child_processes() -> list[int]:
+    """Children of this process, zombies included.
+
+    They are found by their parents: `/proc/PID/task/TID/children` misses some while others end, see proc(5).
+    """
     children = []
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
-            with suppress(FileNotFoundError, ProcessLookupError):  # it has ended
+            with suppress(OSError):  # it has ended, or is another user's, which some machines hide
                 stat = (folder / "stat").read_bytes()
                 parent = int(stat[stat.rindex(b")") + 1 :].split()[1])  # a name in parentheses may contain anything
                 if parent == os.getpid():

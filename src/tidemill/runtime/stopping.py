@@ -70,6 +70,9 @@ class StopRequest:
     def on_signals(self, notify: Callable[[], object]) -> Iterator[None]:
         """Call `notify` at the first Ctrl-C or SIGTERM, and remember which; a second one ends the process.
 
+        This holds also where the process ignored them: a script's `command &` ignores SIGINT, but a run that gets one
+        is to end after a checkpoint.
+
         Args:
             notify: runs inside a signal handler, possibly in the middle of a line of output: it may only set a flag.
         """

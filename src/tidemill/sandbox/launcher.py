@@ -43,7 +43,7 @@ PR_SET_CHILD_SUBREAPER = 36
 
 def main() -> None:
     setup = msgspec.json.decode(sys.argv[1], type=Setup)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, lambda *_: None)  # not SIG_IGN, which every command would inherit
     most_files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
     bubblewrap.LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)

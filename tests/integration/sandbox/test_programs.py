@@ -34,6 +34,13 @@ def opened(**settings: Any) -> LocalSandbox:
     return LocalSandbox(launcher("bwrap").address, limits_of(config), ())
 
 
+def test_a_command_can_be_interrupted() -> None:
+    with closing(opened()) as sandbox:
+        finished = sandbox.run(["sh", "-c", "sh -c 'kill -INT $$; sleep 1'; echo $?"])
+
+    assert finished.stdout == b"130\n"
+
+
 def test_a_program_answers_until_its_input_ends() -> None:
     with closing(opened(wall_s=0.2, cpu_s=0.1)) as sandbox:
         program = sandbox.start(["python3", "-c", ECHO])

@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,6 +16,7 @@ from benchmarks.__main__ import COMMANDS, run
 from benchmarks.measuring import RESULTS
 from benchmarks.origin import PACKAGES, origin_of
 from benchmarks.simulator.__main__ import PARTS
+from benchmarks.stopping import sigterm_as_ctrl_c
 
 ELSEWHERE = {"benchmarks.engine_parity"}
 """Needs vLLM."""
@@ -36,7 +38,11 @@ def test_every_command_exists() -> None:
         assert place.with_suffix(".py").is_file() or (place / "__main__.py").is_file(), command
 
 
-def test_an_interrupt_is_passed_on_once_and_waited_for(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("handler", "number"),
+    [(signal.default_int_handler, signal.SIGINT), (signal.SIG_IGN, signal.SIGTERM)],  # Ctrl-C; `kill`, in a script's &
+)
+def test_an_interrupt_is_passed_on_once_and_waited_for(tmp_path: Path, handler: Any, number: signal.Signals) -> None:
     """The child ends its own processes before it ends."""
     begun, ended = tmp_path / "begun", tmp_path / "ended"
     program = f"""
@@ -53,9 +59,14 @@ except KeyboardInterrupt:
         until = time.monotonic() + 30
         while not begun.exists() and time.monotonic() < until:
             time.sleep(0.01)
-        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), number)
 
-    threading.Thread(target=interrupt, daemon=True).start()
-    with pytest.raises(KeyboardInterrupt):
-        run(["-c", program])
+    before = signal.signal(signal.SIGINT, handler)
+    try:
+        threading.Thread(target=interrupt, daemon=True).start()
+        with pytest.raises(KeyboardInterrupt), sigterm_as_ctrl_c():
+            run(["-c", program])
+        assert signal.getsignal(signal.SIGINT) is handler
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert ended.exists()

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from tests.formulas import evaluated
 from tests.gpu_rows import engine_row, train_step_row, write_rows
 from tests.planted import planted, spec_of
 from tests.unit.cli.conftest import Run
@@ -20,8 +21,10 @@ from tidemill.sim.simulation import CostModel, simulate_run
 from tidemill.sim.workload import Workload
 
 
-@pytest.mark.parametrize("verb", ["memory", "weights", "overlap", "staleness", "placement"])
-def test_every_plan_has_help_and_derives_its_numbers(run: Run, verb: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("verb", "printed"), [("memory", 10), ("weights", 7), ("overlap", 3), ("staleness", 2), ("placement", 9)]
+)
+def test_every_plan_has_help_and_derives_its_numbers(run: Run, verb: str, printed: int, tmp_path: Path) -> None:
     (tmp_path / "lags.csv").write_text("0,.1,.5\n2,.1,.9\n", encoding="utf-8")
     arguments = {
         "memory": ["--params", "7b"],
@@ -32,12 +35,28 @@ def test_every_plan_has_help_and_derives_its_numbers(run: Run, verb: str, tmp_pa
     }[verb]
     assert f"Usage: tidemill plan {verb}" in run("plan", verb, "--help").out
     assert "explain" not in run("plan", verb, *arguments, "--json").data
-    figures = run("plan", verb, *arguments, "--json", "--explain").data["explain"]
+    data = run("plan", verb, *arguments, "--json", "--explain").data
+    figures = data["explain"]
+    derived = [figure for figure in figures if number_of(data, figure["name"]) is not None]
+    assert len(derived) == printed
+    for figure in derived:
+        assert number_of(data, figure["name"]) == evaluated(figure["formula"], figure["inputs"]), figure
     assert all(figure.keys() == {"name", "value", "unit", "formula", "inputs", "source"} for figure in figures)
     out = run("plan", verb, *arguments, "--explain").out
     for figure in figures:
         assert f"{figure['name']} = " in out
         assert f"  = {figure['formula']}" in out
+
+
+def number_of(data: Any, name: str) -> float | None:
+    """What a plan prints under the name of a figure; None if it does not print that figure."""
+    owner, _, last = name.rpartition(".")
+    if not owner:
+        places = [data, data.get("best", {})]
+    else:
+        lags = {f"lag_{row['lag']}": row for row in data.get("lags", ())}
+        places = [sections.get(owner, {}) for sections in (data, data.get("paths", {}), data.get("roles", {}), lags)]
+    return next((place[last] for place in places if last in place), None)
 
 
 def test_the_group_lists_its_verbs(run: Run) -> None:

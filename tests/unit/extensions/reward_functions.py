@@ -7,6 +7,7 @@ import ctypes
 import os
 import re
 import signal
+import subprocess
 import time
 from pathlib import Path
 
@@ -32,6 +33,8 @@ def act(text: str) -> float:
         ctypes.CDLL(None).prctl(PR_SET_NAME, b"\xff", 0, 0, 0)
     elif text.startswith("sleep "):
         time.sleep(float(text.removeprefix("sleep ")))
+    elif text == "interrupt a program":
+        return float(subprocess.run(["sh", "-c", "kill -INT $$; sleep 0.1"], check=False).returncode)
     elif text == "count":
         FACTS["calls"] = FACTS.get("calls", 0) + 1
         return float(FACTS["calls"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -119,6 +120,10 @@ async def test_what_a_killed_call_started_is_killed(processes: FunctionProcesses
     while len(list(processes_below(os.getpid()))) >= left:
         assert time.monotonic() < deadline
         await asyncio.sleep(0.02)
+
+
+async def test_a_program_that_a_function_starts_can_be_interrupted(processes: FunctionProcesses) -> None:
+    assert await outcome(added(processes, reward_functions.act), "interrupt a program", 30.0) == -signal.SIGINT
 
 
 async def test_a_process_whose_name_is_no_text_ends_no_other(processes: FunctionProcesses) -> None:

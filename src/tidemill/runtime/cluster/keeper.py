@@ -16,12 +16,12 @@ import sys
 import tempfile
 import threading
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from tidemill.core.records import Record
+from tidemill.extensions.fork_server import child_processes
 
 PR_SET_CHILD_SUBREAPER = 36
 PARENT_CHECK_S = 1.0
@@ -86,21 +86,13 @@ def _end_with(parent: int, folder: str) -> None:
 
 def _kill_descendants() -> None:
     """Kill the children of this process until none is left; as subreaper it inherits the children of the killed."""
-    while children := _children():
+    while children := child_processes():
         for child in children:
             with suppress(ProcessLookupError):  # the main thread may have waited for it
                 os.kill(child, signal.SIGKILL)
         for child in children:
             with suppress(ChildProcessError):
                 os.waitpid(child, 0)
-
-
-def _children() -> list[int]:
-    found: list[int] = []
-    for task in Path(f"/proc/{os.getpid()}/task").iterdir():
-        with suppress(FileNotFoundError, ProcessLookupError):  # the thread ended; its children moved to another
-            found += map(int, (task / "children").read_text().split())
-    return found
 
 
 def start(keep: Keep, *, temp_dir: str, folder: str) -> Kept:

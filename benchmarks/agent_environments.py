@@ -7,9 +7,9 @@ import random
 import time
 from typing import Any
 
-from tidemill.envs.agents.builtin import Calculator, Guess
-from tidemill.envs.agents.environment import Environment, Step, tool
-from tidemill.envs.agents.python_tool import PythonTool
+from tidemill.agents.builtin import Calculator, Guess
+from tidemill.agents.environment import Environment, Step, tool
+from tidemill.agents.python_tool import PythonTool
 
 SLOW_S = (0.05, 0.2)
 

@@ -13,10 +13,10 @@ from unittest.mock import patch
 
 from benchmarks.equivalent_runs import digests
 from tests.training_process import RunningProcess, learned
+from tidemill.agents.pool import EnvironmentPool
 from tidemill.config.load import load_spec
 from tidemill.core.protocols import CallLog
 from tidemill.core.records import Episode, Observation, Record
-from tidemill.envs.agents.pool import EnvironmentPool
 from tidemill.runtime.train import train
 from tidemill.telemetry.events import EVICTION, timestamp
 from tidemill.telemetry.jsonl import read_lines

@@ -40,8 +40,8 @@ from benchmarks.models import quiet, smollm2
 from benchmarks.origin import parsed
 from benchmarks.stopping import interruptible
 from benchmarks.subjects import check_counts
+from tidemill.agents.builtin import BUILT_IN
 from tidemill.config.load import RECIPES
-from tidemill.envs.agents.builtin import BUILT_IN
 
 NAME = "agents"
 PARTS = ("recipes", "tokens", "waiting", "evictions", "kills")

@@ -46,7 +46,7 @@ from tidemill.core.records import (
     pack_logprobs,
     pack_tokens,
 )
-from tidemill.envs.text.build_task import served_task
+from tidemill.data.build_task import served_task
 from tidemill.gateway.app import Gateway
 from tidemill.gateway.server import listen, serving
 from tidemill.models.catalog import resolve

@@ -18,7 +18,7 @@ from benchmarks.training_run import train
 from tidemill.config.load import RECIPES, from_toml
 from tidemill.config.schema import RunSpec
 from tidemill.core.records import PreferencePair, Record
-from tidemill.envs.text.examples import load_pairs
+from tidemill.data.examples import load_pairs
 from tidemill.models.codec import load_codec
 from tidemill.models.loading import context_limit
 from tidemill.models.reward_model import load_reward_model

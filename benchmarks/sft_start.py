@@ -20,7 +20,7 @@ from filelock import FileLock
 from tidemill.config.load import merge
 from tidemill.config.schema import RunSpec
 from tidemill.config.task import ArithmeticTask
-from tidemill.envs.text.arithmetic import STOP, Problem, choose_shots, format_prompt, split_listed
+from tidemill.data.arithmetic import STOP, Problem, choose_shots, format_prompt, split_listed
 from tidemill.runtime.train_supervised import train_supervised
 
 CACHE = Path(__file__).resolve().parent.parent / ".cache" / "benchmarks"

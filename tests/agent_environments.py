@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from tidemill.envs.agents.environment import AgentMistake, Environment, Split, Step, ToolEnvironment, tool
+from tidemill.agents.environment import AgentMistake, Environment, Split, Step, ToolEnvironment, tool
 
 
 class Opaque(Exception):

@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from tidemill.agents.pool import EnvironmentPool
 from tidemill.core.records import (
     Call,
     Episode,
@@ -18,7 +19,6 @@ from tidemill.core.records import (
     Turn,
     pack_tokens,
 )
-from tidemill.envs.agents.pool import EnvironmentPool
 
 
 class LineFormat:

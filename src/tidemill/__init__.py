@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from tidemill.agents.environment import Environment, Step, ToolEnvironment, tool
     from tidemill.api import rewards
     from tidemill.api.decorators import advantage, loss, loss_term, prompt_sampler, reward, task
     from tidemill.api.evaluation import evaluate, export, generate
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
     from tidemill.api.stages import demonstrations, dpo, pairs, reward_model, sft
     from tidemill.api.train import load_config, train, train_async
     from tidemill.core.errors import TidemillError
-    from tidemill.envs.agents.environment import Environment, Step, ToolEnvironment, tool
     from tidemill.runtime.callbacks import Callback
     from tidemill.telemetry.sample_files import Sample
 
@@ -57,7 +57,7 @@ _MODULES = {
     "tidemill.api.stages": ("demonstrations", "dpo", "pairs", "reward_model", "sft"),
     "tidemill.api.train": ("load_config", "train", "train_async"),
     "tidemill.core.errors": ("TidemillError",),
-    "tidemill.envs.agents.environment": ("Environment", "Step", "ToolEnvironment"),
+    "tidemill.agents.environment": ("Environment", "Step", "ToolEnvironment"),
     "tidemill.runtime.callbacks": ("Callback",),
     "tidemill.telemetry.sample_files": ("Sample",),
 }

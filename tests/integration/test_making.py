@@ -12,8 +12,8 @@ from scripts.make_data import main
 from tidemill.config.load import RECIPES, load_spec
 from tidemill.config.task import DataConfig
 from tidemill.core.records import unpack_tokens
-from tidemill.envs.text import build_task
-from tidemill.envs.text.examples import load_demonstrations, load_pairs
+from tidemill.data.build_task import build_task
+from tidemill.data.examples import load_demonstrations, load_pairs
 from tidemill.models.catalog import resolve
 from tidemill.models.codec import TextCodec, load_codec
 from tidemill.runtime.batch_generation import BatchGenerator, CachedCompletions, make_pairs

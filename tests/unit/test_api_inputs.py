@@ -15,9 +15,9 @@ from tidemill.api.train import load_config, prepare
 from tidemill.config.schema import RunSpec
 from tidemill.config.task import DataConfig, FileTask
 from tidemill.core.errors import UserError
-from tidemill.envs.text.build_task import counted_task
-from tidemill.envs.text.eval_sets import counted
-from tidemill.envs.text.examples import load_demonstrations, load_pairs
+from tidemill.data.build_task import counted_task
+from tidemill.data.eval_sets import counted
+from tidemill.data.examples import load_demonstrations, load_pairs
 
 
 @pytest.mark.parametrize(("environment", "scores"), [(Tools, True), (Stateless, False)])

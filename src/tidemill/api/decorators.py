@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeVar, overload
 
+from tidemill.agents import environment
 from tidemill.api.entry import entry_point
 from tidemill.core.errors import UserError
-from tidemill.envs.agents import environment
 from tidemill.extensions.registry import Kind, Mark, mark
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])

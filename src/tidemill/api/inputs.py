@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from tidemill.agents.environment import Environment, ToolEnvironment
 from tidemill.api import rewards as builtin_rewards
 from tidemill.api.rewards import Reward
 from tidemill.api.rewards import function as user_reward
@@ -23,8 +24,7 @@ from tidemill.config.schema import SET_NAME
 from tidemill.config.task import Column, RewardConfig
 from tidemill.core.errors import UserError, exception_text
 from tidemill.core.folders import another_directory
-from tidemill.envs.agents.environment import Environment, ToolEnvironment
-from tidemill.envs.text.row_files import GIVEN_AS
+from tidemill.data.row_files import GIVEN_AS
 from tidemill.extensions.registry import Extension, Kind, given_function
 from tidemill.extensions.results import shown
 from tidemill.models.folder import weight_files

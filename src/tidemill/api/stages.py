@@ -27,7 +27,7 @@ from tidemill.config.pipeline import KINDS, StageSpec, load_directory, load_stag
 from tidemill.config.schema import RunSpec
 from tidemill.config.toml import to_toml
 from tidemill.core.errors import UserError
-from tidemill.envs.text.rows import DEMONSTRATION_SHAPE, PAIR_SHAPE
+from tidemill.data.rows import DEMONSTRATION_SHAPE, PAIR_SHAPE
 from tidemill.extensions.registry import provide
 from tidemill.telemetry.manifest import build_manifest
 from tidemill.telemetry.run_dir import RunDirectory, read_json

@@ -28,7 +28,7 @@ from tidemill.config.schema import RunConfig, RunSpec
 from tidemill.core.errors import UserError
 from tidemill.core.folders import cache_dir
 from tidemill.core.packages import CHECKOUT, MODEL, install_command, quoted
-from tidemill.envs.text.row_table import INDEX_FOLDER
+from tidemill.data.row_table import INDEX_FOLDER
 from tidemill.models.cache import is_built
 from tidemill.planner.calibration.profile import profiles_folder
 from tidemill.rollout.engines.vllm import TESTED, installed_version

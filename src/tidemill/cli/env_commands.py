@@ -9,12 +9,12 @@ from cyclopts import App, Parameter
 from rich.markup import escape
 from rich.table import Table
 
+from tidemill.agents.adapters.environments import ADAPTERS
+from tidemill.agents.adapters.install import NAMES, install_adapter, is_installed
+from tidemill.agents.builtin import BUILT_IN
 from tidemill.cli.output import Json, Result
 from tidemill.config.keys import did_you_mean
 from tidemill.core.errors import UserError
-from tidemill.envs.adapters.environments import ADAPTERS
-from tidemill.envs.adapters.install import NAMES, install_adapter, is_installed
-from tidemill.envs.agents.builtin import BUILT_IN
 
 app = App(name="env", help="List environments; install those of other packages.", help_epilogue="")
 

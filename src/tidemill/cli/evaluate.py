@@ -18,7 +18,7 @@ from tidemill.config.issues import refuse_without_task
 from tidemill.config.load import split_arguments
 from tidemill.core.errors import UserError
 from tidemill.core.formatting import interval
-from tidemill.envs.text.given_prompts import as_written, read_question_file
+from tidemill.data.given_prompts import as_written, read_question_file
 from tidemill.models.checkpoint_manifest import refuse_damaged
 from tidemill.models.model_source import ModelSource, is_run
 from tidemill.models.prompt_format import formatted_as_trained

@@ -20,13 +20,10 @@ from tidemill.config.pipeline import KINDS, Product, StageKind, StageSpec
 from tidemill.config.task import DataConfig
 from tidemill.core.errors import UserError
 from tidemill.core.records import Episode, Message, ParsedTurn
-from tidemill.envs.text.build_task import build_task
-from tidemill.envs.text.eval_sets import check_rewards, with_eval_sets
-from tidemill.envs.text.examples import Examples, load_demonstrations, load_pairs
-from tidemill.envs.text.prompts import hash_number
-from tidemill.envs.text.rewards import Context, build_rewards
-from tidemill.envs.text.row_report import REMARKS, report_rows
-from tidemill.envs.text.scorer import evaluation_scoring
+from tidemill.data.build_task import build_task
+from tidemill.data.eval_sets import with_eval_sets
+from tidemill.data.examples import Examples, load_demonstrations, load_pairs
+from tidemill.data.prompts import hash_number
 from tidemill.hardware.process_memory import Work
 from tidemill.models.catalog import errors_at_key, resolve_shell
 from tidemill.models.codec import TextCodec, load_codec
@@ -36,6 +33,9 @@ from tidemill.models.reward_model import check_same_vocabulary, other_tokenizer,
 from tidemill.models.snapshots import check_adapter, stored_context_limit
 from tidemill.models.turn_format import turn_format
 from tidemill.pipeline.stage_plan import stage_issue
+from tidemill.rewards.builtin_rewards import Context, build_rewards
+from tidemill.rewards.row_report import REMARKS, report_rows
+from tidemill.rewards.scorer import check_rewards, evaluation_scoring
 from tidemill.runtime.agents import agent_prompts
 from tidemill.runtime.export import refuse_foreign
 from tidemill.runtime.memory_check import check_memory

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
+from tidemill.agents.find import find_environment
+from tidemill.agents.pool import EnvironmentPool
+from tidemill.agents.prompts import AgentPrompts
+from tidemill.agents.self_test import self_test
+from tidemill.agents.turn_plan import task_of
 from tidemill.config.schema import RunSpec
 from tidemill.controller.turns import AgentLimits
 from tidemill.core.protocols import TurnFormat
-from tidemill.envs.agents.find import find_environment
-from tidemill.envs.agents.pool import EnvironmentPool
-from tidemill.envs.agents.prompts import AgentPrompts
-from tidemill.envs.agents.self_test import self_test
-from tidemill.envs.agents.turn_plan import task_of
-from tidemill.envs.text.prompts import Task
+from tidemill.data.prompts import Task
 from tidemill.models.codec import TextCodec
 from tidemill.models.turn_format import turn_format
 

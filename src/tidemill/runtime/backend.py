@@ -21,13 +21,12 @@ from tidemill.core.protocols import (
     Worker,
     WorkerHost,
 )
-from tidemill.envs.text.eval_sets import check_rewards
-from tidemill.envs.text.prompts import Task
-from tidemill.envs.text.row_report import report_rows
-from tidemill.envs.text.scorer import RewardCalls, RewardScorer, build_scorer, evaluation_scoring
+from tidemill.data.prompts import Task
 from tidemill.models.codec import TextCodec
 from tidemill.models.ranks import ONE_RANK, Ranks
 from tidemill.pool.build_provider import build_provider, trace_remarks
+from tidemill.rewards.row_report import report_rows
+from tidemill.rewards.scorer import RewardCalls, RewardScorer, build_scorer, check_rewards, evaluation_scoring
 from tidemill.runtime.readers import Readers, model_rewards
 from tidemill.telemetry.recorder import Recorder
 from tidemill.telemetry.run_dir import RunDirectory

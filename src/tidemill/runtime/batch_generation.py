@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeAlias
 
 import msgspec
 
+from tidemill.agents.demonstrations import agent_demonstrations
 from tidemill.config.schema import RunSpec
 from tidemill.controller.evaluation import Evaluation, draw, eval_result, evaluate
 from tidemill.controller.fleet import Fleet
@@ -34,10 +35,9 @@ from tidemill.core.records import (
     decode_json,
     unpack_tokens,
 )
-from tidemill.envs.agents.demonstrations import agent_demonstrations
-from tidemill.envs.text.build_task import build_task
-from tidemill.envs.text.prompts import Task
-from tidemill.envs.text.rows import ScoredCompletion, demonstration_row, pair_rows
+from tidemill.data.build_task import build_task
+from tidemill.data.prompts import Task
+from tidemill.data.rows import ScoredCompletion, demonstration_row, pair_rows
 from tidemill.models.catalog import resolve
 from tidemill.models.codec import load_codec
 from tidemill.models.loading import context_limit

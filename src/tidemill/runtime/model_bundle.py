@@ -15,9 +15,9 @@ from tidemill.config.model import ModelConfig
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError
 from tidemill.core.records import PolicyVersion
-from tidemill.envs.text.build_task import build_task
-from tidemill.envs.text.eval_sets import with_eval_sets
-from tidemill.envs.text.prompts import Task, check_fits
+from tidemill.data.build_task import build_task
+from tidemill.data.eval_sets import with_eval_sets
+from tidemill.data.prompts import Task, check_fits
 from tidemill.models.catalog import errors_at_key, resolve, resolve_shell
 from tidemill.models.codec import TextCodec, load_codec
 from tidemill.models.folder import holds_reward_model, refuse_reward_model

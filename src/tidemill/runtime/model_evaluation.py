@@ -38,14 +38,14 @@ from tidemill.core.records import (
     unpack_logprobs,
     unpack_tokens,
 )
-from tidemill.envs.text.given_prompts import questions
-from tidemill.envs.text.prompts import Question, after_system, encode_question, in_chat
-from tidemill.envs.text.row_report import REMARKS, report_rows
+from tidemill.data.given_prompts import questions
+from tidemill.data.prompts import Question, after_system, encode_question, in_chat
 from tidemill.models.catalog import errors_at_key
 from tidemill.models.codec import TextCodec
 from tidemill.models.model_source import ModelSource, exact_models, locate
 from tidemill.models.prompt_format import prompt_format
 from tidemill.models.weights_digest import weights_digest
+from tidemill.rewards.row_report import REMARKS, report_rows
 from tidemill.runtime.batch_generation import batch_generator
 from tidemill.runtime.memory_check import check_memory
 from tidemill.runtime.model_bundle import ModelBundle, load_model_bundle
@@ -353,7 +353,7 @@ def generate(
 
     Args:
         model: replaces the configured one.
-        prompts: as `envs.text.given_prompts.questions`.
+        prompts: as `data.given_prompts.questions`.
         raw: send texts as written.
 
     Raises:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from tidemill.agents.find import find_environment
 from tidemill.config.schema import RunSpec
 from tidemill.config.task import ReasoningGymTask
 from tidemill.core.errors import UserError
-from tidemill.envs.agents.find import find_environment
-from tidemill.envs.text.reasoning_gym import check_scorer
-from tidemill.envs.text.rewards import NOT_ABOUT_CORRECTNESS
+from tidemill.data.reasoning_gym import scorer_of
+from tidemill.rewards.builtin_rewards import NOT_ABOUT_CORRECTNESS
+from tidemill.rewards.package_checks import check_program
 from tidemill.sandbox.open_sandbox import check_sandbox
 
 
@@ -20,7 +21,8 @@ def check_needed_sandbox(spec: RunSpec) -> None:
     if (task := _scored_by_package(spec)) is not None:
         try:
             check_sandbox(spec.sandbox)
-            check_scorer(task, spec.sandbox)
+            if (check := scorer_of(task)) is not None:
+                check_program(check, spec.sandbox)
         except UserError as error:
             what = f"reasoning-gym evaluates answers as Python, and its scores need a sandbox: {error.what}"
             raise UserError(what, where=error.where, hint=error.hint) from error

@@ -28,11 +28,11 @@ from tidemill.core.folders import another_directory
 from tidemill.core.packages import install_command
 from tidemill.core.protocols import Environments, LoopClock, PromptSource
 from tidemill.core.records import Trajectory
-from tidemill.envs.text.curriculum import Curriculum
-from tidemill.envs.text.prompts import Task
-from tidemill.envs.text.row_report import report_rows
+from tidemill.data.curriculum import Curriculum
+from tidemill.data.prompts import Task
 from tidemill.gateway.sessions import Sessions
 from tidemill.models.model_source import exact_models
+from tidemill.rewards.row_report import report_rows
 from tidemill.runtime.agents import agent_limits, open_environments
 from tidemill.runtime.backend import OpenBackend, Runtime, RuntimeBackend, fleet_of
 from tidemill.runtime.callbacks import Callback, CallbackTelemetry, configured_callbacks

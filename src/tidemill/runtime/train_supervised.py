@@ -13,7 +13,7 @@ from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError
 from tidemill.core.folders import another_directory
 from tidemill.core.protocols import Telemetry
-from tidemill.envs.text.examples import Examples, load_demonstrations, load_pairs
+from tidemill.data.examples import Examples, load_demonstrations, load_pairs
 from tidemill.models.catalog import resolve
 from tidemill.models.checkpoint_manifest import read_manifest, seal
 from tidemill.models.codec import TextCodec, load_codec

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 from tests.sandboxes import need_bubblewrap
+from tidemill.agents.adapters import connection, install
+from tidemill.agents.adapters.connection import Connection
+from tidemill.agents.adapters.install import PROGRAMS, adapter_python
+from tidemill.agents.environment import AgentMistake, ProgramLostError
 from tidemill.config.sandbox import SandboxConfig
 from tidemill.core.errors import UserError
-from tidemill.envs.adapters import connection, install
-from tidemill.envs.adapters.connection import Connection
-from tidemill.envs.adapters.install import PROGRAMS, adapter_python
-from tidemill.envs.agents.environment import AgentMistake, ProgramLostError
 
 FAKE = Path(__file__).parent / "programs" / "serve_fake.py"
 TASK = {"prompt": "go"}

@@ -12,9 +12,8 @@ import pytest
 
 from tests.integration.adapters.unmodified import calculator, words
 from tests.sandboxes import need_bubblewrap
-from tidemill.config.sandbox import SandboxConfig
-from tidemill.envs.adapters import environments
-from tidemill.envs.adapters.environments import (
+from tidemill.agents.adapters import environments
+from tidemill.agents.adapters.environments import (
     AdapterEnvironment,
     Gymnasium,
     McpServer,
@@ -23,8 +22,9 @@ from tidemill.envs.adapters.environments import (
     TextArena,
     Verifiers,
 )
-from tidemill.envs.adapters.install import adapter_python, install_adapter
-from tidemill.envs.agents.environment import AgentMistake, Step
+from tidemill.agents.adapters.install import adapter_python, install_adapter
+from tidemill.agents.environment import AgentMistake, Step
+from tidemill.config.sandbox import SandboxConfig
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 HANGMAN = {"id": "textarena", "taskset": json.dumps({"game": "Hangman-v0"})}

@@ -12,9 +12,9 @@ import pytest
 from tests.integration.adapters.unmodified import calculator, words
 from tests.sandboxes import need_bubblewrap
 from tests.training_process import learned, quiet_run
+from tidemill.agents.adapters.environments import McpServer
+from tidemill.agents.adapters.install import install_adapter
 from tidemill.config.sandbox import SandboxConfig
-from tidemill.envs.adapters.environments import McpServer
-from tidemill.envs.adapters.install import install_adapter
 from tidemill.telemetry.events import EVICTION
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]

@@ -18,7 +18,7 @@ from tests.chat_models import CHATML, chat_codec
 from tests.forked import Forked
 from tests.integration.api.conftest import Distributions
 from tidemill.config.load import load_spec
-from tidemill.envs.text import build_task
+from tidemill.data.build_task import build_task
 
 DEADLINE_S = 280.0
 REPOSITORY = Path(__file__).resolve().parents[3]

@@ -13,11 +13,11 @@ import pytest
 from tests import agent_environments as envs
 from tests.agent_format import LineFormat, Play, call
 from tests.sandboxes import need_bubblewrap
+from tidemill.agents.find import find_environment
+from tidemill.agents.pool import EnvironmentPool
+from tidemill.agents.python_tool import PythonTool
 from tidemill.config.agent import EnvConfig
 from tidemill.config.sandbox import SandboxConfig
-from tidemill.envs.agents.find import find_environment
-from tidemill.envs.agents.pool import EnvironmentPool
-from tidemill.envs.agents.python_tool import PythonTool
 
 FAST = SandboxConfig(memory_mb=128, cpu_s=1.0, wall_s=20.0)
 

@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.sft_start import CARELESS, COPIES, TASK, carryless, demonstrations
 from tidemill.config.task import ArithmeticTask
-from tidemill.envs.text.arithmetic import Problem, split_listed
+from tidemill.data.arithmetic import Problem, split_listed
 
 
 @pytest.mark.parametrize(

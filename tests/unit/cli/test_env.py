@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from tests.commands import run_here
-from tidemill.envs.adapters.install import NAMES
+from tidemill.agents.adapters.install import NAMES
 
 
 def test_all_environments_are_listed() -> None:

@@ -19,7 +19,7 @@ from tests.model_shapes import HIDDEN, llama
 from tests.pretend_stages import Quiet, Stages, pipeline
 from tidemill.config.issues import ConfigError, ConfigIssue
 from tidemill.config.task import DataConfig
-from tidemill.envs.text.examples import load_demonstrations
+from tidemill.data.examples import load_demonstrations
 from tidemill.models.codec import load_codec
 from tidemill.models.folder import DESCRIPTION
 from tidemill.models.reward_model import HeadDescription

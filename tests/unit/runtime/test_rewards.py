@@ -17,9 +17,9 @@ from tests.model_folders import save_folder
 from tests.model_shapes import HIDDEN, llama
 from tidemill.config.schema import RunSpec
 from tidemill.core.records import Reward, Trajectory
-from tidemill.envs.text.batch_rewards import Sample
 from tidemill.models.codec import load_codec
 from tidemill.models.reward_model import load_reward_model, reward_head, save_head
+from tidemill.rewards.batch_rewards import Sample
 from tidemill.runtime.readers import Readers, check_reward_models, model_rewards, model_scores, reward_reader
 from tidemill.trainer.scoring import reward_scores
 

@@ -1,0 +1,176 @@
+"""Hosts of episodes: processes, or threads for classes that a copy in another process would change.
+
+A host makes the calls of one episode at a time, so that killing it interrupts no other call; the other episodes that it
+holds are restored in another host.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from tidemill.agents.environment_process import SERVICE, EnvironmentSettings
+from tidemill.agents.instances import Instances, Outcome, Work
+from tidemill.config.sandbox import SandboxConfig
+from tidemill.core.errors import UserError
+from tidemill.extensions.calls import CallError, CallTimeout, HangingError, UserCalls
+from tidemill.extensions.portable import Target
+from tidemill.extensions.processes import ForkServer, LostError
+
+THREAD_S = 86_400.0
+"""Deadline of a thread's call; the pool abandons it much earlier."""
+PROCESS = -1
+"""Index of the outcome with the cause of a host's end."""
+
+
+class Host:
+    """Makes calls for episodes."""
+
+    def __init__(self) -> None:
+        self.alive = True
+        self.started = False
+        self.episodes: set[int] = set()  # that it holds
+        self.turn = asyncio.Lock()  # held while it makes the calls of one episode
+        self._outcomes: asyncio.Queue[Outcome] = asyncio.Queue()
+
+    async def start(self) -> None:
+        """Raises LostError: it did not start."""
+        self.started = True
+
+    def send(self, works: Sequence[Work]) -> None:
+        """Start calls, all at the same time."""
+        raise NotImplementedError
+
+    async def outcome(self, timeout_s: float) -> Outcome:
+        """The next outcome of a call.
+
+        Raises:
+            LostError: the host has ended.
+            TimeoutError: none within `timeout_s` seconds.
+        """
+        if self._outcomes.empty():
+            async with asyncio.timeout(timeout_s):
+                found = await self._outcomes.get()
+        else:
+            found = self._outcomes.get_nowait()
+        if found.index == PROCESS and found.text:
+            self.alive = False
+            raise LostError(found.text)
+        return found
+
+    async def make(self, work: Work, timeout_s: float) -> Outcome:
+        """Make one call.
+
+        Raises:
+            LostError: the host ended, also because the call did not return in time.
+        """
+        self.send([work])
+        try:
+            return await self.outcome(timeout_s)
+        except TimeoutError:
+            self.kill()
+            raise LostError(f"{work.method} did not return within {timeout_s:g} s") from None
+        except asyncio.CancelledError:
+            self.kill()
+            raise
+
+    def kill(self) -> None:
+        """End it with everything that it started. Does not wait."""
+        self.alive = False
+
+
+class ThreadLauncher:
+    """Hosts on threads of this process, for classes that share objects with it. A call past its deadline is abandoned:
+    it cannot be killed."""
+
+    def __init__(self, make_instances: Callable[[], Instances]) -> None:
+        self._make_instances = make_instances
+        self._calls = UserCalls()
+
+    def host(self) -> Host:
+        return ThreadHost(self._make_instances(), self._calls)
+
+    async def close(self) -> None:
+        await self._calls.close()
+
+
+class ThreadHost(Host):
+    def __init__(self, instances: Instances, calls: UserCalls) -> None:
+        super().__init__()
+        self._instances, self._calls = instances, calls
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def send(self, works: Sequence[Work]) -> None:
+        for work in works:
+            task = asyncio.create_task(self._make(work))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _make(self, work: Work) -> None:
+        invoke, convert = partial(self._instances.invoke, work), partial(self._instances.outcome, work)
+        try:
+            found = await self._calls.call(invoke, convert=convert, timeout_s=THREAD_S, watched=True)
+        except CallError as error:
+            found = self._instances.failed(work, str(error))
+        except UserError as error:
+            found = self._instances.failed(work, error)
+        except (CallTimeout, HangingError):
+            found = Outcome(index=PROCESS, text="too many earlier calls hang")
+        self._outcomes.put_nowait(found)
+
+    def kill(self) -> None:
+        super().kill()
+        for task in self._tasks:
+            task.cancel()
+
+
+class ProcessLauncher:
+    """Hosts that are processes of `environment_process`."""
+
+    def __init__(
+        self, environment: Target, params: dict[str, Any], longest: int, sandbox: SandboxConfig | None = None
+    ) -> None:
+        settings = EnvironmentSettings(
+            environment=environment,
+            params=params,
+            longest=longest,
+            sandbox=sandbox.model_dump_json() if sandbox else "",
+        )
+        self.server = ForkServer(SERVICE, msgspec.msgpack.encode(settings))
+
+    def host(self) -> Host:
+        return ProcessHost(self.server)
+
+    async def close(self) -> None:
+        await self.server.close()
+
+
+class ProcessHost(Host):
+    """A process that makes calls."""
+
+    def __init__(self, server: ForkServer) -> None:
+        super().__init__()
+        self._process = server.process(self._received, self._ended)
+        self._decoder = msgspec.msgpack.Decoder(Outcome)
+
+    async def start(self) -> None:
+        await super().start()
+        await self._process.start()
+
+    def send(self, works: Sequence[Work]) -> None:
+        self._process.send(msgspec.msgpack.encode(works))
+
+    def kill(self) -> None:
+        super().kill()
+        self._process.kill()
+
+    def _received(self, data: bytes) -> None:
+        self._outcomes.put_nowait(self._decoder.decode(data))
+
+    def _ended(self, how: str) -> None:
+        self.alive = False
+        self._outcomes.put_nowait(Outcome(index=PROCESS, text=how))

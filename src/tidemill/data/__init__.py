@@ -1,0 +1,1 @@
+"""Rows, prompts in a reproducible order, and their splits."""

@@ -1,1 +1,0 @@
-"""What prompts come from and how completions are judged."""

@@ -39,7 +39,7 @@ DEADLINE_S = 300.0  # of one command
 KILLED_AFTER_STEP = 12
 POLL_S = 0.002
 SAID = 2000  # characters of a failed command's last output
-SHOWN = 8  # parts of a run that differ
+SHOWN = 40  # parts of a run that differ
 
 TIMED = re.compile(r"(^|_)time_|_s$|^cpu_|_bytes$")
 """Metrics of time and memory."""

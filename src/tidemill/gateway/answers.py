@@ -44,9 +44,16 @@ def token_entries(piece: Piece, token_bytes: TokenBytes) -> list[dict[str, Any]]
     found = []
     for token_id, logprob in zip(unpack_tokens(piece.token_ids), unpack_logprobs(piece.logprobs), strict=True):
         encoded = token_bytes(token_id)
-        token = encoded.decode(errors="replace")
-        found.append({"token": token, "logprob": logprob, "bytes": list(encoded), "top_logprobs": []})
+        found.append({"token": token_text(encoded), "logprob": logprob, "bytes": list(encoded), "top_logprobs": []})
     return found
+
+
+def token_text(encoded: bytes) -> str:
+    r"""The text of a token; of one with a part of a character its bytes, as OpenAI writes them: `\xf0\x9f`."""
+    try:
+        return encoded.decode()
+    except UnicodeDecodeError:
+        return "".join(f"\\x{byte:02x}" for byte in encoded)
 
 
 class Choice:
@@ -100,11 +107,17 @@ def completion_logprobs(entries: Sequence[dict[str, Any]], start: int = 0) -> di
     for entry in entries:
         offsets.append(offsets[-1] + begun_characters([entry]))
     return {
-        "tokens": [entry["token"] for entry in entries],
+        "tokens": [marked_token(entry) for entry in entries],
         "token_logprobs": [entry["logprob"] for entry in entries],
         "top_logprobs": None,
         "text_offset": offsets[:-1],
     }
+
+
+def marked_token(entry: dict[str, Any]) -> str:
+    r"""The text of a token, where no other field has its bytes: `bytes:\xf0\x9f` for a part of a character."""
+    token: str = entry["token"]
+    return token if token.encode() == bytes(entry["bytes"]) else f"bytes:{token}"
 
 
 def begun_characters(entries: Sequence[dict[str, Any]]) -> int:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import json
+import os
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -425,6 +427,17 @@ def test_no_whole_model_is_left_after_the_start_of_a_rank() -> None:
     resolve(RunSpec.model_validate(sizes).model, progress=lambda _: None)
     for alive, whole_bytes in on_ranks(2, bytes_of_a_started_rank, sizes):
         assert alive <= 0.51 * whole_bytes
+
+
+def first_rank_is_there(ranks: Ranks) -> bool:
+    first = int(ranks.gather(str(os.getpid()).encode())[0])
+    if ranks.index:
+        time.sleep(0.3)
+    return Path(f"/proc/{first}/fd").is_dir() and bool(list(Path(f"/proc/{first}/fd").iterdir()))
+
+
+def test_a_rank_that_is_done_stays_connected_until_all_are() -> None:
+    assert on_ranks(2, first_rank_is_there) == [True, True]
 
 
 def test_ranks_that_do_not_share_a_folder_are_told_so(tmp_path: Path) -> None:

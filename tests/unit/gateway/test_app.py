@@ -354,6 +354,13 @@ async def test_characters_of_several_tokens_have_their_own_bytes() -> None:
     offsets = [each for chunk in old_chunks for each in chunk["choices"][0]["logprobs"]["text_offset"]]
     assert offsets == old["text_offset"]
     assert offsets[-2:] == [text.index("o"), text.index("k")]
+    # A token with a part of a character shows its bytes, with a mark where no other field has them.
+    shown = [bytes(entry["bytes"]).decode(errors="backslashreplace") for entry in whole]
+    assert [entry["token"] for entry in whole] == shown
+    assert old["tokens"][:2] == [r"bytes:\xc3", r"bytes:\xa9"]
+    assert old["tokens"][-2:] == ["o", "k"]
+    assert [token.removeprefix("bytes:") for token in old["tokens"]] == shown
+    assert [each for chunk in old_chunks for each in chunk["choices"][0]["logprobs"]["tokens"]] == old["tokens"]
 
 
 @pytest.mark.parametrize(

@@ -397,7 +397,7 @@ def test_a_process_with_a_hanging_reward_ends(kind: str) -> None:
         from tidemill.rewards.builtin_rewards import NamedReward
         from tidemill.rewards.scorer import RewardScorer
     """
-    root = Path(__file__).resolve().parents[4]
+    root = Path(__file__).resolve().parents[3]
     done = subprocess.run(
         [sys.executable, "-c", "\n".join(map(textwrap.dedent, (imports, HANGING[kind], script)))],
         cwd=root,

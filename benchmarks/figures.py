@@ -17,7 +17,7 @@ import argparse
 import json
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from decimal import ROUND_HALF_UP, Decimal
 from difflib import SequenceMatcher
 from functools import reduce

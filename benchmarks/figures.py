@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Mapping
 from decimal import ROUND_HALF_UP, Decimal
 from difflib import SequenceMatcher
 from functools import reduce
-from math import ceil, sqrt
+from math import ceil
 from operator import getitem
 from pathlib import Path
 from statistics import fmean, median, stdev
@@ -105,15 +105,6 @@ def outcome(reached: bool) -> str:
     return "reached" if reached else "**missed**"
 
 
-def means(rows: Iterable[Mapping[str, Any]], name: str) -> list[float]:
-    """Of the list that each record has under a name."""
-    return [fmean(each[name]) for each in rows]
-
-
-def standard_error(values: Sequence[float]) -> float:
-    return float(stdev(values) / sqrt(len(values)))
-
-
 def largest_error(rows: Iterable[Mapping[str, float]], name: str, true: str) -> float:
     """The largest relative error of a value, against another one of the same record."""
     return max(abs(each[name] / each[true] - 1) for each in rows)
@@ -140,8 +131,8 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     for each in (
         *(row, case, values),
         *(fixed, percent, percents, signed_percents, power, span, shown, outcome),
-        *(means, standard_error, largest_error, forecast_errors, forecast_error, deviation),
-        *(len, min, max, sum, ceil, median, fmean, stdev),
+        *(largest_error, forecast_errors, forecast_error, deviation),
+        *(len, min, max, sum, ceil, median, fmean),
     )
 }
 

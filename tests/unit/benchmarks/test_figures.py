@@ -47,11 +47,9 @@ RESULTS = {
         ("percent(forecast_error(forecast), 1)", "12.5 %"),  # |7 / 8 - 1|; of steps |2.1 / 2 - 1| = 5 %
         ('signed_percents(forecast_errors(forecast, "step_s"))', "+5 %"),
         ("fixed(deviation(forecast), 2)", "0.71"),  # sqrt(2) / 2
-        ('shown(means(runs[:2], "steps"), 1)', "3.5, 2.0"),
         ("outcome(forecast.forecast.step_s[0] > 2)", "reached"),
         ("outcome(forecast.forecast.step_s[0] > 3)", "**missed**"),
         ('percent(largest_error(memory, "forecast", "true"))', "20 %"),  # |4 / 5 - 1|
-        ("fixed(standard_error([1, 3]), 1)", "1.0"),  # sqrt(2) / sqrt(2)
     ],
 )
 def test_an_expression_is_replaced_by_its_figure(expression: str, shown: str, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from tidemill.config.issues import (
     shown_value,
     without_effect,
 )
+from tidemill.config.keys import belongs_to, resumable_keys
 from tidemill.config.load import differences, from_toml
 from tidemill.config.pipeline import StageKind
 from tidemill.config.schema import RunSpec
@@ -50,15 +51,6 @@ from tidemill.telemetry.report import report_at_the_end
 from tidemill.telemetry.run_dir import PROMPTS, PromptFormat, RunDirectory
 
 SHOWN_CHANGES = 6
-RESUMABLE = ("run.dir", "run.name", "run.check_memory",
-             "trainer.steps", "trainer.hours", "trainer.threads", "trainer.shards",
-             "engine.tick_s", "checkpoint.", "telemetry.", "eval.", "runtime", "pool.", "fleet.", "ray.",
-             "placement.", "reading.", "gateway.host", "gateway.port", "gateway.token_file", "gateway.body_",
-             "gateway.con", "gateway.header_s", "gateway.idle_s", "gateway.stall_s", "simulation.", "weights.",
-             "scoring.concurrency", "scoring.timeout_s", "supervised.epochs", "task.index_above_mb",
-             "data.index_above_mb", "optimizer.schedule_steps")  # fmt: skip
-"""Keys and sections that may differ when a run is resumed. (Other thread counts or chunk sizes may round
-differently.)"""
 MODEL_DIGEST, TASK_DIGEST, DATA_DIGEST, THREADS = "model_digest", "task_digest", "data_digest", "threads"
 EXTENSIONS, EVAL_DIGESTS, SCHEDULE_STEPS, KIND = "extensions", "eval_digests", "schedule_steps", "kind"
 """Keys of the manifest: initial weights, prompts or examples, threads, the identities of user functions, the prompts of
@@ -226,7 +218,7 @@ def check_same_config(run: RunDirectory, spec: RunSpec) -> RunSpec | None:
     changed = [
         f"{key} = {shown_value(new)}, the run has {shown_value(old)}"
         for key, old, new in differences(earlier, spec)
-        if not key.startswith(RESUMABLE)
+        if not belongs_to(key, resumable_keys())
     ]
     if changed:
         more = len(changed) - SHOWN_CHANGES

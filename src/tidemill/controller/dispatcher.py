@@ -363,8 +363,7 @@ class Dispatcher:
     def _groups_by_lease(self, chosen: Sequence[Sample]) -> defaultdict[str, set[GroupKey]]:
         """The groups of these samples whose prompt a worker has computed, by its lease."""
         groups: defaultdict[str, set[GroupKey]] = defaultdict(set)
-        size = self._in_flight.plan.group_size
-        for position in {sample.ordinal // size for sample in chosen}:
+        for position in {self._in_flight.position(sample) for sample in chosen}:
             for sibling in self._in_flight.group(position):
                 if sibling.lease_id:
                     groups[sibling.lease_id].add(sibling.sample_id.group)

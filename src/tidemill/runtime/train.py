@@ -24,6 +24,9 @@ from tidemill.controller.fleet import Fleet
 from tidemill.controller.ledger import Ledger
 from tidemill.controller.loop import LoopResult, train_loop
 from tidemill.controller.reading import Reading
+from tidemill.controller.rollout_context import RolloutContext
+from tidemill.controller.run import TrainingRun
+from tidemill.controller.samples import TokenObserver
 from tidemill.core.errors import GuardStop, UserError, describe_error, root_error
 from tidemill.core.folders import another_directory
 from tidemill.core.packages import install_command
@@ -302,7 +305,7 @@ def _write_forecast(spec: RunSpec, run: RunDirectory, recorder: Recorder, foreca
 
 def open_sessions(
     spec: RunSpec, backend: RuntimeBackend, run: RunDirectory, recorder: Recorder, fleet: Fleet
-) -> AbstractAsyncContextManager[tuple[Sessions, Reading]]:
+) -> AbstractAsyncContextManager[tuple[Sessions, TokenObserver]]:
     """The sessions of clients. Raises UserError: the extra `gateway` is not installed."""
     try:
         from tidemill.runtime.gateway import training_sessions
@@ -351,7 +354,8 @@ async def _train(
         recorder.event("machine", **backend.device_info)
         fleet = fleet_of(spec, backend, recorder, clock, needs_logprobs=spec.algorithm.needs_rollout_logprobs)
         await stack.enter_async_context(fleet)
-        readers, reading = backend.readers, None
+        readers = backend.readers
+        reading: Reading | None = None
         if readers.all:
             reading = Reading(
                 readers.all,
@@ -361,9 +365,11 @@ async def _train(
             )
         environments: Environments | None
         sessions: Sessions | None = None
+        observers: tuple[TokenObserver, ...] = ()
         if spec.gateway.sessions:
-            sessions, reading = await stack.enter_async_context(open_sessions(spec, backend, run, recorder, fleet))
+            sessions, feed = await stack.enter_async_context(open_sessions(spec, backend, run, recorder, fleet))
             environments = sessions
+            observers = (feed,)
         else:
             environments = await stack.enter_async_context(
                 open_environments(
@@ -398,25 +404,31 @@ async def _train(
 
         signalled = stop_request.on_signals(lambda: loop.call_soon_threadsafe(request_stop))
         with signalled, stop_request.bound(from_other_thread):
-            result = await train_loop(
-                spec=spec,
-                source=source,
+            rollout = RolloutContext(
                 fleet=fleet,
-                trainer=backend.trainer,
-                scorer=backend.scorer,
-                eval_scorer=backend.eval_scorer,
                 ledger=Ledger(journal, round_size=spec.batch.prompts),
-                checkpoints=backend.checkpoints,
-                telemetry=CallbackTelemetry(recorder, [*callbacks, *configured_callbacks(spec)], request_stop, observe),
+                scorer=backend.scorer,
                 codec=backend.codec,
+                telemetry=CallbackTelemetry(recorder, [*callbacks, *configured_callbacks(spec)], request_stop, observe),
                 clock=clock,
                 stop=stop,
-                stop_strings=backend.task.default_stop_strings,
+                truncated=spec.scoring.truncated,
                 reading=reading,
-                eval_sets=backend.task.eval_prompts,
+                observers=observers,
                 environments=environments,
                 agent=agent_limits(spec, backend.context_tokens),
             )
+            training = TrainingRun(
+                spec=spec,
+                rollout=rollout,
+                source=source,
+                trainer=backend.trainer,
+                eval_scorer=backend.eval_scorer,
+                checkpoints=backend.checkpoints,
+                eval_sets=backend.task.eval_prompts,
+                stop_strings=backend.task.default_stop_strings,
+            )
+            result = await train_loop(training)
         if sessions is not None and not result.interrupted:
             sessions.finish()
         return result

@@ -17,21 +17,21 @@ NormalizeName = Literal["sample", "token", "constant"]
 PresetName = Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "dapo", "gspo", "cispo", "ppo"]
 
 
-class Limits(NamedTuple):
+class RatioLimits(NamedTuple):
     """Bounds of an importance ratio; None: the correction has no such bound."""
 
     low: float | None
     high: float | None
 
 
-CORRECTION_LIMITS: dict[CorrectionKind, Limits] = {
-    "none": Limits(None, None),
-    "tis": Limits(None, 2.0),
-    "icepop": Limits(0.5, 5.0),
-    "sequence_tis": Limits(None, 2.0),
-    "geometric": Limits(0.999, 1.001),
-    "clip_range": Limits(0.5, 2.0),
-    "mu_step": Limits(None, 2.0),
+CORRECTION_LIMITS: dict[CorrectionKind, RatioLimits] = {
+    "none": RatioLimits(None, None),
+    "tis": RatioLimits(None, 2.0),
+    "icepop": RatioLimits(0.5, 5.0),
+    "sequence_tis": RatioLimits(None, 2.0),
+    "geometric": RatioLimits(0.999, 1.001),
+    "clip_range": RatioLimits(0.5, 2.0),
+    "mu_step": RatioLimits(None, 2.0),
 }
 """Default `low` and `high` of each correction."""
 

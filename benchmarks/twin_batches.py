@@ -23,9 +23,8 @@ from tidemill.config.load import RECIPES, merge
 from tidemill.config.schema import RunSpec
 from tidemill.controller.collector import collect_samples
 from tidemill.controller.fleet import Fleet
-from tidemill.controller.in_flight import TRAIN, InFlight, SamplingPlan, plan_groups
+from tidemill.controller.in_flight import TRAIN, InFlight, SamplingPlan, plan_groups, sampling_params
 from tidemill.controller.ledger import Ledger
-from tidemill.controller.loop import sampling_params
 from tidemill.controller.rollout_context import RolloutContext
 from tidemill.core.protocols import Clock, Trainer
 from tidemill.core.records import (

@@ -48,7 +48,7 @@ from benchmarks.simulator.segments import (
 from tidemill.controller import router as per_sample
 from tidemill.controller.estimates import LengthEstimator
 from tidemill.controller.fleet import Fleet
-from tidemill.controller.router import Load, Waiting
+from tidemill.controller.router import Waiting, WorkerLoad
 from tidemill.hardware.engine_profile import rollout_of, steady_tokens_per_s
 from tidemill.sim.baselines import MOST_PENDING, UNLIMITED, GroupRouter, rlboost_components
 from tidemill.sim.costs import ProfiledEngine
@@ -77,7 +77,9 @@ class WithoutAffinity:
 
     rebalance = staticmethod(per_sample.rebalance)
 
-    def dispatch(self, waiting: Sequence[Waiting], loads: Sequence[Load], *, queue_limit: int) -> list[tuple[int, str]]:
+    def dispatch(
+        self, waiting: Sequence[Waiting], loads: Sequence[WorkerLoad], *, queue_limit: int
+    ) -> list[tuple[int, str]]:
         alone = [msgspec.structs.replace(one, group=("", "", one.ordinal)) for one in waiting]
         strangers = [msgspec.structs.replace(load, groups=frozenset()) for load in loads]
         return per_sample.dispatch(alone, strangers, queue_limit=queue_limit)

@@ -36,7 +36,7 @@ from tidemill.controller.dispatcher import Dispatcher
 from tidemill.controller.fleet import Fleet
 from tidemill.controller.in_flight import InFlight
 from tidemill.controller.ledger import Ledger
-from tidemill.controller.run import Run
+from tidemill.controller.run import TrainingRun
 from tidemill.controller.samples import Sample, SampleState
 from tidemill.controller.turns import AgentLimits, Turns
 from tidemill.controller.waiting import Mailbox
@@ -143,7 +143,7 @@ def _forget_to_revoke(right: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _learn_twice(right: Callable[..., Any]) -> Callable[..., Any]:
-    async def wrong(self: Run, position: int, trajectories: Any) -> None:
+    async def wrong(self: TrainingRun, position: int, trajectories: Any) -> None:
         await right(self, position, trajectories)
         if position % 5 == 4:
             await right(self, position, trajectories)
@@ -344,7 +344,7 @@ DEFECTS = {
     "forgets a sample that waits": Defect(InFlight, "take_newly_waiting", _forget_waiting),
     "forgets the prefix": Defect(Sample, "request", _forget_prefix),
     "begins again by half": Defect(Sample, "restart", _begin_again_half),
-    "learns from a group twice": Defect(Run, "_accumulate", _learn_twice),
+    "learns from a group twice": Defect(TrainingRun, "_accumulate", _learn_twice),
     "lets groups grow a version older": Defect(run, "latest_step", _one_more),
     "begins one group too many": Defect(run, "may_start", _one_more),
     "gives rewards to others": Defect(Ledger, "record_rewards", _swap_rewards),
@@ -393,7 +393,7 @@ DEFECTS = {
         run, "has_signal", _edited("if t.weight > 0 and t.reward is not None", "if t.reward is not None")
     ),
     "lets acting episodes mix versions": Defect(
-        Run,
+        TrainingRun,
         "_may_not_continue",
         _edited(
             "started = sample.length > 0 or sample.state is SampleState.RUNNING",

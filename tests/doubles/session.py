@@ -18,6 +18,8 @@ from tidemill.config.schema import RunSpec
 from tidemill.controller.fleet import Fleet
 from tidemill.controller.ledger import Ledger
 from tidemill.controller.loop import LoopResult, train_loop
+from tidemill.controller.rollout_context import RolloutContext
+from tidemill.controller.run import TrainingRun
 from tidemill.controller.waiting import Timeouts
 from tidemill.core.errors import WorkerLost
 from tidemill.core.protocols import LoopClock, Worker
@@ -255,25 +257,30 @@ class Session:
         """Train; the disk keeps the journal also on failure."""
         try:
             async with self.fleet:
-                return await train_loop(
-                    spec=self.spec,
-                    source=self.source,
+                rollout = RolloutContext(
                     fleet=self.fleet,
-                    trainer=self.trainer,
-                    scorer=self.scorer,
-                    eval_scorer=self.eval_scorer,
                     ledger=self.ledger,
-                    checkpoints=self.checkpoints,
-                    telemetry=self.telemetry,
+                    scorer=self.scorer,
                     codec=FakeCodec(),
+                    telemetry=self.telemetry,
                     clock=LoopClock(),
                     stop=self.stop,
-                    reading=self.reader.reading() if self.reader else None,
                     timeouts=self.timeouts,
-                    eval_sets=self.eval_sets,
+                    truncated=self.spec.scoring.truncated,
+                    reading=self.reader.reading() if self.reader else None,
                     environments=self.environments,
                     agent=LIMITS if self.environments else None,
                 )
+                run = TrainingRun(
+                    spec=self.spec,
+                    rollout=rollout,
+                    source=self.source,
+                    trainer=self.trainer,
+                    eval_scorer=self.eval_scorer,
+                    checkpoints=self.checkpoints,
+                    eval_sets=self.eval_sets,
+                )
+                return await train_loop(run)
         finally:
             self.disk.journal = self.journal.disk
             await self.worker.close()

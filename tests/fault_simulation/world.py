@@ -34,6 +34,8 @@ from tests.fault_simulation.scenario import LifePlan, RunFault, Scenario
 from tests.fault_simulation.training_invariants import TrainingInvariants
 from tidemill.config.schema import RunSpec
 from tidemill.controller.loop import LoopResult, train_loop
+from tidemill.controller.rollout_context import RolloutContext
+from tidemill.controller.run import TrainingRun
 from tidemill.controller.waiting import Timeouts
 from tidemill.core.errors import DeadlineError, TidemillError
 from tidemill.core.protocols import Checkpoints, LoopClock, Publisher, Trainer, Worker
@@ -207,23 +209,28 @@ class World:
         ledger = WatchedLedger(self.journal, self._invariants, self._training, round_size=spec.batch.prompts)
         try:
             async with self.fleet:
-                return await train_loop(
-                    spec=spec,
-                    source=prompts_of(self._scenario, spec),
+                rollout = RolloutContext(
                     fleet=self.fleet,
-                    trainer=self._trainer,
-                    scorer=self._scorer,
-                    eval_scorer=self._scorer,
                     ledger=ledger,
-                    checkpoints=self._checkpoints,
-                    telemetry=self.log,
+                    scorer=self._scorer,
                     codec=NoText(),
+                    telemetry=self.log,
                     clock=LoopClock(),
                     stop=self._stop,
                     timeouts=TIMEOUTS,
+                    truncated=spec.scoring.truncated,
                     environments=self._environments,
                     agent=self._scenario.agent.limits if self._scenario.agent else None,
                 )
+                run = TrainingRun(
+                    spec=spec,
+                    rollout=rollout,
+                    source=prompts_of(self._scenario, spec),
+                    trainer=self._trainer,
+                    eval_scorer=self._scorer,
+                    checkpoints=self._checkpoints,
+                )
+                return await train_loop(run)
         finally:
             self._disk.journal = self.journal.disk
 

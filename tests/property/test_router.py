@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tidemill.controller.router import Load, Movable, Move, Waiting, dispatch, rebalance
+from tidemill.controller.router import Movable, Move, Waiting, WorkerLoad, dispatch, rebalance
 
 GROUPS = [("train", f"p{index}", 0) for index in range(5)]
 LIMIT = 3
@@ -23,9 +23,9 @@ def of(held: Mapping[str, Sequence[Movable]]) -> Callable[[str], Sequence[Movabl
     return lambda lease_id: held.get(lease_id, ())
 
 
-def make_load(name: int, slots: int = 4, assigned: int = 0, groups: Sequence[int] = ()) -> Load:
+def make_load(name: int, slots: int = 4, assigned: int = 0, groups: Sequence[int] = ()) -> WorkerLoad:
     held = frozenset(GROUPS[group] for group in groups)
-    return Load(lease_id=f"lease {name}", slots=slots, assigned=assigned, groups=held)
+    return WorkerLoad(lease_id=f"lease {name}", slots=slots, assigned=assigned, groups=held)
 
 
 def make_waiting(ordinal: int, group: int = 0, expected: float = 8.0, lost: str = "") -> Waiting:
@@ -37,7 +37,7 @@ def make_movable(ordinal: int, *, moves: int, expected: float, kept: int) -> Mov
 
 
 @st.composite
-def fleets(draw: st.DrawFn) -> list[Load]:
+def fleets(draw: st.DrawFn) -> list[WorkerLoad]:
     rows = draw(
         st.lists(st.tuples(st.integers(1, 9), st.integers(0, 14), st.sets(st.integers(0, 4), max_size=3)), max_size=7)
     )
@@ -54,7 +54,7 @@ def queues(draw: st.DrawFn, lost: bool = False) -> list[Waiting]:
 
 
 @st.composite
-def crowds(draw: st.DrawFn) -> tuple[list[Load], dict[str, list[Movable]]]:
+def crowds(draw: st.DrawFn) -> tuple[list[WorkerLoad], dict[str, list[Movable]]]:
     """A fleet with its samples, some of which may not move."""
     loads, ordinal = draw(fleets()), 0
     held: dict[str, list[Movable]] = {}
@@ -73,16 +73,16 @@ def crowds(draw: st.DrawFn) -> tuple[list[Load], dict[str, list[Movable]]]:
     return loads, held
 
 
-def after(loads: Sequence[Load], decided: Sequence[tuple[int, str]]) -> list[Load]:
+def after(loads: Sequence[WorkerLoad], decided: Sequence[tuple[int, str]]) -> list[WorkerLoad]:
     more = Counter(lease for _, lease in decided)
     return [msgspec.structs.replace(load, assigned=load.assigned + more[load.lease_id]) for load in loads]
 
 
-def evenly(loads: Sequence[Load], samples: int) -> Counter[str]:
+def evenly(loads: Sequence[WorkerLoad], samples: int) -> Counter[str]:
     """Samples per worker when they are placed one by one on the least loaded worker."""
     assigned = {load.lease_id: load.assigned for load in loads}
 
-    def rank(load: Load) -> tuple[float, ...]:
+    def rank(load: WorkerLoad) -> tuple[float, ...]:
         mine = assigned[load.lease_id]
         return (max(mine + 1 - load.slots, 0), mine / load.slots, -load.slots, int(load.lease_id.split()[1]))
 
@@ -94,7 +94,7 @@ def evenly(loads: Sequence[Load], samples: int) -> Counter[str]:
 
 
 @given(fleets(), queues(lost=True))
-def test_samples_are_dispatched_once_and_free_slots_come_first(loads: list[Load], waiting: list[Waiting]) -> None:
+def test_samples_are_dispatched_once_and_free_slots_come_first(loads: list[WorkerLoad], waiting: list[Waiting]) -> None:
     decided = dispatch(waiting, loads, queue_limit=LIMIT)
 
     given_away = [ordinal for ordinal, _ in decided]
@@ -109,7 +109,7 @@ def test_samples_are_dispatched_once_and_free_slots_come_first(loads: list[Load]
 
 
 @given(fleets(), queues())
-def test_no_worker_idles_because_of_a_cached_prefix(loads: list[Load], waiting: list[Waiting]) -> None:
+def test_no_worker_idles_because_of_a_cached_prefix(loads: list[WorkerLoad], waiting: list[Waiting]) -> None:
     decided = dispatch(waiting, loads, queue_limit=LIMIT)
 
     now = {load.lease_id: load.assigned for load in after(loads, decided)}
@@ -118,7 +118,9 @@ def test_no_worker_idles_because_of_a_cached_prefix(loads: list[Load], waiting: 
 
 
 @given(fleets(), queues(lost=True))
-def test_the_longest_are_dispatched_first_and_siblings_in_order(loads: list[Load], waiting: list[Waiting]) -> None:
+def test_the_longest_are_dispatched_first_and_siblings_in_order(
+    loads: list[WorkerLoad], waiting: list[Waiting]
+) -> None:
     decided = dispatch(waiting, loads, queue_limit=LIMIT)
 
     ranked = sorted(waiting, key=lambda sample: (-sample.expected_tokens, sample.ordinal))
@@ -126,7 +128,7 @@ def test_the_longest_are_dispatched_first_and_siblings_in_order(loads: list[Load
 
 
 @given(fleets(), queues())
-def test_without_prefixes_the_load_equals_sequential_placement(loads: list[Load], waiting: list[Waiting]) -> None:
+def test_without_prefixes_the_load_equals_sequential_placement(loads: list[WorkerLoad], waiting: list[Waiting]) -> None:
     fresh = [msgspec.structs.replace(load, groups=frozenset()) for load in loads]
 
     decided = dispatch(waiting, fresh, queue_limit=LIMIT)
@@ -135,7 +137,9 @@ def test_without_prefixes_the_load_equals_sequential_placement(loads: list[Load]
 
 
 @given(fleets(), queues())
-def test_a_prefix_costs_a_worker_at_most_one_sample_more_than_even(loads: list[Load], waiting: list[Waiting]) -> None:
+def test_a_prefix_costs_a_worker_at_most_one_sample_more_than_even(
+    loads: list[WorkerLoad], waiting: list[Waiting]
+) -> None:
     small = [msgspec.structs.replace(load, slots=min(load.slots, 15)) for load in loads]  # 15 // 8 = 1
 
     decided = dispatch(waiting, small, queue_limit=LIMIT)
@@ -146,7 +150,7 @@ def test_a_prefix_costs_a_worker_at_most_one_sample_more_than_even(loads: list[L
 
 @given(fleets(), queues(lost=True), st.randoms())
 def test_dispatch_does_not_depend_on_the_order_of_its_input(
-    loads: list[Load], waiting: list[Waiting], source: random.Random
+    loads: list[WorkerLoad], waiting: list[Waiting], source: random.Random
 ) -> None:
     decided = dispatch(waiting, loads, queue_limit=LIMIT)
 
@@ -209,8 +213,8 @@ def test_a_sample_returns_to_the_worker_that_lost_it_only_if_no_other_has_a_free
 
 
 def moved(
-    loads: Sequence[Load], held: dict[str, list[Movable]], moves: Sequence[Move]
-) -> tuple[list[Load], dict[str, list[Movable]]]:
+    loads: Sequence[WorkerLoad], held: dict[str, list[Movable]], moves: Sequence[Move]
+) -> tuple[list[WorkerLoad], dict[str, list[Movable]]]:
     """The fleet after the moves."""
     samples = {sample.ordinal: sample for group in held.values() for sample in group}
     change = Counter(move.target for move in moves)
@@ -239,7 +243,7 @@ def test_a_worker_that_just_received_samples_loses_none() -> None:
 
 @given(crowds(), st.integers(0, 6))
 def test_moves_are_bounded_help_and_reach_a_fixed_point(
-    crowd: tuple[list[Load], dict[str, list[Movable]]], plateau: int
+    crowd: tuple[list[WorkerLoad], dict[str, list[Movable]]], plateau: int
 ) -> None:
     loads, held = crowd
 
@@ -262,7 +266,7 @@ def test_moves_are_bounded_help_and_reach_a_fixed_point(
 
 @given(crowds())
 def test_no_slot_stays_free_while_a_movable_sample_is_queued(
-    crowd: tuple[list[Load], dict[str, list[Movable]]],
+    crowd: tuple[list[WorkerLoad], dict[str, list[Movable]]],
 ) -> None:
     loads, held = crowd
 
@@ -280,7 +284,7 @@ def test_no_slot_stays_free_while_a_movable_sample_is_queued(
 
 @given(crowds(), st.randoms())
 def test_rebalance_does_not_depend_on_the_order_of_its_input(
-    crowd: tuple[list[Load], dict[str, list[Movable]]], source: random.Random
+    crowd: tuple[list[WorkerLoad], dict[str, list[Movable]]], source: random.Random
 ) -> None:
     loads, held = crowd
     moves = rebalance(loads, of(held), plateau=2, max_moves=MAX_MOVES, queue_limit=LIMIT)
@@ -339,9 +343,9 @@ class Loop:
     moves: Counter[int] = field(default_factory=Counter)
     trips: dict[int, list[str]] = field(default_factory=dict)
 
-    def loads(self) -> list[Load]:
+    def loads(self) -> list[WorkerLoad]:
         counts = Counter(self.at.values())
-        return [Load(lease_id=lease, slots=slots, assigned=counts[lease]) for lease, slots in self.slots.items()]
+        return [WorkerLoad(lease_id=lease, slots=slots, assigned=counts[lease]) for lease, slots in self.slots.items()]
 
     def give(self, ordinal: int, lease: str) -> None:
         self.at.pop(ordinal, None)

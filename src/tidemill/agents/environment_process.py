@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from tidemill.agents.environment import Environment, ProgramLostError
-from tidemill.agents.instances import Instances, Outcome, Work
+from tidemill.agents.instances import CallOutcome, Instances, Work
 from tidemill.core.errors import UserError
 from tidemill.core.records import Record
 from tidemill.extensions.fork_server import ENDED, READY, receive, send
@@ -99,7 +99,7 @@ def _start_sandboxes(config: SandboxConfig) -> list[int]:
     return []
 
 
-async def _send_each(stream: socket.socket, calls: list[Coroutine[Any, Any, Outcome]]) -> None:
+async def _send_each(stream: socket.socket, calls: list[Coroutine[Any, Any, CallOutcome]]) -> None:
     tasks = [asyncio.ensure_future(call) for call in calls]  # in their order: `as_completed` alone starts them in any
     for each in asyncio.as_completed(tasks):
         send(stream, msgspec.msgpack.encode(await each))
@@ -107,7 +107,7 @@ async def _send_each(stream: socket.socket, calls: list[Coroutine[Any, Any, Outc
 
 async def _make_call(
     instances: Instances, environment: type[Environment], work: Work, threads: ThreadPoolExecutor | None
-) -> Outcome:
+) -> CallOutcome:
     """Make a call; without `threads` on the main thread, as objects such as sqlite's connections require."""
     try:
         if threads is None or inspect.iscoroutinefunction(getattr(environment, work.method, None)):

@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 
 from tidemill.agents.environment import Environment
 from tidemill.agents.hosts import Host
-from tidemill.agents.instances import Outcome, Work
-from tidemill.agents.placement import Live, Placement
+from tidemill.agents.instances import CallOutcome, Work
+from tidemill.agents.placement import EnvironmentHosts, Live
 from tidemill.config.agent import EnvConfig
 from tidemill.config.sandbox import SandboxConfig
 from tidemill.extensions.processes import LostError
@@ -52,7 +52,7 @@ class EpisodeCalls:
         timeout_s: float | None = None,
         idempotent: bool = True,
         call_id: str = "",
-    ) -> Outcome:
+    ) -> CallOutcome:
         """The outcome of a call that succeeded.
 
         Args:
@@ -80,7 +80,7 @@ class EpisodePlayer:
 
     def __init__(self, environment: type[Environment], config: EnvConfig, sandbox: SandboxConfig) -> None:
         self._environment, self._config = environment, config
-        self._placement = Placement(environment, config, sandbox)
+        self._placement = EnvironmentHosts(environment, config, sandbox)
         self._keys = itertools.count(1)
 
     async def play(self, episode: Callable[[EpisodeCalls], Awaitable[T]], *, attempts: int = 0) -> T:

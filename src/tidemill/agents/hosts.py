@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from tidemill.agents.environment_process import SERVICE, EnvironmentSettings
-from tidemill.agents.instances import Instances, Outcome, Work
+from tidemill.agents.instances import CallOutcome, Instances, Work
 from tidemill.config.sandbox import SandboxConfig
 from tidemill.core.errors import UserError
 from tidemill.extensions.calls import CallError, CallTimeout, HangingError, UserCalls
@@ -35,7 +35,7 @@ class Host:
         self.started = False
         self.episodes: set[int] = set()  # that it holds
         self.turn = asyncio.Lock()  # held while it makes the calls of one episode
-        self._outcomes: asyncio.Queue[Outcome] = asyncio.Queue()
+        self._outcomes: asyncio.Queue[CallOutcome] = asyncio.Queue()
 
     async def start(self) -> None:
         """Raises LostError: it did not start."""
@@ -45,7 +45,7 @@ class Host:
         """Start calls, all at the same time."""
         raise NotImplementedError
 
-    async def outcome(self, timeout_s: float) -> Outcome:
+    async def outcome(self, timeout_s: float) -> CallOutcome:
         """The next outcome of a call.
 
         Raises:
@@ -62,7 +62,7 @@ class Host:
             raise LostError(found.text)
         return found
 
-    async def make(self, work: Work, timeout_s: float) -> Outcome:
+    async def make(self, work: Work, timeout_s: float) -> CallOutcome:
         """Make one call.
 
         Raises:
@@ -119,7 +119,7 @@ class ThreadHost(Host):
         except UserError as error:
             found = self._instances.failed(work, error)
         except (CallTimeout, HangingError):
-            found = Outcome(index=PROCESS, text="too many earlier calls hang")
+            found = CallOutcome(index=PROCESS, text="too many earlier calls hang")
         self._outcomes.put_nowait(found)
 
     def kill(self) -> None:
@@ -155,7 +155,7 @@ class ProcessHost(Host):
     def __init__(self, server: ForkServer) -> None:
         super().__init__()
         self._process = server.process(self._received, self._ended)
-        self._decoder = msgspec.msgpack.Decoder(Outcome)
+        self._decoder = msgspec.msgpack.Decoder(CallOutcome)
 
     async def start(self) -> None:
         await super().start()
@@ -173,4 +173,4 @@ class ProcessHost(Host):
 
     def _ended(self, how: str) -> None:
         self.alive = False
-        self._outcomes.put_nowait(Outcome(index=PROCESS, text=how))
+        self._outcomes.put_nowait(CallOutcome(index=PROCESS, text=how))

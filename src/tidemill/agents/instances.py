@@ -53,7 +53,7 @@ class Work(Record, gc=False):
     call_id: str = ""
 
 
-class Outcome(Record, gc=False, omit_defaults=True):
+class CallOutcome(Record, gc=False, omit_defaults=True):
     """What a call returned, or how it failed."""
 
     index: int
@@ -98,22 +98,22 @@ class Instances:
             return _closed(self._live.pop(work.episode))
         return self._live[work.episode].invoke(work.method, json.loads(work.arguments))
 
-    def outcome(self, work: Work, value: Any) -> Outcome:
+    def outcome(self, work: Work, value: Any) -> CallOutcome:
         """Check what a method returned. An observation is cleaned and cut here, before it is sent."""
         try:
             return self._checked(work, value)
         except BaseException as error:  # noqa: BLE001 -- of the user's objects
             problem = str(error) if isinstance(error, WrongResultError) else f"returned {_shown(value, 80)}"
-        return Outcome(index=work.index, text=clean(f"{self._name(work)} {problem}"), error="invalid")
+        return CallOutcome(index=work.index, text=clean(f"{self._name(work)} {problem}"), error="invalid")
 
-    def _checked(self, work: Work, value: Any) -> Outcome:
+    def _checked(self, work: Work, value: Any) -> CallOutcome:
         """Raises WrongResultError."""
         if work.method == "close":
-            return Outcome(index=work.index)
+            return CallOutcome(index=work.index)
         if work.method == "tasks":
-            return Outcome(index=work.index, text=_rows(value, json.loads(work.arguments)["count"]))
+            return CallOutcome(index=work.index, text=_rows(value, json.loads(work.arguments)["count"]))
         if work.method == "score":
-            return Outcome(index=work.index, reward=_number(value))
+            return CallOutcome(index=work.index, reward=_number(value))
         if work.method != "step":
             return self._observed(work, value)
         if not isinstance(value, Step):
@@ -124,7 +124,7 @@ class Instances:
         seen = self._observed(work, value.text)
         return msgspec.structs.replace(seen, reward=_number(value.reward), done=done, state_key=_key(str(key)))
 
-    def _observed(self, work: Work, value: Any) -> Outcome:
+    def _observed(self, work: Work, value: Any) -> CallOutcome:
         """Raises WrongResultError: it is not text, or a first message or a teacher's action is too long."""
         if not isinstance(value, str):
             raise WrongResultError(f"returned {type(value).__name__}, and text is needed")
@@ -135,13 +135,13 @@ class Instances:
             raise WrongResultError(f"returned {len(text):,} characters; more than {LONGEST_MESSAGE:,} are refused")
         return _fitted(work, text, LONGEST_MESSAGE)
 
-    def failed(self, work: Work, error: BaseException | str) -> Outcome:
+    def failed(self, work: Work, error: BaseException | str) -> CallOutcome:
         """What an exception means: in a tool or step the agent's mistake, elsewhere a fault of the environment."""
         found = _fitted(work, _said(error), self._longest)
         text = ADDRESS.sub("0x…", found.text)  # equal when it is repeated
         if work.method in OWN_METHODS or isinstance(error, UserError):
             text = f"{self._name(work)} raised {text}"
-            return Outcome(index=work.index, text=text, tail=clean(_place(error)), error="invalid")
+            return CallOutcome(index=work.index, text=text, tail=clean(_place(error)), error="invalid")
         return msgspec.structs.replace(found, text=text, tail=ADDRESS.sub("0x…", found.tail), error="raised")
 
     def _name(self, work: Work) -> str:
@@ -204,12 +204,12 @@ def _scalar_of_json(value: Any) -> Any:
     raise TypeError(f"{type(value).__name__} is not a type of JSON")
 
 
-def _fitted(work: Work, text: str, longest: int) -> Outcome:
+def _fitted(work: Work, text: str, longest: int) -> CallOutcome:
     """A text of any length, cleaned, and cut to `longest` characters."""
     cut = max(0, len(text) - longest)
     parts = [text[: (longest + 1) // 2], text[len(text) - longest // 2 :]] if cut else [text, ""]
     head, tail = map(clean, parts)
-    return Outcome(index=work.index, text=head, tail=tail, cut=cut, cleaned=[head, tail] != parts)
+    return CallOutcome(index=work.index, text=head, tail=tail, cut=cut, cleaned=[head, tail] != parts)
 
 
 def _key(key: str) -> str:

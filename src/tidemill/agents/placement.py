@@ -40,7 +40,7 @@ class Live:
     broke_host: bool = False  # its own call ended the host that held its state
 
 
-class Placement:
+class EnvironmentHosts:
     """The hosts of one environment.
 
     Args:

@@ -17,9 +17,9 @@ from typing import Any
 
 from tidemill.agents.environment import Environment
 from tidemill.agents.hosts import Host
-from tidemill.agents.instances import Outcome, Work, clean
-from tidemill.agents.placement import Live, Placement
-from tidemill.agents.turn_plan import FaultError, Planned, TurnPlanner, first_text, task_of, task_seed
+from tidemill.agents.instances import CallOutcome, Work, clean
+from tidemill.agents.placement import EnvironmentHosts, Live
+from tidemill.agents.turn_plan import FaultError, PlannedCall, TurnPlanner, first_text, task_of, task_seed
 from tidemill.config.agent import EnvConfig
 from tidemill.config.sandbox import SandboxConfig
 from tidemill.core.errors import GuardStop, UserError
@@ -48,8 +48,8 @@ class Answering:
     episode: Episode
     live: Live
     log: CallLog
-    planned: list[Planned]
-    done: dict[int, Outcome]  # of the planned calls, by index
+    planned: list[PlannedCall]
+    done: dict[int, CallOutcome]  # of the planned calls, by index
 
 
 class EnvironmentPool:
@@ -79,7 +79,7 @@ class EnvironmentPool:
         self._name, self._format, self._run_id, self._report = environment.name, format, run_id, report
         self.planner = TurnPlanner(self.environment, config, format, sandbox)
         self.schemas = [each.schema for each in self.planner.tools.values()]
-        self.placement = Placement(self.environment, config, sandbox, warn=report)
+        self.placement = EnvironmentHosts(self.environment, config, sandbox, warn=report)
         self._live: dict[SampleId, Live] = {}
         self._keys, self._session = itertools.count(1), uuid.uuid4().hex[:8]
         self._counts = dict.fromkeys(COUNTS, 0)
@@ -133,7 +133,7 @@ class EnvironmentPool:
         finally:
             self.placement.release(live)
 
-    async def reset(self, host: Host, key: int, task: dict[str, Any]) -> Outcome:
+    async def reset(self, host: Host, key: int, task: dict[str, Any]) -> CallOutcome:
         """Start an episode in a host.
 
         Raises:
@@ -205,27 +205,27 @@ class EnvironmentPool:
             timeouts=late,
         )
 
-    def _already_done(self, episode: Episode, planned: Sequence[Planned]) -> dict[int, Outcome]:
+    def _already_done(self, episode: Episode, planned: Sequence[PlannedCall]) -> dict[int, CallOutcome]:
         """Outcomes of calls that are in the journal, and of those that are not made.
 
         Raises:
             FaultError: a call that must not be repeated was interrupted.
         """
-        done: dict[int, Outcome] = {}
+        done: dict[int, CallOutcome] = {}
         for call in planned:
             if (finished := episode.finished.get(call.index)) is not None:
                 done[call.index] = self.planner.recorded(call, finished)
             elif call.mistake:
-                mistake = Outcome(index=call.index, text=clean(call.mistake), error="raised")
+                mistake = CallOutcome(index=call.index, text=clean(call.mistake), error="raised")
                 done[call.index] = self.planner.settle(call, mistake)
             elif self.planner.finishes(call):
-                done[call.index] = Outcome(index=call.index)
+                done[call.index] = CallOutcome(index=call.index)
             elif call.index in episode.started:
                 what = f"{self._name}.{call.name} was interrupted, and must not be repeated"
                 raise FaultError(what, "interrupted", counted=False)
         return done
 
-    def _encode(self, episode: Episode, outcomes: Sequence[Outcome]) -> tuple[list[int], bool]:
+    def _encode(self, episode: Episode, outcomes: Sequence[CallOutcome]) -> tuple[list[int], bool]:
         """Raises FaultError: the model's vocabulary cannot express the texts."""
         role = "tool" if self.planner.uses_tools else "user"
         messages = [Message(role=role, content=each.text) for each in outcomes]
@@ -256,7 +256,7 @@ class EnvironmentPool:
                 await asyncio.sleep(BACKOFF_S * 2 ** (attempt - 1))
                 attempt += 1
 
-    async def _make_calls(self, answering: Answering, host: Host, pending: Sequence[Planned]) -> None:
+    async def _make_calls(self, answering: Answering, host: Host, pending: Sequence[PlannedCall]) -> None:
         """Make calls at the same time, and kill the host if one is late. Calls that still run then stay undone; one
         that must not be repeated is waited for.
 
@@ -336,7 +336,7 @@ class EnvironmentPool:
             return FaultError(f"{lost}, and a new process fails too: {error}", "lost process")
         return FailureError(f"{lost}, while a new process can be reset")
 
-    async def _blame_score(self, episode: Episode, answer: str, scored: Outcome) -> Exception:
+    async def _blame_score(self, episode: Episode, answer: str, scored: CallOutcome) -> Exception:
         """Whose fault it is that an answer has no score: the episode's, if another answer to its task has one."""
         what = f"{self._name}.{scored.text}" if scored.error == "late" else scored.text
         task = task_of(episode.prompt)
@@ -374,22 +374,22 @@ class EnvironmentPool:
         what = f"the environment {self._name} is not deterministic: repeating turn {turn} gave"
         return f"{what} {now!r:.60} instead of {earlier!r:.60}"
 
-    def _work(self, answering: Answering, call: Planned, turn: int) -> Work:
+    def _work(self, answering: Answering, call: PlannedCall, turn: int) -> Work:
         call_id = self._call_id(answering.episode, turn, call)
         key = answering.live.key
         return Work(index=call.index, episode=key, method=call.name, arguments=call.arguments, call_id=call_id)
 
-    def _call_id(self, episode: Episode, turn: int, call: Planned) -> str:
+    def _call_id(self, episode: Episode, turn: int, call: PlannedCall) -> str:
         name = f"{episode.sample_id.key:016x}-{episode.restarts}"
         if episode.sample_id.purpose.startswith(EVALUATION):  # repeated with other weights, and not journalled
             name = f"{self._session}-{self._live[episode.sample_id].key}"
         return f"{self._run_id}-{name}-{turn}-{call.index}"
 
-    def _record(self, episode: Episode, call: Planned, outcome: Outcome) -> Call:
+    def _record(self, episode: Episode, call: PlannedCall, outcome: CallOutcome) -> Call:
         return self.planner.record(call, outcome, self._call_id(episode, len(episode.turns), call))
 
 
-async def _outcomes(host: Host, running: Mapping[int, Planned], left_s: float) -> AsyncIterator[Outcome]:
+async def _outcomes(host: Host, running: Mapping[int, PlannedCall], left_s: float) -> AsyncIterator[CallOutcome]:
     """Outcomes of running calls, from which the caller removes those that it receives.
 
     Once a deadline has fired, only calls that must not be repeated are waited for.
@@ -413,4 +413,4 @@ async def _outcomes(host: Host, running: Mapping[int, Planned], left_s: float) -
                 yield outcome
     for index in late:
         text = f"{running[index].name} did not return within {timeouts[index]:.3g} s"
-        yield Outcome(index=index, text=text, error="late")
+        yield CallOutcome(index=index, text=text, error="late")

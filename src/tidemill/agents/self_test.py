@@ -9,7 +9,7 @@ from itertools import zip_longest
 from typing import Any
 
 from tidemill.agents.hosts import Host
-from tidemill.agents.instances import Outcome, Work
+from tidemill.agents.instances import CallOutcome, Work
 from tidemill.agents.pool import EnvironmentPool
 from tidemill.agents.tools import FINISH
 from tidemill.agents.turn_plan import FaultError, task_seed
@@ -55,9 +55,9 @@ async def self_test(pool: EnvironmentPool, tasks: Sequence[dict[str, Any]]) -> S
     return SelfTest(deterministic=True)
 
 
-async def _run(pool: EnvironmentPool, tasks: Sequence[dict[str, Any]]) -> list[list[Outcome]]:
+async def _run(pool: EnvironmentPool, tasks: Sequence[dict[str, Any]]) -> list[list[CallOutcome]]:
     """Outcomes of each task's calls, in one new process; in another one after a call that ends it."""
-    episodes: list[list[Outcome]] = []
+    episodes: list[list[CallOutcome]] = []
     while len(episodes) < len(tasks):
         async with pool.placement.fresh_host() as host:
             while host.alive and len(episodes) < len(tasks):
@@ -65,14 +65,14 @@ async def _run(pool: EnvironmentPool, tasks: Sequence[dict[str, Any]]) -> list[l
     return episodes
 
 
-async def _episode(pool: EnvironmentPool, host: Host, key: int, task: dict[str, Any]) -> list[Outcome]:
+async def _episode(pool: EnvironmentPool, host: Host, key: int, task: dict[str, Any]) -> list[CallOutcome]:
     outcomes = [await pool.reset(host, key, task)]
     for method, arguments, timeout_s in _script(pool):
         work = Work(index=0, episode=key, method=method, arguments=json.dumps(arguments))
         try:
             outcomes.append(await host.make(work, timeout_s or pool.config.call_timeout_s))
         except LostError as error:
-            outcomes.append(Outcome(index=0, text=str(error), done=True))
+            outcomes.append(CallOutcome(index=0, text=str(error), done=True))
         if outcomes[-1].done:
             break
     return outcomes
@@ -104,5 +104,5 @@ def _argument(schema: dict[str, Any], draw: random.Random) -> Any:
     return schema["const"] if "const" in schema else SIMPLE.get(schema.get("type", ""), str(draw.randrange(10)))
 
 
-def _show(outcome: Outcome) -> str:
+def _show(outcome: CallOutcome) -> str:
     return repr(f"{outcome.text} (reward {outcome.reward:g})")[:80]

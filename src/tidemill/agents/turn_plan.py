@@ -10,7 +10,7 @@ from typing import Any, Literal
 import msgspec
 
 from tidemill.agents.environment import Environment, ToolEnvironment
-from tidemill.agents.instances import Outcome
+from tidemill.agents.instances import CallOutcome
 from tidemill.agents.tools import FINISH, MistakeError, Tool, tools_of
 from tidemill.config.agent import EnvConfig
 from tidemill.config.sandbox import SandboxConfig
@@ -38,7 +38,7 @@ class FaultError(Exception):
         super().__init__(text)
 
 
-class Planned(Record):
+class PlannedCall(Record):
     """One call of a turn."""
 
     index: int
@@ -95,13 +95,13 @@ class TurnPlanner:
         self.lacking: set[str] = set()  # characters of observations that the model's vocabulary lacks
         self.scores = issubclass(environment, ToolEnvironment) and environment.score is not ToolEnvironment.score
 
-    def calls(self, turn: Turn) -> list[Planned]:
+    def calls(self, turn: Turn) -> list[PlannedCall]:
         """The calls that a turn asks for. The built-in `finish` is one of them."""
         if not self.uses_tools:
             return [self.step(turn.text)]
         return self._calls(self._format.parse(turn.text).calls)
 
-    def earlier_calls(self, turn: Turn) -> list[tuple[Planned, Outcome]]:
+    def earlier_calls(self, turn: Turn) -> list[tuple[PlannedCall, CallOutcome]]:
         """Calls that restore the state after an earlier turn, and what they returned then. A call whose deadline fired
         has left no trace: its process was killed."""
         if not self._stateful:
@@ -110,17 +110,17 @@ class TurnPlanner:
             if turn.timeouts:
                 return []
             step = self.step(turn.text)
-            return [(step, Outcome(index=0, text=turn.observation, reward=turn.reward))]
+            return [(step, CallOutcome(index=0, text=turn.observation, reward=turn.reward))]
         planned = self._calls([ToolRequest(name=call.name, arguments=call.arguments) for call in turn.calls])
         pairs = [(each, self.recorded(each, call)) for each, call in zip(planned, turn.calls, strict=True)]
         return [(each, outcome) for each, outcome in pairs if self.restores(each, outcome)]
 
-    def restores(self, planned: Planned, outcome: Outcome) -> bool:
+    def restores(self, planned: PlannedCall, outcome: CallOutcome) -> bool:
         """Whether a finished call is repeated to restore the state."""
         return planned.idempotent and not planned.mistake and outcome.error != "late" and not self.finishes(planned)
 
-    def step(self, text: str) -> Planned:
-        return Planned(
+    def step(self, text: str) -> PlannedCall:
+        return PlannedCall(
             index=0,
             name="step",
             arguments=json.dumps({"action": text}),
@@ -129,8 +129,8 @@ class TurnPlanner:
             limit=self._config.observation_tokens,
         )
 
-    def score(self, index: int, answer: str) -> Planned:
-        return Planned(
+    def score(self, index: int, answer: str) -> PlannedCall:
+        return PlannedCall(
             index=index,
             name=SCORE,
             arguments=json.dumps({"answer": answer}),
@@ -138,17 +138,17 @@ class TurnPlanner:
             limit=self._config.observation_tokens,
         )
 
-    def answer(self, planned: list[Planned], turn: Turn) -> str | None:
+    def answer(self, planned: list[PlannedCall], turn: Turn) -> str | None:
         """The final answer of an agent with tools, without thinking; None if the turn is not the last one."""
         if not planned:  # nothing was called
             return self._format.parse(turn.text).text if self.uses_tools else None
         finishing = [each for each in planned if self.finishes(each)]
         return str(json.loads(finishing[0].arguments)["answer"]) if finishing else None
 
-    def finishes(self, planned: Planned) -> bool:
+    def finishes(self, planned: PlannedCall) -> bool:
         return self._finish and planned.name == FINISH and not planned.mistake
 
-    def settle(self, planned: Planned, outcome: Outcome) -> Outcome:
+    def settle(self, planned: PlannedCall, outcome: CallOutcome) -> CallOutcome:
         """With the text that the model sees, cleaned and cut. A score stays as it is, also one that failed.
 
         Raises:
@@ -171,7 +171,7 @@ class TurnPlanner:
         text, cut = self._shortened(head, tail, outcome.cut, planned.limit)
         return msgspec.structs.replace(outcome, text=text, tail="", cut=cut, cleaned=cleaned, reward=reward)
 
-    def record(self, planned: Planned, outcome: Outcome, call_id: str) -> Call:
+    def record(self, planned: PlannedCall, outcome: CallOutcome, call_id: str) -> Call:
         result = outcome.text if self.uses_tools else msgspec.json.encode(outcome).decode()
         return Call(
             call_id=call_id,
@@ -182,19 +182,19 @@ class TurnPlanner:
             late=outcome.error == "late",
         )
 
-    def recorded(self, planned: Planned, call: Call) -> Outcome:
+    def recorded(self, planned: PlannedCall, call: Call) -> CallOutcome:
         """What a call in the journal returned."""
         if not self.uses_tools:
-            return msgspec.json.decode(call.result, type=Outcome)
+            return msgspec.json.decode(call.result, type=CallOutcome)
         error: Literal["", "raised", "late"] = "late" if call.late else "raised" if call.error else ""
-        return Outcome(index=planned.index, text=call.result, error=error)
+        return CallOutcome(index=planned.index, text=call.result, error=error)
 
-    def _calls(self, requests: Sequence[ToolRequest]) -> list[Planned]:
+    def _calls(self, requests: Sequence[ToolRequest]) -> list[PlannedCall]:
         """The calls of one turn, whose results share the observation."""
         limit = max(SHORTEST, self._config.observation_tokens // max(len(requests), 1))
         return [self._call(index, request, limit) for index, request in enumerate(requests)]
 
-    def _call(self, index: int, request: ToolRequest, limit: int) -> Planned:
+    def _call(self, index: int, request: ToolRequest, limit: int) -> PlannedCall:
         mistake, arguments = request.error, ""
         tool = self.tools.get(request.name)
         if not mistake and tool is None:
@@ -205,7 +205,7 @@ class TurnPlanner:
             except MistakeError as error:
                 mistake = str(error)
         options = tool.options if tool is not None else None
-        return Planned(
+        return PlannedCall(
             index=index,
             name=request.name,
             arguments=arguments,

@@ -57,7 +57,7 @@ class UserAdvantage:
         try:
             rows = _rows(result, len(lengths))
             return [_checked_row(row, length) for row, length in zip(rows, lengths, strict=True)]
-        except WrongResultError as error:
+        except WrongAdvantagesError as error:
             expected = (
                 "return one number per sample, in order, or a list with one array per sample (a number per token)"
             )
@@ -66,7 +66,7 @@ class UserAdvantage:
             ) from None
 
 
-class WrongResultError(Exception):
+class WrongAdvantagesError(Exception):
     """What a function returned instead of advantages."""
 
 
@@ -104,9 +104,9 @@ def _rows(result: Any, samples: int) -> Sequence[Any]:
     else:
         rows = result if isinstance(result, (list, tuple)) else None
     if rows is None:
-        raise WrongResultError(f"{shown(result)}, for {samples} samples")
+        raise WrongAdvantagesError(f"{shown(result)}, for {samples} samples")
     if len(rows) != samples:
-        raise WrongResultError(f"{len(rows)} values for {samples} samples")
+        raise WrongAdvantagesError(f"{len(rows)} values for {samples} samples")
     return rows.tolist() if isinstance(rows, (Tensor, np.ndarray)) and rows.ndim == 1 else list(rows)
 
 
@@ -123,16 +123,16 @@ def _checked_row(row: Any, length: int) -> float | DoubleArray:
             row = row.numpy() if row.is_complex() else row.double().numpy()  # bfloat16 has no array
         values = np.asarray(row)
         if values.dtype.kind not in "biuf":
-            raise WrongResultError(f"{shown(row)} for a sample")
+            raise WrongAdvantagesError(f"{shown(row)} for a sample")
         values = values.astype(np.float64)
     except (TypeError, ValueError):
-        raise WrongResultError(f"{shown(row)} for a sample") from None
+        raise WrongAdvantagesError(f"{shown(row)} for a sample") from None
     if values.ndim == 0 and np.isfinite(values):
         return float(values)
     if values.shape not in ((), (length,)):
-        raise WrongResultError(f"an array of shape {list(values.shape)} for a sample of {length} tokens")
+        raise WrongAdvantagesError(f"an array of shape {list(values.shape)} for a sample of {length} tokens")
     if not np.isfinite(values).all():
-        raise WrongResultError("a value that is not finite")
+        raise WrongAdvantagesError("a value that is not finite")
     return values
 
 

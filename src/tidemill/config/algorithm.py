@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import Field, model_validator
 
 from tidemill.config.addresses import OptionalModelName
-from tidemill.config.base import Config, NameOrFunction, Probability
+from tidemill.config.base import HAS_CRITIC, HAS_REFERENCE, ActiveIf, Config, NameOrFunction, Probability
 
 CorrectionKind = Literal["none", "tis", "icepop", "sequence_tis", "geometric", "clip_range", "mu_step"]
 ADVANTAGE_NAMES = ("grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "gae")
@@ -17,21 +17,21 @@ NormalizeName = Literal["sample", "token", "constant"]
 PresetName = Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "dapo", "gspo", "cispo", "ppo"]
 
 
-class Limits(NamedTuple):
+class RatioLimits(NamedTuple):
     """Bounds of an importance ratio; None: the correction has no such bound."""
 
     low: float | None
     high: float | None
 
 
-CORRECTION_LIMITS: dict[CorrectionKind, Limits] = {
-    "none": Limits(None, None),
-    "tis": Limits(None, 2.0),
-    "icepop": Limits(0.5, 5.0),
-    "sequence_tis": Limits(None, 2.0),
-    "geometric": Limits(0.999, 1.001),
-    "clip_range": Limits(0.5, 2.0),
-    "mu_step": Limits(None, 2.0),
+CORRECTION_LIMITS: dict[CorrectionKind, RatioLimits] = {
+    "none": RatioLimits(None, None),
+    "tis": RatioLimits(None, 2.0),
+    "icepop": RatioLimits(0.5, 5.0),
+    "sequence_tis": RatioLimits(None, 2.0),
+    "geometric": RatioLimits(0.999, 1.001),
+    "clip_range": RatioLimits(0.5, 2.0),
+    "mu_step": RatioLimits(None, 2.0),
 }
 """Default `low` and `high` of each correction."""
 
@@ -134,6 +134,16 @@ class LossTermConfig(Config):
     """Factor of the term."""
 
 
+REDRAWS = ActiveIf(lambda spec: spec.algorithm.dynamic_sampling, "algorithm.dynamic_sampling is false")
+DIFFERS_BY_TOKEN = ActiveIf(
+    lambda spec: not spec.algorithm.compares_siblings, "the advantage is the same for all tokens of a sample"
+)
+CLIPS_LOW = ActiveIf(lambda spec: spec.algorithm.loss != "cispo", 'loss = "cispo" has no lower limit')
+SEVERAL_OPTIMIZER_STEPS = ActiveIf(
+    lambda spec: spec.batch.minibatches * spec.batch.epochs > 1, "each batch is a single optimizer step"
+)
+
+
 class AlgorithmConfig(Config):
     name: PresetName = "grpo"
     """Published algorithm that sets the defaults of the keys below. `tidemill algorithms` lists them."""
@@ -151,11 +161,11 @@ class AlgorithmConfig(Config):
     """turn_returns, gigpo: discount per turn."""
     step_weight: float = Field(1.0, ge=0)
     """gigpo: weight of the advantage among equal states."""
-    gamma: float = Field(1.0, gt=0, le=1)
+    gamma: Annotated[float, DIFFERS_BY_TOKEN] = Field(1.0, gt=0, le=1)
     """gae, reinforce_pp: discount per token."""
-    lam: Probability = 0.95
+    lam: Annotated[Probability, HAS_CRITIC] = 0.95
     """gae: λ of generalized advantage estimation; 1 is the Monte Carlo return."""
-    bootstrap_truncated: bool = False
+    bootstrap_truncated: Annotated[bool, HAS_CRITIC] = False
     """gae: bootstrap a completion truncated by max_new_tokens with its last value. Use it only where the reward does
     not already score the truncated text."""
     loss: Annotated[str, NameOrFunction("loss", LOSS_NAMES)] = "ppo_clip"
@@ -165,7 +175,7 @@ class AlgorithmConfig(Config):
     normalize: NormalizeName = "sample"
     """Reduction of the loss. sample: mean over a sample's tokens, then over samples (GRPO). token: mean over the
     batch's tokens (DAPO). constant: sum over tokens, divided by samples × sampling.max_new_tokens (Dr. GRPO)."""
-    clip_low: float = Field(0.2, gt=0, lt=1)
+    clip_low: Annotated[float, CLIPS_LOW] = Field(0.2, gt=0, lt=1)
     """Importance ratios below 1 − clip_low are clipped; unused by cispo. Default: 0.2, and 0.0003 for gspo."""
     clip_high: float = Field(0.2, gt=0)
     """Importance ratios above 1 + clip_high are clipped; for cispo it is the maximum ratio. Default: 0.2 (0.28 for
@@ -176,20 +186,20 @@ class AlgorithmConfig(Config):
     """Weight of the entropy bonus."""
     kl_beta: float = Field(0.0, ge=0)
     """Weight of the KL penalty against the reference model (the initial policy); 0: no reference model."""
-    kl_in: Literal["loss", "reward"] = "loss"
+    kl_in: Annotated[Literal["loss", "reward"], HAS_REFERENCE] = "loss"
     """loss: the k3 estimator as a loss term. reward: kl_beta × log(rollout / reference) is subtracted from each token's
     reward."""
-    kl_ratio: bool = False
+    kl_ratio: Annotated[bool, HAS_REFERENCE] = False
     """kl_in = "loss": multiply the KL term by the importance ratio, which gives the gradient of the KL divergence for
     off-policy samples too."""
     kl_target: float | None = Field(None, gt=0)
     """Adaptive KL: after each batch, change kl_beta by at most 2 % so that kl_ref approaches this value, in nats per
     token. none: kl_beta is constant."""
-    kl_stop: float | None = Field(None, gt=0)
+    kl_stop: Annotated[float | None, SEVERAL_OPTIMIZER_STEPS] = Field(None, gt=0)
     """Skip the remaining minibatches and epochs of a batch when the approximate KL exceeds this value."""
     dynamic_sampling: bool = False
     """Replace groups whose rewards are all equal (DAPO)."""
-    max_redraws: int = Field(3, ge=0)
+    max_redraws: Annotated[int, REDRAWS] = Field(3, ge=0)
     """dynamic_sampling: maximum number of batches' worth of groups replaced in one step."""
     overlong_buffer_tokens: int = Field(0, ge=0)
     """Overlong penalty (DAPO): over the last this many tokens before sampling.max_new_tokens the reward decreases

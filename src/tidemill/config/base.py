@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from difflib import get_close_matches
 from ipaddress import ip_address
@@ -40,6 +40,43 @@ class Config(BaseModel):
         if issues := list(self.issues()):
             raise ValueError("\n".join(issues))
         return self
+
+
+@dataclass(frozen=True, slots=True)
+class Neutral:
+    """Metadata of a key or section that does not affect the output of stages of these kinds; without kinds, of any.
+
+    A missing mark repeats stages without need, and a wrong one keeps stale results. A run may be resumed with another
+    value of what does not affect it.
+    """
+
+    kinds: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Resumable:
+    """Metadata of a key that affects a run, and may have another value when the run is resumed."""
+
+
+@dataclass(frozen=True, slots=True)
+class ActiveIf:
+    """Metadata of a key that has an effect only under a condition."""
+
+    holds: Callable[[Any], bool]  # of a RunSpec
+    reason: str  # why it has none otherwise
+
+
+NEUTRAL = Neutral()
+TRAINING_ONLY = Neutral(("pairs", "eval"))
+"""Of a key that affects only training, in a section that other kinds use, too."""
+RESUMABLE = Resumable()
+RUNS_AHEAD = ActiveIf(
+    lambda spec: spec.schedule.max_policy_lag > 0, "schedule.max_policy_lag = 0 leaves no groups for another batch"
+)
+ELASTIC = ActiveIf(lambda spec: spec.is_elastic, "the pool has no preemptible workers")
+ON_RAY = ActiveIf(lambda spec: spec.runtime == "ray", 'runtime is not "ray"')
+HAS_REFERENCE = ActiveIf(lambda spec: spec.algorithm.kl_beta > 0, "algorithm.kl_beta = 0 needs no reference")
+HAS_CRITIC = ActiveIf(lambda spec: spec.algorithm.needs_critic, 'there is no critic: algorithm.advantage is not "gae"')
 
 
 @dataclass(frozen=True, slots=True)

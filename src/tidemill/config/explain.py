@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from tidemill.config.algorithm import CorrectionConfig
-from tidemill.config.issues import Purpose, has_readers, without_effect
+from tidemill.config.issues import Purpose, without_effect
 from tidemill.config.model import BUILT_IN_MODELS
 from tidemill.config.pool import StaticPool, SyntheticPool, TracePool
 from tidemill.config.schema import RunSpec
@@ -359,7 +359,7 @@ def _compute_notes(spec: RunSpec) -> Iterator[str]:
     if 0 < notice_s <= drain_margin_s:
         limit = f"fleet.drain_margin_s = {drain_margin_s:g}"
         yield f"a notice of {notice_s:g} s is not longer than {limit}: workers hand their samples back immediately"
-    if reading.ahead and has_readers(spec):
+    if reading.ahead and spec.has_readers:
         if reading.chunk_tokens > spec.sampling.max_new_tokens:
             chunk = f"reading.chunk_tokens = {reading.chunk_tokens}"
             yield f"{chunk} is longer than any completion: only prompts are processed ahead"

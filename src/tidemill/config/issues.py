@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, TypeAlias, get_args, get_origin
+from typing import Any, Literal, TypeAlias, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
@@ -15,6 +15,7 @@ from tidemill.config.foreign_names import explained, ours_of
 from tidemill.config.keys import (
     ITEM,
     Key,
+    all_keys,
     did_you_mean,
     dotted,
     find,
@@ -28,7 +29,6 @@ from tidemill.config.keys import (
     variants,
     without_none,
 )
-from tidemill.config.pool import SyntheticPool
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError
 
@@ -367,127 +367,23 @@ def _training_issues(spec: RunSpec) -> Iterator[ConfigIssue]:
         yield ConfigIssue(key="scoring.rewards", what=what, hint=hint)
 
 
-class Inactive(NamedTuple):
-    """Keys that have an effect only under a condition."""
-
-    keys: str  # separated by spaces
-    active: Callable[[RunSpec], bool]
-    reason: str
-
-
-def has_readers(spec: RunSpec) -> bool:
-    """Whether there is a reward model or a reference."""
-    return bool(spec.scoring.model_folders) or spec.algorithm.kl_beta > 0
-
-
-def _runs_ahead(spec: RunSpec) -> bool:
-    return spec.schedule.max_policy_lag > 0
-
-
-INACTIVE = (
-    Inactive(
-        "schedule.fresh_fraction schedule.membership schedule.unfinished",
-        _runs_ahead,
-        "schedule.max_policy_lag = 0 leaves no groups for another batch",
-    ),
-    Inactive(
-        "schedule.on_lag_limit",
-        lambda spec: _runs_ahead(spec) and spec.schedule.membership == "first_finished",
-        'only with schedule.max_policy_lag above 0 and membership = "first_finished"',
-    ),
-    Inactive(
-        "algorithm.max_redraws", lambda spec: spec.algorithm.dynamic_sampling, "algorithm.dynamic_sampling is false"
-    ),
-    Inactive(
-        "fleet.size fleet.seed_window_s fleet.window_gain fleet.queue_limit fleet.max_moves fleet.tail_fraction "
-        "fleet.join_timeout_s fleet.drain_margin_s fleet.probe_tolerance fleet.hand_over fleet.window_floor_s "
-        "fleet.remember_windows fleet.known_windows fleet.preemptible_usd_per_hour",
-        lambda spec: spec.is_elastic,
-        "the pool has no preemptible workers",
-    ),
-    Inactive("fleet.known_windows", lambda spec: spec.fleet.remember_windows, "fleet.remember_windows is false"),
-    Inactive(
-        "fleet.hand_over",
-        lambda spec: not _runs_ahead(spec) or not spec.is_elastic,
-        "only with schedule.max_policy_lag = 0",
-    ),
-    Inactive(
-        "fleet.heartbeat_timeout_s",
-        lambda spec: spec.runtime == "ray" and spec.is_elastic,
-        "no preemptible worker is a separate process",
-    ),
-    Inactive(
-        "pool.noticed",
-        lambda spec: not isinstance(spec.pool, SyntheticPool) or spec.pool.notice_s > 0,
-        "pool.notice_s is 0",
-    ),
-    Inactive(
-        "ray.address ray.reserved_selector ray.trainer_cpus ray.trainer_gpus ray.worker_cpus ray.worker_gpus "
-        "weights.transport weights.threads",
-        lambda spec: spec.runtime == "ray",
-        'runtime is not "ray"',
-    ),
-    Inactive(
-        "placement.actor_cpus placement.actor_gpus",
-        lambda spec: bool(spec.placement.on_actors),
-        "no model is placed on an actor",
-    ),
-    Inactive("placement.reward_model", lambda spec: bool(spec.scoring.model_folders), 'no reward is of kind "model"'),
-    Inactive(
-        "placement.reference algorithm.kl_in algorithm.kl_ratio",
-        lambda spec: spec.algorithm.kl_beta > 0,
-        "algorithm.kl_beta = 0 needs no reference",
-    ),
-    Inactive("reading.ahead", has_readers, "there is no reward model and no reference"),
-    Inactive("reading.own_thread", lambda spec: spec.reading.ahead, "reading.ahead is false"),
-    Inactive(
-        "reading.chunk_tokens reading.cache_tokens",
-        lambda spec: spec.reading.ahead or bool(spec.placement.on_actors),
-        "reading.ahead is false, and no model is on an actor",
-    ),
-    Inactive(
-        "placement.critic critic.kind critic.source critic.learning_rate critic.max_grad_norm critic.value_clip "
-        "critic.value_coefficient critic.warmup_steps critic.normalize algorithm.lam algorithm.bootstrap_truncated",
-        lambda spec: spec.algorithm.needs_critic,
-        'there is no critic: algorithm.advantage is not "gae"',
-    ),
-    Inactive(
-        "algorithm.gamma",
-        lambda spec: not spec.algorithm.compares_siblings,
-        "the advantage is the same for all tokens of a sample",
-    ),
-    Inactive("algorithm.clip_low", lambda spec: spec.algorithm.loss != "cispo", 'loss = "cispo" has no lower limit'),
-    Inactive(
-        "algorithm.kl_stop",
-        lambda spec: spec.batch.minibatches * spec.batch.epochs > 1,
-        "each batch is a single optimizer step",
-    ),
-    Inactive(
-        "optimizer.min_learning_rate_ratio optimizer.schedule_steps",
-        lambda spec: spec.optimizer.schedule != "constant",
-        'optimizer.schedule is "constant"',
-    ),
-    Inactive(
-        "eval.compare_with",
-        lambda spec: False,
-        "evaluations during training are of one model; use `tidemill eval`",
-    ),
-)
-
-
 def without_effect(spec: RunSpec) -> list[str]:
     """One message for each reason why keys that differ from their defaults have no effect in this run."""
-    messages = []
-    for keys, active, reason in INACTIVE:
-        changed = [] if active(spec) else [key for key in keys.split() if _is_changed(spec, key)]
-        if changed:
-            messages.append(f"{', '.join(changed)} {'has' if len(changed) == 1 else 'have'} no effect: {reason}")
-    return messages
+    inactive = dict[str, list[str]]()  # keys by the reason
+    for key in all_keys():
+        if key.active_if and _is_changed(spec, key):
+            for condition in key.active_if:
+                if not condition.holds(spec):
+                    inactive.setdefault(condition.reason, []).append(key.dotted)
+    return [
+        f"{', '.join(keys)} {'has' if len(keys) == 1 else 'have'} no effect: {reason}"
+        for reason, keys in inactive.items()
+    ]
 
 
-def _is_changed(spec: RunSpec, key: str) -> bool:
+def _is_changed(spec: RunSpec, key: Key) -> bool:
     """Whether a key differs from its default; in [algorithm], from the preset."""
-    section, name = key.split(".")
+    section, name = key.path
     node: BaseModel = getattr(spec, section)
     if section == "algorithm":
         return name in spec.algorithm.changed_from_preset()

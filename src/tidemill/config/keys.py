@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import types
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 import annotated_types
 from pydantic import BaseModel
 
-from tidemill.config.base import NameOrFunction
+from tidemill.config.base import ActiveIf, NameOrFunction, Neutral, Resumable
 from tidemill.config.schema import RunSpec
 
 KeyPath = tuple[str, ...]
@@ -38,6 +38,12 @@ class Key:
     required: bool
     doc: str
     variant: str = ""  # the `kind` of its section that has this key; empty: every kind
+    metadata: tuple[Any, ...] = ()  # of its annotation and those of its sections
+
+    @property
+    def active_if(self) -> tuple[ActiveIf, ...]:
+        """The conditions under which it has an effect."""
+        return tuple(mark for mark in self.metadata if isinstance(mark, ActiveIf))
 
     @property
     def dotted(self) -> str:
@@ -148,6 +154,29 @@ def keys_by_path() -> dict[KeyPath, tuple[Key, ...]]:
 
 
 @cache
+def neutral_keys(kind: str) -> frozenset[str]:
+    """The dotted keys that do not affect the output of stages of a kind."""
+    return frozenset(
+        key.dotted
+        for key in all_keys()
+        if any(isinstance(mark, Neutral) and (not mark.kinds or kind in mark.kinds) for mark in key.metadata)
+    )
+
+
+@cache
+def resumable_keys() -> frozenset[str]:
+    """The dotted keys that may differ when a run is resumed. (Other thread counts or chunk sizes may round
+    differently.)"""
+    marked = {key.dotted for key in all_keys() if any(isinstance(mark, Resumable) for mark in key.metadata)}
+    return neutral_keys("rl") | marked
+
+
+def belongs_to(name: str, keys: Container[str]) -> bool:
+    """Whether a dotted key, or the free-form table that it is in, is one of some keys."""
+    return name in keys or name.rpartition(".")[0] in keys
+
+
+@cache
 def sections() -> frozenset[KeyPath]:
     """Every table that is not itself a key: `("model",)`, `("model", "char")`, ..."""
     return frozenset(key.path[:depth] for key in all_keys() for depth in range(1, len(key.path)))
@@ -236,13 +265,18 @@ def key_hint(closest: str, *, prefix: str = "") -> str:
     return f"did you mean {prefix}{closest}{' of `tidemill serve`' if closest.startswith('gateway.') else ''}?"
 
 
-def _section_keys(model: type[BaseModel], prefix: KeyPath, variant: str = "") -> Iterator[Key]:
+def _section_keys(
+    model: type[BaseModel], prefix: KeyPath, variant: str = "", metadata: tuple[Any, ...] = ()
+) -> Iterator[Key]:
+    """The keys of a section. Args: metadata: of the sections around it."""
     for name, field in model.model_fields.items():
-        path, kind = (*prefix, name), without_none(field.annotation)
+        path = (*prefix, name)
+        kind = without_none(field.annotation)
+        marks = (*metadata, *field.metadata)
         if is_section(kind):
-            yield from _section_keys(kind, path, variant)
+            yield from _section_keys(kind, path, variant, marks)
         elif field.discriminator:
-            kinds = {_kind_of(each): each for each in get_args(kind)}
+            kinds = {_kind_of(section): section for section in get_args(kind)}
             annotation: Any = Literal[tuple(kinds)]
             yield Key(
                 path=(*path, "kind"),
@@ -251,9 +285,11 @@ def _section_keys(model: type[BaseModel], prefix: KeyPath, variant: str = "") ->
                 default=field.get_default().kind,
                 required=False,
                 doc="Selects which of the keys below exist.",
+                metadata=marks,
             )
-            for each, section in kinds.items():
-                yield from (key for key in _section_keys(section, path, each) if key.path[-1] != "kind")
+            for name_of_kind, section in kinds.items():
+                keys = _section_keys(section, path, name_of_kind, marks)
+                yield from (key for key in keys if key.path[-1] != "kind")
         else:
             yield Key(
                 path=path,
@@ -263,9 +299,10 @@ def _section_keys(model: type[BaseModel], prefix: KeyPath, variant: str = "") ->
                 required=field.is_required(),
                 doc=" ".join((field.description or "").split()),
                 variant=variant,
+                metadata=marks,
             )
             if get_origin(kind) is tuple and is_section(get_args(kind)[0]):
-                yield from _section_keys(get_args(kind)[0], (*path, ITEM), variant)
+                yield from _section_keys(get_args(kind)[0], (*path, ITEM), variant, marks)
 
 
 def _kind_of(model: type[BaseModel]) -> str:

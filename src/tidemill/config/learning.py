@@ -8,9 +8,23 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from tidemill.config.base import Config, NameOrFunction, Probability
+from tidemill.config.base import (
+    NEUTRAL,
+    RESUMABLE,
+    RUNS_AHEAD,
+    TRAINING_ONLY,
+    ActiveIf,
+    Config,
+    NameOrFunction,
+    Probability,
+)
 
 Decay = Annotated[float, Field(ge=0, lt=1)]
+FALLS = ActiveIf(lambda spec: spec.optimizer.schedule != "constant", 'optimizer.schedule is "constant"')
+REACHES_LAG_LIMIT = ActiveIf(
+    lambda spec: spec.schedule.max_policy_lag > 0 and spec.schedule.membership == "first_finished",
+    'only with schedule.max_policy_lag above 0 and membership = "first_finished"',
+)
 
 
 class BatchConfig(Config):
@@ -46,10 +60,10 @@ class OptimizerConfig(Config):
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Learning rate after the warm-up, down to min_learning_rate_ratio at the last step of the schedule. Optimizer
     steps that train only the critic do not count; those that batches without signal leave out do."""
-    schedule_steps: int = Field(0, ge=0)
+    schedule_steps: Annotated[int, RESUMABLE, FALLS] = Field(0, ge=0)
     """Optimizer steps of a falling schedule; later ones stay at the minimum. 0: those of the run as it was first
     started, so that more trainer.steps do not change the learning rate of steps already planned."""
-    min_learning_rate_ratio: Probability = 0.1
+    min_learning_rate_ratio: Annotated[Probability, FALLS] = 0.1
     """Final learning rate as a fraction of the peak."""
     max_grad_norm: float = Field(1.0, gt=0)
     """Maximum global gradient norm; larger gradients are clipped."""
@@ -72,26 +86,26 @@ class OptimizerConfig(Config):
 
 
 class TrainerConfig(Config):
-    steps: int = Field(20, ge=1)
+    steps: Annotated[int, RESUMABLE, TRAINING_ONLY] = Field(20, ge=1)
     """Number of batches to train on; each publishes one policy version."""
-    hours: float = Field(0.0, ge=0)
+    hours: Annotated[float, NEUTRAL] = Field(0.0, ge=0)
     """Wall time of the command after which it ends with a checkpoint and exit code 0, in hours; 0: no limit. The same
     command resumes the run. The stages of a recipe count together."""
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     """bf16: forward and backward under autocast; weights and optimizer stay fp32. auto: bf16 on a GPU, else fp32."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: a GPU if there is one."""
-    threads: int = Field(0, ge=0)
+    threads: Annotated[int, NEUTRAL] = Field(0, ge=0)
     """CPU threads of one operation. 0: measure one thread against all at the start and use the faster. Set a number
     when two runs must agree bit for bit, because the number of threads affects rounding."""
-    logits_budget_mb: int = Field(256, ge=1)
+    logits_budget_mb: Annotated[int, TRAINING_ONLY] = Field(256, ge=1)
     """Maximum size of a [tokens, vocabulary] block in MB; larger ones are computed in chunks."""
-    activation_checkpointing: bool = False
+    activation_checkpointing: Annotated[bool, TRAINING_ONLY] = False
     """Recompute activations in the backward pass to save memory."""
-    shards: int = Field(1, ge=1)
+    shards: Annotated[int, RESUMABLE, TRAINING_ONLY] = Field(1, ge=1)
     """Number of processes that share weights, gradients, optimizer state and microbatches (FSDP2); each needs
     ray.trainer_cpus and ray.trainer_gpus. More than 1 needs runtime = "ray"."""
-    offload: Literal["none", "optimizer"] = "none"
+    offload: Annotated[Literal["none", "optimizer"], TRAINING_ONLY] = "none"
     """optimizer: keep weights, gradients and optimizer state of a shard in host memory, and update them there."""
 
 
@@ -102,18 +116,18 @@ class ScheduleConfig(Config):
     overcommit: Annotated[int, Field(ge=0)] | Literal["adaptive"] | None = None
     """Groups in flight beyond those of the next batch, at most max_policy_lag × batch.prompts, which is the default.
     adaptive: more while the reward improves, fewer while it does not."""
-    fresh_fraction: float = Field(0.0, ge=0, le=1)
+    fresh_fraction: Annotated[float, RUNS_AHEAD] = Field(0.0, ge=0, le=1)
     """Minimum fraction of each batch that is started under the policy version the batch is trained with (partial
     refresh); limits overcommit accordingly."""
-    membership: Literal["planned", "first_finished"] = "planned"
+    membership: Annotated[Literal["planned", "first_finished"], RUNS_AHEAD] = "planned"
     """planned: a batch contains the prompts planned for its step. first_finished: a batch contains the groups that
     finish first, and slower groups go into a later batch."""
-    unfinished: Literal["continue", "finish", "restart", "wait"] = "continue"
+    unfinished: Annotated[Literal["continue", "finish", "restart", "wait"], RUNS_AHEAD] = "continue"
     """What happens to samples in flight when new weights are published. continue: they continue under the new weights.
     finish: they finish under the old ones; their worker takes no new samples until then. restart: they start again.
     wait: publishing waits until all samples in flight are finished and scored. With wait and membership = "planned",
     timing does not affect which version generates a sample, so evictions do not change the result at any lag."""
-    on_lag_limit: Literal["wait", "restart", "drop"] = "wait"
+    on_lag_limit: Annotated[Literal["wait", "restart", "drop"], REACHES_LAG_LIMIT] = "wait"
     """What happens to a group that would exceed max_policy_lag. wait: the batch waits for it. restart: it is generated
     again. drop: it is discarded and counted, which biases training towards short completions."""
 
@@ -143,7 +157,7 @@ class ScheduleConfig(Config):
 
 
 class SupervisedConfig(Config):
-    epochs: int = Field(1, ge=0)
+    epochs: Annotated[int, RESUMABLE] = Field(1, ge=0)
     """Passes over the training examples; 0: train for trainer.steps optimizer steps."""
     minibatch_tokens: int = Field(8192, ge=1)
     """Tokens per optimizer step, shared prefixes counted once."""

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Final, Literal, TypeAlias
 from pydantic import BeforeValidator, Field
 
 from tidemill.config.addresses import ModelName
-from tidemill.config.base import Config, Seed
+from tidemill.config.base import HAS_CRITIC, HAS_REFERENCE, ActiveIf, Config, Neutral, Seed
 
 DTYPE_NAMES: dict[str, str] = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 """PyTorch's names of the data types of weights, which are accepted, too."""
@@ -107,10 +107,10 @@ class ModelConfig(Config):
     run, whose newest checkpoint is used and stored."""
     revision: str | None = None
     """Hub revision: branch, tag or commit. Only for hub ids."""
-    chat_template: bool = False
+    chat_template: Annotated[bool, Neutral(("export",))] = False
     """Format each prompt as a user message with the model's chat template."""
     char: CharModelConfig = CharModelConfig()
-    lora: LoraConfig = LoraConfig()
+    lora: Annotated[LoraConfig, Neutral(("demonstrations", "export"))] = LoraConfig()
 
     def issues(self) -> Iterator[str]:
         if not self.source.strip():
@@ -121,6 +121,16 @@ class ModelConfig(Config):
             yield 'the "char" model has no chat template; set chat_template = false'
 
 
+HAS_REWARD_MODEL = ActiveIf(lambda spec: bool(spec.scoring.model_folders), 'no reward is of kind "model"')
+HAS_ACTORS = ActiveIf(lambda spec: bool(spec.placement.on_actors), "no model is placed on an actor")
+HAS_READERS = ActiveIf(lambda spec: spec.has_readers, "there is no reward model and no reference")
+READS_AHEAD = ActiveIf(lambda spec: spec.reading.ahead, "reading.ahead is false")
+READS_IN_CHUNKS = ActiveIf(
+    lambda spec: spec.reading.ahead or bool(spec.placement.on_actors),
+    "reading.ahead is false, and no model is on an actor",
+)
+
+
 class PlacementConfig(Config):
     """Where the reserved side generates, and which models run on a dedicated Ray actor, on the nodes where the trainer
     may run."""
@@ -129,16 +139,16 @@ class PlacementConfig(Config):
     """The reserved engine. auto: the embedded one, over the trainer's parameters; with trainer.shards, as own. own: one
     of engine.kind in a process of its own, with the resources of a worker. colocated: one of engine.kind in the
     trainer's process (in each shard), on its device; it sleeps while the trainer computes. Needs a policy lag of 0."""
-    reward_model: Literal["driver", "actor"] = "driver"
+    reward_model: Annotated[Literal["driver", "actor"], HAS_REWARD_MODEL] = "driver"
     """Where reward models run. driver: in the controller's process. actor: each on a Ray actor."""
-    reference: Literal["trainer", "actor"] = "trainer"
+    reference: Annotated[Literal["trainer", "actor"], HAS_REFERENCE] = "trainer"
     """Where the reference model of algorithm.kl_beta runs. trainer: in the trainer's process and memory."""
-    critic: Literal["trainer", "actor"] = "trainer"
+    critic: Annotated[Literal["trainer", "actor"], HAS_CRITIC] = "trainer"
     """Where a critic of kind = "own" runs. actor: it computes values of each group when the group is complete, and
     trains at the same time as the policy. Values may differ by rounding from those computed in the trainer."""
-    actor_cpus: float = Field(1.0, ge=0)
+    actor_cpus: Annotated[float, HAS_ACTORS] = Field(1.0, ge=0)
     """CPUs reserved for each of these actors; also the number of threads of one operation."""
-    actor_gpus: float = Field(0.0, ge=0)
+    actor_gpus: Annotated[float, HAS_ACTORS] = Field(0.0, ge=0)
     """GPUs reserved for each of these actors."""
 
     @property
@@ -148,16 +158,16 @@ class PlacementConfig(Config):
 
 
 class ReadingConfig(Config):
-    ahead: bool = False
+    ahead: Annotated[bool, HAS_READERS] = False
     """Reward models and the reference process a sample chunk by chunk while it is generated, so that only the last
     chunk remains when it is finished. Results are bit-identical. Each sample is then processed separately, as it is on
     an actor. false: reward models score finished samples in batches, and the trainer computes the reference's logprobs
     per batch, which is faster for short completions."""
-    chunk_tokens: int = Field(256, ge=1)
+    chunk_tokens: Annotated[int, READS_IN_CHUNKS] = Field(256, ge=1)
     """Chunk size, in tokens."""
-    cache_tokens: int = Field(65536, ge=0)
+    cache_tokens: Annotated[int, READS_IN_CHUNKS] = Field(65536, ge=0)
     """Size of each such model's KV cache for unfinished samples, in tokens. Samples that do not fit are processed when
     they are finished; 0 processes nothing ahead."""
-    own_thread: bool = False
+    own_thread: Annotated[bool, READS_AHEAD] = False
     """Process chunks on an additional thread, for machines with a spare core. false: process them only while the
     process's engine or trainer is idle."""

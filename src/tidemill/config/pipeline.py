@@ -41,60 +41,29 @@ class StageKindSpec:
     output: Product | None
     data: Product | None = None  # rows of [data]
     purpose: Purpose = "read"
-    # Keys, or "section.", that do not affect the output, in addition to NEUTRAL. A missing entry repeats stages without
-    # need, and a wrong one keeps stale results. For kinds that train, a resume must allow changes of these keys.
-    neutral: tuple[str, ...] = ()
 
 
-NEUTRAL = (
-    *("run.dir", "run.name", "run.check_memory"),
-    *("trainer.hours", "trainer.threads", "checkpoint.keep_last", "telemetry."),
-    *("task.index_above_mb", "data.index_above_mb"),
-)
-"""Keys that do not affect the output of any kind."""
-_SCORING = ("engine.tick_s", "scoring.concurrency", "scoring.timeout_s")
-_TRAINING = (
-    *("scoring.truncated", "trainer.steps", "trainer.logits_budget_mb", "trainer.activation_checkpointing"),
-    *("trainer.shards", "trainer.offload"),
-)
-"""Keys that affect only training, in sections that kinds without training use too."""
 _SUPERVISED = (
     *("runtime", "run", "model", "data", "env", "ray", "supervised", "optimizer", "trainer", "checkpoint"),
     "telemetry",
 )
-_WHERE = ("runtime", "ray.")
 
 KINDS: dict[StageKind, StageKindSpec] = {
     "demonstrations": StageKindSpec(
         sections=("run", "model", "task", "env", "sandbox", "sampling", "data_generation"),
         output="demonstrations",
         purpose="generate",
-        # Nothing is sampled: the model provides its tokenizer, and `sampling` the stop strings.
-        neutral=(
-            *("model.lora.", "sampling.max_new_tokens", "sampling.temperature", "sampling.top_k", "sampling.top_p"),
-            *("data_generation.samples_per_prompt", "data_generation.pairs_per_prompt"),
-        ),
     ),
     "pairs": StageKindSpec(
         sections=("run", "model", "task", "sandbox", "scoring", "sampling", "engine", "trainer", "data_generation"),
         output="preference pairs",
         purpose="generate",
-        neutral=(*_SCORING, *_TRAINING),
     ),
-    # A supervised stage may output its best checkpoint, so checkpoint.every_steps affects its output.
-    "sft": StageKindSpec(sections=_SUPERVISED, output="a model", data="demonstrations", neutral=_WHERE),
+    "sft": StageKindSpec(sections=_SUPERVISED, output="a model", data="demonstrations"),
     "reward_model": StageKindSpec(
-        sections=(*_SUPERVISED, "reward_model"),
-        output="a reward model",
-        data="preference pairs",
-        neutral=_WHERE,
+        sections=(*_SUPERVISED, "reward_model"), output="a reward model", data="preference pairs"
     ),
-    "dpo": StageKindSpec(
-        sections=(*_SUPERVISED, "preference"),
-        output="a model",
-        data="preference pairs",
-        neutral=_WHERE,
-    ),
+    "dpo": StageKindSpec(sections=(*_SUPERVISED, "preference"), output="a model", data="preference pairs"),
     "rl": StageKindSpec(
         sections=(
             *("runtime", "run", "model", "task", "env", "sandbox", "scoring", "sampling"),
@@ -104,25 +73,13 @@ KINDS: dict[StageKind, StageKindSpec] = {
         ),
         output="a model",
         purpose="train",
-        neutral=(
-            *(*_SCORING, "eval.", "checkpoint.", "runtime", "pool.", "fleet.", "ray.", "placement.", "reading."),
-            "simulation.",
-            "weights.",
-            *("gateway.host", "gateway.port", "gateway.token_file", "gateway.body_", "gateway.con", "gateway.header_s"),
-            *("gateway.idle_s", "gateway.stall_s"),
-        ),
     ),
     "eval": StageKindSpec(
         sections=("run", "model", "task", "env", "sandbox", "scoring", "sampling", "engine", "trainer", "eval"),
         output=None,
         purpose="eval",
-        neutral=(*_SCORING, *_TRAINING, "eval.every_steps"),
     ),
-    "export": StageKindSpec(
-        sections=("run", "model", "export"),
-        output="a model",
-        neutral=("run.seed", "model.lora.", "model.chat_template"),
-    ),
+    "export": StageKindSpec(sections=("run", "model", "export"), output="a model"),
 }
 
 

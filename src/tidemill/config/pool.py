@@ -8,9 +8,17 @@ from typing import Annotated, Literal, TypeAlias
 
 from pydantic import Field
 
-from tidemill.config.base import Config, Probability
+from tidemill.config.base import ELASTIC, ActiveIf, Config, Probability
 
 MIN_HEARTBEAT_TIMEOUT_S = 1.0
+NOTICED = ActiveIf(lambda spec: spec.pool.notice_s > 0, "pool.notice_s is 0")
+REMEMBERED = ActiveIf(lambda spec: spec.fleet.remember_windows, "fleet.remember_windows is false")
+ELASTIC_AT_LAG_0 = ActiveIf(
+    lambda spec: not spec.is_elastic or spec.schedule.max_policy_lag == 0, "only with schedule.max_policy_lag = 0"
+)
+WORKER_PROCESSES = ActiveIf(
+    lambda spec: spec.runtime == "ray" and spec.is_elastic, "no preemptible worker is a separate process"
+)
 
 
 class StaticPool(Config):
@@ -45,7 +53,7 @@ class SyntheticPool(Config):
     """Probability that an eviction also evicts the next worker, and so on."""
     notice_s: float = Field(0.0, ge=0)
     """Notice before an eviction that is announced, in seconds."""
-    noticed: Probability = 0.0
+    noticed: Annotated[Probability, NOTICED] = 0.0
     """Fraction of evictions that are announced."""
     seed: int = Field(0, ge=0)
     """Seed of eviction times and victims."""
@@ -65,46 +73,46 @@ PoolConfig = Annotated[StaticPool | TracePool | SyntheticPool | RayPool, Field(d
 class FleetConfig(Config):
     """How preemptible workers are used. `pool` defines where they come from."""
 
-    size: Literal["pool", "adaptive"] = "pool"
+    size: Annotated[Literal["pool", "adaptive"], ELASTIC] = "pool"
     """pool: use every worker of the pool. adaptive: use as many as balance generation and training."""
     seeding: bool = True
     """The reserved side also generates at the start of a step, whenever there is no preemptible worker, and samples
     that were moved three times without a new token because machines live shorter than it takes to compute their tokens
     again. false: such a sample ends the run."""
-    hand_over: Literal["window", "balance"] = "window"
+    hand_over: Annotated[Literal["window", "balance"], ELASTIC, ELASTIC_AT_LAG_0] = "window"
     """When the reserved side stops generating in a step. window: after a time that adapts from step to step. balance:
     also wait until workers are projected to finish before the trainer does. Only with schedule.max_policy_lag = 0, and
     only after the first step has measured both sides."""
-    seed_window_s: float = Field(10.0, ge=0)
+    seed_window_s: Annotated[float, ELASTIC] = Field(10.0, ge=0)
     """Length of the seeding window in the first step, in seconds; later windows adapt."""
-    window_gain: float = Field(3.0, gt=0)
+    window_gain: Annotated[float, ELASTIC] = Field(3.0, gt=0)
     """The window changes by (trainer wait − worker idle time) / window_gain per step."""
-    window_floor_s: float = Field(0.0, ge=0)
+    window_floor_s: Annotated[float, ELASTIC] = Field(0.0, ge=0)
     """Minimum length to which the window adapts, in seconds."""
-    remember_windows: bool = True
+    remember_windows: Annotated[bool, ELASTIC] = True
     """Keep one window for each number of preemptible workers. false: keep only the last window."""
-    known_windows: tuple[Annotated[float, Field(ge=0)], ...] = ()
+    known_windows: Annotated[tuple[Annotated[float, Field(ge=0)], ...], ELASTIC, REMEMBERED] = ()
     """Initial windows in seconds for 1, 2, … workers, for example from an earlier run."""
-    queue_limit: int = Field(8, ge=1)
+    queue_limit: Annotated[int, ELASTIC] = Field(8, ge=1)
     """Maximum number of samples queued at a worker beyond those it decodes."""
-    max_moves: int = Field(2, ge=0)
+    max_moves: Annotated[int, ELASTIC] = Field(2, ge=0)
     """How often one sample may be moved to balance the load. Evictions do not count."""
-    tail_fraction: float = Field(0.0, ge=0, lt=1)
+    tail_fraction: Annotated[float, ELASTIC] = Field(0.0, ge=0, lt=1)
     """Tail consolidation: when at most this fraction of the samples in flight is unfinished, move them to as few
     workers as can decode them at once. 0: disabled; RLHFuse uses 0.2."""
-    heartbeat_timeout_s: float = Field(15.0, gt=0)
+    heartbeat_timeout_s: Annotated[float, WORKER_PROCESSES] = Field(15.0, gt=0)
     """A worker process that sends nothing for this long loses its lease, in seconds. Idle workers send a heartbeat
     four times as often, and at least every second."""
-    join_timeout_s: float = Field(300.0, gt=0)
+    join_timeout_s: Annotated[float, ELASTIC] = Field(300.0, gt=0)
     """A worker that does not generate this long after its lease started is abandoned, in seconds."""
-    drain_margin_s: float = Field(1.0, ge=0)
+    drain_margin_s: Annotated[float, ELASTIC] = Field(1.0, ge=0)
     """A worker under notice hands its samples back this long before the end of the grace period, in seconds."""
-    probe_tolerance: float = Field(0.1, gt=0)
+    probe_tolerance: Annotated[float, ELASTIC] = Field(0.1, gt=0)
     """Maximum mean difference between a worker's and the publisher's logprobs of the probe, in nats; a worker beyond it
     is quarantined."""
     reserved_usd_per_hour: float = Field(0.0, ge=0)
     """Price of the reserved side, in USD per hour."""
-    preemptible_usd_per_hour: float = Field(0.0, ge=0)
+    preemptible_usd_per_hour: Annotated[float, ELASTIC] = Field(0.0, ge=0)
     """Price of one preemptible worker, in USD per hour."""
 
     @property

@@ -12,7 +12,18 @@ from pydantic import Field, ValidationInfo, model_validator
 from tidemill.config.addresses import DataPath, OptionalModelName
 from tidemill.config.agent import EnvConfig
 from tidemill.config.algorithm import AlgorithmConfig, CriticConfig
-from tidemill.config.base import Config, FolderName, NameOrFunction, OutputFolder, Seed
+from tidemill.config.base import (
+    HAS_CRITIC,
+    NEUTRAL,
+    ON_RAY,
+    ActiveIf,
+    Config,
+    FolderName,
+    NameOrFunction,
+    Neutral,
+    OutputFolder,
+    Seed,
+)
 from tidemill.config.gateway import GatewayConfig
 from tidemill.config.learning import (
     BatchConfig,
@@ -37,29 +48,31 @@ from tidemill.config.task import (
 )
 from tidemill.config.weights import WeightsConfig
 
+NOT_SAMPLED = Neutral(("demonstrations",))  # the model provides its tokenizer, and [sampling] the stop strings
+COMPARED = ActiveIf(lambda spec: False, "evaluations during training are of one model; use `tidemill eval`")
 SET_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 
 
 class RunConfig(Config):
-    name: FolderName = "run"
+    name: Annotated[FolderName, NEUTRAL] = "run"
     """Name of the run in logs, reports and sinks, and of its folder below runs/."""
-    dir: OutputFolder = None
+    dir: Annotated[OutputFolder, NEUTRAL] = None
     """Run directory; an existing run is resumed. Default: runs/<name>."""
-    seed: Seed = 0
+    seed: Annotated[Seed, Neutral(("export",))] = 0
     """Seed of data order and sampling."""
-    check_memory: bool = True
+    check_memory: Annotated[bool, NEUTRAL] = True
     """Refuse to start when weights, gradients and optimizer state need more than 1.2 times the free memory (of the
     machine, of the control group, or of the GPU); the kernel would kill the run. False starts anyway."""
 
 
 class SamplingConfig(Config):
-    max_new_tokens: int = Field(256, ge=1)
+    max_new_tokens: Annotated[int, NOT_SAMPLED] = Field(256, ge=1)
     """Maximum completion length, in tokens."""
-    temperature: float = Field(1.0, ge=0)
+    temperature: Annotated[float, NOT_SAMPLED] = Field(1.0, ge=0)
     """Sampling temperature; 0 is greedy, which training does not allow."""
-    top_k: int = Field(0, ge=0)
+    top_k: Annotated[int, NOT_SAMPLED] = Field(0, ge=0)
     """Top-k sampling; 0: all tokens. Training requires 0."""
-    top_p: float = Field(1.0, gt=0, le=1)
+    top_p: Annotated[float, NOT_SAMPLED] = Field(1.0, gt=0, le=1)
     """Nucleus sampling; 1: all tokens. Training requires 1."""
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """Strings that end a completion; the completion includes them."""
@@ -140,7 +153,7 @@ class EngineConfig(Config):
     batch_invariant: bool = False
     """Fixed shapes, so that tokens are bit-identical whatever the other samples, evictions and restarts; slower. Reward
     models then score each sample separately."""
-    tick_s: float = Field(0.1, gt=0)
+    tick_s: Annotated[float, NEUTRAL] = Field(0.1, gt=0)
     """Interval at which a worker reports new tokens to the controller, in seconds."""
 
 
@@ -166,7 +179,7 @@ class EvalSetConfig(Config):
 
 
 class EvalConfig(Config):
-    every_steps: int = Field(5, ge=0)
+    every_steps: Annotated[int, Neutral(("eval",))] = Field(5, ge=0)
     """Steps between evaluations on held-out prompts; 0: evaluate only before and after training."""
     prompts: int = Field(64, ge=1)
     """Maximum number of held-out prompts."""
@@ -183,7 +196,7 @@ class EvalConfig(Config):
     sets: tuple[EvalSetConfig, ...] = ()
     """More prompts to evaluate after the held-out ones, with the same rewards; each set has its own figures. The best
     checkpoint is chosen by the held-out prompts of the task."""
-    compare_with: OptionalModelName = None
+    compare_with: Annotated[OptionalModelName, COMPARED] = None
     """Eval stages: a second model, as model.source, evaluated on the same prompts and reported with the difference and
     its p-value."""
 
@@ -212,7 +225,7 @@ class EvalConfig(Config):
 class CheckpointConfig(Config):
     every_steps: int = Field(10, ge=0)
     """Steps between checkpoints; one is always written at the end. 0: only at the end."""
-    keep_last: int = Field(2, ge=1)
+    keep_last: Annotated[int, NEUTRAL] = Field(2, ge=1)
     """Number of newest checkpoints to keep."""
     keep_best: bool = True
     """Also keep the checkpoint with the highest mean held-out reward (`eval/reward_mean`)."""
@@ -239,7 +252,7 @@ class ExportConfig(Config):
 class RunSpec(Config):
     """A whole run."""
 
-    runtime: Literal["inprocess", "ray"] = "inprocess"
+    runtime: Annotated[Literal["inprocess", "ray"], NEUTRAL] = "inprocess"
     """inprocess: one process, which simulates preemptible workers. ray: workers and trainer are Ray actors, on this
     machine or on a cluster."""
     run: RunConfig = RunConfig()
@@ -251,13 +264,13 @@ class RunSpec(Config):
     scoring: ScoringConfig = ScoringConfig()
     sampling: SamplingConfig = SamplingConfig()
     engine: EngineConfig = EngineConfig()
-    pool: PoolConfig = StaticPool()
-    fleet: FleetConfig = FleetConfig()
-    ray: RayConfig = RayConfig()
-    placement: PlacementConfig = PlacementConfig()
-    weights: WeightsConfig = WeightsConfig()
+    pool: Annotated[PoolConfig, NEUTRAL] = StaticPool()
+    fleet: Annotated[FleetConfig, NEUTRAL] = FleetConfig()
+    ray: Annotated[RayConfig, NEUTRAL, ON_RAY] = RayConfig()
+    placement: Annotated[PlacementConfig, NEUTRAL] = PlacementConfig()
+    weights: Annotated[WeightsConfig, NEUTRAL] = WeightsConfig()
     gateway: GatewayConfig = GatewayConfig()
-    reading: ReadingConfig = ReadingConfig()
+    reading: Annotated[ReadingConfig, NEUTRAL] = ReadingConfig()
     batch: BatchConfig = BatchConfig()
     schedule: ScheduleConfig = ScheduleConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
@@ -265,14 +278,15 @@ class RunSpec(Config):
     reward_model: RewardModelConfig = RewardModelConfig()
     preference: PreferenceConfig = PreferenceConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
-    critic: CriticConfig = CriticConfig()
+    critic: Annotated[CriticConfig, HAS_CRITIC] = CriticConfig()
     trainer: TrainerConfig = TrainerConfig()
-    eval: EvalConfig = EvalConfig()
-    checkpoint: CheckpointConfig = CheckpointConfig()
-    telemetry: TelemetryConfig = TelemetryConfig()
+    eval: Annotated[EvalConfig, Neutral(("rl",))] = EvalConfig()
+    # A supervised stage may output its best checkpoint, so that its frequency affects the output.
+    checkpoint: Annotated[CheckpointConfig, Neutral(("rl",))] = CheckpointConfig()
+    telemetry: Annotated[TelemetryConfig, NEUTRAL] = TelemetryConfig()
     data_generation: DataGenerationConfig = DataGenerationConfig()
     export: ExportConfig = ExportConfig()
-    simulation: SimulationConfig = SimulationConfig()
+    simulation: Annotated[SimulationConfig, NEUTRAL] = SimulationConfig()
 
     @property
     def directory(self) -> Path:
@@ -293,6 +307,11 @@ class RunSpec(Config):
     def is_elastic(self) -> bool:
         """Whether the run can have preemptible workers."""
         return self.pool.kind != "static" or self.pool.workers > 0
+
+    @property
+    def has_readers(self) -> bool:
+        """Whether there is a reward model or a reference."""
+        return bool(self.scoring.model_folders) or self.algorithm.kl_beta > 0
 
     @property
     def engine_is_apart(self) -> bool:

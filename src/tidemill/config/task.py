@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 from pydantic import Field
 
 from tidemill.config.addresses import DataPath, FolderText, OptionalDataPath
-from tidemill.config.base import Config, NameOrFunction
+from tidemill.config.base import NEUTRAL, TRAINING_ONLY, Config, NameOrFunction, Neutral
 from tidemill.extensions.registry import PATH, installed
 
 
@@ -120,7 +120,7 @@ class FileTask(RowsConfig):
     held_out_fraction: float = Field(0.1, gt=0, le=1)
     """Fraction of the prompts held out for evaluation when held_out_path is not set. 1: evaluate the training prompts
     themselves."""
-    index_above_mb: float = Field(256.0, ge=0)
+    index_above_mb: Annotated[float, NEUTRAL] = Field(256.0, ge=0)
     """Larger files stay on disk: an index in the cache folder finds their rows, and a resumed run does not read them
     again. In megabytes."""
 
@@ -308,11 +308,11 @@ def _is_loopback(url: str) -> bool:
 class ScoringConfig(Config):
     rewards: tuple[RewardConfig, ...] = Field((RewardConfig(kind="exact"),), min_length=1)
     """The rewards; a sample's reward is their weighted sum."""
-    timeout_s: float = Field(10.0, gt=0)
+    timeout_s: Annotated[float, NEUTRAL] = Field(10.0, gt=0)
     """A reward that takes longer is invalid for that sample, in seconds."""
-    concurrency: int = Field(8, ge=1)
+    concurrency: Annotated[int, NEUTRAL] = Field(8, ge=1)
     """Maximum number of samples scored at the same time."""
-    truncated: Literal["trained", "masked"] = "trained"
+    truncated: Annotated[Literal["trained", "masked"], TRAINING_ONLY] = "trained"
     """Completions cut off by max_new_tokens or the context length. trained: treated like any other. masked: excluded
     from loss and statistics. Episodes that end at env.turns, env.calls or env.seconds are not cut."""
 
@@ -348,7 +348,7 @@ class DataConfig(RowsConfig):
     (`sampling.stop`, or the task's), so that data and samples end alike."""
     seed: int | None = Field(None, ge=0)
     """Seed of the order of the rows; none: run.seed."""
-    index_above_mb: float = Field(256.0, ge=0)
+    index_above_mb: Annotated[float, NEUTRAL] = Field(256.0, ge=0)
     """Larger files stay on disk, as for task.index_above_mb."""
 
 
@@ -357,7 +357,7 @@ class DataGenerationConfig(Config):
     """Stages of kind demonstrations and pairs: maximum number of prompts to generate rows from."""
     split: Literal["train", "held_out"] = "train"
     """The task's training or evaluation prompts. Use rows of held_out as data.held_out_path."""
-    samples_per_prompt: int = Field(8, ge=2)
+    samples_per_prompt: Annotated[int, Neutral(("demonstrations",))] = Field(8, ge=2)
     """pairs: number of samples per prompt."""
-    pairs_per_prompt: int = Field(4, ge=1)
+    pairs_per_prompt: Annotated[int, Neutral(("demonstrations",))] = Field(4, ge=1)
     """pairs: maximum number of pairs per prompt."""

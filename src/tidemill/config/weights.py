@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from tidemill.config.base import Config, is_beyond_loopback
+from tidemill.config.base import ON_RAY, Config, is_beyond_loopback
 
 
 class WeightsConfig(Config):
     """Only with runtime = "ray"."""
 
-    transport: Literal["object_store", "shm", "http"] = "object_store"
+    transport: Annotated[Literal["object_store", "shm", "http"], ON_RAY] = "object_store"
     """object_store: Ray's; every worker pulls. shm: the same, but one worker of a machine pulls, and all of them share
     its snapshot in memory. http: from a server in the trainer's process. Workers need Ray in every case."""
-    threads: int = Field(1, ge=1)
+    threads: Annotated[int, ON_RAY] = Field(1, ge=1)
     """Threads that encode or apply a difference of two versions, in the trainer's process and in each worker."""
     lane: Literal["none", "collective"] = "none"
     """How a reserved engine in a process of its own gets weights. none: as the preemptible workers, which always pull.

@@ -261,8 +261,11 @@ class SampleCollector:
             self._check_deadline()
         for lease_id, verdict in in_flight.take_invalid_leases().items():
             rollout.fleet.end_lease(lease_id, f"it sent an invalid delta ({verdict})")
-        if rollout.reading is not None:
-            rollout.reading.send_growth(in_flight, messages.reports)
+        if observers := rollout.all_observers:
+            ids = [delta.sample_id for report in messages.reports for delta in report.deltas]
+            grown = [sample for sample_id in ids if (sample := in_flight.get(sample_id)) is not None]
+            for observer in observers:
+                observer.grown(grown)
         self._dispatcher.note_ended(ended)
         self._finish(ended)
         self.acting.start(ended)

@@ -11,7 +11,7 @@ from itertools import islice
 from tidemill.controller.fleet import Fleet
 from tidemill.controller.in_flight import LOCAL, InFlight
 from tidemill.controller.offload import REMAINING_FACTOR, Balance, HandOver, can_finish, seeding_useful
-from tidemill.controller.router import GroupKey, Load, Movable, Waiting, is_tail, select_tail_workers
+from tidemill.controller.router import GroupKey, Movable, Waiting, WorkerLoad, is_tail, select_tail_workers
 from tidemill.controller.samples import Sample, SampleState
 from tidemill.controller.waiting import LeaseOutcome
 from tidemill.controller.worker_state import WorkerState
@@ -226,7 +226,7 @@ class Dispatcher:
             return []
         if self._tail_workers is None or not self._tail_workers <= here:
             loads = [
-                Load(lease_id=lease_id, slots=fleet[lease_id].slots, assigned=len(in_flight.held(lease_id)))
+                WorkerLoad(lease_id=lease_id, slots=fleet[lease_id].slots, assigned=len(in_flight.held(lease_id)))
                 for lease_id in here
             ]
             self._tail_workers = select_tail_workers(
@@ -319,7 +319,9 @@ class Dispatcher:
             return False
         groups = self._groups_by_lease(chosen)
         loads = [
-            Load(lease_id=lease_id, slots=slots[lease_id], assigned=held[lease_id], groups=frozenset(groups[lease_id]))
+            WorkerLoad(
+                lease_id=lease_id, slots=slots[lease_id], assigned=held[lease_id], groups=frozenset(groups[lease_id])
+            )
             for lease_id in takes
         ]
         waiting = [
@@ -363,8 +365,7 @@ class Dispatcher:
     def _groups_by_lease(self, chosen: Sequence[Sample]) -> defaultdict[str, set[GroupKey]]:
         """The groups of these samples whose prompt a worker has computed, by its lease."""
         groups: defaultdict[str, set[GroupKey]] = defaultdict(set)
-        size = self._in_flight.plan.group_size
-        for position in {sample.ordinal // size for sample in chosen}:
+        for position in {self._in_flight.position(sample) for sample in chosen}:
             for sibling in self._in_flight.group(position):
                 if sibling.lease_id:
                     groups[sibling.lease_id].add(sibling.sample_id.group)
@@ -389,7 +390,7 @@ class Dispatcher:
             return
         moves = fleet.router.rebalance(
             [
-                Load(lease_id=lease_id, slots=slots[lease_id], assigned=len(samples))
+                WorkerLoad(lease_id=lease_id, slots=slots[lease_id], assigned=len(samples))
                 for lease_id, samples in held.items()
             ],
             lambda lease_id: [

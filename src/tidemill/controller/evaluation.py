@@ -101,6 +101,7 @@ async def evaluate(
         scorer=scorer,
         ledger=Ledger(None),
         reading=None,
+        observers=(),
         truncated="trained",
         phase="evaluation",
         window_s=math.inf,

@@ -7,9 +7,11 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from tidemill.config.schema import RunSpec
 from tidemill.controller.samples import Sample, SampleState, Verdict
 from tidemill.controller.turns import AgentLimits
 from tidemill.core.errors import UserError
+from tidemill.core.protocols import Codec
 from tidemill.core.records import (
     ITEM_BYTES,
     GenerateRequest,
@@ -49,6 +51,19 @@ class PlannedGroup(Record):
     prompt_id: str
     prompt_digest: str  # of its token ids
     from_version: int  # newest version when the group was started
+
+
+def sampling_params(spec: RunSpec, codec: Codec, stop_strings: tuple[str, ...]) -> SamplingParams:
+    """Sampling of training completions; the task's stop strings apply unless the user gave some."""
+    sampling = spec.sampling
+    return SamplingParams(
+        max_new_tokens=sampling.max_new_tokens,
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        stop_token_ids=codec.stop_token_ids,
+        stop_strings=sampling.stop or stop_strings,
+    )
 
 
 def plan_groups(
@@ -218,6 +233,10 @@ class InFlight:
                         break
             self._oldest[position] = oldest
         return self._oldest[position]
+
+    def position(self, sample: Sample) -> int:
+        """Of the sample's group."""
+        return sample.ordinal // self.plan.group_size
 
     def _ordinals(self, position: int) -> range:
         size = self.plan.group_size
@@ -395,4 +414,4 @@ class InFlight:
             self._held[sample.lease_id][sample.ordinal] = sample
 
     def _invalidate_oldest(self, sample: Sample) -> None:
-        self._oldest.pop(sample.ordinal // self.plan.group_size, None)
+        self._oldest.pop(self.position(sample), None)

@@ -140,13 +140,12 @@ class Ledger:
         """Apply the deltas that fit; returns the samples that finished, or whose turn ended."""
         blobs: list[tuple[int, bytes]] = []
         finished: list[Sample] = []
-        per_round = self._round_size * in_flight.plan.group_size
         for report in reports:
             applied: defaultdict[int, list[tuple[int, TokenDelta]]] = defaultdict(list)
             for delta in report.deltas:
                 sample = in_flight.apply(delta, report.status.source)
                 if sample is not None:
-                    applied[sample.ordinal // per_round + 1].append((sample.ordinal, delta))
+                    applied[self._round(in_flight.position(sample))].append((sample.ordinal, delta))
                     if delta.finish in ("stop", "length"):
                         finished.append(sample)
             if self._journal is None:
@@ -161,20 +160,20 @@ class Ledger:
         """When this returns, it is durable that a call which must not be repeated is about to start."""
         sample.turns.started_calls += (index,)
         entry = CallStarted(sample.ordinal, len(sample.turns.ended) - 1, index)
-        await self._append_by_position([(sample.ordinal // in_flight.plan.group_size, entry)])
+        await self._append_by_position([(in_flight.position(sample), entry)])
 
     async def record_call(self, in_flight: InFlight, sample: Sample, index: int, call: Call) -> None:
         """Store a call's result."""
         sample.turns.finished_calls = {**sample.turns.finished_calls, index: call}
         entry = CallEnded(sample.ordinal, len(sample.turns.ended) - 1, index, call)
-        await self._append_by_position([(sample.ordinal // in_flight.plan.group_size, entry)])
+        await self._append_by_position([(in_flight.position(sample), entry)])
 
     async def observe(self, in_flight: InFlight, answers: Sequence[tuple[Sample, Observation]]) -> None:
         """Append environments' answers to acting samples; when this returns, engines may continue them."""
         entries = []
         for sample, answer in answers:
             entry = Observed(sample.ordinal, len(sample.turns.ended) - 1, sample.length, answer)
-            entries.append((sample.ordinal // in_flight.plan.group_size, entry))
+            entries.append((in_flight.position(sample), entry))
             in_flight.observe(sample, answer)
         await self._append_by_position(entries)
 
@@ -182,8 +181,9 @@ class Ledger:
         """Store rewards; when this returns, the samples may be trained on."""
         for sample, reward in rewards:
             in_flight.score(sample, reward)
-        size = in_flight.plan.group_size
-        await self._append_by_position([(s.ordinal // size, Rewarded(((s.ordinal, reward),))) for s, reward in rewards])
+        await self._append_by_position(
+            [(in_flight.position(sample), Rewarded(((sample.ordinal, reward),))) for sample, reward in rewards]
+        )
 
     async def record_batch(
         self, in_flight: InFlight, step: int, positions: Sequence[int], *, reward_mean: float | None
@@ -214,18 +214,17 @@ class Ledger:
     async def restart(self, in_flight: InFlight, samples: Sequence[Sample]) -> None:
         """Discard the tokens of samples of one group."""
         in_flight.restart(samples)
-        position = samples[0].ordinal // in_flight.plan.group_size
+        position = in_flight.position(samples[0])
         await self._append_by_position([(position, Restarted(tuple(sample.ordinal for sample in samples)))])
 
     async def record_published(
         self, in_flight: InFlight, version: int, logprobs: Sequence[tuple[Sample, LogprobBuffer]]
     ) -> None:
         """Store logprobs under a published version of samples' first tokens."""
-        per_round = self._round_size * in_flight.plan.group_size
         by_round: defaultdict[int, list[tuple[int, LogprobBuffer]]] = defaultdict(list)
         for sample, buffer in logprobs:
             sample.set_published(version, buffer)
-            by_round[sample.ordinal // per_round + 1].append((sample.ordinal, buffer))
+            by_round[self._round(in_flight.position(sample))].append((sample.ordinal, buffer))
         await self._append([(step, encode(Published(version, tuple(part)))) for step, part in by_round.items()])
 
     async def record_evaluation(self, result: EvalResult, samples: Sequence[Trajectory]) -> None:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
-from tidemill.controller.in_flight import InFlight
-from tidemill.controller.samples import Sample
+from tidemill.controller.samples import Sample, TokenObserver
 from tidemill.core.protocols import Reader
-from tidemill.core.records import ITEM_BYTES, Growth, LogprobBuffer, SampleId, Trajectory, WorkerReport, count
+from tidemill.core.records import ITEM_BYTES, Growth, LogprobBuffer, SampleId, Trajectory, count
 
 
-class Reading:
+class Reading(TokenObserver):
     """Connects samples in flight with the frozen models that read them.
 
     Args:
@@ -26,19 +25,15 @@ class Reading:
         self._readers, self.reference, self._chunk_tokens, self._ahead = readers, reference, chunk_tokens, ahead
         self._sent: dict[SampleId, int] = {}  # tokens of prompt and completion, of unfinished samples
 
-    def send_growth(self, in_flight: InFlight, reports: Iterable[WorkerReport]) -> None:
-        """Send the whole chunks that these reports completed; of a new sample, the prompt at once."""
+    def grown(self, samples: Sequence[Sample]) -> None:
+        """Send the whole chunks that new tokens completed; of a new sample, the prompt at once."""
         if not self._ahead:
             return
-        grown = []
-        for report in reports:
-            for delta in report.deltas:
-                sample = in_flight.get(delta.sample_id)
-                if sample is not None and sample.finish is None and (growth := self._growth(sample)) is not None:
-                    grown.append(growth)
-        if grown:
+        unfinished = [sample for sample in samples if sample.finish is None]
+        growths = [growth for sample in unfinished if (growth := self._growth(sample)) is not None]
+        if growths:
             for reader in self._readers:
-                reader.receive(grown)
+                reader.receive(growths)
 
     def _growth(self, sample: Sample) -> Growth | None:
         prompt_tokens = count(sample.prompt.token_ids)
@@ -54,7 +49,7 @@ class Reading:
             ids = bytes(sample.token_ids[(sent - prompt_tokens) * ITEM_BYTES : end])
         return Growth(sample_id=sample.sample_id, prompt_tokens=prompt_tokens, start=sent, token_ids=ids)
 
-    def forget(self, samples: Iterable[Sample]) -> None:
+    def forget(self, samples: Sequence[Sample]) -> None:
         """Discard the tokens of restarted and dropped samples."""
         sent = [sample.sample_id for sample in samples if self._sent.pop(sample.sample_id, None) is not None]
         if sent:

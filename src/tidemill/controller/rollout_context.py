@@ -13,6 +13,7 @@ from tidemill.controller.fleet import Fleet
 from tidemill.controller.in_flight import StepCounters
 from tidemill.controller.ledger import Ledger
 from tidemill.controller.reading import Reading
+from tidemill.controller.samples import TokenObserver
 from tidemill.controller.turns import AgentLimits
 from tidemill.controller.waiting import Timeouts, Wait, wait_with_deadline
 from tidemill.core.protocols import Clock, Codec, Environments, Scorer, Telemetry
@@ -43,9 +44,14 @@ class RolloutContext:
     window_s: float = math.inf  # how long the local worker generates while preemptible workers serve
     gives_up: bool = True  # end the run if machines live shorter than a recomputation; else samples wait for others
     reading: Reading | None = None  # None without models that read samples one by one
+    observers: tuple[TokenObserver, ...] = ()  # besides `reading`
     environments: Environments | None = None  # None: samples are single completions
     agent: AgentLimits | None = None
     statuses: dict[str, WorkerStatus] = field(default_factory=dict)  # the latest, by lease
+
+    @property
+    def all_observers(self) -> tuple[TokenObserver, ...]:
+        return self.observers if self.reading is None else (self.reading, *self.observers)
 
     async def wait_for(self, call: Coroutine[Any, Any, T], *, awaited: str, look_at: str, deadline_s: float) -> T:
         """Await with "waiting" events and a deadline.

@@ -28,7 +28,7 @@ SLACK = 8
 """A worker may exceed its fair share by one sample per 8 slots (at least one), to reuse a group's prefix cache."""
 
 
-class Load(Record):
+class WorkerLoad(Record):
     """Load of one worker that takes samples."""
 
     lease_id: str
@@ -69,12 +69,12 @@ class Router(Protocol):
     """The interface of a routing policy; this module implements it."""
 
     def dispatch(
-        self, waiting: Sequence[Waiting], loads: Sequence[Load], *, queue_limit: int
+        self, waiting: Sequence[Waiting], loads: Sequence[WorkerLoad], *, queue_limit: int
     ) -> list[tuple[int, str]]: ...
 
     def rebalance(
         self,
-        loads: Sequence[Load],
+        loads: Sequence[WorkerLoad],
         held: Callable[[str], Sequence[Movable]],
         *,
         plateau: Mapping[str, int] | int,
@@ -85,9 +85,9 @@ class Router(Protocol):
 
 @dataclass(slots=True, eq=False)
 class _Worker:
-    """A `Load` with a running count of assigned samples."""
+    """A `WorkerLoad` with a running count of assigned samples."""
 
-    load: Load
+    load: WorkerLoad
     slots: int
     assigned: int
 
@@ -113,7 +113,7 @@ class _Worker:
         return (fullness, -slots, self.load.lease_id)
 
 
-def dispatch(waiting: Sequence[Waiting], loads: Sequence[Load], *, queue_limit: int) -> list[tuple[int, str]]:
+def dispatch(waiting: Sequence[Waiting], loads: Sequence[WorkerLoad], *, queue_limit: int) -> list[tuple[int, str]]:
     """Assign waiting samples, longest expected first; returns (ordinal, lease) pairs.
 
     Free slots are filled before queues, and no queue exceeds `queue_limit`. Each worker's share is proportional to its
@@ -258,7 +258,7 @@ class _Tier:
 
 
 def rebalance(
-    loads: Sequence[Load],
+    loads: Sequence[WorkerLoad],
     held: Callable[[str], Sequence[Movable]],
     *,
     plateau: Mapping[str, int] | int,
@@ -354,7 +354,7 @@ def is_tail(*, unfinished: int, samples: int, fraction: float) -> bool:
 
 
 def select_tail_workers(
-    loads: Sequence[Load], *, unfinished: int, plateau: int, last: Collection[str]
+    loads: Sequence[WorkerLoad], *, unfinished: int, plateau: int, last: Collection[str]
 ) -> frozenset[str]:
     """The fewest workers that can decode `unfinished` samples concurrently.
 

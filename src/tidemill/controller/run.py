@@ -23,7 +23,7 @@ from tidemill.controller.batching import (
 )
 from tidemill.controller.collector import SampleCollector
 from tidemill.controller.evaluation import EvalSchedule
-from tidemill.controller.in_flight import InFlight, plan_groups
+from tidemill.controller.in_flight import TRAIN, InFlight, SamplingPlan, plan_groups, sampling_params
 from tidemill.controller.offload import Seeding
 from tidemill.controller.rollout_context import RolloutContext, StopRequested
 from tidemill.controller.samples import Sample, SampleState
@@ -36,34 +36,44 @@ from tidemill.telemetry.metrics import HELD_OUT_NAME
 T = TypeVar("T")
 
 
-@dataclass(slots=True)
-class Run:
-    """The state of one `train_loop`."""
+@dataclass(slots=True, kw_only=True)
+class TrainingRun:
+    """What a run trains with, and its state during `train_loop`."""
 
     spec: RunSpec
+    rollout: RolloutContext  # its fleet is already entered
     source: PromptSource
     trainer: Trainer
-    eval_scorer: Scorer
+    eval_scorer: Scorer  # of held-out samples
     checkpoints: Checkpoints
-    rollout: RolloutContext
-    in_flight: InFlight
-    eval_sets: Mapping[str, Sequence[Prompt]]
-    collector: SampleCollector | None = None  # set while the loop runs
-    step: int = 0  # batches committed
-    resumed_from: int = 0
-    checkpointed: int = 0  # step of the newest checkpoint
-    replayed: int = 0
-    already_finished: bool = False
-    tokens_logged: int = 0  # in this session's metrics
-    timings: dict[str, float] = field(default_factory=dict)  # of the current step, in seconds
-    step_started_s: float = 0.0
-    trainer_responds: bool = True  # False if it did not when the run was stopped
-    prompts: tuple[int, Sequence[tuple[int, Prompt]]] = (0, ())  # cache: a step and its prompts
+    eval_sets: Mapping[str, Sequence[Prompt]] = field(default_factory=dict)  # by name, besides the held-out prompts
+    stop_strings: tuple[str, ...] = ()  # of the task, used if `spec.sampling.stop` is empty
+    collector: SampleCollector | None = field(default=None, init=False)  # set while the loop runs
+    step: int = field(default=0, init=False)  # batches committed
+    resumed_from: int = field(default=0, init=False)
+    checkpointed: int = field(default=0, init=False)  # step of the newest checkpoint
+    replayed: int = field(default=0, init=False)
+    already_finished: bool = field(default=False, init=False)
+    tokens_logged: int = field(default=0, init=False)  # in this session's metrics
+    timings: dict[str, float] = field(default_factory=dict, init=False)  # of the current step, in seconds
+    step_started_s: float = field(default=0.0, init=False)
+    trainer_responds: bool = field(default=True, init=False)  # False if it did not when the run was stopped
+    prompts: tuple[int, Sequence[tuple[int, Prompt]]] = field(default=(0, ()), init=False)  # cache: of a step
+    in_flight: InFlight = field(init=False)
     assembly: GroupAssembly = field(init=False)
     eval_schedule: EvalSchedule = field(init=False)
     seeding: Seeding = field(init=False)
 
     def __post_init__(self) -> None:
+        plan = SamplingPlan(
+            purpose=TRAIN,
+            run_seed=self.spec.run.seed,
+            group_size=self.spec.batch.group_size,
+            sampling=sampling_params(self.spec, self.rollout.codec, self.stop_strings),
+            exact_version=self.spec.schedule.one_version,
+            agent=self.rollout.agent,
+        )
+        self.in_flight = InFlight(plan, version_number=self.trainer.version.number)
         self.assembly = GroupAssembly(self.spec.batch.group_size)
         self.eval_schedule = EvalSchedule(
             self.spec,
@@ -222,7 +232,7 @@ class Run:
 
         With dynamic sampling, a group without reward signal is dropped and another one started.
         """
-        position = self.in_flight[trajectory.sample_id].ordinal // self.spec.batch.group_size
+        position = self.in_flight.position(self.in_flight[trajectory.sample_id])
         if not self.assembly.add(position, trajectory):
             return False
         if not self.spec.algorithm.dynamic_sampling or self.rollout.ledger.in_stored_batch(position):
@@ -346,7 +356,7 @@ class Run:
         samples = [
             sample
             for sample in self.in_flight.missing_logprobs(version)
-            if not ledger.in_stored_batch(sample.ordinal // self.spec.batch.group_size)
+            if not ledger.in_stored_batch(self.in_flight.position(sample))
         ]
         if samples:
             completions = [sample.completion(sample.tokens_before(version)) for sample in samples]

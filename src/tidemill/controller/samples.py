@@ -17,12 +17,12 @@ without tokens. Every other transition raises `IllegalTransition`.
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise
 from types import MappingProxyType
-from typing import Literal, TypeAlias, TypeVar
+from typing import Literal, Protocol, TypeAlias, TypeVar
 
 from tidemill.controller.turns import AgentLimits, Decode, Turns
 from tidemill.core.records import (
@@ -375,3 +375,10 @@ def _ranges(starts: tuple[tuple[T, int], ...], length: int) -> list[tuple[T, int
     """(name, start, end) of contiguous ranges up to `length`."""
     cuts = [*(start for _, start in starts), length]
     return [(name, start, end) for (name, _), (start, end) in zip(starts, pairwise(cuts), strict=True)]
+
+
+class TokenObserver(Protocol):
+    """Follows the tokens of samples in flight."""
+
+    def grown(self, samples: Sequence[Sample]) -> None:
+        """Samples have new tokens, or have finished. Never waits."""

@@ -33,7 +33,7 @@ from tidemill.data.prompts import (
     row_values,
 )
 from tidemill.data.reasoning_gym import build_reasoning_gym
-from tidemill.data.row_files import Row
+from tidemill.data.row_files import DataRow
 from tidemill.data.row_split import TrainEvalSplit, read_split, split_rows
 from tidemill.data.row_table import ExampleT, Progress, RowTable, RowUse, table_in_memory
 from tidemill.data.rows import PROMPT_SHAPE, to_item
@@ -183,7 +183,7 @@ def _row_facts(split: TrainEvalSplit[Any]) -> dict[str, Any]:
     }
 
 
-def _given_rows(rows: Any, name: str) -> Iterator[Row]:
+def _given_rows(rows: Any, name: str) -> Iterator[DataRow]:
     if not isinstance(rows, Iterable) or isinstance(rows, (str, bytes, Mapping)):
         hint = f"return a list of rows; {PROMPT_SHAPE}"
         raise UserError(f"returned {shown(rows)} instead of rows", where=name, hint=hint)
@@ -191,7 +191,7 @@ def _given_rows(rows: Any, name: str) -> Iterator[Row]:
         where = f"{name}, row {number} (from 0)"
         if not isinstance(fields, Mapping):
             raise UserError(f"expected a table, found {type(fields).__name__}", where=where, hint=PROMPT_SHAPE)
-        yield Row(fields=dict(fields), where=where, number=number)
+        yield DataRow(fields=dict(fields), where=where, number=number)
 
 
 class AgentTasks(Protocol):

@@ -32,13 +32,13 @@ from tidemill.core.records import (
 )
 from tidemill.data.prompts import (
     Order,
-    Question,
+    RawPrompt,
     content_id,
     encode_question,
     in_chat,
     with_location,
 )
-from tidemill.data.row_split import Side, read_split
+from tidemill.data.row_split import SplitSide, read_split
 from tidemill.data.row_table import Progress, RowUse
 from tidemill.data.rows import (
     ASSISTANT,
@@ -132,7 +132,7 @@ class Encoder:
             chat=in_chat(row, chat_template=self._chat_template),
         )
 
-    def _encode(self, row: Question, *replies: Reply) -> tuple[TokenBuffer, list[Encoded]]:
+    def _encode(self, row: RawPrompt, *replies: Reply) -> tuple[TokenBuffer, list[Encoded]]:
         """The prompt and its replies."""
         chat = in_chat(row, chat_template=self._chat_template)
         try:
@@ -150,7 +150,7 @@ class Encoder:
         except UserError as error:
             raise with_location(error, row) from error
 
-    def _episode(self, row: Question, turns: TurnFormat, prompt: Prompt, reply: Reply) -> Encoded:
+    def _episode(self, row: RawPrompt, turns: TurnFormat, prompt: Prompt, reply: Reply) -> Encoded:
         """The reply as an agent would have generated it, with its observations."""
         chat = in_chat(row, chat_template=self._chat_template)
         opening = thinking_opening(row, prompt.text) if chat else ""
@@ -179,7 +179,7 @@ class Encoder:
             done.append(_answered(turn, seen))
         return Encoded(pack_tokens(token_ids), tuple(trained), tuple(branches))
 
-    def _completion(self, row: Question, text: str, opening: str) -> TokenBuffer:
+    def _completion(self, row: RawPrompt, text: str, opening: str) -> TokenBuffer:
         """Token ids of a turn.
 
         Args:
@@ -197,7 +197,7 @@ class Encoder:
         return pack_tokens(token_ids)
 
 
-def thinking_opening(row: Question, prompt: str) -> str:
+def thinking_opening(row: RawPrompt, prompt: str) -> str:
     """The end of a rendered chat that begins the model's thinking: `<think>` and white space, or an empty thought."""
     found = OPENING.search(prompt)
     # A template without a start of the assistant's turn ends with the user's text.
@@ -206,7 +206,7 @@ def thinking_opening(row: Question, prompt: str) -> str:
     return found.group() if found and not by_user else ""
 
 
-def _after(opening: str, text: str, row: Question) -> str:
+def _after(opening: str, text: str, row: RawPrompt) -> str:
     """The part of a completion that follows an opening; the completion may repeat the opening.
 
     Raises:
@@ -405,7 +405,7 @@ def _too_long(rows: int, named: str, limit: int, *, all_of_them: bool) -> UserEr
     )
 
 
-def _named(sides: Sequence[Side[Any]]) -> str:
+def _named(sides: Sequence[SplitSide[Any]]) -> str:
     rows = [(side, at) for side in sides for at in range(min(len(side), NAMED_ROWS))][:NAMED_ROWS]
     named = [f"{side.table.location(int(side.rows[at]))}, {side.tokens[at]} tokens" for side, at in rows]
     more = sum(map(len, sides)) - len(rows)

@@ -9,13 +9,13 @@ from typing import Any
 
 from tidemill.core.errors import UserError
 from tidemill.core.records import Message
-from tidemill.data.prompts import Question, chat_message
+from tidemill.data.prompts import RawPrompt, chat_message
 from tidemill.data.rows import ASSISTANT, CONVERSATIONS, SHAREGPT_CURE
 
 SHAPE = 'give a text, or messages such as [{"role": "user", "content": "2+2="}]'
 
 
-def questions(given: Any) -> list[Question]:
+def questions(given: Any) -> list[RawPrompt]:
     """One question per prompt, from a text, a conversation, a row, or several of these.
 
     A conversation is a list of messages, as for OpenAI's API; a row has `prompt` (either kind) or `messages`.
@@ -87,9 +87,9 @@ def _is_row(given: Any) -> bool:
     return isinstance(given, Mapping) and ("messages" in given or "prompt" in given)
 
 
-def _question(given: Any, where: str) -> Question:
+def _question(given: Any, where: str) -> RawPrompt:
     if isinstance(given, str):
-        return Question(messages=(Message(role="user", content=given),), where=where)
+        return RawPrompt(messages=(Message(role="user", content=given),), where=where)
     if isinstance(given, Mapping) and _is_row(given):
         field = "messages" if given.get("messages") is not None else "prompt"
         return _question(given[field], f"{where}, {field}")
@@ -104,7 +104,7 @@ def _question(given: Any, where: str) -> Question:
     if messages[-1].role == ASSISTANT:
         hint = "end with a message of the user; the model writes the assistant's"
         raise UserError("the last message is the assistant's", where=where, hint=hint)
-    return Question(messages=messages, plain=False, where=where)
+    return RawPrompt(messages=messages, plain=False, where=where)
 
 
 def _message(given: Message | Mapping[str, Any], where: str) -> Message:

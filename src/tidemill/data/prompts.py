@@ -17,7 +17,7 @@ from tidemill.core.protocols import Codec, PromptSource
 from tidemill.core.records import Message, Prompt, Record, count, pack_tokens
 
 
-class Question(Record, kw_only=True):
+class RawPrompt(Record, kw_only=True):
     """The messages for a model (a plain text prompt is one user message) and their origin."""
 
     messages: tuple[Message, ...]
@@ -31,7 +31,7 @@ class Question(Record, kw_only=True):
         return ()
 
 
-class Item(Question, kw_only=True):
+class Item(RawPrompt, kw_only=True):
     """One problem: a question and its answer."""
 
     answer: str | None  # None: the row has none
@@ -42,7 +42,7 @@ class Item(Question, kw_only=True):
         return (self.answer or "",)
 
 
-QuestionT = TypeVar("QuestionT", bound=Question)
+QuestionT = TypeVar("QuestionT", bound=RawPrompt)
 
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -100,14 +100,14 @@ def hash_share(*parts: object) -> float:
     return (hash_number(*parts) >> 11) / 2**53
 
 
-def content_id(question: Question) -> str:
+def content_id(question: RawPrompt) -> str:
     """32 hex digits from a question's messages, tools and replies."""
     messages = [[message.role, message.content] for message in question.messages]
     tools = [list(question.tools)] if question.tools else []
     return hashlib.blake2b(json.dumps([messages, *tools, *question.replies]).encode(), digest_size=16).hexdigest()
 
 
-def content_digest(*parts: Sequence[Question]) -> str:
+def content_digest(*parts: Sequence[RawPrompt]) -> str:
     """One digest for several sets of items; the order within a set does not matter."""
     return ids_digest(*[[content_id(item) for item in part] for part in parts])
 
@@ -123,12 +123,12 @@ def ids_digest(*parts: Iterable[str]) -> str:
     return digest.hexdigest()
 
 
-def question_key(item: Question) -> str:
+def question_key(item: RawPrompt) -> str:
     """Equal for items with the same question: all messages without answers, white space collapsed."""
     return json.dumps([[message.role, " ".join(message.content.split())] for message in item.messages])
 
 
-def question_number(item: Question) -> int:
+def question_number(item: RawPrompt) -> int:
     """64 bits, equal for items with the same question. They decide whether a question is held out."""
     return hash_number("held out", question_key(item))
 
@@ -138,12 +138,12 @@ def in_content_order(items: Iterable[QuestionT]) -> list[QuestionT]:
     return sorted(items, key=lambda item: hash_number("order", content_id(item)))
 
 
-def in_chat(question: Question, *, chat_template: bool) -> bool:
+def in_chat(question: RawPrompt, *, chat_template: bool) -> bool:
     """Whether the chat template renders it, either because the configuration says so or because it is not plain."""
     return chat_template or not question.plain
 
 
-def encode_question(question: Question, codec: Codec, *, chat_template: bool) -> tuple[str, list[int]]:
+def encode_question(question: RawPrompt, codec: Codec, *, chat_template: bool) -> tuple[str, list[int]]:
     """Text and token ids as the model sees them: in the chat template, or plain with a blank line between messages.
 
     Raises:
@@ -158,7 +158,7 @@ def encode_question(question: Question, codec: Codec, *, chat_template: bool) ->
         raise with_location(error, question) from error
 
 
-def with_location(error: UserError, question: Question) -> UserError:
+def with_location(error: UserError, question: RawPrompt) -> UserError:
     """The error with the location of the question's text, which the codec does not know."""
     return UserError(error.what, where=question.where or error.where, hint=error.hint)
 

@@ -43,7 +43,7 @@ def name_of_rows(path: Path) -> str:
         return str(path)
 
 
-class Row(Record):
+class DataRow(Record):
     """One row."""
 
     fields: dict[str, Any]
@@ -265,7 +265,7 @@ def _elsewhere(missing: Path, section: str) -> str:
     return f"check {section}.path and {section}.held_out_path"
 
 
-def rows_of(file: RowFile, *, section: str, shape: str) -> Iterator[Row]:
+def rows_of(file: RowFile, *, section: str, shape: str) -> Iterator[DataRow]:
     """The rows of a file, one at a time.
 
     Args:
@@ -282,7 +282,7 @@ def rows_of(file: RowFile, *, section: str, shape: str) -> Iterator[Row]:
                 what = f"expected a JSON object, found {type(value).__name__}"
                 raise UserError(what, where=file.where(number), hint=ARRAY_CURE if isinstance(value, list) else shape)
             empty = False
-            yield Row(fields=value, where=file.where(number), number=number, locator=locator)
+            yield DataRow(fields=value, where=file.where(number), number=number, locator=locator)
     except OSError as error:
         what = f"cannot read the data: {error.strerror or error}"
         raise UserError(what, where=file.name, hint=f"check {section}.path, {section}.held_out_path") from error

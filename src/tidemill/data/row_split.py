@@ -37,7 +37,7 @@ class Ids(Sequence[str]):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Side(Generic[ExampleT]):
+class SplitSide(Generic[ExampleT]):
     """Some rows of a table, in order."""
 
     table: RowTable[ExampleT]
@@ -58,11 +58,11 @@ class Side(Generic[ExampleT]):
     def sources(self) -> NDArray[np.int64]:
         return self.table.index["source"][self.rows].astype(np.int64)
 
-    def where(self, mask: Mask) -> Side[ExampleT]:
+    def where(self, mask: Mask) -> SplitSide[ExampleT]:
         """The rows that a mask selects."""
         return replace(self, rows=self.rows[mask])
 
-    def in_content_order(self) -> Side[ExampleT]:
+    def in_content_order(self) -> SplitSide[ExampleT]:
         """Shuffled by content hash, so that the first n are always the same random sample."""
         keys = np.array([hash_number("order", name) for name in self.ids], np.uint64)
         return replace(self, rows=self.rows[np.argsort(keys, kind="stable")])
@@ -75,8 +75,8 @@ class Side(Generic[ExampleT]):
 class TrainEvalSplit(Generic[ExampleT]):
     """Rows split by question: no question is on both sides, unless all prompts are evaluated."""
 
-    train: Side[ExampleT]
-    held_out: Side[ExampleT]  # in content order: any first n are a random sample
+    train: SplitSide[ExampleT]
+    held_out: SplitSide[ExampleT]  # in content order: any first n are a random sample
     weights: tuple[float, ...]  # of the sources
     kept: int = 0  # rows left out of training because the evaluation file has the same question
 
@@ -155,7 +155,7 @@ def split_rows(
         UserError: one side would be empty.
     """
     questions = rows.index["question"]
-    every = Side(table=rows, rows=np.arange(len(questions)))
+    every = SplitSide(table=rows, rows=np.arange(len(questions)))
     if held_out is None:
         train = every
         evaluated = every.where(_held_out(questions, held_out_fraction))
@@ -169,7 +169,7 @@ def split_rows(
     if not len(train):
         what = "every question is also an evaluation question; no training data is left"
         raise UserError(what, where=where, hint="remove the shared rows from the evaluation rows")
-    evaluated = Side(table=held_out, rows=np.arange(len(held_out.index)))
+    evaluated = SplitSide(table=held_out, rows=np.arange(len(held_out.index)))
     return TrainEvalSplit(
         train=train,
         held_out=evaluated.in_content_order(),

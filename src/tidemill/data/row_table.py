@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from tidemill.core.errors import UserError
 from tidemill.core.folders import cache_dir
 from tidemill.data.prompts import QuestionT, RowCounter, RowFigures, content_id, question_number
-from tidemill.data.row_files import Row, RowFile, open_rows, rows_of
+from tidemill.data.row_files import DataRow, RowFile, open_rows, rows_of
 from tidemill.telemetry.jsonl import disk_error, write_atomically
 
 ExampleT = TypeVar("ExampleT")
@@ -50,7 +50,7 @@ class RowUse(Generic[QuestionT, ExampleT]):
 
     section: str  # of the configuration that names the files: "task" or "data"
     shape: str  # an example of a row, for messages
-    parse: Callable[[Row], QuestionT]
+    parse: Callable[[DataRow], QuestionT]
     encode: Callable[[QuestionT], ExampleT]
     tokens: Callable[[ExampleT], int]
     values: Callable[[QuestionT], Mapping[str, Any]] = lambda _: {}  # that a reward can see, by column
@@ -127,7 +127,7 @@ def read_table(
 
 
 def table_in_memory(
-    rows: Iterable[Row], use: RowUse[QuestionT, ExampleT], *, where: Callable[[int], str]
+    rows: Iterable[DataRow], use: RowUse[QuestionT, ExampleT], *, where: Callable[[int], str]
 ) -> RowTable[ExampleT]:
     """The distinct rows of an iterable. Raises UserError: a row is invalid."""
     examples, records, counter = list[ExampleT](), list[tuple[Any, ...]](), RowCounter()
@@ -168,7 +168,7 @@ def join(tables: Sequence[RowTable[ExampleT]]) -> RowTable[ExampleT]:
     )
 
 
-def _record(row: Row, question: Any, tokens: int, *, locator: int) -> tuple[Any, ...]:
+def _record(row: DataRow, question: Any, tokens: int, *, locator: int) -> tuple[Any, ...]:
     return (content_id(question).encode(), question_number(question), tokens, row.number, locator, 0)
 
 
@@ -185,7 +185,7 @@ def _indexed(file: RowFile, use: RowUse[QuestionT, ExampleT], progress: Progress
             hint = "restore it, and run the same command again"
             raise UserError("the file changed while it was in use", where=file.name, hint=hint)
         value = file.fetch(locator)
-        return use.encode(use.parse(Row(fields=value, where=file.name, locator=locator)))
+        return use.encode(use.parse(DataRow(fields=value, where=file.name, locator=locator)))
 
     def table(index: Index, figures: RowFigures) -> RowTable[ExampleT]:
         return RowTable(

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 from tidemill.core.errors import UserError
 from tidemill.core.records import Message, Prompt
-from tidemill.data.prompts import Item, Question, after_system, chat_message
-from tidemill.data.row_files import Row
+from tidemill.data.prompts import Item, RawPrompt, after_system, chat_message
+from tidemill.data.row_files import DataRow
 
 PROMPT_SHAPE = (
     'a row looks like {"prompt": "2+2=", "answer": "4"} or {"messages": [{"role": "user", "content": …}], "answer": …}'
@@ -53,7 +53,7 @@ Reply: TypeAlias = str | tuple[Message, ...]
 """What follows a prompt: one text, or the messages from the first to the last of several turns of the assistant."""
 
 
-class DemonstrationText(Question, kw_only=True):
+class DemonstrationText(RawPrompt, kw_only=True):
     """A demonstration before tokenization."""
 
     completion: Reply  # empty: the text of the only message is learned whole
@@ -63,7 +63,7 @@ class DemonstrationText(Question, kw_only=True):
         return _texts(self.completion)
 
 
-class PairText(Question, kw_only=True):
+class PairText(RawPrompt, kw_only=True):
     """A preference pair before tokenization. Two rows that differ only in the margin are the same pair."""
 
     chosen: Reply
@@ -80,7 +80,7 @@ def _texts(reply: Reply) -> tuple[str, ...]:
     return (reply,) if isinstance(reply, str) else tuple(text for each in reply for text in (each.role, each.content))
 
 
-def to_item(row: Row, *, columns: Mapping[str, str], system_prompt: str) -> Item:
+def to_item(row: DataRow, *, columns: Mapping[str, str], system_prompt: str) -> Item:
     """The prompt of a row with its answer; all other fields are metadata.
 
     Args:
@@ -102,17 +102,17 @@ def to_item(row: Row, *, columns: Mapping[str, str], system_prompt: str) -> Item
     )
 
 
-def _renamed(row: Row, columns: Mapping[str, str], section: str) -> Row:
+def _renamed(row: DataRow, columns: Mapping[str, str], section: str) -> DataRow:
     """The row with its columns under their standard names."""
     missing = [column for column in columns.values() if column not in row.fields]
     if missing:
         hint = f"the row has {', '.join(row.fields)}; correct {section}.columns"
         raise UserError(f"the row has no column `{missing[0]}`", where=row.where, hint=hint)
     rest = {name: value for name, value in row.fields.items() if name not in columns.values()}
-    return Row(fields={**rest, **{name: row.fields[column] for name, column in columns.items()}}, where=row.where)
+    return DataRow(fields={**rest, **{name: row.fields[column] for name, column in columns.items()}}, where=row.where)
 
 
-def _tools(row: Row) -> tuple[dict[str, Any], ...]:
+def _tools(row: DataRow) -> tuple[dict[str, Any], ...]:
     tools = row.get("tools")
     if tools is None:
         return ()
@@ -127,7 +127,7 @@ def _tools(row: Row) -> tuple[dict[str, Any], ...]:
     return tuple(tools)
 
 
-def to_demonstration(row: Row, *, columns: Mapping[str, str], system_prompt: str) -> DemonstrationText:
+def to_demonstration(row: DataRow, *, columns: Mapping[str, str], system_prompt: str) -> DemonstrationText:
     """The prompt of a row with the completion to learn; arguments and errors as `to_item`.
 
     Without a completion, the messages from the assistant's first turn on are the completion. Of a row that has only a
@@ -166,7 +166,7 @@ def to_demonstration(row: Row, *, columns: Mapping[str, str], system_prompt: str
     )
 
 
-def _refuse_pair(row: Row) -> NoReturn:
+def _refuse_pair(row: DataRow) -> NoReturn:
     chosen = row.get("chosen")
     name = "messages" if isinstance(chosen, list) and row.get("prompt") is None else "completion"
     _fault(
@@ -176,7 +176,7 @@ def _refuse_pair(row: Row) -> NoReturn:
     )
 
 
-def to_pair(row: Row, *, columns: Mapping[str, str], system_prompt: str) -> PairText:
+def to_pair(row: DataRow, *, columns: Mapping[str, str], system_prompt: str) -> PairText:
     """The prompt of a row with a better and a worse completion. The prompt may be the common start of both.
 
     Raises:
@@ -198,7 +198,7 @@ def to_pair(row: Row, *, columns: Mapping[str, str], system_prompt: str) -> Pair
     return pair
 
 
-def _with_prompt(row: Row) -> Row:
+def _with_prompt(row: DataRow) -> DataRow:
     """The row with the prompt that both sides contain in its own field. (TRL calls such a prompt implicit.)"""
     chosen, rejected = row.get("chosen"), row.get("rejected")
     for side in ("chosen", "rejected"):
@@ -222,7 +222,7 @@ def _with_prompt(row: Row) -> Row:
     else:
         return row
     fields = {"prompt": chosen[:size], "chosen": chosen[size:], "rejected": rejected[size:]}
-    return Row(fields={**row.fields, **fields}, where=row.where)
+    return DataRow(fields={**row.fields, **fields}, where=row.where)
 
 
 def _starts_with_prompt(side: Any) -> bool:
@@ -252,7 +252,7 @@ def identical_replies(pair: PairText) -> UserError:
     )
 
 
-def _messages(row: Row, shape: str) -> tuple[Message, ...]:
+def _messages(row: DataRow, shape: str) -> tuple[Message, ...]:
     prompt, messages = row.get("prompt"), row.get("messages")
     if (prompt is None) == (messages is None):
         there = ", ".join(f"`{name}`" for name in row.fields if row.get(name) is not None) or "nothing"
@@ -270,7 +270,7 @@ def _messages(row: Row, shape: str) -> tuple[Message, ...]:
     return tuple(_message(message, field, row, shape) for message in listed)
 
 
-def _refuse_conversations(row: Row) -> None:
+def _refuse_conversations(row: DataRow) -> None:
     """
     Raises:
         UserError: the row has its messages in a column of another format.
@@ -282,7 +282,7 @@ def _refuse_conversations(row: Row) -> None:
             _fault(f"the row has `{name}` in place of `messages`", row, cure)
 
 
-def _message(message: Any, field: str, row: Row, shape: str) -> Message:
+def _message(message: Any, field: str, row: DataRow, shape: str) -> Message:
     # A table gives every message all fields that any message has, with null values.
     given = {name: value for name, value in message.items() if value is not None} if isinstance(message, dict) else {}
     if set(given) == {"from", "value"}:
@@ -294,7 +294,7 @@ def _message(message: Any, field: str, row: Row, shape: str) -> Message:
     return chat_message(**given, field=field, where=row.where)
 
 
-def _answer(row: Row) -> str | None:
+def _answer(row: DataRow) -> str | None:
     answer = row.get("answer")
     if answer is None:
         return None
@@ -303,7 +303,7 @@ def _answer(row: Row) -> str | None:
     return str(answer)
 
 
-def _reply(value: Any, field: str, row: Row, shape: str) -> Reply:
+def _reply(value: Any, field: str, row: DataRow, shape: str) -> Reply:
     """A completion: its text, or a list of messages."""
     if isinstance(value, list):
         turns = _turns(tuple(_message(message, field, row, shape) for message in value), field, row, shape)
@@ -320,7 +320,7 @@ def _reply(value: Any, field: str, row: Row, shape: str) -> Reply:
     return value
 
 
-def _turns(messages: tuple[Message, ...], field: str, row: Row, shape: str) -> Reply:
+def _turns(messages: tuple[Message, ...], field: str, row: DataRow, shape: str) -> Reply:
     """The messages of several turns, or the text of a single one."""
     if not messages or messages[0].role != ASSISTANT or messages[-1].role != ASSISTANT:
         _fault(f"`{field}` must be a text, or messages that start and end with the role {ASSISTANT}", row, shape)
@@ -330,7 +330,7 @@ def _turns(messages: tuple[Message, ...], field: str, row: Row, shape: str) -> R
     return messages if len(messages) > 1 else messages[0].content
 
 
-def _margin(row: Row) -> float:
+def _margin(row: DataRow) -> float:
     margin = row.get("margin")
     if margin is None:
         return 0.0
@@ -339,7 +339,7 @@ def _margin(row: Row) -> float:
     return float(margin)
 
 
-def _metadata(row: Row, name: str) -> Any:
+def _metadata(row: DataRow, name: str) -> Any:
     value = row.get(name)
     try:
         json.dumps(value, allow_nan=False)
@@ -351,7 +351,7 @@ def _metadata(row: Row, name: str) -> Any:
     return value
 
 
-def _fault(what: str, row: Row, hint: str) -> NoReturn:
+def _fault(what: str, row: DataRow, hint: str) -> NoReturn:
     raise UserError(what, where=row.where, hint=hint)
 
 

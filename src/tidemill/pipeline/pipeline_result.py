@@ -7,7 +7,7 @@ from typing import Any
 
 from tidemill.core.formatting import between, decimal
 from tidemill.core.records import Record
-from tidemill.telemetry.run_data import Figure, went
+from tidemill.telemetry.run_data import EvaluationFigure, went
 from tidemill.telemetry.statistics import wilson_interval
 
 INTERVAL = "_interval"
@@ -113,13 +113,13 @@ def main_figure(stage: Stage) -> str:
     return next((name for name in MAIN_FIGURES if stage["figures"].get(name) is not None), "")
 
 
-def measured(figures: Mapping[str, Any], name: str) -> Figure:
+def measured(figures: Mapping[str, Any], name: str) -> EvaluationFigure:
     """A figure with its interval; that of a share from the number of items, if it is not there."""
     value, n, ends = figures[name], figures.get("n"), figures.get(f"{name}{INTERVAL}")
     share = name.removesuffix("_before") in SHARES and 0 <= value <= 1
     if not ends and share and isinstance(n, int) and n:
         ends = wilson_interval(value, n)
-    return Figure("accuracy" if share else "mean reward", value, (ends[0], ends[1]) if ends else None)
+    return EvaluationFigure("accuracy" if share else "mean reward", value, (ends[0], ends[1]) if ends else None)
 
 
 def _sentence(stage: Stage, source: Stage, figure: str) -> str:

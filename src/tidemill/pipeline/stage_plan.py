@@ -14,10 +14,10 @@ import xxhash
 from tidemill.config.addresses import HUB
 from tidemill.config.functions import FunctionReference, function_references
 from tidemill.config.issues import ConfigError, ConfigIssue
-from tidemill.config.keys import did_you_mean, dotted, flattened
+from tidemill.config.keys import belongs_to, did_you_mean, dotted, flattened, neutral_keys
 from tidemill.config.load import PREFIX
 from tidemill.config.model import BUILT_IN_MODELS
-from tidemill.config.pipeline import KINDS, NEUTRAL, StageSpec
+from tidemill.config.pipeline import KINDS, StageSpec
 from tidemill.core.errors import UserError
 from tidemill.core.records import Record
 from tidemill.extensions.loading import source_file
@@ -85,8 +85,8 @@ def output_values(stage: StageSpec, *, upstream: Mapping[str, str], contents: Ma
         sections["model"].pop("char")
     if "supervised" in sections and stage.spec.supervised.epochs:
         sections["trainer"].pop("steps")  # the number of epochs determines the number of steps
-    neutral = (*NEUTRAL, *KINDS[stage.kind].neutral)
-    return {key: value for key, value in flattened(sections).items() if not key.startswith(neutral)}
+    neutral = neutral_keys(stage.kind)
+    return {key: value for key, value in flattened(sections).items() if not belongs_to(key, neutral)}
 
 
 def put(sections: dict[str, Any], location: tuple[str | int, ...], value: Any) -> None:

@@ -23,7 +23,7 @@ from tidemill.core.records import Prompt, SampleId, TokenBuffer, Turn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
+class RewardInput:
     """The input of a reward."""
 
     prompt: Prompt
@@ -49,7 +49,7 @@ class Sample:
 class BatchScorer(Protocol):
     """Scores samples together."""
 
-    async def score_batch(self, samples: Sequence[Sample]) -> Sequence[Any]:
+    async def score_batch(self, samples: Sequence[RewardInput]) -> Sequence[Any]:
         """Return one score or exception per sample, in order. An exception raised applies to all of them."""
 
     async def close(self) -> None: ...
@@ -67,11 +67,11 @@ class BatchedReward:
 
     def __init__(self, scorer: BatchScorer, *, most: int, overtake_s: float | None = None) -> None:
         self._scorer, self._most, self._overtake_s = scorer, most, overtake_s
-        self._waiting: deque[tuple[Sample, asyncio.Future[Any]]] = deque()
+        self._waiting: deque[tuple[RewardInput, asyncio.Future[Any]]] = deque()
         self._answering: set[asyncio.Task[None]] = set()
         self._serving: asyncio.Task[None] | None = None
 
-    async def __call__(self, sample: Sample) -> Any:
+    async def __call__(self, sample: RewardInput) -> Any:
         """Return the sample's score, or raise the exception of its batch."""
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._waiting.append((sample, future))
@@ -101,15 +101,15 @@ class BatchedReward:
         finally:
             self._serving = None
 
-    def _next_batch(self) -> list[tuple[Sample, asyncio.Future[Any]]]:
-        batch: list[tuple[Sample, asyncio.Future[Any]]] = []
+    def _next_batch(self) -> list[tuple[RewardInput, asyncio.Future[Any]]]:
+        batch: list[tuple[RewardInput, asyncio.Future[Any]]] = []
         while self._waiting and len(batch) < self._most:
             entry = self._waiting.popleft()
             if not entry[1].done():  # already timed out
                 batch.append(entry)
         return batch
 
-    async def _answer(self, batch: list[tuple[Sample, asyncio.Future[Any]]]) -> None:
+    async def _answer(self, batch: list[tuple[RewardInput, asyncio.Future[Any]]]) -> None:
         results: Sequence[Any]
         try:
             results = await self._scorer.score_batch([sample for sample, _ in batch])
@@ -129,7 +129,7 @@ class BatchedReward:
                 future.set_result(result)
 
 
-def _fail(entries: Iterable[tuple[Sample, asyncio.Future[Any]]]) -> None:
+def _fail(entries: Iterable[tuple[RewardInput, asyncio.Future[Any]]]) -> None:
     for _, future in entries:
         if not future.done():
             future.set_exception(RuntimeError("closed before the sample was scored"))
@@ -140,11 +140,11 @@ TEMPORARY_STATUS = frozenset({408, 425, 429, 500, 502, 503, 504})
 MAX_RESPONSE_BYTES = 16 << 20
 
 
-class RemoteError(Exception):
+class RewardServerError(Exception):
     """The server returned no scores; the message names server and reason."""
 
 
-class Unavailable(RemoteError):
+class Unavailable(RewardServerError):
     """A retry may succeed."""
 
 
@@ -168,7 +168,7 @@ class HttpScorer:
         # No proxy or credentials from the environment, and no redirect to another server.
         self._client = httpx2.AsyncClient(trust_env=False, follow_redirects=False, timeout=None)
 
-    async def score_batch(self, samples: Sequence[Sample]) -> Sequence[float | Exception]:
+    async def score_batch(self, samples: Sequence[RewardInput]) -> Sequence[float | Exception]:
         """
         Raises:
             RemoteError: no response, or a response without one score per sample.
@@ -195,13 +195,13 @@ class HttpScorer:
                 if answer.status_code in TEMPORARY_STATUS:
                     raise Unavailable(f"{self._url} answered {answer.status_code}")
                 if answer.status_code != 200:
-                    raise RemoteError(f"{self._url} answered {answer.status_code}")
+                    raise RewardServerError(f"{self._url} answered {answer.status_code}")
                 parts, size = [], 0
                 async for part in answer.aiter_bytes():
                     parts.append(part)
                     size += len(part)
                     if size > MAX_RESPONSE_BYTES:
-                        raise RemoteError(f"{self._url} answered with more than {MAX_RESPONSE_BYTES:,} bytes")
+                        raise RewardServerError(f"{self._url} answered with more than {MAX_RESPONSE_BYTES:,} bytes")
                 return b"".join(parts)
         except TimeoutError:
             raise Unavailable(f"{self._url} did not answer within {self._request_s:g} s") from None
@@ -212,16 +212,16 @@ class HttpScorer:
         try:
             scores = msgspec.json.decode(answer)["scores"]
         except (msgspec.DecodeError, KeyError, TypeError) as error:
-            raise RemoteError(f'{self._url} answered without {{"scores": [...]}}') from error
+            raise RewardServerError(f'{self._url} answered without {{"scores": [...]}}') from error
         if not isinstance(scores, list) or len(scores) != count:
             found = len(scores) if isinstance(scores, list) else "no array of"
-            raise RemoteError(f"{self._url} answered {found} scores for {count} samples")
+            raise RewardServerError(f"{self._url} answered {found} scores for {count} samples")
         return [self._score(value) for value in scores]
 
     def _score(self, value: object) -> float | Exception:
         if isinstance(value, int | float) and not isinstance(value, bool):
             return float(value)
-        return RemoteError(f"{self._url} gave no score: {value!r:.60}")
+        return RewardServerError(f"{self._url} gave no score: {value!r:.60}")
 
 
 def _authorization(config: RewardConfig) -> dict[str, str]:
@@ -238,7 +238,7 @@ def _authorization(config: RewardConfig) -> dict[str, str]:
     return {config.auth_header: secret}
 
 
-def _request_fields(sample: Sample) -> dict[str, Any]:
+def _request_fields(sample: RewardInput) -> dict[str, Any]:
     named = sample.sample_id
     return {
         "id": f"{named.purpose}/{named.prompt_id}/{named.epoch}/{named.index}",

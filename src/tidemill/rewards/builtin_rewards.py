@@ -23,11 +23,11 @@ from tidemill.extensions.portable import AVAILABLE, Target, UnportableError, tar
 from tidemill.extensions.registry import resolve
 from tidemill.extensions.results import place_of
 from tidemill.extensions.scores import Score, finite
-from tidemill.rewards.batch_rewards import BatchedReward, HttpScorer, Sample
+from tidemill.rewards.batch_rewards import BatchedReward, HttpScorer, RewardInput
 from tidemill.rewards.code_tests import COLUMN, GRACE_S, CodeTests
 from tidemill.rewards.package_checks import PackageReward
 from tidemill.rewards.user_rewards import WHERE as WHERE_FUNCTION
-from tidemill.rewards.user_rewards import BatchFunction, Caller, SampleReward, ThreadFunction, UserReward
+from tidemill.rewards.user_rewards import BatchFunction, FunctionCaller, SampleReward, ThreadFunction, UserReward
 
 WHERE = "scoring.rewards"
 LONGEST_QUEUE_S = 3600.0
@@ -38,14 +38,14 @@ NUMBER = re.compile(
 )
 
 
-RewardFunction: TypeAlias = Callable[[Sample], Any]
+RewardFunction: TypeAlias = Callable[[RewardInput], Any]
 """Returns what `NamedReward.value` converts, or an awaitable of it; may raise."""
 
 
 class QueuedReward(Protocol):
     """A reward that queues its samples; it gets every sample at once, concurrently with the other rewards."""
 
-    async def __call__(self, sample: Sample) -> Any: ...
+    async def __call__(self, sample: RewardInput) -> Any: ...
 
     async def close(self) -> None: ...
 
@@ -109,7 +109,7 @@ def last_number(text: str) -> Decimal | None:
 def _exact(config: RewardConfig, context: Context) -> RewardFunction:
     """1 if the completion up to the first stop string equals the answer, ignoring surrounding white space; else 0."""
 
-    def exact(sample: Sample) -> float:
+    def exact(sample: RewardInput) -> float:
         return float(until_stop(sample.completion, context.stop_strings).strip() == sample.answer().strip())
 
     return exact
@@ -118,7 +118,7 @@ def _exact(config: RewardConfig, context: Context) -> RewardFunction:
 def _numeric(config: RewardConfig, context: Context) -> RewardFunction:
     """1 if the last number before the first stop string equals the answer's last number (12 = 12.0); else 0."""
 
-    def numeric(sample: Sample) -> float:
+    def numeric(sample: RewardInput) -> float:
         expected = last_number(sample.answer())
         if expected is None:
             raise ValueError(f"the answer {sample.answer()[:40]!r} contains no number")
@@ -136,7 +136,7 @@ def _regex(config: RewardConfig, context: Context) -> RewardFunction:
     pattern = regex.compile(config.pattern)
     timeout_s = context.timeout_s
 
-    def found(sample: Sample) -> float:
+    def found(sample: RewardInput) -> float:
         try:
             return float(pattern.search(sample.completion, timeout=timeout_s, concurrent=True) is not None)
         except TimeoutError:  # in the words of the scorer, whose own deadline may come first
@@ -291,7 +291,7 @@ def _build_in_processes(name: str, config: RewardConfig, context: Context) -> Na
     scores: QueuedReward
     if config.kind == "math_verify":
         import_extra("math_verify", package="math-verify", needed_by="the reward math_verify")
-        caller: Caller
+        caller: FunctionCaller
         if AVAILABLE:
             caller = context.processes.add(MATH_VERIFY, weights={}, together=False, lists=False)
         else:
@@ -324,7 +324,7 @@ def _build_in_processes(name: str, config: RewardConfig, context: Context) -> Na
     )
 
 
-def _caller(reward: UserReward, context: Context) -> Caller:
+def _caller(reward: UserReward, context: Context) -> FunctionCaller:
     """What calls a function: processes, which can be killed, unless it must stay in this one."""
     extension = reward.extension
     process = extension.options.get("process")
@@ -341,7 +341,7 @@ def _caller(reward: UserReward, context: Context) -> Caller:
     return ThreadFunction(extension.function, reward.weights, context.calls, context.concurrency)
 
 
-def _completion_and_answer(sample: Sample) -> dict[str, str]:
+def _completion_and_answer(sample: RewardInput) -> dict[str, str]:
     return {"completion": sample.completion, "answer": sample.answer()}
 
 

@@ -20,7 +20,7 @@ from tidemill.config.sandbox import SandboxConfig
 from tidemill.config.task import RewardConfig
 from tidemill.core.errors import UserError
 from tidemill.core.records import Record
-from tidemill.rewards.batch_rewards import Sample
+from tidemill.rewards.batch_rewards import RewardInput
 from tidemill.sandbox import Sandbox, SandboxError, SandboxLostError, open_sandbox
 
 COLUMN = "tests"
@@ -58,7 +58,7 @@ class CodeTests:
     def __init__(self, config: RewardConfig, sandbox: SandboxConfig) -> None:
         self._config, self._sandbox = config, sandbox
 
-    def __call__(self, sample: Sample) -> float:
+    def __call__(self, sample: RewardInput) -> float:
         """Raises SandboxLostError: no sandbox could be started; UserError: the row's tests are malformed."""
         tests = tests_of(sample.prompt.metadata)
         program = program_of(sample, with_prompt=self._config.with_prompt)
@@ -102,7 +102,7 @@ def tests_of(metadata: dict[str, Any]) -> list[CodeTest]:
     return tests
 
 
-def program_of(sample: Sample, *, with_prompt: bool) -> str:
+def program_of(sample: RewardInput, *, with_prompt: bool) -> str:
     """The program of a completion: after the prompt, or its last fenced block, or all of it."""
     if with_prompt:
         return sample.prompt.text + sample.completion

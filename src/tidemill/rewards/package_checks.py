@@ -24,7 +24,7 @@ from tidemill.core.errors import ReaderLost, UserError
 from tidemill.core.records import Record
 from tidemill.data.prompts import PackageCheck
 from tidemill.extensions.calls import CallError
-from tidemill.rewards.batch_rewards import Sample
+from tidemill.rewards.batch_rewards import RewardInput
 from tidemill.sandbox.local import LocalSandbox, SandboxedProgram
 from tidemill.sandbox.open_sandbox import open_local_sandbox
 from tidemill.sandbox.records import MEGABYTE, SandboxError
@@ -45,14 +45,14 @@ MOST_BYTES = 1 << 16
 SITE_FOLDERS = frozenset({"site-packages", "dist-packages"})
 
 
-class Reply(Record):
+class CheckReply(Record):
     ready: bool = False
     score: float | None = None
     error: str = ""
     late: bool = False
 
 
-class Program:
+class CheckProgram:
     """A program in its own sandbox. It scores one answer at a time."""
 
     def __init__(self, check: PackageCheck, config: SandboxConfig) -> None:
@@ -90,7 +90,7 @@ class Program:
             self._end()
             raise
 
-    async def score(self, request: bytes, *, timeout_s: float) -> Reply:
+    async def score(self, request: bytes, *, timeout_s: float) -> CheckReply:
         """
         Raises:
             OSError, EOFError, TimeoutError, ValueError: the program has ended, or does not answer.
@@ -104,7 +104,7 @@ class Program:
             length = int.from_bytes(await self._reader.readexactly(LENGTH_BYTES), "little")
             if length > MOST_BYTES:
                 raise ValueError(f"an answer of {length:,} bytes")
-            return msgspec.msgpack.decode(await self._reader.readexactly(length), type=Reply)
+            return msgspec.msgpack.decode(await self._reader.readexactly(length), type=CheckReply)
 
     def close(self) -> None:
         """End it."""
@@ -130,10 +130,10 @@ class PackageReward:
     def __init__(self, check: PackageCheck, sandbox: SandboxConfig, *, timeout_s: float, most: int) -> None:
         self._check, self._sandbox, self._timeout_s = check, sandbox, timeout_s
         self._turns = asyncio.Semaphore(max(1, min(most, MOST_PROGRAMS, len(os.sched_getaffinity(0)))))
-        self._idle: list[Program] = []
-        self._busy: set[Program] = set()
+        self._idle: list[CheckProgram] = []
+        self._busy: set[CheckProgram] = set()
 
-    async def __call__(self, sample: Sample) -> float:
+    async def __call__(self, sample: RewardInput) -> float:
         """
         Raises:
             CallError: no score within the deadline, or the package or its process failed.
@@ -156,7 +156,7 @@ class PackageReward:
         self._idle.clear()
         await asyncio.sleep(0)  # their streams close in the next iteration of the loop
 
-    async def _asked(self, request: bytes) -> Reply | None:
+    async def _asked(self, request: bytes) -> CheckReply | None:
         """The reply of a program; None if the program ended, whatever the reason."""
         program = self._idle.pop() if self._idle else await self._started()
         self._busy.add(program)
@@ -173,8 +173,8 @@ class PackageReward:
         self._idle.append(program)
         return reply
 
-    async def _started(self) -> Program:
-        starting = asyncio.ensure_future(asyncio.to_thread(Program, self._check, self._sandbox))
+    async def _started(self) -> CheckProgram:
+        starting = asyncio.ensure_future(asyncio.to_thread(CheckProgram, self._check, self._sandbox))
         try:
             return await asyncio.shield(starting)
         except asyncio.CancelledError:
@@ -183,7 +183,7 @@ class PackageReward:
         except UserError as error:
             raise ReaderLost(str(error)) from error
 
-    def _score(self, reply: Reply) -> float:
+    def _score(self, reply: CheckReply) -> float:
         if reply.late:
             raise CallError(f"no result within {self._timeout_s:g} s")
         if reply.score is None:
@@ -195,10 +195,10 @@ class PackageReward:
 
 def check_program(check: PackageCheck, sandbox: SandboxConfig) -> None:
     """Start the program once. Raises UserError: it does not work on this machine."""
-    Program(check, sandbox).close()
+    CheckProgram(check, sandbox).close()
 
 
-def _close_late(starting: asyncio.Future[Program]) -> None:
+def _close_late(starting: asyncio.Future[CheckProgram]) -> None:
     if not starting.cancelled() and starting.exception() is None:
         starting.result().close()
 
@@ -217,7 +217,7 @@ def _wait_until_ready(program: SandboxedProgram, package: str) -> None:
     try:
         with program.stream.makefile("rb", buffering=0) as reader:
             length = int.from_bytes(_exactly(reader, LENGTH_BYTES), "little")
-            what = msgspec.msgpack.decode(_exactly(reader, min(length, MOST_BYTES)), type=Reply).error
+            what = msgspec.msgpack.decode(_exactly(reader, min(length, MOST_BYTES)), type=CheckReply).error
     except (OSError, EOFError, msgspec.DecodeError) as error:
         what = _last_words(program) or str(error) or type(error).__name__
     if what:

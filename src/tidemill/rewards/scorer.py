@@ -16,7 +16,7 @@ from tidemill.extensions.calls import MAX_HANGING, CallError, CallTimeout, Hangi
 from tidemill.extensions.function_pool import FunctionProcesses
 from tidemill.extensions.registry import resolve
 from tidemill.extensions.scores import LARGEST, TOO_LARGE, Score
-from tidemill.rewards.batch_rewards import Sample
+from tidemill.rewards.batch_rewards import RewardInput
 from tidemill.rewards.builtin_rewards import (
     NOT_ABOUT_CORRECTNESS,
     Context,
@@ -84,7 +84,7 @@ class RewardScorer:
         if trajectory.outcome is not None:
             reported = {"environment": trajectory.outcome}
             return Reward(value=trajectory.outcome, components=reported, correct=self._correct(reported))
-        sample = Sample(
+        sample = RewardInput(
             prompt=prompt,
             completion=trajectory.final,
             completion_tokens=trajectory.trained_length,
@@ -136,7 +136,7 @@ class RewardScorer:
             if reward.scores:
                 await reward.scores.close()
 
-    async def _score_unqueued(self, sample: Sample, found: dict[str, Score], faults: list[str]) -> None:
+    async def _score_unqueued(self, sample: RewardInput, found: dict[str, Score], faults: list[str]) -> None:
         """Call the rewards that score one sample at a time, limited to `concurrency` samples. Queued rewards run
         concurrently without this limit, which would also limit their batches."""
         alone = [reward for reward in self._rewards if not reward.scores]
@@ -144,7 +144,7 @@ class RewardScorer:
             for reward in alone:
                 await self._note(reward, sample, found, faults)
 
-    async def _note(self, reward: NamedReward, sample: Sample, found: dict[str, Score], faults: list[str]) -> None:
+    async def _note(self, reward: NamedReward, sample: RewardInput, found: dict[str, Score], faults: list[str]) -> None:
         timeout_s = reward.timeout_s or self._timeout_s
         try:
             if reward.needs_answer:
@@ -160,7 +160,7 @@ class RewardScorer:
                 )  # raised: it has the line
                 faults.append(f"reward {reward.name}: {fault}{place}")
 
-    async def _ask(self, reward: NamedReward, sample: Sample, timeout_s: float) -> Score:
+    async def _ask(self, reward: NamedReward, sample: RewardInput, timeout_s: float) -> Score:
         if reward.inline:
             return reward.value(reward.function(sample))
         if reward.scores and not reward.queues:

@@ -17,7 +17,7 @@ from tidemill.extensions.registry import Extension
 from tidemill.extensions.results import placed
 from tidemill.extensions.scores import Score
 from tidemill.extensions.signature import Wanted, check_offered, wanted_arguments
-from tidemill.rewards.batch_rewards import Sample
+from tidemill.rewards.batch_rewards import RewardInput
 
 WHERE = "scoring.rewards.function"
 STANDARD = ("prompt", "messages", "completion", "token_ids", "answer", "metadata", "step", "seed")
@@ -62,18 +62,18 @@ class UserReward:
             what = f"the data has a column `{hidden[0]}`, and {extension.name} takes the argument of that name"
             raise UserError(what, where=WHERE, hint="rename the column with task.columns, or in the data")
 
-    def arguments(self, sample: Sample) -> dict[str, Any]:
+    def arguments(self, sample: RewardInput) -> dict[str, Any]:
         """What the function takes of a sample."""
         return self._wanted.choose(self._required | _arguments(sample))
 
-    def lists(self, samples: Sequence[Sample]) -> dict[str, list[Any]]:
+    def lists(self, samples: Sequence[RewardInput]) -> dict[str, list[Any]]:
         """What a function of lists takes: one entry for each sample."""
         rows = [dict.fromkeys(self._columns) | _arguments(sample) for sample in samples]
         shared = [name for name in rows[0] if all(name in row for row in rows)]
         return self._wanted.choose({name: [row[name] for row in rows] for name in shared})
 
 
-class Caller(Protocol):
+class FunctionCaller(Protocol):
     """Calls a user function: `ProcessFunction`, or `ThreadFunction` for one that must stay in this process."""
 
     async def call(self, arguments: Mapping[str, Any], *, timeout_s: float, count: int = 0) -> Scores:
@@ -104,10 +104,12 @@ class ThreadFunction:
 class SampleReward:
     """Implements `rewards.QueuedReward` with a function of one sample."""
 
-    def __init__(self, caller: Caller, arguments: Callable[[Sample], Mapping[str, Any]], *, timeout_s: float) -> None:
+    def __init__(
+        self, caller: FunctionCaller, arguments: Callable[[RewardInput], Mapping[str, Any]], *, timeout_s: float
+    ) -> None:
         self._caller, self._arguments, self._timeout_s = caller, arguments, timeout_s
 
-    async def __call__(self, sample: Sample) -> Score:
+    async def __call__(self, sample: RewardInput) -> Score:
         (score,) = await self._caller.call(self._arguments(sample), timeout_s=self._timeout_s)
         return _score(score)
 
@@ -118,10 +120,10 @@ class SampleReward:
 class BatchFunction:
     """Implements `batch_rewards.BatchScorer` with a function of lists."""
 
-    def __init__(self, caller: Caller, reward: UserReward, *, timeout_s: float) -> None:
+    def __init__(self, caller: FunctionCaller, reward: UserReward, *, timeout_s: float) -> None:
         self._caller, self._reward, self._timeout_s = caller, reward, timeout_s
 
-    async def score_batch(self, samples: Sequence[Sample]) -> Sequence[Any]:
+    async def score_batch(self, samples: Sequence[RewardInput]) -> Sequence[Any]:
         """Raises CallError: the function raised, or did not return one result per sample."""
         arguments = self._reward.lists(samples)
         scores = await self._caller.call(arguments, timeout_s=self._timeout_s, count=len(samples))
@@ -137,7 +139,7 @@ def _score(score: Score | str) -> Score:
     return score
 
 
-def _arguments(sample: Sample) -> dict[str, Any]:
+def _arguments(sample: RewardInput) -> dict[str, Any]:
     """Every argument that a reward can take, by name."""
     prompt: Prompt = sample.prompt
     return {

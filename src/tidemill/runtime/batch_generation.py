@@ -19,8 +19,8 @@ from tidemill.agents.demonstrations import agent_demonstrations
 from tidemill.config.schema import RunSpec
 from tidemill.controller.evaluation import Evaluation, draw, eval_result, evaluate
 from tidemill.controller.fleet import Fleet
+from tidemill.controller.in_flight import sampling_params
 from tidemill.controller.ledger import Ledger
-from tidemill.controller.loop import sampling_params
 from tidemill.controller.rollout_context import RolloutContext
 from tidemill.core.errors import UserError
 from tidemill.core.protocols import LoopClock

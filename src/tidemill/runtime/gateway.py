@@ -8,18 +8,17 @@ import logging
 import secrets
 import signal
 import tempfile
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager, closing
 from pathlib import Path
 from typing import Any
 
 from tidemill.config.schema import RunSpec
 from tidemill.controller.fleet import Fleet
-from tidemill.controller.in_flight import InFlight
-from tidemill.controller.loop import sampling_params
-from tidemill.controller.reading import Reading
+from tidemill.controller.in_flight import sampling_params
+from tidemill.controller.samples import Sample, TokenObserver
 from tidemill.core.protocols import TurnFormat
-from tidemill.core.records import SamplingParams, WorkerReport
+from tidemill.core.records import SamplingParams
 from tidemill.gateway.access import logged_to
 from tidemill.gateway.app import Gateway
 from tidemill.gateway.backend import Asked, Piece
@@ -83,19 +82,17 @@ async def run_gateway(spec: RunSpec, *, progress: Callable[[str], None]) -> dict
     return {"requests": gateway.requests}
 
 
-class SessionFeed(Reading):
+class SessionFeed(TokenObserver):
     """Hands the tokens of samples in flight to their sessions, report by report."""
 
     def __init__(self, sessions: Sessions) -> None:
-        super().__init__([], reference=None, chunk_tokens=1, ahead=False)
         self._sessions = sessions
 
-    def send_growth(self, in_flight: InFlight, reports: Iterable[WorkerReport]) -> None:
-        for report in reports:
-            for delta in report.deltas:
-                if (sample := in_flight.get(delta.sample_id)) is not None:
-                    ids, logprobs = bytes(sample.token_ids), bytes(sample.logprobs)
-                    self._sessions.receive(sample.sample_id, sample.turns.start, ids, logprobs, sample.length)
+    def grown(self, samples: Sequence[Sample]) -> None:
+        for sample in samples:
+            ids = bytes(sample.token_ids)
+            logprobs = bytes(sample.logprobs)
+            self._sessions.receive(sample.sample_id, sample.turns.start, ids, logprobs, sample.length)
 
 
 class ServedSessions:
@@ -153,7 +150,7 @@ class ServedSessions:
 @asynccontextmanager
 async def training_sessions(
     spec: RunSpec, backend: RuntimeBackend, run: RunDirectory, recorder: Recorder, fleet: Fleet
-) -> AsyncIterator[tuple[Sessions, Reading]]:
+) -> AsyncIterator[tuple[Sessions, TokenObserver]]:
     """The sessions of a run and their gateway, while the block runs.
 
     Raises:

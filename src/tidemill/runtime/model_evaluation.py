@@ -39,7 +39,7 @@ from tidemill.core.records import (
     unpack_tokens,
 )
 from tidemill.data.given_prompts import questions
-from tidemill.data.prompts import Question, after_system, encode_question, in_chat
+from tidemill.data.prompts import RawPrompt, after_system, encode_question, in_chat
 from tidemill.models.catalog import errors_at_key
 from tidemill.models.codec import TextCodec
 from tidemill.models.model_source import ModelSource, exact_models, locate
@@ -420,14 +420,14 @@ def _as_dicts(messages: Sequence[Message]) -> list[dict[str, str]]:
     return [{"role": message.role, "content": message.content} for message in messages]
 
 
-def _name(question: Question) -> str:
+def _name(question: RawPrompt) -> str:
     """Part of the key of a prompt's random numbers: equal for a text and for a user message with it."""
     if [message.role for message in question.messages] == ["user"]:
         return question.messages[0].content
     return json.dumps(_as_dicts(question.messages), ensure_ascii=False)
 
 
-def _rendered(question: Question, codec: TextCodec, *, chat: bool, system: str) -> tuple[str, list[int]]:
+def _rendered(question: RawPrompt, codec: TextCodec, *, chat: bool, system: str) -> tuple[str, list[int]]:
     """Text and token ids that the model gets.
 
     Raises:

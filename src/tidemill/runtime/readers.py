@@ -33,7 +33,7 @@ from tidemill.models.catalog import resolve
 from tidemill.models.codec import load_codec
 from tidemill.models.model_source import locate
 from tidemill.models.reward_model import RewardModel, check_same_vocabulary, load_reward_model, read_description
-from tidemill.rewards.batch_rewards import BatchedReward, Sample
+from tidemill.rewards.batch_rewards import BatchedReward, RewardInput
 from tidemill.rewards.builtin_rewards import QueuedReward
 from tidemill.runtime.compute import ComputeThread, choose_device, choose_precision
 from tidemill.trainer.scoring import ChunkedReader, LogprobScorer, RewardModelScorer, SampleScorer, reward_scores
@@ -247,7 +247,7 @@ class ReaderScores:
     def __init__(self, reader: Reader) -> None:
         self._reader = reader
 
-    async def __call__(self, sample: Sample) -> float:
+    async def __call__(self, sample: RewardInput) -> float:
         """
         Raises:
             ReaderLost: the reader's process died and cannot be restarted.
@@ -277,7 +277,7 @@ class ModelScorer:
         self._compute = compute
         self._reward, self._budget, self._autocast = reward, budget, autocast
 
-    async def score_batch(self, samples: Sequence[Sample]) -> Sequence[float | Exception]:
+    async def score_batch(self, samples: Sequence[RewardInput]) -> Sequence[float | Exception]:
         sequences = [sample.token_ids for sample in samples]
         return await self._compute.run(
             lambda: reward_scores(self._reward, sequences, budget=self._budget, autocast=self._autocast)

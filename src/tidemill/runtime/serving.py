@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import secrets
 from collections import defaultdict
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, cast
@@ -17,9 +17,8 @@ from tidemill.config.task import ServedTask
 from tidemill.controller.collector import SampleCollector, collect_samples
 from tidemill.controller.in_flight import InFlight, SamplingPlan
 from tidemill.controller.ledger import Ledger
-from tidemill.controller.reading import Reading
 from tidemill.controller.rollout_context import RolloutContext, StopRequested
-from tidemill.controller.samples import Sample
+from tidemill.controller.samples import Sample, TokenObserver
 from tidemill.controller.waiting import Timeouts
 from tidemill.core.protocols import LoopClock, TurnFormat
 from tidemill.core.records import (
@@ -30,7 +29,6 @@ from tidemill.core.records import (
     SampleId,
     SamplingParams,
     Trajectory,
-    WorkerReport,
 )
 from tidemill.gateway.backend import Asked, Piece
 from tidemill.gateway.errors import SERVER, ApiError
@@ -101,19 +99,16 @@ class Listener:
             )
 
 
-class TokenFeed(Reading):
+class TokenFeed(TokenObserver):
     """Hands the tokens of samples in flight to those who wait for them, report by report."""
 
     def __init__(self) -> None:
-        super().__init__([], reference=None, chunk_tokens=1, ahead=False)
         self.listeners: dict[SampleId, Listener] = {}
 
-    def send_growth(self, in_flight: InFlight, reports: Iterable[WorkerReport]) -> None:
-        for report in reports:
-            for delta in report.deltas:
-                sample, listener = in_flight.get(delta.sample_id), self.listeners.get(delta.sample_id)
-                if sample is not None and listener is not None:
-                    listener.send(sample)
+    def grown(self, samples: Sequence[Sample]) -> None:
+        for sample in samples:
+            if (listener := self.listeners.get(sample.sample_id)) is not None:
+                listener.send(sample)
 
     def fail(self, error: Exception) -> None:
         for listener in self.listeners.values():
@@ -298,7 +293,7 @@ async def served_fleet(
             stop=stop,
             timeouts=Timeouts(notice_s=3600.0, scorer_s=NEVER_S, pool_s=NEVER_S),
             gives_up=False,  # a request gives up after `gateway.stall_s`, and others may be shorter
-            reading=feed,
+            observers=(feed,),
         )
         defaults = SamplingParams(
             max_new_tokens=0,

@@ -15,6 +15,7 @@ from tidemill.config.issues import (
     shown_value,
     without_effect,
 )
+from tidemill.config.keys import belongs_to, resumable_keys
 from tidemill.config.load import differences, from_toml
 from tidemill.config.pipeline import StageKind
 from tidemill.config.schema import RunSpec
@@ -23,6 +24,9 @@ from tidemill.controller.fleet import Fleet
 from tidemill.controller.ledger import Ledger
 from tidemill.controller.loop import LoopResult, train_loop
 from tidemill.controller.reading import Reading
+from tidemill.controller.rollout_context import RolloutContext
+from tidemill.controller.run import TrainingRun
+from tidemill.controller.samples import TokenObserver
 from tidemill.core.errors import GuardStop, UserError, describe_error, root_error
 from tidemill.core.folders import another_directory
 from tidemill.core.packages import install_command
@@ -50,15 +54,6 @@ from tidemill.telemetry.report import report_at_the_end
 from tidemill.telemetry.run_dir import PROMPTS, PromptFormat, RunDirectory
 
 SHOWN_CHANGES = 6
-RESUMABLE = ("run.dir", "run.name", "run.check_memory",
-             "trainer.steps", "trainer.hours", "trainer.threads", "trainer.shards",
-             "engine.tick_s", "checkpoint.", "telemetry.", "eval.", "runtime", "pool.", "fleet.", "ray.",
-             "placement.", "reading.", "gateway.host", "gateway.port", "gateway.token_file", "gateway.body_",
-             "gateway.con", "gateway.header_s", "gateway.idle_s", "gateway.stall_s", "simulation.", "weights.",
-             "scoring.concurrency", "scoring.timeout_s", "supervised.epochs", "task.index_above_mb",
-             "data.index_above_mb", "optimizer.schedule_steps")  # fmt: skip
-"""Keys and sections that may differ when a run is resumed. (Other thread counts or chunk sizes may round
-differently.)"""
 MODEL_DIGEST, TASK_DIGEST, DATA_DIGEST, THREADS = "model_digest", "task_digest", "data_digest", "threads"
 EXTENSIONS, EVAL_DIGESTS, SCHEDULE_STEPS, KIND = "extensions", "eval_digests", "schedule_steps", "kind"
 """Keys of the manifest: initial weights, prompts or examples, threads, the identities of user functions, the prompts of
@@ -226,7 +221,7 @@ def check_same_config(run: RunDirectory, spec: RunSpec) -> RunSpec | None:
     changed = [
         f"{key} = {shown_value(new)}, the run has {shown_value(old)}"
         for key, old, new in differences(earlier, spec)
-        if not key.startswith(RESUMABLE)
+        if not belongs_to(key, resumable_keys())
     ]
     if changed:
         more = len(changed) - SHOWN_CHANGES
@@ -310,7 +305,7 @@ def _write_forecast(spec: RunSpec, run: RunDirectory, recorder: Recorder, foreca
 
 def open_sessions(
     spec: RunSpec, backend: RuntimeBackend, run: RunDirectory, recorder: Recorder, fleet: Fleet
-) -> AbstractAsyncContextManager[tuple[Sessions, Reading]]:
+) -> AbstractAsyncContextManager[tuple[Sessions, TokenObserver]]:
     """The sessions of clients. Raises UserError: the extra `gateway` is not installed."""
     try:
         from tidemill.runtime.gateway import training_sessions
@@ -359,7 +354,8 @@ async def _train(
         recorder.event("machine", **backend.device_info)
         fleet = fleet_of(spec, backend, recorder, clock, needs_logprobs=spec.algorithm.needs_rollout_logprobs)
         await stack.enter_async_context(fleet)
-        readers, reading = backend.readers, None
+        readers = backend.readers
+        reading: Reading | None = None
         if readers.all:
             reading = Reading(
                 readers.all,
@@ -369,9 +365,11 @@ async def _train(
             )
         environments: Environments | None
         sessions: Sessions | None = None
+        observers: tuple[TokenObserver, ...] = ()
         if spec.gateway.sessions:
-            sessions, reading = await stack.enter_async_context(open_sessions(spec, backend, run, recorder, fleet))
+            sessions, feed = await stack.enter_async_context(open_sessions(spec, backend, run, recorder, fleet))
             environments = sessions
+            observers = (feed,)
         else:
             environments = await stack.enter_async_context(
                 open_environments(
@@ -406,25 +404,31 @@ async def _train(
 
         signalled = stop_request.on_signals(lambda: loop.call_soon_threadsafe(request_stop))
         with signalled, stop_request.bound(from_other_thread):
-            result = await train_loop(
-                spec=spec,
-                source=source,
+            rollout = RolloutContext(
                 fleet=fleet,
-                trainer=backend.trainer,
-                scorer=backend.scorer,
-                eval_scorer=backend.eval_scorer,
                 ledger=Ledger(journal, round_size=spec.batch.prompts),
-                checkpoints=backend.checkpoints,
-                telemetry=CallbackTelemetry(recorder, [*callbacks, *configured_callbacks(spec)], request_stop, observe),
+                scorer=backend.scorer,
                 codec=backend.codec,
+                telemetry=CallbackTelemetry(recorder, [*callbacks, *configured_callbacks(spec)], request_stop, observe),
                 clock=clock,
                 stop=stop,
-                stop_strings=backend.task.default_stop_strings,
+                truncated=spec.scoring.truncated,
                 reading=reading,
-                eval_sets=backend.task.eval_prompts,
+                observers=observers,
                 environments=environments,
                 agent=agent_limits(spec, backend.context_tokens),
             )
+            training = TrainingRun(
+                spec=spec,
+                rollout=rollout,
+                source=source,
+                trainer=backend.trainer,
+                eval_scorer=backend.eval_scorer,
+                checkpoints=backend.checkpoints,
+                eval_sets=backend.task.eval_prompts,
+                stop_strings=backend.task.default_stop_strings,
+            )
+            result = await train_loop(training)
         if sessions is not None and not result.interrupted:
             sessions.finish()
         return result

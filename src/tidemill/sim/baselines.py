@@ -18,7 +18,7 @@ import msgspec
 
 from tidemill.controller.estimates import LengthEstimator
 from tidemill.controller.fleet import Fleet
-from tidemill.controller.router import GroupKey, Load, Movable, Move, Waiting
+from tidemill.controller.router import GroupKey, Movable, Move, Waiting, WorkerLoad
 from tidemill.core.records import ITEM_BYTES, GenerateRequest, PolicyVersion, SampleId, TokenDelta, count
 from tidemill.sim.costs import EngineCosts, ProfiledEngine
 from tidemill.sim.simulated_engine import SimulatedEngine
@@ -68,9 +68,9 @@ class UnknownLengths(LengthEstimator):
 
 @dataclass(slots=True, eq=False)
 class _Place:
-    """A mutable copy of a `Load`; a request without slots is pending."""
+    """A mutable copy of a `WorkerLoad`; a request without slots is pending."""
 
-    load: Load
+    load: WorkerLoad
     assigned: int
     group_size: int
 
@@ -97,7 +97,9 @@ class GroupRouter:
     def __init__(self, *, group_size: int, most_pending: int) -> None:
         self._group_size, self._most_pending = group_size, most_pending
 
-    def dispatch(self, waiting: Sequence[Waiting], loads: Sequence[Load], *, queue_limit: int) -> list[tuple[int, str]]:
+    def dispatch(
+        self, waiting: Sequence[Waiting], loads: Sequence[WorkerLoad], *, queue_limit: int
+    ) -> list[tuple[int, str]]:
         """Select-instance: assign each group to the worker with the fewest pending, then the lowest load."""
         places = self._places(loads)
         decided: list[tuple[int, str]] = []
@@ -111,7 +113,7 @@ class GroupRouter:
 
     def rebalance(
         self,
-        loads: Sequence[Load],
+        loads: Sequence[WorkerLoad],
         held: Callable[[str], Sequence[Movable]],
         *,
         plateau: Mapping[str, int] | int,
@@ -135,7 +137,7 @@ class GroupRouter:
             return self._moves(source, target, held, source.executing - size, max_moves)
         return []
 
-    def _places(self, loads: Sequence[Load]) -> list[_Place]:
+    def _places(self, loads: Sequence[WorkerLoad]) -> list[_Place]:
         return [_Place(load, load.assigned, self._group_size) for load in loads if load.slots > 0]
 
     def _moves(

@@ -19,6 +19,8 @@ from tidemill.controller.fleet import Fleet
 from tidemill.controller.in_flight import LOCAL
 from tidemill.controller.ledger import Ledger
 from tidemill.controller.loop import LoopResult, train_loop
+from tidemill.controller.rollout_context import RolloutContext
+from tidemill.controller.run import TrainingRun
 from tidemill.controller.waiting import Timeouts
 from tidemill.core.errors import DeadlineError, UserError
 from tidemill.core.formatting import counted
@@ -101,22 +103,27 @@ async def drive(
         asyncio.get_running_loop().call_later(seconds, stop.set)
     try:
         async with fleet:
-            result = await train_loop(
-                spec=spec,
-                source=components.source,
+            rollout = RolloutContext(
                 fleet=fleet,
-                trainer=components.trainer,
-                scorer=components.scorer,
-                eval_scorer=components.scorer,
                 ledger=Ledger(None, round_size=spec.batch.prompts),
-                checkpoints=components.checkpoints,
-                telemetry=recording,
+                scorer=components.scorer,
                 codec=NoText(),
+                telemetry=recording,
                 clock=clock,
                 stop=stop,
                 timeouts=TIMEOUTS,
+                truncated=spec.scoring.truncated,
+            )
+            run = TrainingRun(
+                spec=spec,
+                rollout=rollout,
+                source=components.source,
+                trainer=components.trainer,
+                eval_scorer=components.scorer,
+                checkpoints=components.checkpoints,
                 eval_sets=components.eval_sets,
             )
+            result = await train_loop(run)
     except DeadlineError as error:
         raise _starved(recording, clock.now()) from error
     if not recording.metrics:

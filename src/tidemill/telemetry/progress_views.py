@@ -28,7 +28,7 @@ from tidemill.core.records import FleetRow
 from tidemill.telemetry import metrics
 from tidemill.telemetry.events import CRASH, EVALUATION, EVICTION, LEASE, NOUNS, QUARANTINE, event_text, moved_text
 from tidemill.telemetry.metrics import HELD_OUT, METRICS, MetricLine
-from tidemill.telemetry.run_data import Evaluation, read_evaluation
+from tidemill.telemetry.run_data import LoggedEvaluation, read_evaluation
 
 HISTORY = 400
 RECENT = 8
@@ -36,7 +36,7 @@ HEARTBEAT_S = 30.0
 
 
 @dataclass
-class Progress:
+class SessionProgress:
     """State of the session, updated by the recorder and read by the views. Times are seconds since its start."""
 
     run: str
@@ -46,7 +46,7 @@ class Progress:
     step: int = 0
     values: dict[str, float] = field(default_factory=dict)  # of the newest step
     history: dict[str, deque[float]] = field(default_factory=dict)
-    evaluations: dict[int, Evaluation] = field(default_factory=dict)  # by step
+    evaluations: dict[int, LoggedEvaluation] = field(default_factory=dict)  # by step
     phases: dict[str, tuple[int, int]] = field(default_factory=dict)  # (done, total) since the newest step, in order
     fleet: tuple[FleetRow, ...] = ()  # as last reported
     preemptible: bool = False  # whether this session has had a preemptible worker
@@ -68,7 +68,7 @@ class Progress:
             self.history.setdefault(name, deque(maxlen=HISTORY)).append(value)
         self.add_evaluation(read_evaluation(step, values, prefix=HELD_OUT))
 
-    def add_evaluation(self, evaluation: Evaluation | None) -> None:
+    def add_evaluation(self, evaluation: LoggedEvaluation | None) -> None:
         if evaluation is not None:
             self.evaluations[evaluation.step] = evaluation
 
@@ -76,7 +76,7 @@ class Progress:
         self.fleet = tuple(rows)
         self.preemptible |= any(row.kind == "preemptible" for row in self.fleet)
 
-    def restart(self, lines: Iterable[MetricLine], evaluations: Iterable[Evaluation]) -> None:
+    def restart(self, lines: Iterable[MetricLine], evaluations: Iterable[LoggedEvaluation]) -> None:
         """Load the surviving history of earlier sessions."""
         self.step, self.values, self.history = 0, {}, {}
         self.evaluations = {one.step: one for one in evaluations}
@@ -131,7 +131,7 @@ def label_of(name: str) -> str:
     return METRICS[name].label if name in METRICS else f"held-out {METRICS[name.removeprefix(HELD_OUT)].label}"
 
 
-def step_text(progress: Progress) -> str:
+def step_text(progress: SessionProgress) -> str:
     """One line for the newest step; metrics that were not measured are omitted."""
     values = progress.values
     names = [
@@ -154,7 +154,7 @@ def step_text(progress: Progress) -> str:
 class PlainView:
     """Complete lines on a stream."""
 
-    def __init__(self, progress: Progress, stream: TextIO, clock: Clock) -> None:
+    def __init__(self, progress: SessionProgress, stream: TextIO, clock: Clock) -> None:
         self._progress, self._stream, self._clock = progress, stream, clock
         self._last_line_s = clock.now()
 
@@ -207,7 +207,7 @@ def sparkline(values: Sequence[float], width: int) -> str:
 class ProgressPanel:
     """Renders the state of a session as a panel."""
 
-    def __init__(self, progress: Progress, console: Console, clock: Clock) -> None:
+    def __init__(self, progress: SessionProgress, console: Console, clock: Clock) -> None:
         self._progress, self._console, self._clock = progress, console, clock
         self._started_s = clock.now()
         self._closed = False
@@ -314,7 +314,7 @@ class ProgressPanel:
 class LiveView(ProgressPanel):
     """A panel that redraws itself a few times a second. `close` restores the terminal."""
 
-    def __init__(self, progress: Progress, stream: TextIO, clock: Clock) -> None:
+    def __init__(self, progress: SessionProgress, stream: TextIO, clock: Clock) -> None:
         super().__init__(progress, Console(file=stream), clock)
         self._live = Live(
             get_renderable=self.render,
@@ -360,7 +360,7 @@ def _cell(label: str, figures: str, bars: str, style: str) -> Text:
 class NotebookView(ProgressPanel):
     """A panel in the output of a notebook cell, redrawn at most once a second; lines go below it."""
 
-    def __init__(self, progress: Progress, stream: TextIO, clock: Clock) -> None:
+    def __init__(self, progress: SessionProgress, stream: TextIO, clock: Clock) -> None:
         super().__init__(
             progress, Console(file=io.StringIO(), width=PANEL_WIDTH, record=True, color_system="truecolor"), clock
         )

@@ -48,7 +48,7 @@ from tidemill.telemetry.metrics import (
     metric_line,
     read_metrics,
 )
-from tidemill.telemetry.progress_views import FleetLines, Progress, View, view_of
+from tidemill.telemetry.progress_views import FleetLines, SessionProgress, View, view_of
 from tidemill.telemetry.run_data import RunData, evaluations, read_evaluation
 from tidemill.telemetry.run_dir import RunDirectory, samples_name
 from tidemill.telemetry.sample_files import Decode, TokenTexts, chosen, sample_line, write_samples
@@ -116,7 +116,7 @@ class Recorder:
         self._sinks = SinkSet(self._sink_failed)
         self._events = JsonlWriter(run.events)
         self._metrics = JsonlWriter(run.metrics)
-        self._progress = Progress(
+        self._progress = SessionProgress(
             run=spec.run.name,
             total_steps=spec.trainer.steps,
             groups=spec.batch.prompts,

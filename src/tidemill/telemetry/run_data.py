@@ -26,7 +26,7 @@ from tidemill.telemetry.events import (
     past_sessions,
     read_events,
 )
-from tidemill.telemetry.fleet_figures import Session, amount, fleet_figures, sessions_of
+from tidemill.telemetry.fleet_figures import RunSession, amount, fleet_figures, sessions_of
 from tidemill.telemetry.jsonl import complete_lines, finite_number
 from tidemill.telemetry.manifest import Forecast, read_forecast
 from tidemill.telemetry.metrics import (
@@ -51,7 +51,7 @@ from tidemill.telemetry.statistics import normal_interval, wilson_interval
 NO_RUN = "name the directory given to `tidemill train` as --run.dir"
 
 
-class Evaluation(NamedTuple):
+class LoggedEvaluation(NamedTuple):
     """One evaluation of held-out prompts."""
 
     step: int
@@ -74,7 +74,7 @@ class Evaluation(NamedTuple):
         return wilson_interval(share, self.n) if share is not None and self.n and 0 <= share <= 1 else None
 
 
-class Figure(NamedTuple):
+class EvaluationFigure(NamedTuple):
     """The headline number of an evaluation."""
 
     name: Literal["accuracy", "mean reward"]
@@ -82,14 +82,14 @@ class Figure(NamedTuple):
     interval: tuple[float, float] | None  # 95 %; None if unknown
 
 
-def comparable(found: Sequence[Evaluation]) -> list[Figure]:
+def comparable(found: Sequence[LoggedEvaluation]) -> list[EvaluationFigure]:
     """The same figure of each evaluation: accuracy if all of them have it, else the mean reward."""
     if all(one.greedy_accuracy is not None for one in found):
-        return [Figure("accuracy", one.greedy_accuracy or 0.0, one.accuracy_interval) for one in found]
-    return [Figure("mean reward", one.reward_mean, one.reward_interval) for one in found]
+        return [EvaluationFigure("accuracy", one.greedy_accuracy or 0.0, one.accuracy_interval) for one in found]
+    return [EvaluationFigure("mean reward", one.reward_mean, one.reward_interval) for one in found]
 
 
-def clearly_differs(one: Figure, other: Figure) -> bool:
+def clearly_differs(one: EvaluationFigure, other: EvaluationFigure) -> bool:
     """Whether two figures differ significantly (95 %): Newcombe's interval for a difference (1998), from the interval
     of each figure. A figure without an interval does not tell."""
     low, high = sorted((one, other), key=lambda figure: figure.value)
@@ -98,7 +98,7 @@ def clearly_differs(one: Figure, other: Figure) -> bool:
     return high.value - low.value > math.hypot(high.value - high.interval[0], low.interval[1] - low.value)
 
 
-def went(first: Figure, last: Figure, over: str) -> str:
+def went(first: EvaluationFigure, last: EvaluationFigure, over: str) -> str:
     """`rose from 0.280 to 0.830 in 20 steps`, `stayed at 0.280 …`, or that a change is within sampling error; just
     `went from …` if that is not known."""
     if decimal(first.value) == decimal(last.value):
@@ -111,25 +111,25 @@ def went(first: Figure, last: Figure, over: str) -> str:
     return f"{'rose' if last.value > first.value else 'fell'} {change}"
 
 
-def read_evaluation(step: int, values: Mapping[str, Any], *, prefix: str = "") -> Evaluation | None:
+def read_evaluation(step: int, values: Mapping[str, Any], *, prefix: str = "") -> LoggedEvaluation | None:
     """From an event or a step's metrics; None without a mean reward."""
-    numbers = (finite_number(values.get(f"{prefix}{name}")) for name in Evaluation._fields[1:5])
+    numbers = (finite_number(values.get(f"{prefix}{name}")) for name in LoggedEvaluation._fields[1:5])
     reward, stderr, accuracy, n = numbers
     interval: tuple[float, float] | None = None
     match values.get("reward_mean_interval"):  # only in events
         case [int() | float() as low, int() | float() as high]:
             interval = float(low), float(high)
-    return None if reward is None else Evaluation(step, reward, stderr, accuracy, int(n or 0), interval)
+    return None if reward is None else LoggedEvaluation(step, reward, stderr, accuracy, int(n or 0), interval)
 
 
 def evaluations(
     events: Iterable[dict[str, Any]], metrics: Sequence[MetricLine], name: str = HELD_OUT_NAME
-) -> list[Evaluation]:
+) -> list[LoggedEvaluation]:
     """Evaluations of one set of prompts in the surviving history, by step.
 
     Both logs are read: the event is written first, and metrics of rewound steps are gone.
     """
-    logged: dict[int, Evaluation] = {}
+    logged: dict[int, LoggedEvaluation] = {}
     for event in events:
         step = event.get("step")
         if not isinstance(step, int):
@@ -210,15 +210,15 @@ class RunData:
         return damaged_logs(self.run)
 
     @cached_property
-    def sessions(self) -> dict[int, Session]:
+    def sessions(self) -> dict[int, RunSession]:
         return sessions_of(self.events, self.metrics)
 
     @cached_property
-    def evaluations(self) -> list[Evaluation]:
+    def evaluations(self) -> list[LoggedEvaluation]:
         return evaluations(self.events, self.metrics)
 
     @cached_property
-    def eval_sets(self) -> dict[str, list[Evaluation]]:
+    def eval_sets(self) -> dict[str, list[LoggedEvaluation]]:
         """The evaluations of each set of `eval.sets`, by name."""
         names = dict.fromkeys(str(event["set"]) for event in self.events_named(EVALUATION) if "set" in event)
         return {name: evaluations(self.events, self.metrics, name) for name in names}
@@ -351,7 +351,7 @@ def _total(lines: Iterable[MetricLine], name: str) -> float:
     return sum(line.values.get(name, 0.0) for line in lines)
 
 
-def _evaluation_summary(found: Sequence[Evaluation]) -> dict[str, Any]:
+def _evaluation_summary(found: Sequence[LoggedEvaluation]) -> dict[str, Any]:
     """Before the first step, the newest, and the best; null fields where there is none."""
     before = next((evaluation for evaluation in found if evaluation.step == 0), None)
     after = found[-1] if found and found[-1].step > 0 else None
@@ -360,7 +360,7 @@ def _evaluation_summary(found: Sequence[Evaluation]) -> dict[str, Any]:
     return {**entries, "n": found[-1].n if found else 0}
 
 
-def _evaluation_entry(one: Evaluation | None) -> dict[str, Any]:
+def _evaluation_entry(one: LoggedEvaluation | None) -> dict[str, Any]:
     entry = {
         name: getattr(one, name, None) for name in ("step", "reward_mean", "reward_stderr", "greedy_accuracy", "n")
     }

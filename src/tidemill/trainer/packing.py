@@ -198,14 +198,14 @@ def pack(samples: Sequence[WeightedSample], device: torch.device, *, version: in
     )
 
 
-class Row(NamedTuple):
+class TrainingRow(NamedTuple):
     """A sequence that the model sees, up to its last trained token, which is predicted at the token before it."""
 
     token_ids: Tokens  # int32 [R]
     trained: IntArray  # int64 [N], N >= 1, places of the trained tokens in the row, ascending
 
 
-def rows_of(trajectory: Trajectory) -> list[Row]:
+def rows_of(trajectory: Trajectory) -> list[TrainingRow]:
     """The rows of a trajectory that have trained tokens; each trained token is in one row, in buffer order.
 
     The first row starts with the prompt. A segment of role `context` starts another row, which replaces everything
@@ -216,7 +216,7 @@ def rows_of(trajectory: Trajectory) -> list[Row]:
     trained = trained_positions(trajectory) + trajectory.prompt_length
     for start, own in zip(starts, np.split(trained, np.searchsorted(trained, starts[1:])), strict=True):
         if len(own):
-            rows.append(Row(tokens[start : own[-1] + 1], own - start))
+            rows.append(TrainingRow(tokens[start : own[-1] + 1], own - start))
     return rows
 
 

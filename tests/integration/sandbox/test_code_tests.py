@@ -13,7 +13,7 @@ from tidemill.config.task import RewardConfig
 from tidemill.core.errors import UserError
 from tidemill.core.records import Prompt, SampleId
 from tidemill.rewards import code_tests
-from tidemill.rewards.batch_rewards import Sample
+from tidemill.rewards.batch_rewards import RewardInput
 from tidemill.rewards.code_tests import CodeTests
 
 ADD = [{"function": "add", "arguments": [a, b], "result": a + b} for a, b in ((1, 2), (30, 40), (-5, 5))]
@@ -21,10 +21,10 @@ DOUBLE = [{"input": "3\n", "output": "6\n"}, {"input": "50\n", "output": "100\n"
 SANDBOX = SandboxConfig(memory_mb=128, cpu_s=2.0, wall_s=4.0)
 
 
-def sample_of(completion: str, tests: list[dict[str, Any]], text: str = "") -> Sample:
+def sample_of(completion: str, tests: list[dict[str, Any]], text: str = "") -> RewardInput:
     prompt = Prompt(prompt_id="p", token_ids=b"", text=text, answer="", metadata={"tests": tests})
     sample_id = SampleId(run_seed=0, purpose="train", prompt_id="p", epoch=0, index=0)
-    return Sample(prompt=prompt, completion=completion, completion_tokens=1, sample_id=sample_id)
+    return RewardInput(prompt=prompt, completion=completion, completion_tokens=1, sample_id=sample_id)
 
 
 def graded(program: str, tests: list[dict[str, Any]], **settings: Any) -> float:

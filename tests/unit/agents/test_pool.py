@@ -16,7 +16,7 @@ from msgspec import structs
 from tests import agent_environments as envs
 from tests.agent_format import LineFormat, Play, call
 from tidemill.agents.find import find_environment
-from tidemill.agents.instances import Outcome
+from tidemill.agents.instances import CallOutcome
 from tidemill.agents.pool import EnvironmentPool
 from tidemill.agents.turn_plan import TurnPlanner
 from tidemill.config.agent import BUILT_IN, EnvConfig
@@ -410,10 +410,10 @@ def test_a_mistake_is_shortened_to_what_the_vocabulary_expresses(characters: str
             return super().encode_text(text)
 
     planner = TurnPlanner(envs.Counter, EnvConfig(), Narrow())
-    outcome = Outcome(index=0, text="ValueError", error="raised")
+    outcome = CallOutcome(index=0, text="ValueError", error="raised")
     assert planner.settle(planner.step("x"), outcome).text == seen
     text = f"\t{characters * 300}ü"  # also the marker of a cut cannot be expressed
-    known = planner.settle(planner.step("x"), Outcome(index=0, text=text))
+    known = planner.settle(planner.step("x"), CallOutcome(index=0, text=text))
     assert (known.text, known.cleaned) == (text[1:129] + text[-129:-1], True)
     assert planner.lacking == {"\t", "ü"}
 

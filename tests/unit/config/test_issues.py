@@ -9,7 +9,6 @@ from pydantic import ValidationError
 from tests.config_issues import issues_of
 from tests.pretend_stages import pipeline
 from tidemill.config.issues import (
-    INACTIVE,
     ConfigError,
     default_task_remark,
     purpose_issues,
@@ -17,7 +16,6 @@ from tidemill.config.issues import (
     shown_value,
     without_effect,
 )
-from tidemill.config.keys import find
 from tidemill.config.learning import BatchConfig
 from tidemill.config.load import load_spec
 from tidemill.config.model import CharModelConfig, ModelConfig
@@ -230,12 +228,6 @@ def test_names_of_evaluation_sets(names: tuple[str, ...], key: str, what: str) -
     (issue,) = caught.value.issues
     assert (issue.key, issue.what) == (key, what)
     assert issue.hint
-
-
-def test_the_table_of_inactive_keys_contains_only_keys() -> None:
-    for row in INACTIVE:
-        for key in row.keys.split():
-            assert find(tuple(key.split("."))), key
 
 
 def test_keys_without_effect_are_reported_for_training_stages(tmp_path: Path) -> None:

@@ -6,17 +6,22 @@ from typing import Annotated, Any, Literal
 import pytest
 from pydantic import BaseModel, Field
 
+from tidemill.config.base import Neutral
 from tidemill.config.keys import (
     all_keys,
+    belongs_to,
     default_kind,
     dotted,
     find,
+    neutral_keys,
+    resumable_keys,
     sections,
     suggest,
     type_text,
     variants,
     without_none,
 )
+from tidemill.config.pipeline import KINDS
 
 
 class Table(BaseModel):
@@ -124,3 +129,30 @@ def test_keys_of_other_kinds_are_not_suggested() -> None:
 
 def test_inside_an_array_of_tables() -> None:
     assert suggest(("scoring", "rewards", 1, "wieght")) == "scoring.rewards[].weight"
+
+
+@pytest.mark.parametrize(
+    ("name", "kinds"),
+    [
+        ("run.seed", {"export"}),
+        ("eval.every_steps", {"rl", "eval"}),  # of its section, and its own
+        ("ray.reserved_selector.zone", set(KINDS)),  # in a free-form table
+        ("pool.kind", set(KINDS)),
+        ("trainer.steps", {"pairs", "eval"}),
+        ("optimizer.learning_rate", set()),
+    ],
+)
+def test_kinds_whose_output_a_key_does_not_affect(name: str, kinds: set[str]) -> None:
+    assert {kind for kind in KINDS if belongs_to(name, neutral_keys(kind))} == kinds
+    assert belongs_to(name, resumable_keys()) == ("rl" in kinds or name == "trainer.steps")
+
+
+def test_neutral_keys_name_kinds_of_stages() -> None:
+    named = {kind for key in all_keys() for mark in key.metadata if isinstance(mark, Neutral) for kind in mark.kinds}
+    assert named <= set(KINDS)
+
+
+def test_conditions_of_a_section_are_those_of_its_keys() -> None:
+    reasons = {key.dotted: [condition.reason for condition in key.active_if] for key in all_keys()}
+    assert reasons["critic.value_clip"] == reasons["algorithm.lam"] != []
+    assert len(reasons["fleet.hand_over"]) == 2

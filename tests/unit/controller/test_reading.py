@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.doubles.engine import FakeReader
-from tests.doubles.samples import make_delta, make_id, make_in_flight, make_report
+from tests.doubles.samples import make_delta, make_id, make_in_flight
 from tests.doubles.session import Session, small_spec
 from tests.virtual_time import run_virtual
 from tidemill.controller.reading import Reading
@@ -39,7 +39,8 @@ def test_growth_is_sent_in_whole_chunks_and_the_prompt_at_once() -> None:
         reader.growths.clear()
         for delta in deltas:
             in_flight.apply(delta)
-        reading.send_growth(in_flight, [make_report(*deltas)])
+        grown = (in_flight.get(delta.sample_id) for delta in deltas)
+        reading.grown([sample for sample in grown if sample is not None])
         return list(reader.growths)
 
     def growth(start: int, tokens: list[int]) -> Growth:
@@ -58,14 +59,14 @@ def test_a_restarted_sample_is_sent_from_its_start() -> None:
     in_flight, reader = make_in_flight(), FakeReader()
     reading, sample = Reading([reader], reference=None, chunk_tokens=4), in_flight[make_id()]
     in_flight.assign("lease", [sample])
-    in_flight.apply(delta := make_delta(tokens=[1, 2, 3, 4]))
-    reading.send_growth(in_flight, [make_report(delta)])
+    in_flight.apply(make_delta(tokens=[1, 2, 3, 4]))
+    reading.grown([sample])
     in_flight.restart([sample])
     reading.forget([sample, in_flight[make_id(index=1)]])
     assert reader.forgotten == [make_id()]  # nothing was sent of the other one
     in_flight.assign("lease", [sample])
-    in_flight.apply(delta := make_delta(attempt=2, tokens=[9, 9, 9, 9]))
-    reading.send_growth(in_flight, [make_report(delta)])
+    in_flight.apply(make_delta(attempt=2, tokens=[9, 9, 9, 9]))
+    reading.grown([sample])
     assert [(growth.start, count(growth.token_ids)) for growth in reader.growths] == [(0, 6), (0, 6)]
 
 
@@ -73,15 +74,15 @@ def test_a_migrated_sample_is_sent_without_a_gap() -> None:
     in_flight, reader = make_in_flight(), FakeReader()
     reading, sample = Reading([reader], reference=None, chunk_tokens=4), in_flight[make_id()]
     in_flight.assign("lease", [sample])
-    in_flight.apply(delta := make_delta(tokens=[1, 2, 3, 4, 5]))
-    reading.send_growth(in_flight, [make_report(delta)])
+    in_flight.apply(make_delta(tokens=[1, 2, 3, 4, 5]))
+    reading.grown([sample])
     in_flight.revoke("lease")
     in_flight.assign("other", [sample])
     stale = make_delta(start=5, tokens=[0, 0, 0])
     delta = make_delta(lease_id="other", attempt=2, start=5, tokens=[6, 7, 8])
     assert in_flight.apply(stale) is None
     in_flight.apply(delta)
-    reading.send_growth(in_flight, [make_report(stale, delta)])
+    reading.grown([sample])
     assert [(growth.start, count(growth.token_ids)) for growth in reader.growths] == [(0, 6), (6, 4)]
     assert reader.growths[1].token_ids == pack_tokens([5, 6, 7, 8])
     assert not reader.forgotten

@@ -10,11 +10,11 @@ from tests.doubles.session import PoolSession, Session, granted, small_spec, tra
 from tests.virtual_time import run_virtual
 from tidemill.config.pool import FleetConfig
 from tidemill.controller.in_flight import LOCAL
-from tidemill.controller.router import Load, is_tail, select_tail_workers
+from tidemill.controller.router import WorkerLoad, is_tail, select_tail_workers
 
 
-def loads(**assigned: int) -> list[Load]:
-    return [Load(lease_id=name, slots=8, assigned=number) for name, number in assigned.items()]
+def loads(**assigned: int) -> list[WorkerLoad]:
+    return [WorkerLoad(lease_id=name, slots=8, assigned=number) for name, number in assigned.items()]
 
 
 @pytest.mark.parametrize(

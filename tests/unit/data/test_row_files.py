@@ -10,7 +10,7 @@ from datasets import Dataset, DatasetDict
 
 from tests.unit.data.data_files import FORMATS, write
 from tidemill.core.errors import UserError
-from tidemill.data.row_files import Row, open_rows, rows_of
+from tidemill.data.row_files import DataRow, open_rows, rows_of
 
 ROWS = [
     {"prompt": "2+2=", "answer": "4", "level": 1},
@@ -19,7 +19,7 @@ ROWS = [
 ]
 
 
-def read(path: Path) -> list[Row]:
+def read(path: Path) -> list[DataRow]:
     return list(rows_of(open_rows(path, section="data"), section="data", shape="a row looks like this"))
 
 

@@ -16,7 +16,7 @@ from tidemill.data.prompts import (
     renderer,
     text_item,
 )
-from tidemill.data.row_files import Row
+from tidemill.data.row_files import DataRow
 from tidemill.data.row_split import split_rows
 from tidemill.data.row_table import RowUse, table_in_memory
 
@@ -39,7 +39,7 @@ def split(items: list[Item], fraction: float) -> tuple[list[Item], list[Item]]:
     use = RowUse(
         section="task", shape="", parse=lambda row: items[row.number], encode=lambda item: item, tokens=lambda _: 0
     )
-    rows = (Row(fields={}, where="", number=number) for number in range(len(items)))
+    rows = (DataRow(fields={}, where="", number=number) for number in range(len(items)))
     found = split_rows(table_in_memory(rows, use, where=str), None, fraction, where="here", section="task")
     return list(found.train.examples()), list(found.held_out.examples())
 

@@ -13,8 +13,8 @@ from tests.unit.data.data_files import FORMATS, read_demonstrations, read_items,
 from tidemill.core.errors import UserError
 from tidemill.core.records import Message
 from tidemill.data.given_prompts import questions
-from tidemill.data.prompts import Question, content_id
-from tidemill.data.row_files import Row
+from tidemill.data.prompts import RawPrompt, content_id
+from tidemill.data.row_files import DataRow
 from tidemill.data.rows import to_demonstration, to_item, to_pair
 
 USER = {"role": "user", "content": "2+2?"}
@@ -201,7 +201,7 @@ def test_metadata_that_json_cannot_write_is_named(tmp_path: Path) -> None:
 
 
 def test_a_question_alone_has_no_replies() -> None:
-    question = Question(messages=(Message(**USER),))
+    question = RawPrompt(messages=(Message(**USER),))
     assert question.replies == ()
 
 
@@ -226,8 +226,8 @@ def test_a_rows_own_system_message_replaces_the_configured_one(parse: Callable[.
             name: [*system, *value] if isinstance(value, list) and value[0] == USER else value
             for name, value in row.items()
         }
-        read = parse(Row(fields=fields, where=""), columns={}, system_prompt=prompt)
-        assert read.replies == parse(Row(fields=row, where=""), columns={}, system_prompt="").replies
+        read = parse(DataRow(fields=fields, where=""), columns={}, system_prompt=prompt)
+        assert read.replies == parse(DataRow(fields=row, where=""), columns={}, system_prompt="").replies
         return tuple(read.messages)
 
     assert messages(prompt=GIVEN["content"]) == (Message(**GIVEN), Message(**USER))
@@ -261,7 +261,7 @@ def test_roles_and_fields_of_other_formats_are_refused(
     parse: Callable[..., Any], row: dict[str, Any], what: str, hint: str
 ) -> None:
     with pytest.raises(UserError) as caught:
-        parse(Row(fields=row, where="rows.jsonl, line 2"), columns={}, system_prompt="")
+        parse(DataRow(fields=row, where="rows.jsonl, line 2"), columns={}, system_prompt="")
     assert what in caught.value.what
     assert hint.lower() in caught.value.hint.lower()
     assert caught.value.where == "rows.jsonl, line 2"

@@ -24,7 +24,7 @@ from tidemill.core.records import (
     unpack_tokens,
 )
 from tidemill.data.examples import Encoder, _longest_row
-from tidemill.data.row_files import Row
+from tidemill.data.row_files import DataRow
 from tidemill.data.rows import DemonstrationText, PairText, to_demonstration
 from tidemill.models.codec import TextCodec
 from tidemill.models.turn_format import turn_format
@@ -155,7 +155,7 @@ def test_pairs_of_conversations() -> None:
 def test_the_row_in_the_guide() -> None:
     guide = (Path(__file__).parents[3] / "docs" / "guide.md").read_text(encoding="utf-8")
     fields = json.loads(guide.split("### Rows with several turns")[1].split("```json\n")[1].split("```")[0])
-    text = to_demonstration(Row(fields=fields, where="docs/guide.md"), columns={}, system_prompt="")
+    text = to_demonstration(DataRow(fields=fields, where="docs/guide.md"), columns={}, system_prompt="")
     codec = chat_codec(CHATML)
     made = encoder(codec).demonstration(text)
     ids, ((start, end), second) = unpack_tokens(made.completion_ids), made.trained

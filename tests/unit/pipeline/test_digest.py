@@ -6,10 +6,9 @@ from typing import Any
 import pytest
 
 from tests.pretend_stages import pipeline
-from tidemill.config.keys import flattened
-from tidemill.config.pipeline import KINDS, NEUTRAL, StageKind, StageSpec
+from tidemill.config.keys import belongs_to, flattened, neutral_keys, resumable_keys
+from tidemill.config.pipeline import KINDS, StageKind, StageSpec
 from tidemill.pipeline.stage_plan import contents_of, file_inputs, folder_name, output_values, stage_digest
-from tidemill.runtime.train import RESUMABLE
 
 RL = '[[stage]]\nname = "a"\nkind = "rl"\nmodel.source = "char"\n[[stage]]\nname = "b"\nkind = "rl"\n'
 RL += 'model.source = "stage:a"\n'
@@ -93,13 +92,12 @@ def test_the_kind_changes_the_digest(tmp_path: Path) -> None:
 def test_every_key_is_neutral_or_changes_the_digest(tmp_path: Path, kind: StageKind) -> None:
     text = f'[data]\npath = "x.jsonl"\n[[stage]]\nname = "a"\nkind = "{kind}"\nmodel.source = "char"\n'
     stage = first(tmp_path, text)
-    neutral = (*NEUTRAL, *KINDS[kind].neutral)
     contents = {file.key: "1" for file in file_inputs(stage)}
     keys = flattened(stage.sections()).keys() - {"data.path"}  # its content counts
-    neutral_keys = {key for key in keys if digest(_changed(stage, key), **contents) == digest(stage, **contents)}
+    without_effect = {key for key in keys if digest(_changed(stage, key), **contents) == digest(stage, **contents)}
     if "supervised" in KINDS[kind].sections:
-        neutral_keys.remove("trainer.steps")  # epochs decide
-    assert neutral_keys == {key for key in keys if key.startswith(neutral)}
+        without_effect.remove("trainer.steps")  # epochs decide
+    assert without_effect == {key for key in keys if belongs_to(key, neutral_keys(kind))}
 
 
 def _changed(stage: StageSpec, key: str) -> StageSpec:
@@ -241,8 +239,8 @@ def test_the_digest_does_not_depend_on_the_order_of_keys(tmp_path: Path) -> None
 
 def test_a_training_stage_resumes_after_a_change_of_neutral_keys() -> None:
     """Equal digests share a folder, and a resume in a folder allows changes only of certain keys."""
-    neutral = (*NEUTRAL, *KINDS["rl"].neutral)
-    assert all(key.startswith(RESUMABLE) for key in neutral)
+    neutral = neutral_keys("rl")
+    assert neutral < resumable_keys()
     # More steps or another schedule resume a run, but are another stage; other numbers of shards round differently.
-    others = [key for key in RESUMABLE if not key.startswith(neutral)]
-    assert others == ["trainer.steps", "trainer.shards", "supervised.epochs", "optimizer.schedule_steps"]
+    others = {"trainer.steps", "trainer.shards", "supervised.epochs", "optimizer.schedule_steps"}
+    assert resumable_keys() - neutral == others

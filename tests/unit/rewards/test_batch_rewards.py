@@ -12,7 +12,7 @@ from tidemill.config.task import ArithmeticTask, RewardConfig, ScoringConfig
 from tidemill.core.errors import ReaderLost, UserError
 from tidemill.core.records import Reward
 from tidemill.data.build_task import build_task
-from tidemill.rewards.batch_rewards import BatchedReward, BatchScorer, Sample
+from tidemill.rewards.batch_rewards import BatchedReward, BatchScorer, RewardInput
 from tidemill.rewards.scorer import RewardScorer, build_scorer, evaluation_scoring
 
 TASK = build_task(ArithmeticTask(), codec=CharCodec(), batch_prompts=4, seed=0, chat_template=False)
@@ -29,7 +29,7 @@ class LengthJudge:
         self.short = False
         self.closed = False
 
-    async def score_batch(self, samples: Sequence[Sample]) -> Sequence[float | Exception]:
+    async def score_batch(self, samples: Sequence[RewardInput]) -> Sequence[float | Exception]:
         self.batches.append([sample.completion for sample in samples])
         await self.gate.acquire()
         if self.fault:
@@ -93,7 +93,7 @@ async def test_the_judge_sees_the_tokens_as_they_were_generated() -> None:
     seen: list[bytes] = []
 
     class Seeing(LengthJudge):
-        async def score_batch(self, samples: Sequence[Sample]) -> Sequence[float | Exception]:
+        async def score_batch(self, samples: Sequence[RewardInput]) -> Sequence[float | Exception]:
             seen.extend(sample.token_ids for sample in samples)
             return [0.0] * len(samples)
 

@@ -19,7 +19,7 @@ from tidemill.core.records import SampleId
 from tidemill.data.build_task import build_task
 from tidemill.data.prompts import Task
 from tidemill.extensions.calls import CallError
-from tidemill.rewards.batch_rewards import Sample
+from tidemill.rewards.batch_rewards import RewardInput
 from tidemill.rewards.builtin_rewards import (
     BUILT_IN,
     IN_PROCESSES,
@@ -33,10 +33,10 @@ from tidemill.rewards.builtin_rewards import (
 TASK = build_task(ArithmeticTask(), codec=CharCodec(), batch_prompts=4, seed=0, chat_template=False)
 
 
-def sample(completion: str, answer: str = "12", index: int = 0) -> Sample:
+def sample(completion: str, answer: str = "12", index: int = 0) -> RewardInput:
     sample_id = SampleId(run_seed=0, purpose="train", prompt_id="p", epoch=0, index=index)
     prompt = make_prompt("5+7=", answer, level=3)
-    return Sample(prompt=prompt, completion=completion, completion_tokens=len(completion), sample_id=sample_id)
+    return RewardInput(prompt=prompt, completion=completion, completion_tokens=len(completion), sample_id=sample_id)
 
 
 def value(

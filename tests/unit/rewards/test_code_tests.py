@@ -6,7 +6,7 @@ import pytest
 
 from tests.char_codec import make_prompt
 from tidemill.core.records import SampleId
-from tidemill.rewards.batch_rewards import Sample
+from tidemill.rewards.batch_rewards import RewardInput
 from tidemill.rewards.code_tests import program_of
 
 
@@ -23,5 +23,5 @@ from tidemill.rewards.code_tests import program_of
 )
 def test_the_last_closed_block_is_the_program(completion: str, program: str) -> None:
     named = SampleId(run_seed=0, purpose="train", prompt_id="p", epoch=0, index=0)
-    sample = Sample(prompt=make_prompt("p", ""), completion=completion, completion_tokens=1, sample_id=named)
+    sample = RewardInput(prompt=make_prompt("p", ""), completion=completion, completion_tokens=1, sample_id=named)
     assert program_of(sample, with_prompt=False) == program

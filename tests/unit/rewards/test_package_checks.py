@@ -22,7 +22,7 @@ from tidemill.data.build_task import build_task
 from tidemill.data.prompts import PackageCheck, Task
 from tidemill.extensions.calls import CallError
 from tidemill.rewards import package_checks
-from tidemill.rewards.batch_rewards import Sample
+from tidemill.rewards.batch_rewards import RewardInput
 from tidemill.rewards.package_checks import PackageReward, check_program
 
 gym = pytest.importorskip("reasoning_gym")
@@ -46,9 +46,9 @@ def task_of(name: str) -> Task:
     return build_task(config, codec=CharCodec(), batch_prompts=5, seed=0, chat_template=False)
 
 
-def sample(prompt: Prompt, answer: str) -> Sample:
+def sample(prompt: Prompt, answer: str) -> RewardInput:
     named = SampleId(run_seed=0, purpose="train", prompt_id=prompt.prompt_id, epoch=0, index=0)
-    return Sample(prompt=prompt, completion=f"<answer>{answer}</answer>", completion_tokens=1, sample_id=named)
+    return RewardInput(prompt=prompt, completion=f"<answer>{answer}</answer>", completion_tokens=1, sample_id=named)
 
 
 class Judges:
@@ -58,7 +58,7 @@ class Judges:
         self._runner = asyncio.Runner()
         self._rewards: dict[str, PackageReward] = {}
 
-    def scores(self, asked: dict[str, list[Sample]]) -> dict[str, list[Any]]:
+    def scores(self, asked: dict[str, list[RewardInput]]) -> dict[str, list[Any]]:
         return self._runner.run(self._scores(asked))
 
     def close(self) -> None:
@@ -66,11 +66,11 @@ class Judges:
             self._runner.run(reward.close())
         self._runner.close()
 
-    async def _scores(self, asked: dict[str, list[Sample]]) -> dict[str, list[Any]]:
+    async def _scores(self, asked: dict[str, list[RewardInput]]) -> dict[str, list[Any]]:
         results = await asyncio.gather(*(self._of_one(name, samples) for name, samples in asked.items()))
         return dict(zip(asked, results, strict=True))
 
-    async def _of_one(self, name: str, samples: list[Sample]) -> list[Any]:
+    async def _of_one(self, name: str, samples: list[RewardInput]) -> list[Any]:
         if name not in self._rewards:
             check = task_of(name).check
             assert check is not None

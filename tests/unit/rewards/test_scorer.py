@@ -26,7 +26,7 @@ from tidemill.data.build_task import build_task
 from tidemill.data.prompts import PackageCheck, RowFigures
 from tidemill.extensions.calls import MAX_HANGING
 from tidemill.rewards import builtin_rewards as rewards_module
-from tidemill.rewards.batch_rewards import Sample
+from tidemill.rewards.batch_rewards import RewardInput
 from tidemill.rewards.builtin_rewards import NamedReward
 from tidemill.rewards.scorer import RewardScorer, build_scorer, evaluation_scoring
 
@@ -97,7 +97,7 @@ async def test_only_a_comparison_with_the_answer_decides_whether_it_is_right(
 class FixedCheck:
     """Takes the place of the program in a sandbox."""
 
-    async def __call__(self, sample: Sample) -> float:
+    async def __call__(self, sample: RewardInput) -> float:
         return 1.0 if "12" in sample.completion else 0.25
 
     async def close(self) -> None:

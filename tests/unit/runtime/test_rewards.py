@@ -19,7 +19,7 @@ from tidemill.config.schema import RunSpec
 from tidemill.core.records import Reward, Trajectory
 from tidemill.models.codec import load_codec
 from tidemill.models.reward_model import load_reward_model, reward_head, save_head
-from tidemill.rewards.batch_rewards import Sample
+from tidemill.rewards.batch_rewards import RewardInput
 from tidemill.runtime.readers import Readers, check_reward_models, model_rewards, model_scores, reward_reader
 from tidemill.trainer.scoring import reward_scores
 
@@ -56,9 +56,9 @@ def spec_of(folder: Path, source: Path | None = None) -> RunSpec:
     )
 
 
-def sample(text: str) -> Sample:
+def sample(text: str) -> RewardInput:
     trajectory = make_trajectory(PROMPT, text)
-    return Sample(
+    return RewardInput(
         prompt=PROMPT, completion=text, completion_tokens=len(text), sample_id=trajectory.sample_id,
         token_ids=np.frombuffer(trajectory.token_ids, np.int32).tobytes(),
     )  # fmt: skip

@@ -9,7 +9,7 @@ import pytest
 
 from tests.doubles.costs import ConstantEngine
 from tests.doubles.samples import make_id
-from tidemill.controller.router import Load, Movable, Move, Waiting
+from tidemill.controller.router import Movable, Move, Waiting, WorkerLoad
 from tidemill.core.records import GenerateRequest, PolicyVersion, SamplingParams, count, pack_tokens
 from tidemill.sim.baselines import GroupEngine, GroupRouter, Moved, UnknownLengths, rlboost_components
 from tidemill.sim.workload import BlankCompletions
@@ -27,11 +27,11 @@ def waiting(*groups: int) -> list[Waiting]:
     ]
 
 
-def load(name: str, assigned: int = 0, slots: int = 4) -> Load:
-    return Load(lease_id=name, slots=slots, assigned=assigned)
+def load(name: str, assigned: int = 0, slots: int = 4) -> WorkerLoad:
+    return WorkerLoad(lease_id=name, slots=slots, assigned=assigned)
 
 
-def dispatched(groups: Sequence[int], *loads: Load) -> dict[int, str]:
+def dispatched(groups: Sequence[int], *loads: WorkerLoad) -> dict[int, str]:
     return dict(ROUTER.dispatch(waiting(*groups), loads, queue_limit=0))
 
 
@@ -46,7 +46,7 @@ def held(**groups: Sequence[tuple[int, int]]) -> Callable[[str], list[Movable]]:
     ]
 
 
-def moved(loads: Sequence[Load], of: Callable[[str], list[Movable]], plateau: int = 4) -> list[Move]:
+def moved(loads: Sequence[WorkerLoad], of: Callable[[str], list[Movable]], plateau: int = 4) -> list[Move]:
     return ROUTER.rebalance(loads, of, plateau=plateau, max_moves=9, queue_limit=0)
 
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from tidemill.telemetry.metrics import MetricLine
-from tidemill.telemetry.run_data import Evaluation, comparable, evaluations
+from tidemill.telemetry.run_data import LoggedEvaluation, comparable, evaluations
 from tidemill.telemetry.statistics import wilson_interval
 
 
@@ -16,15 +16,15 @@ def test_evaluations_are_read_from_both_logs() -> None:
     values = {"eval/reward_mean": 0.75, "eval/reward_stderr": 0.1, "eval/greedy_accuracy": 0.5, "eval/n": 64.0}
     lines = [MetricLine(5, 5, "", 1, 1, 1.0, values | {"reward_mean": 0.9})]
     assert evaluations([evaluated(0, 0.25)], lines) == [
-        Evaluation(0, 0.25, 0.05, None, 64),
-        Evaluation(5, 0.75, 0.1, 0.5, 64),
+        LoggedEvaluation(0, 0.25, 0.05, None, 64),
+        LoggedEvaluation(5, 0.75, 0.1, 0.5, 64),
     ]
 
 
 def test_evaluations_rewound_by_a_resume_are_dropped() -> None:
     events = [evaluated(0, 0.2), evaluated(5, 0.5), evaluated(10, 0.9), {"event": "resume", "step": 5}]
     assert [one.step for one in evaluations(events, [])] == [0, 5]
-    assert evaluations([*events, evaluated(10, 0.8)], [])[-1] == Evaluation(10, 0.8, 0.05, None, 64)
+    assert evaluations([*events, evaluated(10, 0.8)], [])[-1] == LoggedEvaluation(10, 0.8, 0.05, None, 64)
 
 
 def test_evaluations_of_other_sets_are_separate() -> None:
@@ -39,12 +39,12 @@ def test_a_failed_evaluation_is_skipped() -> None:
 
 
 def test_evaluations_are_compared_by_a_figure_all_of_them_have() -> None:
-    binary, graded = Evaluation(0, 0.75, 0.1, 0.5, 64), Evaluation(5, 1.5, 0.25, None, 64)
+    binary, graded = LoggedEvaluation(0, 0.75, 0.1, 0.5, 64), LoggedEvaluation(5, 1.5, 0.25, None, 64)
     assert comparable([binary]) == [("accuracy", 0.5, wilson_interval(0.5, 64))]
     first, last = comparable([binary, graded])
     assert (first.name, first.value, last.name, last.value) == ("mean reward", 0.75, "mean reward", 1.5)
     assert last.interval == pytest.approx((1.5 - 1.96 * 0.25, 1.5 + 1.96 * 0.25), abs=1e-4)
-    assert comparable([Evaluation(0, 0.9, None, None, 1)])[0].interval is None
+    assert comparable([LoggedEvaluation(0, 0.9, None, None, 1)])[0].interval is None
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ from rich.console import Console
 
 from tests.fabricated_run import FabricatedRun, FakeClock
 from tidemill.core.records import FleetRow
-from tidemill.telemetry.progress_views import LiveView, Progress, _cell, sparkline
-from tidemill.telemetry.run_data import Evaluation
+from tidemill.telemetry.progress_views import LiveView, SessionProgress, _cell, sparkline
+from tidemill.telemetry.run_data import LoggedEvaluation
 
 SHOW_CURSOR, HIDE_CURSOR = "\x1b[?25h", "\x1b[?25l"
 
@@ -42,7 +42,7 @@ def rendered(view: LiveView, width: int) -> str:
 
 
 @pytest.fixture
-def progress(tmp_path: Path) -> Progress:
+def progress(tmp_path: Path) -> SessionProgress:
     fabricated = FabricatedRun(tmp_path)
     recorder = fabricated.session()
     fabricated.evaluate(recorder, 0)
@@ -54,7 +54,7 @@ def progress(tmp_path: Path) -> Progress:
 
 
 @pytest.mark.parametrize(("width", "lines"), [(100, 7), (84, 7), (72, 11), (40, 11)])
-def test_the_panel_fits_any_width(progress: Progress, width: int, lines: int) -> None:
+def test_the_panel_fits_any_width(progress: SessionProgress, width: int, lines: int) -> None:
     view = LiveView(progress, Terminal(), FakeClock())
     view.close()
     view._closed = False
@@ -67,16 +67,16 @@ def test_the_panel_fits_any_width(progress: Progress, width: int, lines: int) ->
 
 
 def test_the_panel_shows_held_out_reward_and_accuracy() -> None:
-    progress = Progress(run="r", total_steps=3)
+    progress = SessionProgress(run="r", total_steps=3)
     view = LiveView(progress, Terminal(), FakeClock())
     view.close()
-    progress.add_evaluation(Evaluation(0, 0.25, 0.1, None, 64))
+    progress.add_evaluation(LoggedEvaluation(0, 0.25, 0.1, None, 64))
     assert "held-out  0.250  (n 64)" in rendered(view, 100)
-    progress.add_evaluation(Evaluation(2, 0.75, 0.1, 0.5, 64))
+    progress.add_evaluation(LoggedEvaluation(2, 0.75, 0.1, 0.5, 64))
     assert "0.250 → 0.750 · 50 % right  (n 64)" in rendered(view, 100)
 
 
-def test_preemptible_workers_are_shown_in_a_table(progress: Progress) -> None:
+def test_preemptible_workers_are_shown_in_a_table(progress: SessionProgress) -> None:
     view = LiveView(progress, Terminal(), FakeClock())
     view.close()
     view._closed = False
@@ -94,8 +94,8 @@ def test_preemptible_workers_are_shown_in_a_table(progress: Progress) -> None:
     assert max(map(len, text.splitlines())) == 100
 
 
-def test_the_panel_of_a_new_run(progress: Progress) -> None:
-    view = LiveView(Progress(run="new", total_steps=3), Terminal(), FakeClock())
+def test_the_panel_of_a_new_run(progress: SessionProgress) -> None:
+    view = LiveView(SessionProgress(run="new", total_steps=3), Terminal(), FakeClock())
     view.close()
     view._closed = False
     text = rendered(view, 80)
@@ -104,7 +104,7 @@ def test_the_panel_of_a_new_run(progress: Progress) -> None:
 
 def test_closing_the_live_view_restores_the_terminal() -> None:
     terminal = Terminal()
-    view = LiveView(Progress(run="r", total_steps=3), terminal, FakeClock())
+    view = LiveView(SessionProgress(run="r", total_steps=3), terminal, FakeClock())
     assert HIDE_CURSOR in terminal.getvalue()
     view.close()
     view.close()
@@ -113,7 +113,7 @@ def test_closing_the_live_view_restores_the_terminal() -> None:
 
 def test_notes_are_printed_above_the_panel_but_evaluations_are_not() -> None:
     terminal = Terminal()
-    view = LiveView(Progress(run="r", total_steps=3), terminal, FakeClock())
+    view = LiveView(SessionProgress(run="r", total_steps=3), terminal, FakeClock())
     view.event("checkpoint", {"step": 2, "duration_s": 1.25})
     view.event("evaluation", {"step": 2, "reward_mean": 0.123, "greedy_accuracy": 0.123, "n": 64})
     view.event("rollout", {"step": 2, "error": "OSError"})
@@ -135,7 +135,7 @@ def test_long_figures_shorten_the_sparkline() -> None:
 
 @pytest.mark.parametrize("kind", ["token_accuracy", "pairwise_accuracy"])
 def test_a_supervised_run_shows_its_losses(kind: str) -> None:
-    progress = Progress(run="small", total_steps=4)
+    progress = SessionProgress(run="small", total_steps=4)
     progress.add_step(1, {"examples": 8.0, "loss": 0.75, kind: 0.5, "learning_rate": 1e-3}, 1.0)
     values = {"examples": 8.0, "loss": 0.25, kind: 0.875, "eval/loss": 0.5, f"eval/{kind}": 0.625, "grad_norm": 2.0}
     progress.add_step(2, values | {"learning_rate": 5e-4}, 2.0)

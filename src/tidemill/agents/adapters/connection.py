@@ -39,7 +39,7 @@ NOT_FOR_THE_PROGRAM = ("files", "forward", "server_python")
 """Parameters that the program is not given."""
 
 
-class Answer(Record):
+class ProgramReply(Record):
     """What a program says of a call; its number is 0 when it is ready."""
 
     id: int
@@ -67,7 +67,7 @@ class Connection:
         self, name: str, params: dict[str, Any], *, python: str = "", sandbox: SandboxConfig | None = None
     ) -> None:
         self._name, self._hint = name, f"`tidemill env show {name}` lists the parameters"
-        program = Program(
+        program = AdapterProgram(
             python=adapter_python(name, python),
             file=f"serve_{name.replace('-', '_')}.py",
             arguments=json.dumps({key: value for key, value in params.items() if key not in NOT_FOR_THE_PROGRAM}),
@@ -138,7 +138,7 @@ class Connection:
                     if (length := int.from_bytes(head, "little")) > MOST_BYTES:
                         why = f"an answer of {length:,} bytes"
                         break
-                    answer = msgspec.msgpack.decode(reader.read(length), type=Answer)
+                    answer = msgspec.msgpack.decode(reader.read(length), type=ProgramReply)
                     future = self._waiting.get(answer.id)
                     if future is None or future.done():
                         continue
@@ -158,7 +158,7 @@ class Connection:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Program:
+class AdapterProgram:
     python: str  # path of an interpreter in the folder `bin` of its environment
     file: str  # in PROGRAMS
     arguments: str
@@ -194,7 +194,7 @@ def _existing(folder: str) -> str:
 class _ProcessTransport:
     """A process of this user."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: AdapterProgram) -> None:
         self.stream, theirs = socket.socketpair()
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 -- as long as the process
         with theirs:
@@ -224,7 +224,7 @@ class _ProcessTransport:
 class _SandboxTransport:
     """A program in a sandbox of its own."""
 
-    def __init__(self, program: Program, config: SandboxConfig) -> None:
+    def __init__(self, program: AdapterProgram, config: SandboxConfig) -> None:
         environment = Path(program.python).parent.parent
         folders = {"python": str(environment), "programs": str(PROGRAMS)}
         if program.server_python:
@@ -275,7 +275,7 @@ def _snapshot_of(folder: str) -> Snapshot:
     return Snapshot(data=data.getvalue())
 
 
-def _start_in_sandbox(program: Program, config: SandboxConfig) -> _SandboxTransport:
+def _start_in_sandbox(program: AdapterProgram, config: SandboxConfig) -> _SandboxTransport:
     """Raises UserError: it cannot be started."""
     try:
         return _SandboxTransport(program, config)

@@ -114,12 +114,12 @@ class Workers:
 
     def __init__(self, check: Check, *, memory_bytes: int) -> None:
         self._check, self._memory_bytes = check, memory_bytes
-        self._worker: Worker | None = None
+        self._worker: CheckWorker | None = None
         self.prepare()
 
     def prepare(self) -> None:
         if self._worker is None:
-            self._worker = Worker(self._check, memory_bytes=self._memory_bytes)
+            self._worker = CheckWorker(self._check, memory_bytes=self._memory_bytes)
 
     def score(self, request: dict[str, Any]) -> dict[str, Any]:
         self.prepare()
@@ -136,7 +136,7 @@ class Workers:
             self._worker = None
 
 
-class Worker:
+class CheckWorker:
     """A process that scores answers one after the other."""
 
     def __init__(self, check: Check, *, memory_bytes: int) -> None:

@@ -37,7 +37,7 @@ from tidemill.telemetry.report.sample_cards import (
     report_samples,
 )
 from tidemill.telemetry.report.timeline import fleet_section, timeline, timeline_json
-from tidemill.telemetry.run_data import Evaluation, RunData, clearly_differs, comparable, went
+from tidemill.telemetry.run_data import LoggedEvaluation, RunData, clearly_differs, comparable, went
 from tidemill.telemetry.run_dir import SUPERVISED
 
 HERE = Path(__file__).parent
@@ -127,7 +127,7 @@ def ending(data: RunData) -> str:
     return ENDINGS.get(data.outcome, ENDINGS["unknown"])
 
 
-def first_and_last(data: RunData) -> tuple[Evaluation | None, Evaluation | None]:
+def first_and_last(data: RunData) -> tuple[LoggedEvaluation | None, LoggedEvaluation | None]:
     """The evaluation before the first step and the newest one after it."""
     found = data.evaluations
     before = next((evaluation for evaluation in found if evaluation.step == 0), None)
@@ -165,47 +165,47 @@ TRUNCATED_HIGH, MISMATCH_HIGH, ENTROPY_LEFT, NO_SIGNAL_HIGH = 0.2, 1e-3, 0.1, 0.
 MISTAKES_HIGH, LEFT_OUT_HIGH = 0.2, 0.03
 
 
-class Finding(NamedTuple):
+class ReportFinding(NamedTuple):
     """A problem worth a look: a short title, and its meaning or what to do."""
 
     title: str
     text: str
 
 
-def findings(data: RunData) -> list[Finding]:
+def findings(data: RunData) -> list[ReportFinding]:
     """Possible problems, most urgent first."""
-    found: list[Finding] = []
+    found: list[ReportFinding] = []
     if data.damage:
-        found.append(Finding("The logs are damaged", f"Unreadable lines were skipped: {', '.join(data.damage)}."))
+        found.append(ReportFinding("The logs are damaged", f"Unreadable lines were skipped: {', '.join(data.damage)}."))
     rows = data.events_named(DATA)
     if rows and (warnings := rows[-1].get("warnings")):
-        found.append(Finding("Rows lack what rewards need", f"{'; '.join(warnings)}."))
+        found.append(ReportFinding("Rows lack what rewards need", f"{'; '.join(warnings)}."))
     if rows and (few := rows[-1].get("few")):
         items = "examples" if data.manifest.get("kind") in SUPERVISED else "prompts"
-        found.append(Finding(f"Few held-out {items}", f"{'; '.join(few)}."))
+        found.append(ReportFinding(f"Few held-out {items}", f"{'; '.join(few)}."))
     if invalid := sum(data.values(metrics.SAMPLES_INVALID)):
         failures = data.events_named(REWARD_FAILED)
         example = f" For example: {failures[-1].get('reason')}" if failures else ""
         title = f"{compact(invalid)} samples without a valid reward"
-        found.append(Finding(title, f"They were excluded from training.{example}"))
+        found.append(ReportFinding(title, f"They were excluded from training.{example}"))
     found += [*_environment_findings(data), *_training_findings(data)]
     if workers := data.summary["quarantined"]:
         text = "Their probe logprobs differed from the trainer's by more than fleet.probe_tolerance."
-        found.append(Finding(f"{counted(workers, 'worker')} quarantined", text))
+        found.append(ReportFinding(f"{counted(workers, 'worker')} quarantined", text))
     # Errors of single workers are in the fleet section, that of the newest session below the headline.
     elsewhere = FLEET_EVENTS | {SESSION_END}
     errors = [event for event in data.events if event.get("error") and event["event"] not in elsewhere]
     if errors:
         last = f"Last: {errors[-1]['event']}, {errors[-1]['error']}"
-        found.append(Finding(f"{counted(len(errors), 'error')} in the event log", last))
+        found.append(ReportFinding(f"{counted(len(errors), 'error')} in the event log", last))
     if (sessions := data.summary["sessions"]) > 1:
         times = "once" if sessions == 2 else f"{sessions - 1} times"
         text = "Dashed lines in the curves. Figures count each step once; wall time counts all work."
-        found.append(Finding(f"Resumed {times}", text))
+        found.append(ReportFinding(f"Resumed {times}", text))
     return found
 
 
-def _environment_findings(data: RunData) -> Iterator[Finding]:
+def _environment_findings(data: RunData) -> Iterator[ReportFinding]:
     """Errors of environments, which the page shows by kind if there are any but a few mistakes of the agent."""
     kinds = {
         "mistakes of the agent": sum(data.values(metrics.ENV_MISTAKES)),
@@ -221,14 +221,14 @@ def _environment_findings(data: RunData) -> Iterator[Finding]:
     if warnings or any(others) or mistakes > MISTAKES_HIGH * calls:
         counts = ", ".join(f"{compact(count)} {kind}" for kind, count in kinds.items() if count)
         logged = f"{counts}, in {compact(calls)} calls. " if counts else ""  # empty if a guard ended the first step
-        yield Finding("Errors of the environment", f"{logged}{first}")
+        yield ReportFinding("Errors of the environment", f"{logged}{first}")
     shares = [line.values.get(metrics.EPISODE_ENDS["fault"], 0.0) for line in data.metrics if line.step > 0]
     if shares and (share := fmean(shares)) > LEFT_OUT_HIGH:
         text = "Their groups were trained on without them, which biases training if faults depend on the task."
-        yield Finding(f"{percent(share)} of episodes were left out", text)
+        yield ReportFinding(f"{percent(share)} of episodes were left out", text)
 
 
-def _training_findings(data: RunData) -> Iterator[Finding]:
+def _training_findings(data: RunData) -> Iterator[ReportFinding]:
     def recent(name: str) -> float:
         values = data.values(name)[-RECENT:]
         return fmean(values) if values else 0.0
@@ -236,35 +236,35 @@ def _training_findings(data: RunData) -> Iterator[Finding]:
     groups = data.setting("batch", "prompts")
     if groups and (share := recent(metrics.NO_SIGNAL) / groups) > NO_SIGNAL_HIGH:
         text = "All samples of these groups got the same reward: the prompts are now too easy or too hard."
-        yield Finding(f"{percent(share)} of recent groups had no signal", text)
+        yield ReportFinding(f"{percent(share)} of recent groups had no signal", text)
     ends = {end: recent(metrics.EPISODE_ENDS[end]) for end in metrics.BUDGETS}
     if any(ends.values()):
         for end, share in ends.items():
             if share > TRUNCATED_HIGH:
-                yield Finding(
+                yield ReportFinding(
                     f"{percent(share)} of recent episodes were cut", f"Consider a larger {metrics.BUDGETS[end]}."
                 )
     elif (share := recent(metrics.TRUNCATED)) > TRUNCATED_HIGH:
         title = f"{percent(share)} of recent completions were truncated"
-        yield Finding(title, "Consider a larger sampling.max_new_tokens.")
+        yield ReportFinding(title, "Consider a larger sampling.max_new_tokens.")
     entropy = data.values(metrics.ENTROPY)
     if len(entropy) > RECENT and entropy[0] > 0 and recent(metrics.ENTROPY) <= ENTROPY_LEFT * entropy[0]:
         title = f"Entropy collapsed: {decimal(entropy[0])} → {decimal(entropy[-1])} nats"
-        yield Finding(title, "The samples of a group hardly differ any more.")
+        yield ReportFinding(title, "The samples of a group hardly differ any more.")
     if (mismatch := recent(metrics.MISMATCH_KL)) > MISMATCH_HIGH:
         text = f"KL {decimal(mismatch)} nats per token on the same tokens; this biases the gradients."
         workers = metrics.mismatches(line.values for line in data.metrics[-RECENT:])
         worst = max((name for name in workers if "/" in name), key=lambda name: workers[name][0], default="")
         if worst:
             text += f" Largest on {worst}: {decimal(workers[worst][0])}."
-        yield Finding("Engine and trainer logprobs differ", text)
+        yield ReportFinding("Engine and trainer logprobs differ", text)
     _, after = first_and_last(data)
     best = max(data.evaluations, key=lambda evaluation: evaluation.reward_mean, default=None)
     if after and best and best.step != after.step:
         highest, last = comparable((best, after))
         if clearly_differs(highest, last):
             text = f"{decimal(highest.value)} after step {best.step}, {decimal(last.value)} after the last step."
-            yield Finding(f"Held-out {last.name} fell below its best", text)
+            yield ReportFinding(f"Held-out {last.name} fell below its best", text)
 
 
 def held_out(data: RunData) -> dict[str, Any] | None:

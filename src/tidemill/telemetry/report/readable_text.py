@@ -144,7 +144,7 @@ def common_lines(prompts: Sequence[str]) -> int:
     return low[:same].rfind("\n") + 1
 
 
-class Piece(Record):
+class TextPart(Record):
     """A part of a text."""
 
     text: str
@@ -154,9 +154,9 @@ class Piece(Record):
 class ReadableText(Record):
     """A text as the page shows it."""
 
-    whole: tuple[Piece, ...]
-    start: tuple[Piece, ...] = ()  # of a long text, which is folded
-    end: tuple[Piece, ...] = ()
+    whole: tuple[TextPart, ...]
+    start: tuple[TextPart, ...] = ()  # of a long text, which is folded
+    end: tuple[TextPart, ...] = ()
     hidden: str = ""  # characters between start and end; empty for a short text
 
 
@@ -167,8 +167,8 @@ def readable(text: str, *, marks: bool = True) -> ReadableText:
         marks: what looks like a special token is one.
     """
 
-    def cut(part: str) -> tuple[Piece, ...]:
-        return pieces(part) if marks else (Piece(text=part, mark=False),)
+    def cut(part: str) -> tuple[TextPart, ...]:
+        return pieces(part) if marks else (TextPart(text=part, mark=False),)
 
     whole = cut(shortened(text))
     if len(text) <= FOLDED:
@@ -185,10 +185,10 @@ def shortened(text: str) -> str:
     return f"{text[:half]}\n… {number(len(text) - 2 * half)} characters left out …\n{text[-half:]}"
 
 
-def pieces(text: str) -> tuple[Piece, ...]:
+def pieces(text: str) -> tuple[TextPart, ...]:
     """The text cut at its marks."""
-    found, position = list[Piece](), 0
+    found, position = list[TextPart](), 0
     for mark in MARK.finditer(text):
-        found += [Piece(text=text[position : mark.start()], mark=False), Piece(text=mark.group(), mark=True)]
+        found += [TextPart(text=text[position : mark.start()], mark=False), TextPart(text=mark.group(), mark=True)]
         position = mark.end()
-    return tuple(piece for piece in (*found, Piece(text=text[position:], mark=False)) if piece.text)
+    return tuple(piece for piece in (*found, TextPart(text=text[position:], mark=False)) if piece.text)

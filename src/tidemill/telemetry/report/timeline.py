@@ -30,7 +30,7 @@ from tidemill.telemetry.events import (
 from tidemill.telemetry.fleet_figures import (
     HeldLease,
     LeaseKey,
-    Session,
+    RunSession,
     amount,
     evictions_sentence,
     held_leases,
@@ -70,7 +70,7 @@ class Bar(Record):
     text: str
 
 
-class Mark(Record):
+class TimelineMark(Record):
     row: int
     kind: MarkKind
     at_s: float
@@ -84,7 +84,7 @@ class Timeline(Record):
     named: bool  # rows are workers; otherwise they are shared
     first_preemptible: int  # row
     bars: tuple[Bar, ...]
-    marks: tuple[Mark, ...]
+    marks: tuple[TimelineMark, ...]
     publishes: tuple[tuple[float, str], ...]
     sessions: tuple[tuple[float, str], ...]  # starts of the second and later ones
     serving: tuple[tuple[float, int], ...]  # number of preemptible workers from each time on
@@ -185,7 +185,7 @@ def _lease_bars(
     row_of: dict[LeaseKey, int],
     starts: dict[LeaseKey, tuple[float, float]],
     events: Iterable[dict[str, Any]],
-    sessions: dict[int, Session],
+    sessions: dict[int, RunSession],
 ) -> Iterable[Bar]:
     """Each lease, the start of its worker, and the time from a notice to its end."""
     for key, lease in leases.items():
@@ -206,7 +206,7 @@ def _lease_bars(
 
 
 def _work_bars(
-    events: Iterable[dict[str, Any]], row_of: dict[LeaseKey, int], sessions: dict[int, Session]
+    events: Iterable[dict[str, Any]], row_of: dict[LeaseKey, int], sessions: dict[int, RunSession]
 ) -> Iterable[Bar]:
     """Pulls and generation by lease, and the trainer's work in row 0."""
     for event in events:
@@ -240,18 +240,18 @@ def _pull_text(event: dict[str, Any], took: str) -> str:
 
 
 def _marks(
-    events: Iterable[dict[str, Any]], row_of: dict[LeaseKey, int], sessions: dict[int, Session]
-) -> Iterable[Mark]:
+    events: Iterable[dict[str, Any]], row_of: dict[LeaseKey, int], sessions: dict[int, RunSession]
+) -> Iterable[TimelineMark]:
     for event in events:
         kind, row = MARKS.get(event["event"]), row_of.get(lease_key(event))
         if kind and row is not None:
             text = event_text(event["event"], event)
-            yield Mark(row=row, kind=kind, at_s=moment(event, sessions), text=text)
+            yield TimelineMark(row=row, kind=kind, at_s=moment(event, sessions), text=text)
 
 
 def _drained(
-    events: Iterable[dict[str, Any]], row_of: dict[LeaseKey, int], sessions: dict[int, Session]
-) -> Iterable[Mark]:
+    events: Iterable[dict[str, Any]], row_of: dict[LeaseKey, int], sessions: dict[int, RunSession]
+) -> Iterable[TimelineMark]:
     """One mark per machine under notice whose samples migrated, at the first migration."""
     first = dict[LeaseKey, dict[str, Any]]()
     samples, tokens = Counter[LeaseKey](), Counter[LeaseKey]()
@@ -263,10 +263,10 @@ def _drained(
     for key, event in first.items():
         kept = f"{counted(tokens[key], 'token')} kept"
         text = f"{event.get('worker')} returned {counted(samples[key], 'sample')}\n{kept}"
-        yield Mark(row=row_of[key], kind="drained", at_s=moment(event, sessions), text=text)
+        yield TimelineMark(row=row_of[key], kind="drained", at_s=moment(event, sessions), text=text)
 
 
-def _publishes(events: Iterable[dict[str, Any]], sessions: dict[int, Session]) -> Iterable[tuple[float, str]]:
+def _publishes(events: Iterable[dict[str, Any]], sessions: dict[int, RunSession]) -> Iterable[tuple[float, str]]:
     """Publishes that wrote files; loading the trainer's own parameters is not of interest."""
     for event in events:
         if event["event"] == PUBLISH and event.get("nbytes"):

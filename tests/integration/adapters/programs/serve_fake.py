@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from adapter_program import Adapter, FaultError, LostError, MistakeError, serve
+from adapter_program import AgentMistakeError, EnvironmentAdapter, EnvironmentFaultError, ServiceLostError, serve
 
 # A program of a model: it answers in the place of the environment, or changes its memory.
 CHEAT = """
@@ -40,16 +40,16 @@ RESULTS: dict[str, Callable[[], Any]] = {
     "object": lambda: (object(), 0.0, False),
 }
 ERRORS = {
-    "mistake": MistakeError("not like this"),
+    "mistake": AgentMistakeError("not like this"),
     "raise": ValueError("bad"),
-    "fault": FaultError("the game is broken"),
-    "server ends": LostError("the server has ended"),
-    "unclean mistake": MistakeError("a\ud800"),
+    "fault": EnvironmentFaultError("the game is broken"),
+    "server ends": ServiceLostError("the server has ended"),
+    "unclean mistake": AgentMistakeError("a\ud800"),
     "silent": Silent(),
 }
 
 
-class Fake(Adapter):
+class Fake(EnvironmentAdapter):
     def __init__(self, start: str = "") -> None:
         print("what the package prints")
         if start == "fails":

@@ -7,7 +7,7 @@ import pytest
 
 from tests.fabricated_run import FabricatedRun
 from tidemill.telemetry.report.pages import ending, findings, headline
-from tidemill.telemetry.run_data import Evaluation, RunData, clearly_differs, comparable
+from tidemill.telemetry.run_data import LoggedEvaluation, RunData, clearly_differs, comparable
 from tidemill.telemetry.run_dir import RunDirectory
 
 
@@ -45,14 +45,14 @@ ONE_STEP = lines("entropy", [1.0])
     [(0.28, 0.83, 64, True), (0.83, 0.28, 64, True), (0.50, 0.55, 64, False), (0.50, 0.55, 5000, True)],
 )
 def test_shares_differ_significantly_or_not(before: float, after: float, n: int, clear: bool) -> None:
-    first, last = comparable([Evaluation(0, before, None, before, n), Evaluation(5, after, None, after, n)])
+    first, last = comparable([LoggedEvaluation(0, before, None, before, n), LoggedEvaluation(5, after, None, after, n)])
     assert clearly_differs(first, last) is clear
 
 
 @pytest.mark.parametrize(("stderr", "clear"), [(0.03, True), (0.04, False), (None, False)])
 def test_means_differ_significantly_or_not(stderr: float | None, clear: bool) -> None:
     # 95 % of the difference of 0.1: 1.96 · sqrt(2) · 0.03 = 0.083, with 0.04 it is 0.111
-    first, last = comparable([Evaluation(0, 1.5, stderr, None, 64), Evaluation(5, 1.6, stderr, None, 64)])
+    first, last = comparable([LoggedEvaluation(0, 1.5, stderr, None, 64), LoggedEvaluation(5, 1.6, stderr, None, 64)])
     assert clearly_differs(first, last) is clear
 
 

@@ -28,7 +28,7 @@ SURROGATE = re.compile(r"[\ud800-\udfff]")
 PR_SET_DUMPABLE = 4
 
 
-class Adapter:
+class EnvironmentAdapter:
     """Environments by episode. Methods may be `async`; an exception of `step` or `call` is the agent's mistake,
     one of another method a fault."""
 
@@ -59,15 +59,15 @@ class Adapter:
         """Forget an episode."""
 
 
-class MistakeError(Exception):
+class AgentMistakeError(Exception):
     """A mistake of the agent, which sees this text."""
 
 
-class FaultError(Exception):
+class EnvironmentFaultError(Exception):
     """The environment failed, whatever the agent did: the episode is left out."""
 
 
-class LostError(Exception):
+class ServiceLostError(Exception):
     """What the environment needs has ended, and so does this program: calls are made again in another one."""
 
 
@@ -95,7 +95,7 @@ class EpisodeRandomness:
             del self._states[arguments["episode"]]
 
 
-def serve(make: Callable[..., Adapter]) -> None:
+def serve(make: Callable[..., EnvironmentAdapter]) -> None:
     """Answer calls until standard input ends. The program's argument is a JSON object, the arguments of `make`."""
     source, sink = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what the package prints is no message
@@ -106,7 +106,7 @@ def serve(make: Callable[..., Adapter]) -> None:
     os._exit(0)  # not delayed by threads of the package
 
 
-async def _serve(make: Callable[..., Adapter], source: BinaryIO, sink: BinaryIO) -> None:
+async def _serve(make: Callable[..., EnvironmentAdapter], source: BinaryIO, sink: BinaryIO) -> None:
     loop = asyncio.get_running_loop()
     requests: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
     randomness = EpisodeRandomness()
@@ -126,7 +126,9 @@ async def _serve(make: Callable[..., Adapter], source: BinaryIO, sink: BinaryIO)
         task.add_done_callback(running.discard)
 
 
-async def _answer(adapter: Adapter, randomness: EpisodeRandomness, sink: BinaryIO, request: dict[str, Any]) -> None:
+async def _answer(
+    adapter: EnvironmentAdapter, randomness: EpisodeRandomness, sink: BinaryIO, request: dict[str, Any]
+) -> None:
     name, arguments = request["method"], request["arguments"]
     function = getattr(adapter, name)
     returned = False
@@ -142,12 +144,12 @@ async def _answer(adapter: Adapter, randomness: EpisodeRandomness, sink: BinaryI
         value = await value if inspect.isawaitable(value) else value
         returned = True
         _send(sink, {"id": request["id"], "value": value if name == "tasks" else _sendable(value)})
-    except LostError as error:
+    except ServiceLostError as error:
         sys.stderr.write(f"{error}\n")
         sys.stderr.flush()
         os._exit(1)
     except BaseException as error:  # noqa: BLE001 -- of the package
-        fault = isinstance(error, FaultError) or name not in ("step", "call") or returned
+        fault = isinstance(error, EnvironmentFaultError) or name not in ("step", "call") or returned
         _send(sink, {"id": request["id"], "error": _text(error), "fault": fault})
 
 
@@ -185,5 +187,7 @@ def _text(error: BaseException) -> str:
     except BaseException as raised:  # noqa: BLE001 -- of the package
         text = f"its __str__ raised {type(raised).__name__}"
     return str(
-        _sendable(text if isinstance(error, MistakeError) else f"{type(error).__name__}: {text}".removesuffix(": "))
+        _sendable(
+            text if isinstance(error, AgentMistakeError) else f"{type(error).__name__}: {text}".removesuffix(": ")
+        )
     )

@@ -8,13 +8,13 @@ from typing import Any
 
 import gymnasium
 import numpy as np
-from adapter_program import Adapter, MistakeError, serve
+from adapter_program import AgentMistakeError, EnvironmentAdapter, serve
 
 COLOURED = re.compile(r"\x1b\[[0-9;]*m(.*?)\x1b\[0m")
 MOST_SEED = 2**31
 
 
-class Gymnasium(Adapter):
+class GymnasiumAdapter(EnvironmentAdapter):
     def __init__(self, id: str, arguments: str = "{}", actions: str = "") -> None:  # noqa: A002 -- gymnasium's name
         self._id, self._arguments = id, json.loads(arguments)
         self._names = [each.strip().lower() for each in actions.split(",") if each.strip()]
@@ -52,13 +52,13 @@ class Gymnasium(Adapter):
             elif numbers and not self._names:
                 action = int(numbers[0])
             else:
-                raise MistakeError(
+                raise AgentMistakeError(
                     f"write one of: {', '.join(self._names)}" if self._names else f"write one of {space}"
                 )
         else:
             action = np.asarray(json.loads(text), dtype=space.dtype)
         if not space.contains(action):
-            raise MistakeError(f"{text.strip()[:80]!r} is not in {space}")
+            raise AgentMistakeError(f"{text.strip()[:80]!r} is not in {space}")
         return action
 
     @staticmethod
@@ -71,4 +71,4 @@ class Gymnasium(Adapter):
 
 
 if __name__ == "__main__":
-    serve(Gymnasium)
+    serve(GymnasiumAdapter)

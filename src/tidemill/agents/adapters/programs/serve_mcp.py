@@ -8,7 +8,7 @@ import shlex
 from contextlib import AsyncExitStack
 from typing import Any
 
-from adapter_program import Adapter, FaultError, LostError, MistakeError, serve
+from adapter_program import AgentMistakeError, EnvironmentAdapter, EnvironmentFaultError, ServiceLostError, serve
 from mcp import Client, MCPError, StdioServerParameters
 from mcp.client.stdio import stdio_client
 from mcp_types import CONNECTION_CLOSED
@@ -17,7 +17,7 @@ from pydantic import ValidationError
 NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_-]")
 
 
-class McpServer(Adapter):
+class McpAdapter(EnvironmentAdapter):
     def __init__(self, command: str) -> None:
         words = shlex.split(command)
         self._server = StdioServerParameters(command=words[0], args=words[1:], env=dict(os.environ))
@@ -36,13 +36,13 @@ class McpServer(Adapter):
             result = await self._client.call_tool(self._names[tool], arguments)
         except MCPError as error:
             if error.code == CONNECTION_CLOSED:
-                raise LostError("the MCP server has ended") from error
+                raise ServiceLostError("the MCP server has ended") from error
             raise
         except ValidationError as error:
-            raise FaultError(f"the MCP server's answer to {tool} is malformed: {error}") from error
+            raise EnvironmentFaultError(f"the MCP server's answer to {tool} is malformed: {error}") from error
         text = "\n".join(getattr(part, "text", f"[{part.type}]") for part in result.content)
         if result.is_error:
-            raise MistakeError(text)
+            raise AgentMistakeError(text)
         return text
 
 
@@ -58,4 +58,4 @@ def _described(tool: Any) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    serve(McpServer)
+    serve(McpAdapter)

@@ -9,14 +9,14 @@ import shlex
 import socket
 from typing import Any
 
-from adapter_program import Adapter, serve
+from adapter_program import EnvironmentAdapter, serve
 from openenv.core import GenericEnvClient
 
 START_S = 120.0
 MOST_SEED = 2**31
 
 
-class OpenEnv(Adapter):
+class OpenEnvAdapter(EnvironmentAdapter):
     def __init__(self, url: str = "", command: str = "", action: str = "message", observation: str = "") -> None:
         self._url, self._command = url, command
         self._action, self._observation = action, observation
@@ -62,4 +62,4 @@ class OpenEnv(Adapter):
 
 
 if __name__ == "__main__":
-    serve(OpenEnv)
+    serve(OpenEnvAdapter)

@@ -6,11 +6,11 @@ import json
 from typing import Any
 
 import skyrl_gym
-from adapter_program import Adapter, serve
+from adapter_program import EnvironmentAdapter, serve
 from omegaconf import OmegaConf
 
 
-class SkyRLGym(Adapter):
+class SkyRLGymAdapter(EnvironmentAdapter):
     def __init__(self, id: str, config: str = "{}", extras: str = "{}") -> None:  # noqa: A002 -- skyrl_gym's name
         self._id, self._config, self._extras = id, OmegaConf.create(json.loads(config)), json.loads(extras)
         self._episodes: dict[int, Any] = {}
@@ -36,4 +36,4 @@ def _joined(messages: list[dict[str, str]]) -> str:
 
 
 if __name__ == "__main__":
-    serve(SkyRLGym)
+    serve(SkyRLGymAdapter)

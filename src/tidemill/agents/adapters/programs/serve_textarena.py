@@ -6,12 +6,12 @@ import json
 from typing import Any
 
 import textarena
-from adapter_program import Adapter, serve
+from adapter_program import EnvironmentAdapter, serve
 
 MOST_SEED = 2**31
 
 
-class TextArena(Adapter):
+class TextArenaAdapter(EnvironmentAdapter):
     def __init__(self, id: str, arguments: str = "{}") -> None:  # noqa: A002 -- textarena's name
         self._id, self._arguments = id, json.loads(arguments)
         self._episodes: dict[int, Any] = {}
@@ -39,4 +39,4 @@ class TextArena(Adapter):
 
 
 if __name__ == "__main__":
-    serve(TextArena)
+    serve(TextArenaAdapter)

@@ -16,7 +16,7 @@ from itertools import islice
 from typing import Any
 
 import verifiers.v1 as vf
-from adapter_program import Adapter, FaultError, serve
+from adapter_program import EnvironmentAdapter, EnvironmentFaultError, serve
 from aiohttp import web
 from verifiers.v1.configs.agent import agent_config_fields
 from verifiers.v1.utils.loaders import env_config_type, load_environment, resolve_env_config
@@ -29,7 +29,7 @@ You may call these functions, each with a line <tool_call>{"name": ..., "argumen
 
 
 @dataclass
-class Rollout:
+class VerifiersEpisode:
     """An episode of verifiers while the policy plays it."""
 
     requests: asyncio.Queue[dict[str, Any]] = field(default_factory=asyncio.Queue)
@@ -38,7 +38,7 @@ class Rollout:
     seen: int = 0  # messages that the policy has been shown, or wrote
 
 
-class Verifiers(Adapter):
+class VerifiersAdapter(EnvironmentAdapter):
     def __init__(self, id: str, taskset: str = "{}", env: str = "{}", held_out: int = 100) -> None:  # noqa: A002 -- verifiers' name
         config = {**json.loads(env), "taskset": {"id": id, **json.loads(taskset)}}
         roles = agent_config_fields(env_config_type(id, config.get("id", ""))())
@@ -50,8 +50,8 @@ class Verifiers(Adapter):
         self._held_out = held_out
         self._tasks: list[vf.Task] = []
         self._iterator = iter(self._env.taskset)
-        self._rollouts: dict[int, Rollout] = {}
-        self._by_trace: dict[str, Rollout] = {}
+        self._rollouts: dict[int, VerifiersEpisode] = {}
+        self._by_trace: dict[str, VerifiersEpisode] = {}
 
     async def start(self) -> None:
         os.environ[KEY] = secrets.token_hex(16)
@@ -74,7 +74,7 @@ class Verifiers(Adapter):
         return [{"index": index} for index in range(first, min(known, first + count))]
 
     async def reset(self, episode: int, task: dict[str, Any], seed: int) -> str:
-        rollout = self._rollouts[episode] = Rollout()
+        rollout = self._rollouts[episode] = VerifiersEpisode()
         (slot,) = self._env.slots(self._upto(task["index"] + 1)[task["index"]])
 
         def watch(trace: vf.Trace) -> None:
@@ -83,7 +83,7 @@ class Verifiers(Adapter):
         rollout.running = asyncio.create_task(self._env.run_slot(slot, self._context, on_trace=watch))
         text, _, done = await self._next(rollout)
         if done:
-            raise FaultError("the rollout ended before it asked for a completion")
+            raise EnvironmentFaultError("the rollout ended before it asked for a completion")
         return text
 
     async def step(self, episode: int, action: str) -> tuple[str, float, bool]:
@@ -102,7 +102,7 @@ class Verifiers(Adapter):
         self._tasks += islice(self._iterator, max(0, count - len(self._tasks)))
         return self._tasks
 
-    async def _next(self, rollout: Rollout) -> tuple[str, float, bool]:
+    async def _next(self, rollout: VerifiersEpisode) -> tuple[str, float, bool]:
         """The next request's new messages; or the end, with the reward."""
         assert rollout.running is not None
         asking = asyncio.create_task(rollout.requests.get())
@@ -118,7 +118,7 @@ class Verifiers(Adapter):
         episode = rollout.running.result()
         errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
         if errors:
-            raise FaultError(f"the rollout failed: {errors[0].type}: {errors[0].message}")
+            raise EnvironmentFaultError(f"the rollout failed: {errors[0].type}: {errors[0].message}")
         return "", float(sum(trace.reward for trace in episode.traces)), True
 
     async def _complete(self, request: web.Request) -> web.Response:
@@ -157,4 +157,4 @@ def _tool_texts(body: dict[str, Any]) -> list[str]:
 
 
 if __name__ == "__main__":
-    serve(Verifiers)
+    serve(VerifiersAdapter)

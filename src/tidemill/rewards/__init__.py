@@ -7,18 +7,8 @@ from typing import Any
 
 # An import of a module of this package makes the package `tidemill.rewards`, in place of the module with these names.
 _PUBLIC = [
-    "exact",
-    "numeric",
-    "math_verify",
-    "regex",
-    "length",
-    "task",
-    "tests",
-    "random",
-    "model",
-    "http",
-    "function",
-    "Reward",
+    *("exact", "numeric", "math_verify", "regex", "length", "task", "tests"),
+    *("random", "model", "http", "function", "Reward"),
 ]
 
 

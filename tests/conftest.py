@@ -26,6 +26,7 @@ import pytest
 from hypothesis import settings
 
 from tests.forked import kill_forks, stop_fork_servers
+from tests.rotation import DAY
 
 # The same examples every time. `pytest tests/property --hypothesis-profile=explore` draws new ones, and more.
 settings.register_profile("fixed", derandomize=True, deadline=None, max_examples=25)
@@ -65,6 +66,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--chaos-rounds", type=int, default=1, help="factor on the number of faults that tests/chaos injects"
     )
+
+
+def pytest_report_header() -> str:
+    return f"day: {DAY} (TIDEMILL_TEST_DAY={DAY} repeats what this day has of the cases that change from day to day)"
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

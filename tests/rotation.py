@@ -8,7 +8,9 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from typing import TypeVar
+from typing import Any, TypeVar
+
+import pytest
 
 Case = TypeVar("Case")
 
@@ -19,3 +21,9 @@ DAY = int(os.environ.setdefault("TIDEMILL_TEST_DAY", str(datetime.now(UTC).toord
 def share_of_the_day(cases: Sequence[Case], size: int, day: int = DAY) -> list[Case]:
     """`size` neighbours among the cases, which are a ring; the next day has the next ones."""
     return [cases[(day * size + at) % len(cases)] for at in range(size)]
+
+
+def daily(cases: Sequence[Case], size: int) -> list[Any]:
+    """Parameters of a test: the share of the day, and the others marked slow."""
+    today = share_of_the_day(cases, size)
+    return [case if case in today else pytest.param(case, marks=pytest.mark.slow) for case in cases]

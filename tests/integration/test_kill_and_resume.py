@@ -11,14 +11,14 @@ import pytest
 
 from tests.doubles.journal import HEADER, PowerCut
 from tests.doubles.session import Disk, Session, small_spec
-from tests.rotation import DAY
+from tests.rotation import daily
 from tests.virtual_time import run_virtual
 from tidemill.controller.entries import Published, decode
 from tidemill.core.records import SampleId
 
 SPEC = small_spec()
 ARRIVAL = small_spec(batch={"order": "arrival"})
-EVERY = 7  # of the cuts of the journal: others on each day of a week
+EVERY = 7  # cuts of the journal: on each day of a week those that follow the last day's
 
 
 def live(disk: Disk, *, power_cut_after: int | None = None, spec: Any = SPEC) -> Session:
@@ -77,16 +77,7 @@ def test_the_uninterrupted_run_exercises_the_journal() -> None:
     assert_same_history(live(Disk()), "nothing")
 
 
-@pytest.mark.parametrize(
-    "first",
-    [
-        pytest.param(DAY % EVERY, id=f"day {DAY}"),
-        *(
-            pytest.param((DAY + later) % EVERY, id=f"day {DAY + later}", marks=pytest.mark.slow)
-            for later in range(1, EVERY)
-        ),
-    ],
-)
+@pytest.mark.parametrize("first", daily(range(EVERY), 1))
 def test_killed_at_every_journal_write_the_weights_are_the_same(first: int) -> None:
     _, ends = quiet_run()
     # Written but not acknowledged; partial, every other time near its start.

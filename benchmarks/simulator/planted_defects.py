@@ -387,7 +387,7 @@ DEFECTS = {
         ),
     ),
     "calls a broken episode truncated": Defect(
-        Sample, "observe", _edited('("done", "failure", "fault")', '("done", "fault")')
+        Sample, "observe", _edited('case "tokens" | "context":', 'case "tokens" | "context" | "failure":')
     ),
     "takes faults for a signal": Defect(
         run, "has_signal", _edited("if t.weight > 0 and t.reward is not None", "if t.reward is not None")

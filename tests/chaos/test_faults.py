@@ -15,6 +15,7 @@ from tests.doubles.faults import FAULTS, fleet_config, herd, setting
 from tests.doubles.journal import MemoryJournal, PowerCut
 from tests.doubles.machines import World
 from tests.doubles.session import Disk, Session, small_spec, trained
+from tests.rotation import daily
 from tests.virtual_time import run_virtual
 from tidemill.controller.ledger import Ledger
 from tidemill.core.errors import UserError
@@ -79,7 +80,7 @@ def some(rng: random.Random) -> Sequence[str]:
     return [name for name in names if name not in failing[2:]]
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", daily(range(5), 2))
 def test_combined_faults(seed: int, chaos_rounds: int) -> None:
     migrations = 0
     for each in range(5 * chaos_rounds):
@@ -90,7 +91,7 @@ def test_combined_faults(seed: int, chaos_rounds: int) -> None:
     assert migrations > 10
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", daily(range(5), 2))
 def test_combined_faults_and_a_killed_controller(seed: int, chaos_rounds: int) -> None:
     kills = 0
     for each in range(2 * chaos_rounds):

@@ -60,6 +60,7 @@ def out_of_room(run: RunningProcess, rng: random.Random) -> None:
 DEATHS = (killed, interrupted, killed, out_of_room)
 
 
+@pytest.mark.slow  # test_durability.py kills and interrupts runs; test_faults.py fills the disk in virtual time
 @pytest.mark.timeout(1500)
 def test_a_run_killed_repeatedly_gives_the_same_weights(tmp_path: Path, chaos_rounds: int) -> None:
     recipe = tmp_path / "recipe.toml"

@@ -64,6 +64,7 @@ def events(run: Path, name: str) -> list[dict[str, Any]]:
     return [line for line in lines if line["event"] == name]
 
 
+@pytest.mark.slow  # tests/unit/controller/test_turns.py kills agents at every write, in virtual time
 @pytest.mark.timeout(400)
 def test_killed_at_random_moments_and_evicted_a_run_learns_the_same(recipe: Path, tmp_path: Path) -> None:
     quiet, torn, evicted = tmp_path / "quiet", tmp_path / "torn", tmp_path / "evicted"

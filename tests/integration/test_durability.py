@@ -32,7 +32,17 @@ def recipe(tmp_path: Path) -> Path:
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("more", ["", WITH_ADAPTER, AHEAD], ids=["whole", "adapter", "ahead"])
+@pytest.mark.parametrize(
+    "more",
+    [
+        pytest.param("", id="whole"),
+        # test_lora.py resumes adapters, and test_kill_and_resume.py runs ahead in virtual time.
+        *(
+            pytest.param(more, id=name, marks=pytest.mark.slow)
+            for more, name in ((WITH_ADAPTER, "adapter"), (AHEAD, "ahead"))
+        ),
+    ],
+)
 def test_killed_at_random_moments_and_inside_a_checkpoint(more: str, recipe: Path, tmp_path: Path) -> None:
     text = RECIPE + more
     if more == AHEAD:  # samples so long that they span publishes

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.rotation import daily
 from tidemill.runtime.journal import SqliteJournal
 
 WRITER = """
@@ -33,7 +34,7 @@ asyncio.run(main())
 """
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", daily(range(3), 1))
 async def test_acknowledged_entries_survive_kill_9(tmp_path: Path, seed: int) -> None:
     path, rng, entries = tmp_path / "ledger.sqlite", random.Random(seed), 0
     for _ in range(3):  # several processes, one after another, with the same file

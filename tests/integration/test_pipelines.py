@@ -210,9 +210,8 @@ def test_every_stage_leaves_its_documented_files() -> None:
 @pytest.mark.parametrize(
     ("name", "steps"),
     [
-        ("sft", 1),
         ("rl", 3),
-        *(pytest.param(*each, marks=pytest.mark.slow) for each in (("sft", 6), ("rl", 0), ("rl", 9))),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in (("sft", 1), ("sft", 6), ("rl", 0), ("rl", 9))),
     ],
     ids=str,
 )
@@ -362,7 +361,7 @@ def test_an_adapter_stage_returns_the_merged_model(folder: Path) -> None:
     assert [stage["ran"] for stage in again.data["stages"]] == [False] * 4
 
 
-@pytest.mark.parametrize(("name", "next_one"), [("sft", "rl"), ("rl", "out")])
+@pytest.mark.parametrize(("name", "next_one"), [("sft", "rl"), pytest.param("rl", "out", marks=pytest.mark.slow)])
 def test_a_damaged_merged_model_is_refused(name: str, next_one: str) -> None:
     pytest.importorskip("peft")
     argv = [f"--stage.{name}.model.lora.rank=4", "--stage.rl.trainer.steps=1"]

@@ -29,6 +29,7 @@ def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.copytree(PROGRAMS, tmp_path / "programs")
     shutil.copy(FAKE, tmp_path / "programs")
     monkeypatch.setattr(connection, "PROGRAMS", tmp_path / "programs")
+    monkeypatch.setattr(connection, "CLOSE_S", 1.0)
 
 
 @pytest.fixture
@@ -152,8 +153,8 @@ def test_a_program_that_does_not_start_says_why(programs: None, start: str, mess
 
 def test_a_program_that_never_answers_is_ended(programs: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "programs" / "serve_fake.py").write_text("import time\ntime.sleep(1000)\n")
+    monkeypatch.setattr(connection, "TELL_S", 0.2)
     monkeypatch.setattr(connection, "START_S", 0.5)
-    monkeypatch.setattr(connection, "CLOSE_S", 0.5)
 
     with pytest.raises(UserError, match=r"no answer within 0\.5 s"):
         Connection("fake", {}, python=sys.executable)

@@ -62,6 +62,7 @@ def executed(tmp_path: Path, *cells: str) -> Any:
     return client.execute()
 
 
+@pytest.mark.usefixtures("shared_cache")
 @pytest.mark.timeout(300)
 def test_a_notebook_trains_a_model_and_shows_a_panel(tmp_path: Path) -> None:
     assert len((SETUP + TRAIN).splitlines()) <= 40
@@ -72,6 +73,7 @@ def test_a_notebook_trains_a_model_and_shows_a_panel(tmp_path: Path) -> None:
     assert "held-out reward after" in html  # the run's table
 
 
+@pytest.mark.slow  # test_interrupts.py interrupts runs from Python
 @pytest.mark.timeout(300)
 def test_interrupting_the_kernel_writes_a_checkpoint(tmp_path: Path) -> None:
     executed(tmp_path, "import tidemill as tm", INTERRUPT)

@@ -129,6 +129,7 @@ def script(tmp_path: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, cwd=tmp_path)
 
 
+@pytest.mark.slow  # test_durability.py resumes killed runs, and the test below a run of Python functions
 def test_a_killed_run_resumes_from_python_with_the_same_weights(tmp_path: Path) -> None:
     whole = script(tmp_path, "whole")
     assert script(tmp_path, "killed", "2").returncode == -signal.SIGKILL

@@ -126,12 +126,13 @@ def sampled(run: Path) -> Counter[tuple[str, tuple[int, ...]]]:
     return Counter((sample.prompt, tuple(sample.token_ids)) for sample in found)
 
 
+@pytest.mark.slow  # test_sessions.py evicts the workers of sessions, and test_workers.py kills workers on Ray
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("seed", "kills"),
     [
         pytest.param(0, 2, id="short"),
-        *(pytest.param(seed, 10, id=f"long-{seed}", marks=pytest.mark.slow) for seed in range(1, 6)),
+        *(pytest.param(seed, 10, id=f"long-{seed}") for seed in range(1, 6)),
     ],
 )
 async def test_every_stream_is_completed_though_workers_are_killed(tmp_path: Path, seed: int, kills: int) -> None:

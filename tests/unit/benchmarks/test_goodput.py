@@ -18,6 +18,7 @@ from tidemill.core.records import GenerateRequest
 from tidemill.pool.traces import CapacityTrace
 from tidemill.sim.workload import Workload
 
+MODES = ["batches", pytest.param("endless", marks=pytest.mark.slow)]
 TRACE = CapacityTrace(steps=((0.0, 3), (150.0, 1), (200.0, 3)), end_s=600.0)
 
 
@@ -31,7 +32,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(goodput, "WORK", Workload(lengths=Short(), prompt_tokens=64))
 
 
-@pytest.mark.parametrize("mode", goodput.MODES)
+@pytest.mark.parametrize("mode", MODES)
 def test_shares_add_up_and_evicted_samples_migrate(mode: str) -> None:
     found = measure(TRACE, 600.0, mode, seed=7)
 
@@ -72,7 +73,7 @@ def test_forgotten_samples_are_found_when_no_slot_is_free(monkeypatch: pytest.Mo
         measure(TRACE, 600.0, "endless", seed=7)
 
 
-@pytest.mark.parametrize("mode", goodput.MODES)
+@pytest.mark.parametrize("mode", MODES)
 def test_samples_that_start_anew_after_an_eviction_are_found(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     revoke = InFlight.revoke
 
@@ -85,7 +86,7 @@ def test_samples_that_start_anew_after_an_eviction_are_found(mode: str, monkeypa
         measure(TRACE, 600.0, mode, seed=7)
 
 
-@pytest.mark.parametrize("mode", goodput.MODES)
+@pytest.mark.parametrize("mode", MODES)
 def test_moved_samples_that_no_engine_receives_are_found(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     submit = TimedEngine.submit
 

@@ -58,6 +58,7 @@ def test_training_steps_compute_the_same_logprobs(tmp_path: Path, monkeypatch: p
         assert rows[way]["mean_logprob"] == pytest.approx(rows["shared"]["mean_logprob"], abs=1e-5)
 
 
+@pytest.mark.slow  # test_standard_runs.py compares runs
 def test_whole_runs_repeat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runs, "RUNS", {name: runs.RUNS[name] for name in ("embedded, colocated", "shards, offload")})
     colocated, offload = rows_of(runs, tmp_path, monkeypatch)

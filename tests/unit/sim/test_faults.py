@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import math
+from pathlib import Path
 
 import msgspec
 import pytest
 
+from benchmarks.simulator import planted_defects
 from benchmarks.simulator.planted_defects import DEFECTS, found
 from tests.fault_simulation import __main__ as command
 from tests.fault_simulation.invariants import Invariants
 from tests.fault_simulation.scenario import draw
 from tests.fault_simulation.seed_run import Simulation, simulate_faults
+from tests.rotation import DAY, share_of_the_day
 from tidemill.core.records import Episode, Group
 from tidemill.sim.simulated_trainer import SimulatedTrainer
 
 CHUNK, CHUNKS = 40, 5
+PLANTED = Path(planted_defects.__file__).parents[1] / "results" / "planted_defects.json"
 
 FOUND = {
     "dynamic sampling gave up a group that a recorded batch had": 67,
@@ -36,12 +41,30 @@ FOUND = {
 since.)"""
 
 
-@pytest.mark.parametrize("chunk", [0, 1, *(pytest.param(chunk, marks=pytest.mark.slow) for chunk in range(2, CHUNKS))])
-def test_no_seed_violates_an_invariant(chunk: int) -> None:
-    outcomes = [simulate_faults(seed) for seed in range(chunk * CHUNK, (chunk + 1) * CHUNK)]
+def chunks() -> list[list[int]]:
+    return [list(range(first, first + CHUNK)) for first in range(0, CHUNK * CHUNKS, CHUNK)]
+
+
+def seeds_of_the_day() -> list[int]:
+    """As many as a chunk: those that find the planted defects, and some of all chunks."""
+    defects = json.loads(PLANTED.read_text())["defects"].values()
+    finding = {defect["seeds"] - 1 for defect in defects}
+    others = [seed for chunk in chunks() for seed in chunk if seed not in finding]
+    return [*sorted(finding), *share_of_the_day(others, CHUNK - len(finding))]
+
+
+@pytest.mark.parametrize(
+    "seeds",
+    [
+        pytest.param(seeds_of_the_day(), id=f"day {DAY}"),
+        *(pytest.param(chunk, id=f"from {chunk[0]}", marks=pytest.mark.slow) for chunk in chunks()),
+    ],
+)
+def test_no_seed_violates_an_invariant(seeds: list[int]) -> None:
+    outcomes = [simulate_faults(seed) for seed in seeds]
 
     assert [(outcome.seed, outcome.violation) for outcome in outcomes if outcome.violation] == []
-    assert sum(outcome.lives for outcome in outcomes) > CHUNK  # controllers were killed
+    assert sum(outcome.lives for outcome in outcomes) > len(seeds)  # controllers were killed
     assert min(outcome.looks for outcome in outcomes) > 0
 
 

@@ -11,7 +11,6 @@ kernel kills when memory runs out. `multiprocessing` is not used: it imports the
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import importlib
 import os
@@ -25,6 +24,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from tidemill.core import ipc
 from tidemill.core.records import Record
 
 PROGRAM = """\
@@ -33,13 +33,10 @@ sys.path[:] = json.loads(sys.argv[2])["path"]
 from tidemill.extensions.fork_server import main
 main()
 """
-PR_SET_PDEATHSIG = 1
-PR_SET_CHILD_SUBREAPER = 36
 OOM_SCORE_MAX = "1000"
-LENGTH_BYTES = 4
-"""Every message on a stream is its length, little-endian, and then its kind and data."""
 DATA, READY, ENDED = b"d", b"r", b"e"
-"""Kinds: data of the service; the process is ready; it ended, or did not start, with the cause as text."""
+"""Kinds of messages, their first byte: data of the service; the process is ready; it ended, or did not start, with the
+cause as text."""
 
 
 class Service(Protocol):
@@ -84,20 +81,22 @@ def server_command(control: str, setup: Setup) -> list[str]:
 
 
 def send(stream: socket.socket, data: bytes, kind: bytes = DATA) -> None:
-    stream.sendall((len(data) + 1).to_bytes(LENGTH_BYTES, "little") + kind + data)
+    stream.sendall(ipc.framed(kind + data))
 
 
 def receive(stream: socket.socket) -> bytes | None:
     """The next message of the client; None when it has closed the stream."""
-    head = stream.recv(LENGTH_BYTES, socket.MSG_WAITALL)
-    return stream.recv(int.from_bytes(head, "little"), socket.MSG_WAITALL)[1:] if head else None
+    try:
+        return bytes(ipc.receive(stream)[1:])
+    except EOFError:
+        return None
 
 
 def main() -> None:
     control = socket.socket(fileno=int(sys.argv[1]))
     setup = msgspec.json.decode(sys.argv[2], type=Setup)
-    _die_with_parent(setup.parent, signal.SIGTERM)
-    _prctl(PR_SET_CHILD_SUBREAPER, 1)
+    ipc.die_with_parent(signal.SIGTERM, setup.parent)
+    ipc.adopt_descendants()
     # Ctrl-C is for the run, which then closes the socket. Programs that user code starts would inherit SIG_IGN.
     signal.signal(signal.SIGINT, lambda *_: None)
     sys.path[:] = setup.path
@@ -106,8 +105,8 @@ def main() -> None:
     helpers: list[int] = []
     if setup.preload:
         helpers = service.preload(settings)
-        if len(list(Path("/proc/self/task").iterdir())) > 1 or set(child_processes()) - {*helpers}:
-            _kill_all()
+        if len(list(Path("/proc/self/task").iterdir())) > 1 or set(ipc.child_processes()) - {*helpers}:
+            ipc.kill_children()
             os.execv(sys.executable, server_command(sys.argv[1], msgspec.structs.replace(setup, preload=False)))
     gc.collect()
     gc.freeze()  # memory stays shared with the forks
@@ -115,7 +114,7 @@ def main() -> None:
         with suppress(ConnectionResetError):
             _Server(control, service, settings, helpers).serve()
     finally:
-        _kill_all()
+        ipc.kill_children()
 
 
 class _Server:
@@ -161,7 +160,7 @@ class _Server:
                     if pid == ended[0]:
                         del self._processes[number]
                         _report_end(stream, os.waitstatus_to_exitcode(ended[1]))
-        for each in set(child_processes()) - {pid for pid, _ in self._processes.values()} - self._helpers:
+        for each in set(ipc.child_processes()) - {pid for pid, _ in self._processes.values()} - self._helpers:
             os.kill(each, signal.SIGKILL)  # its children come next, when its end is reported
 
     def _fork(self, stream: socket.socket, role: bytes) -> int:
@@ -173,8 +172,8 @@ class _Server:
             os.close(signal.set_wakeup_fd(-1))
             for number in (signal.SIGCHLD, signal.SIGTERM):
                 signal.signal(number, signal.SIG_DFL)
-            _die_with_parent(server, signal.SIGKILL)
-            _prctl(PR_SET_CHILD_SUBREAPER, 1)
+            ipc.die_with_parent(signal.SIGKILL, server)
+            ipc.adopt_descendants()
             os.setsid()  # a function that kills its process group ends no other
             self._control.close()
             os.register_at_fork(after_in_child=stream.close)  # a child of user code that returns must not answer
@@ -191,39 +190,3 @@ def _report_end(stream: socket.socket, code: int) -> None:
     with stream, suppress(OSError):  # the client has closed it
         stream.setblocking(False)  # nor does a client that does not read stop the server
         send(stream, f"its process {how}".encode(), ENDED)
-
-
-def _kill_all() -> None:
-    """Kill all descendants of this process, which inherits the children of the killed."""
-    while children := child_processes():
-        for each in children:
-            os.kill(each, signal.SIGKILL)
-        while children and os.waitpid(-1, os.WNOHANG)[0]:
-            children.pop()
-
-
-def child_processes() -> list[int]:
-    """Children of this process, zombies included.
-
-    They are found by their parents: `/proc/PID/task/TID/children` misses some while others end, see proc(5).
-    """
-    children = []
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdigit():
-            with suppress(OSError):  # it has ended, or is another user's, which some machines hide
-                stat = (folder / "stat").read_bytes()
-                parent = int(stat[stat.rindex(b")") + 1 :].split()[1])  # a name in parentheses may contain anything
-                if parent == os.getpid():
-                    children.append(int(folder.name))
-    return children
-
-
-def _die_with_parent(parent: int, number: signal.Signals) -> None:
-    """Receive a signal when the parent ends."""
-    _prctl(PR_SET_PDEATHSIG, number)
-    if os.getppid() != parent:
-        os._exit(1)
-
-
-def _prctl(option: int, value: int) -> None:
-    ctypes.CDLL(None).prctl(option, value, 0, 0, 0)

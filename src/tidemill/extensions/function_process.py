@@ -17,10 +17,11 @@ from typing import Any, TypeAlias
 
 import msgspec
 
+from tidemill.core import ipc
 from tidemill.core.errors import UserError
 from tidemill.core.records import Record
 from tidemill.extensions.calls import CallError, call_error
-from tidemill.extensions.fork_server import LENGTH_BYTES, READY, receive, send
+from tidemill.extensions.fork_server import DATA, READY, receive, send
 from tidemill.extensions.portable import Target
 from tidemill.extensions.scores import Score, score_of
 
@@ -136,8 +137,7 @@ async def _attend_together(stream: socket.socket, functions: list[_Function]) ->
     tasks: dict[int, asyncio.Task[None]] = {}
 
     def answer(reply: Reply) -> None:
-        data = _encoded(reply)
-        writer.write((len(data) + 1).to_bytes(LENGTH_BYTES, "little") + b"d" + data)
+        writer.write(ipc.framed(DATA + _encoded(reply)))
 
     async def make(call: Call) -> None:
         function = functions[call.function]
@@ -150,8 +150,7 @@ async def _attend_together(stream: socket.socket, functions: list[_Function]) ->
 
     with suppress(asyncio.IncompleteReadError, ConnectionResetError):
         while True:
-            length = int.from_bytes(await reader.readexactly(LENGTH_BYTES), "little")
-            for request in _requests.decode((await reader.readexactly(length))[1:]):
+            for request in _requests.decode((await ipc.read(reader))[1:]):
                 if isinstance(request, Call):
                     tasks[request.number] = asyncio.create_task(make(request))
                 else:

@@ -14,8 +14,9 @@ from pathlib import Path
 
 import msgspec
 
+from tidemill.core import ipc
 from tidemill.core.errors import DeadlineError
-from tidemill.extensions.fork_server import DATA, ENDED, LENGTH_BYTES, READY, Command, Setup, server_command
+from tidemill.extensions.fork_server import DATA, ENDED, READY, Command, Setup, server_command
 from tidemill.extensions.loading import IMPORT_DEADLINE_S
 
 CLOSE_S = 10.0
@@ -154,7 +155,7 @@ class ForkedProcess(asyncio.Protocol):
     def send(self, data: bytes) -> None:
         """Does not wait until it is received."""
         assert self._transport is not None
-        self._transport.write((len(data) + 1).to_bytes(LENGTH_BYTES, "little") + DATA + data)
+        self._transport.write(ipc.framed(DATA + data))
 
     def kill(self) -> None:
         """End it with everything that it started. Does not wait, and is not reported."""
@@ -169,19 +170,16 @@ class ForkedProcess(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self._buffer += data
-        while self.alive and len(self._buffer) >= LENGTH_BYTES:
-            end = LENGTH_BYTES + int.from_bytes(self._buffer[:LENGTH_BYTES], "little")
-            if len(self._buffer) < end:
+        for message in ipc.take(self._buffer):
+            if not self.alive:
                 return
-            kind = bytes(self._buffer[LENGTH_BYTES : LENGTH_BYTES + 1])
-            message = bytes(self._buffer[LENGTH_BYTES + 1 : end])
-            del self._buffer[:end]
+            kind = message[:1]
             if kind == DATA:
-                self._receive(message)
+                self._receive(message[1:])
             elif kind == READY and not self._ready.done():
                 self._ready.set_result(None)
             elif kind == ENDED:
-                self._end(message.decode(errors="replace"))
+                self._end(message[1:].decode(errors="replace"))
 
     def connection_lost(self, error: Exception | None) -> None:
         self._end("its process has ended")

@@ -1,11 +1,14 @@
-"""Requests of the three APIs as one record. A parameter is obeyed, or refused by its name."""
+"""Requests of the three APIs as one record. A parameter is obeyed, or refused by its name.
+
+What a parameter may be stands in its type below; rules between parameters follow in `chat_question` and its siblings.
+"""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeAlias, TypeVar
 
 import msgspec
 
@@ -15,14 +18,10 @@ from tidemill.gateway.errors import ApiError, invalid, unsupported
 T = TypeVar("T")
 
 DEPTH, SCHEMA_BYTES, MESSAGES, MOST_N, STOPS = 64, 256 << 10, 2048, 128, 16
-TOOL_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 SHOWN = 64
 """Characters of a name in an error."""
-SCHEMA_TYPES = ("object", "array", "string", "number", "integer", "boolean", "null")
 UNIONS = ("anyOf", "oneOf", "allOf")
 LARGEST_SEED, COLDEST = 2**63 - 1, 1e-5
-MESSAGE_KEYS = {"role", "content", "tool_calls", "tool_call_id", "name", "refusal", "annotations"}
-"""Keys of messages. Names, refusals and annotations do not reach the model; answers of other servers have them."""
 NO_EFFECT = {"user", "metadata", "parallel_tool_calls", "service_tier", "safety_identifier", "prompt_cache_key"}
 """Clients send these, and sampling does not depend on them."""
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -42,6 +41,10 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "verbosity": ("medium",),
 }
 """Values that ask for nothing; any other is refused."""
+MISSING = re.compile("Object missing required field `(.*)`")
+UNKNOWN = re.compile("Object contains unknown field `(.*)`", re.DOTALL)
+NAMES = re.compile(r"(\.\w+)*")
+"""The part of a path that a client knows as a parameter."""
 
 
 class Call(Record):
@@ -88,50 +91,151 @@ class Question(Record):
         return sum(map(len, texts))
 
 
-class Fields:
-    """The parameters of a body. Nulls count as left out."""
+Count: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=1 << 30)]
+Text: TypeAlias = Annotated[str, msgspec.Meta(min_length=1)]
+TokenIds: TypeAlias = Annotated[tuple[Annotated[int, msgspec.Meta(ge=0, lt=2**31)], ...], msgspec.Meta(min_length=1)]
+Prompts: TypeAlias = Annotated[tuple[Text | TokenIds, ...], msgspec.Meta(max_length=MOST_N)]
+Entries: TypeAlias = Annotated[list[Any], msgspec.Meta(max_length=MESSAGES)]
+SomeEntries: TypeAlias = Annotated[list[Any], msgspec.Meta(min_length=1, max_length=MESSAGES)]
+# Patterns instead of literals, because their errors show what is accepted, and nothing of what a client sent.
+FunctionType: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^function\Z")]
+SchemaType: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^(object|array|string|number|integer|boolean|null)\Z")]
 
-    def __init__(self, body: Mapping[str, Any]) -> None:
-        self._body = {name: value for name, value in body.items() if value is not None}
 
-    def take(self, name: str, kind: type | tuple[type, ...], *, expected: str) -> Any:
-        """Raises ApiError: it has another type."""
-        value = self._body.pop(name, None)
-        if value is None:
-            return None
-        boolean = isinstance(value, bool)
-        if not isinstance(value, kind) or (boolean and kind is not bool):
-            raise invalid(f"`{name}` must be {expected}", name)
-        return value
+class Body(msgspec.Struct, kw_only=True):
+    """Parameters of all three APIs."""
 
-    def number(self, name: str, low: float, high: float) -> float | None:
-        value = self.take(name, (int, float), expected="a number")
-        if value is not None and not low <= value <= high:
-            raise invalid(f"`{name}` must be between {low:g} and {high:g}", name)
-        return None if value is None else float(value)
+    model: Text
+    temperature: Annotated[float, msgspec.Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, msgspec.Meta(ge=1e-6, le=1)] | None = None
+    top_k: Annotated[int, msgspec.Meta(ge=0, le=1 << 20)] | None = None
+    stream: bool = False
+    return_token_ids: bool = False
 
-    def integer(self, name: str, low: int, high: int) -> int | None:
-        value = self.take(name, int, expected="an integer")
-        if value is not None and not low <= value <= high:
-            raise invalid(f"`{name}` must be between {low} and {high}", name)
-        return None if value is None else int(value)
 
-    def flag(self, name: str) -> bool:
-        return bool(self.take(name, bool, expected="true or false"))
+class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
+    include_usage: bool | None = None
+    include_obfuscation: Any = None
 
-    def text(self, name: str) -> str | None:
-        value = self.take(name, str, expected="a string")
-        return None if value is None else str(value)
 
-    def finish(self) -> None:
-        """Raises ApiError: a parameter is left that nobody obeys."""
-        for name, value in self._body.items():
-            if name in NO_EFFECT:
-                continue
-            if name not in NEUTRAL:
-                raise unsupported(name, "the gateway does not know it")
-            if value not in NEUTRAL[name]:
-                raise unsupported(name, f"only {json.dumps(NEUTRAL[name][0])} is accepted")
+class RepeatedBody(Body, kw_only=True):
+    """Parameters of the two APIs that give several completions."""
+
+    n: Annotated[int, msgspec.Meta(ge=1, le=MOST_N)] = 1
+    seed: Annotated[int, msgspec.Meta(ge=-LARGEST_SEED, le=LARGEST_SEED)] | None = None
+    stop: Text | Annotated[tuple[Text, ...], msgspec.Meta(max_length=STOPS)] = ()
+    stream_options: StreamOptions = msgspec.field(default_factory=StreamOptions)
+
+
+class ChatBody(RepeatedBody, kw_only=True):
+    messages: SomeEntries
+    tools: Entries = []
+    tool_choice: str | dict[str, Any] = "auto"
+    max_tokens: Count | None = None
+    max_completion_tokens: Count | None = None
+    response_format: dict[str, Any] | None = None
+    logprobs: bool = False
+
+
+class CompletionBody(RepeatedBody, kw_only=True):
+    prompt: Text | Annotated[list[Any], msgspec.Meta(min_length=1)]
+    max_tokens: Count | None = None
+    logprobs: Annotated[int, msgspec.Meta(ge=0, le=5)] | None = None
+
+
+class ResponseBody(Body, kw_only=True):
+    input: Text | SomeEntries
+    instructions: str = ""
+    previous_response_id: str | None = None
+    text: dict[str, Any] = {}
+    tools: Entries = []
+    tool_choice: str | dict[str, Any] = "auto"
+    max_output_tokens: Count | None = None
+
+
+class ToolCall(msgspec.Struct):
+    function: Call
+
+
+class MessageBody(msgspec.Struct):
+    """A message. Its name, refusal and annotations do not reach the model; answers of other servers have them."""
+
+    role: Annotated[str, msgspec.Meta(pattern=r"^(system|developer|user|assistant|tool)\Z")]
+    content: Any = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: Any = None
+    name: Any = None
+    refusal: Any = None
+    annotations: Any = None
+
+
+class TextPart(msgspec.Struct):
+    type: Annotated[str, msgspec.Meta(pattern=r"^(text|input_text|output_text)\Z")]
+    text: str
+
+
+class ToolBody(msgspec.Struct):
+    type: FunctionType
+
+
+class ChatToolBody(ToolBody):
+    function: dict[str, Any]
+
+
+class FunctionBody(msgspec.Struct):
+    name: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_-]{1,64}\Z")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class SchemaBody(msgspec.Struct, rename="camel"):
+    """What templates read of a JSON schema."""
+
+    type: list[SchemaType] = []  # or one, but a union with a pattern breaks msgspec 0.22 when the type is freed
+    properties: dict[str, Any] = {}
+    required: list[str] = []
+    enum: list[Any] = []
+    any_of: list[Any] = []
+    one_of: list[Any] = []
+    all_of: list[Any] = []
+    items: Any = msgspec.UNSET
+
+
+def decode(given: Any, kind: Any, at: str = "", *, param: str | None = None) -> Any:
+    """A part of a body with its type.
+
+    Args:
+        at: place of the part in the body.
+        param: parameter that errors name; by default that at fault.
+
+    Raises:
+        ApiError: it has another type.
+    """
+    try:
+        return msgspec.convert(given, kind)
+    except msgspec.ValidationError as error:
+        what, _, path = str(error).partition(" - at `$")
+        place = f"{at}{path.rstrip('`')}".lstrip(".")
+        if missing := MISSING.fullmatch(what):
+            place = f"{place}.{missing[1]}".lstrip(".")
+            raise invalid(f"`{place}` is missing", param or place) from error
+        if unknown := UNKNOWN.fullmatch(what):
+            raise unsupported(f"{place}.{unknown[1]}", "the gateway does not know it") from error
+        shown = place or "the body"
+        named = at + NAMES.match(path)[0]  # type: ignore[index]  # it matches every text
+        raise invalid(f"`{shown}`: {what[0].lower()}{what[1:]}", param or named.lstrip(".")) from error
+
+
+def decode_body(body: Mapping[str, Any], kind: type[T]) -> T:
+    """The parameters of a body. Nulls count as left out. Raises ApiError: a type is wrong, or one is unknown."""
+    given = {name: value for name, value in body.items() if value is not None}
+    found: T = decode(given, kind)
+    for name in given.keys() - {*kind.__struct_fields__, *NO_EFFECT}:  # type: ignore[attr-defined]
+        if name not in NEUTRAL:
+            raise unsupported(name, "the gateway does not know it")
+        if given[name] not in NEUTRAL[name]:
+            raise unsupported(name, f"only {json.dumps(NEUTRAL[name][0])} is accepted")
+    return found
 
 
 def read_body(raw: bytes) -> dict[str, Any]:
@@ -149,224 +253,151 @@ def read_body(raw: bytes) -> dict[str, Any]:
 
 def chat_question(body: Mapping[str, Any]) -> Question:
     """A request to /v1/chat/completions. Raises ApiError."""
-    fields = Fields(body)
-    messages = _listed(fields, "messages", _chat_message)
-    tools = _listed(fields, "tools", _chat_tool)
-    limits = [fields.integer(name, 1, 1 << 30) for name in ("max_completion_tokens", "max_tokens")]
-    _refuse_response_format(fields.take("response_format", dict, expected="an object"), "response_format")
-    if None not in limits and limits[0] != limits[1]:
+    asked = decode_body(body, ChatBody)
+    if None not in (asked.max_tokens, asked.max_completion_tokens) and asked.max_tokens != asked.max_completion_tokens:
         raise invalid("`max_tokens` and `max_completion_tokens` differ", "max_tokens")
-    question = Question(
-        model=_model(fields),
-        messages=messages,
-        tools=_chosen(fields, tools),
-        max_tokens=next((limit for limit in limits if limit is not None), None),
-        logprobs=fields.flag("logprobs"),
-        **_common(fields),
-        **_repeated(fields),
+    _refuse_response_format(asked.response_format, "response_format")
+    return Question(
+        messages=tuple(_chat_message(each, f"messages[{index}]") for index, each in enumerate(asked.messages)),
+        tools=_chosen(asked, _chat_tool),
+        max_tokens=asked.max_completion_tokens or asked.max_tokens,
+        logprobs=asked.logprobs,
+        **_common(asked),
+        **_repeated(asked),
     )
-    fields.finish()
-    if not messages:
-        raise invalid("`messages` is missing or empty", "messages")
-    return question
 
 
 def completion_question(body: Mapping[str, Any]) -> Question:
     """A request to /v1/completions. Raises ApiError."""
-    fields = Fields(body)
-    prompt = fields.take("prompt", (str, list), expected="a string, or a list of strings or token ids")
-    if fields.integer("logprobs", 0, 5) not in (None, 0):
+    asked = decode_body(body, CompletionBody)
+    if asked.logprobs:
         raise unsupported("logprobs", "only 0 is accepted, which gives those of the tokens that were drawn")
-    question = Question(
-        model=_model(fields),
-        prompts=_prompts(prompt),
-        max_tokens=fields.integer("max_tokens", 1, 1 << 30),
-        logprobs=body.get("logprobs") is not None,
-        **_common(fields),
-        **_repeated(fields),
+    one = isinstance(asked.prompt, str) or isinstance(asked.prompt[0], int)
+    prompts = decode([asked.prompt] if one else asked.prompt, Prompts, "prompt", param="prompt")
+    if len(prompts) * asked.n > MOST_N:
+        raise invalid(f"{len(prompts)} prompts with n = {asked.n}: at most {MOST_N} completions", "n")
+    return Question(
+        prompts=prompts,
+        max_tokens=asked.max_tokens,
+        logprobs=asked.logprobs is not None,
+        **_common(asked),
+        **_repeated(asked),
     )
-    fields.finish()
-    if len(question.prompts) * question.n > MOST_N:
-        raise invalid(f"{len(question.prompts)} prompts with n = {question.n}: at most {MOST_N} completions", "n")
-    return question
 
 
 def response_question(body: Mapping[str, Any]) -> Question:
     """A request to /v1/responses. Raises ApiError."""
-    fields = Fields(body)
-    if (earlier := fields.text("previous_response_id")) is not None:
+    asked = decode_body(body, ResponseBody)
+    if (earlier := asked.previous_response_id) is not None:
         message = f"there is no response {earlier[:100]!r}: responses are not stored; send the whole conversation"
         raise invalid(message, "previous_response_id", code="previous_response_not_found")
-    instructions = fields.text("instructions")
-    given = fields.take("input", (str, list), expected="a string or a list")
-    messages = [ChatMessage(role="user", text=given)] if isinstance(given, str) else _items(given or [])
-    if instructions:
-        messages.insert(0, ChatMessage(role="system", text=instructions))
-    text = fields.take("text", dict, expected="an object") or {}
-    _refuse_response_format(text.pop("format", None), "text.format")
-    if text.pop("verbosity", None) not in (None, "medium") or text:
-        raise unsupported("text", "only a format of type text is accepted")
-    tools = _listed(fields, "tools", _response_tool)
-    question = Question(
-        model=_model(fields),
-        messages=tuple(messages),
-        tools=_chosen(fields, tools),
-        max_tokens=fields.integer("max_output_tokens", 1, 1 << 30),
-        **_common(fields),
-    )
-    fields.finish()
-    if question.token_ids:
+    if asked.return_token_ids:
         raise unsupported("return_token_ids", "responses have none; use /v1/chat/completions")
-    if not given:
-        raise invalid("`input` is missing or empty", "input")
-    return question
+    _refuse_response_format(asked.text.pop("format", None), "text.format")
+    if asked.text.pop("verbosity", None) not in (None, "medium") or asked.text:
+        raise unsupported("text", "only a format of type text is accepted")
+    given = asked.input
+    messages = [ChatMessage(role="user", text=given)] if isinstance(given, str) else _items(given)
+    if asked.instructions:
+        messages.insert(0, ChatMessage(role="system", text=asked.instructions))
+    return Question(
+        messages=tuple(messages),
+        tools=_chosen(asked, _response_tool),
+        max_tokens=asked.max_output_tokens,
+        **_common(asked),
+    )
 
 
-def _model(fields: Fields) -> str:
-    name = fields.text("model")
-    if not name:
-        raise invalid("`model` is missing", "model")
-    return name
-
-
-def _common(fields: Fields) -> dict[str, Any]:
+def _common(asked: Body) -> dict[str, Any]:
+    cold = asked.temperature is not None and asked.temperature < COLDEST  # dividing by it would overflow
     return {
-        "temperature": _temperature(fields.number("temperature", 0.0, 2.0)),
-        "top_p": fields.number("top_p", 1e-6, 1.0),
-        "top_k": fields.integer("top_k", 0, 1 << 20),
-        "stream": fields.flag("stream"),
-        "token_ids": fields.flag("return_token_ids"),
+        "model": asked.model,
+        "temperature": 0.0 if cold else asked.temperature,
+        "top_p": asked.top_p,
+        "top_k": asked.top_k,
+        "stream": asked.stream,
+        "token_ids": asked.return_token_ids,
     }
 
 
-def _temperature(given: float | None) -> float | None:
-    """Below `COLDEST` it is 0: dividing by it would overflow."""
-    return 0.0 if given is not None and given < COLDEST else given
-
-
-def _repeated(fields: Fields) -> dict[str, Any]:
-    options = fields.take("stream_options", dict, expected="an object") or {}
-    if unknown := options.keys() - {"include_usage", "include_obfuscation"}:
-        raise unsupported(f"stream_options.{min(unknown)}", "the gateway does not know it")
+def _repeated(asked: RepeatedBody) -> dict[str, Any]:
     return {
-        "n": fields.integer("n", 1, MOST_N) or 1,
-        "seed": fields.integer("seed", -LARGEST_SEED, LARGEST_SEED),
-        "stop": _stop(fields.take("stop", (str, list), expected="a string or a list of strings")),
-        "usage": bool(options.get("include_usage")),
+        "n": asked.n,
+        "seed": asked.seed,
+        "stop": (asked.stop,) if isinstance(asked.stop, str) else asked.stop,
+        "usage": bool(asked.stream_options.include_usage),
     }
-
-
-def _stop(given: str | list[Any] | None) -> tuple[str, ...]:
-    stops = [given] if isinstance(given, str) else given or []
-    if len(stops) > STOPS or not all(isinstance(each, str) and each for each in stops):
-        raise invalid(f"`stop` must be at most {STOPS} strings that are not empty", "stop")
-    return tuple(stops)
-
-
-def _listed(fields: Fields, name: str, read: Callable[[Any, str], T]) -> tuple[T, ...]:
-    given = fields.take(name, list, expected="a list") or []
-    if len(given) > MESSAGES:
-        raise invalid(f"`{name}` has {len(given)} entries; at most {MESSAGES} are accepted", name)
-    return tuple(read(each, f"{name}[{index}]") for index, each in enumerate(given))
 
 
 def _chat_message(given: Any, at: str) -> ChatMessage:
-    if not isinstance(given, dict) or not isinstance(given.get("role"), str):
-        raise invalid(f"`{at}` must be an object with a role", at)
-    role = "system" if given["role"] == "developer" else given["role"]
-    if role not in ("system", "user", "assistant", "tool"):
-        raise invalid(f"`{at}.role` is {role[:40]!r}; known are system, developer, user, assistant and tool", at)
-    calls = given.get("tool_calls") or []
-    if calls and (role != "assistant" or not isinstance(calls, list)):
-        raise invalid(f"`{at}.tool_calls` must be a list, in a message of the assistant", at)
-    if not calls and given.get("content") is None:
+    message: MessageBody = decode(given, MessageBody, at, param=at)
+    calls = message.tool_calls or []
+    if calls and message.role != "assistant":
+        raise invalid(f"`{at}.tool_calls` must be in a message of the assistant", at)
+    if not calls and message.content is None:
         raise invalid(f"`{at}.content` is missing", f"{at}.content")
-    if unknown := {key for key, value in given.items() if value} - MESSAGE_KEYS:
+    if unknown := {name for name, value in given.items() if value} - {*MessageBody.__struct_fields__}:
         raise unsupported(f"{at}.{min(unknown)}", "the gateway does not know it")
-    found = tuple(_call(each.get("function") if isinstance(each, dict) else None, at) for each in calls)
-    return ChatMessage(role=role, text=_text_of(given.get("content"), f"{at}.content"), calls=found)
-
-
-def _call(given: Any, at: str) -> Call:
-    if not isinstance(given, dict) or not all(isinstance(given.get(key), str) for key in ("name", "arguments")):
-        raise invalid(f"`{at}`: a tool call needs a function with a name and arguments, both strings", at)
-    return Call(name=given["name"], arguments=given["arguments"])
+    return ChatMessage(
+        role="system" if message.role == "developer" else message.role,
+        text=_text_of(message.content, f"{at}.content"),
+        calls=tuple(call.function for call in calls),
+    )
 
 
 def _text_of(content: Any, at: str) -> str:
     """A text, or the texts of a list of parts."""
-    if content is None or isinstance(content, str):
-        return content or ""
-    if not isinstance(content, list):
-        raise invalid(f"`{at}` must be a string or a list of parts", at)
-    texts = []
-    for part in content:
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind not in ("text", "input_text", "output_text") or not isinstance(part.get("text"), str):
-            raise invalid(f"`{at}` has a part of type {str(kind)[:40]!r}; only text is supported", at)
-        texts.append(part["text"])
-    return "".join(texts)
+    found: str | list[TextPart] | None = decode(content, str | list[TextPart] | None, at, param=at)
+    return found or "" if not isinstance(found, list) else "".join(part.text for part in found)
 
 
 def _chat_tool(given: Any, at: str) -> dict[str, Any]:
-    if not isinstance(given, dict) or given.get("type") != "function" or not isinstance(given.get("function"), dict):
-        raise invalid(f"`{at}` must be a tool of type function", at)
-    return _tool(given["function"], at)
+    tool: ChatToolBody = decode(given, ChatToolBody, at, param=at)
+    return _tool(tool.function, at)
 
 
 def _response_tool(given: Any, at: str) -> dict[str, Any]:
-    if not isinstance(given, dict) or given.get("type") != "function":
-        raise invalid(f"`{at}` must be a tool of type function", at)
+    decode(given, ToolBody, at, param=at)
     return _tool({name: value for name, value in given.items() if name != "type"}, at)
 
 
-def _tool(function: dict[str, Any], at: str) -> dict[str, Any]:
-    name = function.get("name")
-    if not isinstance(name, str) or TOOL_NAME.fullmatch(name) is None:
-        raise invalid(f"`{at}.name` must be 1 to 64 letters, digits, _ or -", f"{at}.name")
-    if not isinstance(function.get("description"), str | None):
-        raise invalid(f"`{at}.description` must be a string", f"{at}.description")
-    kept = {name: value for name, value in function.items() if value is not None and name != "strict"}
+def _tool(given: dict[str, Any], at: str) -> dict[str, Any]:
+    function: FunctionBody = decode(given, FunctionBody, at)
+    kept = {name: value for name, value in given.items() if value is not None and name != "strict"}
     if len(msgspec.json.encode(kept)) > SCHEMA_BYTES:
         raise invalid(f"`{at}` is larger than {SCHEMA_BYTES >> 10} KB", at)
-    parameters = kept.get("parameters", {})
-    if not isinstance(parameters, dict) or parameters.get("type", "object") != "object":
+    parameters = function.parameters or {}
+    if parameters.get("type", "object") != "object":
         raise invalid(f"`{at}.parameters` must be a JSON schema of type object", f"{at}.parameters")
     _check_schema(parameters, f"{at}.parameters")
     return {"type": "function", "function": kept}
 
 
-def _check_schema(schema: Any, at: str) -> None:
+def _check_schema(given: Any, at: str) -> None:
     """Raises ApiError: it is no JSON schema, as far as templates read it."""
-    if isinstance(schema, bool):
+    if isinstance(given, bool):
         return
-    if not isinstance(schema, dict):
-        raise invalid(f"`{at}` must be a JSON schema", at)
-    types = schema.get("type", [])
-    for kind in types if isinstance(types, list) else [types]:
-        if kind not in SCHEMA_TYPES:
-            raise invalid(f"`{at}.type` must be among {', '.join(SCHEMA_TYPES)}", f"{at}.type")
-    for key, kind in (("properties", dict), ("required", list), ("enum", list), *((key, list) for key in UNIONS)):
-        if not isinstance(schema.get(key, kind()), kind):
-            raise invalid(f"`{at}.{key}` must be {'an object' if kind is dict else 'a list'}", f"{at}.{key}")
-    if not all(isinstance(name, str) for name in schema.get("required", ())):
-        raise invalid(f"`{at}.required` must be a list of names", f"{at}.required")
-    # A long name would be copied into the place of everything in it.
-    inner = [(f"properties.{name[:SHOWN]}", each) for name, each in schema.get("properties", {}).items()]
-    inner += [(f"{key}[{index}]", each) for key in UNIONS for index, each in enumerate(schema.get(key, ()))]
-    for place, each in [*inner, *([("items", schema["items"])] if "items" in schema else [])]:
-        _check_schema(each, f"{at}.{place}")
+    if isinstance(given, dict) and isinstance(given.get("type"), str):
+        given = given | {"type": [given["type"]]}
+    schema: SchemaBody = decode(given, SchemaBody, at)
+    for name, inner in schema.properties.items():
+        _check_schema(inner, f"{at}.properties.{name[:SHOWN]}")  # a long one would be copied into every place inside
+    for union in UNIONS:
+        for index, inner in enumerate(given.get(union, ())):
+            _check_schema(inner, f"{at}.{union}[{index}]")
+    if schema.items is not msgspec.UNSET:
+        _check_schema(schema.items, f"{at}.items")
 
 
-def _chosen(fields: Fields, tools: tuple[dict[str, Any], ...]) -> tuple[dict[str, Any], ...]:
+def _chosen(asked: ChatBody | ResponseBody, read: Callable[[Any, str], dict[str, Any]]) -> tuple[dict[str, Any], ...]:
+    tools = tuple(read(each, f"tools[{index}]") for index, each in enumerate(asked.tools))
     names = [tool["function"]["name"] for tool in tools]
     for index, name in enumerate(names):
         if name in names[:index]:
             raise invalid(f"`tools[{index}].name`: two tools are named {name}", f"tools[{index}].name")
-    choice = fields.take("tool_choice", (str, dict), expected="a string")
-    if choice not in (None, "auto", "none"):
+    if asked.tool_choice not in ("auto", "none"):
         raise unsupported("tool_choice", "no call can be forced; only auto and none are accepted")
-    return () if choice == "none" else tools
+    return () if asked.tool_choice == "none" else tools
 
 
 def _refuse_response_format(given: Any, name: str) -> None:
@@ -374,29 +405,9 @@ def _refuse_response_format(given: Any, name: str) -> None:
         raise unsupported(name, "only the type text is accepted")
 
 
-def _prompts(given: Any) -> tuple[str | tuple[int, ...], ...]:
-    def ids(value: Any) -> bool:
-        return (
-            isinstance(value, list) and value != [] and all(type(each) is int and 0 <= each < 2**31 for each in value)
-        )
-
-    if isinstance(given, str) and given:
-        return (given,)
-    if ids(given):
-        return (tuple(given),)
-    if isinstance(given, list) and 0 < len(given) <= MOST_N:
-        if all(isinstance(each, str) and each for each in given):
-            return tuple(given)
-        if all(map(ids, given)):
-            return tuple(map(tuple, given))
-    raise invalid("`prompt` must be a text, token ids, or a list of either, and not empty", "prompt")
-
-
 def _items(given: Sequence[Any]) -> list[ChatMessage]:
     """The items of a request to /v1/responses as messages; the calls of an answer and its texts are one message."""
     found = list[ChatMessage]()
-    if len(given) > MESSAGES:
-        raise invalid(f"`input` has {len(given)} entries; at most {MESSAGES} are accepted", "input")
     for index, item in enumerate(given):
         at = f"input[{index}]"
         kind = item.get("type", "message") if isinstance(item, dict) else None
@@ -407,7 +418,7 @@ def _items(given: Sequence[Any]) -> list[ChatMessage]:
             else:
                 found.append(said)
         elif kind == "function_call":
-            call = _call(item, at)
+            call: Call = decode(item, Call, at, param=at)
             if found and found[-1].role == "assistant":
                 found[-1] = msgspec.structs.replace(found[-1], calls=(*found[-1].calls, call))
             else:

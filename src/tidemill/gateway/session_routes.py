@@ -3,21 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from tidemill.gateway.access import unless_left
 from tidemill.gateway.errors import AUTHENTICATION, ApiError
-from tidemill.gateway.requests import Fields
+from tidemill.gateway.requests import decode_body
 from tidemill.gateway.session import Session
 from tidemill.gateway.sessions import Sessions
 
 PATH = "/v1/tidemill/sessions"
 LARGEST_REWARD, MOST_TURNS = 1e6, 1 << 20
 Handler = Callable[[Request, str], Awaitable[Response]]
+
+
+class OpenBody(msgspec.Struct):
+    task: str | None = None
+    group: str | None = None
+    metadata: dict[str, Any] = {}
+
+
+class RewardBody(msgspec.Struct):
+    value: Annotated[float, msgspec.Meta(ge=-LARGEST_REWARD, le=LARGEST_REWARD)]
+    turn: Annotated[int, msgspec.Meta(ge=0, le=MOST_TURNS)] | None = None
+
+
+class EndBody(msgspec.Struct):
+    failed: bool = False
 
 
 def session_routes(
@@ -35,11 +51,8 @@ def session_routes(
     async def opened(request: Request, key: str) -> Response:
         if sessions.find(key) is not None:
             raise ApiError(403, "a session's key opens no other session", code="forbidden")
-        fields = Fields(await body_of(request))
-        task, group = fields.text("task"), fields.text("group")
-        metadata = fields.take("metadata", dict, expected="an object") or {}
-        fields.finish()
-        opening = sessions.open(task, group, metadata, request.headers.get("idempotency-key", ""))
+        body = decode_body(await body_of(request), OpenBody)
+        opening = sessions.open(body.task, body.group, body.metadata, request.headers.get("idempotency-key", ""))
         session = await unless_left(request, opening)
         prompt = session.prompt
         about = {
@@ -55,21 +68,14 @@ def session_routes(
 
     async def rewarded(request: Request, key: str) -> Response:
         session = found(request, key)
-        fields = Fields(await body_of(request))
-        value = fields.number("value", -LARGEST_REWARD, LARGEST_REWARD)
-        turn = fields.integer("turn", 0, MOST_TURNS)
-        fields.finish()
-        if value is None:
-            raise ApiError(400, "`value` is missing", param="value")
-        sessions.give_reward(session, value, turn)
+        body = decode_body(await body_of(request), RewardBody)
+        sessions.give_reward(session, body.value, body.turn)
         return JSONResponse(sessions.about(session))
 
     async def ended(request: Request, key: str) -> Response:
         session = found(request, key)
-        fields = Fields(await body_of(request))
-        failed = fields.flag("failed")
-        fields.finish()
-        sessions.end(session, failed=failed)
+        body = decode_body(await body_of(request), EndBody)
+        sessions.end(session, failed=body.failed)
         return JSONResponse(sessions.about(session))
 
     def found(request: Request, key: str) -> Session:

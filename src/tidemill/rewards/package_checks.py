@@ -15,11 +15,11 @@ import socket
 import sys
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from tidemill.config.sandbox import SandboxConfig
+from tidemill.core import ipc
 from tidemill.core.errors import ReaderLost, UserError
 from tidemill.core.records import Record
 from tidemill.data.prompts import PackageCheck
@@ -40,7 +40,6 @@ MOST_PROGRAMS = 4
 """Each has the package in its memory, usually 100 to 150 MB."""
 WORKER_SHARE = 3
 """A worker may take this part of the sandbox's memory beyond what the package takes."""
-LENGTH_BYTES = 4
 MOST_BYTES = 1 << 16
 SITE_FOLDERS = frozenset({"site-packages", "dist-packages"})
 
@@ -101,10 +100,7 @@ class CheckProgram:
         async with asyncio.timeout(timeout_s + GRACE_S):
             self._writer.write(request)
             await self._writer.drain()
-            length = int.from_bytes(await self._reader.readexactly(LENGTH_BYTES), "little")
-            if length > MOST_BYTES:
-                raise ValueError(f"an answer of {length:,} bytes")
-            return msgspec.msgpack.decode(await self._reader.readexactly(length), type=CheckReply)
+            return msgspec.msgpack.decode(await ipc.read(self._reader, MOST_BYTES), type=CheckReply)
 
     def close(self) -> None:
         """End it."""
@@ -142,10 +138,9 @@ class PackageReward:
         entry, answer = self._check.entry(sample.prompt), self._check.answer(sample.completion)
         answer = answer.encode(errors="replace").decode()
         data = msgspec.msgpack.encode({"entry": entry, "answer": answer, "timeout_s": self._timeout_s})
-        request = len(data).to_bytes(LENGTH_BYTES, "little") + data
         async with self._turns:
             for _ in range(ATTEMPTS):
-                reply = await self._asked(request)
+                reply = await self._asked(ipc.framed(data))
                 if reply is not None:
                     return self._score(reply)
         raise CallError(f"the sandbox of {self._check.package} ended {ATTEMPTS} times")
@@ -215,10 +210,8 @@ def _wait_until_ready(program: SandboxedProgram, package: str) -> None:
     """Raises UserError: it does not become ready."""
     program.stream.settimeout(START_S)
     try:
-        with program.stream.makefile("rb", buffering=0) as reader:
-            length = int.from_bytes(_exactly(reader, LENGTH_BYTES), "little")
-            what = msgspec.msgpack.decode(_exactly(reader, min(length, MOST_BYTES)), type=CheckReply).error
-    except (OSError, EOFError, msgspec.DecodeError) as error:
+        what = msgspec.msgpack.decode(ipc.receive(program.stream, MOST_BYTES), type=CheckReply).error
+    except (OSError, EOFError, ValueError) as error:
         what = _last_words(program) or str(error) or type(error).__name__
     if what:
         raise UserError(
@@ -240,12 +233,3 @@ def _last_words(program: SandboxedProgram) -> str:
     if finished.ended:
         return f"ended by its limit of {finished.ended}"
     return (finished.stderr.decode(errors="replace").strip().splitlines() or [""])[-1]
-
-
-def _exactly(reader: Any, count: int) -> bytes:
-    data = b""
-    while len(data) < count:
-        if not (received := reader.read(count - len(data))):
-            raise EOFError("the program has ended")
-        data += received
-    return data

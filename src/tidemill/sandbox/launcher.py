@@ -22,9 +22,10 @@ from typing import Any
 
 import msgspec
 
+from tidemill.core import ipc
 from tidemill.sandbox import bubblewrap
 from tidemill.sandbox.command import KILL_S, Command, kill_tree
-from tidemill.sandbox.messages import LENGTH_BYTES, Backend, Reply, Request, Setup
+from tidemill.sandbox.messages import Backend, Reply, Request, Setup
 from tidemill.sandbox.records import Finished, SandboxError, SandboxLostError
 from tidemill.sandbox.slots import BubblewrapSlots, PlainSlots, RunscSlots, Slot, Slots
 from tidemill.sandbox.usage import read_processes
@@ -38,7 +39,6 @@ main()
 READY = b"ready\n"
 WATCH_S, MOST_WATCH_S = 0.02, 0.1
 """Pause between two looks at the processes: ten times as long as a look takes, within these bounds."""
-PR_SET_CHILD_SUBREAPER = 36
 
 
 def main() -> None:
@@ -46,7 +46,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, lambda *_: None)  # not SIG_IGN, which every command would inherit
     most_files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
-    bubblewrap.LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    ipc.adopt_descendants()
     if setup.backend != "none":
         bubblewrap.mount_processes()
         bubblewrap.write_hosts()
@@ -56,7 +56,7 @@ def main() -> None:
     try:
         asyncio.run(launcher.serve(setup.address))
     finally:
-        launcher.kill_all()
+        ipc.kill_children(KILL_S)
 
 
 class Launcher:
@@ -76,27 +76,13 @@ class Launcher:
         watching.cancel()
         server.close()
 
-    def kill_all(self) -> None:
-        """End all processes that this one started."""
-        deadline = time.monotonic() + KILL_S
-        while time.monotonic() < deadline:
-            left = [pid for pid, process in read_processes().items() if process.parent == os.getpid()]
-            if not left:
-                return
-            for pid in left:
-                kill_tree(pid)
-            with suppress(ChildProcessError):
-                while os.waitpid(-1, os.WNOHANG)[0]:
-                    pass
-
     def _kill_strays(self) -> None:
         """End processes whose parents have ended."""
         known = {command.pid for command in self._commands}
-        for pid, process in read_processes().items():
-            if process.parent == os.getpid() and pid not in known:
-                kill_tree(pid)
-                with suppress(ChildProcessError):
-                    os.waitpid(pid, os.WNOHANG)
+        for pid in set(ipc.child_processes()) - known:
+            kill_tree(pid)
+            with suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
 
     async def _watch(self) -> None:
         while True:
@@ -198,15 +184,13 @@ def _same_user(connection: socket.socket) -> bool:
 
 
 def _answer(writer: asyncio.StreamWriter, reply: Reply) -> None:
-    data = msgspec.msgpack.encode(reply)
-    writer.write(len(data).to_bytes(LENGTH_BYTES, "little") + data)
+    writer.write(ipc.framed(msgspec.msgpack.encode(reply)))
 
 
 async def _read_requests(reader: asyncio.StreamReader, requests: asyncio.Queue[Request | None]) -> None:
     """Pass on requests until the connection closes, then None."""
     decoder = msgspec.msgpack.Decoder(Request)
-    with suppress(OSError, asyncio.IncompleteReadError, msgspec.DecodeError):
+    with suppress(OSError, EOFError, ValueError):
         while True:
-            length = int.from_bytes(await reader.readexactly(LENGTH_BYTES), "little")
-            requests.put_nowait(decoder.decode(await reader.readexactly(length)))
+            requests.put_nowait(decoder.decode(await ipc.read(reader)))
     requests.put_nowait(None)

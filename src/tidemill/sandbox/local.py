@@ -18,6 +18,7 @@ from typing import Any
 
 import msgspec
 
+from tidemill.core import ipc
 from tidemill.core.errors import UserError
 from tidemill.sandbox.bubblewrap import find_bubblewrap, launcher_options
 from tidemill.sandbox.launcher import PROGRAM, READY
@@ -190,10 +191,7 @@ class LauncherProcess:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.close()
-        try:
-            self._process.wait(START_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
+        ipc.wait_or_kill(self._process, START_S)
         self._process.stdout.close()
         self._errors.close()
 

@@ -1,4 +1,4 @@
-"""Messages between a sandbox's owner and the launcher: their length in four bytes, then MessagePack."""
+"""Messages between a sandbox's owner and the launcher, in MessagePack."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any, Literal, TypeAlias
 
 import msgspec
 
+from tidemill.core import ipc
 from tidemill.core.records import Record
 from tidemill.sandbox.records import Limits, SandboxError, SandboxLostError
 
 Backend: TypeAlias = Literal["bwrap", "runsc", "none"]
-LENGTH_BYTES = 4
 
 
 class Setup(Record):
@@ -47,8 +47,7 @@ class Reply(Record, omit_defaults=True):
 
 
 def send(stream: socket.socket, request: Request) -> None:
-    data = msgspec.msgpack.encode(request)
-    stream.sendall(len(data).to_bytes(LENGTH_BYTES, "little") + data)
+    stream.sendall(ipc.framed(msgspec.msgpack.encode(request)))
 
 
 def receive(stream: socket.socket, kind: Any) -> Any:
@@ -62,18 +61,11 @@ def receive(stream: socket.socket, kind: Any) -> Any:
         SandboxLostError: the launcher could not do it.
         OSError: the connection is lost, or its timeout has passed.
     """
-    length = int.from_bytes(_read_exactly(stream, LENGTH_BYTES), "little")
-    reply = msgspec.msgpack.decode(_read_exactly(stream, length), type=Reply)
+    try:
+        data = ipc.receive(stream)
+    except EOFError:
+        raise ConnectionError("the sandbox has ended") from None
+    reply = msgspec.msgpack.decode(data, type=Reply)
     if reply.error:
         raise (SandboxLostError if reply.lost else SandboxError)(reply.error)
     return msgspec.msgpack.decode(reply.value, type=kind)
-
-
-def _read_exactly(stream: socket.socket, length: int) -> bytearray:
-    data = bytearray(length)
-    left = memoryview(data)
-    while left:
-        if not (received := stream.recv_into(left)):
-            raise ConnectionError("the sandbox has ended")
-        left = left[received:]
-    return data

@@ -115,8 +115,9 @@ def test_what_a_program_starts_reaches_neither_its_messages_nor_its_memory(progr
 def test_a_malformed_answer_loses_the_program(programs: None, tmp_path: Path, answer: object) -> None:
     (tmp_path / "programs" / "serve_fake.py").write_text(
         "import os, msgspec\n"
+        "from multiprocessing.connection import Connection\n"
         "from adapter_program import _send\n"
-        "sink = os.fdopen(1, 'wb')\n"
+        "sink = Connection(1, readable=False)\n"
         "_send(sink, {'id': 0, 'value': {}})\n"
         f"_send(sink, {answer!r})\n"
         "os.read(0, 1000); os.read(0, 1000)\n"

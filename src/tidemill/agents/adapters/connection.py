@@ -23,6 +23,7 @@ import msgspec
 from tidemill.agents.adapters.install import PROGRAMS, adapter_python
 from tidemill.agents.environment import AgentMistake, ProgramLostError
 from tidemill.config.sandbox import SandboxConfig
+from tidemill.core import ipc
 from tidemill.core.errors import UserError
 from tidemill.core.records import Record
 from tidemill.sandbox.open_sandbox import open_local_sandbox
@@ -32,7 +33,6 @@ TELL_S, START_S = 10.0, 120.0
 CALL_S = 600.0
 """Deadlines; a slow start is told before. A call's own deadline (`env.call_timeout_s`) is shorter."""
 CLOSE_S = 5.0
-LENGTH_BYTES = 4
 MOST_BYTES = 1 << 28
 log = logging.getLogger(__name__)
 NOT_FOR_THE_PROGRAM = ("files", "forward", "server_python")
@@ -118,7 +118,7 @@ class Connection:
             if self.lost:
                 raise ProgramLostError(self.lost)
             with self._sending:
-                self._stream.sendall(len(data).to_bytes(LENGTH_BYTES, "little") + data)
+                self._stream.sendall(ipc.framed(data))
             return result.result(CALL_S)
         except (OSError, TimeoutError) as error:
             raise ProgramLostError(f"{self._name}: {str(error) or 'no answer'}") from error
@@ -133,21 +133,19 @@ class Connection:
     def _receive(self) -> None:
         why = "the program has ended"
         try:
-            with self._stream.makefile("rb") as reader:
-                while len(head := reader.read(LENGTH_BYTES)) == LENGTH_BYTES:
-                    if (length := int.from_bytes(head, "little")) > MOST_BYTES:
-                        why = f"an answer of {length:,} bytes"
-                        break
-                    answer = msgspec.msgpack.decode(reader.read(length), type=ProgramReply)
-                    future = self._waiting.get(answer.id)
-                    if future is None or future.done():
-                        continue
-                    if answer.error is None:
-                        future.set_result(answer.value)
-                    elif answer.fault:
-                        future.set_exception(UserError(answer.error, where="env.params", hint=self._hint))
-                    else:
-                        future.set_exception(AgentMistake(answer.error))
+            while True:
+                answer = msgspec.msgpack.decode(ipc.receive(self._stream, MOST_BYTES), type=ProgramReply)
+                future = self._waiting.get(answer.id)
+                if future is None or future.done():
+                    continue
+                if answer.error is None:
+                    future.set_result(answer.value)
+                elif answer.fault:
+                    future.set_exception(UserError(answer.error, where="env.params", hint=self._hint))
+                else:
+                    future.set_exception(AgentMistake(answer.error))
+        except EOFError:
+            pass
         except (OSError, ValueError, msgspec.DecodeError) as error:
             why = f"its answer is wrong: {error}"
         said = "" if self._closing else self._transport.said()
@@ -213,11 +211,7 @@ class _ProcessTransport:
 
     def close(self) -> None:
         shut(self.stream)
-        try:
-            self._process.wait(CLOSE_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait(CLOSE_S)
+        ipc.wait_or_kill(self._process, CLOSE_S)
         self._errors.close()
 
 

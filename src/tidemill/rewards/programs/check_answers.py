@@ -1,7 +1,7 @@
 """Scores answers with functions of other packages, some of which evaluate an answer as Python.
 
-Runs in a sandbox, in the environment that has those packages, and imports nothing of Tidemill. A message is its length
-in four bytes, little-endian, and a MessagePack map. The first one is {"ready": true} or {"error": text}. Then every
+Runs in a sandbox, in the environment that has those packages, and imports nothing of Tidemill. A message of
+`multiprocessing.connection` is a MessagePack map. The first one is {"ready": true} or {"error": text}. Then every
 request {"entry": pickle, "answer": text, "timeout_s": number} is answered by {"score": number}, {"error": text} or
 {"late": true}.
 
@@ -26,15 +26,15 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import CodeType
-from typing import Any, BinaryIO, NoReturn
+from typing import Any, NoReturn
 
 GIVEN: dict[str, Any] = json.loads(sys.argv[1])
 sys.path += GIVEN["path"]
 import msgspec  # noqa: E402 -- it is on that path
 
-LENGTH_BYTES = 4
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 PR_SET_DUMPABLE = 4
 MOST_FILES = 256
@@ -87,7 +87,7 @@ CHECKS: dict[str, Callable[..., Check]] = {"reasoning_gym": reasoning_gym, "math
 
 
 def main() -> None:
-    source, sink = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    source, sink = Connection(os.dup(0), writable=False), Connection(os.dup(1), readable=False)
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 0)
     os.dup2(2, 1)  # what a package prints is no message
@@ -102,10 +102,11 @@ def main() -> None:
     gc.freeze()  # the collector would write to pages that workers share
     _send(sink, {"ready": True})
     workers = Workers(check, memory_bytes=GIVEN["memory_bytes"])
-    while len(head := source.read(LENGTH_BYTES)) == LENGTH_BYTES:
-        request = msgspec.msgpack.decode(source.read(int.from_bytes(head, "little")))
-        _send(sink, workers.score(request))
-        workers.prepare()
+    with suppress(EOFError):
+        while True:
+            request = msgspec.msgpack.decode(source.recv_bytes())
+            _send(sink, workers.score(request))
+            workers.prepare()
     workers.close()
 
 
@@ -156,7 +157,7 @@ class CheckWorker:
         data = msgspec.msgpack.encode([request["entry"], request["answer"]])
         try:
             self._stream.settimeout(request["timeout_s"])
-            self._stream.sendall(len(data).to_bytes(LENGTH_BYTES, "little") + data)
+            self._stream.sendall(struct.pack("!i", len(data)) + data)  # as a `Connection`, which has no deadline
             kind = self._read(1, deadline_s)
             if kind == b"v":
                 return {"score": struct.unpack("<d", self._read(8, deadline_s))[0]}
@@ -209,9 +210,10 @@ def _confine(stream: int, *, memory_bytes: int) -> None:
 
 
 def _score_all(check: Check, stream: socket.socket) -> NoReturn:
-    with stream.makefile("rb") as source:
-        while len(head := source.read(LENGTH_BYTES)) == LENGTH_BYTES:
-            entry, answer = msgspec.msgpack.decode(source.read(int.from_bytes(head, "little")))
+    requests = Connection(stream.fileno(), writable=False)
+    with suppress(EOFError):
+        while True:
+            entry, answer = msgspec.msgpack.decode(requests.recv_bytes())
             try:
                 stream.sendall(b"v" + struct.pack("<d", check(pickle.loads(entry), answer)))
             except BaseException as error:  # noqa: BLE001 -- of the package
@@ -274,10 +276,8 @@ def _size_bytes(process: str) -> int:
     return 0
 
 
-def _send(sink: BinaryIO, message: dict[str, Any]) -> None:
-    data = msgspec.msgpack.encode(message)
-    sink.write(len(data).to_bytes(LENGTH_BYTES, "little") + data)
-    sink.flush()
+def _send(sink: Connection, message: dict[str, Any]) -> None:
+    sink.send_bytes(msgspec.msgpack.encode(message))
 
 
 def _text(error: BaseException) -> str:

@@ -21,6 +21,7 @@ from ray.exceptions import RayError
 
 from tidemill.config.pool import PoolConfig, RayConfig, RayPool, StaticPool, SyntheticPool
 from tidemill.config.schema import RunSpec
+from tidemill.core import ipc
 from tidemill.core.errors import ClusterLost, DeadlineError, UserError
 from tidemill.core.records import Record
 from tidemill.runtime.cluster import keeper
@@ -181,10 +182,7 @@ class KeptCluster:
 
     def _wait(self) -> None:
         try:
-            self.process.wait(STOP_S)
-        except subprocess.TimeoutExpired:
-            self.process.kill()  # its servers die with it
-            self.process.wait(5)
+            ipc.wait_or_kill(self.process, STOP_S)  # its servers die with it
         finally:
             if self.process.stdout is not None:
                 self.process.stdout.close()

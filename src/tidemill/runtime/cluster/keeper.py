@@ -7,23 +7,19 @@ for a minute or more. The keeper is the subreaper of all these processes, and ki
 
 from __future__ import annotations
 
-import ctypes
 import os
 import select
 import shutil
-import signal
 import sys
 import tempfile
 import threading
-from contextlib import suppress
 from typing import Any
 
 import msgspec
 
+from tidemill.core import ipc
 from tidemill.core.records import Record
-from tidemill.extensions.fork_server import child_processes
 
-PR_SET_CHILD_SUBREAPER = 36
 PARENT_CHECK_S = 1.0
 """Interval of the checks for the parent; a closed input is noticed at once."""
 
@@ -55,7 +51,7 @@ class Kept(Record):
 
 def main() -> int:
     parent = os.getppid()
-    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    ipc.adopt_descendants()
     keep = msgspec.json.decode(sys.stdin.buffer.readline(), type=Keep)
     folder = tempfile.mkdtemp(prefix="tidemill-ray-")
     watching = threading.Thread(target=_end_with, args=(parent, folder), daemon=True)
@@ -68,7 +64,7 @@ def main() -> int:
         if not kept.error:
             watching.join()
     finally:
-        _kill_descendants()
+        ipc.kill_children()
         shutil.rmtree(folder, ignore_errors=True)
     return 0
 
@@ -79,20 +75,9 @@ def _end_with(parent: int, folder: str) -> None:
         readable, _, _ = select.select([sys.stdin], [], [], PARENT_CHECK_S)
         if readable:
             break
-    _kill_descendants()
+    ipc.kill_children()
     shutil.rmtree(folder, ignore_errors=True)
     os._exit(0)
-
-
-def _kill_descendants() -> None:
-    """Kill the children of this process until none is left; as subreaper it inherits the children of the killed."""
-    while children := child_processes():
-        for child in children:
-            with suppress(ProcessLookupError):  # the main thread may have waited for it
-                os.kill(child, signal.SIGKILL)
-        for child in children:
-            with suppress(ChildProcessError):
-                os.waitpid(child, 0)
 
 
 def start(keep: Keep, *, temp_dir: str, folder: str) -> Kept:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import sys
@@ -17,10 +16,11 @@ from ray._private.node import Node
 from ray._private.parameter import RayParams
 from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
 
+from tidemill.core import ipc
+
 HOOK = f"{__name__}.set_up_process"
 """Passed to Ray as its `worker_process_setup_hook`."""
 
-PR_SET_PDEATHSIG = 1
 _pipes: list[tuple[int, int]] = []
 
 # Failures on a local cluster must be noticed within seconds. Only a head started through `Node` takes these settings.
@@ -87,7 +87,7 @@ def drain_deadlines() -> dict[str, float]:
 def set_up_process() -> None:
     """Runs in the main thread of every new worker process; only the main thread may set signal handlers."""
     if sys.platform == "linux":  # the parent is the node's raylet; without this the process may outlive it by minutes
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        ipc.die_with_parent(signal.SIGKILL)
     reading, writing = os.pipe()
     os.set_blocking(reading, False)
     os.set_blocking(writing, False)

@@ -1,7 +1,7 @@
 """Serves the environments of another package over standard input and output.
 
-The programs of this folder run in the Python environment of that package, and import nothing of Tidemill. A message is
-its length in four bytes, little-endian, and a MessagePack map: {"id", "method", "arguments"}, answered in any order by
+The programs of this folder run in the Python environment of that package, and import nothing of Tidemill. A message of
+`multiprocessing.connection` is a MessagePack map: {"id", "method", "arguments"}, answered in any order by
 {"id", "value"} or {"id", "error", "fault"}. The first message, sent when the program is ready, is
 {"id": 0, "value": description} or {"id": 0, "error": text}.
 """
@@ -17,11 +17,12 @@ import re
 import sys
 import threading
 from collections.abc import Callable
-from typing import Any, BinaryIO
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from typing import Any
 
 import msgspec
 
-LENGTH_BYTES = 4
 LONGEST_TEXT = 1 << 25
 """Characters; an answer of more than 256 MB is refused."""
 SURROGATE = re.compile(r"[\ud800-\udfff]")
@@ -97,7 +98,7 @@ class EpisodeRandomness:
 
 def serve(make: Callable[..., EnvironmentAdapter]) -> None:
     """Answer calls until standard input ends. The program's argument is a JSON object, the arguments of `make`."""
-    source, sink = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    source, sink = Connection(os.dup(0), writable=False), Connection(os.dup(1), readable=False)
     os.dup2(2, 1)  # what the package prints is no message
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # nor is what its own processes write
     if sys.platform == "linux":  # and they may not read or write this process's memory
@@ -106,7 +107,7 @@ def serve(make: Callable[..., EnvironmentAdapter]) -> None:
     os._exit(0)  # not delayed by threads of the package
 
 
-async def _serve(make: Callable[..., EnvironmentAdapter], source: BinaryIO, sink: BinaryIO) -> None:
+async def _serve(make: Callable[..., EnvironmentAdapter], source: Connection, sink: Connection) -> None:
     loop = asyncio.get_running_loop()
     requests: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
     randomness = EpisodeRandomness()
@@ -127,7 +128,7 @@ async def _serve(make: Callable[..., EnvironmentAdapter], source: BinaryIO, sink
 
 
 async def _answer(
-    adapter: EnvironmentAdapter, randomness: EpisodeRandomness, sink: BinaryIO, request: dict[str, Any]
+    adapter: EnvironmentAdapter, randomness: EpisodeRandomness, sink: Connection, request: dict[str, Any]
 ) -> None:
     name, arguments = request["method"], request["arguments"]
     function = getattr(adapter, name)
@@ -153,17 +154,16 @@ async def _answer(
         _send(sink, {"id": request["id"], "error": _text(error), "fault": fault})
 
 
-def _read(source: BinaryIO, loop: asyncio.AbstractEventLoop, requests: asyncio.Queue[dict[str, Any] | None]) -> None:
-    while len(head := source.read(LENGTH_BYTES)) == LENGTH_BYTES:
-        request = msgspec.msgpack.decode(source.read(int.from_bytes(head, "little")))
-        loop.call_soon_threadsafe(requests.put_nowait, request)
+def _read(source: Connection, loop: asyncio.AbstractEventLoop, requests: asyncio.Queue[dict[str, Any] | None]) -> None:
+    with suppress(EOFError, OSError):
+        while True:
+            request = msgspec.msgpack.decode(source.recv_bytes())
+            loop.call_soon_threadsafe(requests.put_nowait, request)
     loop.call_soon_threadsafe(requests.put_nowait, None)
 
 
-def _send(sink: BinaryIO, message: dict[str, Any]) -> None:
-    data = msgspec.msgpack.encode(message)
-    sink.write(len(data).to_bytes(LENGTH_BYTES, "little") + data)
-    sink.flush()
+def _send(sink: Connection, message: dict[str, Any]) -> None:
+    sink.send_bytes(msgspec.msgpack.encode(message))
 
 
 def _sendable(value: Any) -> Any:

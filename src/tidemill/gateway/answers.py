@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import codecs
 import time
 import uuid
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -81,7 +82,7 @@ class Choice:
         )
 
     def completion(self, question: Question) -> dict[str, Any]:
-        logprobs = completion_logprobs(self.entries) if question.logprobs else None
+        logprobs = CompletionLogprobs().take(self.entries, final=True) if question.logprobs else None
         return self._with_tokens(
             question, {"index": self.index, "text": self.text, "logprobs": logprobs, "finish_reason": self.finish}
         )
@@ -90,26 +91,27 @@ class Choice:
         return {**choice, "token_ids": self.token_ids} if question.token_ids else choice
 
 
-def completion_logprobs(entries: Sequence[dict[str, Any]], start: int = 0) -> dict[str, Any]:
-    """In the older form of /v1/completions.
+class CompletionLogprobs:
+    """The logprobs of one choice in the older form of /v1/completions, which has no bytes: a character of several
+    tokens is the text of the last of them."""
 
-    Args:
-        start: offset of the first token in the completion.
-    """
-    offsets = [start]
-    for entry in entries:
-        offsets.append(offsets[-1] + begun_characters([entry]))
-    return {
-        "tokens": [entry["token"] for entry in entries],
-        "token_logprobs": [entry["logprob"] for entry in entries],
-        "top_logprobs": None,
-        "text_offset": offsets[:-1],
-    }
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._characters = 0  # of the tokens so far
 
-
-def begun_characters(entries: Sequence[dict[str, Any]]) -> int:
-    """Characters that begin in tokens: bytes of UTF-8 that continue none."""
-    return sum(byte & 0xC0 != 0x80 for entry in entries for byte in entry["bytes"])
+    def take(self, entries: Sequence[dict[str, Any]], *, final: bool) -> dict[str, Any]:
+        """The next tokens; if they are the last ones, a broken character is written as U+FFFD."""
+        tokens, offsets = list[str](), list[int]()
+        for place, entry in enumerate(entries, start=1):
+            tokens.append(self._decoder.decode(bytes(entry["bytes"]), final and place == len(entries)))
+            offsets.append(self._characters)
+            self._characters += len(tokens[-1])
+        return {
+            "tokens": tokens,
+            "token_logprobs": [entry["logprob"] for entry in entries],
+            "top_logprobs": None,
+            "text_offset": offsets,
+        }
 
 
 class Answer:
@@ -129,7 +131,7 @@ class Answer:
         }
         self._begun: set[int] = set()
         self._calls: dict[int, int] = {}
-        self._characters = Counter[int]()  # of the tokens so far, by choice
+        self._logprobs = defaultdict[int, CompletionLogprobs](CompletionLogprobs)  # by choice
 
     def whole(self, choices: Sequence[Choice], used: dict[str, int], prompt_ids: Sequence[int]) -> dict[str, Any]:
         question, kind = self._question, "chat.completion" if self._chat else "text_completion"
@@ -153,8 +155,8 @@ class Answer:
                 ]
             choice |= {"delta": delta, "logprobs": {"content": entries, "refusal": None} if entries else None}
         else:
-            logprobs = completion_logprobs(entries, self._characters[piece.index]) if entries else None
-            self._characters[piece.index] += begun_characters(entries)
+            final = said.finish is not None
+            logprobs = self._logprobs[piece.index].take(entries, final=final) if entries else None
             choice |= {"text": said.text, "logprobs": logprobs}
         if question.token_ids:
             choice["token_ids"] = unpack_tokens(piece.token_ids)

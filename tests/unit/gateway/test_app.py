@@ -354,6 +354,21 @@ async def test_characters_of_several_tokens_have_their_own_bytes() -> None:
     offsets = [each for chunk in old_chunks for each in chunk["choices"][0]["logprobs"]["text_offset"]]
     assert offsets == old["text_offset"]
     assert offsets[-2:] == [text.index("o"), text.index("k")]
+    tokens = [each for chunk in old_chunks for each in chunk["choices"][0]["logprobs"]["tokens"]]
+    assert tokens == old["tokens"] == ["", "é", " ", "", "", "", "😀", "o", "k"]
+
+
+@pytest.mark.parametrize(("most", "tokens"), [(1, ["\ufffd"]), (2, ["é"]), (5, ["é", " ", "\ufffd"])])
+async def test_a_completion_that_ends_in_a_character_says_so(most: int, tokens: list[str]) -> None:
+    body = {"model": "scripted", "prompt": "Hi", "logprobs": 0, "max_tokens": most}
+    async with gateway(Scripted("é 😀")) as client:
+        whole = (await client.post(COMPLETIONS, json=body)).json()["choices"][0]
+        chunks = events((await client.post(COMPLETIONS, json=body | {"stream": True})).text)[:-1]
+    pieces = [chunk["choices"][0] for chunk in chunks]
+    said = [token for piece in pieces for token in piece["logprobs"]["tokens"]]
+    assert [token for token in said if token] == tokens
+    assert said == whole["logprobs"]["tokens"]
+    assert "".join(said) == whole["text"] == "".join(piece["text"] for piece in pieces)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from typing import Any
 from tidemill.config.task import RewardConfig, ScoringConfig
 from tidemill.core.records import Prompt, SampleId, Segment, Trajectory, pack_logprobs, pack_tokens
 from tidemill.data.build_task import served_task
-from tidemill.rewards.scorer import build_scorer
+from tidemill.scoring.scorer import build_scorer
 
 LONG = "The answer follows from the steps below. " * 50
 """2,050 characters: a completion of some 400 tokens."""

@@ -11,8 +11,6 @@ from pathlib import Path
 import pytest
 
 import tidemill
-import tidemill.api.rewards
-import tidemill.rewards.scorer
 from tidemill.runtime.callbacks import METHODS
 
 ADAPTERS = ("close_sandbox", "invoke", "tasks_for")
@@ -40,17 +38,11 @@ def names_of(owner: object) -> list[str]:
     ]
 
 
-def test_the_rewards_are_found_also_where_their_package_is_imported() -> None:
-    assert inspect.ismodule(tidemill.rewards.scorer)
-    for name in names_of(tidemill.api.rewards):
-        assert getattr(tidemill.rewards, name) is getattr(tidemill.api.rewards, name)
-
-
 @pytest.mark.parametrize(
     ("page", "pattern", "names"),
     [
         ("extending.md", r"\b(tm|tidemill)\.{name}\b|`{name}`", tidemill.__all__),
-        ("extending.md", r"\btm\.rewards\.{name}\(", names_of(tidemill.api.rewards)),
+        ("extending.md", r"\btm\.rewards\.{name}\(", names_of(tidemill.rewards)),
         ("extending.md", r"\brun\.{name}\b", [*names_of(tidemill.Run), "path", "stages"]),
         ("extending.md", r"`{name}`|`Callback\.{name}`", [*METHODS, "stop"]),
         ("agents.md", r"\b{name}\b", [each for each in names_of(tidemill.Environment) if each not in ADAPTERS]),

@@ -124,7 +124,7 @@ def row_remarks(spec: RunSpec) -> list[str]:
         paths += [source.path for source in spec.task.all_sources]
         paths += [spec.task.held_out_path] if spec.task.held_out_path else []
     from tidemill.data.eval_sets import counted
-    from tidemill.rewards.row_report import few_prompts, report_rows
+    from tidemill.scoring.row_report import few_prompts, report_rows
 
     if away := [path for path in paths if not path.exists()]:
         few = few_prompts(spec, {})

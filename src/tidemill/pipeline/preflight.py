@@ -33,15 +33,15 @@ from tidemill.models.reward_model import check_same_vocabulary, other_tokenizer,
 from tidemill.models.snapshots import check_adapter, stored_context_limit
 from tidemill.models.turn_format import turn_format
 from tidemill.pipeline.stage_plan import stage_issue
-from tidemill.rewards.builtin_rewards import Context, build_rewards
-from tidemill.rewards.row_report import REMARKS, report_rows
-from tidemill.rewards.scorer import check_rewards, evaluation_scoring
 from tidemill.runtime.agents import agent_prompts
 from tidemill.runtime.export import refuse_foreign
 from tidemill.runtime.memory_check import check_memory
 from tidemill.runtime.model_bundle import check_critic_vocabulary, fitting_task, own_source
 from tidemill.runtime.sandbox_check import check_needed_sandbox
 from tidemill.runtime.train import runtime_of
+from tidemill.scoring.builtin_rewards import Context, build_rewards
+from tidemill.scoring.row_report import REMARKS, report_rows
+from tidemill.scoring.scorer import check_rewards, evaluation_scoring
 from tidemill.telemetry.events import DATA, event_text
 
 LOADERS: Mapping[Product, Callable[..., Examples[Any]]] = {

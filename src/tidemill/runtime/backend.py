@@ -25,9 +25,9 @@ from tidemill.data.prompts import Task
 from tidemill.models.codec import TextCodec
 from tidemill.models.ranks import ONE_RANK, Ranks
 from tidemill.pool.build_provider import build_provider, trace_remarks
-from tidemill.rewards.row_report import report_rows
-from tidemill.rewards.scorer import RewardCalls, RewardScorer, build_scorer, check_rewards, evaluation_scoring
 from tidemill.runtime.readers import Readers, model_rewards
+from tidemill.scoring.row_report import report_rows
+from tidemill.scoring.scorer import RewardCalls, RewardScorer, build_scorer, check_rewards, evaluation_scoring
 from tidemill.telemetry.recorder import Recorder
 from tidemill.telemetry.run_dir import RunDirectory
 from tidemill.trainer.checkpoint_store import CheckpointStore, recover_together, write_together

@@ -33,9 +33,9 @@ from tidemill.models.catalog import resolve
 from tidemill.models.codec import load_codec
 from tidemill.models.model_source import locate
 from tidemill.models.reward_model import RewardModel, check_same_vocabulary, load_reward_model, read_description
-from tidemill.rewards.batch_rewards import BatchedReward, RewardInput
-from tidemill.rewards.builtin_rewards import QueuedReward
 from tidemill.runtime.compute import ComputeThread, choose_device, choose_precision
+from tidemill.scoring.batch_rewards import BatchedReward, RewardInput
+from tidemill.scoring.builtin_rewards import QueuedReward
 from tidemill.trainer.scoring import ChunkedReader, LogprobScorer, RewardModelScorer, SampleScorer, reward_scores
 
 T = TypeVar("T")
@@ -242,7 +242,7 @@ MODEL_COMPONENT = re.compile(r"model(_\d+)?")  # names that `build_rewards` give
 
 
 class ReaderScores:
-    """Implements `rewards.builtin_rewards.QueuedReward` with the reader of a reward model, which it does not close."""
+    """Implements `scoring.builtin_rewards.QueuedReward` with the reader of a reward model, which it does not close."""
 
     def __init__(self, reader: Reader) -> None:
         self._reader = reader
@@ -261,7 +261,7 @@ class ReaderScores:
 
 
 class ModelScorer:
-    """Implements `rewards.batch_rewards.BatchScorer` with a reward model.
+    """Implements `scoring.batch_rewards.BatchScorer` with a reward model.
 
     Args:
         compute: a thread to share; None starts one for this scorer.

@@ -7,9 +7,9 @@ from tidemill.config.schema import RunSpec
 from tidemill.config.task import ReasoningGymTask
 from tidemill.core.errors import UserError
 from tidemill.data.reasoning_gym import scorer_of
-from tidemill.rewards.builtin_rewards import NOT_ABOUT_CORRECTNESS
-from tidemill.rewards.package_checks import check_program
 from tidemill.sandbox.open_sandbox import check_sandbox
+from tidemill.scoring.builtin_rewards import NOT_ABOUT_CORRECTNESS
+from tidemill.scoring.package_checks import check_program
 
 
 def check_needed_sandbox(spec: RunSpec) -> None:

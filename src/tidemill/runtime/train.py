@@ -36,7 +36,6 @@ from tidemill.data.curriculum import Curriculum
 from tidemill.data.prompts import Task
 from tidemill.gateway.sessions import Sessions
 from tidemill.models.model_source import exact_models
-from tidemill.rewards.row_report import report_rows
 from tidemill.runtime.agents import agent_limits, open_environments
 from tidemill.runtime.backend import OpenBackend, Runtime, RuntimeBackend, fleet_of
 from tidemill.runtime.callbacks import Callback, CallbackTelemetry, configured_callbacks
@@ -46,6 +45,7 @@ from tidemill.runtime.local import IN_PROCESS
 from tidemill.runtime.memory_check import check_memory
 from tidemill.runtime.sandbox_check import check_needed_sandbox
 from tidemill.runtime.stopping import StopRequest
+from tidemill.scoring.row_report import report_rows
 from tidemill.telemetry.events import DATA, ENVIRONMENT_WARNING
 from tidemill.telemetry.jsonl import read_lines
 from tidemill.telemetry.manifest import Forecast, build_manifest, write_forecast

@@ -21,8 +21,8 @@ environment process ── Unix socket ──▶ launcher ── fork ──▶ 
   which has no route to anything.
 - *A lost sandbox is not the agent's fault*: its environment process ends, and the pool makes the call again
   elsewhere, after the episode's history.
-- *Scores of packages* (`rewards/package_checks.py`): programs that stay in sandboxes, each with the package imported
-  once, fork a worker for an answer (`rewards/programs/check_answers.py`). The entry of a prompt is sent with the
+- *Scores of packages* (`scoring/package_checks.py`): programs that stay in sandboxes, each with the package imported
+  once, fork a worker for an answer (`scoring/programs/check_answers.py`). The entry of a prompt is sent with the
   answer instead of being generated again, because some generators depend on PYTHONHASHSEED.
 - *Adapters* (`agents/adapters/`) are environments whose instances talk to a program in the other package's Python, by
   MessagePack over one stream: a process, or a program that stays in a sandbox. The programs know nothing of Tidemill.

@@ -12,9 +12,9 @@ from tidemill.config.sandbox import SandboxConfig
 from tidemill.config.task import RewardConfig
 from tidemill.core.errors import UserError
 from tidemill.core.records import Prompt, SampleId
-from tidemill.rewards import code_tests
-from tidemill.rewards.batch_rewards import RewardInput
-from tidemill.rewards.code_tests import CodeTests
+from tidemill.scoring import code_tests
+from tidemill.scoring.batch_rewards import RewardInput
+from tidemill.scoring.code_tests import CodeTests
 
 ADD = [{"function": "add", "arguments": [a, b], "result": a + b} for a, b in ((1, 2), (30, 40), (-5, 5))]
 DOUBLE = [{"input": "3\n", "output": "6\n"}, {"input": "50\n", "output": "100\n"}]

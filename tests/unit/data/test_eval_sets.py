@@ -15,7 +15,7 @@ from tidemill.core.errors import UserError
 from tidemill.data.build_task import build_task
 from tidemill.data.eval_sets import with_eval_sets
 from tidemill.data.prompts import Task
-from tidemill.rewards.scorer import check_rewards
+from tidemill.scoring.scorer import check_rewards
 
 RENAMED = {"prompt": "question"}
 

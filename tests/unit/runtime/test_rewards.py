@@ -19,8 +19,8 @@ from tidemill.config.schema import RunSpec
 from tidemill.core.records import Reward, Trajectory
 from tidemill.models.codec import load_codec
 from tidemill.models.reward_model import load_reward_model, reward_head, save_head
-from tidemill.rewards.batch_rewards import RewardInput
 from tidemill.runtime.readers import Readers, check_reward_models, model_rewards, model_scores, reward_reader
+from tidemill.scoring.batch_rewards import RewardInput
 from tidemill.trainer.scoring import reward_scores
 
 T = TypeVar("T")

@@ -19,8 +19,8 @@ from tidemill.core.records import SampleId
 from tidemill.data.build_task import build_task
 from tidemill.data.prompts import Task
 from tidemill.extensions.calls import CallError
-from tidemill.rewards.batch_rewards import RewardInput
-from tidemill.rewards.builtin_rewards import (
+from tidemill.scoring.batch_rewards import RewardInput
+from tidemill.scoring.builtin_rewards import (
     BUILT_IN,
     IN_PROCESSES,
     INLINE,

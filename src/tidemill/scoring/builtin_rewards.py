@@ -23,11 +23,11 @@ from tidemill.extensions.portable import AVAILABLE, Target, UnportableError, tar
 from tidemill.extensions.registry import resolve
 from tidemill.extensions.results import place_of
 from tidemill.extensions.scores import Score, finite
-from tidemill.rewards.batch_rewards import BatchedReward, HttpScorer, RewardInput
-from tidemill.rewards.code_tests import COLUMN, GRACE_S, CodeTests
-from tidemill.rewards.package_checks import PackageReward
-from tidemill.rewards.user_rewards import WHERE as WHERE_FUNCTION
-from tidemill.rewards.user_rewards import BatchFunction, FunctionCaller, SampleReward, ThreadFunction, UserReward
+from tidemill.scoring.batch_rewards import BatchedReward, HttpScorer, RewardInput
+from tidemill.scoring.code_tests import COLUMN, GRACE_S, CodeTests
+from tidemill.scoring.package_checks import PackageReward
+from tidemill.scoring.user_rewards import WHERE as WHERE_FUNCTION
+from tidemill.scoring.user_rewards import BatchFunction, FunctionCaller, SampleReward, ThreadFunction, UserReward
 
 WHERE = "scoring.rewards"
 LONGEST_QUEUE_S = 3600.0
@@ -209,7 +209,7 @@ BUILT_IN: dict[str, Callable[[RewardConfig, Context], RewardFunction]] = {
 INLINE = frozenset({"exact", "numeric", "length", "environment", "random"})
 QUEUED = frozenset({"model", "http", "task"})
 IN_PROCESSES = frozenset({"python", "math_verify"})
-MATH_VERIFY = Target(name="math_verify", path="tidemill.rewards.math_answers:math_verify")
+MATH_VERIFY = Target(name="math_verify", path="tidemill.scoring.math_answers:math_verify")
 COMPARES = frozenset({"exact", "numeric", "math_verify"})
 CHECKS_THE_ANSWER = COMPARES | {"task", "tests"}
 CORRECT_AT_ONE = CHECKS_THE_ANSWER | {"regex"}

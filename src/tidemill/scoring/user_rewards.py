@@ -17,7 +17,7 @@ from tidemill.extensions.registry import Extension
 from tidemill.extensions.results import placed
 from tidemill.extensions.scores import Score
 from tidemill.extensions.signature import Wanted, check_offered, wanted_arguments
-from tidemill.rewards.batch_rewards import RewardInput
+from tidemill.scoring.batch_rewards import RewardInput
 
 WHERE = "scoring.rewards.function"
 STANDARD = ("prompt", "messages", "completion", "token_ids", "answer", "metadata", "step", "seed")

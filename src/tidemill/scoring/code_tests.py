@@ -20,8 +20,8 @@ from tidemill.config.sandbox import SandboxConfig
 from tidemill.config.task import RewardConfig
 from tidemill.core.errors import UserError
 from tidemill.core.records import Record
-from tidemill.rewards.batch_rewards import RewardInput
 from tidemill.sandbox import Sandbox, SandboxError, SandboxLostError, open_sandbox
+from tidemill.scoring.batch_rewards import RewardInput
 
 COLUMN = "tests"
 ATTEMPTS = 2

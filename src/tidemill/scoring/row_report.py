@@ -13,10 +13,10 @@ from tidemill.core.errors import UserError
 from tidemill.data.prompts import ANSWER, RowFigures, Task
 from tidemill.extensions.registry import resolve
 from tidemill.extensions.signature import wanted_arguments
-from tidemill.rewards.builtin_rewards import COMPARES
-from tidemill.rewards.code_tests import COLUMN as TESTS
-from tidemill.rewards.scorer import evaluation_scoring
-from tidemill.rewards.user_rewards import STANDARD, WHERE
+from tidemill.scoring.builtin_rewards import COMPARES
+from tidemill.scoring.code_tests import COLUMN as TESTS
+from tidemill.scoring.scorer import evaluation_scoring
+from tidemill.scoring.user_rewards import STANDARD, WHERE
 from tidemill.telemetry.metrics import HELD_OUT_NAME
 from tidemill.telemetry.statistics import few_items
 

@@ -6,8 +6,8 @@ import pytest
 
 from tests.char_codec import make_prompt
 from tidemill.core.records import SampleId
-from tidemill.rewards.batch_rewards import RewardInput
-from tidemill.rewards.code_tests import program_of
+from tidemill.scoring.batch_rewards import RewardInput
+from tidemill.scoring.code_tests import program_of
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ from tidemill.config.task import ArithmeticTask, RewardConfig, ScoringConfig
 from tidemill.core.errors import ReaderLost, UserError
 from tidemill.core.records import Reward
 from tidemill.data.build_task import build_task
-from tidemill.rewards.batch_rewards import BatchedReward, BatchScorer, RewardInput
-from tidemill.rewards.scorer import RewardScorer, build_scorer, evaluation_scoring
+from tidemill.scoring.batch_rewards import BatchedReward, BatchScorer, RewardInput
+from tidemill.scoring.scorer import RewardScorer, build_scorer, evaluation_scoring
 
 TASK = build_task(ArithmeticTask(), codec=CharCodec(), batch_prompts=4, seed=0, chat_template=False)
 PROMPT = make_prompt("5+7=", "12")

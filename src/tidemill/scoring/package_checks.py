@@ -24,10 +24,10 @@ from tidemill.core.errors import ReaderLost, UserError
 from tidemill.core.records import Record
 from tidemill.data.prompts import PackageCheck
 from tidemill.extensions.calls import CallError
-from tidemill.rewards.batch_rewards import RewardInput
 from tidemill.sandbox.local import LocalSandbox, SandboxedProgram
 from tidemill.sandbox.open_sandbox import open_local_sandbox
 from tidemill.sandbox.records import MEGABYTE, SandboxError
+from tidemill.scoring.batch_rewards import RewardInput
 
 PROGRAM = Path(__file__).parent / "programs" / "check_answers.py"
 START_S = 120.0

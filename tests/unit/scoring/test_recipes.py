@@ -8,7 +8,7 @@ from tests.char_codec import CharCodec, make_trajectory
 from tests.sandboxes import need_bubblewrap
 from tidemill.config.load import RECIPES, load_spec
 from tidemill.data.build_task import build_task
-from tidemill.rewards.scorer import build_scorer
+from tidemill.scoring.scorer import build_scorer
 
 
 @pytest.mark.parametrize("name", ["jsonl", "reasoning-gym"])

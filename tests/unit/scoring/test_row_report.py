@@ -14,7 +14,7 @@ from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError
 from tidemill.data.build_task import build_task
 from tidemill.data.eval_sets import counted, with_eval_sets
-from tidemill.rewards.row_report import report_rows
+from tidemill.scoring.row_report import report_rows
 from tidemill.telemetry.statistics import few_items
 
 Rows = Sequence[dict[str, Any]]

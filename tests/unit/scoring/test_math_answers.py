@@ -8,8 +8,8 @@ import pytest
 from tests.char_codec import CharCodec, make_prompt, make_trajectory
 from tidemill.config.task import ArithmeticTask, RewardConfig, ScoringConfig
 from tidemill.data.build_task import build_task
-from tidemill.rewards.math_answers import math_verify
-from tidemill.rewards.scorer import build_scorer
+from tidemill.scoring.math_answers import math_verify
+from tidemill.scoring.scorer import build_scorer
 
 pytest.importorskip("math_verify")
 

@@ -16,8 +16,8 @@ from tidemill.extensions.calls import MAX_HANGING, CallError, CallTimeout, Hangi
 from tidemill.extensions.function_pool import FunctionProcesses
 from tidemill.extensions.registry import resolve
 from tidemill.extensions.scores import LARGEST, TOO_LARGE, Score
-from tidemill.rewards.batch_rewards import RewardInput
-from tidemill.rewards.builtin_rewards import (
+from tidemill.scoring.batch_rewards import RewardInput
+from tidemill.scoring.builtin_rewards import (
     NOT_ABOUT_CORRECTNESS,
     Context,
     NamedReward,
@@ -25,7 +25,7 @@ from tidemill.rewards.builtin_rewards import (
     build_rewards,
     judges,
 )
-from tidemill.rewards.user_rewards import WHERE, UserReward
+from tidemill.scoring.user_rewards import WHERE, UserReward
 
 ROUNDING = 1e-6
 

@@ -18,7 +18,7 @@ from tidemill.core.records import Prompt, Reward
 from tidemill.data.build_task import build_task
 from tidemill.data.prompts import Task
 from tidemill.extensions.registry import Extension, Mark, given_function, mark, provide
-from tidemill.rewards.scorer import build_scorer
+from tidemill.scoring.scorer import build_scorer
 
 PROMPT = make_prompt("5+7=", "12", level=3)
 

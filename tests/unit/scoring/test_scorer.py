@@ -25,10 +25,10 @@ from tidemill.core.records import Reward, SampleId, Turn
 from tidemill.data.build_task import build_task
 from tidemill.data.prompts import PackageCheck, RowFigures
 from tidemill.extensions.calls import MAX_HANGING
-from tidemill.rewards import builtin_rewards as rewards_module
-from tidemill.rewards.batch_rewards import RewardInput
-from tidemill.rewards.builtin_rewards import NamedReward
-from tidemill.rewards.scorer import RewardScorer, build_scorer, evaluation_scoring
+from tidemill.scoring import builtin_rewards as rewards_module
+from tidemill.scoring.batch_rewards import RewardInput
+from tidemill.scoring.builtin_rewards import NamedReward
+from tidemill.scoring.scorer import RewardScorer, build_scorer, evaluation_scoring
 
 TASK = build_task(ArithmeticTask(), codec=CharCodec(), batch_prompts=4, seed=0, chat_template=False)
 PROMPT = make_prompt("5+7=", "12")
@@ -394,8 +394,8 @@ def test_a_process_with_a_hanging_reward_ends(kind: str) -> None:
     imports = """
         import asyncio, time
         from tests.char_codec import make_prompt, make_trajectory
-        from tidemill.rewards.builtin_rewards import NamedReward
-        from tidemill.rewards.scorer import RewardScorer
+        from tidemill.scoring.builtin_rewards import NamedReward
+        from tidemill.scoring.scorer import RewardScorer
     """
     root = Path(__file__).resolve().parents[3]
     done = subprocess.run(

@@ -18,7 +18,7 @@ from tidemill.config.task import ArithmeticTask, RewardConfig, ScoringConfig
 from tidemill.core.errors import UserError
 from tidemill.core.records import Reward
 from tidemill.data.build_task import build_task
-from tidemill.rewards.scorer import RewardScorer, build_scorer
+from tidemill.scoring.scorer import RewardScorer, build_scorer
 
 TASK = build_task(ArithmeticTask(), codec=CharCodec(), batch_prompts=4, seed=0, chat_template=False)
 PROMPT = make_prompt("5+7=", "12", level=3)

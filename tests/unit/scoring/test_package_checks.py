@@ -21,9 +21,9 @@ from tidemill.core.records import Prompt, SampleId
 from tidemill.data.build_task import build_task
 from tidemill.data.prompts import PackageCheck, Task
 from tidemill.extensions.calls import CallError
-from tidemill.rewards import package_checks
-from tidemill.rewards.batch_rewards import RewardInput
-from tidemill.rewards.package_checks import PackageReward, check_program
+from tidemill.scoring import package_checks
+from tidemill.scoring.batch_rewards import RewardInput
+from tidemill.scoring.package_checks import PackageReward, check_program
 
 gym = pytest.importorskip("reasoning_gym")
 

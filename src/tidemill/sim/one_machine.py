@@ -30,7 +30,7 @@ from tidemill.core.records import (
     WorkerReport,
 )
 from tidemill.hardware.measured_profile import MeasuredEngine, MeasuredTrainer, Packing
-from tidemill.planner.calibration.profile import RunProfile
+from tidemill.hardware.run_profile import RunProfile
 from tidemill.pool.build_provider import build_provider
 from tidemill.rollout.worker import EngineWorker
 from tidemill.sim.costs import WeightCosts

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import math
 
-import msgspec
-
 from tidemill.core.records import Record
 from tidemill.hardware.completion_lengths import Lengths, quantiles
 from tidemill.hardware.gpu_catalog import Gpu, Link, all_reduce_s
@@ -103,14 +101,6 @@ class EngineProfile(Record):
     def most_running(self, context: float) -> int:
         """Samples of this length that fit slots and cache; 0 if none fits."""
         return min(self.slots, int(self.cache_tokens // max(context, 1)))
-
-    def with_slots_for(self, context: float) -> EngineProfile:
-        """Copy with as many slots as samples of `context` tokens fit the cache, at least 1, at most the current slots.
-
-        Engines admit by free cache (PagedAttention, arXiv 2309.06180), so memory and length determine the number of
-        samples decoded at once.
-        """
-        return msgspec.structs.replace(self, slots=max(self.most_running(context), 1))
 
     def plateau(self, context: float) -> int:
         """The smallest batch that decodes at `FLAT` of the best rate; at least 1."""

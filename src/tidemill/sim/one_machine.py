@@ -1,4 +1,4 @@
-"""Simulation of a recipe on this machine: the run's controller in virtual time, with parts that share the cores."""
+"""Simulates a recipe on this machine: the run's controller in virtual time, with parts that share the cores."""
 
 from __future__ import annotations
 

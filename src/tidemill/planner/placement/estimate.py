@@ -324,43 +324,37 @@ def _step_on_policy(question: PlacementQuestion, rates: Rates, sheet: Derivation
     tokens and X seconds of training, t_seed r + t_gen d = W and t_gen = t_seed + (1 - last) X.
     """
     first, last = streaming(question)
-    seeding_s = sheet.compute(
-        "seeding_s",
-        "s",
-        formula="max(0, (tokens - dedicated * ((1 - last) * training_s)) / (shared + dedicated))"
-        if rates.shared
-        else "0.0",
-        source="RLBoost's seeding window, arXiv 2510.19225, in which neither side waits; 0 without a shared side",
-        tokens=rates.tokens,
-        shared=rates.shared,
-        dedicated=rates.dedicated,
-        last=last,
-        training_s=rates.training_s,
-    )
-    generation_s = sheet.compute(
-        "generation_s",
-        "s",
-        formula="max((tokens - shared * seeding_s) / dedicated, longest_s)" if rates.dedicated else "seeding_s",
-        source="the dedicated side generates the rest; a batch takes at least as long as its longest sample",
-        tokens=rates.tokens,
-        shared=rates.shared,
-        seeding_s=seeding_s,
-        dedicated=rates.dedicated,
-        longest_s=rates.longest_s,
-    )
-    step_s = sheet.compute(
-        "step_s",
-        "s",
-        formula="max(max(seeding_s, first * generation_s) + training_s, generation_s + last * training_s) + pull_s",
-        source="lag 0: training overlaps the generation of the last samples if advantages allow it; fractions assumed",
-        seeding_s=seeding_s,
+    seeding = "max(0, (tokens - dedicated * ((1 - last) * training_s)) / (shared + dedicated))"
+    generation = "max((tokens - shared * seeding_s) / dedicated, longest_s)"
+    step = "max(max(seeding_s, first * generation_s) + training_s, generation_s + last * training_s) + pull_s"
+    seconds = sheet.evaluate(
+        {
+            "seeding_s": (
+                "s",
+                seeding if rates.shared else "0.0",
+                "RLBoost's seeding window, arXiv 2510.19225, in which neither side waits; 0 without a shared side",
+            ),
+            "generation_s": (
+                "s",
+                generation if rates.dedicated else "seeding_s",
+                "the dedicated side generates the rest; a batch takes at least as long as its longest sample",
+            ),
+            "step_s": (
+                "s",
+                step,
+                "lag 0: training overlaps the generation of the last samples if advantages allow it; fractions assumed",
+            ),
+        },
         first=first,
-        generation_s=generation_s,
-        training_s=rates.training_s,
         last=last,
-        pull_s=rates.pull_s,
+        **msgspec.structs.asdict(rates),
     )
-    return Times(step_s=step_s, seeding_s=seeding_s, generation_s=generation_s, exposed_pull_s=rates.pull_s)
+    return Times(
+        step_s=seconds["step_s"],
+        seeding_s=seconds["seeding_s"],
+        generation_s=seconds["generation_s"],
+        exposed_pull_s=rates.pull_s,
+    )
 
 
 def _step_with_lag(question: PlacementQuestion, rates: Rates, sheet: Derivation) -> Times:
@@ -440,40 +434,24 @@ def _cost(
     """USD per million tokens, hours and USD of all steps."""
     used = [offer for offer, _ in placement.training.group.members]
     used += [engine.offer for engine, _ in placement.dedicated.engines]
-    usd_per_hour = sheet.compute(
-        "usd_per_hour",
-        "USD",
-        formula="training + generating",
-        source="; ".join(dict.fromkeys(f"{offer.name}: {offer.machine.price_source}" for offer in used)),
+    prices = "; ".join(dict.fromkeys(f"{offer.name}: {offer.machine.price_source}" for offer in used))
+    costs = sheet.evaluate(
+        {
+            "usd_per_hour": ("USD", "training + generating", prices),
+            "usd_per_million_tokens": (
+                "USD",
+                "usd_per_hour * step_s / seconds_per_hour / tokens * million",
+                "completion tokens trained on",
+            ),
+            "hours": ("h", "steps * step_s / seconds_per_hour", "all steps are assumed to be equal"),
+            "cost_usd": ("USD", "usd_per_hour * hours", "of all steps"),
+        },
         training=placement.training.group.usd_per_hour,
         generating=placement.dedicated.usd_per_hour,
-    )
-    usd_per_million = sheet.compute(
-        "usd_per_million_tokens",
-        "USD",
-        formula="usd_per_hour * step_s / seconds_per_hour / tokens * million",
-        source="completion tokens trained on",
-        usd_per_hour=usd_per_hour,
-        step_s=step_s,
-        seconds_per_hour=SECONDS_PER_HOUR,
-        tokens=tokens,
-        million=1e6,
-    )
-    hours = sheet.compute(
-        "hours",
-        "h",
-        formula="steps * step_s / seconds_per_hour",
-        source="all steps are assumed to be equal",
         steps=question.steps,
         step_s=step_s,
+        tokens=tokens,
         seconds_per_hour=SECONDS_PER_HOUR,
+        million=1e6,
     )
-    usd = sheet.compute(
-        "cost_usd",
-        "USD",
-        formula="usd_per_hour * hours",
-        source="of all steps",
-        usd_per_hour=usd_per_hour,
-        hours=hours,
-    )
-    return usd_per_million, hours, usd
+    return costs["usd_per_million_tokens"], costs["hours"], costs["cost_usd"]

@@ -29,8 +29,8 @@ from benchmarks.weights_delta import RECIPE
 from tidemill.cli.plan_options import models_of
 from tidemill.config.load import load_spec
 from tidemill.hardware.figures import Derivation
+from tidemill.hardware.run_profile import RunProfile
 from tidemill.planner.calibration.fit import calibrate
-from tidemill.planner.calibration.profile import RunProfile
 from tidemill.planner.forecast.forecast import memory_on_this_machine
 from tidemill.telemetry.metrics import read_metrics
 

@@ -10,9 +10,9 @@ import msgspec
 from tidemill.config.schema import RunSpec
 from tidemill.config.toml import to_toml
 from tidemill.core.records import SampleId
-from tidemill.planner.calibration.profile import FORMAT, QUANTITIES, Machine, Measure, RunProfile, cost_settings
+from tidemill.hardware.run_profile import FORMAT, QUANTITIES, Machine, Measure, RunProfile, cost_settings
 from tidemill.planner.calibration.run_observations import Hardware, Manifest, Observed, Session
-from tidemill.planner.forecast.one_machine import length_of, simulate_recipe, workloads
+from tidemill.sim.one_machine import length_of, simulate_recipe, workloads
 from tidemill.telemetry.metrics import CONTROLLER_CPU
 from tidemill.telemetry.run_dir import RUN_FORMAT, RunDirectory, samples_name
 from tidemill.telemetry.sample_files import Sample

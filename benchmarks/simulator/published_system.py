@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
 from benchmarks.simulator.availability import MOST
 from tidemill.config.schema import RunSpec
 from tidemill.core.records import Record
@@ -118,7 +120,7 @@ def engines(row: str, fitted: Calibration, setting: Setting = SETTING) -> tuple[
             efficiency=EngineEfficiency(bandwidth=fitted.bandwidth),
             held_bytes=held_bytes,
         )
-        return profile.with_slots_for(rollout.running_context)
+        return msgspec.structs.replace(profile, slots=max(profile.most_running(rollout.running_context), 1))
 
     return engine(states / (setting.machines * RESERVED.gpus)), engine(0.0)
 

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import ray
 
+from tests.doubles.transport import corrupt
 from tests.published import compute, publish, snapshot, tensors_of, version
 from tidemill.core.errors import WeightsError
 from tidemill.core.protocols import LoopClock
@@ -29,7 +30,7 @@ from tidemill.weights.http_server import HttpTransport
 from tidemill.weights.node_folder import SHARED_MEMORY, NodeFolder
 from tidemill.weights.node_puller import NodePuller
 from tidemill.weights.puller import Puller
-from tidemill.weights.snapshot import Blob, MemoryTransport, Missing, Snapshot, Transport, corrupt
+from tidemill.weights.snapshot import Blob, MemoryTransport, Missing, Snapshot, Transport
 from tidemill.weights.store import WeightStore, delta_name, manifest_name, snapshot_name
 
 TOKEN = "secret"

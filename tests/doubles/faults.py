@@ -12,9 +12,9 @@ from functools import partial
 import msgspec
 
 from tests.doubles.machines import Corruption, Machine, World, repeated, shuffled
+from tests.doubles.transport import corrupt, torn
 from tidemill.config.pool import FleetConfig
 from tidemill.core.records import TokenDelta, WorkerReport
-from tidemill.weights.snapshot import corrupt, torn
 
 HEARTBEAT_TIMEOUT_S, JOIN_S, DRAIN_MARGIN_S = 3.0, 15.0, 0.5
 

@@ -20,6 +20,7 @@ from tests.doubles.engine import FakeCompute, FakeEngine, FakeReader
 from tests.doubles.provider import EventProvider
 from tests.doubles.samples import number
 from tests.doubles.session import Session
+from tests.doubles.transport import FaultyTransport
 from tidemill.config.pool import FleetConfig
 from tidemill.controller.fleet import Fleet
 from tidemill.core.errors import WorkerLost
@@ -41,7 +42,7 @@ from tidemill.core.records import (
 )
 from tidemill.rollout.worker import EngineWorker
 from tidemill.weights.puller import Puller
-from tidemill.weights.snapshot import Blob, MemoryTransport, Snapshot, allocate
+from tidemill.weights.snapshot import Blob, Snapshot, allocate
 from tidemill.weights.store import WeightStore
 
 T = TypeVar("T")
@@ -314,7 +315,7 @@ class World(Session):
         super().__post_init__()
         self.machines: dict[str, Machine] = {}
         self.provider = EventProvider()
-        self.transport = MemoryTransport(zero_copy=False)
+        self.transport = FaultyTransport(zero_copy=False)
         self.transport.delay_s = FETCH_S
         self.publisher = Publisher(WeightStore(self.transport, compute=FakeCompute()))
         self.late = 0  # reports of workers with ended leases

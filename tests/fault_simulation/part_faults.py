@@ -14,9 +14,10 @@ from typing import TypeVar
 import msgspec
 import numpy as np
 
+from tests.doubles.transport import FaultyTransport
 from tests.fault_simulation.scenario import PartFault, PartFaultKind
 from tidemill.core.records import WeightManifest
-from tidemill.weights.snapshot import Blob, MemoryTransport, checksum
+from tidemill.weights.snapshot import Blob, checksum
 from tidemill.weights.store import delta_name, manifest_name, pack_manifest, unpack_manifest
 from tidemill.weights.threads import Threads
 
@@ -50,7 +51,7 @@ class ShuffledThreads(Threads):
         return [results[at] for at in range(len(jobs))]
 
 
-class PartFaultTransport(MemoryTransport):
+class PartFaultTransport(FaultyTransport):
     """Damages planned deltas when their manifest is written, until the manifest has been read often enough."""
 
     def __init__(self, faults: Sequence[PartFault]) -> None:

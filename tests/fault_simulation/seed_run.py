@@ -9,6 +9,7 @@ from unittest.mock import patch
 
 import msgspec
 
+from tests.doubles.completions import EncodedCompletions
 from tests.fault_simulation.components import reward_of
 from tests.fault_simulation.episodes import Episodes
 from tests.fault_simulation.invariants import Invariants, Violation
@@ -18,7 +19,6 @@ from tests.fault_simulation.world import World, prompts_of
 from tidemill.core.records import Record
 from tidemill.sim.simulated_trainer import SimulatedDisk
 from tidemill.sim.virtual_time import Deadlock, run_virtual
-from tidemill.sim.workload import EncodedCompletions
 from tidemill.weights import delta
 
 Line = tuple[int, float, str, dict[str, Any]]

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from tests.doubles.costs import ConstantEngine
 from tests.doubles.journal import PowerCut
 from tests.doubles.provider import EventProvider
+from tests.doubles.transport import FaultyTransport, corrupt, torn
 from tests.fault_simulation.acting import SimulatedEnvironments, TurnEngine
 from tests.fault_simulation.components import (
     EventLog,
@@ -47,7 +48,6 @@ from tidemill.sim.simulated_worker import SimulatedWorker
 from tidemill.sim.workload import Completions, NoText, SimulatedPrompts
 from tidemill.weights.puller import Puller
 from tidemill.weights.sharded import PullerGroup
-from tidemill.weights.snapshot import MemoryTransport, corrupt, torn
 from tidemill.weights.store import WeightStore
 
 LONG_S = 3600.0
@@ -131,7 +131,7 @@ class World:
             heartbeat_timeout_s=scenario.heartbeat_timeout_s,
         )
 
-    def _transport_of(self, life: LifePlan, rank: int) -> MemoryTransport:
+    def _transport_of(self, life: LifePlan, rank: int) -> FaultyTransport:
         transport = PartFaultTransport([fault for fault in life.part_faults if fault.rank % life.ranks == rank])
         transport.delay_s = self._scenario.fetch_s
         for kind, is_torn, reads in life.spoiled:

@@ -116,23 +116,6 @@ class EnvironmentPool:
         counts, self._counts = self._counts, dict.fromkeys(COUNTS, 0)
         return counts
 
-    async def first_message(self, task: dict[str, Any]) -> str:
-        """What `reset` returns for a row.
-
-        Raises:
-            UserError: it cannot be reset.
-        """
-        live = Live(next(self._keys))
-        try:
-            async with self.placement.hold(live, 1) as host:
-                live.answered = 0
-                return (await self.reset(host, live.key, task)).text
-        except (LostError, FaultError) as error:
-            what = f"the environment {self._name} cannot be reset: {error}"
-            raise UserError(what, where="env.name", hint=f"correct it for the task {task!r:.100}") from error
-        finally:
-            self.placement.release(live)
-
     async def reset(self, host: Host, key: int, task: dict[str, Any]) -> CallOutcome:
         """Start an episode in a host.
 

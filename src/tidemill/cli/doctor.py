@@ -29,8 +29,8 @@ from tidemill.core.errors import UserError
 from tidemill.core.folders import cache_dir
 from tidemill.core.packages import CHECKOUT, MODEL, install_command, quoted
 from tidemill.data.row_table import INDEX_FOLDER
+from tidemill.hardware.run_profile import profiles_folder
 from tidemill.models.cache import is_built
-from tidemill.planner.calibration.profile import profiles_folder
 from tidemill.rollout.engines.vllm import TESTED, installed_version
 from tidemill.sandbox.open_sandbox import check_sandbox
 

@@ -18,8 +18,8 @@ from tidemill.cli.plan_options import notes, plain, table
 from tidemill.config.load import load_spec
 from tidemill.core.errors import UserError
 from tidemill.core.formatting import counted, duration, percent
+from tidemill.hardware.run_profile import QUANTITIES, RunProfile, kept_path, write_profile
 from tidemill.planner.calibration.fit import calibrate as fitted
-from tidemill.planner.calibration.profile import QUANTITIES, RunProfile, kept_path, write_profile
 from tidemill.pool.build_provider import trace_outlasted
 from tidemill.sim.comparison import (
     HEADINGS,

@@ -32,7 +32,7 @@ from tidemill.core.errors import UserError
 from tidemill.core.formatting import counted, dollars, duration, percent, size
 from tidemill.hardware.figures import Derivation
 from tidemill.hardware.gpu_catalog import load_catalog
-from tidemill.planner.calibration.profile import RunProfile, kept_path, read_profile, setting_differences, write_profile
+from tidemill.hardware.run_profile import RunProfile, kept_path, read_profile, setting_differences, write_profile
 from tidemill.planner.forecast.cluster_forecast import ClusterForecast, forecast_on_cluster, placement_question
 from tidemill.planner.forecast.forecast import SEEDS, derive, fitting_profile, forecast_recipe, memory_on_this_machine
 from tidemill.pool.build_provider import trace_outlasted, trace_remarks

@@ -272,19 +272,14 @@ class Examples(Generic[ExampleT]):
 
     def order(self, *, batch: int, seed: int) -> ExampleOrder[ExampleT]:
         """The training examples in steps of `batch`, shuffled in every epoch."""
-        return ExampleOrder(self.train, self.make_order(batch=batch, seed=seed), batch=batch)
+        return ExampleOrder(self.train, self.make_order(batch=batch, seed=seed))
 
 
 class ExampleOrder(Generic[ExampleT]):
     """Training examples by step; to resume, only the step is needed."""
 
-    def __init__(self, examples: Sequence[ExampleT], order: Order, *, batch: int) -> None:
-        self._examples, self._order, self._batch = examples, order, batch
-
-    @property
-    def steps_per_epoch(self) -> int:
-        """Steps until every example has been used; the last one may include the start of the next epoch."""
-        return -(-len(self._examples) // self._batch)
+    def __init__(self, examples: Sequence[ExampleT], order: Order) -> None:
+        self._examples, self._order = examples, order
 
     def train_batch(self, step: int) -> list[tuple[int, ExampleT]]:
         """The (epoch, example) pairs of 1-based `step`, a pure function of seed, step and the training side."""

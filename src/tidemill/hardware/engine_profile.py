@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import math
 
-import msgspec
-
 from tidemill.core.records import Record
 from tidemill.hardware.completion_lengths import Lengths, quantiles
+from tidemill.hardware.figures import evaluated
 from tidemill.hardware.gpu_catalog import Gpu, Link, all_reduce_s
 from tidemill.hardware.model_shape import DTYPE_BYTES, ModelShape
 
@@ -46,9 +45,15 @@ class EngineEfficiency(Record):
     reduction_s: float = 10e-6  # minimum time of one reduction
     step_s: float = 2e-3  # overhead per step: scheduling, sampling, launches
     memory: float = 0.9  # of GPU memory in use (vLLM's default)
+    source: str = "assumed"
 
 
 ASSUMED = EngineEfficiency()
+
+WEIGHTS = "parameters_read * element_bytes / (gpus * bandwidth * efficiency)"
+RUNNING = "min(slots, cache_tokens // sample_tokens)"
+DECODE_STEP = "step + max(weights + experts + token * cached, sample * running + attended * cached)"
+"""Roofline, Williams et al. 2009: the longer of memory traffic and arithmetic."""
 
 
 class EngineProfile(Record):
@@ -71,18 +76,30 @@ class EngineProfile(Record):
 
         With random routing, b tokens read 1 - (1 - k / E)^b of the experts.
         """
-        experts = self.experts_s * (1 - (1 - self.expert_share) ** running) if self.expert_share else 0.0
-        moved = self.weights_s + experts + self.cached_token_s * cached
-        computed = self.sample_s * running + self.attended_token_s * cached
-        return self.step_s + max(moved, computed)
+        return evaluated(DECODE_STEP, self.decoding(running, cached))
+
+    def decoding(self, running: float, cached: float) -> dict[str, float]:
+        """The inputs of `DECODE_STEP`."""
+        return {
+            "step": self.step_s,
+            "weights": self.weights_s,
+            "experts": self._experts_s(running),
+            "token": self.cached_token_s,
+            "cached": cached,
+            "sample": self.sample_s,
+            "running": running,
+            "attended": self.attended_token_s,
+        }
+
+    def _experts_s(self, running: float) -> float:
+        return self.experts_s * (1 - (1 - self.expert_share) ** running) if self.expert_share else 0.0
 
     def decode_s(self, running: float, cached: float, steps: int) -> float:
         """Time of `steps` decoding steps; the context of each sample grows by one token per step.
 
         Memory and compute time both grow linearly, so they cross at most once.
         """
-        experts = self.experts_s * (1 - (1 - self.expert_share) ** running) if self.expert_share else 0.0
-        moved = self.weights_s + experts + self.cached_token_s * cached
+        moved = self.weights_s + self._experts_s(running) + self.cached_token_s * cached
         computed = self.sample_s * running + self.attended_token_s * cached
         moved_more, computed_more = self.cached_token_s * running, self.attended_token_s * running
         lead, closing = moved - computed, computed_more - moved_more
@@ -102,15 +119,11 @@ class EngineProfile(Record):
 
     def most_running(self, context: float) -> int:
         """Samples of this length that fit slots and cache; 0 if none fits."""
-        return min(self.slots, int(self.cache_tokens // max(context, 1)))
+        return int(evaluated(RUNNING, self.capacity(context)))
 
-    def with_slots_for(self, context: float) -> EngineProfile:
-        """Copy with as many slots as samples of `context` tokens fit the cache, at least 1, at most the current slots.
-
-        Engines admit by free cache (PagedAttention, arXiv 2309.06180), so memory and length determine the number of
-        samples decoded at once.
-        """
-        return msgspec.structs.replace(self, slots=max(self.most_running(context), 1))
+    def capacity(self, context: float) -> dict[str, float]:
+        """The inputs of `RUNNING`."""
+        return {"slots": self.slots, "cache_tokens": self.cache_tokens, "sample_tokens": max(context, 1)}
 
     def plateau(self, context: float) -> int:
         """The smallest batch that decodes at `FLAT` of the best rate; at least 1."""
@@ -160,7 +173,7 @@ def engine_profile(
             0.0,
         ),
         step_s=efficiency.step_s + reduced,
-        weights_s=(shape.parameters - shape.expert_parameters - shape.embedding_parameters) * element / bandwidth,
+        weights_s=evaluated(WEIGHTS, weights_read(shape, gpu, gpus=gpus, dtype=dtype, efficiency=efficiency)),
         cached_token_s=kv_bytes / bandwidth,
         sample_s=multiplied + each_reduced,
         attended_token_s=attention,
@@ -169,6 +182,19 @@ def engine_profile(
         experts_s=shape.expert_parameters * element / bandwidth,
         expert_share=shape.experts_per_token / shape.experts if shape.experts else 0.0,
     )
+
+
+def weights_read(
+    shape: ModelShape, gpu: Gpu, *, gpus: int, dtype: str, efficiency: EngineEfficiency
+) -> dict[str, float]:
+    """The inputs of `WEIGHTS`."""
+    return {
+        "parameters_read": shape.parameters - shape.expert_parameters - shape.embedding_parameters,
+        "element_bytes": DTYPE_BYTES[dtype],
+        "gpus": gpus,
+        "bandwidth": gpu.bandwidth_bytes_per_s,
+        "efficiency": efficiency.bandwidth,
+    }
 
 
 def cache_bytes(

@@ -6,7 +6,7 @@ A formula is arithmetic on the names of its inputs: `+ - * / // **`, `ceil`, `ma
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from types import CodeType
 
@@ -50,13 +50,38 @@ class Derivation:
         Returns:
             The value.
         """
-        value: float = eval(_compiled(formula), FUNCTIONS, inputs)
+        value = evaluated(formula, inputs)
         self._figures[name] = Figure(name=name, value=value, unit=unit, formula=formula, inputs=inputs, source=source)
         return value
+
+    def evaluate(
+        self, formulas: Mapping[str, tuple[str, str, str]], *, label: str = "{}", **inputs: float
+    ) -> dict[str, float]:
+        """Compute formulas in order; each may use the inputs and the values of those before it.
+
+        Args:
+            formulas: (unit, formula, source) by the symbol of the value.
+            label: name of a figure, with its symbol in place of the braces.
+
+        Returns:
+            The inputs and values by symbol.
+        """
+        values = dict(inputs)
+        for symbol, (unit, formula, source) in formulas.items():
+            names = [name for name in _compiled(formula).co_names if name not in FUNCTIONS]
+            used = {name: values[name] for name in names}
+            values[symbol] = self.compute(label.format(symbol), unit, formula=formula, source=source, **used)
+        return values
 
     @property
     def figures(self) -> Sequence[Figure]:
         return tuple(self._figures.values())
+
+
+def evaluated(formula: str, inputs: Mapping[str, float]) -> float:
+    """The value of a formula."""
+    value: float = eval(_compiled(formula), FUNCTIONS, inputs)
+    return value
 
 
 @cache

@@ -179,15 +179,6 @@ class Link(Record):
     bytes_per_s: float
     latency_s: float = ETHERNET_LATENCY_S
 
-    def seconds(self, size_bytes: float, *, sharers: int = 1) -> float:
-        """Time of one of `sharers` concurrent transfers with equal shares of the bandwidth."""
-        return self.latency_s + size_bytes * sharers / self.bytes_per_s
-
-
-def fan_out_s(size_bytes: float, *, source: Link, sink: Link, receivers: int) -> float:
-    """Time to send each receiver a copy: the sender's link is shared, each receiver is limited by its own."""
-    return max(source.seconds(size_bytes, sharers=receivers), sink.seconds(size_bytes))
-
 
 def all_reduce_s(size_bytes: float, *, members: int, link: Link) -> float:
     """Time of a ring all-reduce: each member sends 2 (n - 1) / n of the size (Thakur et al. 2005, section 4)."""

@@ -30,19 +30,17 @@ HINT = "give results of benchmarks.gpu.train_step and benchmarks.gpu.engine, mad
 
 
 class Efficiencies(Record):
-    """Shares of one GPU's peaks, with their sources."""
+    """Shares of one GPU's peaks."""
 
     trainer: TrainerEfficiency = TrainerEfficiency()
-    trainer_source: str = "assumed"
     engine: EngineEfficiency = EngineEfficiency()
-    engine_source: str = "assumed"
 
     def described(self, gpu: str) -> Sequence[str]:
         compute, engine = percent(self.trainer.compute), self.engine
         shares = f"{percent(engine.bandwidth)} of bandwidth, {percent(engine.compute)} of peak FLOP/s"
         return (
-            f"{gpu}: training at {compute} of peak FLOP/s, {self.trainer_source}",
-            f"{gpu}: engines at {shares}, {1e3 * engine.step_s:.2g} ms per step, {self.engine_source}",
+            f"{gpu}: training at {compute} of peak FLOP/s, {self.trainer.source}",
+            f"{gpu}: engines at {shares}, {1e3 * engine.step_s:.2g} ms per step, {engine.source}",
         )
 
 
@@ -112,10 +110,12 @@ def measured_efficiencies(
         own = [each for _, rows in read for each in rows if each.gpu.name == name]
         step, run = _nearest(own, ("shared",), shape), _nearest(own, engines, shape)
         found[name] = Efficiencies(
-            trainer=_trainer_efficiency(step) if step else ASSUMED.trainer,
-            trainer_source=f"measured: {step.source}" if step else "assumed (no measured row of a training step)",
-            engine=_engine_efficiency(run) if run else ASSUMED.engine,
-            engine_source=f"measured: {run.source}" if run else f"assumed (no measured row of {' or '.join(engines)})",
+            trainer=_trainer_efficiency(step)
+            if step
+            else TrainerEfficiency(source="assumed (no measured row of a training step)"),
+            engine=_engine_efficiency(run)
+            if run
+            else EngineEfficiency(source=f"assumed (no measured row of {' or '.join(engines)})"),
         )
     lines = [line for name, each in found.items() for line in each.described(name)]
     for file, rows in read:
@@ -207,7 +207,8 @@ def _trainer_efficiency(measured: MeasuredRow) -> TrainerEfficiency:
     least_s = max(launched_s, assumed.compute * computed_s) + profile.update_s
     if row.seconds <= least_s:
         raise measured.too_short(least_s)
-    return msgspec.structs.replace(assumed, compute=assumed.compute * computed_s / (row.seconds - profile.update_s))
+    compute = assumed.compute * computed_s / (row.seconds - profile.update_s)
+    return msgspec.structs.replace(assumed, compute=compute, source=f"measured: {measured.source}")
 
 
 def _engine_efficiency(measured: MeasuredRow) -> EngineEfficiency:
@@ -226,4 +227,5 @@ def _engine_efficiency(measured: MeasuredRow) -> EngineEfficiency:
         bandwidth=factor * assumed.bandwidth,
         compute=factor * assumed.compute,
         step_s=assumed.step_s * (row.seconds - busy_s / factor) / overhead_s,
+        source=f"measured: {measured.source}",
     )

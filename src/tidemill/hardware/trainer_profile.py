@@ -6,6 +6,7 @@ import math
 from typing import Literal, TypeAlias
 
 from tidemill.core.records import Record
+from tidemill.hardware.figures import Derivation
 from tidemill.hardware.gpu_catalog import Gpu, Link, all_reduce_s, gather_s
 from tidemill.hardware.model_shape import TRAINED, ModelShape, Optimizer
 
@@ -32,9 +33,39 @@ class TrainerEfficiency(Record):
     bandwidth: float = 0.7  # of memory bandwidth, in the optimizer's step
     launch_s: float = 200e-6  # minimum time per layer of a forward-sized pass of a microbatch
     step_s: float = 5e-3  # overhead of an optimizer step
+    source: str = "assumed"
 
 
 ASSUMED = TrainerEfficiency()
+PASSES = {
+    "launched": (
+        "s",
+        "microbatches * passes * launch_s",
+        "the host launches the kernels of a layer one by one; the minimum time is assumed",
+    ),
+    "computed": (
+        "s",
+        "max(tokens * passes * (forward_token_s + pair_s * context / 2), launched)",
+        "forward-sized passes of all roles with recomputation; a token attends to half a sequence on average",
+    ),
+    "gathered": (
+        "s",
+        "gather_s * passes * microbatches",
+        "PyTorch FSDP, arXiv 2304.11277: layers are gathered in every pass of every microbatch",
+    ),
+    "exchanged": (
+        "s",
+        "tokens * passes * exchanged_token_s",
+        "Megatron-LM, arXiv 1909.08053, two reductions a layer and pass; rings",
+    ),
+    "passes": (
+        "s",
+        "computed * bubble + max(0, gathered - hidden * computed) + exchanged",
+        "an assumed fraction of the computation hides gathering; a pipeline idles at its ends",
+    ),
+}
+"""Time of forward-sized passes."""
+UPDATE = "every state is read and written once; the rest of the optimizer's step is assumed"
 
 
 class TrainerProfile(Record):
@@ -51,32 +82,59 @@ class TrainerProfile(Record):
     hidden: float  # share of computing time that can hide gathering
     launch_s: float = 0.0  # minimum time of one pass of a microbatch
 
-    def pass_s(self, tokens: float, context: float, *, passes: float, microbatches: float = 1) -> float:
+    def pass_s(
+        self,
+        tokens: float,
+        context: float,
+        *,
+        passes: float,
+        microbatches: float = 1,
+        sheet: Derivation | None = None,
+    ) -> float:
         """Time of `passes` forward-sized passes over `tokens` tokens; sequences have mean length `context`.
 
         Args:
             microbatches: per rank, possibly fractional; a pipeline idles for (stages - 1) of them.
+            sheet: keeps the figures with their formulas.
         """
-        launched = microbatches * passes * self.launch_s
-        computed = max(tokens * passes * (self.token_s + self.pair_s * context / 2), launched)
-        bubble = 1 + (self.stages - 1) / max(microbatches, 1)
-        gathered = self.gather_s * passes * microbatches
-        exposed = max(0.0, gathered - self.hidden * computed)
-        return computed * bubble + exposed + tokens * passes * self.exchanged_token_s
+        return (sheet or Derivation()).evaluate(
+            PASSES,
+            label="training.{}_s",
+            tokens=tokens,
+            context=context,
+            passes=passes,
+            microbatches=microbatches,
+            forward_token_s=self.token_s,
+            pair_s=self.pair_s,
+            gather_s=self.gather_s,
+            exchanged_token_s=self.exchanged_token_s,
+            launch_s=self.launch_s,
+            hidden=self.hidden,
+            bubble=1 + (self.stages - 1) / max(microbatches, 1),
+        )["passes"]
 
     def microbatches(self, tokens: float, microbatch: float) -> int:
         """Microbatches per rank."""
         return max(1, math.ceil(tokens / self.ranks / microbatch))
 
-    def step_s(self, tokens: float, context: float, *, passes: float, microbatch: float) -> float:
+    def step_s(
+        self, tokens: float, context: float, *, passes: float, microbatch: float, sheet: Derivation | None = None
+    ) -> float:
         """Time to train once on `tokens`, including the update.
 
         Args:
             passes: sum over models of one size: `learning_passes` for trained ones, 1 for frozen ones.
             microbatch: tokens per microbatch and rank.
         """
-        count = self.microbatches(tokens, microbatch)
-        return self.pass_s(tokens, context, passes=passes, microbatches=count) + self.update_s
+        sheet, count = sheet or Derivation(), self.microbatches(tokens, microbatch)
+        return sheet.compute(
+            "training_s",
+            "s",
+            formula="passes + update",
+            source="passes and the update of a batch",
+            passes=self.pass_s(tokens, context, passes=passes, microbatches=count, sheet=sheet),
+            update=self.update_s,
+        )
 
 
 def learning_passes(*, recompute: bool, adapter: bool = False) -> int:
@@ -99,6 +157,7 @@ def trainer_profile(
     dtype: str = "bf16",
     update_s: float | None = None,
     efficiency: TrainerEfficiency = ASSUMED,
+    sheet: Derivation | None = None,
 ) -> TrainerProfile:
     """Derive the profile of fully sharded training with tensor and pipeline parallelism.
 
@@ -106,13 +165,36 @@ def trainer_profile(
         gpus: a multiple of tp * pp.
         network: of one machine; required for GPUs on several machines.
         update_s: time of the optimizer step; by default Adam on all parameters.
+        sheet: keeps the figures with their formulas.
 
     Raises:
         UserError: the catalogue has no FLOP/s for this dtype.
     """
     machine = gpus_per_machine or gpu.gpus_per_machine
     ranks = gpus // (tp * pp)
-    speed = gpus * gpu.peak_flops(dtype) * efficiency.compute
+    seconds = (sheet or Derivation()).evaluate(
+        {
+            "forward_token_s": (
+                "s",
+                "2 * active_parameters / (gpus * peak_flops * efficiency)",
+                f"Kaplan et al., arXiv 2001.08361; {gpu.source}; the efficiency is {efficiency.source}",
+            ),
+            "attention_pair_s": (
+                "s",
+                "4 * layers * width / (gpus * peak_flops * efficiency)",
+                f"one product with a key and one with a value for every head; the efficiency is {efficiency.source}",
+            ),
+            "pass_launch_s": ("s", "launch_s * layers / stages", "minimum time of a pass of a microbatch; assumed"),
+        },
+        active_parameters=shape.active_parameters,
+        gpus=gpus,
+        peak_flops=gpu.peak_flops(dtype),
+        efficiency=efficiency.compute,
+        layers=shape.layers,
+        width=shape.attention_width,
+        launch_s=efficiency.launch_s,
+        stages=pp,
+    )
     own = Link(bytes_per_s=gpu.link_bytes_per_s * efficiency.link, latency_s=0.0)
     across = Link(bytes_per_s=network.bytes_per_s * efficiency.link, latency_s=network.latency_s) if network else own
     spread = gpus > machine
@@ -123,8 +205,8 @@ def trainer_profile(
         gpus=gpus,
         ranks=ranks,
         stages=pp,
-        token_s=2 * shape.active_parameters / speed,
-        pair_s=4 * shape.layers * shape.attention_width / speed,
+        token_s=seconds["forward_token_s"],
+        pair_s=seconds["attention_pair_s"],
         gather_s=gather_s(shape.parameters * SENT_BYTES / (tp * pp), members=ranks, link=sharded),
         exchanged_token_s=2
         * shape.layers
@@ -133,7 +215,7 @@ def trainer_profile(
         / pp,
         update_s=updating_s(shape.parameters, gpu, gpus=gpus, efficiency=efficiency) if update_s is None else update_s,
         hidden=efficiency.hidden,
-        launch_s=efficiency.launch_s * shape.layers / pp,
+        launch_s=seconds["pass_launch_s"],
     )
 
 
@@ -146,14 +228,27 @@ def updating_s(
     optimizer: Optimizer = "adam",
     offload: bool = False,
     efficiency: TrainerEfficiency = ASSUMED,
+    sheet: Derivation | None = None,
 ) -> float:
     """Time of an optimizer step, reading and writing every state; `offload` moves gradients and weights over PCIe."""
     states = TRAINED[optimizer]
+    formula = "step_s + 2 * state_bytes * parameters / (gpus * bandwidth * efficiency)"
     if offload:
-        carried = (states.gradients + states.weights) * parameters / (gpus * PCIE_BYTES_PER_S)
-        return efficiency.step_s + carried + 2 * states.optimizer * parameters / (machines * HOST_BYTES_PER_S)
-    moved = 2 * states.total * parameters / (gpus * gpu.bandwidth_bytes_per_s * efficiency.bandwidth)
-    return efficiency.step_s + moved
+        formula = "step_s + sent_bytes * parameters / (gpus * pcie) + 2 * kept_bytes * parameters / (machines * host)"
+    return (sheet or Derivation()).evaluate(
+        {"training.update_s": ("s", formula, UPDATE)},
+        step_s=efficiency.step_s,
+        state_bytes=states.total,
+        sent_bytes=states.gradients + states.weights,
+        kept_bytes=states.optimizer,
+        parameters=parameters,
+        gpus=gpus,
+        machines=machines,
+        bandwidth=gpu.bandwidth_bytes_per_s,
+        efficiency=efficiency.bandwidth,
+        pcie=PCIE_BYTES_PER_S,
+        host=HOST_BYTES_PER_S,
+    )["training.update_s"]
 
 
 ELEMENT = 2  # bf16

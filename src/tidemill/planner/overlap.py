@@ -11,6 +11,28 @@ from tidemill.hardware.figures import Derivation, Figure
 TYPICAL = (0.90, 0.95)
 """Range of the trainer's utilisation with balanced sides, as reported by others; the rest is lost to stragglers,
 publishing and the rounding to whole machines. Plan with the lower one."""
+SHARES = {
+    "utilisation_in_sequence": (
+        "of the time",
+        "training / (rollout + training)",
+        "one after the other on the same machines",
+    ),
+    "utilisation_overlapped": (
+        "of the time",
+        "training / max(rollout, training)",
+        "at the same time, each side as fast as before: the longer one determines the step",
+    ),
+    "rollout_share": (
+        "of the machines",
+        "rollout / (rollout + training)",
+        "time is inversely proportional to the number of machines; both sides take equally long",
+    ),
+}
+RESIZED = (
+    "of the time",
+    "(training / training_gpus) / max(rollout / rollout_gpus, training / training_gpus)",
+    "whole GPUs on each side, the split with the shortest step; no other losses",
+)
 
 
 class OverlapPlan(Record):
@@ -37,49 +59,18 @@ def plan_overlap(rollout: float, training: float, *, gpus: int | None = None) ->
         raise UserError(what, where="--rollout, --training", hint="give both in one unit, for example 60 and 40")
     if gpus is not None and gpus < 2:
         raise UserError(f"{gpus} GPUs cannot be divided", where="--gpus", hint="give 2 or more")
-    sheet = Derivation()
-    in_sequence = sheet.compute(
-        "utilisation_in_sequence",
-        "of the time",
-        formula="training / (rollout + training)",
-        source="one after the other on the same machines",
-        rollout=rollout,
-        training=training,
-    )
-    overlapped = sheet.compute(
-        "utilisation_overlapped",
-        "of the time",
-        formula="training / max(rollout, training)",
-        source="at the same time, each side as fast as before: the longer one determines the step",
-        rollout=rollout,
-        training=training,
-    )
-    share = sheet.compute(
-        "rollout_share",
-        "of the machines",
-        formula="rollout / (rollout + training)",
-        source="time is inversely proportional to the number of machines; both sides take equally long",
-        rollout=rollout,
-        training=training,
-    )
-    resized = rollout_gpus = None
+    given, formulas = {"rollout": rollout, "training": training}, dict(SHARES)
     if gpus is not None:
-        rollout_gpus = min(range(1, gpus), key=lambda given: max(rollout / given, training / (gpus - given)))
-        resized = sheet.compute(
-            "utilisation_resized",
-            "of the time",
-            formula="(training / training_gpus) / max(rollout / rollout_gpus, training / training_gpus)",
-            source="whole GPUs on each side, the split with the shortest step; no other losses",
-            rollout=rollout,
-            training=training,
-            rollout_gpus=rollout_gpus,
-            training_gpus=gpus - rollout_gpus,
-        )
+        given["rollout_gpus"] = min(range(1, gpus), key=lambda count: max(rollout / count, training / (gpus - count)))
+        given["training_gpus"] = gpus - given["rollout_gpus"]
+        formulas["utilisation_resized"] = RESIZED
+    sheet = Derivation()
+    shares = sheet.evaluate(formulas, **given)
     return OverlapPlan(
-        in_sequence=in_sequence,
-        overlapped=overlapped,
-        rollout_share=share,
-        resized=resized,
-        rollout_gpus=rollout_gpus,
+        in_sequence=shares["utilisation_in_sequence"],
+        overlapped=shares["utilisation_overlapped"],
+        rollout_share=shares["rollout_share"],
+        resized=shares.get("utilisation_resized"),
+        rollout_gpus=None if gpus is None else int(given["rollout_gpus"]),
         figures=tuple(sheet.figures),
     )

@@ -5,14 +5,13 @@ Charts, terminal views, findings and the tables of docs/metrics.md are derived f
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple, get_args
 
 from tidemill.core.formatting import compact, decimal, percent
 from tidemill.core.records import EpisodeEnd, Record, StepMetrics
-from tidemill.telemetry.events import EVENTS, timestamp
+from tidemill.telemetry.events import timestamp
 from tidemill.telemetry.jsonl import finite_number, read_lines
 
 
@@ -563,21 +562,3 @@ def read_metrics(path: Path) -> list[MetricLine]:
             },
         )
     return [by_step[step] for step in sorted(by_step)]
-
-
-def update_document(text: str) -> str:
-    """The text of docs/metrics.md with its tables of metrics and events replaced by the current ones."""
-    metrics = [
-        f"| `{name}` | {one.unit or '-'} | {one.meaning} |"
-        for name, one in METRICS.items()
-        if name not in EPISODE_ENDS.values()  # one sentence of the page describes them
-    ]
-    events = [f"| `{name}` | {meaning} |" for name, meaning in EVENTS.items()]
-    tables = {
-        "metrics": ["| name | unit | meaning |", "|---|---|---|", *metrics],
-        "events": ["| event | meaning |", "|---|---|", *events],
-    }
-    for name, rows in tables.items():
-        begin, end = f"<!-- {name}: generated -->\n", f"\n<!-- end of {name} -->"
-        text = re.sub(f"(?s){begin}.*?{end}", lambda _: begin + "\n".join(rows) + end, text)  # noqa: B023
-    return text

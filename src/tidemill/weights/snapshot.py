@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
@@ -130,13 +128,6 @@ class MemoryTransport:
     def __init__(self, *, zero_copy: bool = True) -> None:
         self.zero_copy = zero_copy
         self.blobs: dict[str, Blob] = {}
-        self.reads: list[str] = []
-        self.delay_s = 0.0  # per read
-        self._faults: dict[str, deque[Callable[[Blob], Blob]]] = {}
-
-    def spoil(self, kind: str, fault: Callable[[Blob], Blob], *, times: int = 1) -> None:
-        """Make the next `times` reads of a "manifest", "snapshot" or "delta" return `fault(blob)`."""
-        self._faults.setdefault(kind, deque()).extend([fault] * times)
 
     async def put(self, name: str, blob: Blob) -> None:
         kept = blob.view()
@@ -144,32 +135,16 @@ class MemoryTransport:
         self.blobs[name] = kept
 
     async def get(self, name: str) -> Blob:
-        self.reads.append(name)
-        await asyncio.sleep(self.delay_s)
         if name not in self.blobs:
             raise Missing(f"no blob {name}")
         blob = self.blobs[name]
         if not self.zero_copy:
             blob, source = allocate(len(blob)), blob
             blob[:] = source
-        faults = self._faults.get(name.rsplit(".", 1)[-1])
-        return faults.popleft()(blob) if faults else blob
+        return blob
 
     async def delete(self, name: str) -> None:
         self.blobs.pop(name, None)
 
     async def close(self) -> None:
         self.blobs.clear()
-
-
-def torn(blob: Blob) -> Blob:
-    """The first half: a torn write."""
-    return blob[: len(blob) // 2]
-
-
-def corrupt(blob: Blob) -> Blob:
-    """A copy with one flipped bit."""
-    wrong = allocate(len(blob))
-    wrong[:] = blob
-    wrong[len(wrong) // 2] ^= 4
-    return wrong

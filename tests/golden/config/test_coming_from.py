@@ -1,13 +1,44 @@
 from __future__ import annotations
 
+import re
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from tidemill.config.foreign_names import PAGE, TABLE, foreign_names, update_document
+from tidemill.config.foreign_names import PAGE, TABLE, ForeignName, foreign_names
 
 DOCUMENT = Path(__file__).resolve().parents[3] / "docs" / "coming_from.md"
+
+
+def update_document(text: str) -> str:
+    """The text of docs/coming_from.md with its tables replaced by the current ones."""
+    for framework in dict.fromkeys(row.framework for row in foreign_names()):
+        begin, end = f"<!-- {framework}: generated -->\n", f"\n<!-- end of {framework} -->"
+        rows = [row for row in foreign_names() if row.framework == framework and row.on_page]
+        text = re.sub(f"(?s){begin}.*?{end}", lambda _: begin + "\n\n".join(_tables(rows)) + end, text)  # noqa: B023
+    return text
+
+
+def _tables(rows: Sequence[ForeignName]) -> list[str]:
+    """A table for each place."""
+    return [
+        _table(place, [row for row in rows if row.place == place]) for place in dict.fromkeys(row.place for row in rows)
+    ]
+
+
+def _table(title: str, rows: Sequence[ForeignName]) -> str:
+    """A heading and a table, with one line for the names that share keys and note."""
+    names: dict[tuple[tuple[str, ...], str], list[str]] = {}
+    for row in rows:
+        names.setdefault((row.ours, row.note), []).append(f"`{row.shown}`")
+    lines = [
+        [", ".join(shown), ", ".join(f"`{key}`" for key in ours), note.replace("|", "\\|")]
+        for (ours, note), shown in names.items()
+    ]
+    head = [f"### {title}", "", "| name | here | value |", "|---|---|---|"]
+    return "\n".join([*head, *(f"| {' | '.join(line)} |" for line in lines)])
 
 
 def test_the_tables_of_the_document_are_generated_from_the_table() -> None:

@@ -1,13 +1,33 @@
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
+from tidemill.telemetry.events import EVENTS
 from tidemill.telemetry.fleet_figures import fleet_figures
-from tidemill.telemetry.metrics import CHARTS, METRICS, update_document
+from tidemill.telemetry.metrics import CHARTS, EPISODE_ENDS, METRICS
 
 DOCUMENT = Path(__file__).resolve().parents[3] / "docs" / "metrics.md"
+
+
+def update_document(text: str) -> str:
+    """The text of docs/metrics.md with its tables of metrics and events replaced by the current ones."""
+    metrics = [
+        f"| `{name}` | {one.unit or '-'} | {one.meaning} |"
+        for name, one in METRICS.items()
+        if name not in EPISODE_ENDS.values()  # one sentence of the page describes them
+    ]
+    events = [f"| `{name}` | {meaning} |" for name, meaning in EVENTS.items()]
+    tables = {
+        "metrics": ["| name | unit | meaning |", "|---|---|---|", *metrics],
+        "events": ["| event | meaning |", "|---|---|", *events],
+    }
+    for name, rows in tables.items():
+        begin, end = f"<!-- {name}: generated -->\n", f"\n<!-- end of {name} -->"
+        text = re.sub(f"(?s){begin}.*?{end}", lambda _: begin + "\n".join(rows) + end, text)  # noqa: B023
+    return text
 
 
 def test_the_tables_of_the_document_are_generated_from_the_registry() -> None:

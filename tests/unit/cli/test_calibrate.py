@@ -7,7 +7,7 @@ import pytest
 from tests.planted import planted, spec_of
 from tests.unit.cli.conftest import Run
 from tidemill.cli.forecasting import value
-from tidemill.planner.calibration.profile import kept_path, read_profile
+from tidemill.hardware.run_profile import kept_path, read_profile
 
 
 def test_a_directory_without_a_run(run: Run, tmp_path: Path) -> None:

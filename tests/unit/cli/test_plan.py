@@ -13,7 +13,7 @@ from tests.planted import planted, spec_of
 from tests.unit.cli.conftest import Run
 from tests.unit.hardware.test_model_shape import SMOLLM2
 from tidemill.config.schema import RunSpec
-from tidemill.planner.calibration.profile import write_profile
+from tidemill.hardware.run_profile import write_profile
 from tidemill.planner.forecast import cluster_forecast
 from tidemill.pool.provider import Timetable
 from tidemill.sim.outcome import SimulatedRun

@@ -25,3 +25,13 @@ def test_a_figure_is_what_its_formula_gives(formula: str, inputs: dict[str, floa
         check_figures([msgspec.structs.replace(figure, value=value + 1)])
     with pytest.raises(KeyError):
         check_figures([msgspec.structs.replace(figure, inputs={})])
+
+
+def test_formulas_use_the_values_of_those_before_them() -> None:
+    formulas = {"speed": ("m/s", "way / time", "here"), "later": ("m", "speed * 2 * time", "there")}
+    sheet = Derivation()
+    values = sheet.evaluate(formulas, label="run.{}", way=6.0, time=3.0, unused=1.0)
+    assert (values["speed"], values["later"]) == (2.0, 12.0)
+    assert [figure.name for figure in sheet.figures] == ["run.speed", "run.later"]
+    assert sheet.figures[1].inputs == {"speed": 2.0, "time": 3.0}
+    assert check_figures(sheet.figures) == 2

@@ -74,11 +74,11 @@ def test_the_nearest_measured_row_of_the_engine_is_used(tmp_path: Path) -> None:
         device="round",
     )
     used = found(file)
-    assert used.trainer_source == f"measured: {file}, round, row 5 (1.7B, shared)"
-    assert used.engine_source == f"measured: {file}, round, row 8 (small, vllm)"
-    assert found(file, engines=["embedded"]).engine_source == f"measured: {file}, round, row 6 (1.7B, embedded)"
+    assert used.trainer.source == f"measured: {file}, round, row 5 (1.7B, shared)"
+    assert used.engine.source == f"measured: {file}, round, row 8 (small, vllm)"
+    assert found(file, engines=["embedded"]).engine.source == f"measured: {file}, round, row 6 (1.7B, embedded)"
     few = found(file, shape=shape_of_parameters(0.3e9))
-    assert few.trainer_source == f"measured: {file}, round, row 1 (small, shared)"
+    assert few.trainer.source == f"measured: {file}, round, row 1 (small, shared)"
 
 
 def test_rows_of_other_gpus_and_missing_rows_are_reported(tmp_path: Path) -> None:
@@ -86,7 +86,7 @@ def test_rows_of_other_gpus_and_missing_rows_are_reported(tmp_path: Path) -> Non
     other = write_rows(tmp_path / "other.json", engine_row(20), device="Other")
     efficiencies, lines = measured_efficiencies([own, other], CATALOG, shape=SHAPE, gpus=[LARGE, LARGE])
     assert list(efficiencies) == ["round"]
-    assert efficiencies["round"].engine == EngineEfficiency()
+    assert efficiencies["round"].engine == EngineEfficiency(source="assumed (no measured row of vllm or embedded)")
     training, engines, unused = lines
     assert training.endswith(f"% of peak FLOP/s, measured: {own}, Round, row 1 (1.7B, shared)")
     assert engines == (

@@ -125,7 +125,7 @@ def test_the_sheet_names_measured_and_assumed_efficiencies(tmp_path: Path) -> No
 
 
 def test_efficiencies_are_those_of_their_gpu_only() -> None:
-    slow = Efficiencies(trainer=TrainerEfficiency(compute=0.1), trainer_source="measured")
+    slow = Efficiencies(trainer=TrainerEfficiency(compute=0.1, source="measured"))
     asked = msgspec.structs.replace(QUESTION, efficiencies={"a100-80gb": slow})
     a100, h100 = offer("aws-p4de.24xlarge", 1), offer("rlboost-8xh100", 1)
     assert asked.efficiencies_on(h100.gpu) == asked.efficiencies_on(SPOT.gpu) == Efficiencies()

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.doubles.completions import EncodedCompletions
 from tests.doubles.costs import ConstantEngine
 from tests.doubles.samples import make_id
 from tidemill.core.records import (
@@ -22,7 +23,7 @@ from tidemill.core.records import (
     pack_tokens,
 )
 from tidemill.sim.simulated_engine import SimulatedEngine
-from tidemill.sim.workload import BlankCompletions, EncodedCompletions
+from tidemill.sim.workload import BlankCompletions
 
 V0, V1 = PolicyVersion(number=0, digest="a"), PolicyVersion(number=1, digest="b")
 COSTS = ConstantEngine(slots=2, plateau=1, step_s=0.1, prefill_tokens_per_s=100.0)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.doubles.transport import FaultyTransport, corrupt
 from tests.published import compute, publish, snapshot, tensors_of, version
 from tidemill.core.errors import WeightsError
 from tidemill.core.protocols import LoopClock
@@ -17,7 +18,7 @@ from tidemill.core.records import Pulled
 from tidemill.weights import node_folder
 from tidemill.weights.node_folder import NodeFolder, remove_abandoned
 from tidemill.weights.node_puller import NodePuller
-from tidemill.weights.snapshot import MemoryTransport, Snapshot, corrupt
+from tidemill.weights.snapshot import Snapshot
 from tidemill.weights.store import WeightStore
 
 WORKERS = 4
@@ -40,7 +41,7 @@ asyncio.run(main())
 
 
 class Worker:
-    def __init__(self, transport: MemoryTransport, parent: Path) -> None:
+    def __init__(self, transport: FaultyTransport, parent: Path) -> None:
         folder = NodeFolder("run", parent=parent)
         self.puller = NodePuller(transport, compute(), clock=LoopClock(), folder=folder, timeout_s=5.0)
         self.bound: list[Snapshot] = []
@@ -56,12 +57,12 @@ class Worker:
 
 
 @pytest.fixture
-def transport() -> MemoryTransport:
-    return MemoryTransport(zero_copy=False)
+def transport() -> FaultyTransport:
+    return FaultyTransport(zero_copy=False)
 
 
 @pytest.fixture
-def workers(transport: MemoryTransport, tmp_path: Path) -> Iterator[list[Worker]]:
+def workers(transport: FaultyTransport, tmp_path: Path) -> Iterator[list[Worker]]:
     found = [Worker(transport, tmp_path) for _ in range(WORKERS)]
     yield found
     for worker in found:
@@ -74,7 +75,7 @@ def files(parent: Path) -> list[str]:
 
 
 async def test_all_workers_pull_a_version_once(
-    workers: list[Worker], transport: MemoryTransport, tmp_path: Path
+    workers: list[Worker], transport: FaultyTransport, tmp_path: Path
 ) -> None:
     store = WeightStore(transport, compute=compute())
     for number in range(1, 5):
@@ -89,7 +90,7 @@ async def test_all_workers_pull_a_version_once(
         assert files(tmp_path) == [manifest.digest]
 
 
-async def test_a_snapshot_cannot_be_changed(workers: list[Worker], transport: MemoryTransport) -> None:
+async def test_a_snapshot_cannot_be_changed(workers: list[Worker], transport: FaultyTransport) -> None:
     await publish(WeightStore(transport, compute=compute()), 1)
     for worker in workers[:2]:
         await worker.load(1)
@@ -98,7 +99,7 @@ async def test_a_snapshot_cannot_be_changed(workers: list[Worker], transport: Me
 
 
 async def test_a_version_stays_until_its_last_user_has_another(
-    workers: list[Worker], transport: MemoryTransport, tmp_path: Path
+    workers: list[Worker], transport: FaultyTransport, tmp_path: Path
 ) -> None:
     store = WeightStore(transport, compute=compute())
     await publish(store, 1)
@@ -115,7 +116,7 @@ async def test_a_version_stays_until_its_last_user_has_another(
 
 
 async def test_damaged_bytes_are_never_shared(
-    workers: list[Worker], transport: MemoryTransport, tmp_path: Path
+    workers: list[Worker], transport: FaultyTransport, tmp_path: Path
 ) -> None:
     await publish(WeightStore(transport, compute=compute()), 1)
     transport.spoil("snapshot", corrupt, times=2)
@@ -129,7 +130,7 @@ async def test_damaged_bytes_are_never_shared(
 
 
 async def test_a_full_memory_is_told(
-    workers: list[Worker], transport: MemoryTransport, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    workers: list[Worker], transport: FaultyTransport, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     await publish(WeightStore(transport, compute=compute()), 1)
 
@@ -143,7 +144,7 @@ async def test_a_full_memory_is_told(
 
 
 async def test_a_writer_that_hangs_delays_others_only_until_their_deadline(
-    workers: list[Worker], transport: MemoryTransport, tmp_path: Path
+    workers: list[Worker], transport: FaultyTransport, tmp_path: Path
 ) -> None:
     await publish(WeightStore(transport, compute=compute()), 1)
     workers[0].puller._timeout_s = 0.2

@@ -7,19 +7,20 @@ from collections.abc import Callable
 
 import pytest
 
+from tests.doubles.transport import FaultyTransport, corrupt, torn
 from tests.published import compute, layout, publish, rewritten, snapshot, tensors_of, version
 from tests.virtual_time import run_virtual
 from tidemill.core.errors import WeightsError
 from tidemill.core.protocols import LoopClock
 from tidemill.core.records import Pulled
 from tidemill.weights.puller import ATTEMPTS, Puller
-from tidemill.weights.snapshot import ALIGNMENT, Blob, MemoryTransport, Snapshot, corrupt, torn
+from tidemill.weights.snapshot import ALIGNMENT, Blob, Snapshot
 from tidemill.weights.store import WeightStore, delta_name, manifest_name, snapshot_name
 
 
 class Stage:
     def __init__(self, *, zero_copy: bool = False) -> None:
-        self.transport = MemoryTransport(zero_copy=zero_copy)
+        self.transport = FaultyTransport(zero_copy=zero_copy)
         self.store = WeightStore(self.transport, compute=compute())
         self.puller = self.new_puller()
         self.bound: list[Snapshot] = []

@@ -6,14 +6,15 @@ import asyncio
 
 import pytest
 
+from tests.doubles.transport import FaultyTransport, corrupt, torn
 from tests.published import PROBE_IDS, PROBE_LOGPROBS, compute, layout, publish, snapshot, tensors_of, version
 from tests.virtual_time import run_virtual
 from tidemill.core.errors import WeightsError
-from tidemill.weights.snapshot import Blob, Damaged, MemoryTransport, corrupt, digest_of, torn, verify
+from tidemill.weights.snapshot import Blob, Damaged, digest_of, verify
 from tidemill.weights.store import DELTAS_KEPT, WeightStore, manifest_name, snapshot_name, unpack_manifest
 
 
-class Cable(MemoryTransport):
+class Cable(FaultyTransport):
     """Breaks at the n-th put, counting from 0, for good or as a cancellation."""
 
     def __init__(self, *, breaks_at: int, fault: BaseException, zero_copy: bool = False) -> None:
@@ -28,7 +29,7 @@ class Cable(MemoryTransport):
         await super().put(name, blob)
 
 
-def kinds(transport: MemoryTransport) -> dict[str, list[int]]:
+def kinds(transport: FaultyTransport) -> dict[str, list[int]]:
     """Version numbers by kind of blob."""
     found: dict[str, list[int]] = {}
     for name in sorted(transport.blobs):
@@ -38,7 +39,7 @@ def kinds(transport: MemoryTransport) -> dict[str, list[int]]:
 
 def test_manifest_contents() -> None:
     async def main() -> None:
-        transport = MemoryTransport(zero_copy=False)
+        transport = FaultyTransport(zero_copy=False)
         store = WeightStore(transport, compute=compute())
         await publish(store, 1)
         manifest = await publish(store, 2)
@@ -59,7 +60,7 @@ def test_manifest_contents() -> None:
 
 def test_a_torn_base_snapshot_only_skips_the_delta() -> None:
     async def main() -> None:
-        transport = MemoryTransport(zero_copy=False)
+        transport = FaultyTransport(zero_copy=False)
         store = WeightStore(transport, compute=compute())
         await publish(store, 1)
         transport.spoil("snapshot", torn)
@@ -72,7 +73,7 @@ def test_a_torn_base_snapshot_only_skips_the_delta() -> None:
 
 def test_verify_detects_changed_tensors_and_sizes() -> None:
     async def main() -> None:
-        store = WeightStore(MemoryTransport(), compute=compute())
+        store = WeightStore(FaultyTransport(), compute=compute())
         manifest = await publish(store, 1)
         for entry in layout():
             wrong = snapshot(1)
@@ -87,7 +88,7 @@ def test_verify_detects_changed_tensors_and_sizes() -> None:
 
 def test_the_newest_two_snapshots_and_eight_deltas_are_kept() -> None:
     async def main() -> None:
-        transport = MemoryTransport(zero_copy=False)
+        transport = FaultyTransport(zero_copy=False)
         store = WeightStore(transport, compute=compute())
         for number in range(1, 12):
             await publish(store, number)
@@ -103,7 +104,7 @@ def test_the_newest_two_snapshots_and_eight_deltas_are_kept() -> None:
 
 def test_a_pinned_version_stays_until_its_last_reader_is_done() -> None:
     async def main() -> None:
-        transport = MemoryTransport()
+        transport = FaultyTransport()
         store = WeightStore(transport, compute=compute())
         await publish(store, 1)
         with store.pinned(version(1)):
@@ -147,11 +148,11 @@ def test_an_interrupted_publish_is_invisible_and_is_cleaned_up(zero_copy: bool, 
 
 def test_no_delta_when_it_saves_nothing() -> None:
     async def main() -> None:
-        store = WeightStore(MemoryTransport(zero_copy=True), compute=compute())
+        store = WeightStore(FaultyTransport(zero_copy=True), compute=compute())
         await publish(store, 1)
         assert (await publish(store, 2)).delta is None  # nothing is copied anyway
 
-        transport = MemoryTransport(zero_copy=False)
+        transport = FaultyTransport(zero_copy=False)
         store = WeightStore(transport, compute=compute())
         assert (await publish(store, 1)).delta is None  # the first
         other = await store.publish(version(2), layout("float32"), snapshot(2, "float32"))
@@ -172,7 +173,7 @@ def _refuse(blob: Blob) -> Blob:
 
 def test_a_published_snapshot_is_read_only() -> None:
     async def main() -> None:
-        transport = MemoryTransport()
+        transport = FaultyTransport()
         await publish(WeightStore(transport, compute=compute()), 1)
         stored = await transport.get(snapshot_name(version(1)))
         with pytest.raises(ValueError, match="read-only"):

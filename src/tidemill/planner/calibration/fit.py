@@ -11,10 +11,10 @@ import msgspec
 
 from tidemill.config.schema import RunSpec
 from tidemill.hardware.measured_profile import Packing
+from tidemill.hardware.run_profile import FORMAT, Machine, Measure, RunProfile, cost_settings
 from tidemill.planner.calibration.least_squares import MAD_TO_DEVIATION, Solution, solve, solve_with_few
-from tidemill.planner.calibration.profile import FORMAT, Machine, Measure, RunProfile, cost_settings
 from tidemill.planner.calibration.run_observations import PASSES, TRAINING, Observed, observe
-from tidemill.planner.forecast.one_machine import simulate_recipe
+from tidemill.sim.one_machine import simulate_recipe
 from tidemill.telemetry.events import JOIN
 from tidemill.telemetry.fleet_figures import amount
 from tidemill.telemetry.metrics import PEAK_RSS, STEP_TIME, MetricLine

@@ -24,8 +24,8 @@ from tidemill.hardware.process_memory import (
     microbatch,
     rl_states,
 )
-from tidemill.planner.calibration.profile import RunProfile, kept_profiles, setting_differences
-from tidemill.planner.forecast.one_machine import simulate_recipe
+from tidemill.hardware.run_profile import RunProfile, kept_profiles, setting_differences
+from tidemill.sim.one_machine import simulate_recipe
 from tidemill.sim.outcome import SimulatedRun
 from tidemill.telemetry.events import CHECKPOINT, EVALUATION, PUBLISH
 from tidemill.telemetry.fleet_figures import amount

@@ -20,16 +20,14 @@ RUNTIME_BYTES = 2e9
 """Driver context and communication buffers on one GPU; assumed."""
 ENGINE_SHARE = 0.5
 """Maximum fraction of a GPU's usable memory for engine weights; the rest is for training and the cache."""
-ACTIVATIONS = (
-    "Korthikanti et al., arXiv 2205.05198, attention fused; the first stage of a 1F1B pipeline keeps all layers"
-)
 
 
 class Shares(Record):
     """Parts of a GPU's memory in bytes: those that are divided by the number of GPUs, and those that are not."""
 
     states: float  # over the whole cluster, without offloaded states
-    kv: float  # over the whole cluster
+    kv_anywhere: float  # keys and values of all samples in flight, on any machine
+    kv: float  # the same, if these GPUs generate
     activations: float
     logits: float
     gathered: float
@@ -45,97 +43,74 @@ class Shares(Record):
         return self.states / shards + self.kv / gpus + self.fixed
 
 
+SHARES = {
+    "kv_bytes": (
+        "bytes",
+        "samples_in_flight * context * kv_bytes_per_token",
+        "2 * layers * kv_heads * head_dim * 2 bytes per token (bf16); every sample at its full length",
+    ),
+    "per_gpu.activation_bytes": (
+        "bytes",
+        "tokens * (recomputed_layers * 2 * hidden + kept_layers * layer_bytes) / tp",
+        "Korthikanti et al., arXiv 2205.05198, attention fused; the first stage of a 1F1B pipeline keeps all layers",
+    ),
+    "per_gpu.logits_bytes": (
+        "bytes",
+        "tokens * vocab * bytes_each / tp",
+        "logits and their gradients in fp32, not chunked; assumed",
+    ),
+    "per_gpu.gathered_bytes": (
+        "bytes",
+        "layers_at_once * 2 * (dense_parameters / tp + expert_parameters / ep)",
+        "PyTorch FSDP, arXiv 2304.11277: the layer in use and the next are gathered in bf16",
+    ),
+    "per_gpu.engine_bytes": (
+        "bytes",
+        "parameters * 2 / engine_tp",
+        "every GPU also generates: a bf16 copy, divided among the GPUs of one engine",
+    ),
+}
+
+
 def shares(question: MemoryQuestion, states: float, sheet: Derivation) -> Shares:
     """All parts. Roles train one after another, so the activations are those of the largest role, the policy."""
     shape, load, parallel = question.shape, question.load, question.parallel
-    kv = _kv(question, sheet)
-    return Shares(
-        states=states,
-        kv=kv if generates_here(question) else 0.0,
-        activations=_activations(question, sheet),
-        logits=sheet.compute(
-            "per_gpu.logits_bytes",
-            "bytes",
-            formula="tokens * vocab * bytes_each / tp",
-            source="logits and their gradients in fp32, not chunked; assumed",
-            tokens=load.tokens,
-            vocab=shape.vocab,
-            bytes_each=LOGITS_BYTES,
-            tp=parallel.tp,
-        ),
-        gathered=_gathered(question, sheet),
-        engine=_engine(question, sheet) if generates_here(question) else 0.0,
-    )
-
-
-def generates_here(question: MemoryQuestion) -> bool:
-    return question.generates_here and question.algorithm not in GENERATE_NOTHING
-
-
-def kv_bytes(question: MemoryQuestion) -> float:
-    """Keys and values of all samples in flight, on any machine."""
-    load = question.load
-    in_flight = 0 if question.algorithm in GENERATE_NOTHING else load.samples_in_flight
-    return in_flight * load.context * question.shape.kv_bytes_per_token()
-
-
-def _gathered(question: MemoryQuestion, sheet: Derivation) -> float:
-    parallel = question.parallel
-    dense, experts = layer_parts(question.shape)
-    return sheet.compute(
-        "per_gpu.gathered_bytes",
-        "bytes",
-        formula="layers_at_once * 2 * (dense_parameters / tp + expert_parameters / ep)",
-        source="PyTorch FSDP, arXiv 2304.11277: the layer in use and the next are gathered in bf16",
+    here = generates_here(question)
+    recomputed, kept = kept_layers(shape, load.recompute)
+    dense, experts = layer_parts(shape)
+    parts = sheet.evaluate(
+        {name: row for name, row in SHARES.items() if here or name != "per_gpu.engine_bytes"},
+        samples_in_flight=0 if question.algorithm in GENERATE_NOTHING else load.samples_in_flight,
+        context=load.context,
+        kv_bytes_per_token=shape.kv_bytes_per_token(),
+        tokens=load.tokens,
+        recomputed_layers=recomputed,
+        hidden=shape.hidden,
+        kept_layers=kept,
+        layer_bytes=layer_activation_bytes(shape),
+        vocab=shape.vocab,
+        bytes_each=LOGITS_BYTES,
         layers_at_once=GATHERED_LAYERS,
         dense_parameters=dense,
         expert_parameters=experts,
         tp=parallel.tp,
         ep=parallel.ep,
+        parameters=shape.parameters,
+        engine_tp=engine_gpus(question),
+    )
+    return Shares(
+        states=states,
+        kv_anywhere=parts["kv_bytes"],
+        kv=parts["kv_bytes"] if here else 0.0,
+        activations=parts["per_gpu.activation_bytes"],
+        logits=parts["per_gpu.logits_bytes"],
+        gathered=parts["per_gpu.gathered_bytes"],
+        engine=parts.get("per_gpu.engine_bytes", 0.0),
     )
 
 
-def _activations(question: MemoryQuestion, sheet: Derivation) -> float:
-    shape, load, tp = question.shape, question.load, question.parallel.tp
-    inputs, whole = kept_layers(shape, load.recompute)
-    return sheet.compute(
-        "per_gpu.activation_bytes",
-        "bytes",
-        formula="tokens * (recomputed_layers * 2 * hidden + kept_layers * layer_bytes) / tp",
-        source=ACTIVATIONS,
-        tokens=load.tokens,
-        recomputed_layers=inputs,
-        hidden=shape.hidden,
-        kept_layers=whole,
-        layer_bytes=layer_activation_bytes(shape),
-        tp=tp,
-    )
-
-
-def _kv(question: MemoryQuestion, sheet: Derivation) -> float:
-    load = question.load
-    return sheet.compute(
-        "kv_bytes",
-        "bytes",
-        formula="samples_in_flight * context * kv_bytes_per_token",
-        source="2 * layers * kv_heads * head_dim * 2 bytes per token (bf16); every sample at its full length",
-        samples_in_flight=0 if question.algorithm in GENERATE_NOTHING else load.samples_in_flight,
-        context=load.context,
-        kv_bytes_per_token=question.shape.kv_bytes_per_token(),
-    )
-
-
-def _engine(question: MemoryQuestion, sheet: Derivation) -> float:
-    """Bytes of the engine's copy of the weights, which is sharded differently from training."""
-    tp = engine_gpus(question)
-    return sheet.compute(
-        "per_gpu.engine_bytes",
-        "bytes",
-        formula="parameters * 2 / engine_tp",
-        source="every GPU also generates: a bf16 copy, divided among the GPUs of one engine",
-        parameters=question.shape.parameters,
-        engine_tp=tp,
-    )
+def generates_here(question: MemoryQuestion) -> bool:
+    return question.generates_here and question.algorithm not in GENERATE_NOTHING
 
 
 def engine_gpus(question: MemoryQuestion) -> int:

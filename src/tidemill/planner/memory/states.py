@@ -231,42 +231,37 @@ def role_states(
     frozen = 0.0 if trained or base_elsewhere else shape.parameters
     learning = shape.parameters if trained else _adapter(role, shape, holding, sheet)
     each = TRAINED[holding.optimizer]
-    weights = sheet.compute(
-        f"{role.name}.weights_bytes",
-        "bytes",
-        formula="frozen_parameters * frozen_bytes + trained_parameters * trained_bytes",
-        source=MIXED_PRECISION,
+    formulas = {
+        "weights": (
+            "bytes",
+            "frozen_parameters * frozen_bytes + trained_parameters * trained_bytes",
+            MIXED_PRECISION,
+        )
+    }
+    if learning:
+        kept = f"{MIXED_PRECISION}; {OFFLOAD}" if holding.offload else MIXED_PRECISION
+        formulas |= {
+            "gradients": ("bytes", "trained_parameters * bytes_each", MIXED_PRECISION),
+            "optimizer": ("bytes", "trained_parameters * (moments + master)", kept),
+        }
+    states = sheet.evaluate(
+        formulas,
+        label=f"{role.name}.{{}}_bytes",
         frozen_parameters=frozen,
         frozen_bytes=FROZEN_BYTES,
         trained_parameters=learning,
         trained_bytes=each.weights,
+        bytes_each=each.gradients,
+        moments=each.moments,
+        master=each.master,
     )
-    gradients = optimizer = 0.0
-    if learning:
-        gradients = sheet.compute(
-            f"{role.name}.gradients_bytes",
-            "bytes",
-            formula="trained_parameters * bytes_each",
-            source=MIXED_PRECISION,
-            trained_parameters=learning,
-            bytes_each=each.gradients,
-        )
-        optimizer = sheet.compute(
-            f"{role.name}.optimizer_bytes",
-            "bytes",
-            formula="trained_parameters * (moments + master)",
-            source=f"{MIXED_PRECISION}; {OFFLOAD}" if holding.offload else MIXED_PRECISION,
-            trained_parameters=learning,
-            moments=each.moments,
-            master=each.master,
-        )
     return RoleStates(
         role=role.name,
         trained=role.trained,
         parameters=shape.parameters,
-        weights=weights,
-        gradients=gradients,
-        optimizer=optimizer,
+        weights=states["weights"],
+        gradients=states.get("gradients", 0.0),
+        optimizer=states.get("optimizer", 0.0),
         offloaded=holding.offload,
     )
 

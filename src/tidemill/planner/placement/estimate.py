@@ -123,12 +123,45 @@ class Side(Record):
         """Minimum time per token of a sample on the slowest engine, in seconds."""
         return max((engine.profile.decode_step_s(1, 0) for engine, _ in self.engines), default=0.0)
 
-    def steady(self, question: PlacementQuestion, samples: float = math.inf) -> float:
+    def steady(
+        self,
+        question: PlacementQuestion,
+        samples: float = math.inf,
+        *,
+        label: str = "",
+        sheet: Derivation | None = None,
+    ) -> float:
         """Tokens per second if free slots are always refilled, with at most `samples` in flight."""
+        if not self.engines:
+            return 0.0
         count = sum(machines * engine.per_machine for engine, machines in self.engines)
-        return sum(
-            machines * engine.per_machine * steady_tokens_per_s(engine.profile, question.rollout, samples / count)
-            for engine, machines in self.engines
+        inputs: dict[str, float] = {}
+        for number, (engine, machines) in enumerate(self.engines):
+            inputs[f"engines_{number}"] = machines * engine.per_machine
+            inputs[f"each_{number}"] = steady_tokens_per_s(engine.profile, question.rollout, samples / count)
+        return (sheet or Derivation()).compute(
+            label,
+            "tokens/s",
+            formula=" + ".join(f"engines_{number} * each_{number}" for number in range(len(self.engines))),
+            source="lag 1 or more: free slots are refilled at once, up to the samples in flight that the lag allows",
+            **inputs,
+        )
+
+    def tokens_per_s(self, question: PlacementQuestion, samples: float, name: str, sheet: Derivation) -> float:
+        """Tokens per second of this side with its samples of a batch; at lag 0 with the tail."""
+        label = f"{name}.tokens_per_s"
+        if not samples:
+            return 0.0
+        if question.lag:
+            return self.steady(question, samples * question.lag, label=label, sheet=sheet)
+        return sheet.compute(
+            label,
+            "tokens/s",
+            formula="samples * mean / seconds",
+            source="lag 0: this side's part of a batch; decoding steps are summed while fewer and fewer samples run",
+            samples=samples,
+            mean=question.rollout.mean,
+            seconds=self.batch_s(question, samples),
         )
 
     def batch_s(self, question: PlacementQuestion, samples: float) -> float:
@@ -211,7 +244,7 @@ def estimate(question: PlacementQuestion, placement: Placement, sheet: Derivatio
     """
     sheet = Derivation() if sheet is None else sheet
     tokens = batch_tokens(question, sheet)
-    shared, dedicated = _rates(question, placement)
+    shared, dedicated = _rates(question, placement, sheet)
     side = placement.dedicated if placement.dedicated.engines else placement.shared
     rates = Rates(
         tokens=tokens,
@@ -291,43 +324,37 @@ def _step_on_policy(question: PlacementQuestion, rates: Rates, sheet: Derivation
     tokens and X seconds of training, t_seed r + t_gen d = W and t_gen = t_seed + (1 - last) X.
     """
     first, last = streaming(question)
-    seeding_s = sheet.compute(
-        "seeding_s",
-        "s",
-        formula="max(0, (tokens - dedicated * ((1 - last) * training_s)) / (shared + dedicated))"
-        if rates.shared
-        else "0.0",
-        source="RLBoost's seeding window, arXiv 2510.19225, in which neither side waits; 0 without a shared side",
-        tokens=rates.tokens,
-        shared=rates.shared,
-        dedicated=rates.dedicated,
-        last=last,
-        training_s=rates.training_s,
-    )
-    generation_s = sheet.compute(
-        "generation_s",
-        "s",
-        formula="max((tokens - shared * seeding_s) / dedicated, longest_s)" if rates.dedicated else "seeding_s",
-        source="the dedicated side generates the rest; a batch takes at least as long as its longest sample",
-        tokens=rates.tokens,
-        shared=rates.shared,
-        seeding_s=seeding_s,
-        dedicated=rates.dedicated,
-        longest_s=rates.longest_s,
-    )
-    step_s = sheet.compute(
-        "step_s",
-        "s",
-        formula="max(max(seeding_s, first * generation_s) + training_s, generation_s + last * training_s) + pull_s",
-        source="lag 0: training overlaps the generation of the last samples if advantages allow it; fractions assumed",
-        seeding_s=seeding_s,
+    seeding = "max(0, (tokens - dedicated * ((1 - last) * training_s)) / (shared + dedicated))"
+    generation = "max((tokens - shared * seeding_s) / dedicated, longest_s)"
+    step = "max(max(seeding_s, first * generation_s) + training_s, generation_s + last * training_s) + pull_s"
+    seconds = sheet.evaluate(
+        {
+            "seeding_s": (
+                "s",
+                seeding if rates.shared else "0.0",
+                "RLBoost's seeding window, arXiv 2510.19225, in which neither side waits; 0 without a shared side",
+            ),
+            "generation_s": (
+                "s",
+                generation if rates.dedicated else "seeding_s",
+                "the dedicated side generates the rest; a batch takes at least as long as its longest sample",
+            ),
+            "step_s": (
+                "s",
+                step,
+                "lag 0: training overlaps the generation of the last samples if advantages allow it; fractions assumed",
+            ),
+        },
         first=first,
-        generation_s=generation_s,
-        training_s=rates.training_s,
         last=last,
-        pull_s=rates.pull_s,
+        **msgspec.structs.asdict(rates),
     )
-    return Times(step_s=step_s, seeding_s=seeding_s, generation_s=generation_s, exposed_pull_s=rates.pull_s)
+    return Times(
+        step_s=seconds["step_s"],
+        seeding_s=seconds["seeding_s"],
+        generation_s=seconds["generation_s"],
+        exposed_pull_s=rates.pull_s,
+    )
 
 
 def _step_with_lag(question: PlacementQuestion, rates: Rates, sheet: Derivation) -> Times:
@@ -336,17 +363,10 @@ def _step_with_lag(question: PlacementQuestion, rates: Rates, sheet: Derivation)
     In a step the training GPUs generate for f seconds and train for X, and the dedicated ones generate all the time:
     f r + step d = W. The longest sample has lag + 1 steps to finish, or the trainer waits for it.
     """
-    busy_s = max(
-        (rates.tokens + rates.shared * rates.training_s) / (rates.shared + rates.dedicated),
-        rates.training_s,
-        rates.longest_s / (question.lag + 1),
-    )
-    exposed_s = max(0.0, rates.pull_s - question.lag * busy_s)
-    seeding_s = max(0.0, rates.tokens - rates.dedicated * busy_s) / rates.shared if rates.shared else 0.0
-    step_s = sheet.compute(
-        "step_s",
+    busy_s = sheet.compute(
+        "busy_s",
         "s",
-        formula="max((tokens + shared * learn) / (shared + dedicated), learn, longest_s / (lag + 1)) + pull",
+        formula="max((tokens + shared * learn) / (shared + dedicated), learn, longest_s / (lag + 1))",
         source="lag 1 or more: both sides work all the time; the longest sample has lag + 1 steps",
         tokens=rates.tokens,
         shared=rates.shared,
@@ -354,6 +374,15 @@ def _step_with_lag(question: PlacementQuestion, rates: Rates, sheet: Derivation)
         dedicated=rates.dedicated,
         longest_s=rates.longest_s,
         lag=question.lag,
+    )
+    exposed_s = max(0.0, rates.pull_s - question.lag * busy_s)
+    seeding_s = max(0.0, rates.tokens - rates.dedicated * busy_s) / rates.shared if rates.shared else 0.0
+    step_s = sheet.compute(
+        "step_s",
+        "s",
+        formula="busy_s + pull",
+        source="a transfer of weights that takes longer than the steps of the lag delays the next step",
+        busy_s=busy_s,
         pull=exposed_s,
     )
     generation_s = (rates.tokens - rates.shared * seeding_s) / rates.dedicated if rates.dedicated else seeding_s
@@ -371,18 +400,13 @@ def portions(question: PlacementQuestion, placement: Placement) -> tuple[float, 
     return shared / (shared + dedicated), dedicated / (shared + dedicated)
 
 
-def _rates(question: PlacementQuestion, placement: Placement) -> tuple[float, float]:
+def _rates(question: PlacementQuestion, placement: Placement, sheet: Derivation) -> tuple[float, float]:
     """Tokens per second of the shared and the dedicated side; at lag 0 the mean over a batch with its tail."""
-    rates = []
-    for side, portion in zip((placement.shared, placement.dedicated), portions(question, placement), strict=True):
-        samples = question.rollout.samples * portion
-        if not samples:
-            rates.append(0.0)
-        elif question.lag:
-            rates.append(side.steady(question, samples * question.lag))
-        else:
-            rates.append(samples * question.rollout.mean / side.batch_s(question, samples))
-    return rates[0], rates[1]
+    shared, dedicated = portions(question, placement)
+    return (
+        placement.shared.tokens_per_s(question, question.rollout.samples * shared, "shared", sheet),
+        placement.dedicated.tokens_per_s(question, question.rollout.samples * dedicated, "dedicated", sheet),
+    )
 
 
 def _pull_s(question: PlacementQuestion, placement: Placement, sheet: Derivation) -> float:
@@ -410,40 +434,24 @@ def _cost(
     """USD per million tokens, hours and USD of all steps."""
     used = [offer for offer, _ in placement.training.group.members]
     used += [engine.offer for engine, _ in placement.dedicated.engines]
-    usd_per_hour = sheet.compute(
-        "usd_per_hour",
-        "USD",
-        formula="training + generating",
-        source="; ".join(dict.fromkeys(f"{offer.name}: {offer.machine.price_source}" for offer in used)),
+    prices = "; ".join(dict.fromkeys(f"{offer.name}: {offer.machine.price_source}" for offer in used))
+    costs = sheet.evaluate(
+        {
+            "usd_per_hour": ("USD", "training + generating", prices),
+            "usd_per_million_tokens": (
+                "USD",
+                "usd_per_hour * step_s / seconds_per_hour / tokens * million",
+                "completion tokens trained on",
+            ),
+            "hours": ("h", "steps * step_s / seconds_per_hour", "all steps are assumed to be equal"),
+            "cost_usd": ("USD", "usd_per_hour * hours", "of all steps"),
+        },
         training=placement.training.group.usd_per_hour,
         generating=placement.dedicated.usd_per_hour,
-    )
-    usd_per_million = sheet.compute(
-        "usd_per_million_tokens",
-        "USD",
-        formula="usd_per_hour * step_s / seconds_per_hour / tokens * million",
-        source="completion tokens trained on",
-        usd_per_hour=usd_per_hour,
-        step_s=step_s,
-        seconds_per_hour=SECONDS_PER_HOUR,
-        tokens=tokens,
-        million=1e6,
-    )
-    hours = sheet.compute(
-        "hours",
-        "h",
-        formula="steps * step_s / seconds_per_hour",
-        source="all steps are assumed to be equal",
         steps=question.steps,
         step_s=step_s,
+        tokens=tokens,
         seconds_per_hour=SECONDS_PER_HOUR,
+        million=1e6,
     )
-    usd = sheet.compute(
-        "cost_usd",
-        "USD",
-        formula="usd_per_hour * hours",
-        source="of all steps",
-        usd_per_hour=usd_per_hour,
-        hours=hours,
-    )
-    return usd_per_million, hours, usd
+    return costs["usd_per_million_tokens"], costs["hours"], costs["cost_usd"]

@@ -10,6 +10,7 @@ import msgspec
 from tidemill.core.errors import UserError
 from tidemill.core.records import Record
 from tidemill.hardware.engine_profile import Rollout
+from tidemill.hardware.figures import Derivation
 from tidemill.hardware.gpu_catalog import Gpu, Link, Machine
 from tidemill.hardware.measured_rows import ASSUMED, Efficiencies
 from tidemill.hardware.model_shape import ModelShape, adapter_parameters
@@ -210,25 +211,46 @@ def best_training(question: PlacementQuestion, group: Group) -> Training | TooLa
         if missing > 0:
             refused.append(TooLarge(group=group, missing_per_gpu=missing, needs_gpus=plan.min_gpus_with_activations))
             continue
-        profile = trainer_profile(
-            question.shape,
-            group.weakest,
-            gpus=group.gpus,
-            tp=tp,
-            pp=pp,
-            gpus_per_machine=group.gpus_per_machine,
-            network=group.network,
-            update_s=_update_s(question, group),
-            efficiency=question.efficiencies_on(*group.kinds).trainer,
-        )
-        learned = learning(question)
-        seconds = profile.step_s(
-            learned.tokens, learned.context, passes=learned.passes, microbatch=question.microbatch_tokens
-        )
+        profile, seconds = training_time(question, group, tp, pp)
         found.append(Training(group=group, tp=tp, pp=pp, profile=profile, seconds=seconds, held_per_gpu=held))
     if found:
         return min(found, key=lambda each: each.seconds)
     return min(refused, key=lambda each: each.missing_per_gpu)
+
+
+def training_time(
+    question: PlacementQuestion, group: Group, tp: int, pp: int, sheet: Derivation | None = None
+) -> tuple[TrainerProfile, float]:
+    """The profile with these degrees, and the training time of a batch.
+
+    Args:
+        sheet: keeps the figures, from the FLOPs of one token to the time.
+    """
+    learned, efficiency = learning(question), question.efficiencies_on(*group.kinds).trainer
+    update_s = updating_s(
+        learned_parameters(question) * sum(role.trained for role in roles_of(question.algorithm)),
+        group.weakest,
+        gpus=group.gpus,
+        machines=sum(count for _, count in group.members),
+        optimizer=question.holding.optimizer,
+        offload=question.holding.offload,
+        efficiency=efficiency,
+        sheet=sheet,
+    )
+    profile = trainer_profile(
+        question.shape,
+        group.weakest,
+        gpus=group.gpus,
+        tp=tp,
+        pp=pp,
+        gpus_per_machine=group.gpus_per_machine,
+        network=group.network,
+        update_s=update_s,
+        efficiency=efficiency,
+        sheet=sheet,
+    )
+    work, microbatch = (learned.tokens, learned.context), question.microbatch_tokens
+    return profile, profile.step_s(*work, passes=learned.passes, microbatch=microbatch, sheet=sheet)
 
 
 class Learning(Record):
@@ -254,19 +276,6 @@ def learned_parameters(question: PlacementQuestion) -> float:
     """Parameters of the policy that an update changes and a publish sends."""
     rank = question.holding.lora_rank
     return adapter_parameters(question.shape, rank) if rank else question.shape.parameters
-
-
-def _update_s(question: PlacementQuestion, group: Group) -> float:
-    learning_roles = sum(role.trained for role in roles_of(question.algorithm))
-    return updating_s(
-        learned_parameters(question) * learning_roles,
-        group.weakest,
-        gpus=group.gpus,
-        machines=sum(count for _, count in group.members),
-        optimizer=question.holding.optimizer,
-        offload=question.holding.offload,
-        efficiency=question.efficiencies_on(*group.kinds).trainer,
-    )
 
 
 def _degrees(question: PlacementQuestion, group: Group) -> Iterator[tuple[int, int]]:

@@ -11,7 +11,7 @@ import pytest
 
 from tests.planted import planted, spec_of
 from tidemill.core.errors import UserError
-from tidemill.planner.calibration.profile import kept_path, write_profile
+from tidemill.hardware.run_profile import kept_path, write_profile
 from tidemill.planner.forecast import forecast
 from tidemill.planner.forecast.forecast import TooSlow, fitting_profile, forecast_at_start, forecast_recipe
 
@@ -64,7 +64,7 @@ def test_a_stopped_worker_delays_no_other(kept: Any, monkeypatch: pytest.MonkeyP
         await loop.create_future()
 
     monkeypatch.setattr(forecast, "QUICK_S", 0.01)
-    monkeypatch.setattr("tidemill.planner.forecast.one_machine._simulate", spin)
+    monkeypatch.setattr("tidemill.sim.one_machine._simulate", spin)
     with pytest.raises(TooSlow, match=r"longer than 0\.01 s"):
         forecast_at_start(spec_of())
 

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from tests.formulas import check_figures
@@ -15,34 +13,6 @@ from tidemill.planner.forecast.forecast import (
     simulated_steps,
     uncertain,
 )
-from tidemill.planner.forecast.one_machine import simulate_recipe
-from tidemill.telemetry.metrics import STEP_TIME
-
-
-def step_s(run: Any) -> float:
-    return float(run.metrics[-1].values[STEP_TIME])
-
-
-def test_one_thread_generates_and_then_learns() -> None:
-    """Lag 0, two samples of one group that are always 3 tokens long."""
-    spec = spec_of(3, batch={"prompts": 1, "group_size": 2}, sampling={"max_new_tokens": 3}, eval={"prompts": 1})
-    profile = planted(spec, controller_sample_s=0.0, packed_prompt_tokens=6.0)
-    run = simulate_recipe(spec, profile)
-    # Passes: 0.02 + 10 * 0.0005, then twice 0.02 + 2 * 0.002; learning: 0.3 + (6 + 2 * 2) * 0.001.
-    assert step_s(run) == pytest.approx(0.025 + 2 * 0.024 + 0.31, rel=1e-3)
-
-
-def test_simulated_workers_take_turns_with_the_trainer_and_processes_do_not() -> None:
-    """Generating on one thread takes as long however many engines there are; on four cores it does not."""
-    pool, fleet = {"kind": "static", "workers": 2}, {"seeding": False}
-    common: dict[str, Any] = {"pool": pool, "fleet": fleet, "batch": {"prompts": 4, "group_size": 4}}
-    here, apart = (spec_of(4, runtime=runtime, **common) for runtime in ("inprocess", "ray"))
-    alone, parallel, crowded = (
-        step_s(simulate_recipe(spec, planted(spec, cores=cores, train_step_s=0.0)))
-        for spec, cores in ((here, 4), (apart, 4), (apart, 1))
-    )
-    assert parallel < 0.7 * alone
-    assert crowded == pytest.approx(alone, rel=0.1)
 
 
 def test_equal_arguments_make_equal_forecasts_and_numbers_are_drawn_within_their_errors() -> None:

@@ -1,4 +1,4 @@
-"""Simulation of a recipe on this machine: the run's controller in virtual time, with parts that share the cores."""
+"""Simulates a recipe on this machine: the run's controller in virtual time, with parts that share the cores."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tidemill.core.records import (
     WorkerReport,
 )
 from tidemill.hardware.measured_profile import MeasuredEngine, MeasuredTrainer, Packing
-from tidemill.planner.calibration.profile import RunProfile
+from tidemill.hardware.run_profile import RunProfile
 from tidemill.pool.build_provider import build_provider
 from tidemill.rollout.worker import EngineWorker
 from tidemill.sim.costs import WeightCosts

@@ -8,7 +8,7 @@ import pytest
 
 from tests.planted import planted, spec_of
 from tidemill.core.errors import UserError
-from tidemill.planner.calibration.profile import (
+from tidemill.hardware.run_profile import (
     cost_settings,
     kept_path,
     kept_profiles,

@@ -15,13 +15,13 @@ from tidemill.config.model import ModelConfig
 from tidemill.controller.entries import Rewarded, decode, encode
 from tidemill.core.errors import UserError
 from tidemill.core.records import Reward
+from tidemill.jobs.batch_generation import CachedCompletions, CompletionCache
 from tidemill.models.folder import DESCRIPTION
 from tidemill.models.reward_model import HeadDescription, read_description
 from tidemill.models.saving import ORIGIN, Origin, read_origin
 from tidemill.pipeline.stage_plan import StageResult
 from tidemill.pipeline.state import RESULT_FILE, PipelineFolder
 from tidemill.planner.calibration.profile import read_profile
-from tidemill.runtime.batch_generation import CachedCompletions, CompletionCache
 from tidemill.telemetry.manifest import FORECAST, read_forecast
 from tidemill.telemetry.run_dir import RunDirectory
 

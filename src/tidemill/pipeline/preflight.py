@@ -25,6 +25,7 @@ from tidemill.data.eval_sets import with_eval_sets
 from tidemill.data.examples import Examples, load_demonstrations, load_pairs
 from tidemill.data.prompts import hash_number
 from tidemill.hardware.process_memory import Work
+from tidemill.jobs.export import refuse_foreign
 from tidemill.models.catalog import errors_at_key, resolve_shell
 from tidemill.models.codec import TextCodec, load_codec
 from tidemill.models.folder import refuse_reward_model
@@ -37,11 +38,10 @@ from tidemill.rewards.builtin_rewards import Context, build_rewards
 from tidemill.rewards.row_report import REMARKS, report_rows
 from tidemill.rewards.scorer import check_rewards, evaluation_scoring
 from tidemill.runtime.agents import agent_prompts
-from tidemill.runtime.export import refuse_foreign
 from tidemill.runtime.memory_check import check_memory
 from tidemill.runtime.model_bundle import check_critic_vocabulary, fitting_task, own_source
+from tidemill.runtime.runtimes import runtime_of
 from tidemill.runtime.sandbox_check import check_needed_sandbox
-from tidemill.runtime.train import runtime_of
 from tidemill.telemetry.events import DATA, event_text
 
 LOADERS: Mapping[Product, Callable[..., Examples[Any]]] = {

@@ -8,17 +8,18 @@ import pytest
 
 from tidemill.core.errors import GuardStop, TidemillError, TrainerLost, UserError, WeightsError, WorkerLost
 from tidemill.core.records import PolicyVersion
-from tidemill.runtime.cluster.ray_calls import RemoteError, answering, read_answer
+from tidemill.runtime.cluster.wire import AsyncActor, RemoteError, answered_in_order, read_answer, served
 
 
 async def _through(outcome: object, kind: Any = None) -> Any:
-    @answering
-    async def method() -> object:
-        if isinstance(outcome, Exception):
-            raise outcome
-        return outcome
+    class Actor(AsyncActor):
+        @served
+        async def method(self) -> Any:
+            if isinstance(outcome, Exception):
+                raise outcome
+            return outcome
 
-    return read_answer(await method(), kind or type(outcome))
+    return read_answer(await Actor().method(), kind or type(outcome))
 
 
 async def test_records_and_nothing() -> None:
@@ -71,12 +72,13 @@ async def test_a_traceback_survives_a_second_process() -> None:
 
 
 def test_plain_methods_answer_like_coroutines() -> None:
-    @answering
-    def half(number: int) -> int:
-        if number % 2:
-            raise UserError("odd", where="number", hint="give an even one")
-        return number // 2
+    class Actor:
+        @answered_in_order
+        def half(self, number: int) -> Any:
+            if number % 2:
+                raise UserError("odd", where="number", hint="give an even one")
+            return number // 2
 
-    assert read_answer(half(6), int) == 3
+    assert read_answer(Actor().half(6), int) == 3
     with pytest.raises(UserError, match="odd"):
-        read_answer(half(5), int)
+        read_answer(Actor().half(5), int)

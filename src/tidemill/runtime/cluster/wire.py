@@ -16,7 +16,8 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast, get_arg
 
 import msgspec
 
-from tidemill.core.errors import GuardStop, TidemillError, TrainerLost, UserError, WeightsError, WorkerLost
+from tidemill.core import errors
+from tidemill.core.errors import TidemillError
 from tidemill.core.records import Record
 
 T = TypeVar("T")
@@ -82,9 +83,10 @@ class RemoteError(TidemillError):
 class RemoteFailure(Record):
     """An exception as it crosses processes."""
 
-    kind: str  # a key of `_ERRORS`, or "" for any other
-    arguments: tuple[str, ...]
-    traceback: str = ""  # of an unexpected exception
+    kind: str  # its class in `core.errors`; empty for a bug
+    message: str
+    fields: dict[str, Any] = {}  # arguments of the class, if it has a constructor of its own
+    traceback: str = ""  # of a bug
 
 
 class Answer(Record):
@@ -94,45 +96,30 @@ class Answer(Record):
     failure: RemoteFailure | None = None
 
 
-_ERRORS: dict[str, Callable[..., TidemillError]] = {
-    "guard": GuardStop,
-    "user": lambda what, where, hint: UserError(what, where=where, hint=hint),
-    "worker": lambda cause, hint: WorkerLost(cause, hint=hint),
-    "trainer": TrainerLost,
-    "weights": WeightsError,
-}
-
-
 def read_answer(blob: bytes, kind: type[T]) -> T:
-    """Raises what the remote call raised: a type of `_ERRORS`, else TidemillError, or RemoteError for a bug."""
+    """Raises what the remote call raised: the same error of `core.errors`, or RemoteError for a bug."""
     answer = decode(blob, Answer)
     failure = answer.failure
     if failure is None:
         return decode(bytes(answer.value), kind)
     if failure.traceback:
-        error = RemoteError(*failure.arguments)
+        error = RemoteError(failure.message)
         error.add_note(failure.traceback)
         raise error
-    raise _ERRORS.get(failure.kind, TidemillError)(*failure.arguments)
+    raised: type[TidemillError] = getattr(errors, failure.kind)
+    raise raised(**failure.fields) if failure.fields else raised(failure.message)
 
 
 def _failure(error: Exception) -> RemoteFailure:
-    if isinstance(error, UserError):
-        return RemoteFailure(kind="user", arguments=(error.what, error.where, error.hint))
-    if isinstance(error, GuardStop):
-        return RemoteFailure(kind="guard", arguments=(str(error),))
-    if isinstance(error, WorkerLost):
-        return RemoteFailure(kind="worker", arguments=(error.cause, error.hint))
-    if isinstance(error, TrainerLost):
-        return RemoteFailure(kind="trainer", arguments=(str(error),))
-    if isinstance(error, WeightsError):
-        return RemoteFailure(kind="weights", arguments=(str(error),))
     if isinstance(error, RemoteError):  # received from a third process
-        return RemoteFailure(kind="", arguments=(str(error),), traceback="\n".join(error.__notes__))
-    if isinstance(error, TidemillError):
-        return RemoteFailure(kind="", arguments=(str(error),))
-    what = f"{type(error).__name__}: {error}"
-    return RemoteFailure(kind="", arguments=(what,), traceback="".join(traceback.format_exception(error)))
+        return RemoteFailure(kind="", message=str(error), traceback="\n".join(error.__notes__))
+    if not isinstance(error, TidemillError):
+        what = f"{type(error).__name__}: {error}"
+        return RemoteFailure(kind="", message=what, traceback="".join(traceback.format_exception(error)))
+    kind = next(each for each in type(error).__mro__ if each.__module__ == errors.__name__)
+    constructor = vars(kind).get("__init__")
+    names = list(inspect.signature(constructor).parameters)[1:] if constructor else []
+    return RemoteFailure(kind=kind.__name__, message=str(error), fields={name: getattr(error, name) for name in names})
 
 
 def _on_the_wire(method: F, answer: Callable[..., Any]) -> F:

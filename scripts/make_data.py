@@ -64,7 +64,7 @@ def make(options: argparse.Namespace, items: Sequence[str]) -> dict[str, Any]:
     """The provenance of what was written."""
     side: Literal["train", "held_out"] = "held_out" if options.held_out else "train"
     # Here, so that --help and a misspelt key need not wait for torch.
-    from tidemill.runtime.batch_generation import make_demonstrations, make_pairs
+    from tidemill.jobs.batch_generation import make_demonstrations, make_pairs
 
     with given_model(options.checkpoint) as model:
         spec = spec_for(items, model, purpose="generate")

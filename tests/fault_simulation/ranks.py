@@ -17,10 +17,11 @@ from tests.fault_simulation.pulled_weights import RankRows
 from tests.fault_simulation.scenario import RankFault
 from tests.fault_simulation.training_invariants import TrainingInvariants
 from tidemill.core.errors import TidemillError, TrainerLost
-from tidemill.core.records import Completion, Group, LogprobBuffer, PolicyVersion, WeightManifest
+from tidemill.core.records import Completion, Group, LogprobBuffer, PolicyVersion, StepMetrics, WeightManifest
 from tidemill.runtime.cluster.rank_group import RankGroup
-from tidemill.runtime.cluster.ray_calls import decode, encode, trainer_lost
-from tidemill.runtime.cluster.ray_trainer import Committed, RayPublisher, Restored
+from tidemill.runtime.cluster.ray_calls import trainer_lost
+from tidemill.runtime.cluster.ray_trainer import RayPublisher, Restored
+from tidemill.runtime.cluster.wire import decode, encode
 from tidemill.sim.costs import TrainerCosts
 from tidemill.sim.simulated_trainer import START, SimulatedDisk, SimulatedTrainer
 
@@ -144,10 +145,9 @@ class SimulatedRank:
         await self._meet(f"forward {self._calls['accumulate']}")
         await self.trainer.accumulate(decode(group, Group))
 
-    async def _commit(self, step: int) -> Committed:
+    async def _commit(self, step: int) -> StepMetrics:
         await self._meet(f"reduce {step}")
-        metrics = await self.trainer.commit(step)
-        return Committed(metrics=metrics, version=self.trainer.version)
+        return await self.trainer.commit(step)
 
     async def _logprobs(self, completions: bytes) -> Sequence[LogprobBuffer]:
         await self._meet(f"logprobs {self._calls['logprobs']}")

@@ -11,8 +11,8 @@ from tidemill.cli.evaluate import figures
 from tidemill.config.load import load_spec
 from tidemill.config.schema import RunConfig
 from tidemill.core.records import Prompt, Reward, Trajectory
-from tidemill.runtime.batch_generation import BatchGenerator, CachedCompletions
-from tidemill.runtime.model_evaluation import evaluate
+from tidemill.jobs.batch_generation import BatchGenerator, CachedCompletions
+from tidemill.jobs.model_evaluation import evaluate
 
 
 class Likes:
@@ -84,7 +84,7 @@ def test_answers_from_before_a_stop_are_reused(
     async def asked(*_: object, **__: object) -> CachedCompletions:
         raise AssertionError("answered before")
 
-    monkeypatch.setattr("tidemill.runtime.batch_generation.evaluate", asked)
+    monkeypatch.setattr("tidemill.jobs.batch_generation.evaluate", asked)
     monkeypatch.setattr(BatchGenerator, "_draw", asked)
     assert evaluate(spec, answers=tmp_path / "answers.jsonl") == found
     with pytest.raises(AssertionError, match="answered before"):  # another seed draws other samples

@@ -14,9 +14,9 @@ from tidemill.config.task import DataConfig
 from tidemill.core.records import unpack_tokens
 from tidemill.data.build_task import build_task
 from tidemill.data.examples import load_demonstrations, load_pairs
+from tidemill.jobs.batch_generation import BatchGenerator, CachedCompletions, make_pairs
 from tidemill.models.catalog import resolve
 from tidemill.models.codec import TextCodec, load_codec
-from tidemill.runtime.batch_generation import BatchGenerator, CachedCompletions, make_pairs
 
 RECIPE = f"@{RECIPES / 'char-addition.toml'}"
 # An untrained model is almost never right: here a completion that begins with a digit is.
@@ -116,7 +116,7 @@ def test_pairs_resume_after_the_answered_prompts(
         return path.read_bytes()
 
     monkeypatch.setattr(BatchGenerator, "_draw", counted)
-    monkeypatch.setattr("tidemill.runtime.batch_generation.SAMPLES_AT_ONCE", 60)  # ten prompts
+    monkeypatch.setattr("tidemill.jobs.batch_generation.SAMPLES_AT_ONCE", 60)  # ten prompts
     whole = make("whole.jsonl")
     lines = kept.read_bytes().splitlines(keepends=True)
     assert len(asked) == len(lines) == 3

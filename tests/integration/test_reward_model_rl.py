@@ -12,8 +12,8 @@ import pytest
 from tests.integration.supervised_process import session, write_data
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError
+from tidemill.jobs.model_evaluation import evaluate
 from tidemill.models.folder import DESCRIPTION
-from tidemill.runtime.model_evaluation import evaluate
 from tidemill.runtime.train import train
 from tidemill.telemetry.metrics import read_metrics
 

@@ -16,12 +16,12 @@ from tidemill.controller.entries import Rewarded, decode, encode
 from tidemill.core.errors import UserError
 from tidemill.core.records import Reward
 from tidemill.hardware.run_profile import read_profile
+from tidemill.jobs.batch_generation import CachedCompletions, CompletionCache
 from tidemill.models.folder import DESCRIPTION
 from tidemill.models.reward_model import HeadDescription, read_description
 from tidemill.models.saving import ORIGIN, Origin, read_origin
 from tidemill.pipeline.stage_plan import StageResult
 from tidemill.pipeline.state import RESULT_FILE, PipelineFolder
-from tidemill.runtime.batch_generation import CachedCompletions, CompletionCache
 from tidemill.telemetry.manifest import FORECAST, read_forecast
 from tidemill.telemetry.run_dir import RunDirectory
 

@@ -58,7 +58,7 @@ def evaluate(
     Raises:
         TidemillError: invalid input.
     """
-    from tidemill.runtime.model_evaluation import evaluate as run
+    from tidemill.jobs.model_evaluation import evaluate as run
 
     def job(inputs: Inputs, source: str | Path | RunSpec | None, found: ModelSource | None) -> dict[str, Any]:
         inputs.add_data(data, None, columns)
@@ -112,7 +112,7 @@ def generate(
     Raises:
         TidemillError: invalid input.
     """
-    from tidemill.runtime.model_evaluation import generate as run
+    from tidemill.jobs.model_evaluation import generate as run
 
     def job(inputs: Inputs, source: str | Path | RunSpec | None, found: ModelSource | None) -> list[dict[str, Any]]:
         given = inputs.with_overrides(checked_overrides(overrides))
@@ -147,7 +147,7 @@ def export(
     Raises:
         TidemillError: invalid input, or the folder cannot be written.
     """
-    from tidemill.runtime.export import DTYPES, export_source
+    from tidemill.jobs.export import DTYPES, export_source
 
     def job(inputs: Inputs, source: str | Path | RunSpec | None, found: ModelSource | None) -> Path:
         if found is None:

@@ -306,9 +306,9 @@ def _generate(kind: DataKind, spec: RunSpec) -> None:
     Raises:
         UserError: the directory holds another run, or the rows cannot be made.
     """
+    from tidemill.jobs.batch_generation import provenance_path
     from tidemill.pipeline.stage_kinds import RUNNERS, Job
     from tidemill.pipeline.stage_plan import content_digest, file_inputs
-    from tidemill.runtime.batch_generation import provenance_path
     from tidemill.runtime.extension_checks import identities, refuse_changed, run_extensions
     from tidemill.runtime.train import EXTENSIONS, KIND, MODEL_DIGEST, check_same_config, refuse_other_kind
 

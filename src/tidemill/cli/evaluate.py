@@ -56,7 +56,7 @@ def evaluate(
 
             remarks = [*memory_remarks(spec, "eval", folder=model.folder if model else None), *row_remarks(spec)]
             return show_dry_run(spec, purpose="eval", notes=remarks)
-        from tidemill.runtime.model_evaluation import evaluate as run
+        from tidemill.jobs.model_evaluation import evaluate as run
 
         found = run(spec, model=model, compare=other, progress=note)
     return Result(data=found, text=figures(found))
@@ -184,7 +184,7 @@ def generate(
         asked = read_prompts(given.rest, raw=raw, needed=prompts is None)
         if prompts is not None:
             asked += read_question_file(prompts)
-        from tidemill.runtime.model_evaluation import generate as run
+        from tidemill.jobs.model_evaluation import generate as run
 
         samples = run(spec, model=model, prompts=asked, raw=raw, progress=note)
     return Result(data={"samples": samples}, text=samples_text(samples))

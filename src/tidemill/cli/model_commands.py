@@ -105,7 +105,7 @@ def export(
         A new folder, or an earlier export, which is replaced.
     """
     with open_model(checkpoint, where="MODEL") as found:
-        from tidemill.runtime.export import export_source
+        from tidemill.jobs.export import export_source
 
         exported = export_source(found, to=directory, dtype=dtype_name(dtype), progress=note)
     text = f"{directory}: {exported.parameters / 1e6:.1f} M parameters, {size(exported.bytes)}"

@@ -319,6 +319,11 @@ class RunSpec(Config):
         return self.placement.engine == "own" or (self.placement.engine == "auto" and self.trainer.shards > 1)
 
     @property
+    def engine_shares_model(self) -> bool:
+        """Whether the reserved engine reads the trainer's parameters."""
+        return self.placement.engine == "auto" and self.trainer.shards == 1
+
+    @property
     def compares_siblings(self) -> bool:
         """Whether a group needs two valid samples, and is skipped where all its advantages are 0."""
         return self.algorithm.compares_siblings or (self.algorithm.has_user_advantage and self.batch.group_size > 1)

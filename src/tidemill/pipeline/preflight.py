@@ -25,6 +25,7 @@ from tidemill.data.eval_sets import with_eval_sets
 from tidemill.data.examples import Examples, load_demonstrations, load_pairs
 from tidemill.data.prompts import hash_number
 from tidemill.hardware.process_memory import Work
+from tidemill.jobs.export import refuse_foreign
 from tidemill.models.catalog import errors_at_key, resolve_shell
 from tidemill.models.codec import TextCodec, load_codec
 from tidemill.models.folder import refuse_reward_model
@@ -34,11 +35,10 @@ from tidemill.models.snapshots import check_adapter, stored_context_limit
 from tidemill.models.turn_format import turn_format
 from tidemill.pipeline.stage_plan import stage_issue
 from tidemill.runtime.agents import agent_prompts
-from tidemill.runtime.export import refuse_foreign
 from tidemill.runtime.memory_check import check_memory
 from tidemill.runtime.model_bundle import check_critic_vocabulary, fitting_task, own_source
+from tidemill.runtime.runtimes import runtime_of
 from tidemill.runtime.sandbox_check import check_needed_sandbox
-from tidemill.runtime.train import runtime_of
 from tidemill.scoring.builtin_rewards import Context, build_rewards
 from tidemill.scoring.row_report import REMARKS, report_rows
 from tidemill.scoring.scorer import check_rewards, evaluation_scoring

@@ -69,7 +69,7 @@ RunStage: TypeAlias = Callable[[Job], Outcome]
 
 def run_data_generation(job: Job) -> Outcome:
     """Write demonstrations or preference pairs for the task's prompts; outputs the file."""
-    from tidemill.runtime.batch_generation import make_demonstrations, make_pairs
+    from tidemill.jobs.batch_generation import make_demonstrations, make_pairs
 
     path, config = job.directory / DATA, job.spec.data_generation
     path.unlink(missing_ok=True)  # of a session that was killed before stage.json was written
@@ -148,7 +148,7 @@ def run_supervised(job: Job) -> Outcome:
 
 def run_eval(job: Job) -> Outcome:
     """Evaluate a model on the task's held-out prompts and on `eval.sets`; has no output."""
-    from tidemill.runtime.model_evaluation import evaluate
+    from tidemill.jobs.model_evaluation import evaluate
 
     found = evaluate(
         job.spec,
@@ -163,7 +163,7 @@ def run_eval(job: Job) -> Outcome:
 
 def run_export(job: Job) -> Outcome:
     """Export a model as a Hugging Face folder; outputs the folder."""
-    from tidemill.runtime.export import export_model
+    from tidemill.jobs.export import export_model
 
     settings = job.spec.export
     target = (settings.path or job.directory / "model").expanduser().absolute()
@@ -216,7 +216,7 @@ def write_evaluation(directory: Path, spec: RunSpec, found: dict[str, Any]) -> d
     """Write the run directory of an evaluation; returns its scalar figures, those of a set as `NAME/FIGURE`.
 
     Args:
-        found: the result of `runtime.model_evaluation.evaluate`.
+        found: the result of `jobs.model_evaluation.evaluate`.
 
     Raises:
         UserError: the directory cannot be written, or is locked by another process.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeAlias
 
 from tidemill.config.schema import RunSpec
@@ -153,6 +154,11 @@ def scheduled_provider(
         log(remark)
     price, session = spec.fleet.preemptible_usd_per_hour, run.past.count + 1
     return build_provider(spec.pool, price_usd_per_hour=price, clock=clock, session=session, warn=log)
+
+
+def checkpoint_store(spec: RunSpec, folder: Path) -> CheckpointStore:
+    """The checkpoints of a run, in their folder."""
+    return CheckpointStore(folder, keep_last=spec.checkpoint.keep_last, keep_best=spec.checkpoint.keep_best)
 
 
 class TrainerCheckpoints:

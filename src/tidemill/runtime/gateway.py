@@ -33,8 +33,8 @@ from tidemill.models.codec import TextCodec
 from tidemill.models.turn_format import turn_format
 from tidemill.runtime.backend import RuntimeBackend
 from tidemill.runtime.memory_check import check_memory
+from tidemill.runtime.runtimes import runtime_of
 from tidemill.runtime.serving import served_fleet
-from tidemill.runtime.train import runtime_of
 from tidemill.telemetry.recorder import Recorder
 from tidemill.telemetry.run_dir import RunDirectory
 

@@ -12,11 +12,12 @@ import math
 import weakref
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
 
 from transformers import PreTrainedModel
 
 from tidemill.config.schema import RunSpec
-from tidemill.core.protocols import Clock, Compute, Publisher, Trainer
+from tidemill.core.protocols import Clock, Compute, Reader
 from tidemill.core.records import Lease
 from tidemill.models.loading import context_limit
 from tidemill.rollout.pulled import EmptyModel, PulledWeights
@@ -24,26 +25,22 @@ from tidemill.rollout.worker import EngineWorker
 from tidemill.runtime.backend import (
     Runtime,
     RuntimeBackend,
-    TrainerCheckpoints,
     scheduled_provider,
     scorers,
 )
-from tidemill.runtime.colocated import open_colocated
+from tidemill.runtime.build_trainer import build_trainer
 from tidemill.runtime.compute import ComputeThread, choose_device
 from tidemill.runtime.model_bundle import (
     NO_VERSION,
     ModelBundle,
-    build_critic,
     check_vocabularies,
     engine_context,
     load_model_bundle,
 )
-from tidemill.runtime.publishers import ModelPublisher, ProbePublisher, ShardPublisher, probe_sequence
-from tidemill.runtime.readers import Readers, check_reward_models, reference_reader, reward_reader
+from tidemill.runtime.publishers import published_probe
+from tidemill.runtime.readers import Readers, check_reward_models, reward_reader
 from tidemill.telemetry.recorder import Recorder
 from tidemill.telemetry.run_dir import RunDirectory
-from tidemill.trainer.checkpoint_store import CheckpointStore
-from tidemill.trainer.policy import PolicyTrainer
 from tidemill.weights.puller import Puller
 from tidemill.weights.snapshot import MemoryTransport
 from tidemill.weights.store import WeightStore
@@ -119,73 +116,55 @@ async def in_process(
         UserError: the model, the device, the task, a reward or the pool cannot be used.
     """
     check_reward_models(spec, progress=recorder.note)
-    colocated = spec.placement.engine == "colocated"
-    bundle = load_model_bundle(spec, progress=recorder.note, generates=not colocated)
+    bundle = load_model_bundle(spec, progress=recorder.note, generates=spec.engine_shares_model)
     task = bundle.task(recorder.note)
     provider = scheduled_provider(spec, run, clock, log=recorder.note)
+    prompt_tokens = task.longest_prompt_tokens
     async with AsyncExitStack() as stack:
-        compute = ComputeThread()
+        compute, weights_compute = ComputeThread(), ComputeThread("tidemill-weights")
         stack.push_async_callback(compute.close)
-        reference = bundle.reference()
-        policy = PolicyTrainer(
-            bundle.forward,
-            spec,
-            compute=compute,
-            source=bundle.folder,
-            reference=bundle.forward_of(reference),
-            critic=build_critic(bundle, progress=recorder.note),
+        stack.push_async_callback(weights_compute.close)
+        store = WeightStore(MemoryTransport(), compute=weights_compute)
+        parts = build_trainer(
+            bundle,
+            compute,
+            clock=clock,
+            checkpoints=run.checkpoints,
+            prompt_tokens=prompt_tokens,
+            probe_ids=published_probe(spec, task.source),
+            open_store=lambda: store,
+            sends_base=False,
+            progress=recorder.note,
+            warn=recorder.note,
         )
-        trainer: Trainer = policy
-        probe_ids, prompt_tokens = probe_sequence(task.source), task.longest_prompt_tokens
-        publisher: Publisher | None = None
-        if colocated:
-            local, trainer = open_colocated(
-                bundle, policy, compute, clock=clock, prompt_tokens=prompt_tokens, probe_ids=probe_ids
-            )
-            publisher = ProbePublisher(bundle, compute=compute, probe_ids=probe_ids)
-        else:
-            engine = bundle.engine(policy.version, prompt_tokens=prompt_tokens)
-            local = EngineWorker(engine, compute, clock=clock, tick_s=spec.engine.tick_s)
-        stack.push_async_callback(local.close)
-        readers = Readers()
+        assert parts.engine is not None
+        stack.push_async_callback(parts.engine.close)
+        rewards: dict[Path, Reader] = {}
         if spec.reading.ahead:
-            readers = Readers(
-                rewards={folder: reward_reader(spec, folder, compute) for folder in spec.scoring.model_folders},
-                reference=None if reference is None else reference_reader(spec, reference, compute),
-            )
+            rewards = {folder: reward_reader(spec, folder, compute) for folder in spec.scoring.model_folders}
+        readers = Readers(rewards=rewards, reference=parts.reader)
         for reader in readers.all:
             stack.push_async_callback(reader.close)
-        store = CheckpointStore(
-            run.checkpoints, keep_last=spec.checkpoint.keep_last, keep_best=spec.checkpoint.keep_best
-        )
         host = None
         if provider is not None:
-            weights_compute = ComputeThread("tidemill-weights")
-            stack.push_async_callback(weights_compute.close)
-            weights = WeightStore(MemoryTransport(), compute=weights_compute)
             host = InProcessHost(
                 bundle,
-                weights,
+                store,
                 compute=compute,
                 weights_compute=weights_compute,
                 clock=clock,
                 prompt_tokens=prompt_tokens,
             )
             stack.push_async_callback(host.close)
-            if colocated:  # there is no second copy of the weights
-                publisher = ShardPublisher(bundle, weights, compute=compute, probe_ids=probe_ids)
-            else:
-                publisher = ModelPublisher(
-                    bundle.model, weights, compute=compute, rollout_model=bundle.rollout_model, probe_ids=probe_ids
-                )
-            stack.push_async_callback(publisher.close)
+        if parts.publisher is not None:
+            stack.push_async_callback(parts.publisher.close)
         scorer, eval_scorer = scorers(spec, task, compute, readers, warn=recorder.note)
         stack.push_async_callback(scorer.close)
         stack.push_async_callback(eval_scorer.close)
         yield RuntimeBackend(
-            trainer=trainer,
-            checkpoints=TrainerCheckpoints(store, policy, compute, warn=recorder.note),
-            local=local,
+            trainer=parts.trainer,
+            checkpoints=parts.checkpoints,
+            local=parts.engine,
             task=task,
             codec=bundle.codec,
             scorer=scorer,
@@ -195,7 +174,7 @@ async def in_process(
             device_info=bundle.device_info,
             provider=provider,
             host=host,
-            publisher=publisher,
+            publisher=parts.publisher,
             heartbeat_timeout_s=math.inf,  # a worker that waits for the thread while the trainer computes is not lost
             readers=readers,
         )

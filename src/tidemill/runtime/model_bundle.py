@@ -375,21 +375,31 @@ def build_model_critic(
     )
 
 
-def sharded_models(bundle: ModelBundle, ranks: Ranks) -> tuple[TreeForward | None, Critic | None]:
-    """Keep this rank's rows of the policy, in place; returns the reference and the critic, also sharded. No more than
-    one whole model is in memory at a time, and afterwards none.
+def reference_and_critic(
+    bundle: ModelBundle, ranks: Ranks, *, progress: Callable[[str], None], remote: bool = False
+) -> tuple[TreeForward | None, Critic | None]:
+    """The reference and the critic of a trainer. Of several ranks each keeps its rows of these and, in place, of the
+    policy: no more than one whole model is in memory at a time, and afterwards none.
+
+    Args:
+        remote: the critic is in another process.
 
     Raises:
         UserError: as `build_critic`.
     """
-    shard(bundle.forward, ranks, offload=bundle.spec.trainer.offload == "optimizer")
-    bundle.frozen.clear()
+
+    def keep_rows(forward: TreeForward, *, offload: bool = False) -> None:
+        if ranks.size > 1:
+            shard(forward, ranks, offload=offload)
+            bundle.frozen.clear()
+
+    keep_rows(bundle.forward, offload=bundle.spec.trainer.offload == "optimizer")
     reference = bundle.forward_of(bundle.reference())
     if reference is not None:
-        shard(reference, ranks)
+        keep_rows(reference)
+    critic = None if remote else build_critic(bundle, progress=progress, ranks=ranks)
+    if ranks.size > 1:
         bundle.frozen.clear()
-    critic = build_critic(bundle, progress=lambda _: None, ranks=ranks)
-    bundle.frozen.clear()
     return reference, critic
 
 

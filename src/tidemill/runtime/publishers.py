@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from transformers import PreTrainedModel
 
+from tidemill.config.schema import RunSpec
 from tidemill.core.protocols import Compute, PromptSource
 from tidemill.core.records import (
     ITEM_BYTES,
@@ -194,3 +195,8 @@ def probe_sequence(source: PromptSource) -> TokenBuffer:
     """The tokens that workers verify new weights on: the start of the first prompt, at least two tokens."""
     token_ids = source.train_batch(1)[0][1].token_ids[: PROBE_TOKENS * ITEM_BYTES]
     return token_ids if count(token_ids) > 1 else token_ids * 2
+
+
+def published_probe(spec: RunSpec, source: PromptSource) -> TokenBuffer:
+    """The probe of a run's versions; empty if none is published, because no engine has weights of its own."""
+    return probe_sequence(source) if spec.is_elastic or not spec.engine_shares_model else b""

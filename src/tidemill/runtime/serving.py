@@ -37,7 +37,7 @@ from tidemill.models.codec import TextCodec
 from tidemill.models.model_source import ModelSource, exact_models, locate
 from tidemill.models.turn_format import turn_format
 from tidemill.runtime.backend import OpenBackend, fleet_of
-from tidemill.runtime.train import runtime_of
+from tidemill.runtime.runtimes import runtime_of
 from tidemill.telemetry.recorder import Recorder
 from tidemill.telemetry.run_dir import RunDirectory
 

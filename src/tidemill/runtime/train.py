@@ -37,12 +37,12 @@ from tidemill.data.prompts import Task
 from tidemill.gateway.sessions import Sessions
 from tidemill.models.model_source import exact_models
 from tidemill.runtime.agents import agent_limits, open_environments
-from tidemill.runtime.backend import OpenBackend, Runtime, RuntimeBackend, fleet_of
+from tidemill.runtime.backend import OpenBackend, RuntimeBackend, fleet_of
 from tidemill.runtime.callbacks import Callback, CallbackTelemetry, configured_callbacks
 from tidemill.runtime.extension_checks import identities, refuse_changed, run_extensions
 from tidemill.runtime.journal import SqliteJournal
-from tidemill.runtime.local import IN_PROCESS
 from tidemill.runtime.memory_check import check_memory
+from tidemill.runtime.runtimes import runtime_of
 from tidemill.runtime.sandbox_check import check_needed_sandbox
 from tidemill.runtime.stopping import StopRequest
 from tidemill.scoring.row_report import report_rows
@@ -126,15 +126,6 @@ def train(
         summary = recorder.finish("interrupted" if result.interrupted else "finished")
     ended = {"already_finished": result.already_finished, "time_is_up": stop.time_is_up}
     return summary | {"run_dir": str(spec.directory)} | ended
-
-
-def runtime_of(spec: RunSpec) -> Runtime:
-    """The runtime that `spec.runtime` names; Ray is imported only for "ray"."""
-    if spec.runtime == "inprocess":
-        return IN_PROCESS
-    from tidemill.runtime.cluster.ray_backend import RAY
-
-    return RAY
 
 
 @contextmanager

@@ -23,6 +23,7 @@ from tidemill.models.saving import export_merged
 from tidemill.models.snapshots import stored_context_limit
 from tidemill.models.turn_format import turn_format
 from tidemill.models.weights_digest import weights_digest
+from tidemill.runtime.backend import checkpoint_store
 from tidemill.runtime.callbacks import Callback, CallbackTelemetry, configured_callbacks
 from tidemill.runtime.memory_check import check_memory
 from tidemill.runtime.model_bundle import load_model_bundle
@@ -32,7 +33,6 @@ from tidemill.telemetry.events import DATA
 from tidemill.telemetry.recorder import Recorder
 from tidemill.telemetry.run_dir import PromptFormat, RunDirectory
 from tidemill.telemetry.statistics import few_items
-from tidemill.trainer.checkpoint_store import CheckpointStore
 from tidemill.trainer.objectives import OBJECTIVES, SupervisedKind
 from tidemill.trainer.supervised_loop import FitContext, FitResult, fit
 
@@ -119,9 +119,7 @@ def _train(
         forward=bundle.forward,
         source=bundle.folder,
         directory=run.path,
-        checkpoints=CheckpointStore(
-            run.checkpoints, keep_last=spec.checkpoint.keep_last, keep_best=spec.checkpoint.keep_best
-        ),
+        checkpoints=checkpoint_store(spec, run.checkpoints),
         telemetry=telemetry,
         stop=stop.is_set,
         set_total_steps=recorder.expect,

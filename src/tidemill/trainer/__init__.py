@@ -1,6 +1,6 @@
 """Training: the policy's step, its optimizer and its checkpoints.
 
-With `trainer.shards = N` the trainer is N actors (`runtime/cluster/ray_ranks.py`), called together (`rank_group.py`),
+With `trainer.shards = N` the trainer is N actors (`runtime/cluster/ray_trainer.py`), called together (`rank_group.py`),
 and FSDP2 keeps N-ths of the rows of every parameter, gradient and moment in each (`trainer/sharding.py`). Everything
 that knows about ranks takes a `Ranks` (`models/ranks.py`); the one of a trainer in one process is the identity.
 

@@ -15,9 +15,7 @@ import pytest
 from tidemill.config.load import RECIPES
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import TrainerLost
-from tidemill.runtime.cluster.ray_calls import decode
-from tidemill.runtime.cluster.ray_ranks import RankActor
-from tidemill.runtime.cluster.ray_trainer import TrainerPlan
+from tidemill.runtime.cluster.ray_trainer import Started, TrainerActor, TrainerPlan
 from tidemill.runtime.train import train
 from tidemill.runtime.train_supervised import train_supervised
 from tidemill.telemetry.metrics import read_metrics
@@ -41,18 +39,18 @@ def spec_of(directory: Path, *, steps: int = 4) -> RunSpec:
     return RunSpec.model_validate(tree)
 
 
-class DyingRank(RankActor):
+class DyingRank(TrainerActor):
     """Its second rank is killed (SIGKILL) in the phase and step of a file beside the checkpoints, once."""
 
-    async def start_rank(self, plan: bytes, index: int, *rest: Any) -> bytes:
-        answer: bytes = await super().start_rank(plan, index, *rest)
-        fault = Path(decode(plan, TrainerPlan).checkpoints).parent / FAULT
-        if index == 1 and fault.exists():
+    async def _start(self, plan: TrainerPlan, *rest: Any, **settings: Any) -> Started:
+        started = await super()._start(plan, *rest, **settings)
+        fault = Path(plan.checkpoints).parent / FAULT
+        if settings["join"].keywords["index"] == 1 and fault.exists():
             self._arm(fault, **json.loads(fault.read_text()))
-        return answer
+        return started
 
     def _arm(self, fault: Path, phase: str, step: int) -> None:
-        trainer, publisher = self._started_trainer(), self._publisher
+        trainer, publisher = self.trainer, self.publisher
         assert isinstance(trainer, PolicyTrainer)
         before = step if phase in ("save", "publish") else step - 1  # the version at that moment
 
@@ -97,7 +95,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[int, str
 def test_a_rank_killed_in_any_phase_gives_the_same_run(
     phase: str, undisturbed: list[tuple[int, str, float, float]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tidemill.runtime.cluster.ray_backend.RankActor", DyingRank)
+    monkeypatch.setattr("tidemill.runtime.cluster.ray_backend.TrainerActor", DyingRank)
     directory = tmp_path / "run"
     directory.mkdir()
     (directory / FAULT).write_text(json.dumps({"phase": phase, "step": 2}))

@@ -46,16 +46,16 @@ from tidemill.models.snapshots import files_without_weights
 from tidemill.runtime.cluster.connection import KeptCluster, NodeWatch, connect, start_keeper
 from tidemill.runtime.cluster.keeper import Keep, LocalNode
 from tidemill.runtime.cluster.ray_backend import RayProvider
-from tidemill.runtime.cluster.ray_calls import Remote, encode, trainer_lost
+from tidemill.runtime.cluster.ray_calls import Remote, trainer_lost
 from tidemill.runtime.cluster.ray_trainer import (
     RayCheckpoints,
     RayPublisher,
     RayTrainer,
-    Started,
     TrainerActor,
     TrainerPlan,
 )
 from tidemill.runtime.cluster.ray_worker import RayHost, RayWorker, WorkerPlan
+from tidemill.runtime.cluster.wire import invoke
 
 pytestmark = pytest.mark.xdist_group("ray")
 
@@ -93,11 +93,9 @@ def _trainer_process() -> tuple[Any, Remote]:
     return handle, Remote(handle, lost=trainer_lost)
 
 
-def _trainer_plan(checkpoints: Path, spec: RunSpec = SPEC) -> bytes:
-    return encode(
-        TrainerPlan(
-            spec=spec.model_dump_json(), checkpoints=str(checkpoints), prompt_tokens=4, identities={}, probe_ids=PROMPT
-        )
+def _trainer_plan(checkpoints: Path, spec: RunSpec = SPEC) -> TrainerPlan:
+    return TrainerPlan(
+        spec=spec.model_dump_json(), checkpoints=str(checkpoints), prompt_tokens=4, identities={}, probe_ids=PROMPT
     )
 
 
@@ -116,7 +114,7 @@ def trainer(cluster: KeptCluster, tmp_path_factory: pytest.TempPathFactory) -> T
     plan = _trainer_plan(tmp_path_factory.mktemp("checkpoints"))
 
     async def start() -> PolicyVersion:
-        started = await remote.call("start", plan, kind=Started, timeout_s=60)
+        started = await invoke(remote, 60, TrainerActor.start, plan)
         await RayPublisher(remote).publish(started.version)
         return started.version
 
@@ -396,10 +394,10 @@ async def test_a_trainer_raises_user_errors_and_reports_its_death_with_a_hint(
     handle, remote = _trainer_process()
     missing = SPEC.model_copy(update={"model": ModelConfig(source=str(tmp_path / "nothing"))})
     with pytest.raises(UserError) as fault:
-        await remote.call("start", _trainer_plan(tmp_path, missing), kind=Started, timeout_s=60)
+        await invoke(remote, 60, TrainerActor.start, _trainer_plan(tmp_path, missing))
     assert str(tmp_path / "nothing") in str(fault.value)
 
-    started = await remote.call("start", _trainer_plan(tmp_path), kind=Started, timeout_s=60)
+    started = await invoke(remote, 60, TrainerActor.start, _trainer_plan(tmp_path))
     trainer = RayTrainer(remote, started.version)
     checkpoints = RayCheckpoints(remote, trainer, warn=pytest.fail)
     assert await checkpoints.restore_latest() == 0

@@ -33,7 +33,7 @@ from tidemill.models.snapshots import snapshot_bytes, snapshot_layout, write_sna
 from tidemill.models.tree_forward import TreeForward
 from tidemill.models.weights_digest import weights_digest
 from tidemill.runtime.compute import ComputeThread
-from tidemill.runtime.model_bundle import load_model_bundle, sharded_models
+from tidemill.runtime.model_bundle import load_model_bundle, reference_and_critic
 from tidemill.trainer import critic as critics
 from tidemill.trainer import policy, supervised_loop
 from tidemill.trainer.critic import Critic, ModelCritic, TrunkCritic
@@ -413,7 +413,7 @@ def bytes_of_a_started_rank(ranks: Ranks, sizes: dict[str, Any]) -> tuple[int, i
     spec = RunSpec.model_validate({"runtime": "ray", "trainer": {"shards": 2, "threads": 1}, **sizes})
     bundle = load_model_bundle(spec, progress=lambda _: None, generates=False)
     whole_bytes = sum(parameter.nbytes for parameter in bundle.model.parameters())
-    models = sharded_models(bundle, ranks)
+    models = reference_and_critic(bundle, ranks, progress=lambda _: None)
     gc.collect()
     alive = [each for each in gc.get_objects() if isinstance(each, torch.nn.Parameter)]
     storages = {local_rows(each)[0].untyped_storage().data_ptr(): local_rows(each)[0].nbytes for each in alive}

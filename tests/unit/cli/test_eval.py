@@ -29,7 +29,7 @@ def asked(pretend: Pretend) -> Asked:
         progress("half way")
         return {"greedy_accuracy": 0.8125, "n": 64, "samples": [{"prompt": "1+1="}]}
 
-    pretend("tidemill.runtime.model_evaluation", "evaluate", evaluate)
+    pretend("tidemill.jobs.model_evaluation", "evaluate", evaluate)
     return calls
 
 

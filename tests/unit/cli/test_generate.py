@@ -32,7 +32,7 @@ def asked(pretend: Pretend) -> Asked:
         calls.append((spec, prompts))
         return [{"prompt": prompt, "completion": "5\n", "finish": "stop"} for prompt in prompts]
 
-    pretend("tidemill.runtime.model_evaluation", "generate", generate)
+    pretend("tidemill.jobs.model_evaluation", "generate", generate)
     return calls
 
 

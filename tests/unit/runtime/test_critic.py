@@ -8,13 +8,13 @@ import torch
 from tests.adapters import teach
 from tidemill.config.load import load_spec
 from tidemill.core.errors import UserError
+from tidemill.jobs.model_evaluation import evaluate
 from tidemill.models.builtin import build_char_model
 from tidemill.models.codec import load_codec
 from tidemill.models.lora import frozen_parameters, learned_parameters
 from tidemill.models.reward_model import reward_head, save_head
 from tidemill.models.weights_digest import weights_digest
 from tidemill.runtime.model_bundle import ModelBundle, build_critic, load_model_bundle
-from tidemill.runtime.model_evaluation import evaluate
 from tidemill.trainer.critic import ModelCritic, TrunkCritic
 
 SMALL = ("--model.source=char", "--model.char.hidden_size=16", "--model.char.layers=1", "--model.char.heads=2")

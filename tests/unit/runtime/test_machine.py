@@ -10,7 +10,7 @@ import torch
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError
 from tidemill.runtime.cluster.ray_calls import require_reserved_gpus
-from tidemill.runtime.train import runtime_of
+from tidemill.runtime.runtimes import runtime_of
 
 
 def _spec(**sections: Any) -> RunSpec:

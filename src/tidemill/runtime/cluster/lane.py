@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
-from tidemill.core.protocols import Compute, Worker
-from tidemill.core.records import (
-    GenerateRequest,
-    Loaded,
-    PolicyVersion,
-    Record,
-    SampleId,
-    TensorEntry,
-    TokenBuffer,
-    WorkerReport,
-)
+from tidemill.core.errors import WeightsError
+from tidemill.core.protocols import Compute, Trainer
+from tidemill.core.records import PolicyVersion, Record, TensorEntry, TokenBuffer
 from tidemill.models.weight_stream import BroadcastGroup, check_dtypes, stream_layout, streamed_weights
 from tidemill.rollout.streamed import StreamedWeights, StreamUser
-from tidemill.runtime.cluster.ray_calls import Caller, encode
 from tidemill.runtime.model_bundle import ModelBundle
 
 LANE_S = 120.0
@@ -58,18 +47,25 @@ class LaneSender:
         sends: whether this process broadcasts; the other ranks of a sharded trainer only give their rows.
     """
 
-    def __init__(self, bundle: ModelBundle, compute: Compute, *, sends: bool) -> None:
-        self._bundle, self._compute, self._sends = bundle, compute, sends
+    def __init__(self, bundle: ModelBundle, trainer: Trainer, compute: Compute, *, sends: bool) -> None:
+        self._bundle, self._trainer, self._compute, self._sends = bundle, trainer, compute, sends
         self._group: BroadcastGroup | None = None
         self.layout = stream_layout(bundle.model, bundle.rollout_dtype)
 
-    async def join(self, plan: LanePlan) -> None:
-        """Raises UserError: the engine does not come."""
+    async def join_lane(self, plan: LanePlan) -> None:
+        """Meet the reserved engine. Raises UserError: it does not come."""
         if self._sends:
             self._group = await self._compute.run(lambda: plan.join(TRAINER, self._bundle.device))
 
-    async def send(self) -> None:
-        """Raises WeightsError: the engine is gone, or does not take a tensor in time."""
+    async def send_weights(self, version: PolicyVersion) -> None:
+        """Send the current version to the reserved engine.
+
+        Raises:
+            WeightsError: it is another version, or the engine is gone or does not take a tensor in time.
+        """
+        current = self._trainer.version
+        if version != current:
+            raise WeightsError(f"the trainer has version {current.number}, not {version.number}")
 
         def send() -> None:
             stream = streamed_weights(self._bundle.model, self._bundle.rollout_dtype)
@@ -95,31 +91,3 @@ async def open_lane(plan: LanePlan, user: StreamUser, compute: Compute, *, devic
     check_dtypes(plan.layout, dtype)
     group = await compute.run(lambda: plan.join(ENGINE, torch.device("cuda:0" if device == "cuda" else device)))
     return StreamedWeights(user, lambda _: iter([("learned", group.receive(plan.layout))]), probe_ids=plan.probe_ids)
-
-
-class LaneWorker:
-    """Implements `core.protocols.Worker`: the worker of a reserved engine, to which `trainer` sends each version."""
-
-    def __init__(self, worker: Worker, trainer: Caller) -> None:
-        self._worker, self._trainer = worker, trainer
-
-    async def submit(self, requests: Sequence[GenerateRequest]) -> None:
-        await self._worker.submit(requests)
-
-    async def abort(self, sample_ids: Sequence[SampleId]) -> None:
-        await self._worker.abort(sample_ids)
-
-    async def load(self, version: PolicyVersion) -> Loaded:
-        """Raises WeightsError: the trainer has another version, or the engine does not get all of it."""
-        sent = self._trainer.call("send_weights", encode(version), kind=type(None), timeout_s=SEND_S)
-        loaded, _ = await asyncio.gather(self._worker.load(version), sent)
-        return loaded
-
-    async def next_report(self, timeout_s: float) -> WorkerReport | None:
-        return await self._worker.next_report(timeout_s)
-
-    async def close(self) -> None:
-        await self._worker.close()
-
-    def kill(self) -> None:
-        self._worker.kill()

@@ -9,15 +9,20 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 from tidemill.core.errors import TrainerLost, UserError
-from tidemill.extensions.registry import session_functions
-from tidemill.runtime.cluster.ray_calls import trainer_lost
+from tidemill.extensions.registry import Extension, session_functions
+from tidemill.runtime.cluster.ray_calls import Remote, trainer_lost
+from tidemill.runtime.cluster.wire import Caller, signature
+from tidemill.runtime.model_bundle import ModelBundle
+from tidemill.trainer.sharding import GroupRanks, join_ranks
 
+S = TypeVar("S")
 T = TypeVar("T")
 
 RANK_S = 600.0
@@ -27,13 +32,14 @@ CAUSE_S = 5.0
 """After a failure, how long to wait for the answers of other ranks, which may tell its cause."""
 
 
-class RankCalls(Protocol):
+class RankCalls(Caller, Protocol):
     """Calls on one rank, as `Remote` makes them."""
 
-    async def call(self, method: str, *args: object, kind: type[T], timeout_s: float) -> T:
-        """Raises TrainerLost: the rank died; TidemillError: what the method raised."""
-
     def kill(self) -> None: ...
+
+
+StartRank: TypeAlias = Callable[[Any, S, int, str, Sequence[Extension]], Awaitable[T]]
+"""A method of a rank's actor: plan, index of the rank, meeting file, functions of the session."""
 
 
 class RankGroup:
@@ -50,15 +56,12 @@ class RankGroup:
     def first(self) -> RankCalls:
         return self._ranks[0]
 
-    async def start(self, plan: bytes, checkpoints: Path, *, kind: type[T]) -> T:
-        """Start all ranks with their `start_rank`; they meet at a file in the folder of the checkpoints."""
+    async def start(self, start_rank: StartRank[S, T], plan: S, checkpoints: Path) -> T:
+        """Start all ranks with this method of their actor; they meet at a file in the folder of the checkpoints."""
+        wire, functions = signature(start_rank), session_functions()
         with meeting_file(checkpoints) as meeting:
-            return await self._call_each(
-                "start_rank",
-                [(plan, index, meeting, session_functions()) for index in range(len(self._ranks))],
-                kind=kind,
-                timeout_s=START_S,
-            )
+            arguments = [wire.encode((plan, index, meeting, functions), {}) for index in range(len(self._ranks))]
+            return await self._call_each(start_rank.__name__, arguments, kind=wire.result, timeout_s=START_S)
 
     async def call(self, method: str, *args: object, kind: type[T], timeout_s: float) -> T:
         """The answer of the first rank, when all have answered.
@@ -125,3 +128,23 @@ def meeting_file(folder: Path) -> Iterator[str]:
         yield str(path)
     finally:
         path.unlink(missing_ok=True)
+
+
+def rank_remotes(handles: Sequence[Any]) -> list[Remote]:
+    """Calls on the actors of all ranks, for a `RankGroup`."""
+    return [
+        Remote(handle, lost=partial(trainer_lost, role=f"trainer's rank {index}"))
+        for index, handle in enumerate(handles)
+    ]
+
+
+def join_group(bundle: ModelBundle, *, meeting: Path, index: int) -> GroupRanks:
+    """Join the ranks of a run, in the actor of one of them."""
+    return join_ranks(
+        meeting,
+        size=bundle.spec.trainer.shards,
+        index=index,
+        device=bundle.device,
+        timeout_s=RANK_S,
+        one_machine=not bundle.spec.ray.address,
+    )

@@ -46,21 +46,18 @@ from tidemill.runtime.cluster.connection import (
     reserved_selector,
     selector_of,
 )
-from tidemill.runtime.cluster.lane import LanePlan, LaneWorker
-from tidemill.runtime.cluster.rank_group import RankGroup, meeting_file
+from tidemill.runtime.cluster.lane import LanePlan, LaneSender
+from tidemill.runtime.cluster.rank_group import RankGroup, meeting_file, rank_remotes
 from tidemill.runtime.cluster.ray_calls import (
     ActorResources,
-    Caller,
     Remote,
     blocking,
-    encode,
     placed,
     placed_group,
     spec_to_send,
     trainer_lost,
 )
 from tidemill.runtime.cluster.ray_critic import CriticActor
-from tidemill.runtime.cluster.ray_ranks import RankActor, rank_remotes
 from tidemill.runtime.cluster.ray_reader import RayReader, ReaderProcess
 from tidemill.runtime.cluster.ray_trainer import (
     NO_DEADLINE,
@@ -72,10 +69,11 @@ from tidemill.runtime.cluster.ray_trainer import (
     TrainerPlan,
 )
 from tidemill.runtime.cluster.ray_worker import RayHost, RayWorker, WorkerPlan
+from tidemill.runtime.cluster.wire import Caller, invoke
 from tidemill.runtime.compute import collected_rarely
 from tidemill.runtime.extension_checks import identities, trainer_extensions
 from tidemill.runtime.model_bundle import check_vocabularies, engine_context, fitting_task
-from tidemill.runtime.publishers import probe_sequence
+from tidemill.runtime.publishers import published_probe
 from tidemill.runtime.readers import Readers, check_reward_models, reward_reader
 from tidemill.telemetry.events import READER_RESTART
 from tidemill.telemetry.recorder import Recorder
@@ -111,9 +109,9 @@ async def on_ray(spec: RunSpec, run: RunDirectory, recorder: Recorder, clock: Cl
         reserved = reserved_selector(spec.ray, preemptible)
         resources = ActorResources(spec.ray.trainer_cpus, spec.ray.trainer_gpus, "ray.trainer")
         shards, lane = spec.trainer.shards, None
-        shares = shards == 1 and spec.placement.engine == "auto"  # the engine has the trainer's parameters
-        actor = TrainerActor if shards == 1 else RankActor
-        handles = await stack.enter_async_context(placed_group(actor, "trainer", resources, reserved, size=shards))
+        handles = await stack.enter_async_context(
+            placed_group(TrainerActor, "trainer", resources, reserved, size=shards)
+        )
         critic = None
         if spec.algorithm.needs_critic and spec.placement.critic == "actor":
             resources = ActorResources(spec.placement.actor_cpus, spec.placement.actor_gpus, "placement.actor")
@@ -124,14 +122,14 @@ async def on_ray(spec: RunSpec, run: RunDirectory, recorder: Recorder, clock: Cl
             spec=spec_to_send(spec, folder),
             checkpoints=str(run.checkpoints.resolve()),
             prompt_tokens=task.longest_prompt_tokens,
-            probe_ids=probe_sequence(task.source) if spec.is_elastic or not shares else b"",
+            probe_ids=published_probe(spec, task.source),
             identities=identities(trainer_extensions(spec)),
         )
         started, readers = await asyncio.gather(
             _start_trainer(remote, plan, run, critic), _start_readers(remote, spec, folder, reserved, recorder, stack)
         )
         host = None
-        publisher = None if shares and not spec.is_elastic else RayPublisher(remote)
+        publisher = RayPublisher(remote) if plan.probe_ids else None
         if spec.weights.lane != "none":
             lane = LanePlan(
                 meeting=stack.enter_context(meeting_file(run.checkpoints)),
@@ -160,6 +158,7 @@ async def on_ray(spec: RunSpec, run: RunDirectory, recorder: Recorder, clock: Cl
                 start_s=spec.fleet.join_timeout_s,
                 notify_drains=provider is not None,
                 lane=lane,
+                sender=remote if lane is not None else None,
             )
             stack.push_async_callback(host.close)
             if isinstance(spec.pool, RayPool):
@@ -228,8 +227,8 @@ RAY = Runtime(check=_check, check_devices=_check_devices, open=on_ray)
 async def _start_trainer(remote: Remote | RankGroup, plan: TrainerPlan, run: RunDirectory, critic: Any) -> Started:
     """Raises UserError: a model or a device cannot be used."""
     if isinstance(remote, RankGroup):
-        return await remote.start(encode(plan), run.checkpoints, kind=Started)
-    return await remote.call("start", encode(plan), critic, session_functions(), kind=Started, timeout_s=LOAD_S)
+        return await remote.start(TrainerActor.start_rank, plan, run.checkpoints)
+    return await invoke(remote, LOAD_S, TrainerActor.start, plan, critic, session_functions())
 
 
 def _engines_of(remotes: Sequence[Remote]) -> Worker:
@@ -246,9 +245,8 @@ async def _start_apart(host: RayHost | None, lane: LanePlan | None, trainer: Cal
     )
     if lane is None:
         return await host.start(lease)
-    joined = trainer.call("join_lane", encode(lane), kind=type(None), timeout_s=LOAD_S)
-    worker, _ = await asyncio.gather(host.start(lease), joined)
-    return LaneWorker(worker, trainer)
+    worker, _ = await asyncio.gather(host.start(lease), invoke(trainer, LOAD_S, LaneSender.join_lane, lane))
+    return worker
 
 
 async def _start_readers(

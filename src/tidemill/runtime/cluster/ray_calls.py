@@ -1,21 +1,16 @@
-"""Start actors, call them with deadlines, and serve calls inside them: encoded arguments, results and errors."""
+"""Start actors, and call them with deadlines."""
 
 from __future__ import annotations
 
 import asyncio
-import functools
-import inspect
 import threading
-import time
-import traceback
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Concatenate, NamedTuple, ParamSpec, Protocol, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
-import msgspec
 import ray
 import torch
 from ray.exceptions import (
@@ -30,10 +25,11 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from tidemill.config.schema import RunSpec
-from tidemill.core.errors import GuardStop, TidemillError, TrainerLost, UserError, WeightsError, WorkerLost
-from tidemill.core.protocols import with_deadline
-from tidemill.core.records import GenerateRequest, Loaded, PolicyVersion, Record, SampleId, WorkerReport
+from tidemill.core.errors import TidemillError, TrainerLost, UserError, WorkerLost
+from tidemill.core.protocols import Worker, with_deadline
+from tidemill.core.records import WorkerReport
 from tidemill.rollout.worker import EngineWorker
+from tidemill.runtime.cluster.wire import AsyncActor, read_answer, served, serves
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -75,100 +71,6 @@ def in_thread(function: Callable[[], T], *, name: str) -> Future[T]:
     return future
 
 
-_encoder = msgspec.msgpack.Encoder()
-encode = _encoder.encode
-
-
-def decode(blob: bytes, kind: type[T]) -> T:
-    return msgspec.msgpack.decode(blob, type=kind)
-
-
-class RemoteError(TidemillError):
-    """An unexpected exception in another process; its traceback is in the notes."""
-
-
-class RemoteFailure(Record):
-    """An exception as it crosses processes."""
-
-    kind: str  # a key of `_ERRORS`, or "" for any other
-    arguments: tuple[str, ...]
-    traceback: str = ""  # of an unexpected exception
-
-
-class Answer(Record):
-    """Result of a remote call."""
-
-    value: msgspec.Raw = msgspec.Raw(b"\xc0")  # nil
-    failure: RemoteFailure | None = None
-
-
-_ERRORS: dict[str, Callable[..., TidemillError]] = {
-    "guard": GuardStop,
-    "user": lambda what, where, hint: UserError(what, where=where, hint=hint),
-    "worker": lambda cause, hint: WorkerLost(cause, hint=hint),
-    "trainer": TrainerLost,
-    "weights": WeightsError,
-}
-
-
-def answering(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a method or coroutine of an actor return an encoded `Answer`, also when it raises.
-
-    Ray runs plain methods one at a time, in the order in which a process calls them; coroutines run concurrently.
-    """
-    if inspect.iscoroutinefunction(method):
-
-        @functools.wraps(method)
-        async def answer_async(*args: Any) -> bytes:
-            try:
-                return encode(Answer(value=msgspec.Raw(encode(await method(*args)))))
-            except Exception as error:  # noqa: BLE001 - raised in the calling process
-                return encode(Answer(failure=_failure(error)))
-
-        return answer_async
-
-    @functools.wraps(method)
-    def answer(*args: Any) -> bytes:
-        try:
-            return encode(Answer(value=msgspec.Raw(encode(method(*args)))))
-        except Exception as error:  # noqa: BLE001 - raised in the calling process
-            return encode(Answer(failure=_failure(error)))
-
-    return answer
-
-
-def read_answer(blob: bytes, kind: type[T]) -> T:
-    """Raises what the remote call raised: a type of `_ERRORS`, else TidemillError, or RemoteError for a bug."""
-    answer = decode(blob, Answer)
-    failure = answer.failure
-    if failure is None:
-        return decode(bytes(answer.value), kind)
-    if failure.traceback:
-        error = RemoteError(*failure.arguments)
-        error.add_note(failure.traceback)
-        raise error
-    raise _ERRORS.get(failure.kind, TidemillError)(*failure.arguments)
-
-
-def _failure(error: Exception) -> RemoteFailure:
-    if isinstance(error, UserError):
-        return RemoteFailure(kind="user", arguments=(error.what, error.where, error.hint))
-    if isinstance(error, GuardStop):
-        return RemoteFailure(kind="guard", arguments=(str(error),))
-    if isinstance(error, WorkerLost):
-        return RemoteFailure(kind="worker", arguments=(error.cause, error.hint))
-    if isinstance(error, TrainerLost):
-        return RemoteFailure(kind="trainer", arguments=(str(error),))
-    if isinstance(error, WeightsError):
-        return RemoteFailure(kind="weights", arguments=(str(error),))
-    if isinstance(error, RemoteError):  # received from a third process
-        return RemoteFailure(kind="", arguments=(str(error),), traceback="\n".join(error.__notes__))
-    if isinstance(error, TidemillError):
-        return RemoteFailure(kind="", arguments=(str(error),))
-    what = f"{type(error).__name__}: {error}"
-    return RemoteFailure(kind="", arguments=(what,), traceback="".join(traceback.format_exception(error)))
-
-
 Lost = Callable[[str, str], TidemillError]
 """Builds the error for a lost actor from cause and hint."""
 
@@ -184,12 +86,6 @@ def trainer_lost(cause: str, hint: str, *, role: str = "trainer") -> TrainerLost
 def lost_message(role: str, cause: str, hint: str) -> str:
     advice = f"{hint}; then {RESUME_HINT}" if hint else RESUME_HINT
     return f"the {role} died: {cause}\n  {advice}"
-
-
-class Caller(Protocol):
-    """Calls on the trainer's actor, or on all of them."""
-
-    async def call(self, method: str, *args: object, kind: type[T], timeout_s: float) -> T: ...
 
 
 class Remote:
@@ -373,42 +269,6 @@ def spec_to_send(spec: RunSpec, folder: Path) -> str:
     return spec.model_copy(update={"model": model, "critic": critic}).model_dump_json()
 
 
-S = TypeVar("S", bound="AsyncActor")
-
-
-def served(
-    method: Callable[Concatenate[S, P], Awaitable[object]],
-) -> Callable[Concatenate[S, P], Coroutine[Any, Any, bytes]]:
-    """Like `answering`, for coroutines of an `AsyncActor`: a call also shows that the caller is alive."""
-    answer = answering(method)
-
-    @functools.wraps(method)
-    async def call(self: S, *args: P.args, **kwargs: P.kwargs) -> bytes:
-        self.calls_in_flight += 1
-        try:
-            encoded: bytes = await answer(self, *args, **kwargs)
-            return encoded
-        finally:
-            self.calls_in_flight -= 1
-            self.last_call_s = time.monotonic()
-
-    return call  # type: ignore[return-value]  # wraps keeps the first argument's name, which no caller uses
-
-
-class AsyncActor:
-    """Base of actors whose methods are coroutines."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls_in_flight = 0
-        self.last_call_s = time.monotonic()  # when the last call ended
-
-    @property
-    def idle_s(self) -> float:
-        """Seconds without any call."""
-        return 0.0 if self.calls_in_flight else time.monotonic() - self.last_call_s
-
-
 MAX_REPORTS = 64
 """Reports in one answer."""
 
@@ -420,26 +280,13 @@ class EngineActor(AsyncActor):
         super().__init__()
         self.worker: EngineWorker | None = None
 
-    def started_worker(self) -> EngineWorker:
-        if self.worker is None:
-            raise TidemillError("this actor has not been started")
-        return self.worker
-
-    @served
-    async def submit(self, requests: bytes) -> None:
-        await self.started_worker().submit(decode(requests, list[GenerateRequest]))
-
-    @served
-    async def abort(self, sample_ids: bytes) -> None:
-        await self.started_worker().abort(decode(sample_ids, list[SampleId]))
-
-    @served
-    async def load(self, version: bytes) -> Loaded:
-        return await self.started_worker().load(decode(version, PolicyVersion))
+    submit = serves(Worker.submit, "worker")
+    abort = serves(Worker.abort, "worker")
+    load = serves(Worker.load, "worker")
 
     @served
     async def notice(self, seconds: float) -> None:
-        self.started_worker().notice(seconds)
+        self.part("worker").notice(seconds)
 
     @served
     async def next_reports(self, timeout_s: float) -> list[WorkerReport]:
@@ -448,11 +295,12 @@ class EngineActor(AsyncActor):
         Raises:
             Exception: what the engine raised, once its last reports are delivered.
         """
-        first = await self.started_worker().next_report(timeout_s)
+        worker: EngineWorker = self.part("worker")
+        first = await worker.next_report(timeout_s)
         reports = [] if first is None else [first]
         with suppress(Exception):  # raised again by the next call
             while reports and len(reports) < MAX_REPORTS:
-                report = await self.started_worker().next_report(0.0)
+                report = await worker.next_report(0.0)
                 if report is None:
                     break
                 reports.append(report)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -19,15 +20,8 @@ from tidemill.core.errors import TidemillError, TrainerLost, UserError
 from tidemill.core.records import Record
 from tidemill.models.catalog import resolve
 from tidemill.models.token_tree import TokenTree
-from tidemill.runtime.cluster.ray_calls import (
-    answering,
-    decode,
-    describe_ray_error,
-    encode,
-    read_answer,
-    require_reserved_gpus,
-    trainer_lost,
-)
+from tidemill.runtime.cluster.ray_calls import describe_ray_error, require_reserved_gpus, trainer_lost
+from tidemill.runtime.cluster.wire import answered_in_order, read_answer, signature
 from tidemill.runtime.compute import choose_device, choose_precision
 from tidemill.runtime.model_bundle import FrozenModels, build_model_critic
 from tidemill.trainer.critic import Deferred, ModelCritic
@@ -106,6 +100,7 @@ def _array(blob: bytes, dtype: type[np.generic]) -> npt.NDArray[Any]:
     return np.frombuffer(blob, dtype).copy()  # copied because torch needs writable memory
 
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 ANSWER_S = 7200.0
@@ -138,22 +133,20 @@ class RayCritic:
         checkpoints.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=checkpoints, prefix=".seen-") as probe:
             plan = CriticPlan(spec=spec, threads=threads, probe_file=probe.name)
-            return self._call("start", encode(plan), kind=str)()
+            return self._call(CriticActor.start, plan)()
 
     def values(self, microbatch: Microbatch) -> Deferred[Tensor]:
-        values, device = (
-            self._call("values", encode(pack_microbatch(microbatch)), kind=bytes),
-            microbatch.targets.device,
-        )
+        values = self._call(CriticActor.values, pack_microbatch(microbatch))
+        device = microbatch.targets.device
         return lambda: floats(values(), device)
 
     def learn(self, microbatch: Microbatch, returns_T: Tensor, values_T: Tensor) -> None:
-        targets = (to_bytes(returns_T), to_bytes(values_T))
-        self._updates.append(self._call("learn", encode(pack_microbatch(microbatch)), *targets, kind=type(None)))
+        tokens = pack_microbatch(microbatch)
+        self._updates.append(self._call(CriticActor.learn, tokens, to_bytes(returns_T), to_bytes(values_T)))
 
     def step(self, denominator: float) -> Deferred[dict[str, float]]:
         updates, self._updates = self._updates, []
-        stepped = self._call("step", float(denominator), kind=dict[str, float])
+        stepped = self._call(CriticActor.step, float(denominator))
 
         def metrics() -> dict[str, float]:
             for update in updates:
@@ -163,25 +156,27 @@ class RayCritic:
         return metrics
 
     def state_bytes(self) -> int:
-        return self._call("state_bytes", kind=int)()
+        return self._call(CriticActor.state_bytes)()
 
     def write_state(self, directory: Path) -> None:
-        written = self._call("write_state", str(directory.resolve()), kind=list[str])()
+        written = self._call(CriticActor.write_state, str(directory.resolve()))()
         if missing := [name for name in written if not (directory / name).exists()]:
             raise TidemillError(f"the critic wrote {missing[0]}, but the trainer does not see it in {directory}")
 
     def read_state(self, directory: Path) -> None:
-        self._call("read_state", str(directory.resolve()), kind=type(None))()
+        self._call(CriticActor.read_state, str(directory.resolve()))()
 
-    def _call(self, method: str, *args: object, kind: type[T]) -> Deferred[T]:
+    def _call(self, method: Callable[Concatenate[Any, P], T], *args: P.args, **kwargs: P.kwargs) -> Deferred[T]:
         """Start a call. The deferred result raises what the method raised, or TrainerLost if the actor died."""
-        reference = getattr(self._handle, method).remote(*args)
+        wire, name = signature(method), method.__name__
+        reference = getattr(self._handle, name).remote(*wire.encode(args, kwargs))
 
         def answer() -> T:
             try:
-                return read_answer(ray.get(reference, timeout=ANSWER_S), kind)
+                result: T = read_answer(ray.get(reference, timeout=ANSWER_S), wire.result)
+                return result
             except GetTimeoutError as error:
-                raise _critic_lost(f"no answer to `{method}` within {ANSWER_S:.0f} s", "check its machine") from error
+                raise _critic_lost(f"no answer to `{name}` within {ANSWER_S:.0f} s", "check its machine") from error
             except RayError as error:
                 raise _critic_lost(*describe_ray_error(error, "")) from error
 
@@ -199,22 +194,21 @@ class CriticActor:
         self._critic: ModelCritic | None = None
         self._device = torch.device("cpu")
 
-    @answering
-    def start(self, plan: bytes) -> str:
+    @answered_in_order
+    def start(self, plan: CriticPlan) -> str:
         """Load the model; returns its device.
 
         Raises:
             UserError: it cannot be loaded, or this machine does not see the run directory.
         """
-        planned = decode(plan, CriticPlan)
-        if not Path(planned.probe_file).exists():
+        if not Path(plan.probe_file).exists():
             raise UserError(
                 "the critic's machine does not see the run directory, where checkpoints are written",
                 where="placement.critic",
                 hint='put run.dir on a file system that the machines share, or set placement.critic = "trainer"',
             )
-        spec = RunSpec.model_validate_json(planned.spec)
-        torch.set_num_threads(planned.threads)
+        spec = RunSpec.model_validate_json(plan.spec)
+        torch.set_num_threads(plan.threads)
         require_reserved_gpus(spec.placement.actor_gpus, "placement.actor_gpus")
         self._device = choose_device(spec.trainer)
         self._critic = build_model_critic(
@@ -227,32 +221,32 @@ class CriticActor:
         )
         return str(self._device)
 
-    @answering
-    def values(self, tokens: bytes) -> bytes:
+    @answered_in_order
+    def values(self, tokens: SentTokens) -> bytes:
         """float32 [T]"""
-        values_T = self._started().values(unpack_microbatch(decode(tokens, SentTokens), self._device))()
+        values_T = self._started().values(unpack_microbatch(tokens, self._device))()
         return to_bytes(values_T.float())
 
-    @answering
-    def learn(self, tokens: bytes, returns: bytes, values: bytes) -> None:
-        microbatch = unpack_microbatch(decode(tokens, SentTokens), self._device)
+    @answered_in_order
+    def learn(self, tokens: SentTokens, returns: bytes, values: bytes) -> None:
+        microbatch = unpack_microbatch(tokens, self._device)
         self._started().learn(microbatch, floats(returns, self._device), floats(values, self._device))
 
-    @answering
+    @answered_in_order
     def step(self, denominator: float) -> dict[str, float]:
         return self._started().step(denominator)()
 
-    @answering
+    @answered_in_order
     def state_bytes(self) -> int:
         return self._started().state_bytes()
 
-    @answering
+    @answered_in_order
     def write_state(self, directory: str) -> list[str]:
         """The files written, relative to the directory."""
         self._started().write_state(Path(directory))
         return [str(path.relative_to(directory)) for path in Path(directory).rglob("*") if path.is_file()]
 
-    @answering
+    @answered_in_order
     def read_state(self, directory: str) -> None:
         self._started().read_state(Path(directory))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
@@ -14,21 +14,18 @@ from ray.exceptions import RayError
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import ReaderLost, TidemillError
 from tidemill.core.protocols import Reader
-from tidemill.core.records import Growth, Read, Record, SampleId, TokenBuffer
+from tidemill.core.records import Read, Record, SampleId, TokenBuffer
 from tidemill.models.catalog import resolve
 from tidemill.models.loading import load_model
 from tidemill.runtime.cluster.ray_calls import (
     ActorResources,
-    AsyncActor,
     Remote,
-    decode,
-    encode,
     lost_message,
     placed,
     require_reserved_gpus,
-    served,
     spec_to_send,
 )
+from tidemill.runtime.cluster.wire import AsyncActor, asks, invoke, served, serves
 from tidemill.runtime.compute import ComputeThread, choose_device
 from tidemill.runtime.readers import LocalReader, ReadCounter, reference_reader, reward_reader
 
@@ -48,43 +45,29 @@ class ReadingActor(AsyncActor):
         super().__init__()
         self.reader: Reader | None = None
 
-    @served
-    async def receive(self, grown: bytes) -> None:
-        self._started_reader().receive(decode(grown, list[Growth]))
-
-    @served
-    async def read(self, sample_id: bytes, token_ids: bytes, prompt_tokens: int) -> Read:
-        return await self._started_reader().read(decode(sample_id, SampleId), token_ids, prompt_tokens)
-
-    @served
-    async def forget(self, sample_ids: bytes) -> None:
-        self._started_reader().forget(decode(sample_ids, list[SampleId]))
-
-    def _started_reader(self) -> Reader:
-        if self.reader is None:
-            raise TidemillError("this actor has no reader")
-        return self.reader
+    receive = serves(Reader.receive, "reader")
+    read = serves(Reader.read, "reader")
+    forget = serves(Reader.forget, "reader")
 
 
 class ReaderActor(ReadingActor):
     """An actor with one reader."""
 
     @served
-    async def start_reader(self, plan: bytes) -> None:
+    async def start_reader(self, plan: ReaderPlan) -> None:
         """Load the model.
 
         Raises:
             UserError: the model or the device cannot be used.
         """
-        planned = decode(plan, ReaderPlan)
-        spec = RunSpec.model_validate_json(planned.spec)
-        torch.set_num_threads(planned.threads)
+        spec = RunSpec.model_validate_json(plan.spec)
+        torch.set_num_threads(plan.threads)
         require_reserved_gpus(spec.placement.actor_gpus, "placement.actor_gpus")
         compute = ComputeThread("tidemill-reader")
 
         def load() -> LocalReader:
-            if planned.reward_model:
-                return reward_reader(spec, Path(planned.reward_model), compute)
+            if plan.reward_model:
+                return reward_reader(spec, Path(plan.reward_model), compute)
             folder = resolve(spec.model, progress=lambda _: None)
             model = load_model(folder, device=choose_device(spec.trainer)).requires_grad_(False)
             return reference_reader(spec, model, compute)
@@ -120,26 +103,21 @@ class RayReader(ReadCounter):
         self._restarting: asyncio.Task[None] | None = None
         self._restarts = 0  # since a sample was read
 
-    def receive(self, grown: Sequence[Growth]) -> None:
-        self._remote.ask("receive", encode(grown))
+    receive = asks(Reader.receive)
+    forget = asks(Reader.forget)
 
     async def read(self, sample_id: SampleId, token_ids: TokenBuffer, prompt_tokens: int) -> Read:
         async with self._slots:
             while True:
                 remote = self._remote
                 try:
-                    read = await remote.call(
-                        "read", encode(sample_id), token_ids, prompt_tokens, kind=Read, timeout_s=self._read_s
-                    )
+                    read = await invoke(remote, self._read_s, Reader.read, sample_id, token_ids, prompt_tokens)
                     break
                 except ReaderLost as error:
                     await self._replace(remote, error)
         self._restarts = 0
         self.add(sample_id, read)
         return read
-
-    def forget(self, sample_ids: Sequence[SampleId]) -> None:
-        self._remote.ask("forget", encode(sample_ids))
 
     async def close(self) -> None:
         """Stop a restart; the code that started the actor ends it."""
@@ -210,7 +188,7 @@ class ReaderProcess:
         resources = ActorResources(self._placement.actor_cpus, self._placement.actor_gpus, "placement.actor")
         handle = await self._actor.enter_async_context(placed(ReaderActor, self._role, resources, self._selector))
         remote = Remote(handle, lost=partial(reader_lost, self._role))
-        await remote.call("start_reader", encode(self._plan), kind=type(None), timeout_s=LOAD_S)
+        await invoke(remote, LOAD_S, ReaderActor.start_reader, self._plan)
         return remote
 
     async def _replace(self, error: ReaderLost) -> Remote:

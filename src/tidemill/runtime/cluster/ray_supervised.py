@@ -16,29 +16,26 @@ from tidemill.config.schema import RunSpec
 from tidemill.core.errors import TrainerLost
 from tidemill.core.protocols import Telemetry
 from tidemill.core.records import Demonstration, PreferencePair, Record
+from tidemill.extensions.registry import Extension
 from tidemill.models.folder import weight_files
 from tidemill.models.snapshots import check_shardable
 from tidemill.models.weights_digest import weights_digest
+from tidemill.runtime.backend import checkpoint_store
 from tidemill.runtime.cluster.connection import connected, reserved_selector, selector_of
-from tidemill.runtime.cluster.rank_group import RANK_S, RankGroup
+from tidemill.runtime.cluster.rank_group import RANK_S, RankGroup, join_group, rank_remotes
 from tidemill.runtime.cluster.ray_calls import (
     ActorResources,
-    AsyncActor,
-    decode,
-    encode,
     placed_group,
     require_reserved_gpus,
-    served,
     spec_to_send,
 )
-from tidemill.runtime.cluster.ray_ranks import join_group, rank_remotes
 from tidemill.runtime.cluster.ray_trainer import NO_DEADLINE
 from tidemill.runtime.cluster.telemetry_relay import Line, LineQueue, relay
+from tidemill.runtime.cluster.wire import AsyncActor, decode, encode, invoke, served
 from tidemill.runtime.compute import ComputeThread
 from tidemill.runtime.memory_check import check_memory
 from tidemill.runtime.model_bundle import ModelBundle, load_model_bundle
 from tidemill.telemetry.recorder import NullTelemetry
-from tidemill.trainer.checkpoint_store import CheckpointStore
 from tidemill.trainer.objectives import OBJECTIVES, SupervisedKind
 from tidemill.trainer.sharding import GroupRanks, shard
 from tidemill.trainer.supervised_loop import FitContext, FitResult, fit
@@ -88,29 +85,28 @@ class SupervisedRank(AsyncActor):
 
     @served
     async def start_rank(
-        self, plan: bytes, index: int, meeting: str, functions: Sequence[Any] = ()
+        self, plan: SupervisedPlan, index: int, meeting: str, functions: Sequence[Extension] = ()
     ) -> SupervisedStarted:
         """Load the model, and keep this rank's rows.
 
         Raises:
             UserError: the model or the device cannot be used.
         """
-        self._plan = planned = decode(plan, SupervisedPlan)
-        spec = RunSpec.model_validate_json(planned.spec)
+        self._plan = plan
+        spec = RunSpec.model_validate_json(plan.spec)
         require_reserved_gpus(spec.ray.trainer_gpus, "ray.trainer_gpus")
         check_memory(spec, "supervised", note=lambda _: None, alone=False)
 
         def start() -> SupervisedStarted:
             bundle = load_model_bundle(spec, progress=lambda _: None, generates=False)
-            size = spec.trainer.shards
-            ranks = join_group(spec, Path(meeting), index=index, device=bundle.device)
+            ranks = join_group(bundle, meeting=Path(meeting), index=index)
             shard(bundle.forward, ranks, offload=spec.trainer.offload == "optimizer")
             bundle.frozen.clear()
             self._bundle, self._ranks = bundle, ranks
             return SupervisedStarted(
                 model_digest=weights_digest(bundle.model, ranks),
                 threads=bundle.threads,
-                device_info=bundle.device_info | {"shards": size},
+                device_info=bundle.device_info | {"shards": ranks.size},
             )
 
         return await self._compute.run(start)
@@ -130,9 +126,7 @@ class SupervisedRank(AsyncActor):
             forward=bundle.forward,
             source=bundle.folder,
             directory=directory,
-            checkpoints=CheckpointStore(
-                directory / "checkpoints", keep_last=spec.checkpoint.keep_last, keep_best=spec.checkpoint.keep_best
-            ),
+            checkpoints=checkpoint_store(spec, directory / "checkpoints"),
             telemetry=lines if first else NullTelemetry(lambda _: None),
             ranks=self._ranks,
             stop=self._stop.is_set,
@@ -182,7 +176,7 @@ def fit_on_ranks(
         TrainerLost: a rank died or was late.
     """
     check_shardable(folder)
-    plan = encode(SupervisedPlan(spec=spec_to_send(spec, folder), kind=kind, directory=str(directory.resolve())))
+    plan = SupervisedPlan(spec=spec_to_send(spec, folder), kind=kind, directory=str(directory.resolve()))
 
     async def run() -> FitResult:
         async with AsyncExitStack() as stack:
@@ -195,18 +189,18 @@ def fit_on_ranks(
                 placed_group(SupervisedRank, "trainer", resources, reserved, size=size)
             )
             group = RankGroup(rank_remotes(handles))
-            started(await group.start(plan, directory / "checkpoints", kind=SupervisedStarted))
+            started(await group.start(SupervisedRank.start_rank, plan, directory / "checkpoints"))
             examples = [ray.put(encode(list(each))) for each in (train, held_out)]
-            fitting = asyncio.create_task(group.call("fit", *examples, kind=Fitted, timeout_s=NO_DEADLINE))
+            fitting = asyncio.create_task(invoke(group, NO_DEADLINE, SupervisedRank.fit, *examples))
             stopping = False
             try:
                 while not fitting.done():
                     await asyncio.wait({fitting}, timeout=POLL_S)
                     if stop() and not stopping and not fitting.done():
                         stopping = True
-                        await group.call("stop", kind=type(None), timeout_s=RANK_S)
+                        await invoke(group, RANK_S, SupervisedRank.stop)
                     if not fitting.done() or not isinstance(fitting.exception(), TrainerLost):
-                        lines = await group.first.call("take_lines", kind=list[Line], timeout_s=RANK_S)
+                        lines = await invoke(group.first, RANK_S, SupervisedRank.take_lines)
                         relay(lines, telemetry, note=note, expect=expect)
                 fitted = fitting.result()
             finally:

@@ -4,30 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from tidemill.config.schema import RunSpec
-from tidemill.core.errors import TidemillError, WeightsError
-from tidemill.core.protocols import LoopClock, Publisher, Trainer
-from tidemill.core.records import (
-    Completion,
-    Group,
-    LogprobBuffer,
-    PolicyVersion,
-    Record,
-    StepMetrics,
-    TensorEntry,
-    TokenBuffer,
-    WeightManifest,
-)
+from tidemill.core.protocols import Checkpoints, LoopClock, Publisher, Trainer
+from tidemill.core.records import PolicyVersion, Record, StepMetrics, TensorEntry, TokenBuffer
 from tidemill.extensions.registry import Extension, provide
 from tidemill.hardware.process_memory import Work
+from tidemill.models.ranks import ONE_RANK, Ranks
 from tidemill.models.snapshots import dtype_name
-from tidemill.rollout.worker import EngineWorker
 from tidemill.runtime.backend import TrainerCheckpoints
-from tidemill.runtime.cluster.lane import LanePlan, LaneSender
-from tidemill.runtime.cluster.ray_calls import Caller, EngineActor, decode, encode, require_reserved_gpus, served
+from tidemill.runtime.build_trainer import build_trainer
+from tidemill.runtime.cluster.lane import LaneSender
+from tidemill.runtime.cluster.rank_group import join_group
+from tidemill.runtime.cluster.ray_calls import EngineActor, require_reserved_gpus
 from tidemill.runtime.cluster.ray_critic import RayCritic
 from tidemill.runtime.cluster.ray_reader import ReadingActor
 from tidemill.runtime.cluster.weight_transports import (
@@ -37,15 +29,11 @@ from tidemill.runtime.cluster.weight_transports import (
     address_of,
     open_transport,
 )
-from tidemill.runtime.colocated import open_colocated
+from tidemill.runtime.cluster.wire import Caller, calls, invoke, served, serves
 from tidemill.runtime.compute import ComputeThread
 from tidemill.runtime.extension_checks import identities, refuse_changed, trainer_extensions
 from tidemill.runtime.memory_check import check_memory
-from tidemill.runtime.model_bundle import ModelBundle, build_critic, load_model_bundle
-from tidemill.runtime.publishers import ModelPublisher, ProbePublisher, ShardPublisher
-from tidemill.runtime.readers import reference_reader
-from tidemill.trainer.checkpoint_store import CheckpointStore
-from tidemill.trainer.policy import PolicyTrainer
+from tidemill.runtime.model_bundle import ModelBundle, load_model_bundle
 from tidemill.weights.store import WeightStore
 from tidemill.weights.threads import Threads
 
@@ -89,13 +77,6 @@ class Started(Record):
     layout: tuple[TensorEntry, ...]  # of a whole version
 
 
-class Committed(Record):
-    """Result of `TrainerActor.commit`."""
-
-    metrics: StepMetrics
-    version: PolicyVersion
-
-
 class Restored(Record):
     """Result of `TrainerActor.restore_latest`."""
 
@@ -110,16 +91,13 @@ class RayTrainer:
     def __init__(self, remote: Caller, version: PolicyVersion) -> None:
         self._remote, self.version = remote, version
 
-    async def accumulate(self, group: Group) -> None:
-        await self._remote.call("accumulate", encode(group), kind=type(None), timeout_s=NO_DEADLINE)
+    accumulate = calls(Trainer.accumulate, timeout_s=NO_DEADLINE)
+    logprobs = calls(Trainer.logprobs, timeout_s=NO_DEADLINE)
 
     async def commit(self, step: int) -> StepMetrics:
-        committed = await self._remote.call("commit", step, kind=Committed, timeout_s=NO_DEADLINE)
-        self.version = committed.version
-        return committed.metrics
-
-    async def logprobs(self, completions: Sequence[Completion]) -> list[LogprobBuffer]:
-        return await self._remote.call("logprobs", encode(completions), kind=list[LogprobBuffer], timeout_s=NO_DEADLINE)
+        metrics = await invoke(self._remote, NO_DEADLINE, Trainer.commit, step)
+        self.version = metrics.version
+        return metrics
 
 
 class RayCheckpoints:
@@ -132,11 +110,10 @@ class RayCheckpoints:
     def __init__(self, remote: Caller, trainer: RayTrainer, *, warn: Callable[[str], None]) -> None:
         self._remote, self._trainer, self._warn = remote, trainer, warn
 
-    async def save(self, step: int, *, score: float | None) -> None:
-        await self._remote.call("save", step, score, kind=type(None), timeout_s=NO_DEADLINE)
+    save = calls(Checkpoints.save, timeout_s=NO_DEADLINE)
 
     async def restore_latest(self) -> int:
-        restored = await self._remote.call("restore_latest", kind=Restored, timeout_s=NO_DEADLINE)
+        restored = await invoke(self._remote, NO_DEADLINE, TrainerActor.restore_latest)
         for warning in restored.warnings:
             self._warn(warning)
         self._trainer.version = restored.version
@@ -149,8 +126,7 @@ class RayPublisher:
     def __init__(self, remote: Caller) -> None:
         self._remote = remote
 
-    async def publish(self, version: PolicyVersion) -> WeightManifest:
-        return await self._remote.call("publish", encode(version), kind=WeightManifest, timeout_s=NO_DEADLINE)
+    publish = calls(Publisher.publish, timeout_s=NO_DEADLINE)
 
     async def close(self) -> None:
         """Nothing to do: the objects end with the trainer's process."""
@@ -158,164 +134,103 @@ class RayPublisher:
 
 class TrainerActor(EngineActor, ReadingActor):
     """Serves `RayTrainer`, `RayCheckpoints` and `RayPublisher`, a `RayWorker` for its engine, and a `RayReader` of the
-    reference."""
-
-    rank = 0
+    reference. One alone is the trainer; several are the ranks of a sharded one."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._trainer: Trainer | None = None
-        self._lane: LaneSender | None = None
-        self._checkpoints: TrainerCheckpoints | None = None
-        self._publisher: Publisher | None = None
+        self.trainer: Trainer | None = None
+        self.checkpoints: TrainerCheckpoints | None = None
+        self.publisher: Publisher | None = None
+        self.lane: LaneSender | None = None
         self._transport: PublisherTransport | None = None
         self._warnings: list[str] = []
 
+    accumulate = serves(Trainer.accumulate, "trainer")
+    commit = serves(Trainer.commit, "trainer")
+    logprobs = serves(Trainer.logprobs, "trainer")
+    save = serves(Checkpoints.save, "checkpoints")
+    publish = serves(Publisher.publish, "publisher")
+    join_lane = serves(LaneSender.join_lane, "lane")
+    send_weights = serves(LaneSender.send_weights, "lane")
+
     @served
-    async def start(self, plan: bytes, critic: Any = None, functions: Sequence[Extension] = ()) -> Started:
+    async def start(self, plan: TrainerPlan, critic: Any = None, functions: Sequence[Extension] = ()) -> Started:
         """Load the models.
 
         Args:
-            functions: user functions that cannot be imported here.
             critic: handle of a `CriticActor` that has not been started; None for a critic in this process, or none.
+            functions: user functions that cannot be imported here.
 
         Raises:
             UserError: a model or the device cannot be used.
         """
-        planned = decode(plan, TrainerPlan)
-        compute, spec = ComputeThread(), checked_spec(planned, functions)
-        shares = spec.placement.engine == "auto"  # the engine has the trainer's parameters
-        bundle = await compute.run(lambda: load_model_bundle(spec, progress=lambda _: None, generates=shares))
-        reference = await compute.run(bundle.reference)
-        device_info = bundle.device_info
-        if critic is None:
-            trained_critic = await compute.run(lambda: build_critic(bundle, progress=lambda _: None))
-        else:
-            trained_critic = remote_critic = RayCritic(critic)
-            threads, checkpoints = max(1, int(spec.placement.actor_cpus)), Path(planned.checkpoints)
-            device_info["critic_device"] = await compute.run(
-                lambda: remote_critic.start(planned.spec, threads=threads, checkpoints=checkpoints)
-            )
-        trainer = PolicyTrainer(
-            bundle.forward,
-            spec,
-            compute=compute,
-            source=bundle.folder,
-            reference=bundle.forward_of(reference),
-            critic=trained_critic,
-        )
-        self._trainer = trainer
-        if shares:
-            engine = bundle.engine(trainer.version, prompt_tokens=planned.prompt_tokens)
-            self.worker = EngineWorker(engine, compute, clock=LoopClock(), tick_s=spec.engine.tick_s)
-        if reference is not None and spec.reading.ahead:
-            self.reader = reference_reader(spec, reference, compute)
-        store = CheckpointStore(
-            Path(planned.checkpoints), keep_last=spec.checkpoint.keep_last, keep_best=spec.checkpoint.keep_best
-        )
-        self._checkpoints = TrainerCheckpoints(store, trainer, compute, warn=self._warnings.append)
-        if planned.probe_ids and shares:
-            self._publisher = ModelPublisher(
-                bundle.model,
-                self._open_store(spec),
-                compute=compute,
-                rollout_model=bundle.rollout_model,
-                probe_ids=planned.probe_ids,
-                sends_base=True,
-            )
-        return await self._connected(planned, bundle, trainer, compute, bundle.device_info | device_info)
+        return await self._start(plan, functions, critic=critic)
 
-    async def _connected(
-        self,
-        planned: TrainerPlan,
-        bundle: ModelBundle,
-        trainer: PolicyTrainer,
-        compute: ComputeThread,
-        device_info: dict[str, Any],
+    @served
+    async def start_rank(
+        self, plan: TrainerPlan, index: int, meeting: str, functions: Sequence[Extension] = ()
     ) -> Started:
-        """Open what an engine with weights of its own needs: itself if it is in this process, and its versions.
+        """Load the models, and keep this rank's rows.
+
+        Args:
+            meeting: path of a new file in a folder that all ranks see.
 
         Raises:
-            UserError: as `open_colocated`.
+            UserError: a model or the device cannot be used, or the ranks do not see the folder.
         """
-        spec = bundle.spec
-        if spec.placement.engine == "colocated":
-            self.worker, self._trainer = await compute.run(
-                lambda: open_colocated(
-                    bundle,
-                    trainer,
-                    compute,
-                    clock=LoopClock(),
-                    prompt_tokens=planned.prompt_tokens,
-                    probe_ids=planned.probe_ids,
-                )
+        return await self._start(plan, functions, join=partial(join_group, meeting=Path(meeting), index=index))
+
+    async def _start(
+        self,
+        plan: TrainerPlan,
+        functions: Sequence[Extension],
+        *,
+        critic: Any = None,
+        join: Callable[[ModelBundle], Ranks] = lambda _: ONE_RANK,
+    ) -> Started:
+        spec, compute = checked_spec(plan, functions), ComputeThread()
+
+        def start() -> Started:
+            bundle = load_model_bundle(spec, progress=lambda _: None, generates=spec.engine_shares_model)
+            ranks, remote_critic, device_info = join(bundle), None, bundle.device_info
+            if ranks.size > 1:
+                device_info["shards"] = ranks.size
+            if critic is not None:
+                remote_critic = RayCritic(critic)
+                threads, folder = max(1, int(spec.placement.actor_cpus)), Path(plan.checkpoints)
+                device_info["critic_device"] = remote_critic.start(plan.spec, threads=threads, checkpoints=folder)
+            parts = build_trainer(
+                bundle,
+                compute,
+                clock=LoopClock(),
+                checkpoints=Path(plan.checkpoints),
+                prompt_tokens=plan.prompt_tokens,
+                probe_ids=plan.probe_ids,
+                open_store=lambda: self._open_store(spec),
+                sends_base=True,
+                warn=self._warnings.append,
+                ranks=ranks,
+                critic=remote_critic,
             )
-        self._lane = LaneSender(bundle, compute, sends=self.rank == 0)
-        if self._publisher is None and planned.probe_ids:
-            settings: dict[str, Any] = {"compute": compute, "probe_ids": planned.probe_ids}
-            stored = spec.is_elastic or (spec.engine_is_apart and spec.weights.lane == "none")
-            self._publisher = (
-                ShardPublisher(bundle, self._open_store(spec), **settings)
-                if stored
-                else ProbePublisher(bundle, **settings)
+            self.trainer, self.checkpoints, self.publisher = parts.trainer, parts.checkpoints, parts.publisher
+            self.worker, self.reader = parts.engine, parts.reader
+            self.lane = LaneSender(bundle, parts.trainer, compute, sends=ranks.index == 0)
+            return Started(
+                version=parts.trainer.version,
+                device_info=device_info,
+                threads=bundle.threads,
+                dtype=dtype_name(bundle.rollout_dtype),
+                layout=self.lane.layout,
             )
-        return Started(
-            version=trainer.version,
-            device_info=device_info,
-            threads=bundle.threads,
-            dtype=dtype_name(bundle.rollout_dtype),
-            layout=self._lane.layout,
-        )
 
-    @served
-    async def accumulate(self, group: bytes) -> None:
-        await self._started_trainer().accumulate(decode(group, Group))
-
-    @served
-    async def commit(self, step: int) -> Committed:
-        trainer = self._started_trainer()
-        metrics = await trainer.commit(step)
-        return Committed(metrics=metrics, version=trainer.version)
-
-    @served
-    async def logprobs(self, completions: bytes) -> list[LogprobBuffer]:
-        return list(await self._started_trainer().logprobs(decode(completions, list[Completion])))
-
-    @served
-    async def save(self, step: int, score: float | None) -> None:
-        assert self._checkpoints is not None, "not started"
-        await self._checkpoints.save(step, score=score)
+        return await compute.run(start)
 
     @served
     async def restore_latest(self) -> Restored:
-        assert self._checkpoints is not None, "not started"
-        step = await self._checkpoints.restore_latest()
+        checkpoints: TrainerCheckpoints = self.part("checkpoints")
+        step = await checkpoints.restore_latest()
         warnings, self._warnings[:] = tuple(self._warnings), []
-        return Restored(step=step, version=self._started_trainer().version, warnings=warnings)
-
-    @served
-    async def publish(self, version: bytes) -> WeightManifest:
-        assert self._publisher is not None, "started without probe_ids"
-        return await self._publisher.publish(decode(version, PolicyVersion))
-
-    @served
-    async def join_lane(self, plan: bytes) -> None:
-        """Meet the reserved engine."""
-        assert self._lane is not None, "not started"
-        await self._lane.join(decode(plan, LanePlan))
-
-    @served
-    async def send_weights(self, version: bytes) -> None:
-        """Send the current version to the reserved engine.
-
-        Raises:
-            WeightsError: it is another version, or it cannot be sent.
-        """
-        assert self._lane is not None, "not started"
-        wanted, current = decode(version, PolicyVersion), self._started_trainer().version
-        if wanted != current:
-            raise WeightsError(f"the trainer has version {current.number}, not {wanted.number}")
-        await self._lane.send()
+        return Restored(step=step, version=self.part("trainer").version, warnings=warnings)
 
     async def blob(self, name: str) -> list[Any]:
         """For `ObjectStoreReader`."""
@@ -331,8 +246,3 @@ class TrainerActor(EngineActor, ReadingActor):
         self._transport = open_transport(spec.weights)
         threads = Threads(spec.weights.threads)
         return WeightStore(self._transport, compute=ComputeThread("tidemill-weights"), threads=threads)
-
-    def _started_trainer(self) -> Trainer:
-        if self._trainer is None:
-            raise TidemillError("this trainer has not been started")
-        return self._trainer

@@ -20,27 +20,24 @@ from tidemill.config.pool import RayConfig
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import TidemillError, WorkerLost
 from tidemill.core.protocols import LoopClock, WeightSource, Worker
-from tidemill.core.records import GenerateRequest, Lease, Loaded, PolicyVersion, Record, SampleId, WorkerReport
+from tidemill.core.records import Lease, Loaded, PolicyVersion, Record, WorkerReport
 from tidemill.pool.notices import CLOUDS, Endpoint, Notice, detect, watch
 from tidemill.rollout.pulled import PulledWeights
 from tidemill.rollout.worker import EngineWorker
 from tidemill.runtime.cluster.connection import NodeWatch
-from tidemill.runtime.cluster.lane import LanePlan, open_lane
+from tidemill.runtime.cluster.lane import SEND_S, LanePlan, LaneSender, open_lane
 from tidemill.runtime.cluster.ray_calls import (
     EngineActor,
     Remote,
     blocking,
-    decode,
-    encode,
-    read_answer,
     require_reserved_gpus,
     resources_text,
-    served,
     trainer_lost,
     worker_lost,
 )
 from tidemill.runtime.cluster.ray_internals import signal_fd
 from tidemill.runtime.cluster.weight_transports import open_puller, open_readers
+from tidemill.runtime.cluster.wire import Caller, calls, invoke, read_answer, served
 from tidemill.runtime.compute import ComputeThread
 from tidemill.runtime.memory_check import check_memory
 from tidemill.runtime.open_engine import ModelFiles, Opened, open_engine
@@ -75,25 +72,28 @@ class RayWorker:
 
     Args:
         owned: `kill` and `close` end the actor; otherwise it also serves others, and continues.
+        sender: the trainer, which sends it each version; None: it pulls them.
     """
 
-    def __init__(self, remote: Remote, *, owned: bool) -> None:
-        self._remote, self._owned = remote, owned
+    def __init__(self, remote: Remote, *, owned: bool, sender: Caller | None = None) -> None:
+        self._remote, self._owned, self._sender = remote, owned, sender
         self._reports: deque[WorkerReport] = deque()
         self._poll: asyncio.Future[bytes] | None = None
 
-    async def submit(self, requests: Sequence[GenerateRequest]) -> None:
-        await self._remote.call("submit", encode(requests), kind=type(None), timeout_s=CALL_S)
-
-    async def abort(self, sample_ids: Sequence[SampleId]) -> None:
-        await self._remote.call("abort", encode(sample_ids), kind=type(None), timeout_s=CALL_S)
-
-    async def load(self, version: PolicyVersion) -> Loaded:
-        return await self._remote.call("load", encode(version), kind=Loaded, timeout_s=LOAD_S)
+    submit = calls(Worker.submit, timeout_s=CALL_S)
+    abort = calls(Worker.abort, timeout_s=CALL_S)
 
     async def notice(self, seconds: float) -> None:
         """Make its next report announce that its machine ends in `seconds`."""
-        await self._remote.call("notice", seconds, kind=type(None), timeout_s=CALL_S)
+        await invoke(self._remote, CALL_S, EngineActor.notice, seconds)
+
+    async def load(self, version: PolicyVersion) -> Loaded:
+        """Raises WeightsError: the trainer has another version, or the engine does not get all of it."""
+        loading = invoke(self._remote, LOAD_S, Worker.load, version)
+        if self._sender is None:
+            return await loading
+        loaded, _ = await asyncio.gather(loading, invoke(self._sender, SEND_S, LaneSender.send_weights, version))
+        return loaded
 
     async def next_report(self, timeout_s: float) -> WorkerReport | None:
         if not self._reports:
@@ -111,7 +111,7 @@ class RayWorker:
 
     async def close(self) -> None:
         try:
-            await self._remote.call("close", kind=type(None), timeout_s=CLOSE_S)
+            await invoke(self._remote, CLOSE_S, EngineActor.close)
         finally:
             self.kill()
 
@@ -135,58 +135,61 @@ class RolloutActor(EngineActor):
 
     @served
     async def start(
-        self, plan: bytes, files: dict[str, bytes], lease: bytes, publishers: Sequence[Any], lane: bytes = b""
+        self,
+        plan: WorkerPlan,
+        files: dict[str, bytes],
+        lease: Lease,
+        publishers: Sequence[Any],
+        lane: LanePlan | None = None,
     ) -> None:
         """Create the engine; its weights come with the first `load`.
 
         Args:
             files: configuration and tokenizer of the model.
             publishers: the actors that own the published versions, one for each shard.
-            lane: a `LanePlan`, by which versions come instead; empty: they are pulled.
+            lane: by which versions come instead; None: they are pulled.
 
         Raises:
             UserError: this node cannot run the configuration.
         """
-        planned, leased = decode(plan, WorkerPlan), decode(lease, Lease)
         engine_compute, weights_compute = ComputeThread(), ComputeThread("tidemill-weights")
-        spec, self._files = RunSpec.model_validate_json(planned.spec), ModelFiles(files)
+        spec, self._files = RunSpec.model_validate_json(plan.spec), ModelFiles(files)
 
         def opened() -> Opened:
-            torch.set_num_threads(planned.threads)
+            torch.set_num_threads(plan.threads)
             require_reserved_gpus(spec.ray.worker_gpus, "ray.worker_gpus")
             check_memory(spec, "worker", folder=self._files.path, note=lambda _: None, alone=False)
-            return open_engine(spec, self._files.path, prompt_tokens=planned.prompt_tokens, dtype=planned.dtype)
+            return open_engine(spec, self._files.path, prompt_tokens=plan.prompt_tokens, dtype=plan.dtype)
 
         engine, user = await engine_compute.run(opened)
-        if lane:
-            found = decode(lane, LanePlan)
+        if lane is not None:
             device = user.device_type
-            source: WeightSource = await open_lane(found, user, engine_compute, device=device, dtype=planned.dtype)
+            source: WeightSource = await open_lane(lane, user, engine_compute, device=device, dtype=plan.dtype)
         else:
             readers = await open_readers(spec.weights, publishers)
-            new_puller = partial(open_puller, spec.weights, readers, weights_compute, session=planned.session)
+            new_puller = partial(open_puller, spec.weights, readers, weights_compute, session=plan.session)
             source = PulledWeights(new_puller(), user, base=new_puller() if spec.model.lora.enabled else None)
         self.worker = EngineWorker(
             engine,
             engine_compute,
             clock=LoopClock(),
             tick_s=spec.engine.tick_s,
-            worker_id=leased.worker_id,
-            lease_id=leased.lease_id,
+            worker_id=lease.worker_id,
+            lease_id=lease.lease_id,
             heartbeat_s=spec.fleet.heartbeat_s,
             source=source,
         )
         asyncio.get_running_loop().add_reader(signal_fd(), self._on_sigterm)
-        self._start_task(self._exit_when_orphaned(planned.orphan_s))
-        if planned.cloud_notices:
-            self._start_task(watch_cloud_notices(lambda notice: self.started_worker().notice(notice.seconds_left)))
+        self._start_task(self._exit_when_orphaned(plan.orphan_s))
+        if plan.cloud_notices:
+            self._start_task(watch_cloud_notices(lambda notice: self.part("worker").notice(notice.seconds_left)))
 
     def _start_task(self, coroutine: Coroutine[Any, Any, None]) -> None:
         self._tasks.add(asyncio.create_task(coroutine))
 
     def _on_sigterm(self) -> None:
         os.read(signal_fd(), 64)
-        self.started_worker().notice(SIGTERM_GRACE_S)
+        self.part("worker").notice(SIGTERM_GRACE_S)
 
     async def _exit_when_orphaned(self, orphan_s: float) -> None:
         """End the process when its controller is gone, or has replaced this worker while the machine was suspended."""
@@ -210,6 +213,7 @@ class RayHost:
         start_s: deadline for starting a worker.
         notify_drains: send notices to workers on draining nodes (if no provider does).
         lane: brings versions to the reserved engine.
+        sender: the trainer at the other end of the lane.
     """
 
     def __init__(
@@ -225,12 +229,13 @@ class RayHost:
         start_s: float,
         notify_drains: bool,
         lane: LanePlan | None = None,
+        sender: Caller | None = None,
     ) -> None:
-        self._plan, self._config, self._nodes = encode(plan), config, nodes
+        self._plan, self._config, self._nodes = plan, config, nodes
         self._shared = plan.session if plan.share_memory else None
         self._files, self._publishers = ray.put(dict(files)), list(publishers)
-        self._lane = encode(lane) if lane is not None else b""
-        self._preemptible, self._reserved, self._start_s = preemptible, reserved, start_s
+        self._lane, self._sender, self._start_s = lane, sender, start_s
+        self._preemptible, self._reserved = preemptible, reserved
         self._workers: dict[RayWorker, str] = {}  # node ids of started workers
         self._notifying = asyncio.create_task(self._notify_drains(), name="drains") if notify_drains else None
 
@@ -248,13 +253,13 @@ class RayHost:
         reserved = lease.kind == "reserved"
         lost = partial(trainer_lost, role="reserved engine") if reserved else worker_lost
         remote = Remote(handle, lost=lost, node_name=node_name)
-        worker = RayWorker(remote, owned=True)
+        worker = RayWorker(remote, owned=True, sender=self._sender if reserved else None)
         try:
             node_id = await self._wait_for_place(remote, selector, deadline_s)
             self._workers[worker] = node_id
             left_s = deadline_s - asyncio.get_running_loop().time()
-            arguments = self._plan, self._files, encode(lease), self._publishers, self._lane if reserved else b""
-            await remote.call("start", *arguments, kind=type(None), timeout_s=left_s)
+            lane = self._lane if reserved else None
+            await invoke(remote, left_s, RolloutActor.start, self._plan, self._files, lease, self._publishers, lane)
         except BaseException as error:
             self._workers.pop(worker, None)
             worker.kill()
@@ -292,7 +297,7 @@ class RayHost:
         Raises:
             WorkerLost: no live node matches after `PLACE_S`, or none has room by the deadline (one may be joining).
         """
-        calling = asyncio.ensure_future(remote.call("place", kind=str, timeout_s=self._start_s))
+        calling = asyncio.ensure_future(invoke(remote, self._start_s, RolloutActor.place))
         try:
             done, _ = await asyncio.wait({calling}, timeout=min(PLACE_S, self._start_s))
             if not done and not self._nodes.fitting(selector):

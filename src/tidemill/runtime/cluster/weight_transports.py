@@ -15,7 +15,7 @@ from tidemill.config.weights import WeightsConfig
 from tidemill.core.errors import UserError, WeightsError
 from tidemill.core.protocols import Compute, LoopClock
 from tidemill.core.records import Record
-from tidemill.runtime.cluster.ray_calls import read_answer
+from tidemill.runtime.cluster.wire import read_answer
 from tidemill.weights.http_reader import HttpReader
 from tidemill.weights.node_folder import NodeFolder
 from tidemill.weights.node_puller import NodePuller

@@ -333,7 +333,7 @@ def before_and_after(first: SampleWindow, last: SampleWindow) -> PairTable:
     return _pair_table(ordered, f"{gained} of {len(both)} gained reward, {lost} lost")
 
 
-# Tables of `tidemill eval`. `found` is its summary.json, as runtime/model_evaluation.py writes it.
+# Tables of `tidemill eval`. `found` is its summary.json, as jobs/model_evaluation.py writes it.
 
 DISTINCT = "distinct_"
 GREEDY = "greedy"

@@ -6,19 +6,28 @@ from typing import Any
 
 import pytest
 
-from tidemill.core.errors import GuardStop, TidemillError, TrainerLost, UserError, WeightsError, WorkerLost
+from tidemill.core.errors import (
+    DeadlineError,
+    GuardStop,
+    TidemillError,
+    TrainerLost,
+    UserError,
+    WeightsError,
+    WorkerLost,
+)
 from tidemill.core.records import PolicyVersion
-from tidemill.runtime.cluster.ray_calls import RemoteError, answering, read_answer
+from tidemill.runtime.cluster.wire import AsyncActor, RemoteError, answered_in_order, read_answer, served
 
 
 async def _through(outcome: object, kind: Any = None) -> Any:
-    @answering
-    async def method() -> object:
-        if isinstance(outcome, Exception):
-            raise outcome
-        return outcome
+    class Actor(AsyncActor):
+        @served
+        async def method(self) -> Any:
+            if isinstance(outcome, Exception):
+                raise outcome
+            return outcome
 
-    return read_answer(await method(), kind or type(outcome))
+    return read_answer(await Actor().method(), kind or type(outcome))
 
 
 async def test_records_and_nothing() -> None:
@@ -40,19 +49,28 @@ async def test_a_user_error_keeps_its_fields() -> None:
     assert str(caught.value) == str(fault)
 
 
-async def test_other_errors_keep_their_type() -> None:
-    with pytest.raises(WorkerLost) as lost:
-        await _through(WorkerLost("its node died", hint="wait"))
-    assert (lost.value.cause, lost.value.hint) == ("its node died", "wait")
-    with pytest.raises(TrainerLost, match=r"^the critic died$"):
-        await _through(TrainerLost("the critic died"))
-    with pytest.raises(GuardStop, match=r"^the loss is not finite$"):
-        await _through(GuardStop("the loss is not finite"))
-    with pytest.raises(WeightsError, match=r"^version 3 is torn$"):
-        await _through(WeightsError("version 3 is torn"))
-    with pytest.raises(TidemillError, match=r"^waited long$") as other:
-        await _through(TidemillError("waited long"))
-    assert not isinstance(other.value, RemoteError)
+class MissingFolder(UserError):
+    """An error of another module."""
+
+
+@pytest.mark.parametrize(
+    ("raised", "kind"),
+    [
+        (WorkerLost("its node died", hint="wait"), WorkerLost),
+        (TrainerLost("the critic died"), TrainerLost),
+        (GuardStop("the loss is not finite"), GuardStop),
+        (WeightsError("version 3 is torn"), WeightsError),
+        (DeadlineError("a place", waited_s=3.0, look_at="the cluster"), DeadlineError),
+        (TidemillError("waited long"), TidemillError),
+        (MissingFolder("gone", where="run.dir"), UserError),
+    ],
+)
+async def test_an_error_keeps_its_type_and_its_fields(raised: TidemillError, kind: type[TidemillError]) -> None:
+    with pytest.raises(kind) as caught:
+        await _through(raised)
+    assert type(caught.value) is kind
+    assert str(caught.value) == str(raised)
+    assert vars(caught.value) == vars(raised)
 
 
 async def test_an_unexpected_exception_brings_its_traceback() -> None:
@@ -71,12 +89,13 @@ async def test_a_traceback_survives_a_second_process() -> None:
 
 
 def test_plain_methods_answer_like_coroutines() -> None:
-    @answering
-    def half(number: int) -> int:
-        if number % 2:
-            raise UserError("odd", where="number", hint="give an even one")
-        return number // 2
+    class Actor:
+        @answered_in_order
+        def half(self, number: int) -> Any:
+            if number % 2:
+                raise UserError("odd", where="number", hint="give an even one")
+            return number // 2
 
-    assert read_answer(half(6), int) == 3
+    assert read_answer(Actor().half(6), int) == 3
     with pytest.raises(UserError, match="odd"):
-        read_answer(half(5), int)
+        read_answer(Actor().half(5), int)

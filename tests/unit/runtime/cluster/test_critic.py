@@ -4,35 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import ray
 from ray.exceptions import ActorDiedError, GetTimeoutError
 
+from tests.actors_here import ActorHere
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import TidemillError, TrainerLost, UserError
-from tidemill.runtime.cluster.ray_calls import encode, read_answer
 from tidemill.runtime.cluster.ray_critic import CriticActor, CriticPlan, RayCritic
 
 PPO = {"model": {"source": "char", "char": {"hidden_size": 16, "layers": 1, "heads": 2}}, "algorithm": {"name": "ppo"}}
 
 
-class LocalHandle:
-    """Calls an actor's methods in this process, with the interface of a Ray handle."""
-
-    def __init__(self, actor: CriticActor) -> None:
-        self._actor = actor
-
-    def __getattr__(self, name: str) -> Any:
-        return SimpleNamespace(remote=getattr(self._actor, name))
-
-
 @pytest.fixture
 def critic(monkeypatch: pytest.MonkeyPatch) -> RayCritic:
     monkeypatch.setattr(ray, "get", lambda answer, timeout: answer)
-    return RayCritic(LocalHandle(CriticActor()))
+    return RayCritic(ActorHere(CriticActor()))
 
 
 def _started(critic: RayCritic, folder: Path) -> RayCritic:
@@ -56,10 +45,12 @@ def test_the_written_state_is_read_back_and_the_probe_file_is_removed(critic: Ra
     assert critic.step(1.0)().keys() == {"value_grad_norm"}  # without any update
 
 
-def test_a_machine_that_does_not_see_the_run_directory_is_refused_before_loading(tmp_path: Path) -> None:
+def test_a_machine_that_does_not_see_the_run_directory_is_refused_before_loading(
+    critic: RayCritic, tmp_path: Path
+) -> None:
     plan = CriticPlan(spec="", threads=1, probe_file=str(tmp_path / "nowhere" / "seen"))
     with pytest.raises(UserError, match="does not see the run directory") as caught:
-        read_answer(CriticActor().start(encode(plan)), str)
+        critic._call(CriticActor.start, plan)()
     assert caught.value.where == "placement.critic"
 
 

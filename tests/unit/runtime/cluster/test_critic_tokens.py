@@ -13,7 +13,6 @@ from tidemill.config.algorithm import CriticConfig
 from tidemill.models.attention import use_packed_attention
 from tidemill.models.reward_model import reward_head
 from tidemill.models.tree_forward import TreeForward
-from tidemill.runtime.cluster.ray_calls import decode, encode
 from tidemill.runtime.cluster.ray_critic import (
     ReceivedTokens,
     SentTokens,
@@ -22,6 +21,7 @@ from tidemill.runtime.cluster.ray_critic import (
     to_bytes,
     unpack_microbatch,
 )
+from tidemill.runtime.cluster.wire import decode, encode
 from tidemill.trainer.critic import ModelCritic
 from tidemill.trainer.packing import Microbatch, WeightedSample, pack
 

@@ -11,8 +11,9 @@ import pytest
 from tests.frozen_readers import named
 from tidemill.core.errors import ReaderLost, TrainerLost
 from tidemill.core.records import Growth, Read
-from tidemill.runtime.cluster.ray_calls import Remote, decode, trainer_lost
+from tidemill.runtime.cluster.ray_calls import Remote, trainer_lost
 from tidemill.runtime.cluster.ray_reader import MAX_READS, MAX_RESTARTS, RayReader, reader_lost
+from tidemill.runtime.cluster.wire import decode
 
 READ = Read(values=b"\0\0\0\0", tokens_ahead=3, tokens_late=5)
 

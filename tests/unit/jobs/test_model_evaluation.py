@@ -15,8 +15,8 @@ from tidemill.cli.evaluate import figures as eval_figures
 from tidemill.controller.entries import EvalResult
 from tidemill.controller.evaluation import Evaluation, eval_result
 from tidemill.core.records import Group, PolicyVersion, Prompt, Reward, SourceRun, Trajectory
+from tidemill.jobs.model_evaluation import ModelEvaluation, comparison, figures
 from tidemill.pipeline.stage_kinds import evaluation_headline
-from tidemill.runtime.model_evaluation import ModelEvaluation, comparison, figures
 from tidemill.telemetry.statistics import wilson_interval
 
 PROMPTS = tuple(make_prompt(f"{number}+0=", str(number)) for number in range(4))

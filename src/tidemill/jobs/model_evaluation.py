@@ -40,12 +40,12 @@ from tidemill.core.records import (
 )
 from tidemill.data.given_prompts import questions
 from tidemill.data.prompts import RawPrompt, after_system, encode_question, in_chat
+from tidemill.jobs.batch_generation import batch_generator
 from tidemill.models.catalog import errors_at_key
 from tidemill.models.codec import TextCodec
 from tidemill.models.model_source import ModelSource, exact_models, locate
 from tidemill.models.prompt_format import prompt_format
 from tidemill.models.weights_digest import weights_digest
-from tidemill.runtime.batch_generation import batch_generator
 from tidemill.runtime.memory_check import check_memory
 from tidemill.runtime.model_bundle import ModelBundle, load_model_bundle
 from tidemill.runtime.readers import check_reward_models, model_scores

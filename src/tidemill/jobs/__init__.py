@@ -1,0 +1,1 @@
+"""What a model is used for outside of a training run: generated data, evaluation, export."""

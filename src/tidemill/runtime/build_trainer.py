@@ -1,0 +1,121 @@
+"""The one place that puts a policy trainer and its parts together: in this process, in an actor, or as one of several
+ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from tidemill.core.protocols import Clock, Publisher, Trainer
+from tidemill.core.records import TokenBuffer
+from tidemill.models.ranks import ONE_RANK, Ranks
+from tidemill.rollout.worker import EngineWorker
+from tidemill.runtime.backend import TrainerCheckpoints, checkpoint_store
+from tidemill.runtime.colocated import open_colocated
+from tidemill.runtime.compute import ComputeThread
+from tidemill.runtime.model_bundle import ModelBundle, reference_and_critic
+from tidemill.runtime.publishers import ModelPublisher, ProbePublisher, ShardPublisher
+from tidemill.runtime.readers import LocalReader, reference_reader
+from tidemill.trainer.critic import Critic
+from tidemill.trainer.policy import PolicyTrainer
+from tidemill.weights.store import WeightStore
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerParts:
+    """A policy trainer and what shares its process."""
+
+    trainer: Trainer  # what the loop drives: the policy's trainer, or one that takes turns with the engine
+    checkpoints: TrainerCheckpoints
+    engine: EngineWorker | None  # None: it is in another process
+    reader: LocalReader | None  # the reference, if it reads samples during generation
+    publisher: Publisher | None
+
+
+def build_trainer(
+    bundle: ModelBundle,
+    compute: ComputeThread,
+    *,
+    clock: Clock,
+    checkpoints: Path,
+    prompt_tokens: int,
+    probe_ids: TokenBuffer,
+    open_store: Callable[[], WeightStore],
+    sends_base: bool,
+    progress: Callable[[str], None] = lambda _: None,
+    warn: Callable[[str], None],
+    ranks: Ranks = ONE_RANK,
+    critic: Critic | None = None,
+) -> TrainerParts:
+    """Build a trainer as the configuration says.
+
+    Args:
+        bundle: just loaded. With several ranks only this rank's rows are kept.
+        compute: runs the trainer, the engine and the reader, one at a time.
+        checkpoints: their folder.
+        prompt_tokens: length of the longest prompt.
+        probe_ids: published with every version; empty if none is published.
+        open_store: called if versions are stored for workers to pull.
+        sends_base: workers cannot share the base model under an adapter.
+        progress: gets a line before each slow operation.
+        warn: gets a message for every damaged checkpoint that was skipped.
+        critic: in another process; None builds the one that the algorithm needs.
+
+    Raises:
+        UserError: the critic, the engine or the address of the weights cannot be used.
+    """
+    spec = bundle.spec
+    reference, own_critic = reference_and_critic(bundle, ranks, remote=critic is not None, progress=progress)
+    policy = PolicyTrainer(
+        bundle.forward,
+        spec,
+        compute=compute,
+        source=bundle.folder,
+        reference=reference,
+        critic=critic or own_critic,
+        ranks=ranks,
+    )
+    trainer: Trainer = policy
+    engine: EngineWorker | None = None
+    if spec.engine_shares_model:
+        shared = bundle.engine(policy.version, prompt_tokens=prompt_tokens)
+        engine = EngineWorker(shared, compute, clock=clock, tick_s=spec.engine.tick_s)
+    elif spec.placement.engine == "colocated":
+        engine, trainer = open_colocated(
+            bundle, policy, compute, clock=clock, prompt_tokens=prompt_tokens, probe_ids=probe_ids
+        )
+    reader: LocalReader | None = None
+    if spec.reading.ahead and reference is not None and ranks.size == 1:
+        reader = reference_reader(spec, reference.model, compute)
+    return TrainerParts(
+        trainer=trainer,
+        checkpoints=TrainerCheckpoints(checkpoint_store(spec, checkpoints), policy, compute, warn=warn, ranks=ranks),
+        engine=engine,
+        reader=reader,
+        publisher=_publisher(bundle, compute, probe_ids, open_store, sends_base=sends_base) if probe_ids else None,
+    )
+
+
+def _publisher(
+    bundle: ModelBundle,
+    compute: ComputeThread,
+    probe_ids: TokenBuffer,
+    open_store: Callable[[], WeightStore],
+    *,
+    sends_base: bool,
+) -> Publisher:
+    spec = bundle.spec
+    if spec.engine_shares_model:
+        return ModelPublisher(
+            bundle.model,
+            open_store(),
+            compute=compute,
+            rollout_model=bundle.rollout_model,
+            probe_ids=probe_ids,
+            sends_base=sends_base,
+        )
+    pulled = spec.is_elastic or (spec.engine_is_apart and spec.weights.lane == "none")
+    if pulled:  # without a second copy of the weights
+        return ShardPublisher(bundle, open_store(), compute=compute, probe_ids=probe_ids)
+    return ProbePublisher(bundle, compute=compute, probe_ids=probe_ids)

@@ -255,7 +255,8 @@ def decode_body(body: Mapping[str, Any], kind: type[T]) -> T:
     """The parameters of a body. Nulls count as left out. Raises ApiError: a type is wrong, or one is unknown."""
     given = {name: value for name, value in body.items() if value is not None}
     found: T = decode(given, kind)
-    for name in given.keys() - {*kind.__struct_encode_fields__, *NO_EFFECT}:  # type: ignore[attr-defined]
+    known = {*kind.__struct_encode_fields__, *NO_EFFECT}  # type: ignore[attr-defined]
+    for name in [name for name in given if name not in known]:
         if name not in NEUTRAL:
             raise unsupported(name, "the gateway does not know it")
         if given[name] not in NEUTRAL[name]:

@@ -81,15 +81,17 @@ def child_processes() -> list[int]:
 
     They are found by their parents: `/proc/PID/task/TID/children` misses some while others end, see proc(5).
     """
-    children = []
+    return [pid for pid, fields in process_stats() if int(fields[1]) == os.getpid()]
+
+
+def process_stats() -> Iterator[tuple[int, list[bytes]]]:
+    """The processes that /proc shows, with the fields of their `stat` from the third, the state."""
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
-            with suppress(OSError):  # it has ended, or is another user's, which some machines hide
+            with suppress(OSError, ValueError):  # it has ended, or is another user's, which some machines hide
                 stat = (folder / "stat").read_bytes()
-                parent = int(stat[stat.rindex(b")") + 1 :].split()[1])  # a name in parentheses may contain anything
-                if parent == os.getpid():
-                    children.append(int(folder.name))
-    return children
+                fields = stat[stat.rindex(b")") + 1 :].split()  # a name in parentheses may contain anything
+                yield int(folder.name), fields
 
 
 def adopt_descendants() -> None:

@@ -41,10 +41,12 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "verbosity": ("medium",),
 }
 """Values that ask for nothing; any other is refused."""
-MISSING = re.compile("Object missing required field `(.*)`")
-UNKNOWN = re.compile("Object contains unknown field `(.*)`", re.DOTALL)
-NAMES = re.compile(r"(\.\w+)*")
-"""The part of a path that a client knows as a parameter."""
+ERROR = re.compile(r"(.+?)(?: - at `\$([^`]*)`)?", re.DOTALL)
+UNKNOWN = "contains unknown"
+FIELD = re.compile(f"Object ({UNKNOWN}|missing required) field `(.*)`", re.DOTALL)
+"""Errors of msgspec: what is wrong and where; that an object has a field too many or too few."""
+NAMES, CONTENT = re.compile(r"(\.\w+)+"), re.compile(r"\.(content|output)\b")
+"""The part of a path that a client knows as a parameter, and in messages."""
 
 
 class Call(Record):
@@ -103,14 +105,18 @@ SchemaType: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^(object|array|str
 
 
 class Body(msgspec.Struct, kw_only=True):
-    """Parameters of all three APIs."""
+    """Parameters of all three APIs. Where a `Question` has the same, it has the same name."""
 
     model: Text
     temperature: Annotated[float, msgspec.Meta(ge=0, le=2)] | None = None
     top_p: Annotated[float, msgspec.Meta(ge=1e-6, le=1)] | None = None
     top_k: Annotated[int, msgspec.Meta(ge=0, le=1 << 20)] | None = None
     stream: bool = False
-    return_token_ids: bool = False
+    token_ids: bool = msgspec.field(name="return_token_ids", default=False)
+
+    def __post_init__(self) -> None:
+        if self.temperature is not None and self.temperature < COLDEST:
+            self.temperature = 0.0  # dividing by it would overflow
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
@@ -125,6 +131,14 @@ class RepeatedBody(Body, kw_only=True):
     seed: Annotated[int, msgspec.Meta(ge=-LARGEST_SEED, le=LARGEST_SEED)] | None = None
     stop: Text | Annotated[tuple[Text, ...], msgspec.Meta(max_length=STOPS)] = ()
     stream_options: StreamOptions = msgspec.field(default_factory=StreamOptions)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.stop = (self.stop,) if isinstance(self.stop, str) else self.stop
+
+    @property
+    def usage(self) -> bool:
+        return bool(self.stream_options.include_usage)
 
 
 class ChatBody(RepeatedBody, kw_only=True):
@@ -150,18 +164,26 @@ class ResponseBody(Body, kw_only=True):
     text: dict[str, Any] = {}
     tools: Entries = []
     tool_choice: str | dict[str, Any] = "auto"
-    max_output_tokens: Count | None = None
+    max_tokens: Count | None = msgspec.field(name="max_output_tokens", default=None)
 
 
 class ToolCall(msgspec.Struct):
     function: Call
 
 
+class TextPart(msgspec.Struct):
+    type: Annotated[str, msgspec.Meta(pattern=r"^(text|input_text|output_text)\Z")]
+    text: str
+
+
+Content: TypeAlias = str | list[TextPart] | None
+
+
 class MessageBody(msgspec.Struct):
     """A message. Its name, refusal and annotations do not reach the model; answers of other servers have them."""
 
     role: Annotated[str, msgspec.Meta(pattern=r"^(system|developer|user|assistant|tool)\Z")]
-    content: Any = None
+    content: Content = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: Any = None
     name: Any = None
@@ -169,9 +191,10 @@ class MessageBody(msgspec.Struct):
     annotations: Any = None
 
 
-class TextPart(msgspec.Struct):
-    type: Annotated[str, msgspec.Meta(pattern=r"^(text|input_text|output_text)\Z")]
-    text: str
+class OutputBody(msgspec.Struct):
+    """The result of a call in /v1/responses."""
+
+    output: Content = None
 
 
 class ToolBody(msgspec.Struct):
@@ -201,12 +224,12 @@ class SchemaBody(msgspec.Struct, rename="camel"):
     items: Any = msgspec.UNSET
 
 
-def decode(given: Any, kind: Any, at: str = "", *, param: str | None = None) -> Any:
+def decode(given: Any, kind: Any, at: str = "", *, coarse: bool = False) -> Any:
     """A part of a body with its type.
 
     Args:
         at: place of the part in the body.
-        param: parameter that errors name; by default that at fault.
+        coarse: of the names inside the part, errors give only that of a content as their `param`.
 
     Raises:
         ApiError: it has another type.
@@ -214,23 +237,26 @@ def decode(given: Any, kind: Any, at: str = "", *, param: str | None = None) -> 
     try:
         return msgspec.convert(given, kind)
     except msgspec.ValidationError as error:
-        what, _, path = str(error).partition(" - at `$")
-        place = f"{at}{path.rstrip('`')}".lstrip(".")
-        if missing := MISSING.fullmatch(what):
-            place = f"{place}.{missing[1]}".lstrip(".")
-            raise invalid(f"`{place}` is missing", param or place) from error
-        if unknown := UNKNOWN.fullmatch(what):
-            raise unsupported(f"{place}.{unknown[1]}", "the gateway does not know it") from error
-        shown = place or "the body"
-        named = at + NAMES.match(path)[0]  # type: ignore[index]  # it matches every text
-        raise invalid(f"`{shown}`: {what[0].lower()}{what[1:]}", param or named.lstrip(".")) from error
+        matched = ERROR.fullmatch(str(error))
+        assert matched is not None
+        what, path = matched.groups("")
+        if field := FIELD.fullmatch(what):
+            path += f".{field[2]}"
+            what = "it is missing"
+        place = f"{at}{path}".lstrip(".")
+        if field and field[1] == UNKNOWN:
+            raise unsupported(place, "the gateway does not know it") from error
+        names = (CONTENT if coarse else NAMES).match(path)
+        param = f"{at}{names[0] if names else ''}".lstrip(".")
+        raise invalid(f"`{place}`: {what[0].lower()}{what[1:]}", param) from error
 
 
 def decode_body(body: Mapping[str, Any], kind: type[T]) -> T:
     """The parameters of a body. Nulls count as left out. Raises ApiError: a type is wrong, or one is unknown."""
     given = {name: value for name, value in body.items() if value is not None}
     found: T = decode(given, kind)
-    for name in given.keys() - {*kind.__struct_fields__, *NO_EFFECT}:  # type: ignore[attr-defined]
+    known = {*kind.__struct_encode_fields__, *NO_EFFECT}  # type: ignore[attr-defined]
+    for name in [name for name in given if name not in known]:
         if name not in NEUTRAL:
             raise unsupported(name, "the gateway does not know it")
         if given[name] not in NEUTRAL[name]:
@@ -257,13 +283,11 @@ def chat_question(body: Mapping[str, Any]) -> Question:
     if None not in (asked.max_tokens, asked.max_completion_tokens) and asked.max_tokens != asked.max_completion_tokens:
         raise invalid("`max_tokens` and `max_completion_tokens` differ", "max_tokens")
     _refuse_response_format(asked.response_format, "response_format")
-    return Question(
+    return _question(
+        asked,
         messages=tuple(_chat_message(each, f"messages[{index}]") for index, each in enumerate(asked.messages)),
         tools=_chosen(asked, _chat_tool),
         max_tokens=asked.max_completion_tokens or asked.max_tokens,
-        logprobs=asked.logprobs,
-        **_common(asked),
-        **_repeated(asked),
     )
 
 
@@ -273,16 +297,10 @@ def completion_question(body: Mapping[str, Any]) -> Question:
     if asked.logprobs:
         raise unsupported("logprobs", "only 0 is accepted, which gives those of the tokens that were drawn")
     one = isinstance(asked.prompt, str) or isinstance(asked.prompt[0], int)
-    prompts = decode([asked.prompt] if one else asked.prompt, Prompts, "prompt", param="prompt")
+    prompts = decode([asked.prompt] if one else asked.prompt, Prompts, "prompt")
     if len(prompts) * asked.n > MOST_N:
         raise invalid(f"{len(prompts)} prompts with n = {asked.n}: at most {MOST_N} completions", "n")
-    return Question(
-        prompts=prompts,
-        max_tokens=asked.max_tokens,
-        logprobs=asked.logprobs is not None,
-        **_common(asked),
-        **_repeated(asked),
-    )
+    return _question(asked, prompts=prompts, logprobs=asked.logprobs is not None)
 
 
 def response_question(body: Mapping[str, Any]) -> Question:
@@ -291,7 +309,7 @@ def response_question(body: Mapping[str, Any]) -> Question:
     if (earlier := asked.previous_response_id) is not None:
         message = f"there is no response {earlier[:100]!r}: responses are not stored; send the whole conversation"
         raise invalid(message, "previous_response_id", code="previous_response_not_found")
-    if asked.return_token_ids:
+    if asked.token_ids:
         raise unsupported("return_token_ids", "responses have none; use /v1/chat/completions")
     _refuse_response_format(asked.text.pop("format", None), "text.format")
     if asked.text.pop("verbosity", None) not in (None, "medium") or asked.text:
@@ -300,37 +318,17 @@ def response_question(body: Mapping[str, Any]) -> Question:
     messages = [ChatMessage(role="user", text=given)] if isinstance(given, str) else _items(given)
     if asked.instructions:
         messages.insert(0, ChatMessage(role="system", text=asked.instructions))
-    return Question(
-        messages=tuple(messages),
-        tools=_chosen(asked, _response_tool),
-        max_tokens=asked.max_output_tokens,
-        **_common(asked),
-    )
+    return _question(asked, messages=tuple(messages), tools=_chosen(asked, _response_tool))
 
 
-def _common(asked: Body) -> dict[str, Any]:
-    cold = asked.temperature is not None and asked.temperature < COLDEST  # dividing by it would overflow
-    return {
-        "model": asked.model,
-        "temperature": 0.0 if cold else asked.temperature,
-        "top_p": asked.top_p,
-        "top_k": asked.top_k,
-        "stream": asked.stream,
-        "token_ids": asked.return_token_ids,
-    }
-
-
-def _repeated(asked: RepeatedBody) -> dict[str, Any]:
-    return {
-        "n": asked.n,
-        "seed": asked.seed,
-        "stop": (asked.stop,) if isinstance(asked.stop, str) else asked.stop,
-        "usage": bool(asked.stream_options.include_usage),
-    }
+def _question(asked: Body, **read: Any) -> Question:
+    """The parameters of a body, and those that were read from it."""
+    same = {name: getattr(asked, name) for name in Question.__struct_fields__ if hasattr(asked, name)}
+    return Question(**same | read)
 
 
 def _chat_message(given: Any, at: str) -> ChatMessage:
-    message: MessageBody = decode(given, MessageBody, at, param=at)
+    message: MessageBody = decode(given, MessageBody, at, coarse=True)
     calls = message.tool_calls or []
     if calls and message.role != "assistant":
         raise invalid(f"`{at}.tool_calls` must be in a message of the assistant", at)
@@ -340,24 +338,23 @@ def _chat_message(given: Any, at: str) -> ChatMessage:
         raise unsupported(f"{at}.{min(unknown)}", "the gateway does not know it")
     return ChatMessage(
         role="system" if message.role == "developer" else message.role,
-        text=_text_of(message.content, f"{at}.content"),
+        text=_text_of(message.content),
         calls=tuple(call.function for call in calls),
     )
 
 
-def _text_of(content: Any, at: str) -> str:
+def _text_of(content: Content) -> str:
     """A text, or the texts of a list of parts."""
-    found: str | list[TextPart] | None = decode(content, str | list[TextPart] | None, at, param=at)
-    return found or "" if not isinstance(found, list) else "".join(part.text for part in found)
+    return "".join(part.text for part in content) if isinstance(content, list) else content or ""
 
 
 def _chat_tool(given: Any, at: str) -> dict[str, Any]:
-    tool: ChatToolBody = decode(given, ChatToolBody, at, param=at)
+    tool: ChatToolBody = decode(given, ChatToolBody, at, coarse=True)
     return _tool(tool.function, at)
 
 
 def _response_tool(given: Any, at: str) -> dict[str, Any]:
-    decode(given, ToolBody, at, param=at)
+    decode(given, ToolBody, at, coarse=True)
     return _tool({name: value for name, value in given.items() if name != "type"}, at)
 
 
@@ -418,13 +415,14 @@ def _items(given: Sequence[Any]) -> list[ChatMessage]:
             else:
                 found.append(said)
         elif kind == "function_call":
-            call: Call = decode(item, Call, at, param=at)
+            call: Call = decode(item, Call, at, coarse=True)
             if found and found[-1].role == "assistant":
                 found[-1] = msgspec.structs.replace(found[-1], calls=(*found[-1].calls, call))
             else:
                 found.append(ChatMessage(role="assistant", text="", calls=(call,)))
         elif kind == "function_call_output":
-            found.append(ChatMessage(role="tool", text=_text_of(item.get("output"), f"{at}.output")))
+            result: OutputBody = decode(item, OutputBody, at, coarse=True)
+            found.append(ChatMessage(role="tool", text=_text_of(result.output)))
         elif kind != "reasoning":  # a client repeats what it was given, and it was given none
             raise invalid(f"`{at}` is of type {str(kind)[:40]!r}, which is not supported", at)
     return found

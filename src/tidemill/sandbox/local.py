@@ -38,6 +38,18 @@ class SandboxedProgram:
     stream: socket.socket  # its standard input and output
     finish: Callable[[float], Finished]  # given a deadline in seconds; raises SandboxLostError
 
+    def last_words(self, wait_s: float) -> str:
+        """Why it ended: its limit, or the last line of its errors; empty if it has not ended."""
+        try:
+            finished = self.finish(wait_s)
+        except SandboxError:
+            return ""
+        return f"ended by its limit of {finished.ended}" if finished.ended else last_line(finished.stderr)
+
+
+def last_line(text: bytes) -> str:
+    return (text.decode(errors="replace").strip().splitlines() or [""])[-1]
+
 
 class LocalSandbox:
     """A sandbox of this machine; implements `Sandbox`."""
@@ -208,9 +220,9 @@ class LauncherProcess:
             return
         self._process.kill()
         self._errors.seek(0)
-        errors = self._errors.read().decode(errors="replace").strip()
+        error = last_line(self._errors.read()) or "the launcher did not answer"
         raise UserError(
-            f"sandboxes cannot be started: {errors.splitlines()[-1] if errors else 'the launcher did not answer'}",
+            f"sandboxes cannot be started: {error}",
             where="sandbox.backend",
             hint="`tidemill doctor` says which back-ends work here, and why the others do not",
         )

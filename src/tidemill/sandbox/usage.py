@@ -8,6 +8,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from tidemill.core import ipc
+
 TICKS = os.sysconf("SC_CLK_TCK")
 RESIDENT = re.compile(rb"^Rss(?:Anon|Shmem):\s*(\d+) kB", re.MULTILINE)
 """Anonymous memory; and shared memory, which is anonymous or of a mapped file of a tmpfs."""
@@ -46,18 +48,15 @@ class Usage:
 def read_processes() -> dict[int, Process]:
     """All processes that /proc shows, by id."""
     processes = {}
-    for name in os.listdir("/proc"):
-        if name.isdigit():
-            with suppress(OSError, ValueError):  # it has ended
-                stat = Path(f"/proc/{name}/stat").read_bytes()
-                fields = stat[stat.rindex(b")") + 2 :].split()  # a name in parentheses may contain anything
-                memory = RESIDENT.findall(Path(f"/proc/{name}/status").read_bytes())
-                processes[int(name)] = Process(
-                    parent=int(fields[1]),
-                    cpu_s=sum(map(int, fields[11:15])) / TICKS,
-                    threads=int(fields[17]),
-                    memory_bytes=sum(map(int, memory)) << 10,
-                )
+    for pid, fields in ipc.process_stats():
+        with suppress(OSError):  # it has ended
+            memory = RESIDENT.findall(Path(f"/proc/{pid}/status").read_bytes())
+            processes[pid] = Process(
+                parent=int(fields[1]),
+                cpu_s=sum(map(int, fields[11:15])) / TICKS,
+                threads=int(fields[17]),
+                memory_bytes=sum(map(int, memory)) << 10,
+            )
     return processes
 
 

@@ -212,7 +212,9 @@ def _wait_until_ready(program: SandboxedProgram, package: str) -> None:
     try:
         what = msgspec.msgpack.decode(ipc.receive(program.stream, MOST_BYTES), type=CheckReply).error
     except (OSError, EOFError, ValueError) as error:
-        what = _last_words(program) or str(error) or type(error).__name__
+        with suppress(OSError):
+            program.stream.shutdown(socket.SHUT_RDWR)
+        what = program.last_words(CLOSE_S) or str(error) or type(error).__name__
     if what:
         raise UserError(
             f"{package} does not start in the sandbox: {what}",
@@ -220,16 +222,3 @@ def _wait_until_ready(program: SandboxedProgram, package: str) -> None:
             hint=f"it needs {package} in a folder of this Python's packages, and enough sandbox.memory_mb",
         )
     program.stream.setblocking(False)
-
-
-def _last_words(program: SandboxedProgram) -> str:
-    """Why it ended."""
-    with suppress(OSError):
-        program.stream.shutdown(socket.SHUT_RDWR)
-    try:
-        finished = program.finish(CLOSE_S)
-    except SandboxError:
-        return ""
-    if finished.ended:
-        return f"ended by its limit of {finished.ended}"
-    return (finished.stderr.decode(errors="replace").strip().splitlines() or [""])[-1]

@@ -219,6 +219,17 @@ REFUSED = [
     ({"temperature": "hot"}, 400, "temperature", None),
     ({"n": 1000}, 400, "n", None),
     ({"stop": [1]}, 400, "stop", None),
+    ({"stop": ["a", ""]}, 400, "stop", None),
+    ({"n": 1.0}, 400, "n", None),
+    ({"seed": 2**63}, 400, "seed", None),
+    ({"stream_options": {"include_usage": 1}}, 400, "stream_options.include_usage", None),
+    *[
+        ({"stream_options": {name: 1}}, 400, f"stream_options.{name}", "unsupported_parameter")
+        for name in ("x", "x` - at `$.y")
+    ],
+    ({"messages": [5]}, 400, "messages[0]", None),
+    ({"messages": [{"role": "x" * 100_000, "content": ""}]}, 400, "messages[0]", None),
+    ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}]}, 400, "messages[0]", None),
     ({"response_format": {"type": "json_object"}}, 400, "response_format", "unsupported_parameter"),
     ({"tool_choice": "required"}, 400, "tool_choice", "unsupported_parameter"),
     ({"presence_penalty": 0.5}, 400, "presence_penalty", "unsupported_parameter"),
@@ -262,6 +273,7 @@ async def test_what_cannot_be_obeyed_is_refused_by_its_name(
     assert (error["param"], error["code"]) == (param, code)
     assert not served.asked
     assert "/" not in error["message"].replace("/v1/", "")
+    assert len(error["message"]) < 300
 
 
 async def test_parameters_without_an_effect_are_accepted() -> None:

@@ -26,6 +26,7 @@ from tidemill.config.sandbox import SandboxConfig
 from tidemill.core import ipc
 from tidemill.core.errors import UserError
 from tidemill.core.records import Record
+from tidemill.sandbox.local import last_line
 from tidemill.sandbox.open_sandbox import open_local_sandbox
 from tidemill.sandbox.records import SandboxError, Snapshot
 
@@ -246,11 +247,7 @@ class _SandboxTransport:
         self.stream = self._program.stream
 
     def said(self) -> str:
-        try:
-            finished = self._program.finish(CLOSE_S)
-        except SandboxError:
-            return ""
-        return f"ended by its limit of {finished.ended}" if finished.ended else last_line(finished.stderr)
+        return self._program.last_words(CLOSE_S)
 
     def close(self) -> None:
         shut(self.stream)
@@ -283,7 +280,3 @@ def shut(stream: socket.socket) -> None:
     with suppress(OSError):  # the other end has closed
         stream.shutdown(socket.SHUT_RDWR)
     stream.close()
-
-
-def last_line(text: bytes) -> str:
-    return (text.decode(errors="replace").strip().splitlines() or [""])[-1]

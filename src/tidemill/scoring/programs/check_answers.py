@@ -23,10 +23,9 @@ import signal
 import socket
 import struct
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from types import CodeType
 from typing import Any, NoReturn
@@ -141,31 +140,31 @@ class CheckWorker:
     """A process that scores answers one after the other."""
 
     def __init__(self, check: Check, *, memory_bytes: int) -> None:
-        self._stream, theirs = socket.socketpair()
+        requests, self._requests = Pipe(duplex=False)
+        # Packets, because a worker that an answer has changed could send a part of a message.
+        self._replies, replies = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._first_bytes = _size_bytes("self")
         self.pid = os.fork()
         if self.pid == 0:
             try:
-                _confine(theirs.fileno(), memory_bytes=self._first_bytes + memory_bytes)
-                _score_all(check, theirs)
+                _confine({requests.fileno(), replies.fileno()}, memory_bytes=self._first_bytes + memory_bytes)
+                _score_all(check, requests, replies)
             finally:
                 os._exit(1)
-        theirs.close()
+        requests.close()
+        replies.close()
 
     def score(self, request: dict[str, Any]) -> dict[str, Any]:
-        deadline_s = time.monotonic() + request["timeout_s"]
-        data = msgspec.msgpack.encode([request["entry"], request["answer"]])
         try:
-            self._stream.settimeout(request["timeout_s"])
-            self._stream.sendall(struct.pack("!i", len(data)) + data)  # as a `Connection`, which has no deadline
-            kind = self._read(1, deadline_s)
-            if kind == b"v":
-                return {"score": struct.unpack("<d", self._read(8, deadline_s))[0]}
-            length = int.from_bytes(self._read(2, deadline_s), "little")
-            return {"error": self._read(min(length, LONGEST_ERROR), deadline_s).decode(errors="replace")}
+            self._requests.send_bytes(msgspec.msgpack.encode([request["entry"], request["answer"]]))
+            self._replies.settimeout(request["timeout_s"])
+            reply = self._replies.recv(1 + LONGEST_ERROR)
+            if reply[:1] == b"v":
+                return {"score": struct.unpack("<d", reply[1:])[0]}
+            return {"error": reply[1:].decode(errors="replace") or "the process that scored it ended"}
         except TimeoutError:
             return {"late": True}
-        except OSError:
+        except (OSError, struct.error):
             return {"error": "the process that scored it ended"}
 
     def grown_bytes(self) -> int:
@@ -178,26 +177,19 @@ class CheckWorker:
                 kill(self.pid, signal.SIGKILL)
         with suppress(ChildProcessError):
             os.waitpid(self.pid, 0)
-        self._stream.close()
-
-    def _read(self, count: int, deadline_s: float) -> bytes:
-        data = b""
-        while len(data) < count:
-            self._stream.settimeout(max(0.001, deadline_s - time.monotonic()))
-            if not (received := self._stream.recv(count - len(data))):
-                raise ConnectionError
-            data += received
-        return data
+        self._requests.close()
+        self._replies.close()
 
 
-def _confine(stream: int, *, memory_bytes: int) -> None:
-    """Leave a worker its stream, and neither files, processes nor memory that outlive an answer."""
+def _confine(descriptors: set[int], *, memory_bytes: int) -> None:
+    """Leave a worker its connections, and neither files, processes nor memory that outlive an answer."""
     os.setsid()
     null = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):
         os.dup2(null, descriptor)
-    os.closerange(3, stream)
-    os.closerange(stream + 1, MOST_FILES)
+    for descriptor in set(range(3, MOST_FILES)) - descriptors:
+        with suppress(OSError):  # it is not open
+            os.close(descriptor)
     for kind, value in (
         (resource.RLIMIT_AS, memory_bytes),
         (resource.RLIMIT_CORE, 0),
@@ -209,16 +201,14 @@ def _confine(stream: int, *, memory_bytes: int) -> None:
     sys.addaudithook(_refuse)
 
 
-def _score_all(check: Check, stream: socket.socket) -> NoReturn:
-    requests = Connection(stream.fileno(), writable=False)
+def _score_all(check: Check, requests: Connection, replies: socket.socket) -> NoReturn:
     with suppress(EOFError):
         while True:
             entry, answer = msgspec.msgpack.decode(requests.recv_bytes())
             try:
-                stream.sendall(b"v" + struct.pack("<d", check(pickle.loads(entry), answer)))
+                replies.send(b"v" + struct.pack("<d", check(pickle.loads(entry), answer)))
             except BaseException as error:  # noqa: BLE001 -- of the package
-                text = _text(error).encode(errors="replace")[:LONGEST_ERROR]
-                stream.sendall(b"e" + len(text).to_bytes(2, "little") + text)
+                replies.send(b"e" + _text(error).encode(errors="replace")[:LONGEST_ERROR])
     os._exit(0)
 
 

@@ -153,7 +153,7 @@ def test_pairs_of_conversations() -> None:
 
 
 def test_the_row_in_the_guide() -> None:
-    guide = (Path(__file__).parents[4] / "docs" / "guide.md").read_text(encoding="utf-8")
+    guide = (Path(__file__).parents[3] / "docs" / "guide.md").read_text(encoding="utf-8")
     fields = json.loads(guide.split("### Rows with several turns")[1].split("```json\n")[1].split("```")[0])
     text = to_demonstration(DataRow(fields=fields, where="docs/guide.md"), columns={}, system_prompt="")
     codec = chat_codec(CHATML)

@@ -48,7 +48,9 @@ class Derived:
 
 def derive(spec: RunSpec) -> Derived:
     """The amounts that a configuration implies."""
-    batch, steps, prompt_tokens = spec.batch, spec.trainer.steps, estimated_prompt_tokens(spec)
+    batch = spec.batch
+    steps = spec.trainer.steps
+    prompt_tokens = estimated_prompt_tokens(spec)
     samples = batch.prompts * batch.group_size
     per_batch = batch.minibatches * batch.epochs
     per_step = samples * spec.sampling.max_new_tokens
@@ -96,12 +98,16 @@ def count_microbatches(
     if groups * group_size > MAX_SIMULATED_SAMPLES:
         packed = groups * (prompt_tokens + group_size * completion_tokens)
         return -(-packed // budget_tokens)
-    microbatches, used, last_group = 0, 0, -1  # last_group: its prompt is in the open microbatch
+    microbatches = 0
+    used = 0
+    last_group = -1  # its prompt is in the open microbatch
     for sample in range(groups * group_size):
         group = sample // group_size
         cost = completion_tokens + (prompt_tokens if group != last_group else 0)
         if microbatches == 0 or used + cost > budget_tokens:
-            microbatches, used, cost = microbatches + 1, 0, completion_tokens + prompt_tokens
+            microbatches += 1
+            used = 0
+            cost = completion_tokens + prompt_tokens
         used, last_group = used + cost, group
     return microbatches
 
@@ -237,7 +243,9 @@ def _algorithm(spec: RunSpec) -> str:
 
 def _scoring(spec: RunSpec) -> str:
     """Reward models and the reference; empty if there are none."""
-    placement, reading, models = spec.placement, spec.reading, list[str]()
+    placement = spec.placement
+    reading = spec.reading
+    models = list[str]()
     if count := len(spec.scoring.model_folders):
         where = "on Ray actors" if placement.reward_model == "actor" else "in the controller's process"
         models.append(f"{counted(count, 'reward model')} {where}")
@@ -355,7 +363,9 @@ def notes(spec: RunSpec) -> list[str]:
 
 
 def _compute_notes(spec: RunSpec) -> Iterator[str]:
-    notice_s, drain_margin_s, reading = _notice_s(spec), spec.fleet.drain_margin_s, spec.reading
+    notice_s = _notice_s(spec)
+    drain_margin_s = spec.fleet.drain_margin_s
+    reading = spec.reading
     if 0 < notice_s <= drain_margin_s:
         limit = f"fleet.drain_margin_s = {drain_margin_s:g}"
         yield f"a notice of {notice_s:g} s is not longer than {limit}: workers hand their samples back immediately"

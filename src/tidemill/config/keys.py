@@ -147,10 +147,10 @@ def all_keys() -> tuple[Key, ...]:
 
 @cache
 def keys_by_path() -> dict[KeyPath, tuple[Key, ...]]:
-    found: dict[KeyPath, tuple[Key, ...]] = {}
+    keys: dict[KeyPath, tuple[Key, ...]] = {}
     for key in all_keys():
-        found[key.path] = (*found.get(key.path, ()), key)
-    return found
+        keys[key.path] = (*keys.get(key.path, ()), key)
+    return keys
 
 
 @cache
@@ -206,8 +206,8 @@ def find(path: Sequence[str | int], *, kind: str = "") -> Key | None:
 
     Of the keys of several variants: the key of `kind`, else the first.
     """
-    found = keys_by_path().get(tuple(ITEM if isinstance(part, int) else part for part in path))
-    return next((key for key in found if key.variant == kind), found[0]) if found else None
+    keys = keys_by_path().get(tuple(ITEM if isinstance(part, int) else part for part in path))
+    return next((key for key in keys if key.variant == kind), keys[0]) if keys else None
 
 
 def did_you_mean(given: str, names: Iterable[str]) -> str:

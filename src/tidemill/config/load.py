@@ -276,15 +276,15 @@ def recipe_path(name: str) -> Path:
 def nearby_recipes(missing: Path) -> str:
     """A hint with the recipes whose names are closest: built-in ones, in the missing file's folder and here."""
     folders = dict.fromkeys([missing.parent, Path()])
-    found: dict[str, Path] = {
+    recipes: dict[str, Path] = {
         each.stem: each for folder in reversed(folders) if folder.is_dir() for each in sorted(folder.glob("*.toml"))
     }
-    found |= {name: Path(name) for name in built_in_recipes()}
-    close = difflib.get_close_matches(missing.stem, found, 3, 0.5)
+    recipes |= {name: Path(name) for name in built_in_recipes()}
+    close = difflib.get_close_matches(missing.stem, recipes, 3, 0.5)
     if close:
-        return f"did you mean {' or '.join(f'@{found[stem]}' for stem in close)}?"
-    if found:
-        return f"available recipes: {', '.join(f'@{each}' for each in list(found.values())[:6])}"
+        return f"did you mean {' or '.join(f'@{recipes[stem]}' for stem in close)}?"
+    if recipes:
+        return f"available recipes: {', '.join(f'@{each}' for each in list(recipes.values())[:6])}"
     return "name an existing TOML file"
 
 

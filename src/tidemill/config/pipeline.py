@@ -296,12 +296,12 @@ def _stage_tables(recipe: Layer, issues: list[ConfigIssue]) -> Iterator[Layer]:
 
 def _stage_overrides(command: Layer, names: Sequence[str], issues: list[ConfigIssue]) -> dict[str, Layer]:
     """The options `--stage.NAME.section.key`, by stage."""
-    found: dict[str, Layer] = {}
+    layers: dict[str, Layer] = {}
     tables = command.tree.get(STAGES, {})
     if not isinstance(tables, dict):
         hint = f"write --{STAGES}.NAME.section.key VALUE"
         issues.append(ConfigIssue(key=f"--{STAGES}", what="needs a key", hint=hint))
-        return found
+        return layers
     for name, table in tables.items():
         option = f"--{STAGES}.{name}"
         if name not in names:
@@ -310,8 +310,8 @@ def _stage_overrides(command: Layer, names: Sequence[str], issues: list[ConfigIs
         elif not isinstance(table, dict):
             issues.append(ConfigIssue(key=option, what="needs a key", hint=f"write {option}.section.key VALUE"))
         else:
-            found[name] = replace(command, tree=table, at=(STAGES, name), stage=name)
-    return found
+            layers[name] = replace(command, tree=table, at=(STAGES, name), stage=name)
+    return layers
 
 
 def _compose_stage(
@@ -393,15 +393,15 @@ def _misplaced(layer: Layer, kind: StageKind) -> Iterator[ConfigIssue]:
 
 def _reference_keys(tables: Sequence[Layer]) -> set[tuple[str, ...]]:
     """The keys outside arrays with which these tables refer to another stage."""
-    found = set()
+    keys = set()
     for layer in tables:
         for path in REFERENCE_KEYS:
             node: Any = layer.tree
             for part in path:
                 node = node.get(part) if isinstance(node, dict) else None
             if isinstance(node, str) and node.startswith(PREFIX):
-                found.add(path)
-    return found
+                keys.add(path)
+    return keys
 
 
 def _only(tree: Tree, sections: Sequence[str]) -> Tree:

@@ -349,8 +349,6 @@ class RunSpec(Config):
             if self.trainer.offload != "none":
                 yield f'trainer.offload = "{self.trainer.offload}" needs trainer.shards above 1, and it is 1'
             return
-        if self.runtime != "ray":
-            yield f'{shards} needs runtime = "ray", and runtime is "{self.runtime}"; change one of them'
         if self.algorithm.needs_critic and self.placement.critic == "actor":
             yield f'{shards} and placement.critic = "actor": shards train the critic, too; set it to "trainer"'
         if self.ray.trainer_gpus not in (0.0, 1.0):
@@ -416,8 +414,9 @@ class RunSpec(Config):
                 f"fleet.heartbeat_timeout_s = {self.fleet.heartbeat_timeout_s:g} is less than two report intervals "
                 f"(engine.tick_s = {self.engine.tick_s:g}); raise it or lower tick_s"
             )
-        if self.pool.kind == "ray" and self.runtime != "ray":
-            yield f'pool.kind = "ray" needs runtime = "ray", and runtime is "{self.runtime}"; change one of them'
+        if self.runtime != "ray":
+            for setting in self._needs_ray():
+                yield f'{setting} needs runtime = "ray", and runtime is "{self.runtime}"; change one of them'
         yield from self._vllm_issues()
         yield from self._engine_place_issues()
         yield from self._agent_issues()
@@ -428,16 +427,21 @@ class RunSpec(Config):
                 'placement.critic = "actor" and critic.kind = "shared": a shared critic runs in the trainer; set '
                 'placement.critic = "trainer", or critic.kind = "own"'
             )
-        if self.runtime != "ray":
-            for name in self.placement.on_actors:
-                what = f'placement.{name} = "actor" needs runtime = "ray", and runtime is "{self.runtime}"'
-                yield f"{what}; change one of them"
+
+    def _needs_ray(self) -> Iterator[str]:
+        """The settings that need runtime = "ray"."""
+        if self.pool.kind == "ray":
+            yield 'pool.kind = "ray"'
+        if self.trainer.shards > 1:
+            yield f"trainer.shards = {self.trainer.shards}"
+        if self.placement.engine == "own":
+            yield 'placement.engine = "own"'
+        for name in self.placement.on_actors:
+            yield f'placement.{name} = "actor"'
 
     def _engine_place_issues(self) -> Iterator[str]:
-        place, lag = self.placement.engine, self.schedule.max_policy_lag
-        if place == "own" and self.runtime != "ray":
-            yield f'placement.engine = "own" needs runtime = "ray", and runtime is "{self.runtime}"; change one of them'
-        if place == "colocated" and lag:
+        lag = self.schedule.max_policy_lag
+        if self.placement.engine == "colocated" and lag:
             yield (
                 f'placement.engine = "colocated" and schedule.max_policy_lag = {lag}: trainer and engine take turns, '
                 'and no batch is generated ahead; set the lag to 0, or engine = "own"'

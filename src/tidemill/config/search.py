@@ -140,8 +140,8 @@ def suggestion(query: Sequence[str]) -> str:
 
 def _matching_names(words: Sequence[str]) -> list[ForeignName]:
     """Names of other frameworks that contain every word, the closest ones first."""
-    found = [name for name in foreign_names() if all(_matches(word, _words_of(name.name)) for word in words)]
-    return sorted(found, key=lambda name: (not _is_whole(name, words), len(_words_of(name.shown))))
+    names = [name for name in foreign_names() if all(_matches(word, _words_of(name.name)) for word in words)]
+    return sorted(names, key=lambda name: (not _is_whole(name, words), len(_words_of(name.shown))))
 
 
 def _is_whole(name: ForeignName, words: Sequence[str]) -> bool:
@@ -182,11 +182,11 @@ def _field_score(word: str, field: Field) -> int:
 @cache
 def _other_names() -> Mapping[str, frozenset[str]]:
     """The words of the names that other frameworks have for a key."""
-    found: dict[str, frozenset[str]] = {}
+    words_of_key: dict[str, frozenset[str]] = {}
     for name in foreign_names():
         for key in name.ours:
-            found[key] = found.get(key, frozenset()) | _words_of(name.name)
-    return found
+            words_of_key[key] = words_of_key.get(key, frozenset()) | _words_of(name.name)
+    return words_of_key
 
 
 def _words_of(text: str) -> frozenset[str]:

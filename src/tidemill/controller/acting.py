@@ -19,7 +19,10 @@ class TurnLog:
     """Implements `core.protocols.CallLog` for the last turn of a sample."""
 
     def __init__(self, sample: Sample, in_flight: InFlight, ledger: Ledger) -> None:
-        self._sample, self._in_flight, self._ledger, self._attempt = sample, in_flight, ledger, sample.attempt
+        self._sample = sample
+        self._in_flight = in_flight
+        self._ledger = ledger
+        self._attempt = sample.attempt
 
     async def started(self, index: int) -> None:
         self._check()

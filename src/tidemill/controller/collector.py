@@ -102,7 +102,9 @@ class SampleCollector:
 
     def begin_step(self, *, samples: int, window_s: float, balance: Balance | None = None) -> None:
         """Start the next batch, of `samples` samples; the local worker generates for `window_s` seconds, too."""
-        self._batch_samples, self.waited_s, self.idle_s = samples, 0.0, 0.0
+        self._batch_samples = samples
+        self.waited_s = 0.0
+        self.idle_s = 0.0
         self._dispatcher.begin_step(window_s, balance)
         self.mailbox.notify()
 
@@ -181,7 +183,9 @@ class SampleCollector:
         self.mailbox.notify()
 
     async def _score(self, sample: Sample) -> None:
-        attempt, reading, trajectory = sample.attempt, self._rollout.reading, self._trajectory(sample)
+        attempt = sample.attempt
+        reading = self._rollout.reading
+        trajectory = self._trajectory(sample)
         scoring = self._rollout.scorer.score(sample.prompt, trajectory)
         try:
             if reading is None or reading.reference is None:
@@ -394,7 +398,9 @@ class SampleCollector:
         )
 
     def _show_progress(self) -> None:
-        telemetry, fleet, now_s = self._rollout.telemetry, self._rollout.fleet, self._rollout.clock.now()
+        telemetry = self._rollout.telemetry
+        fleet = self._rollout.fleet
+        now_s = self._rollout.clock.now()
         telemetry.progress(self._rollout.phase, min(self._in_flight.scored, self._batch_samples), self._batch_samples)
         if fleet.elastic and now_s - self._fleet_shown_at >= FLEET_VIEW_S:
             self._fleet_shown_at = now_s

@@ -47,31 +47,35 @@ class Dispatcher:
     """
 
     def __init__(self, in_flight: InFlight, fleet: Fleet, *, window_s: float = math.inf, gives_up: bool = True) -> None:
-        self._in_flight, self._fleet, self._window_s, self._gives_up = in_flight, fleet, window_s, gives_up
-        self._started_s = self._balanced_s = fleet.clock.now()
+        self._in_flight = in_flight
+        self._fleet = fleet
+        self._gives_up = gives_up
+        self._balanced_s = fleet.clock.now()
         self._queue: list[tuple[bool, int, float, int]] = []  # a heap of waiting samples, see `_push`
         self._local_generates = False
         self._freed_s: dict[str, float] = {}  # when a sample last left a slot, by lease
         self._pinned: dict[int, Sample] = {}  # by ordinal: only the local worker generates them
-        self.local_idle_since_s: float | None = None  # when the local worker stopped generating
-        self._tail_workers: frozenset[str] | None = None  # leases that finish the batch; None before its tail
         self._handed_back: dict[int, int] = {}  # last attempt by ordinal, of samples that the local worker returns
         self._aborted: dict[int, int] = {}  # attempt by ordinal, of samples aborted to be moved
-        self._workers, self._counted_s, self._worker_s = 0, self._started_s, 0.0
-        self._balance: Balance | None = None
-        self.hand_over: HandOver | None = None
-        self._checked_s, self._can_finish = -math.inf, False
+        self._can_finish = False
+        self.begin_step(window_s)
 
     def begin_step(self, window_s: float, balance: Balance | None = None) -> None:
-        """Start a step after a publish.
+        """Start a step: with the samples that are in flight, or after a publish.
 
         Args:
             balance: decides when the local worker stops generating; None if the window alone does.
         """
-        self._balance, self.hand_over, self._checked_s = balance, None, -math.inf
-        self._started_s, self._window_s, self.local_idle_since_s = self._fleet.clock.now(), window_s, None
-        self._tail_workers = None
-        self._workers, self._counted_s, self._worker_s = self._fleet.serving_count, self._started_s, 0.0
+        self._balance = balance
+        self.hand_over: HandOver | None = None
+        self._checked_s = -math.inf  # when `_can_finish` was computed
+        self._started_s = self._fleet.clock.now()
+        self._window_s = window_s
+        self.local_idle_since_s: float | None = None  # when the local worker stopped generating
+        self._tail_workers: frozenset[str] | None = None  # leases that finish the batch; None before its tail
+        self._workers = self._fleet.serving_count
+        self._counted_s = self._started_s
+        self._worker_s = 0.0
 
     @property
     def workers_mean(self) -> float:
@@ -277,7 +281,9 @@ class Dispatcher:
 
     def _assign_pinned(self) -> bool:
         """Assign pinned samples to the local worker, before others; returns whether there were any."""
-        fleet, in_flight, local = self._fleet, self._in_flight, self._fleet.local
+        fleet = self._fleet
+        in_flight = self._in_flight
+        local = self._fleet.local
         self._pinned = {
             ordinal: sample
             for ordinal, sample in self._pinned.items()
@@ -380,7 +386,9 @@ class Dispatcher:
 
     def _rebalance(self, workers: Sequence[WorkerState]) -> None:
         """Abort samples of workers with a queue, or beyond their plateau, if another worker has room for them."""
-        now_s, fleet, in_flight = self._fleet.clock.now(), self._fleet, self._in_flight
+        now_s = self._fleet.clock.now()
+        fleet = self._fleet
+        in_flight = self._in_flight
         if now_s - self._balanced_s < REBALANCE_S:
             return
         self._balanced_s = now_s
@@ -433,8 +441,8 @@ class Dispatcher:
 
 def by_previous_lease(samples: Iterable[Sample]) -> dict[str, list[Sample]]:
     """Samples that a preemptible worker generated before, by its lease."""
-    found: defaultdict[str, list[Sample]] = defaultdict(list)
+    by_lease: defaultdict[str, list[Sample]] = defaultdict(list)
     for sample in samples:
         if sample.lease_id not in ("", LOCAL):
-            found[sample.lease_id].append(sample)
-    return found
+            by_lease[sample.lease_id].append(sample)
+    return by_lease

@@ -206,7 +206,10 @@ class EvalSchedule:
         sets: Mapping[str, Sequence[Prompt]],
     ) -> None:
         limit = spec.eval.max_new_tokens or sampling.max_new_tokens
-        self._spec, self._source, self._scorer, self._rollout = spec, source, scorer, rollout
+        self._spec = spec
+        self._source = source
+        self._scorer = scorer
+        self._rollout = rollout
         self._sampling = msgspec.structs.replace(sampling, max_new_tokens=limit)
         self._sets = sets
 
@@ -289,14 +292,14 @@ class EvalSchedule:
 
 def _measures(result: EvalResult) -> dict[str, float]:
     """Mean reward, its standard error, accuracy, and figures of drawn samples, without those that are None."""
-    found = {
+    measures = {
         "reward_mean": result.reward_mean,
         "reward_stderr": result.reward_stderr,
         "greedy_accuracy": result.greedy_accuracy,
         **{f"{PASS_AT}{k}": share for k, share in result.pass_at.items()},
         "drawn_reward_mean": result.drawn_reward_mean,
     }
-    return {name: value for name, value in found.items() if value is not None}
+    return {name: value for name, value in measures.items() if value is not None}
 
 
 def _fields(result: EvalResult) -> dict[str, Any]:

@@ -94,8 +94,12 @@ class Fleet:
         router: Router = per_sample,
         lengths: LengthEstimator | None = None,
     ) -> None:
-        self.slots, self.clock, self.config = slots, clock, config or FleetConfig()
-        self.router, self.lengths, self.profile = router, lengths or LengthEstimator(), ThroughputProfile()
+        self.slots = slots
+        self.clock = clock
+        self.config = config or FleetConfig()
+        self.router = router
+        self.lengths = lengths or LengthEstimator()
+        self.profile = ThroughputProfile()
         self.event_log = FleetEventLog(telemetry, clock)
         self._telemetry, self._timeouts = telemetry, timeouts or Timeouts()
         self._provider, self._host = provider, host

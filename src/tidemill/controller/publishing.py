@@ -50,8 +50,13 @@ class Publishing:
         timeouts: Timeouts,
         on_ready: Callable[[], None],
     ) -> None:
-        self._publisher, self._workers, self._probe_tolerance = publisher, workers, probe_tolerance
-        self._event_log, self._clock, self._telemetry, self._timeouts = event_log, clock, telemetry, timeouts
+        self._publisher = publisher
+        self._workers = workers
+        self._probe_tolerance = probe_tolerance
+        self._event_log = event_log
+        self._clock = clock
+        self._telemetry = telemetry
+        self._timeouts = timeouts
         self._on_ready, self._needs_logprobs = on_ready, needs_logprobs
         self._version: PolicyVersion | None = None  # the newest
         self._manifest: WeightManifest | None = None

@@ -22,7 +22,10 @@ class Reading(TokenObserver):
     def __init__(
         self, readers: Sequence[Reader], *, reference: Reader | None, chunk_tokens: int, ahead: bool = True
     ) -> None:
-        self._readers, self.reference, self._chunk_tokens, self._ahead = readers, reference, chunk_tokens, ahead
+        self._readers = readers
+        self.reference = reference
+        self._chunk_tokens = chunk_tokens
+        self._ahead = ahead
         self._sent: dict[SampleId, int] = {}  # tokens of prompt and completion, of unfinished samples
 
     def grown(self, samples: Sequence[Sample]) -> None:

@@ -167,7 +167,9 @@ class TrainingRun:
 
         Consumes scored samples and produces gradients; waits for the last sample of the next group to be scored.
         """
-        rollout, trajectories, step = self.rollout, list[Trajectory](), self.step + 1
+        rollout = self.rollout
+        trajectories = list[Trajectory]()
+        step = self.step + 1
         with rollout.span("rollout", step=step) as fields:
             completed = True
             while not batch.full:
@@ -284,7 +286,9 @@ class TrainingRun:
 
     async def publish(self, batch: BatchBuilder, trajectories: Sequence[Trajectory]) -> StepMetrics:
         """Commit the batch and publish the new weights; returns the step's metrics."""
-        rollout, step, version = self.rollout, self.step + 1, self.trainer.version
+        rollout = self.rollout
+        step = self.step + 1
+        version = self.trainer.version
         with rollout.span("training", step=step):
             metrics = await self._call_trainer(self.trainer.commit(step), f"the trainer to commit step {step}")
         await self._finish_in_flight(batch)
@@ -370,7 +374,9 @@ class TrainingRun:
     async def _drop_or_restart_before_publish(self) -> None:
         """Before publishing, drop or restart samples that would exceed `max_policy_lag`, and restart those that
         `schedule.unfinished` forbids to continue."""
-        schedule, counters, in_flight = self.spec.schedule, self.in_flight.counters, self.in_flight
+        schedule = self.spec.schedule
+        counters = self.in_flight.counters
+        in_flight = self.in_flight
         for position in list(in_flight.groups):
             samples = in_flight.group(position)
             if schedule.on_lag_limit == "drop" and any(map(self._exceeds_lag, samples)):

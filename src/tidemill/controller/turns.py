@@ -149,7 +149,9 @@ class Turns:
                 self.episode_end = "context"
         if self.episode_end:
             return b""
-        self.start, self.state_key, self.returning = length + added, answer.state_key, True
+        self.start = length + added
+        self.state_key = answer.state_key
+        self.returning = True
         if turn is not None:
             turn.observation_end = self.start
         if turn is not None or added:
@@ -161,18 +163,20 @@ class Turns:
 
     def segments(self, prompt_tokens: int, length: int) -> tuple[Segment, ...]:
         """Prompt, actions, observations and contexts in order; only actions of chosen turns are trained."""
-        found = [Segment(role="prompt", start=0, end=prompt_tokens, trained=False)]
+        segments = [Segment(role="prompt", start=0, end=prompt_tokens, trained=False)]
         unchosen = {turn.start for turn in self.ended if not turn.chosen}
         at = 0
         for start, end in (*self.observations, (length, length)):
             if start > at or not self.observations:
-                first, last, trained = prompt_tokens + at, prompt_tokens + start, at not in unchosen
-                found.append(Segment(role="action", start=first, end=last, trained=trained))
+                first = prompt_tokens + at
+                last = prompt_tokens + start
+                trained = at not in unchosen
+                segments.append(Segment(role="action", start=first, end=last, trained=trained))
             if end > start:
                 role: Literal["context", "observation"] = "context" if (start, end) in self.contexts else "observation"
-                found.append(Segment(role=role, start=prompt_tokens + start, end=prompt_tokens + end, trained=False))
+                segments.append(Segment(role=role, start=prompt_tokens + start, end=prompt_tokens + end, trained=False))
             at = end
-        return tuple(found)
+        return tuple(segments)
 
     def trained(self, buffer: bytes) -> bytes:
         """The items of trained tokens, of a buffer with one item for each completion token (or the first of them)."""

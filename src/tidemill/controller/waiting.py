@@ -102,8 +102,8 @@ class Messages:
     @property
     def progress(self) -> bool:
         """Whether there is anything but reports, which count as progress only if they have new tokens."""
-        found = (self.rewards, self.ref_logprobs, self.observations, self.failures, self.ended, self.draining)
-        return self.stop or any(found)
+        other_kinds = (self.rewards, self.ref_logprobs, self.observations, self.failures, self.ended, self.draining)
+        return self.stop or any(other_kinds)
 
 
 class Mailbox:

@@ -179,12 +179,13 @@ def probe_difference(loaded: Loaded, manifest: WeightManifest) -> float:
 
     Infinite if the worker's logprobs are not one finite number per token; 0 if the publisher has no probe.
     """
-    expected, found = unpack_logprobs(manifest.probe_logprobs), unpack_logprobs(loaded.probe_logprobs)
+    expected = unpack_logprobs(manifest.probe_logprobs)
+    measured = unpack_logprobs(loaded.probe_logprobs)
     if not expected:
         return 0.0
-    if len(found) != len(expected) or not all(map(math.isfinite, found)):
+    if len(measured) != len(expected) or not all(map(math.isfinite, measured)):
         return math.inf
-    return sum(abs(a - b) for a, b in zip(found, expected, strict=True)) / len(expected)
+    return sum(abs(a - b) for a, b in zip(measured, expected, strict=True)) / len(expected)
 
 
 @dataclass(slots=True)
@@ -254,7 +255,9 @@ class FleetEventLog:
     def busy(self, worker: WorkerState, samples: int, *, step: int, purpose: str) -> None:
         """The worker was given samples."""
         if worker.busy_since_s is None:
-            worker.busy_since_s, worker.busy_tokens, worker.busy_samples = self._clock.now(), 0, 0
+            worker.busy_since_s = self._clock.now()
+            worker.busy_tokens = 0
+            worker.busy_samples = 0
             worker.busy_step, worker.busy_purpose = step, purpose
         worker.busy_samples += samples
 

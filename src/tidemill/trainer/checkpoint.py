@@ -231,7 +231,9 @@ class _Stored:
     """A tensor in a file, or consecutive rows of a sharded one."""
 
     def __init__(self, file: Any, name: str) -> None:
-        self.name, self._file, self._slice = name, file, file.get_slice(name)
+        self.name = name
+        self._file = file
+        self._slice = file.get_slice(name)
         shape = self._slice.get_shape()
         self.scalar, self.rows = not shape, shape[0] if shape else 1
         place = (file.metadata() or {}).get(name)

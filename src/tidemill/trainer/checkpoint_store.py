@@ -116,14 +116,14 @@ class CheckpointStore:
 
     def checkpoints(self) -> list[StoredCheckpoint]:
         """Visible checkpoints with a readable manifest, oldest first. Does not check their files."""
-        found = []
+        stored = []
         for step, path in self._visible():
             try:
                 manifest = read_manifest(path)
             except (OSError, msgspec.DecodeError):
                 continue
-            found.append(StoredCheckpoint(step=step, path=path, score=manifest.score, bytes=manifest.bytes))
-        return found
+            stored.append(StoredCheckpoint(step=step, path=path, score=manifest.score, bytes=manifest.bytes))
+        return stored
 
     def latest(self) -> LatestCheckpoint:
         """The newest checkpoint whose files all match the sizes and checksums of its manifest.

@@ -187,7 +187,9 @@ class _HeadCritic:
         value_clip: float = 0.0,
         ranks: Ranks = ONE_RANK,
     ) -> None:
-        self.model, self.head, self.config = forward.model, head, config
+        self.model = forward.model
+        self.head = head
+        self.config = config
         trained = nn.ModuleList([forward, head]) if self.owns_model else head
         self.optimizer = build_optimizer(trained, OptimizerConfig(learning_rate=config.learning_rate))
         self.optimizer_steps = 0

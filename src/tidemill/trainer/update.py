@@ -286,7 +286,9 @@ class Minibatch:
 
     def flush(self) -> list[WeightedSample]:
         """Remove and return the pending samples."""
-        samples, self.pending, self.pending_tokens = self.pending, [], 0
+        samples = self.pending
+        self.pending = []
+        self.pending_tokens = 0
         return samples
 
 

@@ -170,7 +170,7 @@ def test_a_program_in_a_sandbox_gets_its_files_and_variables(
     monkeypatch.setenv("TIDEMILL_SECRET", "forwarded")
     (tmp_path / "programs" / "serve_fake.py").write_text(
         "import os\nfrom adapter_program import *\n"
-        "class Seen(Adapter):\n"
+        "class Seen(EnvironmentAdapter):\n"
         "    async def describe(self):\n"
         "        return {'note': open('note').read(), 'variable': os.environ['TIDEMILL_SECRET'],"
         " 'files': sorted(os.listdir('/mnt'))}\n"

@@ -41,7 +41,7 @@ class GymnasiumAdapter(EnvironmentAdapter):
         self._episodes.pop(episode).close()
 
     def _action(self, space: gymnasium.Space[Any], text: str) -> Any:
-        """Raises MistakeError: the text is no action."""
+        """Raises AgentMistakeError: the text is no action."""
         if isinstance(space, gymnasium.spaces.Text):
             action: Any = text
         elif isinstance(space, gymnasium.spaces.Discrete):

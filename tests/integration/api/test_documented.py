@@ -20,6 +20,8 @@ from tests.integration.api.conftest import Distributions
 from tidemill.config.load import load_spec
 from tidemill.data.build_task import build_task
 
+# One process makes the wheel and imports it once.
+pytestmark = pytest.mark.xdist_group("documented")
 DEADLINE_S = 280.0
 REPOSITORY = Path(__file__).resolve().parents[3]
 BLOCK = re.compile(r"```python\n(.*?)```", re.DOTALL)

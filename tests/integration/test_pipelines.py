@@ -104,7 +104,7 @@ threads = 1
 """
 )
 NAMES = ["sft", "rl", "measure", "out"]
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.timeout(300), pytest.mark.xdist_group("pipelines")]
 
 
 def write_inputs(folder: Path) -> None:

@@ -20,11 +20,14 @@ from tests.integration.api.conftest import Distributions
 from tidemill.config.load import load_spec
 from tidemill.data.build_task import build_task
 
+# One process makes the wheel and imports it once.
+pytestmark = pytest.mark.xdist_group("documented")
 DEADLINE_S = 280.0
 REPOSITORY = Path(__file__).resolve().parents[3]
 BLOCK = re.compile(r"```python\n(.*?)```", re.DOTALL)
 EXAMPLES = [
-    pytest.param(block, id=f"{path.stem}-{number}")
+    # test_stages.py makes the same calls with a small model as the three stages of the guide.
+    pytest.param(block, id=f"{path.stem}-{number}", marks=pytest.mark.slow if path.stem == "guide" else ())
     for path in (REPOSITORY / name for name in ("README.md", "docs/extending.md", "docs/agents.md", "docs/guide.md"))
     for number, block in enumerate(BLOCK.findall(path.read_text(encoding="utf-8")))
 ]
@@ -33,7 +36,9 @@ SHORTER = {
     '"trainer.steps": 10}': '"trainer.steps": 1, "eval.prompts": 2}',
     '"batch.group_size": 4': '"batch.group_size": 2',
     '"env.turn_tokens": 48, "sampling.max_new_tokens": 96': '"env.turn_tokens": 8, "sampling.max_new_tokens": 16',
-    '"supervised.epochs": 5': '"supervised.epochs": 1',
+    '"supervised.epochs": 5': '"supervised.epochs": 0',
+    '"checkpoint.every_steps": 0,\n}': '"checkpoint.every_steps": 0, "supervised.epochs": 0, "trainer.steps": 1}',
+    '"trainer.steps": 3, "task.train_size"': '"trainer.steps": 1, "task.train_size"',
 }
 """What makes an example with a pretrained model take long."""
 

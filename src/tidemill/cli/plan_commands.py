@@ -12,7 +12,7 @@ from rich.console import RenderableType
 
 from tidemill.cli import plan_options
 from tidemill.cli.output import Json, Result
-from tidemill.cli.plan_options import CatalogFile, Explain, Model, Params, Whole, shape_of
+from tidemill.cli.plan_options import CatalogFile, Explain, ModelOptions, Whole
 from tidemill.core.errors import UserError
 from tidemill.core.formatting import decimal, dollars, percent, size
 from tidemill.hardware.gpu_catalog import Catalog, load_catalog
@@ -203,8 +203,7 @@ def _whole(lag: float) -> float | int:
 
 def weights(
     *,
-    params: Params = None,
-    model: Model = None,
+    model: ModelOptions = ModelOptions(),
     dtype: Literal["fp32", "bf16", "fp16", "fp8", "int8"] = "bf16",
     link_gbps: Annotated[float, Parameter(name="--link-gbps")] = 400.0,
     worker_link_gbps: Annotated[float | None, Parameter(name="--worker-link-gbps")] = None,
@@ -244,7 +243,7 @@ def weights(
         Duration of a step in seconds, to hide the transfer.
     """
     question = TransferQuestion(
-        parameters=shape_of(params, model).parameters,
+        parameters=model.shape().parameters,
         dtype=dtype,
         link=link_gbps * GIGABIT,
         worker_link=None if worker_link_gbps is None else worker_link_gbps * GIGABIT,

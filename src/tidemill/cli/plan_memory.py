@@ -3,46 +3,79 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
 
 from cyclopts import Parameter
 from rich.console import RenderableType
 
 from tidemill.cli import plan_options
 from tidemill.cli.output import Json, Result
-from tidemill.cli.plan_options import CatalogFile, Explain, Model, Params, Whole, count, shape_of
+from tidemill.cli.plan_options import CatalogFile, Explain, HoldingOptions, ModelOptions, Whole, count
 from tidemill.core.formatting import counted, doing, size
 from tidemill.hardware.gpu_catalog import load_catalog
 from tidemill.hardware.model_shape import ModelShape, shape_of_parameters
 from tidemill.planner.memory.memory_plan import MemoryPlan, Shortage, plan_memory
-from tidemill.planner.memory.states import Holding, Load, MemoryQuestion, Parallel
+from tidemill.planner.memory.states import Load, MemoryQuestion, Parallel
 
 SHOWN_PARTS = 3
 
 
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class RoleOptions:
+    """Models besides the policy."""
+
+    critic_params: str | None = None
+    """Parameters of the critic, if different from the policy."""
+    reward_params: str | None = None
+    """Parameters of the reward model; adds one to an algorithm without."""
+    reference: bool | None = None
+    """Whether a reference model is kept; default: as the algorithm requires."""
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class ParallelOptions:
+    """The parallel degrees of training."""
+
+    fsdp: Whole = 0
+    """GPUs over which states are sharded; 0: all."""
+    tp: Whole = 1
+    """Tensor parallel degree of training."""
+    pp: Whole = 1
+    """Pipeline stages."""
+    ep: Whole = 1
+    """Expert parallel degree, within FSDP."""
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class LoadOptions:
+    """The sequences that are in memory together."""
+
+    context: Whole = 4096
+    """Longest sequence, prompt and completion, in tokens."""
+    microbatch_tokens: Whole = 0
+    """Per data-parallel rank; 0: one sequence."""
+    samples_in_flight: Whole = 64
+    """Samples in the KV cache, over the cluster."""
+    recompute: Literal["full", "none"] = "full"
+    """full: recompute activations in the backward pass."""
+
+
 def memory(
     *,
-    params: Params = None,
-    model: Model = None,
+    model: ModelOptions = ModelOptions(),
     algorithm: str = "grpo",
     gpu: str = "h100-80gb",
     gpus: Whole | None = None,
-    critic_params: str | None = None,
-    reward_params: str | None = None,
-    reference: bool | None = None,
-    lora_rank: Whole = 0,
-    optimizer: Literal["adam", "adam-8bit"] = "adam",
-    offload: Annotated[bool, Parameter(negative=())] = False,
-    fsdp: Whole = 0,
-    tp: Whole = 1,
-    pp: Whole = 1,
-    ep: Whole = 1,
+    roles: RoleOptions = RoleOptions(),
+    holding: HoldingOptions = HoldingOptions(),
+    parallel: ParallelOptions = ParallelOptions(),
     generate: Literal["here", "elsewhere"] = "here",
     engine_tp: Whole = 0,
-    context: Whole = 4096,
-    microbatch_tokens: Whole = 0,
-    samples_in_flight: Whole = 64,
-    recompute: Literal["full", "none"] = "full",
+    load: LoadOptions = LoadOptions(),
     margin: float = 0.1,
     catalog: CatalogFile = None,
     explain: Explain = False,
@@ -58,56 +91,23 @@ def memory(
         A GPU of the catalogue: h100-80gb, h200-141gb, b200-180gb, a100-80gb, ...
     gpus
         An additional number of GPUs to check.
-    critic_params
-        Parameters of the critic, if different from the policy.
-    reward_params
-        Parameters of the reward model; adds one to an algorithm without.
-    reference
-        Whether a reference model is kept; default: as the algorithm requires.
-    lora_rank
-        Train adapters of this rank; 0 trains the whole model.
-    optimizer
-        adam: moments in fp32; adam-8bit: in 8 bits.
-    offload
-        Keep moments and master weights in host memory.
-    fsdp
-        GPUs over which states are sharded; 0: all.
-    tp
-        Tensor parallel degree of training.
-    pp
-        Pipeline stages.
-    ep
-        Expert parallel degree, within FSDP.
     generate
         here: every GPU also holds engine weights and KV cache; elsewhere: other machines do.
     engine_tp
         GPUs per engine; 0: the fewest that leave half of each GPU free.
-    context
-        Longest sequence, prompt and completion, in tokens.
-    microbatch_tokens
-        Per data-parallel rank; 0: one sequence.
-    samples_in_flight
-        Samples in the KV cache, over the cluster.
-    recompute
-        full: recompute activations in the backward pass.
     margin
         Share of GPU memory lost to fragmentation.
     """
     question = MemoryQuestion(
         algorithm=algorithm,
-        shape=shape_of(params, model),
+        shape=model.shape(),
         gpu=load_catalog(catalog).gpu(gpu, where="--gpu"),
-        critic=_other(critic_params, "--critic-params"),
-        reward=_other(reward_params, "--reward-params"),
-        reference=reference,
-        holding=Holding(optimizer=optimizer, lora_rank=lora_rank, offload=offload),
-        parallel=Parallel(fsdp=fsdp, tp=tp, pp=pp, ep=ep),
-        load=Load(
-            context=context,
-            microbatch_tokens=microbatch_tokens,
-            samples_in_flight=samples_in_flight,
-            recompute=recompute,
-        ),
+        critic=_other(roles.critic_params, "--critic-params"),
+        reward=_other(roles.reward_params, "--reward-params"),
+        reference=roles.reference,
+        holding=holding.holding(),
+        parallel=Parallel(**asdict(parallel)),
+        load=Load(**asdict(load)),
         engine_tp=engine_tp,
         generates_here=generate == "here",
         margin=margin,

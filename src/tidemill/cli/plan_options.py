@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from cyclopts import Parameter, Token
@@ -20,11 +21,14 @@ from tidemill.core.errors import UserError
 from tidemill.core.formatting import quantity
 from tidemill.hardware.completion_lengths import Lengths, lengths_of_run, log_normal_of_mean
 from tidemill.hardware.figures import Figure
+from tidemill.hardware.gpu_catalog import Catalog
 from tidemill.hardware.model_config import read_shape
 from tidemill.hardware.model_shape import ModelShape, shape_of_parameters
 from tidemill.hardware.process_memory import Models
 from tidemill.models.model_source import locate
 from tidemill.models.shapes import known_shape
+from tidemill.planner.memory.states import Holding
+from tidemill.planner.placement.training import Offer
 
 
 def parse_integer(kind: type, tokens: Sequence[Token]) -> int:
@@ -42,11 +46,7 @@ def parse_integer(kind: type, tokens: Sequence[Token]) -> int:
 
 
 Whole = Annotated[int, Parameter(converter=parse_integer)]
-Params = Annotated[str | None, Parameter(name="--params", help="Parameters of the model: 70e9 or 70b.")]
-Model = Annotated[
-    Path | None,
-    Parameter(name="--model", help="A Hugging Face folder or config.json, instead of --params: no assumed shape."),
-]
+Repeated = Annotated[tuple[str, ...], Parameter(negative=())]
 CatalogFile = Annotated[Path | None, Parameter(name="--catalog", help="Additional GPUs and machines, as TOML.")]
 Explain = Annotated[
     bool, Parameter(name="--explain", negative=(), help="Print formula, inputs and source of every number.")
@@ -55,16 +55,115 @@ Explain = Annotated[
 SUFFIXES = {"k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 
 
-def shape_of(params: str | None, model: Path | None) -> ModelShape:
-    """The shape of the named model.
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """The model."""
+
+    params: str | None = None
+    """Parameters of the model: 70e9 or 70b."""
+    model: Path | None = None
+    """A Hugging Face folder or config.json, instead of --params: no assumed shape."""
+
+    def shape(self) -> ModelShape:
+        """The shape of the model.
+
+        Raises:
+            UserError: neither or both options given, or not readable.
+        """
+        if (self.params is None) == (self.model is None):
+            what = "no model given" if self.params is None else "both --params and --model are given"
+            raise UserError(what, hint="give --params 70e9, or --model FOLDER with a config.json")
+        if self.model is not None:
+            return read_shape(self.model)
+        return shape_of_parameters(count(str(self.params), "--params"))
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class HoldingOptions:
+    """What a trained model keeps, and where."""
+
+    lora_rank: Whole = 0
+    """Train adapters of this rank; 0 trains the whole model."""
+    optimizer: Literal["adam", "adam-8bit"] = "adam"
+    """adam: moments in fp32; adam-8bit: in 8 bits."""
+    offload: Annotated[bool, Parameter(negative=())] = False
+    """Keep moments and master weights in host memory."""
+
+    def holding(self) -> Holding:
+        return Holding(**asdict(self))
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class MachineOptions:
+    """The machines of a cluster and their prices."""
+
+    machines: Repeated = ()
+    """Reserved machines, NAME:COUNT; repeatable."""
+    preemptible: Repeated = ()
+    """Preemptible machines, NAME:MAXIMUM; repeatable."""
+    price: Repeated = ()
+    """NAME=USD or preemptible:NAME=USD, per hour and machine; repeatable."""
+
+    def offers(self, catalog: Catalog, *, availability: float = 1.0) -> tuple[Offer, ...]:
+        """The machines with their prices.
+
+        Args:
+            availability: mean share of preemptible machines that are available.
+
+        Raises:
+            UserError: unknown machine, or invalid count or price.
+        """
+        known = with_prices(catalog, self.price)
+        return (
+            *(offer_of(text, known, "--machines") for text in self.machines),
+            *(offer_of(text, known, "--preemptible", availability=availability) for text in self.preemptible),
+        )
+
+
+def offer_of(text: str, catalog: Catalog, option: str, *, availability: float = 1.0) -> Offer:
+    """Parse `rlboost-2xh100:6`; the default count is 1.
 
     Raises:
-        UserError: neither or both options given, or not readable.
+        UserError: unknown machine or invalid count.
     """
-    if (params is None) == (model is None):
-        what = "no model given" if params is None else "both --params and --model are given"
-        raise UserError(what, hint="give --params 70e9, or --model FOLDER with a config.json")
-    return read_shape(model) if model is not None else shape_of_parameters(count(str(params), "--params"))
+    name, colon, count = text.partition(":")
+    where = f"{option} {text}"
+    if colon and not count.isdecimal():
+        raise UserError(f"{count!r} is not a number of machines", where=where, hint="write NAME:COUNT")
+    machine = catalog.machine(name, where=where)
+    return Offer(
+        machine=machine,
+        gpu=catalog.gpu(machine.gpu),
+        count=int(count or 1),
+        preemptible=option == "--preemptible",
+        availability=availability,
+    )
+
+
+def with_prices(catalog: Catalog, prices: Sequence[str]) -> Catalog:
+    """The catalogue with the given prices.
+
+    Raises:
+        UserError: unknown machine or invalid price.
+    """
+    machines = dict(catalog.machines)
+    for text in prices:
+        given, _, amount = text.partition("=")
+        name = given.removeprefix("preemptible:")
+        try:
+            usd = float(amount)
+        except ValueError:
+            usd = math.nan
+        if not 0 < usd < math.inf:
+            raise UserError(f"{amount!r} is not a price", where=f"--price {text}", hint="write NAME=USD, per hour")
+        field = "usd_per_hour" if given == name else "preemptible_usd_per_hour"
+        row = catalog.machine(name, where=f"--price {text}")
+        changes: dict[str, Any] = {field: usd, "price_source": "given by --price", "priced": "now"}
+        machines[row.name] = msgspec.structs.replace(machines[row.name], **changes)
+    return Catalog(gpus=catalog.gpus, machines=machines)
 
 
 def counted_from_1(given: Mapping[str, float]) -> None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import msgspec
 from cyclopts import Parameter
 from rich.console import RenderableType
 
@@ -16,32 +15,23 @@ from tidemill.cli.output import Json, Result
 from tidemill.cli.plan_options import (
     CatalogFile,
     Explain,
-    Model,
-    Params,
+    HoldingOptions,
+    MachineOptions,
+    ModelOptions,
     Whole,
     counted_from_1,
     lengths_given,
-    shape_of,
 )
-from tidemill.core.errors import UserError
 from tidemill.core.formatting import counted, dollars, duration, percent
-from tidemill.hardware.engine_profile import rollout_of
-from tidemill.hardware.gpu_catalog import Catalog, load_catalog
+from tidemill.hardware.engine_profile import Rollout, rollout_of
+from tidemill.hardware.gpu_catalog import load_catalog
 from tidemill.hardware.measured_rows import measured_efficiencies
-from tidemill.planner.memory.states import Holding
 from tidemill.planner.placement.estimate import Estimate, Side
 from tidemill.planner.placement.search import PlacementPlan, plan_placement
-from tidemill.planner.placement.training import Offer, PlacementQuestion
+from tidemill.planner.placement.training import PlacementQuestion
 
 COMPLETION_TOKENS = 2000.0
 
-Machines = Annotated[
-    tuple[str, ...], Parameter(name="--machines", negative=(), help="Reserved machines, NAME:COUNT; repeatable.")
-]
-Preemptible = Annotated[
-    tuple[str, ...],
-    Parameter(name="--preemptible", negative=(), help="Preemptible machines, NAME:MAXIMUM; repeatable."),
-]
 Measured = Annotated[
     tuple[Path, ...],
     Parameter(
@@ -50,37 +40,69 @@ Measured = Annotated[
         help="Result of benchmarks.gpu.train_step or .engine; replaces assumed efficiencies of its GPU; repeatable.",
     ),
 ]
-Prices = Annotated[
-    tuple[str, ...],
-    Parameter(name="--price", negative=(), help="NAME=USD or preemptible:NAME=USD, per hour and machine; repeatable."),
-]
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class BatchOptions:
+    """The samples of a batch."""
+
+    prompts: Whole = 128
+    """Prompts per batch."""
+    group_size: Whole = 8
+    """Samples per prompt."""
+    prompt_tokens: Whole = 512
+    """Tokens per prompt."""
+    completion_tokens: float | None = None
+    """Mean completion length, by default 2000; lengths are log-normal, cut at the limit."""
+    sigma: float = 0.8
+    """Standard deviation of the logarithm of the lengths."""
+    limit: Whole = 8192
+    """Longest completion, in tokens."""
+    lengths_from: Path | None = None
+    """A run directory; use the lengths of its samples instead."""
+
+    def rollout(self) -> tuple[Rollout, int]:
+        """The generation work, and the tokens of the longest sample.
+
+        Raises:
+            UserError: as `lengths_given`.
+        """
+        mean, limit = self.completion_tokens, self.limit
+        lengths = lengths_given(self.lengths_from, mean, COMPLETION_TOKENS, sigma=self.sigma, limit=limit)
+        samples, prompt_tokens = self.prompts * self.group_size, float(self.prompt_tokens)
+        rollout = rollout_of(lengths, samples=samples, group_size=self.group_size, prompt_tokens=prompt_tokens)
+        return rollout, self.prompt_tokens + lengths.quantile(0.9999)
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """The schedule of a run and its aim."""
+
+    lag: Whole = 0
+    """0: strictly on policy; 1 or more: generate the next batch during training."""
+    objective: Literal["cost", "time"] = "cost"
+    """cost: least cost per million trained tokens; time: shortest within the budget."""
+    steps: Whole = 100
+    """Steps of the run."""
+    budget_usd: float | None = None
+    """Budget for all steps."""
+    microbatch_tokens: Whole = 16384
+    """Per data-parallel rank."""
+    engine_dtype: Literal["bf16", "fp8"] = "bf16"
+    """Engine weights and arithmetic; keys and values stay in bf16."""
 
 
 def placement(
     *,
-    params: Params = None,
-    model: Model = None,
-    machines: Machines = (),
-    preemptible: Preemptible = (),
-    price: Prices = (),
+    model: ModelOptions = ModelOptions(),
+    machines: MachineOptions = MachineOptions(),
     availability: float = 1.0,
     algorithm: str = "grpo",
-    prompts: Whole = 128,
-    group_size: Whole = 8,
-    prompt_tokens: Whole = 512,
-    completion_tokens: float | None = None,
-    sigma: float = 0.8,
-    limit: Whole = 8192,
-    lengths_from: Path | None = None,
-    lag: Whole = 0,
-    objective: Literal["cost", "time"] = "cost",
-    steps: Whole = 100,
-    budget_usd: Annotated[float | None, Parameter(name="--budget-usd")] = None,
-    microbatch_tokens: Whole = 16384,
-    engine_dtype: Literal["bf16", "fp8"] = "bf16",
-    lora_rank: Whole = 0,
-    optimizer: Literal["adam", "adam-8bit"] = "adam",
-    offload: Annotated[bool, Parameter(negative=())] = False,
+    batch: BatchOptions = BatchOptions(),
+    run: RunOptions = RunOptions(),
+    holding: HoldingOptions = HoldingOptions(),
     catalog: CatalogFile = None,
     measured: Measured = (),
     explain: Explain = False,
@@ -96,126 +118,34 @@ def placement(
         Mean share of preemptible machines that are available.
     algorithm
         As in `tidemill plan memory`.
-    prompts
-        Prompts per batch.
-    group_size
-        Samples per prompt.
-    prompt_tokens
-        Tokens per prompt.
-    completion_tokens
-        Mean completion length, by default 2000; lengths are log-normal, cut at the limit.
-    sigma
-        Standard deviation of the logarithm of the lengths.
-    limit
-        Longest completion, in tokens.
-    lengths_from
-        A run directory; use the lengths of its samples instead.
-    lag
-        0: strictly on policy; 1 or more: generate the next batch during training.
-    objective
-        cost: least cost per million trained tokens; time: shortest within the budget.
-    steps
-        Steps of the run.
-    budget_usd
-        Budget for all steps.
-    microbatch_tokens
-        Per data-parallel rank.
-    engine_dtype
-        Engine weights and arithmetic; keys and values stay in bf16.
-    lora_rank
-        Train adapters of this rank; 0 trains the whole model.
-    optimizer
-        As in `tidemill plan memory`.
-    offload
-        Keep moments and master weights in host memory.
     """
     counted_from_1(
         {
-            "--prompts": prompts,
-            "--group-size": group_size,
-            "--prompt-tokens": prompt_tokens,
-            "--limit": limit,
-            "--microbatch-tokens": microbatch_tokens,
+            "--prompts": batch.prompts,
+            "--group-size": batch.group_size,
+            "--prompt-tokens": batch.prompt_tokens,
+            "--limit": batch.limit,
+            "--microbatch-tokens": run.microbatch_tokens,
         }
     )
-    known = with_prices(load_catalog(catalog), price)
-    lengths = lengths_given(lengths_from, completion_tokens, COMPLETION_TOKENS, sigma=sigma, limit=limit)
-    shape, offers = shape_of(params, model), offers_of(known, machines, preemptible, availability=availability)
+    known = load_catalog(catalog)
+    rollout, longest = batch.rollout()
+    shape, offers = model.shape(), machines.offers(known, availability=availability)
     efficiencies, remarks = measured_efficiencies(measured, known, shape=shape, gpus=[offer.gpu for offer in offers])
     question = PlacementQuestion(
         algorithm=algorithm,
         shape=shape,
         offers=offers,
-        rollout=rollout_of(
-            lengths, samples=prompts * group_size, group_size=group_size, prompt_tokens=float(prompt_tokens)
-        ),
-        longest=prompt_tokens + lengths.quantile(0.9999),
-        lag=lag,
-        objective=objective,
-        steps=steps,
-        budget_usd=budget_usd,
-        holding=Holding(optimizer=optimizer, lora_rank=lora_rank, offload=offload),
-        microbatch_tokens=microbatch_tokens,
-        engine_dtype=engine_dtype,
+        rollout=rollout,
+        longest=longest,
+        holding=holding.holding(),
         efficiencies=efficiencies,
+        **asdict(run),
     )
     plan = plan_placement(question)
     data = {**as_data(plan), "efficiencies": list(remarks)}
     text = (*as_text(question, plan), *plan_options.notes(remarks))
     return plan_options.result(data, text, plan.figures, explain=explain)
-
-
-def offers_of(
-    known: Catalog, machines: Sequence[str], preemptible: Sequence[str], *, availability: float = 1.0
-) -> tuple[Offer, ...]:
-    """Raises UserError: as `offer_of`."""
-    return (
-        *(offer_of(text, known, "--machines") for text in machines),
-        *(offer_of(text, known, "--preemptible", availability=availability) for text in preemptible),
-    )
-
-
-def offer_of(text: str, catalog: Catalog, option: str, *, availability: float = 1.0) -> Offer:
-    """Parse `rlboost-2xh100:6`; the default count is 1.
-
-    Raises:
-        UserError: unknown machine or invalid count.
-    """
-    name, colon, count = text.partition(":")
-    where = f"{option} {text}"
-    if colon and not count.isdecimal():
-        raise UserError(f"{count!r} is not a number of machines", where=where, hint="write NAME:COUNT")
-    machine = catalog.machine(name, where=where)
-    return Offer(
-        machine=machine,
-        gpu=catalog.gpu(machine.gpu),
-        count=int(count or 1),
-        preemptible=option == "--preemptible",
-        availability=availability,
-    )
-
-
-def with_prices(catalog: Catalog, prices: Sequence[str]) -> Catalog:
-    """The catalogue with the given prices.
-
-    Raises:
-        UserError: unknown machine or invalid price.
-    """
-    machines = dict(catalog.machines)
-    for text in prices:
-        given, _, amount = text.partition("=")
-        name = given.removeprefix("preemptible:")
-        try:
-            usd = float(amount)
-        except ValueError:
-            usd = math.nan
-        if not 0 < usd < math.inf:
-            raise UserError(f"{amount!r} is not a price", where=f"--price {text}", hint="write NAME=USD, per hour")
-        field = "usd_per_hour" if given == name else "preemptible_usd_per_hour"
-        row = catalog.machine(name, where=f"--price {text}")
-        changes: dict[str, Any] = {field: usd, "price_source": "given by --price", "priced": "now"}
-        machines[row.name] = msgspec.structs.replace(machines[row.name], **changes)
-    return Catalog(gpus=catalog.gpus, machines=machines)
 
 
 def as_data(plan: PlacementPlan) -> dict[str, Any]:

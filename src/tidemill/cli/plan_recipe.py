@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,19 +18,19 @@ from tidemill.cli.output import Json, Result
 from tidemill.cli.plan_options import (
     CatalogFile,
     Explain,
-    Model,
-    Params,
+    MachineOptions,
+    ModelOptions,
     Whole,
     lengths_given,
     models_of,
-    shape_of,
     shape_of_model,
 )
-from tidemill.cli.plan_placement import Machines, Preemptible, Prices, estimate_data, offers_of, with_prices
+from tidemill.cli.plan_placement import estimate_data
 from tidemill.config.load import load_spec
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError
 from tidemill.core.formatting import counted, dollars, duration, percent, size
+from tidemill.hardware.completion_lengths import Lengths
 from tidemill.hardware.figures import Derivation
 from tidemill.hardware.gpu_catalog import load_catalog
 from tidemill.hardware.run_profile import RunProfile, kept_path, read_profile, setting_differences, write_profile
@@ -52,20 +53,35 @@ Measure = Annotated[
 ]
 
 
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class WorkOptions:
+    """The work of a recipe on a described cluster."""
+
+    prompt_tokens: Whole | None = None
+    """Tokens per prompt on a described cluster, by default 512."""
+    completion_tokens: float | None = None
+    """Mean completion length there (log-normal), by default half of the limit."""
+    sigma: float | None = None
+    """Standard deviation of the logarithm of the lengths, by default 0.8."""
+    lengths_from: Path | None = None
+    """A run directory; use the lengths of its samples instead."""
+    boot_s: float | None = None
+    """Boot time of a preemptible machine in seconds, by default 60."""
+
+    def lengths(self, limit: int) -> Lengths:
+        """Raises UserError: as `lengths_given`."""
+        sigma = SIGMA if self.sigma is None else self.sigma
+        return lengths_given(self.lengths_from, self.completion_tokens, limit / 2, sigma=sigma, limit=limit)
+
+
 def run(
     *items: Items,
     profile: ProfileFile = None,
     measure: Measure = False,
-    machines: Machines = (),
-    preemptible: Preemptible = (),
-    price: Prices = (),
-    params: Params = None,
-    model: Model = None,
-    prompt_tokens: Whole | None = None,
-    completion_tokens: float | None = None,
-    sigma: float | None = None,
-    lengths_from: Path | None = None,
-    boot_s: float | None = None,
+    machines: MachineOptions = MachineOptions(),
+    model: ModelOptions = ModelOptions(),
+    work: WorkOptions = WorkOptions(),
     seeds: Whole = SEEDS,
     catalog: CatalogFile = None,
     explain: Explain = False,
@@ -77,49 +93,26 @@ def run(
 
     Parameters
     ----------
-    prompt_tokens
-        Tokens per prompt on a described cluster, by default 512.
-    completion_tokens
-        Mean completion length there (log-normal), by default half of the limit.
-    sigma
-        Standard deviation of the logarithm of the lengths, by default 0.8.
-    lengths_from
-        A run directory; use the lengths of its samples instead.
-    boot_s
-        Boot time of a preemptible machine in seconds, by default 60.
     seeds
         Number of simulations, for the uncertainty.
     """
     spec = load_spec(items)
     if seeds < 1:
         raise UserError("must be at least 1", where="--seeds", hint="5 give an uncertainty")
-    if machines:
-        here = {"--profile": profile, "--measure": measure or None}
+    if machines.machines:
+        here = {"profile": profile, "measure": measure}
         _refuse(here, "applies to this machine, but --machines describes a cluster", "omit one of them")
-        prompt_tokens = PROMPT_TOKENS if prompt_tokens is None else prompt_tokens
-        boot_s = BOOT_S if boot_s is None else boot_s
-        sigma, limit = SIGMA if sigma is None else sigma, spec.sampling.max_new_tokens
-        shape = shape_of(params, model) if params or model else shape_of_model(spec.model)
-        lengths = lengths_given(lengths_from, completion_tokens, limit / 2, sigma=sigma, limit=limit)
-        offers = offers_of(with_prices(load_catalog(catalog), price), machines, preemptible)
-        question = placement_question(spec, shape, offers, lengths, prompt_tokens)
+        prompt_tokens = PROMPT_TOKENS if work.prompt_tokens is None else work.prompt_tokens
+        boot_s = BOOT_S if work.boot_s is None else work.boot_s
+        shape = model.shape() if model.params or model.model else shape_of_model(spec.model)
+        lengths = work.lengths(spec.sampling.max_new_tokens)
+        question = placement_question(spec, shape, machines.offers(load_catalog(catalog)), lengths, prompt_tokens)
         found = forecast_on_cluster(spec, question, lengths, prompt_tokens, seeds=seeds, boot_s=boot_s)
         return _of_cluster(spec, found, explain=explain)
-    elsewhere = {
-        "--preemptible": preemptible or None,
-        "--price": price or None,
-        "--params": params,
-        "--model": model,
-        "--prompt-tokens": prompt_tokens,
-        "--completion-tokens": completion_tokens,
-        "--sigma": sigma,
-        "--lengths-from": lengths_from,
-        "--boot-s": boot_s,
-        "--catalog": catalog,
-    }
+    elsewhere = {**asdict(machines), **asdict(model), **asdict(work), "catalog": catalog}
     _refuse(elsewhere, "applies to a described cluster, but --machines is missing", "give --machines, or omit it")
     if measure:
-        _refuse({"--profile": profile}, "conflicts with --measure, which creates a profile", "omit one of them")
+        _refuse({"profile": profile}, "conflicts with --measure, which creates a profile", "omit one of them")
     remarks = memory_remarks(spec, "rl")  # refuses what does not fit, before it is measured
     chosen = _profile(spec, profile, measure=measure)
     return _of_this_machine(spec, chosen, forecast_recipe(spec, chosen, seeds=seeds), remarks, explain=explain)
@@ -127,9 +120,9 @@ def run(
 
 def _refuse(options: Mapping[str, object], what: str, hint: str) -> None:
     """Raises UserError: an option without effect was given."""
-    for option, value in options.items():
-        if value is not None:
-            raise UserError(what, where=option, hint=hint)
+    for name, value in options.items():
+        if value is not None and value is not False and value != ():
+            raise UserError(what, where=f"--{name.replace('_', '-')}", hint=hint)
 
 
 def _profile(spec: RunSpec, file: Path | None, *, measure: bool) -> RunProfile:

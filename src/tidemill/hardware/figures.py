@@ -9,6 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from functools import cache
 from types import CodeType
+from typing import TypeAlias
 
 from tidemill.core.records import Record
 
@@ -21,6 +22,10 @@ def positive(value: float) -> float:
 
 
 FUNCTIONS = {"ceil": math.ceil, "max": max, "min": min, "positive": positive, "__builtins__": {}}
+
+
+Formulas: TypeAlias = Mapping[str, tuple[str, str, str]]
+"""(unit, formula, source) by the symbol of the value."""
 
 
 class Figure(Record):
@@ -54,13 +59,10 @@ class Derivation:
         self._figures[name] = Figure(name=name, value=value, unit=unit, formula=formula, inputs=inputs, source=source)
         return value
 
-    def evaluate(
-        self, formulas: Mapping[str, tuple[str, str, str]], *, label: str = "{}", **inputs: float
-    ) -> dict[str, float]:
+    def evaluate(self, formulas: Formulas, *, label: str = "{}", **inputs: float) -> dict[str, float]:
         """Compute formulas in order; each may use the inputs and the values of those before it.
 
         Args:
-            formulas: (unit, formula, source) by the symbol of the value.
             label: name of a figure, with its symbol in place of the braces.
 
         Returns:

@@ -7,7 +7,7 @@ Activations, logits, keys and values grow with the lengths of sequences, of whic
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, Self, TypeAlias
 
 import msgspec
 
@@ -61,7 +61,17 @@ UNKNOWN_LENGTHS = Lengths(0.0, 0.0)
 """Before the data are read: only completions are counted."""
 
 
-class States(Record):
+class Bytes(Record):
+    """Bytes by part, added and multiplied part by part."""
+
+    def __add__(self, other: Self) -> Self:
+        return type(self)(**{name: getattr(self, name) + getattr(other, name) for name in self.__struct_fields__})
+
+    def __mul__(self, count: float) -> Self:
+        return type(self)(**{name: getattr(self, name) * count for name in self.__struct_fields__})
+
+
+class States(Bytes):
     """Bytes of models."""
 
     weights: float = 0.0
@@ -72,40 +82,14 @@ class States(Record):
     def total(self) -> float:
         return self.weights + self.gradients + self.optimizer
 
-    def plus(self, other: States) -> States:
-        return States(
-            weights=self.weights + other.weights,
-            gradients=self.gradients + other.gradients,
-            optimizer=self.optimizer + other.optimizer,
-        )
 
-    def times(self, count: float) -> States:
-        return States(weights=self.weights * count, gradients=self.gradients * count, optimizer=self.optimizer * count)
-
-
-class Need(Record):
+class Need(Bytes):
     """Bytes that a run holds in one memory."""
 
     states: States = States()
     libraries: float = 0.0
     activations: float = 0.0  # of a full microbatch and its logits
     cache: float = 0.0  # keys and values of the engines, every slot at its full length
-
-    def plus(self, other: Need) -> Need:
-        return Need(
-            states=self.states.plus(other.states),
-            libraries=self.libraries + other.libraries,
-            activations=self.activations + other.activations,
-            cache=self.cache + other.cache,
-        )
-
-    def times(self, count: int) -> Need:
-        return Need(
-            states=self.states.times(count),
-            libraries=self.libraries * count,
-            activations=self.activations * count,
-            cache=self.cache * count,
-        )
 
     @property
     def at_least(self) -> float:
@@ -147,16 +131,16 @@ def needs(spec: RunSpec, models: Models, work: Work, *, on_gpu: bool, alone: boo
         offloads = ranks > 1 and spec.trainer.offload == "optimizer"
         host = states if offloads and states.total > loading else States(weights=loading)
         return RunNeeds(
-            host=Need(states=host.times(ranks if alone else 1), libraries=LIBRARIES),
+            host=Need(states=host * (ranks if alone else 1), libraries=LIBRARIES),
             gpu=Need(states=States() if offloads else states, activations=activations, cache=cache),
         )
     here = ranks if alone else 1
-    need = Need(states=states, activations=activations, cache=cache).times(here)
+    need = Need(states=states, activations=activations, cache=cache) * here
     if alone and work in ("rl", "serve") and spec.runtime == "ray":
-        need = need.plus(_other_processes(spec, models, element, sheet))
+        need += _other_processes(spec, models, element, sheet)
     if need.states.total < here * loading:  # the other processes start when the ranks have loaded
         need = msgspec.structs.replace(need, states=States(weights=here * loading))
-    return RunNeeds(host=need.plus(Need(libraries=LIBRARIES)))
+    return RunNeeds(host=need + Need(libraries=LIBRARIES))
 
 
 def element_bytes(spec: RunSpec, *, on_gpu: bool) -> int:
@@ -171,21 +155,19 @@ def rl_states(spec: RunSpec, models: Models, element: int, sheet: Derivation) ->
     total = trained_states("policy", spec, policy, sheet, base_elsewhere=False)
     learned = learned_parameters(spec, policy)
     if one_rank and (element != FP32 or spec.schedule.max_policy_lag > 0):
-        total = total.plus(_engine_copy(spec, policy, element, sheet))
+        total += _engine_copy(spec, policy, element, sheet)
     if spec.algorithm.kl_beta > 0 and spec.placement.reference == "trainer":
         # With LoRA the reference is the policy's frozen base.
         frozen = 0.0 if one_rank and spec.model.lora.enabled else policy.parameters
-        total = total.plus(_plain("reference", frozen / spec.trainer.shards, FP32, HELD, sheet))
+        total += _plain("reference", frozen / spec.trainer.shards, FP32, HELD, sheet)
     if spec.algorithm.needs_critic and spec.placement.critic == "trainer" and spec.critic.kind == "own":
         shape = models.critic or policy
-        total = total.plus(trained_states("critic", spec, shape, sheet, base_elsewhere=models.critic is None))
+        total += trained_states("critic", spec, shape, sheet, base_elsewhere=models.critic is None)
     in_process = spec.runtime == "inprocess"
     if models.rewards and in_process:
-        total = total.plus(_plain("reward", sum(shape.parameters for shape in models.rewards), FP32, HELD, sheet))
+        total += _plain("reward", sum(shape.parameters for shape in models.rewards), FP32, HELD, sheet)
     if in_process and workers_of(spec):
-        total = total.plus(
-            _plain("snapshots", SNAPSHOTS * learned, element, "the newest two published versions", sheet)
-        )
+        total += _plain("snapshots", SNAPSHOTS * learned, element, "the newest two published versions", sheet)
     return total
 
 
@@ -199,14 +181,14 @@ def generating_states(spec: RunSpec, models: Models, element: int, sheet: Deriva
     adapter = learned_parameters(spec, models.policy) if spec.model.lora.enabled else 0.0
     total = _plain("policy", models.policy.parameters + adapter, FP32, HELD, sheet)
     if element != FP32 or spec.schedule.max_policy_lag > 0:
-        total = total.plus(_engine_copy(spec, models.policy, element, sheet))
+        total += _engine_copy(spec, models.policy, element, sheet)
     return total
 
 
 def evaluating_states(spec: RunSpec, models: Models, element: int, sheet: Derivation) -> States:
     """A model that only generates, with the reward models that score."""
     rewards = _plain("reward", sum(shape.parameters for shape in models.rewards), FP32, HELD, sheet)
-    return generating_states(spec, models, element, sheet).plus(rewards)
+    return generating_states(spec, models, element, sheet) + rewards
 
 
 def worker_states(spec: RunSpec, models: Models, element: int, sheet: Derivation) -> States:
@@ -236,12 +218,12 @@ def _other_processes(spec: RunSpec, models: Models, element: int, sheet: Derivat
     """The processes of a run on Ray beside the trainer: separate models and workers, which share one snapshot."""
     placement, total = spec.placement, States()
     if spec.algorithm.needs_critic and placement.critic == "actor" and spec.critic.kind == "own":
-        total = total.plus(trained_states("critic", spec, models.critic or models.policy, sheet, base_elsewhere=False))
+        total += trained_states("critic", spec, models.critic or models.policy, sheet, base_elsewhere=False)
     if spec.algorithm.kl_beta > 0 and placement.reference == "actor":
-        total = total.plus(_plain("reference", models.policy.parameters, FP32, HELD, sheet))
-    total = total.plus(_plain("reward", sum(shape.parameters for shape in models.rewards), FP32, HELD, sheet))
+        total += _plain("reference", models.policy.parameters, FP32, HELD, sheet)
+    total += _plain("reward", sum(shape.parameters for shape in models.rewards), FP32, HELD, sheet)
     if spec.is_elastic or spec.engine_is_apart:
-        total = total.plus(worker_states(spec, models, element, sheet))
+        total += worker_states(spec, models, element, sheet)
     return Need(states=total)
 
 

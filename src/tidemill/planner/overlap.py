@@ -65,7 +65,7 @@ def plan_overlap(rollout: float, training: float, *, gpus: int | None = None) ->
         given["training_gpus"] = gpus - given["rollout_gpus"]
         formulas["utilisation_resized"] = RESIZED
     sheet = Derivation()
-    shares = sheet.evaluate(formulas, **given)
+    shares = sheet.evaluate(formulas, label="{}", **given)
     return OverlapPlan(
         in_sequence=shares["utilisation_in_sequence"],
         overlapped=shares["utilisation_overlapped"],

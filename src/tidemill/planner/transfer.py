@@ -19,6 +19,40 @@ PCIE_5_X16 = 63e9
 with 8 to 256 GPUs, 107 to 1,026 billion parameters) updates vLLM at 59 to 76e9."""
 
 
+SIZES = {
+    "bytes": ("bytes", "parameters * element_bytes", "a full version"),
+    "delta.bytes": (
+        "bytes",
+        "parameters * changed * bytes_each",
+        "changed elements with their positions; measured on a small model (benchmarks/results/weights.json)",
+    ),
+}
+BROADCAST = {
+    "seconds": (
+        "s",
+        "bytes / min(link, worker_link, load)",
+        "broadcast in pieces, each loaded while the next arrives; all receivers must be present",
+    )
+}
+MOVED = (
+    "s",
+    "bytes / min(link, shared) + max(bytes * workers / shared, bytes / worker_link) + 2 * latency",
+    "written completely, then read by all workers at once; latency assumed",
+)
+LOADED = ("s", "moved_s + bytes / load", "loaded after the checksum of the whole version is verified")
+APPLIED = (
+    "s",
+    "2 * parameters / (per_core * cores) + moved_s + full_bytes / load",
+    "encoded, moved through the store, applied at the speed of encoding (measured on one CPU core), loaded",
+)
+SLACK = (
+    "s",
+    "step - seconds",
+    "hidden if the next batch is generated meanwhile (lag 1 or more); at lag 0 workers wait for it",
+)
+BUFFERS = ("bytes", "2 * bytes", "old version serves while new one arrives")
+
+
 class TransferQuestion(Record):
     """Rates in bytes per second and one direction, times in seconds."""
 
@@ -63,46 +97,45 @@ def plan_transfer(question: TransferQuestion) -> TransferPlan:
         UserError: a rate, count or fraction is out of range.
     """
     _check(question)
-    sheet = Derivation()
-    size = sheet.compute(
-        "bytes",
-        "bytes",
-        formula="parameters * element_bytes",
-        source="a full version",
+    sheet, worker_link = Derivation(), question.worker_link or question.link
+    sizes = sheet.evaluate(
+        SIZES,
         parameters=question.parameters,
         element_bytes=DTYPE_BYTES[question.dtype],
-    )
-    delta = sheet.compute(
-        "delta.bytes",
-        "bytes",
-        formula="parameters * changed * bytes_each",
-        source="changed elements with their positions; measured on a small model (benchmarks/results/weights.json)",
-        parameters=question.parameters,
         changed=question.changed,
         bytes_each=DELTA_ELEMENT_BYTES,
     )
-    timed = {
-        "broadcast": (size, _broadcast(question, size, sheet)),
-        "store": (size, _pulled(question, "store", size, question.store or question.link * question.workers, sheet)),
-        "file": (size, _pulled(question, "file", size, question.file, sheet)),
-        "delta": (delta, _delta(question, delta, sheet)),
+    full, delta, store = sizes["bytes"], sizes["delta.bytes"], question.store or question.link * question.workers
+    ways = {
+        "broadcast": (full, math.inf, BROADCAST),
+        "store": (full, store, {"moved_s": MOVED, "seconds": LOADED}),
+        "file": (full, question.file, {"moved_s": MOVED, "seconds": LOADED}),
+        "delta": (delta, store, {"moved_s": MOVED, "seconds": APPLIED}),
     }
-    paths = [
-        PathTime(path=path, size=each, seconds=took, slack_s=_slack(question, path, took, sheet))
-        for path, (each, took) in timed.items()
-    ]
-    buffers = sheet.compute(
-        "double_buffer_bytes",
-        "bytes",
-        formula="2 * bytes",
-        source="old version serves while new one arrives",
-        bytes=size,
-    )
+    paths = []
+    for path, (size, shared, formulas) in ways.items():
+        times = sheet.evaluate(
+            formulas if question.step_s is None else {**formulas, "slack_s": SLACK},
+            label=f"{path}.{{}}",
+            bytes=size,
+            full_bytes=full,
+            parameters=question.parameters,
+            link=question.link,
+            worker_link=worker_link,
+            load=question.load,
+            shared=shared,
+            workers=question.workers,
+            latency=ETHERNET_LATENCY_S,
+            per_core=CODED_PER_CORE_S,
+            cores=question.cores,
+            step=question.step_s or 0.0,
+        )
+        paths.append(PathTime(path=path, size=size, seconds=times["seconds"], slack_s=times.get("slack_s")))
     return TransferPlan(
-        seconds=timed["broadcast"][1],
-        size=size,
-        paths=tuple(sorted(paths, key=lambda each: each.seconds)),
-        double_buffer=buffers,
+        seconds=paths[0].seconds,
+        size=full,
+        paths=tuple(sorted(paths, key=lambda path: path.seconds)),
+        double_buffer=sheet.evaluate({"double_buffer_bytes": BUFFERS}, bytes=full)["double_buffer_bytes"],
         figures=tuple(sheet.figures),
     )
 
@@ -118,76 +151,3 @@ def _check(question: TransferQuestion) -> None:
     if not 0 <= question.changed <= 1:
         what = f"needs a share from 0 to 1, was given {question.changed:g}"
         raise UserError(what, where="--changed", hint="0.03 is 3 % of the elements")
-
-
-def _broadcast(question: TransferQuestion, size: float, sheet: Derivation) -> float:
-    return sheet.compute(
-        "broadcast.seconds",
-        "s",
-        formula="bytes / min(link, worker_link, load)",
-        source="broadcast in pieces, each loaded while the next arrives; all receivers must be present",
-        bytes=size,
-        link=question.link,
-        worker_link=question.worker_link or question.link,
-        load=question.load,
-    )
-
-
-def _pulled(question: TransferQuestion, path: str, size: float, shared: float, sheet: Derivation) -> float:
-    """Seconds through a store: a worker verifies the whole version before it loads it."""
-    moved = _moved(question, f"{path}.moved_s", size, shared, sheet)
-    return sheet.compute(
-        f"{path}.seconds",
-        "s",
-        formula="moved + bytes / load",
-        source="loaded after the checksum of the whole version is verified",
-        moved=moved,
-        bytes=size,
-        load=question.load,
-    )
-
-
-def _moved(question: TransferQuestion, name: str, size: float, shared: float, sheet: Derivation) -> float:
-    """Seconds to write a version to a store and for all workers to read it."""
-    return sheet.compute(
-        name,
-        "s",
-        formula="bytes / min(link, shared) + max(bytes * workers / shared, bytes / worker_link) + 2 * latency",
-        source="written completely, then read by all workers at once; latency assumed",
-        bytes=size,
-        link=question.link,
-        shared=shared,
-        workers=question.workers,
-        worker_link=question.worker_link or question.link,
-        latency=ETHERNET_LATENCY_S,
-    )
-
-
-def _delta(question: TransferQuestion, delta: float, sheet: Derivation) -> float:
-    moved = _moved(question, "delta.moved_s", delta, question.store or question.link * question.workers, sheet)
-    size = question.parameters * DTYPE_BYTES[question.dtype]
-    return sheet.compute(
-        "delta.seconds",
-        "s",
-        formula="2 * parameters / (per_core * cores) + moved + bytes / load",
-        source="encoded, moved through the store, applied at the speed of encoding (measured on one CPU core), loaded",
-        parameters=question.parameters,
-        per_core=CODED_PER_CORE_S,
-        cores=question.cores,
-        moved=moved,
-        bytes=size,
-        load=question.load,
-    )
-
-
-def _slack(question: TransferQuestion, path: str, seconds: float, sheet: Derivation) -> float | None:
-    if question.step_s is None:
-        return None
-    return sheet.compute(
-        f"{path}.slack_s",
-        "s",
-        formula="step - transfer",
-        source="hidden if the next batch is generated meanwhile (lag 1 or more); at lag 0 workers wait for it",
-        step=question.step_s,
-        transfer=seconds,
-    )

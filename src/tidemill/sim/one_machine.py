@@ -19,14 +19,9 @@ from tidemill.core.records import (
     GenerateRequest,
     Group,
     Lease,
-    Loaded,
-    PolicyVersion,
-    Prompt,
     Record,
-    Reward,
     SampleId,
     StepMetrics,
-    Trajectory,
     WorkerReport,
 )
 from tidemill.hardware.measured_profile import MeasuredEngine, MeasuredTrainer, Packing
@@ -46,7 +41,7 @@ from tidemill.sim.simulated_trainer import (
 )
 from tidemill.sim.simulation import SimulatedComponents, drive
 from tidemill.sim.virtual_time import Cores, VirtualThread, run_virtual
-from tidemill.sim.workload import BlankCompletions, Completions, SimulatedPrompts, Workload
+from tidemill.sim.workload import BlankCompletions, Completions, SimulatedPrompts, SimulatedScorer, Workload
 
 
 class ContinuedLengths(Record):
@@ -114,12 +109,12 @@ class OneMachine:
         shares = profile.machine.device == "cpu" and not (spec.runtime == "ray" and spec.ray.address)
         self._cores = Cores(profile.machine.cores if shares else math.inf, clock)
         self._compute = VirtualThread(self._cores)  # of the trainer and its engine
-        self._controller = VirtualThread(self._cores)
+        self.controller = VirtualThread(self._cores)
         self._engine = measured_engine(spec, profile)
         self.weights = WeightCosts(publish_s=profile["publish_s"], pull_s=profile["pull_s"], swap_s=profile["swap_s"])
         self._uplink = Uplink(math.inf, math.inf, clock)
         self._call_s = profile["call_s"]
-        self._workers: list[EngineWorker] = []
+        self._workers: list[DistantWorker] = []
         self._engines: list[SteppedEngine] = []
 
     def local(self) -> Worker:
@@ -146,10 +141,6 @@ class OneMachine:
         for worker in self._workers:
             worker.kill()
 
-    async def score(self, prompt: Prompt, trajectory: Trajectory) -> None:
-        """The controller's work for one sample, on its thread."""
-        await self._controller.work(self._profile["controller_sample_s"])
-
     def _worker(self, worker_id: str, lease_id: str, compute: VirtualThread, source: CountedWeights | None) -> Worker:
         engine = SteppedEngine(
             self._engine,
@@ -158,9 +149,10 @@ class OneMachine:
             swap_s=0.0 if source is None else self.weights.swap_s,
             spend=compute.spend,
         )
-        worker = EngineWorker(
+        worker = DistantWorker(
             engine,
             compute,
+            call_s=self._call_s,
             clock=self._clock,
             tick_s=self._spec.engine.tick_s,
             worker_id=worker_id,
@@ -171,37 +163,29 @@ class OneMachine:
         )
         self._workers.append(worker)
         self._engines.append(engine)
-        return DistantWorker(worker, self._call_s)
+        return worker
 
 
-class DistantWorker:
-    """A worker with message latency in both directions; implements `core.protocols.Worker`."""
+class DistantWorker(EngineWorker):
+    """A worker with message latency in both directions."""
 
-    def __init__(self, worker: EngineWorker, call_s: float) -> None:
-        self._worker, self._call_s = worker, call_s
+    def __init__(self, engine: SteppedEngine, compute: VirtualThread, *, call_s: float, **settings: Any) -> None:
+        super().__init__(engine, compute, **settings)
+        self._call_s = call_s
 
     async def submit(self, requests: Sequence[GenerateRequest]) -> None:
         await asyncio.sleep(self._call_s)
-        await self._worker.submit(requests)
+        await super().submit(requests)
 
     async def abort(self, sample_ids: Sequence[SampleId]) -> None:
         await asyncio.sleep(self._call_s)
-        await self._worker.abort(sample_ids)
-
-    async def load(self, version: PolicyVersion) -> Loaded:
-        return await self._worker.load(version)
+        await super().abort(sample_ids)
 
     async def next_report(self, timeout_s: float) -> WorkerReport | None:
-        report = await self._worker.next_report(timeout_s)
+        report = await super().next_report(timeout_s)
         if report is not None:
             await asyncio.sleep(self._call_s)
         return report
-
-    async def close(self) -> None:
-        await self._worker.close()
-
-    def kill(self) -> None:
-        self._worker.kill()
 
 
 class _SharingTrainer(LearningTrainer):
@@ -224,20 +208,6 @@ class _SharingTrainer(LearningTrainer):
         packed, pairs = self._measured.take_counts()
         told = {"tokens_packed": packed, "pairs_packed": pairs}
         return msgspec.structs.replace(metrics, values={**metrics.values, **told})
-
-
-class SharedScorer:
-    """Implements `core.protocols.Scorer`: samples are scored one after another on the controller's thread."""
-
-    def __init__(self, machine: OneMachine, reward: Callable[[Trajectory], Reward]) -> None:
-        self._machine, self._reward = machine, reward
-
-    async def score(self, prompt: Prompt, trajectory: Trajectory) -> Reward:
-        await self._machine.score(prompt, trajectory)
-        return self._reward(trajectory)
-
-    async def close(self) -> None:
-        pass
 
 
 def measured_engine(spec: RunSpec, profile: RunProfile) -> MeasuredEngine:
@@ -336,7 +306,11 @@ async def _simulate(spec: RunSpec, profile: RunProfile) -> SimulatedRun:
         slots=spec.engine.slots,
         local_slots=spec.engine.slots,
         trainer=trainer,
-        scorer=SharedScorer(machine, lambda trajectory: training.reward(trajectory.sample_id)),
+        scorer=SimulatedScorer(
+            lambda _: profile["controller_sample_s"],
+            lambda trajectory: training.reward(trajectory.sample_id),
+            spend=machine.controller.work,  # on the controller's thread, one after another
+        ),
         source=source,
         checkpoints=SimulatedCheckpoints(SimulatedDisk(), trainer, measured_trainer(spec, profile)),
         provider=provider,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol
 
 from tidemill.config.schema import EvalConfig
@@ -134,13 +134,20 @@ class SimulatedScorer:
     Args:
         seconds: time to score a sample.
         reward: reward of a sample.
+        spend: waits for the given seconds.
     """
 
-    def __init__(self, seconds: Callable[[Trajectory], float], reward: Callable[[Trajectory], Reward]) -> None:
-        self._seconds, self._reward = seconds, reward
+    def __init__(
+        self,
+        seconds: Callable[[Trajectory], float],
+        reward: Callable[[Trajectory], Reward],
+        *,
+        spend: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        self._seconds, self._reward, self._spend = seconds, reward, spend
 
     async def score(self, prompt: Prompt, trajectory: Trajectory) -> Reward:
-        await asyncio.sleep(self._seconds(trajectory))
+        await self._spend(self._seconds(trajectory))
         return self._reward(trajectory)
 
     async def close(self) -> None:

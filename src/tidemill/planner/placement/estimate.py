@@ -20,7 +20,7 @@ from tidemill.hardware.engine_profile import (
     generation_s,
     steady_tokens_per_s,
 )
-from tidemill.hardware.figures import Derivation, positive
+from tidemill.hardware.figures import Derivation, Formulas
 from tidemill.hardware.gpu_catalog import ETHERNET_LATENCY_S
 from tidemill.planner.memory.states import WHOLE_BATCH
 from tidemill.planner.placement.training import Offer, PlacementQuestion, Training, learned_parameters
@@ -246,42 +246,59 @@ def estimate(question: PlacementQuestion, placement: Placement, sheet: Derivatio
     tokens = batch_tokens(question, sheet)
     shared, dedicated = _rates(question, placement, sheet)
     side = placement.dedicated if placement.dedicated.engines else placement.shared
-    rates = Rates(
+    first, last = streaming(question)
+    used = [offer for offer, _ in placement.training.group.members]
+    used += [engine.offer for engine, _ in placement.dedicated.engines]
+    prices = "; ".join(dict.fromkeys(f"{offer.name}: {offer.machine.price_source}" for offer in used))
+    step = _with_lag if question.lag else _on_policy
+    values = sheet.evaluate(
+        {
+            **step(shared=shared > 0, dedicated=dedicated > 0),
+            "trainer_idle_share": (
+                "of a step",
+                "positive(1 - (training_s + seeding_s) / step_s)",
+                "time in which the training GPUs neither train nor generate",
+            ),
+            "dedicated_idle_share": (
+                "of a step",
+                "positive(1 - generation_s / step_s)" if dedicated else "0.0",
+                "time in which the dedicated machines do not generate; 0 without any",
+            ),
+            "usd_per_hour": ("USD", "training + generating", prices),
+            **COSTS,
+        },
         tokens=tokens,
         shared=shared,
         dedicated=dedicated,
         longest_s=question.rollout.lengths[-1] * side.token_s,
         training_s=placement.training.seconds,
         pull_s=_pull_s(question, placement, sheet),
+        lag=question.lag,
+        first=first,
+        last=last,
+        training=placement.training.group.usd_per_hour,
+        generating=placement.dedicated.usd_per_hour,
+        steps=question.steps,
+        seconds_per_hour=SECONDS_PER_HOUR,
+        million=1e6,
     )
-    times = _step_with_lag(question, rates, sheet) if question.lag else _step_on_policy(question, rates, sheet)
-    trainer_idle = sheet.compute(
-        "trainer_idle_share",
-        "of a step",
-        formula="positive(1 - (training_s + seeding_s) / step_s)",
-        source="time in which the training GPUs neither train nor generate",
-        training_s=rates.training_s,
-        seeding_s=times.seeding_s,
-        step_s=times.step_s,
-    )
-    usd_per_million, hours, usd = _cost(question, placement, tokens, times.step_s, sheet)
     return Estimate(
         placement=placement,
         tokens=tokens,
         shared_rate=shared,
         dedicated_rate=dedicated,
-        longest_s=rates.longest_s,
-        training_s=rates.training_s,
-        seeding_s=times.seeding_s,
-        generation_s=times.generation_s,
-        pull_s=rates.pull_s,
-        exposed_pull_s=times.exposed_pull_s,
-        step_s=times.step_s,
-        trainer_idle=trainer_idle,
-        dedicated_idle=positive(1 - times.generation_s / times.step_s) if dedicated else 0.0,
-        usd_per_million=usd_per_million,
-        hours=hours,
-        usd=usd,
+        longest_s=values["longest_s"],
+        training_s=values["training_s"],
+        seeding_s=values["seeding_s"],
+        generation_s=values["generation_s"],
+        pull_s=values["pull_s"],
+        exposed_pull_s=values["exposed_pull_s"] if question.lag else values["pull_s"],
+        step_s=values["step_s"],
+        trainer_idle=values["trainer_idle_share"],
+        dedicated_idle=values["dedicated_idle_share"],
+        usd_per_million=values["usd_per_million_tokens"],
+        hours=values["hours"],
+        usd=values["cost_usd"],
     )
 
 
@@ -297,96 +314,68 @@ def batch_tokens(question: PlacementQuestion, sheet: Derivation) -> float:
     )
 
 
-class Rates(Record):
-    """Inputs of a step's formulas; rates in tokens per second."""
-
-    tokens: float
-    shared: float
-    dedicated: float
-    longest_s: float
-    training_s: float
-    pull_s: float
-
-
-class Times(Record):
-    """Seconds of a step and its parts; see Estimate."""
-
-    step_s: float
-    seeding_s: float
-    generation_s: float
-    exposed_pull_s: float
+COSTS: Formulas = {
+    "usd_per_million_tokens": (
+        "USD",
+        "usd_per_hour * step_s / seconds_per_hour / tokens * million",
+        "completion tokens trained on",
+    ),
+    "hours": ("h", "steps * step_s / seconds_per_hour", "all steps are assumed to be equal"),
+    "cost_usd": ("USD", "usd_per_hour * hours", "of all steps"),
+}
 
 
-def _step_on_policy(question: PlacementQuestion, rates: Rates, sheet: Derivation) -> Times:
+def _on_policy(*, shared: bool, dedicated: bool) -> Formulas:
     """Lag 0: training starts during the last samples of its batch; the next batch starts after the publish.
 
     In the seeding window neither side waits for the other: with rates r of the shared and d of the dedicated side, W
     tokens and X seconds of training, t_seed r + t_gen d = W and t_gen = t_seed + (1 - last) X.
     """
-    first, last = streaming(question)
     seeding = "max(0, (tokens - dedicated * ((1 - last) * training_s)) / (shared + dedicated))"
-    generation = "max((tokens - shared * seeding_s) / dedicated, longest_s)"
-    step = "max(max(seeding_s, first * generation_s) + training_s, generation_s + last * training_s) + pull_s"
-    seconds = sheet.evaluate(
-        {
-            "seeding_s": (
-                "s",
-                seeding if rates.shared else "0.0",
-                "RLBoost's seeding window, arXiv 2510.19225, in which neither side waits; 0 without a shared side",
-            ),
-            "generation_s": (
-                "s",
-                generation if rates.dedicated else "seeding_s",
-                "the dedicated side generates the rest; a batch takes at least as long as its longest sample",
-            ),
-            "step_s": (
-                "s",
-                step,
-                "lag 0: training overlaps the generation of the last samples if advantages allow it; fractions assumed",
-            ),
-        },
-        first=first,
-        last=last,
-        **msgspec.structs.asdict(rates),
-    )
-    return Times(
-        step_s=seconds["step_s"],
-        seeding_s=seconds["seeding_s"],
-        generation_s=seconds["generation_s"],
-        exposed_pull_s=rates.pull_s,
-    )
+    return {
+        "seeding_s": (
+            "s",
+            seeding if shared else "0.0",
+            "RLBoost's seeding window, arXiv 2510.19225, in which neither side waits; 0 without a shared side",
+        ),
+        "generation_s": (
+            "s",
+            "max((tokens - shared * seeding_s) / dedicated, longest_s)" if dedicated else "seeding_s",
+            "the dedicated side generates the rest; a batch takes at least as long as its longest sample",
+        ),
+        "step_s": (
+            "s",
+            "max(max(seeding_s, first * generation_s) + training_s, generation_s + last * training_s) + pull_s",
+            "lag 0: training overlaps the generation of the last samples if advantages allow it; fractions assumed",
+        ),
+    }
 
 
-def _step_with_lag(question: PlacementQuestion, rates: Rates, sheet: Derivation) -> Times:
+def _with_lag(*, shared: bool, dedicated: bool) -> Formulas:
     """Lag 1 or more: the next batch is generated during training, so slots stay full and there is no tail.
 
     In a step the training GPUs generate for f seconds and train for X, and the dedicated ones generate all the time:
     f r + step d = W. The longest sample has lag + 1 steps to finish, or the trainer waits for it.
     """
-    busy_s = sheet.compute(
-        "busy_s",
-        "s",
-        formula="max((tokens + shared * learn) / (shared + dedicated), learn, longest_s / (lag + 1))",
-        source="lag 1 or more: both sides work all the time; the longest sample has lag + 1 steps",
-        tokens=rates.tokens,
-        shared=rates.shared,
-        learn=rates.training_s,
-        dedicated=rates.dedicated,
-        longest_s=rates.longest_s,
-        lag=question.lag,
-    )
-    exposed_s = max(0.0, rates.pull_s - question.lag * busy_s)
-    seeding_s = max(0.0, rates.tokens - rates.dedicated * busy_s) / rates.shared if rates.shared else 0.0
-    step_s = sheet.compute(
-        "step_s",
-        "s",
-        formula="busy_s + pull",
-        source="a transfer of weights that takes longer than the steps of the lag delays the next step",
-        busy_s=busy_s,
-        pull=exposed_s,
-    )
-    generation_s = (rates.tokens - rates.shared * seeding_s) / rates.dedicated if rates.dedicated else seeding_s
-    return Times(step_s=step_s, seeding_s=seeding_s, generation_s=generation_s, exposed_pull_s=exposed_s)
+    return {
+        "busy_s": (
+            "s",
+            "max((tokens + shared * training_s) / (shared + dedicated), training_s, longest_s / (lag + 1))",
+            "lag 1 or more: both sides work all the time; the longest sample has lag + 1 steps",
+        ),
+        "exposed_pull_s": ("s", "max(0.0, pull_s - lag * busy_s)", "the steps of the lag hide the transfer of weights"),
+        "step_s": ("s", "busy_s + exposed_pull_s", "what is not hidden delays the next step"),
+        "seeding_s": (
+            "s",
+            "max(0.0, tokens - dedicated * busy_s) / shared" if shared else "0.0",
+            "the training GPUs generate what the dedicated side does not; 0 without a shared side",
+        ),
+        "generation_s": (
+            "s",
+            "(tokens - shared * seeding_s) / dedicated" if dedicated else "seeding_s",
+            "the dedicated side's part of a step",
+        ),
+    }
 
 
 def streaming(question: PlacementQuestion) -> tuple[float, float]:
@@ -426,32 +415,3 @@ def _pull_s(question: PlacementQuestion, placement: Placement, sheet: Derivation
         worker_rate=min(engine.offer.machine.network_bytes_per_s for engine, _ in placement.dedicated.engines),
         latency=ETHERNET_LATENCY_S,
     )
-
-
-def _cost(
-    question: PlacementQuestion, placement: Placement, tokens: float, step_s: float, sheet: Derivation
-) -> tuple[float, float, float]:
-    """USD per million tokens, hours and USD of all steps."""
-    used = [offer for offer, _ in placement.training.group.members]
-    used += [engine.offer for engine, _ in placement.dedicated.engines]
-    prices = "; ".join(dict.fromkeys(f"{offer.name}: {offer.machine.price_source}" for offer in used))
-    costs = sheet.evaluate(
-        {
-            "usd_per_hour": ("USD", "training + generating", prices),
-            "usd_per_million_tokens": (
-                "USD",
-                "usd_per_hour * step_s / seconds_per_hour / tokens * million",
-                "completion tokens trained on",
-            ),
-            "hours": ("h", "steps * step_s / seconds_per_hour", "all steps are assumed to be equal"),
-            "cost_usd": ("USD", "usd_per_hour * hours", "of all steps"),
-        },
-        training=placement.training.group.usd_per_hour,
-        generating=placement.dedicated.usd_per_hour,
-        steps=question.steps,
-        step_s=step_s,
-        tokens=tokens,
-        seconds_per_hour=SECONDS_PER_HOUR,
-        million=1e6,
-    )
-    return costs["usd_per_million_tokens"], costs["hours"], costs["cost_usd"]

@@ -22,6 +22,7 @@ from tidemill.controller.evaluation import (
     prompt_rewards,
     rewards_of,
 )
+from tidemill.controller.loop import sampling_params
 from tidemill.core.errors import UserError
 from tidemill.core.protocols import Scorer
 from tidemill.core.records import (
@@ -32,7 +33,6 @@ from tidemill.core.records import (
     Prompt,
     Reward,
     SampleId,
-    SamplingParams,
     Trajectory,
     pack_tokens,
     unpack_logprobs,
@@ -371,14 +371,7 @@ def generate(
     system = "" if raw else wanted.system_prompt
     rendered = [_rendered(each, codec, chat=chat, system=system) for each in asked]
     encoded = [token_ids for _, token_ids in rendered]
-    sampling = SamplingParams(
-        max_new_tokens=spec.sampling.max_new_tokens,
-        temperature=spec.sampling.temperature,
-        top_k=spec.sampling.top_k,
-        top_p=spec.sampling.top_p,
-        stop_token_ids=codec.stop_token_ids,
-        stop_strings=spec.sampling.stop,
-    )
+    sampling = sampling_params(spec, codec, ())
     version = PolicyVersion(number=0, digest=weights_digest(bundle.model))
     engine = bundle.engine(version, prompt_tokens=max(map(len, encoded)))
     requests = [

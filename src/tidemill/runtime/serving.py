@@ -12,11 +12,14 @@ from dataclasses import dataclass
 from typing import Any, cast
 from weakref import WeakValueDictionary
 
+import msgspec
+
 from tidemill.config.schema import RunSpec
 from tidemill.config.task import ServedTask
 from tidemill.controller.collector import SampleCollector, collect_samples
 from tidemill.controller.in_flight import InFlight, SamplingPlan
 from tidemill.controller.ledger import Ledger
+from tidemill.controller.loop import sampling_params
 from tidemill.controller.rollout_context import RolloutContext, StopRequested
 from tidemill.controller.samples import Sample, TokenObserver
 from tidemill.controller.waiting import Timeouts
@@ -295,14 +298,7 @@ async def served_fleet(
             gives_up=False,  # a request gives up after `gateway.stall_s`, and others may be shorter
             observers=(feed,),
         )
-        defaults = SamplingParams(
-            max_new_tokens=0,
-            temperature=spec.sampling.temperature,
-            top_k=spec.sampling.top_k,
-            top_p=spec.sampling.top_p,
-            stop_token_ids=backend.codec.stop_token_ids,
-            stop_strings=spec.sampling.stop,
-        )
+        defaults = msgspec.structs.replace(sampling_params(spec, backend.codec, ()), max_new_tokens=0)
         plan = SamplingPlan(purpose=PURPOSE, run_seed=0, group_size=1, sampling=defaults)
         in_flight = InFlight(plan, version_number=version.number)
         await fleet.publishing.publish(version)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import threading
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -107,14 +107,26 @@ def _train(
     telemetry: Telemetry,
     stop: threading.Event,
 ) -> FitResult:
-    if spec.trainer.shards > 1:
-        return _train_on_ranks(spec, kind, run, recorder, telemetry, stop)
     folder = resolve(spec.model, progress=recorder.note)
     # Read first: a row may be invalid, and loading weights takes longer.
     examples = _examples(spec, kind, load_codec(folder), stored_context_limit(folder), recorder)
+    started = partial(_record_start, spec, run, recorder, examples)
+    if spec.trainer.shards > 1:
+        from tidemill.runtime.cluster.ray_supervised import fit_on_ranks
+
+        return fit_on_ranks(
+            spec,
+            kind,
+            examples,
+            folder=folder,
+            directory=run.path,
+            telemetry=telemetry,
+            recorder=recorder,
+            started=started,
+            stop=stop.is_set,
+        )
     bundle = load_model_bundle(spec, progress=recorder.note)
-    digest, info = weights_digest(bundle.model), bundle.device_info
-    _record_start(spec, run, recorder, examples, model_digest=digest, threads=bundle.threads, device_info=info)
+    started(model_digest=weights_digest(bundle.model), threads=bundle.threads, device_info=bundle.device_info)
     context = FitContext(
         forward=bundle.forward,
         source=bundle.folder,
@@ -126,38 +138,6 @@ def _train(
         warn=recorder.note,
     )
     return fit(spec, OBJECTIVES[kind](spec, context), train=examples.train, held_out=examples.held_out, context=context)
-
-
-def _train_on_ranks(
-    spec: RunSpec,
-    kind: SupervisedKind,
-    run: RunDirectory,
-    recorder: Recorder,
-    telemetry: Telemetry,
-    stop: threading.Event,
-) -> FitResult:
-    from tidemill.runtime.cluster.ray_supervised import SupervisedStarted, fit_on_ranks
-
-    folder = resolve(spec.model, progress=recorder.note)
-    examples = _examples(spec, kind, load_codec(folder), stored_context_limit(folder), recorder)
-
-    def started(rank: SupervisedStarted) -> None:
-        digest, info = rank.model_digest, rank.device_info
-        _record_start(spec, run, recorder, examples, model_digest=digest, threads=rank.threads, device_info=info)
-
-    return fit_on_ranks(
-        spec,
-        kind,
-        folder=folder,
-        directory=run.path,
-        train=examples.train,
-        held_out=examples.held_out,
-        telemetry=telemetry,
-        note=recorder.note,
-        expect=recorder.expect,
-        started=started,
-        stop=stop.is_set,
-    )
 
 
 def _examples(

@@ -16,6 +16,7 @@ from tidemill.config.schema import RunSpec
 from tidemill.core.errors import TrainerLost
 from tidemill.core.protocols import Telemetry
 from tidemill.core.records import Demonstration, PreferencePair, Record
+from tidemill.data.examples import Examples
 from tidemill.extensions.registry import Extension
 from tidemill.models.folder import weight_files
 from tidemill.models.snapshots import check_shardable
@@ -35,7 +36,7 @@ from tidemill.runtime.cluster.wire import AsyncActor, decode, encode, invoke, se
 from tidemill.runtime.compute import ComputeThread
 from tidemill.runtime.memory_check import check_memory
 from tidemill.runtime.model_bundle import ModelBundle, load_model_bundle
-from tidemill.telemetry.recorder import NullTelemetry
+from tidemill.telemetry.recorder import NullTelemetry, Recorder
 from tidemill.trainer.objectives import OBJECTIVES, SupervisedKind
 from tidemill.trainer.sharding import GroupRanks, shard
 from tidemill.trainer.supervised_loop import FitContext, FitResult, fit
@@ -152,15 +153,13 @@ class SupervisedRank(AsyncActor):
 def fit_on_ranks(
     spec: RunSpec,
     kind: SupervisedKind,
+    examples: Examples[Any],
     *,
     folder: Path,
     directory: Path,
-    train: Sequence[Demonstration | PreferencePair],
-    held_out: Sequence[Demonstration | PreferencePair],
     telemetry: Telemetry,
-    note: Callable[[str], None],
-    expect: Callable[[int], None],
-    started: Callable[[SupervisedStarted], None],
+    recorder: Recorder,
+    started: Callable[..., None],
     stop: Callable[[], bool],
 ) -> FitResult:
     """Train on `trainer.shards` ranks.
@@ -168,7 +167,8 @@ def fit_on_ranks(
     Args:
         folder: of the model.
         directory: of the run.
-        started: called when the ranks have loaded the model.
+        recorder: what `telemetry` ends in; gets remarks and the number of steps.
+        started: called with the fields of `SupervisedStarted` when the ranks have loaded the model.
         stop: called repeatedly; True ends the stage with a checkpoint.
 
     Raises:
@@ -181,7 +181,7 @@ def fit_on_ranks(
     async def run() -> FitResult:
         async with AsyncExitStack() as stack:
             nbytes = sum(file.stat().st_size for file in weight_files(folder))
-            await stack.enter_async_context(connected(spec, model_bytes=nbytes, log=note))
+            await stack.enter_async_context(connected(spec, model_bytes=nbytes, log=recorder.note))
             reserved = reserved_selector(spec.ray, selector_of(spec.pool))
             resources = ActorResources(spec.ray.trainer_cpus, spec.ray.trainer_gpus, "ray.trainer")
             size = spec.trainer.shards
@@ -189,9 +189,10 @@ def fit_on_ranks(
                 placed_group(SupervisedRank, "trainer", resources, reserved, size=size)
             )
             group = RankGroup(rank_remotes(handles))
-            started(await group.start(SupervisedRank.start_rank, plan, directory / "checkpoints"))
-            examples = [ray.put(encode(list(each))) for each in (train, held_out)]
-            fitting = asyncio.create_task(invoke(group, NO_DEADLINE, SupervisedRank.fit, *examples))
+            loaded = await group.start(SupervisedRank.start_rank, plan, directory / "checkpoints")
+            started(**msgspec.structs.asdict(loaded))
+            rows = [ray.put(encode(list(each))) for each in (examples.train, examples.held_out)]
+            fitting = asyncio.create_task(invoke(group, NO_DEADLINE, SupervisedRank.fit, *rows))
             stopping = False
             try:
                 while not fitting.done():
@@ -201,7 +202,7 @@ def fit_on_ranks(
                         await invoke(group, RANK_S, SupervisedRank.stop)
                     if not fitting.done() or not isinstance(fitting.exception(), TrainerLost):
                         lines = await invoke(group.first, RANK_S, SupervisedRank.take_lines)
-                        relay(lines, telemetry, note=note, expect=expect)
+                        relay(lines, telemetry, note=recorder.note, expect=recorder.expect)
                 fitted = fitting.result()
             finally:
                 fitting.cancel()

@@ -6,11 +6,10 @@ import asyncio
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import httpx2
 import ray
 import torch
 from ray.exceptions import RayError
@@ -21,7 +20,7 @@ from tidemill.config.schema import RunSpec
 from tidemill.core.errors import TidemillError, WorkerLost
 from tidemill.core.protocols import LoopClock, WeightSource, Worker
 from tidemill.core.records import Lease, Loaded, PolicyVersion, Record, WorkerReport
-from tidemill.pool.notices import CLOUDS, Endpoint, Notice, detect, watch
+from tidemill.pool.cloud_watch import watch_cloud_notices
 from tidemill.rollout.pulled import PulledWeights
 from tidemill.rollout.worker import EngineWorker
 from tidemill.runtime.cluster.connection import NodeWatch
@@ -330,53 +329,3 @@ class RayHost:
                         await worker.notice(max(0.0, node.drains_unix_s - time.time()))
                     except TidemillError:
                         self._workers.pop(worker, None)  # it is gone already
-
-
-DETECTIONS = 3
-DETECT_AGAIN_S = 20.0
-"""The metadata service of a machine that just started may not answer yet."""
-
-
-class HttpFetch:
-    """Plain HTTP requests to a metadata service: no proxy, no redirects, one deadline for the whole answer."""
-
-    def __init__(self) -> None:
-        # Proxies of the environment must not get requests that concern this machine; the service has no TLS.
-        self._client = httpx2.AsyncClient(trust_env=False, follow_redirects=False, verify=False)
-
-    async def __call__(self, method: str, url: str, headers: Mapping[str, str], timeout_s: float) -> tuple[int, bytes]:
-        try:
-            async with asyncio.timeout(timeout_s):
-                response = await self._client.request(method, url, headers=dict(headers), timeout=timeout_s)
-        except httpx2.HTTPError as error:
-            raise OSError(f"{url}: {error!r}") from error
-        return response.status_code, response.content
-
-    async def close(self) -> None:
-        await self._client.aclose()
-
-
-async def watch_cloud_notices(
-    on_notice: Callable[[Notice], None],
-    *,
-    endpoints: Mapping[str, Endpoint] | None = None,
-    unix_s: Callable[[], float] = time.time,
-) -> None:
-    """Wait for the termination notice of the first cloud that is detected; return at once if there is none.
-
-    Args:
-        endpoints: by name of the cloud; by default the link-local address for all.
-    """
-    if endpoints is None:
-        endpoints = dict.fromkeys(CLOUDS, Endpoint())
-    fetch = HttpFetch()
-    try:
-        for attempt in range(DETECTIONS):
-            cloud = await detect(fetch, endpoints)
-            if cloud is not None:
-                on_notice(await watch(cloud, fetch, endpoints[cloud.name], unix_s=unix_s))
-                return
-            if attempt < DETECTIONS - 1:
-                await asyncio.sleep(DETECT_AGAIN_S)
-    finally:
-        await fetch.close()

@@ -27,7 +27,7 @@ class Part:
     """What a client calls in another process."""
 
     def __init__(self) -> None:
-        self.received: tuple[Any, ...] = ()
+        self.received: Any = None
 
     async def mixed(
         self, ids: TokenBuffer, versions: Sequence[PolicyVersion], *, score: float | None, handle: Any = None

@@ -11,8 +11,8 @@ from dataclasses import replace
 import pytest
 
 from tests.metadata_service import Headers, MetadataService, aws, azure, google, serving
+from tidemill.pool.cloud_watch import HttpFetch, watch_cloud_notices
 from tidemill.pool.notices import CLOUDS, Endpoint, Notice, detect, watch
-from tidemill.runtime.cluster.ray_worker import HttpFetch, watch_cloud_notices
 
 NOW_UNIX_S = 1_789_722_000.0  # 2026-09-18T09:00:00Z
 AZURE = """{"DocumentIncarnation": 1, "Events": [{"EventId": "1", "EventType": "Preempt", "ResourceType":
@@ -139,7 +139,7 @@ async def test_sigterm_is_not_handled() -> None:
 
 
 async def test_without_a_cloud_detection_is_tried_a_few_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tidemill.runtime.cluster.ray_worker.DETECT_AGAIN_S", 0.01)
+    monkeypatch.setattr("tidemill.pool.cloud_watch.DETECT_AGAIN_S", 0.01)
     notices: list[Notice] = []
     async with watching(notices, lambda method, path, headers: (404, "")) as service:
         await until(lambda: len(service.asked) >= 3 * len(CLOUDS))

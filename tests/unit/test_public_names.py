@@ -6,7 +6,6 @@ import inspect
 import re
 import subprocess
 import sys
-from importlib import import_module
 from pathlib import Path
 
 import pytest

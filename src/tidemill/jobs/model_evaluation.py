@@ -22,7 +22,7 @@ from tidemill.controller.evaluation import (
     prompt_rewards,
     rewards_of,
 )
-from tidemill.controller.loop import sampling_params
+from tidemill.controller.in_flight import sampling_params
 from tidemill.core.errors import UserError
 from tidemill.core.protocols import Scorer
 from tidemill.core.records import (

@@ -17,9 +17,8 @@ import msgspec
 from tidemill.config.schema import RunSpec
 from tidemill.config.task import ServedTask
 from tidemill.controller.collector import SampleCollector, collect_samples
-from tidemill.controller.in_flight import InFlight, SamplingPlan
+from tidemill.controller.in_flight import InFlight, SamplingPlan, sampling_params
 from tidemill.controller.ledger import Ledger
-from tidemill.controller.loop import sampling_params
 from tidemill.controller.rollout_context import RolloutContext, StopRequested
 from tidemill.controller.samples import Sample, TokenObserver
 from tidemill.controller.waiting import Timeouts

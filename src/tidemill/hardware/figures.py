@@ -80,6 +80,14 @@ class Derivation:
         return tuple(self._figures.values())
 
 
+def solved(formulas: Formulas, inputs: Mapping[str, float]) -> dict[str, float]:
+    """As `Derivation.evaluate`, without keeping figures."""
+    values = dict(inputs)
+    for symbol, (_, formula, _) in formulas.items():
+        values[symbol] = evaluated(formula, values)
+    return values
+
+
 def evaluated(formula: str, inputs: Mapping[str, float]) -> float:
     """The value of a formula."""
     value: float = eval(_compiled(formula), FUNCTIONS, inputs)

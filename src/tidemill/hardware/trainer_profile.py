@@ -6,7 +6,7 @@ import math
 from typing import Literal, TypeAlias
 
 from tidemill.core.records import Record
-from tidemill.hardware.figures import Derivation
+from tidemill.hardware.figures import Derivation, solved
 from tidemill.hardware.gpu_catalog import Gpu, Link, all_reduce_s, gather_s
 from tidemill.hardware.model_shape import TRAINED, ModelShape, Optimizer
 
@@ -97,21 +97,22 @@ class TrainerProfile(Record):
             microbatches: per rank, possibly fractional; a pipeline idles for (stages - 1) of them.
             sheet: keeps the figures with their formulas.
         """
-        return (sheet or Derivation()).evaluate(
-            PASSES,
-            label="training.{}_s",
-            tokens=tokens,
-            context=context,
-            passes=passes,
-            microbatches=microbatches,
-            forward_token_s=self.token_s,
-            pair_s=self.pair_s,
-            gather_s=self.gather_s,
-            exchanged_token_s=self.exchanged_token_s,
-            launch_s=self.launch_s,
-            hidden=self.hidden,
-            bubble=1 + (self.stages - 1) / max(microbatches, 1),
-        )["passes"]
+        inputs = {
+            "tokens": tokens,
+            "context": context,
+            "passes": passes,
+            "microbatches": microbatches,
+            "forward_token_s": self.token_s,
+            "pair_s": self.pair_s,
+            "gather_s": self.gather_s,
+            "exchanged_token_s": self.exchanged_token_s,
+            "launch_s": self.launch_s,
+            "hidden": self.hidden,
+            "bubble": 1 + (self.stages - 1) / max(microbatches, 1),
+        }
+        if sheet is None:  # in the simulator, for each group
+            return solved(PASSES, inputs)["passes"]
+        return sheet.evaluate(PASSES, label="training.{}_s", **inputs)["passes"]
 
     def microbatches(self, tokens: float, microbatch: float) -> int:
         """Microbatches per rank."""

@@ -27,8 +27,7 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parent.parent
 SOURCE = REPOSITORY / "src" / "tidemill"
 PACKAGES = ("algos", "trainer", "config")
-LIMIT_S = 600.0  # a mutant may loop for ever
-PROCESSES = 2
+LIMIT_S, PROCESSES = 900.0, 2  # a mutant may loop for ever
 OPERATORS = [
     *((ast.Lt, ast.LtE), (ast.Gt, ast.GtE), (ast.Eq, ast.NotEq), (ast.Is, ast.IsNot), (ast.In, ast.NotIn)),
     *((ast.Add, ast.Sub), (ast.Mult, ast.Div), (ast.And, ast.Or)),
@@ -105,9 +104,9 @@ def passes(source: Path, tests: list[Path]) -> bool:
 
 def mirrors(module: Path) -> list[list[Path]]:
     """Tests of a module: the file that bears its name, then those of its package."""
-    unit, properties = (REPOSITORY / "tests" / kind / module.parent for kind in ("unit", "property"))
-    own = unit / f"test_{module.stem}.py"
-    return [each for each in ([own], [unit, properties]) if each[0].exists()]
+    rooms = [REPOSITORY / "tests" / kind / module.parent for kind in ("unit", "property")]
+    stages = [rooms[0] / f"test_{module.stem}.py"], rooms
+    return [tests for stage in stages if (tests := [path for path in stage if path.exists()])]
 
 
 def survives(mutant: Mutant) -> bool:
@@ -131,8 +130,7 @@ def main() -> int:
     paths = [path for name in PACKAGES for path in sorted((SOURCE / name).rglob("*.py"))]
     everything = [mutant for path in paths for mutant in mutants_of(path)]
     drawn = random.Random(arguments.seed).sample(everything, arguments.count)
-    rooms = [REPOSITORY / "tests" / kind / name for kind in ("unit", "property") for name in PACKAGES]
-    if not passes(SOURCE.parent, [room for room in rooms if room.exists()]):
+    if not passes(SOURCE.parent, [room for name in PACKAGES for room in mirrors(Path(name) / "all")[0]]):
         print("the tests fail without a mutant", file=sys.stderr)
         return 1
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import ast
 import copy
+import itertools
 import os
 import random
 import shutil
@@ -23,16 +24,17 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 SOURCE = REPOSITORY / "src" / "tidemill"
 PACKAGES = ("algos", "trainer", "config")
 LIMIT_S, PROCESSES = 900.0, 2  # a mutant may loop for ever
-OPERATORS = [
+OPERATORS: list[tuple[Any, Any]] = [
     *((ast.Lt, ast.LtE), (ast.Gt, ast.GtE), (ast.Eq, ast.NotEq), (ast.Is, ast.IsNot), (ast.In, ast.NotIn)),
     *((ast.Add, ast.Sub), (ast.Mult, ast.Div), (ast.And, ast.Or)),
 ]
-OTHER = {one: other for pair in OPERATORS for one, other in (pair, pair[::-1])}
+OTHER: dict[Any, Any] = {one: other for pair in OPERATORS for one, other in (pair, pair[::-1])}
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,22 +47,22 @@ class Mutant:
     after: str
 
 
-def changed(node: ast.AST) -> ast.AST | None:
-    """A copy of the node with one change."""
-    made = copy.deepcopy(node)
+def changed(node: ast.AST) -> Any:
+    """A copy of the node with one change; None if none is known."""
+    made: Any = copy.deepcopy(node)
     match made:
         case ast.Compare(ops=[operator]) if type(operator) in OTHER:
             made.ops = [OTHER[type(operator)]()]
         case ast.BinOp(op=operator) | ast.BoolOp(op=operator) if type(operator) in OTHER:
             made.op = OTHER[type(operator)]()
         case ast.UnaryOp(op=ast.Not()):
-            return made.operand
+            made = made.operand
         case ast.Constant(value=bool() as value):
             made.value = not value
         case ast.Constant(value=int() | float() as value):
             made.value = value + 1
         case _:
-            return None
+            made = None
     return made
 
 
@@ -77,9 +79,7 @@ def executed(node: ast.AST) -> Iterator[ast.AST]:
 
 def mutants_of(path: Path) -> Iterator[Mutant]:
     text = path.read_bytes()
-    lines = [0]
-    for line in text.splitlines(keepends=True):
-        lines.append(lines[-1] + len(line))
+    lines = [0, *itertools.accumulate(len(line) for line in text.splitlines(keepends=True))]
     for node in executed(ast.parse(text)):
         if isinstance(node, ast.expr) and (made := changed(node)) is not None:
             start = lines[node.lineno - 1] + node.col_offset
@@ -127,7 +127,7 @@ def main() -> int:
         parser.add_argument(f"--{name}", type=type(default), default=default)
     arguments = parser.parse_args()
     until = time.monotonic() + 3600 * arguments.hours
-    paths = [path for name in PACKAGES for path in sorted((SOURCE / name).rglob("*.py"))]
+    paths = sorted(path for name in PACKAGES for path in (SOURCE / name).rglob("*.py"))
     everything = [mutant for path in paths for mutant in mutants_of(path)]
     drawn = random.Random(arguments.seed).sample(everything, arguments.count)
     if not passes(SOURCE.parent, [room for name in PACKAGES for room in mirrors(Path(name) / "all")[0]]):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import ast
 import copy
+import itertools
 import os
 import random
 import shutil
@@ -23,17 +24,17 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 SOURCE = REPOSITORY / "src" / "tidemill"
 PACKAGES = ("algos", "trainer", "config")
-LIMIT_S = 600.0  # a mutant may loop for ever
-PROCESSES = 2
-OPERATORS = [
+LIMIT_S, PROCESSES = 900.0, 2  # a mutant may loop for ever
+OPERATORS: list[tuple[Any, Any]] = [
     *((ast.Lt, ast.LtE), (ast.Gt, ast.GtE), (ast.Eq, ast.NotEq), (ast.Is, ast.IsNot), (ast.In, ast.NotIn)),
     *((ast.Add, ast.Sub), (ast.Mult, ast.Div), (ast.And, ast.Or)),
 ]
-OTHER = {one: other for pair in OPERATORS for one, other in (pair, pair[::-1])}
+OTHER: dict[Any, Any] = {one: other for pair in OPERATORS for one, other in (pair, pair[::-1])}
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,22 +47,22 @@ class Mutant:
     after: str
 
 
-def changed(node: ast.AST) -> ast.AST | None:
-    """A copy of the node with one change."""
-    made = copy.deepcopy(node)
+def changed(node: ast.AST) -> Any:
+    """A copy of the node with one change; None if none is known."""
+    made: Any = copy.deepcopy(node)
     match made:
         case ast.Compare(ops=[operator]) if type(operator) in OTHER:
             made.ops = [OTHER[type(operator)]()]
         case ast.BinOp(op=operator) | ast.BoolOp(op=operator) if type(operator) in OTHER:
             made.op = OTHER[type(operator)]()
         case ast.UnaryOp(op=ast.Not()):
-            return made.operand
+            made = made.operand
         case ast.Constant(value=bool() as value):
             made.value = not value
         case ast.Constant(value=int() | float() as value):
             made.value = value + 1
         case _:
-            return None
+            made = None
     return made
 
 
@@ -78,9 +79,7 @@ def executed(node: ast.AST) -> Iterator[ast.AST]:
 
 def mutants_of(path: Path) -> Iterator[Mutant]:
     text = path.read_bytes()
-    lines = [0]
-    for line in text.splitlines(keepends=True):
-        lines.append(lines[-1] + len(line))
+    lines = [0, *itertools.accumulate(len(line) for line in text.splitlines(keepends=True))]
     for node in executed(ast.parse(text)):
         if isinstance(node, ast.expr) and (made := changed(node)) is not None:
             start = lines[node.lineno - 1] + node.col_offset
@@ -105,9 +104,9 @@ def passes(source: Path, tests: list[Path]) -> bool:
 
 def mirrors(module: Path) -> list[list[Path]]:
     """Tests of a module: the file that bears its name, then those of its package."""
-    unit, properties = (REPOSITORY / "tests" / kind / module.parent for kind in ("unit", "property"))
-    own = unit / f"test_{module.stem}.py"
-    return [each for each in ([own], [unit, properties]) if each[0].exists()]
+    rooms = [REPOSITORY / "tests" / kind / module.parent for kind in ("unit", "property")]
+    stages = [rooms[0] / f"test_{module.stem}.py"], rooms
+    return [tests for stage in stages if (tests := [path for path in stage if path.exists()])]
 
 
 def survives(mutant: Mutant) -> bool:
@@ -128,11 +127,10 @@ def main() -> int:
         parser.add_argument(f"--{name}", type=type(default), default=default)
     arguments = parser.parse_args()
     until = time.monotonic() + 3600 * arguments.hours
-    paths = [path for name in PACKAGES for path in sorted((SOURCE / name).rglob("*.py"))]
+    paths = sorted(path for name in PACKAGES for path in (SOURCE / name).rglob("*.py"))
     everything = [mutant for path in paths for mutant in mutants_of(path)]
     drawn = random.Random(arguments.seed).sample(everything, arguments.count)
-    rooms = [REPOSITORY / "tests" / kind / name for kind in ("unit", "property") for name in PACKAGES]
-    if not passes(SOURCE.parent, [room for room in rooms if room.exists()]):
+    if not passes(SOURCE.parent, [room for name in PACKAGES for room in mirrors(Path(name) / "all")[0]]):
         print("the tests fail without a mutant", file=sys.stderr)
         return 1
 

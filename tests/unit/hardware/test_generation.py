@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from tests.unit.hardware.test_engine import PLAIN
+from tests.unit.hardware.test_engine_profile import PLAIN
 from tidemill.hardware.completion_lengths import LogNormalLengths, lengths_of, quantiles
 from tidemill.hardware.engine_profile import EngineProfile, Rollout, generation_s, rollout_of, steady_tokens_per_s
 

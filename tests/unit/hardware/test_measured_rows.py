@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from tests.gpu_rows import QWEN3, engine_row, train_step_row, write_rows
-from tests.unit.hardware.test_engine import GPU
+from tests.unit.hardware.test_engine_profile import GPU
 from tidemill.core.errors import UserError
 from tidemill.hardware.completion_lengths import log_normal_of_mean
 from tidemill.hardware.engine_profile import EngineEfficiency, engine_profile, generation_s, rollout_of

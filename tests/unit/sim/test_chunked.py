@@ -9,8 +9,8 @@ import msgspec
 import pytest
 
 from tests.doubles.samples import make_id
-from tests.unit.hardware.test_engine import PLAIN
-from tests.unit.sim.test_run import PLANT, VARIED, spec_of
+from tests.unit.hardware.test_engine_profile import PLAIN
+from tests.unit.sim.test_simulation import PLANT, VARIED, spec_of
 from tidemill.core.records import GenerateRequest, PolicyVersion, SamplingParams, pack_tokens
 from tidemill.sim.baselines import ChunkedEngines, chunked_components
 from tidemill.sim.costs import ProfiledEngine

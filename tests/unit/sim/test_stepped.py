@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from tests.unit.sim.test_engine import V0, V1, request, told
+from tests.unit.sim.test_simulated_engine import V0, V1, request, told
 from tidemill.hardware.measured_profile import MeasuredEngine
 from tidemill.sim.simulated_engine import SteppedEngine
 from tidemill.sim.workload import BlankCompletions

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.doubles.samples import make_id
-from tests.unit.hardware.test_engine import PLAIN
+from tests.unit.hardware.test_engine_profile import PLAIN
 from tidemill.core.records import Group, Segment, Trajectory, pack_tokens
 from tidemill.hardware.engine_profile import EngineProfile
 from tidemill.hardware.trainer_profile import TrainerProfile

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from tests.gpu_rows import QWEN3, engine_row, train_step_row, write_rows
-from tests.unit.sim.test_profiled import trajectory
+from tests.unit.sim.test_costs import trajectory
 from tidemill.config.schema import RunSpec
 from tidemill.core.records import Group
 from tidemill.sim.costs import ProfiledEngine

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from tests.unit.hardware.test_engine import GPU, SHAPE
+from tests.unit.hardware.test_engine_profile import GPU, SHAPE
 from tidemill.hardware.gpu_catalog import Link, all_reduce_s, gather_s
 from tidemill.hardware.trainer_profile import TrainerEfficiency, learning_passes, trainer_profile, updating_s
 

@@ -117,8 +117,9 @@ def _failure(error: Exception) -> RemoteFailure:
         what = f"{type(error).__name__}: {error}"
         return RemoteFailure(kind="", message=what, traceback="".join(traceback.format_exception(error)))
     kind = next(each for each in type(error).__mro__ if each.__module__ == errors.__name__)
-    constructor = vars(kind).get("__init__")
-    names = list(inspect.signature(constructor).parameters)[1:] if constructor else []
+    constructor = next(vars(each)["__init__"] for each in kind.__mro__ if "__init__" in vars(each))
+    own = inspect.isfunction(constructor)  # otherwise that of `Exception`, which takes the message
+    names = list(inspect.signature(constructor).parameters)[1:] if own else []
     return RemoteFailure(kind=kind.__name__, message=str(error), fields={name: getattr(error, name) for name in names})
 
 

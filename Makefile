@@ -43,13 +43,13 @@ $(READY_RUNTIME): $(SETUP)
 
 setup: $(READY) ## prepare .venv only
 
-demo: $(READY_RUNTIME) ## a 135M-parameter model learns addition while its workers come and go; minutes, no GPU, no network
+demo: $(READY_RUNTIME) ## a 135M-parameter model learns addition while its workers come and go; a few minutes, no GPU
 	@# An interrupted demo is resumed, a finished one is replaced.
 	@if grep -qs '"finished": *true' $(DEMO_DIR)/summary.json; then rm -rf $(DEMO_DIR); fi
 	$(BIN)/tidemill train @spot-trace --run.dir $(DEMO_DIR)
 	@printf '\nOpen in a browser: file://%s\n' "$(CURDIR)/$(DEMO_DIR)/report.html"
 
-demo-agents: $(READY_RUNTIME) ## two agents learn while their workers come and go; a quarter of an hour, 9 GB, no GPU, no network
+demo-agents: $(READY_RUNTIME) ## two agents learn while their workers come and go; a quarter of an hour, 9 GB, no GPU
 	@# An interrupted demo is resumed, a finished one is replaced.
 	@finished() { grep -qs '"outcome": *"finished"' $(AGENTS_DIR)/$$1/summary.json; }; \
 	  if finished guess && finished calc-tool; then rm -rf $(AGENTS_DIR); fi

@@ -40,7 +40,7 @@ from benchmarks.origin import parsed
 from benchmarks.slot_time import DONE, TimedEngine, Watch, shares
 from tests.doubles.costs import ConstantEngine, ConstantTrainer
 from tidemill.config.schema import RunSpec
-from tidemill.controller import loop as loop_module
+from tidemill.controller import run as run_module
 from tidemill.controller.dispatcher import Dispatcher
 from tidemill.controller.in_flight import InFlight
 from tidemill.controller.samples import Sample
@@ -148,7 +148,7 @@ def measure(trace: CapacityTrace, duration_s: float, mode: str, seed: int) -> di
     model = CostModel(trainer=ConstantTrainer(tokens_per_s=math.inf), weights=WEIGHTS, shares_gpus=False, worker=SPEED)
     factories = ComponentFactories(host=Host, engine=TimedEngine, tick_s=TICK_S, final_report=False)
     timetable = trace_timetable(trace, start_s=0.0, notice_s=0.0, seed=seed)
-    with patch.object(loop_module, "InFlight", Seen):
+    with patch.object(run_module, "InFlight", Seen):
         run = simulate_run(spec_of(mode, seed), model, WORK, timetable, seconds=duration_s, factories=factories)
     (watch,) = watches
     in_flight = watch.in_flight

@@ -1,6 +1,7 @@
 """Training: the policy's step, its optimizer and its checkpoints.
 
-With `trainer.shards = N` the trainer is N actors (`runtime/cluster/ray_trainer.py`), called together (`rank_group.py`),
+With `trainer.shards = N` the trainer is N actors (`runtime/cluster/ray_trainer.py`), called together
+(`runtime/cluster/rank_group.py`),
 and FSDP2 keeps N-ths of the rows of every parameter, gradient and moment in each (`trainer/sharding.py`). Everything
 that knows about ranks takes a `Ranks` (`models/ranks.py`); the one of a trainer in one process is the identity.
 
@@ -18,7 +19,7 @@ that knows about ranks takes a `Ranks` (`models/ranks.py`); the one of a trainer
   rank. At its start every rank loads the whole model into host memory, because the check of its packed forward pass
   needs one, and keeps its rows.
 - *Supervised stages* run their whole loop on every rank (`runtime/cluster/ray_supervised.py`); the first one's
-  telemetry is repeated by the process that started them (`telemetry_relay.py`).
+  telemetry is repeated by the process that started them (`runtime/cluster/telemetry_relay.py`).
 - *A lost or late rank ends the group*, and the run resumes from its checkpoint; the error names the rank that is
   late, not those that wait for it. Ranks meet at a file beside the checkpoints. The fault simulation drives the same
   classes over one to three ranks that die, hang, fail or lag in any call (`tests/fault_simulation/ranks.py`).

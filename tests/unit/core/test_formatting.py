@@ -2,7 +2,21 @@ from __future__ import annotations
 
 import pytest
 
-from tidemill.core.formatting import compact, counted, decimal, dollars, duration, gigabytes, natural_sort_key, percent
+from tidemill.core.formatting import (
+    compact,
+    counted,
+    decimal,
+    doing,
+    dollars,
+    duration,
+    gigabytes,
+    interval,
+    long_duration,
+    natural_sort_key,
+    percent,
+    quantity,
+    size,
+)
 
 
 @pytest.mark.parametrize(
@@ -71,3 +85,22 @@ def test_names_with_numbers_sort_by_them() -> None:
 )
 def test_counted(value: int, noun: str, text: str) -> None:
     assert counted(value, noun) == text
+
+
+@pytest.mark.parametrize(("seconds", "shown"), [(41.6, "42 s"), (192, "3 min 12 s"), (7500, "2 h 05 min")])
+def test_long_durations(seconds: float, shown: str) -> None:
+    assert long_duration(seconds) == shown
+
+
+@pytest.mark.parametrize(
+    ("count", "shown"), [(0, "0 B"), (999, "999 B"), (999_700, "1 MB"), (1.4e11, "140 GB"), (2.52e12, "2.52 TB")]
+)
+def test_sizes(count: float, shown: str) -> None:
+    assert size(count) == quantity(count, "bytes") == shown
+
+
+def test_other_quantities() -> None:
+    assert [quantity(value, "s") for value in (12.3456, 1234.5, 3.1e7)] == ["12.35 s", "1,234 s", "3.1e+07 s"]
+    assert [doing(count, "GPU", "learn") for count in (1, 8)] == ["1 GPU learns", "8 GPUs learn"]
+    assert interval((0.62, 0.751)) == "0.620 to 0.751"
+    assert interval((None, 0.5)) == interval(None) == "no interval: no two values differ"

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -127,3 +128,21 @@ def test_a_process_that_does_not_end_is_killed() -> None:
     ipc.wait_or_kill(process, 0.2)
     assert process.returncode == -9
     assert time.monotonic() - began_s < 10
+
+
+def test_a_process_and_its_state_are_found_by_number() -> None:
+    with subprocess.Popen(["sleep", "60"]) as process:
+        try:
+            stats = dict(ipc.process_stats())
+            assert stats[process.pid][1] == str(os.getpid()).encode()
+            assert process.pid in ipc.child_processes()
+        finally:
+            process.kill()
+    assert process.pid not in ipc.child_processes()
+
+
+@pytest.mark.parametrize(("command", "code"), [("exit 3", 3), ("exec sleep 60", -signal.SIGKILL)])
+def test_a_process_that_does_not_end_in_time_is_killed(command: str, code: int) -> None:
+    process = subprocess.Popen(["sh", "-c", command])
+    ipc.wait_or_kill(process, 0.5)
+    assert process.returncode == code

@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol, TypeAlias
 
+from tidemill.config.schema import RunSpec
 from tidemill.config.task import (
     ArithmeticTask,
     EnvironmentTask,
@@ -233,6 +234,21 @@ def build_task(
         return agent.adapted(_rows_task(task, agent.render, batch_prompts=batch_prompts, seed=seed, progress=progress))
     render = renderer(codec, chat_template=chat_template)
     return _rows_task(task, render, batch_prompts=batch_prompts, seed=seed, progress=progress)
+
+
+def configured_task(
+    spec: RunSpec, *, codec: Codec, progress: Progress = lambda _: None, agent: AgentTasks | None = None
+) -> Task:
+    """The task of a run, without `eval.sets`. Arguments and errors: as `build_task`."""
+    return build_task(
+        spec.task,
+        codec=codec,
+        batch_prompts=spec.batch.prompts,
+        seed=spec.run.seed,
+        chat_template=spec.model.chat_template,
+        progress=progress,
+        agent=agent,
+    )
 
 
 RowsTask: TypeAlias = ArithmeticTask | ReasoningGymTask | FileTask | PythonTask | EnvironmentTask

@@ -35,7 +35,7 @@ from tidemill.core.records import (
     decode_json,
     unpack_tokens,
 )
-from tidemill.data.build_task import build_task
+from tidemill.data.build_task import configured_task
 from tidemill.data.prompts import Task
 from tidemill.data.rows import ScoredCompletion, demonstration_row, pair_rows
 from tidemill.models.catalog import resolve
@@ -279,14 +279,7 @@ def make_demonstrations(
     check_memory(spec, "load", note=progress)  # a built-in model may have to be built
     codec = load_codec(resolve(spec.model, progress=progress))
     agent = agent_prompts(spec, codec)
-    task = build_task(
-        spec.task,
-        codec=codec,
-        batch_prompts=spec.batch.prompts,
-        seed=spec.run.seed,
-        chat_template=spec.model.chat_template,
-        agent=agent,
-    )
+    task = configured_task(spec, codec=codec, agent=agent)
     chosen = prompts_of(task, split, prompts)
     if agent is not None:
         rows = agent_demonstrations(agent, chosen, chat_template=spec.model.chat_template, report=progress)

@@ -20,7 +20,7 @@ from tidemill.config.pipeline import KINDS, Product, StageKind, StageSpec
 from tidemill.config.task import DataConfig
 from tidemill.core.errors import UserError
 from tidemill.core.records import Episode, Message, ParsedTurn
-from tidemill.data.build_task import build_task
+from tidemill.data.build_task import configured_task
 from tidemill.data.eval_sets import with_eval_sets
 from tidemill.data.examples import Examples, load_demonstrations, load_pairs
 from tidemill.data.prompts import hash_number
@@ -296,14 +296,7 @@ class Preflight:
             else:
                 codec: AnyCodec | TextCodec = AnyCodec() if policy is None else policy.codec
                 agent = agent_prompts(spec, codec)
-                task = build_task(
-                    spec.task,
-                    codec=codec,
-                    batch_prompts=spec.batch.prompts,
-                    seed=spec.run.seed,
-                    chat_template=spec.model.chat_template,
-                    agent=agent,
-                )
+                task = configured_task(spec, codec=codec, agent=agent)
                 task = with_eval_sets(task, spec, codec=codec, agent=agent)
             rewards = [reward for reward in spec.scoring.rewards if reward.kind != "model"]
             context = Context(task=task, seed=spec.run.seed, stop_strings=task.default_stop_strings)

@@ -15,7 +15,7 @@ from tidemill.config.model import ModelConfig
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError
 from tidemill.core.records import PolicyVersion
-from tidemill.data.build_task import build_task
+from tidemill.data.build_task import configured_task
 from tidemill.data.eval_sets import with_eval_sets
 from tidemill.data.prompts import Task, check_fits
 from tidemill.models.catalog import errors_at_key, resolve, resolve_shell
@@ -92,15 +92,7 @@ def fitting_task(
         UserError: the task cannot be built, or does not fit.
     """
     agent = agent_prompts(spec, codec)
-    task = build_task(
-        spec.task,
-        codec=codec,
-        batch_prompts=spec.batch.prompts,
-        seed=spec.run.seed,
-        chat_template=spec.model.chat_template,
-        progress=progress,
-        agent=agent,
-    )
+    task = configured_task(spec, codec=codec, progress=progress, agent=agent)
     task = with_eval_sets(task, spec, codec=codec, agent=agent)
     check_fits(task, longest_context(spec, limit), new_tokens(spec))
     return task

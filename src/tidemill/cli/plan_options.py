@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -41,8 +41,8 @@ def parse_integer(kind: type, tokens: Sequence[Token]) -> int:
     try:
         return int(token.value)
     except ValueError:
-        hint = "write digits only"
-        raise UserError(f"{token.value!r} is not an integer", where=str(token.keyword), hint=hint) from None
+        what = f"{token.value!r} is not an integer"
+        raise UserError(what, where=str(token.keyword), hint="write digits only") from None
 
 
 Whole = Annotated[int, Parameter(converter=parse_integer)]
@@ -71,12 +71,12 @@ class ModelOptions:
         Raises:
             UserError: neither or both options given, or not readable.
         """
-        if (self.params is None) == (self.model is None):
-            what = "no model given" if self.params is None else "both --params and --model are given"
-            raise UserError(what, hint="give --params 70e9, or --model FOLDER with a config.json")
-        if self.model is not None:
+        if self.model is not None and self.params is None:
             return read_shape(self.model)
-        return shape_of_parameters(count(str(self.params), "--params"))
+        if self.model is None and self.params is not None:
+            return shape_of_parameters(count(self.params, "--params"))
+        what = "no model given" if self.params is None else "both --params and --model are given"
+        raise UserError(what, hint="give --params 70e9, or --model FOLDER with a config.json")
 
 
 @Parameter(name="*")
@@ -166,13 +166,6 @@ def with_prices(catalog: Catalog, prices: Sequence[str]) -> Catalog:
     return Catalog(gpus=catalog.gpus, machines=machines)
 
 
-def counted_from_1(given: Mapping[str, float]) -> None:
-    """Raises UserError: an option is below 1 or not finite."""
-    for option, value in given.items():
-        if not 1 <= value < math.inf:
-            raise UserError(f"must be at least 1, is {value:g}", where=option, hint="give a positive number")
-
-
 def lengths_given(run_dir: Path | None, mean: float | None, default: float, *, sigma: float, limit: int) -> Lengths:
     """Completion lengths: those of a run, or log-normal with a mean.
 
@@ -255,10 +248,9 @@ def shape_of_model(config: ModelConfig) -> ModelShape:
     """
     shape = known_shape(config)
     if shape is None:
+        what = f"the shape of {config.source} is unknown: the model is not in the cache"
         hint = f"download it (`tidemill model get {config.source}`), or give --params or --model"
-        raise UserError(
-            f"the shape of {config.source} is unknown: the model is not in the cache", where="model.source", hint=hint
-        )
+        raise UserError(what, where="model.source", hint=hint)
     return shape
 
 

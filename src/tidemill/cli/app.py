@@ -32,7 +32,7 @@ VERBS = {
     "train": ("tidemill.cli.train_command:train", "Train a model, or resume a run."),
     "eval": ("tidemill.cli.evaluate:evaluate", "Evaluate a model on held-out prompts; compare two."),
     "generate": ("tidemill.cli.evaluate:generate", "Generate completions with a model or a checkpoint."),
-    "serve": ("tidemill.cli.serve_command:serve", "Serve a model or a checkpoint over HTTP, as OpenAI's API does."),
+    "serve": ("tidemill.cli.evaluate:serve", "Serve a model or a checkpoint over HTTP, as OpenAI's API does."),
     "algorithms": ("tidemill.cli.algorithms:algorithms", "List algorithms and loss terms with formulas and sources."),
     "simulate": ("tidemill.cli.forecasting:simulate", "Simulate a run under several schedules."),
     "plan": (

@@ -110,13 +110,10 @@ def measured_efficiencies(
     for name in dict.fromkeys(gpu.name for gpu in gpus if files):
         own = [each for _, rows in read for each in rows if each.gpu.name == name]
         step, run = _nearest(own, ("shared",), shape), _nearest(own, engines, shape)
+        trainer = TrainerEfficiency(source="assumed (no measured row of a training step)")
+        engine = EngineEfficiency(source=f"assumed (no measured row of {' or '.join(engines)})")
         found[name] = Efficiencies(
-            trainer=_trainer_efficiency(step)
-            if step
-            else TrainerEfficiency(source="assumed (no measured row of a training step)"),
-            engine=_engine_efficiency(run)
-            if run
-            else EngineEfficiency(source=f"assumed (no measured row of {' or '.join(engines)})"),
+            trainer=_trainer_efficiency(step) if step else trainer, engine=_engine_efficiency(run) if run else engine
         )
     lines = [line for name, each in found.items() for line in each.described(name)]
     for file, rows in read:

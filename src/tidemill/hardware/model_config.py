@@ -10,14 +10,8 @@ from tidemill.core.errors import UserError
 from tidemill.hardware.model_shape import ModelShape
 
 CONFIG = "config.json"
-SIZES = (
-    "hidden_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "vocab_size",
-    "max_position_embeddings",
-)
+NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+SIZES = (*NEEDED, "num_key_value_heads", "max_position_embeddings")
 """Fields that must be positive integers if present."""
 MOST = 10**12
 """Upper bound of any count in a configuration."""
@@ -65,7 +59,14 @@ def read_config(path: Path) -> dict[str, Any]:
     Raises:
         UserError: names the file and the field.
     """
-    config = _read_json(path)
+    try:
+        config = json.loads(path.read_bytes())
+    except OSError as error:
+        raise UserError(f"cannot be read: {error.strerror or error}", where=str(path), hint=_HINT) from error
+    except ValueError as error:
+        where = f"{path}:{error.lineno}" if isinstance(error, json.JSONDecodeError) else str(path)
+        hint = "copy or download the file again"
+        raise UserError("the model configuration is not valid JSON", where=where, hint=hint) from error
     if not isinstance(config, dict):
         raise UserError("is not a model configuration", where=str(path), hint=_HINT)
     reader = ConfigReader(decoder_part(config), str(path))
@@ -85,18 +86,6 @@ def decoder_part(config: dict[str, Any]) -> dict[str, Any]:
     return text if isinstance(text, dict) else config
 
 
-def _read_json(path: Path) -> Any:
-    again = "copy or download the file again"
-    try:
-        return json.loads(path.read_bytes())
-    except OSError as error:
-        raise UserError(f"cannot be read: {error.strerror or error}", where=str(path), hint=_HINT) from error
-    except ValueError as error:
-        line = f":{error.lineno}" if isinstance(error, json.JSONDecodeError) else ""
-        raise UserError("the model configuration is not valid JSON", where=f"{path}{line}", hint=again) from error
-
-
-NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 BIASED = ("qwen2", "qwen2_moe")  # query, key and value biases are implied
 NORMED = ("qwen3", "qwen3_moe")  # queries and keys are normalised
@@ -128,9 +117,8 @@ def shape_of_config(config: dict[str, Any], *, source: str) -> ModelShape:
     head_dim = read.whole("head_dim", hidden // heads)
     matrices = 2 if str(config.get("hidden_act", "silu")).startswith("gelu") else 3  # a gated MLP has three
     per_expert = matrices * hidden * narrow
-    shared = read.whole("n_shared_experts", 0) * per_expert + read.whole("shared_expert_intermediate_size", 0) * (
-        matrices * hidden
-    )
+    shared = read.whole("n_shared_experts", 0) * per_expert
+    shared += read.whole("shared_expert_intermediate_size", 0) * matrices * hidden
     expert_layers = layers - dense_layers
     kv_heads = read.up_to(heads, "num_key_value_heads", heads)
     tied = bool(config.get("tie_word_embeddings", False))

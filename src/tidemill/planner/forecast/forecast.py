@@ -108,8 +108,8 @@ def summarised(
         start_s
         + sum(line.values[STEP_TIME] for line in lines)
         + mean * (spec.trainer.steps - simulated)
-        + first
-        + second
+        + evaluating
+        + saving
         for lines, mean, evaluating, saving in zip(steps, usual, evaluation_s, checkpoint_s, strict=True)
     ]
     learning_s, waiting_s = (_mean_of_usual(runs, name) for name in ("time_train_s", TRAINER_IDLE))

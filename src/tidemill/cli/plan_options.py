@@ -210,15 +210,13 @@ def result(
     shown = list(parts)
     if explain:
         data = {**data, "explain": [msgspec.to_builtins(figure) for figure in figures]}
-        shown += ["", *(escape(line) for figure in figures for line in derivation(figure))]
+        shown.append("")
+        for figure in figures:
+            shown += plain(f"{figure.name} = {quantity(figure.value, figure.unit)}", f"  = {figure.formula}")
+            if inputs := ", ".join(f"{name} = {value:g}" for name, value in figure.inputs.items()):
+                shown += plain(f"  with {inputs}")
+            shown += plain(f"  {figure.source}")
     return Result(data=data, text=Group(*shown))
-
-
-def derivation(figure: Figure) -> list[str]:
-    """Lines with value, formula, inputs and source."""
-    inputs = ", ".join(f"{name} = {value:g}" for name, value in figure.inputs.items())
-    lines = [f"{figure.name} = {quantity(figure.value, figure.unit)}", f"  = {figure.formula}"]
-    return [*lines, *([f"  with {inputs}"] if inputs else []), f"  {figure.source}"]
 
 
 def table(headings: Sequence[str], rows: Iterable[Sequence[str]], *, title: str = "") -> Table:

@@ -66,11 +66,7 @@ class BatchOptions:
     """A run directory; use the lengths of its samples instead."""
 
     def rollout(self) -> tuple[Rollout, int]:
-        """The generation work, and the tokens of the longest sample.
-
-        Raises:
-            UserError: as `lengths_given`.
-        """
+        """The generation work, and the tokens of the longest sample."""
         mean, limit = self.completion_tokens, self.limit
         lengths = lengths_given(self.lengths_from, mean, COMPLETION_TOKENS, sigma=self.sigma, limit=limit)
         samples, prompt_tokens = self.prompts * self.group_size, float(self.prompt_tokens)

@@ -89,7 +89,6 @@ class TrainerProfile(Record):
 
         Args:
             microbatches: per rank, possibly fractional; a pipeline idles for (stages - 1) of them.
-            sheet: keeps the figures with their formulas.
         """
         inputs = {
             "tokens": tokens,
@@ -160,7 +159,6 @@ def trainer_profile(
         gpus: a multiple of tp * pp.
         network: of one machine; required for GPUs on several machines.
         update_s: time of the optimizer step; by default Adam on all parameters.
-        sheet: keeps the figures with their formulas.
 
     Raises:
         UserError: the catalogue has no FLOP/s for this dtype.

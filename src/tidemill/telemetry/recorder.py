@@ -68,7 +68,10 @@ FIRST_PHASES = (ROLLOUT, TRAINING)
 
 
 class Recorder:
-    """Implements core.protocols.Telemetry for one session of a run. Use it as a context manager, or call `close`."""
+    """Implements core.protocols.Telemetry for one session of a run. Use it as a context manager, or call `close`.
+
+    Methods that write raise UserError if the disk is full.
+    """
 
     def __init__(
         self,
@@ -173,7 +176,7 @@ class Recorder:
         self._load_history()
 
     def event(self, name: str, **fields: Any) -> None:
-        """Write one line to events.jsonl. Raises UserError: the disk is full."""
+        """Write one line to events.jsonl."""
         self._events.write(
             event_line(name, fields, unix_s=self._unix_time(), session=self._session, elapsed_s=self.elapsed_s)
         )
@@ -193,11 +196,7 @@ class Recorder:
             self.note(line)
 
     def step(self, metrics: StepMetrics) -> None:
-        """Write one line to metrics.jsonl, with peak memory and wall time added, then update the view and the sinks.
-
-        Raises:
-            UserError: the disk is full.
-        """
+        """Write one line to metrics.jsonl, with peak memory and wall time added, then update the view and the sinks."""
         now_s, elapsed_s = self._clock.now(), self.elapsed_s
         values = dict(metrics.values)
         values.setdefault(PEAK_RSS, float(self._memory()))
@@ -242,11 +241,7 @@ class Recorder:
                 self.note(f"{what} ended at {at}, with the rewards of their turns so far; raise it if they need more")
 
     def samples(self, step: int, trajectories: Sequence[Trajectory], prompts: Sequence[Prompt]) -> None:
-        """Write one file per step and purpose, atomically; a second call for the same step replaces it.
-
-        Raises:
-            UserError: the disk is full.
-        """
+        """Write one file per step and purpose, atomically; a second call for the same step replaces it."""
         by_purpose: dict[str, list[tuple[Trajectory, Prompt]]] = {}
         for trajectory, prompt in zip(trajectories, prompts, strict=True):
             by_purpose.setdefault(trajectory.sample_id.purpose, []).append((trajectory, prompt))
@@ -294,16 +289,10 @@ class Recorder:
             self._view.note(text)
 
     def finish(self, outcome: Outcome, *, error: BaseException | None = None) -> dict[str, Any]:
-        """End the session and write summary.json.
+        """End the session, write summary.json, and return the summary.
 
         Args:
             error: that ended the run.
-
-        Returns:
-            The summary.
-
-        Raises:
-            UserError: the disk is full.
         """
         wall_s = self.run.past.wall_s + self.elapsed_s
         self.close(outcome, error=error)

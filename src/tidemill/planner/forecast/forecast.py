@@ -48,11 +48,7 @@ def forecast_recipe(
     most_samples: int = MOST_SAMPLES,
     watch: Callable[[], None] | None = None,
 ) -> Forecast:
-    """Forecast a recipe on the machine of a profile.
-
-    Args:
-        watch: see `simulate_recipe`.
-    """
+    """Forecast a recipe on the machine of a profile; `watch` is that of `simulate_recipe`."""
     steps = simulated_steps(spec, most_samples)
     runs = [
         simulate_recipe(with_seed(spec, steps, seed), uncertain(profile, seed), watch=watch) for seed in range(seeds)

@@ -232,12 +232,8 @@ class Estimate(Record):
 
 
 def estimate(question: PlacementQuestion, placement: Placement, sheet: Derivation | None = None) -> Estimate:
-    """Estimate an average step.
-
-    Args:
-        sheet: keeps the figures with their formulas.
-    """
-    sheet = Derivation() if sheet is None else sheet
+    """Estimate an average step."""
+    sheet = sheet or Derivation()
     tokens = batch_tokens(question, sheet)
     # The sides divide a batch in proportion to their speed.
     steady = placement.shared.steady(question), placement.dedicated.steady(question)

@@ -208,11 +208,7 @@ def best_training(question: PlacementQuestion, group: Group) -> Training | TooLa
 def training_time(
     question: PlacementQuestion, group: Group, tp: int, pp: int, sheet: Derivation | None = None
 ) -> tuple[TrainerProfile, float]:
-    """The profile with these degrees, and the training time of a batch.
-
-    Args:
-        sheet: keeps the figures, from the FLOPs of one token to the time.
-    """
+    """The profile with these degrees, and the training time of a batch."""
     learned, efficiency = learning(question), question.efficiencies_on(*group.kinds).trainer
     update_s = updating_s(
         learned_parameters(question) * sum(role.trained for role in roles_of(question.algorithm)),

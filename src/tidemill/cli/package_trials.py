@@ -74,8 +74,14 @@ def attach_to_a_small_model() -> None:
     from tidemill.config.model import LoraConfig, ModelConfig
     from tidemill.models.lora import attach_adapter
 
-    widths = dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size"), 8)
-    shape = LlamaConfig(**widths, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1)
+    shape = LlamaConfig(
+        vocab_size=8,
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+    )
     attach_adapter(LlamaForCausalLM(shape), ModelConfig(lora=LoraConfig(rank=1)))
 
 

@@ -60,7 +60,7 @@ def catalog(*, catalog: CatalogFile = None, json: Json = False) -> Result:
         for machine in known.machines.values()
     ]
     sources = (f"{machine.name} ({machine.priced}): {machine.price_source}" for machine in known.machines.values())
-    text = [
+    text: list[RenderableType] = [
         table(("GPU", "memory", "bandwidth", "dense bf16", "link"), gpus),
         "",
         table(("machine", "GPUs", "network", "$/h", "preemptible"), machines),

@@ -126,6 +126,11 @@ SUPERVISED_COLUMNS = tuple(
 ONLY_IF_ANY = (metrics.SAMPLES_INVALID, metrics.ENV_FAULTS, metrics.UPDATES_SKIPPED)
 
 
+def label_of(name: str) -> str:
+    """A metric's label, `held-out accuracy` for the held-out variant of one."""
+    return METRICS[name].label if name in METRICS else f"held-out {METRICS[name.removeprefix(HELD_OUT)].label}"
+
+
 def step_text(progress: SessionProgress) -> str:
     """One line for the newest step; metrics that were not measured are omitted."""
     values = progress.values
@@ -134,10 +139,11 @@ def step_text(progress: SessionProgress) -> str:
         *(progress.kl if name == metrics.KL_REF else name for name in STEP_COLUMNS),
     ]
     parts = [f"step {progress.step:>{len(str(progress.total_steps))}}/{progress.total_steps}"]
-    for name in names:
-        if name in values and (values[name] or name not in ONLY_IF_ANY):
-            label = METRICS[name].label if name in METRICS else f"held-out {METRICS[name.removeprefix(HELD_OUT)].label}"
-            parts.append(f"{label} {progress.figure(name)}")
+    parts += [
+        f"{label_of(name)} {progress.figure(name)}"
+        for name in names
+        if name in values and (values[name] or name not in ONLY_IF_ANY)
+    ]
     if left := progress.left_s():
         parts.append(f"left {duration(left)}")
     return "  ".join(parts)

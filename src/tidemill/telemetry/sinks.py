@@ -34,6 +34,7 @@ class Sink(Protocol):
 
     def rewind(self, step: int) -> None:
         """Prepare for values of steps after `step` to be sent again; by default nothing."""
+        return
 
     def close(self, *, failed: bool) -> None: ...
 

@@ -42,41 +42,33 @@ def algorithms(*, json: Json = False) -> Result:
 
 def listing() -> dict[str, list[dict[str, Any]]]:
     """Rows by kind: name, formula (empty for presets), source and defaults of the keys it reads."""
+
+    def row(name: str, entry: Any, defaults: Any, **more: Any) -> dict[str, Any]:
+        return {"name": name, "formula": entry.formula, "source": entry.source, **more, "defaults": defaults}
+
+    limits = {
+        name: {key: limit for key, limit in limits._asdict().items() if limit is not None}
+        for name, limits in CORRECTION_LIMITS.items()
+    }
     return {
         "presets": [
             {"name": name, "formula": "", "source": preset.source, "defaults": preset.settings}
             for name, preset in PRESETS.items()
         ],
         "advantages": [
-            {"name": name, "formula": row.formula, "source": row.source, "scope": row.scope}
-            | {"defaults": defaults("advantage", name, row.settings)}
-            for name, row in ADVANTAGES.items()
+            row(name, entry, defaults("advantage", name, entry.settings), scope=entry.scope)
+            for name, entry in ADVANTAGES.items()
         ],
         "credits": [
-            {"name": name, "formula": row.formula, "source": row.source}
-            | {"defaults": plain_values([f"algorithm.{setting}" for setting in row.settings])}
-            for name, row in CREDITS.items()
+            row(name, entry, plain_values([f"algorithm.{setting}" for setting in entry.settings]))
+            for name, entry in CREDITS.items()
         ],
-        "losses": [
-            {"name": name, "formula": row.formula, "source": row.source}
-            | {"defaults": defaults("loss", name, row.settings)}
-            for name, row in LOSSES.items()
-        ],
-        "corrections": [
-            {"name": name, "formula": CORRECTIONS[name].formula, "source": CORRECTIONS[name].source}
-            | {"defaults": {key: limit for key, limit in limits._asdict().items() if limit is not None}}
-            for name, limits in CORRECTION_LIMITS.items()
-        ],
-        "preference": [
-            {"name": name, "formula": row.formula, "source": row.source, "defaults": row.settings}
-            for name, row in PREFERENCE_LOSSES.items()
-        ],
+        "losses": [row(name, entry, defaults("loss", name, entry.settings)) for name, entry in LOSSES.items()],
+        "corrections": [row(name, CORRECTIONS[name], limits[name]) for name in limits],
+        "preference": [row(name, entry, entry.settings) for name, entry in PREFERENCE_LOSSES.items()],
         **{
-            kind: [
-                {"name": name, "formula": row.formula, "source": row.source, "defaults": plain_values(row.settings)}
-                for name, row in rows.items()
-            ]
-            for kind, rows in TERMS.items()
+            kind: [row(name, entry, plain_values(entry.settings)) for name, entry in entries.items()]
+            for kind, entries in TERMS.items()
         },
     }
 

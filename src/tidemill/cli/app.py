@@ -32,7 +32,7 @@ VERBS = {
     "train": ("tidemill.cli.train_command:train", "Train a model, or resume a run."),
     "eval": ("tidemill.cli.evaluate:evaluate", "Evaluate a model on held-out prompts; compare two."),
     "generate": ("tidemill.cli.evaluate:generate", "Generate completions with a model or a checkpoint."),
-    "serve": ("tidemill.cli.serve_command:serve", "Serve a model or a checkpoint over HTTP, as OpenAI's API does."),
+    "serve": ("tidemill.cli.evaluate:serve", "Serve a model or a checkpoint over HTTP, as OpenAI's API does."),
     "algorithms": ("tidemill.cli.algorithms:algorithms", "List algorithms and loss terms with formulas and sources."),
     "simulate": ("tidemill.cli.forecasting:simulate", "Simulate a run under several schedules."),
     "plan": (
@@ -153,18 +153,14 @@ def dispatch(tokens: Sequence[str]) -> Result:
     try:
         result = app(tokens, exit_on_error=False, print_error=False)
     except CycloptsError as error:
-        raise usage_error(error, tokens) from None
+        help_of_verb = f"see `{' '.join(['tidemill', *(error.command_chain or ())])} --help`"
+        if isinstance(error, UnusedCliTokensError) and error.unused_tokens:
+            raise UserError("unexpected argument", where=error.unused_tokens[0], hint=help_of_verb) from None
+        if isinstance(error, UnknownCommandError) and verb == "plan" and tokens[1].startswith("@"):
+            hint = f"write `tidemill plan run {tokens[1]}`"
+            raise UserError("expected a subject first", where=tokens[1], hint=hint) from None
+        raise UserError(str(error).strip(), hint=help_of_verb) from None
     return result if isinstance(result, Result) else Result()
-
-
-def usage_error(error: CycloptsError, tokens: Sequence[str]) -> UserError:
-    """The error of arguments that do not fit the verb."""
-    help_of_verb = f"see `{' '.join(['tidemill', *(error.command_chain or ())])} --help`"
-    if isinstance(error, UnusedCliTokensError) and error.unused_tokens:
-        return UserError("unexpected argument", where=error.unused_tokens[0], hint=help_of_verb)
-    if isinstance(error, UnknownCommandError) and tokens[0] == "plan" and tokens[1].startswith("@"):
-        return UserError("expected a subject first", where=tokens[1], hint=f"write `tidemill plan run {tokens[1]}`")
-    return UserError(str(error).strip(), hint=help_of_verb)
 
 
 def unknown_verb(verb: str) -> UserError:

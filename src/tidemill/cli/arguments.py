@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -89,18 +89,13 @@ def spec_for(items: Sequence[str], model: ModelSource | None, *, purpose: Purpos
     return load_spec(items, purpose=purpose)
 
 
-@contextmanager
-def given_model(given: str | None, *, option: str = "--checkpoint") -> Iterator[ModelSource | None]:
-    """Yield the model of an option, which no running process deletes until the block ends.
+def given_model(given: str | None, *, option: str = "--checkpoint") -> AbstractContextManager[ModelSource | None]:
+    """The model of an option, which no running process deletes until the block ends, or None.
 
     Raises:
         UserError: there is no such model.
     """
-    if given is None:
-        yield None
-        return
-    with open_model(given, where=option) as found:
-        yield found
+    return nullcontext() if given is None else open_model(given, where=option)
 
 
 def dry_run(spec: RunSpec, *, purpose: Purpose = "train", notes: Sequence[str] = ()) -> Result:

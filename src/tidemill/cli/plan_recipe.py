@@ -12,7 +12,6 @@ import msgspec
 from cyclopts import Parameter
 from rich.console import RenderableType
 
-from tidemill.cli import plan_options
 from tidemill.cli.arguments import Items
 from tidemill.cli.output import Json, Result
 from tidemill.cli.plan_options import (
@@ -23,7 +22,11 @@ from tidemill.cli.plan_options import (
     Whole,
     lengths_given,
     models_of,
+    notes,
+    plain,
+    result,
     shape_of_model,
+    table,
 )
 from tidemill.cli.plan_placement import estimate_data
 from tidemill.config.load import load_spec
@@ -114,7 +117,7 @@ def run(
     if measure:
         _refuse({"profile": profile}, "conflicts with --measure, which creates a profile", "omit one of them")
     remarks = memory_remarks(spec, "rl")  # refuses what does not fit, before it is measured
-    chosen = _profile(spec, profile, measure=measure)
+    chosen = _measured(spec) if measure else read_profile(profile) if profile is not None else fitting_profile(spec)
     return _of_this_machine(spec, chosen, forecast_recipe(spec, chosen, seeds=seeds), remarks, explain=explain)
 
 
@@ -125,24 +128,15 @@ def _refuse(options: Mapping[str, object], what: str, hint: str) -> None:
             raise UserError(what, where=f"--{name.replace('_', '-')}", hint=hint)
 
 
-def _profile(spec: RunSpec, file: Path | None, *, measure: bool) -> RunProfile:
-    if measure:
-        return _measured(spec)
-    return read_profile(file) if file is not None else fitting_profile(spec)
-
-
 def _measured(spec: RunSpec) -> RunProfile:
     """Train a few steps in a temporary directory and calibrate."""
     from tidemill.planner.calibration.fit import calibrate
     from tidemill.runtime.train import train
 
     with tempfile.TemporaryDirectory(prefix="tidemill-measured-") as folder:
-        short = spec.model_copy(
-            update={
-                "run": spec.run.model_copy(update={"dir": Path(folder) / "run"}),
-                "trainer": spec.trainer.model_copy(update={"steps": min(spec.trainer.steps, MEASURED_STEPS)}),
-            }
-        )
+        here = spec.run.model_copy(update={"dir": Path(folder) / "run"})
+        few = spec.trainer.model_copy(update={"steps": min(spec.trainer.steps, MEASURED_STEPS)})
+        short = spec.model_copy(update={"run": here, "trainer": few})
         train(short)
         found = calibrate(short.directory)
     write_profile(found, kept_path(found))
@@ -155,45 +149,43 @@ def _of_this_machine(
     sheet = Derivation()
     derive(found, sheet)
     memory = memory_on_this_machine(spec, models_of(spec), profile, sheet)
-    differences, notes = setting_differences(profile, spec), [*remarks, *found.notes, *_of_pool(spec, found)]
+    differences, remarks = setting_differences(profile, spec), [*remarks, *found.notes, *_of_pool(spec, found)]
     data = {
         **as_data(found),
-        "notes": notes,
+        "notes": remarks,
         "memory_bytes": memory,
         "measured_memory_bytes": profile["peak_rss_bytes"],
         "unlike": differences,
     }
     lines = [
         *as_text(spec, found),
-        *plan_options.plain(
+        *plain(
             f"memory: at most {size(memory)} for models, microbatch, cache and libraries; the measured run used "
             f"{size(profile['peak_rss_bytes'])}"
         ),
-        *plan_options.notes((*(f"warning: {difference}" for difference in differences), *notes)),
+        *notes((*(f"warning: {difference}" for difference in differences), *remarks)),
     ]
-    return plan_options.result(data, lines, sheet.figures, explain=explain)
+    return result(data, lines, sheet.figures, explain=explain)
 
 
 def _of_cluster(spec: RunSpec, found: ClusterForecast, *, explain: bool) -> Result:
     sheet = Derivation()
     derive(found.forecast, sheet)
-    notes = [*found.forecast.notes, *_of_pool(spec, found.forecast)]
+    remarks = [*found.forecast.notes, *_of_pool(spec, found.forecast)]
     data = {
         **as_data(found.forecast),
-        "notes": notes,
+        "notes": remarks,
         "memory_bytes": found.bytes_per_gpu,
         "usable_bytes": found.usable_bytes,
         "placement": estimate_data(found.plan.best),
     }
     lines = [
         *as_text(spec, found.forecast),
-        *plan_options.plain(f"placement: {found.plan.best.placement.description}"),
-        *plan_options.plain(
-            f"memory: {size(found.bytes_per_gpu)} of {size(found.usable_bytes)} per training GPU, without engines"
-        ),
-        *plan_options.notes(notes),
+        *plain(f"placement: {found.plan.best.placement.description}"),
+        *plain(f"memory: {size(found.bytes_per_gpu)} of {size(found.usable_bytes)} per training GPU, without engines"),
+        *notes(remarks),
     ]
-    return plan_options.result(data, lines, (*sheet.figures, *found.plan.figures), explain=explain)
+    return result(data, lines, (*sheet.figures, *found.plan.figures), explain=explain)
 
 
 def _of_pool(spec: RunSpec, found: Forecast) -> list[str]:
@@ -202,25 +194,24 @@ def _of_pool(spec: RunSpec, found: Forecast) -> list[str]:
 
 
 def as_data(found: Forecast) -> dict[str, Any]:
-    data: dict[str, Any] = msgspec.to_builtins(found)
-    return {name: value for name, value in data.items() if name != "format"}
+    return {name: value for name, value in msgspec.to_builtins(found).items() if name != "format"}
 
 
 def as_text(spec: RunSpec, found: Forecast) -> Iterator[RenderableType]:
     """Total and step time and their parts."""
     cost = f", {dollars(found.cost_usd)}" if found.cost_usd else ""
-    yield from plan_options.plain(f"{spec.run.name}: {counted(found.steps, 'step')} in {between(found.total_s)}{cost}")
+    yield from plain(f"{spec.run.name}: {counted(found.steps, 'step')} in {between(found.total_s)}{cost}")
     first = found.step_s[0].mean
-    yield from plan_options.plain(
+    yield from plain(
         f"a step takes {between(found.usual_step_s)}, the first {took(first)}; {found.tokens_per_s:,.0f} tokens/s"
     )
     step_s = found.usual_step_s.mean
     rows = [(name, took(seconds), percent(seconds / step_s)) for name, seconds in found.split_s.items()]
-    yield plan_options.table(("of a step, the trainer", "", ""), rows)
-    yield from plan_options.plain(f"its samples are generated in {took(found.generating_s)}")
+    yield table(("of a step, the trainer", "", ""), rows)
+    yield from plain(f"its samples are generated in {took(found.generating_s)}")
     extra = ", ".join(f"{name} {duration(seconds)}" for name, seconds in found.outside_steps_s.items() if seconds)
-    yield from plan_options.plain(*([f"in addition to the steps: {extra}"] if extra else []))
-    yield from plan_options.plain(f"from {found.profile}; {counted(found.seeds, 'simulation')}")
+    yield from plain(*([f"in addition to the steps: {extra}"] if extra else []))
+    yield from plain(f"from {found.profile}; {counted(found.seeds, 'simulation')}")
 
 
 def between(spread: Spread) -> str:

@@ -20,9 +20,21 @@ def probe() -> dict[str, Any]:
     found: dict[str, Any] = {
         "version": torch.__version__,
         "cuda_build": torch.version.cuda,
-        "gpus": [_gpu(index) for index in range(torch.cuda.device_count())] if torch.cuda.is_available() else [],
+        "gpus": [],
         "threads": {},
     }
+    for index in range(torch.cuda.device_count()) if torch.cuda.is_available() else ():
+        properties = torch.cuda.get_device_properties(index)
+        free, total = torch.cuda.mem_get_info(index)
+        found["gpus"].append(
+            {
+                "name": properties.name,
+                "memory_bytes": total,
+                "free_bytes": free,
+                "capability": f"{properties.major}.{properties.minor}",
+                "bf16": torch.cuda.is_bf16_supported(),
+            }
+        )
     for threads in sorted({1, cores}):
         torch.set_num_threads(threads)
         found["threads"][str(threads)] = _seconds(torch.float32)
@@ -30,20 +42,6 @@ def probe() -> dict[str, Any]:
     found["bf16_s"] = _seconds(torch.bfloat16)
     found["gflops"] = 2e-9 * ROWS * WIDTH * HIDDEN / found["threads"]["1"]
     return found
-
-
-def _gpu(index: int) -> dict[str, Any]:
-    import torch
-
-    properties = torch.cuda.get_device_properties(index)
-    free, total = torch.cuda.mem_get_info(index)
-    return {
-        "name": properties.name,
-        "memory_bytes": total,
-        "free_bytes": free,
-        "capability": f"{properties.major}.{properties.minor}",
-        "bf16": torch.cuda.is_bf16_supported(),
-    }
 
 
 def _seconds(dtype: Any) -> float:

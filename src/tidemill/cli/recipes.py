@@ -60,11 +60,8 @@ def copy(name: Name, target: Annotated[Path, Parameter(name="FILE")], /, *, json
     recipe = found(name)
     target = target / recipe.name if target.is_dir() else target
     text = recipe.read_text(encoding="utf-8")
-    data = recipe.parent / "data"
-    copies = {recipe: target}
-    copies |= {
-        each: target.parent / "data" / each.name for each in sorted(data.iterdir()) if f"data/{each.name}" in text
-    }
+    named = [each for each in sorted((recipe.parent / "data").iterdir()) if f"data/{each.name}" in text]
+    copies = {recipe: target, **{each: target.parent / "data" / each.name for each in named}}
     if taken := [each for each in copies.values() if each.exists()]:
         raise UserError("the file exists", where=str(taken[0]), hint="name another file, or remove it")
     try:

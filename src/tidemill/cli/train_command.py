@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import io
+import shutil
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
+from rich.console import Console
 
 from tidemill.cli.arguments import Items, resumed_items, row_remarks
 from tidemill.cli.arguments import dry_run as show_dry_run
@@ -16,8 +19,11 @@ from tidemill.config.pipeline import PipelineSpec, load_recipe
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError
 from tidemill.core.folders import another_directory
-from tidemill.core.formatting import long_duration
+from tidemill.core.formatting import counted, long_duration
 from tidemill.pool.build_provider import trace_remarks
+
+if TYPE_CHECKING:
+    from tidemill.pipeline.stage_plan import Choice
 
 Only = Annotated[
     str | None,
@@ -61,13 +67,46 @@ def train(
 
 
 def _stages(recipe: PipelineSpec, *, only: str | None, start: str | None, prune_stale: bool, dry_run: bool) -> Result:
-    from tidemill.cli.train_pipeline import dry_run_pipeline, train_pipeline
+    from tidemill.pipeline.console_reporter import ConsoleReporter
+    from tidemill.pipeline.execution import run_pipeline
     from tidemill.pipeline.stage_plan import Choice
 
     choice = Choice(only=only, start=start)
     if dry_run:
-        return dry_run_pipeline(recipe, choice=choice)
-    return train_pipeline(recipe, choice=choice, prune_stale=prune_stale)
+        return _planned_stages(recipe, choice)
+    summary = run_pipeline(recipe, reporter=ConsoleReporter(), choice=choice, prune_stale=prune_stale)
+    stages = summary["stages"]
+    done, ran = sum(stage["state"] == "done" for stage in stages), sum(stage["ran"] for stage in stages)
+    word = "interrupted" if summary["interrupted"] else "finished" if ran else "nothing to do"
+    width = max(len(stage["name"]) for stage in stages)
+    lines = [f"{word}: {done} of {counted(len(stages), 'stage')} done, {ran} of them now"]
+    lines += [f"  {stage['name']:<{width}}  {stage.get('headline', stage['state'])}" for stage in stages]
+    if summary["interrupted"]:
+        lines.append("the same command resumes it")
+    lines.append(f"figures and reports: {recipe.directory / 'report.html'}")
+    exit_code = INTERRUPTED_CODE if summary["interrupted"] and not summary["time_is_up"] else 0
+    return Result(data=summary | {"run_dir": str(recipe.directory)}, text="\n".join(lines), exit_code=exit_code)
+
+
+def _planned_stages(recipe: PipelineSpec, choice: Choice) -> Result:
+    """The plan and the resolved configuration of every stage; nothing is written."""
+    from tidemill.pipeline.console_reporter import plan_table
+    from tidemill.pipeline.execution import pipeline_toml, plan_notes, plan_pipeline, row_data, rows
+
+    plan = plan_pipeline(recipe, choice=choice)
+    data = {
+        "plan": row_data(plan),
+        "stale": list(plan.stale),
+        "unused": list(plan.unused),
+        "remarks": list(plan.remarks),
+        "config": {
+            "run": recipe.run.model_dump(mode="json"),
+            "stage": [{"name": stage.name, "kind": stage.kind, **stage.sections()} for stage in recipe.stages],
+        },
+    }
+    shown = io.StringIO()
+    Console(file=shown, width=shutil.get_terminal_size().columns).print(plan_table(rows(plan)))
+    return Result(data=data, text="\n".join([pipeline_toml(recipe), shown.getvalue().rstrip(), *plan_notes(plan)]))
 
 
 def _one_run(spec: RunSpec, *, has_recipe: bool, dry_run: bool) -> Result:

@@ -166,12 +166,10 @@ def engine_profile(
     reduced, each_reduced = _reduction_s(shape, gpu, gpus, efficiency)
     attention = 4 * shape.layers * shape.attention_width / speed
     multiplied = 2 * shape.active_parameters / speed
+    cache = cache_bytes(shape, gpu, gpus=gpus, dtype=dtype, efficiency=efficiency, held_bytes=held_bytes)
     return EngineProfile(
         slots=slots,
-        cache_tokens=max(
-            cache_bytes(shape, gpu, gpus=gpus, dtype=dtype, efficiency=efficiency, held_bytes=held_bytes) / kv_bytes,
-            0.0,
-        ),
+        cache_tokens=max(cache / kv_bytes, 0.0),
         step_s=efficiency.step_s + reduced,
         weights_s=evaluated(WEIGHTS, weights_read(shape, gpu, gpus=gpus, dtype=dtype, efficiency=efficiency)),
         cached_token_s=kv_bytes / bandwidth,

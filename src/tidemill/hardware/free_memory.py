@@ -33,7 +33,7 @@ def free_host_memory(root: Path = Path("/")) -> FreeMemory | None:
     Args:
         root: where /proc and /sys are.
     """
-    available = _meminfo(root / "proc/meminfo")
+    available = _kilobytes("MemAvailable", root / "proc/meminfo")
     if available is None:
         return None
     found = [FreeMemory(bytes=available, limit=THIS_MACHINE), *_of_groups(root)]
@@ -42,12 +42,11 @@ def free_host_memory(root: Path = Path("/")) -> FreeMemory | None:
 
 def resident_bytes(root: Path = Path("/")) -> float:
     """Resident memory of this process; 0 if the system does not tell."""
-    found = re.search(r"^VmRSS:\s+(\d+) kB", _text(root / "proc/self/status"), re.MULTILINE)
-    return 1024.0 * int(found[1]) if found else 0.0
+    return _kilobytes("VmRSS", root / "proc/self/status") or 0.0
 
 
-def _meminfo(file: Path) -> float | None:
-    found = re.search(r"^MemAvailable:\s+(\d+) kB", _text(file), re.MULTILINE)
+def _kilobytes(field: str, file: Path) -> float | None:
+    found = re.search(rf"^{field}:\s+(\d+) kB", _text(file), re.MULTILINE)
     return 1024.0 * int(found[1]) if found else None
 
 

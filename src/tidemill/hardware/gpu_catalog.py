@@ -6,7 +6,7 @@ import difflib
 import math
 import re
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -102,7 +102,11 @@ def load_catalog(extra: Path | None = None) -> Catalog:
         return _built_in()
     base, rows = _built_in(), _read(extra)
     merged = Catalog(gpus={**base.gpus, **rows.gpus}, machines={**base.machines, **rows.machines})
-    _check_references(merged, extra, rows.machines.values())
+    for machine in rows.machines.values():
+        try:
+            merged.gpu(machine.gpu)
+        except UserError as error:
+            raise UserError(error.what, where=f"{extra}: machines.{machine.name}.gpu", hint=error.hint) from error
     return merged
 
 
@@ -123,18 +127,15 @@ def _read(path: Path) -> Catalog:
         what = f"unknown table {unknown[0]!r}"
         raise UserError(what, where=str(path), hint="use [gpus.NAME] and [machines.NAME]")
     return Catalog(
-        gpus={name: _row(Gpu, path, "gpus", name, row) for name, row in _rows(tables, path, "gpus").items()},
-        machines={
-            name: _row(Machine, path, "machines", name, row) for name, row in _rows(tables, path, "machines").items()
-        },
+        gpus=_rows(Gpu, path, "gpus", tables.get("gpus", {})),
+        machines=_rows(Machine, path, "machines", tables.get("machines", {})),
     )
 
 
-def _rows(tables: Mapping[str, Any], path: Path, table: str) -> dict[str, Any]:
-    rows = tables.get(table, {})
+def _rows(kind: type[RowT], path: Path, table: str, rows: Any) -> dict[str, RowT]:
     if not isinstance(rows, dict):
         raise UserError("is not a table", where=f"{path}: {table}", hint=f"write [{table}.NAME]")
-    return rows
+    return {name: _row(kind, path, table, name, row) for name, row in rows.items()}
 
 
 def _row(kind: type[RowT], path: Path, table: str, name: str, row: Any) -> RowT:
@@ -149,14 +150,6 @@ def _row(kind: type[RowT], path: Path, table: str, name: str, row: Any) -> RowT:
         where += f".{field[1]}" if field and field[1] else ""
         fields = ", ".join(each for each in kind.__struct_fields__ if each != "name")
         raise UserError(what[:1].lower() + what[1:], where=where, hint=f"fields: {fields}") from error
-
-
-def _check_references(catalog: Catalog, path: Path, machines: Iterable[Machine]) -> None:
-    for machine in machines:
-        try:
-            catalog.gpu(machine.gpu)
-        except UserError as error:
-            raise UserError(error.what, where=f"{path}: machines.{machine.name}.gpu", hint=error.hint) from error
 
 
 def _found(name: str, rows: Mapping[str, RowT], noun: str, where: str) -> RowT:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
+from msgspec.structs import replace
 
 from tidemill.core.errors import UserError
 from tidemill.core.formatting import percent
@@ -109,13 +110,10 @@ def measured_efficiencies(
     for name in dict.fromkeys(gpu.name for gpu in gpus if files):
         own = [each for _, rows in read for each in rows if each.gpu.name == name]
         step, run = _nearest(own, ("shared",), shape), _nearest(own, engines, shape)
+        trainer = TrainerEfficiency(source="assumed (no measured row of a training step)")
+        engine = EngineEfficiency(source=f"assumed (no measured row of {' or '.join(engines)})")
         found[name] = Efficiencies(
-            trainer=_trainer_efficiency(step)
-            if step
-            else TrainerEfficiency(source="assumed (no measured row of a training step)"),
-            engine=_engine_efficiency(run)
-            if run
-            else EngineEfficiency(source=f"assumed (no measured row of {' or '.join(engines)})"),
+            trainer=_trainer_efficiency(step) if step else trainer, engine=_engine_efficiency(run) if run else engine
         )
     lines = [line for name, each in found.items() for line in each.described(name)]
     for file, rows in read:
@@ -208,7 +206,7 @@ def _trainer_efficiency(measured: MeasuredRow) -> TrainerEfficiency:
     if row.seconds <= least_s:
         raise measured.too_short(least_s)
     compute = assumed.compute * computed_s / (row.seconds - profile.update_s)
-    return msgspec.structs.replace(assumed, compute=compute, source=f"measured: {measured.source}")
+    return replace(assumed, compute=compute, source=f"measured: {measured.source}")
 
 
 def _engine_efficiency(measured: MeasuredRow) -> EngineEfficiency:
@@ -216,13 +214,13 @@ def _engine_efficiency(measured: MeasuredRow) -> EngineEfficiency:
     row, work, assumed = measured.row, measured.rollout, ASSUMED.engine
     assert isinstance(row, EngineRow)
     profile = engine_profile(measured.shape, measured.gpu, slots=row.slots, efficiency=assumed)
-    busy_s = generation_s(msgspec.structs.replace(profile, step_s=0.0), work, work.samples)
+    busy_s = generation_s(replace(profile, step_s=0.0), work, work.samples)
     overhead_s = generation_s(profile, work, work.samples) - busy_s
     most = 1 / max(assumed.bandwidth, assumed.compute)
     if not row.seconds > busy_s / most:
         raise measured.too_short(busy_s / most)
     factor = busy_s / max(row.seconds - overhead_s, busy_s / most)
-    return msgspec.structs.replace(
+    return replace(
         assumed,
         bandwidth=factor * assumed.bandwidth,
         compute=factor * assumed.compute,

@@ -10,14 +10,8 @@ from tidemill.core.errors import UserError
 from tidemill.hardware.model_shape import ModelShape
 
 CONFIG = "config.json"
-SIZES = (
-    "hidden_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "vocab_size",
-    "max_position_embeddings",
-)
+NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+SIZES = (*NEEDED, "num_key_value_heads", "max_position_embeddings")
 """Fields that must be positive integers if present."""
 MOST = 10**12
 """Upper bound of any count in a configuration."""
@@ -25,7 +19,7 @@ _HINT = "give the config.json of a Hugging Face decoder"
 
 
 class ConfigReader:
-    """Reads integers of a configuration; null counts as absent.
+    """Reads integers of a configuration; null counts as absent. Errors name file and field.
 
     Args:
         config: the decoder's part of the configuration.
@@ -36,11 +30,7 @@ class ConfigReader:
         self.config, self._source = config, source
 
     def whole(self, name: str, default: int | None = None, *, least: int | None = None) -> int:
-        """Return the integer `name` or `default`, at least `least` (by default 0, or 1 without a default).
-
-        Raises:
-            UserError: names file and field.
-        """
+        """Return the integer `name` or `default`, at least `least` (by default 0, or 1 without a default)."""
         value = self.config.get(name)
         if value is None and default is not None:
             return default
@@ -60,12 +50,15 @@ class ConfigReader:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Read a config.json and check its sizes.
-
-    Raises:
-        UserError: names the file and the field.
-    """
-    config = _read_json(path)
+    """Read a config.json and check its sizes."""
+    try:
+        config = json.loads(path.read_bytes())
+    except OSError as error:
+        raise UserError(f"cannot be read: {error.strerror or error}", where=str(path), hint=_HINT) from error
+    except ValueError as error:
+        where = f"{path}:{error.lineno}" if isinstance(error, json.JSONDecodeError) else str(path)
+        hint = "copy or download the file again"
+        raise UserError("the model configuration is not valid JSON", where=where, hint=hint) from error
     if not isinstance(config, dict):
         raise UserError("is not a model configuration", where=str(path), hint=_HINT)
     reader = ConfigReader(decoder_part(config), str(path))
@@ -85,39 +78,19 @@ def decoder_part(config: dict[str, Any]) -> dict[str, Any]:
     return text if isinstance(text, dict) else config
 
 
-def _read_json(path: Path) -> Any:
-    again = "copy or download the file again"
-    try:
-        return json.loads(path.read_bytes())
-    except OSError as error:
-        raise UserError(f"cannot be read: {error.strerror or error}", where=str(path), hint=_HINT) from error
-    except ValueError as error:
-        line = f":{error.lineno}" if isinstance(error, json.JSONDecodeError) else ""
-        raise UserError("the model configuration is not valid JSON", where=f"{path}{line}", hint=again) from error
-
-
-NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 BIASED = ("qwen2", "qwen2_moe")  # query, key and value biases are implied
 NORMED = ("qwen3", "qwen3_moe")  # queries and keys are normalised
 
 
 def read_shape(path: Path) -> ModelShape:
-    """Read the shape from a config.json or its folder.
-
-    Raises:
-        UserError: names the file and the field.
-    """
+    """Read the shape from a config.json or its folder."""
     file = path / CONFIG if path.is_dir() else path
     return shape_of_config(decoder_part(read_config(file)), source=str(file))
 
 
 def shape_of_config(config: dict[str, Any], *, source: str) -> ModelShape:
-    """Count every matrix of a Llama-like decoder, including experts and latent attention.
-
-    Raises:
-        UserError: names `source` and the field.
-    """
+    """Count every matrix of a Llama-like decoder, including experts and latent attention."""
     read = ConfigReader(config, source)
     hidden, layers, heads, vocab = (read.whole(name) for name in NEEDED)
     experts = next((read.whole(name) for name in EXPERTS if config.get(name)), 0)
@@ -128,9 +101,8 @@ def shape_of_config(config: dict[str, Any], *, source: str) -> ModelShape:
     head_dim = read.whole("head_dim", hidden // heads)
     matrices = 2 if str(config.get("hidden_act", "silu")).startswith("gelu") else 3  # a gated MLP has three
     per_expert = matrices * hidden * narrow
-    shared = read.whole("n_shared_experts", 0) * per_expert + read.whole("shared_expert_intermediate_size", 0) * (
-        matrices * hidden
-    )
+    shared = read.whole("n_shared_experts", 0) * per_expert
+    shared += read.whole("shared_expert_intermediate_size", 0) * matrices * hidden
     expert_layers = layers - dense_layers
     kv_heads = read.up_to(heads, "num_key_value_heads", heads)
     tied = bool(config.get("tie_word_embeddings", False))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Literal, TypeAlias
 
 from tidemill.core.records import Record
@@ -57,12 +56,6 @@ class ModelShape(Record):
         per_layer = self.kv_values_per_layer or 2 * self.kv_heads * self.head_dim
         return self.layers * per_layer * element_bytes
 
-    @property
-    def layer_parameters(self) -> float:
-        """Parameters of one layer, as fully sharded training gathers it."""
-        outside = self.vocab * self.hidden * (1 if self.tied else 2)
-        return max(self.parameters - outside, 0.0) / self.layers
-
 
 def shape_of_parameters(parameters: float) -> ModelShape:
     """A dense model of `parameters` with Llama 3's proportions (arXiv 2407.21783).
@@ -72,7 +65,11 @@ def shape_of_parameters(parameters: float) -> ModelShape:
     """
     tied = parameters < TIED_BELOW
     embedding = VOCAB * (1 if tied else 2)
-    width = _root(lambda each: LAYER_SQUARES * each**3 / LAYERS_TO_WIDTH + embedding * each - parameters, parameters)
+    low, width = 0.0, parameters
+    for _ in range(BISECTIONS):
+        middle = (low + width) / 2
+        too_wide = LAYER_SQUARES * middle**3 / LAYERS_TO_WIDTH + embedding * middle - parameters > 0
+        low, width = (low, middle) if too_wide else (middle, width)
     step = HEAD_DIM * KV_HEADS if width >= HEAD_DIM * KV_HEADS * 2 else HEAD_DIM
     hidden = max(round(width / step), 1) * step
     heads = hidden // HEAD_DIM
@@ -103,15 +100,6 @@ def adapted_widths(shape: ModelShape) -> tuple[int, int, int]:
     keys = shape.kv_heads * shape.head_dim
     attention = 2 * (shape.hidden + shape.attention_width) + 2 * (shape.hidden + keys)
     return attention, 3 * (shape.hidden + shape.intermediate), shape.dense_layers if shape.experts else shape.layers
-
-
-def _root(rising: Callable[[float], float], high: float) -> float:
-    """Root of a rising function between 0 and `high`, by bisection."""
-    low = 0.0
-    for _ in range(BISECTIONS):
-        middle = (low + high) / 2
-        low, high = (low, middle) if rising(middle) > 0 else (middle, high)
-    return high
 
 
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1, "int8": 1}

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal, NamedTuple, Self, TypeAlias
 
-import msgspec
+from msgspec.structs import replace
 
 from tidemill.config.pool import StaticPool, SyntheticPool, TracePool
 from tidemill.config.schema import RunSpec
@@ -139,7 +139,7 @@ def needs(spec: RunSpec, models: Models, work: Work, *, on_gpu: bool, alone: boo
     if alone and work in ("rl", "serve") and spec.runtime == "ray":
         need += _other_processes(spec, models, element, sheet)
     if need.states.total < here * loading:  # the other processes start when the ranks have loaded
-        need = msgspec.structs.replace(need, states=States(weights=here * loading))
+        need = replace(need, states=States(weights=here * loading))
     return RunNeeds(host=need + Need(libraries=LIBRARIES))
 
 

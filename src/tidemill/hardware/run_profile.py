@@ -97,10 +97,14 @@ class RunProfile(Record, forbid_unknown_fields=True):
 
 def cost_settings(spec: RunSpec) -> dict[str, Any]:
     """The settings that affect costs; a profile is valid for runs in which they are equal."""
-    placement = spec.placement
+    model = spec.model.model_dump(mode="json")  # without keys that do not apply to this kind of model
+    if spec.model.source != "char":
+        del model["char"]
+    if not spec.model.lora.enabled:
+        model["lora"] = {"rank": 0}
     return {
         "runtime": spec.runtime,
-        **_model_settings(spec),
+        **{name: value for name, value in _flat("model", model) if not name.endswith(".seed")},
         "trainer.precision": spec.trainer.precision,
         "trainer.device": spec.trainer.device,
         "trainer.activation_checkpointing": spec.trainer.activation_checkpointing,
@@ -109,19 +113,9 @@ def cost_settings(spec: RunSpec) -> dict[str, Any]:
         "algorithm.kl_beta": spec.algorithm.kl_beta > 0,
         "algorithm.proximal": spec.algorithm.proximal,
         "scoring.rewards": sorted(reward.kind for reward in spec.scoring.rewards),
-        "placement": sorted(placement.on_actors),
+        "placement": sorted(spec.placement.on_actors),
         "ray.address": spec.ray.address if spec.runtime == "ray" else "",
     }
-
-
-def _model_settings(spec: RunSpec) -> dict[str, Any]:
-    """The section model, without keys that do not apply to this kind of model."""
-    model = spec.model.model_dump(mode="json")
-    if spec.model.source != "char":
-        del model["char"]
-    if not spec.model.lora.enabled:
-        model["lora"] = {"rank": 0}
-    return {name: value for name, value in _flat("model", model) if not name.endswith(".seed")}
 
 
 def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:

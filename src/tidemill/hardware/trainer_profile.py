@@ -83,19 +83,12 @@ class TrainerProfile(Record):
     launch_s: float = 0.0  # minimum time of one pass of a microbatch
 
     def pass_s(
-        self,
-        tokens: float,
-        context: float,
-        *,
-        passes: float,
-        microbatches: float = 1,
-        sheet: Derivation | None = None,
+        self, tokens: float, context: float, *, passes: float, microbatches: float = 1, sheet: Derivation | None = None
     ) -> float:
         """Time of `passes` forward-sized passes over `tokens` tokens; sequences have mean length `context`.
 
         Args:
             microbatches: per rank, possibly fractional; a pipeline idles for (stages - 1) of them.
-            sheet: keeps the figures with their formulas.
         """
         inputs = {
             "tokens": tokens,
@@ -166,7 +159,6 @@ def trainer_profile(
         gpus: a multiple of tp * pp.
         network: of one machine; required for GPUs on several machines.
         update_s: time of the optimizer step; by default Adam on all parameters.
-        sheet: keeps the figures with their formulas.
 
     Raises:
         UserError: the catalogue has no FLOP/s for this dtype.
@@ -198,10 +190,10 @@ def trainer_profile(
     )
     own = Link(bytes_per_s=gpu.link_bytes_per_s * efficiency.link, latency_s=0.0)
     across = Link(bytes_per_s=network.bytes_per_s * efficiency.link, latency_s=network.latency_s) if network else own
-    spread = gpus > machine
     # Each byte enters a machine once, over all its network cards; its GPUs forward it to each other.
-    sharded = across if spread else own
+    sharded = across if gpus > machine else own
     reduced = own if tp <= machine else Link(bytes_per_s=across.bytes_per_s / machine, latency_s=across.latency_s)
+    reduce_s = all_reduce_s(SENT_BYTES * shape.hidden, members=tp, link=reduced)
     return TrainerProfile(
         gpus=gpus,
         ranks=ranks,
@@ -209,11 +201,7 @@ def trainer_profile(
         token_s=seconds["forward_token_s"],
         pair_s=seconds["attention_pair_s"],
         gather_s=gather_s(shape.parameters * SENT_BYTES / (tp * pp), members=ranks, link=sharded),
-        exchanged_token_s=2
-        * shape.layers
-        * all_reduce_s(SENT_BYTES * shape.hidden, members=tp, link=reduced)
-        / ranks
-        / pp,
+        exchanged_token_s=2 * shape.layers * reduce_s / ranks / pp,
         update_s=updating_s(shape.parameters, gpu, gpus=gpus, efficiency=efficiency) if update_s is None else update_s,
         hidden=efficiency.hidden,
         launch_s=seconds["pass_launch_s"],
@@ -282,13 +270,8 @@ def kept_layers(shape: ModelShape, recompute: Recompute) -> tuple[float, float]:
     return (shape.layers, 1) if recompute == "full" else (0, shape.layers)
 
 
-def activation_bytes(shape: ModelShape, *, tokens: float, recompute: Recompute, tp: int) -> float:
-    """Activations of a microbatch of `tokens` per GPU; tensor with sequence parallelism divides all of them."""
-    inputs, whole = kept_layers(shape, recompute)
-    return tokens * (inputs * ELEMENT * shape.hidden + whole * layer_activation_bytes(shape)) / tp
-
-
 def layer_parts(shape: ModelShape) -> tuple[float, float]:
-    """Return (parameters of a layer without routed experts, of its experts)."""
+    """Return (parameters of a layer without routed experts, of its experts), as fully sharded training gathers it."""
+    outside = shape.vocab * shape.hidden * (1 if shape.tied else 2)
     experts = shape.expert_parameters / max(shape.layers - shape.dense_layers, 1)
-    return max(shape.layer_parameters - experts, 0.0), experts
+    return max(max(shape.parameters - outside, 0.0) / shape.layers - experts, 0.0), experts

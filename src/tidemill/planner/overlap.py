@@ -41,6 +41,7 @@ class OverlapPlan(Record):
     rollout_share: float  # fraction of the machines that generate when both sides take equally long
     resized: float | None  # utilisation with whole GPUs on each side; None if no number of GPUs is given
     rollout_gpus: int | None
+    training_gpus: int | None
     figures: tuple[Figure, ...]
 
 
@@ -72,5 +73,6 @@ def plan_overlap(rollout: float, training: float, *, gpus: int | None = None) ->
         rollout_share=shares["rollout_share"],
         resized=shares.get("utilisation_resized"),
         rollout_gpus=None if gpus is None else int(given["rollout_gpus"]),
+        training_gpus=None if gpus is None else int(given["training_gpus"]),
         figures=tuple(sheet.figures),
     )

@@ -96,7 +96,16 @@ def plan_transfer(question: TransferQuestion) -> TransferPlan:
     Raises:
         UserError: a rate, count or fraction is out of range.
     """
-    _check(question)
+    given = {"--link-gbps": question.link, "--worker-link-gbps": question.worker_link}
+    given |= {"--store-gbps": question.store, "--file-gbps": question.file, "--load-gbps": question.load}
+    rates = {option: None if rate is None else rate / GIGABIT for option, rate in given.items()}
+    counts = {"--workers": question.workers, "--cores": question.cores}
+    for option, value in {**rates, **counts, "--step-s": question.step_s}.items():
+        if value is not None and not 0 < value < math.inf:
+            raise UserError(f"needs a number above 0, was given {value:g}", where=option, hint="correct it")
+    if not 0 <= question.changed <= 1:
+        what = f"needs a share from 0 to 1, was given {question.changed:g}"
+        raise UserError(what, where="--changed", hint="0.03 is 3 % of the elements")
     sheet, worker_link = Derivation(), question.worker_link or question.link
     sizes = sheet.evaluate(
         SIZES,
@@ -138,16 +147,3 @@ def plan_transfer(question: TransferQuestion) -> TransferPlan:
         double_buffer=sheet.evaluate({"double_buffer_bytes": BUFFERS}, bytes=full)["double_buffer_bytes"],
         figures=tuple(sheet.figures),
     )
-
-
-def _check(question: TransferQuestion) -> None:
-    given = {"--link-gbps": question.link, "--worker-link-gbps": question.worker_link}
-    given |= {"--store-gbps": question.store, "--file-gbps": question.file, "--load-gbps": question.load}
-    rates = {option: None if rate is None else rate / GIGABIT for option, rate in given.items()}
-    counts = {"--workers": question.workers, "--cores": question.cores}
-    for option, value in {**rates, **counts, "--step-s": question.step_s}.items():
-        if value is not None and not 0 < value < math.inf:
-            raise UserError(f"needs a number above 0, was given {value:g}", where=option, hint="correct it")
-    if not 0 <= question.changed <= 1:
-        what = f"needs a share from 0 to 1, was given {question.changed:g}"
-        raise UserError(what, where="--changed", hint="0.03 is 3 % of the elements")

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from tidemill.core.formatting import counted, decimal, duration, left_out_text
 from tidemill.core.protocols import Clock, Telemetry
@@ -26,110 +26,108 @@ def _define(name: str, meaning: str) -> str:
     return name
 
 
-SESSION_START: Final = _define(
+SESSION_START = _define(
     "session_start", "a process opened the run; `resumed`, `earlier_wall_s` (of all earlier sessions), `pid`, `host`"
 )
-RESUME: Final = _define(
+RESUME = _define(
     "resume", "training resumes after `step`; later metrics and samples were deleted and will be written again"
 )
-REPLAY: Final = _define(
+REPLAY = _define(
     "replay", "steps `first_step` to `last_step` are trained again from samples in the ledger, without generating"
 )
-ALREADY_FINISHED: Final = _define("already_finished", "all steps were already done; nothing was trained")
-PLAN: Final = _define("plan", "the number of optimizer steps, where it follows from the data: `steps`")
-DATA: Final = _define(
+ALREADY_FINISHED = _define("already_finished", "all steps were already done; nothing was trained")
+PLAN = _define("plan", "the number of optimizer steps, where it follows from the data: `steps`")
+DATA = _define(
     "data",
     "the rows of the run: `training`, `held_out`, those `left_out` by reason; of the `rows` read, those `missing` a "
     "value, by column; `warnings` about columns that rewards need; `few`: evaluated sets that are too small to tell",
 )
-MACHINE: Final = _define("machine", "the devices the run computes on: `device`, `threads` and more")
-WAITING: Final = _define("waiting", "a long wait is still in progress: `awaited`, `waited_s`, `deadline_s`")
-WAIT_ABANDONED: Final = _define(
+MACHINE = _define("machine", "the devices the run computes on: `device`, `threads` and more")
+WAITING = _define("waiting", "a long wait is still in progress: `awaited`, `waited_s`, `deadline_s`")
+WAIT_ABANDONED = _define(
     "wait_abandoned", "the run is stopping and stopped waiting for `awaited` after `waited_s`; `lost`: the consequence"
 )
-ROLLOUT: Final = _define("rollout", "span: the samples of `step` were generated")
-TRAINING: Final = _define("training", "span: gradients and optimizer steps of `step`")
-EVALUATION: Final = _define(
+ROLLOUT = _define("rollout", "span: the samples of `step` were generated")
+TRAINING = _define("training", "span: gradients and optimizer steps of `step`")
+EVALUATION = _define(
     "evaluation",
     "span: held-out prompts, or those of `set`, after `step`; `reward_mean`, `reward_stderr`, `reward_mean_interval` "
     "(95 %), `greedy_accuracy`, `n`, and with drawn samples `pass_at_K` and `drawn_reward_mean`",
 )
-REWARD_FAILED: Final = _define(
+REWARD_FAILED = _define(
     "reward_failed",
     "the first failure of its kind in a reward function, on a sample of `step`: `reason`, `prompt`, `response` "
     "(both shortened)",
 )
-ENVIRONMENT_WARNING: Final = _define(
+ENVIRONMENT_WARNING = _define(
     "environment_warning",
     "the self-test found a fault of the environment, or an episode the first of its kind: `reason`",
 )
-CHECKPOINT: Final = _define("checkpoint", "span: the trainer's state after `step` became durable")
-PUBLISH: Final = _define(
+CHECKPOINT = _define("checkpoint", "span: the trainer's state after `step` became durable")
+PUBLISH = _define(
     "publish",
     "span: a version became available to workers; `version`, and where files were written `nbytes` and `delta_nbytes`",
 )
-LEASE: Final = _define(
+LEASE = _define(
     "lease", "a machine was granted; `lease`, `worker`, `kind` (reserved or preemptible), `price_usd_per_hour`"
 )
-JOIN: Final = _define(
+JOIN = _define(
     "join",
     "span: a worker started on its machine, pulled weights and passed the probe; `lease`, `worker`; `error` if "
     "it failed",
 )
-PULL: Final = _define(
+PULL = _define(
     "pull",
     "span: a worker fetched a version and swapped to it; `lease`, `worker`, `version`, `nbytes`, `full` (a whole "
     "snapshot, not a delta), `swap_s` (generation paused), `retries` (damaged transfers)",
 )
-DECODE: Final = _define(
+DECODE = _define(
     "decode",
     "span: a worker generated samples of a batch; `lease`, `worker`, `kind`, `step`, `purpose`, `tokens`, "
     "`samples`, and `work`, the engine's work grouped by concurrent samples in powers of two (`passes`; `rows`: "
     "samples extended by one token, with their `context_tokens`; `drawn` and `prefilled` tokens) with its time "
     "(`busy_s`, CPU time `cpu_s`)",
 )
-NOTICE: Final = _define("notice", "a machine will be taken in `grace_s`; `lease`, `worker`, `cause`")
-DRAIN: Final = _define(
+NOTICE = _define("notice", "a machine will be taken in `grace_s`; `lease`, `worker`, `cause`")
+DRAIN = _define(
     "drain",
     "a worker under notice is asked to return the `samples` it is generating (it may still finish some); "
     "`lease`, `worker`",
 )
-EVICTION: Final = _define(
+EVICTION = _define(
     "eviction",
     "a machine was taken; `lease`, `worker`, `cause`, `noticed`, the `samples` it was generating, their "
     "`tokens_kept`, and `tokens_lost`, estimated from its speed and the time since its last report",
 )
-CRASH: Final = _define("crash", "a serving worker raised an error and its lease ended; fields as for an eviction")
-MIGRATION: Final = _define(
+CRASH = _define("crash", "a serving worker raised an error and its lease ended; fields as for an eviction")
+MIGRATION = _define(
     "migration",
     "`samples` of `worker` (under `lease`, which may have ended) continue on `to_worker` after their `tokens_kept`",
 )
-LEASE_END: Final = _define(
+LEASE_END = _define(
     "lease_end", "a machine was released; `lease`, `worker`, `kind`, `cause`, `evicted`, `held_s`, `cost_usd`, `tokens`"
 )
-REBALANCE: Final = _define(
-    "rebalance", "`from_worker` is asked to return `samples` for `to_worker`, to balance the load"
-)
-WORKER_RELEASED: Final = _define(
+REBALANCE = _define("rebalance", "`from_worker` is asked to return `samples` for `to_worker`, to balance the load")
+WORKER_RELEASED = _define(
     "worker_released",
     "the last `samples` of a batch were moved to a few workers and this one was released; `lease`, `worker`",
 )
-STALLED: Final = _define(
+STALLED = _define(
     "stalled",
     "a sample of `tokens` tokens was moved three times without a new one, and the longest attempt took `stalled_s`; "
     "from now on the reserved engine generates it; `lease`, `worker`",
 )
-QUARANTINE: Final = _define(
+QUARANTINE = _define(
     "quarantine",
     "a worker's logprobs differ from the trainer's by `difference`, above `limit`; the worker is released; "
     "`lease`, `worker`",
 )
-JOIN_FAILED: Final = _define("join_failed", "a worker failed to start on its machine; `lease`, `worker`, `cause`")
-READER_RESTART: Final = _define(
+JOIN_FAILED = _define("join_failed", "a worker failed to start on its machine; `lease`, `worker`, `cause`")
+READER_RESTART = _define(
     "reader_restart", "the process of a reward model or of the reference was lost and is restarted; `who`, `cause`"
 )
-SINK_FAILED: Final = _define("sink_failed", "an optional sink raised and was dropped; `sink`, `error`")
-SESSION_END: Final = _define(
+SINK_FAILED = _define("sink_failed", "an optional sink raised and was dropped; `sink`, `error`")
+SESSION_END = _define(
     "session_end",
     "the process closed the run; `outcome` is finished, interrupted or failed; `error` (type and message) if it failed",
 )

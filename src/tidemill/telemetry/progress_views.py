@@ -138,17 +138,22 @@ def step_text(progress: SessionProgress) -> str:
         *(() if metrics.REWARD_MEAN in values else SUPERVISED_COLUMNS),
         *(progress.kl if name == metrics.KL_REF else name for name in STEP_COLUMNS),
     ]
-    left = progress.left_s()
-    parts = [
-        f"step {progress.step:>{len(str(progress.total_steps))}}/{progress.total_steps}",
-        *(
-            f"{label_of(name)} {progress.figure(name)}"
-            for name in names
-            if name in values and (values[name] or name not in ONLY_IF_ANY)
-        ),
-        f"left {duration(left)}" if left else "",
+    parts = [f"step {progress.step:>{len(str(progress.total_steps))}}/{progress.total_steps}"]
+    parts += [
+        f"{label_of(name)} {progress.figure(name)}"
+        for name in names
+        if name in values and (values[name] or name not in ONLY_IF_ANY)
     ]
-    return "  ".join(filter(None, parts))
+    if left := progress.left_s():
+        parts.append(f"left {duration(left)}")
+    return "  ".join(parts)
+
+
+def write_line(stream: TextIO, text: str) -> None:
+    """Write a line, unless the reader is gone: the logs are complete."""
+    with suppress(OSError, ValueError):
+        stream.write(text + "\n")
+        stream.flush()
 
 
 class PlainView:
@@ -174,11 +179,7 @@ class PlainView:
 
     def note(self, text: str) -> None:
         self._last_line_s = self._clock.now()
-        try:
-            self._stream.write(text + "\n")
-            self._stream.flush()
-        except (OSError, ValueError):
-            pass  # the reader is gone; the logs are complete
+        write_line(self._stream, text)
 
     def close(self) -> None:
         pass
@@ -229,30 +230,32 @@ class ProgressPanel:
             parts.append(self._phase(width))
             if progress.preemptible:
                 parts.append(fleet_table(progress.fleet, width - 4))
+        running_s = self._clock.now() - self._started_s
+        clocks = [f"step {progress.step}/{progress.total_steps}", duration(progress.earlier_wall_s + running_s)]
+        if left := progress.left_s():
+            clocks.append(f"{duration(max(0.0, left - (running_s - progress.elapsed_s)))} left")
         title = Text.assemble(("tidemill ", f"bold {ACCENT}"), (progress.run, "bold"))
         return Panel(
             Group(*parts),
             box=ROUNDED,
             title=title,
             title_align="left",
-            subtitle=self._clocks(),
+            subtitle=Text(" · ".join(clocks), style=ACCENT),
             subtitle_align="right",
             border_style=QUIET,
             width=width,
             padding=(0, 1),
         )
 
-    def _in_panel(self, name: str, fields: dict[str, Any]) -> bool:
-        """Whether the panel shows all figures of an event: an evaluation of one set without drawn samples."""
-        return name == EVALUATION and not fields.keys() & {"error", "set", "drawn_reward_mean"}
+    def event(self, name: str, fields: dict[str, Any]) -> None:
+        # The panel shows all figures of an evaluation of one set without drawn samples.
+        in_panel = name == EVALUATION and not fields.keys() & {"error", "set", "drawn_reward_mean"}
+        if not in_panel and (text := event_text(name, fields)):
+            self.note(text)
 
-    def _clocks(self) -> Text:
-        progress = self._progress
-        running_s = self._clock.now() - self._started_s
-        parts = [f"step {progress.step}/{progress.total_steps}", duration(progress.earlier_wall_s + running_s)]
-        if left := progress.left_s():
-            parts.append(f"{duration(max(0.0, left - (running_s - progress.elapsed_s)))} left")
-        return Text(" · ".join(parts), style=ACCENT)
+    def note(self, text: str) -> None:
+        """Show a line outside the panel."""
+        raise NotImplementedError
 
     def _rows(self, spark: int) -> list[Row]:
         """Rows, left and right column alternating."""
@@ -290,7 +293,6 @@ class ProgressPanel:
         return "held-out", figures, sparkline([one.reward_mean for one in found], spark), GOOD
 
     def _phase(self, width: int) -> RenderableType:
-        row = Table.grid(padding=(0, 1))
         phases = self._progress.current_phases()
         name, done, total = phases[0] if phases else ("working", 0, 1)
         others = "".join(f" · {other} {part}/{whole}" for other, part, whole in phases[1:])
@@ -303,11 +305,9 @@ class ProgressPanel:
             finished_style=ACCENT,
             style=QUIET,
         )
-        row.add_row(
-            Text(f"{name:<{LABEL_WIDTH}}", style="bold"),
-            bar,
-            Text(count, style=QUIET, no_wrap=True, overflow="ellipsis"),
-        )
+        row = Table.grid(padding=(0, 1))
+        shown_count = Text(count, style=QUIET, no_wrap=True, overflow="ellipsis")
+        row.add_row(Text(f"{name:<{LABEL_WIDTH}}", style="bold"), bar, shown_count)
         return row
 
 
@@ -330,10 +330,6 @@ class LiveView(ProgressPanel):
 
     def step(self) -> None:
         self._live.refresh()
-
-    def event(self, name: str, fields: dict[str, Any]) -> None:
-        if not self._in_panel(name, fields) and (text := event_text(name, fields)):
-            self.note(text)
 
     def phase(self) -> None:
         pass
@@ -361,38 +357,28 @@ class NotebookView(ProgressPanel):
     """A panel in the output of a notebook cell, redrawn at most once a second; lines go below it."""
 
     def __init__(self, progress: SessionProgress, stream: TextIO, clock: Clock) -> None:
-        super().__init__(
-            progress, Console(file=io.StringIO(), width=PANEL_WIDTH, record=True, color_system="truecolor"), clock
-        )
+        console = Console(file=io.StringIO(), width=PANEL_WIDTH, record=True, color_system="truecolor")
+        super().__init__(progress, console, clock)
         display = import_module("IPython.display")
         self._html, self._stream = display.HTML, stream
         self._handle = display.display(display.HTML(""), display_id=True)
         self._drawn_s = -math.inf
 
     def step(self) -> None:
-        self._draw()
-
-    def event(self, name: str, fields: dict[str, Any]) -> None:
-        if not self._in_panel(name, fields) and (text := event_text(name, fields)):
-            self.note(text)
-
-    def phase(self) -> None:
-        if self._clock.now() - self._drawn_s >= 1.0:
-            self._draw()
-
-    def note(self, text: str) -> None:
-        with suppress(OSError, ValueError):
-            self._stream.write(text + "\n")
-            self._stream.flush()
-
-    def close(self) -> None:
-        self._closed = True
-        self._draw()
-
-    def _draw(self) -> None:
         self._drawn_s = self._clock.now()
         self._console.print(self.render())
         self._handle.update(self._html(self._console.export_html(inline_styles=True, code_format=NOTEBOOK_PANEL)))
+
+    def phase(self) -> None:
+        if self._clock.now() - self._drawn_s >= 1.0:
+            self.step()
+
+    def note(self, text: str) -> None:
+        write_line(self._stream, text)
+
+    def close(self) -> None:
+        self._closed = True
+        self.step()
 
 
 NOTEBOOK_PANEL = '<pre style="font-family:monospace;line-height:1.2">{code}</pre>'

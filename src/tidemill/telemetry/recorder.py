@@ -68,7 +68,10 @@ FIRST_PHASES = (ROLLOUT, TRAINING)
 
 
 class Recorder:
-    """Implements core.protocols.Telemetry for one session of a run. Use it as a context manager, or call `close`."""
+    """Implements core.protocols.Telemetry for one session of a run. Use it as a context manager, or call `close`.
+
+    Methods that write raise UserError if the disk is full.
+    """
 
     def __init__(
         self,
@@ -117,10 +120,7 @@ class Recorder:
         self._events = JsonlWriter(run.events)
         self._metrics = JsonlWriter(run.metrics)
         self._progress = SessionProgress(
-            run=spec.run.name,
-            total_steps=spec.trainer.steps,
-            groups=spec.batch.prompts,
-            earlier_wall_s=run.past.wall_s,
+            spec.run.name, spec.trainer.steps, groups=spec.batch.prompts, earlier_wall_s=run.past.wall_s
         )
         self._view: View | None = None
         self.event(
@@ -134,7 +134,14 @@ class Recorder:
         stream = stream or sys.stderr
         self._view = view_of(stream, live=spec.telemetry.live)(self._progress, stream, self._clock)
         try:
-            self._sinks.open(spec.telemetry.sinks, self._sink_context())
+            context = SinkContext(
+                run=spec.run.name,
+                directory=run.path,
+                config=spec.model_dump(mode="json"),
+                run_id=str(run.read_manifest().get("run_id", spec.run.name)),
+                last_step=self._progress.step,
+            )
+            self._sinks.open(spec.telemetry.sinks, context)
         except UserError as error:
             self.close("failed", error=error)
             raise
@@ -147,15 +154,6 @@ class Recorder:
         """Set the number of steps, if it follows from the data instead of the configuration."""
         self._progress.total_steps = total_steps
         self.event(PLAN, steps=total_steps)
-
-    def _sink_context(self) -> SinkContext:
-        return SinkContext(
-            run=self._spec.run.name,
-            directory=self.run.path,
-            config=self._spec.model_dump(mode="json"),
-            run_id=str(self.run.read_manifest().get("run_id", self._spec.run.name)),
-            last_step=self._progress.step,
-        )
 
     def _load_history(self) -> None:
         lines = read_metrics(self.run.metrics)
@@ -178,11 +176,7 @@ class Recorder:
         self._load_history()
 
     def event(self, name: str, **fields: Any) -> None:
-        """Write one line to events.jsonl.
-
-        Raises:
-            UserError: the disk is full.
-        """
+        """Write one line to events.jsonl."""
         self._events.write(
             event_line(name, fields, unix_s=self._unix_time(), session=self._session, elapsed_s=self.elapsed_s)
         )
@@ -202,17 +196,18 @@ class Recorder:
             self.note(line)
 
     def step(self, metrics: StepMetrics) -> None:
-        """Write one line to metrics.jsonl, with peak memory and wall time added, then update the view and the sinks.
-
-        Raises:
-            UserError: the disk is full.
-        """
+        """Write one line to metrics.jsonl, with peak memory and wall time added, then update the view and the sinks."""
         now_s, elapsed_s = self._clock.now(), self.elapsed_s
         values = dict(metrics.values)
         values.setdefault(PEAK_RSS, float(self._memory()))
         before_s, self._processor_s = self._processor_s, self._processor()
         values.setdefault(CONTROLLER_CPU, round(self._processor_s - before_s, 6))
-        values.setdefault(STEP_CPU, round(self._step_cpu_s(values), 6))
+        process_before_s, self._process_s = self._process_s, self._process()
+        step_cpu_s = self._process_s - process_before_s
+        if self._spec.runtime != "inprocess":
+            step_cpu_s = values[CONTROLLER_CPU] + values.get(TRAIN_CPU, 0.0) + self._workers_s
+        self._workers_s = 0.0
+        values.setdefault(STEP_CPU, round(step_cpu_s, 6))
         if self._step_started_s is not None and metrics.step > 0:
             values.setdefault(STEP_TIME, round(now_s - self._step_started_s, 6))
         self._step_started_s = now_s
@@ -225,13 +220,6 @@ class Recorder:
         self._note_all(self._fleet_lines.due())
         self._warn_of_cuts(metrics.step, values)
         self._sinks.step(metrics.step, values)
-
-    def _step_cpu_s(self, values: Mapping[str, float]) -> float:
-        before_s, self._process_s = self._process_s, self._process()
-        workers_s, self._workers_s = self._workers_s, 0.0
-        if self._spec.runtime == "inprocess":
-            return self._process_s - before_s
-        return values[CONTROLLER_CPU] + values.get(TRAIN_CPU, 0.0) + workers_s
 
     def _warn_of_cuts(self, step: int, values: Mapping[str, float]) -> None:
         """Once for each limit: in the first step in which it ended many samples that are trained on."""
@@ -253,11 +241,7 @@ class Recorder:
                 self.note(f"{what} ended at {at}, with the rewards of their turns so far; raise it if they need more")
 
     def samples(self, step: int, trajectories: Sequence[Trajectory], prompts: Sequence[Prompt]) -> None:
-        """Write one file per step and purpose, atomically; a second call for the same step replaces it.
-
-        Raises:
-            UserError: the disk is full.
-        """
+        """Write one file per step and purpose, atomically; a second call for the same step replaces it."""
         by_purpose: dict[str, list[tuple[Trajectory, Prompt]]] = {}
         for trajectory, prompt in zip(trajectories, prompts, strict=True):
             by_purpose.setdefault(trajectory.sample_id.purpose, []).append((trajectory, prompt))
@@ -270,18 +254,16 @@ class Recorder:
     def _note_failures(self, step: int, trajectories: Sequence[Trajectory], prompts: Sequence[Prompt]) -> None:
         """Report each kind of reward failure once, with its first sample, on the terminal and in the event log."""
         failed = [
-            (each, prompt)
+            (each.reward.reason, each.text, prompt)
             for each, prompt in zip(trajectories, prompts, strict=True)
             if each.reward is not None and not each.reward.valid and not each.fault
         ]
-        for trajectory, prompt in failed:
-            assert trajectory.reward is not None
-            reason = trajectory.reward.reason
+        for reason, text, prompt in failed:
             kinds = set(FAILURE.findall(reason)) or {("", reason.partition(" (sample ")[0])}
             if kinds <= self._known_failures:
                 continue
             self._known_failures |= kinds
-            sample = {"prompt": _shortened(prompt.text), "response": _shortened(trajectory.text)}
+            sample = {"prompt": _shortened(prompt.text), "response": _shortened(text)}
             self.event(REWARD_FAILED, step=step, reason=reason, **sample)
             self.note(
                 f"warning: {len(failed)} of {len(trajectories)} samples of step {step} got no valid reward; {reason}; "
@@ -307,16 +289,10 @@ class Recorder:
             self._view.note(text)
 
     def finish(self, outcome: Outcome, *, error: BaseException | None = None) -> dict[str, Any]:
-        """End the session and write summary.json.
+        """End the session, write summary.json, and return the summary.
 
         Args:
             error: that ended the run.
-
-        Returns:
-            The summary.
-
-        Raises:
-            UserError: the disk is full.
         """
         wall_s = self.run.past.wall_s + self.elapsed_s
         self.close(outcome, error=error)

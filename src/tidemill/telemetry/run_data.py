@@ -146,6 +146,12 @@ def evaluations(
     return [found[step] for step in sorted(found)]
 
 
+def first_and_last(found: Sequence[LoggedEvaluation]) -> tuple[LoggedEvaluation | None, LoggedEvaluation | None]:
+    """The evaluation before the first step, and the newest one after it."""
+    before = next((evaluation for evaluation in found if evaluation.step == 0), None)
+    return before, found[-1] if found and found[-1].step > 0 else None
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunData:
     """The files of a run directory, each read once and without a lock: the run may be in progress.
@@ -302,6 +308,8 @@ class RunData:
         wall_s = past.wall_s if wall_s is None else wall_s
         generated, trained = int(_total(steps, TOKENS_GENERATED)), int(_total(steps, TOKENS_TRAINED))
         times = {"rollout_s": ROLLOUT_TIME, "train_s": TRAIN_TIME, "score_s": SCORE_TIME, "eval_s": EVAL_TIME}
+        data, keys = self.events_named(DATA), ("training", "held_out", "left_out", "rows", "missing")
+        sets = {name: _evaluation_summary(found) for name, found in self.eval_sets.items()}
         return {
             "run": self.name,
             "model": self.manifest.get("model", ""),
@@ -323,8 +331,8 @@ class RunData:
             TOKENS_GENERATED: generated,
             TOKENS_TRAINED: trained,
             "tokens_per_s": round(generated / rollout_s, 2) if rollout_s > 0 else None,
-            **self._data_summary(),
-            "eval": _evaluation_summary(self.evaluations) | self._sets_summary(),
+            **({"data": {key: data[-1][key] for key in keys if key in data[-1]}} if data else {}),
+            "eval": _evaluation_summary(self.evaluations) | ({"sets": sets} if sets else {}),
             **fleet_figures(
                 self.events,
                 self.metrics,
@@ -335,17 +343,6 @@ class RunData:
             PEAK_RSS: max([peak_rss_bytes, *(int(line.values.get(PEAK_RSS, 0)) for line in self.metrics)]),
         }
 
-    def _data_summary(self) -> dict[str, Any]:
-        """The rows of the newest session under `data`; empty without rows."""
-        found = self.events_named(DATA)
-        keys = ("training", "held_out", "left_out", "rows", "missing")
-        return {"data": {key: found[-1][key] for key in keys if key in found[-1]}} if found else {}
-
-    def _sets_summary(self) -> dict[str, Any]:
-        """The summary of each set under `sets`; empty without sets."""
-        sets = {name: _evaluation_summary(found) for name, found in self.eval_sets.items()}
-        return {"sets": sets} if sets else {}
-
 
 def _total(lines: Iterable[MetricLine], name: str) -> float:
     return sum(line.values.get(name, 0.0) for line in lines)
@@ -353,21 +350,15 @@ def _total(lines: Iterable[MetricLine], name: str) -> float:
 
 def _evaluation_summary(found: Sequence[LoggedEvaluation]) -> dict[str, Any]:
     """Before the first step, the newest, and the best; null fields where there is none."""
-    before = next((evaluation for evaluation in found if evaluation.step == 0), None)
-    after = found[-1] if found and found[-1].step > 0 else None
+    before, after = first_and_last(found)
     best = max(found, key=lambda evaluation: (evaluation.reward_mean, -evaluation.step), default=None)
-    entries = {name: _evaluation_entry(one) for name, one in (("before", before), ("after", after), ("best", best))}
-    return {**entries, "n": found[-1].n if found else 0}
-
-
-def _evaluation_entry(one: LoggedEvaluation | None) -> dict[str, Any]:
-    entry = {
-        name: getattr(one, name, None) for name in ("step", "reward_mean", "reward_stderr", "greedy_accuracy", "n")
-    }
-    if one:
-        intervals = {"reward_mean": one.reward_interval, "greedy_accuracy": one.accuracy_interval}
-        entry |= {f"{name}_interval": list(ends) if ends else None for name, ends in intervals.items()}
-    return entry
+    summary: dict[str, Any] = {}
+    for when, one in (("before", before), ("after", after), ("best", best)):
+        summary[when] = {name: getattr(one, name, None) for name in LoggedEvaluation._fields[:5]}
+        if one:
+            intervals = {"reward_mean": one.reward_interval, "greedy_accuracy": one.accuracy_interval}
+            summary[when] |= {f"{name}_interval": list(ends) if ends else None for name, ends in intervals.items()}
+    return summary | {"n": found[-1].n if found else 0}
 
 
 def held_out_changes(summary: dict[str, Any], digits: int, *, name: str = "held-out") -> str:

@@ -33,7 +33,8 @@ class Sink(Protocol):
     def step(self, step: int, values: dict[str, float]) -> None: ...
 
     def rewind(self, step: int) -> None:
-        """Prepare for values of steps after `step` to be sent again."""
+        """Prepare for values of steps after `step` to be sent again; by default nothing."""
+        return
 
     def close(self, *, failed: bool) -> None: ...
 
@@ -61,7 +62,7 @@ class TensorBoardSink:
         self._writer.close()
 
 
-class WandbSink:
+class WandbSink(Sink):
     """Weights & Biases. A resumed run keeps its id; W&B accepts only increasing steps, so none is sent twice."""
 
     def __init__(self, context: SinkContext) -> None:
@@ -79,14 +80,11 @@ class WandbSink:
         if step > self._last_step:
             self._run.log(values, step=step)
 
-    def rewind(self, step: int) -> None:
-        pass
-
     def close(self, *, failed: bool) -> None:
         self._run.finish(exit_code=1 if failed else 0)
 
 
-class TrackioSink:
+class TrackioSink(Sink):
     """trackio, a local dashboard. It keeps duplicates of a step, so none is sent twice."""
 
     def __init__(self, context: SinkContext) -> None:
@@ -101,9 +99,6 @@ class TrackioSink:
         if step > self._last_step:
             self._trackio.log(values, step=step)
 
-    def rewind(self, step: int) -> None:
-        pass
-
     def close(self, *, failed: bool) -> None:
         with redirect_stdout(sys.stderr):
             self._trackio.finish()
@@ -117,15 +112,10 @@ SINKS: dict[str, Callable[[SinkContext], Sink]] = {
 
 
 def check_sinks(names: Sequence[str]) -> None:
-    """Check that the chosen sinks are installed.
-
-    Raises:
-        UserError: one is not installed; the hint has the command.
-    """
+    """Raises UserError: a chosen sink is not installed; the hint has the command."""
     for name in names:
         if importlib.util.find_spec(name) is None:
-            hint = install_command(name)
-            raise UserError(f"{name} is not installed", where="telemetry.sinks", hint=hint)
+            raise UserError(f"{name} is not installed", where="telemetry.sinks", hint=install_command(name))
 
 
 class SinkSet:

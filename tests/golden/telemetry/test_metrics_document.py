@@ -45,5 +45,5 @@ def test_every_figure_of_the_fleet_is_explained() -> None:
 
 def test_each_chart_has_a_title_of_its_own_and_draws_registered_metrics() -> None:
     assert len({chart.title for chart in CHARTS}) == len(CHARTS)
-    names = {name for chart in CHARTS for name, _ in chart.series}
+    names = {name for chart in CHARTS for name in chart.series}
     assert {name.removeprefix("eval/") for name in names - METRICS.keys()} - METRICS.keys() == {"forecast/step_s"}

@@ -23,9 +23,8 @@ from tidemill.hardware.gpu_catalog import Catalog, Gpu, Machine
 from tidemill.hardware.measured_rows import Efficiencies, measured_efficiencies
 from tidemill.hardware.model_config import shape_of_config
 from tidemill.hardware.trainer_profile import TrainerEfficiency, learning_passes, trainer_profile
-from tidemill.planner.placement.derivation import derive
 from tidemill.planner.placement.estimate import Engine, Placement, Side, best_engine, estimate
-from tidemill.planner.placement.search import plan_placement
+from tidemill.planner.placement.search import derive, plan_placement
 from tidemill.planner.placement.training import Group, Offer, PlacementQuestion, Training, best_training
 
 DEVICE = Gpu(

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import fmean, median, stdev
 
-import msgspec
+from msgspec.structs import replace
 
 from tidemill.config.schema import RunSpec
 from tidemill.hardware.measured_profile import Packing
@@ -41,10 +41,8 @@ WORDS = {
 
 def fit(observed: Observed) -> RunProfile:
     """Fit everything except `call_s`, which is 0, and boot times that shared the machine's cores."""
-    engine, training = (
-        solve(PASSES, *observed.engine_work),
-        solve_with_few(TRAINING, *observed.training(observed.usual)),
-    )
+    engine = solve(PASSES, *observed.engine_work)
+    training = solve_with_few(TRAINING, *observed.training(observed.usual))
     new_by_depth = observed.new_by_depth()
     hardware = observed.manifest.sessions[-1].machine
     return RunProfile(
@@ -113,7 +111,7 @@ def _latencies(observed: Observed) -> dict[str, Measure]:
         "swap_s": _median(swapping),
         "boot_s": _median(observed.boots_s),
         "checkpoint_s": _median(observed.checkpoint_s),
-        "start_s": Measure(value=observed.start_s, error=0.0, count=1),
+        "start_s": Measure(value=amount(observed.machine, "elapsed_s"), error=0.0, count=1),
     }
 
 
@@ -210,7 +208,7 @@ def fit_by_simulation(profile: RunProfile, observed: Observed) -> RunProfile:
         run = simulate_recipe(spec, profile)
         step_s = _step_s(run.metrics, observed)
         tried.append((profile["call_s"], step_s))
-        profile = msgspec.structs.replace(profile, simulated_step_s=step_s)
+        profile = replace(profile, simulated_step_s=step_s)
         boots = [amount(event, "duration_s") for event in run.events if event["event"] == JOIN and "error" not in event]
         boots_right = not (joined_s and boots) or abs(median(boots) / median(joined_s) - 1) < 0.05
         calls_right = abs(step_s - target_s) <= NEAR * target_s or (profile["call_s"] == 0 and step_s > target_s)
@@ -219,10 +217,10 @@ def fit_by_simulation(profile: RunProfile, observed: Observed) -> RunProfile:
         changed = dict(profile.numbers)
         if not boots_right:
             boot, factor = profile.numbers["boot_s"], median(joined_s) / median(boots)
-            changed["boot_s"] = msgspec.structs.replace(boot, value=boot.value * factor, error=boot.error * factor)
+            changed["boot_s"] = replace(boot, value=boot.value * factor, error=boot.error * factor)
         if not calls_right:
             changed["call_s"] = Measure(value=_next_trial(tried, target_s), error=0.0, count=profile.step_s.count)
-        profile = msgspec.structs.replace(profile, numbers=changed)
+        profile = replace(profile, numbers=changed)
     return profile
 
 
@@ -242,9 +240,5 @@ def _next_trial(tried: list[tuple[float, float]], target_s: float) -> float:
 
 
 def _step_s(lines: Iterable[MetricLine], observed: Observed) -> float:
-    times = [
-        line.values[STEP_TIME]
-        for line in lines
-        if line.step not in observed.first_steps and line.step > 0 and STEP_TIME in line.values
-    ]
-    return fmean(times)
+    usual = (line.values for line in lines if line.step not in observed.first_steps and line.step > 0)
+    return fmean(values[STEP_TIME] for values in usual if STEP_TIME in values)

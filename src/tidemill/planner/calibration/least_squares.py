@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from itertools import combinations
 from typing import TypeAlias
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
+from msgspec.structs import replace
 
 from tidemill.core.records import Record
 
@@ -31,7 +31,6 @@ class Solution(Record):
 
     values: dict[str, float]  # of every cause
     errors: dict[str, float]  # standard errors; 0 for causes that were not fitted
-    absent: tuple[str, ...]  # causes with no observations
     merged: tuple[str, ...]  # causes that cannot be separated from those before them; their time is included there
     residual: float  # sum of |seconds - fitted| / sum of seconds
     count: int  # observations
@@ -46,9 +45,8 @@ def solve(names: Sequence[str], amounts: Array, seconds: Array) -> Solution:
     there = seconds > 0
     root = np.sqrt(seconds[there])
     rows = amounts[there] / root[:, None]
-    absent = tuple(name for name, column in zip(names, rows.T, strict=True) if not column.any())
     told = _independent_columns(rows)
-    merged = tuple(name for at, name in enumerate(names) if at not in told and name not in absent)
+    merged = tuple(names[at] for at, column in enumerate(rows.T) if at not in told and column.any())
     fitted, weights = _robust(rows[:, told], root)
     values = dict.fromkeys(names, 0.0) | {names[at]: float(value) for at, value in zip(told, fitted, strict=True)}
     errors = dict.fromkeys(names, 0.0)
@@ -56,7 +54,7 @@ def solve(names: Sequence[str], amounts: Array, seconds: Array) -> Solution:
     for at, error in zip(told, _errors(rows[:, told], fitted, weights, left), strict=True):
         errors[names[at]] = float(error)
     residual = float((np.abs(left) * root).sum() / (root**2).sum()) if len(root) else 0.0
-    return Solution(values=values, errors=errors, absent=absent, merged=merged, residual=residual, count=len(rows))
+    return Solution(values=values, errors=errors, merged=merged, residual=residual, count=len(rows))
 
 
 def solve_with_few(names: Sequence[str], amounts: Array, seconds: Array, causes: int = 2) -> Solution:
@@ -73,11 +71,10 @@ def solve_with_few(names: Sequence[str], amounts: Array, seconds: Array, causes:
     there = {name for name, column in zip(names, amounts.T, strict=True) if column.any()}
     nothing = dict.fromkeys(names, 0.0)
     used = {name for name, value in found.values.items() if value}
-    return msgspec.structs.replace(
+    return replace(
         found,
         values=nothing | found.values,
         errors=nothing | found.errors,
-        absent=tuple(name for name in names if name not in there),
         merged=tuple(name for name in names if name in there - used),
     )
 

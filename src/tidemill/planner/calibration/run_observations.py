@@ -17,7 +17,7 @@ from tidemill.core.errors import UserError
 from tidemill.core.formatting import counted
 from tidemill.core.records import Record
 from tidemill.planner.calibration.least_squares import Array
-from tidemill.telemetry.events import CHECKPOINT, DECODE, EVALUATION, JOIN, LEASE, PUBLISH, PULL
+from tidemill.telemetry.events import CHECKPOINT, DECODE, EVALUATION, JOIN, PUBLISH, PULL
 from tidemill.telemetry.fleet_figures import amount
 from tidemill.telemetry.jsonl import encode
 from tidemill.telemetry.metrics import CONTROLLER_CPU, STEP_TIME, MetricLine
@@ -75,11 +75,10 @@ class Observed(Record):
     @property
     def engine_work(self) -> tuple[Array, Array]:
         """(amounts [N, len(PASSES)], seconds [N])"""
-        seconds = "cpu_s" if self.on_processor else "busy_s"
+        name = "cpu_s" if self.on_processor else "busy_s"
         rows = [row for event in self.named(DECODE) for row in _work(event)]
-        return _table([[amount(row, name) for name in PASSES] for row in rows], len(PASSES)), np.array(
-            [amount(row, seconds) for row in rows]
-        )
+        seconds = np.array([amount(row, name) for row in rows])
+        return _table([[amount(row, cause) for cause in PASSES] for row in rows], len(PASSES)), seconds
 
     @property
     def processor_share(self) -> float:
@@ -123,10 +122,9 @@ class Observed(Record):
     @property
     def pulls_s(self) -> list[tuple[float, float]]:
         """(fetching and verifying, swapping) of each pull."""
-        pulls = self.named(PULL)
         return [
             (max(0.0, amount(event, "duration_s") - amount(event, "swap_s")), amount(event, "swap_s"))
-            for event in pulls
+            for event in self.named(PULL)
         ]
 
     @property
@@ -149,11 +147,6 @@ class Observed(Record):
             for event in self.named(JOIN)
             if "error" not in event
         ]
-
-    @property
-    def start_s(self) -> float:
-        """From the start of the first session to the controller's loop."""
-        return amount(self.machine, "elapsed_s")
 
     @property
     def step_s(self) -> list[float]:
@@ -211,10 +204,6 @@ class Observed(Record):
         return computed / max(groups * self.prompt_tokens, 1e-9)
 
     @property
-    def leases(self) -> int:
-        return len(self.named(LEASE))
-
-    @property
     def evaluations(self) -> list[dict[str, Any]]:
         """Those of the task's held-out prompts."""
         return [event for event in self.named(EVALUATION) if not event.get("recovered") and "set" not in event]
@@ -266,10 +255,8 @@ def observe(run_dir: Path) -> Observed:
         raise UserError(what, where=where, hint="calibrate a run of `tidemill train` made with this version")
     samples = data.samples(training=True)
     if not any(sample.length for sample in samples):
-        hint = "calibrate a run that still has its samples"
-        raise UserError(
-            "has no samples of training, which are needed for completion lengths", where=str(run.samples), hint=hint
-        )
+        what = "has no samples of training, which are needed for completion lengths"
+        raise UserError(what, where=str(run.samples), hint="calibrate a run that still has its samples")
     try:
         manifest = msgspec.convert(data.manifest, Manifest)
     except msgspec.ValidationError as error:

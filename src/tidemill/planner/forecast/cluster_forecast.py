@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TypeVar
 
-import msgspec
+from msgspec.structs import replace
 
 from tidemill.config.pool import StaticPool, SyntheticPool, TracePool
 from tidemill.config.schema import RunSpec
@@ -16,7 +16,7 @@ from tidemill.hardware.completion_lengths import Lengths
 from tidemill.hardware.engine_profile import EngineProfile, rollout_of
 from tidemill.hardware.model_shape import ModelShape
 from tidemill.hardware.trainer_profile import TrainerProfile
-from tidemill.planner.forecast.forecast import MOST_SAMPLES, simulated_steps, summarised, with_seed
+from tidemill.planner.forecast.forecast import MOST_SAMPLES, simulated_steps, summarised, unsimulated, with_seed
 from tidemill.planner.memory.memory_plan import plan_memory
 from tidemill.planner.memory.per_gpu import fit
 from tidemill.planner.memory.states import Holding
@@ -96,13 +96,14 @@ def forecast_on_cluster(
             timetable_of(played) if machines else None,  # one per simulation, because a timetable is consumed
             most_workers=max(machines, 1),
         )
-        for seed, slowness in enumerate(_evenly_slow(seeds))
+        for seed, slowness in enumerate(1 + OFF * (2 * seed + 1 - seeds) / seeds for seed in range(seeds))
     ]
-    notes = [*plan.warnings, "the time to start machines and load the model is not included", _of_speeds(seeds)]
-    if steps < spec.trainer.steps:
-        notes.append(
-            f"{steps} of {spec.trainer.steps} steps were simulated; the others are assumed to be equal on average"
-        )
+    off = percent(OFF)
+    speeds = f"speeds are assumed: the range covers engines and trainer that take from {off} less to {off} more time"
+    if seeds == 1:
+        speeds = "speeds are assumed, and one simulation has no spread: times can be wrong by half"
+    notes = [*plan.warnings, "the time to start machines and load the model is not included", speeds]
+    notes += unsimulated(spec, steps)
     if len(placement.dedicated.engines) > 1 or len(placement.shared.engines) > 1:
         notes.append("engines of several kinds are simulated as the first kind")
     forecast = summarised(priced, runs, start_s=0.0, about=placement.description, notes=notes)
@@ -112,18 +113,6 @@ def forecast_on_cluster(
     return ClusterForecast(
         forecast=forecast, plan=plan, bytes_per_gpu=held.bytes_per_gpu, usable_bytes=held.usable_bytes
     )
-
-
-def _evenly_slow(seeds: int) -> list[float]:
-    """Relative times of engines and trainer for each simulation, 1 on average."""
-    return [1 + OFF * (2 * seed + 1 - seeds) / seeds for seed in range(seeds)]
-
-
-def _of_speeds(seeds: int) -> str:
-    if seeds == 1:
-        return "speeds are assumed, and one simulation has no spread: times can be wrong by half"
-    off = percent(OFF)
-    return f"speeds are assumed: the range covers engines and trainer that take from {off} less to {off} more time"
 
 
 def cost_model_of(
@@ -150,11 +139,11 @@ def cost_model_of(
 def _slowed(profile: P, slowness: float) -> P:
     """The profile with all its times multiplied."""
     times = {name: slowness * getattr(profile, name) for name in profile.__struct_fields__ if name.endswith("_s")}
-    return msgspec.structs.replace(profile, **times)
+    return replace(profile, **times)
 
 
 def _engines(spec: RunSpec, engine: Engine, machines: int, slowness: float, *, boot_s: float = 0.0) -> ProfiledEngine:
-    profile = msgspec.structs.replace(_slowed(engine.profile, slowness), slots=spec.engine.slots)
+    profile = replace(_slowed(engine.profile, slowness), slots=spec.engine.slots)
     return ProfiledEngine(profile=profile, engines=machines * engine.per_machine, boot_s=boot_s)
 
 
@@ -165,11 +154,9 @@ def _only(side: Side) -> Engine | None:
 def _priced(spec: RunSpec, placement: Placement) -> RunSpec:
     """The recipe with the prices of these machines."""
     dedicated = _only(placement.dedicated)
-    fleet = spec.fleet.model_copy(
-        update={
-            "reserved_usd_per_hour": placement.training.group.usd_per_hour,
-            "preemptible_usd_per_hour": dedicated.offer.usd_per_hour if dedicated else 0.0,
-            "seeding": bool(placement.shared.engines),
-        }
-    )
-    return spec.model_copy(update={"fleet": fleet})
+    fleet = {
+        "reserved_usd_per_hour": placement.training.group.usd_per_hour,
+        "preemptible_usd_per_hour": dedicated.offer.usd_per_hour if dedicated else 0.0,
+        "seeding": bool(placement.shared.engines),
+    }
+    return spec.model_copy(update={"fleet": spec.fleet.model_copy(update=fleet)})

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from statistics import fmean, stdev
 from typing import Any
 
-import msgspec
+from msgspec.structs import replace
 
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import TidemillError, UserError
@@ -48,20 +48,12 @@ def forecast_recipe(
     most_samples: int = MOST_SAMPLES,
     watch: Callable[[], None] | None = None,
 ) -> Forecast:
-    """Forecast a recipe on the machine of a profile.
-
-    Args:
-        watch: see `simulate_recipe`.
-    """
+    """Forecast a recipe on the machine of a profile; `watch` is that of `simulate_recipe`."""
     steps = simulated_steps(spec, most_samples)
     runs = [
         simulate_recipe(with_seed(spec, steps, seed), uncertain(profile, seed), watch=watch) for seed in range(seeds)
     ]
-    notes = list(profile.notes)
-    if steps < spec.trainer.steps:
-        notes.append(
-            f"{steps} of {spec.trainer.steps} steps were simulated; the others are assumed to be equal on average"
-        )
+    notes = [*profile.notes, *unsimulated(spec, steps)]
     about = f"a profile of {profile.run}, {counted(profile.steps, 'step')} on {counted(profile.machine.cores, 'core')}"
     return summarised(spec, runs, start_s=profile["start_s"], about=about, notes=notes)
 
@@ -71,16 +63,21 @@ def simulated_steps(spec: RunSpec, most_samples: int) -> int:
     return min(spec.trainer.steps, max(FEWEST_STEPS, most_samples // (spec.batch.prompts * spec.batch.group_size)))
 
 
+def unsimulated(spec: RunSpec, steps: int) -> list[str]:
+    """A note on the steps that were not simulated; empty if all were."""
+    note = f"{steps} of {spec.trainer.steps} steps were simulated; the others are assumed to be equal on average"
+    return [note] if steps < spec.trainer.steps else []
+
+
 def uncertain(profile: RunProfile, seed: int) -> RunProfile:
     """The profile with its numbers drawn from normal distributions, at least 0; unchanged for seed 0."""
     if seed == 0:
         return profile
     rng = random.Random(seed)
     numbers = {
-        name: msgspec.structs.replace(one, value=max(0.0, rng.gauss(one.value, one.error)))
-        for name, one in profile.numbers.items()
+        name: replace(one, value=max(0.0, rng.gauss(one.value, one.error))) for name, one in profile.numbers.items()
     }
-    return msgspec.structs.replace(profile, numbers=numbers)
+    return replace(profile, numbers=numbers)
 
 
 def with_seed(spec: RunSpec, steps: int, seed: int) -> RunSpec:
@@ -101,18 +98,19 @@ def summarised(
     steps = [[line for line in run.metrics if line.step > 0] for run in runs]
     simulated = len(steps[0])
     usual = [fmean(line.values[STEP_TIME] for line in lines[1:] or lines) for lines in steps]
-    beside = {
-        "evaluation": fmean(_extrapolated_s(run, EVALUATION, spec) for run in runs),
-        "checkpoints": fmean(_extrapolated_s(run, CHECKPOINT, spec) for run in runs),
-    }
+    evaluation_s = [_extrapolated_s(run, EVALUATION, spec) for run in runs]
+    checkpoint_s = [_extrapolated_s(run, CHECKPOINT, spec) for run in runs]
     totals = [
         start_s
         + sum(line.values[STEP_TIME] for line in lines)
         + mean * (spec.trainer.steps - simulated)
-        + _extrapolated_s(run, EVALUATION, spec)
-        + _extrapolated_s(run, CHECKPOINT, spec)
-        for run, lines, mean in zip(runs, steps, usual, strict=True)
+        + evaluating
+        + saving
+        for lines, mean, evaluating, saving in zip(steps, usual, evaluation_s, checkpoint_s, strict=True)
     ]
+    learning_s, waiting_s = (_mean_of_usual(runs, name) for name in ("time_train_s", TRAINER_IDLE))
+    publish_s = fmean(amount(event, "duration_s") for run in runs for event in _named(run, PUBLISH))
+    rest_s = max(0.0, _mean_of_usual(runs, STEP_TIME) - learning_s - waiting_s - publish_s)
     tokens = fmean(sum(line.values.get("tokens_generated", 0.0) for line in lines) for lines in steps)
     return Forecast(
         format=FORECAST_FORMAT,
@@ -122,21 +120,13 @@ def summarised(
         step_s=tuple(_spread([lines[at].values[STEP_TIME] for lines in steps]) for at in range(simulated)),
         usual_step_s=_spread(usual),
         total_s=_spread(totals),
-        split_s=_split(runs),
+        split_s={"waiting for samples": waiting_s, "learning": learning_s, "publishing": publish_s, "rest": rest_s},
         generating_s=_mean_of_usual(runs, "time_rollout_s"),
-        outside_steps_s={"start": start_s, **beside},
+        outside_steps_s={"start": start_s, "evaluation": fmean(evaluation_s), "checkpoints": fmean(checkpoint_s)},
         tokens_per_s=tokens / fmean(sum(line.values[STEP_TIME] for line in lines) for lines in steps),
         cost_usd=fmean(run.cost_usd / run.seconds * total for run, total in zip(runs, totals, strict=True)),
         notes=tuple(notes),
     )
-
-
-def _split(runs: Sequence[SimulatedRun]) -> dict[str, float]:
-    """The phases of the trainer in an average step, in seconds."""
-    learning_s, waiting_s = (_mean_of_usual(runs, name) for name in ("time_train_s", TRAINER_IDLE))
-    publish_s = fmean(amount(event, "duration_s") for run in runs for event in _named(run, PUBLISH))
-    rest_s = max(0.0, _mean_of_usual(runs, STEP_TIME) - learning_s - waiting_s - publish_s)
-    return {"waiting for samples": waiting_s, "learning": learning_s, "publishing": publish_s, "rest": rest_s}
 
 
 def _mean_of_usual(runs: Sequence[SimulatedRun], name: str) -> float:
@@ -150,11 +140,8 @@ def _extrapolated_s(run: SimulatedRun, name: str, spec: RunSpec) -> float:
     if not events:
         return 0.0
     times = len({event["step"] for event in events})  # an evaluation has one event per set
-    every, steps = (
-        {EVALUATION: spec.eval.every_steps, CHECKPOINT: spec.checkpoint.every_steps}[name],
-        spec.trainer.steps,
-    )
-    count = (steps - 1) // every if every else 0  # before the last step
+    every = spec.eval.every_steps if name == EVALUATION else spec.checkpoint.every_steps
+    count = (spec.trainer.steps - 1) // every if every else 0  # before the last step
     count += 2 if name == EVALUATION else 1
     return math.fsum(amount(event, "duration_s") for event in events) / times * count
 
@@ -189,9 +176,8 @@ def fitting_profile(spec: RunSpec) -> RunProfile:
         UserError: there is none.
     """
     kept = kept_profiles(machine())
-    for profile in kept:
-        if not setting_differences(profile, spec):
-            return profile
+    if fitting := next((profile for profile in kept if not setting_differences(profile, spec)), None):
+        return fitting
     hint = (
         "train the recipe for ten steps and run `tidemill calibrate` on its run directory; or give --measure, which "
         "does both, --profile FILE, or --machines"
@@ -200,9 +186,8 @@ def fitting_profile(spec: RunSpec) -> RunProfile:
         raise UserError("no run on this machine has been calibrated yet", where="plan run", hint=hint)
     nearest = min(kept, key=lambda profile: len(setting_differences(profile, spec)))
     differences = "; ".join(setting_differences(nearest, spec)[:NAMED])
-    raise UserError(
-        f"no run like this one has been calibrated on this machine ({differences})", where="plan run", hint=hint
-    )
+    what = f"no run like this one has been calibrated on this machine ({differences})"
+    raise UserError(what, where="plan run", hint=hint)
 
 
 def forecast_at_start(spec: RunSpec) -> Forecast | None:
@@ -214,20 +199,14 @@ def forecast_at_start(spec: RunSpec) -> Forecast | None:
     profile = next((each for each in kept_profiles(machine()) if not setting_differences(each, spec)), None)
     if profile is None:
         return None
-    large = spec.batch.prompts * spec.batch.group_size * FEWEST_STEPS > QUICK_SAMPLES
-    seeds = 1 if large else QUICK_SEEDS
-    return forecast_recipe(spec, profile, seeds=seeds, most_samples=QUICK_SAMPLES, watch=_time_limit(QUICK_S))
-
-
-def _time_limit(seconds: float) -> Callable[[], None]:
-    """A function that raises TooSlow after this time."""
-    ends_s = time.monotonic() + seconds
+    ends_s = time.monotonic() + QUICK_S
 
     def watch() -> None:
         if time.monotonic() > ends_s:
-            raise TooSlow(f"simulating the run takes longer than {seconds:g} s; `tidemill plan run` has no such limit")
+            raise TooSlow(f"simulating the run takes longer than {QUICK_S:g} s; `tidemill plan run` has no such limit")
 
-    return watch
+    large = spec.batch.prompts * spec.batch.group_size * FEWEST_STEPS > QUICK_SAMPLES
+    return forecast_recipe(spec, profile, seeds=1 if large else QUICK_SEEDS, most_samples=QUICK_SAMPLES, watch=watch)
 
 
 SIMULATED = "the run's own controller in virtual time"
@@ -235,22 +214,19 @@ SIMULATED = "the run's own controller in virtual time"
 
 def derive(forecast: Forecast, sheet: Derivation) -> None:
     """Add the figures of a forecast, from means over all simulations."""
-    simulated, steps = len(forecast.step_s), forecast.steps
-    in_steps = sum(step.mean for step in forecast.step_s)
     usual = forecast.usual_step_s.mean
-    beside = forecast.outside_steps_s
     sheet.compute(
         "total_s",
         "s",
         formula="start + simulated_steps_s + (steps - simulated) * usual_step_s + evaluation + checkpoints",
         source=f"{SIMULATED}; {forecast.profile}",
-        start=beside["start"],
-        simulated_steps_s=in_steps,
-        steps=steps,
-        simulated=simulated,
+        start=forecast.outside_steps_s["start"],
+        simulated_steps_s=sum(step.mean for step in forecast.step_s),
+        steps=forecast.steps,
+        simulated=len(forecast.step_s),
         usual_step_s=usual,
-        evaluation=beside["evaluation"],
-        checkpoints=beside["checkpoints"],
+        evaluation=forecast.outside_steps_s["evaluation"],
+        checkpoints=forecast.outside_steps_s["checkpoints"],
     )
     for name, seconds in forecast.split_s.items():
         sheet.compute(

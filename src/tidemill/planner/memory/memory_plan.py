@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-import msgspec
+from msgspec.structs import replace
 
 from tidemill.core.errors import UserError
 from tidemill.core.formatting import size
@@ -53,8 +53,14 @@ def shortage_of(question: MemoryQuestion, parts: Shares, found: Fit) -> Shortage
     """None if it fits."""
     if found.fits:
         return None
-    tried = (_try_option(option, changed, found.gpus) for option, changed in _changes(question))
-    helpful = [hint for hint in tried if hint and hint.bytes_per_gpu < found.bytes_per_gpu]
+    helpful: list[MemoryOption] = []
+    for option, changed in _changes(question):
+        if found.gpus % unit(changed) == 0:  # else this number of GPUs cannot be divided in that way
+            states = sum(each.on_gpus for each in all_states(changed, Derivation()))
+            with_it = fit(changed, shares(changed, states, Derivation()), found.gpus)
+            per_gpu, missing = with_it.bytes_per_gpu, with_it.missing_bytes
+            if per_gpu < found.bytes_per_gpu:
+                helpful.append(MemoryOption(option=option, bytes_per_gpu=per_gpu, missing_bytes=missing))
     on_each = {
         "states": found.bytes_per_gpu - parts.kv / found.gpus - parts.fixed,
         "keys and values": parts.kv / found.gpus,
@@ -72,22 +78,12 @@ def shortage_of(question: MemoryQuestion, parts: Shares, found: Fit) -> Shortage
     )
 
 
-def _try_option(option: str, question: MemoryQuestion, gpus: int) -> MemoryOption | None:
-    """None if this number of GPUs cannot be divided in that way."""
-    if gpus % unit(question):
-        return None
-    found = fit(
-        question, shares(question, sum(each.on_gpus for each in all_states(question, Derivation())), Derivation()), gpus
-    )
-    return MemoryOption(option=option, bytes_per_gpu=found.bytes_per_gpu, missing_bytes=found.missing_bytes)
-
-
 def _changes(question: MemoryQuestion) -> Iterator[tuple[str, MemoryQuestion]]:
     """(option, changed question) for every single change that is not yet made."""
     holding, parallel, load = question.holding, question.parallel, question.load
 
     def with_holding(**changes: object) -> MemoryQuestion:
-        return msgspec.structs.replace(question, holding=msgspec.structs.replace(holding, **changes))
+        return replace(question, holding=replace(holding, **changes))
 
     if not holding.offload:
         yield "--offload", with_holding(offload=True)
@@ -96,17 +92,17 @@ def _changes(question: MemoryQuestion) -> Iterator[tuple[str, MemoryQuestion]]:
     if not holding.lora_rank:
         yield f"--lora-rank {USUAL_RANK}", with_holding(lora_rank=USUAL_RANK)
     if generates_here(question):
-        yield "--generate elsewhere", msgspec.structs.replace(question, generates_here=False)
+        yield "--generate elsewhere", replace(question, generates_here=False)
     if load.recompute == "none":
-        changed = msgspec.structs.replace(load, recompute="full")
-        yield "--recompute full", msgspec.structs.replace(question, load=changed)
+        changed = replace(load, recompute="full")
+        yield "--recompute full", replace(question, load=changed)
     if parallel.fsdp:
-        changed_degrees = msgspec.structs.replace(parallel, fsdp=0)
-        yield "--fsdp 0", msgspec.structs.replace(question, parallel=changed_degrees)
+        changed_degrees = replace(parallel, fsdp=0)
+        yield "--fsdp 0", replace(question, parallel=changed_degrees)
     tp = question.gpu.gpus_per_machine
     if parallel.tp < tp and question.shape.heads % tp == 0:
-        changed_degrees = msgspec.structs.replace(parallel, tp=tp)
-        yield f"--tp {tp}", msgspec.structs.replace(question, parallel=changed_degrees)
+        changed_degrees = replace(parallel, tp=tp)
+        yield f"--tp {tp}", replace(question, parallel=changed_degrees)
 
 
 def notes_on(question: MemoryQuestion, states: Sequence[RoleStates], parts: Shares) -> Iterator[str]:
@@ -196,9 +192,6 @@ def plan_memory(question: MemoryQuestion, *, gpus: int | None = None) -> MemoryP
     Args:
         gpus: an additional number of GPUs to check, rounded up to a multiple of the parallel degrees; default: the
             GPUs of one machine.
-
-    Raises:
-        UserError: an option is invalid.
     """
     check(question)
     if gpus is not None and gpus < 1:
@@ -214,40 +207,41 @@ def plan_memory(question: MemoryQuestion, *, gpus: int | None = None) -> MemoryP
         **{each.role: each.total for each in states},
     )
     parts = shares(question, on_gpus, sheet)
+    min_gpus = sheet.compute(
+        "min_gpus",
+        "GPUs",
+        formula="max(ceil(state_bytes / memory_bytes / step * (1 - 1e-12)), 1) * step",
+        source=f"{question.gpu.source}; states alone, sharded over all GPUs",
+        state_bytes=on_gpus,
+        memory_bytes=question.gpu.memory_bytes,
+        step=training_unit(question),
+    )
+    fewest = fewest_gpus(question, parts)
+    if fewest is not None:
+        _derive_per_gpu(question, parts, fewest, sheet)
+    asked = fit(question, parts, rounded_up(gpus or question.gpu.gpus_per_machine, unit(question)))
+    fits = {found.gpus: found for found in (*try_counts(question, parts, fewest), asked)}
+    notes = list(notes_on(question, states, parts))
+    if gpus is not None and asked.gpus != gpus:
+        multiple = f"training and whole engines need multiples of {unit(question)}"
+        notes.insert(0, f"--gpus {gpus} is rounded up to {asked.gpus}: {multiple}")
     return MemoryPlan(
         total=total,
         on_host=total - on_gpus,
-        min_gpus=_states_only(question, on_gpus, sheet),
-        min_gpus_with_activations=_everything(question, parts, sheet),
+        min_gpus=int(min_gpus),
+        min_gpus_with_activations=fewest,
         states=tuple(states),
         parts=parts,
         kv=parts.kv_anywhere,
-        fits=tuple(_fits(question, parts, gpus)),
-        why_not=shortage_of(question, parts, fit(question, parts, _requested_gpus(question, gpus))),
-        notes=(*_rounding(question, gpus), *notes_on(question, states, parts)),
+        fits=tuple(fits[count] for count in sorted(fits)),
+        why_not=shortage_of(question, parts, asked),
+        notes=tuple(notes),
         figures=tuple(sheet.figures),
     )
 
 
-def _states_only(question: MemoryQuestion, on_gpus: float, sheet: Derivation) -> int:
-    step, memory = training_unit(question), question.gpu.memory_bytes
-    return int(
-        sheet.compute(
-            "min_gpus",
-            "GPUs",
-            formula="max(ceil(state_bytes / memory_bytes / step * (1 - 1e-12)), 1) * step",
-            source=f"{question.gpu.source}; states alone, sharded over all GPUs",
-            state_bytes=on_gpus,
-            memory_bytes=memory,
-            step=step,
-        )
-    )
-
-
-def _everything(question: MemoryQuestion, parts: Shares, sheet: Derivation) -> int | None:
-    fewest = fewest_gpus(question, parts)
-    if fewest is None:
-        return None
+def _derive_per_gpu(question: MemoryQuestion, parts: Shares, fewest: int, sheet: Derivation) -> None:
+    """The figures of one GPU, with the smallest number of GPUs that holds everything."""
     shards = question.parallel.fsdp * question.parallel.model_gpus or fewest
     sheet.compute(
         "per_gpu.bytes",
@@ -272,22 +266,3 @@ def _everything(question: MemoryQuestion, parts: Shares, sheet: Derivation) -> i
         memory_bytes=question.gpu.memory_bytes,
         margin=question.margin,
     )
-    return fewest
-
-
-def _requested_gpus(question: MemoryQuestion, gpus: int | None) -> int:
-    return rounded_up(question.gpu.gpus_per_machine if gpus is None else gpus, unit(question))
-
-
-def _rounding(question: MemoryQuestion, gpus: int | None) -> Iterator[str]:
-    asked = _requested_gpus(question, gpus)
-    if gpus is not None and asked != gpus:
-        yield f"--gpus {gpus} is rounded up to {asked}: training and whole engines need multiples of {unit(question)}"
-
-
-def _fits(question: MemoryQuestion, parts: Shares, gpus: int | None) -> Sequence[Fit]:
-    found = try_counts(question, parts, fewest_gpus(question, parts))
-    asked = _requested_gpus(question, gpus)
-    if any(each.gpus == asked for each in found):
-        return found
-    return sorted([*found, fit(question, parts, asked)], key=lambda each: each.gpus)

@@ -117,8 +117,9 @@ class MemoryQuestion(Record):
     margin: float = 0.1  # fraction of a GPU's memory lost to fragmentation and other programs
 
 
-def _check_bounds(question: MemoryQuestion) -> None:
-    parallel, load = question.parallel, question.load
+def check(question: MemoryQuestion) -> None:
+    """Raises UserError: an option is invalid."""
+    shape, parallel, load = question.shape, question.parallel, question.load
     least = {
         "--tp": (parallel.tp, 1),
         "--pp": (parallel.pp, 1),
@@ -134,15 +135,6 @@ def _check_bounds(question: MemoryQuestion) -> None:
         if value < bound:
             raise UserError(f"needs {bound} or more, was given {value}", where=option, hint="correct it")
 
-
-def check(question: MemoryQuestion) -> MemoryQuestion:
-    """Check a question and return it.
-
-    Raises:
-        UserError: an option is invalid.
-    """
-    parallel, shape = question.parallel, question.shape
-    _check_bounds(question)
     if question.critic and CRITIC not in roles_of(question.algorithm):
         raise UserError(f"{question.algorithm} has no critic", where="--critic-params", hint="leave it out")
     if question.holding.lora_rank > shape.hidden:
@@ -165,7 +157,6 @@ def check(question: MemoryQuestion) -> MemoryQuestion:
     if parallel.fsdp and parallel.fsdp % parallel.ep:
         what = f"{parallel.ep} does not divide --fsdp {parallel.fsdp}; the experts are divided among those GPUs"
         raise UserError(what, where="--ep", hint="take a divisor")
-    return question
 
 
 LORA = "LoRA, arXiv 2106.09685: two matrices, rank × (in + out), for each linear layer except the output head"
@@ -198,24 +189,20 @@ class RoleStates(Record):
 
 def all_states(question: MemoryQuestion, sheet: Derivation) -> list[RoleStates]:
     """States of all roles, the policy first."""
-    return [
-        role_states(role, shape, question.holding, sheet, base_elsewhere=served)
-        for role, shape, served in _models(question)
-    ]
-
-
-def _models(question: MemoryQuestion) -> list[tuple[Role, ModelShape, bool]]:
-    """(role, shape, whether it uses another role's frozen weights)"""
     roles = [role for role in roles_of(question.algorithm) if question.reference is not False or role != REFERENCE]
     roles += [REFERENCE] if question.reference and REFERENCE not in roles else []
     roles += [REWARD] if question.reward and REWARD not in roles else []
     own = {"critic": question.critic, "reward": question.reward}
-    adapter = question.holding.lora_rank > 0
 
     def served(role: Role) -> bool:
+        """Whether it uses the policy's frozen weights."""
+        adapter = question.holding.lora_rank > 0
         return adapter and role.shares_base and role is not ACTOR and own.get(role.name) is None
 
-    return [(role, own.get(role.name) or question.shape, served(role)) for role in roles]
+    return [
+        role_states(role, own.get(role.name) or question.shape, question.holding, sheet, base_elsewhere=served(role))
+        for role in roles
+    ]
 
 
 def role_states(
@@ -231,13 +218,8 @@ def role_states(
     frozen = 0.0 if trained or base_elsewhere else shape.parameters
     learning = shape.parameters if trained else _adapter(role, shape, holding, sheet)
     each = TRAINED[holding.optimizer]
-    formulas = {
-        "weights": (
-            "bytes",
-            "frozen_parameters * frozen_bytes + trained_parameters * trained_bytes",
-            MIXED_PRECISION,
-        )
-    }
+    weights = "frozen_parameters * frozen_bytes + trained_parameters * trained_bytes"
+    formulas = {"weights": ("bytes", weights, MIXED_PRECISION)}
     if learning:
         kept = f"{MIXED_PRECISION}; {OFFLOAD}" if holding.offload else MIXED_PRECISION
         formulas |= {

@@ -7,10 +7,9 @@ colocated placement has only the first, a split one only the second, a hybrid on
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Literal, TypeAlias
 
-import msgspec
+from msgspec.structs import replace
 
 from tidemill.core.records import Record
 from tidemill.hardware.engine_profile import (
@@ -58,7 +57,8 @@ def best_engine(
         held_per_gpu: bytes of training states on each GPU.
     """
     needed = question.longest * question.shape.kv_bytes_per_token()
-    sizes = [gpus for gpus in powers_of_two(offer.machine.gpus) if question.shape.heads % gpus == 0]
+    powers_of_two = (2**power for power in range(offer.machine.gpus.bit_length()))
+    sizes = [gpus for gpus in powers_of_two if question.shape.heads % gpus == 0]
     free = {gpus: _free(question, offer, gpus, held_per_gpu) for gpus in sizes}
     fit = [gpus for gpus in sizes if free[gpus] >= needed]
     if not fit:
@@ -66,7 +66,7 @@ def best_engine(
         return TooSmall(offer=offer, missing_bytes=needed - max(free.values()), missing_alone=max(needed - alone, 0.0))
     shape, fewest, efficiency = question.shape, min(fit), question.efficiencies_on(offer.gpu).engine
     profiles = {
-        gpus: msgspec.structs.replace(
+        gpus: replace(
             engine_profile(shape, offer.gpu, gpus=gpus, dtype=question.engine_dtype, efficiency=efficiency),
             cache_tokens=free[gpus] / shape.kv_bytes_per_token(),
         )
@@ -84,11 +84,6 @@ def best_engine(
         return samples / max(steady_tokens_per_s(engine.profile, question.rollout, samples * question.lag), 1e-9)
 
     return min(engines, key=seconds)
-
-
-def powers_of_two(limit: int) -> Sequence[int]:
-    """The powers of two up to `limit`."""
-    return [2**power for power in range(limit.bit_length()) if 2**power <= limit]
 
 
 def _free(question: PlacementQuestion, offer: Offer, gpus: int, held_per_gpu: float) -> float:
@@ -237,14 +232,14 @@ class Estimate(Record):
 
 
 def estimate(question: PlacementQuestion, placement: Placement, sheet: Derivation | None = None) -> Estimate:
-    """Estimate an average step.
-
-    Args:
-        sheet: keeps the figures with their formulas.
-    """
-    sheet = Derivation() if sheet is None else sheet
+    """Estimate an average step."""
+    sheet = sheet or Derivation()
     tokens = batch_tokens(question, sheet)
-    shared, dedicated = _rates(question, placement, sheet)
+    # The sides divide a batch in proportion to their speed.
+    steady = placement.shared.steady(question), placement.dedicated.steady(question)
+    parts = [question.rollout.samples * (rate / sum(steady)) for rate in steady]
+    shared = placement.shared.tokens_per_s(question, parts[0], "shared", sheet)
+    dedicated = placement.dedicated.tokens_per_s(question, parts[1], "dedicated", sheet)
     side = placement.dedicated if placement.dedicated.engines else placement.shared
     first, last = streaming(question)
     used = [offer for offer, _ in placement.training.group.members]
@@ -383,25 +378,11 @@ def streaming(question: PlacementQuestion) -> tuple[float, float]:
     return (1.0, 1.0) if question.algorithm in WHOLE_BATCH else (FIRST, LAST)
 
 
-def portions(question: PlacementQuestion, placement: Placement) -> tuple[float, float]:
-    """The fractions of a batch that the shared and the dedicated side generate, in proportion to their speed."""
-    shared, dedicated = placement.shared.steady(question), placement.dedicated.steady(question)
-    return shared / (shared + dedicated), dedicated / (shared + dedicated)
-
-
-def _rates(question: PlacementQuestion, placement: Placement, sheet: Derivation) -> tuple[float, float]:
-    """Tokens per second of the shared and the dedicated side; at lag 0 the mean over a batch with its tail."""
-    shared, dedicated = portions(question, placement)
-    return (
-        placement.shared.tokens_per_s(question, question.rollout.samples * shared, "shared", sheet),
-        placement.dedicated.tokens_per_s(question, question.rollout.samples * dedicated, "dedicated", sheet),
-    )
-
-
 def _pull_s(question: PlacementQuestion, placement: Placement, sheet: Derivation) -> float:
     """Seconds to send a full version, or an adapter, from the training machines to all dedicated machines at once."""
     if not placement.dedicated.engines:
         return 0.0
+    members = placement.training.group.members
     return sheet.compute(
         "pull_s",
         "s",
@@ -409,9 +390,7 @@ def _pull_s(question: PlacementQuestion, placement: Placement, sheet: Derivation
         source="a full version for every dedicated machine, over their networks; a delta is smaller",
         parameters=learned_parameters(question),
         receivers=max(1, math.ceil(placement.dedicated.machines)),
-        trainer_rate=sum(
-            offer.machine.network_bytes_per_s * count for offer, count in placement.training.group.members
-        ),
+        trainer_rate=sum(offer.machine.network_bytes_per_s * count for offer, count in members),
         worker_rate=min(engine.offer.machine.network_bytes_per_s for engine, _ in placement.dedicated.engines),
         latency=ETHERNET_LATENCY_S,
     )

@@ -6,15 +6,23 @@ from collections.abc import Container, Iterator, Sequence
 from itertools import combinations, product
 from math import prod
 
-import msgspec
+from msgspec.structs import replace
 
 from tidemill.core.errors import UserError
 from tidemill.core.formatting import counted, percent, size
 from tidemill.core.records import Record
-from tidemill.hardware.engine_profile import steady_tokens_per_s
-from tidemill.hardware.figures import Figure
-from tidemill.planner.placement.derivation import derive
-from tidemill.planner.placement.estimate import Engine, Estimate, Placement, Side, TooSmall, best_engine, estimate
+from tidemill.hardware.engine_profile import DECODE_STEP, RUNNING, WEIGHTS, steady_tokens_per_s, weights_read
+from tidemill.hardware.figures import Derivation, Figure
+from tidemill.planner.placement.estimate import (
+    Engine,
+    Estimate,
+    Placement,
+    Side,
+    TooSmall,
+    batch_tokens,
+    best_engine,
+    estimate,
+)
 from tidemill.planner.placement.training import (
     Group,
     Offer,
@@ -23,6 +31,7 @@ from tidemill.planner.placement.training import (
     Training,
     best_training,
     check,
+    training_time,
 )
 
 MOST_COUNTS = 12
@@ -35,18 +44,12 @@ KINDS_TOGETHER = 2
 """Maximum number of kinds of dedicated machines in one placement."""
 
 
-class Refused(Record):
-    """Groups and machines that are too small."""
-
-    training: list[TooLarge] = []
-    engines: list[TooSmall] = []
-
-
 class Candidates:
-    """Generates placements; afterwards `refused` has what did not fit."""
+    """Generates placements; afterwards `too_large` and `too_small` have what did not fit."""
 
     def __init__(self, question: PlacementQuestion) -> None:
-        self.refused = Refused(training=[], engines=[])
+        self.too_large: list[TooLarge] = []
+        self.too_small: list[TooSmall] = []
         self._question = question
         self._counts = counts_tried(question)
         self._trainings: dict[tuple[tuple[str, int], ...], Training | TooLarge] = {}
@@ -64,7 +67,7 @@ class Candidates:
         """Placements that differ in the number of machines of one kind by a power of two, which thinning may omit."""
         group, shares = placement.training.group, bool(placement.shared.engines)
         chosen = [
-            msgspec.structs.replace(engine.offer, count=round(machines / engine.offer.availability))
+            replace(engine.offer, count=round(machines / engine.offer.availability))
             for engine, machines in placement.dedicated.engines
         ]
         if len(group.members) == 1:
@@ -77,7 +80,7 @@ class Candidates:
         left = {each.description: each.count for each in _remaining_offers(self._question.offers, group)}
         for index, each in enumerate(chosen):
             for number in _powers_of_two_away(each.count, left[each.description]):
-                changed = msgspec.structs.replace(each, count=number)
+                changed = replace(each, count=number)
                 yield from self._placed(group, [*chosen[:index], changed, *chosen[index + 1 :]], shares=shares)
 
     def _placed(self, group: Group, chosen: Sequence[Offer], *, shares: bool) -> Iterator[Placement]:
@@ -104,7 +107,7 @@ class Candidates:
             found = best_training(self._question, group)
             self._trainings[key] = found
             if isinstance(found, TooLarge):
-                self.refused.training.append(found)
+                self.too_large.append(found)
         return self._trainings[key]
 
     def _engine(self, offer: Offer, samples_per_gpu: float, held_per_gpu: float = 0.0) -> Engine | TooSmall:
@@ -113,23 +116,18 @@ class Candidates:
             found = best_engine(self._question, offer, samples_per_gpu=samples_per_gpu, held_per_gpu=held_per_gpu)
             self._known[key] = found
             if isinstance(found, TooSmall):
-                self.refused.engines.append(found)
+                self.too_small.append(found)
         return self._known[key]
 
 
 def counts_tried(question: PlacementQuestion) -> int:
     """Count of numbers of machines to try per kind, so that there are not too many placements."""
-    most = MOST_COUNTS
-    while most > FEWEST_COUNTS and _placements(question, most) > MOST_PLACEMENTS:
-        most -= 1
-    return most
-
-
-def _placements(question: PlacementQuestion, most: int) -> int:
-    """Upper bound on the number of placements."""
-    numbers = [len(counts(offer.count, most)) for offer in question.offers]
-    sides = sum(prod(chosen) for kinds in range(KINDS_TOGETHER + 1) for chosen in combinations(numbers, kinds))
-    return sum(len(counts(offer.count, most)) for offer in question.reserved) * sides
+    for most in range(MOST_COUNTS, FEWEST_COUNTS, -1):
+        numbers = [len(counts(offer.count, most)) for offer in question.offers]
+        sides = sum(prod(chosen) for kinds in range(KINDS_TOGETHER + 1) for chosen in combinations(numbers, kinds))
+        if sum(len(counts(offer.count, most)) for offer in question.reserved) * sides <= MOST_PLACEMENTS:
+            return most
+    return FEWEST_COUNTS
 
 
 def _choices(offers: Sequence[Offer], most: int) -> Iterator[tuple[Offer, ...]]:
@@ -137,9 +135,7 @@ def _choices(offers: Sequence[Offer], most: int) -> Iterator[tuple[Offer, ...]]:
     for kinds in range(KINDS_TOGETHER + 1):
         for chosen in combinations(offers, kinds):
             for numbers in product(*(counts(offer.count, most) for offer in chosen)):
-                yield tuple(
-                    msgspec.structs.replace(offer, count=number) for offer, number in zip(chosen, numbers, strict=True)
-                )
+                yield tuple(replace(offer, count=number) for offer, number in zip(chosen, numbers, strict=True))
 
 
 def groups(reserved: Sequence[Offer], most: int) -> Iterator[Group]:
@@ -168,8 +164,7 @@ def _remaining_offers(offers: Sequence[Offer], group: Group) -> list[Offer]:
     """The offers without the machines of the group."""
     taken = {offer.name: count for offer, count in group.members}
     left = [
-        msgspec.structs.replace(offer, count=offer.count - (0 if offer.preemptible else taken.get(offer.name, 0)))
-        for offer in offers
+        replace(offer, count=offer.count - (0 if offer.preemptible else taken.get(offer.name, 0))) for offer in offers
     ]
     return [offer for offer in left if offer.count]
 
@@ -193,19 +188,14 @@ def _change_in_words(change: float, more: str, equal: str, less: str) -> str:
 
 def _reason(best: Estimate, other: Estimate) -> str:
     """The main cause of the other placement's higher time or cost."""
-    reasons = {
-        "its trainer waits {} of the time": other.trainer_idle - best.trainer_idle,
-        "its dedicated machines wait {} of the time": other.dedicated_idle - best.dedicated_idle,
-        "new weights delay {} of the step": other.exposed_pull_s / other.step_s - best.exposed_pull_s / best.step_s,
-    }
     shares = {
-        "its trainer waits {} of the time": other.trainer_idle,
-        "its dedicated machines wait {} of the time": other.dedicated_idle,
-        "new weights delay {} of the step": other.exposed_pull_s / other.step_s,
+        "its trainer waits {} of the time": (other.trainer_idle, best.trainer_idle),
+        "its dedicated machines wait {} of the time": (other.dedicated_idle, best.dedicated_idle),
+        "new weights delay {} of the step": (other.exposed_pull_s / other.step_s, best.exposed_pull_s / best.step_s),
     }
-    words, difference = max(reasons.items(), key=lambda item: item[1])
-    if difference > NOTABLE:
-        return words.format(percent(shares[words]))
+    words, (share, best_share) = max(shares.items(), key=lambda item: item[1][0] - item[1][1])
+    if share - best_share > NOTABLE:
+        return words.format(percent(share))
     if other.training_s > best.training_s * (1 + NOTABLE):
         return f"training takes {other.training_s / best.training_s:.1f} times as long"
     return "its machines cost more for the same work" if other.usd_per_million > best.usd_per_million else ""
@@ -267,12 +257,63 @@ def _group(question: PlacementQuestion, best: Estimate) -> Iterator[str]:
     if training.tp > 1 and gpu.link_bytes_per_s < WEAK_LINK:
         yield f"training is tensor parallel over {training.tp} GPUs on {gpu.interconnect}, which is slow for it"
     profile = training.profile
-    if profile.gather_s > NOTABLE_GATHERING * question.microbatch_tokens * profile.ranks * profile.token_s:
-        share = profile.gather_s / (question.microbatch_tokens * profile.ranks * profile.token_s)
+    share = profile.gather_s / (question.microbatch_tokens * profile.ranks * profile.token_s)
+    if share > NOTABLE_GATHERING:
         yield (
             f"gathering sharded layers takes {percent(share)} of the compute time of a pass; a larger microbatch "
             "hides more of it"
         )
+
+
+ROOFLINE = "roofline, Williams et al. 2009: the longer of memory traffic and arithmetic"
+
+
+def derive(question: PlacementQuestion, placement: Placement) -> Derivation:
+    """The figures of a placement, from the work of a batch to its cost."""
+    sheet, training = Derivation(), placement.training
+    batch_tokens(question, sheet)
+    training_time(question, training.group, training.tp, training.pp, sheet)
+    for name, side in (("shared", placement.shared), ("dedicated", placement.dedicated)):
+        for engine, machines in side.engines:
+            _derive_engine(question, engine, machines, f"{name}.{engine.offer.description}", sheet)
+    estimate(question, placement, sheet)
+    return sheet
+
+
+def _derive_engine(question: PlacementQuestion, engine: Engine, machines: float, label: str, sheet: Derivation) -> None:
+    """The number of engines, and the time of a decoding step with full slots."""
+    gpu, profile, rollout = engine.offer.gpu, engine.profile, question.rollout
+    efficiency = question.efficiencies_on(gpu).engine
+    sheet.compute(
+        f"{label}.engines",
+        "engines",
+        formula="machines * gpus_per_machine / gpus",
+        source="whole engines on each machine",
+        machines=machines,
+        gpus_per_machine=engine.per_machine * engine.gpus,
+        gpus=engine.gpus,
+    )
+    sheet.compute(
+        f"{label}.weights_s",
+        "s",
+        formula=WEIGHTS,
+        source=f"every decoding step reads the weights; {gpu.source}; the efficiency is {efficiency.source}",
+        **weights_read(question.shape, gpu, gpus=engine.gpus, dtype=question.engine_dtype, efficiency=efficiency),
+    )
+    running = sheet.compute(
+        f"{label}.running",
+        "samples",
+        formula=RUNNING,
+        source="limited by the slots and by the memory for keys and values",
+        **profile.capacity(rollout.prompt_tokens + rollout.mean),
+    )
+    sheet.compute(
+        f"{label}.decode_step_s",
+        "s",
+        formula=DECODE_STEP,
+        source=f"{ROOFLINE}, with full slots; efficiencies and overhead are {efficiency.source}",
+        **profile.decoding(running, running * rollout.running_context),
+    )
 
 
 RUNNERS_UP = 4
@@ -297,7 +338,7 @@ def plan_placement(question: PlacementQuestion) -> PlacementPlan:
     candidates = Candidates(question)
     found = {_placement_key(placement): estimate(question, placement) for placement in candidates}
     if not found:
-        raise _no_placement_error(candidates.refused)
+        raise _no_placement_error(candidates)
     ranked = _ranked(question, list(found.values()))
     while beside := _unseen_neighbors(candidates, _distinct(ranked)[: 1 + RUNNERS_UP], found):
         found |= {numbers: estimate(question, placement) for numbers, placement in beside.items()}
@@ -361,10 +402,10 @@ def _distinct(ranked: Sequence[Estimate]) -> list[Estimate]:
     return list(seen.values())
 
 
-def _no_placement_error(refused: Refused) -> UserError:
+def _no_placement_error(candidates: Candidates) -> UserError:
     """The missing memory of the closest group or machine. Engines are only tried where training fits."""
-    if refused.engines:
-        nearest = min(refused.engines, key=lambda each: (each.missing_alone, each.missing_bytes))
+    if candidates.too_small:
+        nearest = min(candidates.too_small, key=lambda each: (each.missing_alone, each.missing_bytes))
         lacks = f"one {nearest.offer.name} lacks {size(nearest.missing_bytes)} for weights and the longest sample"
         if nearest.missing_alone:
             what = f"no machine holds an engine: {lacks}"
@@ -373,7 +414,7 @@ def _no_placement_error(refused: Refused) -> UserError:
             what = f"no machine holds an engine in addition to its part of the training states: {lacks}"
             hint = "take more machines, --offload, or --engine-dtype fp8"
         return UserError(what, where="--machines", hint=hint)
-    closest = min(refused.training, key=lambda each: each.missing_per_gpu)
+    closest = min(candidates.too_large, key=lambda each: each.missing_per_gpu)
     lacking = size(closest.missing_per_gpu)
     what = f"the model fits no placement: {closest.group.description}, the closest, lack {lacking} on each GPU"
     more = "no number of these GPUs is enough; take a smaller microbatch or larger GPUs"

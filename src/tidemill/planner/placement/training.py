@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import product
 from typing import Literal, TypeAlias
 
-import msgspec
+from msgspec.structs import replace
 
 from tidemill.core.errors import UserError
 from tidemill.core.records import Record
@@ -14,12 +15,7 @@ from tidemill.hardware.figures import Derivation
 from tidemill.hardware.gpu_catalog import Gpu, Link, Machine
 from tidemill.hardware.measured_rows import ASSUMED, Efficiencies
 from tidemill.hardware.model_shape import ModelShape, adapter_parameters
-from tidemill.hardware.trainer_profile import (
-    TrainerProfile,
-    learning_passes,
-    trainer_profile,
-    updating_s,
-)
+from tidemill.hardware.trainer_profile import TrainerProfile, learning_passes, trainer_profile, updating_s
 from tidemill.planner.memory.memory_plan import plan_memory
 from tidemill.planner.memory.per_gpu import usable
 from tidemill.planner.memory.states import GENERATE_NOTHING, Holding, Load, MemoryQuestion, Parallel, roles_of
@@ -82,19 +78,14 @@ class PlacementQuestion(Record):
         return min((self.efficiencies.get(gpu.name, ASSUMED) for gpu in gpus), key=lambda each: each.trainer.compute)
 
 
-def check(question: PlacementQuestion) -> PlacementQuestion:
-    """Check a question and return it.
-
-    Raises:
-        UserError: an option is invalid or missing.
-    """
+def check(question: PlacementQuestion) -> None:
+    """Raises UserError: an option is invalid or missing."""
     if question.algorithm in GENERATE_NOTHING:
         what = f"{question.algorithm} does not generate; a placement is for algorithms that generate and train"
         raise UserError(what, where="--algorithm", hint="`tidemill plan memory` computes how many GPUs it needs")
     if not question.reserved:
-        raise UserError(
-            "no reserved machines to train on", where="--machines", hint="give NAME:COUNT from the catalogue"
-        )
+        hint = "give NAME:COUNT from the catalogue"
+        raise UserError("no reserved machines to train on", where="--machines", hint=hint)
     names = [offer.description for offer in question.offers]
     if twice := [name for name in names if names.count(name) > 1]:
         raise UserError(f"{twice[0]} is given twice", where="--machines", hint="give it once, with the total number")
@@ -113,15 +104,11 @@ def check(question: PlacementQuestion) -> PlacementQuestion:
         if value < 0:
             raise UserError("is too small", where=option, hint="the lag is 0 or more, steps are 1 or more")
     if question.budget_usd is not None and not question.budget_usd > 0:
-        raise UserError(
-            f"needs a budget above 0, was given {question.budget_usd:g}",
-            where="--budget-usd",
-            hint="raise it, or leave it out",
-        )
+        what = f"needs a budget above 0, was given {question.budget_usd:g}"
+        raise UserError(what, where="--budget-usd", hint="raise it, or leave it out")
     if question.objective == "time" and question.budget_usd is None:
         hint = "give --budget-usd, or --objective cost"
         raise UserError("the objective time needs a budget", where="--objective time", hint=hint)
-    return question
 
 
 PIPELINES = (1, 2, 4)
@@ -149,7 +136,7 @@ class Group(Record):
         """The common properties of all GPUs: the group is as fast as its slowest and holds as much as its smallest."""
         gpus = self.kinds
         dtypes = set.intersection(*(set(gpu.flops_per_s) for gpu in gpus))
-        return msgspec.structs.replace(
+        return replace(
             gpus[0],
             name=" + ".join(dict.fromkeys(gpu.name for gpu in gpus)),
             memory_bytes=min(gpu.memory_bytes for gpu in gpus),
@@ -221,11 +208,7 @@ def best_training(question: PlacementQuestion, group: Group) -> Training | TooLa
 def training_time(
     question: PlacementQuestion, group: Group, tp: int, pp: int, sheet: Derivation | None = None
 ) -> tuple[TrainerProfile, float]:
-    """The profile with these degrees, and the training time of a batch.
-
-    Args:
-        sheet: keeps the figures, from the FLOPs of one token to the time.
-    """
+    """The profile with these degrees, and the training time of a batch."""
     learned, efficiency = learning(question), question.efficiencies_on(*group.kinds).trainer
     update_s = updating_s(
         learned_parameters(question) * sum(role.trained for role in roles_of(question.algorithm)),
@@ -280,12 +263,10 @@ def learned_parameters(question: PlacementQuestion) -> float:
 
 def _degrees(question: PlacementQuestion, group: Group) -> Iterator[tuple[int, int]]:
     """(tensor, pipeline) degrees: powers of two within a machine that divide the heads, times pipeline stages."""
-    tp = 1
-    while tp <= group.gpus_per_machine:
-        for pp in PIPELINES:
-            if group.gpus % (tp * pp) == 0 and question.shape.heads % tp == 0 and pp <= question.shape.layers:
-                yield tp, pp
-        tp *= 2
+    powers_of_two = (2**power for power in range(group.gpus_per_machine.bit_length()))
+    for tp, pp in product(powers_of_two, PIPELINES):
+        if group.gpus % (tp * pp) == 0 and question.shape.heads % tp == 0 and pp <= question.shape.layers:
+            yield tp, pp
 
 
 def memory_question(question: PlacementQuestion, group: Group, tp: int, pp: int) -> MemoryQuestion:

@@ -8,8 +8,6 @@ from collections.abc import Collection, Sequence
 from itertools import pairwise
 from typing import Any
 
-from msgspec.structs import replace
-
 from tidemill.core.formatting import compact
 from tidemill.core.records import Record
 from tidemill.telemetry.events import RESUME
@@ -58,28 +56,25 @@ def chart_data(data: RunData) -> dict[str, Any]:
                 row |= {FORECAST_STEP: expected.mean, FORECAST_HALF: (expected.high - expected.low) / 2}
     steps = sorted(by_step)
     rows = [by_step[step] for step in steps]
-    charted = {name for chart in CHARTS for name, _ in chart.series}
+    charted = {name for chart in CHARTS for name in chart.series}
     unknown = sorted({name for row in rows for name in row} - METRICS.keys() - charted - {FORECAST_HALF})
     held_out = {name for name in unknown if name.removeprefix(HELD_OUT) in charted}
-    rewards = tuple((name, name.removeprefix(COMPONENT)) for name in unknown if name.startswith(COMPONENT))
+    rewards = {name: name.removeprefix(COMPONENT) for name in unknown if name.startswith(COMPONENT)}
     lags = sorted((name for name in unknown if name.startswith(LAG)), key=lambda name: (len(name), name))
     of_evaluations = tuple(f"{HELD_OUT}{name}" for name in (PASS_AT, *(f"{each}/" for each in data.eval_sets)))
     drawn = (COMPONENT, LAG, MISMATCH_OF, MISMATCH_TOKENS_OF, *of_evaluations)
     others = [name for name in unknown if not name.startswith(drawn) and name not in held_out]
-    charts = [_with_sets(_with_held_out(chart, held_out), data.eval_sets) for chart in CHARTS]
-    charts.insert(AFTER_REWARD, Chart(title="Single rewards", note="mean of each", series=rewards, low=None))
+    charts = [_with_more_series(chart, held_out, data.eval_sets) for chart in CHARTS]
+    charts.insert(AFTER_REWARD, Chart("Single rewards", "mean of each", rewards, low=None))
     charts[AFTER_REWARD:AFTER_REWARD] = [_pass_at_chart(name, unknown) for name in evaluated]
     if lags not in ([], [f"{LAG}0"]):
-        series = tuple((name, name.removeprefix(LAG)) for name in lags)
-        charts.append(Chart(title="Tokens by lag", note="% of tokens", series=series, kind="stacked", scale=100))
-    engines = tuple(
-        (name, name.removeprefix(MISMATCH_OF))
-        for name in unknown
-        if name.startswith(MISMATCH_OF) and name.count("/") == 1
-    )
+        series = {name: name.removeprefix(LAG) for name in lags}
+        charts.append(Chart("Tokens by lag", "% of tokens", series, kind="stacked", scale=100))
+    engines = [name for name in unknown if name.startswith(MISMATCH_OF) and name.count("/") == 1]
     if len(engines) > 1:
-        charts.append(Chart(title="Mismatch by engine", note="KL, nats per token", series=engines))
-    charts += [Chart(title=name, note="", series=((name, name),), low=None) for name in others[:OTHER_CHARTS]]
+        series = {name: name.removeprefix(MISMATCH_OF) for name in engines}
+        charts.append(Chart("Mismatch by engine", "KL, nats per token", series))
+    charts += [Chart(name, "", {name: name}, low=None) for name in others[:OTHER_CHARTS]]
     resumed = {event["step"] for event in data.events_named(RESUME) if isinstance(event.get("step"), int)}
     return {
         "steps": steps,
@@ -93,34 +88,26 @@ def _of_set(metric: str, name: str) -> str:
     return metric.replace(HELD_OUT, held_out_prefix(name), 1)
 
 
-def _with_sets(chart: Chart, names: Collection[str]) -> Chart:
-    """Adds the series of held-out prompts for every set of `eval.sets`."""
-    more = [
-        (_of_set(metric, name), f"{name}, {label}" if metric == DRAWN_REWARD else name)
-        for name in names
-        for metric, label in chart.series
-        if metric in (HELD_OUT_REWARD, GREEDY_ACCURACY, DRAWN_REWARD)
-    ]
-    return replace(chart, series=(*chart.series, *more))
+def _with_more_series(chart: Chart, held_out: Collection[str], sets: Collection[str]) -> Chart:
+    """Adds the held-out variants of the chart's metrics that are in no other chart, and its figures of `eval.sets`."""
+    series = dict(chart.series)
+    for metric, label in chart.series.items():
+        if HELD_OUT + metric in held_out:
+            series[HELD_OUT + metric] = f"{label}, held-out"
+    for name in sets:
+        for metric, label in chart.series.items():
+            if metric in (HELD_OUT_REWARD, GREEDY_ACCURACY, DRAWN_REWARD):
+                series[_of_set(metric, name)] = f"{name}, {label}" if metric == DRAWN_REWARD else name
+    return chart._replace(series=series)
 
 
 def _pass_at_chart(name: str, metrics: Collection[str]) -> Chart:
     """A curve for each k."""
     prefix = f"{held_out_prefix(name)}{PASS_AT}"
     found = sorted((metric for metric in metrics if metric.startswith(prefix)), key=lambda name: (len(name), name))
-    return Chart(
-        title="pass@k" if name == HELD_OUT_NAME else f"pass@k, {name}",
-        note="drawn samples of held-out prompts",
-        series=tuple((metric, f"pass@{metric.removeprefix(prefix)}") for metric in found),
-        kind="points",
-        high=1,
-    )
-
-
-def _with_held_out(chart: Chart, held_out: Collection[str]) -> Chart:
-    """Adds the held-out variants of the chart's metrics that are in no other chart."""
-    more = ((f"{HELD_OUT}{name}", f"{label}, held-out") for name, label in chart.series)
-    return replace(chart, series=(*chart.series, *(one for one in more if one[0] in held_out)))
+    title = "pass@k" if name == HELD_OUT_NAME else f"pass@k, {name}"
+    series = {metric: f"pass@{metric.removeprefix(prefix)}" for metric in found}
+    return Chart(title, "drawn samples of held-out prompts", series, kind="points", high=1)
 
 
 def _plot(chart: Chart, rows: list[dict[str, float]]) -> dict[str, Any] | None:
@@ -128,7 +115,7 @@ def _plot(chart: Chart, rows: list[dict[str, float]]) -> dict[str, Any] | None:
     series: list[dict[str, Any]] = [
         {"label": label, "values": [_scaled(row.get(name), chart.scale) for row in rows]}
         | ({"points": True} if chart.kind == "line" and name.startswith(HELD_OUT) else {})  # not of every step
-        for name, label in chart.series
+        for name, label in chart.series.items()
         if any(name in row for row in rows)
     ]
     if chart.kind == "stacked":

@@ -37,7 +37,7 @@ from tidemill.telemetry.report.sample_cards import (
     report_samples,
 )
 from tidemill.telemetry.report.timeline import fleet_section, timeline, timeline_json
-from tidemill.telemetry.run_data import LoggedEvaluation, RunData, clearly_differs, comparable, went
+from tidemill.telemetry.run_data import RunData, clearly_differs, comparable, first_and_last, went
 from tidemill.telemetry.run_dir import SUPERVISED
 
 HERE = Path(__file__).parent
@@ -127,17 +127,10 @@ def ending(data: RunData) -> str:
     return ENDINGS.get(data.outcome, ENDINGS["unknown"])
 
 
-def first_and_last(data: RunData) -> tuple[LoggedEvaluation | None, LoggedEvaluation | None]:
-    """The evaluation before the first step and the newest one after it."""
-    found = data.evaluations
-    before = next((evaluation for evaluation in found if evaluation.step == 0), None)
-    return before, found[-1] if found and found[-1].step > 0 else None
-
-
 def headline(data: RunData) -> str:
     """One sentence: the result of the run."""
     steps = data.metrics[-1].step if data.metrics else 0
-    before, after = first_and_last(data)
+    before, after = first_and_last(data.evaluations)
     over = counted(steps, "step")
     if before and after:
         first, last = comparable((before, after))
@@ -258,7 +251,7 @@ def _training_findings(data: RunData) -> Iterator[ReportFinding]:
         if worst:
             text += f" Largest on {worst}: {decimal(workers[worst][0])}."
         yield ReportFinding("Engine and trainer logprobs differ", text)
-    _, after = first_and_last(data)
+    _, after = first_and_last(data.evaluations)
     best = max(data.evaluations, key=lambda evaluation: evaluation.reward_mean, default=None)
     if after and best and best.step != after.step:
         highest, last = comparable((best, after))
@@ -272,7 +265,7 @@ def held_out(data: RunData) -> dict[str, Any] | None:
     if (found := data.model_evaluation) is not None:
         rows = [_bar_row(*figure, is_share=figure[0] != MEAN_REWARD) for figure in headline_figures(found)]
         return {"rows": rows, "n": found["n"], "what": "Completions", "also": ""} if rows else None
-    before, after = first_and_last(data)
+    before, after = first_and_last(data.evaluations)
     shown = [(label, one) for label, one in (("before", before), ("after", after)) if one]
     if not shown:
         return None

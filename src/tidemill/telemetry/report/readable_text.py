@@ -91,7 +91,9 @@ def prompt_view(text: str, messages: Sequence[Message] = ()) -> PromptView:
         messages: those that the chat template was given, if they are known.
     """
     read = read_chat(text)
-    shown = read if _contains(read, messages) else tuple(messages)
+    remaining = iter(read)
+    contained = all(any(wanted.content.strip() in one.content for one in remaining) for wanted in messages)
+    shown = read if contained else tuple(messages)
     return PromptView(text=text, messages=shown, raw=text if shown else "")
 
 
@@ -114,11 +116,6 @@ def read_chat(text: str) -> tuple[Message, ...]:
     return ()
 
 
-def _contains(read: Sequence[Message], messages: Sequence[Message]) -> bool:
-    remaining = iter(read)
-    return bool(read) and all(any(wanted.content.strip() in one.content for one in remaining) for wanted in messages)
-
-
 def shared_start(views: Sequence[PromptView]) -> tuple[PromptView | None, list[PromptView]]:
     """What all prompts start with (few-shot examples, a system message), and the prompts without it."""
     if len({view.raw or view.text for view in views}) < 2:
@@ -130,18 +127,11 @@ def shared_start(views: Sequence[PromptView]) -> tuple[PromptView | None, list[P
         return PromptView(text="", messages=views[0].messages[:lead]) if lead else None, rest
     if any(view.messages for view in views):
         return None, list(views)
-    characters = common_lines([view.text for view in views])
+    low, high = min(view.text for view in views), max(view.text for view in views)
+    same = next((index for index, pair in enumerate(zip(low, high, strict=False)) if pair[0] != pair[1]), len(low))
+    characters = low[:same].rfind("\n") + 1  # in the complete lines that all prompts start with
     rest = [PromptView(text=view.text[characters:]) for view in views]
     return PromptView(text=views[0].text[:characters]) if characters else None, rest
-
-
-def common_lines(prompts: Sequence[str]) -> int:
-    """Number of characters in the complete lines that all prompts start with (few-shot examples)."""
-    if len(set(prompts)) < 2:
-        return 0
-    low, high = min(prompts), max(prompts)
-    same = next((index for index, pair in enumerate(zip(low, high, strict=False)) if pair[0] != pair[1]), len(low))
-    return low[:same].rfind("\n") + 1
 
 
 class TextPart(Record):

@@ -106,20 +106,15 @@ ENDED_BY: dict[str, str] = {
 class SampleCard(Record):
     """A sample as the page shows it."""
 
-    step: int
+    sample: Sample
     prompt: PromptView
-    answer: str
     tokens: tuple[Token, ...]
     left_out: int  # tokens not shown
     reward: str
     components: str
-    valid: bool
-    correct: bool | None
-    reason: str
     finish: str
-    length: int
     logprob: str
-    turns: tuple[TurnCard, ...] = ()
+    turns: tuple[TurnCard, ...]  # together about `TOKENS_SHOWN` tokens are shown
 
 
 class Verdict(Record):
@@ -135,13 +130,10 @@ class Pair(Record):
     """One prompt with two completions: before and after training, or of two models."""
 
     prompt: PromptView
-    answer: str
-    before: str
+    before: Sample
     before_verdict: Verdict
-    after: str
+    after: Sample
     after_verdict: Verdict
-    before_turns: tuple[SampleTurn, ...] = ()  # of an agent, shown instead of its completion
-    after_turns: tuple[SampleTurn, ...] = ()
 
 
 class PairTable(Record):
@@ -169,13 +161,10 @@ def _pair_table(both: Sequence[tuple[Sample, Sample]], remark: str = "") -> Pair
     pairs = tuple(
         Pair(
             prompt=view,
-            answer=after.answer or "",
-            before=before.completion,
+            before=before,
             before_verdict=verdict(before, low, high),
-            after=after.completion,
+            after=after,
             after_verdict=verdict(after, low, high),
-            before_turns=before.turns,
-            after_turns=after.turns,
         )
         for view, (before, after) in zip(views, shown, strict=False)
     )
@@ -241,30 +230,19 @@ def _token(text: str, logprob: float | None, *, mark: bool = False) -> Token:
 
 def sample_card(sample: Sample) -> SampleCard:
     tokens = colour(sample)
-    logprob = _mean_logprob(sample)
+    most = TOKENS_SHOWN // max(1, len(sample.turns))
+    rewarded = any(turn.reward for turn in sample.turns)
     return SampleCard(
-        step=sample.step,
+        sample=sample,
         prompt=prompt_view(sample.prompt, sample.messages),
-        answer=sample.answer or "",
         tokens=tokens[:TOKENS_SHOWN],
         left_out=max(0, len(tokens) - TOKENS_SHOWN),
         reward="-" if sample.reward is None else compact(sample.reward),
         components=", ".join(f"{name} {compact(value)}" for name, value in sample.components.items()),
-        valid=sample.valid,
-        correct=sample.correct if sample.valid else None,
-        reason=sample.reason,
         finish=ENDED_BY.get(sample.episode_end, sample.finish),
-        length=sample.length,
-        logprob=decimal(logprob),
-        turns=turn_cards(sample),
+        logprob=decimal(_mean_logprob(sample)),
+        turns=tuple(_turn_card(sample, turn, most, rewarded=rewarded) for turn in sample.turns),
     )
-
-
-def turn_cards(sample: Sample) -> tuple[TurnCard, ...]:
-    """The turns of an agent; together about `TOKENS_SHOWN` tokens are shown."""
-    most = TOKENS_SHOWN // max(1, len(sample.turns))
-    rewarded = any(turn.reward for turn in sample.turns)
-    return tuple(_turn_card(sample, turn, most, rewarded=rewarded) for turn in sample.turns)
 
 
 def _turn_card(sample: Sample, turn: SampleTurn, most: int, *, rewarded: bool) -> TurnCard:

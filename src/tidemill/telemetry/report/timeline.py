@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from statistics import median
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 from tidemill.core.formatting import compact, counted, decimal, dollars, duration, natural_sort_key, percent
 from tidemill.core.records import Record
@@ -295,7 +295,7 @@ def timeline_json(found: Timeline) -> dict[str, Any]:
     }
 
 
-class CostBar(Record):
+class CostBar(NamedTuple):
     """A bar of two parts, in per cent of the longest bar."""
 
     label: str
@@ -366,15 +366,8 @@ def cost_bars(summary: dict[str, Any]) -> list[CostBar]:
     longest = max(summary["cost_usd"], alone or 0.0)
     parts = f"reserved {dollars(by_kind['reserved'])}, preemptible {dollars(by_kind['preemptible'])}"
     shares = {kind: 100 * usd / longest for kind, usd in by_kind.items()}
-    bars = [CostBar(label="this run", remark=parts, **shares, figure=dollars(summary["cost_usd"]))]
+    bars = [CostBar("this run", parts, **shares, figure=dollars(summary["cost_usd"]))]
     if alone:
-        bars.append(
-            CostBar(
-                label="reserved only",
-                remark="the same tokens at the reserved side's measured rate",
-                reserved=100 * alone / longest,
-                preemptible=0.0,
-                figure=dollars(alone),
-            )
-        )
+        remark = "the same tokens at the reserved side's measured rate"
+        bars.append(CostBar("reserved only", remark, 100 * alone / longest, 0.0, dollars(alone)))
     return bars

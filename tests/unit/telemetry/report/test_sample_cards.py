@@ -68,7 +68,7 @@ def test_a_sample_without_logprobs_is_shown_uncoloured() -> None:
 
 def test_very_long_completions_are_shortened() -> None:
     card = sample_card(sample("x" * 1000))
-    assert (len(card.tokens), card.left_out, card.length) == (800, 200, 1000)
+    assert (len(card.tokens), card.left_out, card.sample.length) == (800, 200, 1000)
 
 
 def test_the_worst_are_invalid_samples_and_confident_mistakes() -> None:
@@ -127,7 +127,7 @@ def test_held_out_prompts_with_changed_rewards_come_first() -> None:
     first = (sample("a", 1.0, "shots\n1 + 1"), sample("b", 0.0, "shots\n2 + 2"), sample("c", 1.0, "shots\n3 + 3"))
     last = (sample("d", 1.0, "shots\n1 + 1"), sample("e", 1.0, "shots\n2 + 2"), sample("f", 0.0, "shots\n3 + 3"))
     found = before_and_after(window(*first), window(*last, sample("g", 1.0, "shots\nnew")))
-    assert [(pair.prompt.text, pair.before, pair.after) for pair in found.pairs] == [
+    assert [(pair.prompt.text, pair.before.completion, pair.after.completion) for pair in found.pairs] == [
         ("2 + 2", "b", "e"),
         ("3 + 3", "c", "f"),
         ("1 + 1", "a", "d"),
@@ -215,7 +215,7 @@ def test_the_tokens_shown_are_shared_by_the_turns() -> None:
 def test_agents_are_compared_turn_by_turn() -> None:
     before, after = (agent(SampleTurn(start=0, end=1, text=text), tokens=(text,)) for text in "ab")
     (pair,) = before_and_after(window(before), window(after)).pairs
-    assert [turn.text for turn in (*pair.before_turns, *pair.after_turns)] == ["a", "b"]
+    assert [turn.text for turn in (*pair.before.turns, *pair.after.turns)] == ["a", "b"]
     line = {"prompt": "p", "completion": "a", "answer": "", "reward": 0.5, "correct": None}
     (pair,) = answer_pairs({"samples": [{**line, "turns": [{"start": 0, "end": 1, "text": "a"}]}]}).pairs
-    assert [turn.text for turn in pair.after_turns] == ["a"]
+    assert [turn.text for turn in pair.after.turns] == ["a"]

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tidemill.core.records import ToolRequest, unpack_logprobs, unpack_tokens
-from tidemill.gateway.backend import Piece
-from tidemill.gateway.requests import Question
+from tidemill.gateway.backend import TokenChunk
+from tidemill.gateway.requests import CompletionParams
 from tidemill.gateway.texts import ChoiceDelta, FinishReason
 
 TokenBytes = Callable[[int], bytes]
@@ -39,10 +39,10 @@ def call_objects(calls: Sequence[ToolRequest]) -> list[dict[str, Any]]:
     ]
 
 
-def token_entries(piece: Piece, token_bytes: TokenBytes) -> list[dict[str, Any]]:
+def token_entries(chunk: TokenChunk, token_bytes: TokenBytes) -> list[dict[str, Any]]:
     """Tokens with their logprobs, as chat answers have them."""
     found = []
-    for token_id, logprob in zip(unpack_tokens(piece.token_ids), unpack_logprobs(piece.logprobs), strict=True):
+    for token_id, logprob in zip(unpack_tokens(chunk.token_ids), unpack_logprobs(chunk.logprobs), strict=True):
         encoded = token_bytes(token_id)
         found.append({"token": token_text(encoded), "logprob": logprob, "bytes": list(encoded), "top_logprobs": []})
     return found
@@ -65,36 +65,36 @@ class Choice:
         self.entries: list[dict[str, Any]] = []
         self.token_ids: list[int] = []
 
-    def add(self, piece: Piece, said: ChoiceDelta, question: Question, token_bytes: TokenBytes) -> None:
+    def add(self, chunk: TokenChunk, said: ChoiceDelta, params: CompletionParams, token_bytes: TokenBytes) -> None:
         self.text += said.text
         self.calls += call_objects(said.calls)
         self.finish = said.finish or self.finish
-        self.token_ids += unpack_tokens(piece.token_ids)
-        if question.logprobs:
-            self.entries += token_entries(piece, token_bytes)
+        self.token_ids += unpack_tokens(chunk.token_ids)
+        if params.logprobs:
+            self.entries += token_entries(chunk, token_bytes)
 
-    def chat(self, question: Question) -> dict[str, Any]:
+    def chat(self, params: CompletionParams) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": self.text, "refusal": None}
         if self.calls:
             message |= {"content": self.text or None, "tool_calls": self.calls}
         return self._with_tokens(
-            question,
+            params,
             {
                 "index": self.index,
                 "message": message,
-                "logprobs": {"content": self.entries, "refusal": None} if question.logprobs else None,
+                "logprobs": {"content": self.entries, "refusal": None} if params.logprobs else None,
                 "finish_reason": self.finish,
             },
         )
 
-    def completion(self, question: Question) -> dict[str, Any]:
-        logprobs = completion_logprobs(self.entries) if question.logprobs else None
+    def completion(self, params: CompletionParams) -> dict[str, Any]:
+        logprobs = completion_logprobs(self.entries) if params.logprobs else None
         return self._with_tokens(
-            question, {"index": self.index, "text": self.text, "logprobs": logprobs, "finish_reason": self.finish}
+            params, {"index": self.index, "text": self.text, "logprobs": logprobs, "finish_reason": self.finish}
         )
 
-    def _with_tokens(self, question: Question, choice: dict[str, Any]) -> dict[str, Any]:
-        return {**choice, "token_ids": self.token_ids} if question.token_ids else choice
+    def _with_tokens(self, params: CompletionParams, choice: dict[str, Any]) -> dict[str, Any]:
+        return {**choice, "token_ids": self.token_ids} if params.token_ids else choice
 
 
 def completion_logprobs(entries: Sequence[dict[str, Any]], start: int = 0) -> dict[str, Any]:
@@ -132,8 +132,8 @@ class Answer:
         chat: of /v1/chat/completions; otherwise of /v1/completions.
     """
 
-    def __init__(self, question: Question, model: str, token_bytes: TokenBytes, *, chat: bool) -> None:
-        self._question, self._token_bytes, self._chat = question, token_bytes, chat
+    def __init__(self, params: CompletionParams, model: str, token_bytes: TokenBytes, *, chat: bool) -> None:
+        self._params, self._token_bytes, self._chat = params, token_bytes, chat
         self._frame = {
             "id": new_id("chatcmpl" if chat else "cmpl"),
             "created": int(time.time()),
@@ -145,32 +145,32 @@ class Answer:
         self._characters = Counter[int]()  # of the tokens so far, by choice
 
     def whole(self, choices: Sequence[Choice], used: dict[str, int], prompt_ids: Sequence[int]) -> dict[str, Any]:
-        question, kind = self._question, "chat.completion" if self._chat else "text_completion"
-        found = [choice.chat(question) if self._chat else choice.completion(question) for choice in choices]
+        params, kind = self._params, "chat.completion" if self._chat else "text_completion"
+        found = [choice.chat(params) if self._chat else choice.completion(params) for choice in choices]
         answer = {**self._frame, "object": kind, "choices": found, "usage": used}
-        return {**answer, "prompt_token_ids": list(prompt_ids)} if question.token_ids else answer
+        return {**answer, "prompt_token_ids": list(prompt_ids)} if params.token_ids else answer
 
-    def chunk(self, piece: Piece, said: ChoiceDelta) -> dict[str, Any]:
+    def chunk(self, chunk: TokenChunk, said: ChoiceDelta) -> dict[str, Any]:
         """News of one choice."""
-        question = self._question
-        choice: dict[str, Any] = {"index": piece.index, "logprobs": None, "finish_reason": said.finish}
-        entries = token_entries(piece, self._token_bytes) if question.logprobs else []
+        params = self._params
+        choice: dict[str, Any] = {"index": chunk.index, "logprobs": None, "finish_reason": said.finish}
+        entries = token_entries(chunk, self._token_bytes) if params.logprobs else []
         if self._chat:
-            delta: dict[str, Any] = {} if piece.index in self._begun else {"role": "assistant", "content": ""}
-            self._begun.add(piece.index)
+            delta: dict[str, Any] = {} if chunk.index in self._begun else {"role": "assistant", "content": ""}
+            self._begun.add(chunk.index)
             if said.text:
                 delta["content"] = said.text
             if said.calls:
                 delta["tool_calls"] = [
-                    {"index": self._next_call(piece.index), **call} for call in call_objects(said.calls)
+                    {"index": self._next_call(chunk.index), **call} for call in call_objects(said.calls)
                 ]
             choice |= {"delta": delta, "logprobs": {"content": entries, "refusal": None} if entries else None}
         else:
-            logprobs = completion_logprobs(entries, self._characters[piece.index]) if entries else None
-            self._characters[piece.index] += begun_characters(entries)
+            logprobs = completion_logprobs(entries, self._characters[chunk.index]) if entries else None
+            self._characters[chunk.index] += begun_characters(entries)
             choice |= {"text": said.text, "logprobs": logprobs}
-        if question.token_ids:
-            choice["token_ids"] = unpack_tokens(piece.token_ids)
+        if params.token_ids:
+            choice["token_ids"] = unpack_tokens(chunk.token_ids)
         return self._chunk([choice])
 
     def usage_chunk(self, used: dict[str, int]) -> dict[str, Any]:

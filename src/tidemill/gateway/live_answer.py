@@ -6,20 +6,20 @@ import asyncio
 from collections.abc import AsyncGenerator, Sequence
 
 from tidemill.core.records import ITEM_BYTES, count
-from tidemill.gateway.backend import Piece
+from tidemill.gateway.backend import TokenChunk
 from tidemill.gateway.captured import Captured
 from tidemill.gateway.errors import ApiError
 
 
 class LiveAnswer:
-    """The pieces of all answers to a request, for everybody who asks for them.
+    """The chunks of all answers to a request, for everybody who asks for them.
 
     Args:
         n: answers.
     """
 
     def __init__(self, state_key: str, n: int) -> None:
-        self.state_key, self.left, self.pieces = state_key, n, list[Piece]()
+        self.state_key, self.left, self.chunks = state_key, n, list[TokenChunk]()
         self.error: ApiError | None = None
         self._received: dict[int, int] = {}  # tokens by answer
         self._changed = asyncio.Event()
@@ -32,35 +32,35 @@ class LiveAnswer:
         """Tokens of an answer so far."""
         return self._received.get(index, 0)
 
-    def add(self, piece: Piece) -> None:
-        self.pieces.append(piece)
-        self.left -= piece.finish is not None
-        self._received[piece.index] = self.received(piece.index) + count(piece.token_ids)
+    def add(self, chunk: TokenChunk) -> None:
+        self.chunks.append(chunk)
+        self.left -= chunk.finish is not None
+        self._received[chunk.index] = self.received(chunk.index) + count(chunk.token_ids)
         self._wake()
 
     def complete(self, captured: Captured, turns: Sequence[int]) -> None:
         """Add what the answers lack of turns that have ended, the first of them answer 0."""
-        finished = {piece.index for piece in self.pieces if piece.finish is not None}
+        finished = {chunk.index for chunk in self.chunks if chunk.finish is not None}
         for index, turn in enumerate(turns):
             if index not in finished:
                 known = self.received(index) * ITEM_BYTES
                 token_ids, logprobs = (part[known:] for part in captured.turn_tokens(turn))
                 finish = captured.turns[turn].finish
-                self.add(Piece(index=index, token_ids=token_ids, logprobs=logprobs, finish=finish))
+                self.add(TokenChunk(index=index, token_ids=token_ids, logprobs=logprobs, finish=finish))
 
     def fail(self, error: ApiError) -> None:
         if self.open:
             self.error = error
             self._wake()
 
-    async def read(self) -> AsyncGenerator[Piece, None]:
-        """All pieces from the start. Raises ApiError: the session has ended."""
+    async def read(self) -> AsyncGenerator[TokenChunk, None]:
+        """All chunks from the start. Raises ApiError: the session has ended."""
         at = 0
         while True:
             changed = self._changed
-            while at < len(self.pieces):
+            while at < len(self.chunks):
                 at += 1
-                yield self.pieces[at - 1]
+                yield self.chunks[at - 1]
             if not self.left:
                 return
             if self.error is not None:

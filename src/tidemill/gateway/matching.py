@@ -12,7 +12,7 @@ import msgspec
 from tidemill.core.errors import UserError
 from tidemill.core.protocols import TurnFormat
 from tidemill.gateway.captured import Captured
-from tidemill.gateway.requests import ChatMessage, Question, as_messages
+from tidemill.gateway.requests import ChatMessage, CompletionParams, as_messages
 from tidemill.gateway.texts import ChoiceText
 
 
@@ -28,7 +28,7 @@ class Matching:
         self._format, self._stops, self._write_calls = format, stops, write_calls
 
     def continued(
-        self, captured: Captured, question: Question, whole: Sequence[int]
+        self, captured: Captured, params: CompletionParams, whole: Sequence[int]
     ) -> tuple[list[int], bool, tuple[int, ...]]:
         """The tokens that a request adds to the session's, whether they are a context of their own, and the answers
         to the last request that it does not continue.
@@ -41,14 +41,14 @@ class Matching:
             continues = list(whole[: len(known)]) == known
             return (list(whole[len(known) :]), False, ()) if continues else (list(whole), True, ())
         choices = captured.choices
-        chosen, messages = self._chosen(captured, question, whole)
+        chosen, messages = self._chosen(captured, params, whole)
         unchosen = tuple(turn for turn in choices if turn != chosen)
         ids = captured.context + captured.turn_ids(chosen)
         added, rendered = list[int](), True
         if messages:
             spoken = as_messages(messages, self._write_calls)
             with contextlib.suppress(UserError):  # the template changes earlier turns: a context of its own
-                added, rendered = self._format.answer(captured.at(chosen), spoken, tools=question.tools)
+                added, rendered = self._format.answer(captured.at(chosen), spoken, tools=params.tools)
         elif list(whole[: len(ids)]) == ids and len(whole) > len(ids):
             added, rendered = list(whole[len(ids) :]), False
         if rendered:
@@ -56,11 +56,11 @@ class Matching:
         return (added, False, unchosen) if chosen == choices[-1] else (ids + added, True, unchosen)
 
     def _chosen(
-        self, captured: Captured, question: Question, whole: Sequence[int]
+        self, captured: Captured, params: CompletionParams, whole: Sequence[int]
     ) -> tuple[int, Sequence[ChatMessage]]:
         """The answer to the last request that a request continues, and its messages after it; the first answer and no
         messages if it is not seen to continue any."""
-        said, choices = question.messages, captured.choices
+        said, choices = params.messages, captured.choices
         for turn in choices:
             ids = captured.context + captured.turn_ids(turn)
             if not said and list(whole[: len(ids)]) == ids:
@@ -75,7 +75,7 @@ class Matching:
         given, context = said[place], captured.context
         equal = list[tuple[bool, int]]()
         for turn in choices:
-            text = ChoiceText.answering(question, context, format=self._format, stops=self._stops)
+            text = ChoiceText.answering(params, context, format=self._format, stops=self._stops)
             news = text.feed(captured.turn_ids(turn), captured.turns[turn].finish)
             if news.text.strip() == given.text.strip():
                 calls = [(call.name, call.arguments) for call in news.calls]
@@ -94,9 +94,9 @@ def conversation_digest(said: Sequence[ChatMessage]) -> str:
     return hash_of(msgspec.msgpack.encode(same))
 
 
-def state_key_of(question: Question) -> str:
+def state_key_of(params: CompletionParams) -> str:
     """Equal for a request and its repetitions, streamed or not: digests of its conversation, of all of it, and of its
     retry key."""
-    same = msgspec.structs.replace(question, stream=False, usage=False, logprobs=False, token_ids=False, retry_key="")
-    retry_key = hash_of(question.retry_key.encode()) if question.retry_key else ""
-    return f"{conversation_digest(question.messages)}-{hash_of(msgspec.msgpack.encode(same))}-{retry_key}"
+    same = msgspec.structs.replace(params, stream=False, usage=False, logprobs=False, token_ids=False, retry_key="")
+    retry_key = hash_of(params.retry_key.encode()) if params.retry_key else ""
+    return f"{conversation_digest(params.messages)}-{hash_of(msgspec.msgpack.encode(same))}-{retry_key}"

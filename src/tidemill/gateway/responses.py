@@ -8,7 +8,7 @@ from typing import Any
 
 from tidemill.core.records import ToolRequest
 from tidemill.gateway.answers import new_id
-from tidemill.gateway.requests import Question
+from tidemill.gateway.requests import CompletionParams
 from tidemill.gateway.texts import ChoiceDelta
 
 
@@ -19,7 +19,7 @@ class ResponseAnswer:
         temperature, top_p: those that were used.
     """
 
-    def __init__(self, question: Question, model: str, *, temperature: float, top_p: float) -> None:
+    def __init__(self, params: CompletionParams, model: str, *, temperature: float, top_p: float) -> None:
         self._items: list[dict[str, Any]] = []
         self._sequence = 0
         self._frame: dict[str, Any] = {
@@ -30,7 +30,7 @@ class ResponseAnswer:
             "error": None,
             "incomplete_details": None,
             "instructions": None,
-            "max_output_tokens": question.max_tokens,
+            "max_output_tokens": params.max_tokens,
             "metadata": {},
             "parallel_tool_calls": True,
             "previous_response_id": None,
@@ -39,7 +39,7 @@ class ResponseAnswer:
             "temperature": temperature,
             "text": {"format": {"type": "text"}},
             "tool_choice": "auto",
-            "tools": [{"type": "function", "strict": None, **tool["function"]} for tool in question.tools],
+            "tools": [{"type": "function", "strict": None, **tool["function"]} for tool in params.tools],
             "top_p": top_p,
             "truncation": "disabled",
             "usage": None,

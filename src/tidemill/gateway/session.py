@@ -8,7 +8,7 @@ from typing import Any
 from tidemill.core.records import Prompt, Record, SampleId, TokenBuffer
 from tidemill.gateway.captured import Captured
 from tidemill.gateway.live_answer import LiveAnswer
-from tidemill.gateway.requests import Question
+from tidemill.gateway.requests import CompletionParams
 from tidemill.gateway.session_log import SessionEvent
 
 
@@ -16,7 +16,7 @@ class PendingRequest(Record):
     """A request that waits for its session's environment, or whose answers are generated."""
 
     prompt_ids: TokenBuffer  # int32 [P]
-    question: Question
+    params: CompletionParams
     state_key: str
 
 

@@ -28,12 +28,12 @@ from tidemill.core.records import (
     pack_tokens,
     unpack_tokens,
 )
-from tidemill.gateway.backend import Asked, Piece
+from tidemill.gateway.backend import CompletionRequest, TokenChunk
 from tidemill.gateway.captured import Captured
 from tidemill.gateway.errors import RATE, SERVER, ApiError, invalid, unsupported
 from tidemill.gateway.live_answer import LiveAnswer
 from tidemill.gateway.matching import Matching, hash_of, state_key_of
-from tidemill.gateway.requests import Question
+from tidemill.gateway.requests import CompletionParams
 from tidemill.gateway.session import PendingRequest, Session
 from tidemill.gateway.session_log import SessionEvent, SessionLog
 
@@ -105,10 +105,10 @@ class Sessions:
                 token_ids, new_branch, unchosen = captured.context, True, tuple[int, ...]()
             else:
                 token_ids, new_branch, unchosen = self._matching.continued(
-                    captured, request.question, unpack_tokens(request.prompt_ids)
+                    captured, request.params, unpack_tokens(request.prompt_ids)
                 )
             self._counts["branches"] += new_branch
-            said = request.question.messages
+            said = request.params.messages
             return Observation(
                 text=said[-1].text if said else "",
                 token_ids=pack_tokens(token_ids),
@@ -182,7 +182,7 @@ class Sessions:
         live, index = session.live, session.choice
         if length > (first := start + live.received(index)):
             part = slice(first * ITEM_BYTES, length * ITEM_BYTES)
-            live.add(Piece(index=index, token_ids=token_ids[part], logprobs=logprobs[part]))
+            live.add(TokenChunk(index=index, token_ids=token_ids[part], logprobs=logprobs[part]))
 
     def _answer(self, session: Session, captured: Captured) -> None:
         """Complete those answers to the last request that were generated."""
@@ -312,7 +312,7 @@ class Sessions:
             session.recall(noted)
             session.woken.set()
 
-    def refuse(self, question: Question, session: Session) -> None:
+    def refuse(self, params: CompletionParams, session: Session) -> None:
         """Raises ApiError: the run samples otherwise, or the session has ended, or the run stops."""
         self._refuse_ended(session)
         if self._closing:
@@ -326,17 +326,17 @@ class Sessions:
             "stop": run.stop_strings,
         }
         for name, value in fixed.items():
-            given = getattr(question, name)
+            given = getattr(params, name)
             if given not in (None, (), value):
                 why = f"the run samples with {name} = {value} (`sampling.{KEYS.get(name, name)}`); leave it out"
                 raise invalid(why, name, code="fixed_by_the_run")
-        if question.seed is not None:
+        if params.seed is not None:
             raise unsupported("seed", "in a session the run's seed decides")
-        if len(question.prompts) > 1:
+        if len(params.prompts) > 1:
             raise unsupported("prompt", "a session takes one prompt at a time")
-        state_key, captured = state_key_of(question), session.captured
+        state_key, captured = state_key_of(params), session.captured
         live = [] if session.live is None else [session.live.state_key]
-        if question.retry_key:
+        if params.retry_key:
             own = state_key.rpartition("-")[2]
             for known in (*live, *(turn.state_key for turn in (captured.turns if captured else ()))):
                 if known.rpartition("-")[2] == own and known != state_key:
@@ -344,27 +344,27 @@ class Sessions:
         if session.live is not None and session.live.open and live != [state_key]:
             raise ApiError(409, "the session is answering another request", code="session_busy")
 
-    async def generate(self, session: Session, asked: Asked) -> AsyncGenerator[Piece, None]:
+    async def generate(self, session: Session, requested: CompletionRequest) -> AsyncGenerator[TokenChunk, None]:
         """The answers to a request; one that is sent again gets the same answers: the last one, or any with the same
         `Idempotency-Key`."""
-        question = asked.question
-        assert question is not None
-        state_key = state_key_of(question)
+        params = requested.params
+        assert params is not None
+        state_key = state_key_of(params)
         if session.live is None or session.live.state_key != state_key:
-            live = LiveAnswer(state_key, question.n)
+            live = LiveAnswer(state_key, params.n)
             if (captured := session.captured) is not None:
                 last = bool(captured.turns) and captured.turns[-1].state_key == state_key
-                same = captured.choices if last else captured.named(state_key) if question.retry_key else ()
+                same = captured.choices if last else captured.named(state_key) if params.retry_key else ()
                 live.complete(captured, same)
             if live.open:
                 session.live = live
-                session.request = PendingRequest(prompt_ids=asked.prompt_ids, question=question, state_key=state_key)
+                session.request = PendingRequest(prompt_ids=requested.prompt_ids, params=params, state_key=state_key)
                 session.woken.set()
         else:
             live = session.live
         self._touch(session)
-        async for piece in live.read():
-            yield piece
+        async for chunk in live.read():
+            yield chunk
 
     def about(self, session: Session) -> dict[str, Any]:
         """What GET of a session answers."""
@@ -424,7 +424,7 @@ class Sessions:
                 yield session
 
     async def _next(self, session: Session) -> PendingRequest | None:
-        """The next request; None if the session is to end, or nobody asked in time."""
+        """The next request; None if the session is to end, or no client asked in time."""
         while True:
             if session.request is not None:
                 return session.request

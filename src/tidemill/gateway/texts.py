@@ -9,7 +9,7 @@ from typing import Literal, Self
 from tidemill.core.protocols import TurnFormat
 from tidemill.core.records import Finish, Record, ToolRequest
 from tidemill.gateway.calls import CallReader, Parse, opens_thought
-from tidemill.gateway.requests import Question
+from tidemill.gateway.requests import CompletionParams
 
 Decode = Callable[[Sequence[int]], str]
 FinishReason = Literal["stop", "length", "tool_calls"]
@@ -64,16 +64,16 @@ class ChoiceText:
     @classmethod
     def answering(
         cls,
-        question: Question,
+        params: CompletionParams,
         prompt_ids: Sequence[int],
         *,
         format: TurnFormat,  # noqa: A002 - as in Served
         stops: Sequence[str],
     ) -> Self:
-        """The text of an answer to a question."""
-        if not question.tools:
+        """The text of an answer."""
+        if not params.tools:
             return cls(format.decode, stops=stops, parse=None)
-        names = {tool["function"]["name"] for tool in question.tools}
+        names = {tool["function"]["name"] for tool in params.tools}
         thinking = opens_thought(format.decode, prompt_ids)
         return cls(format.decode, stops=stops, parse=format.parse, tools=names, thinking=thinking)
 

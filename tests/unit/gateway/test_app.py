@@ -51,7 +51,7 @@ async def test_a_chat_is_answered() -> None:
     ids = served.codec.encode_completion("Hello you.")
     assert answer["choices"][1]["token_ids"] == ids
     assert [entry["token"] for entry in answer["choices"][0]["logprobs"]["content"]] == [*"Hello you."]
-    assert answer["prompt_token_ids"] == unpack_tokens(served.asked[0].prompt_ids)
+    assert answer["prompt_token_ids"] == unpack_tokens(served.requested[0].prompt_ids)
     assert served.codec.decode_whole(answer["prompt_token_ids"]).endswith("Hi<|im_end|>\n<|im_start|>assistant\n")
     prompt = len(answer["prompt_token_ids"])
     assert answer["usage"] == {
@@ -160,7 +160,7 @@ async def test_calls_and_results_of_earlier_turns_reach_the_template() -> None:
         await client.post(CHAT, json=chat(tools=[TOOL]) | {"messages": messages})
         await client.post(RESPONSES, json={"model": "scripted", "input": items, "tools": [tool]})
 
-    chat_ids, response_ids = (unpack_tokens(asked.prompt_ids) for asked in served.asked)
+    chat_ids, response_ids = (unpack_tokens(asked.prompt_ids) for asked in served.requested)
     assert chat_ids == response_ids
     text = served.codec.decode_whole(chat_ids)
     assert 'assistant\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>' in text
@@ -180,8 +180,8 @@ async def test_completions_of_texts_and_token_ids() -> None:
         (1, "Hello", "length"),
     ]
     assert both["choices"][0]["logprobs"]["text_offset"] == [0, 1, 2, 3, 4]
-    assert unpack_tokens(served.asked[2].prompt_ids) == [5, 6, 7]
-    assert (served.asked[2].seed, ids["choices"][0]["finish_reason"]) == (3, "stop")
+    assert unpack_tokens(served.requested[2].prompt_ids) == [5, 6, 7]
+    assert (served.requested[2].seed, ids["choices"][0]["finish_reason"]) == (3, "stop")
     assert "".join(chunk["choices"][0]["text"] for chunk in events(stream.text)[:-1]) == "Hello"
 
 
@@ -271,7 +271,7 @@ async def test_what_cannot_be_obeyed_is_refused_by_its_name(
     assert answer.status_code == status
     assert error.keys() == {"message", "type", "param", "code"}
     assert (error["param"], error["code"]) == (param, code)
-    assert not served.asked
+    assert not served.requested
     assert "/" not in error["message"].replace("/v1/", "")
     assert len(error["message"]) < 300
 
@@ -348,7 +348,7 @@ async def test_a_retry_key_outside_sessions_is_refused_by_its_name() -> None:
                 "Idempotency-Key",
                 "unsupported_parameter",
             )
-    assert not served.asked
+    assert not served.requested
 
 
 async def test_characters_of_several_tokens_have_their_own_bytes() -> None:
@@ -442,7 +442,7 @@ async def test_too_many_requests_of_a_key_are_told_when_to_come_again() -> None:
     served.go_on.clear()
     async with gateway(served, concurrency=2) as client:
         streams = [asyncio.create_task(client.post(CHAT, json=chat(stream=True))) for _ in range(2)]
-        await until(lambda: len(served.asked) == 2)
+        await until(lambda: len(served.requested) == 2)
         refused = await client.post(CHAT, json=chat())
         served.go_on.set()
         assert [(await stream).status_code for stream in streams] == [200, 200]
@@ -459,7 +459,7 @@ async def test_a_client_that_leaves_ends_its_completion(stream: bool) -> None:
     served.go_on.clear()
     async with gateway(served) as client:
         task = asyncio.create_task(client.post(CHAT, json=chat(stream=stream, n=2)))
-        await until(lambda: bool(served.asked))
+        await until(lambda: bool(served.requested))
         await asyncio.sleep(0.05)
         task.cancel()
         await until(lambda: bool(served.closed), seconds=2)

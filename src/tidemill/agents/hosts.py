@@ -7,18 +7,14 @@ holds are restored in another host.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import msgspec
 
-from tidemill.agents.environment_process import SERVICE, EnvironmentSettings
 from tidemill.agents.instances import CallOutcome, Instances, Work
-from tidemill.config.sandbox import SandboxConfig
 from tidemill.core.errors import UserError
 from tidemill.extensions.calls import CallError, CallTimeout, HangingError, UserCalls
-from tidemill.extensions.portable import Target
 from tidemill.extensions.processes import ForkServer, LostError
 
 THREAD_S = 86_400.0
@@ -83,22 +79,9 @@ class Host:
         self.alive = False
 
 
-class ThreadLauncher:
-    """Hosts on threads of this process, for classes that share objects with it. A call past its deadline is abandoned:
-    it cannot be killed."""
-
-    def __init__(self, make_instances: Callable[[], Instances]) -> None:
-        self._make_instances = make_instances
-        self._calls = UserCalls()
-
-    def host(self) -> Host:
-        return ThreadHost(self._make_instances(), self._calls)
-
-    async def close(self) -> None:
-        await self._calls.close()
-
-
 class ThreadHost(Host):
+    """A thread of this process, for classes that share objects with it; a call past its deadline is abandoned."""
+
     def __init__(self, instances: Instances, calls: UserCalls) -> None:
         super().__init__()
         self._instances, self._calls = instances, calls
@@ -128,29 +111,8 @@ class ThreadHost(Host):
             task.cancel()
 
 
-class ProcessLauncher:
-    """Hosts that are processes of `environment_process`."""
-
-    def __init__(
-        self, environment: Target, params: dict[str, Any], longest: int, sandbox: SandboxConfig | None = None
-    ) -> None:
-        settings = EnvironmentSettings(
-            environment=environment,
-            params=params,
-            longest=longest,
-            sandbox=sandbox.model_dump_json() if sandbox else "",
-        )
-        self.server = ForkServer(SERVICE, msgspec.msgpack.encode(settings))
-
-    def host(self) -> Host:
-        return ProcessHost(self.server)
-
-    async def close(self) -> None:
-        await self.server.close()
-
-
 class ProcessHost(Host):
-    """A process that makes calls."""
+    """A process of `environment_process`."""
 
     def __init__(self, server: ForkServer) -> None:
         super().__init__()

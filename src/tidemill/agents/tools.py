@@ -48,7 +48,9 @@ class Tool:
         try:
             return self.model.model_validate_json(arguments).model_dump_json(by_alias=True, exclude_unset=True)
         except ValidationError as error:
-            problems = [": ".join(filter(None, (_path(each["loc"]), each["msg"]))) for each in error.errors()]
+            problems = [
+                ": ".join(filter(None, (".".join(map(str, each["loc"])), each["msg"]))) for each in error.errors()
+            ]
             raise MistakeError(f"{self.name}: {'; '.join(problems)}") from None
         except ValueError as error:  # text that is not Unicode
             raise MistakeError(f"{self.name}: {exception_text(error)}") from None
@@ -93,16 +95,12 @@ def tools_of(environment: type[ToolEnvironment], params: dict[str, Any], sandbox
             hint = "rename it, or set offer_finish = False"
             raise UserError("two tools are named finish", where=place_of(functions[FINISH]), hint=hint)
         functions[FINISH] = finish
-    served = {each["name"]: _served_tool(each) for each in environment.served_tools(params, sandbox)}
-    return {name: _tool(name, function) for name, function in functions.items()} | served
-
-
-def _served_tool(description: dict[str, Any]) -> Tool:
-    schema = {key: description[key] for key in ("name", "description", "parameters")}
-    options = ToolOptions(timeout_s=None, idempotent=description["idempotent"])
-    return Tool(
-        name=schema["name"], options=options, schema={"type": "function", "function": schema}, model=AnyArguments
-    )
+    tools = {name: _tool(name, function) for name, function in functions.items()}
+    for each in environment.served_tools(params, sandbox):
+        schema = {"type": "function", "function": {key: each[key] for key in ("name", "description", "parameters")}}
+        options = ToolOptions(timeout_s=None, idempotent=each["idempotent"])
+        tools[each["name"]] = Tool(name=each["name"], options=options, schema=schema, model=AnyArguments)
+    return tools
 
 
 def _tool(name: str, function: Any) -> Tool:
@@ -192,7 +190,3 @@ def _docstring(function: Any) -> tuple[str, dict[str, str]]:
             elif argument:
                 arguments[argument] = f"{arguments[argument]} {text}".strip()
     return "\n".join(described).strip(), arguments
-
-
-def _path(location: tuple[int | str, ...]) -> str:
-    return ".".join(map(str, location))

@@ -26,6 +26,7 @@ import threading
 import time
 import traceback
 from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
@@ -177,13 +178,12 @@ class HangingError(Exception):
     """Too many earlier calls still hang; no further thread is started."""
 
 
+@dataclass(slots=True)
 class _Job:
     """One call, and the future of the loop that waits for it."""
 
-    __slots__ = ("function", "future")
-
-    def __init__(self, function: Callable[[], Any], future: asyncio.Future[Any]) -> None:
-        self.function, self.future = function, future
+    function: Callable[[], Any]
+    future: asyncio.Future[Any]
 
 
 class UserCalls:
@@ -333,6 +333,10 @@ def call_error(error: BaseException) -> CallError:
         return error
     if isinstance(error, UserError):
         return CallError(str(error))
+    return CallError(exception_text(error) + raised_at(error))
+
+
+def raised_at(error: BaseException) -> str:
+    """` (file:line in function)` of the line that raised."""
     frames = traceback.extract_tb(error.__traceback__)
-    place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno} in {frames[-1].name})" if frames else ""
-    return CallError(exception_text(error) + place)
+    return f" ({Path(frames[-1].filename).name}:{frames[-1].lineno} in {frames[-1].name})" if frames else ""

@@ -11,7 +11,7 @@ import inspect
 import pickle
 import socket
 import time
-from collections.abc import Awaitable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, TypeAlias
 
@@ -164,14 +164,10 @@ def _reply(function: _Function, call: Call, loop: asyncio.AbstractEventLoop) -> 
     try:
         result = function.call(call)
         if inspect.isawaitable(result):
-            result = loop.run_until_complete(_awaited(result))
+            result = loop.run_until_complete(result)
         return function.reply(call, result, time.perf_counter() - start_s)
     except BaseException as error:  # noqa: BLE001 -- also SystemExit is the function's
         return _failed(call, error)
-
-
-async def _awaited(result: Awaitable[Any]) -> Any:
-    return await result
 
 
 def _failed(call: Call, error: BaseException) -> Reply:
@@ -194,14 +190,13 @@ def scores_of(result: Any, count: int, weights: Mapping[str, float]) -> tuple[Sc
         raise CallError(f"TypeError: returned a {type(result).__name__} instead of one reward per sample")
     if len(result) != count:
         raise CallError(f"ValueError: returned {len(result)} rewards for {count} samples")
-    return tuple(_score_or_error(each, weights) for each in result)
-
-
-def _score_or_error(result: Any, weights: Mapping[str, float]) -> Score | str:
-    try:
-        return score_of(result, weights)
-    except Exception as error:  # noqa: BLE001 -- of a number that float cannot convert
-        return str(call_error(error))
+    scores: list[Score | str] = []
+    for each in result:
+        try:
+            scores.append(score_of(each, weights))
+        except Exception as error:  # noqa: BLE001 -- of a number that float cannot convert
+            scores.append(str(call_error(error)))
+    return tuple(scores)
 
 
 def _encoded(reply: Reply) -> bytes:

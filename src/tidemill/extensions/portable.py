@@ -15,7 +15,7 @@ import pickletools
 import re
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from datetime import date, time, timedelta, tzinfo
 from decimal import Decimal
 from fractions import Fraction
@@ -131,11 +131,16 @@ def _shared(value: Any, seen: set[int]) -> Iterator[str]:
             for name, part in parts(value):
                 yield from _shared_part(name, part, seen)
             return
-    if _is_frozen(value):
-        for name, part in _fields(value):
-            yield from _shared_part(name, part, seen)
+    dataclass = getattr(type(value), "__dataclass_params__", None)
+    if isinstance(value, msgspec.Struct) and value.__struct_config__.frozen:
+        fields: Iterable[str] = value.__struct_fields__
+    elif dataclass is not None and dataclass.frozen:
+        fields = value.__dataclass_fields__
+    else:
+        yield f"an object of type {type(value).__name__}"
         return
-    yield f"an object of type {type(value).__name__}"
+    for name in fields:
+        yield from _shared_part(name, getattr(value, name), seen)
 
 
 def _shared_part(name: str, value: Any, seen: set[int]) -> Iterator[str]:
@@ -205,18 +210,6 @@ def _is_importable(definition: Any) -> bool:
     except (ImportError, AttributeError):
         return False
     return found is definition
-
-
-def _is_frozen(value: Any) -> bool:
-    settings = getattr(type(value), "__dataclass_params__", None)
-    return (settings is not None and settings.frozen) or (
-        isinstance(value, msgspec.Struct) and value.__struct_config__.frozen
-    )
-
-
-def _fields(value: Any) -> Iterator[tuple[str, Any]]:
-    names = value.__struct_fields__ if isinstance(value, msgspec.Struct) else value.__dataclass_fields__
-    return ((name, getattr(value, name)) for name in names)
 
 
 PARTS: dict[type, Callable[[Any], Iterator[tuple[str, Any]]]] = {

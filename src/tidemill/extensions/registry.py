@@ -144,7 +144,9 @@ def given_function(function: Any, kind: Kind, *, where: str) -> Extension:
         identity = path_identity(path, version=found.version)
     else:
         identity = function_identity(function, where=where, version=found.version)
-    ref = path or SESSION + _plain_name(function)
+    inner = getattr(function, "func", function)  # of functools.partial
+    name = re.sub(r"\W+", "_", getattr(inner, "__name__", type(inner).__name__)).strip("_") or "function"
+    ref = path or SESSION + name
     return Extension(ref=ref, kind=kind, function=function, identity=identity, options=found.options, path=path)
 
 
@@ -193,9 +195,3 @@ def import_path(function: Callable[..., Any]) -> str:
     if own or found is None or not found.samefile(file):  # loaded by other means than an import
         return f"{Path(file).resolve()}:{name}" if file.endswith(".py") else ""
     return path
-
-
-def _plain_name(function: Callable[..., Any]) -> str:
-    inner = getattr(function, "func", function)  # of functools.partial
-    name = getattr(inner, "__name__", type(inner).__name__)
-    return re.sub(r"\W+", "_", name).strip("_") or "function"

@@ -9,6 +9,7 @@ import uuid
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
+from functools import partial
 from math import ceil
 from typing import Any, TypeVar
 
@@ -23,7 +24,7 @@ from tidemill.config.gateway import GatewayConfig
 from tidemill.core.errors import UserError
 from tidemill.core.records import SamplingParams, count, pack_tokens, unpack_tokens
 from tidemill.gateway.access import LOG, Keys, Limits, bearer, body_of, refuse_repeated, unless_left
-from tidemill.gateway.answers import Answer, Choice, usage
+from tidemill.gateway.answers import Answer
 from tidemill.gateway.backend import CompletionRequest, Served, TokenChunk
 from tidemill.gateway.errors import SERVER, ApiError, invalid, unsupported
 from tidemill.gateway.requests import (
@@ -43,6 +44,7 @@ from tidemill.gateway.texts import ChoiceDelta, ChoiceText
 
 T = TypeVar("T")
 Handler = Callable[[Request, str], Awaitable[Response]]
+Events = AsyncGenerator[dict[str, Any] | None, None]
 
 OFF_LOOP_BYTES = 256 << 10
 """Larger bodies are read on a thread, so that other requests do not wait."""
@@ -82,7 +84,8 @@ class Gateway:
         def post(path: str, handler: Handler) -> Route:
             return Route(path, self._guarded(handler), methods=["POST"])
 
-        routes = [] if self._sessions is None else session_routes(self._sessions, self._body, self._guarded)
+        read = partial(self._read, read=dict[str, Any])
+        routes = [] if self._sessions is None else session_routes(self._sessions, read, self._guarded)
         return Starlette(
             routes=[
                 *routes,
@@ -107,10 +110,8 @@ class Gateway:
 
     async def _chat(self, request: Request, key: str) -> Response:
         params = await self._params(request, chat_params)
-        prompt_ids = await self._prompt_ids(params, self._rendered)
-        requested = self._completion_request(params, prompt_ids, key)
-        answer = Answer(params, self._served.name, self._served.format.token_bytes, chat=True)
-        return await self._answered(request, params, [requested], answer)
+        requested = self._completion_request(params, await self._prompt_ids(params, self._rendered), key)
+        return await self._answered(request, [requested], chat=True)
 
     async def _completions(self, request: Request, key: str) -> Response:
         params = await self._params(request, completion_params)
@@ -118,27 +119,20 @@ class Gateway:
         requested = [self._completion_request(params, ids, key) for ids in prompts]
         if len(requested) > 1 and params.stream:
             raise invalid("a stream answers one prompt", "prompt")
-        answer = Answer(params, self._served.name, self._served.format.token_bytes, chat=False)
-        return await self._answered(request, params, requested, answer)
+        return await self._answered(request, requested, chat=False)
 
     async def _responses(self, request: Request, key: str) -> Response:
         params = await self._params(request, response_params)
         requested = self._completion_request(params, await self._prompt_ids(params, self._rendered), key)
-        sampling = requested.sampling
-        answer = ResponseAnswer(params, self._served.name, temperature=sampling.temperature, top_p=sampling.top_p)
+        events = self._response_events(requested)
         if params.stream:
-            return _stream(self._response_events(params, requested, answer), named=True)
+            return Stream(events, named=True)
 
-        async def whole() -> dict[str, Any]:
-            said, tokens = ChoiceDelta(), 0
-            async for chunk, news in self._news(params, requested):
-                tokens += count(chunk.token_ids)
-                for _ in answer.news(news):
-                    pass
-                said = news
-            for _ in answer.end(said, count(requested.prompt_ids), tokens):
-                pass
-            return answer.whole(said, count(requested.prompt_ids), tokens)
+        async def whole() -> Any:
+            async with aclosing(events):
+                async for event in events:
+                    last = event
+            return last["response"]
 
         return JSONResponse(await unless_left(request, whole()))
 
@@ -212,9 +206,6 @@ class Gateway:
         params = await self._read(request, read)
         return msgspec.structs.replace(params, retry_key=retry_key) if retry_key else params
 
-    async def _body(self, request: Request) -> dict[str, Any]:
-        return dict(await self._read(request, lambda body: body))
-
     async def _read(self, request: Request, read: Callable[[Mapping[str, Any]], T]) -> T:
         most = int(self._config.body_mb * 1e6)
         raw = await body_of(request, most_bytes=most, timeout_s=self._config.body_s)
@@ -283,83 +274,66 @@ class Gateway:
             max_new_tokens=params.max_tokens or min(defaults.max_new_tokens or room, room),
             **{name: value for name, value in given.items() if value is not None},
         )
-        return CompletionRequest(
-            prompt_ids=pack_tokens(prompt_ids),
-            sampling=sampling,
-            n=params.n,
-            seed=params.seed,
-            key=key,
-            params=params,
-        )
+        return CompletionRequest(prompt_ids=pack_tokens(prompt_ids), sampling=sampling, params=params, key=key)
 
-    async def _news(
-        self, params: CompletionParams, requested: CompletionRequest
-    ) -> AsyncGenerator[tuple[TokenChunk, ChoiceDelta], None]:
-        """The chunks of all choices with what they say; closing it ends them."""
-        served = self._served
+    async def _news(self, requested: CompletionRequest) -> AsyncGenerator[tuple[TokenChunk, ChoiceDelta], None]:
+        """The tokens of all choices with what they say; closing it ends them."""
+        served, params = self._served, requested.params
         self._tokens["prompt"] += count(requested.prompt_ids)
         prompt_ids, stops = unpack_tokens(requested.prompt_ids), requested.sampling.stop_strings
-        texts = [
-            ChoiceText.answering(params, prompt_ids, format=served.format, stops=stops) for _ in range(requested.n)
-        ]
+        texts = [ChoiceText.answering(params, prompt_ids, format=served.format, stops=stops) for _ in range(params.n)]
         async with aclosing(served.generate(requested)) as chunks:
             async for chunk in chunks:
                 self._tokens["completion"] += count(chunk.token_ids)
                 yield chunk, texts[chunk.index].feed(unpack_tokens(chunk.token_ids), chunk.finish)
 
-    async def _answered(
-        self, request: Request, params: CompletionParams, requested: Sequence[CompletionRequest], answer: Answer
-    ) -> Response:
+    async def _answered(self, request: Request, requested: Sequence[CompletionRequest], *, chat: bool) -> Response:
+        params = requested[0].params
+        answer = Answer(params, self._served.name, self._served.format.token_bytes, chat=chat)
         if params.stream:
-            return _stream(self._chunks(params, requested[0], answer), named=False)
+            return Stream(self._chunks(requested[0], answer), named=False)
 
-        async def choices(first: int, one: CompletionRequest) -> list[Choice]:
-            found = [Choice(first + index) for index in range(one.n)]
-            async for chunk, said in self._news(params, one):
-                found[chunk.index].add(chunk, said, params, self._served.format.token_bytes)
-            return found
+        async def generate(first: int, one: CompletionRequest) -> None:
+            async for chunk, said in self._news(one):
+                answer.add(first + chunk.index, chunk, said)
 
         async def whole() -> dict[str, Any]:
-            parts = await asyncio.gather(*(choices(place * one.n, one) for place, one in enumerate(requested)))
-            found = [choice for part in parts for choice in part]
-            used = usage(
-                sum(count(one.prompt_ids) for one in requested), sum(len(choice.token_ids) for choice in found)
-            )
-            return answer.whole(found, used, unpack_tokens(requested[0].prompt_ids))
+            await asyncio.gather(*(generate(place * params.n, one) for place, one in enumerate(requested)))
+            return answer.whole([one.prompt_ids for one in requested])
 
         return JSONResponse(await unless_left(request, whole()))
 
-    async def _chunks(
-        self, params: CompletionParams, requested: CompletionRequest, answer: Answer
-    ) -> AsyncGenerator[dict[str, Any] | None, None]:
+    async def _chunks(self, requested: CompletionRequest, answer: Answer) -> Events:
         tokens = 0
-        async with aclosing(self._news(params, requested)) as news:
+        async with aclosing(self._news(requested)) as news:
             async for chunk, said in news:
                 tokens += count(chunk.token_ids)
                 yield answer.chunk(chunk, said)
-        if params.usage:
-            yield answer.usage_chunk(usage(count(requested.prompt_ids), tokens))
+        if requested.params.usage:
+            yield answer.usage_chunk(count(requested.prompt_ids), tokens)
         yield None
 
-    async def _response_events(
-        self, params: CompletionParams, requested: CompletionRequest, answer: ResponseAnswer
-    ) -> AsyncGenerator[dict[str, Any] | None, None]:
+    async def _response_events(self, requested: CompletionRequest) -> AsyncGenerator[dict[str, Any], None]:
+        answer = ResponseAnswer(requested, self._served.name)
         said, tokens = ChoiceDelta(), 0
         for event in answer.begin():
             yield event
-        async with aclosing(self._news(params, requested)) as news:
+        async with aclosing(self._news(requested)) as news:
             async for chunk, said in news:
                 tokens += count(chunk.token_ids)
                 for event in answer.news(said):
                     yield event
-        for event in answer.end(said, count(requested.prompt_ids), tokens):
+        for event in answer.end(said, tokens):
             yield event
 
 
 class Stream(StreamingResponse):
-    """Server-sent events."""
+    """Server-sent events; None is the mark of the end."""
 
     ended: Callable[[], None] = staticmethod(lambda: None)
+
+    def __init__(self, events: Events, *, named: bool) -> None:
+        super().__init__(_sent(events, named=named), media_type="text/event-stream", headers=SSE_HEADERS)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -372,12 +346,7 @@ def internal() -> ApiError:
     return ApiError(500, "internal error; the server's log has it", kind=SERVER, code="internal_error")
 
 
-def _stream(events: AsyncGenerator[dict[str, Any] | None, None], *, named: bool) -> Stream:
-    """Server-sent events; None is the mark of the end."""
-    return Stream(_sent(events, named=named), media_type="text/event-stream", headers=SSE_HEADERS)
-
-
-async def _sent(events: AsyncGenerator[dict[str, Any] | None, None], *, named: bool) -> AsyncIterator[bytes]:
+async def _sent(events: Events, *, named: bool) -> AsyncIterator[bytes]:
     try:
         async for event in with_comments(events):
             if event is None:
@@ -386,18 +355,17 @@ async def _sent(events: AsyncGenerator[dict[str, Any] | None, None], *, named: b
                 yield _line(event, named=named)
             else:
                 yield b": the completion goes on\n\n"
-    except ApiError as error:
-        yield _line(_failure(error, named=named), named=named)
-    except Exception:  # noqa: BLE001 - the status is sent; the client gets an event
-        LOG.exception("a stream failed")
-        yield _line(_failure(internal(), named=named), named=named)
+    except Exception as error:  # noqa: BLE001 - the status is sent; the client gets an event
+        if not isinstance(error, ApiError):
+            LOG.exception("a stream failed")
+            error = internal()
+        failure = {"type": "error", "sequence_number": 0, **error.content["error"]} if named else error.content
+        yield _line(failure, named=named)
     finally:
         await events.aclose()
 
 
-async def with_comments(
-    events: AsyncGenerator[dict[str, Any] | None, None], quiet_s: float = QUIET_S
-) -> AsyncIterator[dict[str, Any] | None]:
+async def with_comments(events: Events, quiet_s: float = QUIET_S) -> AsyncIterator[dict[str, Any] | None]:
     """The events, and an empty one after every `quiet_s` seconds without."""
     while True:
         coming = asyncio.ensure_future(anext(events))
@@ -412,10 +380,6 @@ async def with_comments(
             yield coming.result()
         except StopAsyncIteration:
             return
-
-
-def _failure(error: ApiError, *, named: bool) -> dict[str, Any]:
-    return {"type": "error", "sequence_number": 0, **error.content["error"]} if named else error.content
 
 
 def _line(event: Mapping[str, Any], *, named: bool) -> bytes:

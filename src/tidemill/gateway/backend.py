@@ -15,10 +15,8 @@ class CompletionRequest(Record):
 
     prompt_ids: TokenBuffer  # int32 [P]
     sampling: SamplingParams
-    n: int = 1
-    seed: int | None = None  # with the same prompt and parameters, the same completions of the same weights
-    key: str = ""  # of the session or client
-    params: CompletionParams | None = None
+    params: CompletionParams  # with a seed, equal requests get the same completions of the same weights
+    key: str  # of the session or client
 
 
 class TokenChunk(Record):

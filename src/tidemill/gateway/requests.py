@@ -287,7 +287,7 @@ def chat_params(body: Mapping[str, Any]) -> CompletionParams:
     return _params(
         parsed,
         messages=tuple(_chat_message(each, f"messages[{index}]") for index, each in enumerate(parsed.messages)),
-        tools=_chosen(parsed, _chat_tool),
+        tools=_tools(parsed),
         max_tokens=next(iter(limits), None),
     )
 
@@ -319,7 +319,7 @@ def response_params(body: Mapping[str, Any]) -> CompletionParams:
     messages = [ChatMessage(role="user", text=given)] if isinstance(given, str) else _items(given)
     if parsed.instructions:
         messages.insert(0, ChatMessage(role="system", text=parsed.instructions))
-    return _params(parsed, messages=tuple(messages), tools=_chosen(parsed, _response_tool))
+    return _params(parsed, messages=tuple(messages), tools=_tools(parsed))
 
 
 def _params(parsed: Body, **read: Any) -> CompletionParams:
@@ -349,28 +349,6 @@ def _text_of(content: Content) -> str:
     return "".join(part.text for part in content) if isinstance(content, list) else content or ""
 
 
-def _chat_tool(given: Any, at: str) -> dict[str, Any]:
-    tool: ChatToolBody = decode(given, ChatToolBody, at, coarse=True)
-    return _tool(tool.function, at)
-
-
-def _response_tool(given: Any, at: str) -> dict[str, Any]:
-    decode(given, ToolBody, at, coarse=True)
-    return _tool({name: value for name, value in given.items() if name != "type"}, at)
-
-
-def _tool(given: dict[str, Any], at: str) -> dict[str, Any]:
-    function: FunctionBody = decode(given, FunctionBody, at)
-    kept = {name: value for name, value in given.items() if value is not None and name != "strict"}
-    if len(msgspec.json.encode(kept)) > SCHEMA_BYTES:
-        raise invalid(f"`{at}` is larger than {SCHEMA_BYTES >> 10} KB", at)
-    parameters = function.parameters or {}
-    if parameters.get("type", "object") != "object":
-        raise invalid(f"`{at}.parameters` must be a JSON schema of type object", f"{at}.parameters")
-    _check_schema(parameters, f"{at}.parameters")
-    return {"type": "function", "function": kept}
-
-
 def _check_schema(given: Any, at: str) -> None:
     """Raises ApiError: it is no JSON schema, as far as templates read it."""
     if isinstance(given, bool):
@@ -387,15 +365,30 @@ def _check_schema(given: Any, at: str) -> None:
         _check_schema(schema.items, f"{at}.items")
 
 
-def _chosen(parsed: ChatBody | ResponseBody, read: Callable[[Any, str], dict[str, Any]]) -> tuple[dict[str, Any], ...]:
-    tools = tuple(read(each, f"tools[{index}]") for index, each in enumerate(parsed.tools))
-    names = [tool["function"]["name"] for tool in tools]
-    for index, name in enumerate(names):
-        if name in names[:index]:
-            raise invalid(f"`tools[{index}].name`: two tools are named {name}", f"tools[{index}].name")
+def _tools(parsed: ChatBody | ResponseBody) -> tuple[dict[str, Any], ...]:
+    """The functions that may be called. In /v1/responses a tool is a function, in chat it has one."""
+    tools: dict[str, dict[str, Any]] = {}
+    for index, given in enumerate(parsed.tools):
+        at = f"tools[{index}]"
+        if isinstance(parsed, ChatBody):
+            function = decode(given, ChatToolBody, at, coarse=True).function
+        else:
+            decode(given, ToolBody, at, coarse=True)
+            function = {key: value for key, value in given.items() if key != "type"}
+        name = decode(function, FunctionBody, at).name
+        kept = {key: value for key, value in function.items() if value is not None and key != "strict"}
+        if len(msgspec.json.encode(kept)) > SCHEMA_BYTES:
+            raise invalid(f"`{at}` is larger than {SCHEMA_BYTES >> 10} KB", at)
+        parameters = kept.get("parameters", {})
+        if parameters.get("type", "object") != "object":
+            raise invalid(f"`{at}.parameters` must be a JSON schema of type object", f"{at}.parameters")
+        _check_schema(parameters, f"{at}.parameters")
+        if name in tools:
+            raise invalid(f"`{at}.name`: two tools are named {name}", f"{at}.name")
+        tools[name] = {"type": "function", "function": kept}
     if parsed.tool_choice not in ("auto", "none"):
         raise unsupported("tool_choice", "no call can be forced; only auto and none are accepted")
-    return () if parsed.tool_choice == "none" else tools
+    return () if parsed.tool_choice == "none" else tuple(tools.values())
 
 
 def _refuse_response_format(given: Any, name: str) -> None:
@@ -434,12 +427,8 @@ def depth_of(value: Any) -> int:
     deepest, level = 0, [value]
     while level:
         deepest += 1
-        level = [
-            inner
-            for each in level
-            for inner in (each.values() if isinstance(each, dict) else each if isinstance(each, list) else ())
-            if isinstance(inner, (dict, list))
-        ]
+        parts = (each.values() if isinstance(each, dict) else each for each in level)
+        level = [inner for part in parts for inner in part if isinstance(inner, (dict, list))]
     return deepest
 
 

@@ -12,7 +12,6 @@ from typing import Literal, TypeAlias
 
 from tidemill.core.protocols import Clock
 from tidemill.core.records import Lease, LeaseEnded, LeaseEvent, LeaseGranted, LeaseNoticed, Record
-from tidemill.pool.traces import CapacityTrace
 
 
 class Change(Record):
@@ -26,17 +25,6 @@ class Change(Record):
 
 Timetable: TypeAlias = Iterator[Change]
 """Changes in order of time, possibly infinite, independent of leases: equal seeds give equal markets."""
-
-
-def capacity_of(timetable: Timetable, duration_s: float) -> CapacityTrace:
-    """The number of machines over the first `duration_s` seconds of a timetable."""
-    count, points = 0, [(0.0, 0)]
-    for change in timetable:
-        if change.time_s > duration_s:
-            break
-        count += {"up": 1, "noticed": 0, "down": -1}[change.to]
-        points.append((change.time_s, count))
-    return CapacityTrace.of(points, end_s=duration_s)
 
 
 CLOCK_RESOLUTION_S = 1e-6  # a timer may fire this much early

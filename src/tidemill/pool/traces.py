@@ -1,4 +1,4 @@
-"""Capacity traces: the number of machines of a market over time; file formats and statistics."""
+"""Capacity traces: the number of machines of a market over time; file formats."""
 
 from __future__ import annotations
 
@@ -49,11 +49,9 @@ class CapacityTrace(Record):
         """Machines at `time_s`; before the first step, its count."""
         return self.steps[max(0, bisect_right(self.steps, (time_s, math.inf)) - 1)][1]
 
-    def changes(self, after_s: float = -math.inf, through_s: float = math.inf) -> Iterator[tuple[float, int]]:
-        """(seconds, difference) of each change in `after_s` < time <= `through_s`."""
-        for (_, before), (time_s, count) in pairwise(self.steps):
-            if after_s < time_s <= through_s:
-                yield time_s, count - before
+    def changes(self) -> Iterator[tuple[float, int]]:
+        """(seconds, difference) of each change."""
+        return ((time_s, count - before) for (_, before), (time_s, count) in pairwise(self.steps))
 
     def since(self, time_s: float) -> CapacityTrace:
         """The trace after `time_s`, which becomes second 0."""
@@ -93,39 +91,6 @@ def stays(trace: CapacityTrace, *, seed: int) -> list[Stay]:
         for _ in range(difference):
             since_s[free.pop(0) if free else len(since_s)] = time_s
     return found + [Stay(place=place, start_s=at_s, end_s=math.inf) for place, at_s in sorted(since_s.items())]
-
-
-class Statistics(Record):
-    """Statistics of a trace."""
-
-    duration_s: float
-    mean: float  # machines
-    peak: int
-    evictions: int  # machines that went down
-    joins: int  # machines that came up
-    bursts: tuple[int, ...]  # machines per eviction event, in order of time
-    arrivals: tuple[int, ...]  # machines per arrival event, in order of time
-    mean_time_to_eviction_s: float  # machine-seconds per eviction; inf without any
-    mean_time_to_return_s: float  # empty place-seconds below the peak, per arrival; inf without any
-
-
-def statistics(trace: CapacityTrace) -> Statistics:
-    differences = [difference for _, difference in trace.changes()]
-    bursts = tuple(-difference for difference in differences if difference < 0)
-    arrivals = tuple(difference for difference in differences if difference > 0)
-    duration_s, present_s = trace.end_s - trace.start_s, trace.machine_seconds()
-    away_s = trace.peak * duration_s - present_s
-    return Statistics(
-        duration_s=duration_s,
-        mean=present_s / duration_s if duration_s else float(trace.steps[0][1]),
-        peak=trace.peak,
-        evictions=sum(bursts),
-        joins=sum(arrivals),
-        bursts=bursts,
-        arrivals=arrivals,
-        mean_time_to_eviction_s=present_s / sum(bursts) if bursts else math.inf,
-        mean_time_to_return_s=away_s / sum(arrivals) if arrivals else math.inf,
-    )
 
 
 HEADING = ["seconds", "count"]

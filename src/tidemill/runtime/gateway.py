@@ -25,8 +25,7 @@ from tidemill.gateway.backend import CompletionRequest, TokenChunk
 from tidemill.gateway.errors import ApiError
 from tidemill.gateway.requests import Call, CompletionParams
 from tidemill.gateway.server import address, listen, serving
-from tidemill.gateway.session import Session
-from tidemill.gateway.session_log import SessionLog
+from tidemill.gateway.session import Session, SessionLog
 from tidemill.gateway.session_routes import PATH
 from tidemill.gateway.sessions import Sessions
 from tidemill.models.codec import TextCodec

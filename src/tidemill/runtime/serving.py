@@ -177,12 +177,10 @@ class ServedFleet:
     async def generate(self, requested: CompletionRequest) -> AsyncGenerator[TokenChunk, None]:
         """See `Served`."""
         chunks: asyncio.Queue[TokenChunk | Exception] = asyncio.Queue()
-        ids, prompt = (
-            self._ids(requested),
-            Prompt(prompt_id=PURPOSE, token_ids=requested.prompt_ids, text="", answer=""),
-        )
+        prompt = Prompt(prompt_id=PURPOSE, token_ids=requested.prompt_ids, text="", answer="")
+        ids = self._ids(requested)
         async with AsyncExitStack() as stack:
-            if requested.seed is not None:  # an equal request in flight has the same ids
+            if requested.params.seed is not None:  # an equal request in flight has the same ids
                 await stack.enter_async_context(self._alone(ids[0]))
             stack.callback(self._end, ids)
             for index, sample_id in enumerate(ids):
@@ -191,7 +189,7 @@ class ServedFleet:
                 self._in_flight.open_alone(sample_id, prompt, requested.sampling, position=self._next)
                 self._next += 1
             self._collector.mailbox.notify()
-            left = requested.n
+            left = requested.params.n
             while left:
                 if self._failure is not None:
                     raise self._unavailable()
@@ -233,12 +231,12 @@ class ServedFleet:
     def _ids(self, requested: CompletionRequest) -> list[SampleId]:
         """Equal for equal requests with a seed; otherwise new."""
         digest = hashlib.blake2b(requested.prompt_ids, digest_size=12)
-        seed, epoch = requested.seed, 0
+        seed, epoch = requested.params.seed, 0
         if seed is None:
             seed, epoch = self._unseeded, self._next
         return [
             SampleId(run_seed=seed, purpose=PURPOSE, prompt_id=digest.hexdigest(), epoch=epoch, index=index)
-            for index in range(requested.n)
+            for index in range(requested.params.n)
         ]
 
     @asynccontextmanager

@@ -220,15 +220,11 @@ async def _reaped(pid: int) -> tuple[int, float]:
     ended = asyncio.Event()
     loop.add_reader(descriptor, ended.set)
     try:
-        while (found := _ended_child(pid)) is None:
+        while True:
+            found, status, used = os.wait4(pid, os.WNOHANG)  # noqa: ASYNC222 -- it does not wait
+            if found:
+                return os.waitstatus_to_exitcode(status), used.ru_utime + used.ru_stime
             await ended.wait()
     finally:
         loop.remove_reader(descriptor)
         os.close(descriptor)
-    return found
-
-
-def _ended_child(pid: int) -> tuple[int, float] | None:
-    """As `_reaped`; None: it has not ended."""
-    found, status, used = os.wait4(pid, os.WNOHANG)
-    return (os.waitstatus_to_exitcode(status), used.ru_utime + used.ru_stime) if found else None

@@ -20,10 +20,9 @@ import msgspec
 
 from tidemill.core import ipc
 from tidemill.core.errors import UserError
-from tidemill.sandbox.bubblewrap import find_bubblewrap, launcher_options
+from tidemill.sandbox.bubblewrap import find_program, launcher_options
 from tidemill.sandbox.launcher import PROGRAM, READY
 from tidemill.sandbox.messages import Backend, Request, Setup, receive, send
-from tidemill.sandbox.oci import find_runsc
 from tidemill.sandbox.records import Finished, Limits, SandboxError, SandboxLostError, Snapshot, check_command
 
 START_S = 30.0
@@ -158,10 +157,8 @@ class LauncherProcess:
     """The launcher that this process has started."""
 
     def __init__(self, backend: Backend) -> None:
-        if backend != "none":
-            find_bubblewrap()
-        if backend == "runsc":
-            find_runsc()
+        for name in {"none": (), "bwrap": ("bwrap",), "runsc": ("bwrap", "runsc")}[backend]:
+            find_program(name)
         self.address = f"tidemill-sandbox-{secrets.token_hex(16)}"
         path = tuple(str(Path(each).absolute()) for each in sys.path)
         setup = Setup(backend=backend, address=self.address, path=path)
@@ -179,7 +176,7 @@ class LauncherProcess:
             with tempfile.TemporaryFile() as options:  # too long for a list of processes that people read
                 options.write(b"".join(each.encode() + b"\0" for each in launcher_options()))
                 options.seek(0)
-                command = [find_bubblewrap(), "--args", str(options.fileno()), "--", *program]
+                command = [find_program("bwrap"), "--args", str(options.fileno()), "--", *program]
                 self._process = subprocess.Popen(command, cwd="/", pass_fds=[options.fileno()], **pipes)
         self.owner = os.getpid()
         try:

@@ -5,13 +5,9 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from tidemill.core.errors import UserError
 from tidemill.sandbox.bubblewrap import IMAGE, PATH, USER, WORK
 from tidemill.sandbox.records import Limits
 
@@ -19,26 +15,11 @@ OPEN_FILES = 256
 NAMESPACES = ("pid", "network", "ipc", "uts", "mount")
 
 
-def find_runsc() -> str:
-    """Raises UserError: it is not installed."""
-    found = shutil.which("runsc")
-    if found is None:
-        raise UserError(
-            "runsc (gVisor) is not installed",
-            where="sandbox.backend",
-            hint='install it from gvisor.dev, or use backend = "bwrap"',
-        )
-    return found
-
-
-def bundle_config(
-    slot: str, argv: Sequence[str], env: Mapping[str, str], limits: Limits, *, user: int = USER
-) -> dict[str, Any]:
+def bundle_config(slot: str, argv: Sequence[str], env: Mapping[str, str], limits: Limits) -> dict[str, Any]:
     """The content of config.json.
 
     Args:
         slot: folder with `work`, `tmp`, `shm` and `mnt`.
-        user: whom these belong to.
     """
     variables = {"PATH": PATH, "HOME": WORK, "LANG": "C.UTF-8", **env}
     rlimits = {
@@ -52,7 +33,7 @@ def bundle_config(
         "ociVersion": "1.0.2",
         "process": {
             "terminal": False,
-            "user": {"uid": user, "gid": user},
+            "user": {"uid": USER, "gid": USER},
             "args": list(argv),
             "env": [f"{name}={value}" for name, value in variables.items()],
             "cwd": WORK,
@@ -78,19 +59,3 @@ def bundle_config(
             "readonlyPaths": ["/proc/sys"],
         },
     }
-
-
-def write_bundle(folder: Path, config: Mapping[str, Any]) -> None:
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(config))
-
-
-def runtime_command(runtime: str, folder: Path, name: str) -> list[str]:
-    """Run a bundle without a network.
-
-    Args:
-        runtime: path of `runsc`.
-        name: of the container.
-    """
-    state = folder / "state"
-    return [runtime, "--root", str(state), "--network=none", "--ignore-cgroups", "run", "--bundle", str(folder), name]

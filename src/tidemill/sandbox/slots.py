@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import os
 import resource
@@ -17,7 +18,7 @@ from typing import Any, Protocol
 from tidemill.sandbox import bubblewrap
 from tidemill.sandbox.messages import Request
 from tidemill.sandbox.network import hosts_file
-from tidemill.sandbox.oci import bundle_config, find_runsc, runtime_command, write_bundle
+from tidemill.sandbox.oci import bundle_config
 from tidemill.sandbox.records import Limits
 from tidemill.sandbox.scratch import Scratch
 from tidemill.sandbox.seccomp import seccomp_program
@@ -33,7 +34,6 @@ FOLDERS = ("work", "tmp", "shm")
 class Slot:
     """What the launcher keeps of a sandbox between its commands."""
 
-    number: int
     folder: str
     owner: int | None  # user id of its commands; None: the launcher's
     limits: Limits
@@ -74,19 +74,40 @@ class Slots(Protocol):
         """Delete the files; no process is left."""
 
 
-class BubblewrapSlots:
+class MountedSlots:
+    """Files in file systems of limited size, which are mounted here."""
+
     def __init__(self) -> None:
         self._numbers = itertools.count()
-        self._bubblewrap = bubblewrap.find_bubblewrap()
+
+    def mount(self, request: Request, number: int, owner: int | None) -> Slot:
+        """Mount the scratch of a sandbox, and what it sees besides the image."""
+        folder = f"{bubblewrap.SLOTS}/{number}"
+        slot = Slot(folder=folder, owner=owner, limits=request.limits, network=request.network)
+        ours = 2 + len(FOLDERS) + len(request.visible) + bool(request.network)  # the root, `mnt`, and what is in them
+        bubblewrap.mount_scratch(folder, slot.limits.scratch_bytes, slot.limits.scratch_files + ours)
+        _make_folders(slot)
+        Path(folder, "mnt").mkdir(mode=0o755)
+        for name, path in request.visible.items():
+            bubblewrap.show(path, f"{folder}/mnt/{name}")
+        return slot
+
+    def close(self, slot: Slot) -> None:
+        bubblewrap.unmount(slot.folder)
+        os.rmdir(slot.folder)
+
+
+class BubblewrapSlots(MountedSlots):
+    def __init__(self) -> None:
+        super().__init__()
+        self._bubblewrap = bubblewrap.find_program("bwrap")
         self._filter = seccomp_program()
         self._first_user = _first_user() if os.getuid() == 0 else None
 
     def open(self, request: Request) -> Slot:
         number = next(self._numbers)
         owner = None if self._first_user is None else self._first_user + number % 5000
-        folder = f"{bubblewrap.SLOTS}/{number}"
-        slot = Slot(number=number, folder=folder, owner=owner, limits=request.limits, network=request.network)
-        _mount(slot, request)
+        slot = self.mount(request, number, owner)
         if slot.network:
             Path(slot.folder, "hosts").write_text(hosts_file(slot.network))
         return slot
@@ -124,39 +145,32 @@ class BubblewrapSlots:
             for each in (filter_read, status_read, status_write, *block):
                 os.close(each)
 
-    def close(self, slot: Slot) -> None:
-        bubblewrap.unmount(slot.folder)
-        os.rmdir(slot.folder)
 
-
-class RunscSlots:
+class RunscSlots(MountedSlots):
     """As `BubblewrapSlots`, with gVisor's kernel between the command and Linux. Root only."""
 
     def __init__(self) -> None:
-        self._runsc = find_runsc()
+        super().__init__()
+        self._runsc = bubblewrap.find_program("runsc")
         if os.getuid() != 0:
             raise OSError("runsc needs root")
-        self._numbers, self._commands = itertools.count(), itertools.count()
+        self._commands = itertools.count()
 
     def open(self, request: Request) -> Slot:
-        number = next(self._numbers)
         if request.network:
             raise OSError("runsc has no network here; use bwrap for sandbox.network")
-        folder = f"{bubblewrap.SLOTS}/{number}"
-        slot = Slot(number=number, folder=folder, owner=bubblewrap.USER, limits=request.limits, network=())
-        _mount(slot, request)
-        return slot
+        return self.mount(request, next(self._numbers), bubblewrap.USER)
 
     @contextmanager
     def spawn(self, slot: Slot, request: Request, limits: Limits) -> Iterator[Spawn]:
         name = f"command-{next(self._commands)}"
         folder = Path(bubblewrap.SLOTS, name)
-        write_bundle(folder, bundle_config(slot.folder, request.argv, request.env, limits))
-        yield Spawn(argv=runtime_command(self._runsc, folder, name), options={"env": {"PATH": os.environ["PATH"]}})
-
-    def close(self, slot: Slot) -> None:
-        bubblewrap.unmount(slot.folder)
-        os.rmdir(slot.folder)
+        folder.mkdir()
+        config = bundle_config(slot.folder, request.argv, request.env, limits)
+        (folder / "config.json").write_text(json.dumps(config))
+        argv = [self._runsc, "--root", str(folder / "state"), "--network=none", "--ignore-cgroups"]
+        argv += ["run", "--bundle", str(folder), name]
+        yield Spawn(argv=argv, options={"env": {"PATH": os.environ["PATH"]}})
 
 
 class PlainSlots:
@@ -164,7 +178,7 @@ class PlainSlots:
 
     def open(self, request: Request) -> Slot:
         folder = tempfile.mkdtemp(prefix="tidemill-sandbox-")
-        slot = Slot(number=0, folder=folder, owner=None, limits=request.limits, network=request.network)
+        slot = Slot(folder=folder, owner=None, limits=request.limits, network=request.network)
         _make_folders(slot)
         return slot
 
@@ -186,16 +200,6 @@ class PlainSlots:
 
     def close(self, slot: Slot) -> None:
         shutil.rmtree(slot.folder, ignore_errors=True)
-
-
-def _mount(slot: Slot, request: Request) -> None:
-    """Mount the scratch of a sandbox, and what it sees besides the image."""
-    ours = 2 + len(FOLDERS) + len(request.visible) + bool(request.network)  # the root, `mnt`, and what is in them
-    bubblewrap.mount_scratch(slot.folder, slot.limits.scratch_bytes, slot.limits.scratch_files + ours)
-    _make_folders(slot)
-    Path(slot.folder, "mnt").mkdir(mode=0o755)
-    for name, path in request.visible.items():
-        bubblewrap.show(path, f"{slot.folder}/mnt/{name}")
 
 
 def _make_folders(slot: Slot) -> None:

@@ -76,7 +76,7 @@ class Scripted:
                         raise self.error
                 part = ids[start : start + self.step]
                 finish = ("length" if cut else "stop") if start + self.step >= len(ids) else None
-                for index in range(requested.n):
+                for index in range(requested.params.n):
                     yield TokenChunk(
                         index=index,
                         token_ids=pack_tokens(part),

@@ -181,7 +181,7 @@ async def test_completions_of_texts_and_token_ids() -> None:
     ]
     assert both["choices"][0]["logprobs"]["text_offset"] == [0, 1, 2, 3, 4]
     assert unpack_tokens(served.requested[2].prompt_ids) == [5, 6, 7]
-    assert (served.requested[2].seed, ids["choices"][0]["finish_reason"]) == (3, "stop")
+    assert (served.requested[2].params.seed, ids["choices"][0]["finish_reason"]) == (3, "stop")
     assert "".join(chunk["choices"][0]["text"] for chunk in events(stream.text)[:-1]) == "Hello"
 
 

@@ -31,7 +31,7 @@ from tidemill.core.records import (
 from tidemill.gateway import sessions as sessions_module
 from tidemill.gateway.app import Gateway
 from tidemill.gateway.server import listen, serving
-from tidemill.gateway.session_log import SessionEvent, SessionLog
+from tidemill.gateway.session import SessionEvent, SessionLog
 from tidemill.gateway.sessions import Sessions
 from tidemill.runtime.gateway import ServedSessions, write_hermes
 from tidemill.trainer.packing import rows_of
@@ -620,7 +620,7 @@ async def test_sessions_with_one_name_are_of_one_group(tmp_path: Path, monkeypat
         async def place(group: str) -> int:
             path, _ = await opened(http, group=group)
             session = sessions.named(path.rpartition("/")[2])
-            return session.sample_id.epoch
+            return session.place[1]
 
         places = [await place(group) for group in ("a", "b", "a", "b")]
         assert places[0] == places[2] != places[1] == places[3]

@@ -11,7 +11,7 @@ from typing import Any, Literal, Union
 
 from pydantic import BaseModel, ConfigDict, Field, RootModel, ValidationError, create_model
 
-from tidemill.agents.environment import TOOL_MARK, ToolEnvironment, ToolOptions
+from tidemill.agents.environment import TOOL_MARK, Environment, ToolEnvironment, ToolOptions
 from tidemill.config.sandbox import SandboxConfig
 from tidemill.core.errors import UserError, exception_text
 from tidemill.extensions.results import place_of
@@ -65,13 +65,16 @@ def finish(self: Any, answer: str) -> str:
     return answer
 
 
-def tools_of(environment: type[ToolEnvironment], params: dict[str, Any], sandbox: SandboxConfig) -> dict[str, Tool]:
+def tools_of(environment: type[Environment], params: dict[str, Any], sandbox: SandboxConfig) -> dict[str, Tool]:
     """The tools of a class by name, in the order of their definition, and those that it serves with these arguments.
+    Classes other than `ToolEnvironment` have none.
 
     Raises:
         UserError: a tool without `self` or docstring, a parameter without type hint or of a type that JSON schemas do
             not have, two tools of one name.
     """
+    if not issubclass(environment, ToolEnvironment):
+        return {}
     functions: dict[str, Any] = {}
     owners: dict[str, type] = {}
     for owner in reversed(environment.__mro__):

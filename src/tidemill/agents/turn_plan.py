@@ -88,7 +88,7 @@ class TurnPlanner:
         self._environment, self._config, self._format = environment, config, format
         with_tools = environment if issubclass(environment, ToolEnvironment) else None
         self.uses_tools = with_tools is not None
-        self.tools: dict[str, Tool] = tools_of(with_tools, config.params, sandbox) if with_tools else {}
+        self.tools: dict[str, Tool] = tools_of(environment, config.params, sandbox)
         self.scores = with_tools is not None and with_tools.score is not ToolEnvironment.score
         self._stateful = with_tools is None or with_tools.stateful
         self._finish = with_tools is not None and with_tools.offer_finish

@@ -159,7 +159,8 @@ def _function_parts(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
             continue
     yield "", function.__defaults__ or ()
     yield "", tuple((function.__kwdefaults__ or {}).values())
-    for name in _global_names(function.__code__):
+    loaded = (each.argval for each in _instructions(function.__code__) if each.opname == "LOAD_GLOBAL")
+    for name in dict.fromkeys(loaded):
         if name in function.__globals__:
             yield name, function.__globals__[name]
 
@@ -170,10 +171,6 @@ def _instructions(code: types.CodeType) -> Iterator[dis.Instruction]:
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             yield from _instructions(constant)
-
-
-def _global_names(code: types.CodeType) -> list[str]:
-    return list(dict.fromkeys(each.argval for each in _instructions(code) if each.opname == "LOAD_GLOBAL"))
 
 
 def _assigned(function: types.FunctionType) -> str:

@@ -52,10 +52,9 @@ class Keys:
     """
 
     def __init__(self, file: Path | None) -> None:
-        self._file, self._stamp = file, _stamp(file) if file is not None and file.exists() else ()
-        self._keys: tuple[bytes, ...] = ()
-        if file is not None:
-            self._keys = self._read(file)
+        self._file = file
+        self._stamp = _stamp(file) if file is not None else ()
+        self._keys = self._read(file) if file is not None else ()
 
     def check(self, request: Request) -> str:
         """The client's key; empty without keys.
@@ -78,10 +77,7 @@ class Keys:
         return given.decode()
 
     def _read_if_changed(self, file: Path) -> None:
-        try:
-            stamp = _stamp(file)
-        except OSError:
-            stamp = ()
+        stamp = _stamp(file)
         if stamp == self._stamp:
             return
         self._stamp = stamp
@@ -106,8 +102,11 @@ class Keys:
 
 
 def _stamp(file: Path) -> tuple[int, ...]:
-    """Changes whenever the file, its place or its mode does. Raises OSError."""
-    found = file.stat()
+    """Changes whenever the file, its place or its mode does."""
+    try:
+        found = file.stat()
+    except OSError:
+        return ()
     return found.st_mtime_ns, found.st_size, found.st_ino, found.st_mode
 
 

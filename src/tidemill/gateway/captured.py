@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from tidemill.core.records import ITEM_BYTES, Episode, Turn, unpack_tokens
 
@@ -26,10 +25,6 @@ class Captured:
         """The turns that answer the last request, oldest first: several if it asked for `n` of them."""
         return self.requests[-1] if self.turns else ()
 
-    def named(self, state_key: str) -> Sequence[int]:
-        """The turns that answer an earlier request."""
-        return [place for place, turn in enumerate(self.turns) if turn.state_key == state_key]
-
     @property
     def context(self) -> list[int]:
         """What the policy saw before the last turn."""
@@ -45,15 +40,6 @@ class Captured:
             else:
                 found.append([place])
         return found
-
-    def about(self, index: int) -> dict[str, Any]:
-        """A turn for clients."""
-        return {"text": self.turns[index].text, "token_ids": self.turn_ids(index)}
-
-    @property
-    def generated(self) -> int:
-        """Tokens that the policy generated."""
-        return sum(turn.end - turn.start for turn in self.turns)
 
     @property
     def branches(self) -> list[list[int]]:

@@ -197,7 +197,7 @@ class Sessions:
         """Why there is no answer to a further request."""
         if len(captured.turns) >= self._turns:
             return f"the session has had its {self._turns} answers (`gateway.session_turns`)"
-        if captured.generated >= self._sampling.max_new_tokens:
+        if sum(turn.end - turn.start for turn in captured.turns) >= self._sampling.max_new_tokens:
             return f"the session has used its {self._sampling.max_new_tokens} tokens (`sampling.max_new_tokens`)"
         return None
 
@@ -347,8 +347,8 @@ class Sessions:
             live = LiveAnswer(state_key, params.n)
             if (captured := session.captured) is not None:
                 last = bool(captured.turns) and captured.turns[-1].state_key == state_key
-                same = captured.choices if last else captured.named(state_key) if params.retry_key else ()
-                live.complete(captured, same)
+                answers = [at for at, turn in enumerate(captured.turns) if turn.state_key == state_key]
+                live.complete(captured, captured.choices if last else answers if params.retry_key else ())
             if live.open:
                 session.live = live
                 session.request = requested
@@ -373,7 +373,12 @@ class Sessions:
             "group": session.group or None,
             "metadata": session.metadata,
             "turns": [
-                {"answers": [captured.about(answer) for answer in answers], "reward": session.turn_rewards.get(place)}
+                {
+                    "answers": [
+                        {"text": captured.turns[at].text, "token_ids": captured.turn_ids(at)} for at in answers
+                    ],
+                    "reward": session.turn_rewards.get(place),
+                }
                 for place, answers in enumerate(requests)
                 if captured is not None
             ],

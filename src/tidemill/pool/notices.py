@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
+
+import httpx2
 
 from tidemill.core.errors import TidemillError
 from tidemill.core.records import Record
 
 LINK_LOCAL = "http://169.254.169.254"
 """The metadata address of all three clouds, reachable only from the machine itself."""
+DETECTIONS = 3
+DETECT_AGAIN_S = 20.0
+"""The metadata service of a machine that just started may not answer yet."""
 GOOGLE_GRACE_S = 30.0  # from `preempted` to the shutdown
 AZURE_API = "2020-07-01"
 
@@ -29,13 +35,8 @@ class Notice(Record):
     cause: str  # for the event log
 
 
-class Fetch(Protocol):
-    async def __call__(self, method: str, url: str, headers: Mapping[str, str], timeout_s: float) -> tuple[int, bytes]:
-        """Return status and body; follows no redirect, uses no proxy.
-
-        Raises:
-            OSError: no answer, including TimeoutError.
-        """
+Fetch: TypeAlias = Callable[[str, str, Mapping[str, str], float], Awaitable[tuple[int, bytes]]]
+"""Return status and body for method, URL, headers and seconds. Raises OSError: no answer, including TimeoutError."""
 
 
 class Endpoint(Record):
@@ -211,3 +212,48 @@ def _seconds_to(time: Any, now_unix_s: float) -> float:
             moment = moment.replace(tzinfo=UTC)
         return max(0.0, moment.timestamp() - now_unix_s)
     return 0.0
+
+
+class HttpFetch:
+    """Plain HTTP requests to a metadata service: no proxy, no redirects, one deadline for the whole answer."""
+
+    def __init__(self) -> None:
+        # Proxies of the environment must not get requests that concern this machine; the service has no TLS.
+        self._client = httpx2.AsyncClient(trust_env=False, follow_redirects=False, verify=False)
+
+    async def __call__(self, method: str, url: str, headers: Mapping[str, str], timeout_s: float) -> tuple[int, bytes]:
+        try:
+            async with asyncio.timeout(timeout_s):
+                response = await self._client.request(method, url, headers=dict(headers), timeout=timeout_s)
+        except httpx2.HTTPError as error:
+            raise OSError(f"{url}: {error!r}") from error
+        return response.status_code, response.content
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+
+async def watch_cloud_notices(
+    on_notice: Callable[[Notice], None],
+    *,
+    endpoints: Mapping[str, Endpoint] | None = None,
+    unix_s: Callable[[], float] = time.time,
+) -> None:
+    """Wait for the termination notice of the first cloud that is detected; return at once if there is none.
+
+    Args:
+        endpoints: by name of the cloud; by default the link-local address for all.
+    """
+    if endpoints is None:
+        endpoints = dict.fromkeys(CLOUDS, Endpoint())
+    fetch = HttpFetch()
+    try:
+        for attempt in range(DETECTIONS):
+            cloud = await detect(fetch, endpoints)
+            if cloud is not None:
+                on_notice(await watch(cloud, fetch, endpoints[cloud.name], unix_s=unix_s))
+                return
+            if attempt < DETECTIONS - 1:
+                await asyncio.sleep(DETECT_AGAIN_S)
+    finally:
+        await fetch.close()

@@ -9,7 +9,6 @@ from bisect import bisect_right, insort
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 from tidemill.core.errors import UserError
 from tidemill.core.records import Record
@@ -177,15 +176,6 @@ def _from_json(text: str, source: str) -> CapacityTrace:
     except json.JSONDecodeError as error:
         where = f"{source}:{error.lineno}"
         raise UserError(f"invalid JSON: {error.msg} at column {error.colno}", where=where, hint=JSON_SHAPE) from error
-    gap_s, data = _gap_and_counts(tree, source)
-    for at, count in enumerate(data):
-        if isinstance(count, bool) or not isinstance(count, int) or count < 0:
-            what = f"{json.dumps(count)} is not a number of machines"
-            raise UserError(what, where=f"{source}: data[{at}]", hint="each is 0, 1, 2, ...")
-    return CapacityTrace.of(((at * gap_s, count) for at, count in enumerate(data)), end_s=len(data) * gap_s)
-
-
-def _gap_and_counts(tree: Any, source: str) -> tuple[float, list[Any]]:
     metadata = tree.get("metadata") if isinstance(tree, dict) else None
     gap_s = metadata.get("gap_seconds") if isinstance(metadata, dict) else None
     if isinstance(gap_s, int | float) and gap_s < 0:
@@ -193,8 +183,14 @@ def _gap_and_counts(tree: Any, source: str) -> tuple[float, list[Any]]:
         raise UserError(what, where=f"{source}: metadata.gap_seconds", hint=JSON_SHAPE)
     if isinstance(gap_s, bool) or not isinstance(gap_s, int | float) or not 0 < gap_s < 1e9:
         raise UserError("no metadata.gap_seconds above 0", where=source, hint=JSON_SHAPE)
-    if not isinstance(tree.get("data"), list):
+    if not isinstance(data := tree.get("data"), list):
         raise UserError("no list `data`", where=source, hint=JSON_SHAPE)
-    if not tree["data"]:
+    if not data:
         raise UserError("`data` is empty", where=source, hint=JSON_SHAPE)
-    return float(gap_s), tree["data"]
+    for at, count in enumerate(data):
+        if isinstance(count, bool) or not isinstance(count, int) or count < 0:
+            what = f"{json.dumps(count)} is not a number of machines"
+            raise UserError(what, where=f"{source}: data[{at}]", hint="each is 0, 1, 2, ...")
+    return CapacityTrace.of(
+        ((at * float(gap_s), count) for at, count in enumerate(data)), end_s=len(data) * float(gap_s)
+    )

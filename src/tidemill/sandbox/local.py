@@ -93,12 +93,11 @@ class LocalSandbox:
                     raise SandboxLostError("the sandbox is closed")
                 send(self._connection, Request(method="start", argv=tuple(argv), env=dict(env), stream=name))
                 self._started = True
-        except OSError as error:
+        except (OSError, SandboxError) as error:
             stream.close()
+            if isinstance(error, SandboxError):
+                raise
             raise SandboxLostError(f"the sandbox is lost: {error}") from error
-        except SandboxError:
-            stream.close()
-            raise
         return SandboxedProgram(stream=stream, finish=self._finish)
 
     def _finish(self, wait_s: float) -> Finished:
@@ -243,13 +242,6 @@ def launcher(backend: Backend) -> LauncherProcess:
         if found is None:
             found = _launchers[backend] = LauncherProcess(backend)
         return found
-
-
-def close_launchers() -> None:
-    """End all sandboxes of this process."""
-    with _lock:
-        while _launchers:
-            _launchers.popitem()[1].close()
 
 
 def _after_fork() -> None:

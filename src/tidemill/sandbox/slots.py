@@ -18,14 +18,13 @@ from typing import Any, Protocol
 from tidemill.sandbox import bubblewrap
 from tidemill.sandbox.messages import Request
 from tidemill.sandbox.network import hosts_file
-from tidemill.sandbox.oci import bundle_config
+from tidemill.sandbox.oci import OPEN_FILES, bundle_config
 from tidemill.sandbox.records import Limits
 from tidemill.sandbox.scratch import Scratch
 from tidemill.sandbox.seccomp import seccomp_program
 
 FIRST_USER, FEW_USERS = 1_900_000_000, 60_000
 """First user id of slots, above those of people, services and containers; and the one where fewer ids exist."""
-OPEN_FILES = 256
 PR_CAP_AMBIENT, CLEAR_ALL = 47, 4
 FOLDERS = ("work", "tmp", "shm")
 

@@ -224,7 +224,7 @@ class VllmEngine:
     def bind(self, snapshot: Snapshot, part: Part) -> None:
         """Copy a verified snapshot into the model, or add its adapter; `load` must follow.
 
-        Implements `rollout.pulled.SnapshotUser`.
+        Implements `rollout.weight_sources.SnapshotUser`.
         """
         self.receive(tensor_views(snapshot.manifest.tensors, snapshot.buffer), part)
 
@@ -235,7 +235,7 @@ class VllmEngine:
         return str(current_platform.device_type)
 
     def receive(self, tensors: WeightStream, part: Part) -> None:
-        """As `bind`, tensor by tensor. Implements `rollout.streamed.StreamUser`, as do the next methods."""
+        """As `bind`, tensor by tensor. Implements `rollout.weight_sources.StreamUser`, as do the next methods."""
         from tidemill.rollout.engines.vllm import transfer
 
         if self._adapters is not None and part == "learned":
@@ -351,7 +351,8 @@ class VllmEngine:
     def _take(self, output: Any) -> None:
         name = output.request_id
         if name == self._probe.name:
-            self._probe.logprobs = _prompt_logprobs(output)
+            rows = zip(output.prompt_logprobs, output.prompt_token_ids, strict=True)
+            self._probe.logprobs = [float(each[token].logprob) for each, token in rows if each]  # all but the first
             return
         sequence = self._running.get(name)
         if sequence is None:  # ended by us, and not yet known to vLLM
@@ -401,9 +402,3 @@ def _logprob(sequence: Sequence, completion: Any, at: int) -> float:
     from tidemill.rollout.engines.vllm.noise import drawn_logprobs
 
     return drawn_logprobs[sequence.seed, sequence.known - 1]
-
-
-def _prompt_logprobs(output: Any) -> list[float]:
-    """Of the tokens after the first."""
-    rows = zip(output.prompt_logprobs, output.prompt_token_ids, strict=True)
-    return [float(each[token].logprob) for each, token in rows if each]

@@ -11,7 +11,7 @@ from collections.abc import Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from contextvars import copy_context
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -74,14 +74,10 @@ def attend(stream: socket.socket, settings: bytes, role: bytes) -> None:
         loop.run_until_complete(_send_each(stream, calls))
 
 
-_classes: dict[Target, Any] = {}
-
-
+@cache
 def _load(target: Target) -> Any:
     """The class, which forks have from the server."""
-    if target not in _classes:
-        _classes[target] = target.load(where=WHERE)
-    return _classes[target]
+    return target.load(where=WHERE)
 
 
 def _sandbox_config(given: EnvironmentSettings) -> SandboxConfig:

@@ -99,7 +99,6 @@ def main() -> None:
     ipc.adopt_descendants()
     # Ctrl-C is for the run, which then closes the socket. Programs that user code starts would inherit SIG_IGN.
     signal.signal(signal.SIGINT, lambda *_: None)
-    sys.path[:] = setup.path
     settings = Path(f"/proc/self/fd/{setup.settings}").read_bytes()
     service: Any = importlib.import_module(setup.service)
     helpers: list[int] = []

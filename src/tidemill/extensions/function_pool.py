@@ -30,11 +30,10 @@ from tidemill.extensions.function_process import (
     FunctionTarget,
     Reply,
     Role,
-    settings_of,
 )
 from tidemill.extensions.portable import Target
 from tidemill.extensions.processes import ForkedProcess, ForkServer, LostError
-from tidemill.extensions.scores import Score
+from tidemill.extensions.results import Score
 
 GROW_S = 0.05
 """Calls that wait for longer are given more processes."""
@@ -83,7 +82,7 @@ class FunctionProcesses:
         if self._closed:
             raise CallError(CLOSED)
         if self._server is None:
-            self._server = ForkServer(SERVICE, settings_of(self._targets))
+            self._server = ForkServer(SERVICE, msgspec.msgpack.encode(self._targets))
         served = (
             [function]
             if function.lists

@@ -13,6 +13,7 @@ import socket
 import time
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import cache
 from typing import Any, TypeAlias
 
 import msgspec
@@ -23,7 +24,7 @@ from tidemill.core.records import Record
 from tidemill.extensions.calls import CallError, call_error
 from tidemill.extensions.fork_server import DATA, READY, receive, send
 from tidemill.extensions.portable import Target
-from tidemill.extensions.scores import Score, score_of
+from tidemill.extensions.results import Score, score_of
 
 SERVICE = __name__
 ALIVE = 0
@@ -67,10 +68,6 @@ class Reply(Record):
     scores: tuple[tuple[float, dict[str, float]] | str | None, ...] = ()
     error: str = ""  # of the whole call
     seconds: float = 0.0  # that the call took; 0: not measured
-
-
-def settings_of(functions: list[FunctionTarget]) -> bytes:
-    return msgspec.msgpack.encode(functions)
 
 
 def preload(settings: bytes) -> list[int]:
@@ -121,15 +118,13 @@ class _Function:
         return Reply(number=call.number, scores=scores_of(result, call.count, self.weights), seconds=seconds)
 
 
-_loaded: dict[bytes, list[_Function]] = {}
 _requests = msgspec.msgpack.Decoder(Requests)
 
 
+@cache
 def _functions(settings: bytes) -> list[_Function]:
     """The functions of the settings; those that the server has loaded, in its forks."""
-    if settings not in _loaded:
-        _loaded[settings] = [_Function(each) for each in msgspec.msgpack.decode(settings, type=list[FunctionTarget])]
-    return _loaded[settings]
+    return [_Function(each) for each in msgspec.msgpack.decode(settings, type=list[FunctionTarget])]
 
 
 async def _attend_together(stream: socket.socket, functions: list[_Function]) -> None:

@@ -53,11 +53,6 @@ class Extension:
     def name(self) -> str:
         return self.ref.rpartition(":")[2]
 
-    @property
-    def importable(self) -> bool:
-        """Whether another process can import it."""
-        return bool(self.path)
-
 
 _session: dict[tuple[Kind, str], Extension] = {}
 """The functions that were given as objects in this process; a later one replaces an earlier one of its name."""
@@ -167,7 +162,7 @@ def provide(extensions: Iterable[Extension]) -> None:
 
 def session_functions() -> list[Extension]:
     """The given functions of the trainer that another process cannot import; they travel by value."""
-    return [each for each in _session.values() if not each.importable and each.kind in TRAINER_KINDS]
+    return [each for each in _session.values() if not each.path and each.kind in TRAINER_KINDS]
 
 
 def _loaded(ref: str, path: str, kind: Kind, where: str) -> Extension:

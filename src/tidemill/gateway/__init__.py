@@ -14,7 +14,7 @@ is the request's digest, so the ledger that restores a sample also knows which a
 derived from a secret of the run and the sample's id; what clients do beside their requests is in `sessions.jsonl`. Only
 the environment ends a sample: at its token limit a client may still give a reward. Several answers to one request are
 turns that each start a branch with the same context; the observation after them names the turns that are not trained
-(`Observation.unchosen`), so the choice is in the ledger too. `gateway/captured.py` reads a session's tokens, turns
+(`Observation.unchosen`), so the choice is in the ledger too. `matching.py` reads a session's tokens, turns
 and branches from the controller's `Episode`; the gateway keeps no token of its own that a restart would lose. A
 resumed run comes to its samples one after the other: until then the keys of earlier sessions get status 503, which
 SDKs repeat.

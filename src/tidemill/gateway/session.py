@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections import defaultdict
-from collections.abc import AsyncGenerator, Collection, Sequence
+from collections import Counter, defaultdict
+from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,8 +13,8 @@ import msgspec
 
 from tidemill.core.records import ITEM_BYTES, Prompt, Record, SampleId, count
 from tidemill.gateway.backend import CompletionRequest, TokenChunk
-from tidemill.gateway.captured import Captured
 from tidemill.gateway.errors import ApiError
+from tidemill.gateway.matching import Captured
 
 
 class Session:
@@ -58,21 +58,17 @@ class LiveAnswer:
     def __init__(self, state_key: str, n: int) -> None:
         self.state_key, self.left, self.chunks = state_key, n, list[TokenChunk]()
         self.error: ApiError | None = None
-        self._received: dict[int, int] = {}  # tokens by answer
+        self.received = Counter[int]()  # tokens, by answer
         self._changed = asyncio.Event()
 
     @property
     def open(self) -> bool:
         return self.left > 0 and self.error is None
 
-    def received(self, index: int) -> int:
-        """Tokens of an answer so far."""
-        return self._received.get(index, 0)
-
     def add(self, chunk: TokenChunk) -> None:
         self.chunks.append(chunk)
         self.left -= chunk.finish is not None
-        self._received[chunk.index] = self.received(chunk.index) + count(chunk.token_ids)
+        self.received[chunk.index] += count(chunk.token_ids)
         self._wake()
 
     def complete(self, captured: Captured, turns: Sequence[int]) -> None:
@@ -80,7 +76,7 @@ class LiveAnswer:
         finished = {chunk.index for chunk in self.chunks if chunk.finish is not None}
         for index, turn in enumerate(turns):
             if index not in finished:
-                known = self.received(index) * ITEM_BYTES
+                known = self.received[index] * ITEM_BYTES
                 token_ids, logprobs = (part[known:] for part in captured.turn_tokens(turn))
                 finish = captured.turns[turn].finish
                 self.add(TokenChunk(index=index, token_ids=token_ids, logprobs=logprobs, finish=finish))
@@ -125,32 +121,24 @@ class SessionLog:
     """Appends a line for each event; when `write` returns it is durable. A torn last line is ignored.
 
     Attributes:
+        earlier: the events of each session before a restart, in their order.
         opened_by: names of sessions of before a restart by `SessionEvent.opened_by`.
     """
 
     def __init__(self, path: Path) -> None:
-        self._earlier = defaultdict[str, list[SessionEvent]](list)
+        self.earlier = defaultdict[str, list[SessionEvent]](list)
         for line in path.read_bytes().splitlines() if path.exists() else ():
             try:
                 noted = msgspec.json.decode(line, type=SessionEvent)
             except msgspec.DecodeError:
                 continue
-            self._earlier[noted.session].append(noted)
+            self.earlier[noted.session].append(noted)
         self.opened_by = {
-            each.opened_by: name for name, noted in self._earlier.items() for each in noted if each.opened_by
+            each.opened_by: name for name, noted in self.earlier.items() for each in noted if each.opened_by
         }
         self._file = path.open("ab", buffering=0)
         if path.stat().st_size:
             self._file.write(b"\n")  # after a torn line
-
-    def earlier(self, session: str) -> Sequence[SessionEvent]:
-        """The events of a session before a restart, in their order."""
-        return self._earlier.get(session, ())
-
-    @property
-    def names(self) -> Collection[str]:
-        """Sessions of before a restart."""
-        return self._earlier.keys()
 
     def write(self, noted: SessionEvent) -> None:
         self._file.write(msgspec.json.encode(noted) + b"\n")

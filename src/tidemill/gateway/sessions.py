@@ -29,9 +29,8 @@ from tidemill.core.records import (
     unpack_tokens,
 )
 from tidemill.gateway.backend import CompletionRequest, TokenChunk
-from tidemill.gateway.captured import Captured
 from tidemill.gateway.errors import RATE, SERVER, ApiError, invalid, unsupported
-from tidemill.gateway.matching import Matching, hash_of, state_key_of
+from tidemill.gateway.matching import Captured, Matching, hash_of, state_key_of
 from tidemill.gateway.requests import CompletionParams
 from tidemill.gateway.session import LiveAnswer, Session, SessionEvent, SessionLog
 
@@ -73,7 +72,7 @@ class Sessions:
         self._by_sample: dict[SampleId, Session] = {}
         self._by_name: dict[str, Session] = {}
         self._by_key: dict[str, Session] = {}
-        self._earlier = {self._key(name): name for name in log.names}  # of before a restart, not seen again yet
+        self._earlier = {self._key(name): name for name in log.earlier}  # of before a restart, not seen again yet
         self._wait_until_s = unix_s() + idle_s  # for those that had not ended
         self._members = Counter[tuple[str, int]]()  # sessions of each group: by prompt id and epoch
         self._group_until_s: dict[tuple[str, int], float] = {}  # by prompt id and epoch
@@ -179,7 +178,7 @@ class Sessions:
         if session is None or session.live is None or session.request is None:
             return
         live, index = session.live, session.choice
-        if length > (first := start + live.received(index)):
+        if length > (first := start + live.received[index]):
             part = slice(first * ITEM_BYTES, length * ITEM_BYTES)
             live.add(TokenChunk(index=index, token_ids=token_ids[part], logprobs=logprobs[part]))
 
@@ -229,7 +228,7 @@ class Sessions:
         """Whether a resumed run may still come to a session of before the restart."""
         if name is None:
             return False
-        ended = any(noted.event in ("ended", "failed") for noted in self._log.earlier(name))
+        ended = any(noted.event in ("ended", "failed") for noted in self._log.earlier.get(name, ()))
         return (
             not ended and name not in self._over and name not in self._by_name and self._unix_s() < self._wait_until_s
         )
@@ -397,7 +396,7 @@ class Sessions:
             name = f"{episode.sample_id.key:016x}-{episode.restarts}"
             key = self._key(name)
             found = Session(name, key, episode.sample_id, episode.prompt)
-            for noted in self._log.earlier(name):
+            for noted in self._log.earlier.get(name, ()):
                 found.recall(noted)
             self._by_sample[episode.sample_id] = self._by_name[name] = self._by_key[key] = found
             self._earlier.pop(key, None)

@@ -109,8 +109,13 @@ class ScheduledProvider:
             if now_s >= deadline_s - CLOCK_RESOLUTION_S:
                 return None
             self._woken.clear()
+            times = [deadline_s]  # also of the next change, and of the next end of a back-off
+            if self._next_change is not None:
+                times.append(self._start_s + self._next_change.time_s)
+            if len(self._held) < self._wanted:
+                times += [place.retry_s for place in self._places.values() if place.offered]
             with suppress(TimeoutError):
-                async with asyncio.timeout(min(deadline_s, self._next_s()) - now_s):
+                async with asyncio.timeout(min(times) - now_s):
                     await self._woken.wait()
 
     async def release(self, lease_id: str) -> None:
@@ -180,10 +185,3 @@ class ScheduledProvider:
         )
         self._held[place.lease.lease_id] = place
         self._events.append(LeaseGranted(lease=place.lease))
-
-    def _next_s(self) -> float:
-        """Time of the next change or back-off end."""
-        times = [math.inf if self._next_change is None else self._start_s + self._next_change.time_s]
-        if len(self._held) < self._wanted:
-            times += [place.retry_s for place in self._places.values() if place.offered]
-        return min(times)

@@ -137,18 +137,8 @@ def sandbox_command(
     options += ["--ro-bind", IMAGE, "/", "--proc", "/proc", "--dev", "/dev"]
     for name, path in (("work", WORK), ("tmp", "/tmp"), ("shm", "/dev/shm")):
         options += ["--bind", f"{slot}/{name}", path]
-    options += [
-        "--ro-bind",
-        f"{slot}/mnt",
-        "/mnt",
-        "--remount-ro",
-        "/dev",
-        "--chdir",
-        WORK,
-        "--seccomp",
-        str(filter_fd),
-    ]
-    options += ["--json-status-fd", str(status_fd)]
+    options += ["--ro-bind", f"{slot}/mnt", "/mnt", "--remount-ro", "/dev", "--chdir", WORK]
+    options += ["--seccomp", str(filter_fd), "--json-status-fd", str(status_fd)]
     if block_fd is not None:
         options += ["--ro-bind", f"{slot}/hosts", "/etc/hosts", "--block-fd", str(block_fd)]
     for name, value in {"PATH": PATH, "HOME": WORK, "LANG": "C.UTF-8", **env}.items():

@@ -25,11 +25,10 @@ import msgspec
 
 from tidemill.core import ipc
 from tidemill.sandbox import bubblewrap
-from tidemill.sandbox.command import KILL_S, Command, kill_tree
+from tidemill.sandbox.command import KILL_S, Command, kill_tree, read_processes
 from tidemill.sandbox.messages import Backend, Reply, Request, Setup
 from tidemill.sandbox.records import Finished, SandboxError, SandboxLostError
 from tidemill.sandbox.slots import BubblewrapSlots, PlainSlots, RunscSlots, Slot, Slots
-from tidemill.sandbox.usage import read_processes
 
 PROGRAM = """\
 import json, sys

@@ -9,16 +9,16 @@ import os
 import resource
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from tidemill.sandbox import bubblewrap
+from tidemill.sandbox.bubblewrap import IMAGE, PATH, USER, WORK
 from tidemill.sandbox.messages import Request
 from tidemill.sandbox.network import hosts_file
-from tidemill.sandbox.oci import OPEN_FILES, bundle_config
 from tidemill.sandbox.records import Limits
 from tidemill.sandbox.scratch import Scratch
 from tidemill.sandbox.seccomp import seccomp_program
@@ -26,7 +26,10 @@ from tidemill.sandbox.seccomp import seccomp_program
 FIRST_USER, FEW_USERS = 1_900_000_000, 60_000
 """First user id of slots, above those of people, services and containers; and the one where fewer ids exist."""
 PR_CAP_AMBIENT, CLEAR_ALL = 47, 4
+OPEN_FILES = 256
 FOLDERS = ("work", "tmp", "shm")
+NAMESPACES = ("pid", "network", "ipc", "uts", "mount")
+"""Of gVisor."""
 
 
 @dataclass(kw_only=True)
@@ -158,7 +161,7 @@ class RunscSlots(MountedSlots):
     def open(self, request: Request) -> Slot:
         if request.network:
             raise OSError("runsc has no network here; use bwrap for sandbox.network")
-        return self.mount(request, next(self._numbers), bubblewrap.USER)
+        return self.mount(request, next(self._numbers), USER)
 
     @contextmanager
     def spawn(self, slot: Slot, request: Request, limits: Limits) -> Iterator[Spawn]:
@@ -170,6 +173,53 @@ class RunscSlots(MountedSlots):
         argv = [self._runsc, "--root", str(folder / "state"), "--network=none", "--ignore-cgroups"]
         argv += ["run", "--bundle", str(folder), name]
         yield Spawn(argv=argv, options={"env": {"PATH": os.environ["PATH"]}})
+
+
+def bundle_config(slot: str, argv: Sequence[str], env: Mapping[str, str], limits: Limits) -> dict[str, Any]:
+    """What `runsc run` is given, by the runtime specification of the Open Container Initiative. (`runsc do` would show
+    the files of the host.)
+
+    Args:
+        slot: folder with `work`, `tmp`, `shm` and `mnt`.
+    """
+    variables = {"PATH": PATH, "HOME": WORK, "LANG": "C.UTF-8", **env}
+    rlimits = {
+        "RLIMIT_NPROC": limits.processes,
+        "RLIMIT_NOFILE": OPEN_FILES,
+        "RLIMIT_CORE": 0,
+        "RLIMIT_FSIZE": limits.scratch_bytes,
+        "RLIMIT_DATA": limits.memory_bytes,
+    }
+    return {
+        "ociVersion": "1.0.2",
+        "process": {
+            "terminal": False,
+            "user": {"uid": USER, "gid": USER},
+            "args": list(argv),
+            "env": [f"{name}={value}" for name, value in variables.items()],
+            "cwd": WORK,
+            "capabilities": {},
+            "rlimits": [{"type": name, "hard": value, "soft": value} for name, value in rlimits.items()],
+            "noNewPrivileges": True,
+        },
+        "root": {"path": IMAGE, "readonly": True},
+        "hostname": "sandbox",
+        "mounts": [
+            {"destination": "/proc", "type": "proc", "source": "proc"},
+            {"destination": "/dev", "type": "tmpfs", "source": "tmpfs", "options": ["nosuid", "mode=755", "size=64k"]},
+            *(
+                {"destination": path, "type": "bind", "source": f"{slot}/{name}", "options": ["bind", "rw", "nosuid"]}
+                for name, path in (("work", WORK), ("tmp", "/tmp"), ("shm", "/dev/shm"))
+            ),
+            {"destination": "/mnt", "type": "bind", "source": f"{slot}/mnt", "options": ["rbind", "ro", "nosuid"]},
+        ],
+        "linux": {
+            "namespaces": [{"type": name} for name in NAMESPACES],
+            "resources": {"pids": {"limit": limits.processes}, "memory": {"limit": limits.memory_bytes}},
+            "maskedPaths": ["/proc/kcore", "/proc/keys", "/proc/sysrq-trigger"],
+            "readonlyPaths": ["/proc/sys"],
+        },
+    }
 
 
 class PlainSlots:
@@ -184,7 +234,7 @@ class PlainSlots:
     @contextmanager
     def spawn(self, slot: Slot, request: Request, limits: Limits) -> Iterator[Spawn]:
         env = {
-            "PATH": bubblewrap.PATH,
+            "PATH": PATH,
             "HOME": f"{slot.folder}/work",
             "LANG": "C.UTF-8",
             "TMPDIR": f"{slot.folder}/tmp",

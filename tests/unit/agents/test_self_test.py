@@ -42,7 +42,7 @@ async def test_others_are_named() -> None:
 
 def test_environments_are_found_by_name_and_identified_by_their_file(tmp_path: Path) -> None:
     found = find_environment(EnvConfig(name="guess", params={"guesses": 5}))
-    assert (found.function, found.importable) == (Guess, True)
+    assert (found.function, bool(found.path)) == (Guess, True)
     assert find_environment(EnvConfig(name="calculator")).function is Calculator
     file = tmp_path / "mine.py"
     text = Path(envs.__file__).read_text()

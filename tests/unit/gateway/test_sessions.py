@@ -706,9 +706,9 @@ def test_a_log_remembers_whole_lines(tmp_path: Path) -> None:
     again.close()
 
     last = SessionLog(path)
-    assert [noted.event for noted in last.earlier("a")] == ["reward", "ended"]
-    assert [noted.event for noted in last.earlier("b")] == ["attached"]
-    assert not last.earlier("c")
+    assert [noted.event for noted in last.earlier["a"]] == ["reward", "ended"]
+    assert [noted.event for noted in last.earlier["b"]] == ["attached"]
+    assert not last.earlier["c"]
     last.close()
 
 

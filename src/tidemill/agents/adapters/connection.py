@@ -78,9 +78,9 @@ class Connection:
         )
         try:
             self._transport = _SandboxTransport(program, sandbox) if sandbox else _ProcessTransport(program)
-        except SandboxError as error:
+        except SandboxError as reason:
             hint = "`tidemill doctor` says which back-ends work"
-            raise UserError(str(error), where="sandbox.backend", hint=hint) from error
+            raise UserError(str(reason), where="sandbox.backend", hint=hint) from reason
         self._stream, self._closing = self._transport.stream, False
         self._numbers = itertools.count(1)
         self._sending = threading.Lock()

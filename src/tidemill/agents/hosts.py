@@ -15,7 +15,7 @@ import msgspec
 from tidemill.agents.instances import CallOutcome, Instances, Work
 from tidemill.core.errors import UserError
 from tidemill.extensions.calls import CallError, CallTimeout, HangingError, UserCalls
-from tidemill.extensions.processes import ForkServer, LostError
+from tidemill.extensions.processes import ForkedProcess, ForkServer, LostError
 
 THREAD_S = 86_400.0
 """Deadline of a thread's call; the pool abandons it much earlier."""
@@ -116,8 +116,8 @@ class ProcessHost(Host):
 
     def __init__(self, server: ForkServer) -> None:
         super().__init__()
-        self._process = server.process(self._received, self._ended)
-        self._decoder = msgspec.msgpack.Decoder(CallOutcome)
+        decode = msgspec.msgpack.Decoder(CallOutcome).decode
+        self._process = ForkedProcess(server, lambda data: self._outcomes.put_nowait(decode(data)), self._ended)
 
     async def start(self) -> None:
         await super().start()
@@ -129,9 +129,6 @@ class ProcessHost(Host):
     def kill(self) -> None:
         super().kill()
         self._process.kill()
-
-    def _received(self, data: bytes) -> None:
-        self._outcomes.put_nowait(self._decoder.decode(data))
 
     def _ended(self, how: str) -> None:
         self.alive = False

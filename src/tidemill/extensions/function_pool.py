@@ -90,7 +90,7 @@ class FunctionProcesses:
         )
         role = Role(functions=tuple(each.index for each in served), together=function.together)
         if role not in self._pools:
-            process = partial(self._server.process, role=msgspec.msgpack.encode(role))
+            process = partial(ForkedProcess, self._server, role=msgspec.msgpack.encode(role))
             most = 1 if function.lists else self._most
             self._pools[role] = TogetherPool(process, most) if role.together else SerialPool(process, most)
         return self._pools[role]
@@ -137,7 +137,6 @@ class ProcessFunction:
 
 
 NewProcess: TypeAlias = Callable[[Callable[[bytes], None], Callable[[str], None]], ForkedProcess]
-"""`ForkServer.process`."""
 
 
 @dataclass(slots=True, eq=False)

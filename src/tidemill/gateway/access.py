@@ -69,22 +69,17 @@ class Keys:
             if origin is not None and _host(origin) not in LOCAL_NAMES:
                 raise ApiError(403, "pages of other sites are not served", code="forbidden_origin")
             return ""
-        self._read_if_changed(self._file)
+        if (stamp := _stamp(self._file)) != self._stamp:
+            self._stamp = stamp
+            try:
+                self._keys = self._read(self._file)
+            except UserError as error:
+                LOG.warning("the keys are not read again, and those of before stay valid: %s", error)
         given = bearer(request).encode()
         matches = [hmac.compare_digest(given, key) for key in self._keys]  # all, whichever matches
         if not any(matches):
             raise ApiError(401, "wrong or missing key", kind=AUTHENTICATION, code="invalid_api_key")
         return given.decode()
-
-    def _read_if_changed(self, file: Path) -> None:
-        stamp = _stamp(file)
-        if stamp == self._stamp:
-            return
-        self._stamp = stamp
-        try:
-            self._keys = self._read(file)
-        except UserError as error:
-            LOG.warning("the keys are not read again, and those of before stay valid: %s", error)
 
     def _read(self, file: Path) -> tuple[bytes, ...]:
         try:

@@ -39,9 +39,7 @@ class ChoiceText:
 
     Args:
         stops: strings that end the text and are not part of it.
-        parse: reads tool calls; None without tools.
-        tools: names that can be called; None: any.
-        thinking: the prompt has opened a thought.
+        parse, tools, thinking: see `CallReader`; no parser without tools.
     """
 
     def __init__(

@@ -28,6 +28,10 @@ class MetadataError(TidemillError):
     """An endpoint did not answer as documented."""
 
 
+class NotFoundError(MetadataError):
+    """Status 404."""
+
+
 class Notice(Record):
     """The machine will be taken."""
 
@@ -62,7 +66,7 @@ class Cloud(Record):
 async def probe_aws(fetch: Fetch, at: Endpoint) -> str:
     """Return a session token of the metadata service version 2 (EC2 user guide, "Use IMDSv2")."""
     path, headers = "/latest/api/token", {"X-aws-ec2-metadata-token-ttl-seconds": "60"}
-    token = _expect_200(*await _request(fetch, at, "PUT", path, headers), at, path)
+    token = await _request(fetch, at, path, headers, method="PUT")
     if not token or not token.isascii() or not token.isprintable():
         raise MetadataError(f"{at.base}: no session token")
     return token
@@ -72,10 +76,11 @@ async def ask_aws(fetch: Fetch, at: Endpoint, unix_s: Callable[[], float]) -> No
     """`spot/instance-action` (EC2 user guide, "Spot Instance interruption notices"): 404 without a notice."""
     headers = {"X-aws-ec2-metadata-token": await probe_aws(fetch, at)}
     path = "/latest/meta-data/spot/instance-action"
-    status, text = await _request(fetch, at, "GET", path, headers)
-    if status == 404:
+    try:
+        text = await _request(fetch, at, path, headers)
+    except NotFoundError:
         return None
-    tree = _json(_expect_200(status, text, at, path), at, path)
+    tree = _json(text, at, path)
     action = tree.get("action")
     if action not in ("stop", "terminate", "hibernate"):
         raise MetadataError(f"{at.base}{path}: unknown action: {text[:100]!r}")
@@ -86,7 +91,7 @@ async def ask_aws(fetch: Fetch, at: Endpoint, unix_s: Callable[[], float]) -> No
 
 async def probe_google(fetch: Fetch, at: Endpoint) -> str:
     """TRUE once the instance is being preempted, else FALSE (Compute Engine, "Create and use preemptible VMs")."""
-    text = (await _get(fetch, at, "/computeMetadata/v1/instance/preempted", {"Metadata-Flavor": "Google"})).strip()
+    text = (await _request(fetch, at, "/computeMetadata/v1/instance/preempted", {"Metadata-Flavor": "Google"})).strip()
     if text not in ("TRUE", "FALSE"):
         raise MetadataError(f"{at.base}: `preempted` is neither TRUE nor FALSE: {text[:100]!r}")
     return text
@@ -102,7 +107,7 @@ async def ask_google(fetch: Fetch, at: Endpoint, unix_s: Callable[[], float]) ->
 async def probe_azure(fetch: Fetch, at: Endpoint) -> str:
     """Return this machine's name as used in scheduled events (Azure Instance Metadata Service)."""
     path = "/metadata/instance/compute/name?api-version=2021-02-01&format=text"
-    name = (await _get(fetch, at, path, {"Metadata": "true"})).strip()
+    name = (await _request(fetch, at, path, {"Metadata": "true"})).strip()
     if not name or len(name) > 200 or not name.isprintable() or "<" in name:
         raise MetadataError(f"{at.base}: not a machine name: {name[:100]!r}")
     return name
@@ -115,7 +120,7 @@ async def ask_azure(fetch: Fetch, at: Endpoint, unix_s: Callable[[], float]) -> 
     minutes. `NotBefore` is empty once an event has started.
     """
     path = f"/metadata/scheduledevents?api-version={AZURE_API}"
-    events = _json(await _get(fetch, at, path, {"Metadata": "true"}), at, path).get("Events")
+    events = _json(await _request(fetch, at, path, {"Metadata": "true"}), at, path).get("Events")
     if not isinstance(events, list):
         raise MetadataError(f"{at.base}{path}: no list of events")
     ending = [each for each in events if isinstance(each, dict) and each.get("EventType") in ("Preempt", "Terminate")]
@@ -175,20 +180,13 @@ async def watch(
         await asyncio.sleep(wait_s)
 
 
-async def _get(fetch: Fetch, at: Endpoint, path: str, headers: Mapping[str, str]) -> str:
-    return _expect_200(*await _request(fetch, at, "GET", path, headers), at, path)
-
-
-async def _request(fetch: Fetch, at: Endpoint, method: str, path: str, headers: Mapping[str, str]) -> tuple[int, str]:
+async def _request(fetch: Fetch, at: Endpoint, path: str, headers: Mapping[str, str], *, method: str = "GET") -> str:
+    """The answer's text. Raises MetadataError: its status is not 200."""
     async with asyncio.timeout(at.timeout_s):
         status, body = await fetch(method, at.base + path, headers, at.timeout_s)
-    return status, body.decode(errors="replace")
-
-
-def _expect_200(status: int, text: str, at: Endpoint, path: str) -> str:
     if status != 200:
-        raise MetadataError(f"{at.base}{path}: status {status}")
-    return text
+        raise (NotFoundError if status == 404 else MetadataError)(f"{at.base}{path}: status {status}")
+    return body.decode(errors="replace")
 
 
 def _json(text: str, at: Endpoint, path: str) -> dict[str, Any]:

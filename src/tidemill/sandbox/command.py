@@ -25,6 +25,7 @@ OWN_THREADS = 8
 """Of bubblewrap, within the limit that is watched; the kernel refuses the processes beyond the command's own."""
 REPORT_BYTES = 1 << 16
 KILL_S = 5.0
+PROPORTIONAL = re.compile(rb"^Pss_(?:Anon|Shmem):\s*(\d+) kB", re.MULTILINE)
 TICKS = os.sysconf("SC_CLK_TCK")
 RESIDENT = re.compile(rb"^Rss(?:Anon|Shmem):\s*(\d+) kB", re.MULTILINE)
 """Anonymous memory; and shared memory, which is anonymous or of a mapped file of a tmpfs."""
@@ -220,10 +221,8 @@ class Usage:
         """As `memory_bytes`, with pages that processes share counted once; slow."""
         total = 0
         for pid in self.pids:
-            with suppress(OSError, IndexError):
-                for line in Path(f"/proc/{pid}/smaps_rollup").read_bytes().splitlines():
-                    if line.startswith((b"Pss_Anon:", b"Pss_Shmem:")):
-                        total += int(line.split()[1]) << 10
+            with suppress(OSError):
+                total += sum(map(int, PROPORTIONAL.findall(Path(f"/proc/{pid}/smaps_rollup").read_bytes()))) << 10
         return total
 
 

@@ -83,12 +83,12 @@ class Relay:
     async def open(self, pid: int, network: Sequence[str]) -> None:
         """Listen in the network of a process. Raises OSError."""
         addresses = inside_addresses(network)
-        pairs = [(addresses[host], int(port)) for host, _, port in (pair.rpartition(":") for pair in network)]
-        for pair, listener in zip(network, _listeners(pid, pairs), strict=True):
-            host, _, port = pair.rpartition(":")
+        hosts = [(host, int(port)) for host, _, port in (pair.rpartition(":") for pair in network)]
+        listeners = _listeners(pid, [(addresses[host], port) for host, port in hosts])
+        for (host, port), listener in zip(hosts, listeners, strict=True):
 
             async def attend(
-                reader: asyncio.StreamReader, writer: asyncio.StreamWriter, host: str = host, port: int = int(port)
+                reader: asyncio.StreamReader, writer: asyncio.StreamWriter, host: str = host, port: int = port
             ) -> None:
                 if len(self._tasks) >= MOST_CONNECTIONS:
                     writer.close()

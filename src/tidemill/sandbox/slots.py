@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 from tidemill.sandbox import bubblewrap
 from tidemill.sandbox.bubblewrap import IMAGE, PATH, USER, WORK
@@ -62,20 +62,6 @@ class Spawn:
     options: dict[str, Any]
 
 
-class Slots(Protocol):
-    """The sandboxes of one back-end."""
-
-    def open(self, request: Request) -> Slot:
-        """Raises OSError."""
-
-    @contextmanager
-    def spawn(self, slot: Slot, request: Request, limits: Limits) -> Iterator[Spawn]:
-        """What to start for a command; its file descriptors are open inside the block."""
-
-    def close(self, slot: Slot) -> None:
-        """Delete the files; no process is left."""
-
-
 class MountedSlots:
     """Files in file systems of limited size, which are mounted here."""
 
@@ -100,6 +86,9 @@ class MountedSlots:
 
 
 class BubblewrapSlots(MountedSlots):
+    """Commands in namespaces of their own. As the others, it opens a slot for a sandbox, gives what to start for a
+    command, with file descriptors that are open inside the block, and closes a slot in which no process is left."""
+
     def __init__(self) -> None:
         super().__init__()
         self._bubblewrap = bubblewrap.find_program("bwrap")
@@ -249,6 +238,9 @@ class PlainSlots:
 
     def close(self, slot: Slot) -> None:
         shutil.rmtree(slot.folder, ignore_errors=True)
+
+
+Slots: TypeAlias = BubblewrapSlots | RunscSlots | PlainSlots
 
 
 def _make_folders(slot: Slot) -> None:

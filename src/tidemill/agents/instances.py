@@ -136,7 +136,11 @@ class Instances:
 
     def failed(self, work: Work, error: BaseException | str) -> CallOutcome:
         """What an exception means: in a tool or step the agent's mistake, elsewhere a fault of the environment."""
-        found = _fitted(work, _said(error), self._longest)
+        said = error if isinstance(error, str) else exception_text(error)
+        if isinstance(error, AgentMistake):
+            with suppress(Exception):  # of a subclass
+                said = str(error)  # without the type
+        found = _fitted(work, said, self._longest)
         text = ADDRESS.sub("0x…", found.text)  # equal when it is repeated
         if work.method in OWN_METHODS or isinstance(error, UserError):
             text = f"{self._name(work)} raised {text}"
@@ -160,14 +164,6 @@ def _closed(environment: Environment) -> Awaitable[None] | None:
         environment.close_sandbox()
 
     return finished()
-
-
-def _said(error: BaseException | str) -> str:
-    """The text of an exception; of an agent's mistake without the type."""
-    if isinstance(error, AgentMistake):
-        with suppress(Exception):  # of a subclass
-            return str(error)
-    return error if isinstance(error, str) else exception_text(error)
 
 
 def _rows(value: Any, count: int) -> str:

@@ -242,8 +242,7 @@ async def watch_cloud_notices(
     Args:
         endpoints: by name of the cloud; by default the link-local address for all.
     """
-    if endpoints is None:
-        endpoints = dict.fromkeys(CLOUDS, Endpoint())
+    endpoints = endpoints or dict.fromkeys(CLOUDS, Endpoint())
     fetch = HttpFetch()
     try:
         for attempt in range(DETECTIONS):

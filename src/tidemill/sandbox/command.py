@@ -51,7 +51,7 @@ class Command:
             raise
         self._ended: Ending = ""
         self._began_s, self._cpu_s = time.monotonic(), 0.0
-        self._reports = Reports(REPORT_BYTES)
+        self._reports = Reports()
 
     @property
     def pid(self) -> int:
@@ -118,10 +118,15 @@ class Command:
             relay.close()
             self._descriptors.close()
         stdout, stderr = outputs
+        code = self._reports.code  # as bubblewrap reports it, where the command cannot write
+        if code is None and self.has_namespace and not self._ended:
+            first = stderr.data.decode(errors="replace").strip().split("\n")[-1]
+            why = first or f"bubblewrap ended with {self._process.returncode}"
+            raise SandboxLostError(f"the sandbox did not start: {why}")
         return Finished(
             stdout=bytes(stdout.data),
             stderr=bytes(stderr.data),
-            code=self._code(stderr),
+            code=self._process.returncode if code is None else code,
             ended=self._ended,
             discarded_bytes=stdout.discarded + stderr.discarded,
             cpu_s=max(self._cpu_s, used),
@@ -144,14 +149,6 @@ class Command:
         self._ended = self._ended or why
         kill_tree(self.pid)
 
-    def _code(self, errors: Output) -> int:
-        """What bubblewrap reports, where the command cannot write. Raises SandboxLostError: it did not start."""
-        code, reported = self._process.returncode, self._reports.code
-        if reported is None and self.has_namespace and not self._ended:
-            first = errors.data.decode(errors="replace").strip().split("\n")[-1]
-            raise SandboxLostError(f"the sandbox did not start: {first or f'bubblewrap ended with {code}'}")
-        return code if reported is None else reported
-
 
 class Output(asyncio.Protocol):
     """Keeps the first bytes of a stream, and counts the others."""
@@ -173,8 +170,8 @@ class Output(asyncio.Protocol):
 class Reports(Output):
     """Lines in which bubblewrap names the first process of a sandbox, and the exit code of the command."""
 
-    def __init__(self, most: int) -> None:
-        super().__init__(most)
+    def __init__(self) -> None:
+        super().__init__(REPORT_BYTES)
         self.begun: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.first: int | None = None  # known when the sandbox has begun
 

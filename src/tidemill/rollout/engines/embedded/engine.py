@@ -89,7 +89,8 @@ class EmbeddedEngine:
 
     def poll(self, deadline_s: float) -> list[TokenDelta]:
         until = time.monotonic() + deadline_s
-        while self._scheduler.running or self._can_admit:
+        version = self._version.number
+        while self._scheduler.running or (self._waiting and self._waiting[0].request.min_version <= version):
             started_s, started_cpu_s = time.monotonic(), time.thread_time()
             self._step()
             now_s = time.monotonic()
@@ -153,10 +154,6 @@ class EmbeddedEngine:
                 cpu_s=self._cpu_s,
             ),
         )
-
-    @property
-    def _can_admit(self) -> bool:
-        return bool(self._waiting) and self._waiting[0].request.min_version <= self._version.number
 
     @torch.inference_mode()
     def _step(self) -> None:

@@ -7,9 +7,8 @@ import random
 import time
 from typing import Any
 
-from tidemill.agents.builtin import Calculator, Guess
+from tidemill.agents.builtin import Calculator, Guess, PythonTool
 from tidemill.agents.environment import Environment, Step, tool
-from tidemill.agents.python_tool import PythonTool
 
 SLOW_S = (0.05, 0.2)
 

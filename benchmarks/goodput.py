@@ -35,6 +35,7 @@ from unittest.mock import patch
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.market_statistics import synthetic_trace
 from benchmarks.measuring import write_result
 from benchmarks.origin import parsed
 from benchmarks.slot_time import DONE, TimedEngine, Watch, shares
@@ -46,7 +47,7 @@ from tidemill.controller.in_flight import InFlight
 from tidemill.controller.samples import Sample
 from tidemill.core.records import Record
 from tidemill.pool.build_provider import trace_timetable
-from tidemill.pool.synthetic import Market, synthetic_trace
+from tidemill.pool.synthetic import Market
 from tidemill.pool.traces import CapacityTrace, read_trace
 from tidemill.sim.costs import WeightCosts
 from tidemill.sim.outcome import SimulatedRun

@@ -21,7 +21,7 @@ from tidemill.controller.samples import Sample, SampleState
 from tidemill.core.records import Call, Prompt, SampleId, SamplingParams, pack_tokens
 from tidemill.gateway.app import Gateway
 from tidemill.gateway.server import listen, serving
-from tidemill.gateway.session_log import SessionLog
+from tidemill.gateway.session import SessionLog
 from tidemill.gateway.session_routes import PATH
 from tidemill.gateway.sessions import Sessions
 from tidemill.models.catalog import resolve

@@ -125,7 +125,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     if (ranks := sys.modules.get("tests.rank_processes")) is not None:
         ranks.stop_rank_server()
     if (sandboxes := sys.modules.get("tidemill.sandbox.local")) is not None:
-        sandboxes.close_launchers()
+        for launcher in sandboxes._launchers.values():
+            launcher.close()
     if "PYTEST_XDIST_WORKER" in os.environ:
         return  # the main session checks all processes
     deadline = time.monotonic() + EXIT_GRACE_S

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tidemill.sandbox import local
 from tidemill.sandbox.command import KILL_S, kill_tree
-from tidemill.sandbox.local import launcher
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 OTHER_USER = 4321
@@ -31,9 +31,15 @@ def need_bubblewrap() -> None:
         skip("bubblewrap is not installed")
 
 
+def close_launchers() -> None:
+    """End all sandboxes of this process."""
+    while local._launchers:
+        local._launchers.popitem()[1].close()
+
+
 def kill_launcher() -> None:
     """Kill the launcher of this process, and wait for its end."""
-    killed = launcher("bwrap")
+    killed = local.launcher("bwrap")
     kill_tree(killed.pid)
     deadline = time.monotonic() + KILL_S
     while killed.alive:

@@ -12,8 +12,9 @@ from collections.abc import Iterator
 from itertools import count
 from statistics import fmean
 
+from benchmarks.market_statistics import synthetic_trace
 from tidemill.pool.provider import Timetable
-from tidemill.pool.synthetic import Market, market_timetable, synthetic_trace
+from tidemill.pool.synthetic import Market, market_timetable
 from tidemill.pool.traces import CapacityTrace
 
 SEGMENT_S = 7200.0

@@ -67,8 +67,17 @@ class Teacher:
             UserError: as `agent_demonstrations`.
         """
         self._player, self._prompts = self._agent.player(), len(prompts)
-        self._permits = asyncio.Semaphore(self._agent.config.concurrency)
-        playing = [asyncio.create_task(self._play(prompt)) for prompt in prompts]
+        permits = asyncio.Semaphore(self._agent.config.concurrency)
+
+        async def play(prompt: Prompt) -> list[Message] | None:
+            async with permits:
+                try:
+                    return await self._player.play(partial(self._episode, prompt))
+                except EpisodeError as error:
+                    self._fail(error, prompt)
+                    return None
+
+        playing = [asyncio.create_task(play(prompt)) for prompt in prompts]
         try:
             return await asyncio.gather(*playing)
         finally:
@@ -76,14 +85,6 @@ class Teacher:
                 each.cancel()
             await asyncio.gather(*playing, return_exceptions=True)
             await self._player.close()
-
-    async def _play(self, prompt: Prompt) -> list[Message] | None:
-        async with self._permits:
-            try:
-                return await self._player.play(partial(self._episode, prompt))
-            except EpisodeError as error:
-                self._fail(error, prompt)
-                return None
 
     def _fail(self, error: EpisodeError, prompt: Prompt) -> None:
         """Raises UserError: too many episodes failed."""

@@ -11,7 +11,7 @@ from collections.abc import Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from contextvars import copy_context
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -42,15 +42,20 @@ class EnvironmentSettings(Record):
 
 
 def preload(settings: bytes) -> list[int]:
-    given = _decoded(settings)
+    given = msgspec.msgpack.decode(settings, type=EnvironmentSettings)
     with suppress(UserError):  # every process reports it
         _load(given.environment)
-    return _start_sandboxes(_sandbox_config(given)) if given.sandbox else []
+    if given.sandbox and (config := _sandbox_config(given)).backend != "http":
+        from tidemill.sandbox.local import launcher
+
+        with suppress(UserError):
+            return [launcher(config.backend).pid]  # which all processes will use
+    return []
 
 
 def attend(stream: socket.socket, settings: bytes, role: bytes) -> None:
     """Make calls until the socket closes."""
-    given = _decoded(settings)
+    given = msgspec.msgpack.decode(settings, type=EnvironmentSettings)
     try:
         environment = _load(given.environment)
     except UserError as error:
@@ -69,34 +74,16 @@ def attend(stream: socket.socket, settings: bytes, role: bytes) -> None:
         loop.run_until_complete(_send_each(stream, calls))
 
 
-_classes: dict[Target, Any] = {}
-
-
+@cache
 def _load(target: Target) -> Any:
     """The class, which forks have from the server."""
-    if target not in _classes:
-        _classes[target] = target.load(where=WHERE)
-    return _classes[target]
-
-
-def _decoded(settings: bytes) -> EnvironmentSettings:
-    return msgspec.msgpack.decode(settings, type=EnvironmentSettings)
+    return target.load(where=WHERE)
 
 
 def _sandbox_config(given: EnvironmentSettings) -> SandboxConfig:
     from tidemill.config.sandbox import SandboxConfig  # slow to import
 
     return SandboxConfig.model_validate_json(given.sandbox)
-
-
-def _start_sandboxes(config: SandboxConfig) -> list[int]:
-    """Start the launcher that all processes will use; returns its process id."""
-    from tidemill.sandbox.local import launcher
-
-    if config.backend != "http":
-        with suppress(UserError):  # every process reports it
-            return [launcher(config.backend).pid]
-    return []
 
 
 async def _send_each(stream: socket.socket, calls: list[Coroutine[Any, Any, CallOutcome]]) -> None:

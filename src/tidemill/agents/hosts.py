@@ -7,19 +7,15 @@ holds are restored in another host.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import msgspec
 
-from tidemill.agents.environment_process import SERVICE, EnvironmentSettings
 from tidemill.agents.instances import CallOutcome, Instances, Work
-from tidemill.config.sandbox import SandboxConfig
 from tidemill.core.errors import UserError
 from tidemill.extensions.calls import CallError, CallTimeout, HangingError, UserCalls
-from tidemill.extensions.portable import Target
-from tidemill.extensions.processes import ForkServer, LostError
+from tidemill.extensions.processes import ForkedProcess, ForkServer, LostError
 
 THREAD_S = 86_400.0
 """Deadline of a thread's call; the pool abandons it much earlier."""
@@ -83,22 +79,9 @@ class Host:
         self.alive = False
 
 
-class ThreadLauncher:
-    """Hosts on threads of this process, for classes that share objects with it. A call past its deadline is abandoned:
-    it cannot be killed."""
-
-    def __init__(self, make_instances: Callable[[], Instances]) -> None:
-        self._make_instances = make_instances
-        self._calls = UserCalls()
-
-    def host(self) -> Host:
-        return ThreadHost(self._make_instances(), self._calls)
-
-    async def close(self) -> None:
-        await self._calls.close()
-
-
 class ThreadHost(Host):
+    """A thread of this process, for classes that share objects with it; a call past its deadline is abandoned."""
+
     def __init__(self, instances: Instances, calls: UserCalls) -> None:
         super().__init__()
         self._instances, self._calls = instances, calls
@@ -128,34 +111,13 @@ class ThreadHost(Host):
             task.cancel()
 
 
-class ProcessLauncher:
-    """Hosts that are processes of `environment_process`."""
-
-    def __init__(
-        self, environment: Target, params: dict[str, Any], longest: int, sandbox: SandboxConfig | None = None
-    ) -> None:
-        settings = EnvironmentSettings(
-            environment=environment,
-            params=params,
-            longest=longest,
-            sandbox=sandbox.model_dump_json() if sandbox else "",
-        )
-        self.server = ForkServer(SERVICE, msgspec.msgpack.encode(settings))
-
-    def host(self) -> Host:
-        return ProcessHost(self.server)
-
-    async def close(self) -> None:
-        await self.server.close()
-
-
 class ProcessHost(Host):
-    """A process that makes calls."""
+    """A process of `environment_process`."""
 
     def __init__(self, server: ForkServer) -> None:
         super().__init__()
-        self._process = server.process(self._received, self._ended)
-        self._decoder = msgspec.msgpack.Decoder(CallOutcome)
+        decode = msgspec.msgpack.Decoder(CallOutcome).decode
+        self._process = ForkedProcess(server, lambda data: self._outcomes.put_nowait(decode(data)), self._ended)
 
     async def start(self) -> None:
         await super().start()
@@ -167,9 +129,6 @@ class ProcessHost(Host):
     def kill(self) -> None:
         super().kill()
         self._process.kill()
-
-    def _received(self, data: bytes) -> None:
-        self._outcomes.put_nowait(self._decoder.decode(data))
 
     def _ended(self, how: str) -> None:
         self.alive = False

@@ -10,12 +10,10 @@ import inspect
 import json
 import math
 import re
-import traceback
 from collections.abc import Awaitable, Iterable, Mapping
 from contextlib import suppress
 from itertools import islice
 from numbers import Integral, Real
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
@@ -23,6 +21,7 @@ import msgspec
 from tidemill.agents.environment import AgentMistake, Environment, Step, current_call, current_sandbox
 from tidemill.core.errors import UserError, exception_text
 from tidemill.core.records import Record
+from tidemill.extensions.calls import raised_at
 
 if TYPE_CHECKING:
     from tidemill.config.sandbox import SandboxConfig
@@ -137,11 +136,16 @@ class Instances:
 
     def failed(self, work: Work, error: BaseException | str) -> CallOutcome:
         """What an exception means: in a tool or step the agent's mistake, elsewhere a fault of the environment."""
-        found = _fitted(work, _said(error), self._longest)
+        said = error if isinstance(error, str) else exception_text(error)
+        if isinstance(error, AgentMistake):
+            with suppress(Exception):  # of a subclass
+                said = str(error)  # without the type
+        found = _fitted(work, said, self._longest)
         text = ADDRESS.sub("0x…", found.text)  # equal when it is repeated
         if work.method in OWN_METHODS or isinstance(error, UserError):
             text = f"{self._name(work)} raised {text}"
-            return CallOutcome(index=work.index, text=text, tail=clean(_place(error)), error="invalid")
+            tail = "" if isinstance(error, str) else raised_at(error)  # a text has it
+            return CallOutcome(index=work.index, text=text, tail=clean(tail), error="invalid")
         return msgspec.structs.replace(found, text=text, tail=ADDRESS.sub("0x…", found.tail), error="raised")
 
     def _name(self, work: Work) -> str:
@@ -151,29 +155,15 @@ class Instances:
 def _closed(environment: Environment) -> Awaitable[None] | None:
     """Close an environment, and then its sandbox."""
     result = environment.close()
-    if inspect.isawaitable(result):
-        return _close_after(result, environment)
-    environment.close_sandbox()
-    return None
+    if not inspect.isawaitable(result):
+        environment.close_sandbox()
+        return None
 
+    async def finished() -> None:
+        await result
+        environment.close_sandbox()
 
-async def _close_after(result: Awaitable[None], environment: Environment) -> None:
-    await result
-    environment.close_sandbox()
-
-
-def _said(error: BaseException | str) -> str:
-    """The text of an exception; of an agent's mistake without the type."""
-    if isinstance(error, AgentMistake):
-        with suppress(Exception):  # of a subclass
-            return str(error)
-    return error if isinstance(error, str) else exception_text(error)
-
-
-def _place(error: BaseException | str) -> str:
-    """` (file:line in function)` of the line that raised; of a text, which has it, nothing."""
-    frames = [] if isinstance(error, str) else traceback.extract_tb(error.__traceback__)
-    return f" ({Path(frames[-1].filename).name}:{frames[-1].lineno} in {frames[-1].name})" if frames else ""
+    return finished()
 
 
 def _rows(value: Any, count: int) -> str:

@@ -13,14 +13,19 @@ import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
+
+import msgspec
 
 from tidemill.agents.environment import Environment, ToolEnvironment
-from tidemill.agents.hosts import Host, ProcessLauncher, ThreadLauncher
+from tidemill.agents.environment_process import SERVICE, EnvironmentSettings
+from tidemill.agents.hosts import Host, ProcessHost, ThreadHost
 from tidemill.agents.instances import Instances, Work
 from tidemill.config.agent import EnvConfig
 from tidemill.config.sandbox import SandboxConfig
+from tidemill.extensions.calls import UserCalls
 from tidemill.extensions.portable import UnportableError, target_of
-from tidemill.extensions.processes import LostError
+from tidemill.extensions.processes import ForkServer, LostError
 from tidemill.extensions.registry import import_path
 
 HOSTS_PER_CALL = 4
@@ -56,16 +61,19 @@ class EnvironmentHosts:
         warn: Callable[[str], None] = lambda _: None,
     ) -> None:
         longest = config.observation_tokens * CHARACTERS_PER_TOKEN
-        self._launcher: ProcessLauncher | ThreadLauncher
+        self._server: ForkServer | UserCalls
+        self._new_host: Callable[[], Host]
         try:
             target = target_of(environment, import_path(environment), name=environment.__name__)
         except UnportableError as reason:
             warn(f"warning: {environment.__name__} runs in this process, where it cannot be stopped: {reason}")
-            self._launcher = ThreadLauncher(lambda: Instances(environment, config.params, longest, sandbox))
+            self._server = calls = UserCalls()
+            self._new_host = lambda: ThreadHost(Instances(environment, config.params, longest, sandbox), calls)
         else:
-            self._launcher = ProcessLauncher(
-                target, config.params, longest, sandbox if environment.needs_sandbox else None
-            )
+            given = sandbox.model_dump_json() if environment.needs_sandbox else ""
+            settings = EnvironmentSettings(environment=target, params=config.params, longest=longest, sandbox=given)
+            self._server = ForkServer(SERVICE, msgspec.msgpack.encode(settings))
+            self._new_host = partial(ProcessHost, self._server)
         self.exclusive = not issubclass(environment, ToolEnvironment) and not environment.idempotent
         self._most = HOSTS_PER_CALL * config.concurrency
         if environment.costly_process:
@@ -116,7 +124,7 @@ class EnvironmentHosts:
         least = min(self._hosts, key=lambda host: len(host.episodes), default=None)
         full = len(self._hosts) >= self._most and not self.exclusive
         if least is None or (least.episodes and not full):
-            least = self._launcher.host()
+            least = self._new_host()
             self._hosts.append(least)
         return least
 
@@ -151,7 +159,7 @@ class EnvironmentHosts:
         Raises:
             LostError: it did not start.
         """
-        host = self._launcher.host()
+        host = self._new_host()
         try:
             await host.start()
             yield host
@@ -169,4 +177,4 @@ class EnvironmentHosts:
         await asyncio.gather(*self._closing, return_exceptions=True)
         for host in self._hosts:
             host.kill()
-        await self._launcher.close()
+        await self._server.close()

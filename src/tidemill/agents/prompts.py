@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
-from tidemill.agents.environment import Environment, Split, ToolEnvironment
+from tidemill.agents.environment import Environment, Split
 from tidemill.agents.episodes import EpisodeCalls, EpisodeError, EpisodePlayer
 from tidemill.agents.tools import tools_of
 from tidemill.agents.turn_plan import task_seed
@@ -58,12 +58,7 @@ class AgentPrompts:
     @cached_property
     def schemas(self) -> list[dict[str, Any]]:
         """Of the tools."""
-        tools = (
-            tools_of(self.environment, self.config.params, self.sandbox)
-            if issubclass(self.environment, ToolEnvironment)
-            else {}
-        )
-        return [tool.schema for tool in tools.values()]
+        return [tool.schema for tool in tools_of(self.environment, self.config.params, self.sandbox).values()]
 
     def render(self, item: Item) -> Prompt:
         """The prompt of a row: system prompt, the row's messages, tools, and the start of the first turn."""
@@ -141,12 +136,17 @@ class AgentPrompts:
             rows: list[dict[str, Any]] = json.loads(outcome.text)
             return rows
 
+        async def first_message(row: dict[str, Any], calls: EpisodeCalls) -> str:
+            if not (text := (await calls.make("reset", {"task": row, "seed": task_seed(row)})).text):
+                raise EpisodeError("reset returned no text", "reset")
+            return text
+
         key = json.dumps([self.config.name, self.config.params], sort_keys=True)
         items = list[TaskItem]()
         try:
             for row in await player.play(made, attempts=1):
                 item = TaskItem(
-                    messages=(Message(role="user", content=await player.play(partial(_first_message, row))),),
+                    messages=(Message(role="user", content=await player.play(partial(first_message, row))),),
                     answer=None if row.get("answer") is None else str(row["answer"]),
                     metadata={"task": row},
                     environment=key,
@@ -156,10 +156,3 @@ class AgentPrompts:
             hint = f"correct {error.method.rpartition('.')[2]}()"
             raise UserError(str(error), where=f"{self.config.name}, {split}", hint=hint) from None
         return items
-
-
-async def _first_message(row: dict[str, Any], calls: EpisodeCalls) -> str:
-    text = (await calls.make("reset", {"task": row, "seed": task_seed(row)})).text
-    if not text:
-        raise EpisodeError("reset returned no text", "reset")
-    return text

@@ -14,7 +14,6 @@ from tidemill.agents.pool import EnvironmentPool
 from tidemill.agents.tools import FINISH
 from tidemill.agents.turn_plan import FaultError, task_seed
 from tidemill.core.errors import UserError
-from tidemill.core.records import Record
 from tidemill.extensions.processes import LostError
 
 ACTIONS = 4
@@ -23,17 +22,10 @@ ACTION_CHARACTERS = "0123456789 abcdefghijklmnopqrstuvwxyz"
 SIMPLE: dict[str, Any] = {"integer": 1, "number": 1.0, "boolean": True, "array": [], "object": {}, "null": None}
 
 
-class SelfTest(Record):
-    """Result of a self-test."""
-
-    deterministic: bool
-    warning: str = ""  # how two runs differ
-
-
-async def self_test(pool: EnvironmentPool, tasks: Sequence[dict[str, Any]]) -> SelfTest:
+async def self_test(pool: EnvironmentPool, tasks: Sequence[dict[str, Any]]) -> str:
     """Run `env.self_test` of the tasks in one process, and in reverse order in another, with the same actions: random
     texts, or every idempotent tool once with arguments made from its schema. An environment whose `step` must not be
-    repeated is only reset.
+    repeated is only reset. Returns how two runs differ; empty if they do not.
 
     Raises:
         UserError: it cannot be reset, or a method returned something wrong.
@@ -49,10 +41,10 @@ async def self_test(pool: EnvironmentPool, tasks: Sequence[dict[str, Any]]) -> S
                 what = f"the environment {pool.environment.__name__} is not deterministic: two runs of seed"
                 differ = f"{task_seed(task)} with the same actions gave {_show(one)} and {_show(other)}"
                 hint = "draw random numbers from the seed; otherwise an episode that loses its process is left out"
-                return SelfTest(deterministic=False, warning=f"{what} {differ}; {hint}")
+                return f"{what} {differ}; {hint}"
             if one.error == "invalid":
                 raise UserError(one.text, where="env.name", hint="correct the method: every such episode is lost")
-    return SelfTest(deterministic=True)
+    return ""
 
 
 async def _run(pool: EnvironmentPool, tasks: Sequence[dict[str, Any]]) -> list[list[CallOutcome]]:

@@ -11,7 +11,7 @@ from typing import Any, Literal, Union
 
 from pydantic import BaseModel, ConfigDict, Field, RootModel, ValidationError, create_model
 
-from tidemill.agents.environment import TOOL_MARK, ToolEnvironment, ToolOptions
+from tidemill.agents.environment import TOOL_MARK, Environment, ToolEnvironment, ToolOptions
 from tidemill.config.sandbox import SandboxConfig
 from tidemill.core.errors import UserError, exception_text
 from tidemill.extensions.results import place_of
@@ -48,7 +48,9 @@ class Tool:
         try:
             return self.model.model_validate_json(arguments).model_dump_json(by_alias=True, exclude_unset=True)
         except ValidationError as error:
-            problems = [": ".join(filter(None, (_path(each["loc"]), each["msg"]))) for each in error.errors()]
+            problems = [
+                ": ".join(filter(None, (".".join(map(str, each["loc"])), each["msg"]))) for each in error.errors()
+            ]
             raise MistakeError(f"{self.name}: {'; '.join(problems)}") from None
         except ValueError as error:  # text that is not Unicode
             raise MistakeError(f"{self.name}: {exception_text(error)}") from None
@@ -63,13 +65,16 @@ def finish(self: Any, answer: str) -> str:
     return answer
 
 
-def tools_of(environment: type[ToolEnvironment], params: dict[str, Any], sandbox: SandboxConfig) -> dict[str, Tool]:
+def tools_of(environment: type[Environment], params: dict[str, Any], sandbox: SandboxConfig) -> dict[str, Tool]:
     """The tools of a class by name, in the order of their definition, and those that it serves with these arguments.
+    Classes other than `ToolEnvironment` have none.
 
     Raises:
         UserError: a tool without `self` or docstring, a parameter without type hint or of a type that JSON schemas do
             not have, two tools of one name.
     """
+    if not issubclass(environment, ToolEnvironment):
+        return {}
     functions: dict[str, Any] = {}
     owners: dict[str, type] = {}
     for owner in reversed(environment.__mro__):
@@ -93,16 +98,12 @@ def tools_of(environment: type[ToolEnvironment], params: dict[str, Any], sandbox
             hint = "rename it, or set offer_finish = False"
             raise UserError("two tools are named finish", where=place_of(functions[FINISH]), hint=hint)
         functions[FINISH] = finish
-    served = {each["name"]: _served_tool(each) for each in environment.served_tools(params, sandbox)}
-    return {name: _tool(name, function) for name, function in functions.items()} | served
-
-
-def _served_tool(description: dict[str, Any]) -> Tool:
-    schema = {key: description[key] for key in ("name", "description", "parameters")}
-    options = ToolOptions(timeout_s=None, idempotent=description["idempotent"])
-    return Tool(
-        name=schema["name"], options=options, schema={"type": "function", "function": schema}, model=AnyArguments
-    )
+    tools = {name: _tool(name, function) for name, function in functions.items()}
+    for each in environment.served_tools(params, sandbox):
+        schema = {"type": "function", "function": {key: each[key] for key in ("name", "description", "parameters")}}
+        options = ToolOptions(timeout_s=None, idempotent=each["idempotent"])
+        tools[each["name"]] = Tool(name=each["name"], options=options, schema=schema, model=AnyArguments)
+    return tools
 
 
 def _tool(name: str, function: Any) -> Tool:
@@ -192,7 +193,3 @@ def _docstring(function: Any) -> tuple[str, dict[str, str]]:
             elif argument:
                 arguments[argument] = f"{arguments[argument]} {text}".strip()
     return "\n".join(described).strip(), arguments
-
-
-def _path(location: tuple[int | str, ...]) -> str:
-    return ".".join(map(str, location))

@@ -86,14 +86,13 @@ class TurnPlanner:
         sandbox: SandboxConfig = SandboxConfig(),  # noqa: B008 -- frozen
     ) -> None:
         self._environment, self._config, self._format = environment, config, format
-        self.uses_tools = issubclass(environment, ToolEnvironment)
-        self.tools: dict[str, Tool] = (
-            tools_of(environment, config.params, sandbox) if issubclass(environment, ToolEnvironment) else {}
-        )
-        self._stateful = not issubclass(environment, ToolEnvironment) or environment.stateful
-        self._finish = issubclass(environment, ToolEnvironment) and environment.offer_finish
+        with_tools = environment if issubclass(environment, ToolEnvironment) else None
+        self.uses_tools = with_tools is not None
+        self.tools: dict[str, Tool] = tools_of(environment, config.params, sandbox)
+        self.scores = with_tools is not None and with_tools.score is not ToolEnvironment.score
+        self._stateful = with_tools is None or with_tools.stateful
+        self._finish = with_tools is not None and with_tools.offer_finish
         self.lacking: set[str] = set()  # characters of observations that the model's vocabulary lacks
-        self.scores = issubclass(environment, ToolEnvironment) and environment.score is not ToolEnvironment.score
 
     def calls(self, turn: Turn) -> list[PlannedCall]:
         """The calls that a turn asks for. The built-in `finish` is one of them."""

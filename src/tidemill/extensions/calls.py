@@ -26,6 +26,7 @@ import threading
 import time
 import traceback
 from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
@@ -177,13 +178,12 @@ class HangingError(Exception):
     """Too many earlier calls still hang; no further thread is started."""
 
 
+@dataclass(slots=True)
 class _Job:
     """One call, and the future of the loop that waits for it."""
 
-    __slots__ = ("function", "future")
-
-    def __init__(self, function: Callable[[], Any], future: asyncio.Future[Any]) -> None:
-        self.function, self.future = function, future
+    function: Callable[[], Any]
+    future: asyncio.Future[Any]
 
 
 class UserCalls:
@@ -195,16 +195,11 @@ class UserCalls:
 
     def __init__(self, *, max_hanging: int = MAX_HANGING) -> None:
         self._most_hanging = max_hanging
-        self._hanging = 0
+        self.hanging = 0  # calls past their deadline that have not returned
         self._idle: list[SimpleQueue[_Job | None]] = []
         self._loop_thread = LoopThread()
         self._watchdog = Watchdog()
         self._closed = False
-
-    @property
-    def hanging(self) -> int:
-        """Calls past their deadline that have not returned."""
-        return self._hanging
 
     async def call(
         self, function: Callable[[], Any], *, convert: Callable[[Any], T], timeout_s: float, watched: bool = False
@@ -223,8 +218,8 @@ class UserCalls:
         """
         if self._closed:
             raise RuntimeError("closed")
-        if self._hanging >= self._most_hanging:
-            raise HangingError(f"{self._hanging} earlier calls still hang")
+        if self.hanging >= self._most_hanging:
+            raise HangingError(f"{self.hanging} earlier calls still hang")
         if watched:
             self._watchdog.watch()
         loop = asyncio.get_running_loop()
@@ -236,7 +231,7 @@ class UserCalls:
         finally:
             if not job.future.done():
                 job.future.cancel()
-                self._hanging += 1
+                self.hanging += 1
         if not done:
             raise CallTimeout
         result: T = job.future.result()
@@ -273,7 +268,7 @@ class UserCalls:
 
     def _finished(self, job: _Job, inbox: SimpleQueue[_Job | None], result: Any, error: Exception | None) -> None:
         if job.future.cancelled():
-            self._hanging -= 1
+            self.hanging -= 1
         elif error is not None:
             job.future.set_exception(error)
         else:
@@ -333,6 +328,10 @@ def call_error(error: BaseException) -> CallError:
         return error
     if isinstance(error, UserError):
         return CallError(str(error))
+    return CallError(exception_text(error) + raised_at(error))
+
+
+def raised_at(error: BaseException) -> str:
+    """` (file:line in function)` of the line that raised."""
     frames = traceback.extract_tb(error.__traceback__)
-    place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno} in {frames[-1].name})" if frames else ""
-    return CallError(exception_text(error) + place)
+    return f" ({Path(frames[-1].filename).name}:{frames[-1].lineno} in {frames[-1].name})" if frames else ""

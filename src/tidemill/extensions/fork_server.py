@@ -1,8 +1,9 @@
 """Program that forks processes of user code, and ends each of them with everything that it started.
 
-A *service* is the module that the processes run: `preload(settings)` imports the user's code once in the server,
-so that a fork takes milliseconds, and `attend(stream, settings, role)` serves a socket in a fork. If the imports start
-threads, which do not survive a fork, or processes, which forks would share, every process imports the code itself.
+A *service* is the module that the processes run: `preload(settings)` imports the user's code once in the server, so
+that a fork takes milliseconds, and returns the ids of processes that it started for all forks; `attend(stream,
+settings, role)` serves a socket in a fork, until it closes. If the imports start threads, which do not survive a fork,
+or other processes, which forks would share, every process imports the code itself.
 
 Each process is the subreaper of its descendants. When it ends, the server inherits them, and kills them. When the
 control socket closes, or the process that started the server dies, all are killed. A process is the first that the
@@ -20,7 +21,7 @@ import socket
 import sys
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -37,20 +38,6 @@ OOM_SCORE_MAX = "1000"
 DATA, READY, ENDED = b"d", b"r", b"e"
 """Kinds of messages, their first byte: data of the service; the process is ready; it ended, or did not start, with the
 cause as text."""
-
-
-class Service(Protocol):
-    """A module that the server runs."""
-
-    def preload(self, settings: bytes) -> list[int]:
-        """Import user code, once for all forks. Returns the ids of processes that it started for them."""
-
-    def attend(self, stream: socket.socket, settings: bytes, role: bytes) -> None:
-        """Serve a socket until it closes; in a fork.
-
-        Args:
-            role: what this process is for.
-        """
 
 
 class Setup(Record):
@@ -99,7 +86,6 @@ def main() -> None:
     ipc.adopt_descendants()
     # Ctrl-C is for the run, which then closes the socket. Programs that user code starts would inherit SIG_IGN.
     signal.signal(signal.SIGINT, lambda *_: None)
-    sys.path[:] = setup.path
     settings = Path(f"/proc/self/fd/{setup.settings}").read_bytes()
     service: Any = importlib.import_module(setup.service)
     helpers: list[int] = []
@@ -118,7 +104,7 @@ def main() -> None:
 
 
 class _Server:
-    def __init__(self, control: socket.socket, service: Service, settings: bytes, helpers: list[int]) -> None:
+    def __init__(self, control: socket.socket, service: Any, settings: bytes, helpers: list[int]) -> None:
         self._control, self._service, self._settings = control, service, settings
         self._helpers = set(helpers)
         self._processes: dict[int, tuple[int, socket.socket]] = {}  # process id and its socket, by the client's number

@@ -13,6 +13,7 @@ import inspect
 import itertools
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -29,11 +30,10 @@ from tidemill.extensions.function_process import (
     FunctionTarget,
     Reply,
     Role,
-    settings_of,
 )
 from tidemill.extensions.portable import Target
 from tidemill.extensions.processes import ForkedProcess, ForkServer, LostError
-from tidemill.extensions.scores import Score
+from tidemill.extensions.results import Score
 
 GROW_S = 0.05
 """Calls that wait for longer are given more processes."""
@@ -42,6 +42,8 @@ BATCH_S = 0.005
 MAX_BATCH = 64
 SMOOTHING = 0.2
 """Weight of the newest duration in their mean."""
+
+CLOSED = "closed before the sample was scored"
 
 Scores: TypeAlias = tuple[Score | str, ...]
 """One entry for each sample: its score, or the error as text."""
@@ -78,9 +80,9 @@ class FunctionProcesses:
     def pool(self, function: ProcessFunction) -> SerialPool | TogetherPool:
         """The processes of a function: one of lists has its own."""
         if self._closed:
-            raise CallError("closed before the sample was scored")
+            raise CallError(CLOSED)
         if self._server is None:
-            self._server = ForkServer(SERVICE, settings_of(self._targets))
+            self._server = ForkServer(SERVICE, msgspec.msgpack.encode(self._targets))
         served = (
             [function]
             if function.lists
@@ -88,7 +90,7 @@ class FunctionProcesses:
         )
         role = Role(functions=tuple(each.index for each in served), together=function.together)
         if role not in self._pools:
-            process = partial(self._server.process, role=msgspec.msgpack.encode(role))
+            process = partial(ForkedProcess, self._server, role=msgspec.msgpack.encode(role))
             most = 1 if function.lists else self._most
             self._pools[role] = TogetherPool(process, most) if role.together else SerialPool(process, most)
         return self._pools[role]
@@ -135,28 +137,24 @@ class ProcessFunction:
 
 
 NewProcess: TypeAlias = Callable[[Callable[[bytes], None], Callable[[str], None]], ForkedProcess]
-"""`ForkServer.process`."""
 
 
+@dataclass(slots=True, eq=False)
 class _Pending:
     """A call, and the future of its scores."""
 
-    __slots__ = ("call", "future", "timeout_s")
-
-    def __init__(self, call: Call, timeout_s: float) -> None:
-        self.call, self.timeout_s = call, timeout_s
-        self.future: asyncio.Future[Scores] = asyncio.get_running_loop().create_future()
+    call: Call
+    timeout_s: float
+    future: asyncio.Future[Scores]
 
     def settle(self, reply: Reply) -> None:
-        if self.future.done():  # nobody waits any more
-            return
         if reply.error:
-            self.future.set_exception(CallError(reply.error))
-        else:
+            self.fail(CallError(reply.error))
+        elif not self.future.done():
             self.future.set_result(reply.scores)
 
     def fail(self, error: Exception) -> None:
-        if not self.future.done():
+        if not self.future.done():  # else nobody waits any more
             self.future.set_exception(error)
 
 
@@ -171,7 +169,7 @@ class _Pool:
 
     async def call(self, function: int, arguments: bytes, *, timeout_s: float, count: int) -> Scores:
         call = Call(number=next(self._numbers), function=function, arguments=arguments, count=count)
-        pending = _Pending(call, timeout_s)
+        pending = _Pending(call, timeout_s, asyncio.get_running_loop().create_future())
         self.waiting.append(pending)
         self.assign()
         return await pending.future
@@ -193,7 +191,7 @@ class _Pool:
     def close(self) -> None:
         for task in self._starting:
             task.cancel()
-        self.fail_waiting("closed before the sample was scored")
+        self.fail_waiting(CLOSED)
 
 
 class SerialPool(_Pool):
@@ -289,7 +287,7 @@ class _SerialWorker:
     """A process, and the calls that were sent to it: it makes the first, and has not begun the others."""
 
     def __init__(self, pool: SerialPool) -> None:
-        self.process = pool.new_process(self._received, self._ended)
+        self.process = pool.new_process(self._received, lambda how: self._lose(CallError(how)))
         self.calls: deque[_Pending] = deque()
         self._pool = pool
         self._deadline: asyncio.TimerHandle | None = None
@@ -304,7 +302,7 @@ class _SerialWorker:
             self._deadline.cancel()
         self.process.kill()
         for each in self.calls:
-            each.fail(CallError("closed before the sample was scored"))
+            each.fail(CallError(CLOSED))
 
     def _watch(self) -> None:
         """Set the deadline of the first call, which begins now."""
@@ -312,7 +310,8 @@ class _SerialWorker:
             self._deadline.cancel()
             self._deadline = None
         if self.calls:
-            self._deadline = asyncio.get_running_loop().call_later(self.calls[0].timeout_s, self._late)
+            loop = asyncio.get_running_loop()
+            self._deadline = loop.call_later(self.calls[0].timeout_s, self._lose, CallTimeout())
 
     def _received(self, data: bytes) -> None:
         reply = _replies.decode(data)
@@ -324,12 +323,6 @@ class _SerialWorker:
         self._watch()
         if not self.calls:
             self._pool.idle(self)
-
-    def _late(self) -> None:
-        self._lose(CallTimeout())
-
-    def _ended(self, how: str) -> None:
-        self._lose(CallError(how))
 
     def _lose(self, error: Exception) -> None:
         """End the process, and with it the call that it makes."""
@@ -401,11 +394,11 @@ class TogetherPool(_Pool):
 
 
 class _TogetherWorker:
-    """The process of `async` functions, and the calls that it makes, by number."""
+    """The process of `async` functions, and the calls that it makes."""
 
     def __init__(self, pool: TogetherPool) -> None:
-        self.process = pool.new_process(self._received, self._ended)
-        self.calls: dict[int, _Pending] = {}
+        self.process = pool.new_process(self._received, lambda how: self._lose(CallError(how)))
+        self.calls: dict[int, _Pending] = {}  # by number
         self.started = False
         self._pool = pool
         self._deadlines: dict[int, asyncio.TimerHandle] = {}
@@ -423,7 +416,7 @@ class _TogetherWorker:
     def close(self) -> None:
         self._stop()
         for each in self.calls.values():
-            each.fail(CallError("closed before the sample was scored"))
+            each.fail(CallError(CLOSED))
 
     def _stop(self) -> None:
         for each in (*self._deadlines.values(), *([self._response] if self._response else ())):
@@ -466,9 +459,6 @@ class _TogetherWorker:
         self._late.clear()
         if len(self._hanging) > MAX_HANGING:
             self._lose(CallError("too many earlier calls ignore that they were cancelled"))
-
-    def _ended(self, how: str) -> None:
-        self._lose(CallError(how))
 
     def _lose(self, error: Exception) -> None:
         """End the process."""

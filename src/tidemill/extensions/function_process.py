@@ -11,8 +11,9 @@ import inspect
 import pickle
 import socket
 import time
-from collections.abc import Awaitable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
+from functools import cache
 from typing import Any, TypeAlias
 
 import msgspec
@@ -23,7 +24,7 @@ from tidemill.core.records import Record
 from tidemill.extensions.calls import CallError, call_error
 from tidemill.extensions.fork_server import DATA, READY, receive, send
 from tidemill.extensions.portable import Target
-from tidemill.extensions.scores import Score, score_of
+from tidemill.extensions.results import Score, score_of
 
 SERVICE = __name__
 ALIVE = 0
@@ -67,10 +68,6 @@ class Reply(Record):
     scores: tuple[tuple[float, dict[str, float]] | str | None, ...] = ()
     error: str = ""  # of the whole call
     seconds: float = 0.0  # that the call took; 0: not measured
-
-
-def settings_of(functions: list[FunctionTarget]) -> bytes:
-    return msgspec.msgpack.encode(functions)
 
 
 def preload(settings: bytes) -> list[int]:
@@ -121,15 +118,13 @@ class _Function:
         return Reply(number=call.number, scores=scores_of(result, call.count, self.weights), seconds=seconds)
 
 
-_loaded: dict[bytes, list[_Function]] = {}
 _requests = msgspec.msgpack.Decoder(Requests)
 
 
+@cache
 def _functions(settings: bytes) -> list[_Function]:
     """The functions of the settings; those that the server has loaded, in its forks."""
-    if settings not in _loaded:
-        _loaded[settings] = [_Function(each) for each in msgspec.msgpack.decode(settings, type=list[FunctionTarget])]
-    return _loaded[settings]
+    return [_Function(each) for each in msgspec.msgpack.decode(settings, type=list[FunctionTarget])]
 
 
 async def _attend_together(stream: socket.socket, functions: list[_Function]) -> None:
@@ -164,14 +159,10 @@ def _reply(function: _Function, call: Call, loop: asyncio.AbstractEventLoop) -> 
     try:
         result = function.call(call)
         if inspect.isawaitable(result):
-            result = loop.run_until_complete(_awaited(result))
+            result = loop.run_until_complete(result)
         return function.reply(call, result, time.perf_counter() - start_s)
     except BaseException as error:  # noqa: BLE001 -- also SystemExit is the function's
         return _failed(call, error)
-
-
-async def _awaited(result: Awaitable[Any]) -> Any:
-    return await result
 
 
 def _failed(call: Call, error: BaseException) -> Reply:
@@ -194,14 +185,13 @@ def scores_of(result: Any, count: int, weights: Mapping[str, float]) -> tuple[Sc
         raise CallError(f"TypeError: returned a {type(result).__name__} instead of one reward per sample")
     if len(result) != count:
         raise CallError(f"ValueError: returned {len(result)} rewards for {count} samples")
-    return tuple(_score_or_error(each, weights) for each in result)
-
-
-def _score_or_error(result: Any, weights: Mapping[str, float]) -> Score | str:
-    try:
-        return score_of(result, weights)
-    except Exception as error:  # noqa: BLE001 -- of a number that float cannot convert
-        return str(call_error(error))
+    scores: list[Score | str] = []
+    for each in result:
+        try:
+            scores.append(score_of(each, weights))
+        except Exception as error:  # noqa: BLE001 -- of a number that float cannot convert
+            scores.append(str(call_error(error)))
+    return tuple(scores)
 
 
 def _encoded(reply: Reply) -> bytes:

@@ -71,8 +71,12 @@ def _parts(value: Any, seen: set[int]) -> tuple[Any, ...]:
         return (type(value).__name__, value)
     if id(value) in seen:
         return ("seen", getattr(value, "__qualname__", type(value).__name__))
-    if isinstance(value, (list, tuple, set, frozenset, Mapping)):
-        return _container_parts(value, seen | {id(value)})
+    if isinstance(value, Mapping):
+        inside = seen | {id(value)}
+        return (type(value).__name__, *((_parts(key, inside), _parts(each, inside)) for key, each in value.items()))
+    if isinstance(value, (list, tuple, set, frozenset)):
+        parts = [_parts(each, seen | {id(value)}) for each in value]
+        return (type(value).__name__, *(sorted(parts, key=repr) if isinstance(value, (set, frozenset)) else parts))
     for kind, describe in DESCRIPTIONS.items():
         if isinstance(value, kind):
             return describe(value, seen | {id(value)})
@@ -81,14 +85,6 @@ def _parts(value: Any, seen: set[int]) -> tuple[Any, ...]:
     if type(value).__module__ == "builtins" or not hasattr(value, "__dict__"):
         raise Undetermined(f"it uses a value of type {type(value).__name__}")
     return ("object", _source(type(value)), _named(vars(value), seen | {id(value)}))
-
-
-def _container_parts(value: Any, seen: set[int]) -> tuple[Any, ...]:
-    name = type(value).__name__
-    if isinstance(value, Mapping):
-        return (name, *((_parts(key, seen), _parts(each, seen)) for key, each in value.items()))
-    parts = [_parts(each, seen) for each in value]
-    return (name, *(sorted(parts, key=repr) if isinstance(value, (set, frozenset)) else parts))
 
 
 def _function_parts(function: types.FunctionType, seen: set[int]) -> tuple[Any, ...]:

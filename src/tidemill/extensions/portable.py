@@ -15,7 +15,7 @@ import pickletools
 import re
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from datetime import date, time, timedelta, tzinfo
 from decimal import Decimal
 from fractions import Fraction
@@ -131,11 +131,16 @@ def _shared(value: Any, seen: set[int]) -> Iterator[str]:
             for name, part in parts(value):
                 yield from _shared_part(name, part, seen)
             return
-    if _is_frozen(value):
-        for name, part in _fields(value):
-            yield from _shared_part(name, part, seen)
+    dataclass = getattr(type(value), "__dataclass_params__", None)
+    if isinstance(value, msgspec.Struct) and value.__struct_config__.frozen:
+        fields: Iterable[str] = value.__struct_fields__
+    elif dataclass is not None and dataclass.frozen:
+        fields = value.__dataclass_fields__
+    else:
+        yield f"an object of type {type(value).__name__}"
         return
-    yield f"an object of type {type(value).__name__}"
+    for name in fields:
+        yield from _shared_part(name, getattr(value, name), seen)
 
 
 def _shared_part(name: str, value: Any, seen: set[int]) -> Iterator[str]:
@@ -154,7 +159,8 @@ def _function_parts(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
             continue
     yield "", function.__defaults__ or ()
     yield "", tuple((function.__kwdefaults__ or {}).values())
-    for name in _global_names(function.__code__):
+    loaded = (each.argval for each in _instructions(function.__code__) if each.opname == "LOAD_GLOBAL")
+    for name in dict.fromkeys(loaded):
         if name in function.__globals__:
             yield name, function.__globals__[name]
 
@@ -165,10 +171,6 @@ def _instructions(code: types.CodeType) -> Iterator[dis.Instruction]:
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             yield from _instructions(constant)
-
-
-def _global_names(code: types.CodeType) -> list[str]:
-    return list(dict.fromkeys(each.argval for each in _instructions(code) if each.opname == "LOAD_GLOBAL"))
 
 
 def _assigned(function: types.FunctionType) -> str:
@@ -205,18 +207,6 @@ def _is_importable(definition: Any) -> bool:
     except (ImportError, AttributeError):
         return False
     return found is definition
-
-
-def _is_frozen(value: Any) -> bool:
-    settings = getattr(type(value), "__dataclass_params__", None)
-    return (settings is not None and settings.frozen) or (
-        isinstance(value, msgspec.Struct) and value.__struct_config__.frozen
-    )
-
-
-def _fields(value: Any) -> Iterator[tuple[str, Any]]:
-    names = value.__struct_fields__ if isinstance(value, msgspec.Struct) else value.__dataclass_fields__
-    return ((name, getattr(value, name)) for name in names)
 
 
 PARTS: dict[type, Callable[[Any], Iterator[tuple[str, Any]]]] = {

@@ -30,7 +30,7 @@ class LostError(Exception):
 
 
 class ForkServer:
-    """Starts processes that run a service (`fork_server.Service`); the server itself is started on first use.
+    """Starts processes that run a service (`fork_server`); the server itself is started on first use.
 
     Args:
         service: module.
@@ -41,24 +41,12 @@ class ForkServer:
         self._service, self._settings = service, settings
         self._server: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
-        self._numbers = itertools.count(1)
+        self.numbers = itertools.count(1)  # of processes
 
     @property
     def pid(self) -> int | None:
         """Process id; None before the first use."""
         return self._server.pid if self._server is not None else None
-
-    def process(
-        self, received: Callable[[bytes], None], ended: Callable[[str], None], *, role: bytes = b""
-    ) -> ForkedProcess:
-        """A process that is not started.
-
-        Args:
-            received: gets each message; if it raises, the process is lost.
-            ended: gets the cause when the process ends, once, unless it is killed.
-            role: for the service.
-        """
-        return ForkedProcess(self, Command(process=next(self._numbers), role=role), received, ended)
 
     def fork(self, given: Command, stream: socket.socket) -> None:
         """Start a process that serves a socket.
@@ -124,13 +112,20 @@ class ForkServer:
 
 
 class ForkedProcess(asyncio.Protocol):
-    """A process, and the connection to it; see `ForkServer.process`."""
+    """A process, and the connection to it.
+
+    Args:
+        received: gets each message; if it raises, the process is lost.
+        ended: gets the cause when the process ends, once, unless it is killed.
+        role: for the service.
+    """
 
     def __init__(
-        self, server: ForkServer, command: Command, received: Callable[[bytes], None], ended: Callable[[str], None]
+        self, server: ForkServer, received: Callable[[bytes], None], ended: Callable[[str], None], *, role: bytes = b""
     ) -> None:
         self.alive = True
-        self._server, self._command, self._receive, self._report_end = server, command, received, ended
+        self._command = Command(process=next(server.numbers), role=role)
+        self._server, self._receive, self._report_end = server, received, ended
         self._transport: asyncio.Transport | None = None
         self._buffer = bytearray()
         self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()

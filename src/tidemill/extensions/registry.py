@@ -53,11 +53,6 @@ class Extension:
     def name(self) -> str:
         return self.ref.rpartition(":")[2]
 
-    @property
-    def importable(self) -> bool:
-        """Whether another process can import it."""
-        return bool(self.path)
-
 
 _session: dict[tuple[Kind, str], Extension] = {}
 """The functions that were given as objects in this process; a later one replaces an earlier one of its name."""
@@ -144,7 +139,9 @@ def given_function(function: Any, kind: Kind, *, where: str) -> Extension:
         identity = path_identity(path, version=found.version)
     else:
         identity = function_identity(function, where=where, version=found.version)
-    ref = path or SESSION + _plain_name(function)
+    inner = getattr(function, "func", function)  # of functools.partial
+    name = re.sub(r"\W+", "_", getattr(inner, "__name__", type(inner).__name__)).strip("_") or "function"
+    ref = path or SESSION + name
     return Extension(ref=ref, kind=kind, function=function, identity=identity, options=found.options, path=path)
 
 
@@ -165,7 +162,7 @@ def provide(extensions: Iterable[Extension]) -> None:
 
 def session_functions() -> list[Extension]:
     """The given functions of the trainer that another process cannot import; they travel by value."""
-    return [each for each in _session.values() if not each.importable and each.kind in TRAINER_KINDS]
+    return [each for each in _session.values() if not each.path and each.kind in TRAINER_KINDS]
 
 
 def _loaded(ref: str, path: str, kind: Kind, where: str) -> Extension:
@@ -193,9 +190,3 @@ def import_path(function: Callable[..., Any]) -> str:
     if own or found is None or not found.samefile(file):  # loaded by other means than an import
         return f"{Path(file).resolve()}:{name}" if file.endswith(".py") else ""
     return path
-
-
-def _plain_name(function: Callable[..., Any]) -> str:
-    inner = getattr(function, "func", function)  # of functools.partial
-    name = getattr(inner, "__name__", type(inner).__name__)
-    return re.sub(r"\W+", "_", name).strip("_") or "function"

@@ -1,17 +1,24 @@
-"""Errors about what a user's function returned or raised: they name the function, its place, the value and the need."""
+"""What a user's function returned or raised: its score, and errors that name the function, its place and the need."""
 
 from __future__ import annotations
 
 import inspect
+import math
 import traceback
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
 
 from tidemill.core.errors import UserError, exception_text
+from tidemill.extensions.calls import CallError
 
 CORRECT_IT = "correct the function; if steps are already trained, choose another run directory too"
 SHOWN = 60
 """Characters of a value in an error."""
+LARGEST = 1e18
+"""Largest absolute reward: its square must fit float32, for standard deviations."""
+TOO_LARGE = "and no reward may be larger than 1e18"
+Score: TypeAlias = tuple[float, dict[str, float]] | None
+"""The value and its named components; None if the reward does not apply to the sample."""
 
 
 def place_of(function: Callable[..., Any]) -> str:
@@ -69,3 +76,40 @@ def raised(
     own = [frame for frame in frames if frame.filename == file] or frames[-1:]
     place = f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
     return UserError(f"{name} raised {exception_text(error)}{place}", where=where, hint=hint)
+
+
+def score_of(result: Any, weights: Mapping[str, float]) -> Score:
+    """The score that a reward function returned: a number, a table of named numbers, or None.
+
+    Args:
+        weights: factors of the named numbers; empty for their plain sum.
+
+    Raises:
+        CallError: it is something else, or not finite.
+    """
+    if result is None:
+        return None
+    if not isinstance(result, Mapping):
+        return finite(result), {}
+    if not result:
+        raise CallError("ValueError: returned an empty table; return None if the reward does not apply")
+    parts = {str(name): finite(each, of=f"{name} = ") for name, each in result.items()}
+    if weights and (missing := [name for name in parts if name not in weights]):
+        raise CallError(f"ValueError: returned {missing[0]!r}, which has no weight (weights: {', '.join(weights)})")
+    return math.fsum(weights.get(name, 1.0) * each for name, each in parts.items()), parts
+
+
+def finite(result: Any, *, of: str = "") -> float:
+    """
+    Raises:
+        CallError: the result is not a finite number within `LARGEST`.
+    """
+    if isinstance(result, str | bytes) or not hasattr(type(result), "__float__"):
+        lists = "; functions of lists are @tm.reward(batch=True)" if isinstance(result, list) else ""
+        raise CallError(exception_text(TypeError(f"returned {of}{result!r:.60}, which is not a number{lists}")))
+    value = float(result)
+    if not math.isfinite(value):
+        raise CallError(f"ValueError: returned {of}{value}, which is not finite")
+    if abs(value) > LARGEST:
+        raise CallError(f"ValueError: returned {of}{value:g}, {TOO_LARGE}")
+    return value

@@ -52,10 +52,9 @@ class Keys:
     """
 
     def __init__(self, file: Path | None) -> None:
-        self._file, self._stamp = file, _stamp(file) if file is not None and file.exists() else ()
-        self._keys: tuple[bytes, ...] = ()
-        if file is not None:
-            self._keys = self._read(file)
+        self._file = file
+        self._stamp = _stamp(file) if file is not None else ()
+        self._keys = self._read(file) if file is not None else ()
 
     def check(self, request: Request) -> str:
         """The client's key; empty without keys.
@@ -64,27 +63,23 @@ class Keys:
             ApiError: it has no valid key, or is a web page of another site.
         """
         if self._file is None:
-            _refuse_foreign(request)
+            if _host(f"//{request.headers.get('host', '')}") not in LOCAL_NAMES:  # a name redirected to this machine
+                raise ApiError(403, "without keys only this machine's own names are served", code="forbidden_host")
+            origin = request.headers.get("origin")
+            if origin is not None and _host(origin) not in LOCAL_NAMES:
+                raise ApiError(403, "pages of other sites are not served", code="forbidden_origin")
             return ""
-        self._read_if_changed(self._file)
+        if (stamp := _stamp(self._file)) != self._stamp:
+            self._stamp = stamp
+            try:
+                self._keys = self._read(self._file)
+            except UserError as error:
+                LOG.warning("the keys are not read again, and those of before stay valid: %s", error)
         given = bearer(request).encode()
         matches = [hmac.compare_digest(given, key) for key in self._keys]  # all, whichever matches
         if not any(matches):
             raise ApiError(401, "wrong or missing key", kind=AUTHENTICATION, code="invalid_api_key")
         return given.decode()
-
-    def _read_if_changed(self, file: Path) -> None:
-        try:
-            stamp = _stamp(file)
-        except OSError:
-            stamp = ()
-        if stamp == self._stamp:
-            return
-        self._stamp = stamp
-        try:
-            self._keys = self._read(file)
-        except UserError as error:
-            LOG.warning("the keys are not read again, and those of before stay valid: %s", error)
 
     def _read(self, file: Path) -> tuple[bytes, ...]:
         try:
@@ -102,8 +97,11 @@ class Keys:
 
 
 def _stamp(file: Path) -> tuple[int, ...]:
-    """Changes whenever the file, its place or its mode does. Raises OSError."""
-    found = file.stat()
+    """Changes whenever the file, its place or its mode does."""
+    try:
+        found = file.stat()
+    except OSError:
+        return ()
     return found.st_mtime_ns, found.st_size, found.st_ino, found.st_mode
 
 
@@ -118,15 +116,6 @@ def refuse_repeated(request: Request) -> None:
     for name in SINGLE:
         if len(request.headers.getlist(name)) > 1:
             raise ApiError(400, f"the header {name} is there more than once", param=name, code="repeated_header")
-
-
-def _refuse_foreign(request: Request) -> None:
-    """Raises ApiError: a web page asks, or the host's name was redirected to this machine."""
-    if _host(f"//{request.headers.get('host', '')}") not in LOCAL_NAMES:
-        raise ApiError(403, "without keys only this machine's own names are served", code="forbidden_host")
-    origin = request.headers.get("origin")
-    if origin is not None and _host(origin) not in LOCAL_NAMES:
-        raise ApiError(403, "pages of other sites are not served", code="forbidden_origin")
 
 
 def _host(url: str) -> str | None:
@@ -149,13 +138,8 @@ class Limits:
     def enter(self, key: str) -> Callable[[], None]:
         """Count a request; returns what ends it. Raises ApiError: the key has too many requests."""
         if self._open[key] >= self._most:
-            raise ApiError(
-                429,
-                f"{self._most} requests of this key are being answered",
-                kind=RATE,
-                code="rate_limit_exceeded",
-                retry_s=1,
-            )
+            message = f"{self._most} requests of this key are being answered"
+            raise ApiError(429, message, kind=RATE, code="rate_limit_exceeded")
         self._open[key] += 1
 
         def leave() -> None:
@@ -168,7 +152,13 @@ class Limits:
 
 async def unless_left(request: Request, work: Awaitable[T]) -> T:
     """Raises ApiError: the client has left; `work` is cancelled."""
-    task, left = asyncio.ensure_future(work), asyncio.ensure_future(_left(request))
+
+    async def leaving() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    task = asyncio.ensure_future(work)
+    left = asyncio.ensure_future(leaving())
     try:
         await asyncio.wait({task, left}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
@@ -178,11 +168,6 @@ async def unless_left(request: Request, work: Awaitable[T]) -> T:
         for each in (task, left):
             each.cancel()
         await asyncio.gather(task, left, return_exceptions=True)
-
-
-async def _left(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
 
 
 async def body_of(request: Request, *, most_bytes: int, timeout_s: float) -> bytes:
@@ -212,6 +197,5 @@ async def body_of(request: Request, *, most_bytes: int, timeout_s: float) -> byt
     except ClientDisconnect as error:
         raise ApiError(400, "the client has left", code="client_disconnected") from error
     if size > most_bytes:
-        message = f"the body has more than {most_bytes} bytes"
-        raise ApiError(413, message, code="request_too_large")
+        raise ApiError(413, f"the body has more than {most_bytes} bytes", code="request_too_large")
     return b"".join(parts)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from tidemill.core.records import ToolRequest, unpack_logprobs, unpack_tokens
-from tidemill.gateway.backend import Piece
-from tidemill.gateway.requests import Question
+from tidemill.core.records import TokenBuffer, ToolRequest, count, unpack_logprobs, unpack_tokens
+from tidemill.gateway.backend import TokenChunk
+from tidemill.gateway.requests import CompletionParams
 from tidemill.gateway.texts import ChoiceDelta, FinishReason
 
 TokenBytes = Callable[[int], bytes]
@@ -39,85 +40,47 @@ def call_objects(calls: Sequence[ToolRequest]) -> list[dict[str, Any]]:
     ]
 
 
-def token_entries(piece: Piece, token_bytes: TokenBytes) -> list[dict[str, Any]]:
-    """Tokens with their logprobs, as chat answers have them."""
+def token_entries(chunk: TokenChunk, token_bytes: TokenBytes) -> list[dict[str, Any]]:
+    r"""Tokens with their logprobs, as chat answers have them; parts of characters as OpenAI writes them, `\xf0\x9f`."""
     found = []
-    for token_id, logprob in zip(unpack_tokens(piece.token_ids), unpack_logprobs(piece.logprobs), strict=True):
+    for token_id, logprob in zip(unpack_tokens(chunk.token_ids), unpack_logprobs(chunk.logprobs), strict=True):
         encoded = token_bytes(token_id)
-        found.append({"token": token_text(encoded), "logprob": logprob, "bytes": list(encoded), "top_logprobs": []})
+        try:
+            text = encoded.decode()
+        except UnicodeDecodeError:
+            text = "".join(f"\\x{byte:02x}" for byte in encoded)
+        found.append({"token": text, "logprob": logprob, "bytes": list(encoded), "top_logprobs": []})
     return found
 
 
-def token_text(encoded: bytes) -> str:
-    r"""The text of a token; of one with a part of a character its bytes, as OpenAI writes them: `\xf0\x9f`."""
-    try:
-        return encoded.decode()
-    except UnicodeDecodeError:
-        return "".join(f"\\x{byte:02x}" for byte in encoded)
-
-
+@dataclass(slots=True)
 class Choice:
     """One whole choice, put together from news."""
 
-    def __init__(self, index: int) -> None:
-        self.index, self.text, self.calls = index, "", list[dict[str, Any]]()
-        self.finish: FinishReason | None = None
-        self.entries: list[dict[str, Any]] = []
-        self.token_ids: list[int] = []
-
-    def add(self, piece: Piece, said: ChoiceDelta, question: Question, token_bytes: TokenBytes) -> None:
-        self.text += said.text
-        self.calls += call_objects(said.calls)
-        self.finish = said.finish or self.finish
-        self.token_ids += unpack_tokens(piece.token_ids)
-        if question.logprobs:
-            self.entries += token_entries(piece, token_bytes)
-
-    def chat(self, question: Question) -> dict[str, Any]:
-        message: dict[str, Any] = {"role": "assistant", "content": self.text, "refusal": None}
-        if self.calls:
-            message |= {"content": self.text or None, "tool_calls": self.calls}
-        return self._with_tokens(
-            question,
-            {
-                "index": self.index,
-                "message": message,
-                "logprobs": {"content": self.entries, "refusal": None} if question.logprobs else None,
-                "finish_reason": self.finish,
-            },
-        )
-
-    def completion(self, question: Question) -> dict[str, Any]:
-        logprobs = completion_logprobs(self.entries) if question.logprobs else None
-        return self._with_tokens(
-            question, {"index": self.index, "text": self.text, "logprobs": logprobs, "finish_reason": self.finish}
-        )
-
-    def _with_tokens(self, question: Question, choice: dict[str, Any]) -> dict[str, Any]:
-        return {**choice, "token_ids": self.token_ids} if question.token_ids else choice
+    text: str = ""
+    calls: list[dict[str, Any]] = field(default_factory=list)
+    finish: FinishReason | None = None
+    entries: list[dict[str, Any]] = field(default_factory=list)  # of tokens, with logprobs
+    token_ids: list[int] = field(default_factory=list)
 
 
 def completion_logprobs(entries: Sequence[dict[str, Any]], start: int = 0) -> dict[str, Any]:
-    """In the older form of /v1/completions.
+    r"""In the older form of /v1/completions, where a part of a character is written as `bytes:\xf0\x9f`.
 
     Args:
         start: offset of the first token in the completion.
     """
-    offsets = [start]
+    offsets, tokens = [start], []
     for entry in entries:
         offsets.append(offsets[-1] + begun_characters([entry]))
+        token: str = entry["token"]
+        tokens.append(token if token.encode() == bytes(entry["bytes"]) else f"bytes:{token}")
     return {
-        "tokens": [marked_token(entry) for entry in entries],
+        "tokens": tokens,
         "token_logprobs": [entry["logprob"] for entry in entries],
         "top_logprobs": None,
         "text_offset": offsets[:-1],
     }
-
-
-def marked_token(entry: dict[str, Any]) -> str:
-    r"""The text of a token, where no other field has its bytes: `bytes:\xf0\x9f` for a part of a character."""
-    token: str = entry["token"]
-    return token if token.encode() == bytes(entry["bytes"]) else f"bytes:{token}"
 
 
 def begun_characters(entries: Sequence[dict[str, Any]]) -> int:
@@ -132,55 +95,80 @@ class Answer:
         chat: of /v1/chat/completions; otherwise of /v1/completions.
     """
 
-    def __init__(self, question: Question, model: str, token_bytes: TokenBytes, *, chat: bool) -> None:
-        self._question, self._token_bytes, self._chat = question, token_bytes, chat
+    def __init__(self, params: CompletionParams, model: str, token_bytes: TokenBytes, *, chat: bool) -> None:
+        self._params, self._token_bytes, self._chat = params, token_bytes, chat
         self._frame = {
             "id": new_id("chatcmpl" if chat else "cmpl"),
             "created": int(time.time()),
             "model": model,
             "system_fingerprint": None,
         }
+        self._choices = defaultdict[int, Choice](Choice)
         self._begun: set[int] = set()
-        self._calls: dict[int, int] = {}
+        self._calls = Counter[int]()  # so far, by choice
         self._characters = Counter[int]()  # of the tokens so far, by choice
 
-    def whole(self, choices: Sequence[Choice], used: dict[str, int], prompt_ids: Sequence[int]) -> dict[str, Any]:
-        question, kind = self._question, "chat.completion" if self._chat else "text_completion"
-        found = [choice.chat(question) if self._chat else choice.completion(question) for choice in choices]
-        answer = {**self._frame, "object": kind, "choices": found, "usage": used}
-        return {**answer, "prompt_token_ids": list(prompt_ids)} if question.token_ids else answer
+    def add(self, index: int, chunk: TokenChunk, said: ChoiceDelta) -> None:
+        """News of one choice of a whole answer."""
+        choice = self._choices[index]
+        choice.text += said.text
+        choice.calls += call_objects(said.calls)
+        choice.finish = said.finish or choice.finish
+        choice.token_ids += unpack_tokens(chunk.token_ids)
+        if self._params.logprobs:
+            choice.entries += token_entries(chunk, self._token_bytes)
 
-    def chunk(self, piece: Piece, said: ChoiceDelta) -> dict[str, Any]:
-        """News of one choice."""
-        question = self._question
-        choice: dict[str, Any] = {"index": piece.index, "logprobs": None, "finish_reason": said.finish}
-        entries = token_entries(piece, self._token_bytes) if question.logprobs else []
+    def whole(self, prompts: Sequence[TokenBuffer]) -> dict[str, Any]:
+        """The answer to prompts, int32 [P] each."""
+        completion_tokens = sum(len(choice.token_ids) for choice in self._choices.values())
+        answer = {
+            **self._frame,
+            "object": "chat.completion" if self._chat else "text_completion",
+            "choices": [self._whole_choice(*each) for each in sorted(self._choices.items())],
+            "usage": usage(sum(map(count, prompts)), completion_tokens),
+        }
+        return {**answer, "prompt_token_ids": unpack_tokens(prompts[0])} if self._params.token_ids else answer
+
+    def _whole_choice(self, index: int, choice: Choice) -> dict[str, Any]:
+        found: dict[str, Any] = {"index": index, "logprobs": None, "finish_reason": choice.finish}
         if self._chat:
-            delta: dict[str, Any] = {} if piece.index in self._begun else {"role": "assistant", "content": ""}
-            self._begun.add(piece.index)
+            calls = {"tool_calls": choice.calls} if choice.calls else {}
+            text = None if calls and not choice.text else choice.text
+            found["message"] = {"role": "assistant", "content": text, "refusal": None, **calls}
+        else:
+            found["text"] = choice.text
+        if self._params.logprobs:
+            chat = {"content": choice.entries, "refusal": None}
+            found["logprobs"] = chat if self._chat else completion_logprobs(choice.entries)
+        if self._params.token_ids:
+            found["token_ids"] = choice.token_ids
+        return found
+
+    def chunk(self, chunk: TokenChunk, said: ChoiceDelta) -> dict[str, Any]:
+        """News of one choice of a stream."""
+        index = chunk.index
+        choice: dict[str, Any] = {"index": index, "logprobs": None, "finish_reason": said.finish}
+        entries = token_entries(chunk, self._token_bytes) if self._params.logprobs else []
+        if self._chat:
+            delta: dict[str, Any] = {} if index in self._begun else {"role": "assistant", "content": ""}
+            self._begun.add(index)
             if said.text:
                 delta["content"] = said.text
-            if said.calls:
-                delta["tool_calls"] = [
-                    {"index": self._next_call(piece.index), **call} for call in call_objects(said.calls)
-                ]
+            if calls := call_objects(said.calls):
+                delta["tool_calls"] = [{"index": at, **call} for at, call in enumerate(calls, self._calls[index])]
+                self._calls[index] += len(calls)
             choice |= {"delta": delta, "logprobs": {"content": entries, "refusal": None} if entries else None}
         else:
-            logprobs = completion_logprobs(entries, self._characters[piece.index]) if entries else None
-            self._characters[piece.index] += begun_characters(entries)
+            logprobs = completion_logprobs(entries, self._characters[index]) if entries else None
+            self._characters[index] += begun_characters(entries)
             choice |= {"text": said.text, "logprobs": logprobs}
-        if question.token_ids:
-            choice["token_ids"] = unpack_tokens(piece.token_ids)
+        if self._params.token_ids:
+            choice["token_ids"] = unpack_tokens(chunk.token_ids)
         return self._chunk([choice])
 
-    def usage_chunk(self, used: dict[str, int]) -> dict[str, Any]:
-        return {**self._chunk([]), "usage": used}
+    def usage_chunk(self, prompt_tokens: int, completion_tokens: int) -> dict[str, Any]:
+        return {**self._chunk([]), "usage": usage(prompt_tokens, completion_tokens)}
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         kind = "chat.completion.chunk" if self._chat else "text_completion"
         return {**self._frame, "object": kind, "choices": choices}
-
-    def _next_call(self, index: int) -> int:
-        number = self._calls.get(index, 0)
-        self._calls[index] = number + 1
-        return number

@@ -9,6 +9,7 @@ import uuid
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
+from functools import partial
 from math import ceil
 from typing import Any, TypeVar
 
@@ -23,18 +24,18 @@ from tidemill.config.gateway import GatewayConfig
 from tidemill.core.errors import UserError
 from tidemill.core.records import SamplingParams, count, pack_tokens, unpack_tokens
 from tidemill.gateway.access import LOG, Keys, Limits, bearer, body_of, refuse_repeated, unless_left
-from tidemill.gateway.answers import Answer, Choice, usage
-from tidemill.gateway.backend import Asked, Piece, Served
+from tidemill.gateway.answers import Answer
+from tidemill.gateway.backend import CompletionRequest, Served, TokenChunk
 from tidemill.gateway.errors import SERVER, ApiError, invalid, unsupported
 from tidemill.gateway.requests import (
     Call,
-    Question,
+    CompletionParams,
     as_messages,
-    chat_question,
-    completion_question,
+    chat_params,
+    completion_params,
     read_body,
     refuse_overflow,
-    response_question,
+    response_params,
 )
 from tidemill.gateway.responses import ResponseAnswer
 from tidemill.gateway.session_routes import session_routes
@@ -43,6 +44,7 @@ from tidemill.gateway.texts import ChoiceDelta, ChoiceText
 
 T = TypeVar("T")
 Handler = Callable[[Request, str], Awaitable[Response]]
+Events = AsyncGenerator[dict[str, Any] | None, None]
 
 OFF_LOOP_BYTES = 256 << 10
 """Larger bodies are read on a thread, so that other requests do not wait."""
@@ -82,7 +84,8 @@ class Gateway:
         def post(path: str, handler: Handler) -> Route:
             return Route(path, self._guarded(handler), methods=["POST"])
 
-        routes = [] if self._sessions is None else session_routes(self._sessions, self._body, self._guarded)
+        read = partial(self._read, read=dict[str, Any])
+        routes = [] if self._sessions is None else session_routes(self._sessions, read, self._guarded)
         return Starlette(
             routes=[
                 *routes,
@@ -106,39 +109,30 @@ class Gateway:
     # Routes.
 
     async def _chat(self, request: Request, key: str) -> Response:
-        question = await self._question(request, chat_question)
-        prompt_ids = await self._prompt_ids(question, self._rendered)
-        asked = self._asked(question, prompt_ids, key)
-        answer = Answer(question, self._served.name, self._served.format.token_bytes, chat=True)
-        return await self._answered(request, question, [asked], answer)
+        params = await self._params(request, chat_params)
+        requested = self._completion_request(params, await self._prompt_ids(params, self._rendered), key)
+        return await self._answered(request, [requested], chat=True)
 
     async def _completions(self, request: Request, key: str) -> Response:
-        question = await self._question(request, completion_question)
-        prompts = await self._prompt_ids(question, lambda question: list(map(self._encoded, question.prompts)))
-        asked = [self._asked(question, ids, key) for ids in prompts]
-        if len(asked) > 1 and question.stream:
+        params = await self._params(request, completion_params)
+        prompts = await self._prompt_ids(params, lambda params: list(map(self._encoded, params.prompts)))
+        requested = [self._completion_request(params, ids, key) for ids in prompts]
+        if len(requested) > 1 and params.stream:
             raise invalid("a stream answers one prompt", "prompt")
-        answer = Answer(question, self._served.name, self._served.format.token_bytes, chat=False)
-        return await self._answered(request, question, asked, answer)
+        return await self._answered(request, requested, chat=False)
 
     async def _responses(self, request: Request, key: str) -> Response:
-        question = await self._question(request, response_question)
-        asked = self._asked(question, await self._prompt_ids(question, self._rendered), key)
-        sampling = asked.sampling
-        answer = ResponseAnswer(question, self._served.name, temperature=sampling.temperature, top_p=sampling.top_p)
-        if question.stream:
-            return _stream(self._response_events(question, asked, answer), named=True)
+        params = await self._params(request, response_params)
+        requested = self._completion_request(params, await self._prompt_ids(params, self._rendered), key)
+        events = self._response_events(requested)
+        if params.stream:
+            return Stream(events, named=True)
 
-        async def whole() -> dict[str, Any]:
-            said, tokens = ChoiceDelta(), 0
-            async for piece, news in self._news(question, asked):
-                tokens += count(piece.token_ids)
-                for _ in answer.news(news):
-                    pass
-                said = news
-            for _ in answer.end(said, count(asked.prompt_ids), tokens):
-                pass
-            return answer.whole(said, count(asked.prompt_ids), tokens)
+        async def whole() -> Any:
+            async with aclosing(events):
+                async for event in events:
+                    last = event
+            return last["response"]
 
         return JSONResponse(await unless_left(request, whole()))
 
@@ -202,16 +196,15 @@ class Gateway:
             return given
         return self._keys.check(request)
 
-    async def _question(self, request: Request, read: Callable[[Mapping[str, Any]], Question]) -> Question:
+    async def _params(
+        self, request: Request, read: Callable[[Mapping[str, Any]], CompletionParams]
+    ) -> CompletionParams:
         retry_key = request.headers.get("idempotency-key")
         if retry_key is not None and (self._sessions is None or self._sessions.find(bearer(request)) is None):
             why = "answers are kept in training sessions only; equal requests with a `seed` get equal answers"
             raise unsupported("Idempotency-Key", why)
-        question = await self._read(request, read)
-        return msgspec.structs.replace(question, retry_key=retry_key) if retry_key else question
-
-    async def _body(self, request: Request) -> dict[str, Any]:
-        return dict(await self._read(request, lambda body: body))
+        params = await self._read(request, read)
+        return msgspec.structs.replace(params, retry_key=retry_key) if retry_key else params
 
     async def _read(self, request: Request, read: Callable[[Mapping[str, Any]], T]) -> T:
         most = int(self._config.body_mb * 1e6)
@@ -236,21 +229,21 @@ class Gateway:
         about = {"id": served.name, "object": "model", "created": self._created, "owned_by": "tidemill"}
         return {**about, "max_model_len": served.context_tokens}
 
-    async def _prompt_ids(self, question: Question, encode: Callable[[Question], T]) -> T:
+    async def _prompt_ids(self, params: CompletionParams, encode: Callable[[CompletionParams], T]) -> T:
         """Encode a prompt, a long one on a thread. Raises ApiError: it is too long for the context in any case."""
-        served, characters, tools = self._served, question.characters, len(msgspec.json.encode(question.tools))
+        served, characters, tools = self._served, params.characters, len(msgspec.json.encode(params.tools))
         # A template may leave out a part of the tools, but not of so many.
         rendered = characters + (tools if tools > OFF_LOOP_BYTES else 0)
         if rendered > served.context_tokens * served.longest_token:
-            refuse_overflow(ceil(rendered / served.longest_token), question, served.context_tokens)
+            refuse_overflow(ceil(rendered / served.longest_token), params, served.context_tokens)
         small = characters + tools <= OFF_LOOP_BYTES
-        return encode(question) if small else await asyncio.to_thread(encode, question)
+        return encode(params) if small else await asyncio.to_thread(encode, params)
 
-    def _rendered(self, question: Question) -> list[int]:
+    def _rendered(self, params: CompletionParams) -> list[int]:
         """Raises ApiError: the model's template refuses the messages or tools."""
-        messages = as_messages(question.messages, self._write_calls)
+        messages = as_messages(params.messages, self._write_calls)
         try:
-            _, ids = self._served.format.prompt(messages, tools=question.tools)
+            _, ids = self._served.format.prompt(messages, tools=params.tools)
             return ids
         except UserError as error:
             raise invalid(error.what, "messages") from error
@@ -264,92 +257,83 @@ class Gateway:
             raise invalid(f"{max(ids)} is no token id: the model has {self._served.vocabulary}", "prompt")
         return ids
 
-    def _asked(self, question: Question, prompt_ids: list[int], key: str) -> Asked:
+    def _completion_request(self, params: CompletionParams, prompt_ids: list[int], key: str) -> CompletionRequest:
         """Raises ApiError: prompt and completion do not fit into the context, or the model is not served this way."""
         served, defaults = self._served, self._served.defaults
-        served.refuse(question, key)
-        refuse_overflow(len(prompt_ids), question, served.context_tokens)
+        served.refuse(params, key)
+        refuse_overflow(len(prompt_ids), params, served.context_tokens)
         room = served.context_tokens - len(prompt_ids)
         given: dict[str, Any] = {
-            "temperature": question.temperature,
-            "top_p": question.top_p,
-            "top_k": question.top_k,
-            "stop_strings": question.stop or None,
+            "temperature": params.temperature,
+            "top_p": params.top_p,
+            "top_k": params.top_k,
+            "stop_strings": params.stop or None,
         }
         sampling: SamplingParams = msgspec.structs.replace(
             defaults,
-            max_new_tokens=question.max_tokens or min(defaults.max_new_tokens or room, room),
+            max_new_tokens=params.max_tokens or min(defaults.max_new_tokens or room, room),
             **{name: value for name, value in given.items() if value is not None},
         )
-        return Asked(
-            prompt_ids=pack_tokens(prompt_ids),
-            sampling=sampling,
-            n=question.n,
-            seed=question.seed,
-            key=key,
-            question=question,
-        )
+        return CompletionRequest(prompt_ids=pack_tokens(prompt_ids), sampling=sampling, params=params, key=key)
 
-    async def _news(self, question: Question, asked: Asked) -> AsyncGenerator[tuple[Piece, ChoiceDelta], None]:
-        """The pieces of all choices with what they say; closing it ends them."""
-        served = self._served
-        self._tokens["prompt"] += count(asked.prompt_ids)
-        prompt_ids, stops = unpack_tokens(asked.prompt_ids), asked.sampling.stop_strings
-        texts = [ChoiceText.answering(question, prompt_ids, format=served.format, stops=stops) for _ in range(asked.n)]
-        async with aclosing(served.generate(asked)) as pieces:
-            async for piece in pieces:
-                self._tokens["completion"] += count(piece.token_ids)
-                yield piece, texts[piece.index].feed(unpack_tokens(piece.token_ids), piece.finish)
+    async def _news(self, requested: CompletionRequest) -> AsyncGenerator[tuple[TokenChunk, ChoiceDelta], None]:
+        """The tokens of all choices with what they say; closing it ends them."""
+        served, params = self._served, requested.params
+        self._tokens["prompt"] += count(requested.prompt_ids)
+        prompt_ids, stops = unpack_tokens(requested.prompt_ids), requested.sampling.stop_strings
+        texts = [ChoiceText.answering(params, prompt_ids, format=served.format, stops=stops) for _ in range(params.n)]
+        async with aclosing(served.generate(requested)) as chunks:
+            async for chunk in chunks:
+                self._tokens["completion"] += count(chunk.token_ids)
+                yield chunk, texts[chunk.index].feed(unpack_tokens(chunk.token_ids), chunk.finish)
 
-    async def _answered(self, request: Request, question: Question, asked: Sequence[Asked], answer: Answer) -> Response:
-        if question.stream:
-            return _stream(self._chunks(question, asked[0], answer), named=False)
+    async def _answered(self, request: Request, requested: Sequence[CompletionRequest], *, chat: bool) -> Response:
+        params = requested[0].params
+        answer = Answer(params, self._served.name, self._served.format.token_bytes, chat=chat)
+        if params.stream:
+            return Stream(self._chunks(requested[0], answer), named=False)
 
-        async def choices(first: int, one: Asked) -> list[Choice]:
-            found = [Choice(first + index) for index in range(one.n)]
-            async for piece, said in self._news(question, one):
-                found[piece.index].add(piece, said, question, self._served.format.token_bytes)
-            return found
+        async def generate(first: int, one: CompletionRequest) -> None:
+            async for chunk, said in self._news(one):
+                answer.add(first + chunk.index, chunk, said)
 
         async def whole() -> dict[str, Any]:
-            parts = await asyncio.gather(*(choices(place * one.n, one) for place, one in enumerate(asked)))
-            found = [choice for part in parts for choice in part]
-            used = usage(sum(count(one.prompt_ids) for one in asked), sum(len(choice.token_ids) for choice in found))
-            return answer.whole(found, used, unpack_tokens(asked[0].prompt_ids))
+            await asyncio.gather(*(generate(place * params.n, one) for place, one in enumerate(requested)))
+            return answer.whole([one.prompt_ids for one in requested])
 
         return JSONResponse(await unless_left(request, whole()))
 
-    async def _chunks(
-        self, question: Question, asked: Asked, answer: Answer
-    ) -> AsyncGenerator[dict[str, Any] | None, None]:
+    async def _chunks(self, requested: CompletionRequest, answer: Answer) -> Events:
         tokens = 0
-        async with aclosing(self._news(question, asked)) as news:
-            async for piece, said in news:
-                tokens += count(piece.token_ids)
-                yield answer.chunk(piece, said)
-        if question.usage:
-            yield answer.usage_chunk(usage(count(asked.prompt_ids), tokens))
+        async with aclosing(self._news(requested)) as news:
+            async for chunk, said in news:
+                tokens += count(chunk.token_ids)
+                yield answer.chunk(chunk, said)
+        if requested.params.usage:
+            yield answer.usage_chunk(count(requested.prompt_ids), tokens)
         yield None
 
-    async def _response_events(
-        self, question: Question, asked: Asked, answer: ResponseAnswer
-    ) -> AsyncGenerator[dict[str, Any] | None, None]:
+    async def _response_events(self, requested: CompletionRequest) -> AsyncGenerator[dict[str, Any], None]:
+        answer = ResponseAnswer(requested, self._served.name)
         said, tokens = ChoiceDelta(), 0
         for event in answer.begin():
             yield event
-        async with aclosing(self._news(question, asked)) as news:
-            async for piece, said in news:
-                tokens += count(piece.token_ids)
+        async with aclosing(self._news(requested)) as news:
+            async for chunk, said in news:
+                tokens += count(chunk.token_ids)
                 for event in answer.news(said):
                     yield event
-        for event in answer.end(said, count(asked.prompt_ids), tokens):
+        for event in answer.end(said, tokens):
             yield event
 
 
 class Stream(StreamingResponse):
-    """Server-sent events."""
+    """Server-sent events; None is the mark of the end."""
 
     ended: Callable[[], None] = staticmethod(lambda: None)
+
+    def __init__(self, events: Events, *, named: bool) -> None:
+        super().__init__(_sent(events, named=named), media_type="text/event-stream", headers=SSE_HEADERS)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -362,12 +346,7 @@ def internal() -> ApiError:
     return ApiError(500, "internal error; the server's log has it", kind=SERVER, code="internal_error")
 
 
-def _stream(events: AsyncGenerator[dict[str, Any] | None, None], *, named: bool) -> Stream:
-    """Server-sent events; None is the mark of the end."""
-    return Stream(_sent(events, named=named), media_type="text/event-stream", headers=SSE_HEADERS)
-
-
-async def _sent(events: AsyncGenerator[dict[str, Any] | None, None], *, named: bool) -> AsyncIterator[bytes]:
+async def _sent(events: Events, *, named: bool) -> AsyncIterator[bytes]:
     try:
         async for event in with_comments(events):
             if event is None:
@@ -376,18 +355,17 @@ async def _sent(events: AsyncGenerator[dict[str, Any] | None, None], *, named: b
                 yield _line(event, named=named)
             else:
                 yield b": the completion goes on\n\n"
-    except ApiError as error:
-        yield _line(_failure(error, named=named), named=named)
-    except Exception:  # noqa: BLE001 - the status is sent; the client gets an event
-        LOG.exception("a stream failed")
-        yield _line(_failure(internal(), named=named), named=named)
+    except Exception as error:  # noqa: BLE001 - the status is sent; the client gets an event
+        if not isinstance(error, ApiError):
+            LOG.exception("a stream failed")
+            error = internal()
+        failure = {"type": "error", "sequence_number": 0, **error.content["error"]} if named else error.content
+        yield _line(failure, named=named)
     finally:
         await events.aclose()
 
 
-async def with_comments(
-    events: AsyncGenerator[dict[str, Any] | None, None], quiet_s: float = QUIET_S
-) -> AsyncIterator[dict[str, Any] | None]:
+async def with_comments(events: Events, quiet_s: float = QUIET_S) -> AsyncIterator[dict[str, Any] | None]:
     """The events, and an empty one after every `quiet_s` seconds without."""
     while True:
         coming = asyncio.ensure_future(anext(events))
@@ -402,10 +380,6 @@ async def with_comments(
             yield coming.result()
         except StopAsyncIteration:
             return
-
-
-def _failure(error: ApiError, *, named: bool) -> dict[str, Any]:
-    return {"type": "error", "sequence_number": 0, **error.content["error"]} if named else error.content
 
 
 def _line(event: Mapping[str, Any], *, named: bool) -> bytes:

@@ -7,21 +7,19 @@ from typing import Protocol
 
 from tidemill.core.protocols import TurnFormat
 from tidemill.core.records import Finish, LogprobBuffer, Record, SamplingParams, TokenBuffer
-from tidemill.gateway.requests import Question
+from tidemill.gateway.requests import CompletionParams
 
 
-class Asked(Record):
+class CompletionRequest(Record):
     """Completions of one prompt."""
 
     prompt_ids: TokenBuffer  # int32 [P]
     sampling: SamplingParams
-    n: int = 1
-    seed: int | None = None  # with the same prompt and parameters, the same completions of the same weights
-    key: str = ""  # of the session or client
-    question: Question | None = None
+    params: CompletionParams  # with a seed, equal requests get the same completions of the same weights
+    key: str  # of the session or client
 
 
-class Piece(Record):
+class TokenChunk(Record):
     """New tokens of one completion."""
 
     index: int
@@ -53,11 +51,11 @@ class Served(Protocol):
     def figures(self) -> Mapping[str, float]:
         """Counters and gauges for metrics, by name."""
 
-    def refuse(self, question: Question, key: str) -> None:
+    def refuse(self, params: CompletionParams, key: str) -> None:
         """Check a request before it is answered. Raises ApiError."""
 
-    def generate(self, asked: Asked) -> AsyncGenerator[Piece, None]:
-        """The completions, piece by piece, in any order of their indices. Closing the generator ends them.
+    def generate(self, requested: CompletionRequest) -> AsyncGenerator[TokenChunk, None]:
+        """The completions, chunk by chunk, in any order of their indices. Closing the generator ends them.
 
         Raises:
             ApiError: the prompt cannot be generated from.

@@ -54,12 +54,7 @@ class CallReader:
         self.called = False
 
     def read(self, new: str, finish: Finish | None) -> list[str | ToolRequest]:
-        """What is said and called, in order, as far as no later text can change it.
-
-        Args:
-            new: text.
-            finish: of the whole text.
-        """
+        """What is said and called, in order, as far as no later text can change it."""
         self._text += new
         parts = list[str | ToolRequest]()
         for part in self._decided(finish):

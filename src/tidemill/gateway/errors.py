@@ -4,12 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-INVALID, AUTHENTICATION, RATE, SERVER = (
-    "invalid_request_error",
-    "authentication_error",
-    "rate_limit_error",
-    "server_error",
-)
+INVALID, AUTHENTICATION = "invalid_request_error", "authentication_error"
+RATE, SERVER = "rate_limit_error", "server_error"
 
 
 class ApiError(Exception):
@@ -44,9 +40,9 @@ class ApiError(Exception):
         return found | {"www-authenticate": "Bearer"} if self.status == 401 else found
 
 
-def invalid(message: str, param: str | None = None, *, code: str | None = None, status: int = 400) -> ApiError:
+def invalid(message: str, param: str | None = None, *, code: str | None = None) -> ApiError:
     """The error for a request that cannot be obeyed."""
-    return ApiError(status, message, param=param, code=code)
+    return ApiError(400, message, param=param, code=code)
 
 
 def unsupported(param: str, why: str) -> ApiError:

@@ -1,4 +1,4 @@
-"""How a request continues a session: which tokens it adds, and which of several answers it goes on with."""
+"""A session's tokens by turn and branch, and how a request continues them: what it adds, and to which answer."""
 
 from __future__ import annotations
 
@@ -11,9 +11,70 @@ import msgspec
 
 from tidemill.core.errors import UserError
 from tidemill.core.protocols import TurnFormat
-from tidemill.gateway.captured import Captured
-from tidemill.gateway.requests import ChatMessage, Question, as_messages
+from tidemill.core.records import ITEM_BYTES, Episode, Turn, unpack_tokens
+from tidemill.gateway.requests import ChatMessage, CompletionParams, as_messages
 from tidemill.gateway.texts import ChoiceText
+
+
+class Captured:
+    """An episode at the end of its last turn.
+
+    Attributes:
+        turns: of the episode.
+        ids: the context of the last turn, and the turn.
+    """
+
+    def __init__(self, episode: Episode) -> None:
+        self._episode = episode
+        self.turns: Sequence[Turn] = episode.turns
+        self.ids = unpack_tokens(episode.token_ids)
+
+    @property
+    def choices(self) -> Sequence[int]:
+        """The turns that answer the last request, oldest first: several if it asked for `n` of them."""
+        return self.requests[-1] if self.turns else ()
+
+    @property
+    def context(self) -> list[int]:
+        """What the policy saw before the last turn."""
+        return self.ids[: len(self.ids) - len(self.turn_ids(len(self.turns) - 1))] if self.turns else self.ids
+
+    @property
+    def requests(self) -> list[list[int]]:
+        """The turns that answer each request."""
+        found = list[list[int]]()
+        for place, turn in enumerate(self.turns):
+            if place and turn.state_key == self.turns[place - 1].state_key:
+                found[-1].append(place)
+            else:
+                found.append([place])
+        return found
+
+    @property
+    def branches(self) -> list[list[int]]:
+        """The ids of each branch: its context, and what came after it."""
+        prompt, completion = unpack_tokens(self._episode.prompt.token_ids), unpack_tokens(self._episode.completion_ids)
+        starts = self._episode.branch_starts
+        parts = [completion[a:b] for a, b in zip((0, *starts), (*starts, len(completion)), strict=True)]
+        first = prompt + parts[0] if parts[0] or not starts else []
+        return [part for part in (first, *parts[1:]) if part]
+
+    def turn_tokens(self, index: int) -> tuple[bytes, bytes]:
+        """What the policy generated in a turn, int32 [T], and its logprobs, float32 [T]."""
+        part = slice(self.turns[index].start * ITEM_BYTES, self.turns[index].end * ITEM_BYTES)
+        return self._episode.completion_ids[part], self._episode.completion_logprobs[part]
+
+    def turn_ids(self, index: int) -> list[int]:
+        return unpack_tokens(self.turn_tokens(index)[0])
+
+    def at(self, index: int) -> Episode:
+        """The episode as if the turn `index`, of the last choices, were the only one of them."""
+        packed, _ = self.turn_tokens(index)
+        before = self._episode.token_ids[: len(self.context) * ITEM_BYTES]
+        kept = (*self.turns[: self.choices[0]], self.turns[index])
+        return Episode(
+            sample_id=self._episode.sample_id, prompt=self._episode.prompt, turns=kept, token_ids=before + packed
+        )
 
 
 class Matching:
@@ -28,7 +89,7 @@ class Matching:
         self._format, self._stops, self._write_calls = format, stops, write_calls
 
     def continued(
-        self, captured: Captured, question: Question, whole: Sequence[int]
+        self, captured: Captured, params: CompletionParams, whole: Sequence[int]
     ) -> tuple[list[int], bool, tuple[int, ...]]:
         """The tokens that a request adds to the session's, whether they are a context of their own, and the answers
         to the last request that it does not continue.
@@ -41,14 +102,14 @@ class Matching:
             continues = list(whole[: len(known)]) == known
             return (list(whole[len(known) :]), False, ()) if continues else (list(whole), True, ())
         choices = captured.choices
-        chosen, messages = self._chosen(captured, question, whole)
+        chosen, messages = self._chosen(captured, params, whole)
         unchosen = tuple(turn for turn in choices if turn != chosen)
         ids = captured.context + captured.turn_ids(chosen)
         added, rendered = list[int](), True
         if messages:
             spoken = as_messages(messages, self._write_calls)
             with contextlib.suppress(UserError):  # the template changes earlier turns: a context of its own
-                added, rendered = self._format.answer(captured.at(chosen), spoken, tools=question.tools)
+                added, rendered = self._format.answer(captured.at(chosen), spoken, tools=params.tools)
         elif list(whole[: len(ids)]) == ids and len(whole) > len(ids):
             added, rendered = list(whole[len(ids) :]), False
         if rendered:
@@ -56,11 +117,11 @@ class Matching:
         return (added, False, unchosen) if chosen == choices[-1] else (ids + added, True, unchosen)
 
     def _chosen(
-        self, captured: Captured, question: Question, whole: Sequence[int]
+        self, captured: Captured, params: CompletionParams, whole: Sequence[int]
     ) -> tuple[int, Sequence[ChatMessage]]:
         """The answer to the last request that a request continues, and its messages after it; the first answer and no
         messages if it is not seen to continue any."""
-        said, choices = question.messages, captured.choices
+        said, choices = params.messages, captured.choices
         for turn in choices:
             ids = captured.context + captured.turn_ids(turn)
             if not said and list(whole[: len(ids)]) == ids:
@@ -75,7 +136,7 @@ class Matching:
         given, context = said[place], captured.context
         equal = list[tuple[bool, int]]()
         for turn in choices:
-            text = ChoiceText.answering(question, context, format=self._format, stops=self._stops)
+            text = ChoiceText.answering(params, context, format=self._format, stops=self._stops)
             news = text.feed(captured.turn_ids(turn), captured.turns[turn].finish)
             if news.text.strip() == given.text.strip():
                 calls = [(call.name, call.arguments) for call in news.calls]
@@ -94,9 +155,9 @@ def conversation_digest(said: Sequence[ChatMessage]) -> str:
     return hash_of(msgspec.msgpack.encode(same))
 
 
-def state_key_of(question: Question) -> str:
+def state_key_of(params: CompletionParams) -> str:
     """Equal for a request and its repetitions, streamed or not: digests of its conversation, of all of it, and of its
     retry key."""
-    same = msgspec.structs.replace(question, stream=False, usage=False, logprobs=False, token_ids=False, retry_key="")
-    retry_key = hash_of(question.retry_key.encode()) if question.retry_key else ""
-    return f"{conversation_digest(question.messages)}-{hash_of(msgspec.msgpack.encode(same))}-{retry_key}"
+    same = msgspec.structs.replace(params, stream=False, usage=False, logprobs=False, token_ids=False, retry_key="")
+    retry_key = hash_of(params.retry_key.encode()) if params.retry_key else ""
+    return f"{conversation_digest(params.messages)}-{hash_of(msgspec.msgpack.encode(same))}-{retry_key}"

@@ -1,6 +1,6 @@
 """Requests of the three APIs as one record. A parameter is obeyed, or refused by its name.
 
-What a parameter may be stands in its type below; rules between parameters follow in `chat_question` and its siblings.
+What a parameter may be stands in its type below; rules between parameters follow in `chat_params` and its siblings.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class ChatMessage(Record):
     calls: tuple[Call, ...] = ()
 
 
-class Question(Record):
+class CompletionParams(Record):
     """What a client asks for. Parameters that it left out are None."""
 
     model: str
@@ -105,7 +105,7 @@ SchemaType: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^(object|array|str
 
 
 class Body(msgspec.Struct, kw_only=True):
-    """Parameters of all three APIs. Where a `Question` has the same, it has the same name."""
+    """Parameters of all three APIs. Those that `CompletionParams` has, too, have the same names."""
 
     model: Text
     temperature: Annotated[float, msgspec.Meta(ge=0, le=2)] | None = None
@@ -277,54 +277,55 @@ def read_body(raw: bytes) -> dict[str, Any]:
     return body
 
 
-def chat_question(body: Mapping[str, Any]) -> Question:
+def chat_params(body: Mapping[str, Any]) -> CompletionParams:
     """A request to /v1/chat/completions. Raises ApiError."""
-    asked = decode_body(body, ChatBody)
-    if None not in (asked.max_tokens, asked.max_completion_tokens) and asked.max_tokens != asked.max_completion_tokens:
+    parsed = decode_body(body, ChatBody)
+    limits = {parsed.max_tokens, parsed.max_completion_tokens} - {None}
+    if len(limits) > 1:
         raise invalid("`max_tokens` and `max_completion_tokens` differ", "max_tokens")
-    _refuse_response_format(asked.response_format, "response_format")
-    return _question(
-        asked,
-        messages=tuple(_chat_message(each, f"messages[{index}]") for index, each in enumerate(asked.messages)),
-        tools=_chosen(asked, _chat_tool),
-        max_tokens=asked.max_completion_tokens or asked.max_tokens,
+    _refuse_response_format(parsed.response_format, "response_format")
+    return _params(
+        parsed,
+        messages=tuple(_chat_message(each, f"messages[{index}]") for index, each in enumerate(parsed.messages)),
+        tools=_tools(parsed),
+        max_tokens=next(iter(limits), None),
     )
 
 
-def completion_question(body: Mapping[str, Any]) -> Question:
+def completion_params(body: Mapping[str, Any]) -> CompletionParams:
     """A request to /v1/completions. Raises ApiError."""
-    asked = decode_body(body, CompletionBody)
-    if asked.logprobs:
+    parsed = decode_body(body, CompletionBody)
+    if parsed.logprobs:
         raise unsupported("logprobs", "only 0 is accepted, which gives those of the tokens that were drawn")
-    one = isinstance(asked.prompt, str) or isinstance(asked.prompt[0], int)
-    prompts = decode([asked.prompt] if one else asked.prompt, Prompts, "prompt")
-    if len(prompts) * asked.n > MOST_N:
-        raise invalid(f"{len(prompts)} prompts with n = {asked.n}: at most {MOST_N} completions", "n")
-    return _question(asked, prompts=prompts, logprobs=asked.logprobs is not None)
+    one = isinstance(parsed.prompt, str) or isinstance(parsed.prompt[0], int)
+    prompts = decode([parsed.prompt] if one else parsed.prompt, Prompts, "prompt")
+    if len(prompts) * parsed.n > MOST_N:
+        raise invalid(f"{len(prompts)} prompts with n = {parsed.n}: at most {MOST_N} completions", "n")
+    return _params(parsed, prompts=prompts, logprobs=parsed.logprobs is not None)
 
 
-def response_question(body: Mapping[str, Any]) -> Question:
+def response_params(body: Mapping[str, Any]) -> CompletionParams:
     """A request to /v1/responses. Raises ApiError."""
-    asked = decode_body(body, ResponseBody)
-    if (earlier := asked.previous_response_id) is not None:
+    parsed = decode_body(body, ResponseBody)
+    if (earlier := parsed.previous_response_id) is not None:
         message = f"there is no response {earlier[:100]!r}: responses are not stored; send the whole conversation"
         raise invalid(message, "previous_response_id", code="previous_response_not_found")
-    if asked.token_ids:
+    if parsed.token_ids:
         raise unsupported("return_token_ids", "responses have none; use /v1/chat/completions")
-    _refuse_response_format(asked.text.pop("format", None), "text.format")
-    if asked.text.pop("verbosity", None) not in (None, "medium") or asked.text:
+    _refuse_response_format(parsed.text.pop("format", None), "text.format")
+    if parsed.text.pop("verbosity", None) not in (None, "medium") or parsed.text:
         raise unsupported("text", "only a format of type text is accepted")
-    given = asked.input
+    given = parsed.input
     messages = [ChatMessage(role="user", text=given)] if isinstance(given, str) else _items(given)
-    if asked.instructions:
-        messages.insert(0, ChatMessage(role="system", text=asked.instructions))
-    return _question(asked, messages=tuple(messages), tools=_chosen(asked, _response_tool))
+    if parsed.instructions:
+        messages.insert(0, ChatMessage(role="system", text=parsed.instructions))
+    return _params(parsed, messages=tuple(messages), tools=_tools(parsed))
 
 
-def _question(asked: Body, **read: Any) -> Question:
+def _params(parsed: Body, **read: Any) -> CompletionParams:
     """The parameters of a body, and those that were read from it."""
-    same = {name: getattr(asked, name) for name in Question.__struct_fields__ if hasattr(asked, name)}
-    return Question(**same | read)
+    same = {name: getattr(parsed, name) for name in CompletionParams.__struct_fields__ if hasattr(parsed, name)}
+    return CompletionParams(**same | read)
 
 
 def _chat_message(given: Any, at: str) -> ChatMessage:
@@ -348,28 +349,6 @@ def _text_of(content: Content) -> str:
     return "".join(part.text for part in content) if isinstance(content, list) else content or ""
 
 
-def _chat_tool(given: Any, at: str) -> dict[str, Any]:
-    tool: ChatToolBody = decode(given, ChatToolBody, at, coarse=True)
-    return _tool(tool.function, at)
-
-
-def _response_tool(given: Any, at: str) -> dict[str, Any]:
-    decode(given, ToolBody, at, coarse=True)
-    return _tool({name: value for name, value in given.items() if name != "type"}, at)
-
-
-def _tool(given: dict[str, Any], at: str) -> dict[str, Any]:
-    function: FunctionBody = decode(given, FunctionBody, at)
-    kept = {name: value for name, value in given.items() if value is not None and name != "strict"}
-    if len(msgspec.json.encode(kept)) > SCHEMA_BYTES:
-        raise invalid(f"`{at}` is larger than {SCHEMA_BYTES >> 10} KB", at)
-    parameters = function.parameters or {}
-    if parameters.get("type", "object") != "object":
-        raise invalid(f"`{at}.parameters` must be a JSON schema of type object", f"{at}.parameters")
-    _check_schema(parameters, f"{at}.parameters")
-    return {"type": "function", "function": kept}
-
-
 def _check_schema(given: Any, at: str) -> None:
     """Raises ApiError: it is no JSON schema, as far as templates read it."""
     if isinstance(given, bool):
@@ -386,15 +365,30 @@ def _check_schema(given: Any, at: str) -> None:
         _check_schema(schema.items, f"{at}.items")
 
 
-def _chosen(asked: ChatBody | ResponseBody, read: Callable[[Any, str], dict[str, Any]]) -> tuple[dict[str, Any], ...]:
-    tools = tuple(read(each, f"tools[{index}]") for index, each in enumerate(asked.tools))
-    names = [tool["function"]["name"] for tool in tools]
-    for index, name in enumerate(names):
-        if name in names[:index]:
-            raise invalid(f"`tools[{index}].name`: two tools are named {name}", f"tools[{index}].name")
-    if asked.tool_choice not in ("auto", "none"):
+def _tools(parsed: ChatBody | ResponseBody) -> tuple[dict[str, Any], ...]:
+    """The functions that may be called. In /v1/responses a tool is a function, in chat it has one."""
+    tools: dict[str, dict[str, Any]] = {}
+    for index, given in enumerate(parsed.tools):
+        at = f"tools[{index}]"
+        if isinstance(parsed, ChatBody):
+            function = decode(given, ChatToolBody, at, coarse=True).function
+        else:
+            decode(given, ToolBody, at, coarse=True)
+            function = {key: value for key, value in given.items() if key != "type"}
+        name = decode(function, FunctionBody, at).name
+        kept = {key: value for key, value in function.items() if value is not None and key != "strict"}
+        if len(msgspec.json.encode(kept)) > SCHEMA_BYTES:
+            raise invalid(f"`{at}` is larger than {SCHEMA_BYTES >> 10} KB", at)
+        parameters = kept.get("parameters", {})
+        if parameters.get("type", "object") != "object":
+            raise invalid(f"`{at}.parameters` must be a JSON schema of type object", f"{at}.parameters")
+        _check_schema(parameters, f"{at}.parameters")
+        if name in tools:
+            raise invalid(f"`{at}.name`: two tools are named {name}", f"{at}.name")
+        tools[name] = {"type": "function", "function": kept}
+    if parsed.tool_choice not in ("auto", "none"):
         raise unsupported("tool_choice", "no call can be forced; only auto and none are accepted")
-    return () if asked.tool_choice == "none" else tools
+    return () if parsed.tool_choice == "none" else tuple(tools.values())
 
 
 def _refuse_response_format(given: Any, name: str) -> None:
@@ -433,12 +427,8 @@ def depth_of(value: Any) -> int:
     deepest, level = 0, [value]
     while level:
         deepest += 1
-        level = [
-            inner
-            for each in level
-            for inner in (each.values() if isinstance(each, dict) else each if isinstance(each, list) else ())
-            if isinstance(inner, (dict, list))
-        ]
+        parts = (each.values() if isinstance(each, dict) else each for each in level)
+        level = [inner for part in parts for inner in part if isinstance(inner, (dict, list))]
     return deepest
 
 
@@ -457,14 +447,14 @@ def as_messages(said: Sequence[ChatMessage], write_calls: Callable[[Sequence[Cal
     ]
 
 
-def refuse_overflow(prompt_tokens: int, question: Question, limit: int) -> None:
+def refuse_overflow(prompt_tokens: int, params: CompletionParams, limit: int) -> None:
     """Raises ApiError: prompt and completion do not fit into the context."""
-    wanted = question.max_tokens
+    wanted = params.max_tokens
     if prompt_tokens + (wanted or 1) > limit:
-        asked = f"{prompt_tokens} tokens of the prompt" + (f" and {wanted} of the completion" if wanted else "")
+        parsed = f"{prompt_tokens} tokens of the prompt" + (f" and {wanted} of the completion" if wanted else "")
         raise ApiError(
             400,
-            f"the model's context is {limit} tokens, and the request has {asked}",
-            param="prompt" if question.prompts else "messages",
+            f"the model's context is {limit} tokens, and the request has {parsed}",
+            param="prompt" if params.prompts else "messages",
             code="context_length_exceeded",
         )

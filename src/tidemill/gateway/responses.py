@@ -6,20 +6,18 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from tidemill.core.records import ToolRequest
+from tidemill.core.records import ToolRequest, count
 from tidemill.gateway.answers import new_id
-from tidemill.gateway.requests import Question
+from tidemill.gateway.backend import CompletionRequest
 from tidemill.gateway.texts import ChoiceDelta
 
 
 class ResponseAnswer:
-    """One response while it is generated: a message with its text, and function calls, in the order they appear.
+    """One response while it is generated: a message with its text, and function calls, in the order they appear."""
 
-    Args:
-        temperature, top_p: those that were used.
-    """
-
-    def __init__(self, question: Question, model: str, *, temperature: float, top_p: float) -> None:
+    def __init__(self, requested: CompletionRequest, model: str) -> None:
+        params, sampling = requested.params, requested.sampling
+        self._prompt_tokens = count(requested.prompt_ids)
         self._items: list[dict[str, Any]] = []
         self._sequence = 0
         self._frame: dict[str, Any] = {
@@ -30,17 +28,17 @@ class ResponseAnswer:
             "error": None,
             "incomplete_details": None,
             "instructions": None,
-            "max_output_tokens": question.max_tokens,
+            "max_output_tokens": params.max_tokens,
             "metadata": {},
             "parallel_tool_calls": True,
             "previous_response_id": None,
             "reasoning": {"effort": None, "summary": None},
             "store": False,
-            "temperature": temperature,
+            "temperature": sampling.temperature,
             "text": {"format": {"type": "text"}},
             "tool_choice": "auto",
-            "tools": [{"type": "function", "strict": None, **tool["function"]} for tool in question.tools],
-            "top_p": top_p,
+            "tools": [{"type": "function", "strict": None, **tool["function"]} for tool in params.tools],
+            "top_p": sampling.top_p,
             "truncation": "disabled",
             "usage": None,
         }
@@ -64,29 +62,26 @@ class ResponseAnswer:
             message["content"][0]["text"] += part
             yield self._text_event("response.output_text.delta", delta=part, logprobs=[])
 
-    def end(self, said: ChoiceDelta, prompt_tokens: int, completion_tokens: int) -> Iterator[dict[str, Any]]:
-        """The last events; `said` has the finish."""
+    def end(self, said: ChoiceDelta, completion_tokens: int) -> Iterator[dict[str, Any]]:
+        """The last events; `said` has the finish, and the last event the whole response."""
         if not self._items:
             yield from self._open_message()
         yield from self._close_message()
-        whole = self.whole(said, prompt_tokens, completion_tokens)
-        yield self._event(f"response.{whole['status']}", response=whole)
-
-    def whole(self, said: ChoiceDelta, prompt_tokens: int, completion_tokens: int) -> dict[str, Any]:
-        cut = said.finish == "length"
-        return {
+        status = "incomplete" if said.finish == "length" else "completed"
+        response = {
             **self._frame,
-            "status": "incomplete" if cut else "completed",
-            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+            "status": status,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "output": self._items,
             "usage": {
-                "input_tokens": prompt_tokens,
+                "input_tokens": self._prompt_tokens,
                 "input_tokens_details": {"cached_tokens": 0},
                 "output_tokens": completion_tokens,
                 "output_tokens_details": {"reasoning_tokens": 0},
-                "total_tokens": prompt_tokens + completion_tokens,
+                "total_tokens": self._prompt_tokens + completion_tokens,
             },
         }
+        yield self._event(f"response.{status}", response=response)
 
     def _open_message(self) -> Iterator[dict[str, Any]]:
         part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}

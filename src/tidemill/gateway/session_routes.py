@@ -63,31 +63,22 @@ def session_routes(
         }
         return JSONResponse({**sessions.about(session), "key": session.key, "task": about})
 
-    async def seen(request: Request, key: str) -> Response:
-        return JSONResponse(sessions.about(found(request, key)))
+    def route(action: str, kind: Any, act: Callable[[Session, Any], None] = lambda *_: None) -> Route:
+        """A route that does something with a session, given a body of a kind, and answers with the session."""
 
-    async def rewarded(request: Request, key: str) -> Response:
-        session = found(request, key)
-        body = decode_body(await body_of(request), RewardBody)
-        sessions.give_reward(session, body.value, body.turn)
-        return JSONResponse(sessions.about(session))
+        async def handle(request: Request, key: str) -> Response:
+            session = sessions.named(request.path_params["name"])
+            if sessions.find(key) not in (None, session):
+                raise ApiError(403, "this is another session's key", kind=AUTHENTICATION, code="forbidden")
+            if kind is not None:
+                act(session, decode_body(await body_of(request), kind))
+            return JSONResponse(sessions.about(session))
 
-    async def ended(request: Request, key: str) -> Response:
-        session = found(request, key)
-        body = decode_body(await body_of(request), EndBody)
-        sessions.end(session, failed=body.failed)
-        return JSONResponse(sessions.about(session))
-
-    def found(request: Request, key: str) -> Session:
-        """Raises ApiError: there is no such session, or the key is another's."""
-        session = sessions.named(request.path_params["name"])
-        if sessions.find(key) not in (None, session):
-            raise ApiError(403, "this is another session's key", kind=AUTHENTICATION, code="forbidden")
-        return session
+        return Route(f"{PATH}/{{name}}{action}", guarded(handle), methods=["GET" if kind is None else "POST"])
 
     return [
         Route(PATH, guarded(opened), methods=["POST"]),
-        Route(PATH + "/{name}", guarded(seen)),
-        Route(PATH + "/{name}/reward", guarded(rewarded), methods=["POST"]),
-        Route(PATH + "/{name}/end", guarded(ended), methods=["POST"]),
+        route("", None),
+        route("/reward", RewardBody, lambda session, body: sessions.give_reward(session, body.value, body.turn)),
+        route("/end", EndBody, lambda session, body: sessions.end(session, failed=body.failed)),
     ]

@@ -28,14 +28,11 @@ from tidemill.core.records import (
     pack_tokens,
     unpack_tokens,
 )
-from tidemill.gateway.backend import Asked, Piece
-from tidemill.gateway.captured import Captured
+from tidemill.gateway.backend import CompletionRequest, TokenChunk
 from tidemill.gateway.errors import RATE, SERVER, ApiError, invalid, unsupported
-from tidemill.gateway.live_answer import LiveAnswer
-from tidemill.gateway.matching import Matching, hash_of, state_key_of
-from tidemill.gateway.requests import Question
-from tidemill.gateway.session import PendingRequest, Session
-from tidemill.gateway.session_log import SessionEvent, SessionLog
+from tidemill.gateway.matching import Captured, Matching, hash_of, state_key_of
+from tidemill.gateway.requests import CompletionParams
+from tidemill.gateway.session import LiveAnswer, Session, SessionEvent, SessionLog
 
 KEYS = {"max_tokens": "max_new_tokens"}
 """Names of parameters in [sampling], where they differ."""
@@ -75,7 +72,7 @@ class Sessions:
         self._by_sample: dict[SampleId, Session] = {}
         self._by_name: dict[str, Session] = {}
         self._by_key: dict[str, Session] = {}
-        self._earlier = {self._key(name): name for name in log.names}  # of before a restart, not seen again yet
+        self._earlier = {self._key(name): name for name in log.earlier}  # of before a restart, not seen again yet
         self._wait_until_s = unix_s() + idle_s  # for those that had not ended
         self._members = Counter[tuple[str, int]]()  # sessions of each group: by prompt id and epoch
         self._group_until_s: dict[tuple[str, int], float] = {}  # by prompt id and epoch
@@ -93,57 +90,58 @@ class Sessions:
         if captured.turns:
             self._answer(session, captured)
         while (request := await self._next(session)) is not None:
-            last = captured.turns[-1].state_key if captured.turns else ""
+            live = session.live
+            assert live is not None, "set with the request"
             if (reason := self._used_up(captured)) is not None:
-                session.request = None
-                if session.live is not None:
-                    session.live.fail(ApiError(400, f"{reason}; end the session", code="context_length_exceeded"))
-                    session.live = None
+                live.fail(ApiError(400, f"{reason}; end the session", code="context_length_exceeded"))
+                session.request = session.live = None
                 continue
-            session.choice = len(captured.choices) if last == request.state_key else 0
+            again = bool(captured.turns) and captured.turns[-1].state_key == live.state_key
+            session.choice = len(captured.choices) if again else 0
             if session.choice:
                 token_ids, new_branch, unchosen = captured.context, True, tuple[int, ...]()
             else:
                 token_ids, new_branch, unchosen = self._matching.continued(
-                    captured, request.question, unpack_tokens(request.prompt_ids)
+                    captured, request.params, unpack_tokens(request.prompt_ids)
                 )
             self._counts["branches"] += new_branch
-            said = request.question.messages
+            said = request.params.messages
             return Observation(
                 text=said[-1].text if said else "",
                 token_ids=pack_tokens(token_ids),
                 new_branch=new_branch,
-                state_key=request.state_key,
+                state_key=live.state_key,
                 unchosen=unchosen,
             )
+        reason = ""
         if not session.ending:
             self._counts["expired"] += 1
-            return self._end(session, Observation(end="fault", reason="the client's session expired"))
-        if session.failed:
-            return self._end(session, Observation(end="fault", reason="the client's agent failed"))
-        if not captured.turns:
-            return self._end(session, Observation(end="fault", reason="the client ended its session without a request"))
-        cut = captured.turns[-1].finish == "length"
-        return self._end(
-            session,
-            Observation(
-                end="tokens" if cut else "done",
-                outcome=session.reward,
-                turn_rewards={
-                    answer: session.turn_rewards[place]
-                    for place, answers in enumerate(captured.requests)
-                    for answer in answers
-                    if place in session.turn_rewards
-                },
-                unchosen=tuple(captured.choices[1:]),
-            ),
+            reason = "the client's session expired"
+        elif session.failed:
+            reason = "the client's agent failed"
+        elif not captured.turns:
+            reason = "the client ended its session without a request"
+        self._close(session)
+        if reason:
+            return Observation(end="fault", reason=reason)
+        rewards = session.turn_rewards
+        return Observation(
+            end="tokens" if captured.turns[-1].finish == "length" else "done",
+            outcome=session.reward,
+            turn_rewards={
+                answer: rewards[place]
+                for place, answers in enumerate(captured.requests)
+                for answer in answers
+                if place in rewards
+            },
+            unchosen=tuple(captured.choices[1:]),
         )
 
     def forget(self, sample_ids: Sequence[SampleId]) -> None:
         for sample_id in sample_ids:
             if (session := self._by_sample.pop(sample_id, None)) is not None:
                 self._close(session)
-                place = _place(session)
+                place = session.place
                 self._members[place] -= 1
                 if not self._members[place]:
                     del self._members[place]
@@ -180,9 +178,9 @@ class Sessions:
         if session is None or session.live is None or session.request is None:
             return
         live, index = session.live, session.choice
-        if length > (first := start + live.received(index)):
+        if length > (first := start + live.received[index]):
             part = slice(first * ITEM_BYTES, length * ITEM_BYTES)
-            live.add(Piece(index=index, token_ids=token_ids[part], logprobs=logprobs[part]))
+            live.add(TokenChunk(index=index, token_ids=token_ids[part], logprobs=logprobs[part]))
 
     def _answer(self, session: Session, captured: Captured) -> None:
         """Complete those answers to the last request that were generated."""
@@ -198,7 +196,7 @@ class Sessions:
         """Why there is no answer to a further request."""
         if len(captured.turns) >= self._turns:
             return f"the session has had its {self._turns} answers (`gateway.session_turns`)"
-        if captured.generated >= self._sampling.max_new_tokens:
+        if sum(turn.end - turn.start for turn in captured.turns) >= self._sampling.max_new_tokens:
             return f"the session has used its {self._sampling.max_new_tokens} tokens (`sampling.max_new_tokens`)"
         return None
 
@@ -230,7 +228,7 @@ class Sessions:
         """Whether a resumed run may still come to a session of before the restart."""
         if name is None:
             return False
-        ended = any(noted.event in ("ended", "failed") for noted in self._log.earlier(name))
+        ended = any(noted.event in ("ended", "failed") for noted in self._log.earlier.get(name, ()))
         return (
             not ended and name not in self._over and name not in self._by_name and self._unix_s() < self._wait_until_s
         )
@@ -246,7 +244,8 @@ class Sessions:
             ApiError: no sample of it needs a session now, or the key was used for another session.
         """
         body = msgspec.json.encode([task, group, metadata], order="deterministic")
-        opened_by = f"{hash_of(retry_key.encode())}-{hash_of(body)}" if retry_key else ""
+        key = hash_of(retry_key.encode()) if retry_key else ""
+        opened_by = f"{key}-{hash_of(body)}" if key else ""
         try:
             async with asyncio.timeout(SLOT_WAIT_S):
                 while True:
@@ -254,7 +253,10 @@ class Sessions:
                         raise ApiError(410, "the run has finished", code="run_finished")
                     if self._closing:
                         raise _stopping()
-                    if (earlier := self._opened_earlier(opened_by)) is not None:
+                    same = (each for each in self._by_name.values() if key and each.opened_by.startswith(key))
+                    if (earlier := next(same, None)) is not None:
+                        if earlier.opened_by != opened_by:
+                            raise _reused()
                         return earlier
                     waits = self._returns(self._log.opened_by.get(opened_by))
                     session = None if waits else next(self._free(task, group), None)
@@ -269,20 +271,9 @@ class Sessions:
         self._touch(session)
         session.woken.set()  # from now on its time is limited
         session.metadata, session.group, session.opened_by = metadata, group or "", opened_by
-        self._log.write(
-            SessionEvent(
-                session=session.name, event="attached", metadata=metadata, group=session.group, opened_by=opened_by
-            )
-        )
+        about: dict[str, Any] = {"metadata": metadata, "group": session.group, "opened_by": opened_by}
+        self._log.write(SessionEvent(session=session.name, event="attached", **about))
         self._counts["sessions"] += 1
-        return session
-
-    def _opened_earlier(self, opened_by: str) -> Session | None:
-        """The session that was opened with the same retry key. Raises ApiError: with another body."""
-        key = opened_by.partition("-")[0]
-        found = (session for session in self._by_name.values() if key and session.opened_by.startswith(key))
-        if (session := next(found, None)) is not None and session.opened_by != opened_by:
-            raise _reused()
         return session
 
     def give_reward(self, session: Session, value: float, turn: int | None) -> None:
@@ -291,7 +282,8 @@ class Sessions:
         Args:
             turn: number of the request; of several answers the one that is trained gets the reward.
         """
-        self._refuse_ended(session)
+        if session.ended or session.ending:
+            raise _ended()
         known = len(session.captured.requests) if session.captured is not None else 0
         if turn is not None and turn >= known:
             raise invalid(f"{known} requests of the session were answered, and the first is 0", "turn")
@@ -312,9 +304,10 @@ class Sessions:
             session.recall(noted)
             session.woken.set()
 
-    def refuse(self, question: Question, session: Session) -> None:
+    def refuse(self, params: CompletionParams, session: Session) -> None:
         """Raises ApiError: the run samples otherwise, or the session has ended, or the run stops."""
-        self._refuse_ended(session)
+        if session.ended or session.ending:
+            raise _ended()
         if self._closing:
             raise _stopping()
         run = self._sampling
@@ -326,17 +319,17 @@ class Sessions:
             "stop": run.stop_strings,
         }
         for name, value in fixed.items():
-            given = getattr(question, name)
+            given = getattr(params, name)
             if given not in (None, (), value):
                 why = f"the run samples with {name} = {value} (`sampling.{KEYS.get(name, name)}`); leave it out"
                 raise invalid(why, name, code="fixed_by_the_run")
-        if question.seed is not None:
+        if params.seed is not None:
             raise unsupported("seed", "in a session the run's seed decides")
-        if len(question.prompts) > 1:
+        if len(params.prompts) > 1:
             raise unsupported("prompt", "a session takes one prompt at a time")
-        state_key, captured = state_key_of(question), session.captured
+        state_key, captured = state_key_of(params), session.captured
         live = [] if session.live is None else [session.live.state_key]
-        if question.retry_key:
+        if params.retry_key:
             own = state_key.rpartition("-")[2]
             for known in (*live, *(turn.state_key for turn in (captured.turns if captured else ()))):
                 if known.rpartition("-")[2] == own and known != state_key:
@@ -344,27 +337,26 @@ class Sessions:
         if session.live is not None and session.live.open and live != [state_key]:
             raise ApiError(409, "the session is answering another request", code="session_busy")
 
-    async def generate(self, session: Session, asked: Asked) -> AsyncGenerator[Piece, None]:
+    async def generate(self, session: Session, requested: CompletionRequest) -> AsyncGenerator[TokenChunk, None]:
         """The answers to a request; one that is sent again gets the same answers: the last one, or any with the same
         `Idempotency-Key`."""
-        question = asked.question
-        assert question is not None
-        state_key = state_key_of(question)
+        params = requested.params
+        state_key = state_key_of(params)
         if session.live is None or session.live.state_key != state_key:
-            live = LiveAnswer(state_key, question.n)
+            live = LiveAnswer(state_key, params.n)
             if (captured := session.captured) is not None:
                 last = bool(captured.turns) and captured.turns[-1].state_key == state_key
-                same = captured.choices if last else captured.named(state_key) if question.retry_key else ()
-                live.complete(captured, same)
+                answers = [at for at, turn in enumerate(captured.turns) if turn.state_key == state_key]
+                live.complete(captured, captured.choices if last else answers if params.retry_key else ())
             if live.open:
                 session.live = live
-                session.request = PendingRequest(prompt_ids=asked.prompt_ids, question=question, state_key=state_key)
+                session.request = requested
                 session.woken.set()
         else:
             live = session.live
         self._touch(session)
-        async for piece in live.read():
-            yield piece
+        async for chunk in live.read():
+            yield chunk
 
     def about(self, session: Session) -> dict[str, Any]:
         """What GET of a session answers."""
@@ -380,7 +372,12 @@ class Sessions:
             "group": session.group or None,
             "metadata": session.metadata,
             "turns": [
-                {"answers": [captured.about(answer) for answer in answers], "reward": session.turn_rewards.get(place)}
+                {
+                    "answers": [
+                        {"text": captured.turns[at].text, "token_ids": captured.turn_ids(at)} for at in answers
+                    ],
+                    "reward": session.turn_rewards.get(place),
+                }
                 for place, answers in enumerate(requests)
                 if captured is not None
             ],
@@ -399,11 +396,11 @@ class Sessions:
             name = f"{episode.sample_id.key:016x}-{episode.restarts}"
             key = self._key(name)
             found = Session(name, key, episode.sample_id, episode.prompt)
-            for noted in self._log.earlier(name):
+            for noted in self._log.earlier.get(name, ()):
                 found.recall(noted)
             self._by_sample[episode.sample_id] = self._by_name[name] = self._by_key[key] = found
             self._earlier.pop(key, None)
-            self._members[_place(found)] += 1
+            self._members[found.place] += 1
             self._touch(found)
             self._opened.set()  # a client may wait for a free session, or for this one
             self._opened = asyncio.Event()
@@ -414,23 +411,25 @@ class Sessions:
         names = dict[tuple[str, int], str]()  # of groups that have one, by prompt id and epoch
         for session in self._by_sample.values():
             if session.group:
-                names[_place(session)] = session.group
+                names[session.place] = session.group
         for session in self._by_sample.values():
-            place = _place(session)
+            place = session.place
             if session.attached or task not in (None, place[0]):
                 continue
             taken = any(name == group and other[0] == place[0] for other, name in names.items())
             if group is None or names.get(place) == group or (place not in names and not taken):
                 yield session
 
-    async def _next(self, session: Session) -> PendingRequest | None:
-        """The next request; None if the session is to end, or nobody asked in time."""
+    async def _next(self, session: Session) -> CompletionRequest | None:
+        """The next request; None if the session is to end, or no client asked in time."""
         while True:
             if session.request is not None:
                 return session.request
             if session.ending:
                 return None
-            left_s = self._left_s(session)
+            # It is given up if its client is silent, or if its group has clients and it has none.
+            until_s = session.expires_s if session.attached else self._group_until_s.get(session.place)
+            left_s = None if until_s is None else until_s - self._unix_s()
             if left_s is not None and left_s <= 0:
                 return None
             session.woken.clear()
@@ -440,22 +439,13 @@ class Sessions:
             except TimeoutError:
                 continue
 
-    def _left_s(self, session: Session) -> float | None:
-        """Until the session is given up: its client is silent, or its group has clients and it has none."""
-        until_s = session.expires_s if session.attached else self._group_until_s.get(_place(session))
-        return None if until_s is None else until_s - self._unix_s()
-
     def _touch(self, session: Session) -> None:
         session.expires_s = self._unix_s() + self._idle_s
         if session.attached:
-            begun = _place(session) in self._group_until_s
-            self._group_until_s[_place(session)] = session.expires_s
+            begun = session.place in self._group_until_s
+            self._group_until_s[session.place] = session.expires_s
             for other in self._by_sample.values() if not begun else ():
                 other.woken.set()  # from now on the time of its group's other sessions is limited
-
-    def _end(self, session: Session, answer: Observation) -> Observation:
-        self._close(session)
-        return answer
 
     def _close(self, session: Session) -> None:
         if session.ended:
@@ -471,15 +461,6 @@ class Sessions:
             self._by_key.pop(oldest.key, None)
             self._earlier[oldest.key] = oldest.name
             self._over.add(oldest.name)
-
-    def _refuse_ended(self, session: Session) -> None:
-        if session.ended or session.ending:
-            raise _ended()
-
-
-def _place(session: Session) -> tuple[str, int]:
-    """The group of a session's sample."""
-    return session.sample_id.prompt_id, session.sample_id.epoch
 
 
 def _ended() -> ApiError:

@@ -9,7 +9,7 @@ from typing import Literal, Self
 from tidemill.core.protocols import TurnFormat
 from tidemill.core.records import Finish, Record, ToolRequest
 from tidemill.gateway.calls import CallReader, Parse, opens_thought
-from tidemill.gateway.requests import Question
+from tidemill.gateway.requests import CompletionParams
 
 Decode = Callable[[Sequence[int]], str]
 FinishReason = Literal["stop", "length", "tool_calls"]
@@ -39,9 +39,7 @@ class ChoiceText:
 
     Args:
         stops: strings that end the text and are not part of it.
-        parse: reads tool calls; None without tools.
-        tools: names that can be called; None: any.
-        thinking: the prompt has opened a thought.
+        parse, tools, thinking: see `CallReader`; no parser without tools.
     """
 
     def __init__(
@@ -64,16 +62,16 @@ class ChoiceText:
     @classmethod
     def answering(
         cls,
-        question: Question,
+        params: CompletionParams,
         prompt_ids: Sequence[int],
         *,
         format: TurnFormat,  # noqa: A002 - as in Served
         stops: Sequence[str],
     ) -> Self:
-        """The text of an answer to a question."""
-        if not question.tools:
+        """The text of an answer."""
+        if not params.tools:
             return cls(format.decode, stops=stops, parse=None)
-        names = {tool["function"]["name"] for tool in question.tools}
+        names = {tool["function"]["name"] for tool in params.tools}
         thinking = opens_thought(format.decode, prompt_ids)
         return cls(format.decode, stops=stops, parse=format.parse, tools=names, thinking=thinking)
 
@@ -81,15 +79,12 @@ class ChoiceText:
         """The news after some tokens; the last ones come with the finish."""
         self._ids += token_ids
         self._text += self._decoded(final=finish is not None)
-        end = self._safe_end() if finish is None else self._stopped_at() if finish == "stop" else len(self._text)
+        end = self._end(finish)
         new, self._shown = self._text[self._shown : end], max(self._shown, end)
         parts = self._reader.read(new, finish) if self._reader is not None else [new] if new else []
-        return ChoiceDelta(parts=tuple(parts), finish=finish and self._reason(finish))
-
-    def _reason(self, finish: Finish) -> FinishReason:
-        if finish == "length":
-            return "length"
-        return "tool_calls" if self._reader is not None and self._reader.called else "stop"
+        called = self._reader is not None and self._reader.called
+        reason: FinishReason = "length" if finish == "length" else "tool_calls" if called else "stop"
+        return ChoiceDelta(parts=tuple(parts), finish=finish and reason)
 
     def _decoded(self, *, final: bool) -> str:
         """The text of new tokens whose characters are whole."""
@@ -111,17 +106,16 @@ class ChoiceText:
             self._start = self._ends[0]
         return after[len(before) :]
 
-    def _safe_end(self) -> int:
-        """End of the text that no later token can turn into a stop string."""
+    def _end(self, finish: Finish | None) -> int:
+        """End of the text before a stop string, which may have begun many tokens before, and before what later tokens
+        can turn into one."""
+        if finish not in (None, "stop"):
+            return len(self._text)
         found = [at for stop in self._stops if (at := self._text.find(stop, max(0, self._shown - len(stop)))) >= 0]
-        longest = max(map(len, self._stops), default=1)
-        for at in range(max(self._shown, len(self._text) - longest + 1), len(self._text)):
-            if any(stop.startswith(self._text[at:]) for stop in self._stops):
-                found.append(at)
-                break
-        return max(min([*found, len(self._text)]), self._shown)
-
-    def _stopped_at(self) -> int:
-        """A stop string ends at the last token; it may have begun many tokens before."""
-        found = [at for stop in self._stops if (at := self._text.find(stop, max(0, self._shown - len(stop)))) >= 0]
-        return min(found, default=len(self._text))
+        if finish is None:
+            longest = max(map(len, self._stops), default=1)
+            for at in range(max(self._shown, len(self._text) - longest + 1), len(self._text)):
+                if any(stop.startswith(self._text[at:]) for stop in self._stops):
+                    found.append(at)
+                    break
+        return max(min(found, default=len(self._text)), self._shown)

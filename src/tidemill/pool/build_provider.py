@@ -11,7 +11,7 @@ from tidemill.core.errors import UserError
 from tidemill.core.protocols import Clock, Provider
 from tidemill.pool.provider import Change, ScheduledProvider, Timetable
 from tidemill.pool.synthetic import market_of_pool, market_timetable
-from tidemill.pool.traces import CapacityTrace, read_trace, statistics, stays
+from tidemill.pool.traces import CapacityTrace, read_trace, stays
 
 
 def static_timetable(workers: int) -> Timetable:
@@ -113,9 +113,17 @@ def trace_remarks(pool: PoolConfig) -> list[str]:
     if not isinstance(pool, TracePool):
         return []
     trace = _trace_of(pool).since(pool.start_s)
-    counts = statistics(trace)
+    mean = trace.machine_seconds() / trace.end_s if trace.end_s else trace.count_at(0.0)
     span = f"{pool.path} spans {_long(trace.end_s)} from second {pool.start_s:g}"
-    return [f"{span}: {counts.mean:.3g} machines on average, {counts.peak} at most", *_initial_gap(pool, trace)]
+    remarks = [f"{span}: {mean:.3g} machines on average, {trace.peak} at most"]
+    first_s = next((at_s for at_s, count in trace.steps if count), None)
+    if first_s is None:
+        what = f"{pool.path} has no machine after second {pool.start_s:g}"
+        remarks.append(f"{what}: the run gets no preemptible worker")
+    elif first_s >= LONG_S:
+        first = f"the first appears at pool.start_s = {pool.start_s + first_s:.10g}"
+        remarks.append(f"no machine for the first {_long(first_s)}; {first}")
+    return remarks
 
 
 def trace_outlasted(pool: PoolConfig, run_s: float) -> list[str]:
@@ -139,16 +147,6 @@ def _trace_ended(pool: TracePool) -> str:
     machines = "1 machine" if last == 1 else f"{last} machines"
     end = f"{pool.path} ends {_long(_end_s(pool))} into the run"
     return f"warning: {end} and its last count ({machines}) stays; times in a trace are seconds"
-
-
-def _initial_gap(pool: TracePool, trace: CapacityTrace) -> list[str]:
-    first_s = next((at_s for at_s, count in trace.steps if count), None)
-    if first_s is None:
-        return [f"{pool.path} has no machine after second {pool.start_s:g}: the run gets no preemptible worker"]
-    if first_s < LONG_S:
-        return []
-    first = f"the first appears at pool.start_s = {pool.start_s + first_s:.10g}"
-    return [f"no machine for the first {_long(first_s)}; {first}"]
 
 
 def _long(seconds: float) -> str:

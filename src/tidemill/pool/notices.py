@@ -4,22 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
+
+import httpx2
 
 from tidemill.core.errors import TidemillError
 from tidemill.core.records import Record
 
 LINK_LOCAL = "http://169.254.169.254"
 """The metadata address of all three clouds, reachable only from the machine itself."""
+DETECTIONS = 3
+DETECT_AGAIN_S = 20.0
+"""The metadata service of a machine that just started may not answer yet."""
 GOOGLE_GRACE_S = 30.0  # from `preempted` to the shutdown
 AZURE_API = "2020-07-01"
 
 
 class MetadataError(TidemillError):
     """An endpoint did not answer as documented."""
+
+
+class NotFoundError(MetadataError):
+    """Status 404."""
 
 
 class Notice(Record):
@@ -29,13 +39,8 @@ class Notice(Record):
     cause: str  # for the event log
 
 
-class Fetch(Protocol):
-    async def __call__(self, method: str, url: str, headers: Mapping[str, str], timeout_s: float) -> tuple[int, bytes]:
-        """Return status and body; follows no redirect, uses no proxy.
-
-        Raises:
-            OSError: no answer, including TimeoutError.
-        """
+Fetch: TypeAlias = Callable[[str, str, Mapping[str, str], float], Awaitable[tuple[int, bytes]]]
+"""Return status and body for method, URL, headers and seconds. Raises OSError: no answer, including TimeoutError."""
 
 
 class Endpoint(Record):
@@ -61,7 +66,7 @@ class Cloud(Record):
 async def probe_aws(fetch: Fetch, at: Endpoint) -> str:
     """Return a session token of the metadata service version 2 (EC2 user guide, "Use IMDSv2")."""
     path, headers = "/latest/api/token", {"X-aws-ec2-metadata-token-ttl-seconds": "60"}
-    token = _expect_200(*await _request(fetch, at, "PUT", path, headers), at, path)
+    token = await _request(fetch, at, path, headers, method="PUT")
     if not token or not token.isascii() or not token.isprintable():
         raise MetadataError(f"{at.base}: no session token")
     return token
@@ -71,10 +76,11 @@ async def ask_aws(fetch: Fetch, at: Endpoint, unix_s: Callable[[], float]) -> No
     """`spot/instance-action` (EC2 user guide, "Spot Instance interruption notices"): 404 without a notice."""
     headers = {"X-aws-ec2-metadata-token": await probe_aws(fetch, at)}
     path = "/latest/meta-data/spot/instance-action"
-    status, text = await _request(fetch, at, "GET", path, headers)
-    if status == 404:
+    try:
+        text = await _request(fetch, at, path, headers)
+    except NotFoundError:
         return None
-    tree = _json(_expect_200(status, text, at, path), at, path)
+    tree = _json(text, at, path)
     action = tree.get("action")
     if action not in ("stop", "terminate", "hibernate"):
         raise MetadataError(f"{at.base}{path}: unknown action: {text[:100]!r}")
@@ -85,7 +91,7 @@ async def ask_aws(fetch: Fetch, at: Endpoint, unix_s: Callable[[], float]) -> No
 
 async def probe_google(fetch: Fetch, at: Endpoint) -> str:
     """TRUE once the instance is being preempted, else FALSE (Compute Engine, "Create and use preemptible VMs")."""
-    text = (await _get(fetch, at, "/computeMetadata/v1/instance/preempted", {"Metadata-Flavor": "Google"})).strip()
+    text = (await _request(fetch, at, "/computeMetadata/v1/instance/preempted", {"Metadata-Flavor": "Google"})).strip()
     if text not in ("TRUE", "FALSE"):
         raise MetadataError(f"{at.base}: `preempted` is neither TRUE nor FALSE: {text[:100]!r}")
     return text
@@ -101,7 +107,7 @@ async def ask_google(fetch: Fetch, at: Endpoint, unix_s: Callable[[], float]) ->
 async def probe_azure(fetch: Fetch, at: Endpoint) -> str:
     """Return this machine's name as used in scheduled events (Azure Instance Metadata Service)."""
     path = "/metadata/instance/compute/name?api-version=2021-02-01&format=text"
-    name = (await _get(fetch, at, path, {"Metadata": "true"})).strip()
+    name = (await _request(fetch, at, path, {"Metadata": "true"})).strip()
     if not name or len(name) > 200 or not name.isprintable() or "<" in name:
         raise MetadataError(f"{at.base}: not a machine name: {name[:100]!r}")
     return name
@@ -114,7 +120,7 @@ async def ask_azure(fetch: Fetch, at: Endpoint, unix_s: Callable[[], float]) -> 
     minutes. `NotBefore` is empty once an event has started.
     """
     path = f"/metadata/scheduledevents?api-version={AZURE_API}"
-    events = _json(await _get(fetch, at, path, {"Metadata": "true"}), at, path).get("Events")
+    events = _json(await _request(fetch, at, path, {"Metadata": "true"}), at, path).get("Events")
     if not isinstance(events, list):
         raise MetadataError(f"{at.base}{path}: no list of events")
     ending = [each for each in events if isinstance(each, dict) and each.get("EventType") in ("Preempt", "Terminate")]
@@ -174,20 +180,13 @@ async def watch(
         await asyncio.sleep(wait_s)
 
 
-async def _get(fetch: Fetch, at: Endpoint, path: str, headers: Mapping[str, str]) -> str:
-    return _expect_200(*await _request(fetch, at, "GET", path, headers), at, path)
-
-
-async def _request(fetch: Fetch, at: Endpoint, method: str, path: str, headers: Mapping[str, str]) -> tuple[int, str]:
+async def _request(fetch: Fetch, at: Endpoint, path: str, headers: Mapping[str, str], *, method: str = "GET") -> str:
+    """The answer's text. Raises MetadataError: its status is not 200."""
     async with asyncio.timeout(at.timeout_s):
         status, body = await fetch(method, at.base + path, headers, at.timeout_s)
-    return status, body.decode(errors="replace")
-
-
-def _expect_200(status: int, text: str, at: Endpoint, path: str) -> str:
     if status != 200:
-        raise MetadataError(f"{at.base}{path}: status {status}")
-    return text
+        raise (NotFoundError if status == 404 else MetadataError)(f"{at.base}{path}: status {status}")
+    return body.decode(errors="replace")
 
 
 def _json(text: str, at: Endpoint, path: str) -> dict[str, Any]:
@@ -211,3 +210,47 @@ def _seconds_to(time: Any, now_unix_s: float) -> float:
             moment = moment.replace(tzinfo=UTC)
         return max(0.0, moment.timestamp() - now_unix_s)
     return 0.0
+
+
+class HttpFetch:
+    """Plain HTTP requests to a metadata service: no proxy, no redirects, one deadline for the whole answer."""
+
+    def __init__(self) -> None:
+        # Proxies of the environment must not get requests that concern this machine; the service has no TLS.
+        self._client = httpx2.AsyncClient(trust_env=False, follow_redirects=False, verify=False)
+
+    async def __call__(self, method: str, url: str, headers: Mapping[str, str], timeout_s: float) -> tuple[int, bytes]:
+        try:
+            async with asyncio.timeout(timeout_s):
+                response = await self._client.request(method, url, headers=dict(headers), timeout=timeout_s)
+        except httpx2.HTTPError as error:
+            raise OSError(f"{url}: {error!r}") from error
+        return response.status_code, response.content
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+
+async def watch_cloud_notices(
+    on_notice: Callable[[Notice], None],
+    *,
+    endpoints: Mapping[str, Endpoint] | None = None,
+    unix_s: Callable[[], float] = time.time,
+) -> None:
+    """Wait for the termination notice of the first cloud that is detected; return at once if there is none.
+
+    Args:
+        endpoints: by name of the cloud; by default the link-local address for all.
+    """
+    endpoints = endpoints or dict.fromkeys(CLOUDS, Endpoint())
+    fetch = HttpFetch()
+    try:
+        for attempt in range(DETECTIONS):
+            cloud = await detect(fetch, endpoints)
+            if cloud is not None:
+                on_notice(await watch(cloud, fetch, endpoints[cloud.name], unix_s=unix_s))
+                return
+            if attempt < DETECTIONS - 1:
+                await asyncio.sleep(DETECT_AGAIN_S)
+    finally:
+        await fetch.close()

@@ -12,7 +12,6 @@ from typing import Literal, TypeAlias
 
 from tidemill.core.protocols import Clock
 from tidemill.core.records import Lease, LeaseEnded, LeaseEvent, LeaseGranted, LeaseNoticed, Record
-from tidemill.pool.traces import CapacityTrace
 
 
 class Change(Record):
@@ -26,17 +25,6 @@ class Change(Record):
 
 Timetable: TypeAlias = Iterator[Change]
 """Changes in order of time, possibly infinite, independent of leases: equal seeds give equal markets."""
-
-
-def capacity_of(timetable: Timetable, duration_s: float) -> CapacityTrace:
-    """The number of machines over the first `duration_s` seconds of a timetable."""
-    count, points = 0, [(0.0, 0)]
-    for change in timetable:
-        if change.time_s > duration_s:
-            break
-        count += {"up": 1, "noticed": 0, "down": -1}[change.to]
-        points.append((change.time_s, count))
-    return CapacityTrace.of(points, end_s=duration_s)
 
 
 CLOCK_RESOLUTION_S = 1e-6  # a timer may fire this much early
@@ -121,8 +109,13 @@ class ScheduledProvider:
             if now_s >= deadline_s - CLOCK_RESOLUTION_S:
                 return None
             self._woken.clear()
+            times = [deadline_s]  # also of the next change, and of the next end of a back-off
+            if self._next_change is not None:
+                times.append(self._start_s + self._next_change.time_s)
+            if len(self._held) < self._wanted:
+                times += [place.retry_s for place in self._places.values() if place.offered]
             with suppress(TimeoutError):
-                async with asyncio.timeout(min(deadline_s, self._next_s()) - now_s):
+                async with asyncio.timeout(min(times) - now_s):
                     await self._woken.wait()
 
     async def release(self, lease_id: str) -> None:
@@ -192,10 +185,3 @@ class ScheduledProvider:
         )
         self._held[place.lease.lease_id] = place
         self._events.append(LeaseGranted(lease=place.lease))
-
-    def _next_s(self) -> float:
-        """Time of the next change or back-off end."""
-        times = [math.inf if self._next_change is None else self._start_s + self._next_change.time_s]
-        if len(self._held) < self._wanted:
-            times += [place.retry_s for place in self._places.values() if place.offered]
-        return min(times)

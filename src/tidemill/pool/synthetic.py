@@ -10,8 +10,7 @@ from collections.abc import Sequence
 
 from tidemill.config.pool import SyntheticPool
 from tidemill.core.records import Record
-from tidemill.pool.provider import Change, Timetable, capacity_of
-from tidemill.pool.traces import CapacityTrace
+from tidemill.pool.provider import Change, Timetable
 
 
 class Market(Record):
@@ -45,10 +44,6 @@ def market_of_pool(pool: SyntheticPool) -> Market:
         notice_s=pool.notice_s,
         noticed=pool.noticed,
     )
-
-
-def synthetic_trace(market: Market, *, seed: int, duration_s: float) -> CapacityTrace:
-    return capacity_of(market_timetable(market, seed=seed), duration_s)
 
 
 def market_timetable(market: Market, *, seed: int) -> Timetable:

@@ -1,4 +1,4 @@
-"""Capacity traces: the number of machines of a market over time; file formats and statistics."""
+"""Capacity traces: the number of machines of a market over time; file formats."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from bisect import bisect_right, insort
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 from tidemill.core.errors import UserError
 from tidemill.core.records import Record
@@ -49,11 +48,9 @@ class CapacityTrace(Record):
         """Machines at `time_s`; before the first step, its count."""
         return self.steps[max(0, bisect_right(self.steps, (time_s, math.inf)) - 1)][1]
 
-    def changes(self, after_s: float = -math.inf, through_s: float = math.inf) -> Iterator[tuple[float, int]]:
-        """(seconds, difference) of each change in `after_s` < time <= `through_s`."""
-        for (_, before), (time_s, count) in pairwise(self.steps):
-            if after_s < time_s <= through_s:
-                yield time_s, count - before
+    def changes(self) -> Iterator[tuple[float, int]]:
+        """(seconds, difference) of each change."""
+        return ((time_s, count - before) for (_, before), (time_s, count) in pairwise(self.steps))
 
     def since(self, time_s: float) -> CapacityTrace:
         """The trace after `time_s`, which becomes second 0."""
@@ -93,39 +90,6 @@ def stays(trace: CapacityTrace, *, seed: int) -> list[Stay]:
         for _ in range(difference):
             since_s[free.pop(0) if free else len(since_s)] = time_s
     return found + [Stay(place=place, start_s=at_s, end_s=math.inf) for place, at_s in sorted(since_s.items())]
-
-
-class Statistics(Record):
-    """Statistics of a trace."""
-
-    duration_s: float
-    mean: float  # machines
-    peak: int
-    evictions: int  # machines that went down
-    joins: int  # machines that came up
-    bursts: tuple[int, ...]  # machines per eviction event, in order of time
-    arrivals: tuple[int, ...]  # machines per arrival event, in order of time
-    mean_time_to_eviction_s: float  # machine-seconds per eviction; inf without any
-    mean_time_to_return_s: float  # empty place-seconds below the peak, per arrival; inf without any
-
-
-def statistics(trace: CapacityTrace) -> Statistics:
-    differences = [difference for _, difference in trace.changes()]
-    bursts = tuple(-difference for difference in differences if difference < 0)
-    arrivals = tuple(difference for difference in differences if difference > 0)
-    duration_s, present_s = trace.end_s - trace.start_s, trace.machine_seconds()
-    away_s = trace.peak * duration_s - present_s
-    return Statistics(
-        duration_s=duration_s,
-        mean=present_s / duration_s if duration_s else float(trace.steps[0][1]),
-        peak=trace.peak,
-        evictions=sum(bursts),
-        joins=sum(arrivals),
-        bursts=bursts,
-        arrivals=arrivals,
-        mean_time_to_eviction_s=present_s / sum(bursts) if bursts else math.inf,
-        mean_time_to_return_s=away_s / sum(arrivals) if arrivals else math.inf,
-    )
 
 
 HEADING = ["seconds", "count"]
@@ -212,15 +176,6 @@ def _from_json(text: str, source: str) -> CapacityTrace:
     except json.JSONDecodeError as error:
         where = f"{source}:{error.lineno}"
         raise UserError(f"invalid JSON: {error.msg} at column {error.colno}", where=where, hint=JSON_SHAPE) from error
-    gap_s, data = _gap_and_counts(tree, source)
-    for at, count in enumerate(data):
-        if isinstance(count, bool) or not isinstance(count, int) or count < 0:
-            what = f"{json.dumps(count)} is not a number of machines"
-            raise UserError(what, where=f"{source}: data[{at}]", hint="each is 0, 1, 2, ...")
-    return CapacityTrace.of(((at * gap_s, count) for at, count in enumerate(data)), end_s=len(data) * gap_s)
-
-
-def _gap_and_counts(tree: Any, source: str) -> tuple[float, list[Any]]:
     metadata = tree.get("metadata") if isinstance(tree, dict) else None
     gap_s = metadata.get("gap_seconds") if isinstance(metadata, dict) else None
     if isinstance(gap_s, int | float) and gap_s < 0:
@@ -228,8 +183,14 @@ def _gap_and_counts(tree: Any, source: str) -> tuple[float, list[Any]]:
         raise UserError(what, where=f"{source}: metadata.gap_seconds", hint=JSON_SHAPE)
     if isinstance(gap_s, bool) or not isinstance(gap_s, int | float) or not 0 < gap_s < 1e9:
         raise UserError("no metadata.gap_seconds above 0", where=source, hint=JSON_SHAPE)
-    if not isinstance(tree.get("data"), list):
+    if not isinstance(data := tree.get("data"), list):
         raise UserError("no list `data`", where=source, hint=JSON_SHAPE)
-    if not tree["data"]:
+    if not data:
         raise UserError("`data` is empty", where=source, hint=JSON_SHAPE)
-    return float(gap_s), tree["data"]
+    for at, count in enumerate(data):
+        if isinstance(count, bool) or not isinstance(count, int) or count < 0:
+            what = f"{json.dumps(count)} is not a number of machines"
+            raise UserError(what, where=f"{source}: data[{at}]", hint="each is 0, 1, 2, ...")
+    return CapacityTrace.of(
+        ((at * float(gap_s), count) for at, count in enumerate(data)), end_s=len(data) * float(gap_s)
+    )

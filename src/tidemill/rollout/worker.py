@@ -77,7 +77,6 @@ class EngineWorker:
         self._has_samples.set()
 
     async def abort(self, sample_ids: Sequence[SampleId]) -> None:
-        """Stop generating samples. The next report has their last tokens, with finish "aborted"."""
         started = self._clock.now()
         deltas = await self._on_engine(lambda: self._engine.abort(sample_ids))
         if deltas:

@@ -71,9 +71,9 @@ async def open_environments(
     )
     try:
         if spec.env.self_test:
-            tested = await self_test(pool, [task_of(prompt) for _, prompt in task.source.train_batch(1)])
-            if tested.warning:
-                report(tested.warning)
+            tasks = [task_of(prompt) for _, prompt in task.source.train_batch(1)]
+            if warning := await self_test(pool, tasks):
+                report(warning)
         yield pool
     finally:
         await pool.close()

@@ -17,7 +17,7 @@ from tidemill.core.records import (
 from tidemill.models.lora import adapter_of
 from tidemill.models.snapshots import Part, dtype_name
 from tidemill.models.weight_stream import WeightStream, streamed_weights
-from tidemill.rollout.streamed import StreamedWeights
+from tidemill.rollout.weight_sources import StreamedWeights
 from tidemill.rollout.worker import EngineWorker
 from tidemill.runtime.model_bundle import ModelBundle
 from tidemill.runtime.open_engine import open_engine

@@ -21,12 +21,11 @@ from tidemill.core.protocols import TurnFormat
 from tidemill.core.records import SamplingParams
 from tidemill.gateway.access import logged_to
 from tidemill.gateway.app import Gateway
-from tidemill.gateway.backend import Asked, Piece
+from tidemill.gateway.backend import CompletionRequest, TokenChunk
 from tidemill.gateway.errors import ApiError
-from tidemill.gateway.requests import Call, Question
+from tidemill.gateway.requests import Call, CompletionParams
 from tidemill.gateway.server import address, listen, serving
-from tidemill.gateway.session import Session
-from tidemill.gateway.session_log import SessionLog
+from tidemill.gateway.session import Session, SessionLog
 from tidemill.gateway.session_routes import PATH
 from tidemill.gateway.sessions import Sessions
 from tidemill.models.codec import TextCodec
@@ -131,14 +130,14 @@ class ServedSessions:
     def encode(self, text: str) -> list[int]:
         return self._codec.encode(text)
 
-    def refuse(self, question: Question, key: str) -> None:
+    def refuse(self, params: CompletionParams, key: str) -> None:
         """Raises ApiError: there is no session, or it does not take the request."""
-        self._sessions.refuse(question, self._session(key))
+        self._sessions.refuse(params, self._session(key))
 
-    async def generate(self, asked: Asked) -> AsyncGenerator[Piece, None]:
-        async with aclosing(self._sessions.generate(self._session(asked.key), asked)) as pieces:
-            async for piece in pieces:
-                yield piece
+    async def generate(self, requested: CompletionRequest) -> AsyncGenerator[TokenChunk, None]:
+        async with aclosing(self._sessions.generate(self._session(requested.key), requested)) as chunks:
+            async for chunk in chunks:
+                yield chunk
 
     def _session(self, key: str) -> Session:
         if (session := self._sessions.find(key)) is None:

@@ -20,7 +20,7 @@ from tidemill.config.schema import RunSpec
 from tidemill.core.protocols import Clock, Compute, Reader
 from tidemill.core.records import Lease
 from tidemill.models.loading import context_limit
-from tidemill.rollout.pulled import EmptyModel, PulledWeights
+from tidemill.rollout.weight_sources import EmptyModel, PulledWeights
 from tidemill.rollout.worker import EngineWorker
 from tidemill.runtime.backend import (
     Runtime,

@@ -16,8 +16,7 @@ from tidemill.models.codec import load_codec
 from tidemill.models.snapshots import DTYPES, stored_context_limit, stored_linear_layers, uninitialized_model
 from tidemill.models.tree_forward import TreeForward
 from tidemill.rollout.engines.vllm import check_version
-from tidemill.rollout.pulled import EmptyModel, SnapshotUser
-from tidemill.rollout.streamed import StreamUser
+from tidemill.rollout.weight_sources import EmptyModel, SnapshotUser, StreamUser
 from tidemill.runtime.compute import choose_device
 from tidemill.runtime.model_bundle import NO_VERSION, FrozenModels, ModelBundle, engine_context
 

@@ -32,9 +32,9 @@ from tidemill.core.records import (
     SamplingParams,
     Trajectory,
 )
-from tidemill.gateway.backend import Asked, Piece
+from tidemill.gateway.backend import CompletionRequest, TokenChunk
 from tidemill.gateway.errors import SERVER, ApiError
-from tidemill.gateway.requests import Question
+from tidemill.gateway.requests import CompletionParams
 from tidemill.models.codec import TextCodec
 from tidemill.models.model_source import ModelSource, exact_models, locate
 from tidemill.models.turn_format import turn_format
@@ -83,7 +83,7 @@ class Listener:
     """Who waits for the tokens of a sample."""
 
     index: int
-    pieces: asyncio.Queue[Piece | Exception]
+    chunks: asyncio.Queue[TokenChunk | Exception]
     sent: int = 0  # tokens
 
     def send(self, sample: Sample) -> None:
@@ -91,8 +91,8 @@ class Listener:
         start, end = self.sent * ITEM_BYTES, len(sample.token_ids)
         if end > start or finish is not None:
             self.sent = end // ITEM_BYTES
-            self.pieces.put_nowait(
-                Piece(
+            self.chunks.put_nowait(
+                TokenChunk(
                     index=self.index,
                     token_ids=bytes(sample.token_ids[start:end]),
                     logprobs=bytes(sample.logprobs[start:end]),
@@ -114,7 +114,7 @@ class TokenFeed(TokenObserver):
 
     def fail(self, error: Exception) -> None:
         for listener in self.listeners.values():
-            listener.pieces.put_nowait(error)
+            listener.chunks.put_nowait(error)
 
 
 class ServedFleet:
@@ -171,37 +171,38 @@ class ServedFleet:
     def encode(self, text: str) -> list[int]:
         return self._codec.encode(text)
 
-    def refuse(self, question: Question, key: str) -> None:
-        """Nothing: whatever a question may say is obeyed."""
+    def refuse(self, params: CompletionParams, key: str) -> None:
+        """Nothing: every parameter is obeyed."""
 
-    async def generate(self, asked: Asked) -> AsyncGenerator[Piece, None]:
+    async def generate(self, requested: CompletionRequest) -> AsyncGenerator[TokenChunk, None]:
         """See `Served`."""
-        pieces: asyncio.Queue[Piece | Exception] = asyncio.Queue()
-        ids, prompt = self._ids(asked), Prompt(prompt_id=PURPOSE, token_ids=asked.prompt_ids, text="", answer="")
+        chunks: asyncio.Queue[TokenChunk | Exception] = asyncio.Queue()
+        prompt = Prompt(prompt_id=PURPOSE, token_ids=requested.prompt_ids, text="", answer="")
+        ids = self._ids(requested)
         async with AsyncExitStack() as stack:
-            if asked.seed is not None:  # an equal request in flight has the same ids
+            if requested.params.seed is not None:  # an equal request in flight has the same ids
                 await stack.enter_async_context(self._alone(ids[0]))
             stack.callback(self._end, ids)
             for index, sample_id in enumerate(ids):
-                self._feed.listeners[sample_id] = Listener(index, pieces)
+                self._feed.listeners[sample_id] = Listener(index, chunks)
                 self._positions[sample_id] = self._next
-                self._in_flight.open_alone(sample_id, prompt, asked.sampling, position=self._next)
+                self._in_flight.open_alone(sample_id, prompt, requested.sampling, position=self._next)
                 self._next += 1
             self._collector.mailbox.notify()
-            left = asked.n
+            left = requested.params.n
             while left:
                 if self._failure is not None:
                     raise self._unavailable()
                 try:
                     async with asyncio.timeout(self._stall_s):
-                        piece = await pieces.get()
+                        chunk = await chunks.get()
                 except TimeoutError as error:
                     message = f"no worker generated a token for {self._stall_s:g} s; ask again"
                     raise ApiError(503, message, kind=SERVER, code="unavailable", retry_s=10) from error
-                if isinstance(piece, Exception):
+                if isinstance(chunk, Exception):
                     raise self._unavailable()
-                left -= piece.finish is not None
-                yield piece
+                left -= chunk.finish is not None
+                yield chunk
 
     async def collect(self) -> None:
         """Close finished samples until the run is to stop.
@@ -227,15 +228,15 @@ class ServedFleet:
     def _unavailable(self) -> ApiError:
         return ApiError(503, "the model is not served any more", kind=SERVER, code="unavailable", retry_s=10)
 
-    def _ids(self, asked: Asked) -> list[SampleId]:
+    def _ids(self, requested: CompletionRequest) -> list[SampleId]:
         """Equal for equal requests with a seed; otherwise new."""
-        digest = hashlib.blake2b(asked.prompt_ids, digest_size=12)
-        seed, epoch = asked.seed, 0
+        digest = hashlib.blake2b(requested.prompt_ids, digest_size=12)
+        seed, epoch = requested.params.seed, 0
         if seed is None:
             seed, epoch = self._unseeded, self._next
         return [
             SampleId(run_seed=seed, purpose=PURPOSE, prompt_id=digest.hexdigest(), epoch=epoch, index=index)
-            for index in range(asked.n)
+            for index in range(requested.params.n)
         ]
 
     @asynccontextmanager

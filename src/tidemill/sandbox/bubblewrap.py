@@ -30,15 +30,17 @@ MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_BIND, MS_REC = 2, 4, 8, 4096, 16384
 LIBC = ctypes.CDLL(None, use_errno=True)
 
 
-def find_bubblewrap() -> str:
-    """Raises UserError: it is not installed."""
-    found = shutil.which("bwrap")
-    if found is None:
-        raise UserError(
-            "bubblewrap is not installed",
-            where="sandbox.backend",
-            hint='install it ("apt install bubblewrap"); `tidemill doctor` says which back-ends work',
-        )
+PACKAGES = {
+    "bwrap": ("bubblewrap", 'install it ("apt install bubblewrap"); `tidemill doctor` says which back-ends work'),
+    "runsc": ("runsc (gVisor)", 'install it from gvisor.dev, or use backend = "bwrap"'),
+}
+
+
+def find_program(name: str) -> str:
+    """The path of one of PACKAGES. Raises UserError: it is not installed."""
+    if (found := shutil.which(name)) is None:
+        package, hint = PACKAGES[name]
+        raise UserError(f"{package} is not installed", where="sandbox.backend", hint=hint)
     return str(Path(found).resolve())
 
 
@@ -60,11 +62,6 @@ def launcher_options() -> list[str]:
     for folder in ("/proc", "/dev", "/dev/shm", WORK, "/tmp", "/etc", "/mnt"):
         options += _folders(f"{IMAGE}{folder}/")
     return [*options, "--dir", SLOTS]
-
-
-def write_hosts() -> None:
-    """Make the image's file of host names, over which that of a sandbox is mounted."""
-    Path(f"{IMAGE}/etc/hosts").write_text("127.0.0.1 localhost\n")
 
 
 def visible_paths() -> list[str]:
@@ -140,18 +137,8 @@ def sandbox_command(
     options += ["--ro-bind", IMAGE, "/", "--proc", "/proc", "--dev", "/dev"]
     for name, path in (("work", WORK), ("tmp", "/tmp"), ("shm", "/dev/shm")):
         options += ["--bind", f"{slot}/{name}", path]
-    options += [
-        "--ro-bind",
-        f"{slot}/mnt",
-        "/mnt",
-        "--remount-ro",
-        "/dev",
-        "--chdir",
-        WORK,
-        "--seccomp",
-        str(filter_fd),
-    ]
-    options += ["--json-status-fd", str(status_fd)]
+    options += ["--ro-bind", f"{slot}/mnt", "/mnt", "--remount-ro", "/dev", "--chdir", WORK]
+    options += ["--seccomp", str(filter_fd), "--json-status-fd", str(status_fd)]
     if block_fd is not None:
         options += ["--ro-bind", f"{slot}/hosts", "/etc/hosts", "--block-fd", str(block_fd)]
     for name, value in {"PATH": PATH, "HOME": WORK, "LANG": "C.UTF-8", **env}.items():

@@ -1,4 +1,4 @@
-"""A running command of a sandbox, in the launcher's event loop."""
+"""A running command of a sandbox, in the launcher's event loop; and what its processes use, from /proc."""
 
 from __future__ import annotations
 
@@ -6,22 +6,29 @@ import asyncio
 import json
 import math
 import os
+import re
 import signal
 import socket
 import subprocess
 import time
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from tidemill.core import ipc
 from tidemill.sandbox.network import Relay
 from tidemill.sandbox.records import Ending, Finished, Limits, SandboxLostError
 from tidemill.sandbox.slots import Spawn
-from tidemill.sandbox.usage import Process, read_processes, usage_of
 
 OWN_THREADS = 8
 """Of bubblewrap, within the limit that is watched; the kernel refuses the processes beyond the command's own."""
 REPORT_BYTES = 1 << 16
 KILL_S = 5.0
+PROPORTIONAL = re.compile(rb"^Pss_(?:Anon|Shmem):\s*(\d+) kB", re.MULTILINE)
+TICKS = os.sysconf("SC_CLK_TCK")
+RESIDENT = re.compile(rb"^Rss(?:Anon|Shmem):\s*(\d+) kB", re.MULTILINE)
+"""Anonymous memory; and shared memory, which is anonymous or of a mapped file of a tmpfs."""
 
 
 class Command:
@@ -44,7 +51,7 @@ class Command:
             raise
         self._ended: Ending = ""
         self._began_s, self._cpu_s = time.monotonic(), 0.0
-        self._reports = Reports(REPORT_BYTES)
+        self._reports = Reports()
 
     @property
     def pid(self) -> int:
@@ -111,10 +118,15 @@ class Command:
             relay.close()
             self._descriptors.close()
         stdout, stderr = outputs
+        code = self._reports.code  # as bubblewrap reports it, where the command cannot write
+        if code is None and self.has_namespace and not self._ended:
+            first = stderr.data.decode(errors="replace").strip().split("\n")[-1]
+            why = first or f"bubblewrap ended with {self._process.returncode}"
+            raise SandboxLostError(f"the sandbox did not start: {why}")
         return Finished(
             stdout=bytes(stdout.data),
             stderr=bytes(stderr.data),
-            code=self._code(stderr),
+            code=self._process.returncode if code is None else code,
             ended=self._ended,
             discarded_bytes=stdout.discarded + stderr.discarded,
             cpu_s=max(self._cpu_s, used),
@@ -137,14 +149,6 @@ class Command:
         self._ended = self._ended or why
         kill_tree(self.pid)
 
-    def _code(self, errors: Output) -> int:
-        """What bubblewrap reports, where the command cannot write. Raises SandboxLostError: it did not start."""
-        code, reported = self._process.returncode, self._reports.code
-        if reported is None and self.has_namespace and not self._ended:
-            first = errors.data.decode(errors="replace").strip().split("\n")[-1]
-            raise SandboxLostError(f"the sandbox did not start: {first or f'bubblewrap ended with {code}'}")
-        return code if reported is None else reported
-
 
 class Output(asyncio.Protocol):
     """Keeps the first bytes of a stream, and counts the others."""
@@ -166,8 +170,8 @@ class Output(asyncio.Protocol):
 class Reports(Output):
     """Lines in which bubblewrap names the first process of a sandbox, and the exit code of the command."""
 
-    def __init__(self, most: int) -> None:
-        super().__init__(most)
+    def __init__(self) -> None:
+        super().__init__(REPORT_BYTES)
         self.begun: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.first: int | None = None  # known when the sandbox has begun
 
@@ -189,6 +193,67 @@ class Reports(Output):
 
     def _all(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in self.data.splitlines(keepends=True) if line.endswith(b"\n")]
+
+
+@dataclass
+class Process:
+    """One process, with the processor time of its ended children that it has waited for."""
+
+    parent: int
+    cpu_s: float
+    threads: int
+    memory_bytes: int  # resident and not of a file on disk; several processes count a page that they share
+
+
+@dataclass
+class Usage:
+    """Of a process and all its descendants."""
+
+    pids: list[int]
+    cpu_s: float = 0.0
+    threads: int = 0
+    memory_bytes: int = 0
+
+    def exact_bytes(self) -> int:
+        """As `memory_bytes`, with pages that processes share counted once; slow."""
+        total = 0
+        for pid in self.pids:
+            with suppress(OSError):
+                total += sum(map(int, PROPORTIONAL.findall(Path(f"/proc/{pid}/smaps_rollup").read_bytes()))) << 10
+        return total
+
+
+def read_processes() -> dict[int, Process]:
+    """All processes that /proc shows, by id."""
+    processes = {}
+    for pid, fields in ipc.process_stats():
+        with suppress(OSError):  # it has ended
+            memory = RESIDENT.findall(Path(f"/proc/{pid}/status").read_bytes())
+            processes[pid] = Process(
+                parent=int(fields[1]),
+                cpu_s=sum(map(int, fields[11:15])) / TICKS,
+                threads=int(fields[17]),
+                memory_bytes=sum(map(int, memory)) << 10,
+            )
+    return processes
+
+
+def usage_of(root: int, processes: dict[int, Process]) -> Usage:
+    """The use of a process and its descendants."""
+    children: dict[int, list[int]] = {}
+    for pid, process in processes.items():
+        children.setdefault(process.parent, []).append(pid)
+    usage, left = Usage([]), [root]
+    while left:
+        pid = left.pop()
+        if pid in processes:
+            process = processes[pid]
+            usage.pids.append(pid)
+            usage.cpu_s += process.cpu_s
+            usage.threads += process.threads
+            usage.memory_bytes += process.memory_bytes
+            left += children.get(pid, ())
+    return usage
 
 
 def kill_tree(root: int) -> None:
@@ -220,15 +285,11 @@ async def _reaped(pid: int) -> tuple[int, float]:
     ended = asyncio.Event()
     loop.add_reader(descriptor, ended.set)
     try:
-        while (found := _ended_child(pid)) is None:
+        while True:
+            found, status, used = os.wait4(pid, os.WNOHANG)  # noqa: ASYNC222 -- it does not wait
+            if found:
+                return os.waitstatus_to_exitcode(status), used.ru_utime + used.ru_stime
             await ended.wait()
     finally:
         loop.remove_reader(descriptor)
         os.close(descriptor)
-    return found
-
-
-def _ended_child(pid: int) -> tuple[int, float] | None:
-    """As `_reaped`; None: it has not ended."""
-    found, status, used = os.wait4(pid, os.WNOHANG)
-    return (os.waitstatus_to_exitcode(status), used.ru_utime + used.ru_stime) if found else None

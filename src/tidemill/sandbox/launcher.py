@@ -18,17 +18,17 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from tidemill.core import ipc
 from tidemill.sandbox import bubblewrap
-from tidemill.sandbox.command import KILL_S, Command, kill_tree
+from tidemill.sandbox.command import KILL_S, Command, kill_tree, read_processes
 from tidemill.sandbox.messages import Backend, Reply, Request, Setup
 from tidemill.sandbox.records import Finished, SandboxError, SandboxLostError
 from tidemill.sandbox.slots import BubblewrapSlots, PlainSlots, RunscSlots, Slot, Slots
-from tidemill.sandbox.usage import read_processes
 
 PROGRAM = """\
 import json, sys
@@ -37,6 +37,8 @@ from tidemill.sandbox.launcher import main
 main()
 """
 READY = b"ready\n"
+CREDENTIALS = struct.Struct("3i")
+"""Process, user and group that a socket is connected to."""
 WATCH_S, MOST_WATCH_S = 0.02, 0.1
 """Pause between two looks at the processes: ten times as long as a look takes, within these bounds."""
 
@@ -49,10 +51,10 @@ def main() -> None:
     ipc.adopt_descendants()
     if setup.backend != "none":
         bubblewrap.mount_processes()
-        bubblewrap.write_hosts()
+        # The image's host names, over which those of a sandbox are mounted.
+        Path(f"{bubblewrap.IMAGE}/etc/hosts").write_text("127.0.0.1 localhost\n")
     makers: dict[Backend, Callable[[], Slots]] = {"bwrap": BubblewrapSlots, "runsc": RunscSlots, "none": PlainSlots}
-    slots = makers[setup.backend]()
-    launcher = Launcher(slots)
+    launcher = Launcher(makers[setup.backend]())
     try:
         asyncio.run(launcher.serve(setup.address))
     finally:
@@ -76,14 +78,6 @@ class Launcher:
         watching.cancel()
         server.close()
 
-    def _kill_strays(self) -> None:
-        """End processes whose parents have ended."""
-        known = {command.pid for command in self._commands}
-        for pid in set(ipc.child_processes()) - known:
-            kill_tree(pid)
-            with suppress(ChildProcessError):
-                os.waitpid(pid, os.WNOHANG)
-
     async def _watch(self) -> None:
         while True:
             began_s = time.monotonic()
@@ -96,7 +90,9 @@ class Launcher:
     async def _attend(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serve one connection."""
         requests: asyncio.Queue[Request | None] = asyncio.Queue()
-        if not _same_user(writer.get_extra_info("socket")):
+        ours: socket.socket = writer.get_extra_info("socket")
+        credentials = ours.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
+        if CREDENTIALS.unpack(credentials)[1] != os.getuid():
             writer.close()
             return
         reading = asyncio.create_task(_read_requests(reader, requests))
@@ -107,7 +103,7 @@ class Launcher:
                 return
             if first.method == "attach":
                 writer.transport.pause_reading()  # type: ignore[attr-defined]
-                stream = socket.socket(fileno=os.dup(writer.get_extra_info("socket").fileno()))
+                stream = socket.socket(fileno=os.dup(ours.fileno()))
                 stream.setblocking(True)
                 self._streams[first.stream] = stream
                 _answer(writer, Reply())
@@ -174,13 +170,11 @@ class Launcher:
             return await command.finish(request.stdin, wait_s, slot.network)
         finally:
             self._commands.discard(command)
-            if not command.has_namespace:
-                self._kill_strays()
-
-
-def _same_user(connection: socket.socket) -> bool:
-    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    return bool(struct.unpack("3i", credentials)[1] == os.getuid())
+            if not command.has_namespace:  # end processes whose parents have ended
+                for pid in set(ipc.child_processes()) - {command.pid for command in self._commands}:
+                    kill_tree(pid)
+                    with suppress(ChildProcessError):
+                        os.waitpid(pid, os.WNOHANG)  # noqa: ASYNC222 -- it does not wait
 
 
 def _answer(writer: asyncio.StreamWriter, reply: Reply) -> None:

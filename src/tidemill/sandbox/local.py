@@ -14,17 +14,19 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 from tidemill.core import ipc
 from tidemill.core.errors import UserError
-from tidemill.sandbox.bubblewrap import find_bubblewrap, launcher_options
+from tidemill.sandbox.bubblewrap import find_program, launcher_options
 from tidemill.sandbox.launcher import PROGRAM, READY
 from tidemill.sandbox.messages import Backend, Request, Setup, receive, send
-from tidemill.sandbox.oci import find_runsc
 from tidemill.sandbox.records import Finished, Limits, SandboxError, SandboxLostError, Snapshot, check_command
+
+T = TypeVar("T")
+NONE = type(None)
 
 START_S = 30.0
 ANSWER_S = 30.0
@@ -61,7 +63,7 @@ class LocalSandbox:
         self._lock, self._owner, self._started = threading.Lock(), os.getpid(), False
         self._connection: socket.socket | None = _connect(address)
         try:
-            self._call(Request(method="open", limits=limits, network=network, visible=dict(visible)), None)
+            self._call(Request(method="open", limits=limits, network=network, visible=dict(visible)), NONE)
         except BaseException:
             self.close()
             raise
@@ -78,8 +80,7 @@ class LocalSandbox:
         if not isinstance(stdin, bytes):
             raise TypeError(f"standard input is bytes, not {type(stdin).__name__}; use text.encode()")
         request = Request(method="run", argv=tuple(argv), stdin=stdin, env=dict(env), timeout_s=timeout_s or 0.0)
-        finished: Finished = self._call(request, Finished, min(timeout_s or self._limits.wall_s, self._limits.wall_s))
-        return finished
+        return self._call(request, Finished, min(timeout_s or self._limits.wall_s, self._limits.wall_s))
 
     def start(self, argv: Sequence[str], *, env: Mapping[str, str] = {}) -> SandboxedProgram:
         """Start a program, which has no limit of time and ends with the sandbox. No other command runs meanwhile."""
@@ -87,19 +88,18 @@ class LocalSandbox:
         stream, name = _connect(self._address), secrets.token_hex(8)
         try:
             send(stream, Request(method="attach", stream=name))
-            receive(stream, None)
+            receive(stream, NONE)
             stream.settimeout(None)  # a program may be silent for long
             with self._lock:
                 if self._connection is None:
                     raise SandboxLostError("the sandbox is closed")
                 send(self._connection, Request(method="start", argv=tuple(argv), env=dict(env), stream=name))
                 self._started = True
-        except OSError as error:
+        except (OSError, SandboxError) as error:
             stream.close()
+            if isinstance(error, SandboxError):
+                raise
             raise SandboxLostError(f"the sandbox is lost: {error}") from error
-        except SandboxError:
-            stream.close()
-            raise
         return SandboxedProgram(stream=stream, finish=self._finish)
 
     def _finish(self, wait_s: float) -> Finished:
@@ -110,26 +110,23 @@ class LocalSandbox:
                 raise SandboxLostError("the sandbox is closed")
             try:
                 connection.settimeout(wait_s)
-                finished: Finished = receive(connection, Finished)
-                return finished
+                return receive(connection, Finished)
             except OSError as error:
                 raise SandboxLostError(f"the program has not ended: {error}") from error
 
     def read(self, path: str) -> bytes:
-        data: bytes = self._call(Request(method="read", path=path), bytes)
-        return data
+        return self._call(Request(method="read", path=path), bytes)
 
     def write(self, path: str, data: bytes) -> None:
         if not isinstance(data, bytes):
             raise TypeError(f"a file's content is bytes, not {type(data).__name__}; use text.encode()")
-        self._call(Request(method="write", path=path, data=data), None)
+        self._call(Request(method="write", path=path, data=data), NONE)
 
     def snapshot(self) -> Snapshot:
-        snapshot: Snapshot = self._call(Request(method="snapshot"), Snapshot)
-        return snapshot
+        return self._call(Request(method="snapshot"), Snapshot)
 
     def restore(self, snapshot: Snapshot) -> None:
-        self._call(Request(method="restore", data=snapshot.data), None)
+        self._call(Request(method="restore", data=snapshot.data), NONE)
 
     def close(self) -> None:
         if self._connection is not None:
@@ -139,7 +136,7 @@ class LocalSandbox:
             self._connection.close()
             self._connection = None
 
-    def _call(self, request: Request, kind: Any, longest_s: float = 0.0) -> Any:
+    def _call(self, request: Request, kind: type[T], longest_s: float = 0.0) -> T:
         with self._lock:
             if self._connection is None:
                 raise SandboxLostError("the sandbox is closed")
@@ -158,10 +155,8 @@ class LauncherProcess:
     """The launcher that this process has started."""
 
     def __init__(self, backend: Backend) -> None:
-        if backend != "none":
-            find_bubblewrap()
-        if backend == "runsc":
-            find_runsc()
+        for name in {"none": (), "bwrap": ("bwrap",), "runsc": ("bwrap", "runsc")}[backend]:
+            find_program(name)
         self.address = f"tidemill-sandbox-{secrets.token_hex(16)}"
         path = tuple(str(Path(each).absolute()) for each in sys.path)
         setup = Setup(backend=backend, address=self.address, path=path)
@@ -179,7 +174,7 @@ class LauncherProcess:
             with tempfile.TemporaryFile() as options:  # too long for a list of processes that people read
                 options.write(b"".join(each.encode() + b"\0" for each in launcher_options()))
                 options.seek(0)
-                command = [find_bubblewrap(), "--args", str(options.fileno()), "--", *program]
+                command = [find_program("bwrap"), "--args", str(options.fileno()), "--", *program]
                 self._process = subprocess.Popen(command, cwd="/", pass_fds=[options.fileno()], **pipes)
         self.owner = os.getpid()
         try:
@@ -246,13 +241,6 @@ def launcher(backend: Backend) -> LauncherProcess:
         if found is None:
             found = _launchers[backend] = LauncherProcess(backend)
         return found
-
-
-def close_launchers() -> None:
-    """End all sandboxes of this process."""
-    with _lock:
-        while _launchers:
-            _launchers.popitem()[1].close()
 
 
 def _after_fork() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias, TypeVar
 
 import msgspec
 
@@ -11,6 +11,7 @@ from tidemill.core import ipc
 from tidemill.core.records import Record
 from tidemill.sandbox.records import Limits, SandboxError, SandboxLostError
 
+T = TypeVar("T")
 Backend: TypeAlias = Literal["bwrap", "runsc", "none"]
 
 
@@ -50,11 +51,8 @@ def send(stream: socket.socket, request: Request) -> None:
     stream.sendall(ipc.framed(msgspec.msgpack.encode(request)))
 
 
-def receive(stream: socket.socket, kind: Any) -> Any:
-    """The value of the next reply.
-
-    Args:
-        kind: its type; None: no value.
+def receive(stream: socket.socket, kind: type[T]) -> T:
+    """The value of the next reply, which has a type.
 
     Raises:
         SandboxError: of the method.

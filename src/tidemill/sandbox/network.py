@@ -19,45 +19,39 @@ from contextlib import suppress
 
 from tidemill.sandbox.bubblewrap import LIBC
 
-METADATA = (
-    "169.254.0.0/16",
-    "fe80::/10",
-    "fd00:ec2::/32",
-    "fd20:ce::/32",
-    "fd00:42::/32",
-    "100.100.100.200/32",
-    "168.63.129.16/32",
-    "192.0.0.192/32",
-)
+METADATA = [
+    ipaddress.ip_network(each)
+    for each in (
+        "169.254.0.0/16",
+        "fe80::/10",
+        "fd00:ec2::/32",
+        "fd20:ce::/32",
+        "fd00:42::/32",
+        "100.100.100.200/32",
+        "168.63.129.16/32",
+        "192.0.0.192/32",
+    )
+]
 """Where clouds serve the credentials of a machine."""
+EMBEDDING = [ipaddress.ip_network(each) for each in ("::/96", "64:ff9b::/96", "64:ff9b:1::/48")]
+"""IPv6 addresses that end with the IPv4 address to which they lead."""
 CLONE_NEWNET = 0x40000000
 SIOCSIFADDR, IFNAMSIZ = 0x8916, 16
 IP_FREEBIND = 15
 CONNECT_S = 10.0
 MOST_CONNECTIONS = 64
 """At a time, of a command; further ones are closed at once."""
-_REFUSED = tuple(ipaddress.ip_network(each) for each in METADATA)
 
 
 def is_refused(address: str) -> bool:
-    """Whether an address serves a cloud's metadata."""
+    """Whether an address serves a cloud's metadata, or leads to an IPv4 address that does."""
     parsed = ipaddress.ip_address(address.partition("%")[0])
-    return any(
-        each in network
-        for each in (parsed, *_inside(parsed))
-        for network in _REFUSED
-        if network.version == each.version
-    )
-
-
-def _inside(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> list[ipaddress.IPv4Address]:
-    """The IPv4 address that an IPv6 address leads to."""
-    if isinstance(address, ipaddress.IPv4Address):
-        return []
-    found = [address.ipv4_mapped, address.sixtofour]
-    if any(address in ipaddress.ip_network(prefix) for prefix in ("::/96", "64:ff9b::/96", "64:ff9b:1::/48")):
-        found.append(ipaddress.IPv4Address(int(address) & 0xFFFF_FFFF))
-    return [each for each in found if each is not None]
+    places = [parsed]
+    if isinstance(parsed, ipaddress.IPv6Address):
+        places += filter(None, (parsed.ipv4_mapped, parsed.sixtofour))
+        if any(parsed in network for network in EMBEDDING):
+            places.append(ipaddress.IPv4Address(int(parsed) & 0xFFFF_FFFF))
+    return any(place in network for place in places for network in METADATA)
 
 
 def inside_addresses(network: Sequence[str]) -> dict[str, str]:
@@ -67,7 +61,9 @@ def inside_addresses(network: Sequence[str]) -> dict[str, str]:
         if host == "localhost":
             addresses[host] = "127.0.0.1"
         elif host not in addresses:
-            addresses[host] = host if _is_address(host) else f"127.0.1.{len(addresses) + 1}"
+            addresses[host] = f"127.0.1.{len(addresses) + 1}"
+            with suppress(ValueError):
+                addresses[host] = str(ipaddress.IPv4Address(host))
     return addresses
 
 
@@ -87,12 +83,12 @@ class Relay:
     async def open(self, pid: int, network: Sequence[str]) -> None:
         """Listen in the network of a process. Raises OSError."""
         addresses = inside_addresses(network)
-        pairs = [(addresses[host], int(port)) for host, _, port in (pair.rpartition(":") for pair in network)]
-        for pair, listener in zip(network, _listeners(pid, pairs), strict=True):
-            host, _, port = pair.rpartition(":")
+        hosts = [(host, int(port)) for host, _, port in (pair.rpartition(":") for pair in network)]
+        listeners = _listeners(pid, [(addresses[host], port) for host, port in hosts])
+        for (host, port), listener in zip(hosts, listeners, strict=True):
 
             async def attend(
-                reader: asyncio.StreamReader, writer: asyncio.StreamWriter, host: str = host, port: int = int(port)
+                reader: asyncio.StreamReader, writer: asyncio.StreamWriter, host: str = host, port: int = port
             ) -> None:
                 if len(self._tasks) >= MOST_CONNECTIONS:
                     writer.close()
@@ -156,7 +152,10 @@ def _listeners(pid: int, pairs: Sequence[tuple[str, int]]) -> list[socket.socket
                 made.append(socket.socket())
                 made[-1].setsockopt(socket.IPPROTO_IP, IP_FREEBIND, 1)
                 if not address.startswith("127."):
-                    _add_address(made[-1], f"lo:{number}", address)
+                    # Give the loopback interface one more address.
+                    place = struct.pack("HH4s8x", socket.AF_INET, 0, socket.inet_aton(address))
+                    request = struct.pack(f"{IFNAMSIZ}s16s8x", f"lo:{number}".encode(), place)
+                    fcntl.ioctl(made[-1], SIOCSIFADDR, request)
                 made[-1].bind((address, port))
                 made[-1].listen()
                 made[-1].setblocking(False)
@@ -171,17 +170,3 @@ def _listeners(pid: int, pairs: Sequence[tuple[str, int]]) -> list[socket.socket
             each.close()
         raise failed[0]
     return made
-
-
-def _add_address(any_socket: socket.socket, interface: str, address: str) -> None:
-    """Give the loopback interface one more IPv4 address."""
-    place = struct.pack("HH4s8x", socket.AF_INET, 0, socket.inet_aton(address))
-    fcntl.ioctl(any_socket, SIOCSIFADDR, struct.pack(f"{IFNAMSIZ}s16s8x", interface.encode(), place))
-
-
-def _is_address(host: str) -> bool:
-    try:
-        ipaddress.IPv4Address(host)
-    except ValueError:
-        return False
-    return True

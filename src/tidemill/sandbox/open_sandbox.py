@@ -26,7 +26,10 @@ def open_sandbox(config: SandboxConfig = SandboxConfig()) -> Sandbox:  # noqa: B
     """
     limits, network = limits_of(config), () if config.network == "none" else config.network
     if config.backend == "http":
-        return RemoteSandbox(config.url, _token(config), limits, network)
+        if not (token := os.environ.get(config.token_env, "")):
+            hint = f"set {config.token_env} to the server's token"
+            raise UserError("the server's token is missing", where="sandbox.token_env", hint=hint)
+        return RemoteSandbox(config.url, token, limits, network)
     return LocalSandbox(launcher(config.backend).address, limits, network)
 
 
@@ -83,12 +86,3 @@ def _hint(config: SandboxConfig) -> str:
     if config.backend == "http":
         return "check sandbox.url and the server's log"
     return "`tidemill doctor` says which back-ends work here, and why the others do not"
-
-
-def _token(config: SandboxConfig) -> str:
-    """Raises UserError: it is not set."""
-    token = os.environ.get(config.token_env, "")
-    if not token:
-        hint = f"set {config.token_env} to the server's token"
-        raise UserError("the server's token is missing", where="sandbox.token_env", hint=hint)
-    return token

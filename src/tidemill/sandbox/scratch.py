@@ -24,18 +24,10 @@ def path_parts(path: str) -> list[str]:
     """The names of a path relative to /work, or in it. Raises SandboxError: it leads out, or is no path."""
     path = path.removeprefix(f"{WORK}/")
     parts = [part for part in path.split("/") if part not in ("", ".")]
-    if path.startswith("/") or not parts or ".." in parts or "\0" in path or not _is_text(path):
+    is_text = path.encode(errors="ignore").decode() == path  # no lone surrogates, which no name can have
+    if path.startswith("/") or not parts or ".." in parts or "\0" in path or not is_text:
         raise SandboxError(f"{path!r} is not a path in the sandbox; paths are relative to {WORK}")
     return parts
-
-
-def _is_text(path: str) -> bool:
-    """Whether it can be encoded."""
-    try:
-        path.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 class Scratch:
@@ -103,7 +95,8 @@ class Scratch:
                 self.clear()
                 for entry in entries:
                     if entry.isdir():
-                        self._make_folder(entry.name, entry.mode & MODE)
+                        with self._parent(f"{entry.name}/-", create=True) as (folder, _):
+                            os.fchmod(folder, entry.mode & MODE | 0o700)
                     elif entry.isfile() and (content := archive.extractfile(entry)) is not None:
                         self.write(entry.name, content.read(), entry.mode & MODE)
         except (tarfile.TarError, EOFError) as error:
@@ -163,10 +156,6 @@ class Scratch:
                 os.close(folder)
         except OSError as error:
             raise SandboxError(f"{path}: {error.strerror}") from None
-
-    def _make_folder(self, path: str, mode: int) -> None:
-        with self._parent(f"{path}/-", create=True) as (folder, _):
-            os.fchmod(folder, mode | 0o700)
 
     def _own(self, target: int | str, dir_fd: int | None = None) -> None:
         if self._owner is not None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import errno
 import platform
 import struct
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from tidemill.core.errors import UserError
@@ -167,20 +166,15 @@ def seccomp_program(machine_name: str = "") -> bytes:
     program.end_if(AT_LEAST, X32, KILL)
     program.end_if(AT_LEAST, LAST + 1, ERROR | errno.ENOSYS)
     program.end_if(EQUAL, CLONE3, ERROR | errno.ENOSYS)  # its flags are in memory; the C library then uses clone
-    for number in _refused(machine):
-        program.end_if(EQUAL, number, ERROR | errno.EPERM)
+    for numbers in REFUSED.values():
+        if (refused := numbers[machine.column]) is not None:
+            program.end_if(EQUAL, refused, ERROR | errno.EPERM)
     program.only_for(machine.clone, _argument(0, (ANY_BIT, NAMESPACES)))
     program.only_for(machine.ioctl, _argument(1, *((EQUAL, each) for each in TERMINAL_REQUESTS)))
     for number in (machine.socket, machine.socketpair):
         program.only_for(number, _families())
     program.end(ALLOW)
     return bytes(program)
-
-
-def _refused(machine: Machine) -> Iterator[int]:
-    for numbers in REFUSED.values():
-        if (number := numbers[machine.column]) is not None:
-            yield number
 
 
 def _argument(index: int, *refused: tuple[int, int]) -> Filter:

@@ -3,37 +3,39 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import os
 import resource
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 from tidemill.sandbox import bubblewrap
+from tidemill.sandbox.bubblewrap import IMAGE, PATH, USER, WORK
 from tidemill.sandbox.messages import Request
 from tidemill.sandbox.network import hosts_file
-from tidemill.sandbox.oci import bundle_config, find_runsc, runtime_command, write_bundle
 from tidemill.sandbox.records import Limits
 from tidemill.sandbox.scratch import Scratch
 from tidemill.sandbox.seccomp import seccomp_program
 
 FIRST_USER, FEW_USERS = 1_900_000_000, 60_000
 """First user id of slots, above those of people, services and containers; and the one where fewer ids exist."""
-OPEN_FILES = 256
 PR_CAP_AMBIENT, CLEAR_ALL = 47, 4
+OPEN_FILES = 256
 FOLDERS = ("work", "tmp", "shm")
+NAMESPACES = ("pid", "network", "ipc", "uts", "mount")
+"""Of gVisor."""
 
 
 @dataclass(kw_only=True)
 class Slot:
     """What the launcher keeps of a sandbox between its commands."""
 
-    number: int
     folder: str
     owner: int | None  # user id of its commands; None: the launcher's
     limits: Limits
@@ -60,33 +62,43 @@ class Spawn:
     options: dict[str, Any]
 
 
-class Slots(Protocol):
-    """The sandboxes of one back-end."""
+class MountedSlots:
+    """Files in file systems of limited size, which are mounted here."""
 
-    def open(self, request: Request) -> Slot:
-        """Raises OSError."""
-
-    @contextmanager
-    def spawn(self, slot: Slot, request: Request, limits: Limits) -> Iterator[Spawn]:
-        """What to start for a command; its file descriptors are open inside the block."""
-
-    def close(self, slot: Slot) -> None:
-        """Delete the files; no process is left."""
-
-
-class BubblewrapSlots:
     def __init__(self) -> None:
         self._numbers = itertools.count()
-        self._bubblewrap = bubblewrap.find_bubblewrap()
+
+    def mount(self, request: Request, number: int, owner: int | None) -> Slot:
+        """Mount the scratch of a sandbox, and what it sees besides the image."""
+        folder = f"{bubblewrap.SLOTS}/{number}"
+        slot = Slot(folder=folder, owner=owner, limits=request.limits, network=request.network)
+        ours = 2 + len(FOLDERS) + len(request.visible) + bool(request.network)  # the root, `mnt`, and what is in them
+        bubblewrap.mount_scratch(folder, slot.limits.scratch_bytes, slot.limits.scratch_files + ours)
+        _make_folders(slot)
+        Path(folder, "mnt").mkdir(mode=0o755)
+        for name, path in request.visible.items():
+            bubblewrap.show(path, f"{folder}/mnt/{name}")
+        return slot
+
+    def close(self, slot: Slot) -> None:
+        bubblewrap.unmount(slot.folder)
+        os.rmdir(slot.folder)
+
+
+class BubblewrapSlots(MountedSlots):
+    """Commands in namespaces of their own. As the others, it opens a slot for a sandbox, gives what to start for a
+    command, with file descriptors that are open inside the block, and closes a slot in which no process is left."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._bubblewrap = bubblewrap.find_program("bwrap")
         self._filter = seccomp_program()
         self._first_user = _first_user() if os.getuid() == 0 else None
 
     def open(self, request: Request) -> Slot:
         number = next(self._numbers)
         owner = None if self._first_user is None else self._first_user + number % 5000
-        folder = f"{bubblewrap.SLOTS}/{number}"
-        slot = Slot(number=number, folder=folder, owner=owner, limits=request.limits, network=request.network)
-        _mount(slot, request)
+        slot = self.mount(request, number, owner)
         if slot.network:
             Path(slot.folder, "hosts").write_text(hosts_file(slot.network))
         return slot
@@ -124,39 +136,79 @@ class BubblewrapSlots:
             for each in (filter_read, status_read, status_write, *block):
                 os.close(each)
 
-    def close(self, slot: Slot) -> None:
-        bubblewrap.unmount(slot.folder)
-        os.rmdir(slot.folder)
 
-
-class RunscSlots:
+class RunscSlots(MountedSlots):
     """As `BubblewrapSlots`, with gVisor's kernel between the command and Linux. Root only."""
 
     def __init__(self) -> None:
-        self._runsc = find_runsc()
+        super().__init__()
+        self._runsc = bubblewrap.find_program("runsc")
         if os.getuid() != 0:
             raise OSError("runsc needs root")
-        self._numbers, self._commands = itertools.count(), itertools.count()
+        self._commands = itertools.count()
 
     def open(self, request: Request) -> Slot:
-        number = next(self._numbers)
         if request.network:
             raise OSError("runsc has no network here; use bwrap for sandbox.network")
-        folder = f"{bubblewrap.SLOTS}/{number}"
-        slot = Slot(number=number, folder=folder, owner=bubblewrap.USER, limits=request.limits, network=())
-        _mount(slot, request)
-        return slot
+        return self.mount(request, next(self._numbers), USER)
 
     @contextmanager
     def spawn(self, slot: Slot, request: Request, limits: Limits) -> Iterator[Spawn]:
         name = f"command-{next(self._commands)}"
         folder = Path(bubblewrap.SLOTS, name)
-        write_bundle(folder, bundle_config(slot.folder, request.argv, request.env, limits))
-        yield Spawn(argv=runtime_command(self._runsc, folder, name), options={"env": {"PATH": os.environ["PATH"]}})
+        folder.mkdir()
+        config = bundle_config(slot.folder, request.argv, request.env, limits)
+        (folder / "config.json").write_text(json.dumps(config))
+        argv = [self._runsc, "--root", str(folder / "state"), "--network=none", "--ignore-cgroups"]
+        argv += ["run", "--bundle", str(folder), name]
+        yield Spawn(argv=argv, options={"env": {"PATH": os.environ["PATH"]}})
 
-    def close(self, slot: Slot) -> None:
-        bubblewrap.unmount(slot.folder)
-        os.rmdir(slot.folder)
+
+def bundle_config(slot: str, argv: Sequence[str], env: Mapping[str, str], limits: Limits) -> dict[str, Any]:
+    """What `runsc run` is given, by the runtime specification of the Open Container Initiative. (`runsc do` would show
+    the files of the host.)
+
+    Args:
+        slot: folder with `work`, `tmp`, `shm` and `mnt`.
+    """
+    variables = {"PATH": PATH, "HOME": WORK, "LANG": "C.UTF-8", **env}
+    rlimits = {
+        "RLIMIT_NPROC": limits.processes,
+        "RLIMIT_NOFILE": OPEN_FILES,
+        "RLIMIT_CORE": 0,
+        "RLIMIT_FSIZE": limits.scratch_bytes,
+        "RLIMIT_DATA": limits.memory_bytes,
+    }
+    return {
+        "ociVersion": "1.0.2",
+        "process": {
+            "terminal": False,
+            "user": {"uid": USER, "gid": USER},
+            "args": list(argv),
+            "env": [f"{name}={value}" for name, value in variables.items()],
+            "cwd": WORK,
+            "capabilities": {},
+            "rlimits": [{"type": name, "hard": value, "soft": value} for name, value in rlimits.items()],
+            "noNewPrivileges": True,
+        },
+        "root": {"path": IMAGE, "readonly": True},
+        "hostname": "sandbox",
+        "mounts": [
+            {"destination": "/proc", "type": "proc", "source": "proc"},
+            {"destination": "/dev", "type": "tmpfs", "source": "tmpfs", "options": ["nosuid", "mode=755", "size=64k"]},
+            *(
+                {"destination": path, "type": "bind", "source": f"{slot}/{name}", "options": ["bind", "rw", "nosuid"]}
+                for name, path in (("work", WORK), ("tmp", "/tmp"), ("shm", "/dev/shm"))
+            ),
+            {"destination": "/mnt", "type": "bind", "source": f"{slot}/mnt", "options": ["rbind", "ro", "nosuid"]},
+        ],
+        "linux": {
+            "namespaces": [{"type": name} for name in NAMESPACES],
+            "resources": {"pids": {"limit": limits.processes}, "memory": {"limit": limits.memory_bytes}},
+            "maskedPaths": ["/proc/kcore", "/proc/keys", "/proc/sysrq-trigger"],
+            "readonlyPaths": ["/proc/sys"],
+        },
+    }
 
 
 class PlainSlots:
@@ -164,14 +216,14 @@ class PlainSlots:
 
     def open(self, request: Request) -> Slot:
         folder = tempfile.mkdtemp(prefix="tidemill-sandbox-")
-        slot = Slot(number=0, folder=folder, owner=None, limits=request.limits, network=request.network)
+        slot = Slot(folder=folder, owner=None, limits=request.limits, network=request.network)
         _make_folders(slot)
         return slot
 
     @contextmanager
     def spawn(self, slot: Slot, request: Request, limits: Limits) -> Iterator[Spawn]:
         env = {
-            "PATH": bubblewrap.PATH,
+            "PATH": PATH,
             "HOME": f"{slot.folder}/work",
             "LANG": "C.UTF-8",
             "TMPDIR": f"{slot.folder}/tmp",
@@ -188,14 +240,7 @@ class PlainSlots:
         shutil.rmtree(slot.folder, ignore_errors=True)
 
 
-def _mount(slot: Slot, request: Request) -> None:
-    """Mount the scratch of a sandbox, and what it sees besides the image."""
-    ours = 2 + len(FOLDERS) + len(request.visible) + bool(request.network)  # the root, `mnt`, and what is in them
-    bubblewrap.mount_scratch(slot.folder, slot.limits.scratch_bytes, slot.limits.scratch_files + ours)
-    _make_folders(slot)
-    Path(slot.folder, "mnt").mkdir(mode=0o755)
-    for name, path in request.visible.items():
-        bubblewrap.show(path, f"{slot.folder}/mnt/{name}")
+Slots: TypeAlias = BubblewrapSlots | RunscSlots | PlainSlots
 
 
 def _make_folders(slot: Slot) -> None:

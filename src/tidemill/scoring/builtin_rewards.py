@@ -21,8 +21,7 @@ from tidemill.extensions.calls import CallError, UserCalls
 from tidemill.extensions.function_pool import FunctionProcesses, is_async
 from tidemill.extensions.portable import AVAILABLE, Target, UnportableError, target_of
 from tidemill.extensions.registry import resolve
-from tidemill.extensions.results import place_of
-from tidemill.extensions.scores import Score, finite
+from tidemill.extensions.results import Score, finite, place_of
 from tidemill.scoring.batch_rewards import BatchedReward, HttpScorer, RewardInput
 from tidemill.scoring.code_tests import COLUMN, GRACE_S, CodeTests
 from tidemill.scoring.package_checks import PackageReward

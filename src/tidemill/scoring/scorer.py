@@ -15,7 +15,7 @@ from tidemill.data.prompts import ANSWER, Task
 from tidemill.extensions.calls import MAX_HANGING, CallError, CallTimeout, HangingError, UserCalls
 from tidemill.extensions.function_pool import FunctionProcesses
 from tidemill.extensions.registry import resolve
-from tidemill.extensions.scores import LARGEST, TOO_LARGE, Score
+from tidemill.extensions.results import LARGEST, TOO_LARGE, Score
 from tidemill.scoring.batch_rewards import RewardInput
 from tidemill.scoring.builtin_rewards import (
     NOT_ABOUT_CORRECTNESS,

@@ -14,8 +14,7 @@ from tidemill.extensions.calls import CallError, UserCalls
 from tidemill.extensions.function_pool import Scores
 from tidemill.extensions.function_process import scores_of
 from tidemill.extensions.registry import Extension
-from tidemill.extensions.results import placed
-from tidemill.extensions.scores import Score
+from tidemill.extensions.results import Score, placed
 from tidemill.extensions.signature import Wanted, check_offered, wanted_arguments
 from tidemill.scoring.batch_rewards import RewardInput
 

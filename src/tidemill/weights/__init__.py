@@ -18,7 +18,7 @@ releases it when the process ends, so that a file is deleted by whoever finds it
 processes.
 
 A reserved engine is always there, so it needs no snapshots. If it has weights of its own it can get a version tensor
-by tensor (`models/weight_stream.py`, `rollout/streamed.py`): from the trainer in its process (`placement.engine =
+by tensor (`models/weight_stream.py`, `rollout/weight_sources.py`): from the trainer in its process (`placement.engine =
 "colocated"`), or by broadcast in a process group of two (`weights.lane`, `runtime/cluster/lane.py`). The driver
 starts both ends of a broadcast in one call, so that every rank of a sharded trainer meets its collective operations
 in the same order. Checksums of all tensors follow the last one; the probe is compared as for workers. A transfer that

@@ -36,9 +36,8 @@ from tidemill.models.lora import attach_adapter, learned_parameters, linear_laye
 from tidemill.models.snapshots import Part, empty_copy, snapshot_bytes, snapshot_layout, write_snapshot
 from tidemill.models.weight_stream import streamed_weights
 from tidemill.rollout.engines.embedded import EmbeddedEngine
-from tidemill.rollout.pulled import EmptyModel
 from tidemill.rollout.sampling import gumbel, noise_key
-from tidemill.rollout.streamed import StreamUser
+from tidemill.rollout.weight_sources import EmptyModel, StreamUser
 from tidemill.weights.snapshot import Snapshot, allocate
 
 SLOTS, CONTEXT, VOCABULARY = 4, 96, 128

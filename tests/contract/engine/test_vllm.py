@@ -30,7 +30,7 @@ from tidemill.core.errors import UserError
 from tidemill.core.records import PolicyVersion, pack_tokens
 from tidemill.rollout.engines.vllm import check_family
 from tidemill.rollout.sampling import gumbel, noise_key
-from tidemill.rollout.streamed import StreamedWeights
+from tidemill.rollout.weight_sources import StreamedWeights
 
 pytestmark = pytest.mark.skipif(not HAS_VLLM, reason="vLLM is not installed; `make test-vllm` runs this")
 PLACES = [(1, 0), (12345, 6), (2**62 + 98765, 130_000), (2**63 - 1, 4095)]

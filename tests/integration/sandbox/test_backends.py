@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.sandboxes import need_bubblewrap, skip
+from tests.sandboxes import close_launchers, need_bubblewrap, skip
 from tidemill.config.sandbox import SandboxConfig
 from tidemill.core.errors import UserError
 from tidemill.sandbox import local, open_sandbox
@@ -28,7 +28,7 @@ def own_launchers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Launchers that are started and ended by the test."""
     monkeypatch.setattr(local, "_launchers", {})
     yield
-    local.close_launchers()
+    close_launchers()
 
 
 def test_a_bundle_for_gvisor_runs(own_launchers: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,9 +13,9 @@ import pytest
 from tests import agent_environments as envs
 from tests.agent_format import LineFormat, Play, call
 from tests.sandboxes import need_bubblewrap
+from tidemill.agents.builtin import PythonTool
 from tidemill.agents.find import find_environment
 from tidemill.agents.pool import EnvironmentPool
-from tidemill.agents.python_tool import PythonTool
 from tidemill.config.agent import EnvConfig
 from tidemill.config.sandbox import SandboxConfig
 

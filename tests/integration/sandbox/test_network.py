@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from tests.sandboxes import need_bubblewrap
+from tests.sandboxes import close_launchers, need_bubblewrap
 from tidemill.config.sandbox import SandboxConfig
-from tidemill.sandbox import local, open_sandbox
+from tidemill.sandbox import open_sandbox
 from tidemill.sandbox.launcher import PROGRAM
 from tidemill.sandbox.network import _pass_on, hosts_file, is_refused
 
@@ -94,12 +94,12 @@ def test_an_address_is_itself_inside() -> None:
 
 def test_connections_beyond_the_limit_are_closed_and_the_others_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     need_bubblewrap()
-    local.close_launchers()
+    close_launchers()
     limited = PROGRAM.replace("main()", "from tidemill.sandbox import network; network.MOST_CONNECTIONS = 5; main()")
     monkeypatch.setattr("tidemill.sandbox.local.PROGRAM", limited)
     with echo_server() as port, closing(open_sandbox(SandboxConfig(network=(f"localhost:{port}",)))) as sandbox:
         finished = sandbox.run(["python3", "-c", MANY, str(port)])
-    local.close_launchers()
+    close_launchers()
 
     assert finished.stdout == b"5\n", finished.stderr
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.sandboxes import REPOSITORY, kill_launcher, need_bubblewrap
+from tests.sandboxes import REPOSITORY, close_launchers, kill_launcher, need_bubblewrap
 from tidemill.config.sandbox import SandboxConfig
 from tidemill.sandbox import Sandbox, SandboxLostError, local, open_sandbox
 from tidemill.sandbox.bubblewrap import SLOTS
@@ -83,7 +83,7 @@ def test_a_launcher_outlives_the_thread_that_started_it(monkeypatch: pytest.Monk
 
     with closing(opened[0]) as sandbox:
         assert sandbox.run(["true"]).code == 0
-    local.close_launchers()
+    close_launchers()
 
 
 def test_a_closed_sandbox_ends_its_command_and_frees_its_files() -> None:

@@ -9,13 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.market_statistics import statistics, synthetic_trace
 from tests.lease_story import Story, listen, scheduled, whole_story
 from tests.virtual_time import run_virtual
 from tidemill.core.records import LeaseEnded, LeaseGranted
 from tidemill.pool.build_provider import trace_timetable
 from tidemill.pool.provider import CLOCK_RESOLUTION_S, BackOff, Timetable
-from tidemill.pool.synthetic import Market, market_timetable, synthetic_trace
-from tidemill.pool.traces import CapacityTrace, statistics, stays
+from tidemill.pool.synthetic import Market, market_timetable
+from tidemill.pool.traces import CapacityTrace, stays
 
 SEEDS = st.integers(0, 2**32)
 TRACES = st.lists(st.tuples(st.integers(1, 50), st.integers(0, 6)), min_size=1, max_size=12).map(

@@ -19,9 +19,9 @@ from tests.agent_format import LineFormat, Play, call
 from tests.processes import command_lines, processes_below
 from tests.unit.agents.test_pool import open_pool
 from tidemill.agents.find import find_environment
-from tidemill.agents.hosts import ProcessLauncher
 from tidemill.agents.pool import EnvironmentPool
 from tidemill.config.agent import EnvConfig
+from tidemill.extensions.processes import ForkServer
 
 WAIT_S = 10.0
 
@@ -46,9 +46,9 @@ def eventually(condition: Callable[[], bool]) -> bool:
 
 
 def server_of(pool: EnvironmentPool) -> int | None:
-    launcher = pool.placement._launcher
-    assert isinstance(launcher, ProcessLauncher)
-    return launcher.server.pid
+    server = pool.placement._server
+    assert isinstance(server, ForkServer)
+    return server.pid
 
 
 def written(file: Path) -> str:
@@ -131,7 +131,6 @@ from tests.agent_format import Play
 from tests.unit.agents.test_pool import open_pool
 from tidemill.config.agent import EnvConfig
 from tidemill.agents.find import find_environment
-from tidemill.agents.hosts import ProcessLauncher
 from tidemill.agents.pool import EnvironmentPool
 
 async def main():

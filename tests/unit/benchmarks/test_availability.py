@@ -6,8 +6,9 @@ from statistics import fmean
 
 import pytest
 
+from benchmarks.market_statistics import statistics
 from benchmarks.simulator.availability import HELD, MOST, SEED, WITHIN, fitting_seeds, held, segments
-from tidemill.pool.traces import CapacityTrace, statistics
+from tidemill.pool.traces import CapacityTrace
 
 
 def test_the_seed_is_the_first_whose_means_are_the_published_ones() -> None:

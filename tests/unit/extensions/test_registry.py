@@ -24,7 +24,7 @@ def test_a_function_of_this_session_is_found_by_its_reference() -> None:
     extension = given_function(score, "reward", where="rewards")
     provide([extension])
     assert extension.ref == "session:score"
-    assert not extension.importable
+    assert not extension.path
     assert resolve(extension.ref, "reward", where="rewards").function is score
     with pytest.raises(UserError, match="this session does not have it"):
         resolve("session:score", "advantage", where="x")
@@ -37,7 +37,7 @@ def test_an_importable_function_is_named_by_its_file_or_module(tmp_path: Path, m
 
     extension = given_function(my_rewards_of_a_test.score, "reward", where="rewards")
     assert extension.ref == f"{tmp_path}/my_rewards_of_a_test.py:score"
-    assert extension.importable
+    assert extension.path
     assert resolve(extension.ref, "reward", where="rewards").identity == extension.identity
     del sys.modules["my_rewards_of_a_test"]
 

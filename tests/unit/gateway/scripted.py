@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+import json
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -14,8 +15,8 @@ from tidemill.config.agent import EnvConfig
 from tidemill.config.gateway import GatewayConfig
 from tidemill.core.records import SamplingParams, pack_logprobs, pack_tokens
 from tidemill.gateway.app import Gateway
-from tidemill.gateway.backend import Asked, Piece
-from tidemill.gateway.requests import Question
+from tidemill.gateway.backend import CompletionRequest, TokenChunk
+from tidemill.gateway.requests import CompletionParams
 from tidemill.gateway.server import listen, serving
 from tidemill.models.turn_format import turn_format
 from tidemill.runtime.gateway import write_hermes
@@ -25,6 +26,9 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 DEADLINE_S = 10.0
+CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+CALL = 'Let me see. <tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
 
 
 class Scripted:
@@ -36,10 +40,10 @@ class Scripted:
         self.codec = chat_codec(TEMPLATE)
         self.format = turn_format(self.codec, EnvConfig(), chat_template=True)
         self.answer, self.step, self.ready = answer, step, True
-        self.asked: list[Asked] = []
+        self.requested: list[CompletionRequest] = []
         self.closed = 0
         self.error: Exception | None = None
-        self.go_on = asyncio.Event()  # the second piece waits for it
+        self.go_on = asyncio.Event()  # the second chunk waits for it
         self.go_on.set()
 
     @property
@@ -61,13 +65,13 @@ class Scripted:
     def encode(self, text: str) -> list[int]:
         return self.codec.encode(text)
 
-    def refuse(self, question: Question, key: str) -> None:
+    def refuse(self, params: CompletionParams, key: str) -> None:
         """Nothing."""
 
-    async def generate(self, asked: Asked) -> AsyncGenerator[Piece, None]:
-        self.asked.append(asked)
-        ids = self.codec.encode_completion(self.answer)[: asked.sampling.max_new_tokens]
-        cut = len(ids) == asked.sampling.max_new_tokens
+    async def generate(self, requested: CompletionRequest) -> AsyncGenerator[TokenChunk, None]:
+        self.requested.append(requested)
+        ids = self.codec.encode_completion(self.answer)[: requested.sampling.max_new_tokens]
+        cut = len(ids) == requested.sampling.max_new_tokens
         try:
             for start in range(0, len(ids), self.step):
                 if start:
@@ -76,8 +80,8 @@ class Scripted:
                         raise self.error
                 part = ids[start : start + self.step]
                 finish = ("length" if cut else "stop") if start + self.step >= len(ids) else None
-                for index in range(asked.n):
-                    yield Piece(
+                for index in range(requested.params.n):
+                    yield TokenChunk(
                         index=index,
                         token_ids=pack_tokens(part),
                         logprobs=pack_logprobs([-0.5] * len(part)),
@@ -104,3 +108,19 @@ async def gateway(served: Scripted, **config: Any) -> AsyncIterator[httpx2.Async
 
 def chat(text: str = "Hi", **more: Any) -> dict[str, Any]:
     return {"model": "scripted", "messages": [{"role": "user", "content": text}], **more}
+
+
+def named(name: object, parameters: object = None) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+def events(text: str) -> list[Any]:
+    """The data of server-sent events."""
+    lines = [line.removeprefix("data: ") for line in text.split("\n") if line.startswith("data: ")]
+    return [line if line == "[DONE]" else json.loads(line) for line in lines]
+
+
+async def until(condition: Callable[[], bool], *, seconds: float = DEADLINE_S) -> None:
+    async with asyncio.timeout(seconds):
+        while not condition():  # noqa: ASYNC110 - what is waited for has no event
+            await asyncio.sleep(0.01)

@@ -6,6 +6,7 @@ from statistics import fmean, median
 
 import pytest
 
+from benchmarks.market_statistics import statistics, synthetic_trace
 from tests.lease_story import whole_story
 from tidemill.config.pool import SyntheticPool
 from tidemill.pool.provider import Change
@@ -13,9 +14,7 @@ from tidemill.pool.synthetic import (
     Market,
     market_of_pool,
     market_timetable,
-    synthetic_trace,
 )
-from tidemill.pool.traces import statistics
 
 STEADY = Market(
     machines=8,

@@ -1,8 +1,9 @@
 from __future__ import annotations
 
+from benchmarks.market_statistics import capacity_of
 from tests.lease_story import whole_story
 from tidemill.pool.build_provider import trace_timetable
-from tidemill.pool.provider import Change, capacity_of
+from tidemill.pool.provider import Change
 from tidemill.pool.traces import CapacityTrace
 
 TRACE = CapacityTrace.of([(0.0, 1), (100.0, 4), (200.0, 2), (300.0, 3), (400.0, 3)])

@@ -18,8 +18,7 @@ from tidemill.core.protocols import LoopClock
 from tidemill.core.records import Completion, Group, LogprobBuffer, PolicyVersion, StepMetrics, pack_tokens
 from tidemill.models.snapshots import Part, empty_copy
 from tidemill.models.weight_stream import WeightStream, streamed_weights
-from tidemill.rollout.pulled import EmptyModel
-from tidemill.rollout.streamed import StreamedWeights
+from tidemill.rollout.weight_sources import EmptyModel, StreamedWeights
 from tidemill.runtime import colocated
 from tidemill.runtime.colocated import AlternatingTrainer
 from tidemill.runtime.compute import ComputeThread

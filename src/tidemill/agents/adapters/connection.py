@@ -72,11 +72,15 @@ class Connection:
             python=adapter_python(name, python),
             file=f"serve_{name.replace('-', '_')}.py",
             arguments=json.dumps({key: value for key, value in params.items() if key not in NOT_FOR_THE_PROGRAM}),
-            folder=_existing(params.get("files", "")),
+            folder=_absolute(params.get("files", ""), "files"),
             env=_forwarded(params.get("forward", "")),
-            server_python=_existing_file(params.get("server_python", "")),
+            server_python=_absolute(params.get("server_python", ""), "server_python"),
         )
-        self._transport = _start_in_sandbox(program, sandbox) if sandbox else _ProcessTransport(program)
+        try:
+            self._transport = _SandboxTransport(program, sandbox) if sandbox else _ProcessTransport(program)
+        except SandboxError as reason:
+            hint = "`tidemill doctor` says which back-ends work"
+            raise UserError(str(reason), where="sandbox.backend", hint=hint) from reason
         self._stream, self._closing = self._transport.stream, False
         self._numbers = itertools.count(1)
         self._sending = threading.Lock()
@@ -174,20 +178,18 @@ def _forwarded(names: str) -> dict[str, str]:
     return {name: os.environ[name] for name in wanted}
 
 
-def _existing_file(path: str) -> str:
+PATHS = {
+    "files": (Path.is_dir, "a folder", "give a folder, relative to the one in which tidemill was started"),
+    "server_python": (Path.is_file, "an interpreter", "give the path of bin/python in a virtual environment"),
+}
+
+
+def _absolute(path: str, param: str) -> str:
     """Raises UserError: it does not exist."""
-    if path and not Path(path).is_file():
-        hint = "give the path of bin/python in a virtual environment"
-        raise UserError(f"{path} is not an interpreter", where="env.params.server_python", hint=hint)
+    exists, kind, hint = PATHS[param]
+    if path and not exists(Path(path)):
+        raise UserError(f"{path} is not {kind}", where=f"env.params.{param}", hint=hint)
     return str(Path(path).absolute()) if path else ""
-
-
-def _existing(folder: str) -> str:
-    """Raises UserError: it does not exist."""
-    if folder and not Path(folder).is_dir():
-        hint = "give a folder, relative to the one in which tidemill was started"
-        raise UserError(f"{folder} is not a folder", where="env.params.files", hint=hint)
-    return str(Path(folder).absolute()) if folder else ""
 
 
 class _ProcessTransport:
@@ -264,16 +266,6 @@ def _snapshot_of(folder: str) -> Snapshot:
     except OSError as error:
         raise SandboxError(f"{folder} cannot be copied: {error}") from error
     return Snapshot(data=data.getvalue())
-
-
-def _start_in_sandbox(program: AdapterProgram, config: SandboxConfig) -> _SandboxTransport:
-    """Raises UserError: it cannot be started."""
-    try:
-        return _SandboxTransport(program, config)
-    except SandboxError as error:
-        raise UserError(
-            str(error), where="sandbox.backend", hint="`tidemill doctor` says which back-ends work"
-        ) from error
 
 
 def shut(stream: socket.socket) -> None:

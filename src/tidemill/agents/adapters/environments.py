@@ -43,7 +43,15 @@ class AdapterEnvironment(Environment):
 
     @property
     def _connection(self) -> Connection:
-        return shared_connection(self.adapter, self._params, self._python, in_sandbox=self.needs_sandbox)
+        """Of this process for these arguments, made on first use."""
+        key = json.dumps([self.adapter, self._params, self._python], sort_keys=True)
+        with _lock:
+            if key in _connections and _connections[key].lost:
+                _connections.pop(key).close()
+            if key not in _connections:
+                sandbox = (current_sandbox.get() or SandboxConfig()) if self.needs_sandbox else None
+                _connections[key] = Connection(self.adapter, self._params, python=self._python, sandbox=sandbox)
+            return _connections[key]
 
 
 class Gymnasium(AdapterEnvironment):
@@ -215,18 +223,6 @@ class McpServer(ToolEnvironment):
             sandbox = current_sandbox.get() or SandboxConfig()
             self._opened = Connection("mcp", self._params, python=self._python, sandbox=sandbox)
         return self._opened
-
-
-def shared_connection(name: str, params: dict[str, Any], python: str, *, in_sandbox: bool) -> Connection:
-    """The connection of this process for these arguments, made on first use."""
-    key = json.dumps([name, params, python], sort_keys=True)
-    with _lock:
-        if key in _connections and _connections[key].lost:
-            _connections.pop(key).close()
-        if key not in _connections:
-            sandbox = (current_sandbox.get() or SandboxConfig()) if in_sandbox else None
-            _connections[key] = Connection(name, params, python=python, sandbox=sandbox)
-        return _connections[key]
 
 
 ADAPTERS: dict[str, type[Environment]] = {

@@ -62,19 +62,14 @@ def install_adapter(name: str) -> Path:
                 raise UserError(
                     f"{name} cannot be installed: {lines[-1]}", where=requirements, hint="look at pip's index"
                 )
-        _relocate(unfinished, folder)
+        try:
+            unfinished.rename(folder)  # its scripts, which name the old place, are not used
+        except OSError:
+            if not folder.exists():  # another process was faster
+                raise
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
     return folder
-
-
-def _relocate(unfinished: Path, folder: Path) -> None:
-    """Move a finished environment into place; its scripts, which name the old place, are not used."""
-    try:
-        unfinished.rename(folder)
-    except OSError:
-        if not folder.exists():  # another process was faster
-            raise
 
 
 def _folder(name: str) -> Path:

@@ -10,7 +10,7 @@ from tidemill.core.errors import WeightsError
 from tidemill.core.protocols import Compute, Trainer
 from tidemill.core.records import PolicyVersion, Record, TensorEntry, TokenBuffer
 from tidemill.models.weight_stream import BroadcastGroup, check_dtypes, stream_layout, streamed_weights
-from tidemill.rollout.streamed import StreamedWeights, StreamUser
+from tidemill.rollout.weight_sources import StreamedWeights, StreamUser
 from tidemill.runtime.model_bundle import ModelBundle
 
 LANE_S = 120.0

@@ -20,8 +20,8 @@ from tidemill.config.schema import RunSpec
 from tidemill.core.errors import TidemillError, WorkerLost
 from tidemill.core.protocols import LoopClock, WeightSource, Worker
 from tidemill.core.records import Lease, Loaded, PolicyVersion, Record, WorkerReport
-from tidemill.pool.cloud_watch import watch_cloud_notices
-from tidemill.rollout.pulled import PulledWeights
+from tidemill.pool.notices import watch_cloud_notices
+from tidemill.rollout.weight_sources import PulledWeights
 from tidemill.rollout.worker import EngineWorker
 from tidemill.runtime.cluster.connection import NodeWatch
 from tidemill.runtime.cluster.lane import SEND_S, LanePlan, LaneSender, open_lane

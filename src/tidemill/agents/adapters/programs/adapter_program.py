@@ -186,8 +186,6 @@ def _text(error: BaseException) -> str:
         text = str(error)
     except BaseException as raised:  # noqa: BLE001 -- of the package
         text = f"its __str__ raised {type(raised).__name__}"
-    return str(
-        _sendable(
-            text if isinstance(error, AgentMistakeError) else f"{type(error).__name__}: {text}".removesuffix(": ")
-        )
-    )
+    if not isinstance(error, AgentMistakeError):
+        text = f"{type(error).__name__}: {text}".removesuffix(": ")
+    return str(_sendable(text))

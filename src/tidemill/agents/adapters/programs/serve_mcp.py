@@ -29,7 +29,18 @@ class McpAdapter(EnvironmentAdapter):
     async def describe(self) -> dict[str, Any]:
         tools = (await self._client.list_tools()).tools
         self._names = {NOT_IN_NAMES.sub("_", tool.name): tool.name for tool in tools}
-        return {"tools": [_described(tool) for tool in tools]}
+        found = []
+        for tool in tools:
+            hints = tool.annotations
+            found.append(
+                {
+                    "name": NOT_IN_NAMES.sub("_", tool.name),
+                    "description": tool.description or tool.name,
+                    "parameters": tool.input_schema,
+                    "idempotent": bool(hints and (hints.read_only_hint or hints.idempotent_hint)),
+                }
+            )
+        return {"tools": found}
 
     async def call(self, episode: int, tool: str, arguments: dict[str, Any]) -> str:
         try:
@@ -44,17 +55,6 @@ class McpAdapter(EnvironmentAdapter):
         if result.is_error:
             raise AgentMistakeError(text)
         return text
-
-
-def _described(tool: Any) -> dict[str, Any]:
-    hints = tool.annotations
-    repeatable = bool(hints and (hints.read_only_hint or hints.idempotent_hint))
-    return {
-        "name": NOT_IN_NAMES.sub("_", tool.name),
-        "description": tool.description or tool.name,
-        "parameters": tool.input_schema,
-        "idempotent": repeatable,
-    }
 
 
 if __name__ == "__main__":

@@ -110,8 +110,9 @@ class VerifiersAdapter(EnvironmentAdapter):
         if asking.done():
             body = asking.result()
             texts = [_content(message) for message in body["messages"][rollout.seen :]]
-            if rollout.seen == 0:
-                texts = [*_tool_texts(body), *texts]
+            if rollout.seen == 0 and body.get("tools"):
+                tools = [json.dumps(each["function"], sort_keys=True) for each in body["tools"]]
+                texts = [TOOLS, *tools, *texts]
             rollout.seen = len(body["messages"]) + 1  # with the answer
             return "\n".join(texts), 0.0, False
         asking.cancel()
@@ -148,12 +149,6 @@ def _call(number: int, text: str) -> dict[str, Any]:
 def _content(message: dict[str, Any]) -> str:
     content = message.get("content") or ""
     return content if isinstance(content, str) else "\n".join(part.get("text", "") for part in content)
-
-
-def _tool_texts(body: dict[str, Any]) -> list[str]:
-    """What the first message says about tools."""
-    tools = [json.dumps(each["function"], sort_keys=True) for each in body.get("tools", [])]
-    return [TOOLS, *tools] if tools else []
 
 
 if __name__ == "__main__":

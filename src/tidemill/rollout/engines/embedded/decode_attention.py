@@ -28,17 +28,22 @@ class DecodeAttention:
         keys, values = keys[:rows, :, : self._read], values[:rows, :, : self._read]
         products = keys.device.type == "cpu" and keys.dtype == torch.float32
         if (window, products) not in self._masks:
-            mask = self._mask(window)
-            self._masks[window, products] = _added(mask, heads=keys.shape[1]) if products else mask
+            mask = causal_mask(self._lengths, self._read, window)[:, None, None]
+            if products:
+                zeros = torch.zeros(mask.shape, device=mask.device)
+                mask = zeros.masked_fill_(~mask, -torch.inf).expand(-1, keys.shape[1], -1, -1).flatten(0, 1)
+            self._masks[window, products] = mask
         attend = decode_products if products else decode_attention
         return attend(query, keys, values, self._masks[window, products], scaling)
 
-    def _mask(self, window: int | None) -> Tensor:
-        positions = torch.arange(self._read, device=self._lengths.device)
-        mask = positions[None] <= self._lengths[:, None]
-        if window is not None:
-            mask &= positions[None] > self._lengths[:, None] - window
-        return mask[:, None, None]
+
+def causal_mask(positions: Tensor, length: int, window: int | None) -> Tensor:
+    """bool [R, length]: what the query at each of the positions, int64 [R], may attend to."""
+    places = torch.arange(length, device=positions.device)
+    mask = places[None] <= positions[:, None]
+    if window is not None:
+        mask &= places[None] > positions[:, None] - window
+    return mask
 
 
 def decode_attention(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scaling: float) -> Tensor:
@@ -69,8 +74,3 @@ def decode_products(query: Tensor, keys: Tensor, values: Tensor, added: Tensor, 
     scores = torch.baddbmm(added, grouped, keys.flatten(0, 1).transpose(1, 2), alpha=scaling)
     out = torch.bmm(scores.softmax(-1), values.flatten(0, 1))
     return out.reshape(rows, heads, values.shape[-1]).transpose(0, 1)[None]
-
-
-def _added(mask: Tensor, *, heads: int) -> Tensor:
-    zeros = torch.zeros(mask.shape, device=mask.device)
-    return zeros.masked_fill_(~mask, -torch.inf).expand(-1, heads, -1, -1).flatten(0, 1)

@@ -32,7 +32,7 @@ from tidemill.rollout.sequence import Sequence
 
 
 class EmbeddedEngine:
-    """Generates with `model` in this process. Not thread-safe: one call at a time.
+    """Implements `core.protocols.Engine` with `model` in this process. Not thread-safe: one call at a time.
 
     Args:
         model: with packed attention; its parameters are read at every step, never copied.
@@ -82,19 +82,15 @@ class EmbeddedEngine:
         )
 
     def submit(self, requests: Seq[GenerateRequest]) -> None:
-        """Queue samples in the given order.
-
-        Raises:
-            UserError: a prompt is empty, or fills the context; no sample of the call is queued.
-        """
+        """Raises UserError: a prompt is empty, or fills the context; no sample of the call is queued."""
         for sequence in [Sequence(request, self._context) for request in requests]:
             ended = sequence.abort_if_other_version(self._version)
             (self._ended if ended else self._waiting).append(sequence)
 
     def poll(self, deadline_s: float) -> list[TokenDelta]:
-        """Decode for about `deadline_s` seconds, at least one step; returns one delta per sample with new tokens."""
         until = time.monotonic() + deadline_s
-        while self._scheduler.running or self._can_admit:
+        version = self._version.number
+        while self._scheduler.running or (self._waiting and self._waiting[0].request.min_version <= version):
             started_s, started_cpu_s = time.monotonic(), time.thread_time()
             self._step()
             now_s = time.monotonic()
@@ -108,7 +104,6 @@ class EmbeddedEngine:
 
     @torch.inference_mode()
     def abort(self, sample_ids: Seq[SampleId]) -> list[TokenDelta]:
-        """Remove samples; returns their last deltas."""
         ids = set(sample_ids)
         aborted = [s for s in (*self._waiting, *self._scheduler.running) if s.request.sample_id in ids]
         self._waiting = deque(s for s in self._waiting if s.request.sample_id not in ids)
@@ -138,7 +133,6 @@ class EmbeddedEngine:
         self._scheduler.prompt_tokens_reused = before.prompt_tokens_reused
 
     def probe(self, token_ids: TokenBuffer) -> LogprobBuffer:
-        """Logprobs float32 [N - 1] of a fixed sequence int32 [N]. Does not affect running samples."""
         return probe_logprobs(self._model, token_ids)
 
     def status(self) -> EngineStatus:
@@ -160,10 +154,6 @@ class EmbeddedEngine:
                 cpu_s=self._cpu_s,
             ),
         )
-
-    @property
-    def _can_admit(self) -> bool:
-        return bool(self._waiting) and self._waiting[0].request.min_version <= self._version.number
 
     @torch.inference_mode()
     def _step(self) -> None:

@@ -23,7 +23,7 @@ from tidemill.models.attention import hidden_states, masked_attention, vocabular
 from tidemill.models.token_tree import Tokens, TokenTree, build_tree, common_prefix
 from tidemill.models.tree_attention import BlockPlan
 from tidemill.rollout.engines.embedded.cache import SlotCache
-from tidemill.rollout.engines.embedded.decode_attention import DecodeAttention, decode_attention
+from tidemill.rollout.engines.embedded.decode_attention import DecodeAttention, causal_mask, decode_attention
 from tidemill.rollout.sequence import Sequence
 
 
@@ -153,21 +153,14 @@ class FixedPlan:
         keys, values = self._cache.layer(layer, key, value)
         keys[self._rows, :, self._positions] = key[0].transpose(0, 1)
         values[self._rows, :, self._positions] = value[0].transpose(0, 1)
-        mask = self._mask(window)
+        if window not in self._masks:
+            self._masks[window] = causal_mask(self._positions, self._cache.context + 1, window)
+        mask = self._masks[window]
         if self._one_row:
             row = int(self._rows[0])
             return masked_attention(query, keys[row : row + 1], values[row : row + 1], mask[None, None], scaling)
         count = len(self._rows)
         return decode_attention(query, keys[:count], values[:count], mask[:, None, None], scaling)
-
-    def _mask(self, window: int | None) -> Tensor:
-        if window not in self._masks:
-            places = torch.arange(self._cache.context + 1, device=self._positions.device)
-            mask = places[None] <= self._positions[:, None]
-            if window is not None:
-                mask &= places[None] > self._positions[:, None] - window
-            self._masks[window] = mask
-        return self._masks[window]
 
 
 def chunk_forward(

@@ -124,14 +124,6 @@ def start_vllm(settings: VllmSettings) -> Any:
     return engine
 
 
-@dataclass(slots=True)
-class Probe:
-    """The request of a probe."""
-
-    name: str = ""
-    logprobs: list[float] = field(default_factory=list)  # of its tokens after the first, when it has ended
-
-
 class VllmEngine:
     """Implements `core.protocols.Engine`. Not thread-safe: one call at a time.
 
@@ -148,7 +140,8 @@ class VllmEngine:
         self._waiting: deque[Sequence] = deque()
         self._running: dict[str, Sequence] = {}  # by vLLM's request id
         self._ended: list[Sequence] = []
-        self._probe = Probe()
+        self._probe_name = ""
+        self._probe_logprobs: list[float] = []  # of its tokens after the first, when it has ended
         self._requests = self._steps = self._generated = self._rows = self._context_tokens = 0
         self._prompt_computed = self._prompt_reused = 0
         self._busy_s = self._cpu_s = 0.0
@@ -165,11 +158,7 @@ class VllmEngine:
         )
 
     def submit(self, requests: Seq[GenerateRequest]) -> None:
-        """Queue samples in the given order.
-
-        Raises:
-            UserError: a prompt is empty or fills the context, or the sampling is not supported.
-        """
+        """Raises UserError: a prompt is empty or fills the context, or the sampling is not supported."""
         for request in requests:
             if request.sampling.top_k or request.sampling.top_p < 1:
                 what = "top-k and top-p are not supported by this engine"
@@ -179,7 +168,6 @@ class VllmEngine:
             (self._ended if ended else self._waiting).append(sequence)
 
     def poll(self, deadline_s: float) -> list[TokenDelta]:
-        """Decode for about `deadline_s` seconds, at least one step; returns one delta per sample with new tokens."""
         until = time.monotonic() + deadline_s
         self._admit()
         while self._running:
@@ -192,7 +180,6 @@ class VllmEngine:
         return [delta for delta in deltas if delta is not None]
 
     def abort(self, sample_ids: Seq[SampleId]) -> list[TokenDelta]:
-        """Remove samples; returns their last deltas."""
         ids = set(sample_ids)
         inside = {name: each for name, each in self._running.items() if each.request.sample_id in ids}
         aborted = [*(each for each in self._waiting if each.request.sample_id in ids), *inside.values()]
@@ -224,7 +211,7 @@ class VllmEngine:
     def bind(self, snapshot: Snapshot, part: Part) -> None:
         """Copy a verified snapshot into the model, or add its adapter; `load` must follow.
 
-        Implements `rollout.pulled.SnapshotUser`.
+        Implements `rollout.weight_sources.SnapshotUser`.
         """
         self.receive(tensor_views(snapshot.manifest.tensors, snapshot.buffer), part)
 
@@ -235,7 +222,7 @@ class VllmEngine:
         return str(current_platform.device_type)
 
     def receive(self, tensors: WeightStream, part: Part) -> None:
-        """As `bind`, tensor by tensor. Implements `rollout.streamed.StreamUser`, as do the next methods."""
+        """As `bind`, tensor by tensor. Implements `rollout.weight_sources.StreamUser`, as do the next methods."""
         from tidemill.rollout.engines.vllm import transfer
 
         if self._adapters is not None and part == "learned":
@@ -271,7 +258,7 @@ class VllmEngine:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        self._probe = Probe(name=self._name())
+        self._probe_name, self._probe_logprobs = self._name(), []
         params = SamplingParams(
             temperature=0.0,
             max_tokens=1,
@@ -280,11 +267,11 @@ class VllmEngine:
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        self._add_request(self._probe.name, unpack_tokens(token_ids), params)
+        self._add_request(self._probe_name, unpack_tokens(token_ids), params)
         for _ in range(PROBE_STEPS):
             self._step()
-            if self._probe.logprobs:
-                return pack_logprobs(self._probe.logprobs)
+            if self._probe_logprobs:
+                return pack_logprobs(self._probe_logprobs)
         raise RuntimeError(f"vLLM did not finish a probe in {PROBE_STEPS} steps")
 
     def status(self) -> EngineStatus:
@@ -350,8 +337,9 @@ class VllmEngine:
 
     def _take(self, output: Any) -> None:
         name = output.request_id
-        if name == self._probe.name:
-            self._probe.logprobs = _prompt_logprobs(output)
+        if name == self._probe_name:
+            rows = zip(output.prompt_logprobs, output.prompt_token_ids, strict=True)
+            self._probe_logprobs = [float(each[token].logprob) for each, token in rows if each]  # all but the first
             return
         sequence = self._running.get(name)
         if sequence is None:  # ended by us, and not yet known to vLLM
@@ -401,9 +389,3 @@ def _logprob(sequence: Sequence, completion: Any, at: int) -> float:
     from tidemill.rollout.engines.vllm.noise import drawn_logprobs
 
     return drawn_logprobs[sequence.seed, sequence.known - 1]
-
-
-def _prompt_logprobs(output: Any) -> list[float]:
-    """Of the tokens after the first."""
-    rows = zip(output.prompt_logprobs, output.prompt_token_ids, strict=True)
-    return [float(each[token].logprob) for each, token in rows if each]

@@ -16,7 +16,7 @@ from tidemill.core.protocols import LoopClock
 from tidemill.core.records import PolicyVersion, WeightManifest, pack_tokens
 from tidemill.models.loading import probe_logprobs
 from tidemill.models.snapshots import empty_copy, snapshot_bytes, snapshot_layout, write_snapshot
-from tidemill.rollout.pulled import EmptyModel, PulledWeights
+from tidemill.rollout.weight_sources import EmptyModel, PulledWeights
 from tidemill.runtime.compute import ComputeThread
 from tidemill.runtime.publishers import ModelPublisher
 from tidemill.weights.puller import Puller

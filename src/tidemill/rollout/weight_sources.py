@@ -1,9 +1,8 @@
-"""A weight source that hands pulled snapshots to the model of an engine."""
+"""Weight sources of engines: snapshots that are pulled, or a stream of tensors for an engine that is always there."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from typing import Protocol, TypeAlias, get_args
 
 import msgspec
@@ -11,23 +10,13 @@ import torch
 from transformers import PreTrainedModel
 
 from tidemill.core.errors import WeightsError
-from tidemill.core.records import PolicyVersion, Pulled
+from tidemill.core.records import PolicyVersion, Pulled, TokenBuffer, WeightManifest
 from tidemill.models.snapshots import Part, bind_snapshot, parameters_of, release_snapshot
 from tidemill.models.weight_stream import WeightStream
 from tidemill.weights.puller import Puller
 from tidemill.weights.sharded import PullerGroup
 from tidemill.weights.snapshot import Snapshot
 from tidemill.weights.store import BASE
-
-
-@dataclass(frozen=True, slots=True)
-class _FirstPull:
-    """The first version of an adapter, pulled together with its base."""
-
-    base: Pulled
-    version: Pulled
-    combined: Pulled
-
 
 AnyPuller: TypeAlias = Puller | PullerGroup
 """Pulls from one publisher, or from every rank of a sharded one."""
@@ -65,7 +54,7 @@ class EmptyModel:
 
     @torch.no_grad()
     def receive(self, tensors: WeightStream, part: Part) -> None:
-        """Implements `rollout.streamed.StreamUser`, as do the next methods."""
+        """Implements `StreamUser`, as do the next methods."""
         parameters = parameters_of(self._model, part)
         for name, tensor in tensors:
             if (parameter := parameters[name]).shape == tensor.shape:
@@ -94,7 +83,7 @@ class PulledWeights:
 
     def __init__(self, puller: AnyPuller, user: SnapshotUser, *, base: AnyPuller | None = None) -> None:
         self._puller, self._user, self._base = puller, user, base
-        self._first: _FirstPull | None = None
+        self._first: tuple[Pulled, Pulled] | None = None  # of an adapter, until it is in use: its base and version
         self._base_digest = ""
 
     async def prepare(self, version: PolicyVersion) -> Pulled:
@@ -108,16 +97,15 @@ class PulledWeights:
                 f"version {pulled.manifest.version.number} is an adapter of base {pulled.manifest.base_digest}, "
                 f"this worker has base {self._base_digest or base.manifest.digest}"
             )
-        nbytes, pull_s = pulled.nbytes + base.nbytes, pulled.pull_s + base.pull_s
-        self._first = _FirstPull(base, pulled, msgspec.structs.replace(pulled, nbytes=nbytes, pull_s=pull_s))
-        return self._first.combined
+        self._first = base, pulled
+        return msgspec.structs.replace(pulled, nbytes=pulled.nbytes + base.nbytes, pull_s=pulled.pull_s + base.pull_s)
 
     def swap(self, pulled: Pulled) -> None:
         first, self._first = self._first, None
-        if first is not None and self._base is not None and pulled is first.combined:
-            self._base.swap(first.base, lambda snapshot: self._user.bind(snapshot, "base"))
-            self._base_digest = first.base.manifest.digest
-            pulled = first.version
+        if first is not None and self._base is not None and pulled.manifest is first[1].manifest:
+            base, pulled = first
+            self._base.swap(base, lambda snapshot: self._user.bind(snapshot, "base"))
+            self._base_digest = base.manifest.digest
         self._puller.swap(pulled, lambda snapshot: self._user.bind(snapshot, "learned"))
 
     def close(self) -> None:
@@ -127,3 +115,69 @@ class PulledWeights:
         if self._base is not None:
             self._base.close()
             self._user.release("base")
+
+
+Streams: TypeAlias = Callable[[PolicyVersion], Iterator[tuple[Part, WeightStream]]]
+"""The parts of a version. Raises WeightsError: the trainer has another version, or does not send."""
+
+
+class StreamUser(Protocol):
+    """An engine that takes weights tensor by tensor, and gives its memory back while it sleeps."""
+
+    def receive(self, tensors: WeightStream, part: Part) -> None:
+        """Copy all tensors into the engine's weights, one after the other."""
+
+    def sleep(self) -> None:
+        """Free weights and caches. No sample may be running."""
+
+    def wake_weights(self) -> None:
+        """Allocate the weights again; `receive` must follow."""
+
+    def wake_caches(self) -> None:
+        """Allocate the caches again; samples may then run."""
+
+    def release(self, part: Part) -> None:
+        """Stop using the weights."""
+
+
+class StreamedWeights:
+    """Implements `core.protocols.WeightSource`. A version is received between two tokens, never ahead.
+
+    If that fails the engine has no usable weights, and the run ends: it is resumed from its checkpoint.
+    """
+
+    def __init__(self, user: StreamUser, streams: Streams, *, probe_ids: TokenBuffer) -> None:
+        self._user, self._streams, self._probe_ids = user, streams, probe_ids
+        self._parts: set[Part] = set()
+        self._asleep = False
+
+    async def prepare(self, version: PolicyVersion) -> Pulled:
+        manifest = WeightManifest(
+            version=version, digest=version.digest, nbytes=0, tensors=(), probe_ids=self._probe_ids
+        )
+        return Pulled(manifest=manifest, nbytes=0, full=True, pull_s=0.0, retries=0)
+
+    def swap(self, pulled: Pulled) -> None:
+        """Wake the engine if it sleeps, and receive the version.
+
+        Raises:
+            WeightsError: the version did not arrive whole.
+        """
+        if self._asleep:
+            self._user.wake_weights()
+        for part, stream in self._streams(pulled.manifest.version):
+            self._user.receive(stream, part)
+            self._parts.add(part)
+        if self._asleep:
+            self._user.wake_caches()
+        self._asleep = False
+
+    def sleep(self) -> None:
+        """Free the engine's memory until the next `swap`."""
+        if not self._asleep:
+            self._user.sleep()
+            self._asleep = True
+
+    def close(self) -> None:
+        for part in self._parts:
+            self._user.release(part)

@@ -14,8 +14,8 @@ from typing import Any
 from benchmarks.turns import Turns, Work
 from tidemill.config.schema import RunSpec
 from tidemill.core.records import Prompt, StepMetrics, Trajectory
+from tidemill.jobs.train import train
 from tidemill.models.codec import TextCodec
-from tidemill.runtime.train import train
 from tidemill.telemetry.recorder import Recorder
 from tidemill.trainer.policy import PolicyTrainer
 

@@ -37,13 +37,13 @@ from tidemill.config.model import CharModelConfig
 from tidemill.config.schema import RunSpec
 from tidemill.core.protocols import Clock, Reader
 from tidemill.core.records import Growth, Read, SampleId, TokenBuffer
+from tidemill.jobs.train import train
 from tidemill.models.builtin import build_char_model
 from tidemill.models.codec import load_codec
 from tidemill.models.reward_model import reward_head, save_head
 from tidemill.runtime.backend import OpenBackend, RuntimeBackend, scorers
 from tidemill.runtime.local import in_process
 from tidemill.runtime.readers import Readers
-from tidemill.runtime.train import train
 from tidemill.telemetry.metrics import STEP_TIME, read_metrics
 from tidemill.telemetry.recorder import Recorder
 from tidemill.telemetry.run_dir import RunDirectory

@@ -39,13 +39,13 @@ from tidemill.core.records import (
     unpack_logprobs,
     unpack_tokens,
 )
+from tidemill.jobs.train import train
 from tidemill.models.attention import hidden_states, vocabulary_logits
 from tidemill.models.token_tree import build_tree
 from tidemill.models.tree_attention import TreePlan
 from tidemill.rollout.sampling import gumbel, noise_key
 from tidemill.runtime.backend import RuntimeBackend, scorers
 from tidemill.runtime.local import InProcessHost, in_process
-from tidemill.runtime.train import train
 from tidemill.telemetry.recorder import NullTelemetry, Recorder
 from tidemill.telemetry.run_dir import RunDirectory
 

@@ -23,8 +23,8 @@ import transformers.models.llama.modeling_llama  # noqa: F401 (what every tested
 
 import tidemill.cli.evaluate
 import tidemill.cli.train_command
+import tidemill.jobs.train  # noqa: F401
 import tidemill.pipeline.execution
-import tidemill.runtime.train  # noqa: F401
 
 MAX_REQUEST_BYTES = 1 << 17
 

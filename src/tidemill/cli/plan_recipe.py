@@ -133,8 +133,8 @@ def _profile(spec: RunSpec, file: Path | None, *, measure: bool) -> RunProfile:
 
 def _measured(spec: RunSpec) -> RunProfile:
     """Train a few steps in a temporary directory and calibrate."""
+    from tidemill.jobs.train import train
     from tidemill.planner.calibration.fit import calibrate
-    from tidemill.runtime.train import train
 
     with tempfile.TemporaryDirectory(prefix="tidemill-measured-") as folder:
         short = spec.model_copy(

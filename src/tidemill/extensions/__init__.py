@@ -9,7 +9,7 @@ and refuses another one. Functions are called by argument name (`extensions/sign
 added without breaking one. Advantages and losses get per-sample and per-token tensors only, never logits, so that
 another engine or a sharded trainer does not change them. A curriculum's choices and rewards are stored by prompt id
 before they are used (`data/curriculum.py`); it sees the rewards of steps that are certainly committed at the policy
-lag, so that timing does not matter. Callbacks wrap the telemetry (`runtime/callbacks.py`): the loop does not know of
+lag, so that timing does not matter. Callbacks wrap the telemetry (`jobs/callbacks.py`): the loop does not know of
 them.
 
 `api/session.py` runs a job in the calling thread, or in another one where an event loop runs (a notebook). The first

@@ -38,6 +38,7 @@ from tidemill.core.records import (
 from tidemill.data.build_task import configured_task
 from tidemill.data.prompts import Task
 from tidemill.data.rows import ScoredCompletion, demonstration_row, pair_rows
+from tidemill.jobs.sandbox_check import check_needed_sandbox
 from tidemill.models.catalog import resolve
 from tidemill.models.codec import load_codec
 from tidemill.models.loading import context_limit
@@ -49,7 +50,6 @@ from tidemill.runtime.backend import scorers
 from tidemill.runtime.compute import ComputeThread
 from tidemill.runtime.memory_check import check_memory
 from tidemill.runtime.model_bundle import ModelBundle, engine_context, load_model_bundle
-from tidemill.runtime.sandbox_check import check_needed_sandbox
 from tidemill.telemetry.jsonl import JsonlWriter, write_atomically
 from tidemill.telemetry.manifest import versions
 from tidemill.telemetry.metrics import HELD_OUT_NAME

@@ -26,6 +26,7 @@ from tidemill.data.examples import Examples, load_demonstrations, load_pairs
 from tidemill.data.prompts import hash_number
 from tidemill.hardware.process_memory import Work
 from tidemill.jobs.export import refuse_foreign
+from tidemill.jobs.sandbox_check import check_needed_sandbox
 from tidemill.models.catalog import errors_at_key, resolve_shell
 from tidemill.models.codec import TextCodec, load_codec
 from tidemill.models.folder import refuse_reward_model
@@ -38,7 +39,6 @@ from tidemill.runtime.agents import agent_prompts
 from tidemill.runtime.memory_check import check_memory
 from tidemill.runtime.model_bundle import check_critic_vocabulary, fitting_task, own_source
 from tidemill.runtime.runtimes import runtime_of
-from tidemill.runtime.sandbox_check import check_needed_sandbox
 from tidemill.scoring.builtin_rewards import Context, build_rewards
 from tidemill.scoring.row_report import REMARKS, report_rows
 from tidemill.scoring.scorer import check_rewards, evaluation_scoring

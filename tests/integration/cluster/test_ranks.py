@@ -15,9 +15,9 @@ import pytest
 from tidemill.config.load import RECIPES
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import TrainerLost
+from tidemill.jobs.train import train
+from tidemill.jobs.train_supervised import train_supervised
 from tidemill.runtime.cluster.ray_trainer import Started, TrainerActor, TrainerPlan
-from tidemill.runtime.train import train
-from tidemill.runtime.train_supervised import train_supervised
 from tidemill.telemetry.metrics import read_metrics
 from tidemill.trainer import checkpoint
 from tidemill.trainer.policy import PolicyTrainer

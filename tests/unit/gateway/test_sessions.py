@@ -33,7 +33,7 @@ from tidemill.gateway.app import Gateway
 from tidemill.gateway.server import listen, serving
 from tidemill.gateway.session_log import SessionEvent, SessionLog
 from tidemill.gateway.sessions import Sessions
-from tidemill.runtime.gateway import ServedSessions, write_hermes
+from tidemill.jobs.gateway import ServedSessions, write_hermes
 from tidemill.trainer.packing import rows_of
 
 OPEN = "/v1/tidemill/sessions"

@@ -6,7 +6,7 @@ import pytest
 
 from tidemill.config.load import load_spec
 from tidemill.core.errors import UserError
-from tidemill.runtime.sandbox_check import check_needed_sandbox
+from tidemill.jobs.sandbox_check import check_needed_sandbox
 from tidemill.sandbox.local import close_launchers
 
 pytest.importorskip("reasoning_gym")

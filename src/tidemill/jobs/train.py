@@ -35,16 +35,16 @@ from tidemill.core.records import Trajectory
 from tidemill.data.curriculum import Curriculum
 from tidemill.data.prompts import Task
 from tidemill.gateway.sessions import Sessions
+from tidemill.jobs.callbacks import Callback, CallbackTelemetry, configured_callbacks
+from tidemill.jobs.journal import SqliteJournal
+from tidemill.jobs.sandbox_check import check_needed_sandbox
+from tidemill.jobs.stopping import StopRequest
 from tidemill.models.model_source import exact_models
 from tidemill.runtime.agents import agent_limits, open_environments
 from tidemill.runtime.backend import OpenBackend, RuntimeBackend, fleet_of
-from tidemill.runtime.callbacks import Callback, CallbackTelemetry, configured_callbacks
 from tidemill.runtime.extension_checks import identities, refuse_changed, run_extensions
-from tidemill.runtime.journal import SqliteJournal
 from tidemill.runtime.memory_check import check_memory
 from tidemill.runtime.runtimes import runtime_of
-from tidemill.runtime.sandbox_check import check_needed_sandbox
-from tidemill.runtime.stopping import StopRequest
 from tidemill.scoring.row_report import report_rows
 from tidemill.telemetry.events import DATA, ENVIRONMENT_WARNING
 from tidemill.telemetry.jsonl import read_lines
@@ -82,7 +82,7 @@ def train(
     Args:
         stop: another way to stop the run.
         refuse_default_task: there was no recipe, so that the default task would be a surprise.
-        callbacks: see `runtime.callbacks`.
+        callbacks: see `jobs.callbacks`.
         open_backend: replaces the backend of `spec.runtime`.
         forecast_run: called once for a new run; the forecast is stored in the run directory. An error is only logged.
 
@@ -299,7 +299,7 @@ def open_sessions(
 ) -> AbstractAsyncContextManager[tuple[Sessions, TokenObserver]]:
     """The sessions of clients. Raises UserError: the extra `gateway` is not installed."""
     try:
-        from tidemill.runtime.gateway import training_sessions
+        from tidemill.jobs.gateway import training_sessions
     except ImportError as error:
         what = f"sessions need starlette and uvicorn ({error})"
         raise UserError(what, where="gateway.sessions", hint=install_command("gateway")) from error

@@ -29,12 +29,12 @@ from tidemill.gateway.session import Session
 from tidemill.gateway.session_log import SessionLog
 from tidemill.gateway.session_routes import PATH
 from tidemill.gateway.sessions import Sessions
+from tidemill.jobs.serving import served_fleet
 from tidemill.models.codec import TextCodec
 from tidemill.models.turn_format import turn_format
 from tidemill.runtime.backend import RuntimeBackend
 from tidemill.runtime.memory_check import check_memory
 from tidemill.runtime.runtimes import runtime_of
-from tidemill.runtime.serving import served_fleet
 from tidemill.telemetry.recorder import Recorder
 from tidemill.telemetry.run_dir import RunDirectory
 

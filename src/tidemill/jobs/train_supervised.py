@@ -14,6 +14,9 @@ from tidemill.core.errors import UserError
 from tidemill.core.folders import another_directory
 from tidemill.core.protocols import Telemetry
 from tidemill.data.examples import Examples, load_demonstrations, load_pairs
+from tidemill.jobs.callbacks import Callback, CallbackTelemetry, configured_callbacks
+from tidemill.jobs.stopping import StopRequest
+from tidemill.jobs.train import DATA_DIGEST, record_start, run_session
 from tidemill.models.catalog import resolve
 from tidemill.models.checkpoint_manifest import read_manifest, seal
 from tidemill.models.codec import TextCodec, load_codec
@@ -24,11 +27,8 @@ from tidemill.models.snapshots import stored_context_limit
 from tidemill.models.turn_format import turn_format
 from tidemill.models.weights_digest import weights_digest
 from tidemill.runtime.backend import checkpoint_store
-from tidemill.runtime.callbacks import Callback, CallbackTelemetry, configured_callbacks
 from tidemill.runtime.memory_check import check_memory
 from tidemill.runtime.model_bundle import load_model_bundle
-from tidemill.runtime.stopping import StopRequest
-from tidemill.runtime.train import DATA_DIGEST, record_start, run_session
 from tidemill.telemetry.events import DATA
 from tidemill.telemetry.recorder import Recorder
 from tidemill.telemetry.run_dir import PromptFormat, RunDirectory
@@ -57,7 +57,7 @@ def train_supervised(
     """Run or resume a supervised stage in `spec.directory` until it finishes or is asked to stop (Ctrl-C, SIGTERM).
 
     Args:
-        callbacks: see `runtime.callbacks`; those of the configuration are called, too.
+        callbacks: see `jobs.callbacks`; those of the configuration are called, too.
         stop_request: another way to stop it.
 
     Returns:

@@ -43,8 +43,11 @@ class ComputeThread:
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
         self._thread.start()
 
-    async def run(self, function: Callable[[], T]) -> T:
+    async def run(self, function: Callable[[], T], *, when_idle: bool = False) -> T:
         """Return the function's result, or raise its exception.
+
+        Args:
+            when_idle: call it once no other call was made for `IDLE_S` seconds. A running call is not interrupted.
 
         Raises:
             RuntimeError: the thread is closed.
@@ -52,23 +55,13 @@ class ComputeThread:
         if self._closed:
             raise RuntimeError(f"{self._name} is closed")
         future: Future[T] = Future()
-        self._calls.put((future, function))
-        return await asyncio.wrap_future(future)
-
-    @property
-    def low_priority(self) -> LowPriorityExecutor:
-        """Runs calls while this thread is idle."""
-        return LowPriorityExecutor(self)
-
-    async def run_when_idle(self, function: Callable[[], T]) -> T:
-        """Like `run`, once no other call was made for `IDLE_S` seconds."""
-        if self._closed:
-            raise RuntimeError(f"{self._name} is closed")
-        future: Future[T] = Future()
-        self._low_priority.append((future, function))
-        wake_up: Future[Any] = Future()  # a call that is skipped; without it the thread waits for an ordinary call
-        wake_up.cancel()
-        self._calls.put((wake_up, lambda: None))
+        if when_idle:
+            self._low_priority.append((future, function))
+            wake_up: Future[Any] = Future()  # a call that is skipped; without it the thread waits for an ordinary call
+            wake_up.cancel()
+            self._calls.put((wake_up, lambda: None))
+        else:
+            self._calls.put((future, function))
         return await asyncio.wrap_future(future)
 
     async def close(self, timeout_s: float = 30.0) -> None:
@@ -100,16 +93,6 @@ class ComputeThread:
             return self._calls.get(timeout=IDLE_S if self._low_priority else None)
         except queue.Empty:
             return self._low_priority.popleft()
-
-
-class LowPriorityExecutor:
-    """Implements `core.protocols.Compute`: a call waits until the thread is idle. A running call is not interrupted."""
-
-    def __init__(self, thread: ComputeThread) -> None:
-        self._thread = thread
-
-    async def run(self, function: Callable[[], T]) -> T:
-        return await self._thread.run_when_idle(function)
 
 
 def _run(future: Future[Any], function: Callable[[], Any]) -> None:

@@ -78,7 +78,6 @@ class LocalReader(ReadCounter):
     def __init__(self, reader: ChunkedReader, thread: ComputeThread, *, owned: bool) -> None:
         super().__init__()
         self._reader, self._thread, self._owned = reader, thread, owned
-        self._ahead_compute: Compute = thread if owned else thread.low_priority
         self._partial: dict[SampleId, _PartialSample] = {}
         self._ready: dict[SampleId, None] = {}  # samples that may have another chunk to read ahead, in order
         self._being_read = Counter[SampleId]()
@@ -139,9 +138,7 @@ class LocalReader(ReadCounter):
         read: Read | None = None
         try:
             while read is None:
-                read = await self._call(
-                    self._thread, lambda: self._reader.read_finished(sample_id, token_ids, prompt_tokens)
-                )
+                read = await self._call(lambda: self._reader.read_finished(sample_id, token_ids, prompt_tokens))
         except BaseException:
             self._forgotten.append(sample_id)
             raise
@@ -168,15 +165,15 @@ class LocalReader(ReadCounter):
                 return False
             return self._reader.read_ahead(sample_id, known, partial.prompt_tokens)
 
-        return await self._call(self._ahead_compute, read_chunk)
+        return await self._call(read_chunk, when_idle=not self._owned)
 
-    async def _call(self, compute: Compute, function: Callable[[], T]) -> T:
+    async def _call(self, function: Callable[[], T], *, when_idle: bool = False) -> T:
         def call() -> T:
             while self._forgotten:
                 self._reader.forget(self._forgotten.popleft())
             return function()
 
-        return await compute.run(call)
+        return await self._thread.run(call, when_idle=when_idle)
 
 
 MEGABYTE = 1 << 20

@@ -56,12 +56,12 @@ class RankGroup:
     def first(self) -> RankCalls:
         return self._ranks[0]
 
-    async def start(self, start_rank: StartRank[S, T], plan: S, checkpoints: Path) -> T:
+    async def start(self, start: StartRank[S, T], plan: S, checkpoints: Path) -> T:
         """Start all ranks with this method of their actor; they meet at a file in the folder of the checkpoints."""
-        wire, functions = signature(start_rank), session_functions()
+        wire, functions = signature(start), session_functions()
         with meeting_file(checkpoints) as meeting:
             arguments = [wire.encode((plan, index, meeting, functions), {}) for index in range(len(self._ranks))]
-            return await self._call_each(start_rank.__name__, arguments, kind=wire.result, timeout_s=START_S)
+            return await self._call_each(start.__name__, arguments, kind=wire.result, timeout_s=START_S)
 
     async def call(self, method: str, *args: object, kind: type[T], timeout_s: float) -> T:
         """The answer of the first rank, when all have answered.

@@ -174,12 +174,11 @@ async def on_ray(spec: RunSpec, run: RunDirectory, recorder: Recorder, clock: Cl
         scorer, eval_scorer = scorers(spec, task, readers=readers, warn=recorder.note)
         stack.push_async_callback(scorer.close)
         stack.push_async_callback(eval_scorer.close)
-        local = await _start_apart(host, lane, remote, clock) if spec.engine_is_apart else _engines_of(remotes)
         trainer = RayTrainer(remote, started.version)
         yield RuntimeBackend(
             trainer=trainer,
             checkpoints=RayCheckpoints(remote, trainer, warn=recorder.note),
-            local=local,
+            local=await _reserved_engine(host if spec.engine_is_apart else None, lane, remote, remotes, clock),
             task=task,
             codec=codec,
             scorer=scorer,
@@ -227,25 +226,23 @@ RAY = Runtime(check=_check, check_devices=_check_devices, open=on_ray)
 async def _start_trainer(remote: Remote | RankGroup, plan: TrainerPlan, run: RunDirectory, critic: Any) -> Started:
     """Raises UserError: a model or a device cannot be used."""
     if isinstance(remote, RankGroup):
-        return await remote.start(TrainerActor.start_rank, plan, run.checkpoints)
-    return await invoke(remote, LOAD_S, TrainerActor.start, plan, critic, session_functions())
+        return await remote.start(TrainerActor.start, plan, run.checkpoints)
+    return await invoke(remote, LOAD_S, TrainerActor.start, plan, functions=session_functions(), critic=critic)
 
 
-def _engines_of(remotes: Sequence[Remote]) -> Worker:
-    """The engines in the trainer's processes."""
-    engines = [RayWorker(each, owned=False) for each in remotes]
-    return engines[0] if len(engines) == 1 else WorkerGroup(engines)
-
-
-async def _start_apart(host: RayHost | None, lane: LanePlan | None, trainer: Caller, clock: Clock) -> Worker:
-    """The reserved engine in a process of its own."""
-    assert host is not None
+async def _reserved_engine(
+    apart: RayHost | None, lane: LanePlan | None, trainer: Caller, remotes: Sequence[Remote], clock: Clock
+) -> Worker:
+    """One in a process that `apart` starts, or those in the trainer's processes."""
+    if apart is None:
+        engines = [RayWorker(each, owned=False) for each in remotes]
+        return engines[0] if len(engines) == 1 else WorkerGroup(engines)
     lease = Lease(
         lease_id="reserved", worker_id="reserved", kind="reserved", price_usd_per_hour=0.0, start_s=clock.now()
     )
     if lane is None:
-        return await host.start(lease)
-    worker, _ = await asyncio.gather(host.start(lease), invoke(trainer, LOAD_S, LaneSender.join_lane, lane))
+        return await apart.start(lease)
+    worker, _ = await asyncio.gather(apart.start(lease), invoke(trainer, LOAD_S, LaneSender.join_lane, lane))
     return worker
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from tidemill.core.protocols import Checkpoints, LoopClock, Publisher, Trainer
 from tidemill.core.records import PolicyVersion, Record, StepMetrics, TensorEntry, TokenBuffer
 from tidemill.extensions.registry import Extension, provide
 from tidemill.hardware.process_memory import Work
-from tidemill.models.ranks import ONE_RANK, Ranks
+from tidemill.models.ranks import ONE_RANK
 from tidemill.models.snapshots import dtype_name
 from tidemill.runtime.backend import TrainerCheckpoints
 from tidemill.runtime.build_trainer import build_trainer
@@ -33,7 +32,7 @@ from tidemill.runtime.cluster.wire import Caller, calls, invoke, served, serves
 from tidemill.runtime.compute import ComputeThread
 from tidemill.runtime.extension_checks import identities, refuse_changed, trainer_extensions
 from tidemill.runtime.memory_check import check_memory
-from tidemill.runtime.model_bundle import ModelBundle, load_model_bundle
+from tidemill.runtime.model_bundle import load_model_bundle
 from tidemill.weights.store import WeightStore
 from tidemill.weights.threads import Threads
 
@@ -154,45 +153,30 @@ class TrainerActor(EngineActor, ReadingActor):
     send_weights = serves(LaneSender.send_weights, "lane")
 
     @served
-    async def start(self, plan: TrainerPlan, critic: Any = None, functions: Sequence[Extension] = ()) -> Started:
-        """Load the models.
-
-        Args:
-            critic: handle of a `CriticActor` that has not been started; None for a critic in this process, or none.
-            functions: user functions that cannot be imported here.
-
-        Raises:
-            UserError: a model or the device cannot be used.
-        """
-        return await self._start(plan, functions, critic=critic)
-
-    @served
-    async def start_rank(
-        self, plan: TrainerPlan, index: int, meeting: str, functions: Sequence[Extension] = ()
+    async def start(
+        self,
+        plan: TrainerPlan,
+        index: int = 0,
+        meeting: str = "",
+        functions: Sequence[Extension] = (),
+        critic: Any = None,
     ) -> Started:
-        """Load the models, and keep this rank's rows.
+        """Load the models; one of several ranks keeps its rows of them.
 
         Args:
-            meeting: path of a new file in a folder that all ranks see.
+            meeting: path of a new file in a folder that all ranks see; empty for a trainer alone.
+            functions: user functions that cannot be imported here.
+            critic: handle of a `CriticActor` that has not been started; None for a critic in this process, or none.
 
         Raises:
             UserError: a model or the device cannot be used, or the ranks do not see the folder.
         """
-        return await self._start(plan, functions, join=partial(join_group, meeting=Path(meeting), index=index))
-
-    async def _start(
-        self,
-        plan: TrainerPlan,
-        functions: Sequence[Extension],
-        *,
-        critic: Any = None,
-        join: Callable[[ModelBundle], Ranks] = lambda _: ONE_RANK,
-    ) -> Started:
         spec, compute = checked_spec(plan, functions), ComputeThread()
 
         def start() -> Started:
             bundle = load_model_bundle(spec, progress=lambda _: None, generates=spec.engine_shares_model)
-            ranks, remote_critic, device_info = join(bundle), None, bundle.device_info
+            ranks = join_group(bundle, meeting=Path(meeting), index=index) if meeting else ONE_RANK
+            remote_critic, device_info = None, bundle.device_info
             if ranks.size > 1:
                 device_info["shards"] = ranks.size
             if critic is not None:

@@ -21,8 +21,8 @@ from tests.published import compute, publish, snapshot, tensors_of, version
 from tidemill.core.errors import WeightsError
 from tidemill.core.protocols import LoopClock
 from tidemill.core.records import Pulled, WeightManifest
-from tidemill.runtime.cluster.connection import connect, start_keeper
-from tidemill.runtime.cluster.keeper import Keep, LocalNode
+from tidemill.runtime.cluster.connection import connect, start_local_cluster
+from tidemill.runtime.cluster.keeper import LocalClusterPlan, LocalNode
 from tidemill.runtime.cluster.weight_transports import ObjectStoreReader, ObjectStoreTransport
 from tidemill.weights import http_reader
 from tidemill.weights.http_reader import HttpReader
@@ -171,14 +171,14 @@ ON_RAY = (pytest.mark.xdist_group("ray"), pytest.mark.timeout(240))
 def actor() -> Iterator[Any]:
     """A publisher on a local cluster."""
     node = LocalNode(name="reserved", cpus=1, gpus=0, labels={})
-    kept = asyncio.run(start_keeper(Keep(nodes=(node,), object_store_bytes=100 << 20)))
+    cluster = asyncio.run(start_local_cluster(LocalClusterPlan(nodes=(node,), object_store_bytes=100 << 20)))
     try:
-        asyncio.run(connect(kept.address, token=kept.token))
+        asyncio.run(connect(cluster.address, token=cluster.token))
         yield ray.remote(PublisherActor).options(num_cpus=1).remote()
     finally:
         ray.shutdown()
-        asyncio.run(kept.close())
-    assert kept.process.returncode == 0
+        asyncio.run(cluster.close())
+    assert cluster.process.returncode == 0
 
 
 @pytest.fixture(params=[pytest.param(name, marks=ON_RAY if name == "object_store" else ()) for name in TRANSPORTS])

@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import json
 import math
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, closing, suppress
 from dataclasses import dataclass
 from itertools import count as counting
@@ -85,10 +85,7 @@ class CompletionCache:
         return self._known.get(key)
 
     def add(self, completions: CachedCompletions) -> None:
-        """
-        Raises:
-            UserError: the disk is full.
-        """
+        """Raises UserError: the disk is full."""
         self._known[completions.key] = completions
         if self._writer:
             self._writer.write(completions)
@@ -96,13 +93,6 @@ class CompletionCache:
     def close(self) -> None:
         if self._writer:
             self._writer.close()
-
-
-def _cache_key(settings: Sequence[object], prompts: Iterable[Prompt]) -> str:
-    """Digest of the prompts in order, and of everything else that decides their completions."""
-    digest = hashlib.blake2b(digest_size=16)
-    digest.update(msgspec.json.encode([settings, [prompt.prompt_id for prompt in prompts]]))
-    return digest.hexdigest()
 
 
 SAMPLES_AT_ONCE = 512
@@ -121,27 +111,21 @@ class BatchGenerator:
 
     async def greedily(self, prompts: Sequence[Prompt], *, name: str = HELD_OUT_NAME) -> Evaluation:
         """One greedy completion of each prompt of a set; raises like `controller.evaluation.evaluate`."""
-        samples, duration_s = list[Trajectory](), 0.0
-        for chunk in _chunks(prompts, SAMPLES_AT_ONCE):
-            key = _cache_key([self.version.digest, self.seed, name, self.sampling], chunk)
-            completions = self.cache.find(key)
-            if completions is None:
-                evaluation = await evaluate(
-                    step=0,
-                    version=self.version,
-                    prompts=chunk,
-                    rollout=self.rollout,
-                    scorer=self.rollout.scorer,
-                    sampling=self.sampling,
-                    seed=self.seed,
-                    name=name,
-                )
-                completions = CachedCompletions(
-                    key=key, duration_s=evaluation.result.duration_s, samples=evaluation.samples
-                )
-                self.cache.add(completions)
-            samples += completions.samples
-            duration_s += completions.duration_s
+
+        async def generate(chunk: Sequence[Prompt]) -> Sequence[Trajectory]:
+            evaluation = await evaluate(
+                step=0,
+                version=self.version,
+                prompts=chunk,
+                rollout=self.rollout,
+                scorer=self.rollout.scorer,
+                sampling=self.sampling,
+                seed=self.seed,
+                name=name,
+            )
+            return evaluation.samples
+
+        samples, duration_s = await self._completions(prompts, SAMPLES_AT_ONCE, [name], generate)
         return Evaluation(result=eval_result(name, 0, self.version, samples, duration_s), samples=tuple(samples))
 
     async def draw(
@@ -158,15 +142,21 @@ class BatchGenerator:
             purpose: part of the sample ids, which seed the random numbers.
             on_progress: called after each chunk with the number of prompts that are finished.
         """
-        samples = list[Trajectory]()
-        for chunk in _chunks(prompts, max(1, SAMPLES_AT_ONCE // samples_per_prompt)):
-            key = _cache_key([self.version.digest, self.seed, purpose, samples_per_prompt, self.sampling], chunk)
-            completions = self.cache.find(key)
-            if completions is None:
-                completions = await self._draw(key, chunk, samples_per_prompt, purpose)
-                self.cache.add(completions)
-            samples += completions.samples
-            on_progress(len(samples) // samples_per_prompt)
+
+        async def generate(chunk: Sequence[Prompt]) -> Sequence[Trajectory]:
+            drawn = await draw(
+                version=self.version,
+                prompts=chunk,
+                rollout=self.rollout,
+                sampling=self.sampling,
+                seed=self.seed,
+                purpose=purpose,
+                samples_per_prompt=samples_per_prompt,
+            )
+            return [sample for group in drawn for sample in group]
+
+        at_once, settings = max(1, SAMPLES_AT_ONCE // samples_per_prompt), [purpose, samples_per_prompt]
+        samples, _ = await self._completions(prompts, at_once, settings, generate, on_progress)
         return [
             Group(
                 position=position,
@@ -176,27 +166,35 @@ class BatchGenerator:
             for position, prompt in enumerate(prompts)
         ]
 
-    async def _draw(
-        self, key: str, prompts: Sequence[Prompt], samples_per_prompt: int, purpose: str
-    ) -> CachedCompletions:
-        start_s = self.rollout.clock.now()
-        drawn = await draw(
-            version=self.version,
-            prompts=prompts,
-            rollout=self.rollout,
-            sampling=self.sampling,
-            seed=self.seed,
-            purpose=purpose,
-            samples_per_prompt=samples_per_prompt,
-        )
-        samples = tuple(sample for group in drawn for sample in group)
-        return CachedCompletions(key=key, duration_s=self.rollout.clock.now() - start_s, samples=samples)
+    async def _completions(
+        self,
+        prompts: Sequence[Prompt],
+        at_once: int,
+        settings: Sequence[object],
+        generate: Callable[[Sequence[Prompt]], Awaitable[Sequence[Trajectory]]],
+        on_progress: Callable[[int], None] = lambda _: None,
+    ) -> tuple[list[Trajectory], float]:
+        """All samples, from the cache or generated `at_once` prompts at a time, and the seconds that they took.
 
-
-def _chunks(prompts: Sequence[Prompt], size: int) -> Iterator[Sequence[Prompt]]:
-    """At least one chunk, which is empty without prompts: the callee reports that."""
-    for first in range(0, len(prompts) or 1, size):
-        yield prompts[first : first + size]
+        Args:
+            settings: what decides the completions of a prompt beside the model, the seed and the sampling parameters.
+        """
+        samples, duration_s = list[Trajectory](), 0.0
+        for first in range(0, len(prompts) or 1, at_once):  # also without prompts, which `generate` reports
+            chunk = prompts[first : first + at_once]
+            decisive = [self.version.digest, self.seed, *settings, self.sampling]
+            identity = msgspec.json.encode([decisive, [prompt.prompt_id for prompt in chunk]])
+            key = hashlib.blake2b(identity, digest_size=16).hexdigest()
+            completions = self.cache.find(key)
+            if completions is None:
+                start_s = self.rollout.clock.now()
+                new = tuple(await generate(chunk))
+                completions = CachedCompletions(key=key, duration_s=self.rollout.clock.now() - start_s, samples=new)
+                self.cache.add(completions)
+            samples += completions.samples
+            duration_s += completions.duration_s
+            on_progress(min(first + at_once, len(prompts)))
+        return samples, duration_s
 
 
 @asynccontextmanager

@@ -12,7 +12,7 @@ import msgspec
 
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError, exception_text
-from tidemill.core.records import FleetRow, Prompt, StepMetrics, Trajectory
+from tidemill.core.records import Prompt, StepMetrics, Trajectory
 from tidemill.extensions.registry import resolve
 from tidemill.extensions.results import placed, shown
 from tidemill.telemetry.events import CHECKPOINT, EVALUATION
@@ -66,10 +66,7 @@ WHERE = "callbacks"
 
 
 def check_callback(callback: Any) -> Callback:
-    """
-    Raises:
-        UserError: it is no callback, or one of its methods would never be called or always fail.
-    """
+    """Raises UserError: it is no callback, or one of its methods would never be called or always fail."""
     if not isinstance(callback, Callback):
         hint = "subclass tidemill.Callback and give an instance of it"
         raise UserError(f"{callback!r:.60} is not a tidemill.Callback", where=WHERE, hint=hint)
@@ -126,13 +123,11 @@ class CallbackTelemetry:
     ) -> None:
         self._observe = observe
         self._recorder, self._callbacks, self._request_stop = recorder, callbacks, request_stop
+        self.resume, self.progress, self.fleet = recorder.resume, recorder.progress, recorder.fleet
         for callback in callbacks:
             callback.stop_reason = None
         self._known: set[tuple[str, str]] = set()
         self._stopped = False
-
-    def resume(self, step: int) -> None:
-        self._recorder.resume(step)
 
     def event(self, name: str, **fields: Any) -> None:
         self._recorder.event(name, **fields)
@@ -156,12 +151,6 @@ class CallbackTelemetry:
         if any(type(each).on_samples is not Callback.on_samples for each in self._callbacks):
             lines = (sample_line(step, *pair, texts=None) for pair in zip(trajectories, prompts, strict=True))
             self._call("on_samples", step, [msgspec.convert(line, Sample) for line in lines])
-
-    def progress(self, phase: str, done: int, total: int) -> None:
-        self._recorder.progress(phase, done, total)
-
-    def fleet(self, rows: Sequence[FleetRow]) -> None:
-        self._recorder.fleet(rows)
 
     def _call(self, method: str, *arguments: Any) -> None:
         for callback in self._callbacks:

@@ -29,7 +29,7 @@ from tidemill.gateway.session import Session
 from tidemill.gateway.session_log import SessionLog
 from tidemill.gateway.session_routes import PATH
 from tidemill.gateway.sessions import Sessions
-from tidemill.jobs.serving import served_fleet
+from tidemill.jobs.serving import ServedModel, served_fleet
 from tidemill.models.codec import TextCodec
 from tidemill.models.turn_format import turn_format
 from tidemill.runtime.backend import RuntimeBackend
@@ -95,7 +95,7 @@ class SessionFeed(TokenObserver):
             self._sessions.receive(sample.sample_id, sample.turns.start, ids, logprobs, sample.length)
 
 
-class ServedSessions:
+class ServedSessions(ServedModel):
     """Implements `gateway.backend.Served` for the sessions of a run."""
 
     def __init__(
@@ -109,8 +109,8 @@ class ServedSessions:
         *,
         context_tokens: int,
     ) -> None:
-        self.name, self.format, self.defaults, self.context_tokens = name, turns, sampling, context_tokens
-        self._codec, self._sessions, self._fleet = codec, sessions, fleet
+        super().__init__(name, codec, turns, context_tokens=context_tokens, defaults=sampling)
+        self._sessions, self._fleet = sessions, fleet
 
     @property
     def ready(self) -> bool:
@@ -119,17 +119,6 @@ class ServedSessions:
     @property
     def figures(self) -> dict[str, float]:
         return {"workers": float(self._fleet.engine_count)}
-
-    @property
-    def vocabulary(self) -> int:
-        return self._codec.token_count
-
-    @property
-    def longest_token(self) -> int:
-        return self._codec.longest_token
-
-    def encode(self, text: str) -> list[int]:
-        return self._codec.encode(text)
 
     def refuse(self, question: Question, key: str) -> None:
         """Raises ApiError: there is no session, or it does not take the request."""

@@ -43,8 +43,8 @@ from tidemill.core.records import (
 )
 from tidemill.models.catalog import resolve
 from tidemill.models.snapshots import files_without_weights
-from tidemill.runtime.cluster.connection import KeptCluster, NodeWatch, connect, start_keeper
-from tidemill.runtime.cluster.keeper import Keep, LocalNode
+from tidemill.runtime.cluster.connection import LocalCluster, NodeWatch, connect, start_local_cluster
+from tidemill.runtime.cluster.keeper import LocalClusterPlan, LocalNode
 from tidemill.runtime.cluster.ray_backend import RayProvider
 from tidemill.runtime.cluster.ray_calls import Remote, trainer_lost
 from tidemill.runtime.cluster.ray_trainer import (
@@ -75,17 +75,17 @@ PROMPT = pack_tokens([5, 6, 7, 8])
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[KeptCluster]:
+def cluster() -> Iterator[LocalCluster]:
     nodes = (
         LocalNode(name="reserved", cpus=1, gpus=0, labels={}),
         *(LocalNode(name=f"spot-{index}", cpus=2, gpus=0, labels=SPOT) for index in range(3)),
     )
-    kept = asyncio.run(start_keeper(Keep(nodes=nodes, object_store_bytes=100 << 20)))
-    asyncio.run(connect(kept.address, token=kept.token))
-    yield kept
+    started = asyncio.run(start_local_cluster(LocalClusterPlan(nodes=nodes, object_store_bytes=100 << 20)))
+    asyncio.run(connect(started.address, token=started.token))
+    yield started
     ray.shutdown()
-    asyncio.run(kept.close())
-    assert kept.process.returncode == 0
+    asyncio.run(started.close())
+    assert started.process.returncode == 0
 
 
 def _trainer_process() -> tuple[Any, Remote]:
@@ -108,7 +108,7 @@ class Trainer:
 
 
 @pytest.fixture(scope="module")
-def trainer(cluster: KeptCluster, tmp_path_factory: pytest.TempPathFactory) -> Trainer:
+def trainer(cluster: LocalCluster, tmp_path_factory: pytest.TempPathFactory) -> Trainer:
     """A trainer whose weights are published as version 0."""
     handle, remote = _trainer_process()
     plan = _trainer_plan(tmp_path_factory.mktemp("checkpoints"))
@@ -272,7 +272,7 @@ def _stat(pid: int) -> tuple[str, int]:
     return state, int(parent)
 
 
-def test_the_cluster_listens_on_loopback_and_needs_a_token(cluster: KeptCluster) -> None:
+def test_the_cluster_listens_on_loopback_and_needs_a_token(cluster: LocalCluster) -> None:
     below = [cluster.process.pid, *processes_below(cluster.process.pid)]
     addresses = listening(below)
     assert len(addresses) >= 5  # one server of the head, and two of each node
@@ -291,7 +291,7 @@ def test_the_cluster_listens_on_loopback_and_needs_a_token(cluster: KeptCluster)
     assert "AuthenticationError" in said.stderr
 
 
-def test_the_clusters_files_are_private_to_the_user(cluster: KeptCluster) -> None:
+def test_the_clusters_files_are_private_to_the_user(cluster: LocalCluster) -> None:
     folder = Path(cluster.folder)
     assert (stat.S_IMODE(folder.stat().st_mode), folder.stat().st_uid) == (0o700, os.getuid())
     below = command_lines([cluster.process.pid, *processes_below(cluster.process.pid)])
@@ -389,7 +389,7 @@ async def test_a_cancelled_start_leaves_no_process(workplace: Workplace) -> None
 
 
 async def test_a_trainer_raises_user_errors_and_reports_its_death_with_a_hint(
-    cluster: KeptCluster, tmp_path: Path
+    cluster: LocalCluster, tmp_path: Path
 ) -> None:
     handle, remote = _trainer_process()
     missing = SPEC.model_copy(update={"model": ModelConfig(source=str(tmp_path / "nothing"))})
@@ -416,7 +416,7 @@ async def test_a_trainer_raises_user_errors_and_reports_its_death_with_a_hint(
     assert "run the same command again" in str(lost.value)
 
 
-async def test_leases_of_a_node_that_drains_and_dies(cluster: KeptCluster, workplace: Workplace) -> None:
+async def test_leases_of_a_node_that_drains_and_dies(cluster: LocalCluster, workplace: Workplace) -> None:
     pool = RayPool(kind="ray", max_workers=5, selector=SPOT)
     provider = RayProvider(pool, CONFIG, workplace.nodes, clock=LoopClock(), session=1, price_usd_per_hour=0.5)
     leases = [await provider.next_event(5.0) for _ in range(5)]  # three nodes of two CPUs have room for six

@@ -13,7 +13,7 @@ import sys
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 
 import msgspec
 import ray
@@ -25,7 +25,7 @@ from tidemill.core import ipc
 from tidemill.core.errors import ClusterLost, DeadlineError, UserError
 from tidemill.core.records import Record
 from tidemill.runtime.cluster import keeper
-from tidemill.runtime.cluster.keeper import Keep, Kept, LocalNode
+from tidemill.runtime.cluster.keeper import LocalClusterPlan, LocalNode, StartReport
 from tidemill.runtime.cluster.ray_calls import RESUME_HINT, blocking, clean_up
 from tidemill.runtime.cluster.ray_internals import HOOK, drain_deadlines, free_resources, reset_driver
 
@@ -67,7 +67,6 @@ def local_nodes(spec: RunSpec) -> tuple[LocalNode, ...]:
         cpus=math.ceil(cpus),  # Ray takes whole numbers only
         gpus=math.ceil(gpus),
         labels=_equal_labels(config.reserved_selector),
-        visible_gpus=None,
     )
     workers = _max_workers(spec.pool)
     if not workers:
@@ -118,26 +117,26 @@ async def connected(spec: RunSpec, *, model_bytes: int, log: Callable[[str], Non
         UserError: there is no cluster at that address, or no local one can be started.
         ClusterLost: the cluster stopped answering.
     """
-    local, environment = None, {name: os.environ.get(name) for name in _authentication("")}
-    if not spec.ray.address:
-        nodes = local_nodes(spec)
-        log(f"starting Ray on this machine: {', '.join(node.name for node in nodes)}")
-        local = await start_keeper(Keep(nodes=nodes, object_store_bytes=object_store_bytes(model_bytes)))
-    try:
-        if local is None:
-            await connect(spec.ray.address)
-        else:
-            await connect(local.address, token=local.token)
-        async with _watching() as watch:
-            yield watch
-    finally:
-        for name, value in environment.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
-        if local is not None:
-            await local.close()
+    environment = {name: os.environ.get(name) for name in _authentication("")}
+    async with AsyncExitStack() as stack:
+        address, token = spec.ray.address, None
+        if not address:
+            nodes = local_nodes(spec)
+            log(f"starting Ray on this machine: {', '.join(node.name for node in nodes)}")
+            plan = LocalClusterPlan(nodes=nodes, object_store_bytes=object_store_bytes(model_bytes))
+            cluster = await start_local_cluster(plan)
+            stack.push_async_callback(cluster.close)
+            address, token = cluster.address, cluster.token
+        try:
+            await connect(address, token=token)
+            async with _watching() as watch:
+                yield watch
+        finally:
+            for name, value in environment.items():
+                if value is None:
+                    os.environ.pop(name, None)
+                else:
+                    os.environ[name] = value
 
 
 @asynccontextmanager
@@ -167,7 +166,7 @@ def object_store_bytes(model_bytes: int) -> int:
     return max(128 << 20, 4 * model_bytes)
 
 
-class KeptCluster:
+class LocalCluster:
     """A local cluster, held by a keeper process."""
 
     def __init__(self, process: subprocess.Popen[bytes], *, token: str) -> None:
@@ -192,38 +191,14 @@ class KeptCluster:
                 shutil.rmtree(self.folder, ignore_errors=True)
 
 
-async def start_keeper(keep: Keep) -> KeptCluster:
-    """Start a local cluster.
-
+async def start_local_cluster(plan: LocalClusterPlan) -> LocalCluster:
+    """
     Raises:
         UserError: Ray reported why it cannot start.
         DeadlineError: Ray neither started nor failed in time.
     """
     token = secrets.token_hex(32)
-    process = _keeper_process(token)
-    assert process.stdin is not None
-    assert process.stdout is not None
-    cluster = KeptCluster(process, token=token)
-    try:
-        process.stdin.write(msgspec.json.encode(keep) + b"\n")
-        process.stdin.flush()
-        line = await blocking(process.stdout.readline, awaited="Ray to start on this machine", timeout_s=START_S)
-        kept = msgspec.json.decode(line, type=Kept) if line else Kept(error="its keeper process ended without an error")
-        if kept.error:
-            raise UserError(
-                f"Ray does not start on this machine: {kept.error}",
-                where="ray",
-                hint="check free memory and the temporary folder, or set ray.address",
-            )
-    except BaseException:
-        await cluster.close()
-        raise
-    cluster.address, cluster.folder = kept.address, kept.folder
-    return cluster
-
-
-def _keeper_process(token: str) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
+    process = subprocess.Popen(
         [sys.executable, "-m", keeper.__name__],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -231,6 +206,26 @@ def _keeper_process(token: str) -> subprocess.Popen[bytes]:
         env=os.environ | _ENVIRONMENT | _authentication(token),
         start_new_session=True,  # Ctrl-C must reach the run only, not its cluster
     )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    cluster = LocalCluster(process, token=token)
+    try:
+        process.stdin.write(msgspec.json.encode(plan) + b"\n")
+        process.stdin.flush()
+        line = await blocking(process.stdout.readline, awaited="Ray to start on this machine", timeout_s=START_S)
+        ended = StartReport(error="its keeper process ended without an error")
+        report = msgspec.json.decode(line, type=StartReport) if line else ended
+        if report.error:
+            raise UserError(
+                f"Ray does not start on this machine: {report.error}",
+                where="ray",
+                hint="check free memory and the temporary folder, or set ray.address",
+            )
+    except BaseException:
+        await cluster.close()
+        raise
+    cluster.address, cluster.folder = report.address, report.folder
+    return cluster
 
 
 def _authentication(token: str) -> dict[str, str]:
@@ -356,19 +351,15 @@ class NodeWatch:
                 silent_s = time.monotonic() - seen_s
                 if silent_s < LOST_S:
                     continue
-                self.lost = cluster_lost(silent_s)
+                self.lost = ClusterLost(
+                    f"the Ray cluster has not answered for {silent_s:.0f} s: its head (the process `gcs_server`) died "
+                    f"or cannot be reached\n  check that its machine is up and has free memory; then {RESUME_HINT}"
+                )
                 self._on_lost()
                 return
             seen_s = time.monotonic()
             async with self._looked:
                 self._looked.notify_all()
-
-
-def cluster_lost(silent_s: float) -> ClusterLost:
-    return ClusterLost(
-        f"the Ray cluster has not answered for {silent_s:.0f} s: its head (the process `gcs_server`) died or cannot be "
-        f"reached\n  check that its machine is up and has free memory; then {RESUME_HINT}"
-    )
 
 
 def list_nodes() -> dict[str, NodeView]:

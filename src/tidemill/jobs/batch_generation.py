@@ -25,11 +25,9 @@ from tidemill.controller.rollout_context import RolloutContext
 from tidemill.core.errors import UserError
 from tidemill.core.protocols import LoopClock
 from tidemill.core.records import (
-    Group,
     PolicyVersion,
     Prompt,
     Record,
-    Reward,
     SamplingParams,
     Trajectory,
     decode_json,
@@ -135,7 +133,7 @@ class BatchGenerator:
         samples_per_prompt: int,
         purpose: str,
         on_progress: Callable[[int], None] = lambda _: None,
-    ) -> list[Group]:
+    ) -> list[tuple[Trajectory, ...]]:
         """`samples_per_prompt` samples of each prompt, in the order of the prompts; raises like `collect_samples`.
 
         Args:
@@ -158,12 +156,7 @@ class BatchGenerator:
         at_once, settings = max(1, SAMPLES_AT_ONCE // samples_per_prompt), [purpose, samples_per_prompt]
         samples, _ = await self._completions(prompts, at_once, settings, generate, on_progress)
         return [
-            Group(
-                position=position,
-                prompt_id=prompt.prompt_id,
-                trajectories=tuple(samples[position * samples_per_prompt : (position + 1) * samples_per_prompt]),
-            )
-            for position, prompt in enumerate(prompts)
+            tuple(samples[first : first + samples_per_prompt]) for first in range(0, len(samples), samples_per_prompt)
         ]
 
     async def _completions(
@@ -326,19 +319,21 @@ def make_pairs(
     task = bundle.task()
     asked = prompts_of(task, split, prompts)
 
-    async def draw() -> tuple[list[Group], str]:
+    async def draw() -> tuple[list[tuple[Trajectory, ...]], str]:
         async with batch_generator(bundle, task, lambda _: None, cache_file=answers) as generator:
-            groups = await generator.draw(
+            drawn = await generator.draw(
                 asked,
                 samples_per_prompt=samples_per_prompt,
                 purpose=PAIRS,
                 on_progress=lambda done: progress(f"{done} of {len(asked)} prompts: {samples_per_prompt} samples each"),
             )
-            return groups, generator.version.digest
+            return drawn, generator.version.digest
 
-    groups, digest = asyncio.run(draw())
-    rewards = [sample.reward for group in groups for sample in group.trajectories]
-    if not _two_sided([reward for reward in rewards if reward is not None and reward.valid]):
+    drawn, digest = asyncio.run(draw())
+    rewards = [sample.reward for samples in drawn for sample in samples]
+    valid = [reward for reward in rewards if reward is not None and reward.valid]
+    # Right and wrong are told by the kind of the reward, or because every value is 0 or 1.
+    if not valid or any(reward.correct is None and reward.value not in (0.0, 1.0) for reward in valid):
         raise UserError(
             "pairs need right and wrong answers, but this reward is graded or gave no valid value",
             where="scoring.rewards",
@@ -349,13 +344,13 @@ def make_pairs(
         [
             ScoredCompletion(
                 bundle.codec.decode_whole(unpack_tokens(sample.completion_ids)),
-                _is_right(sample.reward),
+                sample.reward.value == 1.0 if sample.reward.correct is None else sample.reward.correct,
                 not sample.truncated,
             )
-            for sample in group.trajectories
+            for sample in samples
             if sample.reward is not None and sample.reward.valid  # else it is neither right nor wrong
         ]
-        for group in groups
+        for samples in drawn
     ]
     rows = [
         row
@@ -387,15 +382,6 @@ def make_pairs(
             "samples_invalid": len(asked) * samples_per_prompt - sum(map(len, completions)),
         },
     )
-
-
-def _two_sided(rewards: Sequence[Reward]) -> bool:
-    """Whether valid rewards tell right from wrong: by their kind, or because all of them are 0 or 1."""
-    return bool(rewards) and all(reward.correct is not None or reward.value in (0.0, 1.0) for reward in rewards)
-
-
-def _is_right(reward: Reward) -> bool:
-    return reward.value == 1.0 if reward.correct is None else reward.correct
 
 
 def prompts_of(task: Task, split: Split, limit: int) -> list[Prompt]:

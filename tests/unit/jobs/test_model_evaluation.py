@@ -14,7 +14,7 @@ from tests.trajectories import agent_trajectory
 from tidemill.cli.evaluate import figures as eval_figures
 from tidemill.controller.entries import EvalResult
 from tidemill.controller.evaluation import Evaluation, eval_result
-from tidemill.core.records import Group, PolicyVersion, Prompt, Reward, SourceRun, Trajectory
+from tidemill.core.records import PolicyVersion, Prompt, Reward, SourceRun, Trajectory
 from tidemill.jobs.model_evaluation import ModelEvaluation, comparison, figures
 from tidemill.pipeline.stage_kinds import evaluation_headline
 from tidemill.telemetry.statistics import wilson_interval
@@ -47,12 +47,8 @@ def measured(
         duration_s=1.0,
     )
     groups = tuple(
-        Group(
-            position=at,
-            prompt_id="p",
-            trajectories=tuple(answered(prompt, text, index) for index, text in enumerate(word)),
-        )
-        for at, (prompt, word) in enumerate(zip(PROMPTS, drawn, strict=False))
+        tuple(answered(prompt, text, index) for index, text in enumerate(word))
+        for prompt, word in zip(PROMPTS, drawn, strict=False)
     )
     return ModelEvaluation(
         model="m",
@@ -84,8 +80,7 @@ def graded(values: Sequence[float | None], drawn: Sequence[Sequence[float]] = ()
     plain = measured(["1"] * 4, ["1" * len(each) for each in drawn])
     samples = tuple(with_reward(sample, value) for sample, value in zip(plain.greedy.samples, values, strict=True))
     groups = tuple(
-        msgspec.structs.replace(group, trajectories=tuple(map(with_reward, group.trajectories, rewards)))
-        for group, rewards in zip(plain.drawn, drawn, strict=True)
+        tuple(map(with_reward, of_prompt, rewards)) for of_prompt, rewards in zip(plain.drawn, drawn, strict=True)
     )
     result = eval_result("held_out", 0, plain.greedy.result.version, samples, 1.0)
     return replace(plain, greedy=Evaluation(result=result, samples=samples), drawn=groups)

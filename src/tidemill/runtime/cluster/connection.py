@@ -198,14 +198,7 @@ async def start_local_cluster(plan: LocalClusterPlan) -> LocalCluster:
         DeadlineError: Ray neither started nor failed in time.
     """
     token = secrets.token_hex(32)
-    process = subprocess.Popen(
-        [sys.executable, "-m", keeper.__name__],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        env=os.environ | _ENVIRONMENT | _authentication(token),
-        start_new_session=True,  # Ctrl-C must reach the run only, not its cluster
-    )
+    process = _keeper_process(token)
     assert process.stdin is not None
     assert process.stdout is not None
     cluster = LocalCluster(process, token=token)
@@ -226,6 +219,17 @@ async def start_local_cluster(plan: LocalClusterPlan) -> LocalCluster:
         raise
     cluster.address, cluster.folder = report.address, report.folder
     return cluster
+
+
+def _keeper_process(token: str) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-m", keeper.__name__],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env=os.environ | _ENVIRONMENT | _authentication(token),
+        start_new_session=True,  # Ctrl-C must reach the run only, not its cluster
+    )
 
 
 def _authentication(token: str) -> dict[str, str]:

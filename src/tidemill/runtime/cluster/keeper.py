@@ -1,8 +1,8 @@
 """Program that holds a Ray cluster on this machine and ends it with the process that started it, even after kill -9.
 
-It reads one line of JSON (`LocalClusterPlan`) from standard input, answers with one line (`StartReport`), and runs until
-its input closes or its parent dies. Ray's own servers exit with the process that started them, but their helpers and
-busy actors remain for a minute or more. The keeper is the subreaper of all these processes, and kills them within a
+It reads one line of JSON (`LocalClusterPlan`) from standard input, answers with one line (`StartReport`), and runs
+until its input closes or its parent dies. Ray's own servers exit with the process that started them, but their helpers
+and busy actors remain for a minute or more. The keeper is the subreaper of all these processes, and kills them within a
 fraction of a second.
 """
 

@@ -65,11 +65,16 @@ OpenBackend: TypeAlias = Callable[[RunSpec, RunDirectory, Recorder, Clock], Abst
 class Runtime:
     """Where a run computes: in this process, or on a Ray cluster."""
 
-    check: Callable[[RunSpec], None]
-    """Refuses, before a run directory exists, missing GPUs and models with another tokenizer than the policy."""
-    check_devices: Callable[[RunSpec], None]
-    """Refuses missing GPUs only."""
+    check_devices: Callable[[RunSpec], object]
+    """Refuses missing GPUs."""
+    check_models: Callable[[RunSpec], None]
+    """Refuses models with another tokenizer than the policy."""
     open: OpenBackend
+
+    def check(self, spec: RunSpec) -> None:
+        """Both checks, before a run directory exists."""
+        self.check_devices(spec)
+        self.check_models(spec)
 
 
 def fleet_of(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from tidemill.core.errors import UserError, WeightsError
 from tidemill.core.protocols import Clock, Compute, Engine, Trainer
@@ -85,22 +85,14 @@ def open_colocated(
             where="placement.engine",
             hint='a colocated engine shares the trainer\'s device: change trainer.device, or set it to "own"',
         )
-    weights = StreamedWeights(user, _from_trainer(bundle, lambda: trainer.version), probe_ids=probe_ids)
-    worker = EngineWorker(engine, compute, clock=clock, tick_s=spec.engine.tick_s, source=weights)
-    return worker, AlternatingTrainer(trainer, engine, weights, compute)
-
-
-def _from_trainer(
-    bundle: ModelBundle, current: Callable[[], PolicyVersion]
-) -> Callable[[PolicyVersion], Iterator[tuple[Part, WeightStream]]]:
-    """The streams of the trainer's own weights."""
-    model, dtype = bundle.model, bundle.rollout_dtype
-    parts: tuple[Part, ...] = ("learned",) if adapter_of(model) is None else ("base", "learned")
+    parts: tuple[Part, ...] = ("learned",) if adapter_of(bundle.model) is None else ("base", "learned")
 
     def streams(version: PolicyVersion) -> Iterator[tuple[Part, WeightStream]]:
-        if version != current():
-            raise WeightsError(f"the trainer has version {current().number}, not {version.number}")
+        if version != trainer.version:
+            raise WeightsError(f"the trainer has version {trainer.version.number}, not {version.number}")
         for part in parts:
-            yield part, streamed_weights(model, dtype, part=part)
+            yield part, streamed_weights(bundle.model, dtype, part=part)
 
-    return streams
+    weights = StreamedWeights(user, streams, probe_ids=probe_ids)
+    worker = EngineWorker(engine, compute, clock=clock, tick_s=spec.engine.tick_s, source=weights)
+    return worker, AlternatingTrainer(trainer, engine, weights, compute)

@@ -109,10 +109,7 @@ def _run(future: Future[Any], function: Callable[[], Any]) -> None:
 
 
 def choose_device(config: TrainerConfig) -> torch.device:
-    """
-    Raises:
-        UserError: a GPU is configured and torch finds none.
-    """
+    """Raises UserError: a GPU is configured and torch finds none."""
     available = torch.cuda.is_available()
     if config.device == "cuda" and not available:
         raise UserError(

@@ -20,6 +20,7 @@ from tidemill.config.schema import RunSpec
 from tidemill.core.protocols import Clock, Compute, Reader
 from tidemill.core.records import Lease
 from tidemill.models.loading import context_limit
+from tidemill.models.snapshots import copy_on_base
 from tidemill.rollout.pulled import EmptyModel, PulledWeights
 from tidemill.rollout.worker import EngineWorker
 from tidemill.runtime.backend import (
@@ -97,7 +98,7 @@ class InProcessHost:
         if not self._frozen:
             self._frozen = True
             gc.freeze()  # scanning what exists before the first worker would take a fifth of a second each time
-        return self._bundle.rollout_twin()
+        return copy_on_base(self._bundle.rollout_model, self._bundle.rollout_dtype)
 
     async def close(self) -> None:
         for worker in list(self._workers):
@@ -180,13 +181,6 @@ async def in_process(
         )
 
 
-def _check_devices(spec: RunSpec) -> None:
-    choose_device(spec.trainer)
-
-
-def _check(spec: RunSpec) -> None:
-    _check_devices(spec)
-    check_vocabularies(spec)
-
-
-IN_PROCESS = Runtime(check=_check, check_devices=_check_devices, open=in_process)
+IN_PROCESS = Runtime(
+    check_devices=lambda spec: choose_device(spec.trainer), check_models=check_vocabularies, open=in_process
+)

@@ -181,10 +181,6 @@ class ModelBundle:
         """Dtype of the weights that engines use."""
         return self.autocast or torch.float32
 
-    def rollout_twin(self) -> PreTrainedModel:
-        """A model for another engine, without the weights that training changes: those come from a snapshot."""
-        return copy_on_base(self.rollout_model, self.rollout_dtype)
-
     def reference(self) -> PreTrainedModel | None:
         """The frozen initial model, if the loss needs it and it is placed in this process."""
         needed = self.spec.algorithm.kl_beta > 0 and self.spec.placement.reference == "trainer"
@@ -300,13 +296,7 @@ def build_critic(bundle: ModelBundle, *, progress: Callable[[str], None], ranks:
         return None
     if config.kind == "own":
         return build_model_critic(
-            bundle.spec,
-            policy_folder=bundle.folder,
-            frozen=bundle.frozen,
-            device=bundle.device,
-            autocast=bundle.autocast,
-            progress=progress,
-            ranks=ranks,
+            bundle.spec, policy_folder=bundle.folder, frozen=bundle.frozen, progress=progress, ranks=ranks
         )
     return TrunkCritic(
         bundle.forward,
@@ -323,8 +313,6 @@ def build_model_critic(
     *,
     policy_folder: Path,
     frozen: FrozenModels,
-    device: torch.device,
-    autocast: torch.dtype | None,
     progress: Callable[[str], None],
     ranks: Ranks = ONE_RANK,
 ) -> ModelCritic:
@@ -336,7 +324,7 @@ def build_model_critic(
     Raises:
         UserError: as `build_critic`.
     """
-    source = spec.critic.source
+    device, source = choose_device(spec.trainer), spec.critic.source
     folder = policy_folder
     if source is not None:
         with errors_at_key("critic.source"):
@@ -355,16 +343,9 @@ def build_model_critic(
     if spec.trainer.activation_checkpointing:
         model.gradient_checkpointing_enable()
         model.train()
-    forward = TreeForward(model, autocast=autocast, device=device)
+    forward = TreeForward(model, autocast=choose_precision(spec.trainer, device), device=device)
     shard(forward, ranks, offload=spec.trainer.offload == "optimizer")
-    return ModelCritic(
-        forward,
-        head,
-        spec.critic,
-        source=folder,
-        value_clip=spec.critic.value_clip,
-        ranks=ranks,
-    )
+    return ModelCritic(forward, head, spec.critic, source=folder, value_clip=spec.critic.value_clip, ranks=ranks)
 
 
 def reference_and_critic(

@@ -102,10 +102,7 @@ class LocalReader(ReadCounter):
             self._reading_ahead = asyncio.create_task(self._read_ahead(), name="reading ahead")
 
     async def read(self, sample_id: SampleId, token_ids: TokenBuffer, prompt_tokens: int) -> Read:
-        """
-        Raises:
-            Exception: what the model raised, now or while reading ahead.
-        """
+        """Raises what the model raised, now or while reading ahead."""
         self._drop(sample_id)
         self._being_read[sample_id] += 1
         try:
@@ -245,10 +242,7 @@ class ReaderScores:
         self._reader = reader
 
     async def __call__(self, sample: RewardInput) -> float:
-        """
-        Raises:
-            ReaderLost: the reader's process died and cannot be restarted.
-        """
+        """Raises ReaderLost: the reader's process died and cannot be restarted."""
         prompt_tokens = count(sample.prompt.token_ids)
         (score,) = unpack_logprobs((await self._reader.read(sample.sample_id, sample.token_ids, prompt_tokens)).values)
         return score

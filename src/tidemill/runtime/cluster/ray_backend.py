@@ -212,15 +212,14 @@ def _check_devices(spec: RunSpec) -> None:
         )
 
 
-def _check(spec: RunSpec) -> None:
-    _check_devices(spec)
+def _check_models(spec: RunSpec) -> None:
     check_vocabularies(spec)
     folder = present(spec.model)
     if spec.trainer.shards > 1 and folder is not None:
         check_shardable(folder)
 
 
-RAY = Runtime(check=_check, check_devices=_check_devices, open=on_ray)
+RAY = Runtime(check_devices=_check_devices, check_models=_check_models, open=on_ray)
 
 
 async def _start_trainer(remote: Remote | RankGroup, plan: TrainerPlan, run: RunDirectory, critic: Any) -> Started:

@@ -24,9 +24,8 @@ from tidemill.runtime.cluster.ray_reader import ReadingActor
 from tidemill.runtime.cluster.weight_transports import (
     ObjectStoreTransport,
     PublisherTransport,
+    ServedTransport,
     WeightsAddress,
-    address_of,
-    open_transport,
 )
 from tidemill.runtime.cluster.wire import Caller, calls, invoke, served, serves
 from tidemill.runtime.compute import ComputeThread
@@ -223,10 +222,11 @@ class TrainerActor(EngineActor, ReadingActor):
     @served
     async def weights_address(self) -> WeightsAddress | None:
         """Where weights are served over HTTP; None: nowhere."""
-        return address_of(self._transport)
+        return self._transport.address if self._transport is not None else None
 
     def _open_store(self, spec: RunSpec) -> WeightStore:
         """Raises UserError: the address to serve weights on cannot be used."""
-        self._transport = open_transport(spec.weights)
+        http = spec.weights.transport == "http"
+        self._transport = ServedTransport(spec.weights) if http else ObjectStoreTransport()
         threads = Threads(spec.weights.threads)
         return WeightStore(self._transport, compute=ComputeThread("tidemill-weights"), threads=threads)

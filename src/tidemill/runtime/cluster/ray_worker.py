@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import os
+import tempfile
 import time
 from collections import deque
 from collections.abc import Coroutine, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -39,7 +41,7 @@ from tidemill.runtime.cluster.weight_transports import open_puller, open_readers
 from tidemill.runtime.cluster.wire import Caller, calls, invoke, read_answer, served
 from tidemill.runtime.compute import ComputeThread
 from tidemill.runtime.memory_check import check_memory
-from tidemill.runtime.open_engine import ModelFiles, Opened, open_engine
+from tidemill.runtime.open_engine import Opened, open_engine
 from tidemill.weights.node_folder import forget_snapshots
 
 CALL_S = 60.0
@@ -152,13 +154,17 @@ class RolloutActor(EngineActor):
             UserError: this node cannot run the configuration.
         """
         engine_compute, weights_compute = ComputeThread(), ComputeThread("tidemill-weights")
-        spec, self._files = RunSpec.model_validate_json(plan.spec), ModelFiles(files)
+        spec = RunSpec.model_validate_json(plan.spec)
+        self._model_files = tempfile.TemporaryDirectory(prefix="tidemill-model-")  # deleted with the process
+        folder = Path(self._model_files.name)
+        for name, content in files.items():
+            (folder / name).write_bytes(content)
 
         def opened() -> Opened:
             torch.set_num_threads(plan.threads)
             require_reserved_gpus(spec.ray.worker_gpus, "ray.worker_gpus")
-            check_memory(spec, "worker", folder=self._files.path, note=lambda _: None, alone=False)
-            return open_engine(spec, self._files.path, prompt_tokens=plan.prompt_tokens, dtype=plan.dtype)
+            check_memory(spec, "worker", folder=folder, note=lambda _: None, alone=False)
+            return open_engine(spec, folder, prompt_tokens=plan.prompt_tokens, dtype=plan.dtype)
 
         engine, user = await engine_compute.run(opened)
         if lane is not None:

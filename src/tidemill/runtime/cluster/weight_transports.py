@@ -39,6 +39,7 @@ class ObjectStoreTransport:
 
     zero_copy = False
     """A read copies nothing on the publisher's node, but is a transfer on others."""
+    address: WeightsAddress | None = None
 
     def __init__(self) -> None:
         self._refs: dict[str, ray.ObjectRef[Blob]] = {}
@@ -127,15 +128,6 @@ class ServedTransport:
 
 
 PublisherTransport: TypeAlias = ObjectStoreTransport | ServedTransport
-
-
-def open_transport(config: WeightsConfig) -> PublisherTransport:
-    """The publisher's end. Raises UserError."""
-    return ServedTransport(config) if config.transport == "http" else ObjectStoreTransport()
-
-
-def address_of(transport: PublisherTransport | None) -> WeightsAddress | None:
-    return transport.address if isinstance(transport, ServedTransport) else None
 
 
 async def open_readers(config: WeightsConfig, publishers: Sequence[Any]) -> list[Transport]:

@@ -121,14 +121,13 @@ class SupervisedRank(AsyncActor):
         Returns:
             The result without its model, and the model's folder (paths do not cross processes); empty for none.
         """
+        return await self._compute.run(lambda: self._fit(kind, train, held_out))
+
+    def _fit(self, kind: SupervisedKind, train: bytes, held_out: bytes) -> tuple[FitResult, str]:
         spec, context = self.part("loaded")
         rows = list[EXAMPLES[kind]]  # type: ignore[valid-type]
-
-        def run() -> FitResult:
-            objective = OBJECTIVES[kind](spec, context)
-            return fit(spec, objective, train=decode(train, rows), held_out=decode(held_out, rows), context=context)
-
-        result = await self._compute.run(run)
+        objective = OBJECTIVES[kind](spec, context)
+        result = fit(spec, objective, train=decode(train, rows), held_out=decode(held_out, rows), context=context)
         return msgspec.structs.replace(result, model=None), str(result.model or "")
 
     @served

@@ -48,7 +48,7 @@ class GuardStop(TidemillError):
 class WorkerLost(TidemillError):
     """A worker is gone. The fleet handles it as an event and logs `cause` and `hint`."""
 
-    def __init__(self, cause: str, *, hint: str = "") -> None:
+    def __init__(self, cause: str, hint: str = "") -> None:
         self.cause, self.hint = cause, hint
         super().__init__(f"{cause}; {hint}" if hint else cause)
 

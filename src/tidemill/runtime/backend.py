@@ -186,14 +186,11 @@ class TrainerCheckpoints:
         self._store, self._trainer, self._compute, self._warn, self._ranks = store, trainer, compute, warn, ranks
 
     async def save(self, step: int, *, score: float | None) -> None:
-        def write() -> None:
-            trainer = self._trainer
-            expected = trainer.state_bytes()
-            write_together(
-                self._store, step, trainer.write_state, ranks=self._ranks, score=score, expected_bytes=expected
-            )
+        def save() -> None:
+            write, nbytes = self._trainer.write_state, self._trainer.state_bytes()
+            write_together(self._store, step, write, ranks=self._ranks, score=score, expected_bytes=nbytes)
 
-        await self._compute.run(write)
+        await self._compute.run(save)
 
     async def restore_latest(self) -> int:
         return await self._compute.run(self._restore)

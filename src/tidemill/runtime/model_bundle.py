@@ -278,36 +278,6 @@ def _refuse_dropout(model: PreTrainedModel) -> None:
         )
 
 
-def build_critic(bundle: ModelBundle, *, progress: Callable[[str], None], ranks: Ranks = ONE_RANK) -> Critic | None:
-    """The critic, or None if the algorithm needs none. A new value head is initialised to output 0.
-
-    Args:
-        bundle: the policy's. A shared critic reads its hidden states; a separate one starts from the policy's weights
-            unless `critic.source` is set. If the policy trains an adapter, so does a separate critic, and both share
-            the base in memory.
-        progress: gets a line before each slow operation.
-        ranks: a separate model is sharded over them.
-
-    Raises:
-        UserError: the critic's model cannot be loaded, or its tokenizer differs from the policy's.
-    """
-    algorithm, config = bundle.spec.algorithm, bundle.spec.critic
-    if not algorithm.needs_critic:
-        return None
-    if config.kind == "own":
-        return build_model_critic(
-            bundle.spec, policy_folder=bundle.folder, frozen=bundle.frozen, progress=progress, ranks=ranks
-        )
-    return TrunkCritic(
-        bundle.forward,
-        ScalarHead(hidden_size(bundle.model)).to(bundle.device),
-        config,
-        value_coefficient=config.value_coefficient,
-        value_clip=config.value_clip,
-        ranks=ranks,
-    )
-
-
 def build_model_critic(
     spec: RunSpec,
     *,
@@ -322,7 +292,7 @@ def build_model_critic(
         policy_folder: Hugging Face folder of the policy.
 
     Raises:
-        UserError: as `build_critic`.
+        UserError: as `reference_and_critic`.
     """
     device, source = choose_device(spec.trainer), spec.critic.source
     folder = policy_folder
@@ -349,28 +319,45 @@ def build_model_critic(
 
 
 def reference_and_critic(
-    bundle: ModelBundle, ranks: Ranks, *, progress: Callable[[str], None], remote: bool = False
+    bundle: ModelBundle, ranks: Ranks = ONE_RANK, *, progress: Callable[[str], None], remote: bool = False
 ) -> tuple[TreeForward | None, Critic | None]:
-    """The reference and the critic of a trainer. Of several ranks each keeps its rows of these and, in place, of the
-    policy: no more than one whole model is in memory at a time, and afterwards none.
+    """The reference and the critic of a trainer, if it needs them. Of several ranks each keeps its rows of these and,
+    in place, of the policy: no more than one whole model is in memory at a time, and afterwards none.
+
+    A shared critic reads the policy's hidden states; a separate one starts from the policy's weights unless
+    `critic.source` is set. If the policy trains an adapter, so does a separate critic, and both share the base in
+    memory. A new value head is initialised to output 0.
 
     Args:
+        progress: gets a line before each slow operation.
         remote: the critic is in another process.
 
     Raises:
-        UserError: as `build_critic`.
+        UserError: the critic's model cannot be loaded, or its tokenizer differs from the policy's.
     """
+    spec = bundle.spec
 
     def keep_rows(forward: TreeForward, *, offload: bool = False) -> None:
         if ranks.size > 1:
             shard(forward, ranks, offload=offload)
             bundle.frozen.clear()
 
-    keep_rows(bundle.forward, offload=bundle.spec.trainer.offload == "optimizer")
+    keep_rows(bundle.forward, offload=spec.trainer.offload == "optimizer")
     reference = bundle.forward_of(bundle.reference())
     if reference is not None:
         keep_rows(reference)
-    critic = None if remote else build_critic(bundle, progress=progress, ranks=ranks)
+    critic: Critic | None = None
+    if spec.algorithm.needs_critic and not remote:
+        if spec.critic.kind == "own":
+            critic = build_model_critic(
+                spec, policy_folder=bundle.folder, frozen=bundle.frozen, progress=progress, ranks=ranks
+            )
+        else:
+            head = ScalarHead(hidden_size(bundle.model)).to(bundle.device)
+            coefficient, clip = spec.critic.value_coefficient, spec.critic.value_clip
+            critic = TrunkCritic(
+                bundle.forward, head, spec.critic, value_coefficient=coefficient, value_clip=clip, ranks=ranks
+            )
     if ranks.size > 1:
         bundle.frozen.clear()
     return reference, critic

@@ -18,8 +18,8 @@ that knows about ranks takes a `Ranks` (`models/ranks.py`); the one of a trainer
   start no rank holds the whole model. The reserved engine is therefore a process of its own, or colocated with every
   rank. At its start every rank loads the whole model into host memory, because the check of its packed forward pass
   needs one, and keeps its rows.
-- *Supervised stages* run their whole loop on every rank (`runtime/cluster/ray_supervised.py`); the first one's
-  telemetry is repeated by the process that started them (`runtime/cluster/telemetry_relay.py`).
+- *Supervised stages* run their whole loop on every rank; the process that started them repeats the telemetry of the
+  first one (`runtime/cluster/ray_supervised.py`).
 - *A lost or late rank ends the group*, and the run resumes from its checkpoint; the error names the rank that is
   late, not those that wait for it. Ranks meet at a file beside the checkpoints. The fault simulation drives the same
   classes over one to three ranks that die, hang, fail or lag in any call (`tests/fault_simulation/ranks.py`).

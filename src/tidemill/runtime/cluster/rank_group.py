@@ -97,12 +97,10 @@ class RankGroup:
     def _failure(self, method: str, calls: Sequence[asyncio.Future[T]], seconds: float) -> BaseException:
         """The error that explains the others: of a user, of a rank that died, that one is late, or any other."""
         raised = [error for call in calls if call.done() and (error := call.exception()) is not None]
-        for error in raised:
-            if isinstance(error, UserError):
-                return error
-        for error in raised:
-            if isinstance(error, TrainerLost):
-                return error
+        for kind in (UserError, TrainerLost):
+            for error in raised:
+                if isinstance(error, kind):
+                    return error
         late = [index for index, call in enumerate(calls) if not call.done()]
         if raised and (not late or seconds < self._late_s):
             return raised[0]

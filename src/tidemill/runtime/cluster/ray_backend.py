@@ -71,7 +71,7 @@ from tidemill.runtime.cluster.ray_trainer import (
 from tidemill.runtime.cluster.ray_worker import RayHost, RayWorker, WorkerPlan
 from tidemill.runtime.cluster.wire import Caller, invoke
 from tidemill.runtime.compute import collected_rarely
-from tidemill.runtime.extension_checks import identities, trainer_extensions
+from tidemill.runtime.extension_checks import identities, run_extensions
 from tidemill.runtime.model_bundle import check_vocabularies, engine_context, fitting_task
 from tidemill.runtime.publishers import published_probe
 from tidemill.runtime.readers import Readers, check_reward_models, reward_reader
@@ -123,7 +123,7 @@ async def on_ray(spec: RunSpec, run: RunDirectory, recorder: Recorder, clock: Cl
             checkpoints=str(run.checkpoints.resolve()),
             prompt_tokens=task.longest_prompt_tokens,
             probe_ids=published_probe(spec, task.source),
-            identities=identities(trainer_extensions(spec)),
+            identities=identities(run_extensions(spec, trainer=True)),
         )
         started, readers = await asyncio.gather(
             _start_trainer(remote, plan, run, critic), _start_readers(remote, spec, folder, reserved, recorder, stack)

@@ -25,7 +25,7 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from tidemill.config.schema import RunSpec
-from tidemill.core.errors import TidemillError, TrainerLost, UserError, WorkerLost
+from tidemill.core.errors import TidemillError, TrainerLost, UserError
 from tidemill.core.protocols import Worker, with_deadline
 from tidemill.core.records import WorkerReport
 from tidemill.rollout.worker import EngineWorker
@@ -61,11 +61,9 @@ def in_thread(function: Callable[[], T], *, name: str) -> Future[T]:
 
     def call() -> None:
         try:
-            result = function()
+            future.set_result(function())
         except BaseException as error:  # noqa: BLE001 - raised where the future is awaited
             future.set_exception(error)
-        else:
-            future.set_result(result)
 
     threading.Thread(target=call, name=name, daemon=True).start()
     return future
@@ -73,10 +71,6 @@ def in_thread(function: Callable[[], T], *, name: str) -> Future[T]:
 
 Lost = Callable[[str, str], TidemillError]
 """Builds the error for a lost actor from cause and hint."""
-
-
-def worker_lost(cause: str, hint: str) -> WorkerLost:
-    return WorkerLost(cause, hint=hint)
 
 
 def trainer_lost(cause: str, hint: str, *, role: str = "trainer") -> TrainerLost:

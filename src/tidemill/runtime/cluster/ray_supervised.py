@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
@@ -16,7 +17,7 @@ import ray
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import TrainerLost
 from tidemill.core.protocols import Telemetry
-from tidemill.core.records import Demonstration, PreferencePair, Record
+from tidemill.core.records import Demonstration, PreferencePair, Record, StepMetrics
 from tidemill.data.examples import Examples
 from tidemill.extensions.registry import Extension
 from tidemill.models.folder import weight_files
@@ -32,7 +33,6 @@ from tidemill.runtime.cluster.ray_calls import (
     spec_to_send,
 )
 from tidemill.runtime.cluster.ray_trainer import NO_DEADLINE
-from tidemill.runtime.cluster.telemetry_relay import Line, LineQueue, relay
 from tidemill.runtime.cluster.wire import AsyncActor, decode, encode, invoke, served
 from tidemill.runtime.compute import ComputeThread
 from tidemill.runtime.memory_check import check_memory
@@ -63,6 +63,51 @@ class SupervisedStarted(Record):
     model_digest: str  # of the initial weights
     threads: int
     device_info: dict[str, Any]
+
+
+class Line(Record):
+    """A call of one of a telemetry's methods, or of the recorder's."""
+
+    method: str
+    arguments: tuple[Any, ...] = ()
+    fields: dict[str, Any] = {}
+    metrics: StepMetrics | None = None  # of `step`, which has no other argument
+
+
+class LineQueue(NullTelemetry):
+    """A telemetry whose calls are taken as lines by another thread."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lines: deque[Line] = deque()
+
+    def add(self, method: str, /, *arguments: Any, **fields: Any) -> None:
+        self._lines.append(Line(method=method, arguments=arguments, fields=fields))
+
+    def take(self) -> list[Line]:
+        return [self._lines.popleft() for _ in range(len(self._lines))]
+
+    def resume(self, step: int) -> None:
+        self.add("resume", step)
+
+    def event(self, name: str, **fields: Any) -> None:
+        self.add("event", name, **fields)
+
+    def step(self, metrics: StepMetrics) -> None:
+        self._lines.append(Line(method="step", metrics=metrics))
+
+    def progress(self, phase: str, done: int, total: int) -> None:
+        self.add("progress", phase, done, total)
+
+
+def relay(lines: Sequence[Line], telemetry: Telemetry, recorder: Recorder) -> None:
+    """Repeat the calls of a `LineQueue`."""
+    for line in lines:
+        if line.metrics is not None:
+            telemetry.step(line.metrics)
+            continue
+        target = recorder if line.method in ("note", "expect") else telemetry
+        getattr(target, line.method)(*line.arguments, **line.fields)
 
 
 class SupervisedRank(AsyncActor):

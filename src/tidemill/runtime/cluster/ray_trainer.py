@@ -29,7 +29,7 @@ from tidemill.runtime.cluster.weight_transports import (
 )
 from tidemill.runtime.cluster.wire import Caller, calls, invoke, served, serves
 from tidemill.runtime.compute import ComputeThread
-from tidemill.runtime.extension_checks import identities, refuse_changed, trainer_extensions
+from tidemill.runtime.extension_checks import identities, refuse_changed, run_extensions
 from tidemill.runtime.memory_check import check_memory
 from tidemill.runtime.model_bundle import load_model_bundle
 from tidemill.weights.store import WeightStore
@@ -47,22 +47,6 @@ class TrainerPlan(Record):
     prompt_tokens: int  # length of the longest prompt
     probe_ids: TokenBuffer  # int32 [N], published with every version; empty without workers
     identities: dict[str, str]  # of user functions, which this process must have too
-
-
-def checked_spec(plan: TrainerPlan, functions: Sequence[Extension]) -> RunSpec:
-    """The configuration of a trainer's actor, with its user functions.
-
-    Raises:
-        UserError: a function differs on this machine, torch cannot use the reserved GPU, or the models do not fit.
-    """
-    spec = RunSpec.model_validate_json(plan.spec)
-    provide(functions)
-    here = identities(trainer_extensions(spec))
-    refuse_changed({name: plan.identities[name] for name in here}, here, where="the trainer's machine")
-    require_reserved_gpus(spec.ray.trainer_gpus, "ray.trainer_gpus")
-    work: Work = "serve" if spec.task.kind == "served" else "rl"
-    check_memory(spec, work, note=lambda _: None, alone=False)
-    return spec
 
 
 class Started(Record):
@@ -168,9 +152,16 @@ class TrainerActor(EngineActor, ReadingActor):
             critic: handle of a `CriticActor` that has not been started; None for a critic in this process, or none.
 
         Raises:
-            UserError: a model or the device cannot be used, or the ranks do not see the folder.
+            UserError: a model or the device cannot be used, a function differs on this machine, or the ranks do not see
+                the folder.
         """
-        spec, compute = checked_spec(plan, functions), ComputeThread()
+        spec, compute = RunSpec.model_validate_json(plan.spec), ComputeThread()
+        provide(functions)
+        here = identities(run_extensions(spec, trainer=True))
+        refuse_changed({name: plan.identities[name] for name in here}, here, where="the trainer's machine")
+        require_reserved_gpus(spec.ray.trainer_gpus, "ray.trainer_gpus")
+        work: Work = "serve" if spec.task.kind == "served" else "rl"
+        check_memory(spec, work, note=lambda _: None, alone=False)
 
         def start() -> Started:
             bundle = load_model_bundle(spec, progress=lambda _: None, generates=spec.engine_shares_model)

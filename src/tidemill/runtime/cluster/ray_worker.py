@@ -34,7 +34,6 @@ from tidemill.runtime.cluster.ray_calls import (
     require_reserved_gpus,
     resources_text,
     trainer_lost,
-    worker_lost,
 )
 from tidemill.runtime.cluster.ray_internals import signal_fd
 from tidemill.runtime.cluster.weight_transports import open_puller, open_readers
@@ -256,7 +255,7 @@ class RayHost:
         create = partial(self._create_actor, lease, selector)  # blocks if the cluster's head is gone
         handle = await blocking(create, awaited="Ray to create a worker's process", timeout_s=self._start_s)
         reserved = lease.kind == "reserved"
-        lost = partial(trainer_lost, role="reserved engine") if reserved else worker_lost
+        lost = partial(trainer_lost, role="reserved engine") if reserved else WorkerLost
         remote = Remote(handle, lost=lost, node_name=node_name)
         worker = RayWorker(remote, owned=True, sender=self._sender if reserved else None)
         try:

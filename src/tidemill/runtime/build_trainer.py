@@ -88,26 +88,9 @@ def build_trainer(
     reader: LocalReader | None = None
     if spec.reading.ahead and reference is not None and ranks.size == 1:
         reader = reference_reader(spec, reference.model, compute)
-    return TrainerParts(
-        trainer=trainer,
-        checkpoints=TrainerCheckpoints(checkpoint_store(spec, checkpoints), policy, compute, warn=warn, ranks=ranks),
-        engine=engine,
-        reader=reader,
-        publisher=_publisher(bundle, compute, probe_ids, open_store, sends_base=sends_base) if probe_ids else None,
-    )
-
-
-def _publisher(
-    bundle: ModelBundle,
-    compute: ComputeThread,
-    probe_ids: TokenBuffer,
-    open_store: Callable[[], WeightStore],
-    *,
-    sends_base: bool,
-) -> Publisher:
-    spec = bundle.spec
-    if spec.engine_shares_model:
-        return ModelPublisher(
+    publisher: Publisher | None = None
+    if probe_ids and spec.engine_shares_model:
+        publisher = ModelPublisher(
             bundle.model,
             open_store(),
             compute=compute,
@@ -115,7 +98,14 @@ def _publisher(
             probe_ids=probe_ids,
             sends_base=sends_base,
         )
-    pulled = spec.is_elastic or (spec.engine_is_apart and spec.weights.lane == "none")
-    if pulled:  # without a second copy of the weights
-        return ShardPublisher(bundle, open_store(), compute=compute, probe_ids=probe_ids)
-    return ProbePublisher(bundle, compute=compute, probe_ids=probe_ids)
+    elif probe_ids and (spec.is_elastic or (spec.engine_is_apart and spec.weights.lane == "none")):
+        publisher = ShardPublisher(bundle, open_store(), compute=compute, probe_ids=probe_ids)  # no second copy
+    elif probe_ids:
+        publisher = ProbePublisher(bundle, compute=compute, probe_ids=probe_ids)
+    return TrainerParts(
+        trainer=trainer,
+        checkpoints=TrainerCheckpoints(checkpoint_store(spec, checkpoints), policy, compute, warn=warn, ranks=ranks),
+        engine=engine,
+        reader=reader,
+        publisher=publisher,
+    )

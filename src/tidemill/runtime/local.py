@@ -12,6 +12,7 @@ import math
 import weakref
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 
 from transformers import PreTrainedModel
@@ -47,41 +48,34 @@ from tidemill.weights.snapshot import MemoryTransport
 from tidemill.weights.store import WeightStore
 
 
+@dataclass(eq=False)
 class InProcessHost:
     """Implements `core.protocols.WorkerHost`.
 
     A worker's engine has the settings of the trainer's engine. Its model has no weights; a load binds it to a published
     snapshot, which all workers of that version share.
-
-    Args:
-        compute: the run's one thread for models; all engines take turns on it.
-        weights_compute: verifies pulled weights.
-        prompt_tokens: length of the longest prompt.
     """
 
-    def __init__(
-        self,
-        bundle: ModelBundle,
-        store: WeightStore,
-        *,
-        compute: Compute,
-        weights_compute: Compute,
-        clock: Clock,
-        prompt_tokens: int,
-    ) -> None:
-        self._bundle, self._store, self._clock, self._prompt_tokens = bundle, store, clock, prompt_tokens
-        self._compute, self._weights_compute = compute, weights_compute
+    bundle: ModelBundle
+    store: WeightStore
+    _: KW_ONLY
+    compute: Compute  # the run's one thread for models; all engines take turns on it
+    weights_compute: Compute  # verifies pulled weights
+    clock: Clock
+    prompt_tokens: int  # length of the longest prompt
+
+    def __post_init__(self) -> None:
         self._workers: weakref.WeakSet[EngineWorker] = weakref.WeakSet()  # weak: a killed worker's memory is freed
         self._frozen = False
 
     async def start(self, lease: Lease) -> EngineWorker:
-        bundle = self._bundle
-        model = await self._weights_compute.run(self._empty_model)
-        puller = Puller(self._store.transport, self._weights_compute, clock=self._clock, pinned=self._store.pinned)
+        bundle = self.bundle
+        model = await self.weights_compute.run(self._empty_model)
+        puller = Puller(self.store.transport, self.weights_compute, clock=self.clock, pinned=self.store.pinned)
         worker = EngineWorker(
-            bundle.engine_over(model, NO_VERSION, prompt_tokens=self._prompt_tokens),
-            self._compute,
-            clock=self._clock,
+            bundle.engine_over(model, NO_VERSION, prompt_tokens=self.prompt_tokens),
+            self.compute,
+            clock=self.clock,
             tick_s=bundle.spec.engine.tick_s,
             worker_id=lease.worker_id,
             lease_id=lease.lease_id,
@@ -98,7 +92,7 @@ class InProcessHost:
         if not self._frozen:
             self._frozen = True
             gc.freeze()  # scanning what exists before the first worker would take a fifth of a second each time
-        return copy_on_base(self._bundle.rollout_model, self._bundle.rollout_dtype)
+        return copy_on_base(self.bundle.rollout_model, self.bundle.rollout_dtype)
 
     async def close(self) -> None:
         for worker in list(self._workers):

@@ -143,8 +143,17 @@ class ModelBundle:
 
     def engine(self, version: PolicyVersion, *, prompt_tokens: int) -> EmbeddedEngine:
         """The trainer's engine; if it uses a copy of the model, every load updates the copy."""
-        refresh = None if self.rollout_model is self.model else _copy_weights(self.model, self.rollout_model)
-        return self.engine_over(self.rollout_model, version, prompt_tokens=prompt_tokens, refresh=refresh)
+        model = self.rollout_model
+        if model is self.model:
+            return self.engine_over(model, version, prompt_tokens=prompt_tokens)
+        targets, sources = learned_parameters(model).values(), learned_parameters(self.model).values()
+
+        @torch.no_grad()
+        def refresh() -> None:
+            for target, source in zip(targets, sources, strict=True):
+                target.copy_(source)
+
+        return self.engine_over(model, version, prompt_tokens=prompt_tokens, refresh=refresh)
 
     def engine_over(
         self,
@@ -254,17 +263,6 @@ def _copy_of(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
             if target is not source:
                 target.data = source.to(dtype, copy=True)
     return copy
-
-
-def _copy_weights(original: PreTrainedModel, copy: PreTrainedModel) -> Callable[[], None]:
-    targets, sources = learned_parameters(copy).values(), learned_parameters(original).values()
-
-    @torch.no_grad()
-    def refresh() -> None:
-        for target, source in zip(targets, sources, strict=True):
-            target.copy_(source)
-
-    return refresh
 
 
 def _refuse_dropout(model: PreTrainedModel) -> None:

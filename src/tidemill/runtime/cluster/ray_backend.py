@@ -9,6 +9,7 @@ import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -53,7 +54,6 @@ from tidemill.runtime.cluster.ray_calls import (
     Remote,
     blocking,
     placed,
-    placed_group,
     spec_to_send,
     trainer_lost,
 )
@@ -109,13 +109,11 @@ async def on_ray(spec: RunSpec, run: RunDirectory, recorder: Recorder, clock: Cl
         reserved = reserved_selector(spec.ray, preemptible)
         resources = ActorResources(spec.ray.trainer_cpus, spec.ray.trainer_gpus, "ray.trainer")
         shards, lane = spec.trainer.shards, None
-        handles = await stack.enter_async_context(
-            placed_group(TrainerActor, "trainer", resources, reserved, size=shards)
-        )
+        handles = await stack.enter_async_context(placed(TrainerActor, "trainer", resources, reserved, size=shards))
         critic = None
         if spec.algorithm.needs_critic and spec.placement.critic == "actor":
             resources = ActorResources(spec.placement.actor_cpus, spec.placement.actor_gpus, "placement.actor")
-            critic = await stack.enter_async_context(placed(CriticActor, "critic", resources, reserved))
+            (critic,) = await stack.enter_async_context(placed(CriticActor, "critic", resources, reserved))
         remotes = [Remote(handles[0], lost=trainer_lost)] if shards == 1 else rank_remotes(handles)
         remote = remotes[0] if shards == 1 else RankGroup(remotes)
         plan = TrainerPlan(
@@ -288,31 +286,24 @@ async def _start_readers(
 AUTOSCALER_S = 10.0
 
 
+@dataclass(eq=False)
 class RayProvider:
     """Implements `core.protocols.Provider`: one lease for each worker that fits on a matching node, in the order in
     which nodes appear. Wanting fewer workers ends no lease.
-
-    Args:
-        session: number of the run's session; part of lease ids.
-        unix_s: the wall clock, which the deadlines of draining nodes refer to.
     """
 
-    def __init__(
-        self,
-        pool: RayPool,
-        config: RayConfig,
-        nodes: NodeWatch,
-        *,
-        clock: Clock,
-        session: int,
-        price_usd_per_hour: float = 0.0,
-        back_off: BackOff | None = None,
-        unix_s: Callable[[], float] = time.time,
-    ) -> None:
-        self._pool, self._config, self._nodes = pool, config, nodes
-        self._clock, self._session, self._price, self._unix_s = clock, session, price_usd_per_hour, unix_s
-        self._back_off = back_off or BackOff()
-        self._wanted = pool.max_workers
+    pool: RayPool
+    config: RayConfig
+    nodes: NodeWatch
+    _: KW_ONLY
+    clock: Clock
+    session: int  # number of the run's session; part of lease ids
+    price_usd_per_hour: float = 0.0
+    back_off: BackOff = field(default_factory=BackOff)
+    unix_s: Callable[[], float] = time.time  # the wall clock, which the deadlines of draining nodes refer to
+
+    def __post_init__(self) -> None:
+        self._wanted = self.pool.max_workers
         self._places: dict[str, int] = {}  # workers that fit, by node
         self._held: dict[str, Lease] = {}
         self._noticed: set[str] = set()  # nodes
@@ -323,77 +314,72 @@ class RayProvider:
         self._requesting: asyncio.Task[None] | None = None
 
     def request_workers(self, workers: int) -> None:
-        wanted = min(workers, self._pool.max_workers)
+        wanted = min(workers, self.pool.max_workers)
         if wanted != self._wanted or self._requesting is None:
             self._wanted = wanted
             self._requesting = asyncio.create_task(self._request_nodes(wanted), name="autoscaler")
 
     async def next_event(self, timeout_s: float) -> LeaseEvent | None:
-        deadline_s = self._clock.now() + timeout_s
+        deadline_s = self.clock.now() + timeout_s
         while True:
             self._update()
             if self._events:
                 return self._events.popleft()
-            left_s = deadline_s - self._clock.now()
+            left_s = deadline_s - self.clock.now()
             if left_s <= 0:
                 return None
-            await self._nodes.changed(left_s)
+            await self.nodes.changed(left_s)
 
     async def release(self, lease_id: str) -> None:
         lease = self._held.pop(lease_id, None)
         if lease is None:
             return  # its node is gone
-        now_s, node = self._clock.now(), lease.node
-        if now_s - lease.start_s >= self._back_off.settled_s:
+        now_s, node = self.clock.now(), lease.node
+        if now_s - lease.start_s >= self.back_off.settled_s:
             self._failures[node] = 0
-        self._retry_s[node] = now_s + self._back_off.after(self._failures[node])
+        self._retry_s[node] = now_s + self.back_off.after(self._failures[node])
         self._failures[node] += 1
 
     async def close(self) -> None:
         """Withdraw the request for nodes, unless the cluster is lost."""
-        if self._requesting is not None and self._nodes.lost is None:
+        if self._requesting is not None and self.nodes.lost is None:
             await asyncio.gather(self._requesting, return_exceptions=True)
             await self._request_nodes(0)
 
     def _update(self) -> None:
-        live = {node.node_id: node for node in self._nodes.fitting(self._pool.selector)}
+        live = {node.node_id: node for node in self.nodes.fitting(self.pool.selector)}
         for lease in [lease for lease in self._held.values() if lease.node not in live]:
-            cause = f"its node {self._nodes.name(lease.node)} is gone"
+            cause = f"its node {self.nodes.name(lease.node)} is gone"
             self._events.append(LeaseEnded(lease_id=lease.lease_id, cause=cause))
             del self._held[lease.lease_id]
         for gone in self._places.keys() - live.keys():
             del self._places[gone]
         for node in live.values():
-            if node.drains_unix_s is not None:
-                self._notice(node, node.drains_unix_s)
-            else:
+            if node.drains_unix_s is None:
                 self._grant_on(node)
-
-    def _notice(self, node: NodeView, drains_unix_s: float) -> None:
-        if node.node_id in self._noticed:
-            return
-        self._noticed.add(node.node_id)
-        deadline_s = self._clock.now() + drains_unix_s - self._unix_s()
-        for lease in self._held_on(node):
-            cause = f"its node {node.name} is being drained"
-            self._events.append(LeaseNoticed(lease_id=lease.lease_id, deadline_s=deadline_s, cause=cause))
+            elif node.node_id not in self._noticed:
+                self._noticed.add(node.node_id)
+                deadline_s = self.clock.now() + node.drains_unix_s - self.unix_s()
+                for lease in self._held_on(node):
+                    cause = f"its node {node.name} is being drained"
+                    self._events.append(LeaseNoticed(lease_id=lease.lease_id, deadline_s=deadline_s, cause=cause))
 
     def _grant_on(self, node: NodeView) -> None:
         held = len(self._held_on(node))
         if held == 0:  # count only resources that other programs leave free
-            self._places[node.node_id] = node.places(self._config.worker_cpus, self._config.worker_gpus)
-        if self._clock.now() < self._retry_s.get(node.node_id, -math.inf):
+            self._places[node.node_id] = node.places(self.config.worker_cpus, self.config.worker_gpus)
+        if self.clock.now() < self._retry_s.get(node.node_id, -math.inf):
             return
         for _ in range(self._places[node.node_id] - held):
             if len(self._held) >= self._wanted:
                 return
             self._granted += 1
             lease = Lease(
-                lease_id=f"lease-{self._session}-{self._granted}",
+                lease_id=f"lease-{self.session}-{self._granted}",
                 worker_id=f"{node.name}-{self._granted}",
                 kind="preemptible",
-                price_usd_per_hour=self._price,
-                start_s=self._clock.now(),
+                price_usd_per_hour=self.price_usd_per_hour,
+                start_s=self.clock.now(),
                 node=node.node_id,
             )
             self._held[lease.lease_id] = lease
@@ -404,9 +390,9 @@ class RayProvider:
 
     async def _request_nodes(self, workers: int) -> None:
         """Ask the autoscaler for nodes; without an autoscaler the request has no effect."""
-        need = {"CPU": self._config.worker_cpus, "GPU": self._config.worker_gpus}
+        need = {"CPU": self.config.worker_cpus, "GPU": self.config.worker_gpus}
         bundles = [{resource: amount for resource, amount in need.items() if amount}] * workers
         with suppress(Exception):  # the run continues with the nodes it has
-            selectors = [self._pool.selector] * workers
+            selectors = [self.pool.selector] * workers
             request = partial(request_resources, bundles=bundles, bundle_label_selectors=selectors)
             await blocking(request, awaited="the autoscaler's answer", timeout_s=AUTOSCALER_S)

@@ -185,25 +185,18 @@ class ActorResources(NamedTuple):
 
 
 @asynccontextmanager
-async def placed(actor: type, role: str, resources: ActorResources, selector: Mapping[str, str]) -> AsyncIterator[Any]:
-    """Start an actor in a placement group, and yield its handle; both end with the block.
+async def placed(
+    actor: type, role: str, resources: ActorResources, selector: Mapping[str, str], *, size: int = 1
+) -> AsyncIterator[list[Any]]:
+    """Start actors in a placement group, on as few nodes as possible, and yield their handles; they end with the block.
 
     Args:
         role: for messages.
-        selector: labels of the nodes it may run on.
+        selector: labels of the nodes they may run on.
 
     Raises:
-        UserError: no node has the free resources.
+        UserError: no nodes have the free resources.
     """
-    async with placed_group(actor, role, resources, selector, size=1) as handles:
-        yield handles[0]
-
-
-@asynccontextmanager
-async def placed_group(
-    actor: type, role: str, resources: ActorResources, selector: Mapping[str, str], *, size: int
-) -> AsyncIterator[list[Any]]:
-    """Like `placed`, for `size` actors with one bundle each, on as few nodes as possible."""
     need = {"CPU": resources.cpus, "GPU": resources.gpus}
     bundle = {kind: amount for kind, amount in need.items() if amount} or {"CPU": 0.001}
     group = placement_group([bundle] * size, strategy="PACK", bundle_label_selector=[dict(selector)] * size)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -16,7 +17,7 @@ from ray.exceptions import GetTimeoutError, RayError
 from torch import Tensor
 
 from tidemill.config.schema import RunSpec
-from tidemill.core.errors import TidemillError, TrainerLost, UserError
+from tidemill.core.errors import TidemillError, UserError
 from tidemill.core.records import Record
 from tidemill.models.catalog import resolve
 from tidemill.models.token_tree import TokenTree
@@ -95,6 +96,7 @@ def _array(blob: bytes, dtype: type[np.generic]) -> npt.NDArray[Any]:
 P = ParamSpec("P")
 T = TypeVar("T")
 
+_critic_lost = partial(trainer_lost, role="critic")
 ANSWER_S = 7200.0
 """The deadline that the controller has for a step of the trainer."""
 
@@ -171,10 +173,6 @@ class RayCritic:
                 raise _critic_lost(*describe_ray_error(error, "")) from error
 
         return answer
-
-
-def _critic_lost(cause: str, hint: str) -> TrainerLost:
-    return trainer_lost(cause, hint, role="critic")
 
 
 class CriticActor:

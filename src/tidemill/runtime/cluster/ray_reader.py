@@ -186,7 +186,7 @@ class ReaderProcess:
 
     async def _start_actor(self) -> Remote:
         resources = ActorResources(self._placement.actor_cpus, self._placement.actor_gpus, "placement.actor")
-        handle = await self._actor.enter_async_context(placed(ReaderActor, self._role, resources, self._selector))
+        (handle,) = await self._actor.enter_async_context(placed(ReaderActor, self._role, resources, self._selector))
         remote = Remote(handle, lost=partial(reader_lost, self._role))
         await invoke(remote, LOAD_S, ReaderActor.start_reader, self._plan)
         return remote

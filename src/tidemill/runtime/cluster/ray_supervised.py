@@ -28,7 +28,7 @@ from tidemill.runtime.cluster.connection import connected, reserved_selector, se
 from tidemill.runtime.cluster.rank_group import RANK_S, RankGroup, join_group, rank_remotes
 from tidemill.runtime.cluster.ray_calls import (
     ActorResources,
-    placed_group,
+    placed,
     require_reserved_gpus,
     spec_to_send,
 )
@@ -220,9 +220,7 @@ def fit_on_ranks(
             reserved = reserved_selector(spec.ray, selector_of(spec.pool))
             resources = ActorResources(spec.ray.trainer_cpus, spec.ray.trainer_gpus, "ray.trainer")
             size = spec.trainer.shards
-            handles = await stack.enter_async_context(
-                placed_group(SupervisedRank, "trainer", resources, reserved, size=size)
-            )
+            handles = await stack.enter_async_context(placed(SupervisedRank, "trainer", resources, reserved, size=size))
             group = RankGroup(rank_remotes(handles))
             loaded = await group.start(SupervisedRank.start, plan, directory / "checkpoints")
             started(**msgspec.structs.asdict(loaded))

@@ -301,7 +301,6 @@ def make_pairs(
 
     Args:
         prompts, split: as for `make_demonstrations`.
-        model: replaces the configured one.
         answers: a file that stores finished completions, so that an interrupted call can be resumed.
 
     Returns:

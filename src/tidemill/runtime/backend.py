@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -166,42 +166,34 @@ def checkpoint_store(spec: RunSpec, folder: Path) -> CheckpointStore:
     return CheckpointStore(folder, keep_last=spec.checkpoint.keep_last, keep_best=spec.checkpoint.keep_best)
 
 
+@dataclass(frozen=True, slots=True)
 class TrainerCheckpoints:
-    """Implements `core.protocols.Checkpoints`.
+    """Implements `core.protocols.Checkpoints`."""
 
-    Args:
-        warn: gets a message for every damaged checkpoint that was skipped.
-        ranks: all of them call every method; the first creates the folders.
-    """
-
-    def __init__(
-        self,
-        store: CheckpointStore,
-        trainer: PolicyTrainer,
-        compute: Compute,
-        *,
-        warn: Callable[[str], None],
-        ranks: Ranks = ONE_RANK,
-    ) -> None:
-        self._store, self._trainer, self._compute, self._warn, self._ranks = store, trainer, compute, warn, ranks
+    store: CheckpointStore
+    trainer: PolicyTrainer
+    compute: Compute
+    _: KW_ONLY
+    warn: Callable[[str], None]  # gets a message for every damaged checkpoint that was skipped
+    ranks: Ranks = ONE_RANK  # all of them call every method; the first creates the folders
 
     async def save(self, step: int, *, score: float | None) -> None:
         def save() -> None:
-            write, nbytes = self._trainer.write_state, self._trainer.state_bytes()
-            write_together(self._store, step, write, ranks=self._ranks, score=score, expected_bytes=nbytes)
+            write, nbytes = self.trainer.write_state, self.trainer.state_bytes()
+            write_together(self.store, step, write, ranks=self.ranks, score=score, expected_bytes=nbytes)
 
-        await self._compute.run(save)
+        await self.compute.run(save)
 
     async def restore_latest(self) -> int:
-        return await self._compute.run(self._restore)
+        return await self.compute.run(self._restore)
 
     def _restore(self) -> int:
-        for finding in recover_together(self._store, ranks=self._ranks):
-            self._warn(finding)
-        latest = self._store.latest()
+        for finding in recover_together(self.store, ranks=self.ranks):
+            self.warn(finding)
+        latest = self.store.latest()
         for damaged in latest.skipped:
-            self._warn(f"skipped checkpoint {damaged.path.name}: {damaged.reason}")
+            self.warn(f"skipped checkpoint {damaged.path.name}: {damaged.reason}")
         if latest.checkpoint is None:
             return 0
-        self._trainer.read_state(latest.checkpoint.path)
+        self.trainer.read_state(latest.checkpoint.path)
         return latest.checkpoint.step

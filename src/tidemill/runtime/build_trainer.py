@@ -53,13 +53,9 @@ def build_trainer(
     Args:
         bundle: just loaded. With several ranks only this rank's rows are kept.
         compute: runs the trainer, the engine and the reader, one at a time.
-        checkpoints: their folder.
-        prompt_tokens: length of the longest prompt.
         probe_ids: published with every version; empty if none is published.
         open_store: called if versions are stored for workers to pull.
         sends_base: workers cannot share the base model under an adapter.
-        progress: gets a line before each slow operation.
-        warn: gets a message for every damaged checkpoint that was skipped.
         critic: in another process; None builds the one that the algorithm needs.
 
     Raises:

@@ -72,7 +72,6 @@ def open_colocated(
 
     Args:
         bundle: the trainer's; every rank of a sharded one opens an engine, and all load a version at the same time.
-        prompt_tokens: length of the longest prompt.
 
     Raises:
         UserError: this machine cannot run the engine, or it runs on another device than the trainer.

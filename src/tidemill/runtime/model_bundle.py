@@ -206,7 +206,6 @@ def load_model_bundle(
     """Choose device and threads, and load model and tokenizer.
 
     Args:
-        progress: gets a line before each slow operation.
         model: replaces the configured model, including its adapter settings.
         generates: whether an engine uses the model, which may then need a copy.
 
@@ -327,7 +326,6 @@ def reference_and_critic(
     memory. A new value head is initialised to output 0.
 
     Args:
-        progress: gets a line before each slow operation.
         remote: the critic is in another process.
 
     Raises:

@@ -38,7 +38,6 @@ def open_engine(spec: RunSpec, folder: Path, *, prompt_tokens: int, dtype: str) 
 
     Args:
         folder: configuration and tokenizer of the model; it must remain as long as the engine.
-        prompt_tokens: length of the longest prompt.
         dtype: of the published weights.
 
     Raises:

@@ -141,11 +141,7 @@ async def connected(spec: RunSpec, *, model_bytes: int, log: Callable[[str], Non
 
 @asynccontextmanager
 async def _watching() -> AsyncIterator[NodeWatch]:
-    """Watch the nodes, and cancel the block when the cluster is lost.
-
-    Raises:
-        ClusterLost: the cluster stopped answering.
-    """
+    """Watch the nodes, and cancel the block when the cluster is lost. Raises ClusterLost."""
     inside = asyncio.current_task()
     assert inside is not None
     watch = NodeWatch(on_lost=inside.cancel)

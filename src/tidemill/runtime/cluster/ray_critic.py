@@ -184,14 +184,10 @@ class CriticActor:
 
     @answered_in_order
     def start(self, spec_json: str, threads: int, probe_file: str) -> str:
-        """Load the model; returns its device.
+        """Load the model; returns its device. See `RayCritic.start`.
 
         Args:
-            threads: inside one operation.
             probe_file: just created by the trainer in the checkpoint folder.
-
-        Raises:
-            UserError: it cannot be loaded, or this machine does not see the run directory.
         """
         if not Path(probe_file).exists():
             raise UserError(

@@ -124,11 +124,7 @@ class SupervisedRank(AsyncActor):
     async def start(
         self, plan: SupervisedPlan, index: int, meeting: str, functions: Sequence[Extension] = ()
     ) -> SupervisedStarted:
-        """Load the model, and keep this rank's rows.
-
-        Raises:
-            UserError: the model or the device cannot be used.
-        """
+        """Load the model, and keep this rank's rows. Raises UserError: it or the device cannot be used."""
         spec = RunSpec.model_validate_json(plan.spec)
         require_reserved_gpus(spec.ray.trainer_gpus, "ray.trainer_gpus")
         check_memory(spec, "supervised", note=lambda _: None, alone=False)
@@ -200,8 +196,6 @@ def fit_on_ranks(
     """Train on `trainer.shards` ranks.
 
     Args:
-        folder: of the model.
-        directory: of the run.
         recorder: what `telemetry` ends in; gets remarks and the number of steps.
         started: called with the fields of `SupervisedStarted` when the ranks have loaded the model.
         stop: called repeatedly; True ends the stage with a checkpoint.

@@ -83,11 +83,7 @@ class RayTrainer:
 
 
 class RayCheckpoints:
-    """Implements `core.protocols.Checkpoints`. The folder must be visible to the trainer's process.
-
-    Args:
-        warn: gets a message for every damaged checkpoint that was skipped.
-    """
+    """Implements `core.protocols.Checkpoints`. The folder must be visible to the trainer's process."""
 
     def __init__(self, remote: Caller, trainer: RayTrainer, *, warn: Callable[[str], None]) -> None:
         self._remote, self._trainer, self._warn = remote, trainer, warn

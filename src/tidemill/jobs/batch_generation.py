@@ -16,6 +16,7 @@ from typing import Any, Literal, TypeAlias
 import msgspec
 
 from tidemill.agents.demonstrations import agent_demonstrations
+from tidemill.agents.run_agent import agent_limits, agent_prompts, open_environments
 from tidemill.config.schema import RunSpec
 from tidemill.controller.evaluation import Evaluation, draw, eval_result, evaluate
 from tidemill.controller.fleet import Fleet
@@ -43,7 +44,6 @@ from tidemill.models.loading import context_limit
 from tidemill.models.model_source import ModelSource
 from tidemill.models.weights_digest import weights_digest
 from tidemill.rollout.worker import EngineWorker
-from tidemill.runtime.agents import agent_limits, agent_prompts, open_environments
 from tidemill.runtime.backend import scorers
 from tidemill.runtime.compute import ComputeThread
 from tidemill.runtime.memory_check import check_memory
@@ -65,26 +65,19 @@ class CachedCompletions(Record):
 
 
 class CompletionCache:
-    """Completions stored in a file, or nothing without a path.
-
-    Raises:
-        UserError: the file cannot be opened.
-    """
+    """Completions stored in a file, or nothing without a path. Raises UserError: the file cannot be opened."""
 
     def __init__(self, path: Path | None) -> None:
         self._writer = JsonlWriter(path) if path else None  # cuts a torn last line
-        self._known: dict[str, CachedCompletions] = {}
+        self.known: dict[str, CachedCompletions] = {}
         for line in path.read_bytes().splitlines() if path else ():
             with suppress(msgspec.DecodeError):  # the prompts of an unreadable line are generated again
                 cached = decode_json(line, CachedCompletions)
-                self._known[cached.key] = cached
-
-    def find(self, key: str) -> CachedCompletions | None:
-        return self._known.get(key)
+                self.known[cached.key] = cached
 
     def add(self, completions: CachedCompletions) -> None:
         """Raises UserError: the disk is full."""
-        self._known[completions.key] = completions
+        self.known[completions.key] = completions
         if self._writer:
             self._writer.write(completions)
 
@@ -178,7 +171,7 @@ class BatchGenerator:
             decisive = [self.version.digest, self.seed, *settings, self.sampling]
             identity = msgspec.json.encode([decisive, [prompt.prompt_id for prompt in chunk]])
             key = hashlib.blake2b(identity, digest_size=16).hexdigest()
-            completions = self.cache.find(key)
+            completions = self.cache.known.get(key)
             if completions is None:
                 start_s = self.rollout.clock.now()
                 new = tuple(await generate(chunk))

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, contextmanager, suppress
 from typing import Any, TextIO, TypeAlias
 
+from tidemill.agents.run_agent import agent_limits, open_environments
 from tidemill.config.issues import (
     default_task_remark,
     refuse_untrainable,
@@ -40,7 +41,6 @@ from tidemill.jobs.journal import SqliteJournal
 from tidemill.jobs.sandbox_check import check_needed_sandbox
 from tidemill.jobs.stopping import StopRequest
 from tidemill.models.model_source import exact_models
-from tidemill.runtime.agents import agent_limits, open_environments
 from tidemill.runtime.backend import OpenBackend, RuntimeBackend, fleet_of
 from tidemill.runtime.extension_checks import identities, refuse_changed, run_extensions
 from tidemill.runtime.memory_check import check_memory
@@ -390,11 +390,8 @@ async def _train(
             recorder.note(f"stopping: the last finished step is being checkpointed ({reason})")
             stop.set()
 
-        def from_other_thread(reason: str) -> None:
-            loop.call_soon_threadsafe(request_stop, reason)
-
         signalled = stop_request.on_signals(lambda: loop.call_soon_threadsafe(request_stop))
-        with signalled, stop_request.bound(from_other_thread):
+        with signalled, stop_request.bound(lambda reason: loop.call_soon_threadsafe(request_stop, reason)):
             rollout = RolloutContext(
                 fleet=fleet,
                 ledger=Ledger(journal, round_size=spec.batch.prompts),

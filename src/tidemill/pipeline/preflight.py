@@ -13,6 +13,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+from tidemill.agents.run_agent import agent_prompts
 from tidemill.config.issues import ConfigError, ConfigIssue
 from tidemill.config.load import PREFIX
 from tidemill.config.model import ModelConfig
@@ -35,7 +36,6 @@ from tidemill.models.reward_model import check_same_vocabulary, other_tokenizer,
 from tidemill.models.snapshots import check_adapter, stored_context_limit
 from tidemill.models.turn_format import turn_format
 from tidemill.pipeline.stage_plan import stage_issue
-from tidemill.runtime.agents import agent_prompts
 from tidemill.runtime.memory_check import check_memory
 from tidemill.runtime.model_bundle import check_critic_vocabulary, fitting_task, own_source
 from tidemill.runtime.runtimes import runtime_of

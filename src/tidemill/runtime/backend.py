@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import KW_ONLY, dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -117,12 +118,7 @@ def scorers(
     stops = spec.sampling.stop or task.default_stop_strings
     open_model = model_rewards(spec, compute, readers or Readers())
     calls = RewardCalls(spec.scoring.concurrency)  # shared, so that a user's module is imported once
-    warned: set[str] = set()
-
-    def warn_once(message: str) -> None:
-        if message not in warned:
-            warned.add(message)
-            warn(message)
+    warn_once = cache(warn)
 
     def build(scoring: ScoringConfig) -> RewardScorer:
         return build_scorer(

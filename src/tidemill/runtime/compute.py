@@ -18,7 +18,8 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 
 from tidemill.config.learning import TrainerConfig
-from tidemill.core.errors import DeadlineError, UserError
+from tidemill.core.errors import UserError
+from tidemill.core.protocols import with_deadline
 
 T = TypeVar("T")
 Call: TypeAlias = tuple[Future[Any], Callable[[], Any]]
@@ -73,11 +74,8 @@ class ComputeThread:
         if not self._closed:
             self._closed = True
             self._calls.put(None)
-        try:
-            await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(self._ended)), timeout_s)
-        except TimeoutError as error:
-            where = f"the call running on thread {self._name}"
-            raise DeadlineError("computations to end", waited_s=timeout_s, look_at=where) from error
+        ended, running = asyncio.shield(asyncio.wrap_future(self._ended)), f"the call running on thread {self._name}"
+        await with_deadline(ended, timeout_s=timeout_s, awaited="computations to end", look_at=running)
         self._thread.join(timeout_s)  # the thread only has to return
 
     def _serve(self) -> None:

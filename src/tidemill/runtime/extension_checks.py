@@ -30,7 +30,11 @@ def run_extensions(spec: RunSpec, *, trainer: bool = False) -> list[Extension]:
 
 def identities(extensions: list[Extension]) -> dict[str, str]:
     """Identity by `kind reference`, for the manifest. Of a file only the name counts, so a moved one is the same."""
-    return {f"{each.kind} {_file_name(each.ref)}": each.identity for each in extensions}
+    found = dict[str, str]()
+    for each in extensions:
+        source, colon, name = each.ref.rpartition(":")
+        found[f"{each.kind} {source.rpartition('/')[2]}{colon}{name}"] = each.identity
+    return found
 
 
 def refuse_changed(stored: Mapping[str, str], current: Mapping[str, str], *, where: str) -> None:
@@ -47,8 +51,3 @@ def refuse_changed(stored: Mapping[str, str], current: Mapping[str, str], *, whe
             where=where,
             hint=f"restore the previous source, or {another_directory(Path(where))}",
         )
-
-
-def _file_name(ref: str) -> str:
-    source, colon, name = ref.rpartition(":")
-    return f"{source.rpartition('/')[2]}{colon}{name}"

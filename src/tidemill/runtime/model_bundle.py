@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from tidemill.agents.run_agent import agent_prompts
 from tidemill.config.model import ModelConfig
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError
@@ -30,7 +31,6 @@ from tidemill.models.saving import errors_of_base, load_adapter
 from tidemill.models.snapshots import copy_on_base, empty_copy
 from tidemill.models.tree_forward import TreeForward
 from tidemill.rollout.engines.embedded import EmbeddedEngine
-from tidemill.runtime.agents import agent_prompts
 from tidemill.runtime.compute import choose_device, choose_precision, set_threads
 from tidemill.runtime.readers import check_reward_models
 from tidemill.trainer.critic import Critic, ModelCritic, TrunkCritic

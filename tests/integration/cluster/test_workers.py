@@ -48,8 +48,6 @@ from tidemill.runtime.cluster.keeper import LocalClusterPlan, LocalNode
 from tidemill.runtime.cluster.ray_backend import RayProvider
 from tidemill.runtime.cluster.ray_calls import Remote, trainer_lost
 from tidemill.runtime.cluster.ray_trainer import (
-    RayCheckpoints,
-    RayPublisher,
     RayTrainer,
     TrainerActor,
     TrainerPlan,
@@ -115,7 +113,7 @@ def trainer(cluster: LocalCluster, tmp_path_factory: pytest.TempPathFactory) -> 
 
     async def start() -> PolicyVersion:
         started = await invoke(remote, 60, TrainerActor.start, plan)
-        await RayPublisher(remote).publish(started.version)
+        await RayTrainer(remote, started.version, warn=pytest.fail).publish(started.version)
         return started.version
 
     return Trainer(handle, remote, asyncio.run(start()), RayWorker(remote, owned=False))
@@ -307,7 +305,8 @@ async def test_a_worker_generates_gets_a_notice_continues_and_is_killed(workplac
     assert isinstance(worker, RayWorker)
     (pid,) = _pids() - before
     loaded = await worker.load(trainer.version)
-    manifest = await RayPublisher(trainer.remote).publish(trainer.version)  # returns the published one
+    publisher = RayTrainer(trainer.remote, trainer.version, warn=pytest.fail)
+    manifest = await publisher.publish(trainer.version)  # returns the published one
     assert (loaded.version, loaded.full) == (trainer.version, True)
     assert loaded.nbytes >= manifest.nbytes
     assert loaded.probe_logprobs == manifest.probe_logprobs
@@ -398,10 +397,9 @@ async def test_a_trainer_raises_user_errors_and_reports_its_death_with_a_hint(
     assert str(tmp_path / "nothing") in str(fault.value)
 
     started = await invoke(remote, 60, TrainerActor.start, _trainer_plan(tmp_path))
-    trainer = RayTrainer(remote, started.version)
-    checkpoints = RayCheckpoints(remote, trainer, warn=pytest.fail)
-    assert await checkpoints.restore_latest() == 0
-    await checkpoints.save(0, score=None)
+    trainer = RayTrainer(remote, started.version, warn=pytest.fail)
+    assert await trainer.restore_latest() == 0
+    await trainer.save(0, score=None)
     assert (tmp_path / "step_0").is_dir()
 
     asked = [Completion(prompt_ids=PROMPT, token_ids=pack_tokens([3] * tokens)) for tokens in (2, 1)]

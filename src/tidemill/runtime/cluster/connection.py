@@ -117,14 +117,16 @@ async def connected(spec: RunSpec, *, model_bytes: int, log: Callable[[str], Non
         UserError: there is no cluster at that address, or no local one can be started.
         ClusterLost: the cluster stopped answering.
     """
-    environment = {name: os.environ.get(name) for name in _authentication("")}
+    names = _authentication("").keys()
+    before = {name: os.environ[name] for name in names & os.environ.keys()}
     async with AsyncExitStack() as stack:
         address, token = spec.ray.address, None
         if not address:
             nodes = local_nodes(spec)
             log(f"starting Ray on this machine: {', '.join(node.name for node in nodes)}")
-            plan = LocalClusterPlan(nodes=nodes, object_store_bytes=object_store_bytes(model_bytes))
-            cluster = await start_local_cluster(plan)
+            # Room for two snapshots, one being written and the deltas, in float32; Ray needs at least 80 MB.
+            store_bytes = max(128 << 20, 4 * model_bytes)
+            cluster = await start_local_cluster(LocalClusterPlan(nodes=nodes, object_store_bytes=store_bytes))
             stack.push_async_callback(cluster.close)
             address, token = cluster.address, cluster.token
         try:
@@ -132,11 +134,9 @@ async def connected(spec: RunSpec, *, model_bytes: int, log: Callable[[str], Non
             async with _watching() as watch:
                 yield watch
         finally:
-            for name, value in environment.items():
-                if value is None:
-                    os.environ.pop(name, None)
-                else:
-                    os.environ[name] = value
+            for name in names:
+                os.environ.pop(name, None)
+            os.environ.update(before)
 
 
 @asynccontextmanager
@@ -155,11 +155,6 @@ async def _watching() -> AsyncIterator[NodeWatch]:
     finally:
         await watch.close()
         await clean_up(ray.shutdown, awaited="Ray to disconnect")
-
-
-def object_store_bytes(model_bytes: int) -> int:
-    """Room for two snapshots, one being written and the deltas, in float32; Ray needs at least 80 MB."""
-    return max(128 << 20, 4 * model_bytes)
 
 
 class LocalCluster:
@@ -327,10 +322,8 @@ class NodeWatch:
     async def changed(self, timeout_s: float) -> None:
         """Wait until the nodes have been read again."""
         async with self._looked:
-            try:
+            with suppress(TimeoutError):
                 await asyncio.wait_for(self._looked.wait(), timeout_s)
-            except TimeoutError:
-                return
 
     def fitting(self, selector: Mapping[str, str]) -> list[NodeView]:
         return [node for node in self.nodes.values() if node.fits(selector)]

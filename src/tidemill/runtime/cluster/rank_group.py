@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from tidemill.core.errors import TrainerLost, UserError
 from tidemill.extensions.registry import Extension, session_functions
@@ -32,29 +32,19 @@ CAUSE_S = 5.0
 """After a failure, how long to wait for the answers of other ranks, which may tell its cause."""
 
 
-class RankCalls(Caller, Protocol):
-    """Calls on one rank, as `Remote` makes them."""
-
-    def kill(self) -> None: ...
-
-
 StartRank: TypeAlias = Callable[[Any, S, int, str, Sequence[Extension]], Awaitable[T]]
 """A method of a rank's actor: plan, index of the rank, meeting file, functions of the session."""
 
 
 class RankGroup:
-    """Calls on all ranks; implements `RankCalls`.
+    """Implements `wire.Caller` for all ranks.
 
     Args:
         late_s: how long the other ranks may take once the first has answered.
     """
 
-    def __init__(self, ranks: Sequence[RankCalls], *, late_s: float = RANK_S) -> None:
+    def __init__(self, ranks: Sequence[Caller], *, late_s: float = RANK_S) -> None:
         self._ranks, self._late_s = ranks, late_s
-
-    @property
-    def first(self) -> RankCalls:
-        return self._ranks[0]
 
     async def start(self, start: StartRank[S, T], plan: S, checkpoints: Path) -> T:
         """Start all ranks with this method of their actor; they meet at a file in the folder of the checkpoints."""

@@ -61,8 +61,6 @@ from tidemill.runtime.cluster.ray_critic import CriticActor
 from tidemill.runtime.cluster.ray_reader import RayReader, ReaderProcess
 from tidemill.runtime.cluster.ray_trainer import (
     NO_DEADLINE,
-    RayCheckpoints,
-    RayPublisher,
     RayTrainer,
     Started,
     TrainerActor,
@@ -127,7 +125,6 @@ async def on_ray(spec: RunSpec, run: RunDirectory, recorder: Recorder, clock: Cl
             _start_trainer(remote, plan, run, critic), _start_readers(remote, spec, folder, reserved, recorder, stack)
         )
         host = None
-        publisher = RayPublisher(remote) if plan.probe_ids else None
         if spec.weights.lane != "none":
             lane = LanePlan(
                 meeting=stack.enter_context(meeting_file(run.checkpoints)),
@@ -172,10 +169,10 @@ async def on_ray(spec: RunSpec, run: RunDirectory, recorder: Recorder, clock: Cl
         scorer, eval_scorer = scorers(spec, task, readers=readers, warn=recorder.note)
         stack.push_async_callback(scorer.close)
         stack.push_async_callback(eval_scorer.close)
-        trainer = RayTrainer(remote, started.version)
+        trainer = RayTrainer(remote, started.version, warn=recorder.note)
         yield RuntimeBackend(
             trainer=trainer,
-            checkpoints=RayCheckpoints(remote, trainer, warn=recorder.note),
+            checkpoints=trainer,
             local=await _reserved_engine(host if spec.engine_is_apart else None, lane, remote, remotes, clock),
             task=task,
             codec=codec,
@@ -187,7 +184,7 @@ async def on_ray(spec: RunSpec, run: RunDirectory, recorder: Recorder, clock: Cl
             provider=provider,
             host=host if spec.is_elastic else None,
             local_engines=1 if spec.engine_is_apart else shards,
-            publisher=publisher,
+            publisher=trainer if plan.probe_ids else None,
             readers=readers,
         )
 

@@ -263,10 +263,7 @@ MAX_REPORTS = 64
 class EngineActor(AsyncActor):
     """Base of actors that generate."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.worker: EngineWorker | None = None
-
+    worker: EngineWorker | None = None
     submit = serves(Worker.submit, "worker")
     abort = serves(Worker.abort, "worker")
     load = serves(Worker.load, "worker")

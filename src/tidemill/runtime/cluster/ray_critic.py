@@ -178,9 +178,8 @@ class RayCritic:
 class CriticActor:
     """Serves a `RayCritic`. Its methods are not coroutines, so that Ray runs them in the order of the calls."""
 
-    def __init__(self) -> None:
-        self._critic: ModelCritic | None = None
-        self._device = torch.device("cpu")
+    _critic: ModelCritic | None = None
+    _device = torch.device("cpu")
 
     @answered_in_order
     def start(self, spec_json: str, threads: int, probe_file: str) -> str:

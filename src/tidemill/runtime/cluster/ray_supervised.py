@@ -215,7 +215,8 @@ def fit_on_ranks(
             resources = ActorResources(spec.ray.trainer_cpus, spec.ray.trainer_gpus, "ray.trainer")
             size = spec.trainer.shards
             handles = await stack.enter_async_context(placed(SupervisedRank, "trainer", resources, reserved, size=size))
-            group = RankGroup(rank_remotes(handles))
+            remotes = rank_remotes(handles)
+            group = RankGroup(remotes)
             loaded = await group.start(SupervisedRank.start, plan, directory / "checkpoints")
             started(**msgspec.structs.asdict(loaded))
             rows = [ray.put(encode(list(each))) for each in (examples.train, examples.held_out)]
@@ -228,7 +229,7 @@ def fit_on_ranks(
                         stopping = True
                         await invoke(group, RANK_S, SupervisedRank.stop)
                     if not fitting.done() or not isinstance(fitting.exception(), TrainerLost):
-                        lines = await invoke(group.first, RANK_S, SupervisedRank.take_lines)
+                        lines = await invoke(remotes[0], RANK_S, SupervisedRank.take_lines)
                         relay(lines, telemetry, recorder)
                 result, model = fitting.result()
             finally:

@@ -68,51 +68,39 @@ class Restored(Record):
 
 
 class RayTrainer:
-    """Implements `core.protocols.Trainer`."""
+    """Implements `core.protocols.Trainer`, `Checkpoints` and `Publisher` with one actor, or all ranks of a trainer.
 
-    def __init__(self, remote: Caller, version: PolicyVersion) -> None:
-        self._remote, self.version = remote, version
+    Args:
+        warn: gets a message for every damaged checkpoint that was skipped.
+    """
+
+    def __init__(self, remote: Caller, version: PolicyVersion, *, warn: Callable[[str], None]) -> None:
+        self._remote, self.version, self._warn = remote, version, warn
 
     accumulate = calls(Trainer.accumulate, timeout_s=NO_DEADLINE)
     logprobs = calls(Trainer.logprobs, timeout_s=NO_DEADLINE)
+    save = calls(Checkpoints.save, timeout_s=NO_DEADLINE)  # into a folder that the trainer's process must see
+    publish = calls(Publisher.publish, timeout_s=NO_DEADLINE)
 
     async def commit(self, step: int) -> StepMetrics:
         metrics = await invoke(self._remote, NO_DEADLINE, Trainer.commit, step)
         self.version = metrics.version
         return metrics
 
-
-class RayCheckpoints:
-    """Implements `core.protocols.Checkpoints`. The folder must be visible to the trainer's process."""
-
-    def __init__(self, remote: Caller, trainer: RayTrainer, *, warn: Callable[[str], None]) -> None:
-        self._remote, self._trainer, self._warn = remote, trainer, warn
-
-    save = calls(Checkpoints.save, timeout_s=NO_DEADLINE)
-
     async def restore_latest(self) -> int:
         restored = await invoke(self._remote, NO_DEADLINE, TrainerActor.restore_latest)
         for warning in restored.warnings:
             self._warn(warning)
-        self._trainer.version = restored.version
+        self.version = restored.version
         return restored.step
 
-
-class RayPublisher:
-    """Implements `core.protocols.Publisher`."""
-
-    def __init__(self, remote: Caller) -> None:
-        self._remote = remote
-
-    publish = calls(Publisher.publish, timeout_s=NO_DEADLINE)
-
     async def close(self) -> None:
-        """Nothing to do: the objects end with the trainer's process."""
+        """Nothing to do: the published objects end with the trainer's process."""
 
 
 class TrainerActor(EngineActor, ReadingActor):
-    """Serves `RayTrainer`, `RayCheckpoints` and `RayPublisher`, a `RayWorker` for its engine, and a `RayReader` of the
-    reference. One alone is the trainer; several are the ranks of a sharded one."""
+    """Serves a `RayTrainer`, a `RayWorker` for its engine, and a `RayReader` of the reference. One alone is the
+    trainer; several are the ranks of a sharded one."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -25,15 +25,7 @@ from tidemill.controller.ledger import Ledger
 from tidemill.controller.rollout_context import RolloutContext
 from tidemill.core.errors import UserError
 from tidemill.core.protocols import LoopClock
-from tidemill.core.records import (
-    PolicyVersion,
-    Prompt,
-    Record,
-    SamplingParams,
-    Trajectory,
-    decode_json,
-    unpack_tokens,
-)
+from tidemill.core.records import PolicyVersion, Prompt, Record, SamplingParams, Trajectory, decode_json, unpack_tokens
 from tidemill.data.build_task import configured_task
 from tidemill.data.prompts import Task
 from tidemill.data.rows import ScoredCompletion, demonstration_row, pair_rows

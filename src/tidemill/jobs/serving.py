@@ -23,15 +23,7 @@ from tidemill.controller.rollout_context import RolloutContext, StopRequested
 from tidemill.controller.samples import Sample, TokenObserver
 from tidemill.controller.waiting import Timeouts
 from tidemill.core.protocols import LoopClock, TurnFormat
-from tidemill.core.records import (
-    ITEM_BYTES,
-    Finish,
-    Prompt,
-    Reward,
-    SampleId,
-    SamplingParams,
-    Trajectory,
-)
+from tidemill.core.records import ITEM_BYTES, Finish, Prompt, Reward, SampleId, SamplingParams, Trajectory
 from tidemill.gateway.backend import Asked, Piece
 from tidemill.gateway.errors import SERVER, ApiError
 from tidemill.gateway.requests import Question

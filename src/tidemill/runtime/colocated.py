@@ -6,14 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from tidemill.core.errors import UserError, WeightsError
 from tidemill.core.protocols import Clock, Compute, Engine, Trainer
-from tidemill.core.records import (
-    Completion,
-    Group,
-    LogprobBuffer,
-    PolicyVersion,
-    StepMetrics,
-    TokenBuffer,
-)
+from tidemill.core.records import Completion, Group, LogprobBuffer, PolicyVersion, StepMetrics, TokenBuffer
 from tidemill.models.lora import adapter_of
 from tidemill.models.snapshots import Part, dtype_name
 from tidemill.models.weight_stream import WeightStream, streamed_weights

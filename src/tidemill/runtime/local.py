@@ -24,21 +24,10 @@ from tidemill.models.loading import context_limit
 from tidemill.models.snapshots import copy_on_base
 from tidemill.rollout.pulled import EmptyModel, PulledWeights
 from tidemill.rollout.worker import EngineWorker
-from tidemill.runtime.backend import (
-    Runtime,
-    RuntimeBackend,
-    scheduled_provider,
-    scorers,
-)
+from tidemill.runtime.backend import Runtime, RuntimeBackend, scheduled_provider, scorers
 from tidemill.runtime.build_trainer import build_trainer
 from tidemill.runtime.compute import ComputeThread, choose_device
-from tidemill.runtime.model_bundle import (
-    NO_VERSION,
-    ModelBundle,
-    check_vocabularies,
-    engine_context,
-    load_model_bundle,
-)
+from tidemill.runtime.model_bundle import NO_VERSION, ModelBundle, check_vocabularies, engine_context, load_model_bundle
 from tidemill.runtime.publishers import published_probe
 from tidemill.runtime.readers import Readers, check_reward_models, reward_reader
 from tidemill.telemetry.recorder import Recorder

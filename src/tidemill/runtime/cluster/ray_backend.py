@@ -33,12 +33,7 @@ from tidemill.models.snapshots import check_shardable, files_without_weights, st
 from tidemill.pool.provider import BackOff
 from tidemill.rollout.engines.vllm import check_family, check_version
 from tidemill.rollout.worker_group import WorkerGroup
-from tidemill.runtime.backend import (
-    Runtime,
-    RuntimeBackend,
-    scheduled_provider,
-    scorers,
-)
+from tidemill.runtime.backend import Runtime, RuntimeBackend, scheduled_provider, scorers
 from tidemill.runtime.cluster.connection import (
     NodeView,
     NodeWatch,
@@ -49,23 +44,10 @@ from tidemill.runtime.cluster.connection import (
 )
 from tidemill.runtime.cluster.lane import LanePlan, LaneSender
 from tidemill.runtime.cluster.rank_group import RankGroup, meeting_file, rank_remotes
-from tidemill.runtime.cluster.ray_calls import (
-    ActorResources,
-    Remote,
-    blocking,
-    placed,
-    spec_to_send,
-    trainer_lost,
-)
+from tidemill.runtime.cluster.ray_calls import ActorResources, Remote, blocking, placed, spec_to_send, trainer_lost
 from tidemill.runtime.cluster.ray_critic import CriticActor
 from tidemill.runtime.cluster.ray_reader import RayReader, ReaderProcess
-from tidemill.runtime.cluster.ray_trainer import (
-    NO_DEADLINE,
-    RayTrainer,
-    Started,
-    TrainerActor,
-    TrainerPlan,
-)
+from tidemill.runtime.cluster.ray_trainer import NO_DEADLINE, RayTrainer, Started, TrainerActor, TrainerPlan
 from tidemill.runtime.cluster.ray_worker import RayHost, RayWorker, WorkerPlan
 from tidemill.runtime.cluster.wire import Caller, invoke
 from tidemill.runtime.compute import collected_rarely

@@ -26,12 +26,7 @@ from tidemill.models.weights_digest import weights_digest
 from tidemill.runtime.backend import checkpoint_store
 from tidemill.runtime.cluster.connection import connected, reserved_selector, selector_of
 from tidemill.runtime.cluster.rank_group import RANK_S, RankGroup, join_group, rank_remotes
-from tidemill.runtime.cluster.ray_calls import (
-    ActorResources,
-    placed,
-    require_reserved_gpus,
-    spec_to_send,
-)
+from tidemill.runtime.cluster.ray_calls import ActorResources, placed, require_reserved_gpus, spec_to_send
 from tidemill.runtime.cluster.ray_trainer import NO_DEADLINE
 from tidemill.runtime.cluster.wire import AsyncActor, decode, encode, invoke, served
 from tidemill.runtime.compute import ComputeThread

@@ -200,7 +200,7 @@ class Twin:
             largest = max([largest, *(abs(a - b) for a, b in zip(said[0][:same], said[1][:same], strict=True))])
             if at is not None:
                 chosen = {ours[at], theirs[at]}
-                found.append(self._difference(step, one, at, chosen, saboteur.attempts[sample_id], host._bundle.model))
+                found.append(self._difference(step, one, at, chosen, saboteur.attempts[sample_id], host.bundle.model))
         self.differences += found
         attempts = [saboteur.attempts[sample_id] for sample_id in quiet]
         self.steps.append(

@@ -139,13 +139,14 @@ class TrainerActor(EngineActor, ReadingActor):
             UserError: a model or the device cannot be used, a function differs on this machine, or the ranks do not see
                 the folder.
         """
-        spec, compute = RunSpec.model_validate_json(plan.spec), ComputeThread()
+        spec = RunSpec.model_validate_json(plan.spec)
         provide(functions)
         here = identities(run_extensions(spec, trainer=True))
         refuse_changed({name: plan.identities[name] for name in here}, here, where="the trainer's machine")
         require_reserved_gpus(spec.ray.trainer_gpus, "ray.trainer_gpus")
         work: Work = "serve" if spec.task.kind == "served" else "rl"
         check_memory(spec, work, note=lambda _: None, alone=False)
+        compute = ComputeThread()
 
         def start() -> Started:
             bundle = load_model_bundle(spec, progress=lambda _: None, generates=spec.engine_shares_model)

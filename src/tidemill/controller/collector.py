@@ -23,9 +23,9 @@ from typing import Any, TypeVar
 from tidemill.controller.acting import ActingEpisodes
 from tidemill.controller.batching import scored
 from tidemill.controller.dispatcher import Dispatcher
+from tidemill.controller.frozen_scoring import FrozenScoring
 from tidemill.controller.in_flight import InFlight
 from tidemill.controller.offload import Balance, HandOver
-from tidemill.controller.reading import Reading
 from tidemill.controller.rollout_context import RolloutContext, StopRequested
 from tidemill.controller.samples import Sample, SampleState
 from tidemill.controller.waiting import Mailbox, Messages, Wait, log_waiting
@@ -184,24 +184,24 @@ class SampleCollector:
 
     async def _score(self, sample: Sample) -> None:
         attempt = sample.attempt
-        reading = self._rollout.reading
+        frozen = self._rollout.frozen_scoring
         trajectory = self._trajectory(sample)
         scoring = self._rollout.scorer.score(sample.prompt, trajectory)
         try:
-            if reading is None or reading.reference is None:
+            if frozen is None or frozen.reference is None:
                 reward, ref_logprobs = await scoring, b""
             else:
-                reward, ref_logprobs = await asyncio.gather(scoring, reading.ref_logprobs(trajectory))
+                reward, ref_logprobs = await asyncio.gather(scoring, frozen.ref_logprobs(trajectory))
         except Exception as error:  # noqa: BLE001 - `next` raises it
             self.mailbox.put_failure(error)
         else:
             self.mailbox.messages.rewards.append((sample, attempt, reward, ref_logprobs))
             self.mailbox.notify()
 
-    async def _recompute_ref_logprobs(self, sample: Sample, reading: Reading) -> None:
+    async def _recompute_ref_logprobs(self, sample: Sample, frozen: FrozenScoring) -> None:
         attempt = sample.attempt
         try:
-            ref_logprobs = await reading.ref_logprobs(self._trajectory(sample))
+            ref_logprobs = await frozen.ref_logprobs(self._trajectory(sample))
         except Exception as error:  # noqa: BLE001 - `next` raises it
             self.mailbox.put_failure(error)
         else:
@@ -240,12 +240,12 @@ class SampleCollector:
 
     def _restore_scored(self, samples: Sequence[Sample]) -> None:
         """Emit samples whose rewards the journal has; a separate reference recomputes their logprobs first."""
-        reading = self._rollout.reading
-        if reading is None or reading.reference is None:
+        frozen = self._rollout.frozen_scoring
+        if frozen is None or frozen.reference is None:
             self._emit(samples)
             return
         for sample in samples:
-            self._start(self._recompute_ref_logprobs(sample, reading))
+            self._start(self._recompute_ref_logprobs(sample, frozen))
 
     async def _receive(self) -> Messages:
         if self._rollout.fleet.elastic:
@@ -267,9 +267,9 @@ class SampleCollector:
             rollout.fleet.end_lease(lease_id, f"it sent an invalid delta ({verdict})")
         if observers := rollout.all_observers:
             ids = [delta.sample_id for report in messages.reports for delta in report.deltas]
-            grown = [sample for sample_id in ids if (sample := in_flight.get(sample_id)) is not None]
+            changed = [sample for sample_id in ids if (sample := in_flight.get(sample_id)) is not None]
             for observer in observers:
-                observer.grown(grown)
+                observer.tokens_added(changed)
         self._dispatcher.note_ended(ended)
         self._finish(ended)
         self.acting.start(ended)
@@ -295,8 +295,8 @@ class SampleCollector:
             if self._in_flight.is_current(sample, sample.attempt, SampleState.FINISHED):
                 sample.finished_s = self._rollout.clock.now()
                 self._rollout.fleet.lengths.observe(sample.sample_id.prompt_id, sample.generated)
-                if self._rollout.reading is not None:
-                    self._rollout.reading.finished(sample)
+                if self._rollout.frozen_scoring is not None:
+                    self._rollout.frozen_scoring.finished(sample)
                 if self._rollout.environments is not None:
                     self._rollout.environments.forget([sample.sample_id])
                 self._start(self._score(sample))

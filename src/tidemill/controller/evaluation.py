@@ -100,7 +100,7 @@ async def evaluate(
         rollout,
         scorer=scorer,
         ledger=Ledger(None),
-        reading=None,
+        frozen_scoring=None,
         observers=(),
         truncated="trained",
         phase="evaluation",

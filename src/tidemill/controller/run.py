@@ -259,8 +259,8 @@ class TrainingRun:
         for sample in samples:
             if sample.state is SampleState.RUNNING:
                 self.rollout.fleet.abort(sample.lease_id, [sample.sample_id])
-        if self.rollout.reading is not None:
-            self.rollout.reading.forget(samples)
+        if self.rollout.frozen_scoring is not None:
+            self.rollout.frozen_scoring.forget(samples)
         self._collector.acting.forget(samples)
 
     def _latest_step(self, position: int) -> int | None:
@@ -323,8 +323,8 @@ class TrainingRun:
         counters = self.in_flight.take_counters()
         self.tokens_logged += counters.tokens_accepted
         figures = {**rewards, **batch_figures(samples, counters, version), **self.timings}
-        if rollout.reading is not None:
-            figures |= rollout.reading.take_figures()
+        if rollout.frozen_scoring is not None:
+            figures |= rollout.frozen_scoring.take_figures()
         ahead = self.spec.schedule.max_policy_lag > 0  # then generating never pauses
         generating_s = rollout.clock.now() - self.step_started_s if ahead else self.timings["time_rollout_s"]
         if generating_s > 0:

@@ -57,7 +57,7 @@ class TrainerLost(TidemillError):
     """The trainer's process or its critic's is gone, which ends the run; it can be resumed."""
 
 
-class ReaderLost(TidemillError):
+class ScorerLost(TidemillError):
     """The process of a reward model or the reference is gone and could not be restarted."""
 
 

@@ -46,9 +46,9 @@ from tidemill.models.codec import TextCodec
 from tidemill.models.model_source import ModelSource, exact_models, locate
 from tidemill.models.prompt_format import prompt_format
 from tidemill.models.weights_digest import weights_digest
+from tidemill.runtime.frozen_scorers import check_reward_models, model_scores
 from tidemill.runtime.memory_check import check_memory
 from tidemill.runtime.model_bundle import ModelBundle, load_model_bundle
-from tidemill.runtime.readers import check_reward_models, model_scores
 from tidemill.scoring.row_report import REMARKS, report_rows
 from tidemill.telemetry.events import DATA, event_text
 from tidemill.telemetry.metrics import HELD_OUT_NAME

@@ -234,7 +234,7 @@ def rollout_logprobs(trajectory: Trajectory, tokens: int) -> FloatArray:
 
 
 def ref_logprobs(trajectory: Trajectory) -> FloatArray | None:
-    """float32 [T], or None if no reader has computed them."""
+    """float32 [T], or None if no frozen model has computed them."""
     if not trajectory.ref_logprobs:
         return None
     return np.frombuffer(trajectory.ref_logprobs, np.float32)

@@ -56,8 +56,8 @@ async def test_the_parts_of_a_trainer(
         warn=pytest.fail,
     )
     assert isinstance(parts.trainer, trainer)
-    assert (parts.engine is not None, parts.reader is not None) == (engine, reads)
+    assert (parts.engine is not None, parts.frozen_reference is not None) == (engine, reads)
     assert type(parts.publisher) is (publisher or type(None))
-    for part in (parts.engine, parts.reader, compute):
+    for part in (parts.engine, parts.frozen_reference, compute):
         if part is not None:
             await part.close()

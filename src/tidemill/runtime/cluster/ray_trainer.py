@@ -21,7 +21,7 @@ from tidemill.runtime.cluster.lane import LaneSender
 from tidemill.runtime.cluster.rank_group import join_group
 from tidemill.runtime.cluster.ray_calls import EngineActor, require_reserved_gpus
 from tidemill.runtime.cluster.ray_critic import RayCritic
-from tidemill.runtime.cluster.ray_reader import ReadingActor
+from tidemill.runtime.cluster.ray_frozen_scorer import FrozenScorerServer
 from tidemill.runtime.cluster.weight_transports import (
     ObjectStoreTransport,
     PublisherTransport,
@@ -132,9 +132,9 @@ class RayPublisher:
         """Nothing to do: the objects end with the trainer's process."""
 
 
-class TrainerActor(EngineActor, ReadingActor):
-    """Serves `RayTrainer`, `RayCheckpoints` and `RayPublisher`, a `RayWorker` for its engine, and a `RayReader` of the
-    reference. One alone is the trainer; several are the ranks of a sharded one."""
+class TrainerActor(EngineActor, FrozenScorerServer):
+    """Serves `RayTrainer`, `RayCheckpoints` and `RayPublisher`, a `RayWorker` for its engine, and a `RayFrozenScorer`
+    of the reference. One alone is the trainer; several are the ranks of a sharded one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -213,7 +213,7 @@ class TrainerActor(EngineActor, ReadingActor):
                 critic=remote_critic,
             )
             self.trainer, self.checkpoints, self.publisher = parts.trainer, parts.checkpoints, parts.publisher
-            self.worker, self.reader = parts.engine, parts.reader
+            self.worker, self.frozen_scorer = parts.engine, parts.frozen_reference
             self.lane = LaneSender(bundle, parts.trainer, compute, sends=ranks.index == 0)
             return Started(
                 version=parts.trainer.version,

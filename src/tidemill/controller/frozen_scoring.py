@@ -1,44 +1,44 @@
-"""Reading ahead: sends tokens of samples in flight to reward models and the reference, which compute in chunks."""
+"""Scoring by frozen models: sends tokens of samples in flight to reward models and the reference, chunk by chunk."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from tidemill.controller.samples import Sample, TokenObserver
-from tidemill.core.protocols import Reader
-from tidemill.core.records import ITEM_BYTES, Growth, LogprobBuffer, SampleId, Trajectory, count
+from tidemill.core.protocols import FrozenScorer
+from tidemill.core.records import ITEM_BYTES, LogprobBuffer, NewTokens, SampleId, Trajectory, count
 
 
-class Reading(TokenObserver):
-    """Connects samples in flight with the frozen models that read them.
+class FrozenScoring(TokenObserver):
+    """Connects samples in flight with the frozen models that score them.
 
     Args:
-        readers: receive tokens chunk by chunk; may include the reference.
+        models: receive tokens chunk by chunk; may include the reference.
         reference: computes the logprobs of finished samples; None if the trainer does.
-        chunk_tokens: chunk size of the readers.
-        ahead: whether readers receive tokens before a sample is finished.
+        chunk_tokens: chunk size of the models.
+        ahead: whether models receive tokens before a sample is finished.
     """
 
     def __init__(
-        self, readers: Sequence[Reader], *, reference: Reader | None, chunk_tokens: int, ahead: bool = True
+        self, models: Sequence[FrozenScorer], *, reference: FrozenScorer | None, chunk_tokens: int, ahead: bool = True
     ) -> None:
-        self._readers = readers
+        self._models = models
         self.reference = reference
         self._chunk_tokens = chunk_tokens
         self._ahead = ahead
         self._sent: dict[SampleId, int] = {}  # tokens of prompt and completion, of unfinished samples
 
-    def grown(self, samples: Sequence[Sample]) -> None:
+    def tokens_added(self, samples: Sequence[Sample]) -> None:
         """Send the whole chunks that new tokens completed; of a new sample, the prompt at once."""
         if not self._ahead:
             return
         unfinished = [sample for sample in samples if sample.finish is None]
-        growths = [growth for sample in unfinished if (growth := self._growth(sample)) is not None]
-        if growths:
-            for reader in self._readers:
-                reader.receive(growths)
+        added = [chunks for sample in unfinished if (chunks := self._new_chunks(sample)) is not None]
+        if added:
+            for model in self._models:
+                model.receive(added)
 
-    def _growth(self, sample: Sample) -> Growth | None:
+    def _new_chunks(self, sample: Sample) -> NewTokens | None:
         prompt_tokens = count(sample.prompt.token_ids)
         complete = prompt_tokens + sample.length // self._chunk_tokens * self._chunk_tokens
         sent = self._sent.get(sample.sample_id, 0)
@@ -50,38 +50,38 @@ class Reading(TokenObserver):
             ids = sample.prompt.token_ids + bytes(sample.token_ids[:end])
         else:
             ids = bytes(sample.token_ids[(sent - prompt_tokens) * ITEM_BYTES : end])
-        return Growth(sample_id=sample.sample_id, prompt_tokens=prompt_tokens, start=sent, token_ids=ids)
+        return NewTokens(sample_id=sample.sample_id, prompt_tokens=prompt_tokens, start=sent, token_ids=ids)
 
     def forget(self, samples: Sequence[Sample]) -> None:
         """Discard the tokens of restarted and dropped samples."""
         sent = [sample.sample_id for sample in samples if self._sent.pop(sample.sample_id, None) is not None]
         if sent:
-            for reader in self._readers:
-                reader.forget(sent)
+            for model in self._models:
+                model.forget(sent)
 
     def finished(self, sample: Sample) -> None:
-        """Send no more chunks; the scorer reads the whole sample."""
+        """Send no more chunks; the models score the whole sample."""
         self._sent.pop(sample.sample_id, None)
 
     async def ref_logprobs(self, trajectory: Trajectory) -> LogprobBuffer:
         """float32 [T], of the trained tokens; empty if the trainer computes them.
 
         Raises:
-            ReaderLost: the reference is gone and could not be restarted.
+            ScorerLost: the reference is gone and could not be restarted.
         """
         if self.reference is None:
             return b""
-        read = await self.reference.read(trajectory.sample_id, trajectory.token_ids, trajectory.prompt_length)
+        scores = await self.reference.score(trajectory.sample_id, trajectory.token_ids, trajectory.prompt_length)
         after = trajectory.prompt_length
         return b"".join(
-            read.values[(segment.start - after) * ITEM_BYTES : (segment.end - after) * ITEM_BYTES]
+            scores.values[(segment.start - after) * ITEM_BYTES : (segment.end - after) * ITEM_BYTES]
             for segment in trajectory.segments
             if segment.trained
         )
 
     def take_figures(self) -> dict[str, float]:
         """Metrics of the step; the names are those of docs/metrics.md."""
-        counts = [reader.take_counts() for reader in self._readers]
+        counts = [model.take_counts() for model in self._models]
         return {
             "tokens_read_ahead": float(sum(ahead for ahead, _ in counts)),
             "tokens_read_late": float(sum(late for _, late in counts)),

@@ -14,7 +14,7 @@ import msgspec
 
 from tidemill.config.schema import RunSpec
 from tidemill.controller.collector import SampleCollector, collect_samples
-from tidemill.controller.entries import EvalResult, Evaluated
+from tidemill.controller.entries import EvalResult
 from tidemill.controller.in_flight import InFlight, SamplingPlan, plan_groups
 from tidemill.controller.ledger import Ledger
 from tidemill.controller.rollout_context import RolloutContext
@@ -48,11 +48,7 @@ async def draw(
     purpose: str,
     samples_per_prompt: int,
 ) -> list[tuple[Trajectory, ...]]:
-    """Generate and score samples of each prompt: in the order of the prompts, by index.
-
-    Raises:
-        Exception: as `collect_samples`.
-    """
+    """Generate and score samples of each prompt: in the order of the prompts, by index. Errors as `collect_samples`."""
     plan = SamplingPlan(
         purpose=purpose, run_seed=seed, group_size=samples_per_prompt, sampling=sampling, agent=rollout.agent
     )
@@ -230,64 +226,49 @@ class EvalSchedule:
         async with AsyncExitStack() as pause:
             for name, prompts in {HELD_OUT_NAME: held_out, **self._sets}.items():
                 known = self._rollout.ledger.evaluations.get((step, name))
-                if known is not None and self._is_of(known.result, version, prompts):
-                    self._log_again(step, known, prompts)
+                of = (version, len(prompts), self._spec.eval.samples_per_prompt)
+                if known and (known.result.version, known.result.n, known.result.samples_per_prompt) == of:
+                    # The lines that a resume from an earlier checkpoint removed are logged again.
                     result = known.result
+                    self._log_samples(step, known.samples, prompts)
+                    self._rollout.telemetry.event(EVALUATION, step=step, recovered=True, **_fields(result))
                 elif prompts:
-                    result = await self._evaluate(step, version, name, prompts, training, pause)
-                    training = None  # paused until the block ends
+                    with self._rollout.span(EVALUATION, step=step) as fields:
+                        if training is not None:
+                            await pause.enter_async_context(training.paused())
+                            training = None  # paused until the block ends
+                        evaluation = await self._evaluate(step, version, name, prompts)
+                        fields |= _fields(evaluation.result)
+                    result = evaluation.result
+                    self._log_samples(step, evaluation.samples, prompts)
+                    await self._rollout.ledger.record_evaluation(result, evaluation.samples)
                 else:
                     continue
-                figures |= _figures(result)
+                prefix, measures = held_out_prefix(name), {**_measures(result), "n": float(result.n)}
+                figures |= {f"{prefix}{measure}": value for measure, value in measures.items()}
                 figures[EVAL_TIME] = figures.get(EVAL_TIME, 0.0) + result.duration_s
         return figures
 
-    def _is_of(self, result: EvalResult, version: PolicyVersion, prompts: Sequence[Prompt]) -> bool:
-        """Whether a result is of this version, with these numbers of prompts and samples."""
-        expected = (version, len(prompts), self._spec.eval.samples_per_prompt)
-        return (result.version, result.n, result.samples_per_prompt) == expected
-
-    async def _evaluate(
-        self,
-        step: int,
-        version: PolicyVersion,
-        name: str,
-        prompts: Sequence[Prompt],
-        training: SampleCollector | None,
-        pause: AsyncExitStack,
-    ) -> EvalResult:
-        rollout, config = self._rollout, self._spec.eval
-        with rollout.span(EVALUATION, step=step) as fields:
-            if training is not None:
-                await pause.enter_async_context(training.paused())
-            evaluation = await evaluate(
-                step=step,
-                version=version,
-                prompts=prompts,
-                rollout=rollout,
-                scorer=self._scorer,
-                sampling=self._sampling,
-                seed=self._spec.run.seed,
-                name=name,
-                samples_per_prompt=config.samples_per_prompt,
-                ks=config.ks,
-            )
-            fields |= _fields(evaluation.result)
-        self._log_samples(step, evaluation.samples, prompts)
-        await rollout.ledger.record_evaluation(evaluation.result, evaluation.samples)
-        return evaluation.result
+    async def _evaluate(self, step: int, version: PolicyVersion, name: str, prompts: Sequence[Prompt]) -> Evaluation:
+        config = self._spec.eval
+        return await evaluate(
+            step=step,
+            version=version,
+            prompts=prompts,
+            rollout=self._rollout,
+            scorer=self._scorer,
+            sampling=self._sampling,
+            seed=self._spec.run.seed,
+            name=name,
+            samples_per_prompt=config.samples_per_prompt,
+            ks=config.ks,
+        )
 
     def _log_samples(self, step: int, samples: Sequence[Trajectory], prompts: Sequence[Prompt]) -> None:
         by_id = {prompt.prompt_id: prompt for prompt in prompts}
-        self._rollout.telemetry.samples(step, samples, [by_id[each.sample_id.prompt_id] for each in samples])
-
-    def _log_again(self, step: int, known: Evaluated, prompts: Sequence[Prompt]) -> None:
-        """Log an evaluation again whose lines were removed by a resume from an earlier checkpoint."""
-        ids = {prompt.prompt_id for prompt in prompts}
-        samples = [sample for sample in known.samples if sample.sample_id.prompt_id in ids]
-        if samples:
-            self._log_samples(step, samples, prompts)
-        self._rollout.telemetry.event(EVALUATION, step=step, recovered=True, **_fields(known.result))
+        known = [sample for sample in samples if sample.sample_id.prompt_id in by_id]
+        if known:
+            self._rollout.telemetry.samples(step, known, [by_id[sample.sample_id.prompt_id] for sample in known])
 
 
 def _measures(result: EvalResult) -> dict[str, float]:
@@ -313,9 +294,3 @@ def _fields(result: EvalResult) -> dict[str, Any]:
         "truncated_fraction": result.truncated_fraction,
         "completion_tokens_mean": result.completion_tokens_mean,
     }
-
-
-def _figures(result: EvalResult) -> dict[str, float]:
-    """Metrics of the step, without the duration."""
-    prefix = held_out_prefix(result.name)
-    return {f"{prefix}{name}": value for name, value in {**_measures(result), "n": float(result.n)}.items()}

@@ -126,11 +126,7 @@ class Ledger:
         await self._append_checkpointed(in_flight)
 
     async def open(self, in_flight: InFlight, groups: Sequence[PlannedGroup], prompts: Sequence[Prompt]) -> None:
-        """Start groups.
-
-        Raises:
-            UserError: a prompt is already in flight.
-        """
+        """Start groups. Raises UserError: a prompt is already in flight."""
         in_flight.open(groups, prompts)
         self.next_position = groups[-1].position + 1
         rounds = groupby(groups, key=lambda group: self._round(group.position))

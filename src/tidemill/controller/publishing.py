@@ -71,13 +71,20 @@ class Publishing:
         """
         with span(self._telemetry, self._clock, PUBLISH, version=version.number, digest=version.digest) as fields:
             if self._publisher is not None:
-                manifest = await self._wait_for(
+                manifest = await self.wait_for(
                     self._publisher.publish(version), f"version {version.number} to be published", "the weights' store"
                 )
                 fields["nbytes"] = manifest.nbytes
                 if manifest.delta is not None:
                     fields["delta_nbytes"] = manifest.delta.nbytes
-                self._announce(manifest, finishing())
+                self._manifest = manifest
+                self._first_published.set()
+                leases = finishing()
+                for worker in self._workers.values():
+                    if worker.preemptible and worker.joined:
+                        worker.load_when_idle = True
+                        if worker.lease.lease_id not in leases:
+                            self.queue_load(worker)
             self._version = version
             local = self._workers.get(LOCAL)
             if local is None or local.handle is None:
@@ -85,7 +92,7 @@ class Publishing:
             if LOCAL in finishing():
                 local.load_when_idle = True
             else:
-                await self._wait_for(
+                await self.wait_for(
                     self._load_local(local, local.handle),
                     f"the worker to load version {version.number}",
                     "the worker and its engine",
@@ -120,15 +127,6 @@ class Publishing:
             worker.version = loaded.version
         self._on_ready()
 
-    def _announce(self, manifest: WeightManifest, finishing: Collection[str]) -> None:
-        self._manifest = manifest
-        self._first_published.set()
-        for worker in self._workers.values():
-            if worker.preemptible and worker.joined:
-                worker.load_when_idle = True
-                if worker.lease.lease_id not in finishing:
-                    self.queue_load(worker)
-
     async def _load_local(self, worker: WorkerState, handle: Worker) -> None:
         assert self._version is not None, "nothing was published"
         loaded = await handle.load(self._version)
@@ -162,7 +160,8 @@ class Publishing:
                 'algorithm.proximal = "recomputed" and algorithm.kl_in = "loss"',
             )
 
-    async def _wait_for(self, call: Coroutine[Any, Any, T], awaited: str, look_at: str) -> T:
+    async def wait_for(self, call: Coroutine[Any, Any, T], awaited: str, look_at: str) -> T:
+        """Await the publisher or a worker, with "waiting" events and the deadline of loading weights."""
         wait = Wait(awaited=awaited, look_at=look_at, deadline_s=self._timeouts.load_s)
         return await wait_with_deadline(
             call, wait, notice_s=self._timeouts.notice_s, telemetry=self._telemetry, clock=self._clock

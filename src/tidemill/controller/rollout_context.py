@@ -54,11 +54,7 @@ class RolloutContext:
         return self.observers if self.frozen_scoring is None else (self.frozen_scoring, *self.observers)
 
     async def wait_for(self, call: Coroutine[Any, Any, T], *, awaited: str, look_at: str, deadline_s: float) -> T:
-        """Await with "waiting" events and a deadline.
-
-        Raises:
-            DeadlineError: it took longer than `deadline_s` seconds.
-        """
+        """Await with "waiting" events. Raises DeadlineError: it took longer than `deadline_s` seconds."""
         wait = Wait(awaited=awaited, look_at=look_at, deadline_s=deadline_s)
         return await wait_with_deadline(
             call, wait, notice_s=self.timeouts.notice_s, telemetry=self.telemetry, clock=self.clock

@@ -197,8 +197,8 @@ class TrainerCheckpoints:
         for finding in recover_together(self._store, ranks=self._ranks):
             self._warn(finding)
         latest = self._store.latest()
-        for damaged in latest.skipped:
-            self._warn(f"skipped checkpoint {damaged.path.name}: {damaged.reason}")
+        for name, reason in latest.skipped.items():
+            self._warn(f"skipped checkpoint {name}: {reason}")
         if latest.checkpoint is None:
             return 0
         self._trainer.read_state(latest.checkpoint.path)

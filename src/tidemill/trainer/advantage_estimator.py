@@ -122,7 +122,9 @@ class AdvantageEstimator:
             token_rewards = []
             for trajectory, penalty in zip(trajectories, penalties, strict=True):
                 token_rewards.append(-penalty)
-                np.add.at(token_rewards[-1], _last_tokens(trajectory), self._turn_rewards(trajectory))
+                turns = np.arange(max(len(trajectory.turns), 1))
+                last_tokens = np.searchsorted(_turn_of_tokens(trajectory), turns, side="right") - 1
+                np.add.at(token_rewards[-1], last_tokens, self._turn_rewards(trajectory))
             samples = self._token_level(trajectories, token_rewards, [each for each in values if each is not None])
         else:
             samples = []
@@ -157,14 +159,15 @@ class AdvantageEstimator:
         samples: list[WeightedSample] = []
         for call in calls:
             trajectories = [trajectory for index in call for trajectory in groups[index].trajectories]
-            names = sorted({name for t in trajectories if t.reward for name in t.reward.components})
+            components = [t.reward.components if t.reward else {} for t in trajectories]
+            names = sorted({name for each in components for name in each})
             advantages = function(
                 rewards=torch.tensor([reward for index in call for reward in rewards[index]], dtype=torch.float64),
                 valid=torch.tensor([each for index in call for each in valid[index]]),
                 lengths=[trajectory.trained_length for trajectory in trajectories],
                 truncated=torch.tensor([trajectory.truncated for trajectory in trajectories]),
                 components={
-                    name: torch.tensor([_component(t, name) for t in trajectories], dtype=torch.float64)
+                    name: torch.tensor([each.get(name, math.nan) for each in components], dtype=torch.float64)
                     for name in names
                 },
                 step=step,
@@ -357,16 +360,6 @@ def _turn_of_tokens(trajectory: Trajectory) -> npt.NDArray[np.int64]:
     """int64 [T], the turn of each trained token."""
     starts = [turn.start for turn in trajectory.turns[1:]]
     return np.searchsorted(starts, trained_positions(trajectory), side="right")
-
-
-def _last_tokens(trajectory: Trajectory) -> npt.NDArray[np.int64]:
-    """int64 [N], the last trained token of each turn."""
-    return np.searchsorted(_turn_of_tokens(trajectory), np.arange(max(len(trajectory.turns), 1)), side="right") - 1
-
-
-def _component(trajectory: Trajectory, name: str) -> float:
-    """A named reward of a sample; NaN if it has none."""
-    return trajectory.reward.components.get(name, math.nan) if trajectory.reward else math.nan
 
 
 def _trainable(group: Group, valid: Sequence[bool]) -> list[int]:

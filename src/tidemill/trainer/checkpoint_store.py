@@ -34,18 +34,11 @@ class StoredCheckpoint(Record):
     bytes: int
 
 
-class DamagedCheckpoint(Record):
-    """A visible checkpoint that cannot be used."""
-
-    path: Path
-    reason: str
-
-
 class LatestCheckpoint(Record):
     """The newest intact checkpoint."""
 
     checkpoint: StoredCheckpoint | None
-    skipped: tuple[DamagedCheckpoint, ...]  # newer than `checkpoint`
+    skipped: dict[str, str]  # damage of newer ones, by name
 
 
 class CheckpointStore:
@@ -131,21 +124,21 @@ class CheckpointStore:
         Raises:
             UserError: all checkpoints are damaged.
         """
-        skipped: list[DamagedCheckpoint] = []
+        skipped: dict[str, str] = {}
         for step, path in reversed(self._visible()):
             if reason := damage(path):
-                skipped.append(DamagedCheckpoint(path=path, reason=reason))
+                skipped[path.name] = reason
                 continue
             intact = next(c for c in self.checkpoints() if c.step == step)
-            return LatestCheckpoint(checkpoint=intact, skipped=tuple(skipped))
+            return LatestCheckpoint(checkpoint=intact, skipped=skipped)
         if skipped:
-            reasons = "; ".join(f"{damaged.path.name}: {damaged.reason}" for damaged in skipped)
+            reasons = "; ".join(f"{name}: {reason}" for name, reason in skipped.items())
             raise UserError(
                 f"every checkpoint is damaged ({reasons})",
                 where=str(self._root),
                 hint="restore a copy, or delete this folder to restart the run",
             )
-        return LatestCheckpoint(checkpoint=None, skipped=())
+        return LatestCheckpoint(checkpoint=None, skipped={})
 
     def best(self) -> StoredCheckpoint | None:
         """The checkpoint with the highest score, the earliest of equal ones; None if none has a score."""

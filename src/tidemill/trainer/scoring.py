@@ -18,9 +18,9 @@ from transformers import PreTrainedModel
 from tidemill.core.records import ITEM_BYTES, Completion, LogprobBuffer, ModelScores, SampleId, TokenBuffer, count
 from tidemill.models.attention import KVChunk, prefill_chunk, vocabulary_logits
 from tidemill.models.reward_model import RewardModel, sequence_scores
-from tidemill.models.token_logprobs import FLOAT_BYTES, Statistic
+from tidemill.models.token_logprobs import FLOAT_BYTES, Statistic, Targets
 from tidemill.models.token_tree import Tokens, TokenTree
-from tidemill.models.tree_forward import Targets, TreeForward, TreeOutput
+from tidemill.models.tree_forward import TreeForward, TreeOutput
 from tidemill.trainer.packing import MaskedCompletion, pack_completions, split_by_sample, split_by_tokens, tokens_of
 
 

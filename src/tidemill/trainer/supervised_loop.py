@@ -272,7 +272,9 @@ class _FitLoop(Generic[E]):
             self._evaluate()
             self._log_step({}, optimizer_steps=0)
         interrupted = False
-        while not self._finished and not (interrupted := self._stop_requested()):
+        while not self._finished:
+            if interrupted := any(context.ranks.gather(b"stop" if context.stop() else b"")):
+                break
             self._run_step()
         if self.saved_step < self.step:
             self._checkpoint()
@@ -289,9 +291,6 @@ class _FitLoop(Generic[E]):
             model=model.path if model else None,
             held_out=self.evaluated,
         )
-
-    def _stop_requested(self) -> bool:
-        return any(self.context.ranks.gather(b"stop" if self.context.stop() else b""))
 
     @property
     def _stopped_early(self) -> bool:
@@ -409,8 +408,8 @@ class _FitLoop(Generic[E]):
         for finding in recover_together(store, ranks=ranks):
             self.context.warn(finding)
         latest = store.latest()
-        for damaged in latest.skipped:
-            self.context.warn(f"skipped checkpoint {damaged.path.name}: {damaged.reason}")
+        for name, reason in latest.skipped.items():
+            self.context.warn(f"skipped checkpoint {name}: {reason}")
         if latest.checkpoint is None:
             return 0
         path = latest.checkpoint.path

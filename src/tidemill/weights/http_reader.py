@@ -18,13 +18,11 @@ CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
 
 
 class HttpReader:
-    """Implements `weights.snapshot.Transport` for processes that only read.
+    """Implements `weights.snapshot.BlobSource`.
 
     Args:
         url: of the server, such as "http://10.0.0.5:8000".
     """
-
-    zero_copy = False
 
     def __init__(self, url: str, token: str, *, silence_s: float = SILENCE_S) -> None:
         self._blobs = f"{url.rstrip('/')}/v1/blobs"
@@ -50,12 +48,6 @@ class HttpReader:
         except ExceptionGroup as group:
             raise _told(name, group.exceptions[0]) from group
         return blob
-
-    async def put(self, name: str, blob: Blob) -> None:
-        raise TypeError("a reader cannot publish")
-
-    async def delete(self, name: str) -> None:
-        raise TypeError("a reader cannot delete")
 
     async def close(self) -> None:
         """Close the connections."""

@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from tidemill.core.errors import WeightsError
 from tidemill.core.protocols import Clock, Compute
 from tidemill.core.records import PolicyVersion, Pulled, WeightManifest
-from tidemill.weights.delta import apply_delta
-from tidemill.weights.snapshot import Blob, Snapshot, Transport, aligned, allocate, verify
+from tidemill.weights.delta import INLINE, Threads, apply_delta
+from tidemill.weights.snapshot import Blob, BlobSource, Snapshot, aligned, allocate, verify
 from tidemill.weights.store import delta_name, manifest_name, snapshot_name, unpack_manifest
-from tidemill.weights.threads import INLINE, Threads
 
 ATTEMPTS = 5
 DELTA_ATTEMPTS = 2
@@ -44,7 +43,7 @@ class Puller:
 
     def __init__(
         self,
-        transport: Transport,
+        source: BlobSource,
         compute: Compute,
         *,
         clock: Clock,
@@ -53,7 +52,7 @@ class Puller:
         retry_pause_s: float = 0.05,
         pinned: Callable[[PolicyVersion], AbstractContextManager[None]] = lambda _: nullcontext(),
     ) -> None:
-        self._transport, self._compute, self._clock, self._pinned = transport, compute, clock, pinned
+        self._source, self._compute, self._clock, self._pinned = source, compute, clock, pinned
         self._threads = threads
         self._timeout_s, self._retry_pause_s = timeout_s, retry_pause_s
         self._held: _Ready | None = None
@@ -120,11 +119,17 @@ class Puller:
         manifest = unpack_manifest(blob, of=f"version {version.number}")
         if held is not None and held.snapshot.manifest.digest == manifest.digest:
             return Snapshot(manifest=manifest, buffer=held.snapshot.buffer), False, held.own
-        if held is not None and by_delta and (chain := await self._chain(held.snapshot.manifest, manifest)):
+        return await self._fetch(manifest, held.snapshot if held else None, by_delta=by_delta)
+
+    async def _fetch(
+        self, manifest: WeightManifest, held: Snapshot | None, *, by_delta: bool
+    ) -> tuple[Snapshot, bool, bool]:
+        """As `_attempt`, for a version that is not held."""
+        if held is not None and by_delta and (chain := await self._chain(held.manifest, manifest)):
             spare, self._spare = self._spare, None
             out = spare if spare is not None and len(spare) == manifest.nbytes else allocate(manifest.nbytes)
-            return await self._by_deltas(held.snapshot, chain, out), False, True
-        fetched = await self._get(snapshot_name(version))
+            return await self._by_deltas(held, chain, out), False, True
+        fetched = await self._get(snapshot_name(manifest.version))
 
         def checked() -> Blob:
             verify(manifest, fetched)
@@ -164,6 +169,6 @@ class Puller:
         return Snapshot(manifest=wanted, buffer=await self._compute.run(applied))
 
     async def _get(self, name: str) -> Blob:
-        blob = await self._transport.get(name)
+        blob = await self._source.get(name)
         self._fetched += len(blob)
         return blob

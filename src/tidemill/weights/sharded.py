@@ -87,11 +87,7 @@ class PullerGroup:
         return pulled
 
     def swap(self, pulled: Pulled, bind: Callable[[Snapshot], None]) -> None:
-        """Put the parts together, in the memory of the version in use, and call `bind`.
-
-        Raises:
-            WeightsError: another version was prepared since.
-        """
+        """Put the parts together, in the memory of the version in use, and call `bind`; see `Puller.swap`."""
         if self._ready is None or self._ready[0] is not pulled:
             raise WeightsError(f"version {pulled.manifest.version.number} is not the last prepared version")
         snapshots: list[Snapshot] = []

@@ -164,6 +164,12 @@ def build_char_model(config: CharModelConfig, folder: Path) -> None:
 
 
 def _model(config: CharModelConfig) -> LlamaForCausalLM:
+    """A model with initial weights.
+
+    Each matrix is drawn from its own numpy stream, which is the same on every processor; torch's may differ. The
+    variance is 1/fan-in. Matrices that write to the residual stream are scaled down by the square root of their number
+    (as in GPT-2).
+    """
     llama = LlamaConfig(
         vocab_size=config.vocabulary_size,
         hidden_size=config.hidden_size,
@@ -180,16 +186,6 @@ def _model(config: CharModelConfig) -> LlamaForCausalLM:
     )
     with torch.random.fork_rng(devices=[]):  # the constructor draws initial weights, which are overwritten
         model = LlamaForCausalLM(llama)
-    _initialise(model, config)
-    return model
-
-
-def _initialise(model: LlamaForCausalLM, config: CharModelConfig) -> None:
-    """Draw each matrix from its own numpy stream, which is the same on every processor; torch's may differ.
-
-    The variance is 1/fan-in. Matrices that write to the residual stream are scaled down by the square root of their
-    number (as in GPT-2).
-    """
     residual_scale = (2 * config.layers) ** -0.5
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -205,6 +201,7 @@ def _initialise(model: LlamaForCausalLM, config: CharModelConfig) -> None:
             generator = np.random.Generator(np.random.PCG64(int.from_bytes(stream, "little")))
             values = generator.standard_normal(tuple(parameter.shape), dtype=np.float32)
             parameter.copy_(torch.from_numpy(values) * std)
+    return model
 
 
 def _char_tokenizer(config: CharModelConfig) -> PreTrainedTokenizerFast:

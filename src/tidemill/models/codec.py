@@ -95,14 +95,7 @@ class TextCodec:
         return self.markers.readable(rendered), self._encode_disarmed(rendered)
 
     def render_chat(self, messages: Sequence[dict[str, str]], tools: Sequence[dict[str, Any]] = ()) -> str:
-        """Text of the chat template up to the start of the assistant's turn.
-
-        Args:
-            messages: role and content each.
-
-        Raises:
-            UserError: as `encode_chat`.
-        """
+        """Text of the chat template, with messages of role and content, up to the start of the assistant's turn."""
         if not self._tokenizer.chat_template:
             raise UserError(
                 "the model has no chat template",
@@ -144,21 +137,14 @@ class TextCodec:
         return bytes(_BYTE_LEVEL[char] for char in token) if _BYTE_LEVEL.keys() >= set(token) else text.encode()
 
     def encode_completion(self, text: str) -> list[int]:
-        """Token ids of a completion alone, without added special tokens; it does not merge with the prompt's tokens.
-
-        Raises:
-            UserError: as `encode`.
-        """
+        """Token ids of a completion alone, without added special tokens; it does not merge with the prompt's tokens."""
         return self._encode(text)
 
     def encode_reply(self, text: str) -> list[int]:
         """Token ids of the assistant's content in a chat: text, except for markers of thinking and calls, and a stop
-        token at its end.
-
-        Raises:
-            UserError: as `encode_chat`.
-        """
-        end = next((token for token in self._stop_tokens if text.endswith(token)), "")
+        token at its end."""
+        tokens = filter(None, map(self._backend.id_to_token, self._stop_token_ids))
+        end = max((token for token in tokens if text.endswith(token)), key=len, default="")
         return self._encode_disarmed(self.markers.disarm(text.removesuffix(end), generated=True) + end)
 
     def end_token_id(self, *, chat: bool) -> int:
@@ -236,11 +222,6 @@ class TextCodec:
             with suppress(UserError):  # Gemma's has no system message
                 return template, self.render_chat(conversation)
         return template, ""
-
-    @property
-    def _stop_tokens(self) -> list[str]:
-        tokens = map(self._backend.id_to_token, self._stop_token_ids)
-        return sorted(filter(None, tokens), key=len, reverse=True)
 
     def _encode_disarmed(self, rendered: str) -> list[int]:
         return self.text_tokens.encode_rendered(rendered) if MARK in rendered else self._encode(rendered)

@@ -13,20 +13,13 @@ from transformers import PreTrainedModel
 
 from tidemill.core.errors import UserError
 from tidemill.core.records import LogprobBuffer, TokenBuffer
-from tidemill.models.attention import (
-    hidden_states,
-    unsupported,
-    use_own_attention,
-    use_packed_attention,
-    vocabulary_logits,
-)
+from tidemill.models.attention import hidden_states, unsupported, use_packed_attention, vocabulary_logits
 from tidemill.models.auto import configured_context, first_line, load_pretrained
 from tidemill.models.checkpoint_manifest import refuse_damaged
 from tidemill.models.folder import check_folder, stored_tensors
+from tidemill.models.streamed_weights import STORED_DTYPES
 from tidemill.models.token_tree import Tokens, TokenTree, build_tree
 from tidemill.models.tree_attention import TreePlan
-
-_DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}
 
 
 def load_model(folder: Path, *, device: torch.device, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
@@ -55,11 +48,7 @@ def load_model(folder: Path, *, device: torch.device, dtype: torch.dtype = torch
 
 
 def context_limit(model: PreTrainedModel) -> int:
-    """The model's context length: prompt plus completion, in tokens.
-
-    Raises:
-        UserError: the configuration does not have one.
-    """
+    """The model's context length: prompt plus completion, in tokens. Raises UserError: its configuration has none."""
     return configured_context(model.config)
 
 
@@ -93,7 +82,7 @@ def _copy_into_memory(model: torch.nn.Module, folder: Path) -> None:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             tensor = stored.get(name)
-            if tensor is None or tensor.dtype != _DTYPE_NAMES.get(parameter.dtype) or tensor.shape != parameter.shape:
+            if tensor is None or tensor.dtype != STORED_DTYPES.get(parameter.dtype) or tensor.shape != parameter.shape:
                 parameter.data = parameter.data.clone()
             else:  # read the file again: cloning would add the mapped pages to the peak memory
                 with safe_open(tensor.file, "pt", backend="pread") as file:
@@ -139,7 +128,7 @@ def forward_difference(model: PreTrainedModel) -> float:
     plan = _CountingPlan(tree, device)
     tokens, positions = (torch.from_numpy(array).to(device) for array in (tree.token_ids, tree.depths))
     try:
-        use_own_attention(model)
+        model.set_attn_implementation("eager")  # transformers' own
         own = model(input_ids=torch.from_numpy(sequences).long().to(device), use_cache=False).logits.float()
         use_packed_attention(model)
         packed = vocabulary_logits(model, hidden_states(model, tokens, positions, plan))

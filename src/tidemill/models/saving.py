@@ -63,11 +63,7 @@ def write_origin(model: PreTrainedModel, folder: Path, ranks: Ranks = ONE_RANK) 
 
 
 def read_origin(folder: Path) -> Origin:
-    """Read the base model of an adapter.
-
-    Raises:
-        UserError: base_model.json is missing or damaged.
-    """
+    """The base model of an adapter. Raises UserError: base_model.json is missing or damaged."""
     try:
         return Origin.model_validate_json((folder / ORIGIN).read_bytes())
     except (OSError, ValidationError) as error:

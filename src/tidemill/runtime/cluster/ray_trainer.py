@@ -14,7 +14,7 @@ from tidemill.core.records import PolicyVersion, Record, StepMetrics, TensorEntr
 from tidemill.extensions.registry import Extension, provide
 from tidemill.hardware.process_memory import Work
 from tidemill.models.ranks import ONE_RANK, Ranks
-from tidemill.models.snapshots import dtype_name
+from tidemill.models.snapshots import DTYPE_NAMES
 from tidemill.runtime.backend import TrainerCheckpoints
 from tidemill.runtime.build_trainer import build_trainer
 from tidemill.runtime.cluster.lane import LaneSender
@@ -34,8 +34,8 @@ from tidemill.runtime.compute import ComputeThread
 from tidemill.runtime.extension_checks import identities, refuse_changed, trainer_extensions
 from tidemill.runtime.memory_check import check_memory
 from tidemill.runtime.model_bundle import ModelBundle, load_model_bundle
+from tidemill.weights.delta import Threads
 from tidemill.weights.store import WeightStore
-from tidemill.weights.threads import Threads
 
 NO_DEADLINE = math.inf
 """The training loop has deadlines for all calls to the trainer, and cancels them."""
@@ -219,7 +219,7 @@ class TrainerActor(EngineActor, FrozenScorerServer):
                 version=parts.trainer.version,
                 device_info=device_info,
                 threads=bundle.threads,
-                dtype=dtype_name(bundle.rollout_dtype),
+                dtype=DTYPE_NAMES[bundle.rollout_dtype],
                 layout=self.lane.layout,
             )
 

@@ -24,8 +24,7 @@ from tidemill.core.records import (
 )
 from tidemill.sim.simulated_worker import SimulatedWorker
 from tidemill.weights.delta import Threads
-from tidemill.weights.puller import Puller
-from tidemill.weights.sharded import PullerGroup
+from tidemill.weights.puller import Puller, PullerGroup
 from tidemill.weights.snapshot import ALIGNMENT, Blob, Damaged, MemoryTransport, Snapshot, allocate
 from tidemill.weights.store import WeightStore
 

@@ -165,17 +165,16 @@ class SampleCollector:
 
     async def _score(self, sample: Sample) -> None:
         """Reward and reference logprobs; a sample whose reward the journal has lacks only the latter."""
-        attempt, reward, ref_logprobs = sample.attempt, sample.reward, b""
-        frozen, scorer = self._rollout.frozen_scoring, self._rollout.scorer
+        attempt, frozen, scorer = sample.attempt, self._rollout.frozen_scoring, self._rollout.scorer
         trajectory = self._trajectory(sample)
         try:
             if frozen is None or frozen.reference is None:
-                reward = await scorer.score(sample.prompt, trajectory)
-            elif reward is None:
+                reward, ref_logprobs = await scorer.score(sample.prompt, trajectory), b""
+            elif sample.reward is None:
                 scoring = scorer.score(sample.prompt, trajectory)
                 reward, ref_logprobs = await asyncio.gather(scoring, frozen.ref_logprobs(trajectory))
             else:
-                ref_logprobs = await frozen.ref_logprobs(trajectory)
+                reward, ref_logprobs = sample.reward, await frozen.ref_logprobs(trajectory)
             self.mailbox.messages.rewards.append((sample, attempt, reward, ref_logprobs))
             self.mailbox.notify()
         except Exception as error:  # noqa: BLE001 - `next` raises it

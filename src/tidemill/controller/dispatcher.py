@@ -320,7 +320,12 @@ class Dispatcher:
         held = {lease_id: len(self._in_flight.held(lease_id)) for lease_id in slots}
         room = {lease_id: slots[lease_id] + limit - count for lease_id, count in held.items()}
         takes = [lease_id for lease_id in slots if held[lease_id] < slots[lease_id] or room[lease_id] >= least_room]
-        chosen = self._pop(sum(room[lease_id] for lease_id in takes))
+        chosen = list[Sample]()
+        total_room = sum(room[lease_id] for lease_id in takes)
+        while self._queue and len(chosen) < total_room:
+            *_, ordinal = heapq.heappop(self._queue)
+            if ordinal in self._in_flight.waiting and ordinal not in self._pinned:
+                chosen.append(self._in_flight.samples[ordinal])
         if not chosen:
             return False
         groups: defaultdict[str, set[GroupKey]] = defaultdict(set)  # whose prompt a worker has computed, by its lease
@@ -365,14 +370,6 @@ class Dispatcher:
         fleet.submit(lease_id, in_flight.assign(lease_id, samples), step=in_flight.newest_version + 1)
         for sample in samples:
             sample.assigned_s = fleet.clock.now()
-
-    def _pop(self, room: int) -> list[Sample]:
-        chosen: list[Sample] = []
-        while self._queue and len(chosen) < room:
-            *_, ordinal = heapq.heappop(self._queue)
-            if ordinal in self._in_flight.waiting and ordinal not in self._pinned:
-                chosen.append(self._in_flight.samples[ordinal])
-        return chosen
 
     def _expected(self, sample: Sample) -> float:
         """Expected number of remaining tokens."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from statistics import fmean, stdev
 from typing import Any
@@ -14,23 +14,16 @@ import msgspec
 
 from tidemill.config.schema import RunSpec
 from tidemill.controller.collector import SampleCollector, collect_samples
-from tidemill.controller.entries import EvalResult
+from tidemill.controller.entries import EvalResult, Evaluated
 from tidemill.controller.in_flight import InFlight, SamplingPlan, plan_groups
 from tidemill.controller.ledger import Ledger
 from tidemill.controller.rollout_context import RolloutContext
 from tidemill.core.errors import UserError
 from tidemill.core.protocols import PromptSource, Scorer
-from tidemill.core.records import PolicyVersion, Prompt, Record, SamplingParams, Trajectory
+from tidemill.core.records import PolicyVersion, Prompt, SamplingParams, Trajectory
 from tidemill.telemetry.events import EVALUATION
 from tidemill.telemetry.metrics import EVAL_TIME, HELD_OUT_NAME, PASS_AT, held_out_prefix
 from tidemill.telemetry.statistics import mean_pass_at_k, reward_interval
-
-
-class Evaluation(Record):
-    """An evaluation's figures and its samples: greedy, in the order of the prompts, then the drawn ones."""
-
-    result: EvalResult
-    samples: tuple[Trajectory, ...]
 
 
 def drawn_purpose(name: str) -> str:
@@ -74,8 +67,8 @@ async def evaluate(
     name: str = HELD_OUT_NAME,
     samples_per_prompt: int = 0,
     ks: Sequence[int] = (),
-) -> Evaluation:
-    """Generate and score one greedy completion per prompt, then `samples_per_prompt` samples.
+) -> Evaluated:
+    """Generate and score one greedy completion per prompt in their order, then `samples_per_prompt` samples.
 
     Nothing is journalled; an interrupted evaluation is repeated.
 
@@ -112,7 +105,7 @@ async def evaluate(
     if samples_per_prompt:
         drawn = await generate(sampling=sampling, purpose=drawn_purpose(name), samples_per_prompt=samples_per_prompt)
     result = eval_result(name, step, version, samples, rollout.clock.now() - started_s, drawn=drawn, ks=ks)
-    return Evaluation(result=result, samples=(*samples, *(sample for group in drawn for sample in group)))
+    return Evaluated(result, (*samples, *(sample for group in drawn for sample in group)))
 
 
 def rewards_of(samples: Iterable[Trajectory]) -> list[float]:
@@ -183,31 +176,16 @@ def eval_result(
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EvalSchedule:
-    """Evaluates a run's versions when due: on the task's held-out prompts, then on every other set.
+    """Evaluates a run's versions when due: on the task's held-out prompts, then on every other set."""
 
-    Args:
-        sampling: of training; `[eval]` may override `max_new_tokens`.
-        sets: the prompts of `eval.sets`, by name.
-    """
-
-    def __init__(
-        self,
-        spec: RunSpec,
-        source: PromptSource,
-        scorer: Scorer,
-        rollout: RolloutContext,
-        *,
-        sampling: SamplingParams,
-        sets: Mapping[str, Sequence[Prompt]],
-    ) -> None:
-        limit = spec.eval.max_new_tokens or sampling.max_new_tokens
-        self._spec = spec
-        self._source = source
-        self._scorer = scorer
-        self._rollout = rollout
-        self._sampling = msgspec.structs.replace(sampling, max_new_tokens=limit)
-        self._sets = sets
+    spec: RunSpec
+    source: PromptSource
+    scorer: Scorer
+    rollout: RolloutContext
+    sampling: SamplingParams  # of training; `[eval]` may override `max_new_tokens`
+    sets: Mapping[str, Sequence[Prompt]]  # the prompts of `eval.sets`, by name
 
     async def if_due(self, step: int, version: PolicyVersion, *, training: SampleCollector | None) -> dict[str, float]:
         """Figures if an evaluation is due (before the first step, every `eval.every_steps`, after the last), else none.
@@ -218,30 +196,42 @@ class EvalSchedule:
             step: batches committed before `version`.
             training: the collector of training samples, which is paused meanwhile.
         """
-        every = self._spec.eval.every_steps
-        if not (step in (0, self._spec.trainer.steps) or (every and step % every == 0)):
+        config = self.spec.eval
+        every, limit = config.every_steps, config.max_new_tokens or self.sampling.max_new_tokens
+        if not (step in (0, self.spec.trainer.steps) or (every and step % every == 0)):
             return {}
-        held_out = list(self._source.held_out(self._spec.eval.prompts))
+        held_out = list(self.source.held_out(config.prompts))
         figures: dict[str, float] = {}
         async with AsyncExitStack() as pause:
-            for name, prompts in {HELD_OUT_NAME: held_out, **self._sets}.items():
-                known = self._rollout.ledger.evaluations.get((step, name))
-                of = (version, len(prompts), self._spec.eval.samples_per_prompt)
+            for name, prompts in {HELD_OUT_NAME: held_out, **self.sets}.items():
+                known = self.rollout.ledger.evaluations.get((step, name))
+                of = (version, len(prompts), config.samples_per_prompt)
                 if known and (known.result.version, known.result.n, known.result.samples_per_prompt) == of:
                     # The lines that a resume from an earlier checkpoint removed are logged again.
                     result = known.result
                     self._log_samples(step, known.samples, prompts)
-                    self._rollout.telemetry.event(EVALUATION, step=step, recovered=True, **_fields(result))
+                    self.rollout.telemetry.event(EVALUATION, step=step, recovered=True, **_fields(result))
                 elif prompts:
-                    with self._rollout.span(EVALUATION, step=step) as fields:
+                    with self.rollout.span(EVALUATION, step=step) as fields:
                         if training is not None:
                             await pause.enter_async_context(training.paused())
                             training = None  # paused until the block ends
-                        evaluation = await self._evaluate(step, version, name, prompts)
+                        evaluation = await evaluate(
+                            step=step,
+                            version=version,
+                            prompts=prompts,
+                            rollout=self.rollout,
+                            scorer=self.scorer,
+                            sampling=msgspec.structs.replace(self.sampling, max_new_tokens=limit),
+                            seed=self.spec.run.seed,
+                            name=name,
+                            samples_per_prompt=config.samples_per_prompt,
+                            ks=config.ks,
+                        )
                         fields |= _fields(evaluation.result)
                     result = evaluation.result
                     self._log_samples(step, evaluation.samples, prompts)
-                    await self._rollout.ledger.record_evaluation(result, evaluation.samples)
+                    await self.rollout.ledger.record_evaluation(result, evaluation.samples)
                 else:
                     continue
                 prefix, measures = held_out_prefix(name), {**_measures(result), "n": float(result.n)}
@@ -249,26 +239,11 @@ class EvalSchedule:
                 figures[EVAL_TIME] = figures.get(EVAL_TIME, 0.0) + result.duration_s
         return figures
 
-    async def _evaluate(self, step: int, version: PolicyVersion, name: str, prompts: Sequence[Prompt]) -> Evaluation:
-        config = self._spec.eval
-        return await evaluate(
-            step=step,
-            version=version,
-            prompts=prompts,
-            rollout=self._rollout,
-            scorer=self._scorer,
-            sampling=self._sampling,
-            seed=self._spec.run.seed,
-            name=name,
-            samples_per_prompt=config.samples_per_prompt,
-            ks=config.ks,
-        )
-
     def _log_samples(self, step: int, samples: Sequence[Trajectory], prompts: Sequence[Prompt]) -> None:
         by_id = {prompt.prompt_id: prompt for prompt in prompts}
         known = [sample for sample in samples if sample.sample_id.prompt_id in by_id]
         if known:
-            self._rollout.telemetry.samples(step, known, [by_id[sample.sample_id.prompt_id] for sample in known])
+            self.rollout.telemetry.samples(step, known, [by_id[sample.sample_id.prompt_id] for sample in known])
 
 
 def _measures(result: EvalResult) -> dict[str, float]:

@@ -27,14 +27,7 @@ from tidemill.controller.in_flight import LOCAL
 from tidemill.controller.publishing import LogprobsMissing, Publishing, Quarantined
 from tidemill.controller.router import Router
 from tidemill.controller.waiting import LeaseOutcome, Mailbox, Timeouts
-from tidemill.controller.worker_state import (
-    SERVING,
-    DecodeRate,
-    FleetEventLog,
-    WorkerCommand,
-    WorkerPhase,
-    WorkerState,
-)
+from tidemill.controller.worker_state import SERVING, DecodeRate, FleetEventLog, WorkerCommand, WorkerPhase, WorkerState
 from tidemill.core.errors import DeadlineError, WorkerLost
 from tidemill.core.protocols import Clock, Provider, Publisher, Telemetry, Worker, WorkerHost
 from tidemill.core.records import (
@@ -113,8 +106,8 @@ class Fleet:
         self._lives_s: deque[float] = deque(maxlen=RECENT_EVICTIONS)  # time that evicted workers served
         self._failure: Exception | None = None
         self.publishing = Publishing(
-            publisher,
-            self._workers,
+            publisher=publisher,
+            workers=self._workers,
             needs_logprobs=needs_logprobs,
             probe_tolerance=self.config.probe_tolerance,
             event_log=self.event_log,

@@ -32,25 +32,20 @@ class FrozenScoring(TokenObserver):
         """Send the whole chunks that new tokens completed; of a new sample, the prompt at once."""
         if not self._ahead:
             return
-        unfinished = [sample for sample in samples if sample.finish is None]
-        added = [chunks for sample in unfinished if (chunks := self._new_chunks(sample)) is not None]
+        added = list[NewTokens]()
+        for sample in samples:
+            prompt_tokens, sample_id = count(sample.prompt.token_ids), sample.sample_id
+            complete = prompt_tokens + sample.length // self._chunk_tokens * self._chunk_tokens
+            sent = self._sent.get(sample_id, 0)
+            if sample.finish is None and complete > sent:
+                self._sent[sample_id] = complete
+                first = max(sent - prompt_tokens, 0)
+                ids = bytes(sample.token_ids[first * ITEM_BYTES : (complete - prompt_tokens) * ITEM_BYTES])
+                ids = ids if sent else sample.prompt.token_ids + ids
+                added.append(NewTokens(sample_id=sample_id, prompt_tokens=prompt_tokens, start=sent, token_ids=ids))
         if added:
             for model in self._models:
                 model.receive(added)
-
-    def _new_chunks(self, sample: Sample) -> NewTokens | None:
-        prompt_tokens = count(sample.prompt.token_ids)
-        complete = prompt_tokens + sample.length // self._chunk_tokens * self._chunk_tokens
-        sent = self._sent.get(sample.sample_id, 0)
-        if complete <= sent:
-            return None
-        self._sent[sample.sample_id] = complete
-        end = (complete - prompt_tokens) * ITEM_BYTES
-        if sent == 0:
-            ids = sample.prompt.token_ids + bytes(sample.token_ids[:end])
-        else:
-            ids = bytes(sample.token_ids[(sent - prompt_tokens) * ITEM_BYTES : end])
-        return NewTokens(sample_id=sample.sample_id, prompt_tokens=prompt_tokens, start=sent, token_ids=ids)
 
     def forget(self, samples: Sequence[Sample]) -> None:
         """Discard the tokens of restarted and dropped samples."""

@@ -76,10 +76,10 @@ class TrainingRun:
         self.in_flight = InFlight(plan, version_number=self.trainer.version.number)
         self.assembly = GroupAssembly(self.spec.batch.group_size)
         self.eval_schedule = EvalSchedule(
-            self.spec,
-            self.source,
-            self.eval_scorer,
-            self.rollout,
+            spec=self.spec,
+            source=self.source,
+            scorer=self.eval_scorer,
+            rollout=self.rollout,
             sampling=self.in_flight.plan.sampling,
             sets=self.eval_sets,
         )

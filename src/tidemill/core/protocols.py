@@ -251,11 +251,7 @@ class TurnFormat(Protocol):
     """Converts between an agent's turns and token ids. Text of users and environments never becomes special tokens."""
 
     def prompt(self, messages: Sequence[Message], *, tools: Sequence[dict[str, Any]] = ()) -> tuple[str, list[int]]:
-        """Text and token ids up to the start of the first turn.
-
-        Args:
-            tools: JSON schemas of the functions that the model may call.
-        """
+        """Text and token ids up to the start of the first turn; `tools` are JSON schemas of functions to call."""
 
     def parse(self, text: str) -> ParsedTurn:
         """The calls in a generated text. An unreadable call is returned with its error."""
@@ -339,11 +335,8 @@ class Codec(Protocol):
     def encode_chat(
         self, messages: Sequence[Message], *, tools: Sequence[dict[str, Any]] = ()
     ) -> tuple[str, list[int]]:
-        """Apply the model's chat template with the generation prompt; returns the text and its token ids.
-
-        Args:
-            tools: JSON schemas of functions that the model may call.
-        """
+        """Apply the model's chat template with the generation prompt, and the schemas of `tools` as in `TurnFormat`;
+        returns the text and its token ids."""
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of a completion without special tokens."""

@@ -17,7 +17,8 @@ import msgspec
 
 from tidemill.agents.demonstrations import agent_demonstrations
 from tidemill.config.schema import RunSpec
-from tidemill.controller.evaluation import Evaluation, draw, eval_result, evaluate
+from tidemill.controller.entries import Evaluated
+from tidemill.controller.evaluation import draw, eval_result, evaluate
 from tidemill.controller.fleet import Fleet
 from tidemill.controller.in_flight import sampling_params
 from tidemill.controller.ledger import Ledger
@@ -119,7 +120,7 @@ class BatchGenerator:
     seed: int
     cache: CompletionCache
 
-    async def greedily(self, prompts: Sequence[Prompt], *, name: str = HELD_OUT_NAME) -> Evaluation:
+    async def greedily(self, prompts: Sequence[Prompt], *, name: str = HELD_OUT_NAME) -> Evaluated:
         """One greedy completion of each prompt of a set; raises like `controller.evaluation.evaluate`."""
         samples, duration_s = list[Trajectory](), 0.0
         for chunk in _chunks(prompts, SAMPLES_AT_ONCE):
@@ -142,7 +143,7 @@ class BatchGenerator:
                 self.cache.add(completions)
             samples += completions.samples
             duration_s += completions.duration_s
-        return Evaluation(result=eval_result(name, 0, self.version, samples, duration_s), samples=tuple(samples))
+        return Evaluated(eval_result(name, 0, self.version, samples, duration_s), tuple(samples))
 
     async def draw(
         self,

@@ -14,8 +14,8 @@ from typing import Any
 import msgspec
 
 from tidemill.config.schema import RunSpec
+from tidemill.controller.entries import Evaluated
 from tidemill.controller.evaluation import (
-    Evaluation,
     correctness,
     counts_correct,
     drawn_purpose,
@@ -72,7 +72,7 @@ class ModelEvaluation:
 
     model: str
     prompts: tuple[Prompt, ...]
-    greedy: Evaluation
+    greedy: Evaluated
     drawn: tuple[Group, ...] = ()  # empty if only greedy completions were generated
     scores: Mapping[str, tuple[Reward, ...]]  # of greedy completions, by name of the additional scorer
 

@@ -55,18 +55,6 @@ def find_gguf() -> Path:
     return path
 
 
-def verify(path: Path) -> None:
-    """Raises UserError: the file's checksum is wrong."""
-    with path.open("rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
-    if found != GGUF_SHA256:
-        raise UserError(
-            f"the model file is damaged (SHA-256 {found[:12]}… instead of {GGUF_SHA256[:12]}…)",
-            where=str(path),
-            hint=f"{install_command(MODEL)} --force-reinstall --no-cache-dir",
-        )
-
-
 def convert(folder: Path, progress: Progress) -> None:
     """Write SmolLM2 into an empty folder: float32 safetensors, tokenizer, chat template and generation settings.
 
@@ -76,7 +64,14 @@ def convert(folder: Path, progress: Progress) -> None:
     path = find_gguf()
     started = time.monotonic()
     progress("smollm2-135m: checking the packaged file")
-    verify(path)
+    with path.open("rb") as file:
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+    if found != GGUF_SHA256:
+        raise UserError(
+            f"the model file is damaged (SHA-256 {found[:12]}… instead of {GGUF_SHA256[:12]}…)",
+            where=str(path),
+            hint=f"{install_command(MODEL)} --force-reinstall --no-cache-dir",
+        )
     progress("smollm2-135m: reading the tokenizer (once; the result is cached)")
     reader = GGUFReader(path)
     config = _config(reader)

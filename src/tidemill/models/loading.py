@@ -36,7 +36,14 @@ def load_model(folder: Path, *, device: torch.device, dtype: torch.dtype = torch
     _check_complete(report, folder)
     _copy_into_memory(model, folder)
     model.to(device=device)  # type: ignore[call-arg]
-    _check_finite(model, folder)
+    for name, parameter in model.named_parameters():
+        least, most = torch.aminmax(parameter.detach())  # NaN propagates; ten times as fast as isfinite
+        if not (least.isfinite() and most.isfinite()):
+            raise UserError(
+                f"the weights are not finite: {name} has NaN, infinity or values beyond the range of {parameter.dtype}",
+                where=str(folder),
+                hint="give another model, or an earlier checkpoint",
+            )
     model.eval()
     model.requires_grad_(True)
     try:
@@ -63,17 +70,6 @@ def _check_complete(report: dict[str, Any], folder: Path) -> None:
             where=str(folder),
             hint="the weights and config.json must belong to the same model with a language-modelling head",
         )
-
-
-def _check_finite(model: torch.nn.Module, folder: Path) -> None:
-    for name, parameter in model.named_parameters():
-        least, most = torch.aminmax(parameter.detach())  # NaN propagates; ten times as fast as isfinite
-        if not (least.isfinite() and most.isfinite()):
-            raise UserError(
-                f"the weights are not finite: {name} has NaN, infinity or values beyond the range of {parameter.dtype}",
-                where=str(folder),
-                hint="give another model, or an earlier checkpoint",
-            )
 
 
 def _copy_into_memory(model: torch.nn.Module, folder: Path) -> None:

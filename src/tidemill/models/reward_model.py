@@ -157,14 +157,14 @@ class RewardModel:
     description: HeadDescription
 
 
-def load_reward_model(folder: Path, *, device: torch.device, dtype: torch.dtype = torch.float32) -> RewardModel:
+def load_reward_model(folder: Path, *, device: torch.device) -> RewardModel:
     """A frozen reward model in eval mode.
 
     Raises:
         UserError: the folder holds no reward model, or a file is missing, damaged or of another model.
     """
     head, description = load_head(folder, "reward_model", device=device)
-    model = load_model(merged_folder(folder, progress=lambda _: None), device=device, dtype=dtype)
+    model = load_model(merged_folder(folder, progress=lambda _: None), device=device)
     check_head_fits(model, head, folder)
     model.requires_grad_(False)
     head.requires_grad_(False)

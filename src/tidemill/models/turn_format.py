@@ -182,11 +182,8 @@ class ChatFormat(_Texts):
         return token_ids[: stops[0] + 1]
 
     def _branches(self, roles: Sequence[str], *, thinks: bool) -> bool:
-        """Whether an answer with messages of these roles starts a new branch.
-
-        Raises:
-            UserError: the template changes earlier turns, and not only their thinking.
-        """
+        """Whether an answer with messages of these roles starts a new branch. Raises UserError: the template changes
+        earlier turns, and not only their thinking."""
         for role in dict.fromkeys(roles):
             role = role if self._own_tools or role != "tool" else "user"
             if (role, thinks) not in self._linear:
@@ -214,7 +211,7 @@ class ChatFormat(_Texts):
 
     def _said(self, text: str) -> Message:
         """A generated turn for the template."""
-        return _generated(self._opening + text if THINKING_END in text else text)
+        return Message(role="assistant", content=self._opening + text if THINKING_END in text else text)
 
     def _missing_opening(self) -> str:
         """The start of a thought that the template writes before a turn, and does not write when it renders the turn
@@ -224,7 +221,8 @@ class ChatFormat(_Texts):
             return ""
 
         def whole(turn: str) -> bool:
-            rendered = self._render([*OPENING, _generated(turn), Message(role="user", content="another")], ())
+            after = [Message(role="assistant", content=turn), Message(role="user", content="another")]
+            rendered = self._render([*OPENING, *after], ())
             written = rendered.rpartition("another")[0].rpartition(OPENING[0].content)[2]
             return written.count(THINKING) == written.count(THINKING_END) <= 1
 
@@ -235,7 +233,3 @@ class ChatFormat(_Texts):
         name = self._codec.tokenizer.name_or_path or "the model"
         hint = "set model.chat_template = false, or use a model with another template"
         return UserError(f"the chat template of {name} {what}", where="model.chat_template", hint=hint)
-
-
-def _generated(text: str) -> Message:
-    return Message(role="assistant", content=text)

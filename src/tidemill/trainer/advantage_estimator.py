@@ -112,10 +112,13 @@ class AdvantageEstimator:
             return [GroupAdvantages(samples=[], signal=False) for _ in groups]
         self._check_logprobs(trajectories)
         references = self._ref_logprobs(trajectories)
-        penalties = [
-            _kl_penalty(t, ref if self._kl_in_reward else None, kl_beta)
-            for t, ref in zip(trajectories, references, strict=True)
-        ]
+        penalties: list[DoubleArray] = []  # [T] each, of every token
+        for trajectory, ref in zip(trajectories, references, strict=True):
+            penalty = np.zeros(trajectory.trained_length)
+            if self._kl_in_reward and ref is not None:
+                rollout = torch.from_numpy(rollout_logprobs(trajectory, len(penalty)).astype(np.float64))
+                penalty = kl_beta * kl_reward(rollout, torch.from_numpy(ref.astype(np.float64))).numpy()
+            penalties.append(penalty)
         if self._user is not None:
             samples = self._user_level(self._user, groups, valid, kept, penalties, step)
         elif self._estimator is not None and self._estimator.level == "token":
@@ -134,8 +137,11 @@ class AdvantageEstimator:
                 samples += level(group, ok, indices, [next(rest) for _ in indices])
         samples = [replace(sample, ref_logprobs=ref) for sample, ref in zip(samples, references, strict=True)]
         signals = [has_signal(torch.as_tensor(sample.advantage)) for sample in samples]
-        if self._spec.algorithm.whiten:
-            samples = _whitened(samples)
+        if self._spec.algorithm.whiten:  # over all trained tokens
+            lengths = [trajectory.trained_length for trajectory in trajectories]
+            flat = np.concatenate([np.full(n, s.advantage, np.float64) for s, n in zip(samples, lengths, strict=True)])
+            parts = np.split(whiten(torch.from_numpy(flat)).numpy(), np.cumsum(lengths)[:-1])
+            samples = [replace(sample, advantage=part) for sample, part in zip(samples, parts, strict=True)]
         ends = np.cumsum([0, *map(len, kept)]).tolist()
         return [
             GroupAdvantages(samples=samples[start:end], signal=any(signals[start:end])) for start, end in pairwise(ends)
@@ -365,24 +371,6 @@ def _turn_of_tokens(trajectory: Trajectory) -> npt.NDArray[np.int64]:
 def _trainable(group: Group, valid: Sequence[bool]) -> list[int]:
     """Indices of the valid samples that have trained tokens."""
     return [index for index, t in enumerate(group.trajectories) if valid[index] and t.trained_length]
-
-
-def _kl_penalty(trajectory: Trajectory, ref: FloatArray | None, kl_beta: float) -> DoubleArray:
-    """[T], the KL penalty of each token; zeros without `ref`."""
-    tokens = trajectory.trained_length
-    if ref is None:
-        return np.zeros(tokens)
-    rollout = torch.from_numpy(rollout_logprobs(trajectory, tokens).astype(np.float64))
-    penalty: DoubleArray = kl_beta * kl_reward(rollout, torch.from_numpy(ref.astype(np.float64))).numpy()
-    return penalty
-
-
-def _whitened(samples: list[WeightedSample]) -> list[WeightedSample]:
-    """Whiten the advantages over all trained tokens."""
-    lengths = [sample.trajectory.trained_length for sample in samples]
-    flat = np.concatenate([np.full(n, s.advantage, np.float64) for s, n in zip(samples, lengths, strict=True)])
-    parts = np.split(whiten(torch.from_numpy(flat)).numpy(), np.cumsum(lengths)[:-1])
-    return [replace(sample, advantage=part) for sample, part in zip(samples, parts, strict=True)]
 
 
 def _padded(rows: Sequence[npt.NDArray[np.floating]]) -> torch.Tensor:

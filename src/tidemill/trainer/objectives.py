@@ -16,14 +16,7 @@ from tidemill.algos.preference import PREFERENCE_LOSSES, bradley_terry, cross_en
 from tidemill.config.schema import RunSpec
 from tidemill.core.records import Demonstration, PreferencePair, count
 from tidemill.models.codec import load_codec
-from tidemill.models.reward_model import (
-    ScalarHead,
-    hidden_size,
-    load_head,
-    reward_head,
-    save_head,
-    sequence_scores,
-)
+from tidemill.models.reward_model import hidden_size, load_head, reward_head, save_head, sequence_scores
 from tidemill.models.token_tree import Tokens
 from tidemill.models.weights_digest import weights_digest
 from tidemill.telemetry.jsonl import write_atomically
@@ -80,8 +73,8 @@ class RewardObjective(Objective[PreferencePair]):
     """Bradley-Terry loss on the scores of both completions, averaged over the pairs of a minibatch."""
 
     def __init__(self, spec: RunSpec, context: FitContext) -> None:
-        self.head: ScalarHead = reward_head(hidden_size(context.model), seed=spec.run.seed).to(context.device)
-        self.trained = nn.ModuleDict({"model": context.model, "head": self.head})
+        self._head = self.head = reward_head(hidden_size(context.model), seed=spec.run.seed).to(context.device)
+        self.trained = nn.ModuleDict({"model": context.model, "head": self._head})
         self._context, self._config = context, spec.reward_model
         self._microbatch_tokens = spec.supervised.microbatch_tokens
         self._vocabulary_digest = load_codec(context.source).vocabulary_digest
@@ -96,14 +89,14 @@ class RewardObjective(Objective[PreferencePair]):
         runs = split_by_tokens(examples[:CENTRING_PAIRS], self.sequences, self._microbatch_tokens)
         sums = [self.losses(run) for run in runs]
         total = sum(float(each.figures["score_mean"]) for each in sums)
-        self.head.bias.sub_(total / sum(each.weight for each in sums))
+        self._head.bias.sub_(total / sum(each.weight for each in sums))
 
     def sequences(self, example: PreferencePair) -> Sequence[Tokens]:
         return tuple(side.rows[-1][0] for side in _sides(example))
 
     def losses(self, examples: Sequence[PreferencePair]) -> LossSums:
         sequences = [sequence for example in examples for sequence in self.sequences(example)]
-        scores, computed = sequence_scores(self._context.forward, self.head, sequences)
+        scores, computed = sequence_scores(self._context.forward, self._head, sequences)
         chosen_P, rejected_P = scores[0::2], scores[1::2]
         margins_P = torch.tensor([each.margin for each in examples], device=scores.device)
         loss_P = bradley_terry(chosen_P, rejected_P, margins_P=margins_P, centring=self._config.centring)
@@ -123,11 +116,11 @@ class RewardObjective(Objective[PreferencePair]):
 
     def write(self, directory: Path) -> None:
         digest = self._vocabulary_digest
-        save_head(directory, self.head, kind="reward_model", pooling="last_token", vocabulary_digest=digest)
+        save_head(directory, self._head, kind="reward_model", pooling="last_token", vocabulary_digest=digest)
 
     def read(self, directory: Path) -> None:
         stored, _ = load_head(directory, "reward_model", device=self._context.device)
-        self.head.load_state_dict(stored.state_dict())
+        self._head.load_state_dict(stored.state_dict())
 
 
 class PreferenceObjective(Objective[PreferencePair]):

@@ -276,11 +276,7 @@ def completion_logprobs(
     """
     device = forward.device
     logprobs: list[LogprobBuffer] = []
-
-    def inputs(completion: Completion) -> tuple[Tokens]:
-        return (tokens_of(completion.prompt_ids + completion.token_ids)[:-1],)
-
-    for run in split_by_tokens(completions, inputs, budget):
+    for run in split_by_tokens(completions, lambda each: [tokens_of(each.prompt_ids + each.token_ids)[:-1]], budget):
         packed = pack_completions([MaskedCompletion(each.prompt_ids, each.token_ids) for each in run], device)
         output = token_logprobs(
             forward, packed, temperature=temperature, logits_budget_bytes=logits_budget_bytes, statistic="none"
@@ -302,11 +298,7 @@ def reward_scores(
     # Lexicographic order puts samples of the same prompt next to each other.
     order = sorted(range(len(samples)), key=lambda index: tokens_of(samples[index]).astype(">i4").tobytes())
     scores = [0.0] * len(samples)
-
-    def inputs(index: int) -> tuple[Tokens]:
-        return (tokens_of(samples[index]),)
-
-    for run in split_by_tokens(order, inputs, budget):
+    for run in split_by_tokens(order, lambda index: [tokens_of(samples[index])], budget):
         run_scores, _ = sequence_scores(forward, reward.head, [tokens_of(samples[index]) for index in run])
         for index, score in zip(run, run_scores.tolist(), strict=True):
             scores[index] = score

@@ -99,8 +99,8 @@ class Totals:
     tokens_packed: int = 0
     tokens_unpacked: int = 0
 
-    def add(self, sums: LossSums) -> None:
-        self.loss += float(sums.loss.detach())
+    def add(self, sums: LossSums | Totals) -> None:
+        self.loss += float(sums.loss.detach() if isinstance(sums.loss, Tensor) else sums.loss)
         self.weight += sums.weight
         for name, value in sums.figures.items():
             self.figures[name] = self.figures.get(name, 0.0) + float(value)
@@ -115,10 +115,7 @@ class Totals:
         parts = [msgspec.msgpack.decode(each, type=Totals) for each in ranks.gather(msgspec.msgpack.encode(self))]
         total = Totals()
         for part in parts:
-            for each in ("loss", "weight", "tokens_trained", "tokens_packed", "tokens_unpacked"):
-                setattr(total, each, getattr(total, each) + getattr(part, each))
-            for name, value in part.figures.items():
-                total.figures[name] = total.figures.get(name, 0.0) + value
+            total.add(part)
         return total
 
     def means(self) -> dict[str, float]:

@@ -61,12 +61,8 @@ class HttpReader:
             raise WeightsError(f"{name} changed while it was read: {found[0]} of {found[1]} bytes")
 
     async def _read(self, name: str, start: int, buffer: Blob) -> tuple[int, int]:
-        """Read from `start` until the buffer is full or the blob ends; the bytes read, and those of the blob.
-
-        Raises:
-            WeightsError: the server refuses, or its answer is not what its headers say.
-            httpx2.HTTPError: it does not answer.
-        """
+        """Read from `start` until the buffer is full or the blob ends; the bytes read, and those of the blob. Raises
+        WeightsError (the server refuses, or its answer is not what its headers say), httpx2.HTTPError."""
         wanted = {"range": f"bytes={start}-{start + len(buffer) - 1}"}
         async with self._client.stream("GET", f"{self._blobs}/{name}", headers=wanted) as answer:
             if answer.status_code == 404:

@@ -19,8 +19,7 @@ from tidemill.runtime.cluster.wire import read_answer
 from tidemill.weights.delta import Threads
 from tidemill.weights.http_reader import HttpReader
 from tidemill.weights.node_folder import NodeFolder, NodePuller
-from tidemill.weights.puller import Puller
-from tidemill.weights.sharded import PullerGroup
+from tidemill.weights.puller import Puller, PullerGroup
 from tidemill.weights.snapshot import Blob, BlobSource, Missing
 
 ADDRESS_S = 30.0

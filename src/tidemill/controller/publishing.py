@@ -27,7 +27,7 @@ class LogprobsMissing(UserError):
     """The engine returns no logprobs, and the algorithm needs them; ends the run, whichever worker it is."""
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class Publishing:
     """Publishes versions and tracks which worker has which."""
 

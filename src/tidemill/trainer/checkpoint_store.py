@@ -42,7 +42,7 @@ class LatestCheckpoint(Record):
     skipped: dict[str, str]  # damage of newer ones, by name
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass
 class CheckpointStore:
     """Checkpoints under a folder, with at most one writer at a time."""
 

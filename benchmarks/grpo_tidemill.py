@@ -92,4 +92,4 @@ def _hand_over_turns(turns: Turns) -> None:
 
     Recorder.step, Recorder.samples = step, samples  # type: ignore[method-assign]
     PolicyTrainer._add_microbatch = counted  # type: ignore[method-assign]
-    TextCodec.stop_token_ids = property(lambda self: ())  # type: ignore[method-assign,assignment]
+    TextCodec.stop_token_ids = property(lambda self: (), lambda self, ids: None)  # type: ignore[assignment]

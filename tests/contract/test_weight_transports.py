@@ -27,10 +27,9 @@ from tidemill.runtime.cluster.weight_transports import ObjectStoreReader, Object
 from tidemill.weights import http_reader
 from tidemill.weights.http_reader import HttpReader
 from tidemill.weights.http_server import HttpTransport
-from tidemill.weights.node_folder import SHARED_MEMORY, NodeFolder
-from tidemill.weights.node_puller import NodePuller
+from tidemill.weights.node_folder import SHARED_MEMORY, NodeFolder, NodePuller
 from tidemill.weights.puller import Puller
-from tidemill.weights.snapshot import Blob, MemoryTransport, Missing, Snapshot, Transport
+from tidemill.weights.snapshot import Blob, BlobSource, MemoryTransport, Missing, Snapshot, Transport
 from tidemill.weights.store import WeightStore, delta_name, manifest_name, snapshot_name
 
 TOKEN = "secret"
@@ -66,8 +65,8 @@ class Stage:
     """
 
     publisher: Transport
-    reader: Transport
-    make_puller: Callable[[Transport], Puller] = lambda reader: Puller(reader, compute(), **SETTINGS)
+    reader: BlobSource
+    make_puller: Callable[[BlobSource], Puller] = lambda reader: Puller(reader, compute(), **SETTINGS)
     shares: bool = False
     files: Path | None = None
     workers: list[Worker] = field(default_factory=list)
@@ -156,7 +155,7 @@ async def shm() -> AsyncIterator[Stage]:
     transport = MemoryTransport(zero_copy=False)
     with tempfile.TemporaryDirectory(dir=SHARED_MEMORY, prefix="tidemill-contract-") as parent:
 
-        def make_puller(reader: Transport) -> Puller:
+        def make_puller(reader: BlobSource) -> Puller:
             return NodePuller(reader, compute(), folder=NodeFolder("contract", parent=Path(parent)), **SETTINGS)
 
         yield Stage(transport, transport, make_puller, shares=True, files=Path(parent))

@@ -46,8 +46,7 @@ from tidemill.sim.simulated_engine import SimulatedEngine
 from tidemill.sim.simulated_trainer import START, SimulatedCheckpoints, SimulatedDisk
 from tidemill.sim.simulated_worker import SimulatedWorker
 from tidemill.sim.workload import Completions, NoText, SimulatedPrompts
-from tidemill.weights.puller import Puller
-from tidemill.weights.sharded import PullerGroup
+from tidemill.weights.puller import Puller, PullerGroup
 from tidemill.weights.store import WeightStore
 
 LONG_S = 3600.0

@@ -18,7 +18,8 @@ import msgspec
 from tidemill.agents.demonstrations import agent_demonstrations
 from tidemill.agents.run_agent import agent_limits, agent_prompts, open_environments
 from tidemill.config.schema import RunSpec
-from tidemill.controller.evaluation import Evaluation, draw, eval_result, evaluate
+from tidemill.controller.entries import Evaluated
+from tidemill.controller.evaluation import draw, eval_result, evaluate
 from tidemill.controller.fleet import Fleet
 from tidemill.controller.in_flight import sampling_params
 from tidemill.controller.ledger import Ledger
@@ -92,7 +93,7 @@ class BatchGenerator:
     seed: int
     cache: CompletionCache
 
-    async def greedily(self, prompts: Sequence[Prompt], *, name: str = HELD_OUT_NAME) -> Evaluation:
+    async def greedily(self, prompts: Sequence[Prompt], *, name: str = HELD_OUT_NAME) -> Evaluated:
         """One greedy completion of each prompt of a set; raises like `controller.evaluation.evaluate`."""
 
         async def generate(chunk: Sequence[Prompt]) -> Sequence[Trajectory]:
@@ -109,7 +110,7 @@ class BatchGenerator:
             return evaluation.samples
 
         samples, duration_s = await self._completions(prompts, SAMPLES_AT_ONCE, [name], generate)
-        return Evaluation(result=eval_result(name, 0, self.version, samples, duration_s), samples=tuple(samples))
+        return Evaluated(eval_result(name, 0, self.version, samples, duration_s), tuple(samples))
 
     async def draw(
         self,

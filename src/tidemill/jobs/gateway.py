@@ -88,7 +88,7 @@ class SessionFeed(TokenObserver):
     def __init__(self, sessions: Sessions) -> None:
         self._sessions = sessions
 
-    def grown(self, samples: Sequence[Sample]) -> None:
+    def tokens_added(self, samples: Sequence[Sample]) -> None:
         for sample in samples:
             ids = bytes(sample.token_ids)
             logprobs = bytes(sample.logprobs)

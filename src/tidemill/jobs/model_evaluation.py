@@ -14,8 +14,8 @@ from typing import Any
 import msgspec
 
 from tidemill.config.schema import RunSpec
+from tidemill.controller.entries import Evaluated
 from tidemill.controller.evaluation import (
-    Evaluation,
     correctness,
     counts_correct,
     drawn_purpose,
@@ -45,9 +45,9 @@ from tidemill.models.codec import TextCodec
 from tidemill.models.model_source import ModelSource, exact_models, locate
 from tidemill.models.prompt_format import prompt_format
 from tidemill.models.weights_digest import weights_digest
+from tidemill.runtime.frozen_scorers import check_reward_models, model_scores
 from tidemill.runtime.memory_check import check_memory
 from tidemill.runtime.model_bundle import ModelBundle, load_model_bundle
-from tidemill.runtime.readers import check_reward_models, model_scores
 from tidemill.scoring.row_report import REMARKS, report_rows
 from tidemill.telemetry.events import DATA, event_text
 from tidemill.telemetry.metrics import HELD_OUT_NAME
@@ -71,7 +71,7 @@ class ModelEvaluation:
 
     model: str
     prompts: tuple[Prompt, ...]
-    greedy: Evaluation
+    greedy: Evaluated
     drawn: tuple[tuple[Trajectory, ...], ...] = ()  # by prompt; empty if only greedy completions were generated
     scores: Mapping[str, tuple[Reward, ...]]  # of greedy completions, by name of the additional scorer
 

@@ -99,7 +99,7 @@ class TokenFeed(TokenObserver):
     def __init__(self) -> None:
         self.listeners: dict[SampleId, Listener] = {}
 
-    def grown(self, samples: Sequence[Sample]) -> None:
+    def tokens_added(self, samples: Sequence[Sample]) -> None:
         for sample in samples:
             if (listener := self.listeners.get(sample.sample_id)) is not None:
                 listener.send(sample)

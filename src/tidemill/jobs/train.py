@@ -22,9 +22,9 @@ from tidemill.config.pipeline import StageKind
 from tidemill.config.schema import RunSpec
 from tidemill.config.toml import to_toml
 from tidemill.controller.fleet import Fleet
+from tidemill.controller.frozen_scoring import FrozenScoring
 from tidemill.controller.ledger import Ledger
 from tidemill.controller.loop import LoopResult, train_loop
-from tidemill.controller.reading import Reading
 from tidemill.controller.rollout_context import RolloutContext
 from tidemill.controller.run import TrainingRun
 from tidemill.controller.samples import TokenObserver
@@ -345,12 +345,12 @@ async def _train(
         recorder.event("machine", **backend.device_info)
         fleet = fleet_of(spec, backend, recorder, clock, needs_logprobs=spec.algorithm.needs_rollout_logprobs)
         await stack.enter_async_context(fleet)
-        readers = backend.readers
-        reading: Reading | None = None
-        if readers.all:
-            reading = Reading(
-                readers.all,
-                reference=readers.reference,
+        frozen = backend.frozen
+        frozen_scoring: FrozenScoring | None = None
+        if frozen.all:
+            frozen_scoring = FrozenScoring(
+                frozen.all,
+                reference=frozen.reference,
                 chunk_tokens=spec.reading.chunk_tokens,
                 ahead=spec.reading.ahead,
             )
@@ -401,7 +401,7 @@ async def _train(
                 clock=clock,
                 stop=stop,
                 truncated=spec.scoring.truncated,
-                reading=reading,
+                frozen_scoring=frozen_scoring,
                 observers=observers,
                 environments=environments,
                 agent=agent_limits(spec, backend.context_tokens),

@@ -27,7 +27,7 @@ from tidemill.data.prompts import Task
 from tidemill.models.codec import TextCodec
 from tidemill.models.ranks import ONE_RANK, Ranks
 from tidemill.pool.build_provider import build_provider, trace_remarks
-from tidemill.runtime.readers import Readers, model_rewards
+from tidemill.runtime.frozen_scorers import FrozenScorers, model_rewards
 from tidemill.scoring.row_report import report_rows
 from tidemill.scoring.scorer import RewardCalls, RewardScorer, build_scorer, check_rewards, evaluation_scoring
 from tidemill.telemetry.recorder import Recorder
@@ -55,7 +55,7 @@ class RuntimeBackend:
     publisher: Publisher | None = None
     heartbeat_timeout_s: float | None = None  # replaces the configured one
     local_engines: int = 1  # that `local` consists of
-    readers: Readers = field(default_factory=Readers)
+    frozen: FrozenScorers = field(default_factory=FrozenScorers)
 
 
 OpenBackend: TypeAlias = Callable[[RunSpec, RunDirectory, Recorder, Clock], AbstractAsyncContextManager[RuntimeBackend]]
@@ -101,7 +101,7 @@ def scorers(
     spec: RunSpec,
     task: Task,
     compute: Compute | None = None,
-    readers: Readers | None = None,
+    frozen: FrozenScorers | None = None,
     *,
     warn: Callable[[str], None] = lambda _: None,
 ) -> tuple[RewardScorer, RewardScorer]:
@@ -109,14 +109,14 @@ def scorers(
 
     Args:
         compute: where reward models run; None starts a thread for them.
-        readers: reward models that read sample by sample.
+        frozen: reward models that score sample by sample.
         warn: gets a message for every function that cannot run in another process.
 
     Raises:
         UserError: a reward cannot be built.
     """
     stops = spec.sampling.stop or task.default_stop_strings
-    open_model = model_rewards(spec, compute, readers or Readers())
+    open_model = model_rewards(spec, compute, frozen or FrozenScorers())
     calls = RewardCalls(spec.scoring.concurrency)  # shared, so that a user's module is imported once
     warn_once = cache(warn)
 
@@ -187,8 +187,8 @@ class TrainerCheckpoints:
         for finding in recover_together(self.store, ranks=self.ranks):
             self.warn(finding)
         latest = self.store.latest()
-        for damaged in latest.skipped:
-            self.warn(f"skipped checkpoint {damaged.path.name}: {damaged.reason}")
+        for name, reason in latest.skipped.items():
+            self.warn(f"skipped checkpoint {name}: {reason}")
         if latest.checkpoint is None:
             return 0
         self.trainer.read_state(latest.checkpoint.path)

@@ -14,9 +14,9 @@ from tidemill.rollout.worker import EngineWorker
 from tidemill.runtime.backend import TrainerCheckpoints, checkpoint_store
 from tidemill.runtime.colocated import open_colocated
 from tidemill.runtime.compute import ComputeThread
+from tidemill.runtime.frozen_scorers import LocalFrozenScorer, local_reference
 from tidemill.runtime.model_bundle import ModelBundle, reference_and_critic
 from tidemill.runtime.publishers import ModelPublisher, ProbePublisher, ShardPublisher
-from tidemill.runtime.readers import LocalReader, reference_reader
 from tidemill.trainer.critic import Critic
 from tidemill.trainer.policy import PolicyTrainer
 from tidemill.weights.store import WeightStore
@@ -29,7 +29,7 @@ class TrainerParts:
     trainer: Trainer  # what the loop drives: the policy's trainer, or one that takes turns with the engine
     checkpoints: TrainerCheckpoints
     engine: EngineWorker | None  # None: it is in another process
-    reader: LocalReader | None  # the reference, if it reads samples during generation
+    frozen_reference: LocalFrozenScorer | None  # if it computes samples during generation
     publisher: Publisher | None
 
 
@@ -52,7 +52,7 @@ def build_trainer(
 
     Args:
         bundle: just loaded. With several ranks only this rank's rows are kept.
-        compute: runs the trainer, the engine and the reader, one at a time.
+        compute: runs the trainer, the engine and the reference, one at a time.
         probe_ids: published with every version; empty if none is published.
         open_store: called if versions are stored for workers to pull.
         sends_base: workers cannot share the base model under an adapter.
@@ -81,9 +81,9 @@ def build_trainer(
         engine, trainer = open_colocated(
             bundle, policy, compute, clock=clock, prompt_tokens=prompt_tokens, probe_ids=probe_ids
         )
-    reader: LocalReader | None = None
+    frozen_reference: LocalFrozenScorer | None = None
     if spec.reading.ahead and reference is not None and ranks.size == 1:
-        reader = reference_reader(spec, reference.model, compute)
+        frozen_reference = local_reference(spec, reference.model, compute)
     publisher: Publisher | None = None
     if probe_ids and spec.engine_shares_model:
         publisher = ModelPublisher(
@@ -102,6 +102,6 @@ def build_trainer(
         trainer=trainer,
         checkpoints=TrainerCheckpoints(checkpoint_store(spec, checkpoints), policy, compute, warn=warn, ranks=ranks),
         engine=engine,
-        reader=reader,
+        frozen_reference=frozen_reference,
         publisher=publisher,
     )

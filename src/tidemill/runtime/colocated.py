@@ -8,7 +8,7 @@ from tidemill.core.errors import UserError, WeightsError
 from tidemill.core.protocols import Clock, Compute, Engine, Trainer
 from tidemill.core.records import Completion, Group, LogprobBuffer, PolicyVersion, StepMetrics, TokenBuffer
 from tidemill.models.lora import adapter_of
-from tidemill.models.snapshots import Part, dtype_name
+from tidemill.models.snapshots import DTYPE_NAMES, Part
 from tidemill.models.weight_stream import WeightStream, streamed_weights
 from tidemill.rollout.streamed import StreamedWeights
 from tidemill.rollout.worker import EngineWorker
@@ -70,7 +70,7 @@ def open_colocated(
         UserError: this machine cannot run the engine, or it runs on another device than the trainer.
     """
     spec, dtype = bundle.spec, bundle.rollout_dtype
-    engine, user = open_engine(spec, bundle.folder, prompt_tokens=prompt_tokens, dtype=dtype_name(dtype))
+    engine, user = open_engine(spec, bundle.folder, prompt_tokens=prompt_tokens, dtype=DTYPE_NAMES[dtype])
     if user.device_type != bundle.device.type:
         raise UserError(
             f"the engine computes on {user.device_type}, and the trainer on {bundle.device.type}",

@@ -18,7 +18,7 @@ from pathlib import Path
 from transformers import PreTrainedModel
 
 from tidemill.config.schema import RunSpec
-from tidemill.core.protocols import Clock, Compute, Reader
+from tidemill.core.protocols import Clock, Compute, FrozenScorer
 from tidemill.core.records import Lease
 from tidemill.models.loading import context_limit
 from tidemill.models.snapshots import copy_on_base
@@ -27,9 +27,9 @@ from tidemill.rollout.worker import EngineWorker
 from tidemill.runtime.backend import Runtime, RuntimeBackend, scheduled_provider, scorers
 from tidemill.runtime.build_trainer import build_trainer
 from tidemill.runtime.compute import ComputeThread, choose_device
+from tidemill.runtime.frozen_scorers import FrozenScorers, check_reward_models, local_reward_model
 from tidemill.runtime.model_bundle import NO_VERSION, ModelBundle, check_vocabularies, engine_context, load_model_bundle
 from tidemill.runtime.publishers import published_probe
-from tidemill.runtime.readers import Readers, check_reward_models, reward_reader
 from tidemill.telemetry.recorder import Recorder
 from tidemill.telemetry.run_dir import RunDirectory
 from tidemill.weights.puller import Puller
@@ -123,12 +123,12 @@ async def in_process(
         )
         assert parts.engine is not None
         stack.push_async_callback(parts.engine.close)
-        rewards: dict[Path, Reader] = {}
+        rewards: dict[Path, FrozenScorer] = {}
         if spec.reading.ahead:
-            rewards = {folder: reward_reader(spec, folder, compute) for folder in spec.scoring.model_folders}
-        readers = Readers(rewards=rewards, reference=parts.reader)
-        for reader in readers.all:
-            stack.push_async_callback(reader.close)
+            rewards = {folder: local_reward_model(spec, folder, compute) for folder in spec.scoring.model_folders}
+        frozen = FrozenScorers(rewards=rewards, reference=parts.frozen_reference)
+        for model in frozen.all:
+            stack.push_async_callback(model.close)
         host = None
         if provider is not None:
             host = InProcessHost(
@@ -142,7 +142,7 @@ async def in_process(
             stack.push_async_callback(host.close)
         if parts.publisher is not None:
             stack.push_async_callback(parts.publisher.close)
-        scorer, eval_scorer = scorers(spec, task, compute, readers, warn=recorder.note)
+        scorer, eval_scorer = scorers(spec, task, compute, frozen, warn=recorder.note)
         stack.push_async_callback(scorer.close)
         stack.push_async_callback(eval_scorer.close)
         yield RuntimeBackend(
@@ -160,7 +160,7 @@ async def in_process(
             host=host,
             publisher=parts.publisher,
             heartbeat_timeout_s=math.inf,  # a worker that waits for the thread while the trainer computes is not lost
-            readers=readers,
+            frozen=frozen,
         )
 
 

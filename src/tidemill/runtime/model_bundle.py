@@ -32,7 +32,7 @@ from tidemill.models.snapshots import copy_on_base, empty_copy
 from tidemill.models.tree_forward import TreeForward
 from tidemill.rollout.engines.embedded import EmbeddedEngine
 from tidemill.runtime.compute import choose_device, choose_precision, set_threads
-from tidemill.runtime.readers import check_reward_models
+from tidemill.runtime.frozen_scorers import check_reward_models
 from tidemill.trainer.critic import Critic, ModelCritic, TrunkCritic
 from tidemill.trainer.sharding import shard
 

@@ -14,7 +14,7 @@ that knows about ranks takes a `Ranks` (`models/ranks.py`); the one of a trainer
   file, written tensor by tensor by the first rank. Any number of ranks restores either. (Row ranges of the weights as
   well would double the size of a checkpoint, which the next stage and `from_pretrained` read as a model folder.)
 - *Each rank publishes its rows* under the version's name, with its own manifest, deltas and checksums. A worker pulls
-  the same version from all ranks and puts them together (`runtime/publishers.py`, `weights/sharded.py`); after its
+  the same version from all ranks and puts them together (`runtime/publishers.py`, `weights/puller.py`); after its
   start no rank holds the whole model. The reserved engine is therefore a process of its own, or colocated with every
   rank. At its start every rank loads the whole model into host memory, because the check of its packed forward pass
   needs one, and keeps its rows.

@@ -57,9 +57,9 @@ async def test_the_parts_of_a_trainer(
         warn=pytest.fail,
     )
     assert isinstance(parts.trainer, trainer)
-    assert (parts.engine is not None, parts.reader is not None) == (engine, reads)
+    assert (parts.engine is not None, parts.frozen_reference is not None) == (engine, reads)
     assert type(parts.publisher) is (publisher or type(None))
-    for part in (parts.engine, parts.reader, compute):
+    for part in (parts.engine, parts.frozen_reference, compute):
         if part is not None:
             await part.close()
 
@@ -73,11 +73,11 @@ class FirstOfTwo(OneRank):
         return [value, value]
 
 
-@pytest.mark.parametrize(("ranks", "reads"), [(OneRank(), True), (FirstOfTwo(), False)])
-async def test_a_rank_of_several_does_not_read_ahead(
-    ranks: OneRank, reads: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("ranks", "ahead"), [(OneRank(), True), (FirstOfTwo(), False)])
+async def test_a_rank_of_several_does_not_compute_ahead(
+    ranks: OneRank, ahead: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The ranks compute together, and one that reads alone would wait for the others for ever."""
+    """The ranks compute together, and one that computes ahead alone would wait for the others for ever."""
     model = {"source": "char", "char": {"hidden_size": 16, "layers": 1, "heads": 2}}
     spec = RunSpec.model_validate({"model": model, "trainer": {"threads": 1}} | AHEAD)
     monkeypatch.setattr("tidemill.runtime.model_bundle.shard", lambda *_, **__: None)  # needs the other rank
@@ -94,7 +94,7 @@ async def test_a_rank_of_several_does_not_read_ahead(
         warn=pytest.fail,
         ranks=ranks,
     )
-    assert (parts.reader is not None) == reads
-    for part in (parts.engine, parts.reader, compute):
+    assert (parts.frozen_reference is not None) == ahead
+    for part in (parts.engine, parts.frozen_reference, compute):
         if part is not None:
             await part.close()

@@ -21,7 +21,7 @@ from tidemill.config.pool import RayConfig, RayPool
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError
 from tidemill.core.formatting import counted
-from tidemill.core.protocols import Clock, Provider, Reader, Worker
+from tidemill.core.protocols import Clock, FrozenScorer, Provider, Worker
 from tidemill.core.records import Lease, LeaseEnded, LeaseEvent, LeaseGranted, LeaseNoticed
 from tidemill.extensions.registry import session_functions
 from tidemill.models.auto import load_config
@@ -46,15 +46,15 @@ from tidemill.runtime.cluster.lane import LanePlan, LaneSender
 from tidemill.runtime.cluster.rank_group import RankGroup, meeting_file, rank_remotes
 from tidemill.runtime.cluster.ray_calls import ActorResources, Remote, blocking, placed, spec_to_send, trainer_lost
 from tidemill.runtime.cluster.ray_critic import CriticActor
-from tidemill.runtime.cluster.ray_reader import RayReader, ReaderProcess
+from tidemill.runtime.cluster.ray_frozen_scorer import FrozenScorerProcess, RayFrozenScorer
 from tidemill.runtime.cluster.ray_trainer import NO_DEADLINE, RayTrainer, Started, TrainerActor, TrainerPlan
 from tidemill.runtime.cluster.ray_worker import RayHost, RayWorker, WorkerPlan
 from tidemill.runtime.cluster.wire import Caller, invoke
 from tidemill.runtime.compute import collected_rarely
 from tidemill.runtime.extension_checks import identities, run_extensions
+from tidemill.runtime.frozen_scorers import FrozenScorers, check_reward_models, local_reward_model
 from tidemill.runtime.model_bundle import check_vocabularies, engine_context, fitting_task
 from tidemill.runtime.publishers import published_probe
-from tidemill.runtime.readers import Readers, check_reward_models, reward_reader
 from tidemill.telemetry.events import READER_RESTART
 from tidemill.telemetry.recorder import Recorder
 from tidemill.telemetry.run_dir import RunDirectory
@@ -103,8 +103,9 @@ async def on_ray(spec: RunSpec, run: RunDirectory, recorder: Recorder, clock: Cl
             probe_ids=published_probe(spec, task.source),
             identities=identities(run_extensions(spec, trainer=True)),
         )
-        started, readers = await asyncio.gather(
-            _start_trainer(remote, plan, run, critic), _start_readers(remote, spec, folder, reserved, recorder, stack)
+        started, frozen = await asyncio.gather(
+            _start_trainer(remote, plan, run, critic),
+            _start_frozen_scorers(remote, spec, folder, reserved, recorder, stack),
         )
         host = None
         if spec.weights.lane != "none":
@@ -148,7 +149,7 @@ async def on_ray(spec: RunSpec, run: RunDirectory, recorder: Recorder, clock: Cl
                     price_usd_per_hour=spec.fleet.preemptible_usd_per_hour,
                 )
                 stack.push_async_callback(provider.close)
-        scorer, eval_scorer = scorers(spec, task, readers=readers, warn=recorder.note)
+        scorer, eval_scorer = scorers(spec, task, frozen=frozen, warn=recorder.note)
         stack.push_async_callback(scorer.close)
         stack.push_async_callback(eval_scorer.close)
         trainer = RayTrainer(remote, started.version, warn=recorder.note)
@@ -167,7 +168,7 @@ async def on_ray(spec: RunSpec, run: RunDirectory, recorder: Recorder, clock: Cl
             host=host if spec.is_elastic else None,
             local_engines=1 if spec.engine_is_apart else shards,
             publisher=trainer if plan.probe_ids else None,
-            readers=readers,
+            frozen=frozen,
         )
 
 
@@ -222,18 +223,18 @@ async def _reserved_engine(
     return worker
 
 
-async def _start_readers(
+async def _start_frozen_scorers(
     trainer: Remote | RankGroup,
     spec: RunSpec,
     folder: Path,
     selector: dict[str, str],
     recorder: Recorder,
     stack: AsyncExitStack,
-) -> Readers:
-    """Start the models that read sample by sample where `spec.placement` puts them; `stack` ends them."""
+) -> FrozenScorers:
+    """Start the models that score sample by sample where `spec.placement` puts them; `stack` ends them."""
 
-    async def start(role: str, reward_model: Path | None) -> RayReader:
-        process = ReaderProcess(
+    async def start(role: str, reward_model: Path | None) -> RayFrozenScorer:
+        process = FrozenScorerProcess(
             spec,
             role=role,
             reward_model=reward_model,
@@ -245,21 +246,21 @@ async def _start_readers(
         return await process.start()
 
     placement, folders = spec.placement, spec.scoring.model_folders
-    rewards: dict[Path, Reader] = {}
+    rewards: dict[Path, FrozenScorer] = {}
     if placement.reward_model == "actor":
         found = await asyncio.gather(*(start("reward model", reward_model) for reward_model in folders))
         rewards = dict(zip(folders, found, strict=True))
     elif spec.reading.ahead:
-        rewards = {reward_model: reward_reader(spec, reward_model) for reward_model in folders}
-    reference: Reader | None = None
+        rewards = {reward_model: local_reward_model(spec, reward_model) for reward_model in folders}
+    reference: FrozenScorer | None = None
     if spec.algorithm.kl_beta and placement.reference == "actor":
         reference = await start("reference", None)
     elif spec.algorithm.kl_beta and spec.reading.ahead and isinstance(trainer, Remote):
-        reference = RayReader(trainer, read_s=NO_DEADLINE)  # the trainer reads between two of its batches
-    readers = Readers(rewards=rewards, reference=reference)
-    for reader in readers.all:
-        stack.push_async_callback(reader.close)
-    return readers
+        reference = RayFrozenScorer(trainer, score_s=NO_DEADLINE)  # the trainer scores between two of its batches
+    frozen = FrozenScorers(rewards=rewards, reference=reference)
+    for model in frozen.all:
+        stack.push_async_callback(model.close)
+    return frozen
 
 
 AUTOSCALER_S = 10.0

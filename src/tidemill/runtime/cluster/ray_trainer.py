@@ -13,14 +13,14 @@ from tidemill.core.records import PolicyVersion, Record, StepMetrics, TensorEntr
 from tidemill.extensions.registry import Extension, provide
 from tidemill.hardware.process_memory import Work
 from tidemill.models.ranks import ONE_RANK
-from tidemill.models.snapshots import dtype_name
+from tidemill.models.snapshots import DTYPE_NAMES
 from tidemill.runtime.backend import TrainerCheckpoints
 from tidemill.runtime.build_trainer import build_trainer
 from tidemill.runtime.cluster.lane import LaneSender
 from tidemill.runtime.cluster.rank_group import join_group
 from tidemill.runtime.cluster.ray_calls import EngineActor, require_reserved_gpus
 from tidemill.runtime.cluster.ray_critic import RayCritic
-from tidemill.runtime.cluster.ray_reader import ReadingActor
+from tidemill.runtime.cluster.ray_frozen_scorer import FrozenScorerServer
 from tidemill.runtime.cluster.weight_transports import (
     ObjectStoreTransport,
     PublisherTransport,
@@ -32,8 +32,8 @@ from tidemill.runtime.compute import ComputeThread
 from tidemill.runtime.extension_checks import identities, refuse_changed, run_extensions
 from tidemill.runtime.memory_check import check_memory
 from tidemill.runtime.model_bundle import load_model_bundle
+from tidemill.weights.delta import Threads
 from tidemill.weights.store import WeightStore
-from tidemill.weights.threads import Threads
 
 NO_DEADLINE = math.inf
 """The training loop has deadlines for all calls to the trainer, and cancels them."""
@@ -98,8 +98,8 @@ class RayTrainer:
         """Nothing to do: the published objects end with the trainer's process."""
 
 
-class TrainerActor(EngineActor, ReadingActor):
-    """Serves a `RayTrainer`, a `RayWorker` for its engine, and a `RayReader` of the reference. One alone is the
+class TrainerActor(EngineActor, FrozenScorerServer):
+    """Serves a `RayTrainer`, a `RayWorker` for its engine, and a `RayFrozenScorer` of the reference. One alone is the
     trainer; several are the ranks of a sharded one."""
 
     def __init__(self) -> None:
@@ -172,13 +172,13 @@ class TrainerActor(EngineActor, ReadingActor):
                 critic=remote_critic,
             )
             self.trainer, self.checkpoints, self.publisher = parts.trainer, parts.checkpoints, parts.publisher
-            self.worker, self.reader = parts.engine, parts.reader
+            self.worker, self.frozen_scorer = parts.engine, parts.frozen_reference
             self.lane = LaneSender(bundle, parts.trainer, compute, sends=ranks.index == 0)
             return Started(
                 version=parts.trainer.version,
                 device_info=device_info,
                 threads=bundle.threads,
-                dtype=dtype_name(bundle.rollout_dtype),
+                dtype=DTYPE_NAMES[bundle.rollout_dtype],
                 layout=self.lane.layout,
             )
 

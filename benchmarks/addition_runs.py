@@ -18,7 +18,7 @@ from benchmarks.origin import origin, with_origin
 from benchmarks.sft_start import learning_spec, sft_start
 from benchmarks.subjects import check_counts, check_different, check_equal
 from tidemill.core.records import Record
-from tidemill.runtime.train import train
+from tidemill.jobs.train import train
 from tidemill.telemetry.events import read_events
 from tidemill.telemetry.metrics import STEP_TIME, MetricLine, read_metrics
 from tidemill.telemetry.run_data import evaluations

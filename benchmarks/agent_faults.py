@@ -17,7 +17,7 @@ from tidemill.agents.pool import EnvironmentPool
 from tidemill.config.load import load_spec
 from tidemill.core.protocols import CallLog
 from tidemill.core.records import Episode, Observation, Record
-from tidemill.runtime.train import train
+from tidemill.jobs.train import train
 from tidemill.telemetry.events import EVICTION, timestamp
 from tidemill.telemetry.jsonl import read_lines
 from tidemill.telemetry.run_dir import TRAINING_PURPOSE

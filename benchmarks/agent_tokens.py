@@ -26,8 +26,8 @@ from benchmarks.models import smollm2
 from benchmarks.subjects import check_counts
 from tidemill.config.load import load_spec
 from tidemill.core.records import GenerateRequest, Record, SampleId, TokenDelta, unpack_tokens
+from tidemill.jobs.train import train
 from tidemill.rollout.engines.embedded.engine import EmbeddedEngine
-from tidemill.runtime.train import train
 from tidemill.telemetry.events import EVICTION, read_events
 from tidemill.trainer.packing import Microbatch, WeightedSample, pack, trained_positions
 

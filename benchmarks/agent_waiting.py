@@ -17,8 +17,8 @@ from benchmarks.agent_faults import ENVIRONMENTS
 from tidemill.config.model import CharModelConfig
 from tidemill.config.schema import RunSpec
 from tidemill.core.records import Record
+from tidemill.jobs.train import train
 from tidemill.models.builtin import build_char_model
-from tidemill.runtime.train import train
 from tidemill.telemetry.metrics import read_metrics
 
 EPISODES, TURNS, TURN_TOKENS, SLOTS, CALL_S = 64, 4, 32, 8, 1.0

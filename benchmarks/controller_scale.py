@@ -53,8 +53,8 @@ from tidemill.controller.rollout_context import RolloutContext
 from tidemill.controller.turns import AgentLimits
 from tidemill.core.protocols import LoopClock
 from tidemill.core.records import PolicyVersion, Prompt, SamplingParams, WorkerReport, pack_tokens
+from tidemill.jobs.journal import SqliteJournal
 from tidemill.runtime.compute import collected_rarely
-from tidemill.runtime.journal import SqliteJournal
 from tidemill.telemetry.recorder import NullTelemetry
 
 SLOTS = 64

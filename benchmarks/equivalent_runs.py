@@ -13,7 +13,7 @@ from tidemill.config.load import RECIPES, merge
 from tidemill.config.schema import RunSpec
 from tidemill.core.protocols import Clock, WorkerHost
 from tidemill.core.records import Record
-from tidemill.runtime.train import train
+from tidemill.jobs.train import train
 from tidemill.telemetry.events import EVICTION, LEASE_END
 from tidemill.telemetry.jsonl import read_lines
 from tidemill.telemetry.metrics import read_metrics

@@ -49,13 +49,13 @@ from tidemill.core.records import (
 from tidemill.data.build_task import served_task
 from tidemill.gateway.app import Gateway
 from tidemill.gateway.server import listen, serving
+from tidemill.jobs.gateway import write_hermes
+from tidemill.jobs.serving import NoReward, served_fleet, serving_spec
 from tidemill.models.catalog import resolve
 from tidemill.models.codec import load_codec
 from tidemill.rollout.worker import EngineWorker
 from tidemill.runtime.backend import RuntimeBackend
 from tidemill.runtime.compute import ComputeThread
-from tidemill.runtime.gateway import write_hermes
-from tidemill.runtime.serving import NoReward, served_fleet, serving_spec
 from tidemill.telemetry.recorder import Recorder
 from tidemill.telemetry.run_dir import RunDirectory
 

@@ -14,8 +14,8 @@ from typing import Any
 from benchmarks.turns import Turns, Work
 from tidemill.config.schema import RunSpec
 from tidemill.core.records import Prompt, StepMetrics, Trajectory
+from tidemill.jobs.train import train
 from tidemill.models.codec import TextCodec
-from tidemill.runtime.train import train
 from tidemill.telemetry.recorder import Recorder
 from tidemill.trainer.policy import PolicyTrainer
 
@@ -92,4 +92,4 @@ def _hand_over_turns(turns: Turns) -> None:
 
     Recorder.step, Recorder.samples = step, samples  # type: ignore[method-assign]
     PolicyTrainer._add_microbatch = counted  # type: ignore[method-assign]
-    TextCodec.stop_token_ids = property(lambda self: ())  # type: ignore[method-assign,assignment]
+    TextCodec.stop_token_ids = property(lambda self: (), lambda self, ids: None)  # type: ignore[assignment]

@@ -24,10 +24,10 @@ from tidemill.gateway.server import listen, serving
 from tidemill.gateway.session import SessionLog
 from tidemill.gateway.session_routes import PATH
 from tidemill.gateway.sessions import Sessions
+from tidemill.jobs.gateway import ServedSessions, write_hermes
 from tidemill.models.catalog import resolve
 from tidemill.models.codec import load_codec
 from tidemill.models.turn_format import turn_format
-from tidemill.runtime.gateway import ServedSessions, write_hermes
 
 PROMPT_TOKENS, DEADLINE_S = 500, 300.0
 

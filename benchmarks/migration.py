@@ -41,10 +41,10 @@ from tidemill.core.records import (
     SampleId,
     WorkerReport,
 )
+from tidemill.jobs.train import train
 from tidemill.runtime.backend import RuntimeBackend
 from tidemill.runtime.cluster.ray_backend import on_ray
 from tidemill.runtime.cluster.ray_worker import RayWorker
-from tidemill.runtime.train import train
 from tidemill.telemetry.recorder import Recorder
 from tidemill.telemetry.run_dir import RunDirectory
 

@@ -1,9 +1,9 @@
-"""Time saved when a reward model reads samples during generation, on Ray and in one process.
+"""Time saved when a reward model computes samples during generation, on Ray and in one process.
 
     python -m benchmarks.overlap_scoring [--steps 6] [--places actor,own_thread,shared_thread]
 
 A small policy writes long completions; the reward model is several times its size, with random weights. There are two
-runs per place. In every other step of a run the reader gets no growing samples and computes everything when a sample
+runs per place. In every other step of a run the model gets no growing samples and computes everything when a sample
 finishes; in the second run these are the other steps. Nothing else differs: samples, chunks, shapes and the shared
 prompt are equal, so all scores and weights must be bit-identical, and each step is compared with itself.
 
@@ -35,15 +35,15 @@ from benchmarks.origin import parsed
 from benchmarks.subjects import check_counts
 from tidemill.config.model import CharModelConfig
 from tidemill.config.schema import RunSpec
-from tidemill.core.protocols import Clock, Reader
-from tidemill.core.records import Growth, Read, SampleId, TokenBuffer
+from tidemill.core.protocols import Clock, FrozenScorer
+from tidemill.core.records import ModelScores, NewTokens, SampleId, TokenBuffer
+from tidemill.jobs.train import train
 from tidemill.models.builtin import build_char_model
 from tidemill.models.codec import load_codec
 from tidemill.models.reward_model import reward_head, save_head
 from tidemill.runtime.backend import OpenBackend, RuntimeBackend, scorers
+from tidemill.runtime.frozen_scorers import FrozenScorers
 from tidemill.runtime.local import in_process
-from tidemill.runtime.readers import Readers
-from tidemill.runtime.train import train
 from tidemill.telemetry.metrics import STEP_TIME, read_metrics
 from tidemill.telemetry.recorder import Recorder
 from tidemill.telemetry.run_dir import RunDirectory
@@ -91,9 +91,9 @@ def reward_folder(folder: Path) -> Path:
 
 @dataclass(kw_only=True)
 class Turns:
-    """Implements `Reader` around another, which gets growing samples only in every other step."""
+    """Implements `FrozenScorer` around another, which gets growing samples only in every other step."""
 
-    reader: Reader
+    model: FrozenScorer
     ahead_in: int  # even (0) or odd (1) steps
     step: int = 1
     delays_s: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))  # by step
@@ -103,28 +103,28 @@ class Turns:
     def ahead(self) -> bool:
         return self.step % 2 == self.ahead_in
 
-    def receive(self, grown: Sequence[Growth]) -> None:
+    def receive(self, new_tokens: Sequence[NewTokens]) -> None:
         if self.ahead:
-            self.reader.receive(grown)
+            self.model.receive(new_tokens)
 
-    async def read(self, sample_id: SampleId, token_ids: TokenBuffer, prompt_tokens: int) -> Read:
+    async def score(self, sample_id: SampleId, token_ids: TokenBuffer, prompt_tokens: int) -> ModelScores:
         began = time.perf_counter()
-        read = await self.reader.read(sample_id, token_ids, prompt_tokens)
+        scores = await self.model.score(sample_id, token_ids, prompt_tokens)
         if sample_id.purpose == "train":
             self.delays_s[self.step].append(time.perf_counter() - began)
-            self.said[self.step][sample_id] = read.values
-        return read
+            self.said[self.step][sample_id] = scores.values
+        return scores
 
     def forget(self, sample_ids: Sequence[SampleId]) -> None:
-        self.reader.forget(sample_ids)
+        self.model.forget(sample_ids)
 
     def take_counts(self) -> tuple[int, int]:
         """Called once per step, at its end."""
         self.step += 1
-        return self.reader.take_counts()
+        return self.model.take_counts()
 
     async def close(self) -> None:
-        """The reader is closed by its owner."""
+        """The model is closed by its owner."""
 
 
 def taking_turns(place: str, ahead_in: int, found: list[Turns]) -> OpenBackend:
@@ -140,11 +140,11 @@ def taking_turns(place: str, ahead_in: int, found: list[Turns]) -> OpenBackend:
         spec: RunSpec, run: RunDirectory, recorder: Recorder, clock: Clock
     ) -> AsyncIterator[RuntimeBackend]:
         async with opening(spec, run, recorder, clock) as backend:
-            ((folder, reader),) = backend.readers.rewards.items()
-            found.append(turns := Turns(reader=reader, ahead_in=ahead_in))
-            readers = Readers(rewards={folder: turns})
-            scorer, eval_scorer = scorers(spec, backend.task, readers=readers)
-            yield replace(backend, readers=readers, scorer=scorer, eval_scorer=eval_scorer)
+            ((folder, model),) = backend.frozen.rewards.items()
+            found.append(turns := Turns(model=model, ahead_in=ahead_in))
+            frozen = FrozenScorers(rewards={folder: turns})
+            scorer, eval_scorer = scorers(spec, backend.task, frozen=frozen)
+            yield replace(backend, frozen=frozen, scorer=scorer, eval_scorer=eval_scorer)
             await scorer.close()
             await eval_scorer.close()
 
@@ -187,7 +187,7 @@ def run(directory: Path, reward: Path, place: str, *, ahead_in: int, steps: int)
 
 def check_pairs(place: str, pairs: Sequence[tuple[Step, Step]]) -> None:
     """Raises RuntimeError: weights or scores of a (late, ahead) pair differ, the first read ahead, or the second did
-    not although the reader had a thread."""
+    not although the model had a thread."""
     for late, ahead in pairs:
         check_counts(place, scores=len(late.scores))
         if late.weights != ahead.weights:

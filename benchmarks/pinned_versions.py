@@ -28,7 +28,7 @@ from benchmarks.subjects import check_counts, check_equal
 from tests.doubles.costs import ConstantEngine, ConstantTrainer
 from tidemill.config.schema import RunSpec
 from tidemill.hardware.completion_lengths import LogNormalLengths
-from tidemill.runtime.train import train
+from tidemill.jobs.train import train
 from tidemill.sim.costs import WeightCosts
 from tidemill.sim.simulation import CostModel, simulate_run
 from tidemill.sim.workload import Workload

@@ -14,7 +14,7 @@ from benchmarks.race_tasks import Question, right_share
 from benchmarks.turns import Turns, Work
 from tidemill.config.schema import RunSpec
 from tidemill.core.records import Prompt, StepMetrics, Trajectory, unpack_tokens
-from tidemill.runtime.train import train
+from tidemill.jobs.train import train
 from tidemill.telemetry.recorder import Recorder
 from tidemill.telemetry.run_dir import TRAINING_PURPOSE
 from tidemill.trainer.policy import PolicyTrainer

@@ -21,7 +21,7 @@ from tidemill.config.load import merge
 from tidemill.config.schema import RunSpec
 from tidemill.config.task import ArithmeticTask
 from tidemill.data.arithmetic import STOP, Problem, choose_shots, format_prompt, split_listed
-from tidemill.runtime.train_supervised import train_supervised
+from tidemill.jobs.train_supervised import train_supervised
 
 CACHE = Path(__file__).resolve().parent.parent / ".cache" / "benchmarks"
 TASK = {"kind": "arithmetic", "operators": "+", "digits": 2, "shots": 0, "held_out_fraction": 0.25}

@@ -39,13 +39,13 @@ from tidemill.core.records import (
     unpack_logprobs,
     unpack_tokens,
 )
+from tidemill.jobs.train import train
 from tidemill.models.attention import hidden_states, vocabulary_logits
 from tidemill.models.token_tree import build_tree
 from tidemill.models.tree_attention import TreePlan
 from tidemill.rollout.sampling import gumbel, noise_key
 from tidemill.runtime.backend import RuntimeBackend, scorers
 from tidemill.runtime.local import InProcessHost, in_process
-from tidemill.runtime.train import train
 from tidemill.telemetry.recorder import NullTelemetry, Recorder
 from tidemill.telemetry.run_dir import RunDirectory
 
@@ -200,7 +200,7 @@ class Twin:
             largest = max([largest, *(abs(a - b) for a, b in zip(said[0][:same], said[1][:same], strict=True))])
             if at is not None:
                 chosen = {ours[at], theirs[at]}
-                found.append(self._difference(step, one, at, chosen, saboteur.attempts[sample_id], host._bundle.model))
+                found.append(self._difference(step, one, at, chosen, saboteur.attempts[sample_id], host.bundle.model))
         self.differences += found
         attempts = [saboteur.attempts[sample_id] for sample_id in quiet]
         self.steps.append(

@@ -18,8 +18,8 @@ from benchmarks.subjects import check_counts
 from tidemill.config.load import RECIPES, load_spec
 from tidemill.core.protocols import LoopClock
 from tidemill.core.records import PolicyVersion, StepMetrics
+from tidemill.jobs.train import train
 from tidemill.models.snapshots import snapshot_bytes, snapshot_layout, write_snapshot
-from tidemill.runtime.train import train
 from tidemill.trainer.policy import PolicyTrainer
 from tidemill.weights.puller import Puller
 from tidemill.weights.snapshot import Blob, MemoryTransport, Snapshot, allocate

@@ -37,8 +37,7 @@ from tidemill.core.protocols import LoopClock
 from tidemill.core.records import PolicyVersion, TensorEntry, WeightManifest
 from tidemill.weights.http_reader import HttpReader
 from tidemill.weights.http_server import HttpTransport
-from tidemill.weights.node_folder import NodeFolder, forget_snapshots
-from tidemill.weights.node_puller import NodePuller
+from tidemill.weights.node_folder import NodeFolder, NodePuller, forget_snapshots
 from tidemill.weights.puller import Puller
 from tidemill.weights.snapshot import Blob, Snapshot, allocate, digest_of, sealed
 from tidemill.weights.store import WeightStore, pack_manifest

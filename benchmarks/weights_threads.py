@@ -21,9 +21,8 @@ import numpy as np
 from benchmarks.measuring import BYTES_PER_GB, print_records, write_result
 from benchmarks.origin import parsed
 from tidemill.core.records import DeltaEntry, PolicyVersion, TensorEntry
-from tidemill.weights.delta import apply_delta, encode_delta
+from tidemill.weights.delta import Threads, apply_delta, encode_delta
 from tidemill.weights.snapshot import Blob, allocate, checksum
-from tidemill.weights.threads import Threads
 
 T = TypeVar("T")
 R = TypeVar("R")

@@ -25,5 +25,8 @@ class ActorHere:
         answer = getattr(self._actor, method)(*args)
         return read_answer(await answer if inspect.isawaitable(answer) else answer, kind)
 
+    def kill(self) -> None:
+        raise NotImplementedError
+
     async def tell(self, method: Callable[..., None], *args: object) -> None:
         await self.call(method.__name__, *signature(method).encode(args, {}), kind=type(None), timeout_s=60.0)

@@ -21,11 +21,6 @@ from typing import Any
 
 import transformers.models.llama.modeling_llama  # noqa: F401 (what every tested model is; loaded by name otherwise)
 
-import tidemill.cli.evaluate
-import tidemill.cli.train_command
-import tidemill.pipeline.execution
-import tidemill.runtime.train  # noqa: F401
-
 MAX_REQUEST_BYTES = 1 << 17
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tidemill.models.token_logprobs import token_logprobs
+from tidemill.models.token_logprobs import Targets, token_logprobs
 
 
 def logprobs_of(
@@ -28,7 +28,7 @@ def logprobs_of(
         config=SimpleNamespace(final_logit_softcapping=softcap), get_output_embeddings=lambda: layer
     )
     settings = {"temperature": 1.0, "budget_bytes": 1 << 20, **settings}
-    return token_logprobs(cast(PreTrainedModel, model), hidden, rows, targets, **settings)
+    return token_logprobs(cast(PreTrainedModel, model), hidden, Targets(rows, targets, **settings))
 
 
 def plain_logprobs(

@@ -27,8 +27,9 @@ from benchmarks import measuring
 from benchmarks.gpu.qwen_shapes import SHAPES, TINY, Shape, config_fields, random_model, step_flops
 from benchmarks.gpu.rows import Rows, options, peak_gb, seconds
 from tidemill.models.attention import use_packed_attention
+from tidemill.models.token_logprobs import Targets
 from tidemill.models.token_tree import TokenTree, build_tree
-from tidemill.models.tree_forward import Targets, TreeForward
+from tidemill.models.tree_forward import TreeForward
 
 GROUPS, GROUP_SIZE, PROMPT, COMPLETION = 4, 8, 512, 512
 MICROBATCH_TOKENS = 16_384

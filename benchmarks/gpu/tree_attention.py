@@ -24,9 +24,8 @@ from torch import Tensor
 from benchmarks.measuring import print_records, write_result
 from benchmarks.origin import parsed
 from tidemill.models.attention import AttentionPlan
-from tidemill.models.flex_attention import FlexPlan
 from tidemill.models.token_tree import TokenTree, build_tree
-from tidemill.models.tree_attention import DensePlan
+from tidemill.models.tree_attention import DensePlan, FlexPlan
 
 HEADS, KV_HEADS, WIDTH = 16, 8, 128
 ROUNDS = 10

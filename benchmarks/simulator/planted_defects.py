@@ -42,7 +42,7 @@ from tidemill.controller.turns import AgentLimits, Turns
 from tidemill.controller.waiting import Mailbox
 from tidemill.core.records import GenerateRequest, count
 from tidemill.runtime.cluster.rank_group import RankGroup
-from tidemill.weights.sharded import PullerGroup
+from tidemill.weights.puller import PullerGroup
 
 TARGET = 1000
 

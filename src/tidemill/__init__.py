@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from tidemill.api.stages import demonstrations, dpo, pairs, reward_model, sft
     from tidemill.api.train import load_config, train, train_async
     from tidemill.core.errors import TidemillError
-    from tidemill.runtime.callbacks import Callback
+    from tidemill.jobs.callbacks import Callback
     from tidemill.telemetry.sample_files import Sample
 
 __version__ = "0.1.0"
@@ -58,7 +58,7 @@ _MODULES = {
     "tidemill.api.train": ("load_config", "train", "train_async"),
     "tidemill.core.errors": ("TidemillError",),
     "tidemill.agents.environment": ("Environment", "Step", "ToolEnvironment"),
-    "tidemill.runtime.callbacks": ("Callback",),
+    "tidemill.jobs.callbacks": ("Callback",),
     "tidemill.telemetry.sample_files": ("Sample",),
 }
 _TRAINERS = {

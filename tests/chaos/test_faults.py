@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.doubles.engine import FakeReader
+from tests.doubles.engine import FakeFrozenScorer
 from tests.doubles.faults import FAULTS, fleet_config, herd, setting
 from tests.doubles.journal import MemoryJournal, PowerCut
 from tests.doubles.machines import World
@@ -25,7 +25,7 @@ SPEC = small_spec(batch={"prompts": 5, "group_size": 4}, sampling={"max_new_toke
 
 @functools.cache
 def quiet() -> object:
-    session = Session(spec=SPEC, reader=FakeReader())
+    session = Session(spec=SPEC, frozen_scorer=FakeFrozenScorer())
     run_virtual(session.run())
     return trained(session)
 

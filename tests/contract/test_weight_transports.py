@@ -21,16 +21,15 @@ from tests.published import compute, publish, snapshot, tensors_of, version
 from tidemill.core.errors import WeightsError
 from tidemill.core.protocols import LoopClock
 from tidemill.core.records import Pulled, WeightManifest
-from tidemill.runtime.cluster.connection import connect, start_keeper
-from tidemill.runtime.cluster.keeper import Keep, LocalNode
+from tidemill.runtime.cluster.connection import connect, start_local_cluster
+from tidemill.runtime.cluster.keeper import LocalClusterPlan, LocalNode
 from tidemill.runtime.cluster.weight_transports import ObjectStoreReader, ObjectStoreTransport
 from tidemill.weights import http_reader
 from tidemill.weights.http_reader import HttpReader
 from tidemill.weights.http_server import HttpTransport
-from tidemill.weights.node_folder import SHARED_MEMORY, NodeFolder
-from tidemill.weights.node_puller import NodePuller
+from tidemill.weights.node_folder import SHARED_MEMORY, NodeFolder, NodePuller
 from tidemill.weights.puller import Puller
-from tidemill.weights.snapshot import Blob, MemoryTransport, Missing, Snapshot, Transport
+from tidemill.weights.snapshot import Blob, BlobSource, MemoryTransport, Missing, Snapshot, Transport
 from tidemill.weights.store import WeightStore, delta_name, manifest_name, snapshot_name
 
 TOKEN = "secret"
@@ -66,8 +65,8 @@ class Stage:
     """
 
     publisher: Transport
-    reader: Transport
-    make_puller: Callable[[Transport], Puller] = lambda reader: Puller(reader, compute(), **SETTINGS)
+    reader: BlobSource
+    make_puller: Callable[[BlobSource], Puller] = lambda reader: Puller(reader, compute(), **SETTINGS)
     shares: bool = False
     files: Path | None = None
     workers: list[Worker] = field(default_factory=list)
@@ -156,7 +155,7 @@ async def shm() -> AsyncIterator[Stage]:
     transport = MemoryTransport(zero_copy=False)
     with tempfile.TemporaryDirectory(dir=SHARED_MEMORY, prefix="tidemill-contract-") as parent:
 
-        def make_puller(reader: Transport) -> Puller:
+        def make_puller(reader: BlobSource) -> Puller:
             return NodePuller(reader, compute(), folder=NodeFolder("contract", parent=Path(parent)), **SETTINGS)
 
         yield Stage(transport, transport, make_puller, shares=True, files=Path(parent))
@@ -171,14 +170,14 @@ ON_RAY = (pytest.mark.xdist_group("ray"), pytest.mark.timeout(240))
 def actor() -> Iterator[Any]:
     """A publisher on a local cluster."""
     node = LocalNode(name="reserved", cpus=1, gpus=0, labels={})
-    kept = asyncio.run(start_keeper(Keep(nodes=(node,), object_store_bytes=100 << 20)))
+    cluster = asyncio.run(start_local_cluster(LocalClusterPlan(nodes=(node,), object_store_bytes=100 << 20)))
     try:
-        asyncio.run(connect(kept.address, token=kept.token))
+        asyncio.run(connect(cluster.address, token=cluster.token))
         yield ray.remote(PublisherActor).options(num_cpus=1).remote()
     finally:
         ray.shutdown()
-        asyncio.run(kept.close())
-    assert kept.process.returncode == 0
+        asyncio.run(cluster.close())
+    assert cluster.process.returncode == 0
 
 
 @pytest.fixture(params=[pytest.param(name, marks=ON_RAY if name == "object_store" else ()) for name in TRANSPORTS])

@@ -1,4 +1,4 @@
-"""Deterministic doubles: an engine, a reader, and the thread they compute on."""
+"""Deterministic doubles: an engine, a frozen model, and the thread they compute on."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from tests.doubles.samples import VOCABULARY, completion, logprob, number, turn_completion
-from tidemill.controller.reading import Reading
+from tidemill.controller.frozen_scoring import FrozenScoring
 from tidemill.core.protocols import EngineCapabilities, EngineStatus
 from tidemill.core.records import (
     Finish,
     GenerateRequest,
-    Growth,
     LogprobBuffer,
+    ModelScores,
+    NewTokens,
     PolicyVersion,
-    Read,
     SampleId,
     TokenBuffer,
     TokenDelta,
@@ -126,37 +126,37 @@ class FakeEngine:
         )
 
 
-class FakeReader:
-    """Implements `Reader`; its number for a token depends on all earlier tokens. `grow` checks that none is missing."""
+class FakeFrozenScorer:
+    """Implements `FrozenScorer`; its number for a token depends on all earlier tokens. None may be missing."""
 
     def __init__(self, *, chunk_tokens: int = 4) -> None:
         self.chunk_tokens = chunk_tokens
         self.known: dict[SampleId, bytes] = {}
-        self.growths: list[Growth] = []
-        self.was_read: list[SampleId] = []
+        self.received: list[NewTokens] = []
+        self.scored: list[SampleId] = []
         self.forgotten: list[SampleId] = []
         self.failure: Exception | None = None
 
-    def reading(self) -> Reading:
-        return Reading([self], reference=self, chunk_tokens=self.chunk_tokens)
+    def scoring(self) -> FrozenScoring:
+        return FrozenScoring([self], reference=self, chunk_tokens=self.chunk_tokens)
 
-    def receive(self, grown: Sequence[Growth]) -> None:
-        for growth in grown:
-            before = self.known.get(growth.sample_id, b"") if growth.start else b""
-            assert count(before) == growth.start, "missing tokens"
-            self.known[growth.sample_id] = before + growth.token_ids
-        self.growths += grown
+    def receive(self, new_tokens: Sequence[NewTokens]) -> None:
+        for added in new_tokens:
+            before = self.known.get(added.sample_id, b"") if added.start else b""
+            assert count(before) == added.start, "missing tokens"
+            self.known[added.sample_id] = before + added.token_ids
+        self.received += new_tokens
 
-    async def read(self, sample_id: SampleId, token_ids: TokenBuffer, prompt_tokens: int) -> Read:
+    async def score(self, sample_id: SampleId, token_ids: TokenBuffer, prompt_tokens: int) -> ModelScores:
         await asyncio.sleep(0.05)
         if self.failure is not None:
             raise self.failure
         ahead = self.known.pop(sample_id, b"")
         assert token_ids.startswith(ahead), "other tokens than announced"
-        self.was_read.append(sample_id)
+        self.scored.append(sample_id)
         tokens = unpack_tokens(token_ids)
         said = [logprob(number(tokens[: at + 1]) % VOCABULARY) for at in range(prompt_tokens, len(tokens))]
-        return Read(values=pack_logprobs(said))
+        return ModelScores(values=pack_logprobs(said))
 
     def forget(self, sample_ids: Sequence[SampleId]) -> None:
         self.forgotten += sample_ids

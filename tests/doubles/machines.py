@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 
-from tests.doubles.engine import FakeCompute, FakeEngine, FakeReader
+from tests.doubles.engine import FakeCompute, FakeEngine, FakeFrozenScorer
 from tests.doubles.provider import EventProvider
 from tests.doubles.samples import number
 from tests.doubles.session import Session
@@ -309,7 +309,7 @@ class World(Session):
     setting: Callable[[World], None] = lambda world: None
     config: FleetConfig = field(default_factory=FleetConfig)
     reserved_engine: bool = True
-    reader: FakeReader | None = field(default_factory=FakeReader)
+    frozen_scorer: FakeFrozenScorer | None = field(default_factory=FakeFrozenScorer)
 
     def __post_init__(self) -> None:
         super().__post_init__()

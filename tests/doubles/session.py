@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.doubles.engine import FakeCompute, FakeEngine, FakeReader
+from tests.doubles.engine import FakeCompute, FakeEngine, FakeFrozenScorer
 from tests.doubles.environments import LIMITS, FakeEnvironments
 from tests.doubles.journal import MemoryJournal, PowerCut
 from tests.doubles.provider import ScriptedProvider
@@ -227,7 +227,7 @@ class Session:
     timeouts: Timeouts = field(default_factory=Timeouts)
     slots: int = 3
     stop: asyncio.Event = field(default_factory=asyncio.Event)
-    reader: FakeReader | None = None  # the reference
+    frozen_scorer: FakeFrozenScorer | None = None  # the reference
     eval_sets: dict[str, list[Prompt]] = field(default_factory=dict)
     environments: FakeEnvironments | None = None
     result: LoopResult | None = None
@@ -267,7 +267,7 @@ class Session:
                     stop=self.stop,
                     timeouts=self.timeouts,
                     truncated=self.spec.scoring.truncated,
-                    reading=self.reader.reading() if self.reader else None,
+                    frozen_scoring=self.frozen_scorer.scoring() if self.frozen_scorer else None,
                     environments=self.environments,
                     agent=LIMITS if self.environments else None,
                 )

@@ -17,9 +17,9 @@ import numpy as np
 from tests.doubles.transport import FaultyTransport
 from tests.fault_simulation.scenario import PartFault, PartFaultKind
 from tidemill.core.records import WeightManifest
+from tidemill.weights.delta import Threads
 from tidemill.weights.snapshot import Blob, checksum
 from tidemill.weights.store import delta_name, manifest_name, pack_manifest, unpack_manifest
-from tidemill.weights.threads import Threads
 
 T = TypeVar("T")
 R = TypeVar("R")

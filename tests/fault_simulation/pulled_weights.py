@@ -23,11 +23,10 @@ from tidemill.core.records import (
     pack_tokens,
 )
 from tidemill.sim.simulated_worker import SimulatedWorker
-from tidemill.weights.puller import Puller
-from tidemill.weights.sharded import PullerGroup
+from tidemill.weights.delta import Threads
+from tidemill.weights.puller import Puller, PullerGroup
 from tidemill.weights.snapshot import ALIGNMENT, Blob, Damaged, MemoryTransport, Snapshot, allocate
 from tidemill.weights.store import WeightStore
-from tidemill.weights.threads import Threads
 
 T = TypeVar("T")
 

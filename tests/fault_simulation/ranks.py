@@ -20,7 +20,7 @@ from tidemill.core.errors import TidemillError, TrainerLost
 from tidemill.core.records import Completion, Group, LogprobBuffer, PolicyVersion, StepMetrics, WeightManifest
 from tidemill.runtime.cluster.rank_group import RankGroup
 from tidemill.runtime.cluster.ray_calls import trainer_lost
-from tidemill.runtime.cluster.ray_trainer import RayPublisher, Restored
+from tidemill.runtime.cluster.ray_trainer import RayTrainer, Restored
 from tidemill.runtime.cluster.wire import decode, encode
 from tidemill.sim.costs import TrainerCosts
 from tidemill.sim.simulated_trainer import START, SimulatedDisk, SimulatedTrainer
@@ -70,7 +70,7 @@ class Peers:
 
 
 class SimulatedRank:
-    """Implements `runtime.cluster.rank_group.RankCalls`; calls of one rank run one after another."""
+    """Implements `runtime.cluster.wire.Caller`; calls of one rank run one after another."""
 
     def __init__(
         self,
@@ -203,9 +203,9 @@ class WatchedGroup(RankGroup):
         return isinstance(error, RankFailed if struck[0].kind == "raises" else TrainerLost)
 
 
-class WatchedPublisher(RayPublisher):
+class WatchedPublisher(RayTrainer):
     def __init__(self, group: WatchedGroup, training: TrainingInvariants) -> None:
-        super().__init__(group)
+        super().__init__(group, PolicyVersion(number=0, digest=""), warn=print)
         self._training = training
 
     async def publish(self, version: PolicyVersion) -> WeightManifest:

@@ -41,13 +41,12 @@ from tidemill.controller.waiting import Timeouts
 from tidemill.core.errors import DeadlineError, TidemillError
 from tidemill.core.protocols import Checkpoints, LoopClock, Publisher, Trainer, Worker
 from tidemill.core.records import Lease, LeaseEvent, WorkerReport
-from tidemill.runtime.cluster.ray_trainer import RayCheckpoints, RayTrainer
+from tidemill.runtime.cluster.ray_trainer import RayTrainer
 from tidemill.sim.simulated_engine import SimulatedEngine
 from tidemill.sim.simulated_trainer import START, SimulatedCheckpoints, SimulatedDisk
 from tidemill.sim.simulated_worker import SimulatedWorker
 from tidemill.sim.workload import Completions, NoText, SimulatedPrompts
-from tidemill.weights.puller import Puller
-from tidemill.weights.sharded import PullerGroup
+from tidemill.weights.puller import Puller, PullerGroup
 from tidemill.weights.store import WeightStore
 
 LONG_S = 3600.0
@@ -156,8 +155,8 @@ class World:
         if group is None:
             trainer = WatchedTrainer(self._scenario.trainer, self._training, salt=self._life.salt)
             return trainer, SimulatedCheckpoints(self._disk, trainer, self._scenario.trainer)
-        remote = RayTrainer(group, START)
-        return remote, RayCheckpoints(group, remote, warn=self._unseen.append)
+        remote = RayTrainer(group, START, warn=self._unseen.append)
+        return remote, remote
 
     def _make_publisher(self, group: WatchedGroup | None) -> Publisher:
         if group is not None:

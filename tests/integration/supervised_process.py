@@ -19,7 +19,7 @@ import torch
 from tests.killed_lives import killed_until_done
 from tidemill.cli.output import INTERRUPTED_CODE
 from tidemill.config.schema import RunSpec
-from tidemill.runtime.train_supervised import train_supervised
+from tidemill.jobs.train_supervised import train_supervised
 from tidemill.trainer.objectives import SupervisedKind
 
 STEPS = 24

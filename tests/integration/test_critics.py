@@ -11,8 +11,8 @@ import pytest
 from tidemill.config.model import CharModelConfig
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError
+from tidemill.jobs.train import train
 from tidemill.models.builtin import build_char_model
-from tidemill.runtime.train import train
 from tidemill.telemetry.metrics import MetricLine, read_metrics
 
 CHAR = {"hidden_size": 32, "layers": 2, "heads": 2, "context": 32}

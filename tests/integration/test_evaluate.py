@@ -11,7 +11,6 @@ from tidemill.cli.evaluate import figures
 from tidemill.config.load import load_spec
 from tidemill.config.schema import RunConfig
 from tidemill.core.records import Prompt, Reward, Trajectory
-from tidemill.jobs.batch_generation import BatchGenerator, CachedCompletions
 from tidemill.jobs.model_evaluation import evaluate
 
 
@@ -81,11 +80,11 @@ def test_answers_from_before_a_stop_are_reused(
     )  # fmt: skip
     found = evaluate(spec, answers=tmp_path / "answers.jsonl")
 
-    async def asked(*_: object, **__: object) -> CachedCompletions:
+    async def asked(**_: object) -> None:
         raise AssertionError("answered before")
 
     monkeypatch.setattr("tidemill.jobs.batch_generation.evaluate", asked)
-    monkeypatch.setattr(BatchGenerator, "_draw", asked)
+    monkeypatch.setattr("tidemill.jobs.batch_generation.draw", asked)
     assert evaluate(spec, answers=tmp_path / "answers.jsonl") == found
     with pytest.raises(AssertionError, match="answered before"):  # another seed draws other samples
         evaluate(spec.model_copy(update={"run": RunConfig(seed=1)}), answers=tmp_path / "answers.jsonl")

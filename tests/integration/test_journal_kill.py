@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 from tests.rotation import daily
-from tidemill.runtime.journal import SqliteJournal
+from tidemill.jobs.journal import SqliteJournal
 
 WRITER = """
 import asyncio, sys
 from pathlib import Path
-from tidemill.runtime.journal import SqliteJournal
+from tidemill.jobs.journal import SqliteJournal
 
 async def main():
     journal = await SqliteJournal.open(Path(sys.argv[1]))

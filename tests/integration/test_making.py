@@ -11,10 +11,11 @@ import pytest
 from scripts.make_data import main
 from tidemill.config.load import RECIPES, load_spec
 from tidemill.config.task import DataConfig
-from tidemill.core.records import unpack_tokens
+from tidemill.controller.evaluation import draw
+from tidemill.core.records import Trajectory, unpack_tokens
 from tidemill.data.build_task import build_task
 from tidemill.data.examples import load_demonstrations, load_pairs
-from tidemill.jobs.batch_generation import BatchGenerator, CachedCompletions, make_pairs
+from tidemill.jobs.batch_generation import make_pairs
 from tidemill.models.catalog import resolve
 from tidemill.models.codec import TextCodec, load_codec
 
@@ -95,12 +96,11 @@ def test_pairs_resume_after_the_answered_prompts(
     tmp_path: Path, session_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec, kept = load_spec(JUDGED, purpose="generate"), tmp_path / "answers.jsonl"
-    asked: list[str] = []
-    draw = BatchGenerator._draw
+    asked: list[list[str]] = []
 
-    async def counted(self: BatchGenerator, key: str, *rest: Any) -> CachedCompletions:
-        asked.append(key)
-        return await draw(self, key, *rest)
+    async def counted(**arguments: Any) -> list[tuple[Trajectory, ...]]:
+        asked.append([prompt.prompt_id for prompt in arguments["prompts"]])
+        return await draw(**arguments)
 
     def make(name: str) -> bytes:
         path = tmp_path / name
@@ -115,7 +115,7 @@ def test_pairs_resume_after_the_answered_prompts(
         )
         return path.read_bytes()
 
-    monkeypatch.setattr(BatchGenerator, "_draw", counted)
+    monkeypatch.setattr("tidemill.jobs.batch_generation.draw", counted)
     monkeypatch.setattr("tidemill.jobs.batch_generation.SAMPLES_AT_ONCE", 60)  # ten prompts
     whole = make("whole.jsonl")
     lines = kept.read_bytes().splitlines(keepends=True)

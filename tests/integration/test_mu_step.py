@@ -30,9 +30,9 @@ from tidemill.core.records import (
     unpack_logprobs,
     unpack_tokens,
 )
+from tidemill.jobs.train import train
 from tidemill.runtime.backend import RuntimeBackend
 from tidemill.runtime.local import in_process
-from tidemill.runtime.train import train
 from tidemill.telemetry.recorder import Recorder
 from tidemill.telemetry.run_dir import RunDirectory
 from tidemill.trainer import policy, update

@@ -21,8 +21,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.commands import Ran, run_fork, run_here, run_process
 from tidemill.config.algorithm import PRESETS
 from tidemill.config.load import RECIPES, load_spec
+from tidemill.jobs.train import train
 from tidemill.models.auto import quiet
-from tidemill.runtime.train import train
 
 ALL_RECIPES = sorted(RECIPES.glob("*.toml"))
 CHAR = f"@{RECIPES / 'char-addition.toml'}"

@@ -13,8 +13,8 @@ from tests.integration.supervised_process import session, write_data
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError
 from tidemill.jobs.model_evaluation import evaluate
+from tidemill.jobs.train import train
 from tidemill.models.folder import DESCRIPTION
-from tidemill.runtime.train import train
 from tidemill.telemetry.metrics import read_metrics
 
 CHAR = {"hidden_size": 32, "layers": 2, "heads": 2, "context": 32}

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import tidemill
-from tidemill.runtime.callbacks import METHODS
+from tidemill.jobs.callbacks import METHODS
 
 ADAPTERS = ("close_sandbox", "invoke", "tasks_for")
 """Methods of an environment that the adapters of other libraries override."""

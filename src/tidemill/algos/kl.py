@@ -72,20 +72,11 @@ def adapted_beta(beta: float, kl: float, target: float) -> float:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MismatchStats:
-    """Difference of the trainer's and the sampling probabilities; r = exp(trainer - rollout)."""
-
-    tokens: int
-    ratio_mean: float
-    ratio_variance: float
-    ratio_max: float
-    effective_sample_size: float  # (Σr)² / (n Σr²), 1 for equal ratios
-    mismatch_kl: float  # nats per token, KL(rollout ‖ trainer), from r - 1 - log r
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class MismatchSums:
-    """Sums over microbatches, combined with `+` and reduced once per step."""
+    """Difference of the trainer's and the sampling probabilities; r = exp(trainer - rollout).
+
+    Sums over microbatches, combined with `+` and reduced once per step.
+    """
 
     tokens: int
     excess: Tensor  # float64 [], Σ (r - 1), which keeps small differences from 1
@@ -112,23 +103,20 @@ class MismatchSums:
         excess, squared, kl, largest = torch.tensor(values[1:], dtype=torch.float64).unbind()
         return MismatchSums(tokens=int(values[0]), excess=excess, excess_squared=squared, kl=kl, largest=largest)
 
-    def reduce(self) -> MismatchStats:
-        """Statistics of the step; without tokens those of identical policies."""
-        if self.tokens == 0:
-            return MismatchStats(
-                tokens=0, ratio_mean=1.0, ratio_variance=0.0, ratio_max=1.0, effective_sample_size=1.0, mismatch_kl=0.0
-            )
+    def reduce(self) -> dict[str, float]:
+        """Metrics of the step; empty without tokens. The KL is KL(rollout ‖ trainer) in nats per token."""
+        if not self.tokens:
+            return {}
         n = self.tokens
         excess, squared, kl, largest = torch.stack((self.excess, self.excess_squared, self.kl, self.largest)).tolist()
         ratio_sum, ratio_squares = n + excess, n + 2.0 * excess + squared
-        return MismatchStats(
-            tokens=n,
-            ratio_mean=ratio_sum / n,
-            ratio_variance=max(squared / n - (excess / n) ** 2, 0.0),
-            ratio_max=largest,
-            effective_sample_size=ratio_sum**2 / (n * ratio_squares) if ratio_squares > 0 else 0.0,
-            mismatch_kl=kl / n,
-        )
+        return {
+            "mismatch_kl": kl / n,
+            "ratio_mean": ratio_sum / n,
+            "ratio_var": max(squared / n - (excess / n) ** 2, 0.0),
+            "ratio_max": largest,
+            "effective_sample_size": ratio_sum**2 / (n * ratio_squares) if ratio_squares > 0 else 0.0,
+        }
 
 
 def mismatch(rollout_logprobs_T: Tensor, trainer_logprobs_T: Tensor) -> MismatchSums:

@@ -92,10 +92,7 @@ def user_advantage(ref: str) -> UserAdvantage:
 
 
 def _rows(result: Any, samples: int) -> Sequence[Any]:
-    """
-    Raises:
-        WrongResultError: it is not a sequence with an element per sample.
-    """
+    """Raises WrongAdvantagesError: it is not a sequence with an element per sample."""
     rows: Any
     if isinstance(result, Tensor):
         rows = result.detach().cpu() if result.ndim else None
@@ -111,10 +108,7 @@ def _rows(result: Any, samples: int) -> Sequence[Any]:
 
 
 def _checked_row(row: Any, length: int) -> float | DoubleArray:
-    """
-    Raises:
-        WrongResultError: it is neither a finite number nor an array of them with an element per token.
-    """
+    """Raises WrongAdvantagesError: it is neither a finite number nor an array of them with an element per token."""
     if isinstance(row, float) and math.isfinite(row):
         return row
     try:
@@ -180,13 +174,8 @@ def _loss_fault(result: Any, logprobs: Tensor) -> str | None:
 def user_loss(
     ref: str, kind: Literal["loss", "loss_term"], *, where: str, weight: float = 1.0, has_reference: bool
 ) -> UserLoss:
-    """
-    Args:
-        has_reference: whether there is a reference model.
-
-    Raises:
-        UserError: the function does not exist, takes other arguments, or needs a reference model that is missing.
-    """
+    """Raises UserError: the function does not exist, takes other arguments, or needs a reference model, and there is
+    none."""
     extension = resolve(ref, kind, where=where)
     called = f"{extension.name}(logprobs, advantages)"
     wanted = wanted_arguments(extension.function, called=called, where=where)
@@ -198,10 +187,7 @@ def user_loss(
 
 
 def _call(function: Callable[..., Any], values: dict[str, Any], *, what: str, where: str) -> Any:
-    """
-    Raises:
-        UserError: it raised.
-    """
+    """Raises UserError: the function raised."""
     try:
         return function(**values)
     except (Exception, SystemExit) as error:

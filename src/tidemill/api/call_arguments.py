@@ -117,7 +117,7 @@ def _given_directory(given: Tree) -> str | Path | None:
 
 
 def checked_callbacks(callbacks: Any) -> list[Any]:
-    from tidemill.runtime.callbacks import check_callback
+    from tidemill.jobs.callbacks import check_callback
 
     given = callbacks if isinstance(callbacks, (list, tuple)) else [] if callbacks is None else [callbacks]
     return [check_callback(each) for each in given]

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
 
 from tidemill.core.errors import UserError
-from tidemill.runtime.stopping import StopRequest
+from tidemill.jobs.stopping import StopRequest
 
 T = TypeVar("T")
 

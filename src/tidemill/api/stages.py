@@ -33,7 +33,7 @@ from tidemill.telemetry.manifest import build_manifest
 from tidemill.telemetry.run_dir import RunDirectory, read_json
 
 if TYPE_CHECKING:
-    from tidemill.runtime.stopping import StopRequest
+    from tidemill.jobs.stopping import StopRequest
 
 SupervisedKind: TypeAlias = Literal["sft", "reward_model", "dpo"]
 DataKind: TypeAlias = Literal["demonstrations", "pairs"]
@@ -231,7 +231,7 @@ def _train(kind: SupervisedKind, arguments: Mapping[str, Any]) -> Run:
     callbacks = checked_callbacks(given.pop("callbacks"))
 
     def job(stop: StopRequest) -> Run:
-        from tidemill.runtime.train_supervised import train_supervised
+        from tidemill.jobs.train_supervised import train_supervised
 
         spec, _ = _prepared(kind, SHAPES[kind], **given)
         if not spec.data.all_sources:
@@ -307,10 +307,10 @@ def _generate(kind: DataKind, spec: RunSpec) -> None:
         UserError: the directory holds another run, or the rows cannot be made.
     """
     from tidemill.jobs.batch_generation import provenance_path
+    from tidemill.jobs.train import EXTENSIONS, KIND, MODEL_DIGEST, check_same_config, refuse_other_kind
     from tidemill.pipeline.stage_kinds import RUNNERS, Job
     from tidemill.pipeline.stage_plan import content_digest, file_inputs
     from tidemill.runtime.extension_checks import identities, refuse_changed, run_extensions
-    from tidemill.runtime.train import EXTENSIONS, KIND, MODEL_DIGEST, check_same_config, refuse_other_kind
 
     def say(line: str) -> None:
         sys.stderr.write(f"{line}\n")

@@ -30,7 +30,7 @@ from tidemill.extensions.registry import Extension, provide
 from tidemill.telemetry.run_dir import RunDirectory
 
 if TYPE_CHECKING:
-    from tidemill.runtime.stopping import StopRequest
+    from tidemill.jobs.stopping import StopRequest
 
 
 @entry_point
@@ -140,10 +140,10 @@ def _job(arguments: dict[str, Any]) -> Callable[[Any], Run]:
     callbacks = checked_callbacks(arguments.pop("callbacks", ()))
 
     def job(stop: Any) -> Run:
+        from tidemill.jobs.train import train as run
         from tidemill.pipeline.console_reporter import ConsoleReporter
         from tidemill.pipeline.execution import run_pipeline
         from tidemill.planner.forecast.forecast import forecast_at_start
-        from tidemill.runtime.train import train as run
 
         prepared = prepare(**arguments)
         provide(prepared.extensions)

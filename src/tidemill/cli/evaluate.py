@@ -237,7 +237,7 @@ def serve(*items: Items, checkpoint: Checkpoint = None, dry_run: DryRun = False,
     """Serve a model or a checkpoint at /v1/chat/completions, /v1/completions and /v1/responses, on this machine or on
     the workers of [pool]. Ctrl-C ends it when the requests that are being answered are finished."""
     with given_model(checkpoint) as model:
-        from tidemill.runtime.serving import serving_spec
+        from tidemill.jobs.serving import serving_spec
 
         template_given = any(key == ("model", "chat_template") for key, _ in split_arguments(items).assignments)
         spec = serving_spec(spec_for(items, model, purpose="read"), model, template_given=template_given)
@@ -246,7 +246,7 @@ def serve(*items: Items, checkpoint: Checkpoint = None, dry_run: DryRun = False,
 
             return show_dry_run(spec, purpose="generate", notes=memory_remarks(spec, "serve"))
         try:
-            from tidemill.runtime.gateway import run_gateway
+            from tidemill.jobs.gateway import run_gateway
         except ImportError as error:
             what = f"the gateway needs starlette and uvicorn ({error})"
             raise UserError(what, where="tidemill serve", hint=install_command("gateway")) from error

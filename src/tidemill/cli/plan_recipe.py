@@ -130,8 +130,8 @@ def _refuse(options: Mapping[str, object], what: str, hint: str) -> None:
 
 def _measured(spec: RunSpec) -> RunProfile:
     """Train a few steps in a temporary directory and calibrate."""
+    from tidemill.jobs.train import train
     from tidemill.planner.calibration.fit import calibrate
-    from tidemill.runtime.train import train
 
     with tempfile.TemporaryDirectory(prefix="tidemill-measured-") as folder:
         here = spec.run.model_copy(update={"dir": Path(folder) / "run"})

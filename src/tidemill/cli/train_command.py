@@ -118,8 +118,8 @@ def _one_run(spec: RunSpec, *, has_recipe: bool, dry_run: bool) -> Result:
     if (spec.directory / "pipeline.json").exists():
         what = "the directory contains a pipeline, but the recipe has no stages"
         raise UserError(what, where=str(spec.directory), hint=another_directory(spec.directory))
+    from tidemill.jobs.train import train as run
     from tidemill.planner.forecast.forecast import forecast_at_start
-    from tidemill.runtime.train import train as run
 
     summary = run(spec, forecast_run=forecast_at_start, refuse_default_task=not has_recipe)
     exit_code = INTERRUPTED_CODE if summary.get("interrupted") and not summary.get("time_is_up") else 0

@@ -369,7 +369,7 @@ def _compute_notes(spec: RunSpec) -> Iterator[str]:
     if 0 < notice_s <= drain_margin_s:
         limit = f"fleet.drain_margin_s = {drain_margin_s:g}"
         yield f"a notice of {notice_s:g} s is not longer than {limit}: workers hand their samples back immediately"
-    if reading.ahead and spec.has_readers:
+    if reading.ahead and spec.has_frozen_scorers:
         if reading.chunk_tokens > spec.sampling.max_new_tokens:
             chunk = f"reading.chunk_tokens = {reading.chunk_tokens}"
             yield f"{chunk} is longer than any completion: only prompts are processed ahead"

@@ -123,7 +123,7 @@ class ModelConfig(Config):
 
 HAS_REWARD_MODEL = ActiveIf(lambda spec: bool(spec.scoring.model_folders), 'no reward is of kind "model"')
 HAS_ACTORS = ActiveIf(lambda spec: bool(spec.placement.on_actors), "no model is placed on an actor")
-HAS_READERS = ActiveIf(lambda spec: spec.has_readers, "there is no reward model and no reference")
+HAS_FROZEN_SCORERS = ActiveIf(lambda spec: spec.has_frozen_scorers, "there is no reward model and no reference")
 READS_AHEAD = ActiveIf(lambda spec: spec.reading.ahead, "reading.ahead is false")
 READS_IN_CHUNKS = ActiveIf(
     lambda spec: spec.reading.ahead or bool(spec.placement.on_actors),
@@ -158,7 +158,7 @@ class PlacementConfig(Config):
 
 
 class ReadingConfig(Config):
-    ahead: Annotated[bool, HAS_READERS] = False
+    ahead: Annotated[bool, HAS_FROZEN_SCORERS] = False
     """Reward models and the reference process a sample chunk by chunk while it is generated, so that only the last
     chunk remains when it is finished. Results are bit-identical. Each sample is then processed separately, as it is on
     an actor. false: reward models score finished samples in batches, and the trainer computes the reference's logprobs

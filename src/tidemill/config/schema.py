@@ -309,7 +309,7 @@ class RunSpec(Config):
         return self.pool.kind != "static" or self.pool.workers > 0
 
     @property
-    def has_readers(self) -> bool:
+    def has_frozen_scorers(self) -> bool:
         """Whether there is a reward model or a reference."""
         return bool(self.scoring.model_folders) or self.algorithm.kl_beta > 0
 

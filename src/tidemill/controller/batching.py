@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from itertools import islice
+from itertools import islice, takewhile
 from statistics import fmean, pstdev
 from typing import Literal, TypeAlias
 
@@ -113,11 +113,11 @@ class BatchBuilder:
         """
         left = self.size - len(self.taken)
         if self._recorded is not None:
-            chosen = self._complete_prefix(self._recorded[len(self.taken) :], complete)
+            chosen = list(takewhile(complete.__contains__, self._recorded[len(self.taken) :]))
         elif self._membership == "planned":
             members = list(islice(in_flight, left))
             if self._order == "canonical":
-                chosen = self._complete_prefix(members, complete)
+                chosen = list(takewhile(complete.__contains__, members))
             else:
                 chosen = [position for position in complete if position in members]
         else:
@@ -158,16 +158,6 @@ class BatchBuilder:
             if waiting > left + (latest - self.step) * self.size:
                 return False
         return True
-
-    @staticmethod
-    def _complete_prefix(members: Sequence[int], complete: Collection[int]) -> list[int]:
-        """The longest complete prefix."""
-        ready = []
-        for position in members:
-            if position not in complete:
-                break
-            ready.append(position)
-        return ready
 
 
 TREND_STEPS = 4
@@ -236,19 +226,12 @@ def sample_figures(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         figures |= {name: ended[end] / len(trajectories) for end, name in EPISODE_ENDS.items()}
     if rewards:
         values = [reward.value for reward in rewards]
-        figures |= {"reward_mean": fmean(values), "reward_std": pstdev(values), **_components(rewards)}
+        figures |= {"reward_mean": fmean(values), "reward_std": pstdev(values)}
+        names = dict.fromkeys(name for reward in rewards for name in reward.components)
+        for name in names if len(names) > 1 else ():  # a single component is the reward
+            components = [reward.components[name] for reward in rewards if name in reward.components]
+            figures[f"reward/{name}"] = fmean(components)
     return figures
-
-
-def _components(rewards: Sequence[Reward]) -> dict[str, float]:
-    """Mean of each component over the samples that have it; empty for a single component, which is the reward."""
-    names = dict.fromkeys(name for reward in rewards for name in reward.components)
-    if len(names) < 2:
-        return {}
-    return {
-        f"reward/{name}": fmean(reward.components[name] for reward in rewards if name in reward.components)
-        for name in names
-    }
 
 
 def batch_figures(samples: Sequence[Sample], counters: StepCounters, version: PolicyVersion) -> dict[str, float]:

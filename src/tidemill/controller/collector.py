@@ -24,8 +24,7 @@ from tidemill.controller.acting import ActingEpisodes
 from tidemill.controller.batching import scored
 from tidemill.controller.dispatcher import Dispatcher
 from tidemill.controller.in_flight import InFlight
-from tidemill.controller.offload import Balance, HandOver
-from tidemill.controller.reading import Reading
+from tidemill.controller.offload import Balance
 from tidemill.controller.rollout_context import RolloutContext, StopRequested
 from tidemill.controller.samples import Sample, SampleState
 from tidemill.controller.waiting import Mailbox, Messages, Wait, log_waiting
@@ -67,8 +66,7 @@ async def collect_samples(
             for task in jobs:
                 task.cancel()
             await asyncio.gather(*jobs, return_exceptions=True)
-            for lease_id in in_flight.leases:
-                rollout.fleet.abort(lease_id, [sample.sample_id for sample in in_flight.held(lease_id).values()])
+            collector.dispatcher.abort_all()
 
 
 class SampleCollector:
@@ -76,7 +74,7 @@ class SampleCollector:
 
     def __init__(self, in_flight: InFlight, rollout: RolloutContext, *, endless: bool = False) -> None:
         self._in_flight, self._rollout, self._endless = in_flight, rollout, endless
-        self._dispatcher = Dispatcher(in_flight, rollout.fleet, window_s=rollout.window_s, gives_up=rollout.gives_up)
+        self.dispatcher = Dispatcher(in_flight, rollout.fleet, window_s=rollout.window_s, gives_up=rollout.gives_up)
         self.mailbox = Mailbox()
         self._scored: asyncio.Queue[tuple[Sample, int] | Exception] = asyncio.Queue()
         self._progress_at = self._logged_at = rollout.clock.now()
@@ -90,30 +88,23 @@ class SampleCollector:
         self.idle_s = 0.0  # part of it in which the local worker did not generate
         self._fleet_shown_at = -FLEET_VIEW_S
 
-    @property
-    def workers_mean(self) -> float:
-        """Mean number of serving preemptible workers in this step."""
-        return self._dispatcher.workers_mean
-
-    @property
-    def hand_over(self) -> HandOver | None:
-        """When the local worker stopped generating in this step, if balance decided it."""
-        return self._dispatcher.hand_over
-
     def begin_step(self, *, samples: int, window_s: float, balance: Balance | None = None) -> None:
         """Start the next batch, of `samples` samples; the local worker generates for `window_s` seconds, too."""
         self._batch_samples = samples
         self.waited_s = 0.0
         self.idle_s = 0.0
-        self._dispatcher.begin_step(window_s, balance)
+        self.dispatcher.begin_step(window_s, balance)
         self.mailbox.notify()
 
     async def next(self) -> Trajectory:
         """Wait for the next scored sample."""
         while True:
-            self._consumer_waits_since = self._rollout.clock.now()
+            since_s = self._consumer_waits_since = self._rollout.clock.now()
             item = await self._scored.get()
-            self._count_wait(self._consumer_waits_since)
+            now_s, idle_since_s = self._rollout.clock.now(), self.dispatcher.local_idle_since_s
+            self.waited_s += now_s - since_s
+            if idle_since_s is not None:
+                self.idle_s += max(0.0, now_s - max(since_s, idle_since_s))
             self._consumer_waits_since = None
             if isinstance(self._failure, StopRequested):
                 raise self._failure
@@ -129,12 +120,6 @@ class SampleCollector:
                     truncated=self._rollout.truncated,
                 )
 
-    def _count_wait(self, since_s: float) -> None:
-        now_s, idle_since_s = self._rollout.clock.now(), self._dispatcher.local_idle_since_s
-        self.waited_s += now_s - since_s
-        if idle_since_s is not None:
-            self.idle_s += max(0.0, now_s - max(since_s, idle_since_s))
-
     async def __aiter__(self) -> AsyncIterator[Trajectory]:
         """All samples that were in flight when the iteration began."""
         for _ in range(len(self._in_flight.samples)):
@@ -145,7 +130,7 @@ class SampleCollector:
         """Abort all running samples, and generate nothing while the block runs."""
         self._paused = asyncio.Event()
         if self._failure is None:
-            self._dispatcher.abort_all()
+            self.dispatcher.abort_all()
             self.mailbox.notify()
             await self._wait_until_paused(self._paused)
         if self._failure is not None:  # possibly since then: the workers may still be busy
@@ -157,11 +142,7 @@ class SampleCollector:
             self.mailbox.notify()
 
     async def _wait_until_paused(self, paused: asyncio.Event) -> None:
-        """Wait until no sample is running; preemptible workers that do not return theirs in time lose their leases.
-
-        Raises:
-            DeadlineError: the local worker did not return its samples.
-        """
+        """Wait until no sample is running; preemptible workers that do not return theirs in time lose their leases."""
         deadline_s = self._rollout.timeouts.worker_s
         while not paused.is_set():
             try:
@@ -183,30 +164,21 @@ class SampleCollector:
         self.mailbox.notify()
 
     async def _score(self, sample: Sample) -> None:
-        attempt = sample.attempt
-        reading = self._rollout.reading
+        """Reward and reference logprobs; a sample whose reward the journal has lacks only the latter."""
+        attempt, frozen, scorer = sample.attempt, self._rollout.frozen_scoring, self._rollout.scorer
         trajectory = self._trajectory(sample)
-        scoring = self._rollout.scorer.score(sample.prompt, trajectory)
         try:
-            if reading is None or reading.reference is None:
-                reward, ref_logprobs = await scoring, b""
+            if frozen is None or frozen.reference is None:
+                reward, ref_logprobs = await scorer.score(sample.prompt, trajectory), b""
+            elif sample.reward is None:
+                scoring = scorer.score(sample.prompt, trajectory)
+                reward, ref_logprobs = await asyncio.gather(scoring, frozen.ref_logprobs(trajectory))
             else:
-                reward, ref_logprobs = await asyncio.gather(scoring, reading.ref_logprobs(trajectory))
-        except Exception as error:  # noqa: BLE001 - `next` raises it
-            self.mailbox.put_failure(error)
-        else:
+                reward, ref_logprobs = sample.reward, await frozen.ref_logprobs(trajectory)
             self.mailbox.messages.rewards.append((sample, attempt, reward, ref_logprobs))
             self.mailbox.notify()
-
-    async def _recompute_ref_logprobs(self, sample: Sample, reading: Reading) -> None:
-        attempt = sample.attempt
-        try:
-            ref_logprobs = await reading.ref_logprobs(self._trajectory(sample))
         except Exception as error:  # noqa: BLE001 - `next` raises it
             self.mailbox.put_failure(error)
-        else:
-            self.mailbox.messages.ref_logprobs.append((sample, attempt, ref_logprobs))
-            self.mailbox.notify()
 
     def _start(self, job: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(job)
@@ -218,8 +190,13 @@ class SampleCollector:
     async def run(self) -> None:
         try:
             self._show_progress()
-            self._restore_scored(self._in_flight.in_state(SampleState.SCORED))
-            for sample in self._in_flight.in_state(SampleState.FINISHED):
+            incomplete = self._in_flight.in_state(SampleState.FINISHED)
+            scored, frozen = self._in_flight.in_state(SampleState.SCORED), self._rollout.frozen_scoring
+            if frozen is None or frozen.reference is None:
+                self._emit(scored)
+            else:  # reference logprobs are not journalled
+                incomplete = [*scored, *incomplete]
+            for sample in incomplete:
                 self._start(self._score(sample))
             self._in_flight.take_opened()
             self.acting.start(self._in_flight.in_state(SampleState.ACTING))
@@ -238,19 +215,10 @@ class SampleCollector:
             if self._paused is not None:
                 self._paused.set()
 
-    def _restore_scored(self, samples: Sequence[Sample]) -> None:
-        """Emit samples whose rewards the journal has; a separate reference recomputes their logprobs first."""
-        reading = self._rollout.reading
-        if reading is None or reading.reference is None:
-            self._emit(samples)
-            return
-        for sample in samples:
-            self._start(self._recompute_ref_logprobs(sample, reading))
-
     async def _receive(self) -> Messages:
         if self._rollout.fleet.elastic:
             await asyncio.sleep(GATHER_S * self._rollout.fleet.preemptible_count)
-        return await self.mailbox.take(min(self._rollout.timeouts.notice_s, self._dispatcher.next_check_s))
+        return await self.mailbox.take(min(self._rollout.timeouts.notice_s, self.dispatcher.next_check_s))
 
     async def _process(self, messages: Messages) -> None:
         """Journal the messages, then act on them. Reports that arrived before a lease ended are applied first."""
@@ -267,15 +235,15 @@ class SampleCollector:
             rollout.fleet.end_lease(lease_id, f"it sent an invalid delta ({verdict})")
         if observers := rollout.all_observers:
             ids = [delta.sample_id for report in messages.reports for delta in report.deltas]
-            grown = [sample for sample_id in ids if (sample := in_flight.get(sample_id)) is not None]
+            changed = [sample for sample_id in ids if (sample := in_flight.get(sample_id)) is not None]
             for observer in observers:
-                observer.grown(grown)
-        self._dispatcher.note_ended(ended)
+                observer.tokens_added(changed)
+        self.dispatcher.note_ended(ended)
         self._finish(ended)
         self.acting.start(ended)
         await self._observe(messages)
         for outcome in messages.ended:
-            self._dispatcher.note_evicted(outcome)
+            self.dispatcher.note_evicted(outcome)
             samples = in_flight.revoke(outcome.lease_id)
             most = sum(in_flight.plan.sampling.max_new_tokens - sample.generated for sample in samples)
             rollout.fleet.event_log.ended(outcome, samples, most_lost=most)
@@ -283,8 +251,8 @@ class SampleCollector:
                 for sample in samples:
                     sample.failures += 1
                     sample.last_error = outcome.cause
-        self._dispatcher.drain(messages.draining)
-        self._dispatcher.note_idle(dict.fromkeys(report.lease_id for report in messages.reports))
+        self.dispatcher.drain(messages.draining)
+        self.dispatcher.note_idle(dict.fromkeys(report.lease_id for report in messages.reports))
         self._emit(await self._store_rewards(messages))
         self._show_progress()
         for error in messages.failures:
@@ -295,8 +263,8 @@ class SampleCollector:
             if self._in_flight.is_current(sample, sample.attempt, SampleState.FINISHED):
                 sample.finished_s = self._rollout.clock.now()
                 self._rollout.fleet.lengths.observe(sample.sample_id.prompt_id, sample.generated)
-                if self._rollout.reading is not None:
-                    self._rollout.reading.finished(sample)
+                if self._rollout.frozen_scoring is not None:
+                    self._rollout.frozen_scoring.finished(sample)
                 if self._rollout.environments is not None:
                     self._rollout.environments.forget([sample.sample_id])
                 self._start(self._score(sample))
@@ -313,16 +281,16 @@ class SampleCollector:
     async def _store_rewards(self, messages: Messages) -> list[Sample]:
         """Journal rewards; returns the samples that may be trained on now."""
         rewards = []
+        restored = []
         for sample, attempt, reward, ref_logprobs in messages.rewards:
             if self._in_flight.is_current(sample, attempt, SampleState.FINISHED):
-                sample.ref_logprobs = ref_logprobs
                 rewards.append((sample, reward))
-        await self._rollout.ledger.record_rewards(self._in_flight, rewards)
-        restored = list[Sample]()
-        for sample, attempt, ref_logprobs in messages.ref_logprobs:
-            if self._in_flight.is_current(sample, attempt, SampleState.SCORED):
-                sample.ref_logprobs = ref_logprobs
+            elif self._in_flight.is_current(sample, attempt, SampleState.SCORED):
                 restored.append(sample)
+            else:
+                continue
+            sample.ref_logprobs = ref_logprobs
+        await self._rollout.ledger.record_rewards(self._in_flight, rewards)
         return [*(sample for sample, _ in rewards), *restored]
 
     def _emit(self, samples: Sequence[Sample]) -> None:
@@ -336,13 +304,13 @@ class SampleCollector:
             if not self._in_flight.running:
                 self._paused.set()
             return
-        if self._dispatcher.dispatch(trainer_waits=self._consumer_waits_since is not None):
+        if self.dispatcher.dispatch(trainer_waits=self._consumer_waits_since is not None):
             self._progress_at = self._logged_at = self._rollout.clock.now()  # the deadline starts at the assignment
 
     async def _abort_running(self) -> None:
         """Abort running samples, and journal the tokens that the workers still report, and the results of calls that
         must not be repeated."""
-        self._dispatcher.abort_all()
+        self.dispatcher.abort_all()
         with suppress(TimeoutError):
             async with asyncio.timeout(self._rollout.timeouts.stop_s):
                 while self._in_flight.running or self.acting.has_unrepeatable_call:

@@ -320,10 +320,19 @@ class Dispatcher:
         held = {lease_id: len(self._in_flight.held(lease_id)) for lease_id in slots}
         room = {lease_id: slots[lease_id] + limit - count for lease_id, count in held.items()}
         takes = [lease_id for lease_id in slots if held[lease_id] < slots[lease_id] or room[lease_id] >= least_room]
-        chosen = self._pop(sum(room[lease_id] for lease_id in takes))
+        chosen = list[Sample]()
+        total_room = sum(room[lease_id] for lease_id in takes)
+        while self._queue and len(chosen) < total_room:
+            *_, ordinal = heapq.heappop(self._queue)
+            if ordinal in self._in_flight.waiting and ordinal not in self._pinned:
+                chosen.append(self._in_flight.samples[ordinal])
         if not chosen:
             return False
-        groups = self._groups_by_lease(chosen)
+        groups: defaultdict[str, set[GroupKey]] = defaultdict(set)  # whose prompt a worker has computed, by its lease
+        for position in {self._in_flight.position(sample) for sample in chosen}:
+            for sibling in self._in_flight.group(position):
+                if sibling.lease_id:
+                    groups[sibling.lease_id].add(sibling.sample_id.group)
         loads = [
             WorkerLoad(
                 lease_id=lease_id, slots=slots[lease_id], assigned=held[lease_id], groups=frozenset(groups[lease_id])
@@ -352,30 +361,15 @@ class Dispatcher:
 
     def _submit(self, lease_id: str, samples: Sequence[Sample]) -> None:
         fleet, in_flight = self._fleet, self._in_flight
-        interrupted = (sample for sample in samples if not sample.turns.returning)
-        for source, moved in by_previous_lease(interrupted).items():
-            if source != lease_id:
-                fleet.event_log.migrated(source, fleet[lease_id], moved)
+        interrupted: defaultdict[str, list[Sample]] = defaultdict(list)  # by the lease of the last attempt
+        for sample in samples:
+            if not sample.turns.returning and sample.lease_id not in ("", LOCAL, lease_id):
+                interrupted[sample.lease_id].append(sample)
+        for source, moved in interrupted.items():
+            fleet.event_log.migrated(source, fleet[lease_id], moved)
         fleet.submit(lease_id, in_flight.assign(lease_id, samples), step=in_flight.newest_version + 1)
         for sample in samples:
             sample.assigned_s = fleet.clock.now()
-
-    def _pop(self, room: int) -> list[Sample]:
-        chosen: list[Sample] = []
-        while self._queue and len(chosen) < room:
-            *_, ordinal = heapq.heappop(self._queue)
-            if ordinal in self._in_flight.waiting and ordinal not in self._pinned:
-                chosen.append(self._in_flight.samples[ordinal])
-        return chosen
-
-    def _groups_by_lease(self, chosen: Sequence[Sample]) -> defaultdict[str, set[GroupKey]]:
-        """The groups of these samples whose prompt a worker has computed, by its lease."""
-        groups: defaultdict[str, set[GroupKey]] = defaultdict(set)
-        for position in {self._in_flight.position(sample) for sample in chosen}:
-            for sibling in self._in_flight.group(position):
-                if sibling.lease_id:
-                    groups[sibling.lease_id].add(sibling.sample_id.group)
-        return groups
 
     def _expected(self, sample: Sample) -> float:
         """Expected number of remaining tokens."""
@@ -437,12 +431,3 @@ class Dispatcher:
             and sample.attempt == attempt
         }
         return bool(self._aborted)
-
-
-def by_previous_lease(samples: Iterable[Sample]) -> dict[str, list[Sample]]:
-    """Samples that a preemptible worker generated before, by its lease."""
-    by_lease: defaultdict[str, list[Sample]] = defaultdict(list)
-    for sample in samples:
-        if sample.lease_id not in ("", LOCAL):
-            by_lease[sample.lease_id].append(sample)
-    return by_lease

@@ -205,17 +205,11 @@ def accepted_entry(deltas: Iterable[tuple[int, TokenDelta]], source: str) -> Acc
     for ordinal, delta in deltas:
         finish = delta.finish if delta.finish in ("stop", "length") else None
         if delta.token_ids or finish:
-            samples.append(
-                AcceptedTokens(
-                    ordinal,
-                    delta.attempt,
-                    delta.start,
-                    delta.token_ids,
-                    delta.logprobs,
-                    versions.setdefault(delta.version, len(versions)),
-                    finish,
-                )
+            version = versions.setdefault(delta.version, len(versions))
+            tokens = AcceptedTokens(
+                ordinal, delta.attempt, delta.start, delta.token_ids, delta.logprobs, version, finish
             )
+            samples.append(tokens)
     return Accepted(tuple(versions), tuple(samples), source) if samples else None
 
 

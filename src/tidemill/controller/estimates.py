@@ -140,15 +140,15 @@ class ThroughputProfile:
         return max((rate for _, rate in self._curve()), default=0.0)
 
     def _curve(self) -> list[tuple[int, float]]:
-        return [point for _, rows in sorted(self._sizes.items()) if (point := self._point(rows))]
-
-    def _point(self, rows: deque[tuple[int, int, float]]) -> tuple[int, float] | None:
-        """Weighted medians of batch size and throughput of a bin, or None with too little weight."""
-        weights = [0.5 ** ((self._seen - serial) / HALF_LIFE) for serial, _, _ in rows]
-        if sum(weights) < ENOUGH_WEIGHT:
-            return None
-        running = _median([(float(running), weight) for (_, running, _), weight in zip(rows, weights, strict=True)])
-        return int(running), _median([(rate, weight) for (_, _, rate), weight in zip(rows, weights, strict=True)])
+        """Weighted medians of batch size and throughput of each bin with enough weight."""
+        curve = []
+        for _, rows in sorted(self._sizes.items()):
+            weights = [0.5 ** ((self._seen - serial) / HALF_LIFE) for serial, _, _ in rows]
+            if sum(weights) >= ENOUGH_WEIGHT:
+                running = _median([(float(size), weight) for (_, size, _), weight in zip(rows, weights, strict=True)])
+                rate = _median([(rate, weight) for (_, _, rate), weight in zip(rows, weights, strict=True)])
+                curve.append((int(running), rate))
+        return curve
 
 
 def _median(weighted: list[tuple[float, float]]) -> float:

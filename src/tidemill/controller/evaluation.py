@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from statistics import fmean, stdev
 from typing import Any
@@ -20,17 +20,10 @@ from tidemill.controller.ledger import Ledger
 from tidemill.controller.rollout_context import RolloutContext
 from tidemill.core.errors import UserError
 from tidemill.core.protocols import PromptSource, Scorer
-from tidemill.core.records import PolicyVersion, Prompt, Record, SamplingParams, Trajectory
+from tidemill.core.records import PolicyVersion, Prompt, SamplingParams, Trajectory
 from tidemill.telemetry.events import EVALUATION
 from tidemill.telemetry.metrics import EVAL_TIME, HELD_OUT_NAME, PASS_AT, held_out_prefix
 from tidemill.telemetry.statistics import mean_pass_at_k, reward_interval
-
-
-class Evaluation(Record):
-    """An evaluation's figures and its samples: greedy, in the order of the prompts, then the drawn ones."""
-
-    result: EvalResult
-    samples: tuple[Trajectory, ...]
 
 
 def drawn_purpose(name: str) -> str:
@@ -48,11 +41,7 @@ async def draw(
     purpose: str,
     samples_per_prompt: int,
 ) -> list[tuple[Trajectory, ...]]:
-    """Generate and score samples of each prompt: in the order of the prompts, by index.
-
-    Raises:
-        Exception: as `collect_samples`.
-    """
+    """Generate and score samples of each prompt: in the order of the prompts, by index. Errors as `collect_samples`."""
     plan = SamplingPlan(
         purpose=purpose, run_seed=seed, group_size=samples_per_prompt, sampling=sampling, agent=rollout.agent
     )
@@ -78,8 +67,8 @@ async def evaluate(
     name: str = HELD_OUT_NAME,
     samples_per_prompt: int = 0,
     ks: Sequence[int] = (),
-) -> Evaluation:
-    """Generate and score one greedy completion per prompt, then `samples_per_prompt` samples.
+) -> Evaluated:
+    """Generate and score one greedy completion per prompt in their order, then `samples_per_prompt` samples.
 
     Nothing is journalled; an interrupted evaluation is repeated.
 
@@ -100,7 +89,7 @@ async def evaluate(
         rollout,
         scorer=scorer,
         ledger=Ledger(None),
-        reading=None,
+        frozen_scoring=None,
         observers=(),
         truncated="trained",
         phase="evaluation",
@@ -116,7 +105,7 @@ async def evaluate(
     if samples_per_prompt:
         drawn = await generate(sampling=sampling, purpose=drawn_purpose(name), samples_per_prompt=samples_per_prompt)
     result = eval_result(name, step, version, samples, rollout.clock.now() - started_s, drawn=drawn, ks=ks)
-    return Evaluation(result=result, samples=(*samples, *(sample for group in drawn for sample in group)))
+    return Evaluated(result, (*samples, *(sample for group in drawn for sample in group)))
 
 
 def rewards_of(samples: Iterable[Trajectory]) -> list[float]:
@@ -187,31 +176,16 @@ def eval_result(
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EvalSchedule:
-    """Evaluates a run's versions when due: on the task's held-out prompts, then on every other set.
+    """Evaluates a run's versions when due: on the task's held-out prompts, then on every other set."""
 
-    Args:
-        sampling: of training; `[eval]` may override `max_new_tokens`.
-        sets: the prompts of `eval.sets`, by name.
-    """
-
-    def __init__(
-        self,
-        spec: RunSpec,
-        source: PromptSource,
-        scorer: Scorer,
-        rollout: RolloutContext,
-        *,
-        sampling: SamplingParams,
-        sets: Mapping[str, Sequence[Prompt]],
-    ) -> None:
-        limit = spec.eval.max_new_tokens or sampling.max_new_tokens
-        self._spec = spec
-        self._source = source
-        self._scorer = scorer
-        self._rollout = rollout
-        self._sampling = msgspec.structs.replace(sampling, max_new_tokens=limit)
-        self._sets = sets
+    spec: RunSpec
+    source: PromptSource
+    scorer: Scorer
+    rollout: RolloutContext
+    sampling: SamplingParams  # of training; `[eval]` may override `max_new_tokens`
+    sets: Mapping[str, Sequence[Prompt]]  # the prompts of `eval.sets`, by name
 
     async def if_due(self, step: int, version: PolicyVersion, *, training: SampleCollector | None) -> dict[str, float]:
         """Figures if an evaluation is due (before the first step, every `eval.every_steps`, after the last), else none.
@@ -222,72 +196,54 @@ class EvalSchedule:
             step: batches committed before `version`.
             training: the collector of training samples, which is paused meanwhile.
         """
-        every = self._spec.eval.every_steps
-        if not (step in (0, self._spec.trainer.steps) or (every and step % every == 0)):
+        config = self.spec.eval
+        every, limit = config.every_steps, config.max_new_tokens or self.sampling.max_new_tokens
+        if not (step in (0, self.spec.trainer.steps) or (every and step % every == 0)):
             return {}
-        held_out = list(self._source.held_out(self._spec.eval.prompts))
+        held_out = list(self.source.held_out(config.prompts))
         figures: dict[str, float] = {}
         async with AsyncExitStack() as pause:
-            for name, prompts in {HELD_OUT_NAME: held_out, **self._sets}.items():
-                known = self._rollout.ledger.evaluations.get((step, name))
-                if known is not None and self._is_of(known.result, version, prompts):
-                    self._log_again(step, known, prompts)
+            for name, prompts in {HELD_OUT_NAME: held_out, **self.sets}.items():
+                known = self.rollout.ledger.evaluations.get((step, name))
+                of = (version, len(prompts), config.samples_per_prompt)
+                if known and (known.result.version, known.result.n, known.result.samples_per_prompt) == of:
+                    # The lines that a resume from an earlier checkpoint removed are logged again.
                     result = known.result
+                    self._log_samples(step, known.samples, prompts)
+                    self.rollout.telemetry.event(EVALUATION, step=step, recovered=True, **_fields(result))
                 elif prompts:
-                    result = await self._evaluate(step, version, name, prompts, training, pause)
-                    training = None  # paused until the block ends
+                    with self.rollout.span(EVALUATION, step=step) as fields:
+                        if training is not None:
+                            await pause.enter_async_context(training.paused())
+                            training = None  # paused until the block ends
+                        evaluation = await evaluate(
+                            step=step,
+                            version=version,
+                            prompts=prompts,
+                            rollout=self.rollout,
+                            scorer=self.scorer,
+                            sampling=msgspec.structs.replace(self.sampling, max_new_tokens=limit),
+                            seed=self.spec.run.seed,
+                            name=name,
+                            samples_per_prompt=config.samples_per_prompt,
+                            ks=config.ks,
+                        )
+                        fields |= _fields(evaluation.result)
+                    result = evaluation.result
+                    self._log_samples(step, evaluation.samples, prompts)
+                    await self.rollout.ledger.record_evaluation(result, evaluation.samples)
                 else:
                     continue
-                figures |= _figures(result)
+                prefix, measures = held_out_prefix(name), {**_measures(result), "n": float(result.n)}
+                figures |= {f"{prefix}{measure}": value for measure, value in measures.items()}
                 figures[EVAL_TIME] = figures.get(EVAL_TIME, 0.0) + result.duration_s
         return figures
 
-    def _is_of(self, result: EvalResult, version: PolicyVersion, prompts: Sequence[Prompt]) -> bool:
-        """Whether a result is of this version, with these numbers of prompts and samples."""
-        expected = (version, len(prompts), self._spec.eval.samples_per_prompt)
-        return (result.version, result.n, result.samples_per_prompt) == expected
-
-    async def _evaluate(
-        self,
-        step: int,
-        version: PolicyVersion,
-        name: str,
-        prompts: Sequence[Prompt],
-        training: SampleCollector | None,
-        pause: AsyncExitStack,
-    ) -> EvalResult:
-        rollout, config = self._rollout, self._spec.eval
-        with rollout.span(EVALUATION, step=step) as fields:
-            if training is not None:
-                await pause.enter_async_context(training.paused())
-            evaluation = await evaluate(
-                step=step,
-                version=version,
-                prompts=prompts,
-                rollout=rollout,
-                scorer=self._scorer,
-                sampling=self._sampling,
-                seed=self._spec.run.seed,
-                name=name,
-                samples_per_prompt=config.samples_per_prompt,
-                ks=config.ks,
-            )
-            fields |= _fields(evaluation.result)
-        self._log_samples(step, evaluation.samples, prompts)
-        await rollout.ledger.record_evaluation(evaluation.result, evaluation.samples)
-        return evaluation.result
-
     def _log_samples(self, step: int, samples: Sequence[Trajectory], prompts: Sequence[Prompt]) -> None:
         by_id = {prompt.prompt_id: prompt for prompt in prompts}
-        self._rollout.telemetry.samples(step, samples, [by_id[each.sample_id.prompt_id] for each in samples])
-
-    def _log_again(self, step: int, known: Evaluated, prompts: Sequence[Prompt]) -> None:
-        """Log an evaluation again whose lines were removed by a resume from an earlier checkpoint."""
-        ids = {prompt.prompt_id for prompt in prompts}
-        samples = [sample for sample in known.samples if sample.sample_id.prompt_id in ids]
-        if samples:
-            self._log_samples(step, samples, prompts)
-        self._rollout.telemetry.event(EVALUATION, step=step, recovered=True, **_fields(known.result))
+        known = [sample for sample in samples if sample.sample_id.prompt_id in by_id]
+        if known:
+            self.rollout.telemetry.samples(step, known, [by_id[sample.sample_id.prompt_id] for sample in known])
 
 
 def _measures(result: EvalResult) -> dict[str, float]:
@@ -313,9 +269,3 @@ def _fields(result: EvalResult) -> dict[str, Any]:
         "truncated_fraction": result.truncated_fraction,
         "completion_tokens_mean": result.completion_tokens_mean,
     }
-
-
-def _figures(result: EvalResult) -> dict[str, float]:
-    """Metrics of the step, without the duration."""
-    prefix = held_out_prefix(result.name)
-    return {f"{prefix}{name}": value for name, value in {**_measures(result), "n": float(result.n)}.items()}

@@ -26,15 +26,8 @@ from tidemill.controller.estimates import LengthEstimator, ThroughputProfile
 from tidemill.controller.in_flight import LOCAL
 from tidemill.controller.publishing import LogprobsMissing, Publishing, Quarantined
 from tidemill.controller.router import Router
-from tidemill.controller.waiting import LeaseOutcome, Mailbox, Timeouts, Wait, wait_with_deadline
-from tidemill.controller.worker_state import (
-    SERVING,
-    DecodeRate,
-    FleetEventLog,
-    WorkerCommand,
-    WorkerPhase,
-    WorkerState,
-)
+from tidemill.controller.waiting import LeaseOutcome, Mailbox, Timeouts
+from tidemill.controller.worker_state import SERVING, DecodeRate, FleetEventLog, WorkerCommand, WorkerPhase, WorkerState
 from tidemill.core.errors import DeadlineError, WorkerLost
 from tidemill.core.protocols import Clock, Provider, Publisher, Telemetry, Worker, WorkerHost
 from tidemill.core.records import (
@@ -101,7 +94,7 @@ class Fleet:
         self.lengths = lengths or LengthEstimator()
         self.profile = ThroughputProfile()
         self.event_log = FleetEventLog(telemetry, clock)
-        self._telemetry, self._timeouts = telemetry, timeouts or Timeouts()
+        self._telemetry = telemetry
         self._provider, self._host = provider, host
         self._heartbeat_timeout_s = (
             self.config.heartbeat_timeout_s if heartbeat_timeout_s is None else heartbeat_timeout_s
@@ -113,14 +106,14 @@ class Fleet:
         self._lives_s: deque[float] = deque(maxlen=RECENT_EVICTIONS)  # time that evicted workers served
         self._failure: Exception | None = None
         self.publishing = Publishing(
-            publisher,
-            self._workers,
+            publisher=publisher,
+            workers=self._workers,
             needs_logprobs=needs_logprobs,
             probe_tolerance=self.config.probe_tolerance,
             event_log=self.event_log,
             clock=clock,
             telemetry=telemetry,
-            timeouts=self._timeouts,
+            timeouts=timeouts or Timeouts(),
             on_ready=self._notify,
         )
         self.local: WorkerState | None = None
@@ -453,18 +446,8 @@ class Fleet:
         name = "the worker" if worker is self.local else f"worker {worker.lease.worker_id}"
         while True:
             command = await worker.commands.get()
-            wait = Wait(
-                awaited=f"{name} to {command.description}",
-                look_at="the worker and its engine",
-                deadline_s=self._timeouts.load_s,
-            )
-            await wait_with_deadline(
-                command.call(handle),
-                wait,
-                notice_s=self._timeouts.notice_s,
-                telemetry=self._telemetry,
-                clock=self.clock,
-            )
+            awaited = f"{name} to {command.description}"
+            await self.publishing.wait_for(command.call(handle), awaited, "the worker and its engine")
 
     def _notify(self) -> None:
         if self._mailbox is not None:
@@ -483,11 +466,7 @@ class Fleet:
 
 
 def _tokens(report: WorkerReport, lease_id: str) -> int:
-    """Number of new tokens in a report.
-
-    Raises:
-        WorkerLost: a delta carries another lease.
-    """
+    """Number of new tokens in a report. Raises WorkerLost: a delta carries another lease."""
     nbytes = 0
     for delta in report.deltas:  # a plain loop: with many workers this dominates the controller's time
         if delta.lease_id != lease_id:

@@ -117,8 +117,8 @@ class InFlight:
 
     def _rebuild_index(self) -> None:
         self._states = Counter(sample.state for sample in self)
-        self._waiting = {sample.ordinal: sample for sample in self if sample.state is SampleState.WAITING}
-        self._newly_waiting = list(self._waiting)
+        self.waiting = {sample.ordinal: sample for sample in self if sample.state is SampleState.WAITING}  # unordered
+        self._newly_waiting = list(self.waiting)
         self._opened = list[int]()  # ordinals of samples whose environments act first, until they are asked for
         self._held: defaultdict[str, dict[int, Sample]] = defaultdict(dict)
         self._oldest: dict[int, int | None] = {}  # cache of `oldest_version`, by position
@@ -186,7 +186,7 @@ class InFlight:
         if sample.opens:
             self._opened.append(sample.ordinal)
             return
-        self._waiting[sample.ordinal] = sample
+        self.waiting[sample.ordinal] = sample
         self._newly_waiting.append(sample.ordinal)
 
     def close(self, position: int) -> list[Sample]:
@@ -197,7 +197,7 @@ class InFlight:
         for sample in samples:
             del self.samples[sample.ordinal], self._by_id[sample.sample_id]
             self._states[sample.state] -= 1
-            self._waiting.pop(sample.ordinal, None)
+            self.waiting.pop(sample.ordinal, None)
             self._held[sample.lease_id].pop(sample.ordinal, None)
         return samples
 
@@ -286,17 +286,12 @@ class InFlight:
         """Samples with tokens of older versions whose logprobs under `version` are not stored."""
         return [sample for sample in self if version not in sample.published and sample.tokens_before(version)]
 
-    @property
-    def waiting(self) -> Mapping[int, Sample]:
-        """Waiting samples by ordinal, unordered."""
-        return self._waiting
-
     def take_newly_waiting(self) -> list[Sample]:
         """Samples that became waiting since the last call and still are.
 
         After a resume, a sample whose version was not recomputed yet is held back until it was.
         """
-        waiting = [self._waiting[ordinal] for ordinal in dict.fromkeys(self._newly_waiting) if ordinal in self._waiting]
+        waiting = [self.waiting[ordinal] for ordinal in dict.fromkeys(self._newly_waiting) if ordinal in self.waiting]
         self._newly_waiting = [sample.ordinal for sample in waiting if sample.min_version > self.newest_version]
         return [sample for sample in waiting if sample.min_version <= self.newest_version]
 
@@ -404,11 +399,11 @@ class InFlight:
         self._states[before] -= 1
         self._states[after] += 1
         if before is SampleState.WAITING:
-            del self._waiting[sample.ordinal]
+            del self.waiting[sample.ordinal]
         elif before is SampleState.RUNNING:
             del self._held[sample.lease_id][sample.ordinal]
         if after is SampleState.WAITING:
-            self._waiting[sample.ordinal] = sample
+            self.waiting[sample.ordinal] = sample
             self._newly_waiting.append(sample.ordinal)
         elif after is SampleState.RUNNING:
             self._held[sample.lease_id][sample.ordinal] = sample

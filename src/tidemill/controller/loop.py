@@ -52,6 +52,7 @@ async def train_loop(run: TrainingRun) -> LoopResult:
     steps = run.spec.trainer.steps
     scores = ScoreGuard()
     updates = UpdateGuard(steps)
+    interrupted = False
     await run.resume()
     try:
         await run.evaluate_start()
@@ -70,11 +71,7 @@ async def train_loop(run: TrainingRun) -> LoopResult:
         raise
     except StopRequested:
         await run.checkpoint_if_newer()
-        return _result(run, interrupted=True)
-    return _result(run, interrupted=False)
-
-
-def _result(run: TrainingRun, *, interrupted: bool) -> LoopResult:
+        interrupted = True
     evaluations = [stored.result for stored in run.rollout.ledger.evaluations.values()]
     evaluations.sort(key=lambda result: result.step)
     return LoopResult(

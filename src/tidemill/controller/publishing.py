@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
@@ -13,7 +14,7 @@ from tidemill.controller.worker_state import FleetEventLog, WorkerCommand, Worke
 from tidemill.core.errors import UserError, WeightsError, WorkerLost
 from tidemill.core.protocols import Clock, Publisher, Telemetry, Worker
 from tidemill.core.records import Loaded, PolicyVersion, WeightManifest
-from tidemill.telemetry.events import PUBLISH, span
+from tidemill.telemetry.events import PUBLISH, QUARANTINE, span
 
 T = TypeVar("T")
 
@@ -26,41 +27,22 @@ class LogprobsMissing(UserError):
     """The engine returns no logprobs, and the algorithm needs them; ends the run, whichever worker it is."""
 
 
+@dataclass(kw_only=True, eq=False)
 class Publishing:
-    """Publishes versions and tracks which worker has which.
+    """Publishes versions and tracks which worker has which."""
 
-    Args:
-        publisher: makes weights available to preemptible workers; None without any.
-        workers: the current workers by lease, a live view.
-        needs_logprobs: settings that need the logprobs of sampled tokens; an engine without them is refused.
-        probe_tolerance: greatest accepted difference from the publisher's logprobs of the probe, in nats.
-        on_ready: called when a worker has loaded a version and may take its samples.
-    """
-
-    def __init__(
-        self,
-        publisher: Publisher | None,
-        workers: Mapping[str, WorkerState],
-        *,
-        needs_logprobs: Sequence[str],
-        probe_tolerance: float,
-        event_log: FleetEventLog,
-        clock: Clock,
-        telemetry: Telemetry,
-        timeouts: Timeouts,
-        on_ready: Callable[[], None],
-    ) -> None:
-        self._publisher = publisher
-        self._workers = workers
-        self._probe_tolerance = probe_tolerance
-        self._event_log = event_log
-        self._clock = clock
-        self._telemetry = telemetry
-        self._timeouts = timeouts
-        self._on_ready, self._needs_logprobs = on_ready, needs_logprobs
-        self._version: PolicyVersion | None = None  # the newest
-        self._manifest: WeightManifest | None = None
-        self._first_published = asyncio.Event()
+    publisher: Publisher | None  # makes weights available to preemptible workers; None without any
+    workers: Mapping[str, WorkerState]  # the current ones by lease, a live view
+    needs_logprobs: Sequence[str]  # settings that need logprobs of sampled tokens; an engine without them is refused
+    probe_tolerance: float  # greatest accepted difference from the publisher's logprobs of the probe, in nats
+    event_log: FleetEventLog
+    clock: Clock
+    telemetry: Telemetry
+    timeouts: Timeouts
+    on_ready: Callable[[], None]  # called when a worker has loaded a version and may take its samples
+    version: PolicyVersion | None = field(default=None, init=False)  # the newest
+    manifest: WeightManifest | None = field(default=None, init=False)
+    first_published: asyncio.Event = field(default_factory=asyncio.Event, init=False)
 
     async def publish(self, version: PolicyVersion, *, finishing: Callable[[], Collection[str]] = tuple) -> None:
         """Publish the trainer's weights, and let every worker load them.
@@ -69,23 +51,30 @@ class Publishing:
             finishing: returns the leases whose workers first finish their samples under the older weights. Called when
                 the version is available, because a worker that became idle before would never load it.
         """
-        with span(self._telemetry, self._clock, PUBLISH, version=version.number, digest=version.digest) as fields:
-            if self._publisher is not None:
-                manifest = await self._wait_for(
-                    self._publisher.publish(version), f"version {version.number} to be published", "the weights' store"
+        with span(self.telemetry, self.clock, PUBLISH, version=version.number, digest=version.digest) as fields:
+            if self.publisher is not None:
+                manifest = await self.wait_for(
+                    self.publisher.publish(version), f"version {version.number} to be published", "the weights' store"
                 )
                 fields["nbytes"] = manifest.nbytes
                 if manifest.delta is not None:
                     fields["delta_nbytes"] = manifest.delta.nbytes
-                self._announce(manifest, finishing())
-            self._version = version
-            local = self._workers.get(LOCAL)
+                self.manifest = manifest
+                self.first_published.set()
+                leases = finishing()
+                for worker in self.workers.values():
+                    if worker.preemptible and worker.joined:
+                        worker.load_when_idle = True
+                        if worker.lease.lease_id not in leases:
+                            self.queue_load(worker)
+            self.version = version
+            local = self.workers.get(LOCAL)
             if local is None or local.handle is None:
                 return
             if LOCAL in finishing():
                 local.load_when_idle = True
             else:
-                await self._wait_for(
+                await self.wait_for(
                     self._load_local(local, local.handle),
                     f"the worker to load version {version.number}",
                     "the worker and its engine",
@@ -104,66 +93,59 @@ class Publishing:
             Quarantined: the worker's logprobs of the probe differ from the publisher's.
             LogprobsMissing: its engine returns no logprobs.
         """
-        await self._first_published.wait()
-        while self._manifest is not None and worker.version != self._manifest.version:
-            manifest, started_s = self._manifest, self._clock.now()
+        await self.first_published.wait()
+        while self.manifest is not None and worker.version != self.manifest.version:
+            manifest, started_s = self.manifest, self.clock.now()
             try:
                 loaded = await handle.load(manifest.version)
             except WeightsError:
-                if self._manifest is manifest:
+                if self.manifest is manifest:
                     raise
                 continue  # the version may have been deleted when newer ones were published
             self._check_logprobs(loaded)
-            worker.reported_s = self._clock.now()
-            self._event_log.pulled(worker, loaded, worker.reported_s - started_s)
+            worker.reported_s = self.clock.now()
+            self.event_log.pulled(worker, loaded, worker.reported_s - started_s)
             self._check_probe(worker, loaded, manifest)
             worker.version = loaded.version
-        self._on_ready()
-
-    def _announce(self, manifest: WeightManifest, finishing: Collection[str]) -> None:
-        self._manifest = manifest
-        self._first_published.set()
-        for worker in self._workers.values():
-            if worker.preemptible and worker.joined:
-                worker.load_when_idle = True
-                if worker.lease.lease_id not in finishing:
-                    self.queue_load(worker)
+        self.on_ready()
 
     async def _load_local(self, worker: WorkerState, handle: Worker) -> None:
-        assert self._version is not None, "nothing was published"
-        loaded = await handle.load(self._version)
+        assert self.version is not None, "nothing was published"
+        loaded = await handle.load(self.version)
         self._check_logprobs(loaded)
-        if self._manifest is not None and loaded.probe_logprobs:  # an engine over the trainer's parameters has none
+        if self.manifest is not None and loaded.probe_logprobs:  # an engine over the trainer's parameters has none
             try:
-                self._check_probe(worker, loaded, self._manifest)
+                self._check_probe(worker, loaded, self.manifest)
             except Quarantined as error:
                 raise WeightsError(
                     f"the reserved engine does not compute with the trainer's weights: {error}"
                 ) from error
         worker.version = loaded.version
-        self._on_ready()
+        self.on_ready()
 
     def _check_probe(self, worker: WorkerState, loaded: Loaded, manifest: WeightManifest) -> None:
         """Raises Quarantined."""
-        difference, limit = probe_difference(loaded, manifest), self._probe_tolerance + manifest.probe_slack
+        difference, limit = probe_difference(loaded, manifest), self.probe_tolerance + manifest.probe_slack
         if difference > limit:
-            self._event_log.quarantined(worker, difference, limit)
+            # JSON has no infinity.
+            self.event_log.log(QUARANTINE, worker, difference=min(difference, 1e9), limit=limit)
             raise Quarantined(
                 f"logprobs of the probe differ from the trainer's by {difference:.3g} nats on average; limit "
                 f"{limit:.3g}"
             )
 
     def _check_logprobs(self, loaded: Loaded) -> None:
-        if self._needs_logprobs and not loaded.rollout_logprobs:
+        if self.needs_logprobs and not loaded.rollout_logprobs:
             raise LogprobsMissing(
-                f"the engine returns no logprobs of sampled tokens, which {self._needs_logprobs[0]} needs",
+                f"the engine returns no logprobs of sampled tokens, which {self.needs_logprobs[0]} needs",
                 where="algorithm",
                 hint='use an engine that returns logprobs, or set algorithm.correction.kind = "none", '
                 'algorithm.proximal = "recomputed" and algorithm.kl_in = "loss"',
             )
 
-    async def _wait_for(self, call: Coroutine[Any, Any, T], awaited: str, look_at: str) -> T:
-        wait = Wait(awaited=awaited, look_at=look_at, deadline_s=self._timeouts.load_s)
+    async def wait_for(self, call: Coroutine[Any, Any, T], awaited: str, look_at: str) -> T:
+        """Await the publisher or a worker, with "waiting" events and the deadline of loading weights."""
+        wait = Wait(awaited=awaited, look_at=look_at, deadline_s=self.timeouts.load_s)
         return await wait_with_deadline(
-            call, wait, notice_s=self._timeouts.notice_s, telemetry=self._telemetry, clock=self._clock
+            call, wait, notice_s=self.timeouts.notice_s, telemetry=self.telemetry, clock=self.clock
         )

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 from tidemill.controller.fleet import Fleet
+from tidemill.controller.frozen_scoring import FrozenScoring
 from tidemill.controller.in_flight import StepCounters
 from tidemill.controller.ledger import Ledger
-from tidemill.controller.reading import Reading
 from tidemill.controller.samples import TokenObserver
 from tidemill.controller.turns import AgentLimits
 from tidemill.controller.waiting import Timeouts, Wait, wait_with_deadline
@@ -43,22 +43,18 @@ class RolloutContext:
     phase: str = "rollout"
     window_s: float = math.inf  # how long the local worker generates while preemptible workers serve
     gives_up: bool = True  # end the run if machines live shorter than a recomputation; else samples wait for others
-    reading: Reading | None = None  # None without models that read samples one by one
-    observers: tuple[TokenObserver, ...] = ()  # besides `reading`
+    frozen_scoring: FrozenScoring | None = None  # None without models that score samples one by one
+    observers: tuple[TokenObserver, ...] = ()  # besides `frozen_scoring`
     environments: Environments | None = None  # None: samples are single completions
     agent: AgentLimits | None = None
     statuses: dict[str, WorkerStatus] = field(default_factory=dict)  # the latest, by lease
 
     @property
     def all_observers(self) -> tuple[TokenObserver, ...]:
-        return self.observers if self.reading is None else (self.reading, *self.observers)
+        return self.observers if self.frozen_scoring is None else (self.frozen_scoring, *self.observers)
 
     async def wait_for(self, call: Coroutine[Any, Any, T], *, awaited: str, look_at: str, deadline_s: float) -> T:
-        """Await with "waiting" events and a deadline.
-
-        Raises:
-            DeadlineError: it took longer than `deadline_s` seconds.
-        """
+        """Await with "waiting" events. Raises DeadlineError: it took longer than `deadline_s` seconds."""
         wait = Wait(awaited=awaited, look_at=look_at, deadline_s=deadline_s)
         return await wait_with_deadline(
             call, wait, notice_s=self.timeouts.notice_s, telemetry=self.telemetry, clock=self.clock

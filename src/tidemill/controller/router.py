@@ -14,6 +14,7 @@ import heapq
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Protocol, TypeAlias
 
 from tidemill.core.records import Record
@@ -281,7 +282,14 @@ def rebalance(
     """
     workers = [_Worker(load, load.slots, load.assigned) for load in loads if load.slots > 0]
     idle = [worker for worker in workers if not worker.assigned]
-    givable = _Givable(held, max_moves)
+
+    @cache
+    def givable(lease_id: str) -> list[Movable]:
+        """A worker's samples that may move; the first to move is last."""
+        return sorted(
+            (sample for sample in held(lease_id) if sample.moves < max_moves),
+            key=lambda sample: (-sample.kept_tokens, sample.expected_tokens, -sample.ordinal),
+        )
 
     def shortens_queue(source: _Worker, target: _Worker) -> bool:
         beyond = source.queued > queue_limit > target.queued
@@ -303,28 +311,10 @@ def rebalance(
     return moves
 
 
-class _Givable:
-    """Samples that each worker may give away, sorted on first use."""
-
-    def __init__(self, held: Callable[[str], Sequence[Movable]], max_moves: int) -> None:
-        self._held, self._max_moves = held, max_moves
-        self._sorted: dict[str, list[Movable]] = {}
-
-    def of(self, worker: _Worker) -> list[Movable]:
-        """The worker's samples that may move; the first to move is last."""
-        lease_id = worker.load.lease_id
-        if lease_id not in self._sorted:
-            self._sorted[lease_id] = sorted(
-                (sample for sample in self._held(lease_id) if sample.moves < self._max_moves),
-                key=lambda sample: (-sample.kept_tokens, sample.expected_tokens, -sample.ordinal),
-            )
-        return self._sorted[lease_id]
-
-
 def _shift(
     sources: Sequence[_Worker],
     targets: Sequence[_Worker],
-    givable: _Givable,
+    givable: Callable[[str], list[Movable]],
     *,
     rank: Callable[[_Worker], int],
     helps: Callable[[_Worker, _Worker], bool],
@@ -337,7 +327,7 @@ def _shift(
     moves: list[Move] = []
     while giving and taking:
         source, target = giving[0][2], taking[0][1]
-        if not helps(source, target) or not (candidates := givable.of(source)):  # targets only get fuller
+        if not helps(source, target) or not (candidates := givable(source.load.lease_id)):  # targets only get fuller
             heapq.heappop(giving)
             continue
         moves.append(Move(ordinal=candidates.pop().ordinal, source=source.load.lease_id, target=target.load.lease_id))

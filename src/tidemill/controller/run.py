@@ -76,10 +76,10 @@ class TrainingRun:
         self.in_flight = InFlight(plan, version_number=self.trainer.version.number)
         self.assembly = GroupAssembly(self.spec.batch.group_size)
         self.eval_schedule = EvalSchedule(
-            self.spec,
-            self.source,
-            self.eval_scorer,
-            self.rollout,
+            spec=self.spec,
+            source=self.source,
+            scorer=self.eval_scorer,
+            rollout=self.rollout,
             sampling=self.in_flight.plan.sampling,
             sets=self.eval_sets,
         )
@@ -108,7 +108,7 @@ class TrainingRun:
 
     async def evaluate_start(self) -> None:
         """Evaluate if due; before the first step the figures are logged as step 0."""
-        figures = await self._evaluate_if_due()
+        figures = await self.eval_schedule.if_due(self.step, self.trainer.version, training=self.collector)
         if figures and self.step == 0:
             self._log(StepMetrics(step=0, version=self.trainer.version, optimizer_steps=0, values=figures), {})
 
@@ -259,8 +259,8 @@ class TrainingRun:
         for sample in samples:
             if sample.state is SampleState.RUNNING:
                 self.rollout.fleet.abort(sample.lease_id, [sample.sample_id])
-        if self.rollout.reading is not None:
-            self.rollout.reading.forget(samples)
+        if self.rollout.frozen_scoring is not None:
+            self.rollout.frozen_scoring.forget(samples)
         self._collector.acting.forget(samples)
 
     def _latest_step(self, position: int) -> int | None:
@@ -282,7 +282,7 @@ class TrainingRun:
             "time_trainer_idle_s": collector.waited_s,
         }
         if self.rollout.fleet.elastic:
-            self.timings |= {"workers_mean": collector.workers_mean, "time_trainer_wait_s": collector.idle_s}
+            self.timings |= {"workers_mean": collector.dispatcher.workers_mean, "time_trainer_wait_s": collector.idle_s}
 
     async def publish(self, batch: BatchBuilder, trajectories: Sequence[Trajectory]) -> StepMetrics:
         """Commit the batch and publish the new weights; returns the step's metrics."""
@@ -313,7 +313,7 @@ class TrainingRun:
         self.timings |= self.seeding.end_step(
             self.timings,
             tokens=sum(trajectory.trained_length for trajectory in trajectories),
-            hand_over=self._collector.hand_over,
+            hand_over=self._collector.dispatcher.hand_over,
             finished_s=self.step_started_s + self.timings["time_rollout_s"],
         )
         samples.sort(key=lambda sample: sample.ordinal)
@@ -323,8 +323,8 @@ class TrainingRun:
         counters = self.in_flight.take_counters()
         self.tokens_logged += counters.tokens_accepted
         figures = {**rewards, **batch_figures(samples, counters, version), **self.timings}
-        if rollout.reading is not None:
-            figures |= rollout.reading.take_figures()
+        if rollout.frozen_scoring is not None:
+            figures |= rollout.frozen_scoring.take_figures()
         ahead = self.spec.schedule.max_policy_lag > 0  # then generating never pauses
         generating_s = rollout.clock.now() - self.step_started_s if ahead else self.timings["time_rollout_s"]
         if generating_s > 0:
@@ -403,7 +403,7 @@ class TrainingRun:
         """Log a step's metrics, with an evaluation if one is due; also if the evaluation is interrupted."""
         figures: dict[str, float] = {}
         try:
-            figures = await self._evaluate_if_due()
+            figures = await self.eval_schedule.if_due(self.step, self.trainer.version, training=self.collector)
         finally:
             self._log(metrics, figures)
 
@@ -413,9 +413,6 @@ class TrainingRun:
         counted = {f"env_{name}": float(count) for name, count in counts.items()}
         values = {**self.rollout.fleet.event_log.take_figures(), **counted, **metrics.values, **figures}
         self.rollout.telemetry.step(msgspec.structs.replace(metrics, values=values))
-
-    async def _evaluate_if_due(self) -> dict[str, float]:
-        return await self.eval_schedule.if_due(self.step, self.trainer.version, training=self.collector)
 
     async def checkpoint_if_due(self) -> None:
         every = self.spec.checkpoint.every_steps
@@ -447,11 +444,7 @@ class TrainingRun:
         return self.collector
 
     async def _unless_stopped(self, call: Coroutine[Any, Any, T], awaited: str) -> T:
-        """Await a call that needs the trainer.
-
-        Raises:
-            StopRequested: the run is to stop, and the trainer does not respond in time.
-        """
+        """Await a call that needs the trainer; raises StopRequested if it does not respond while the run is to stop."""
         lost = f"no checkpoint after step {self.checkpointed}; later steps are trained again from the journal"
         try:
             return await self.rollout.unless_stopped(call, awaited=awaited, lost=lost)

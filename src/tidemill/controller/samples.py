@@ -380,5 +380,5 @@ def _ranges(starts: tuple[tuple[T, int], ...], length: int) -> list[tuple[T, int
 class TokenObserver(Protocol):
     """Follows the tokens of samples in flight."""
 
-    def grown(self, samples: Sequence[Sample]) -> None:
+    def tokens_added(self, samples: Sequence[Sample]) -> None:
         """Samples have new tokens, or have finished. Never waits."""

@@ -11,17 +11,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Literal
 
-from tidemill.core.records import (
-    ITEM_BYTES,
-    Call,
-    EpisodeEnd,
-    Observation,
-    Record,
-    Segment,
-    TokenBuffer,
-    Turn,
-    count,
-)
+from tidemill.core.records import ITEM_BYTES, Call, EpisodeEnd, Observation, Record, Segment, TokenBuffer, Turn, count
 
 Decode = Callable[[Sequence[int]], str]
 

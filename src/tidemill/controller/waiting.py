@@ -95,14 +95,13 @@ class Messages:
     observations: list[tuple[Sample, int, Observation]] = field(default_factory=list)  # with the attempt answered
     # With the attempt that was scored, and its reference logprobs (empty without a separate reference).
     rewards: list[tuple[Sample, int, Reward, LogprobBuffer]] = field(default_factory=list)
-    ref_logprobs: list[tuple[Sample, int, LogprobBuffer]] = field(default_factory=list)  # of samples already rewarded
     failures: list[Exception] = field(default_factory=list)
     stop: bool = False
 
     @property
     def progress(self) -> bool:
         """Whether there is anything but reports, which count as progress only if they have new tokens."""
-        other_kinds = (self.rewards, self.ref_logprobs, self.observations, self.failures, self.ended, self.draining)
+        other_kinds = (self.rewards, self.observations, self.failures, self.ended, self.draining)
         return self.stop or any(other_kinds)
 
 

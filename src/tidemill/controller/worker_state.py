@@ -25,17 +25,7 @@ from tidemill.core.records import (
     WorkerStatus,
     unpack_logprobs,
 )
-from tidemill.telemetry.events import (
-    CRASH,
-    DECODE,
-    EVICTION,
-    LEASE,
-    LEASE_END,
-    MIGRATION,
-    PULL,
-    QUARANTINE,
-    REBALANCE,
-)
+from tidemill.telemetry.events import CRASH, DECODE, EVICTION, LEASE, LEASE_END, MIGRATION, PULL, REBALANCE
 
 WORK_FIELDS = tuple(field.name for field in fields(EngineWork))
 _VALUES: Callable[[EngineWork], tuple[float, ...]] = attrgetter(*WORK_FIELDS)
@@ -235,10 +225,6 @@ class FleetEventLog:
             swap_s=round(loaded.swap_s, _DIGITS),
             retries=loaded.retries,
         )
-
-    def quarantined(self, worker: WorkerState, difference: float, limit: float) -> None:
-        # JSON has no infinity.
-        self.log(QUARANTINE, worker, difference=min(difference, 1e9), limit=limit)
 
     def migrated(self, source: str, target: WorkerState, samples: Sequence[Sample]) -> None:
         """Samples of the lease `source` continue on another worker."""

@@ -48,7 +48,7 @@ class GuardStop(TidemillError):
 class WorkerLost(TidemillError):
     """A worker is gone. The fleet handles it as an event and logs `cause` and `hint`."""
 
-    def __init__(self, cause: str, *, hint: str = "") -> None:
+    def __init__(self, cause: str, hint: str = "") -> None:
         self.cause, self.hint = cause, hint
         super().__init__(f"{cause}; {hint}" if hint else cause)
 
@@ -57,7 +57,7 @@ class TrainerLost(TidemillError):
     """The trainer's process or its critic's is gone, which ends the run; it can be resumed."""
 
 
-class ReaderLost(TidemillError):
+class ScorerLost(TidemillError):
     """The process of a reward model or the reference is gone and could not be restarted."""
 
 
@@ -143,7 +143,8 @@ def as_user_error(error: BaseException) -> UserError | None:
         return error
     if isinstance(error, OSError) and error.errno in OS_HINTS:
         path, hint = str(error.filename or ""), OS_HINTS[error.errno]
-        if error.errno == errno.EACCES and _unreadable(path):
+        unreadable = (each for each in (Path(path), Path(path).parent) if not os.access(each, os.R_OK))
+        if error.errno == errno.EACCES and any(map(os.path.lexists, unreadable)):
             hint = "make it readable, or choose another place"
         return UserError(str(error.strerror).lower(), where=path, hint=hint)
     # torch's exception class and its CPU allocator's message, matched by name to avoid importing torch.
@@ -156,8 +157,3 @@ def as_user_error(error: BaseException) -> UserError | None:
         )
         return UserError(f"out of memory{': ' if first else ''}{''.join(first)}", hint=hint)
     return None
-
-
-def _unreadable(path: str) -> bool:
-    """Whether a file or its folder exists but is not readable."""
-    return any(os.path.lexists(each) and not os.access(each, os.R_OK) for each in (Path(path), Path(path).parent))

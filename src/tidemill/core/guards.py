@@ -25,11 +25,7 @@ class ScoreGuard:
     first_reason: str = ""  # of the first invalid reward in these steps
 
     def check(self, trajectories: Sequence[Trajectory], *, steps_left: int) -> None:
-        """Check one step's samples.
-
-        Raises:
-            GuardStop: no sample of the last `UNSCORED_STEPS` steps got a valid reward.
-        """
+        """Raises GuardStop: no sample of the last `UNSCORED_STEPS` steps got a valid reward."""
         rewards = [trajectory.reward for trajectory in trajectories if trajectory.reward]
         if any(reward.valid for reward in rewards):
             self.unscored, self.first_reason = 0, ""
@@ -43,14 +39,7 @@ class ScoreGuard:
             )
 
     def finish(self, rewards: Sequence[float | None]) -> None:
-        """Check a run that has done all its steps.
-
-        Args:
-            rewards: mean reward of each batch; None without a valid one.
-
-        Raises:
-            GuardStop: no sample of the run got a valid reward.
-        """
+        """Raises GuardStop: no batch of a run that has done all its steps has a mean reward."""
         if rewards and all(reward is None for reward in rewards):
             raise GuardStop(
                 f"no sample of this run got a valid reward, so nothing was learned{self._because}\n  {RESUME_HINT}"
@@ -73,11 +62,7 @@ class UpdateGuard:
     skipped: int = 0  # consecutive steps
 
     def check(self, metrics: StepMetrics) -> None:
-        """Check one step.
-
-        Raises:
-            GuardStop: the limit of consecutive skipped steps is reached.
-        """
+        """Raises GuardStop: the limit of consecutive skipped steps is reached."""
         if metrics.optimizer_steps or not metrics.values.get(SKIPPED):
             self.skipped = 0
             return

@@ -15,18 +15,18 @@ from tidemill.core.records import (
     FleetRow,
     GenerateRequest,
     Group,
-    Growth,
     Lease,
     LeaseEvent,
     Loaded,
     LogprobBuffer,
     Message,
+    ModelScores,
+    NewTokens,
     Observation,
     ParsedTurn,
     PolicyVersion,
     Prompt,
     Pulled,
-    Read,
     Record,
     Reward,
     SampleId,
@@ -239,7 +239,7 @@ class PromptSource(Protocol):
 
 
 class Scorer(Protocol):
-    """Scores a finished sample. An error of the reward function gives an invalid reward; only `ReaderLost` is raised,
+    """Scores a finished sample. An error of the reward function gives an invalid reward; only `ScorerLost` is raised,
     when no sample can be scored any more."""
 
     async def score(self, prompt: Prompt, trajectory: Trajectory) -> Reward: ...
@@ -251,11 +251,7 @@ class TurnFormat(Protocol):
     """Converts between an agent's turns and token ids. Text of users and environments never becomes special tokens."""
 
     def prompt(self, messages: Sequence[Message], *, tools: Sequence[dict[str, Any]] = ()) -> tuple[str, list[int]]:
-        """Text and token ids up to the start of the first turn.
-
-        Args:
-            tools: JSON schemas of the functions that the model may call.
-        """
+        """Text and token ids up to the start of the first turn; `tools` are JSON schemas of functions to call."""
 
     def parse(self, text: str) -> ParsedTurn:
         """The calls in a generated text. An unreadable call is returned with its error."""
@@ -309,17 +305,17 @@ class Environments(Protocol):
         """End all calls and processes."""
 
 
-class Reader(Protocol):
-    """A frozen model that reads samples: a reward model, or the reference."""
+class FrozenScorer(Protocol):
+    """A frozen model that scores samples: a reward model, or the reference."""
 
-    def receive(self, grown: Sequence[Growth]) -> None:
+    def receive(self, new_tokens: Sequence[NewTokens]) -> None:
         """Receive tokens of unfinished samples, which may be computed ahead. Never waits; no result depends on it."""
 
-    async def read(self, sample_id: SampleId, token_ids: TokenBuffer, prompt_tokens: int) -> Read:
-        """Read a finished sample (int32 [P + T]).
+    async def score(self, sample_id: SampleId, token_ids: TokenBuffer, prompt_tokens: int) -> ModelScores:
+        """Score a finished sample (int32 [P + T]).
 
         Raises:
-            ReaderLost: the model's process is gone and could not be restarted.
+            ScorerLost: the model's process is gone and could not be restarted.
         """
 
     def forget(self, sample_ids: Sequence[SampleId]) -> None:
@@ -339,11 +335,8 @@ class Codec(Protocol):
     def encode_chat(
         self, messages: Sequence[Message], *, tools: Sequence[dict[str, Any]] = ()
     ) -> tuple[str, list[int]]:
-        """Apply the model's chat template with the generation prompt; returns the text and its token ids.
-
-        Args:
-            tools: JSON schemas of functions that the model may call.
-        """
+        """Apply the model's chat template with the generation prompt, and the schemas of `tools` as in `TurnFormat`;
+        returns the text and its token ids."""
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of a completion without special tokens."""

@@ -534,7 +534,7 @@ class Trajectory(Record, omit_defaults=True):
         return self.finish == "length"
 
 
-class Growth(Record, gc=False):
+class NewTokens(Record, gc=False):
     """New tokens of an unfinished sample, for models that read ahead."""
 
     sample_id: SampleId
@@ -543,7 +543,7 @@ class Growth(Record, gc=False):
     token_ids: TokenBuffer  # int32 [N]
 
 
-class Read(Record, gc=False):
+class ModelScores(Record, gc=False):
     """Output of a frozen model for a finished sample, and its cost."""
 
     values: LogprobBuffer  # float32: a reward model's score [1], or the reference's logprobs [T] after the prompt

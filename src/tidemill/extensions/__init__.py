@@ -7,7 +7,7 @@ identity (`identity.py`) in the manifest and refuses another one. Functions are 
 per-token tensors only, never logits, so that another engine or a sharded trainer does not change them. A curriculum's
 choices and rewards are stored by prompt id before they are used (`data/curriculum.py`); it sees the rewards of steps
 that are certainly committed at the policy lag, so that timing does not matter. Callbacks wrap the telemetry
-(`runtime/callbacks.py`): the loop does not know of them.
+(`jobs/callbacks.py`): the loop does not know of them.
 
 `api/session.py` runs a job in the calling thread, or in another one where an event loop runs (a notebook). The first
 interrupt asks for a checkpoint. One job at a time, because torch's threads and the compute thread belong to the

@@ -1,6 +1,6 @@
 """An HTTP front in the form of OpenAI's API: requests, answers, limits. What generates is behind `backend.Served`.
 
-`tidemill serve` is a run without a trainer's loop: `runtime/serving.py` opens the same backend, fleet and collector,
+`tidemill serve` is a run without a trainer's loop: `jobs/serving.py` opens the same backend, fleet and collector,
 and every request is a group of one sample with its own sampling parameters (`InFlight.open_alone`). What makes a
 sample survive an eviction makes a request survive it. `TokenFeed` hands each report's new tokens to those who wait
 for them; `gateway/texts.py` turns them into text without halves of characters, stop strings or calls, which

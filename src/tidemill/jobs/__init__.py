@@ -1,1 +1,1 @@
-"""What a model is used for outside of a training run: generated data, evaluation, export."""
+"""What a command or a stage of a pipeline does: train, serve, evaluate, generate, export. Each runs on a `runtime`."""

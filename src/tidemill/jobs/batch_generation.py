@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import json
 import math
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, closing, suppress
 from dataclasses import dataclass
 from itertools import count as counting
@@ -16,40 +16,31 @@ from typing import Any, Literal, TypeAlias
 import msgspec
 
 from tidemill.agents.demonstrations import agent_demonstrations
+from tidemill.agents.run_agent import agent_limits, agent_prompts, open_environments
 from tidemill.config.schema import RunSpec
-from tidemill.controller.evaluation import Evaluation, draw, eval_result, evaluate
+from tidemill.controller.entries import Evaluated
+from tidemill.controller.evaluation import draw, eval_result, evaluate
 from tidemill.controller.fleet import Fleet
 from tidemill.controller.in_flight import sampling_params
 from tidemill.controller.ledger import Ledger
 from tidemill.controller.rollout_context import RolloutContext
 from tidemill.core.errors import UserError
 from tidemill.core.protocols import LoopClock
-from tidemill.core.records import (
-    Group,
-    PolicyVersion,
-    Prompt,
-    Record,
-    Reward,
-    SamplingParams,
-    Trajectory,
-    decode_json,
-    unpack_tokens,
-)
+from tidemill.core.records import PolicyVersion, Prompt, Record, SamplingParams, Trajectory, decode_json, unpack_tokens
 from tidemill.data.build_task import configured_task
 from tidemill.data.prompts import Task
 from tidemill.data.rows import ScoredCompletion, demonstration_row, pair_rows
+from tidemill.jobs.sandbox_check import check_needed_sandbox
 from tidemill.models.catalog import resolve
 from tidemill.models.codec import load_codec
 from tidemill.models.loading import context_limit
 from tidemill.models.model_source import ModelSource
 from tidemill.models.weights_digest import weights_digest
 from tidemill.rollout.worker import EngineWorker
-from tidemill.runtime.agents import agent_limits, agent_prompts, open_environments
 from tidemill.runtime.backend import scorers
 from tidemill.runtime.compute import ComputeThread
 from tidemill.runtime.memory_check import check_memory
 from tidemill.runtime.model_bundle import ModelBundle, engine_context, load_model_bundle
-from tidemill.runtime.sandbox_check import check_needed_sandbox
 from tidemill.telemetry.jsonl import JsonlWriter, write_atomically
 from tidemill.telemetry.manifest import versions
 from tidemill.telemetry.metrics import HELD_OUT_NAME
@@ -67,42 +58,25 @@ class CachedCompletions(Record):
 
 
 class CompletionCache:
-    """Completions stored in a file, or nothing without a path.
-
-    Raises:
-        UserError: the file cannot be opened.
-    """
+    """Completions stored in a file, or nothing without a path. Raises UserError: the file cannot be opened."""
 
     def __init__(self, path: Path | None) -> None:
         self._writer = JsonlWriter(path) if path else None  # cuts a torn last line
-        self._known: dict[str, CachedCompletions] = {}
+        self.known: dict[str, CachedCompletions] = {}
         for line in path.read_bytes().splitlines() if path else ():
             with suppress(msgspec.DecodeError):  # the prompts of an unreadable line are generated again
                 cached = decode_json(line, CachedCompletions)
-                self._known[cached.key] = cached
-
-    def find(self, key: str) -> CachedCompletions | None:
-        return self._known.get(key)
+                self.known[cached.key] = cached
 
     def add(self, completions: CachedCompletions) -> None:
-        """
-        Raises:
-            UserError: the disk is full.
-        """
-        self._known[completions.key] = completions
+        """Raises UserError: the disk is full."""
+        self.known[completions.key] = completions
         if self._writer:
             self._writer.write(completions)
 
     def close(self) -> None:
         if self._writer:
             self._writer.close()
-
-
-def _cache_key(settings: Sequence[object], prompts: Iterable[Prompt]) -> str:
-    """Digest of the prompts in order, and of everything else that decides their completions."""
-    digest = hashlib.blake2b(digest_size=16)
-    digest.update(msgspec.json.encode([settings, [prompt.prompt_id for prompt in prompts]]))
-    return digest.hexdigest()
 
 
 SAMPLES_AT_ONCE = 512
@@ -119,30 +93,24 @@ class BatchGenerator:
     seed: int
     cache: CompletionCache
 
-    async def greedily(self, prompts: Sequence[Prompt], *, name: str = HELD_OUT_NAME) -> Evaluation:
+    async def greedily(self, prompts: Sequence[Prompt], *, name: str = HELD_OUT_NAME) -> Evaluated:
         """One greedy completion of each prompt of a set; raises like `controller.evaluation.evaluate`."""
-        samples, duration_s = list[Trajectory](), 0.0
-        for chunk in _chunks(prompts, SAMPLES_AT_ONCE):
-            key = _cache_key([self.version.digest, self.seed, name, self.sampling], chunk)
-            completions = self.cache.find(key)
-            if completions is None:
-                evaluation = await evaluate(
-                    step=0,
-                    version=self.version,
-                    prompts=chunk,
-                    rollout=self.rollout,
-                    scorer=self.rollout.scorer,
-                    sampling=self.sampling,
-                    seed=self.seed,
-                    name=name,
-                )
-                completions = CachedCompletions(
-                    key=key, duration_s=evaluation.result.duration_s, samples=evaluation.samples
-                )
-                self.cache.add(completions)
-            samples += completions.samples
-            duration_s += completions.duration_s
-        return Evaluation(result=eval_result(name, 0, self.version, samples, duration_s), samples=tuple(samples))
+
+        async def generate(chunk: Sequence[Prompt]) -> Sequence[Trajectory]:
+            evaluation = await evaluate(
+                step=0,
+                version=self.version,
+                prompts=chunk,
+                rollout=self.rollout,
+                scorer=self.rollout.scorer,
+                sampling=self.sampling,
+                seed=self.seed,
+                name=name,
+            )
+            return evaluation.samples
+
+        samples, duration_s = await self._completions(prompts, SAMPLES_AT_ONCE, [name], generate)
+        return Evaluated(eval_result(name, 0, self.version, samples, duration_s), tuple(samples))
 
     async def draw(
         self,
@@ -151,52 +119,61 @@ class BatchGenerator:
         samples_per_prompt: int,
         purpose: str,
         on_progress: Callable[[int], None] = lambda _: None,
-    ) -> list[Group]:
+    ) -> list[tuple[Trajectory, ...]]:
         """`samples_per_prompt` samples of each prompt, in the order of the prompts; raises like `collect_samples`.
 
         Args:
             purpose: part of the sample ids, which seed the random numbers.
             on_progress: called after each chunk with the number of prompts that are finished.
         """
-        samples = list[Trajectory]()
-        for chunk in _chunks(prompts, max(1, SAMPLES_AT_ONCE // samples_per_prompt)):
-            key = _cache_key([self.version.digest, self.seed, purpose, samples_per_prompt, self.sampling], chunk)
-            completions = self.cache.find(key)
-            if completions is None:
-                completions = await self._draw(key, chunk, samples_per_prompt, purpose)
-                self.cache.add(completions)
-            samples += completions.samples
-            on_progress(len(samples) // samples_per_prompt)
-        return [
-            Group(
-                position=position,
-                prompt_id=prompt.prompt_id,
-                trajectories=tuple(samples[position * samples_per_prompt : (position + 1) * samples_per_prompt]),
+
+        async def generate(chunk: Sequence[Prompt]) -> Sequence[Trajectory]:
+            drawn = await draw(
+                version=self.version,
+                prompts=chunk,
+                rollout=self.rollout,
+                sampling=self.sampling,
+                seed=self.seed,
+                purpose=purpose,
+                samples_per_prompt=samples_per_prompt,
             )
-            for position, prompt in enumerate(prompts)
+            return [sample for group in drawn for sample in group]
+
+        at_once, settings = max(1, SAMPLES_AT_ONCE // samples_per_prompt), [purpose, samples_per_prompt]
+        samples, _ = await self._completions(prompts, at_once, settings, generate, on_progress)
+        return [
+            tuple(samples[first : first + samples_per_prompt]) for first in range(0, len(samples), samples_per_prompt)
         ]
 
-    async def _draw(
-        self, key: str, prompts: Sequence[Prompt], samples_per_prompt: int, purpose: str
-    ) -> CachedCompletions:
-        start_s = self.rollout.clock.now()
-        drawn = await draw(
-            version=self.version,
-            prompts=prompts,
-            rollout=self.rollout,
-            sampling=self.sampling,
-            seed=self.seed,
-            purpose=purpose,
-            samples_per_prompt=samples_per_prompt,
-        )
-        samples = tuple(sample for group in drawn for sample in group)
-        return CachedCompletions(key=key, duration_s=self.rollout.clock.now() - start_s, samples=samples)
+    async def _completions(
+        self,
+        prompts: Sequence[Prompt],
+        at_once: int,
+        settings: Sequence[object],
+        generate: Callable[[Sequence[Prompt]], Awaitable[Sequence[Trajectory]]],
+        on_progress: Callable[[int], None] = lambda _: None,
+    ) -> tuple[list[Trajectory], float]:
+        """All samples, from the cache or generated `at_once` prompts at a time, and the seconds that they took.
 
-
-def _chunks(prompts: Sequence[Prompt], size: int) -> Iterator[Sequence[Prompt]]:
-    """At least one chunk, which is empty without prompts: the callee reports that."""
-    for first in range(0, len(prompts) or 1, size):
-        yield prompts[first : first + size]
+        Args:
+            settings: what decides the completions of a prompt beside the model, the seed and the sampling parameters.
+        """
+        samples, duration_s = list[Trajectory](), 0.0
+        for first in range(0, len(prompts) or 1, at_once):  # also without prompts, which `generate` reports
+            chunk = prompts[first : first + at_once]
+            decisive = [self.version.digest, self.seed, *settings, self.sampling]
+            identity = msgspec.json.encode([decisive, [prompt.prompt_id for prompt in chunk]])
+            key = hashlib.blake2b(identity, digest_size=16).hexdigest()
+            completions = self.cache.known.get(key)
+            if completions is None:
+                start_s = self.rollout.clock.now()
+                new = tuple(await generate(chunk))
+                completions = CachedCompletions(key=key, duration_s=self.rollout.clock.now() - start_s, samples=new)
+                self.cache.add(completions)
+            samples += completions.samples
+            duration_s += completions.duration_s
+            on_progress(min(first + at_once, len(prompts)))
+        return samples, duration_s
 
 
 @asynccontextmanager
@@ -310,7 +287,6 @@ def make_pairs(
 
     Args:
         prompts, split: as for `make_demonstrations`.
-        model: replaces the configured one.
         answers: a file that stores finished completions, so that an interrupted call can be resumed.
 
     Returns:
@@ -328,19 +304,21 @@ def make_pairs(
     task = bundle.task()
     asked = prompts_of(task, split, prompts)
 
-    async def draw() -> tuple[list[Group], str]:
+    async def draw() -> tuple[list[tuple[Trajectory, ...]], str]:
         async with batch_generator(bundle, task, lambda _: None, cache_file=answers) as generator:
-            groups = await generator.draw(
+            drawn = await generator.draw(
                 asked,
                 samples_per_prompt=samples_per_prompt,
                 purpose=PAIRS,
                 on_progress=lambda done: progress(f"{done} of {len(asked)} prompts: {samples_per_prompt} samples each"),
             )
-            return groups, generator.version.digest
+            return drawn, generator.version.digest
 
-    groups, digest = asyncio.run(draw())
-    rewards = [sample.reward for group in groups for sample in group.trajectories]
-    if not _two_sided([reward for reward in rewards if reward is not None and reward.valid]):
+    drawn, digest = asyncio.run(draw())
+    rewards = [sample.reward for samples in drawn for sample in samples]
+    valid = [reward for reward in rewards if reward is not None and reward.valid]
+    # Right and wrong are told by the kind of the reward, or because every value is 0 or 1.
+    if not valid or any(reward.correct is None and reward.value not in (0.0, 1.0) for reward in valid):
         raise UserError(
             "pairs need right and wrong answers, but this reward is graded or gave no valid value",
             where="scoring.rewards",
@@ -351,13 +329,13 @@ def make_pairs(
         [
             ScoredCompletion(
                 bundle.codec.decode_whole(unpack_tokens(sample.completion_ids)),
-                _is_right(sample.reward),
+                sample.reward.value == 1.0 if sample.reward.correct is None else sample.reward.correct,
                 not sample.truncated,
             )
-            for sample in group.trajectories
+            for sample in samples
             if sample.reward is not None and sample.reward.valid  # else it is neither right nor wrong
         ]
-        for group in groups
+        for samples in drawn
     ]
     rows = [
         row
@@ -389,15 +367,6 @@ def make_pairs(
             "samples_invalid": len(asked) * samples_per_prompt - sum(map(len, completions)),
         },
     )
-
-
-def _two_sided(rewards: Sequence[Reward]) -> bool:
-    """Whether valid rewards tell right from wrong: by their kind, or because all of them are 0 or 1."""
-    return bool(rewards) and all(reward.correct is not None or reward.value in (0.0, 1.0) for reward in rewards)
-
-
-def _is_right(reward: Reward) -> bool:
-    return reward.value == 1.0 if reward.correct is None else reward.correct
 
 
 def prompts_of(task: Task, split: Split, limit: int) -> list[Prompt]:

@@ -14,8 +14,8 @@ from typing import Any
 import msgspec
 
 from tidemill.config.schema import RunSpec
+from tidemill.controller.entries import Evaluated
 from tidemill.controller.evaluation import (
-    Evaluation,
     correctness,
     counts_correct,
     drawn_purpose,
@@ -27,7 +27,6 @@ from tidemill.core.errors import UserError
 from tidemill.core.protocols import Scorer
 from tidemill.core.records import (
     GenerateRequest,
-    Group,
     Message,
     PolicyVersion,
     Prompt,
@@ -46,9 +45,9 @@ from tidemill.models.codec import TextCodec
 from tidemill.models.model_source import ModelSource, exact_models, locate
 from tidemill.models.prompt_format import prompt_format
 from tidemill.models.weights_digest import weights_digest
+from tidemill.runtime.frozen_scorers import check_reward_models, model_scores
 from tidemill.runtime.memory_check import check_memory
 from tidemill.runtime.model_bundle import ModelBundle, load_model_bundle
-from tidemill.runtime.readers import check_reward_models, model_scores
 from tidemill.scoring.row_report import REMARKS, report_rows
 from tidemill.telemetry.events import DATA, event_text
 from tidemill.telemetry.metrics import HELD_OUT_NAME
@@ -72,8 +71,8 @@ class ModelEvaluation:
 
     model: str
     prompts: tuple[Prompt, ...]
-    greedy: Evaluation
-    drawn: tuple[Group, ...] = ()  # empty if only greedy completions were generated
+    greedy: Evaluated
+    drawn: tuple[tuple[Trajectory, ...], ...] = ()  # by prompt; empty if only greedy completions were generated
     scores: Mapping[str, tuple[Reward, ...]]  # of greedy completions, by name of the additional scorer
 
     @property
@@ -82,18 +81,9 @@ class ModelEvaluation:
         return correctness(self.greedy.samples)
 
     @property
-    def drawn_samples(self) -> list[Trajectory]:
-        return [sample for group in self.drawn for sample in group.trajectories]
-
-    @property
     def counts_right(self) -> list[tuple[int, int]] | None:
         """(samples, correct samples) drawn per prompt; None if rewards are graded."""
-        return counts_correct([group.trajectories for group in self.drawn])
-
-    @property
-    def drawn_rewards(self) -> list[float | None]:
-        """Mean valid reward of each prompt's drawn samples; None if none is valid."""
-        return prompt_rewards([group.trajectories for group in self.drawn])
+        return counts_correct(self.drawn)
 
 
 def figures(measured: ModelEvaluation, *, ks: Sequence[int]) -> dict[str, Any]:
@@ -150,9 +140,10 @@ def comparison(other: ModelEvaluation, this: ModelEvaluation) -> dict[str, Any]:
     }
     if (before := other.right) and (after := this.right):
         pairs["greedy_accuracy"] = (before, after)
-    pairs["completion_tokens"] = (_lengths(other), _lengths(this))
+    lengths = [[float(sample.trained_length) for sample in model.greedy.samples] for model in (other, this)]
+    pairs["completion_tokens"] = (lengths[0], lengths[1])
     if this.drawn:
-        pairs["drawn_reward_mean"] = _valid_pairs(other.drawn_rewards, this.drawn_rewards)
+        pairs["drawn_reward_mean"] = _valid_pairs(prompt_rewards(other.drawn), prompt_rewards(this.drawn))
     if (earlier := other.counts_right) and (later := this.counts_right):
         pairs["drawn_accuracy"] = ([c / n for n, c in earlier], [c / n for n, c in later])
     for name, rewards in this.scores.items():
@@ -171,30 +162,34 @@ def comparison(other: ModelEvaluation, this: ModelEvaluation) -> dict[str, Any]:
 
 
 def _drawn(measured: ModelEvaluation, ks: Sequence[int]) -> dict[str, Any]:
-    samples, counts = measured.drawn_samples, measured.counts_right
-    rewards = [each for each in measured.drawn_rewards if each is not None]
-    within = [_distinct(group.trajectories) for group in measured.drawn]
-    return {
-        "samples_per_prompt": len(measured.drawn[0].trajectories),
+    samples = [sample for of_prompt in measured.drawn for sample in of_prompt]
+    counts = measured.counts_right
+    rewards = [reward for reward in prompt_rewards(measured.drawn) if reward is not None]
+    found: dict[str, Any] = {
+        "samples_per_prompt": len(measured.drawn[0]),
         **({"reward_mean": reward_interval(rewards).figure} if rewards else {}),
         "pass_at": {str(k): mean_pass_at_k(counts, k).figure for k in ks} if counts else {},
         "invalid": len(samples) - len(rewards_of(samples)),
         "truncated_fraction": fmean(sample.truncated for sample in samples),
         "completion_tokens": length_figures([sample.trained_length for sample in samples]),
         **_distinct(samples),
-        **{f"{name}_in_prompt": _mean_of_numbers([each[name] for each in within]) for name in within[0]},
     }
+    within = [_distinct(of_prompt) for of_prompt in measured.drawn]
+    for name in within[0]:
+        numbers = [shares[name] for shares in within if not math.isnan(shares[name])]
+        found[f"{name}_in_prompt"] = fmean(numbers) if numbers else math.nan
+    return found
 
 
 def _distinct(samples: Sequence[Trajectory]) -> dict[str, float]:
-    completions = [_generated(sample) for sample in samples]
+    """Diversity of the tokens that the model generated."""
+    completions = list[list[int]]()
+    for sample in samples:
+        tokens = unpack_tokens(sample.token_ids)
+        completions.append(
+            [token for each in sample.segments if each.trained for token in tokens[each.start : each.end]]
+        )
     return {f"distinct_{n}": distinct_n(completions, n) for n in NGRAMS}
-
-
-def _generated(sample: Trajectory) -> list[int]:
-    """The tokens that the model generated."""
-    tokens = unpack_tokens(sample.token_ids)
-    return [token for each in sample.segments if each.trained for token in tokens[each.start : each.end]]
 
 
 def _value(reward: Reward | None) -> float | None:
@@ -235,16 +230,6 @@ def _paired(before: Sequence[float], after: Sequence[float]) -> dict[str, Any]:
         "lower": found.worse,
         "p_value": found.p_value,
     }
-
-
-def _lengths(measured: ModelEvaluation) -> list[float]:
-    return [float(sample.trained_length) for sample in measured.greedy.samples]
-
-
-def _mean_of_numbers(values: Sequence[float]) -> float:
-    """Mean of the values that are not NaN; NaN if all are."""
-    numbers = [value for value in values if not math.isnan(value)]
-    return fmean(numbers) if numbers else math.nan
 
 
 Progress = Callable[[str], None]
@@ -319,7 +304,7 @@ async def _measure(
     found = dict[str, ModelEvaluation]()
     async with batch_generator(bundle, task, progress, cache_file=answers) as generator:
         for name, prompts in {HELD_OUT_NAME: held_out, **task.eval_prompts}.items():
-            greedy, drawn = await generator.greedily(prompts, name=name), list[Group]()
+            greedy, drawn = await generator.greedily(prompts, name=name), list[tuple[Trajectory, ...]]()
             if wanted := spec.eval.samples_per_prompt:
                 drawn = await generator.draw(prompts, samples_per_prompt=wanted, purpose=drawn_purpose(name))
             scores = dict[str, tuple[Reward, ...]]()

@@ -119,11 +119,7 @@ def _library_mask(
 
 def unsupported(module: torch.nn.Module, reason: str) -> UserError:
     """The error for an architecture that the packed forward pass does not compute."""
-    return UserError(
-        f"{type(module).__name__} {reason}",
-        where="model.source",
-        hint=OTHER_FAMILY,
-    )
+    return UserError(f"{type(module).__name__} {reason}", where="model.source", hint=OTHER_FAMILY)
 
 
 AttentionInterface.register(IMPLEMENTATION, _attention)
@@ -141,11 +137,6 @@ def use_packed_attention(model: PreTrainedModel) -> None:
     model.set_attn_implementation(IMPLEMENTATION)
 
 
-def use_own_attention(model: PreTrainedModel) -> None:
-    """Make `model` use transformers' eager attention, the reference for the packed forward pass."""
-    model.set_attn_implementation("eager")
-
-
 def hidden_states(model: PreTrainedModel, token_ids: Tensor, positions: Tensor, plan: AttentionPlan) -> Tensor:
     """Last hidden states [N, hidden] of packed tokens [N] at `positions` [N]."""
     # Without a mask the library would derive the starts of packed sequences from the positions.
@@ -158,11 +149,7 @@ def hidden_states(model: PreTrainedModel, token_ids: Tensor, positions: Tensor, 
 
 
 def output_layer(model: PreTrainedModel) -> nn.Linear:
-    """The layer that computes logits from last hidden states.
-
-    Raises:
-        UserError: the model scales its logits in an unsupported way.
-    """
+    """The layer that computes logits from last hidden states. Raises UserError: it scales them in another way."""
     config = model.config
     for field in ("logit_scale", "logits_scaling", "lm_head_multiplier"):
         if getattr(config, field, None) not in (None, 1, 1.0):
@@ -177,11 +164,7 @@ def logit_softcap(model: PreTrainedModel) -> float | None:
 
 
 def vocabulary_logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
-    """Logits float32 [N, vocabulary] of hidden states [N, hidden], as the model's own head computes them.
-
-    Raises:
-        UserError: the model's head scales logits in an unsupported way.
-    """
+    """Logits float32 [N, vocabulary] of hidden states [N, hidden], as the model's own head computes them."""
     logits: Tensor = output_layer(model)(hidden).float()
     softcap = logit_softcap(model)
     return torch.tanh(logits / softcap) * softcap if softcap else logits

@@ -92,11 +92,7 @@ def load_pretrained(folder: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, 
 
 
 def build_unloaded(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
-    """The causal language model of a folder's configuration, with uninitialized weights.
-
-    Raises:
-        UserError: as `load_pretrained`.
-    """
+    """The causal language model of a configuration, with uninitialized weights; errors as `load_pretrained`."""
     config = load_config(folder)
     try:
         with quiet(), no_init_weights():

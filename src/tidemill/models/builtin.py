@@ -55,18 +55,6 @@ def find_gguf() -> Path:
     return path
 
 
-def verify(path: Path) -> None:
-    """Raises UserError: the file's checksum is wrong."""
-    with path.open("rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
-    if found != GGUF_SHA256:
-        raise UserError(
-            f"the model file is damaged (SHA-256 {found[:12]}… instead of {GGUF_SHA256[:12]}…)",
-            where=str(path),
-            hint=f"{install_command(MODEL)} --force-reinstall --no-cache-dir",
-        )
-
-
 def convert(folder: Path, progress: Progress) -> None:
     """Write SmolLM2 into an empty folder: float32 safetensors, tokenizer, chat template and generation settings.
 
@@ -76,7 +64,14 @@ def convert(folder: Path, progress: Progress) -> None:
     path = find_gguf()
     started = time.monotonic()
     progress("smollm2-135m: checking the packaged file")
-    verify(path)
+    with path.open("rb") as file:
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+    if found != GGUF_SHA256:
+        raise UserError(
+            f"the model file is damaged (SHA-256 {found[:12]}… instead of {GGUF_SHA256[:12]}…)",
+            where=str(path),
+            hint=f"{install_command(MODEL)} --force-reinstall --no-cache-dir",
+        )
     progress("smollm2-135m: reading the tokenizer (once; the result is cached)")
     reader = GGUFReader(path)
     config = _config(reader)
@@ -164,6 +159,12 @@ def build_char_model(config: CharModelConfig, folder: Path) -> None:
 
 
 def _model(config: CharModelConfig) -> LlamaForCausalLM:
+    """A model with initial weights.
+
+    Each matrix is drawn from its own numpy stream, which is the same on every processor; torch's may differ. The
+    variance is 1/fan-in. Matrices that write to the residual stream are scaled down by the square root of their number
+    (as in GPT-2).
+    """
     llama = LlamaConfig(
         vocab_size=config.vocabulary_size,
         hidden_size=config.hidden_size,
@@ -180,16 +181,6 @@ def _model(config: CharModelConfig) -> LlamaForCausalLM:
     )
     with torch.random.fork_rng(devices=[]):  # the constructor draws initial weights, which are overwritten
         model = LlamaForCausalLM(llama)
-    _initialise(model, config)
-    return model
-
-
-def _initialise(model: LlamaForCausalLM, config: CharModelConfig) -> None:
-    """Draw each matrix from its own numpy stream, which is the same on every processor; torch's may differ.
-
-    The variance is 1/fan-in. Matrices that write to the residual stream are scaled down by the square root of their
-    number (as in GPT-2).
-    """
     residual_scale = (2 * config.layers) ** -0.5
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -205,6 +196,7 @@ def _initialise(model: LlamaForCausalLM, config: CharModelConfig) -> None:
             generator = np.random.Generator(np.random.PCG64(int.from_bytes(stream, "little")))
             values = generator.standard_normal(tuple(parameter.shape), dtype=np.float32)
             parameter.copy_(torch.from_numpy(values) * std)
+    return model
 
 
 def _char_tokenizer(config: CharModelConfig) -> PreTrainedTokenizerFast:

@@ -88,7 +88,13 @@ def build_once(
                 if not (reason := damage(folder)):
                     return folder  # built by another process in the meantime
                 progress(f"{folder}: the cached copy is damaged ({reason}); building it again")
-            _check_space(folder.parent, needs_bytes)
+            free = shutil.disk_usage(folder.parent).free
+            if free < needs_bytes:
+                raise UserError(
+                    f"{needs_bytes / 1e9:.1f} GB are needed but only {free / 1e9:.1f} GB are free",
+                    where=str(folder.parent),
+                    hint=f"free some space, {_OTHER_CACHE}",
+                )
             _build(folder, build)
     return folder
 
@@ -168,13 +174,3 @@ def _disk_errors(parent: Path) -> Iterator[None]:
         else:
             raise
         raise UserError(what, where=str(parent), hint=hint) from error
-
-
-def _check_space(parent: Path, needs_bytes: int) -> None:
-    free = shutil.disk_usage(parent).free
-    if free < needs_bytes:
-        raise UserError(
-            f"{needs_bytes / 1e9:.1f} GB are needed but only {free / 1e9:.1f} GB are free",
-            where=str(parent),
-            hint=f"free some space, {_OTHER_CACHE}",
-        )

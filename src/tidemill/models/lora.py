@@ -73,11 +73,7 @@ def merge_adapter(model: PreTrainedModel) -> None:
 
 
 def require_peft() -> Any:
-    """Import peft, an optional dependency.
-
-    Raises:
-        UserError: it is not installed.
-    """
+    """Import peft, an optional dependency. Raises UserError: it is not installed."""
     try:
         import peft
     except ImportError as error:

@@ -58,14 +58,10 @@ class ModelSource:
     """Which model was meant."""
 
     kind: ModelKind
-    source: str
-    """As `model.source`: a built-in name, a hub id, or the path of one folder, never of a run."""
-    run: Path | None = None
-    """The directory of the run that wrote it."""
-    step: int | None = None
-    """Of a checkpoint."""
-    prompts: PromptFormat = field(default_factory=PromptFormat)
-    """How that run formatted its prompts."""
+    source: str  # as `model.source`: a built-in name, a hub id, or the path of one folder, never of a run
+    run: Path | None = None  # the directory of the run that wrote it
+    step: int | None = None  # of a checkpoint
+    prompts: PromptFormat = field(default_factory=PromptFormat)  # how that run formatted its prompts
 
     @property
     def folder(self) -> Path | None:

@@ -157,14 +157,14 @@ class RewardModel:
     description: HeadDescription
 
 
-def load_reward_model(folder: Path, *, device: torch.device, dtype: torch.dtype = torch.float32) -> RewardModel:
+def load_reward_model(folder: Path, *, device: torch.device) -> RewardModel:
     """A frozen reward model in eval mode.
 
     Raises:
         UserError: the folder holds no reward model, or a file is missing, damaged or of another model.
     """
     head, description = load_head(folder, "reward_model", device=device)
-    model = load_model(merged_folder(folder, progress=lambda _: None), device=device, dtype=dtype)
+    model = load_model(merged_folder(folder, progress=lambda _: None), device=device)
     check_head_fits(model, head, folder)
     model.requires_grad_(False)
     head.requires_grad_(False)
@@ -183,11 +183,8 @@ def check_head_fits(model: PreTrainedModel, head: ScalarHead, folder: Path) -> N
 
 
 def check_same_vocabulary(description: HeadDescription, folder: Path, policy: TextCodec, *, where: str) -> None:
-    """Check that the reward model, which reads the policy's token ids, has the policy's vocabulary.
-
-    Raises:
-        UserError: it has another one, or the folder's tokenizer is not the one its head was trained with.
-    """
+    """Raises UserError: the reward model, which reads the policy's token ids, does not have the policy's vocabulary, or
+    the folder's tokenizer is not the one its head was trained with."""
     if load_codec(folder).vocabulary_digest != description.vocabulary_digest:
         raise damaged("the reward model's tokenizer is not the one its head was trained with", folder)
     if policy.vocabulary_digest != description.vocabulary_digest:

@@ -63,11 +63,7 @@ def write_origin(model: PreTrainedModel, folder: Path, ranks: Ranks = ONE_RANK) 
 
 
 def read_origin(folder: Path) -> Origin:
-    """Read the base model of an adapter.
-
-    Raises:
-        UserError: base_model.json is missing or damaged.
-    """
+    """The base model of an adapter. Raises UserError: base_model.json is missing or damaged."""
     try:
         return Origin.model_validate_json((folder / ORIGIN).read_bytes())
     except (OSError, ValidationError) as error:
@@ -120,21 +116,18 @@ def load_adapter(folder: Path, model: PreTrainedModel, ranks: Ranks = ONE_RANK) 
         raise UserError(
             "the adapter was trained on a base model with other weights", where=str(folder), hint=_OTHER_BASE
         )
-    state: dict[str, torch.Tensor] = model.get_adapter_state_dict()
-    _load_tensors({_PREFIX + name: tensor for name, tensor in state.items()}, folder / WEIGHTS)
-
-
-def _load_tensors(targets: dict[str, torch.Tensor], file: Path) -> None:
+    file, state = folder / WEIGHTS, model.get_adapter_state_dict()
+    targets: dict[str, torch.Tensor] = {_PREFIX + name: tensor for name, tensor in state.items()}
     try:
-        stored = load_file(file)
+        tensors = load_file(file)
     except (OSError, SafetensorError) as error:
         raise UserError(f"the adapter's weights cannot be read ({error})", where=str(file)) from error
-    found, expected = ({name: tensor.shape for name, tensor in each.items()} for each in (stored, targets))
+    found, expected = ({name: tensor.shape for name, tensor in each.items()} for each in (tensors, targets))
     if found != expected:
         name = min(name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name))
         raise UserError(f"the adapter does not fit this model at {name}", where=str(file), hint=_OTHER_BASE)
     for name, target in targets.items():
-        filled(target, stored[name], 0)
+        filled(target, tensors[name], 0)
 
 
 def _differences(stored: LoraConfig, given: LoraConfig) -> str:

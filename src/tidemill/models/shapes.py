@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from tidemill.config.model import CharModelConfig, ModelConfig
+from tidemill.config.model import ModelConfig
 from tidemill.core.errors import UserError
 from tidemill.hardware.model_config import read_shape
 from tidemill.hardware.model_shape import ModelShape, shape_of_parameters
@@ -38,7 +38,18 @@ def known_shape(config: ModelConfig, *, fetch: bool = False) -> ModelShape | Non
     """
     source = config.source.strip()
     if source == CHAR:
-        return shape_of_char(config.char)
+        char = config.char
+        return ModelShape(
+            parameters=char.parameters,
+            layers=char.layers,
+            hidden=char.hidden_size,
+            heads=char.heads,
+            kv_heads=char.heads,
+            head_dim=char.hidden_size // char.heads,
+            intermediate=char.intermediate_size,
+            vocab=char.vocabulary_size,
+            tied=True,
+        )
     if source == SMOLLM2:
         return SMOLLM2_SHAPE
     try:
@@ -78,17 +89,3 @@ def shape_of_folder(folder: Path) -> ModelShape | None:
     if shape is None:
         return shape_of_parameters(stored) if stored else None
     return msgspec.structs.replace(shape, parameters=stored) if stored >= LEAST_STORED * shape.parameters else shape
-
-
-def shape_of_char(config: CharModelConfig) -> ModelShape:
-    return ModelShape(
-        parameters=config.parameters,
-        layers=config.layers,
-        hidden=config.hidden_size,
-        heads=config.heads,
-        kv_heads=config.heads,
-        head_dim=config.hidden_size // config.heads,
-        intermediate=config.intermediate_size,
-        vocab=config.vocabulary_size,
-        tied=True,
-    )

@@ -29,15 +29,11 @@ from tidemill.models.ranks import local_rows
 from tidemill.models.streamed_weights import stored_state
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _ALIGNMENT = 64  # bytes, as torch aligns its own memory: kernels then take the same code path
 
 Bytes = npt.NDArray[np.uint8]
 Part: TypeAlias = Literal["learned", "base"]
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    return _NAMES[dtype]
 
 
 def snapshot_layout(model: PreTrainedModel, dtype: torch.dtype, *, part: Part = "learned") -> tuple[TensorEntry, ...]:
@@ -48,7 +44,7 @@ def snapshot_layout(model: PreTrainedModel, dtype: torch.dtype, *, part: Part = 
         rows, _ = local_rows(parameter)
         nbytes, shape = rows.numel() * dtype.itemsize, tuple(rows.shape)
         entries.append(
-            TensorEntry(name=name, dtype=dtype_name(dtype), shape=shape, offset=offset, nbytes=nbytes, checksum=0)
+            TensorEntry(name=name, dtype=DTYPE_NAMES[dtype], shape=shape, offset=offset, nbytes=nbytes, checksum=0)
         )
         offset += math.ceil(nbytes / _ALIGNMENT) * _ALIGNMENT
     return tuple(entries)
@@ -183,21 +179,13 @@ def stored_linear_layers(folder: Path) -> list[str]:
 
 
 def check_adapter(folder: Path, config: ModelConfig) -> None:
-    """Check that the adapter of `config` can be attached to a folder's model; allocates no memory for it.
-
-    Raises:
-        UserError: as `uninitialized_model`.
-    """
+    """Raises UserError: the adapter of `config` cannot be attached to a folder's model. Allocates no memory for it."""
     with torch.device("meta"):
         attach_adapter(build_unloaded(folder, torch.float32), config)
 
 
 def check_shardable(folder: Path) -> None:
-    """Check that a folder's model can be computed packed and written tensor by tensor; allocates no memory for it.
-
-    Raises:
-        UserError: it does not use the attention interface, or stores weights under other names than its modules have.
-    """
+    """Check that a folder's model can be computed packed and written tensor by tensor; allocates no memory for it."""
     with torch.device("meta"):
         model = build_unloaded(folder, torch.float32)
     use_packed_attention(model)

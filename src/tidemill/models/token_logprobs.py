@@ -8,8 +8,7 @@ others are computed again.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -26,45 +25,28 @@ _CHUNK_ROWS = 512  # for an efficient matrix product
 _CACHED_BYTES = 1 << 20
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Head:
-    """How logits are computed from hidden states."""
+class Targets(NamedTuple):
+    """T tokens to compute logprobs of, predicted by H states."""
 
-    temperature: float
-    softcap: float | None
-    statistic: Statistic
-    budget_bytes: int
+    rows: Tensor  # int64 [T], the state that predicts each token, ascending
+    token_ids: Tensor  # int64 [T]
+    temperature: float  # of the logits
+    budget_bytes: int  # largest size of the probabilities kept for the backward pass, and of a chunk of them
+    statistic: Statistic = "entropy"
 
 
-def token_logprobs(
-    model: PreTrainedModel,
-    hidden: Tensor,
-    rows: Tensor,
-    targets: Tensor,
-    *,
-    temperature: float,
-    budget_bytes: int,
-    statistic: Statistic = "entropy",
-) -> tuple[Tensor, Tensor]:
+def token_logprobs(model: PreTrainedModel, hidden: Tensor, targets: Targets) -> tuple[Tensor, Tensor]:
     """Logprobs float32 [T] of target tokens, and a statistic float32 [T]; entropy has a gradient, too.
 
     Args:
         model: its output layer is used.
         hidden: [H, hidden], the states that predict.
-        rows: int64 [T], the state that predicts each token, ascending.
-        targets: int64 [T].
-        temperature: of the logits.
-        budget_bytes: largest size of the probabilities kept for the backward pass, and of a chunk of them.
-
-    Raises:
-        UserError: the model's head scales logits in an unsupported way.
     """
     layer = output_layer(model)
     if torch.is_autocast_enabled(hidden.device.type):
         hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
-    head = _Head(temperature=temperature, softcap=logit_softcap(model), statistic=statistic, budget_bytes=budget_bytes)
     results: tuple[Tensor, Tensor] = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden, layer.weight, layer.bias, rows, targets, head
+        hidden, layer.weight, layer.bias, targets, logit_softcap(model)
     )
     return results
 
@@ -75,50 +57,52 @@ class _TokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, rows: Tensor, targets: Tensor, head: _Head
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Targets, softcap: float | None
     ) -> tuple[Tensor, Tensor]:
-        logprobs = torch.empty(len(targets), dtype=torch.float32, device=hidden.device)
+        rows, statistic = targets.rows, targets.statistic
+        logprobs = torch.empty(len(rows), dtype=torch.float32, device=hidden.device)
         values = torch.zeros_like(logprobs)
         entropy = torch.zeros(len(hidden), dtype=torch.float32, device=hidden.device)
         rounded_weight = weight.to(hidden.dtype)
         needed = any(ctx.needs_input_grad[:3])
         kept: dict[int, Tensor] = {}  # by chunk; a short last one may fit when one before it did not
-        for number, (states, first, last, tokens) in enumerate(_chunks(hidden, rows, weight, head)):
-            logits = _logits(states, rounded_weight, bias, head)
-            own, chosen = rows[tokens] - first, targets[tokens]
+        for number, (states, first, last, tokens) in enumerate(_chunks(hidden, weight, targets)):
+            logits = _logits(states, rounded_weight, bias, targets.temperature, softcap)
+            own, chosen = rows[tokens] - first, targets.token_ids[tokens]
             picked = logits[own, chosen]
-            if head.statistic == "hit":
+            if statistic == "hit":
                 values[tokens] = (logits.argmax(-1)[own] == chosen).float()
-            normalizers = _to_probabilities(logits, entropy[first:last] if head.statistic == "entropy" else None)
+            normalizers = _to_probabilities(logits, entropy[first:last] if statistic == "entropy" else None)
             logprobs[tokens] = picked - normalizers[own]
             nbytes = sum(each.nbytes for each in kept.values()) + logits.nbytes
-            if needed and not head.softcap and nbytes <= head.budget_bytes:
+            if needed and not softcap and nbytes <= targets.budget_bytes:
                 kept[number] = logits
-        if head.statistic == "entropy":
+        if statistic == "entropy":
             values = entropy[rows]
         else:
             ctx.mark_non_differentiable(values)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(hidden, weight, bias, rows, targets, entropy)
-        ctx.head, ctx.kept = head, kept
+        ctx.save_for_backward(hidden, weight, bias, entropy)
+        ctx.targets, ctx.softcap, ctx.kept = targets, softcap, kept
         return logprobs, values
 
     @staticmethod
     def backward(ctx: Any, logprob_grad: Tensor | None, value_grad: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, rows, targets, entropy = ctx.saved_tensors
-        head, kept, rounded_weight = ctx.head, ctx.kept, weight.to(hidden.dtype)
+        hidden, weight, bias, entropy = ctx.saved_tensors
+        targets, softcap, kept = ctx.targets, ctx.softcap, ctx.kept
+        temperature, rounded_weight = targets.temperature, weight.to(hidden.dtype)
         needs = ctx.needs_input_grad
         hidden_grad = torch.empty_like(hidden) if needs[0] else None
         weight_grad = torch.zeros_like(weight, dtype=torch.float32) if needs[1] else None
         bias_grad = torch.zeros_like(bias, dtype=torch.float32) if needs[2] else None
-        for number, (states, first, last, tokens) in enumerate(_chunks(hidden, rows, weight, head)):
-            own, chosen = rows[tokens] - first, targets[tokens]
+        for number, (states, first, last, tokens) in enumerate(_chunks(hidden, weight, targets)):
+            own, chosen = targets.rows[tokens] - first, targets.token_ids[tokens]
             slope = None
             if number in kept:
                 gradient = kept.pop(number)
             else:
-                gradient = _logits(states, rounded_weight, bias, head)
-                slope = 1 - (gradient * (head.temperature / head.softcap)).square() if head.softcap else None
+                gradient = _logits(states, rounded_weight, bias, temperature, softcap)
+                slope = 1 - (gradient * (temperature / softcap)).square() if softcap else None
                 _to_probabilities(gradient, None)
             token_grad = torch.zeros(len(own), device=own.device) if logprob_grad is None else logprob_grad[tokens]
             entropy_grad = None if value_grad is None else _summed(value_grad[tokens], own, last - first)
@@ -126,8 +110,8 @@ class _TokenLogprobs(torch.autograd.Function):
             gradient.index_put_((own, chosen), token_grad, accumulate=True)
             if slope is not None:
                 gradient *= slope
-            if head.temperature != 1.0:
-                gradient /= head.temperature
+            if temperature != 1.0:
+                gradient /= temperature
             if bias_grad is not None:
                 bias_grad += gradient.sum(0)
             rounded = gradient.to(hidden.dtype)
@@ -135,32 +119,35 @@ class _TokenLogprobs(torch.autograd.Function):
             if hidden_grad is not None:
                 torch.mm(rounded, rounded_weight, out=hidden_grad[first:last])
             if weight_grad is not None:
-                _add_product(weight_grad, rounded.t(), states)
+                if rounded.dtype == weight_grad.dtype:
+                    weight_grad.addmm_(rounded.t(), states)
+                else:
+                    weight_grad += rounded.t() @ states
         grads = weight_grad, bias_grad
         typed = (None if g is None else g.to(each.dtype) for g, each in zip(grads, (weight, bias), strict=True))
-        return hidden_grad, *typed, None, None, None
+        return hidden_grad, *typed, None, None
 
 
-def _chunks(hidden: Tensor, rows: Tensor, weight: Tensor, head: _Head) -> Iterator[tuple[Tensor, int, int, slice]]:
+def _chunks(hidden: Tensor, weight: Tensor, targets: Targets) -> Iterator[tuple[Tensor, int, int, slice]]:
     """(states, first row, end, tokens that they predict) of each chunk."""
-    size = max(1, min(_CHUNK_ROWS, head.budget_bytes // (FLOAT_BYTES * len(weight))))
+    size = max(1, min(_CHUNK_ROWS, targets.budget_bytes // (FLOAT_BYTES * len(weight))))
     starts = list(range(0, len(hidden), size))
-    edges = torch.tensor([*starts, len(hidden)], device=rows.device)
-    at = torch.searchsorted(rows, edges).tolist()
+    edges = torch.tensor([*starts, len(hidden)], device=targets.rows.device)
+    at = torch.searchsorted(targets.rows, edges).tolist()
     for number, first in enumerate(starts):
         last = min(first + size, len(hidden))
         yield hidden[first:last], first, last, slice(at[number], at[number + 1])
 
 
-def _logits(states: Tensor, weight: Tensor, bias: Tensor | None, head: _Head) -> Tensor:
+def _logits(states: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, softcap: float | None) -> Tensor:
     """float32 [R, vocabulary], capped and divided by the temperature."""
     logits = torch.mm(states, weight.t()).float()
     if bias is not None:
         logits += bias
-    if head.softcap:
-        logits.div_(head.softcap).tanh_().mul_(head.softcap)
-    if head.temperature != 1.0:
-        logits /= head.temperature
+    if softcap:
+        logits.div_(softcap).tanh_().mul_(softcap)
+    if temperature != 1.0:
+        logits /= temperature
     return logits
 
 
@@ -201,10 +188,3 @@ def _to_gradient(probabilities: Tensor, token_grad: Tensor, entropy_grad: Tensor
 
 def _summed(values: Tensor, rows: Tensor, count: int) -> Tensor:
     return torch.zeros(count, dtype=torch.float32, device=values.device).index_add_(0, rows, values)
-
-
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    if left.dtype == total.dtype:
-        total.addmm_(left, right)
-    else:
-        total += left @ right

@@ -2,31 +2,37 @@
 
 On a CPU the tree is cut into blocks, and each block attends to the keys of its own path only: the work grows with the
 lengths of the paths, not with the square of the tree. Small trees on a GPU use one dense mask, large ones
-FlexAttention (see `flex_attention`).
+FlexAttention, whose block mask is computed from the tree alone, without all pairs of nodes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from tidemill.models.attention import AttentionPlan, masked_attention
-from tidemill.models.flex_attention import FlexPlan
 from tidemill.models.token_tree import IntArray, TokenTree
 
 FLEX_NODES = 1500
 """Size from which trees on a GPU use FlexAttention."""
+BLOCK = 128
+"""Nodes per side of a block of FlexAttention's mask; trees are padded to multiples of it."""
 BLOCK_TOKENS = 256
 """Longest block. A block computes all pairs of its tokens, of which it needs half."""
 PADDING = 1.25
 """Largest ratio of computed to needed pairs of blocks that are computed together."""
 _MASK_BYTES = 64 << 20  # of the mask of blocks that are computed together
+
+BoolArray = npt.NDArray[np.bool_]
 
 
 class TreePlan:
@@ -142,7 +148,10 @@ class BlockPlan:
     ) -> Tensor:
         if window not in self._masks:
             self._masks[window] = [bucket.mask(window) for bucket in self._buckets]
-        queries, keys, values = (_by_node(each) for each in (query, key, value))
+        # float32 [N, heads * D] of [1, heads, N, D]
+        queries, keys, values = (
+            each[0].transpose(0, 1).reshape(each.shape[2], -1).float() for each in (query, key, value)
+        )
         outputs = []
         for bucket, mask in zip(self._buckets, self._masks[window], strict=True):
             count, longest, most = bucket.shape
@@ -174,11 +183,6 @@ def _bucket(blocks: Sequence[Block]) -> _Bucket:
     )
 
 
-def _by_node(states: Tensor) -> Tensor:
-    """float32 [N, heads * D] of [1, heads, N, D]."""
-    return states[0].transpose(0, 1).reshape(states.shape[2], -1).float()
-
-
 def _gathered(rows: Tensor, index: Tensor) -> Tensor:
     result: Tensor = _Gather.apply(rows, index)  # type: ignore[no-untyped-call]
     return result
@@ -197,3 +201,74 @@ class _Gather(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         (index,) = ctx.saved_tensors
         return torch.ops.aten.embedding_dense_backward(gradient, index, ctx.count, -1, False), None
+
+
+def block_structure(tree: TokenTree) -> tuple[BoolArray, BoolArray]:
+    """(partial, full) bool [B, B]: blocks in which some but not all pairs attend, and blocks in which all do.
+
+    Node i attends to node j if `j <= i < ends[j]`. Below the diagonal, a block of queries starting at node s has such a
+    pair if any end in the block of keys is above s, and only such pairs if every end is above its last node.
+    """
+    ends = _padded(tree.ends).reshape(-1, BLOCK)
+    count = len(ends)
+    first = np.arange(count)[:, None] * BLOCK
+    below = first > first.T
+    some = below & (ends.max(1)[None] > first) | np.eye(count, dtype=bool)
+    full = below & (ends.min(1)[None] > first + BLOCK - 1)
+    return some & ~full, full
+
+
+def tree_block_mask(tree: TokenTree, device: torch.device, *, window: int | None = None) -> BlockMask:
+    """The mask of a tree, padded to a multiple of `BLOCK`. A padding node attends to itself only."""
+    partial, full = block_structure(tree)
+    if window is not None:  # the window is applied within blocks
+        partial, full = partial | full, np.zeros_like(full)
+    size = partial.shape[0] * BLOCK
+    # The end of a padding node is the next node, so no other attends to it.
+    ends = torch.from_numpy(np.concatenate([tree.ends, np.arange(tree.size, size) + 1])).to(device)
+    depths = torch.from_numpy(_padded(tree.depths)).to(device)
+
+    def attends(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        allowed = (key <= query) & (query < ends[key])
+        return allowed if window is None else allowed & (depths[query] - depths[key] < window)
+
+    return BlockMask.from_kv_blocks(
+        *_listed(partial, device), *_listed(full, device), BLOCK_SIZE=BLOCK, mask_mod=attends, seq_lengths=(size, size)
+    )
+
+
+class FlexPlan:
+    """Attends in a tree with FlexAttention: compiled on a GPU; on a CPU only without gradients."""
+
+    def __init__(self, tree: TokenTree, device: torch.device) -> None:
+        self._tree, self._device = tree, device
+        self._masks: dict[int | None, BlockMask] = {}
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None
+    ) -> Tensor:
+        if window not in self._masks:
+            self._masks[window] = tree_block_mask(self._tree, self._device, window=window)
+        padding = (0, 0, 0, -self._tree.size % BLOCK)
+        query, key, value = (functional.pad(each, padding) for each in (query, key, value))
+        attend = _compiled() if query.is_cuda else flex_attention
+        mask = self._masks[window]
+        out: Tensor = attend(query, key, value, block_mask=mask, scale=scaling, enable_gqa=True)
+        return out[:, :, : self._tree.size]
+
+
+@lru_cache(maxsize=1)
+def _compiled() -> Any:
+    # Sizes differ from tree to tree. No max-autotune: its benchmarks would choose other kernels in another process.
+    return torch.compile(flex_attention, dynamic=True)
+
+
+def _padded(values: IntArray) -> IntArray:
+    return np.pad(values, (0, -len(values) % BLOCK))
+
+
+def _listed(blocks: BoolArray, device: torch.device) -> tuple[Tensor, Tensor]:
+    """(count [1, 1, B], indices [1, 1, B, B]) of the chosen blocks of each row, these first."""
+    counts = blocks.sum(1).astype(np.int32)
+    indices = np.argsort(~blocks, axis=1, kind="stable").astype(np.int32)
+    return torch.from_numpy(counts)[None, None].to(device), torch.from_numpy(indices)[None, None].to(device)

@@ -9,19 +9,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tidemill.models.attention import hidden_states
-from tidemill.models.token_logprobs import Statistic, token_logprobs
+from tidemill.models.token_logprobs import Targets, token_logprobs
 from tidemill.models.token_tree import TokenTree
 from tidemill.models.tree_attention import TreePlan
-
-
-class Targets(NamedTuple):
-    """T tokens to compute logprobs of, predicted by H states."""
-
-    rows: Tensor  # int64 [T], the state that predicts each token, ascending
-    token_ids: Tensor  # int64 [T]
-    temperature: float
-    budget_bytes: int  # see `token_logprobs`
-    statistic: Statistic = "entropy"
 
 
 class TreeOutput(NamedTuple):
@@ -57,13 +47,5 @@ class TreeForward(nn.Module):
             if targets is None:
                 nothing = states.new_empty(0, dtype=torch.float32)
                 return TreeOutput(states, nothing, nothing)
-            logprobs, statistic = token_logprobs(
-                self.model,
-                states,
-                targets.rows,
-                targets.token_ids,
-                temperature=targets.temperature,
-                budget_bytes=targets.budget_bytes,
-                statistic=targets.statistic,
-            )
+            logprobs, statistic = token_logprobs(self.model, states, targets)
         return TreeOutput(states, logprobs, statistic)

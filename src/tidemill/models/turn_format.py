@@ -9,7 +9,7 @@ from typing import Any, Literal
 from tidemill.config.agent import EnvConfig
 from tidemill.core.errors import UserError
 from tidemill.core.protocols import TurnFormat
-from tidemill.core.records import Episode, Message, ParsedTurn, Turn, view_tokens
+from tidemill.core.records import Episode, Message, ParsedTurn, view_tokens
 from tidemill.models.codec import TextCodec, load_codec
 from tidemill.models.text_tokens import END, MARK, TextTokens
 from tidemill.models.tool_calls import THINKING_END, describe_tools, find_parser, results_as_user
@@ -47,11 +47,27 @@ def turn_format(model: TextCodec | Path, config: EnvConfig, *, chat_template: bo
     return ChatFormat(codec, thinking=config.thinking) if chat_template else PlainFormat(codec)
 
 
-class PlainFormat:
+class _Texts:
+    """What both formats do with single texts."""
+
+    def __init__(self, codec: TextCodec, tokens: TextTokens) -> None:
+        self._codec, self._tokens = codec, tokens
+
+    def encode_text(self, text: str) -> list[int]:
+        return self._tokens.encode(text)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return self._codec.decode(token_ids)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return self._codec.token_bytes(token_id)
+
+
+class PlainFormat(_Texts):
     """Implements `core.protocols.TurnFormat` without a template: prompt, turns and observations are concatenated."""
 
     def __init__(self, codec: TextCodec) -> None:
-        self._codec, self._tokens = codec, TextTokens(codec)
+        super().__init__(codec, TextTokens(codec))
 
     def prompt(self, messages: Sequence[Message], *, tools: Sequence[dict[str, Any]] = ()) -> tuple[str, list[int]]:
         """See `TurnFormat`. Raises UserError: there are tools, or the vocabulary lacks a character."""
@@ -72,17 +88,8 @@ class PlainFormat:
     ) -> tuple[list[int], bool]:
         return self._tokens.encode(BETWEEN.join(message.content for message in messages)), False
 
-    def encode_text(self, text: str) -> list[int]:
-        return self._tokens.encode(text)
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        return self._codec.decode(token_ids)
-
-    def token_bytes(self, token_id: int) -> bytes:
-        return self._codec.token_bytes(token_id)
-
-
-class ChatFormat:
+class ChatFormat(_Texts):
     """Implements `core.protocols.TurnFormat` with the model's chat template.
 
     The token ids after a turn are what the template renders after an assistant's message: the end of the turn, if it
@@ -101,9 +108,9 @@ class ChatFormat:
     """
 
     def __init__(self, codec: TextCodec, *, thinking: Literal["template", "keep"] = "template") -> None:
-        self._codec, self._thinking = codec, thinking
+        super().__init__(codec, codec.text_tokens)
+        self._thinking = thinking
         self._template = str(codec.tokenizer.chat_template or "")
-        self._tokens = codec.text_tokens
         self._own_tools = PROBE["function"]["name"] in codec.render_chat(QUESTION, [PROBE])
         self._parser: Callable[[str], ParsedTurn] | UserError
         try:
@@ -136,30 +143,19 @@ class ChatFormat:
     def answer(
         self, episode: Episode, messages: Sequence[Message], *, tools: Sequence[dict[str, Any]] = ()
     ) -> tuple[list[int], bool]:
-        """See `TurnFormat`. A new branch needs `episode.prompt.messages`.
-
-        Raises:
-            UserError: the template refuses the messages, or the vocabulary lacks a character.
-        """
+        """See `TurnFormat`. A new branch needs `episode.prompt.messages`. Raises UserError: as `prompt`."""
         thinks = any(THINKING_END in turn.text for turn in episode.turns)
         if self._branches([message.role for message in messages], thinks=thinks):
             history = [*episode.prompt.messages]
             for turn in episode.turns[:-1]:
-                history += [self._said(turn.text), *_answered(turn)]
+                results = [Message(role="tool", content=call.result) for call in turn.calls]
+                answered = results or [Message(role="user", content=turn.observation)]
+                history += [self._said(turn.text), *answered]
             history += [self._said(episode.turns[-1].text), *messages]
             return self._tokens.encode_rendered(self._render(history, tools)), True
         token_ids = self._tokens.encode_rendered(self._after_turn(messages, tools))
         ended = view_tokens(episode.token_ids)[-1] in self._codec.stop_token_ids
         return token_ids[len(self._end) :] if ended else token_ids, False
-
-    def encode_text(self, text: str) -> list[int]:
-        return self._tokens.encode(text)
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        return self._codec.decode(token_ids)
-
-    def token_bytes(self, token_id: int) -> bytes:
-        return self._codec.token_bytes(token_id)
 
     def _render(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> str:
         """The rendered chat, its texts disarmed."""
@@ -186,11 +182,8 @@ class ChatFormat:
         return token_ids[: stops[0] + 1]
 
     def _branches(self, roles: Sequence[str], *, thinks: bool) -> bool:
-        """Whether an answer with messages of these roles starts a new branch.
-
-        Raises:
-            UserError: the template changes earlier turns, and not only their thinking.
-        """
+        """Whether an answer with messages of these roles starts a new branch. Raises UserError: the template changes
+        earlier turns, and not only their thinking."""
         for role in dict.fromkeys(roles):
             role = role if self._own_tools or role != "tool" else "user"
             if (role, thinks) not in self._linear:
@@ -218,7 +211,7 @@ class ChatFormat:
 
     def _said(self, text: str) -> Message:
         """A generated turn for the template."""
-        return _generated(self._opening + text if THINKING_END in text else text)
+        return Message(role="assistant", content=self._opening + text if THINKING_END in text else text)
 
     def _missing_opening(self) -> str:
         """The start of a thought that the template writes before a turn, and does not write when it renders the turn
@@ -228,7 +221,8 @@ class ChatFormat:
             return ""
 
         def whole(turn: str) -> bool:
-            rendered = self._render([*OPENING, _generated(turn), Message(role="user", content="another")], ())
+            after = [Message(role="assistant", content=turn), Message(role="user", content="another")]
+            rendered = self._render([*OPENING, *after], ())
             written = rendered.rpartition("another")[0].rpartition(OPENING[0].content)[2]
             return written.count(THINKING) == written.count(THINKING_END) <= 1
 
@@ -239,14 +233,3 @@ class ChatFormat:
         name = self._codec.tokenizer.name_or_path or "the model"
         hint = "set model.chat_template = false, or use a model with another template"
         return UserError(f"the chat template of {name} {what}", where="model.chat_template", hint=hint)
-
-
-def _generated(text: str) -> Message:
-    return Message(role="assistant", content=text)
-
-
-def _answered(turn: Turn) -> list[Message]:
-    """The messages of an earlier observation."""
-    if turn.calls:
-        return [Message(role="tool", content=call.result) for call in turn.calls]
-    return [Message(role="user", content=turn.observation)]

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from tidemill.core.errors import UserError, WeightsError
 from tidemill.core.records import TensorEntry
 from tidemill.models.ranks import whole
-from tidemill.models.snapshots import DTYPES, Part, dtype_name, parameters_of
+from tidemill.models.snapshots import DTYPE_NAMES, DTYPES, Part, parameters_of
 
 WeightStream: TypeAlias = Iterator[tuple[str, Tensor]]
 """Name and value of every parameter. A value is valid until the next one is asked for, and must not be written to."""
@@ -42,7 +42,7 @@ def stream_layout(model: PreTrainedModel, dtype: torch.dtype) -> tuple[TensorEnt
     return tuple(
         TensorEntry(
             name=name,
-            dtype=dtype_name(dtype),
+            dtype=DTYPE_NAMES[dtype],
             shape=tuple(parameter.shape),
             offset=0,
             nbytes=parameter.numel() * dtype.itemsize,
@@ -53,11 +53,7 @@ def stream_layout(model: PreTrainedModel, dtype: torch.dtype) -> tuple[TensorEnt
 
 
 def check_dtypes(layout: Sequence[TensorEntry], dtype: str) -> None:
-    """Check that an engine with weights of `dtype` can take what is sent.
-
-    Raises:
-        UserError: a tensor has another dtype.
-    """
+    """Raises UserError: a tensor has another dtype than the weights of the engine that takes it."""
     for entry in layout:
         if entry.dtype != dtype:
             raise UserError(

@@ -18,6 +18,8 @@ from tidemill.config.schema import RunSpec
 from tidemill.config.toml import tables_to_toml, to_toml
 from tidemill.core.errors import UserError, error_line
 from tidemill.core.formatting import counted
+from tidemill.jobs.callbacks import Callback
+from tidemill.jobs.stopping import StopRequest
 from tidemill.models.model_source import exact_models
 from tidemill.pipeline.pipeline_page import write_page
 from tidemill.pipeline.preflight import check_inputs
@@ -35,9 +37,7 @@ from tidemill.pipeline.stage_plan import (
     stage_issue,
 )
 from tidemill.pipeline.state import PipelineFolder, PipelineOutcome, PipelineState
-from tidemill.runtime.callbacks import Callback
 from tidemill.runtime.compute import release_memory
-from tidemill.runtime.stopping import StopRequest
 from tidemill.telemetry.events import timestamp
 from tidemill.telemetry.jsonl import write_atomically
 
@@ -215,7 +215,7 @@ def run_pipeline(
 
     Args:
         prune_stale: first delete results of other configurations.
-        callbacks: of its rl stages, see `runtime.callbacks`.
+        callbacks: of its rl stages, see `jobs.callbacks`.
         stop: another way to interrupt it. Stages that do not train end first.
 
     Raises:

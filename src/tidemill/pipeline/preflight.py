@@ -13,6 +13,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+from tidemill.agents.run_agent import agent_prompts
 from tidemill.config.issues import ConfigError, ConfigIssue
 from tidemill.config.load import PREFIX
 from tidemill.config.model import ModelConfig
@@ -26,6 +27,7 @@ from tidemill.data.examples import Examples, load_demonstrations, load_pairs
 from tidemill.data.prompts import hash_number
 from tidemill.hardware.process_memory import Work
 from tidemill.jobs.export import refuse_foreign
+from tidemill.jobs.sandbox_check import check_needed_sandbox
 from tidemill.models.catalog import errors_at_key, resolve_shell
 from tidemill.models.codec import TextCodec, load_codec
 from tidemill.models.folder import refuse_reward_model
@@ -34,11 +36,9 @@ from tidemill.models.reward_model import check_same_vocabulary, other_tokenizer,
 from tidemill.models.snapshots import check_adapter, stored_context_limit
 from tidemill.models.turn_format import turn_format
 from tidemill.pipeline.stage_plan import stage_issue
-from tidemill.runtime.agents import agent_prompts
 from tidemill.runtime.memory_check import check_memory
 from tidemill.runtime.model_bundle import check_critic_vocabulary, fitting_task, own_source
 from tidemill.runtime.runtimes import runtime_of
-from tidemill.runtime.sandbox_check import check_needed_sandbox
 from tidemill.scoring.builtin_rewards import Context, build_rewards
 from tidemill.scoring.row_report import REMARKS, report_rows
 from tidemill.scoring.scorer import check_rewards, evaluation_scoring

@@ -18,10 +18,10 @@ from typing import Any, TypeAlias
 from tidemill.config.pipeline import StageKind
 from tidemill.config.schema import RunSpec
 from tidemill.core.formatting import compact, counted, decimal, interval
+from tidemill.jobs.callbacks import Callback
+from tidemill.jobs.stopping import StopRequest
 from tidemill.pipeline.pipeline_result import INTERVAL
 from tidemill.pipeline.stage_plan import StageResult
-from tidemill.runtime.callbacks import Callback
-from tidemill.runtime.stopping import StopRequest
 from tidemill.telemetry.events import EVALUATION, SESSION_END, SESSION_START, event_line
 from tidemill.telemetry.jsonl import JsonlWriter
 from tidemill.telemetry.manifest import build_manifest
@@ -93,7 +93,7 @@ def run_data_generation(job: Job) -> Outcome:
 
 def run_rl(job: Job) -> Outcome:
     """Train or resume with reinforcement learning; outputs the last checkpoint."""
-    from tidemill.runtime.train import train
+    from tidemill.jobs.train import train
     from tidemill.trainer.checkpoint_store import CheckpointStore
 
     summary = train(job.spec, callbacks=job.callbacks, stop=job.stop)
@@ -124,7 +124,7 @@ def run_rl(job: Job) -> Outcome:
 
 def run_supervised(job: Job) -> Outcome:
     """Train on demonstrations or preference pairs; outputs the best checkpoint if it is kept, else the last."""
-    from tidemill.runtime.train_supervised import train_supervised
+    from tidemill.jobs.train_supervised import train_supervised
     from tidemill.trainer.objectives import OBJECTIVES
 
     kind = next(kind for kind in OBJECTIVES if kind == job.kind)

@@ -13,8 +13,7 @@ from tidemill.core.errors import WeightsError
 from tidemill.core.records import PolicyVersion, Pulled, TokenBuffer, WeightManifest
 from tidemill.models.snapshots import Part, bind_snapshot, parameters_of, release_snapshot
 from tidemill.models.weight_stream import WeightStream
-from tidemill.weights.puller import Puller
-from tidemill.weights.sharded import PullerGroup
+from tidemill.weights.puller import Puller, PullerGroup
 from tidemill.weights.snapshot import Snapshot
 from tidemill.weights.store import BASE
 

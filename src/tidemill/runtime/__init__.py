@@ -1,1 +1,1 @@
-"""Wiring: the only place where threads, processes and files meet the controller."""
+"""Wiring: the only place where threads, processes and models meet the controller. What they run is in `jobs`."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -26,7 +27,7 @@ from tidemill.data.prompts import Task
 from tidemill.models.codec import TextCodec
 from tidemill.models.ranks import ONE_RANK, Ranks
 from tidemill.pool.build_provider import build_provider, trace_remarks
-from tidemill.runtime.readers import Readers, model_rewards
+from tidemill.runtime.frozen_scorers import FrozenScorers, model_rewards
 from tidemill.scoring.row_report import report_rows
 from tidemill.scoring.scorer import RewardCalls, RewardScorer, build_scorer, check_rewards, evaluation_scoring
 from tidemill.telemetry.recorder import Recorder
@@ -54,7 +55,7 @@ class RuntimeBackend:
     publisher: Publisher | None = None
     heartbeat_timeout_s: float | None = None  # replaces the configured one
     local_engines: int = 1  # that `local` consists of
-    readers: Readers = field(default_factory=Readers)
+    frozen: FrozenScorers = field(default_factory=FrozenScorers)
 
 
 OpenBackend: TypeAlias = Callable[[RunSpec, RunDirectory, Recorder, Clock], AbstractAsyncContextManager[RuntimeBackend]]
@@ -65,11 +66,16 @@ OpenBackend: TypeAlias = Callable[[RunSpec, RunDirectory, Recorder, Clock], Abst
 class Runtime:
     """Where a run computes: in this process, or on a Ray cluster."""
 
-    check: Callable[[RunSpec], None]
-    """Refuses, before a run directory exists, missing GPUs and models with another tokenizer than the policy."""
-    check_devices: Callable[[RunSpec], None]
-    """Refuses missing GPUs only."""
+    check_devices: Callable[[RunSpec], object]
+    """Refuses missing GPUs."""
+    check_models: Callable[[RunSpec], None]
+    """Refuses models with another tokenizer than the policy."""
     open: OpenBackend
+
+    def check(self, spec: RunSpec) -> None:
+        """Both checks, before a run directory exists."""
+        self.check_devices(spec)
+        self.check_models(spec)
 
 
 def fleet_of(
@@ -95,7 +101,7 @@ def scorers(
     spec: RunSpec,
     task: Task,
     compute: Compute | None = None,
-    readers: Readers | None = None,
+    frozen: FrozenScorers | None = None,
     *,
     warn: Callable[[str], None] = lambda _: None,
 ) -> tuple[RewardScorer, RewardScorer]:
@@ -103,21 +109,16 @@ def scorers(
 
     Args:
         compute: where reward models run; None starts a thread for them.
-        readers: reward models that read sample by sample.
+        frozen: reward models that score sample by sample.
         warn: gets a message for every function that cannot run in another process.
 
     Raises:
         UserError: a reward cannot be built.
     """
     stops = spec.sampling.stop or task.default_stop_strings
-    open_model = model_rewards(spec, compute, readers or Readers())
+    open_model = model_rewards(spec, compute, frozen or FrozenScorers())
     calls = RewardCalls(spec.scoring.concurrency)  # shared, so that a user's module is imported once
-    warned: set[str] = set()
-
-    def warn_once(message: str) -> None:
-        if message not in warned:
-            warned.add(message)
-            warn(message)
+    warn_once = cache(warn)
 
     def build(scoring: ScoringConfig) -> RewardScorer:
         return build_scorer(
@@ -161,45 +162,34 @@ def checkpoint_store(spec: RunSpec, folder: Path) -> CheckpointStore:
     return CheckpointStore(folder, keep_last=spec.checkpoint.keep_last, keep_best=spec.checkpoint.keep_best)
 
 
+@dataclass(frozen=True, slots=True)
 class TrainerCheckpoints:
-    """Implements `core.protocols.Checkpoints`.
+    """Implements `core.protocols.Checkpoints`."""
 
-    Args:
-        warn: gets a message for every damaged checkpoint that was skipped.
-        ranks: all of them call every method; the first creates the folders.
-    """
-
-    def __init__(
-        self,
-        store: CheckpointStore,
-        trainer: PolicyTrainer,
-        compute: Compute,
-        *,
-        warn: Callable[[str], None],
-        ranks: Ranks = ONE_RANK,
-    ) -> None:
-        self._store, self._trainer, self._compute, self._warn, self._ranks = store, trainer, compute, warn, ranks
+    store: CheckpointStore
+    trainer: PolicyTrainer
+    compute: Compute
+    _: KW_ONLY
+    warn: Callable[[str], None]  # gets a message for every damaged checkpoint that was skipped
+    ranks: Ranks = ONE_RANK  # all of them call every method; the first creates the folders
 
     async def save(self, step: int, *, score: float | None) -> None:
-        def write() -> None:
-            trainer = self._trainer
-            expected = trainer.state_bytes()
-            write_together(
-                self._store, step, trainer.write_state, ranks=self._ranks, score=score, expected_bytes=expected
-            )
+        def save() -> None:
+            write, nbytes = self.trainer.write_state, self.trainer.state_bytes()
+            write_together(self.store, step, write, ranks=self.ranks, score=score, expected_bytes=nbytes)
 
-        await self._compute.run(write)
+        await self.compute.run(save)
 
     async def restore_latest(self) -> int:
-        return await self._compute.run(self._restore)
+        return await self.compute.run(self._restore)
 
     def _restore(self) -> int:
-        for finding in recover_together(self._store, ranks=self._ranks):
-            self._warn(finding)
-        latest = self._store.latest()
-        for damaged in latest.skipped:
-            self._warn(f"skipped checkpoint {damaged.path.name}: {damaged.reason}")
+        for finding in recover_together(self.store, ranks=self.ranks):
+            self.warn(finding)
+        latest = self.store.latest()
+        for name, reason in latest.skipped.items():
+            self.warn(f"skipped checkpoint {name}: {reason}")
         if latest.checkpoint is None:
             return 0
-        self._trainer.read_state(latest.checkpoint.path)
+        self.trainer.read_state(latest.checkpoint.path)
         return latest.checkpoint.step

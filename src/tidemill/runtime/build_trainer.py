@@ -14,9 +14,9 @@ from tidemill.rollout.worker import EngineWorker
 from tidemill.runtime.backend import TrainerCheckpoints, checkpoint_store
 from tidemill.runtime.colocated import open_colocated
 from tidemill.runtime.compute import ComputeThread
+from tidemill.runtime.frozen_scorers import LocalFrozenScorer, local_reference
 from tidemill.runtime.model_bundle import ModelBundle, reference_and_critic
 from tidemill.runtime.publishers import ModelPublisher, ProbePublisher, ShardPublisher
-from tidemill.runtime.readers import LocalReader, reference_reader
 from tidemill.trainer.critic import Critic
 from tidemill.trainer.policy import PolicyTrainer
 from tidemill.weights.store import WeightStore
@@ -29,7 +29,7 @@ class TrainerParts:
     trainer: Trainer  # what the loop drives: the policy's trainer, or one that takes turns with the engine
     checkpoints: TrainerCheckpoints
     engine: EngineWorker | None  # None: it is in another process
-    reader: LocalReader | None  # the reference, if it reads samples during generation
+    frozen_reference: LocalFrozenScorer | None  # if it computes samples during generation
     publisher: Publisher | None
 
 
@@ -52,14 +52,10 @@ def build_trainer(
 
     Args:
         bundle: just loaded. With several ranks only this rank's rows are kept.
-        compute: runs the trainer, the engine and the reader, one at a time.
-        checkpoints: their folder.
-        prompt_tokens: length of the longest prompt.
+        compute: runs the trainer, the engine and the reference, one at a time.
         probe_ids: published with every version; empty if none is published.
         open_store: called if versions are stored for workers to pull.
         sends_base: workers cannot share the base model under an adapter.
-        progress: gets a line before each slow operation.
-        warn: gets a message for every damaged checkpoint that was skipped.
         critic: in another process; None builds the one that the algorithm needs.
 
     Raises:
@@ -85,29 +81,12 @@ def build_trainer(
         engine, trainer = open_colocated(
             bundle, policy, compute, clock=clock, prompt_tokens=prompt_tokens, probe_ids=probe_ids
         )
-    reader: LocalReader | None = None
+    frozen_reference: LocalFrozenScorer | None = None
     if spec.reading.ahead and reference is not None and ranks.size == 1:
-        reader = reference_reader(spec, reference.model, compute)
-    return TrainerParts(
-        trainer=trainer,
-        checkpoints=TrainerCheckpoints(checkpoint_store(spec, checkpoints), policy, compute, warn=warn, ranks=ranks),
-        engine=engine,
-        reader=reader,
-        publisher=_publisher(bundle, compute, probe_ids, open_store, sends_base=sends_base) if probe_ids else None,
-    )
-
-
-def _publisher(
-    bundle: ModelBundle,
-    compute: ComputeThread,
-    probe_ids: TokenBuffer,
-    open_store: Callable[[], WeightStore],
-    *,
-    sends_base: bool,
-) -> Publisher:
-    spec = bundle.spec
-    if spec.engine_shares_model:
-        return ModelPublisher(
+        frozen_reference = local_reference(spec, reference.model, compute)
+    publisher: Publisher | None = None
+    if probe_ids and spec.engine_shares_model:
+        publisher = ModelPublisher(
             bundle.model,
             open_store(),
             compute=compute,
@@ -115,7 +94,14 @@ def _publisher(
             probe_ids=probe_ids,
             sends_base=sends_base,
         )
-    pulled = spec.is_elastic or (spec.engine_is_apart and spec.weights.lane == "none")
-    if pulled:  # without a second copy of the weights
-        return ShardPublisher(bundle, open_store(), compute=compute, probe_ids=probe_ids)
-    return ProbePublisher(bundle, compute=compute, probe_ids=probe_ids)
+    elif probe_ids and (spec.is_elastic or (spec.engine_is_apart and spec.weights.lane == "none")):
+        publisher = ShardPublisher(bundle, open_store(), compute=compute, probe_ids=probe_ids)  # no second copy
+    elif probe_ids:
+        publisher = ProbePublisher(bundle, compute=compute, probe_ids=probe_ids)
+    return TrainerParts(
+        trainer=trainer,
+        checkpoints=TrainerCheckpoints(checkpoint_store(spec, checkpoints), policy, compute, warn=warn, ranks=ranks),
+        engine=engine,
+        frozen_reference=frozen_reference,
+        publisher=publisher,
+    )

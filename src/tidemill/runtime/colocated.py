@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from tidemill.core.errors import UserError, WeightsError
 from tidemill.core.protocols import Clock, Compute, Engine, Trainer
-from tidemill.core.records import (
-    Completion,
-    Group,
-    LogprobBuffer,
-    PolicyVersion,
-    StepMetrics,
-    TokenBuffer,
-)
+from tidemill.core.records import Completion, Group, LogprobBuffer, PolicyVersion, StepMetrics, TokenBuffer
 from tidemill.models.lora import adapter_of
-from tidemill.models.snapshots import Part, dtype_name
+from tidemill.models.snapshots import DTYPE_NAMES, Part
 from tidemill.models.weight_stream import WeightStream, streamed_weights
 from tidemill.rollout.weight_sources import StreamedWeights
 from tidemill.rollout.worker import EngineWorker
@@ -72,35 +65,26 @@ def open_colocated(
 
     Args:
         bundle: the trainer's; every rank of a sharded one opens an engine, and all load a version at the same time.
-        prompt_tokens: length of the longest prompt.
 
     Raises:
         UserError: this machine cannot run the engine, or it runs on another device than the trainer.
     """
     spec, dtype = bundle.spec, bundle.rollout_dtype
-    engine, user = open_engine(spec, bundle.folder, prompt_tokens=prompt_tokens, dtype=dtype_name(dtype))
+    engine, user = open_engine(spec, bundle.folder, prompt_tokens=prompt_tokens, dtype=DTYPE_NAMES[dtype])
     if user.device_type != bundle.device.type:
         raise UserError(
             f"the engine computes on {user.device_type}, and the trainer on {bundle.device.type}",
             where="placement.engine",
             hint='a colocated engine shares the trainer\'s device: change trainer.device, or set it to "own"',
         )
-    weights = StreamedWeights(user, _from_trainer(bundle, lambda: trainer.version), probe_ids=probe_ids)
-    worker = EngineWorker(engine, compute, clock=clock, tick_s=spec.engine.tick_s, source=weights)
-    return worker, AlternatingTrainer(trainer, engine, weights, compute)
-
-
-def _from_trainer(
-    bundle: ModelBundle, current: Callable[[], PolicyVersion]
-) -> Callable[[PolicyVersion], Iterator[tuple[Part, WeightStream]]]:
-    """The streams of the trainer's own weights."""
-    model, dtype = bundle.model, bundle.rollout_dtype
-    parts: tuple[Part, ...] = ("learned",) if adapter_of(model) is None else ("base", "learned")
+    parts: tuple[Part, ...] = ("learned",) if adapter_of(bundle.model) is None else ("base", "learned")
 
     def streams(version: PolicyVersion) -> Iterator[tuple[Part, WeightStream]]:
-        if version != current():
-            raise WeightsError(f"the trainer has version {current().number}, not {version.number}")
+        if version != trainer.version:
+            raise WeightsError(f"the trainer has version {trainer.version.number}, not {version.number}")
         for part in parts:
-            yield part, streamed_weights(model, dtype, part=part)
+            yield part, streamed_weights(bundle.model, dtype, part=part)
 
-    return streams
+    weights = StreamedWeights(user, streams, probe_ids=probe_ids)
+    worker = EngineWorker(engine, compute, clock=clock, tick_s=spec.engine.tick_s, source=weights)
+    return worker, AlternatingTrainer(trainer, engine, weights, compute)

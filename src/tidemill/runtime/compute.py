@@ -18,7 +18,8 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 
 from tidemill.config.learning import TrainerConfig
-from tidemill.core.errors import DeadlineError, UserError
+from tidemill.core.errors import UserError
+from tidemill.core.protocols import with_deadline
 
 T = TypeVar("T")
 Call: TypeAlias = tuple[Future[Any], Callable[[], Any]]
@@ -43,8 +44,11 @@ class ComputeThread:
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
         self._thread.start()
 
-    async def run(self, function: Callable[[], T]) -> T:
+    async def run(self, function: Callable[[], T], *, when_idle: bool = False) -> T:
         """Return the function's result, or raise its exception.
+
+        Args:
+            when_idle: call it once no other call was made for `IDLE_S` seconds. A running call is not interrupted.
 
         Raises:
             RuntimeError: the thread is closed.
@@ -52,23 +56,13 @@ class ComputeThread:
         if self._closed:
             raise RuntimeError(f"{self._name} is closed")
         future: Future[T] = Future()
-        self._calls.put((future, function))
-        return await asyncio.wrap_future(future)
-
-    @property
-    def low_priority(self) -> LowPriorityExecutor:
-        """Runs calls while this thread is idle."""
-        return LowPriorityExecutor(self)
-
-    async def run_when_idle(self, function: Callable[[], T]) -> T:
-        """Like `run`, once no other call was made for `IDLE_S` seconds."""
-        if self._closed:
-            raise RuntimeError(f"{self._name} is closed")
-        future: Future[T] = Future()
-        self._low_priority.append((future, function))
-        wake_up: Future[Any] = Future()  # a call that is skipped; without it the thread waits for an ordinary call
-        wake_up.cancel()
-        self._calls.put((wake_up, lambda: None))
+        if when_idle:
+            self._low_priority.append((future, function))
+            wake_up: Future[Any] = Future()  # a call that is skipped; without it the thread waits for an ordinary call
+            wake_up.cancel()
+            self._calls.put((wake_up, lambda: None))
+        else:
+            self._calls.put((future, function))
         return await asyncio.wrap_future(future)
 
     async def close(self, timeout_s: float = 30.0) -> None:
@@ -80,11 +74,8 @@ class ComputeThread:
         if not self._closed:
             self._closed = True
             self._calls.put(None)
-        try:
-            await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(self._ended)), timeout_s)
-        except TimeoutError as error:
-            where = f"the call running on thread {self._name}"
-            raise DeadlineError("computations to end", waited_s=timeout_s, look_at=where) from error
+        ended, running = asyncio.shield(asyncio.wrap_future(self._ended)), f"the call running on thread {self._name}"
+        await with_deadline(ended, timeout_s=timeout_s, awaited="computations to end", look_at=running)
         self._thread.join(timeout_s)  # the thread only has to return
 
     def _serve(self) -> None:
@@ -102,16 +93,6 @@ class ComputeThread:
             return self._low_priority.popleft()
 
 
-class LowPriorityExecutor:
-    """Implements `core.protocols.Compute`: a call waits until the thread is idle. A running call is not interrupted."""
-
-    def __init__(self, thread: ComputeThread) -> None:
-        self._thread = thread
-
-    async def run(self, function: Callable[[], T]) -> T:
-        return await self._thread.run_when_idle(function)
-
-
 def _run(future: Future[Any], function: Callable[[], Any]) -> None:
     if not future.set_running_or_notify_cancel():
         return
@@ -126,10 +107,7 @@ def _run(future: Future[Any], function: Callable[[], Any]) -> None:
 
 
 def choose_device(config: TrainerConfig) -> torch.device:
-    """
-    Raises:
-        UserError: a GPU is configured and torch finds none.
-    """
+    """Raises UserError: a GPU is configured and torch finds none."""
     available = torch.cuda.is_available()
     if config.device == "cuda" and not available:
         raise UserError(

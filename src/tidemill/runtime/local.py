@@ -12,33 +12,24 @@ import math
 import weakref
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 
 from transformers import PreTrainedModel
 
 from tidemill.config.schema import RunSpec
-from tidemill.core.protocols import Clock, Compute, Reader
+from tidemill.core.protocols import Clock, Compute, FrozenScorer
 from tidemill.core.records import Lease
 from tidemill.models.loading import context_limit
+from tidemill.models.snapshots import copy_on_base
 from tidemill.rollout.weight_sources import EmptyModel, PulledWeights
 from tidemill.rollout.worker import EngineWorker
-from tidemill.runtime.backend import (
-    Runtime,
-    RuntimeBackend,
-    scheduled_provider,
-    scorers,
-)
+from tidemill.runtime.backend import Runtime, RuntimeBackend, scheduled_provider, scorers
 from tidemill.runtime.build_trainer import build_trainer
 from tidemill.runtime.compute import ComputeThread, choose_device
-from tidemill.runtime.model_bundle import (
-    NO_VERSION,
-    ModelBundle,
-    check_vocabularies,
-    engine_context,
-    load_model_bundle,
-)
+from tidemill.runtime.frozen_scorers import FrozenScorers, check_reward_models, local_reward_model
+from tidemill.runtime.model_bundle import NO_VERSION, ModelBundle, check_vocabularies, engine_context, load_model_bundle
 from tidemill.runtime.publishers import published_probe
-from tidemill.runtime.readers import Readers, check_reward_models, reward_reader
 from tidemill.telemetry.recorder import Recorder
 from tidemill.telemetry.run_dir import RunDirectory
 from tidemill.weights.puller import Puller
@@ -46,41 +37,34 @@ from tidemill.weights.snapshot import MemoryTransport
 from tidemill.weights.store import WeightStore
 
 
+@dataclass(eq=False)
 class InProcessHost:
     """Implements `core.protocols.WorkerHost`.
 
     A worker's engine has the settings of the trainer's engine. Its model has no weights; a load binds it to a published
     snapshot, which all workers of that version share.
-
-    Args:
-        compute: the run's one thread for models; all engines take turns on it.
-        weights_compute: verifies pulled weights.
-        prompt_tokens: length of the longest prompt.
     """
 
-    def __init__(
-        self,
-        bundle: ModelBundle,
-        store: WeightStore,
-        *,
-        compute: Compute,
-        weights_compute: Compute,
-        clock: Clock,
-        prompt_tokens: int,
-    ) -> None:
-        self._bundle, self._store, self._clock, self._prompt_tokens = bundle, store, clock, prompt_tokens
-        self._compute, self._weights_compute = compute, weights_compute
+    bundle: ModelBundle
+    store: WeightStore
+    _: KW_ONLY
+    compute: Compute  # the run's one thread for models; all engines take turns on it
+    weights_compute: Compute  # verifies pulled weights
+    clock: Clock
+    prompt_tokens: int  # length of the longest prompt
+
+    def __post_init__(self) -> None:
         self._workers: weakref.WeakSet[EngineWorker] = weakref.WeakSet()  # weak: a killed worker's memory is freed
         self._frozen = False
 
     async def start(self, lease: Lease) -> EngineWorker:
-        bundle = self._bundle
-        model = await self._weights_compute.run(self._empty_model)
-        puller = Puller(self._store.transport, self._weights_compute, clock=self._clock, pinned=self._store.pinned)
+        bundle = self.bundle
+        model = await self.weights_compute.run(self._empty_model)
+        puller = Puller(self.store.transport, self.weights_compute, clock=self.clock, pinned=self.store.pinned)
         worker = EngineWorker(
-            bundle.engine_over(model, NO_VERSION, prompt_tokens=self._prompt_tokens),
-            self._compute,
-            clock=self._clock,
+            bundle.engine_over(model, NO_VERSION, prompt_tokens=self.prompt_tokens),
+            self.compute,
+            clock=self.clock,
             tick_s=bundle.spec.engine.tick_s,
             worker_id=lease.worker_id,
             lease_id=lease.lease_id,
@@ -97,7 +81,7 @@ class InProcessHost:
         if not self._frozen:
             self._frozen = True
             gc.freeze()  # scanning what exists before the first worker would take a fifth of a second each time
-        return self._bundle.rollout_twin()
+        return copy_on_base(self.bundle.rollout_model, self.bundle.rollout_dtype)
 
     async def close(self) -> None:
         for worker in list(self._workers):
@@ -139,12 +123,12 @@ async def in_process(
         )
         assert parts.engine is not None
         stack.push_async_callback(parts.engine.close)
-        rewards: dict[Path, Reader] = {}
+        rewards: dict[Path, FrozenScorer] = {}
         if spec.reading.ahead:
-            rewards = {folder: reward_reader(spec, folder, compute) for folder in spec.scoring.model_folders}
-        readers = Readers(rewards=rewards, reference=parts.reader)
-        for reader in readers.all:
-            stack.push_async_callback(reader.close)
+            rewards = {folder: local_reward_model(spec, folder, compute) for folder in spec.scoring.model_folders}
+        frozen = FrozenScorers(rewards=rewards, reference=parts.frozen_reference)
+        for model in frozen.all:
+            stack.push_async_callback(model.close)
         host = None
         if provider is not None:
             host = InProcessHost(
@@ -158,7 +142,7 @@ async def in_process(
             stack.push_async_callback(host.close)
         if parts.publisher is not None:
             stack.push_async_callback(parts.publisher.close)
-        scorer, eval_scorer = scorers(spec, task, compute, readers, warn=recorder.note)
+        scorer, eval_scorer = scorers(spec, task, compute, frozen, warn=recorder.note)
         stack.push_async_callback(scorer.close)
         stack.push_async_callback(eval_scorer.close)
         yield RuntimeBackend(
@@ -176,17 +160,10 @@ async def in_process(
             host=host,
             publisher=parts.publisher,
             heartbeat_timeout_s=math.inf,  # a worker that waits for the thread while the trainer computes is not lost
-            readers=readers,
+            frozen=frozen,
         )
 
 
-def _check_devices(spec: RunSpec) -> None:
-    choose_device(spec.trainer)
-
-
-def _check(spec: RunSpec) -> None:
-    _check_devices(spec)
-    check_vocabularies(spec)
-
-
-IN_PROCESS = Runtime(check=_check, check_devices=_check_devices, open=in_process)
+IN_PROCESS = Runtime(
+    check_devices=lambda spec: choose_device(spec.trainer), check_models=check_vocabularies, open=in_process
+)

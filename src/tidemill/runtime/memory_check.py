@@ -99,7 +99,8 @@ def verdicts(spec: RunSpec, models: Models, work: Work, *, alone: bool = True) -
     for each in _memories(spec, models, work, alone=alone):
         if each.refuses:
             hint = "or set run.check_memory = false to start anyway"
-            raise UserError(sentence(each), where=_where(spec), hint=f"{_cure(spec, models, work, alone)}; {hint}")
+            where = f"model.source = {spec.model.source}"
+            raise UserError(sentence(each), where=where, hint=f"{_cure(spec, models, work, alone)}; {hint}")
         if each.need.at_full_length > each.free.bytes:
             yield f"the run may be killed for lack of memory: it {sentence(each)}"
 
@@ -154,10 +155,6 @@ def _free_on_gpu() -> float:
 
     free, _ = torch.cuda.mem_get_info()
     return float(free + torch.cuda.memory_reserved() - torch.cuda.memory_allocated())
-
-
-def _where(spec: RunSpec) -> str:
-    return f"model.source = {spec.model.source}"
 
 
 def _cure(spec: RunSpec, models: Models, work: Work, alone: bool) -> str:

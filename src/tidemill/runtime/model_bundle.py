@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from tidemill.agents.run_agent import agent_prompts
 from tidemill.config.model import ModelConfig
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError
@@ -30,9 +31,8 @@ from tidemill.models.saving import errors_of_base, load_adapter
 from tidemill.models.snapshots import copy_on_base, empty_copy
 from tidemill.models.tree_forward import TreeForward
 from tidemill.rollout.engines.embedded import EmbeddedEngine
-from tidemill.runtime.agents import agent_prompts
 from tidemill.runtime.compute import choose_device, choose_precision, set_threads
-from tidemill.runtime.readers import check_reward_models
+from tidemill.runtime.frozen_scorers import check_reward_models
 from tidemill.trainer.critic import Critic, ModelCritic, TrunkCritic
 from tidemill.trainer.sharding import shard
 
@@ -143,8 +143,17 @@ class ModelBundle:
 
     def engine(self, version: PolicyVersion, *, prompt_tokens: int) -> EmbeddedEngine:
         """The trainer's engine; if it uses a copy of the model, every load updates the copy."""
-        refresh = None if self.rollout_model is self.model else _copy_weights(self.model, self.rollout_model)
-        return self.engine_over(self.rollout_model, version, prompt_tokens=prompt_tokens, refresh=refresh)
+        model = self.rollout_model
+        if model is self.model:
+            return self.engine_over(model, version, prompt_tokens=prompt_tokens)
+        targets, sources = learned_parameters(model).values(), learned_parameters(self.model).values()
+
+        @torch.no_grad()
+        def refresh() -> None:
+            for target, source in zip(targets, sources, strict=True):
+                target.copy_(source)
+
+        return self.engine_over(model, version, prompt_tokens=prompt_tokens, refresh=refresh)
 
     def engine_over(
         self,
@@ -181,10 +190,6 @@ class ModelBundle:
         """Dtype of the weights that engines use."""
         return self.autocast or torch.float32
 
-    def rollout_twin(self) -> PreTrainedModel:
-        """A model for another engine, without the weights that training changes: those come from a snapshot."""
-        return copy_on_base(self.rollout_model, self.rollout_dtype)
-
     def reference(self) -> PreTrainedModel | None:
         """The frozen initial model, if the loss needs it and it is placed in this process."""
         needed = self.spec.algorithm.kl_beta > 0 and self.spec.placement.reference == "trainer"
@@ -201,7 +206,6 @@ def load_model_bundle(
     """Choose device and threads, and load model and tokenizer.
 
     Args:
-        progress: gets a line before each slow operation.
         model: replaces the configured model, including its adapter settings.
         generates: whether an engine uses the model, which may then need a copy.
 
@@ -260,17 +264,6 @@ def _copy_of(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
     return copy
 
 
-def _copy_weights(original: PreTrainedModel, copy: PreTrainedModel) -> Callable[[], None]:
-    targets, sources = learned_parameters(copy).values(), learned_parameters(original).values()
-
-    @torch.no_grad()
-    def refresh() -> None:
-        for target, source in zip(targets, sources, strict=True):
-            target.copy_(source)
-
-    return refresh
-
-
 def _refuse_dropout(model: PreTrainedModel) -> None:
     config = model.config.get_text_config()
     rates = {name: value for name, value in vars(config).items() if "dropout" in name and isinstance(value, float)}
@@ -282,49 +275,11 @@ def _refuse_dropout(model: PreTrainedModel) -> None:
         )
 
 
-def build_critic(bundle: ModelBundle, *, progress: Callable[[str], None], ranks: Ranks = ONE_RANK) -> Critic | None:
-    """The critic, or None if the algorithm needs none. A new value head is initialised to output 0.
-
-    Args:
-        bundle: the policy's. A shared critic reads its hidden states; a separate one starts from the policy's weights
-            unless `critic.source` is set. If the policy trains an adapter, so does a separate critic, and both share
-            the base in memory.
-        progress: gets a line before each slow operation.
-        ranks: a separate model is sharded over them.
-
-    Raises:
-        UserError: the critic's model cannot be loaded, or its tokenizer differs from the policy's.
-    """
-    algorithm, config = bundle.spec.algorithm, bundle.spec.critic
-    if not algorithm.needs_critic:
-        return None
-    if config.kind == "own":
-        return build_model_critic(
-            bundle.spec,
-            policy_folder=bundle.folder,
-            frozen=bundle.frozen,
-            device=bundle.device,
-            autocast=bundle.autocast,
-            progress=progress,
-            ranks=ranks,
-        )
-    return TrunkCritic(
-        bundle.forward,
-        ScalarHead(hidden_size(bundle.model)).to(bundle.device),
-        config,
-        value_coefficient=config.value_coefficient,
-        value_clip=config.value_clip,
-        ranks=ranks,
-    )
-
-
 def build_model_critic(
     spec: RunSpec,
     *,
     policy_folder: Path,
     frozen: FrozenModels,
-    device: torch.device,
-    autocast: torch.dtype | None,
     progress: Callable[[str], None],
     ranks: Ranks = ONE_RANK,
 ) -> ModelCritic:
@@ -334,9 +289,9 @@ def build_model_critic(
         policy_folder: Hugging Face folder of the policy.
 
     Raises:
-        UserError: as `build_critic`.
+        UserError: as `reference_and_critic`.
     """
-    source = spec.critic.source
+    device, source = choose_device(spec.trainer), spec.critic.source
     folder = policy_folder
     if source is not None:
         with errors_at_key("critic.source"):
@@ -355,41 +310,50 @@ def build_model_critic(
     if spec.trainer.activation_checkpointing:
         model.gradient_checkpointing_enable()
         model.train()
-    forward = TreeForward(model, autocast=autocast, device=device)
+    forward = TreeForward(model, autocast=choose_precision(spec.trainer, device), device=device)
     shard(forward, ranks, offload=spec.trainer.offload == "optimizer")
-    return ModelCritic(
-        forward,
-        head,
-        spec.critic,
-        source=folder,
-        value_clip=spec.critic.value_clip,
-        ranks=ranks,
-    )
+    return ModelCritic(forward, head, spec.critic, source=folder, value_clip=spec.critic.value_clip, ranks=ranks)
 
 
 def reference_and_critic(
-    bundle: ModelBundle, ranks: Ranks, *, progress: Callable[[str], None], remote: bool = False
+    bundle: ModelBundle, ranks: Ranks = ONE_RANK, *, progress: Callable[[str], None], remote: bool = False
 ) -> tuple[TreeForward | None, Critic | None]:
-    """The reference and the critic of a trainer. Of several ranks each keeps its rows of these and, in place, of the
-    policy: no more than one whole model is in memory at a time, and afterwards none.
+    """The reference and the critic of a trainer, if it needs them. Of several ranks each keeps its rows of these and,
+    in place, of the policy: no more than one whole model is in memory at a time, and afterwards none.
+
+    A shared critic reads the policy's hidden states; a separate one starts from the policy's weights unless
+    `critic.source` is set. If the policy trains an adapter, so does a separate critic, and both share the base in
+    memory. A new value head is initialised to output 0.
 
     Args:
         remote: the critic is in another process.
 
     Raises:
-        UserError: as `build_critic`.
+        UserError: the critic's model cannot be loaded, or its tokenizer differs from the policy's.
     """
+    spec = bundle.spec
 
     def keep_rows(forward: TreeForward, *, offload: bool = False) -> None:
         if ranks.size > 1:
             shard(forward, ranks, offload=offload)
             bundle.frozen.clear()
 
-    keep_rows(bundle.forward, offload=bundle.spec.trainer.offload == "optimizer")
+    keep_rows(bundle.forward, offload=spec.trainer.offload == "optimizer")
     reference = bundle.forward_of(bundle.reference())
     if reference is not None:
         keep_rows(reference)
-    critic = None if remote else build_critic(bundle, progress=progress, ranks=ranks)
+    critic: Critic | None = None
+    if spec.algorithm.needs_critic and not remote:
+        if spec.critic.kind == "own":
+            critic = build_model_critic(
+                spec, policy_folder=bundle.folder, frozen=bundle.frozen, progress=progress, ranks=ranks
+            )
+        else:
+            head = ScalarHead(hidden_size(bundle.model)).to(bundle.device)
+            coefficient, clip = spec.critic.value_coefficient, spec.critic.value_clip
+            critic = TrunkCritic(
+                bundle.forward, head, spec.critic, value_coefficient=coefficient, value_clip=clip, ranks=ranks
+            )
     if ranks.size > 1:
         bundle.frozen.clear()
     return reference, critic

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol, TypeAlias
@@ -38,7 +37,6 @@ def open_engine(spec: RunSpec, folder: Path, *, prompt_tokens: int, dtype: str) 
 
     Args:
         folder: configuration and tokenizer of the model; it must remain as long as the engine.
-        prompt_tokens: length of the longest prompt.
         dtype: of the published weights.
 
     Raises:
@@ -113,13 +111,3 @@ def check_capabilities(capabilities: EngineCapabilities, spec: RunSpec) -> None:
         raise UserError("the engine is not batch-invariant", where="engine.batch_invariant", hint=hint)
     if spec.model.lora.enabled and not capabilities.lora:
         raise UserError("the engine does not load adapters", where="model.lora", hint=hint)
-
-
-class ModelFiles:
-    """Configuration and tokenizer files of a model in a temporary folder, which is deleted with the process."""
-
-    def __init__(self, files: dict[str, bytes]) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="tidemill-model-")
-        self.path = Path(self._folder.name)
-        for name, content in files.items():
-            (self.path / name).write_bytes(content)

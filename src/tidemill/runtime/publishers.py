@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
 
 import torch
 from transformers import PreTrainedModel
@@ -33,145 +34,117 @@ AUTOCAST_SLACK = 0.4
 """Nats. Other weights differ by several."""
 
 
+@dataclass(eq=False)
 class ModelPublisher:
     """Implements `core.protocols.Publisher` for a model in this process.
 
-    For a model with an adapter a version is the adapter alone.
-
-    Args:
-        rollout_model: the model that engines use, in the dtype that workers generate in. The probe is computed with
-            weights rounded to that dtype, as workers will do: in bf16 the trainer's own result would differ from
-            theirs by more than any limit that still detects a fault.
-        compute: the trainer's, so that weights do not change while they are copied.
-        sends_base: also publish the base model under the adapter, once, for workers that cannot share it.
+    For a model with an adapter a version is the adapter alone. The probe is computed with weights rounded to the dtype
+    of `rollout_model`, as workers will do: in bf16 the trainer's own result would differ from theirs by more than any
+    limit that still detects a fault.
     """
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        store: WeightStore,
-        *,
-        rollout_model: PreTrainedModel,
-        compute: Compute,
-        probe_ids: TokenBuffer,
-        sends_base: bool = False,
-    ) -> None:
-        self._model, self._store, self._compute = model, store, compute
-        self._rollout_model, self._probe_ids = rollout_model, probe_ids
-        self._layout = snapshot_layout(model, rollout_model.dtype)
-        self._base_due = sends_base and adapter_of(model) is not None
+    model: PreTrainedModel
+    store: WeightStore
+    _: KW_ONLY
+    rollout_model: PreTrainedModel  # the model that engines use, in the dtype that workers generate in
+    compute: Compute  # the trainer's, so that weights do not change while they are copied
+    probe_ids: TokenBuffer
+    probe_slack: float = 0.0
+    sends_base: bool = False  # also publish the base under the adapter, once, for workers that cannot share it
+    dtype: torch.dtype | None = None  # of the published weights; None: that of `rollout_model`
+
+    def __post_init__(self) -> None:
+        self._dtype = self.dtype or self.rollout_model.dtype
+        self._layout = snapshot_layout(self.model, self._dtype)
+        self._base_due = self.sends_base and adapter_of(self.model) is not None
 
     async def publish(self, version: PolicyVersion) -> WeightManifest:
         """Publish the weights. The trainer waits for the copy and the probe only, not for checksums and deltas."""
-        latest = self._store.latest
+        latest = self.store.latest
         if latest is not None and latest.version == version:
             return latest
         if self._base_due:
-            await self._publish_base()
-        await self._store.make_room()
-        snapshot, logprobs = await self._compute.run(self._export)
-        return await self._store.publish(
-            version, self._layout, snapshot, probe_ids=self._probe_ids, probe_logprobs=logprobs
-        )
-
-    async def close(self) -> None:
-        await self._store.close()
-
-    async def _publish_base(self) -> None:
-        layout = snapshot_layout(self._rollout_model, self._rollout_model.dtype, part="base")
-
-        def export() -> Blob:
-            snapshot = snapshot_buffer(snapshot_bytes(layout), self._model.device)
-            write_snapshot(self._rollout_model, layout, snapshot, part="base")
-            return snapshot
-
-        await self._store.publish_base(layout, await self._compute.run(export))
-        self._base_due = False
-
-    def _export(self) -> tuple[Blob, LogprobBuffer]:
-        snapshot = snapshot_buffer(snapshot_bytes(self._layout), self._model.device)
-        write_snapshot(self._model, self._layout, snapshot)
-        model = self._model
-        if model.dtype != self._rollout_model.dtype:  # on a GPU this needs a second copy until the probe is computed
-            model = copy_on_base(self._rollout_model, self._rollout_model.dtype)
-            bind_snapshot(model, self._layout, snapshot)
-        return snapshot, probe_logprobs(model, self._probe_ids)
-
-
-class ShardPublisher:
-    """Implements `core.protocols.Publisher` for the rows of one rank: its snapshots and deltas are those of a model
-    that has only these rows. A worker pulls the same version from every rank.
-
-    Every rank computes the same logprobs of the probe.
-    """
-
-    def __init__(self, bundle: ModelBundle, store: WeightStore, *, compute: Compute, probe_ids: TokenBuffer) -> None:
-        self._bundle, self._store, self._compute, self._probe_ids = bundle, store, compute, probe_ids
-        self._layout = snapshot_layout(bundle.model, bundle.rollout_dtype)
-        self._base_due = adapter_of(bundle.model) is not None
-
-    async def publish(self, version: PolicyVersion) -> WeightManifest:
-        """Publish this rank's rows. The trainer waits for the copy and the probe only."""
-        latest = self._store.latest
-        if latest is not None and latest.version == version:
-            return latest
-        if self._base_due:
-            layout = snapshot_layout(self._bundle.model, self._bundle.rollout_dtype, part="base")
-            await self._store.publish_base(layout, await self._compute.run(lambda: self._copied(layout, "base")))
+            layout = snapshot_layout(self.rollout_model, self._dtype, part="base")
+            base = await self.compute.run(lambda: _snapshot(self.rollout_model, layout, "base"))
+            await self.store.publish_base(layout, base)
             self._base_due = False
-        await self._store.make_room()
-        snapshot, logprobs = await self._compute.run(
-            lambda: (self._copied(self._layout, "learned"), bundle_probe(self._bundle, self._probe_ids))
-        )
-        return await self._store.publish(
+        await self.store.make_room()
+        snapshot, logprobs = await self.compute.run(self._export)
+        return await self.store.publish(
             version,
             self._layout,
             snapshot,
-            probe_ids=self._probe_ids,
+            probe_ids=self.probe_ids,
             probe_logprobs=logprobs,
-            probe_slack=probe_slack(self._bundle),
+            probe_slack=self.probe_slack,
         )
 
     async def close(self) -> None:
-        await self._store.close()
+        await self.store.close()
 
-    def _copied(self, layout: Sequence[TensorEntry], part: Part) -> Blob:
-        snapshot = snapshot_buffer(snapshot_bytes(layout), self._bundle.device)
-        write_snapshot(self._bundle.model, layout, snapshot, part=part)
-        return snapshot
+    def _export(self) -> tuple[Blob, LogprobBuffer]:
+        snapshot = _snapshot(self.model, self._layout, "learned")
+        return snapshot, self._probe(snapshot)
+
+    def _probe(self, snapshot: Blob) -> LogprobBuffer:
+        model = self.model
+        if model.dtype != self._dtype:  # on a GPU this needs a second copy until the probe is computed
+            model = copy_on_base(self.rollout_model, self._dtype)
+            bind_snapshot(model, self._layout, snapshot)
+        return probe_logprobs(model, self.probe_ids)
 
 
+class ShardPublisher(ModelPublisher):
+    """Publishes the rows of one rank: its snapshots and deltas are those of a model that has only these rows. A worker
+    pulls the same version from every rank. Every rank computes the same logprobs of the probe.
+    """
+
+    def __init__(self, bundle: ModelBundle, store: WeightStore, *, compute: Compute, probe_ids: TokenBuffer) -> None:
+        dtype, model = bundle.rollout_dtype, bundle.model
+        super().__init__(
+            model, store, rollout_model=model, compute=compute, probe_ids=probe_ids, sends_base=True, dtype=dtype
+        )
+        self.bundle, self.probe_slack = bundle, probe_slack(bundle)
+
+    def _probe(self, snapshot: Blob) -> LogprobBuffer:
+        return bundle_probe(self.bundle, self.probe_ids)
+
+
+@dataclass(frozen=True, slots=True)
 class ProbePublisher:
     """Implements `core.protocols.Publisher` without storing anything: for engines that get the weights directly.
 
     A manifest has the logprobs of the probe only.
     """
 
-    def __init__(self, bundle: ModelBundle, *, compute: Compute, probe_ids: TokenBuffer) -> None:
-        self._bundle, self._compute, self._probe_ids = bundle, compute, probe_ids
+    bundle: ModelBundle
+    _: KW_ONLY
+    compute: Compute
+    probe_ids: TokenBuffer
 
     async def publish(self, version: PolicyVersion) -> WeightManifest:
-        logprobs = await self._compute.run(lambda: bundle_probe(self._bundle, self._probe_ids))
+        logprobs = await self.compute.run(lambda: bundle_probe(self.bundle, self.probe_ids))
         return WeightManifest(
             version=version,
             digest=version.digest,
             nbytes=0,
             tensors=(),
-            probe_ids=self._probe_ids,
+            probe_ids=self.probe_ids,
             probe_logprobs=logprobs,
-            probe_slack=probe_slack(self._bundle),
+            probe_slack=probe_slack(self.bundle),
         )
 
     async def close(self) -> None:
         """Nothing to do."""
 
 
-def snapshot_buffer(nbytes: int, device: torch.device) -> Blob:
-    """An aligned, uninitialised buffer; pinned if `device` is a GPU, which then copies into it at full speed."""
-    if device.type != "cuda":
-        return allocate(nbytes)
-    pinned: Blob = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).numpy()
-    return pinned
+def _snapshot(model: PreTrainedModel, layout: Sequence[TensorEntry], part: Part) -> Blob:
+    """A copy of a part of the weights, in pinned memory if they are on a GPU, which then copies at full speed."""
+    nbytes = snapshot_bytes(layout)
+    pinned = model.device.type == "cuda"
+    snapshot: Blob = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).numpy() if pinned else allocate(nbytes)
+    write_snapshot(model, layout, snapshot, part=part)
+    return snapshot
 
 
 def probe_slack(bundle: ModelBundle) -> float:

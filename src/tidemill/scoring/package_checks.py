@@ -20,7 +20,7 @@ import msgspec
 
 from tidemill.config.sandbox import SandboxConfig
 from tidemill.core import ipc
-from tidemill.core.errors import ReaderLost, UserError
+from tidemill.core.errors import ScorerLost, UserError
 from tidemill.core.records import Record
 from tidemill.data.prompts import PackageCheck
 from tidemill.extensions.calls import CallError
@@ -133,7 +133,7 @@ class PackageReward:
         """
         Raises:
             CallError: no score within the deadline, or the package or its process failed.
-            ReaderLost: the program cannot be started.
+            ScorerLost: the program cannot be started.
         """
         entry, answer = self._check.entry(sample.prompt), self._check.answer(sample.completion)
         answer = answer.encode(errors="replace").decode()
@@ -176,7 +176,7 @@ class PackageReward:
             starting.add_done_callback(_close_late)
             raise
         except UserError as error:
-            raise ReaderLost(str(error)) from error
+            raise ScorerLost(str(error)) from error
 
     def _score(self, reply: CheckReply) -> float:
         if reply.late:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 from tidemill.config.sandbox import SandboxConfig
 from tidemill.config.task import RewardConfig, ScoringConfig
-from tidemill.core.errors import ReaderLost, UserError, exception_text
+from tidemill.core.errors import ScorerLost, UserError, exception_text
 from tidemill.core.records import Prompt, Reward, Trajectory
 from tidemill.data.prompts import ANSWER, Task
 from tidemill.extensions.calls import MAX_HANGING, CallError, CallTimeout, HangingError, UserCalls
@@ -77,7 +77,7 @@ class RewardScorer:
         reason that names reward, error and sample.
 
         Raises:
-            ReaderLost: the process of a reward model, or that of the task's scorer, ended and cannot be restarted.
+            ScorerLost: the process of a reward model, or that of the task's scorer, ended and cannot be restarted.
         """
         if trajectory.fault:
             return Reward(value=0.0, valid=False, reason=trajectory.fault)
@@ -150,7 +150,7 @@ class RewardScorer:
             if reward.needs_answer:
                 sample.answer()
             found[reward.name] = await self._ask(reward, sample, timeout_s)
-        except ReaderLost:  # affects every further sample
+        except ScorerLost:  # affects every further sample
             raise
         except Exception as error:  # noqa: BLE001 -- whatever a reward raises is its sample's fault, not the run's
             if not reward.gold:

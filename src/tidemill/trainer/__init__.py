@@ -14,12 +14,12 @@ that knows about ranks takes a `Ranks` (`models/ranks.py`); the one of a trainer
   file, written tensor by tensor by the first rank. Any number of ranks restores either. (Row ranges of the weights as
   well would double the size of a checkpoint, which the next stage and `from_pretrained` read as a model folder.)
 - *Each rank publishes its rows* under the version's name, with its own manifest, deltas and checksums. A worker pulls
-  the same version from all ranks and puts them together (`runtime/publishers.py`, `weights/sharded.py`); after its
+  the same version from all ranks and puts them together (`runtime/publishers.py`, `weights/puller.py`); after its
   start no rank holds the whole model. The reserved engine is therefore a process of its own, or colocated with every
   rank. At its start every rank loads the whole model into host memory, because the check of its packed forward pass
   needs one, and keeps its rows.
-- *Supervised stages* run their whole loop on every rank (`runtime/cluster/ray_supervised.py`); the first one's
-  telemetry is repeated by the process that started them (`runtime/cluster/telemetry_relay.py`).
+- *Supervised stages* run their whole loop on every rank; the process that started them repeats the telemetry of the
+  first one (`runtime/cluster/ray_supervised.py`).
 - *A lost or late rank ends the group*, and the run resumes from its checkpoint; the error names the rank that is
   late, not those that wait for it. Ranks meet at a file beside the checkpoints. The fault simulation drives the same
   classes over one to three ranks that die, hang, fail or lag in any call (`tests/fault_simulation/ranks.py`).

@@ -112,17 +112,22 @@ class AdvantageEstimator:
             return [GroupAdvantages(samples=[], signal=False) for _ in groups]
         self._check_logprobs(trajectories)
         references = self._ref_logprobs(trajectories)
-        penalties = [
-            _kl_penalty(t, ref if self._kl_in_reward else None, kl_beta)
-            for t, ref in zip(trajectories, references, strict=True)
-        ]
+        penalties: list[DoubleArray] = []  # [T] each, of every token
+        for trajectory, ref in zip(trajectories, references, strict=True):
+            penalty = np.zeros(trajectory.trained_length)
+            if self._kl_in_reward and ref is not None:
+                rollout = torch.from_numpy(rollout_logprobs(trajectory, len(penalty)).astype(np.float64))
+                penalty = kl_beta * kl_reward(rollout, torch.from_numpy(ref.astype(np.float64))).numpy()
+            penalties.append(penalty)
         if self._user is not None:
             samples = self._user_level(self._user, groups, valid, kept, penalties, step)
         elif self._estimator is not None and self._estimator.level == "token":
             token_rewards = []
             for trajectory, penalty in zip(trajectories, penalties, strict=True):
                 token_rewards.append(-penalty)
-                np.add.at(token_rewards[-1], _last_tokens(trajectory), self._turn_rewards(trajectory))
+                turns = np.arange(max(len(trajectory.turns), 1))
+                last_tokens = np.searchsorted(_turn_of_tokens(trajectory), turns, side="right") - 1
+                np.add.at(token_rewards[-1], last_tokens, self._turn_rewards(trajectory))
             samples = self._token_level(trajectories, token_rewards, [each for each in values if each is not None])
         else:
             samples = []
@@ -132,8 +137,11 @@ class AdvantageEstimator:
                 samples += level(group, ok, indices, [next(rest) for _ in indices])
         samples = [replace(sample, ref_logprobs=ref) for sample, ref in zip(samples, references, strict=True)]
         signals = [has_signal(torch.as_tensor(sample.advantage)) for sample in samples]
-        if self._spec.algorithm.whiten:
-            samples = _whitened(samples)
+        if self._spec.algorithm.whiten:  # over all trained tokens
+            lengths = [trajectory.trained_length for trajectory in trajectories]
+            flat = np.concatenate([np.full(n, s.advantage, np.float64) for s, n in zip(samples, lengths, strict=True)])
+            parts = np.split(whiten(torch.from_numpy(flat)).numpy(), np.cumsum(lengths)[:-1])
+            samples = [replace(sample, advantage=part) for sample, part in zip(samples, parts, strict=True)]
         ends = np.cumsum([0, *map(len, kept)]).tolist()
         return [
             GroupAdvantages(samples=samples[start:end], signal=any(signals[start:end])) for start, end in pairwise(ends)
@@ -157,14 +165,15 @@ class AdvantageEstimator:
         samples: list[WeightedSample] = []
         for call in calls:
             trajectories = [trajectory for index in call for trajectory in groups[index].trajectories]
-            names = sorted({name for t in trajectories if t.reward for name in t.reward.components})
+            components = [t.reward.components if t.reward else {} for t in trajectories]
+            names = sorted({name for each in components for name in each})
             advantages = function(
                 rewards=torch.tensor([reward for index in call for reward in rewards[index]], dtype=torch.float64),
                 valid=torch.tensor([each for index in call for each in valid[index]]),
                 lengths=[trajectory.trained_length for trajectory in trajectories],
                 truncated=torch.tensor([trajectory.truncated for trajectory in trajectories]),
                 components={
-                    name: torch.tensor([_component(t, name) for t in trajectories], dtype=torch.float64)
+                    name: torch.tensor([each.get(name, math.nan) for each in components], dtype=torch.float64)
                     for name in names
                 },
                 step=step,
@@ -359,37 +368,9 @@ def _turn_of_tokens(trajectory: Trajectory) -> npt.NDArray[np.int64]:
     return np.searchsorted(starts, trained_positions(trajectory), side="right")
 
 
-def _last_tokens(trajectory: Trajectory) -> npt.NDArray[np.int64]:
-    """int64 [N], the last trained token of each turn."""
-    return np.searchsorted(_turn_of_tokens(trajectory), np.arange(max(len(trajectory.turns), 1)), side="right") - 1
-
-
-def _component(trajectory: Trajectory, name: str) -> float:
-    """A named reward of a sample; NaN if it has none."""
-    return trajectory.reward.components.get(name, math.nan) if trajectory.reward else math.nan
-
-
 def _trainable(group: Group, valid: Sequence[bool]) -> list[int]:
     """Indices of the valid samples that have trained tokens."""
     return [index for index, t in enumerate(group.trajectories) if valid[index] and t.trained_length]
-
-
-def _kl_penalty(trajectory: Trajectory, ref: FloatArray | None, kl_beta: float) -> DoubleArray:
-    """[T], the KL penalty of each token; zeros without `ref`."""
-    tokens = trajectory.trained_length
-    if ref is None:
-        return np.zeros(tokens)
-    rollout = torch.from_numpy(rollout_logprobs(trajectory, tokens).astype(np.float64))
-    penalty: DoubleArray = kl_beta * kl_reward(rollout, torch.from_numpy(ref.astype(np.float64))).numpy()
-    return penalty
-
-
-def _whitened(samples: list[WeightedSample]) -> list[WeightedSample]:
-    """Whiten the advantages over all trained tokens."""
-    lengths = [sample.trajectory.trained_length for sample in samples]
-    flat = np.concatenate([np.full(n, s.advantage, np.float64) for s, n in zip(samples, lengths, strict=True)])
-    parts = np.split(whiten(torch.from_numpy(flat)).numpy(), np.cumsum(lengths)[:-1])
-    return [replace(sample, advantage=part) for sample, part in zip(samples, parts, strict=True)]
 
 
 def _padded(rows: Sequence[npt.NDArray[np.floating]]) -> torch.Tensor:

@@ -11,6 +11,7 @@ import errno
 import re
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 
 import msgspec
@@ -34,33 +35,21 @@ class StoredCheckpoint(Record):
     bytes: int
 
 
-class DamagedCheckpoint(Record):
-    """A visible checkpoint that cannot be used."""
-
-    path: Path
-    reason: str
-
-
 class LatestCheckpoint(Record):
     """The newest intact checkpoint."""
 
     checkpoint: StoredCheckpoint | None
-    skipped: tuple[DamagedCheckpoint, ...]  # newer than `checkpoint`
+    skipped: dict[str, str]  # damage of newer ones, by name
 
 
+@dataclass
 class CheckpointStore:
-    """Checkpoints under `root`, with at most one writer at a time.
+    """Checkpoints under a folder, with at most one writer at a time."""
 
-    Args:
-        root: created with the first checkpoint.
-        keep_last: number of newest checkpoints to keep, at least 1.
-        keep_best: also keep the checkpoint with the highest score, the earliest of equal ones.
-    """
-
-    def __init__(self, root: Path, *, keep_last: int, keep_best: bool = True) -> None:
-        self._root = root
-        self._keep_last = max(keep_last, 1)
-        self._keep_best = keep_best
+    root: Path  # created with the first checkpoint
+    _: KW_ONLY
+    keep_last: int  # newest checkpoints to keep, at least 1
+    keep_best: bool = True  # also keep the checkpoint with the highest score, the earliest of equal ones
 
     def recover(self) -> list[str]:
         """Remove what a killed writer left, and return one line per finding.
@@ -70,8 +59,8 @@ class CheckpointStore:
         findings = []
         for path, match in sorted(self._matching(_HIDDEN)):
             state, name = match.groups()
-            if state == "replaced" and not (self._root / name).exists():
-                path.rename(self._root / name)  # killed between the two renames of `_publish`
+            if state == "replaced" and not (self.root / name).exists():
+                path.rename(self.root / name)  # killed between the two renames of `_publish`
                 findings.append(f"{name}: restored after an interrupted replacement")
                 continue
             shutil.rmtree(path, ignore_errors=True)
@@ -96,9 +85,9 @@ class CheckpointStore:
         writing = self._hidden("writing", step)
         needed = expected_bytes or max((c.bytes for c in self.checkpoints()[-1:]), default=0)
         try:
-            self._root.mkdir(parents=True, exist_ok=True)
+            self.root.mkdir(parents=True, exist_ok=True)
             self.recover()
-            if _free_bytes(self._root) < needed:
+            if _free_bytes(self.root) < needed:
                 raise OSError(errno.ENOSPC, "checked before writing")
             writing.mkdir()
             writer(writing)
@@ -111,7 +100,7 @@ class CheckpointStore:
             self._discard(writing)
             raise
         self._delete_old(step)
-        path = self._root / f"step_{step}"
+        path = self.root / f"step_{step}"
         return StoredCheckpoint(step=step, path=path, score=manifest.score, bytes=manifest.bytes)
 
     def checkpoints(self) -> list[StoredCheckpoint]:
@@ -131,21 +120,21 @@ class CheckpointStore:
         Raises:
             UserError: all checkpoints are damaged.
         """
-        skipped: list[DamagedCheckpoint] = []
+        skipped: dict[str, str] = {}
         for step, path in reversed(self._visible()):
             if reason := damage(path):
-                skipped.append(DamagedCheckpoint(path=path, reason=reason))
+                skipped[path.name] = reason
                 continue
             intact = next(c for c in self.checkpoints() if c.step == step)
-            return LatestCheckpoint(checkpoint=intact, skipped=tuple(skipped))
+            return LatestCheckpoint(checkpoint=intact, skipped=skipped)
         if skipped:
-            reasons = "; ".join(f"{damaged.path.name}: {damaged.reason}" for damaged in skipped)
+            reasons = "; ".join(f"{name}: {reason}" for name, reason in skipped.items())
             raise UserError(
                 f"every checkpoint is damaged ({reasons})",
-                where=str(self._root),
+                where=str(self.root),
                 hint="restore a copy, or delete this folder to restart the run",
             )
-        return LatestCheckpoint(checkpoint=None, skipped=())
+        return LatestCheckpoint(checkpoint=None, skipped={})
 
     def best(self) -> StoredCheckpoint | None:
         """The checkpoint with the highest score, the earliest of equal ones; None if none has a score."""
@@ -153,11 +142,11 @@ class CheckpointStore:
 
     def _publish(self, step: int, writing: Path) -> None:
         """Rename a sealed folder to `step_N`, replacing an older one."""
-        final, replaced = self._root / f"step_{step}", self._hidden("replaced", step)
+        final, replaced = self.root / f"step_{step}", self._hidden("replaced", step)
         if final.exists():
             final.rename(replaced)
         writing.rename(final)
-        make_durable(self._root)
+        make_durable(self.root)
         shutil.rmtree(replaced, ignore_errors=True)
 
     def _delete_old(self, newest: int) -> None:
@@ -166,8 +155,8 @@ class CheckpointStore:
         A checkpoint that is being read is deleted after a later write, unless the run has discarded it.
         """
         past = [c for c in self.checkpoints() if c.step <= newest]
-        kept = {c.step for c in past[-self._keep_last :]}
-        if self._keep_best and (best := _best(past)) is not None:
+        kept = {c.step for c in past[-max(self.keep_last, 1) :]}
+        if self.keep_best and (best := _best(past)) is not None:
             kept.add(best.step)
         for step, path in self._visible():
             if step in kept:
@@ -190,24 +179,24 @@ class CheckpointStore:
         if error.errno not in _DISK_FULL:
             return UserError(
                 f"cannot write checkpoint step_{step}: {error}",
-                where=str(self._root),
+                where=str(self.root),
                 hint=f"{resume}; make the folder writable and run the same command again",
             )
         need = f"about {needed:,} bytes needed, " if needed else ""
         return UserError(
-            f"the disk is full: cannot write checkpoint step_{step} ({need}{_free_bytes(self._root):,} free)",
-            where=str(self._root),
+            f"the disk is full: cannot write checkpoint step_{step} ({need}{_free_bytes(self.root):,} free)",
+            where=str(self.root),
             hint=f"{resume}; free some space and run the same command again",
         )
 
     def _hidden(self, state: str, step: int) -> Path:
-        return self._root / f".{state}-step_{step}"
+        return self.root / f".{state}-step_{step}"
 
     def _visible(self) -> list[tuple[int, Path]]:
         return sorted((int(match[1]), path) for path, match in self._matching(_VISIBLE))
 
     def _matching(self, pattern: re.Pattern[str]) -> Iterator[tuple[Path, re.Match[str]]]:
-        for path in list(self._root.iterdir()) if self._root.is_dir() else ():
+        for path in list(self.root.iterdir()) if self.root.is_dir() else ():
             if (match := pattern.fullmatch(path.name)) and path.is_dir():
                 yield path, match
 

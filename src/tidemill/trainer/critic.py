@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import ClassVar, Protocol, TypeAlias, TypeVar
 
@@ -37,7 +37,6 @@ class ReturnScale:
     Updating the scale rescales the head so that its values do not change (PopArt, arXiv 1602.07714).
     """
 
-    decay: float = DECAY
     mean: float = 0.0
     std: float = 1.0
     first: float = 0.0  # decayed sums of returns, of squared returns, and of their weights
@@ -47,20 +46,14 @@ class ReturnScale:
     @torch.no_grad()
     def update(self, head: ScalarHead, *, mean: float, mean_square: float) -> None:
         """Add the mean and mean square of one step's returns, and rescale the head."""
-        keep = self.decay
-        self.first = keep * self.first + (1 - keep) * mean
-        self.second = keep * self.second + (1 - keep) * mean_square
-        self.weight = keep * self.weight + (1 - keep)
+        self.first = DECAY * self.first + (1 - DECAY) * mean
+        self.second = DECAY * self.second + (1 - DECAY) * mean_square
+        self.weight = DECAY * self.weight + (1 - DECAY)
         old_mean, old_std = self.mean, self.std
         self.mean = self.first / self.weight
         self.std = max(math.sqrt(max(self.second / self.weight - self.mean**2, 0.0)), STD_FLOOR)
         head.weight.mul_(old_std / self.std)
         head.bias.mul_(old_std / self.std).add_((old_mean - self.mean) / self.std)
-
-    def state(self) -> dict[str, float]:
-        """The fields stored in a checkpoint."""
-        names = ("mean", "std", "first", "second", "weight")
-        return {name: getattr(self, name) for name in names}
 
 
 T = TypeVar("T")
@@ -236,7 +229,7 @@ class _HeadCritic:
             model=self._stored_model,
             optimizer=self.optimizer,
             source=self._source,
-            counters={"optimizer_steps": self.optimizer_steps, "scale": self._scale.state()},
+            counters={"optimizer_steps": self.optimizer_steps, "scale": asdict(self._scale)},
             head=self.head,
             ranks=self._ranks,
         )

@@ -73,9 +73,9 @@ class RewardObjective(Objective[PreferencePair]):
     """Bradley-Terry loss on the scores of both completions, averaged over the pairs of a minibatch."""
 
     def __init__(self, spec: RunSpec, context: FitContext) -> None:
-        self.head = head = reward_head(hidden_size(context.model), seed=spec.run.seed).to(context.device)
-        self.trained = nn.ModuleDict({"model": context.model, "head": head})
-        self._head, self._context, self._config = head, context, spec.reward_model
+        self._head = self.head = reward_head(hidden_size(context.model), seed=spec.run.seed).to(context.device)
+        self.trained = nn.ModuleDict({"model": context.model, "head": self._head})
+        self._context, self._config = context, spec.reward_model
         self._microbatch_tokens = spec.supervised.microbatch_tokens
         self._vocabulary_digest = load_codec(context.source).vocabulary_digest
 
@@ -99,12 +99,7 @@ class RewardObjective(Objective[PreferencePair]):
         scores, computed = sequence_scores(self._context.forward, self._head, sequences)
         chosen_P, rejected_P = scores[0::2], scores[1::2]
         margins_P = torch.tensor([each.margin for each in examples], device=scores.device)
-        loss_P = bradley_terry(
-            chosen_P,
-            rejected_P,
-            margins_P=margins_P,
-            centring=self._config.centring,
-        )
+        loss_P = bradley_terry(chosen_P, rejected_P, margins_P=margins_P, centring=self._config.centring)
         difference_P = (chosen_P - rejected_P).detach()
         return LossSums(
             loss=loss_P.sum(),
@@ -120,13 +115,8 @@ class RewardObjective(Objective[PreferencePair]):
         )
 
     def write(self, directory: Path) -> None:
-        save_head(
-            directory,
-            self._head,
-            kind="reward_model",
-            pooling="last_token",
-            vocabulary_digest=self._vocabulary_digest,
-        )
+        digest = self._vocabulary_digest
+        save_head(directory, self._head, kind="reward_model", pooling="last_token", vocabulary_digest=digest)
 
     def read(self, directory: Path) -> None:
         stored, _ = load_head(directory, "reward_model", device=self._context.device)
@@ -149,14 +139,18 @@ class PreferenceObjective(Objective[PreferencePair]):
         return [tokens[:-1] for side in _sides(example) for tokens, _ in side.rows]
 
     def prepare(self, examples: Sequence[PreferencePair]) -> None:
-        path, digest = self._context.directory / REFERENCE, self._digest(examples)
+        context, hashed = self._context, hashlib.blake2b(digest_size=16)
+        hashed.update(f"{weights_digest(context.model, context.ranks)} {context.forward.autocast}".encode())
+        for example in examples:
+            hashed.update(f"\0{example.id}".encode())
+        path, digest = context.directory / REFERENCE, hashed.hexdigest()
         try:
             sums = load_file(path).get(digest)
         except (OSError, SafetensorError):
             sums = None
         if sums is None:
             sums = self._reference_sums(examples)  # on every rank: the first one's file does not exist yet
-            if self._context.ranks.index == 0:
+            if context.ranks.index == 0:
                 write_atomically(path, save({digest: sums}))
         self._reference = {
             example.id: (float(chosen), float(rejected))
@@ -215,14 +209,6 @@ class PreferenceObjective(Objective[PreferencePair]):
             parts.append(packed.samples.sum(logprobs_T).reshape(-1, 2).cpu())
             self._context.telemetry.progress("reference", done + 1, len(runs))
         return torch.cat(parts) if parts else torch.empty(0, 2)
-
-    def _digest(self, examples: Sequence[PreferencePair]) -> str:
-        """Digest of the weights, the precision, and the pairs in order."""
-        context, digest = self._context, hashlib.blake2b(digest_size=16)
-        digest.update(f"{weights_digest(context.model, context.ranks)} {context.forward.autocast}".encode())
-        for example in examples:
-            digest.update(f"\0{example.id}".encode())
-        return digest.hexdigest()
 
 
 SupervisedKind: TypeAlias = Literal["sft", "reward_model", "dpo"]

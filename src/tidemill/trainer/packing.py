@@ -89,8 +89,8 @@ class WeightedSample:
 
 
 @dataclass(slots=True, kw_only=True)
-class Microbatch:
-    """T trained tokens of several samples, over the tree of their inputs.
+class PackedCompletions:
+    """T trained tokens of several completions, over the tree of their inputs; implements `scoring.Predictions`.
 
     A token is predicted at the node of the token before it. Tokens are sorted by that node, so that a chunk of head
     rows is a contiguous range of tokens.
@@ -100,7 +100,14 @@ class Microbatch:
     head_nodes: Tensor  # int64 [H], distinct nodes that predict a trained token, ascending
     head_rows: Tensor  # int64 [T], index into `head_nodes` of the node that predicts the token, ascending
     targets: Tensor  # int64 [T]
-    samples: Samples  # the sample of each token
+    samples: Samples  # the completion of each token
+    unpacked_tokens: int  # tokens to compute without prefix sharing
+
+
+@dataclass(slots=True, kw_only=True)
+class Microbatch(PackedCompletions):
+    """T trained tokens of several samples, and what their loss needs."""
+
     advantages: Tensor  # float32 [T]
     weights: Tensor  # float32 [T]
     rollout_logprobs: Tensor  # float32 [T]; NaN if the engine returned none
@@ -109,7 +116,6 @@ class Microbatch:
     tokens_by_lag: Counter[int]
     sources: tuple[str, ...]  # engines and workers that generated the tokens
     source_rows: Tensor  # int64 [T], index into `sources`
-    unpacked_tokens: int  # tokens to compute without prefix sharing
     returns: Tensor | None = None  # float32 [T], with a critic
     values: Tensor | None = None  # float32 [T], of the critic at the start of the update
     proximal_logprobs: Tensor | None = None  # float32 [T], once computed
@@ -128,11 +134,6 @@ def split_by_sample(values_T: Tensor, samples: Samples) -> list[FloatArray]:
     order = np.argsort(index_T if samples.buffer_T is None else samples.buffer_T.cpu().numpy(), kind="stable")
     ends = np.cumsum(np.bincount(index_T, minlength=samples.count))
     return np.split(values_T.float().cpu().numpy()[order], ends[:-1])
-
-
-def packed_size(samples: Sequence[WeightedSample]) -> int:
-    """Tokens to compute if these samples are packed into one tree."""
-    return build_tree([ids for sample in samples for ids in sample.input_ids]).size
 
 
 def pack(samples: Sequence[WeightedSample], device: torch.device, *, version: int = 0) -> Microbatch:
@@ -234,7 +235,7 @@ def rollout_logprobs(trajectory: Trajectory, tokens: int) -> FloatArray:
 
 
 def ref_logprobs(trajectory: Trajectory) -> FloatArray | None:
-    """float32 [T], or None if no reader has computed them."""
+    """float32 [T], or None if no frozen model has computed them."""
     if not trajectory.ref_logprobs:
         return None
     return np.frombuffer(trajectory.ref_logprobs, np.float32)
@@ -245,18 +246,6 @@ def missing_reference(trajectory: Trajectory) -> TidemillError:
     return TidemillError(
         f"{trajectory.sample_id} has no reference logprobs, and this trainer has no reference model to compute them"
     )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PackedCompletions:
-    """The T trained tokens of S completions, over the tree of their inputs; implements `scoring.Predictions`."""
-
-    tree: TokenTree
-    head_nodes: Tensor  # int64 [H], distinct nodes that predict a completion token, ascending
-    head_rows: Tensor  # int64 [T], index into `head_nodes` of the node that predicts the token, ascending
-    targets: Tensor  # int64 [T]
-    samples: Samples  # the completion of each token
-    unpacked_tokens: int  # tokens to compute without prefix sharing
 
 
 def tokens_of(buffer: TokenBuffer) -> Tokens:

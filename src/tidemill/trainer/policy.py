@@ -32,14 +32,7 @@ from tidemill.models.weights_digest import weights_digest
 from tidemill.trainer.advantage_estimator import AdvantageEstimator, GroupAdvantages
 from tidemill.trainer.checkpoint import restore_state, save_state, state_bytes
 from tidemill.trainer.critic import Critic, Deferred
-from tidemill.trainer.packing import (
-    FloatArray,
-    Microbatch,
-    WeightedSample,
-    missing_reference,
-    pack,
-    split_by_tokens,
-)
+from tidemill.trainer.packing import FloatArray, Microbatch, WeightedSample, missing_reference, pack, split_by_tokens
 from tidemill.trainer.scoring import completion_logprobs, token_logprobs
 from tidemill.trainer.update import (
     Minibatch,
@@ -122,12 +115,8 @@ class PolicyTrainer:
             ranks=ranks,
         )
         self._user_losses = user_losses(spec.algorithm, has_reference=spec.algorithm.kl_beta > 0)
-        self._version = PolicyVersion(number=0, digest=weights_digest(self.model, ranks))
+        self.version = PolicyVersion(number=0, digest=weights_digest(self.model, ranks))
         self._start_batch()
-
-    @property
-    def version(self) -> PolicyVersion:
-        return self._version
 
     async def accumulate(self, group: Group) -> None:
         await self._compute.run(lambda: self.add_group(group))
@@ -171,8 +160,8 @@ class PolicyTrainer:
         self._optimize()
         self._sums.add_ranks(self._ranks)
         steps_taken = self._sums.optimizer_steps
-        digest = weights_digest(self.model, self._ranks) if steps_taken else self._version.digest
-        self._version = PolicyVersion(number=step, digest=digest)
+        digest = weights_digest(self.model, self._ranks) if steps_taken else self.version.digest
+        self.version = PolicyVersion(number=step, digest=digest)
         self._sums.critic = [self._wait_for_critic(metrics) for metrics in self._critic_metrics]
         self._add_time(started)
         values = self._sums.values()
@@ -180,7 +169,7 @@ class PolicyTrainer:
         if kl_target is not None and kl_ref is not None:
             self.kl_beta = adapted_beta(self.kl_beta, kl_ref, kl_target)
         self._start_batch()
-        return StepMetrics(step=step, version=self._version, optimizer_steps=steps_taken, values=values)
+        return StepMetrics(step=step, version=self.version, optimizer_steps=steps_taken, values=values)
 
     def _add_time(self, since: tuple[float, float]) -> None:
         wall_s, cpu_s = _clocks()
@@ -212,7 +201,7 @@ class PolicyTrainer:
             [each.group for each in usable],
             [each.valid for each in usable],
             kl_beta=self.kl_beta,
-            step=self._version.number + 1,
+            step=self.version.number + 1,
             values=[each.values for each in usable],
         )
         for each, group_advantages in zip(usable, advantages, strict=True):
@@ -268,7 +257,7 @@ class PolicyTrainer:
             return
         counted = self._ranks.index < len(waiting)
         samples = waiting[self._ranks.index] if counted else [replace(waiting[0][0], token_weight=0.0)]
-        microbatch = pack(samples, self._device, version=self._version.number)
+        microbatch = pack(samples, self._device, version=self.version.number)
         microbatch.counted = counted
         minibatch.microbatches.append(microbatch)
         if self.spec.algorithm.kl_beta and microbatch.ref_logprobs is None:
@@ -286,7 +275,7 @@ class PolicyTrainer:
     def _optimize(self) -> None:
         """Take the optimizer steps of all minibatches and epochs; the first minibatch already has its gradient."""
         minibatches = len(self._minibatches)
-        before = self._version.number * self.spec.batch.epochs * minibatches
+        before = self.version.number * self.spec.batch.epochs * minibatches
         for epoch in range(self.spec.batch.epochs):
             for index, minibatch in enumerate(self._minibatches):
                 if not minibatch.microbatches:
@@ -371,7 +360,7 @@ class PolicyTrainer:
             entropy,
             kl_beta=self.kl_beta,
             user=self._user_losses,
-            step=self._version.number + 1,
+            step=self.version.number + 1,
         )
         if not self._critic_warmup:
             outcome.loss.backward()
@@ -405,7 +394,7 @@ class PolicyTrainer:
             "schedule_steps": self.schedule_steps,
             "critic_steps": self.critic_steps,
             "kl_beta": self.kl_beta,
-            "version": msgspec.to_builtins(self._version),
+            "version": msgspec.to_builtins(self.version),
         }
         save_state(
             directory,
@@ -434,8 +423,8 @@ class PolicyTrainer:
         self.schedule_steps = self.spec.optimizer.schedule_steps or stored or self.spec.policy_steps
         self.critic_steps = int(counters["critic_steps"])
         self.kl_beta = float(counters["kl_beta"])
-        self._version = msgspec.convert(counters["version"], PolicyVersion)
-        if weights_digest(self.model, self._ranks) != self._version.digest:
+        self.version = msgspec.convert(counters["version"], PolicyVersion)
+        if weights_digest(self.model, self._ranks) != self.version.digest:
             raise UserError(
                 "the weights do not match the trainer state of the checkpoint",
                 where=str(directory),

@@ -1,6 +1,6 @@
 """Token logprobs and reward scores of samples, computed for whole samples or chunk by chunk.
 
-A `ChunkedReader` cuts samples at fixed positions: the prompt from its start, the completion from its start. Each chunk
+A `ChunkedScorer` cuts samples at fixed positions: the prompt from its start, the completion from its start. Each chunk
 is a separate forward pass, so results have the same bits whether chunks were computed during generation, afterwards, or
 again (overlap within a step as in OPPO, arXiv 2509.25762). Samples of a group share the chunks of their prompt.
 """
@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from tidemill.core.records import ITEM_BYTES, Completion, LogprobBuffer, Read, SampleId, TokenBuffer, count
+from tidemill.core.records import ITEM_BYTES, Completion, LogprobBuffer, ModelScores, SampleId, TokenBuffer, count
 from tidemill.models.attention import KVChunk, prefill_chunk, vocabulary_logits
 from tidemill.models.reward_model import RewardModel, sequence_scores
-from tidemill.models.token_logprobs import FLOAT_BYTES, Statistic
+from tidemill.models.token_logprobs import FLOAT_BYTES, Statistic, Targets
 from tidemill.models.token_tree import Tokens, TokenTree
-from tidemill.models.tree_forward import Targets, TreeForward, TreeOutput
+from tidemill.models.tree_forward import TreeForward, TreeOutput
 from tidemill.trainer.packing import MaskedCompletion, pack_completions, split_by_sample, split_by_tokens, tokens_of
 
 
@@ -129,7 +129,7 @@ class _OpenSample:
         return self.prompt.computed + count(self.token_ids)
 
 
-class ChunkedReader:
+class ChunkedScorer:
     """Computes scores of samples with one model, also while they are being generated. Not thread-safe.
 
     Args:
@@ -155,7 +155,7 @@ class ChunkedReader:
         self._prompts: dict[TokenBuffer, _Prompt] = {}  # least recently used first
         self.tokens_held = 0  # tokens whose keys and values are in memory
 
-    def read_ahead(self, sample_id: SampleId, token_ids: TokenBuffer, prompt_tokens: int) -> bool:
+    def compute_ahead(self, sample_id: SampleId, token_ids: TokenBuffer, prompt_tokens: int) -> bool:
         """Compute one more chunk of a sample that is still being generated.
 
         Args:
@@ -177,7 +177,7 @@ class ChunkedReader:
         sample.tokens_ahead += self._compute(sample, token_ids, end)
         return True
 
-    def read_finished(self, sample_id: SampleId, token_ids: TokenBuffer, prompt_tokens: int) -> Read | None:
+    def score_finished(self, sample_id: SampleId, token_ids: TokenBuffer, prompt_tokens: int) -> ModelScores | None:
         """Compute one more chunk of a finished sample, int32 [P + T]. After the last chunk, forget the sample and
         return its result."""
         self._forget_if_different(sample_id, token_ids, prompt_tokens)
@@ -193,9 +193,9 @@ class ChunkedReader:
             torch.autocast(self._device.type, self._autocast, enabled=self._autocast is not None),
         ):
             values = self._scorer.score_sample(sample.scores, last).float().cpu().numpy().tobytes()
-        read = Read(values=values, tokens_ahead=sample.tokens_ahead, tokens_late=sample.tokens_late)
+        scores = ModelScores(values=values, tokens_ahead=sample.tokens_ahead, tokens_late=sample.tokens_late)
         self.forget(sample_id)
-        return read
+        return scores
 
     def forget(self, sample_id: SampleId) -> None:
         """Drop the state of a sample that was restarted, dropped or completely read."""
@@ -276,11 +276,7 @@ def completion_logprobs(
     """
     device = forward.device
     logprobs: list[LogprobBuffer] = []
-
-    def inputs(completion: Completion) -> tuple[Tokens]:
-        return (tokens_of(completion.prompt_ids + completion.token_ids)[:-1],)
-
-    for run in split_by_tokens(completions, inputs, budget):
+    for run in split_by_tokens(completions, lambda each: [tokens_of(each.prompt_ids + each.token_ids)[:-1]], budget):
         packed = pack_completions([MaskedCompletion(each.prompt_ids, each.token_ids) for each in run], device)
         output = token_logprobs(
             forward, packed, temperature=temperature, logits_budget_bytes=logits_budget_bytes, statistic="none"
@@ -302,11 +298,7 @@ def reward_scores(
     # Lexicographic order puts samples of the same prompt next to each other.
     order = sorted(range(len(samples)), key=lambda index: tokens_of(samples[index]).astype(">i4").tobytes())
     scores = [0.0] * len(samples)
-
-    def inputs(index: int) -> tuple[Tokens]:
-        return (tokens_of(samples[index]),)
-
-    for run in split_by_tokens(order, inputs, budget):
+    for run in split_by_tokens(order, lambda index: [tokens_of(samples[index])], budget):
         run_scores, _ = sequence_scores(forward, reward.head, [tokens_of(samples[index]) for index in run])
         for index, score in zip(run, run_scores.tolist(), strict=True):
             scores[index] = score

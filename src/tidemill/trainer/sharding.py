@@ -92,6 +92,9 @@ def _not_met(meeting: Path, why: str) -> UserError:
     )
 
 
+_M_MMAP_THRESHOLD, _LARGE_BYTES = -3, 1 << 20
+
+
 def shard(forward: TreeForward, ranks: Ranks, *, offload: bool = False) -> None:
     """Keep only this rank's rows of every parameter of `forward`, in place; does nothing with one rank.
 
@@ -101,8 +104,10 @@ def shard(forward: TreeForward, ranks: Ranks, *, offload: bool = False) -> None:
     if ranks.size == 1:
         return
     device = forward.device
-    if device.type == "cpu":
-        _return_large_blocks()
+    if device.type == "cpu" and (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:
+        # glibc then returns large blocks to the operating system when they are freed. Layers are gathered and freed in
+        # turn; kept for later use, their memory would add up to that of the whole model.
+        mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
     mesh = init_device_mesh(device.type, (ranks.size,))
     precision = MixedPrecisionPolicy(
         param_dtype=forward.autocast, reduce_dtype=torch.float32, cast_forward_inputs=False
@@ -115,19 +120,6 @@ def shard(forward: TreeForward, ranks: Ranks, *, offload: bool = False) -> None:
         assert isinstance(module, FSDPModule)
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
-
-
-_M_MMAP_THRESHOLD, _LARGE_BYTES = -3, 1 << 20
-
-
-def _return_large_blocks() -> None:
-    """Make the C library (glibc) return freed blocks of a megabyte or more to the operating system at once.
-
-    Layers are gathered and freed in turn; kept for later use, their memory would add up to that of the whole model.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
 
 
 def layers_of(model: PreTrainedModel) -> list[nn.Module]:

@@ -99,8 +99,8 @@ class Totals:
     tokens_packed: int = 0
     tokens_unpacked: int = 0
 
-    def add(self, sums: LossSums) -> None:
-        self.loss += float(sums.loss.detach())
+    def add(self, sums: LossSums | Totals) -> None:
+        self.loss += float(sums.loss.detach() if isinstance(sums.loss, Tensor) else sums.loss)
         self.weight += sums.weight
         for name, value in sums.figures.items():
             self.figures[name] = self.figures.get(name, 0.0) + float(value)
@@ -115,10 +115,7 @@ class Totals:
         parts = [msgspec.msgpack.decode(each, type=Totals) for each in ranks.gather(msgspec.msgpack.encode(self))]
         total = Totals()
         for part in parts:
-            for each in ("loss", "weight", "tokens_trained", "tokens_packed", "tokens_unpacked"):
-                setattr(total, each, getattr(total, each) + getattr(part, each))
-            for name, value in part.figures.items():
-                total.figures[name] = total.figures.get(name, 0.0) + value
+            total.add(part)
         return total
 
     def means(self) -> dict[str, float]:
@@ -272,7 +269,9 @@ class _FitLoop(Generic[E]):
             self._evaluate()
             self._log_step({}, optimizer_steps=0)
         interrupted = False
-        while not self._finished and not (interrupted := self._stop_requested()):
+        while not self._finished:
+            if interrupted := any(context.ranks.gather(b"stop" if context.stop() else b"")):
+                break
             self._run_step()
         if self.saved_step < self.step:
             self._checkpoint()
@@ -289,9 +288,6 @@ class _FitLoop(Generic[E]):
             model=model.path if model else None,
             held_out=self.evaluated,
         )
-
-    def _stop_requested(self) -> bool:
-        return any(self.context.ranks.gather(b"stop" if self.context.stop() else b""))
 
     @property
     def _stopped_early(self) -> bool:
@@ -409,8 +405,8 @@ class _FitLoop(Generic[E]):
         for finding in recover_together(store, ranks=ranks):
             self.context.warn(finding)
         latest = store.latest()
-        for damaged in latest.skipped:
-            self.context.warn(f"skipped checkpoint {damaged.path.name}: {damaged.reason}")
+        for name, reason in latest.skipped.items():
+            self.context.warn(f"skipped checkpoint {name}: {reason}")
         if latest.checkpoint is None:
             return 0
         path = latest.checkpoint.path

@@ -22,7 +22,8 @@ from tidemill.config.algorithm import AlgorithmConfig
 from tidemill.config.learning import OptimizerConfig
 from tidemill.core.records import Record
 from tidemill.models.ranks import ONE_RANK, Ranks, is_sharded, local_rows
-from tidemill.trainer.packing import Microbatch, WeightedSample, packed_size
+from tidemill.models.token_tree import build_tree
+from tidemill.trainer.packing import Microbatch, WeightedSample
 
 
 def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
@@ -192,46 +193,7 @@ def policy_outcome(
     assert proximal_T is not None, "the proximal logprobs are computed before the loss"
     corrected = _corrected(algorithm, microbatch, proximal_T)
     user = user or UserLosses()
-    inputs: dict[str, Any] = {}
-    if user.loss or user.terms:
-        inputs = _user_inputs(algorithm, microbatch, logprobs_T, proximal_T, corrected, step)
-    if user.loss:
-        token = _user_token_loss(user.loss(inputs), logprobs_T, proximal_T)
-    else:
-        row = LOSSES[algorithm.loss]
-        samples = {"samples": microbatch.samples} if row.by_sample else {}
-        settings = {name: getattr(algorithm, name) for name in row.settings}
-        token = row.function(logprobs_T, proximal_T, microbatch.advantages, **samples, **settings)
-    loss_T = corrected.weights_T * token.loss_T
-    kl_T = None
-    if microbatch.ref_logprobs is not None:
-        kl_T = k3(logprobs_T, microbatch.ref_logprobs)
-        if kl_beta and algorithm.kl_in == "loss":
-            ratio_T = torch.exp(logprobs_T - proximal_T) * corrected.weights_T if algorithm.kl_ratio else 1.0
-            loss_T = loss_T + kl_beta * ratio_T * kl_T
-    if algorithm.entropy_bonus:
-        loss_T = loss_T - algorithm.entropy_bonus * entropy_T
-    for term in user.terms:
-        loss_T = loss_T + term.weight * term(inputs)
-    return PolicyOutcome(
-        loss=(microbatch.weights * loss_T).sum(),
-        token=token,
-        corrected=corrected,
-        kl_T=None if kl_T is None else kl_T.detach(),
-        log_ratio_ref_T=None if microbatch.ref_logprobs is None else logprobs_T.detach() - microbatch.ref_logprobs,
-    )
-
-
-def _user_inputs(
-    algorithm: AlgorithmConfig,
-    microbatch: Microbatch,
-    logprobs_T: Tensor,
-    proximal_T: Tensor,
-    corrected: Corrected,
-    step: int,
-) -> dict[str, Any]:
-    """The arguments that a user loss may take; all but `logprobs` are detached."""
-    return {
+    inputs: dict[str, Any] = {  # of the user's functions; all but `logprobs` are detached
         "logprobs": logprobs_T,
         "proximal_logprobs": proximal_T,
         "rollout_logprobs": microbatch.rollout_logprobs,
@@ -243,12 +205,33 @@ def _user_inputs(
         "clip_high": algorithm.clip_high,
         "step": step,
     }
-
-
-def _user_token_loss(loss_T: Tensor, logprobs_T: Tensor, proximal_T: Tensor) -> TokenLoss:
-    """A user loss with the ratio trainer / proximal for the metrics; no token counts as clipped."""
-    ratio_T = torch.exp((logprobs_T.detach() - proximal_T).clamp(max=LOG_RATIO_LIMIT))
-    return TokenLoss(loss_T=loss_T, clipped_T=torch.zeros_like(ratio_T, dtype=torch.bool), ratio_T=ratio_T)
+    if user.loss:  # no token counts as clipped
+        ratio_T = torch.exp((logprobs_T.detach() - proximal_T).clamp(max=LOG_RATIO_LIMIT))
+        unclipped_T = torch.zeros_like(ratio_T, dtype=torch.bool)
+        token = TokenLoss(loss_T=user.loss(inputs), clipped_T=unclipped_T, ratio_T=ratio_T)
+    else:
+        row = LOSSES[algorithm.loss]
+        samples = {"samples": microbatch.samples} if row.by_sample else {}
+        settings = {name: getattr(algorithm, name) for name in row.settings}
+        token = row.function(logprobs_T, proximal_T, microbatch.advantages, **samples, **settings)
+    loss_T = corrected.weights_T * token.loss_T
+    kl_T = None
+    if microbatch.ref_logprobs is not None:
+        kl_T = k3(logprobs_T, microbatch.ref_logprobs)
+        if kl_beta and algorithm.kl_in == "loss":
+            factor_T = torch.exp(logprobs_T - proximal_T) * corrected.weights_T if algorithm.kl_ratio else 1.0
+            loss_T = loss_T + kl_beta * factor_T * kl_T
+    if algorithm.entropy_bonus:
+        loss_T = loss_T - algorithm.entropy_bonus * entropy_T
+    for term in user.terms:
+        loss_T = loss_T + term.weight * term(inputs)
+    return PolicyOutcome(
+        loss=(microbatch.weights * loss_T).sum(),
+        token=token,
+        corrected=corrected,
+        kl_T=None if kl_T is None else kl_T.detach(),
+        log_ratio_ref_T=None if microbatch.ref_logprobs is None else logprobs_T.detach() - microbatch.ref_logprobs,
+    )
 
 
 def _corrected(algorithm: AlgorithmConfig, microbatch: Microbatch, proximal_T: Tensor) -> Corrected:
@@ -278,7 +261,7 @@ class Minibatch:
 
     def add(self, samples: list[WeightedSample], budget: int) -> list[WeightedSample]:
         """Add samples of one group; returns the pending samples if these would exceed the budget, else []."""
-        size = packed_size(samples)
+        size = build_tree([ids for sample in samples for ids in sample.input_ids]).size
         full = self.flush() if self.pending_tokens + size > budget else []
         self.pending.extend(samples)
         self.pending_tokens += size
@@ -429,16 +412,7 @@ class UpdateSums:
             values["policy_lag_mean"] = sum(lag * count for lag, count in self.tokens_by_lag.items()) / tokens
             values["policy_lag_max"] = float(max(self.tokens_by_lag))
             values |= {f"lag/{lag}": count / tokens for lag, count in sorted(self.tokens_by_lag.items())}
-        if self.mismatch.tokens:
-            stats = self.mismatch.reduce()
-            values |= {
-                "mismatch_kl": stats.mismatch_kl,
-                "ratio_mean": stats.ratio_mean,
-                "ratio_var": stats.ratio_variance,
-                "ratio_max": stats.ratio_max,
-                "effective_sample_size": stats.effective_sample_size,
-            }
-        values |= self._mismatch_by_source()
+        values |= self.mismatch.reduce() | self._mismatch_by_source()
         if self.tokens_trained:
             values |= self._token_means()
         if self.optimizer_steps:

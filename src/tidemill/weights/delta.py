@@ -16,15 +16,15 @@ from __future__ import annotations
 import itertools
 import struct
 import zlib
-from collections.abc import Iterator, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from tidemill.core.records import DeltaEntry, TensorEntry
 from tidemill.weights.snapshot import Blob, Damaged, checksum
-from tidemill.weights.threads import INLINE, Threads
 
 CHUNK = 1 << 20
 """Elements per chunk: limits temporaries to tens of megabytes."""
@@ -40,6 +40,37 @@ PATTERNS: dict[str, type[np.unsignedinteger[Any]]] = {
 _LENGTH = struct.Struct("<I")
 _STRATEGY = zlib.Z_RLE
 """Huffman codes and run lengths: among the smallest and fastest of zlib's strategies for both dtypes."""
+
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+class Threads:
+    """Threads that share one job (numpy and zlib release the interpreter's lock); one thread runs it in the caller."""
+
+    def __init__(self, count: int = 1) -> None:
+        self._pool = ThreadPoolExecutor(count, thread_name_prefix="weights") if count > 1 else None
+
+    def map(self, function: Callable[[T], R], items: Iterable[T]) -> list[R]:
+        """The results, in order. The first exception is raised when no thread works on the job any more."""
+        if self._pool is None:
+            return [function(item) for item in items]
+        futures = [self._pool.submit(function, item) for item in items]
+        try:
+            return [future.result() for future in futures]
+        finally:
+            for future in futures:
+                future.cancel()
+            wait(futures)
+
+    def close(self) -> None:
+        """End the threads."""
+        if self._pool is not None:
+            self._pool.shutdown()
+
+
+INLINE = Threads()
 
 
 def encode_delta(
@@ -72,7 +103,11 @@ def apply_delta(
         source, target, nbytes, end = part
         if out is not old:
             target[:] = source
-        _change(target, _Reader(delta[end - nbytes : end]))
+        reader = _Reader(delta[end - nbytes : end])
+        if changed := reader.length():
+            places = np.cumsum(reader.numbers(changed, np.uint32), dtype=np.int64) + np.arange(changed)
+            differences = _unfolded(reader.numbers(changed, target.dtype.type))
+            target[places] = _unordered(_ordered(target[places]) + differences)
 
     try:
         parts = zip(_chunks(tensors, old), _chunks(tensors, out), entry.parts, ends, strict=True)
@@ -88,15 +123,6 @@ def _encoded(before: Patterns, after: Patterns) -> Iterator[bytes]:
     if len(places):
         yield from _planes((np.diff(places, prepend=-1) - 1).astype(np.uint32))
         yield from _planes(_folded(_ordered(after[places]) - _ordered(before[places])))
-
-
-def _change(target: Patterns, reader: _Reader) -> None:
-    """Apply one chunk in place."""
-    if not (changed := reader.length()):
-        return
-    places = np.cumsum(reader.numbers(changed, np.uint32), dtype=np.int64) + np.arange(changed)
-    differences = _unfolded(reader.numbers(changed, target.dtype.type))
-    target[places] = _unordered(_ordered(target[places]) + differences)
 
 
 def _chunks(tensors: Sequence[TensorEntry], buffer: Blob) -> Iterator[Patterns]:
@@ -162,14 +188,12 @@ class _Reader:
         if shift >= 8 * np.dtype(dtype).itemsize:
             raise ValueError("a number longer than its type")
         packed = self.length()
-        plane = np.frombuffer(self._inflate(packed, count), np.uint8)
+        start, self._at = self._at, self._at + packed
+        inflated = zlib.decompressobj(-zlib.MAX_WBITS).decompress(self._delta[start : self._at], count)
+        plane = np.frombuffer(inflated, np.uint8)
         if len(plane) != count:
             raise ValueError(f"expected {count} numbers, found {len(plane)}")
         found = (plane & 127).astype(dtype)
         if further := int(np.count_nonzero(more := plane > 127)):
             found[more] |= self.numbers(further, dtype, shift=shift + 7) << dtype(7)
         return found
-
-    def _inflate(self, packed: int, limit: int) -> bytes:
-        start, self._at = self._at, self._at + packed
-        return zlib.decompressobj(-zlib.MAX_WBITS).decompress(self._delta[start : self._at], limit)

@@ -18,13 +18,11 @@ CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
 
 
 class HttpReader:
-    """Implements `weights.snapshot.Transport` for processes that only read.
+    """Implements `weights.snapshot.BlobSource`.
 
     Args:
         url: of the server, such as "http://10.0.0.5:8000".
     """
-
-    zero_copy = False
 
     def __init__(self, url: str, token: str, *, silence_s: float = SILENCE_S) -> None:
         self._blobs = f"{url.rstrip('/')}/v1/blobs"
@@ -51,12 +49,6 @@ class HttpReader:
             raise _told(name, group.exceptions[0]) from group
         return blob
 
-    async def put(self, name: str, blob: Blob) -> None:
-        raise TypeError("a reader cannot publish")
-
-    async def delete(self, name: str) -> None:
-        raise TypeError("a reader cannot delete")
-
     async def close(self) -> None:
         """Close the connections."""
         await self._client.aclose()
@@ -69,12 +61,8 @@ class HttpReader:
             raise WeightsError(f"{name} changed while it was read: {found[0]} of {found[1]} bytes")
 
     async def _read(self, name: str, start: int, buffer: Blob) -> tuple[int, int]:
-        """Read from `start` until the buffer is full or the blob ends; the bytes read, and those of the blob.
-
-        Raises:
-            WeightsError: the server refuses, or its answer is not what its headers say.
-            httpx2.HTTPError: it does not answer.
-        """
+        """Read from `start` until the buffer is full or the blob ends; the bytes read, and those of the blob. Raises
+        WeightsError (the server refuses, or its answer is not what its headers say), httpx2.HTTPError."""
         wanted = {"range": f"bytes={start}-{start + len(buffer) - 1}"}
         async with self._client.stream("GET", f"{self._blobs}/{name}", headers=wanted) as answer:
             if answer.status_code == 404:

@@ -16,7 +16,7 @@ from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from tidemill.core.errors import UserError
-from tidemill.weights.snapshot import Blob, Missing
+from tidemill.weights.snapshot import Blob, BlobsInMemory
 
 PIECE_BYTES = 1 << 20
 STOP_S = 5.0
@@ -25,7 +25,7 @@ MOST_CONNECTIONS = 4096
 RANGE = re.compile(r"bytes=(\d+)-(\d+)")
 
 
-class HttpTransport:
+class HttpTransport(BlobsInMemory):
     """Implements `weights.snapshot.Transport` for the publisher: blobs in memory, and a server for its readers.
 
     Args:
@@ -40,7 +40,7 @@ class HttpTransport:
     zero_copy = False
 
     def __init__(self, host: str, port: int, token: str) -> None:
-        self._blobs: dict[str, Blob] = {}
+        super().__init__()
         try:
             listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
         except OSError as error:
@@ -48,7 +48,7 @@ class HttpTransport:
             raise UserError(f"{host}:{port}: {error.strerror}", where="weights.host", hint=hint) from error
         self.port: int = listener.getsockname()[1]
         config = uvicorn.Config(
-            blob_app(self._blobs, token),
+            blob_app(self.blobs, token),
             log_level="error",
             access_log=False,
             lifespan="off",
@@ -58,20 +58,9 @@ class HttpTransport:
         self._thread = threading.Thread(target=self._serve, args=(listener,), name="weights-http", daemon=True)
         self._thread.start()
 
-    async def put(self, name: str, blob: Blob) -> None:
-        self._blobs[name] = blob
-
-    async def get(self, name: str) -> Blob:
-        if name not in self._blobs:
-            raise Missing(f"there is no {name}")
-        return self._blobs[name]
-
-    async def delete(self, name: str) -> None:
-        self._blobs.pop(name, None)
-
     async def close(self) -> None:
         """Stop the server; transfers that run end within `STOP_S`."""
-        self._blobs.clear()
+        await super().close()
         self._server.should_exit = True
         await asyncio.to_thread(self._thread.join, STOP_S)
         self._server.force_exit = True

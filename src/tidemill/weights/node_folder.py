@@ -1,4 +1,4 @@
-"""Snapshots in the shared memory of a machine, each one once for all processes of a run.
+"""Snapshots in the shared memory of a machine, each one pulled once for all processes of a run.
 
 A file is renamed to its final name when it is complete and verified; from then on it is only read. Whoever uses one
 holds a shared lock on it, which the kernel releases when the process ends, so that files nobody uses can be deleted.
@@ -11,15 +11,20 @@ import fcntl
 import mmap
 import os
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from filelock import FileLock, Timeout
 
 from tidemill.core.errors import WeightsError
-from tidemill.weights.snapshot import Blob
+from tidemill.core.protocols import Clock, Compute
+from tidemill.core.records import Pulled, WeightManifest
+from tidemill.weights.puller import Puller
+from tidemill.weights.snapshot import Blob, BlobSource, Snapshot, verify
+from tidemill.weights.store import snapshot_name
 
 SHARED_MEMORY = Path("/dev/shm")
 PREFIX = "tidemill-weights"
@@ -111,6 +116,73 @@ class NodeFolder:
     def close(self) -> None:
         """Delete the folder if nobody uses it."""
         _remove_unused_folder(self.path)
+
+
+class NodePuller(Puller):
+    """As `Puller`, with buffers that are files of the node's folder. Peak: two snapshots on the machine."""
+
+    def __init__(
+        self, source: BlobSource, compute: Compute, *, clock: Clock, folder: NodeFolder, **settings: Any
+    ) -> None:
+        super().__init__(source, compute, clock=clock, **settings)
+        self._folder = folder
+        self._files: dict[str, SharedFile] = {}  # by digest; those in use, and the prepared one
+
+    def swap(self, pulled: Pulled, bind: Callable[[Snapshot], None]) -> None:
+        super().swap(pulled, bind)
+        self._spare = None
+        for digest in self._files.keys() - {pulled.manifest.digest}:
+            self._files.pop(digest).close()
+        self._folder.remove_unused(keep=pulled.manifest.digest)
+
+    def close(self) -> None:
+        """Release every buffer; the last process of the machine deletes the folder."""
+        super().close()
+        while self._files:
+            self._files.popitem()[1].close()
+        self._folder.close()
+
+    async def _fetch(
+        self, manifest: WeightManifest, held: Snapshot | None, *, by_delta: bool
+    ) -> tuple[Snapshot, bool, bool]:
+        async with self._folder.writing():
+            if (found := self._folder.find(manifest.digest, manifest.nbytes)) is not None:
+                self._keep(manifest.digest, found)
+                return Snapshot(manifest=manifest, buffer=found.buffer), False, False
+            return await self._written(manifest, held, by_delta=by_delta)
+
+    async def _written(
+        self, manifest: WeightManifest, held: Snapshot | None, *, by_delta: bool
+    ) -> tuple[Snapshot, bool, bool]:
+        """Pull the version into a new file, and make it visible when it is verified."""
+        chain = await self._chain(held.manifest, manifest) if held is not None and by_delta else []
+        self._folder.remove_unused()
+        file, partial = self._folder.create(manifest.nbytes)
+        try:
+            if held is not None and chain:
+                await self._by_deltas(held, chain, file.buffer)
+            else:
+                fetched = await self._get(snapshot_name(manifest.version))
+
+                def copied() -> Blob:
+                    verify(manifest, fetched)
+                    file.buffer[:] = fetched
+                    return file.buffer
+
+                await self._compute.run(copied)
+            self._folder.complete(partial, manifest.digest)
+        except BaseException:
+            file.close()
+            partial.unlink(missing_ok=True)
+            raise
+        self._keep(manifest.digest, file)
+        file.buffer.flags.writeable = False
+        return Snapshot(manifest=manifest, buffer=file.buffer), not chain, False
+
+    def _keep(self, digest: str, file: SharedFile) -> None:
+        if (before := self._files.pop(digest, None)) is not None:
+            before.close()
+        self._files[digest] = file
 
 
 def remove_abandoned(parent: Path = SHARED_MEMORY) -> None:

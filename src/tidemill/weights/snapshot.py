@@ -22,18 +22,8 @@ class Missing(WeightsError):
     """No blob has that name, or it was deleted."""
 
 
-class Transport(Protocol):
-    """Immutable buffers by name. Names are never reused and are valid file names.
-
-    Deleting a blob does not invalidate buffers that readers already hold.
-    """
-
-    @property
-    def zero_copy(self) -> bool:
-        """Whether `get` is free for every reader regardless of size; deltas are then not written."""
-
-    async def put(self, name: str, blob: Blob) -> None:
-        """Store a blob atomically for all readers. The caller must not change `blob` afterwards."""
+class BlobSource(Protocol):
+    """Immutable buffers by name. Names are never reused and are valid file names."""
 
     async def get(self, name: str) -> Blob:
         """Return a blob, possibly read-only, preferably aligned to 64 bytes.
@@ -43,11 +33,22 @@ class Transport(Protocol):
             WeightsError: it cannot be read.
         """
 
+    async def close(self) -> None:
+        """Release connections; the publisher's end deletes all blobs."""
+
+
+class Transport(BlobSource, Protocol):
+    """The publisher's end. Deleting a blob does not invalidate buffers that readers already hold."""
+
+    @property
+    def zero_copy(self) -> bool:
+        """Whether `get` is free for every reader regardless of size; deltas are then not written."""
+
+    async def put(self, name: str, blob: Blob) -> None:
+        """Store a blob atomically for all readers. The caller must not change `blob` afterwards."""
+
     async def delete(self, name: str) -> None:
         """Delete a blob; does nothing if it does not exist."""
-
-    async def close(self) -> None:
-        """Delete all blobs; called by the publisher."""
 
 
 ALIGNMENT = 64
@@ -99,11 +100,7 @@ def digest_of(tensors: Sequence[TensorEntry]) -> str:
 
 
 def verify(manifest: WeightManifest, buffer: Blob) -> None:
-    """Check all checksums.
-
-    Raises:
-        Damaged: a tensor differs from the published one; names version and tensor.
-    """
+    """Raises Damaged: a tensor differs from the published one; names version and tensor."""
     name = f"version {manifest.version.number}"
     if len(buffer) != manifest.nbytes:
         raise Damaged(f"{name}: the snapshot has {len(buffer)} bytes, not {manifest.nbytes}")
@@ -118,15 +115,10 @@ def _bytes(entry: TensorEntry, buffer: Blob) -> Blob:
     return buffer[entry.offset : entry.offset + entry.nbytes]
 
 
-class MemoryTransport:
-    """A `Transport` within one process: `get` returns the stored memory itself, marked read-only.
+class BlobsInMemory:
+    """Blobs in the publisher's memory, marked read-only."""
 
-    Args:
-        zero_copy: False makes `get` copy, like a transfer between machines.
-    """
-
-    def __init__(self, *, zero_copy: bool = True) -> None:
-        self.zero_copy = zero_copy
+    def __init__(self) -> None:
         self.blobs: dict[str, Blob] = {}
 
     async def put(self, name: str, blob: Blob) -> None:
@@ -136,15 +128,30 @@ class MemoryTransport:
 
     async def get(self, name: str) -> Blob:
         if name not in self.blobs:
-            raise Missing(f"no blob {name}")
-        blob = self.blobs[name]
-        if not self.zero_copy:
-            blob, source = allocate(len(blob)), blob
-            blob[:] = source
-        return blob
+            raise Missing(f"there is no {name}")
+        return self.blobs[name]
 
     async def delete(self, name: str) -> None:
         self.blobs.pop(name, None)
 
     async def close(self) -> None:
         self.blobs.clear()
+
+
+class MemoryTransport(BlobsInMemory):
+    """A `Transport` within one process.
+
+    Args:
+        zero_copy: False makes `get` copy, like a transfer between machines.
+    """
+
+    def __init__(self, *, zero_copy: bool = True) -> None:
+        super().__init__()
+        self.zero_copy = zero_copy
+
+    async def get(self, name: str) -> Blob:
+        blob = await super().get(name)
+        if not self.zero_copy:
+            blob, source = allocate(len(blob)), blob
+            blob[:] = source
+        return blob

@@ -13,9 +13,8 @@ import numpy as np
 from tidemill.core.errors import WeightsError
 from tidemill.core.protocols import Compute
 from tidemill.core.records import DeltaEntry, LogprobBuffer, PolicyVersion, TensorEntry, TokenBuffer, WeightManifest
-from tidemill.weights.delta import encode_delta
+from tidemill.weights.delta import INLINE, Threads, encode_delta
 from tidemill.weights.snapshot import Blob, Damaged, Transport, checksum, digest_of, sealed
-from tidemill.weights.threads import INLINE, Threads
 
 BASE = PolicyVersion(number=-1, digest="base")
 """The version number of the base model that all adapter versions share."""

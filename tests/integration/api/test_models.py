@@ -17,11 +17,11 @@ import tidemill as tm
 from tests.model_folders import small_tokenizer
 from tidemill.cli.app import main
 from tidemill.config.load import load_spec
+from tidemill.jobs.serving import serving_spec
 from tidemill.models.catalog import resolve
 from tidemill.models.loading import load_model
 from tidemill.models.model_source import locate
 from tidemill.models.weights_digest import weights_digest
-from tidemill.runtime.serving import serving_spec
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.role not in ['system', 'user', 'assistant'] or (m.role == 'system' and not "

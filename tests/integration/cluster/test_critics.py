@@ -17,10 +17,10 @@ from tests.processes import command_lines, processes_below
 from tidemill.config.model import CharModelConfig
 from tidemill.config.schema import RunSpec
 from tidemill.config.toml import to_toml
+from tidemill.jobs.train import train
 from tidemill.models.builtin import build_char_model
 from tidemill.models.codec import load_codec
 from tidemill.models.reward_model import reward_head, save_head
-from tidemill.runtime.train import train
 from tidemill.telemetry.metrics import MetricLine, read_metrics
 
 pytestmark = pytest.mark.xdist_group("ray")

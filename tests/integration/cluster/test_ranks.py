@@ -6,7 +6,7 @@ import json
 import os
 import signal
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,11 @@ import pytest
 from tidemill.config.load import RECIPES
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import TrainerLost
+from tidemill.extensions.registry import Extension
+from tidemill.jobs.train import train
+from tidemill.jobs.train_supervised import train_supervised
 from tidemill.runtime.cluster.ray_trainer import Started, TrainerActor, TrainerPlan
-from tidemill.runtime.train import train
-from tidemill.runtime.train_supervised import train_supervised
+from tidemill.runtime.cluster.wire import served
 from tidemill.telemetry.metrics import read_metrics
 from tidemill.trainer import checkpoint
 from tidemill.trainer.policy import PolicyTrainer
@@ -42,10 +44,18 @@ def spec_of(directory: Path, *, steps: int = 4) -> RunSpec:
 class DyingRank(TrainerActor):
     """Its second rank is killed (SIGKILL) in the phase and step of a file beside the checkpoints, once."""
 
-    async def _start(self, plan: TrainerPlan, *rest: Any, **settings: Any) -> Started:
-        started = await super()._start(plan, *rest, **settings)
+    @served
+    async def start(
+        self,
+        plan: TrainerPlan,
+        index: int = 0,
+        meeting: str = "",
+        functions: Sequence[Extension] = (),
+        critic: Any = None,
+    ) -> Started:
+        started: Started = await TrainerActor.start.served(self, plan, index, meeting, functions)  # type: ignore[attr-defined]
         fault = Path(plan.checkpoints).parent / FAULT
-        if settings["join"].keywords["index"] == 1 and fault.exists():
+        if index == 1 and fault.exists():
             self._arm(fault, **json.loads(fault.read_text()))
         return started
 

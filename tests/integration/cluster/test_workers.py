@@ -43,13 +43,11 @@ from tidemill.core.records import (
 )
 from tidemill.models.catalog import resolve
 from tidemill.models.snapshots import files_without_weights
-from tidemill.runtime.cluster.connection import KeptCluster, NodeWatch, connect, start_keeper
-from tidemill.runtime.cluster.keeper import Keep, LocalNode
+from tidemill.runtime.cluster.connection import LocalCluster, NodeWatch, connect, start_local_cluster
+from tidemill.runtime.cluster.keeper import LocalClusterPlan, LocalNode
 from tidemill.runtime.cluster.ray_backend import RayProvider
 from tidemill.runtime.cluster.ray_calls import Remote, trainer_lost
 from tidemill.runtime.cluster.ray_trainer import (
-    RayCheckpoints,
-    RayPublisher,
     RayTrainer,
     TrainerActor,
     TrainerPlan,
@@ -75,17 +73,17 @@ PROMPT = pack_tokens([5, 6, 7, 8])
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[KeptCluster]:
+def cluster() -> Iterator[LocalCluster]:
     nodes = (
         LocalNode(name="reserved", cpus=1, gpus=0, labels={}),
         *(LocalNode(name=f"spot-{index}", cpus=2, gpus=0, labels=SPOT) for index in range(3)),
     )
-    kept = asyncio.run(start_keeper(Keep(nodes=nodes, object_store_bytes=100 << 20)))
-    asyncio.run(connect(kept.address, token=kept.token))
-    yield kept
+    started = asyncio.run(start_local_cluster(LocalClusterPlan(nodes=nodes, object_store_bytes=100 << 20)))
+    asyncio.run(connect(started.address, token=started.token))
+    yield started
     ray.shutdown()
-    asyncio.run(kept.close())
-    assert kept.process.returncode == 0
+    asyncio.run(started.close())
+    assert started.process.returncode == 0
 
 
 def _trainer_process() -> tuple[Any, Remote]:
@@ -108,14 +106,14 @@ class Trainer:
 
 
 @pytest.fixture(scope="module")
-def trainer(cluster: KeptCluster, tmp_path_factory: pytest.TempPathFactory) -> Trainer:
+def trainer(cluster: LocalCluster, tmp_path_factory: pytest.TempPathFactory) -> Trainer:
     """A trainer whose weights are published as version 0."""
     handle, remote = _trainer_process()
     plan = _trainer_plan(tmp_path_factory.mktemp("checkpoints"))
 
     async def start() -> PolicyVersion:
         started = await invoke(remote, 60, TrainerActor.start, plan)
-        await RayPublisher(remote).publish(started.version)
+        await RayTrainer(remote, started.version, warn=pytest.fail).publish(started.version)
         return started.version
 
     return Trainer(handle, remote, asyncio.run(start()), RayWorker(remote, owned=False))
@@ -272,7 +270,7 @@ def _stat(pid: int) -> tuple[str, int]:
     return state, int(parent)
 
 
-def test_the_cluster_listens_on_loopback_and_needs_a_token(cluster: KeptCluster) -> None:
+def test_the_cluster_listens_on_loopback_and_needs_a_token(cluster: LocalCluster) -> None:
     below = [cluster.process.pid, *processes_below(cluster.process.pid)]
     addresses = listening(below)
     assert len(addresses) >= 5  # one server of the head, and two of each node
@@ -291,7 +289,7 @@ def test_the_cluster_listens_on_loopback_and_needs_a_token(cluster: KeptCluster)
     assert "AuthenticationError" in said.stderr
 
 
-def test_the_clusters_files_are_private_to_the_user(cluster: KeptCluster) -> None:
+def test_the_clusters_files_are_private_to_the_user(cluster: LocalCluster) -> None:
     folder = Path(cluster.folder)
     assert (stat.S_IMODE(folder.stat().st_mode), folder.stat().st_uid) == (0o700, os.getuid())
     below = command_lines([cluster.process.pid, *processes_below(cluster.process.pid)])
@@ -307,7 +305,8 @@ async def test_a_worker_generates_gets_a_notice_continues_and_is_killed(workplac
     assert isinstance(worker, RayWorker)
     (pid,) = _pids() - before
     loaded = await worker.load(trainer.version)
-    manifest = await RayPublisher(trainer.remote).publish(trainer.version)  # returns the published one
+    publisher = RayTrainer(trainer.remote, trainer.version, warn=pytest.fail)
+    manifest = await publisher.publish(trainer.version)  # returns the published one
     assert (loaded.version, loaded.full) == (trainer.version, True)
     assert loaded.nbytes >= manifest.nbytes
     assert loaded.probe_logprobs == manifest.probe_logprobs
@@ -389,7 +388,7 @@ async def test_a_cancelled_start_leaves_no_process(workplace: Workplace) -> None
 
 
 async def test_a_trainer_raises_user_errors_and_reports_its_death_with_a_hint(
-    cluster: KeptCluster, tmp_path: Path
+    cluster: LocalCluster, tmp_path: Path
 ) -> None:
     handle, remote = _trainer_process()
     missing = SPEC.model_copy(update={"model": ModelConfig(source=str(tmp_path / "nothing"))})
@@ -398,10 +397,9 @@ async def test_a_trainer_raises_user_errors_and_reports_its_death_with_a_hint(
     assert str(tmp_path / "nothing") in str(fault.value)
 
     started = await invoke(remote, 60, TrainerActor.start, _trainer_plan(tmp_path))
-    trainer = RayTrainer(remote, started.version)
-    checkpoints = RayCheckpoints(remote, trainer, warn=pytest.fail)
-    assert await checkpoints.restore_latest() == 0
-    await checkpoints.save(0, score=None)
+    trainer = RayTrainer(remote, started.version, warn=pytest.fail)
+    assert await trainer.restore_latest() == 0
+    await trainer.save(0, score=None)
     assert (tmp_path / "step_0").is_dir()
 
     asked = [Completion(prompt_ids=PROMPT, token_ids=pack_tokens([3] * tokens)) for tokens in (2, 1)]
@@ -416,7 +414,7 @@ async def test_a_trainer_raises_user_errors_and_reports_its_death_with_a_hint(
     assert "run the same command again" in str(lost.value)
 
 
-async def test_leases_of_a_node_that_drains_and_dies(cluster: KeptCluster, workplace: Workplace) -> None:
+async def test_leases_of_a_node_that_drains_and_dies(cluster: LocalCluster, workplace: Workplace) -> None:
     pool = RayPool(kind="ray", max_workers=5, selector=SPOT)
     provider = RayProvider(pool, CONFIG, workplace.nodes, clock=LoopClock(), session=1, price_usd_per_hour=0.5)
     leases = [await provider.next_event(5.0) for _ in range(5)]  # three nodes of two CPUs have room for six

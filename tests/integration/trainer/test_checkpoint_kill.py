@@ -37,7 +37,7 @@ def test_a_killed_writer_leaves_only_complete_checkpoints(tmp_path: Path) -> Non
         store.recover()
         assert not any(path.name.startswith(".") for path in tmp_path.iterdir())
         latest = store.latest()
-        assert latest.skipped == ()
+        assert latest.skipped == {}
         assert latest.checkpoint is not None
         assert latest.checkpoint.step >= acknowledged
         best = store.best()

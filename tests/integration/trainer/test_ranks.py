@@ -42,7 +42,7 @@ from tidemill.trainer.policy import PolicyTrainer
 from tidemill.trainer.sharding import join_ranks, shard
 from tidemill.trainer.supervised_loop import fit
 from tidemill.trainer.update import clip_and_step
-from tidemill.weights.sharded import assembled
+from tidemill.weights.puller import assembled
 from tidemill.weights.snapshot import Snapshot, aligned, allocate, digest_of, sealed, verify
 
 Arrays = dict[str, npt.NDArray[np.float32]]

@@ -13,9 +13,8 @@ from hypothesis.extra import numpy as arrays
 
 from tidemill.core.records import DeltaEntry, PolicyVersion, TensorEntry
 from tidemill.weights import delta as module
-from tidemill.weights.delta import PATTERNS, apply_delta, encode_delta
+from tidemill.weights.delta import INLINE, PATTERNS, Threads, apply_delta, encode_delta
 from tidemill.weights.snapshot import Blob, Damaged, checksum
-from tidemill.weights.threads import INLINE, Threads
 
 # Zeros, infinities, quiet and signalling NaN, the largest and smallest numbers: by sign, as bf16 patterns.
 SPECIAL = [

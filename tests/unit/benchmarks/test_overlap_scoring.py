@@ -29,5 +29,5 @@ def test_planted_breaks_fail(late: dict[str, Any], ahead: dict[str, Any], why: s
         check_pairs("actor", [(LATE, AHEAD), (replace(LATE, **late), replace(AHEAD, **ahead))])
 
 
-def test_a_reader_on_the_engines_thread_need_not_read_ahead() -> None:
+def test_a_scorer_on_the_engines_thread_need_not_compute_ahead() -> None:
     check_pairs("shared_thread", [(LATE, LATE)])

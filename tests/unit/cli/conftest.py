@@ -47,7 +47,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFi
 
 @pytest.fixture
 def pretend(monkeypatch: pytest.MonkeyPatch) -> Pretend:
-    """`pretend("tidemill.runtime.train", "train", function)` puts a module with that function in place."""
+    """`pretend("tidemill.jobs.train", "train", function)` puts a module with that function in place."""
 
     def replace(module: str, name: str, function: Callable[..., Any]) -> None:
         stand_in = ModuleType(module)

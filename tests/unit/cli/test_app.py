@@ -99,7 +99,7 @@ def test_faults_as_json(run: Run) -> None:
     ],
 )
 def test_exit_codes(run: Run, pretend: Pretend, error: BaseException, code: int, kind: str, says: str) -> None:
-    pretend("tidemill.runtime.train", "train", failing(error))
+    pretend("tidemill.jobs.train", "train", failing(error))
     plain, as_json = run("train"), run("train", "--json")
     assert (plain.code, plain.out) == (code, "")
     assert plain.err.startswith(says)
@@ -110,7 +110,7 @@ def test_exit_codes(run: Run, pretend: Pretend, error: BaseException, code: int,
 
 
 def test_debug_shows_the_traceback_in_any_position(run: Run, pretend: Pretend) -> None:
-    pretend("tidemill.runtime.train", "train", failing(ValueError("odd")))
+    pretend("tidemill.jobs.train", "train", failing(ValueError("odd")))
     for argv in (("--debug", "train"), ("train", "--debug"), ("train", "--debug", "--json")):
         ran = run(*argv)
         assert ran.code == 1
@@ -121,7 +121,7 @@ def test_debug_shows_the_traceback_in_any_position(run: Run, pretend: Pretend) -
 def test_a_library_that_ends_the_process_decides_the_code(
     run: Run, pretend: Pretend, given: int | str | None, code: int, says: str
 ) -> None:
-    pretend("tidemill.runtime.train", "train", failing(SystemExit(given)))
+    pretend("tidemill.jobs.train", "train", failing(SystemExit(given)))
     ran = run("train")
     assert (ran.code, ran.out, ran.err) == (code, "", says)
     assert run("train", "--json").data["exit_code"] == code

@@ -29,7 +29,7 @@ def test_a_run_and_its_summary(run: Run, pretend: Pretend) -> None:
         print("a library's noise")
         return SUMMARY
 
-    pretend("tidemill.runtime.train", "train", train)
+    pretend("tidemill.jobs.train", "train", train)
     ran = run("train", "@char-addition", "--trainer.steps", "20", "--run.dir", "D")
     assert ran.code == 0
     assert ran.out.splitlines() == [
@@ -46,13 +46,13 @@ def test_a_run_and_its_summary(run: Run, pretend: Pretend) -> None:
 
 def test_accuracies_measured_on_different_prompts_say_so(run: Run, pretend: Pretend) -> None:
     measured = {"before": {"greedy_accuracy": 0.25, "n": 20}, "after": {"greedy_accuracy": 0.0, "n": 3}, "n": 3}
-    pretend("tidemill.runtime.train", "train", lambda _, **__: SUMMARY | {"eval": measured})
+    pretend("tidemill.jobs.train", "train", lambda _, **__: SUMMARY | {"eval": measured})
     assert "held-out greedy accuracy 0.25 → 0.00 (n = 20, then 3)" in run("train").out
 
 
 def test_interrupted(run: Run, pretend: Pretend) -> None:
     pretend(
-        "tidemill.runtime.train",
+        "tidemill.jobs.train",
         "train",
         lambda _, **__: {"steps": 3, "total_steps": 9, "interrupted": True, "wall_s": 5},
     )
@@ -67,12 +67,12 @@ def test_interrupted(run: Run, pretend: Pretend) -> None:
 
 
 def test_already_finished(run: Run, pretend: Pretend) -> None:
-    pretend("tidemill.runtime.train", "train", lambda _, **__: {**SUMMARY, "already_finished": True})
+    pretend("tidemill.jobs.train", "train", lambda _, **__: {**SUMMARY, "already_finished": True})
     assert run("train").out.startswith("already finished: 20 of 20 steps")
 
 
 def test_dry_run_trains_nothing(run: Run, pretend: Pretend) -> None:
-    pretend("tidemill.runtime.train", "train", lambda _, **__: pytest.fail("it trained"))
+    pretend("tidemill.jobs.train", "train", lambda _, **__: pytest.fail("it trained"))
     ran = run("train", "--dry-run", "--run.seed=3")
     assert ran.code == 0
     text, words = ran.out.split("\nmodel  ", 1)
@@ -222,7 +222,7 @@ def test_mean_reward_and_accuracy_are_reported_where_they_were_measured(
     run: Run, pretend: Pretend, before: dict[str, Any], after: dict[str, Any], line: str
 ) -> None:
     measured = {"before": before, "after": after, "n": 8}
-    pretend("tidemill.runtime.train", "train", lambda _, **__: SUMMARY | {"eval": measured})
+    pretend("tidemill.jobs.train", "train", lambda _, **__: SUMMARY | {"eval": measured})
     assert line in run("train").out.splitlines()
 
 
@@ -230,5 +230,5 @@ def test_mean_reward_and_accuracy_are_reported_where_they_were_measured(
 def test_an_evaluation_that_was_not_measured_is_not_reported(
     run: Run, pretend: Pretend, measured: dict[str, Any]
 ) -> None:
-    pretend("tidemill.runtime.train", "train", lambda _, **__: SUMMARY | {"eval": measured})
+    pretend("tidemill.jobs.train", "train", lambda _, **__: SUMMARY | {"eval": measured})
     assert "held-out" not in run("train").out

@@ -12,7 +12,8 @@ from tests.doubles.samples import FakeCodec, make_prompt
 from tests.doubles.session import FakeScorer, FakeTelemetry
 from tests.fabricated_run import make_trajectory
 from tests.virtual_time import run_virtual
-from tidemill.controller.evaluation import Evaluation, eval_result, evaluate, is_correct
+from tidemill.controller.entries import Evaluated
+from tidemill.controller.evaluation import eval_result, evaluate, is_correct
 from tidemill.controller.fleet import Fleet
 from tidemill.controller.ledger import Ledger
 from tidemill.controller.rollout_context import RolloutContext
@@ -46,7 +47,7 @@ class ByIndex(FakeScorer):
 
 async def run(
     prompts: list[Prompt], seen: list[GenerateRequest], scorer: FakeScorer | None = None, **drawn: Any
-) -> Evaluation:
+) -> Evaluated:
     engine = FakeEngine(VERSION)
     submit = engine.submit
     engine.submit = lambda requests: (seen.extend(requests), submit(requests))[1]  # type: ignore[method-assign,func-returns-value]

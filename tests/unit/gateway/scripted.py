@@ -18,8 +18,8 @@ from tidemill.gateway.app import Gateway
 from tidemill.gateway.backend import CompletionRequest, TokenChunk
 from tidemill.gateway.requests import CompletionParams
 from tidemill.gateway.server import listen, serving
+from tidemill.jobs.gateway import write_hermes
 from tidemill.models.turn_format import turn_format
-from tidemill.runtime.gateway import write_hermes
 
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"

@@ -29,7 +29,7 @@ from tidemill.gateway.app import Gateway
 from tidemill.gateway.server import listen, serving
 from tidemill.gateway.session import SessionLog
 from tidemill.gateway.sessions import Sessions
-from tidemill.runtime.gateway import ServedSessions, write_hermes
+from tidemill.jobs.gateway import ServedSessions, write_hermes
 
 OPEN = "/v1/tidemill/sessions"
 

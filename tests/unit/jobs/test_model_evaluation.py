@@ -12,9 +12,9 @@ import pytest
 from tests.char_codec import make_prompt, make_trajectory
 from tests.trajectories import agent_trajectory
 from tidemill.cli.evaluate import figures as eval_figures
-from tidemill.controller.entries import EvalResult
-from tidemill.controller.evaluation import Evaluation, eval_result
-from tidemill.core.records import Group, PolicyVersion, Prompt, Reward, SourceRun, Trajectory
+from tidemill.controller.entries import EvalResult, Evaluated
+from tidemill.controller.evaluation import eval_result
+from tidemill.core.records import PolicyVersion, Prompt, Reward, SourceRun, Trajectory
 from tidemill.jobs.model_evaluation import ModelEvaluation, comparison, figures
 from tidemill.pipeline.stage_kinds import evaluation_headline
 from tidemill.telemetry.statistics import wilson_interval
@@ -47,17 +47,13 @@ def measured(
         duration_s=1.0,
     )
     groups = tuple(
-        Group(
-            position=at,
-            prompt_id="p",
-            trajectories=tuple(answered(prompt, text, index) for index, text in enumerate(word)),
-        )
-        for at, (prompt, word) in enumerate(zip(PROMPTS, drawn, strict=False))
+        tuple(answered(prompt, text, index) for index, text in enumerate(word))
+        for prompt, word in zip(PROMPTS, drawn, strict=False)
     )
     return ModelEvaluation(
         model="m",
         prompts=PROMPTS,
-        greedy=Evaluation(result=result, samples=samples),
+        greedy=Evaluated(result=result, samples=samples),
         drawn=groups,
         scores=scores or {},
     )
@@ -84,11 +80,10 @@ def graded(values: Sequence[float | None], drawn: Sequence[Sequence[float]] = ()
     plain = measured(["1"] * 4, ["1" * len(each) for each in drawn])
     samples = tuple(with_reward(sample, value) for sample, value in zip(plain.greedy.samples, values, strict=True))
     groups = tuple(
-        msgspec.structs.replace(group, trajectories=tuple(map(with_reward, group.trajectories, rewards)))
-        for group, rewards in zip(plain.drawn, drawn, strict=True)
+        tuple(map(with_reward, of_prompt, rewards)) for of_prompt, rewards in zip(plain.drawn, drawn, strict=True)
     )
     result = eval_result("held_out", 0, plain.greedy.result.version, samples, 1.0)
-    return replace(plain, greedy=Evaluation(result=result, samples=samples), drawn=groups)
+    return replace(plain, greedy=Evaluated(result=result, samples=samples), drawn=groups)
 
 
 def test_graded_rewards_have_no_accuracy_and_no_pass_at_k() -> None:
@@ -169,7 +164,7 @@ def test_agents_are_measured_by_generated_tokens_and_show_their_turns() -> None:
     agent = agent_trajectory([1], [("action", [2]), ("observation", [7, 8, 9]), ("action", [2])], [0.0, 1.0])
     agent = msgspec.structs.replace(agent, episode_end="done", sources=(SourceRun(source="e/w", start=0, end=5),))
     plain = measured(["0", "1", "2", "3"])
-    evaluation = Evaluation(result=plain.greedy.result, samples=(agent, *plain.greedy.samples[1:]))
+    evaluation = Evaluated(result=plain.greedy.result, samples=(agent, *plain.greedy.samples[1:]))
     found = figures(replace(plain, greedy=evaluation), ks=())
     # Generated: 2 2 and one token of each other prompt, which all differ from 2; observations would be 3 more.
     assert found["completion_tokens"]["max"] == 2

@@ -20,8 +20,8 @@ from tidemill.models.checkpoint_manifest import seal
 from tidemill.models.folder import DESCRIPTION
 from tidemill.models.model_source import exact_models, exact_source, locate, open_model
 from tidemill.models.saving import ORIGIN, save_model
+from tidemill.runtime.frozen_scorers import check_reward_models
 from tidemill.runtime.model_bundle import load_model_bundle
-from tidemill.runtime.readers import check_reward_models
 
 
 def checkpoint(folder: Path) -> Path:

@@ -10,9 +10,18 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 from tidemill.models import tree_attention
 from tidemill.models.attention import AttentionPlan
-from tidemill.models.flex_attention import BLOCK, FlexPlan, block_structure, tree_block_mask
 from tidemill.models.token_tree import TokenTree, build_tree
-from tidemill.models.tree_attention import BlockPlan, DensePlan, TreePlan, blocks_of, buckets_of
+from tidemill.models.tree_attention import (
+    BLOCK,
+    BlockPlan,
+    DensePlan,
+    FlexPlan,
+    TreePlan,
+    block_structure,
+    blocks_of,
+    buckets_of,
+    tree_block_mask,
+)
 
 CPU = torch.device("cpu")
 HEADS, KV_HEADS, WIDTH, VALUE_WIDTH = 4, 2, 8, 6

@@ -144,7 +144,7 @@ async def test_low_priority_calls_wait_until_the_thread_is_idle() -> None:
         go_on.wait(10.0)
         done.append(word)
 
-    calls = [asyncio.create_task(thread.low_priority.run(lambda: note("low priority")))]
+    calls = [asyncio.create_task(thread.run(lambda: note("low priority"), when_idle=True))]
     calls += [asyncio.create_task(thread.run(partial(note, word))) for word in ("first", "second")]
     await asyncio.sleep(0)  # all three calls are made
     go_on.set()
@@ -155,10 +155,10 @@ async def test_low_priority_calls_wait_until_the_thread_is_idle() -> None:
 
 async def test_waiting_low_priority_calls_are_cancelled_at_the_end() -> None:
     thread = ComputeThread("ending")
-    waiting = asyncio.create_task(thread.low_priority.run(lambda: 1))
+    waiting = asyncio.create_task(thread.run(lambda: 1, when_idle=True))
     await asyncio.sleep(0)
     await thread.close(5.0)
     with pytest.raises(asyncio.CancelledError):
         await waiting
     with pytest.raises(RuntimeError, match="ending is closed"):
-        await thread.low_priority.run(lambda: 2)
+        await thread.run(lambda: 2, when_idle=True)

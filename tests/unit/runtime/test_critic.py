@@ -14,7 +14,7 @@ from tidemill.models.codec import load_codec
 from tidemill.models.lora import frozen_parameters, learned_parameters
 from tidemill.models.reward_model import reward_head, save_head
 from tidemill.models.weights_digest import weights_digest
-from tidemill.runtime.model_bundle import ModelBundle, build_critic, load_model_bundle
+from tidemill.runtime.model_bundle import ModelBundle, load_model_bundle, reference_and_critic
 from tidemill.trainer.critic import ModelCritic, TrunkCritic
 
 SMALL = ("--model.source=char", "--model.char.hidden_size=16", "--model.char.layers=1", "--model.char.heads=2")
@@ -25,19 +25,19 @@ def parts(*args: str) -> ModelBundle:
 
 
 def test_an_algorithm_without_values_has_no_critic() -> None:
-    assert build_critic(parts(), progress=lambda _: None) is None
+    assert reference_and_critic(parts(), progress=lambda _: None) == (None, None)
 
 
 def test_a_shared_critic_reads_the_policys_states() -> None:
     made = parts("--algorithm.name=ppo", "--critic.kind=shared")
-    critic = build_critic(made, progress=lambda _: None)
+    _, critic = reference_and_critic(made, progress=lambda _: None)
     assert isinstance(critic, TrunkCritic)
     assert critic.model is made.model
 
 
 def test_a_separate_critic_starts_from_the_policy_with_output_0() -> None:
     made = parts("--algorithm.name=ppo")
-    critic = build_critic(made, progress=lambda _: None)
+    _, critic = reference_and_critic(made, progress=lambda _: None)
     assert isinstance(critic, ModelCritic)
     assert critic.model is not made.model
     for ours, theirs in zip(critic.model.parameters(), made.model.parameters(), strict=True):
@@ -52,26 +52,26 @@ def test_a_critic_from_a_reward_model_takes_its_head(tmp_path: Path) -> None:
     judging = reward_head(char.hidden_size, seed=3)
     save_head(tmp_path, judging, kind="reward_model", pooling="last_token", vocabulary_digest=digest)
     made, told = parts("--algorithm.name=ppo", f"--critic.source={tmp_path}"), list[str]()
-    critic = build_critic(made, progress=told.append)
+    _, critic = reference_and_critic(made, progress=told.append)
     assert isinstance(critic, ModelCritic)
     assert torch.equal(critic.head.weight, judging.weight)
     assert f"the reward model {tmp_path}" in told[-1]
     assert {id(p) for p in critic.head.parameters()} < {id(p) for p in critic.optimizer.param_groups[-1]["params"]}
 
     save_head(tmp_path, judging, kind="value_model", pooling="every_token", vocabulary_digest="")
-    critic = build_critic(made, progress=told.append)
+    _, critic = reference_and_critic(made, progress=told.append)
     assert isinstance(critic, ModelCritic)
     assert not critic.head.weight.any()  # the folder has no head
 
     save_head(tmp_path, reward_head(8), kind="reward_model", pooling="last_token", vocabulary_digest=digest)
     with pytest.raises(UserError, match="the head has hidden size 8, and the model 16"):
-        build_critic(made, progress=told.append)
+        reference_and_critic(made, progress=told.append)
 
 
 def test_a_missing_source_is_reported_under_its_own_key() -> None:
     made = parts("--algorithm.name=ppo", "--critic.source=nowhere/x")
     with pytest.raises(UserError, match="nowhere/x") as caught:
-        build_critic(made, progress=lambda _: None)
+        reference_and_critic(made, progress=lambda _: None)
     assert caught.value.where == "critic.source"
     spec = load_spec([*SMALL, "--eval.prompts=1", "--sampling.max_new_tokens=1", "--trainer.threads=1"])
     with pytest.raises(UserError, match="nowhere/x") as caught:
@@ -81,7 +81,7 @@ def test_a_missing_source_is_reported_under_its_own_key() -> None:
 
 def test_with_an_adapter_the_critic_has_another_adapter_over_the_same_weights(tmp_path: Path) -> None:
     made = parts("--algorithm.name=ppo", "--model.lora.rank=2", "--algorithm.kl_beta=0.1")
-    critic, reference = build_critic(made, progress=lambda _: None), made.reference()
+    (_, critic), reference = reference_and_critic(made, progress=lambda _: None), made.reference()
     assert isinstance(critic, ModelCritic)
     assert reference is not None
     base = {id(parameter) for parameter in reference.parameters()}
@@ -91,7 +91,7 @@ def test_with_an_adapter_the_critic_has_another_adapter_over_the_same_weights(tm
     trained = {id(p) for group in critic.optimizer.param_groups for p in group["params"]}
     assert trained == {id(p) for p in [*its.values(), *critic.head.parameters()]}
     critic.write_state(tmp_path)
-    again = build_critic(parts("--algorithm.name=ppo", "--model.lora.rank=2"), progress=lambda _: None)
+    _, again = reference_and_critic(parts("--algorithm.name=ppo", "--model.lora.rank=2"), progress=lambda _: None)
     assert isinstance(again, ModelCritic)
     teach(again.model)
     again.read_state(tmp_path)
@@ -104,5 +104,5 @@ def test_another_tokenizer_is_refused(tmp_path: Path) -> None:
     build_char_model(char.model_copy(update={"alphabet": char.alphabet[::-1]}), tmp_path)
     other = parts("--algorithm.name=ppo", f"--critic.source={tmp_path}")
     with pytest.raises(UserError) as caught:
-        build_critic(other, progress=lambda _: None)
+        reference_and_critic(other, progress=lambda _: None)
     assert "another tokenizer than the policy" in str(caught.value)

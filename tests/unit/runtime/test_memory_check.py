@@ -19,11 +19,11 @@ from tidemill.hardware.free_memory import FreeMemory
 from tidemill.hardware.model_config import CONFIG
 from tidemill.hardware.process_memory import LIBRARIES, TRAINS, Work
 from tidemill.jobs.model_evaluation import evaluate, generate
+from tidemill.jobs.train import train
+from tidemill.jobs.train_supervised import train_supervised
 from tidemill.pipeline.execution import plan_pipeline
 from tidemill.runtime import memory_check
 from tidemill.runtime.memory_check import check_memory, known_models, memory_remarks
-from tidemill.runtime.train import train
-from tidemill.runtime.train_supervised import train_supervised
 
 HUGE: dict[str, Any] = {"source": "char", "char": {"hidden_size": 16_384, "layers": 80, "heads": 128}}
 LORA = {"lora": {"rank": 8}}

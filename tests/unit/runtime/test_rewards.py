@@ -19,7 +19,13 @@ from tidemill.config.schema import RunSpec
 from tidemill.core.records import Reward, Trajectory
 from tidemill.models.codec import load_codec
 from tidemill.models.reward_model import load_reward_model, reward_head, save_head
-from tidemill.runtime.readers import Readers, check_reward_models, model_rewards, model_scores, reward_reader
+from tidemill.runtime.frozen_scorers import (
+    FrozenScorers,
+    check_reward_models,
+    local_reward_model,
+    model_rewards,
+    model_scores,
+)
 from tidemill.scoring.batch_rewards import RewardInput
 from tidemill.trainer.scoring import reward_scores
 
@@ -66,7 +72,7 @@ def sample(text: str) -> RewardInput:
 
 async def test_samples_that_finish_together_are_scored_together_on_the_given_thread(folder: Path) -> None:
     spec, compute = spec_of(folder), CountingCompute()
-    scores = model_rewards(spec, compute, Readers())(spec.scoring.rewards[0])
+    scores = model_rewards(spec, compute, FrozenScorers())(spec.scoring.rewards[0])
     samples = [sample(text) for text in ("12", "7", "12 or so")]
     found = await asyncio.gather(*map(scores, samples))
     assert compute.calls == 1
@@ -79,15 +85,15 @@ async def test_samples_that_finish_together_are_scored_together_on_the_given_thr
 async def test_a_batch_invariant_score_does_not_depend_on_the_batch(folder: Path) -> None:
     spec = RunSpec.model_validate(spec_of(folder).model_dump() | {"engine": {"batch_invariant": True}})
     samples = [sample(text) for text in ("12", "7", "12 or so", "1", "123456789", "9+8=17")]
-    alone = model_rewards(spec, CountingCompute(), Readers())(spec.scoring.rewards[0])
+    alone = model_rewards(spec, CountingCompute(), FrozenScorers())(spec.scoring.rewards[0])
     expected = [await alone(each) for each in samples]
-    together = model_rewards(spec, CountingCompute(), Readers())(spec.scoring.rewards[0])
+    together = model_rewards(spec, CountingCompute(), FrozenScorers())(spec.scoring.rewards[0])
     assert await asyncio.gather(*map(together, samples)) == expected  # bit for bit
 
 
 async def test_without_a_thread_a_reward_model_starts_one_and_ends_it(folder: Path) -> None:
     spec = spec_of(folder)
-    scores = model_rewards(spec, None, Readers())(spec.scoring.rewards[0])
+    scores = model_rewards(spec, None, FrozenScorers())(spec.scoring.rewards[0])
     await scores(sample("12"))
     assert "tidemill-reward" in {thread.name for thread in threading.enumerate()}
     await scores.close()
@@ -95,18 +101,18 @@ async def test_without_a_thread_a_reward_model_starts_one_and_ends_it(folder: Pa
         await scores(sample("12"))
 
 
-async def test_a_reader_of_single_samples_gives_the_same_scores(folder: Path) -> None:
+async def test_a_model_of_single_samples_gives_the_same_scores(folder: Path) -> None:
     spec = spec_of(folder)
-    reader = reward_reader(spec, folder)
-    scores = model_rewards(spec, CountingCompute(), Readers(rewards={folder: reader}))(spec.scoring.rewards[0])
+    model = local_reward_model(spec, folder)
+    scores = model_rewards(spec, CountingCompute(), FrozenScorers(rewards={folder: model}))(spec.scoring.rewards[0])
     samples = [sample(text) for text in ("12", "7", "12 or so")]
     found = [await scores(each) for each in samples]
     plain = load_reward_model(folder, device=torch.device("cpu"))
     assert found == pytest.approx(reward_scores(plain, [each.token_ids for each in samples], budget=2048), abs=1e-5)
-    assert reader.take_counts() == (0, len("5+7=") + 2 + 1 + 8)  # the prompt once
+    assert model.take_counts() == (0, len("5+7=") + 2 + 1 + 8)  # the prompt once
     await scores.close()
-    assert await scores(samples[0]) == found[0]  # closing the reward leaves the reader open
-    await reader.close()
+    assert await scores(samples[0]) == found[0]  # closing the reward leaves the model open
+    await model.close()
 
 
 def test_a_model_named_twice_is_loaded_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,9 +122,9 @@ def test_a_model_named_twice_is_loaded_once(folder: Path, monkeypatch: pytest.Mo
         loads.append(path)
         return load_reward_model(path, device=torch.device("cpu"))
 
-    monkeypatch.setattr("tidemill.runtime.readers.load_reward_model", counted)
+    monkeypatch.setattr("tidemill.runtime.frozen_scorers.load_reward_model", counted)
     spec = spec_of(folder)
-    rewards = model_rewards(spec, CountingCompute(), Readers())
+    rewards = model_rewards(spec, CountingCompute(), FrozenScorers())
     rewards(spec.scoring.rewards[0])
     rewards(spec.scoring.rewards[0])
     assert loads == [folder]

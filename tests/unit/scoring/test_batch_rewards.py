@@ -9,7 +9,7 @@ import pytest
 
 from tests.char_codec import CharCodec, make_prompt, make_trajectory
 from tidemill.config.task import ArithmeticTask, RewardConfig, ScoringConfig
-from tidemill.core.errors import ReaderLost, UserError
+from tidemill.core.errors import ScorerLost, UserError
 from tidemill.core.records import Reward
 from tidemill.data.build_task import build_task
 from tidemill.scoring.batch_rewards import BatchedReward, BatchScorer, RewardInput
@@ -160,9 +160,9 @@ def test_evaluation_measures_correctness_and_adds_the_reward_model() -> None:
 
 async def test_a_model_that_is_gone_for_good_is_no_fault_of_a_sample() -> None:
     judge = LengthJudge()
-    judge.fault = ReaderLost("the reward model died again and again")
+    judge.fault = ScorerLost("the reward model died again and again")
     subject = scorer(judge)
     judge.gate.release()
-    with pytest.raises(ReaderLost, match="died again and again"):
+    with pytest.raises(ScorerLost, match="died again and again"):
         await ask(subject, "any")
     await subject.close()

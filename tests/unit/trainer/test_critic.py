@@ -187,8 +187,9 @@ def test_values_converge_to_returns() -> None:
     assert losses[-1] < 0.1 * losses[0]
 
 
-def test_updating_the_scale_keeps_every_value() -> None:
-    head, scale = reward_head(HIDDEN), ReturnScale(decay=0.5)
+def test_updating_the_scale_keeps_every_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tidemill.trainer.critic.DECAY", 0.5)
+    head, scale = reward_head(HIDDEN), ReturnScale()
     hidden = torch.randn(5, HIDDEN, generator=torch.Generator().manual_seed(1))
     before = head(hidden).detach()
     scale.update(head, mean=100.0, mean_square=100.0**2 + 9.0)  # deviation 3

@@ -235,7 +235,7 @@ def trainer(
         reference=forward_of(reference),
         critic=critic,
     )
-    subject._version = msgspec.structs.replace(subject.version, number=3)
+    subject.version = msgspec.structs.replace(subject.version, number=3)
     return subject, critic, captured
 
 

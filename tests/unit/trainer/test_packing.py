@@ -13,7 +13,6 @@ from tidemill.trainer.packing import (
     Microbatch,
     WeightedSample,
     pack,
-    packed_size,
     rows_of,
     split_by_sample,
     split_by_tokens,
@@ -55,7 +54,7 @@ def test_rows_share_prefixes_and_each_token_is_predicted_in_its_row() -> None:
     t = branched()
     # rows without their last tokens: 1 2 9 8 5 and 1 2 3 6; the tree is 1 2 (3 6 | 9 8 5), 7 nodes instead of 9
     microbatch = pack([weighted(t)], CPU)
-    assert (microbatch.tree.size, microbatch.unpacked_tokens, packed_size([weighted(t)])) == (7, 9, 7)
+    assert (microbatch.tree.size, microbatch.unpacked_tokens) == (7, 9)
     assert microbatch.tree.token_ids.tolist() == [1, 2, 3, 6, 9, 8, 5]
     # 9 is predicted at node 1 (2), 6 at node 2 (3), 4 at node 3 (6), 8 at node 4 (9), 7 at node 6 (5)
     assert microbatch.head_nodes.tolist() == [1, 2, 3, 4, 6]

@@ -30,7 +30,7 @@ from tidemill.runtime.compute import ComputeThread
 from tidemill.trainer.critic import Critic, ModelCritic, TrunkCritic
 from tidemill.trainer.packing import WeightedSample, pack, split_by_sample
 from tidemill.trainer.policy import PolicyTrainer
-from tidemill.trainer.scoring import ChunkedReader, LogprobScorer
+from tidemill.trainer.scoring import ChunkedScorer, LogprobScorer
 from tidemill.trainer.update import UpdateSums, policy_outcome
 
 PROMPT = [5, 6, 7]
@@ -483,15 +483,15 @@ def test_split_by_sample_restores_the_tokens_of_samples() -> None:
 
 
 def read_by(reference: PreTrainedModel, groups: list[Group]) -> list[Group]:
-    """With reference logprobs from a reader with chunks of 2."""
+    """With reference logprobs from a scorer with chunks of 2."""
     use_packed_attention(reference)
     scorer = LogprobScorer(reference, temperature=1.0, logits_budget_bytes=1 << 20)
-    reader = ChunkedReader(reference, scorer, chunk_tokens=2, cache_tokens=100)
+    scorer_in_chunks = ChunkedScorer(reference, scorer, chunk_tokens=2, cache_tokens=100)
 
     def with_logprobs(t: Trajectory) -> Trajectory:
-        while (read := reader.read_finished(t.sample_id, t.token_ids, t.prompt_length)) is None:
+        while (scores := scorer_in_chunks.score_finished(t.sample_id, t.token_ids, t.prompt_length)) is None:
             pass
-        return msgspec.structs.replace(t, ref_logprobs=read.values)
+        return msgspec.structs.replace(t, ref_logprobs=scores.values)
 
     return [
         msgspec.structs.replace(one, trajectories=tuple(with_logprobs(t) for t in one.trajectories)) for one in groups

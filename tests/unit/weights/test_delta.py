@@ -1,11 +1,15 @@
-"""What deltas cost, and their arithmetic by hand."""
+"""What deltas cost, their arithmetic by hand, and the threads that share them."""
 
 from __future__ import annotations
 
+import threading
+import time
+
 import numpy as np
+import pytest
 
 from tidemill.core.records import DeltaEntry, PolicyVersion, TensorEntry
-from tidemill.weights.delta import _folded, _ordered, apply_delta, encode_delta
+from tidemill.weights.delta import Threads, _folded, _ordered, apply_delta, encode_delta
 from tidemill.weights.snapshot import Blob, checksum
 
 
@@ -53,3 +57,34 @@ def test_big_tensors_and_every_element_changed() -> None:
         apply_delta(entries, delta, entry, old, out)
         assert np.array_equal(out, new)
         assert len(delta) < 1.5 * len(new)  # random numbers do not get smaller, and not much larger either
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_results_are_in_order(count: int) -> None:
+    threads = Threads(count)
+
+    assert threads.map(lambda number: number**2, range(20)) == [number**2 for number in range(20)]
+    threads.close()
+
+
+def test_two_threads_work_at_the_same_time() -> None:
+    threads, meeting = Threads(2), threading.Barrier(2, timeout=10)
+
+    assert len(threads.map(lambda _: meeting.wait(), range(2))) == 2
+    threads.close()
+
+
+def test_a_failure_is_raised_when_nobody_works_any_more() -> None:
+    threads, running = Threads(2), []
+
+    def work(number: int) -> None:
+        if number == 0:
+            raise ValueError("broken")
+        running.append(number)
+        time.sleep(0.1)
+        running.remove(number)
+
+    with pytest.raises(ValueError, match="broken"):
+        threads.map(work, range(4))
+    assert running == []
+    threads.close()

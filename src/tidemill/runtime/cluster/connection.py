@@ -13,7 +13,7 @@ import sys
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 
 import msgspec
 import ray
@@ -25,7 +25,7 @@ from tidemill.core import ipc
 from tidemill.core.errors import ClusterLost, DeadlineError, UserError
 from tidemill.core.records import Record
 from tidemill.runtime.cluster import keeper
-from tidemill.runtime.cluster.keeper import Keep, Kept, LocalNode
+from tidemill.runtime.cluster.keeper import LocalClusterPlan, LocalNode, StartReport
 from tidemill.runtime.cluster.ray_calls import RESUME_HINT, blocking, clean_up
 from tidemill.runtime.cluster.ray_internals import HOOK, drain_deadlines, free_resources, reset_driver
 
@@ -67,7 +67,6 @@ def local_nodes(spec: RunSpec) -> tuple[LocalNode, ...]:
         cpus=math.ceil(cpus),  # Ray takes whole numbers only
         gpus=math.ceil(gpus),
         labels=_equal_labels(config.reserved_selector),
-        visible_gpus=None,
     )
     workers = _max_workers(spec.pool)
     if not workers:
@@ -118,35 +117,31 @@ async def connected(spec: RunSpec, *, model_bytes: int, log: Callable[[str], Non
         UserError: there is no cluster at that address, or no local one can be started.
         ClusterLost: the cluster stopped answering.
     """
-    local, environment = None, {name: os.environ.get(name) for name in _authentication("")}
-    if not spec.ray.address:
-        nodes = local_nodes(spec)
-        log(f"starting Ray on this machine: {', '.join(node.name for node in nodes)}")
-        local = await start_keeper(Keep(nodes=nodes, object_store_bytes=object_store_bytes(model_bytes)))
-    try:
-        if local is None:
-            await connect(spec.ray.address)
-        else:
-            await connect(local.address, token=local.token)
-        async with _watching() as watch:
-            yield watch
-    finally:
-        for name, value in environment.items():
-            if value is None:
+    names = _authentication("").keys()
+    before = {name: os.environ[name] for name in names & os.environ.keys()}
+    async with AsyncExitStack() as stack:
+        address, token = spec.ray.address, None
+        if not address:
+            nodes = local_nodes(spec)
+            log(f"starting Ray on this machine: {', '.join(node.name for node in nodes)}")
+            # Room for two snapshots, one being written and the deltas, in float32; Ray needs at least 80 MB.
+            store_bytes = max(128 << 20, 4 * model_bytes)
+            cluster = await start_local_cluster(LocalClusterPlan(nodes=nodes, object_store_bytes=store_bytes))
+            stack.push_async_callback(cluster.close)
+            address, token = cluster.address, cluster.token
+        try:
+            await connect(address, token=token)
+            async with _watching() as watch:
+                yield watch
+        finally:
+            for name in names:
                 os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
-        if local is not None:
-            await local.close()
+            os.environ.update(before)
 
 
 @asynccontextmanager
 async def _watching() -> AsyncIterator[NodeWatch]:
-    """Watch the nodes, and cancel the block when the cluster is lost.
-
-    Raises:
-        ClusterLost: the cluster stopped answering.
-    """
+    """Watch the nodes, and cancel the block when the cluster is lost. Raises ClusterLost."""
     inside = asyncio.current_task()
     assert inside is not None
     watch = NodeWatch(on_lost=inside.cancel)
@@ -162,12 +157,7 @@ async def _watching() -> AsyncIterator[NodeWatch]:
         await clean_up(ray.shutdown, awaited="Ray to disconnect")
 
 
-def object_store_bytes(model_bytes: int) -> int:
-    """Room for two snapshots, one being written and the deltas, in float32; Ray needs at least 80 MB."""
-    return max(128 << 20, 4 * model_bytes)
-
-
-class KeptCluster:
+class LocalCluster:
     """A local cluster, held by a keeper process."""
 
     def __init__(self, process: subprocess.Popen[bytes], *, token: str) -> None:
@@ -192,9 +182,8 @@ class KeptCluster:
                 shutil.rmtree(self.folder, ignore_errors=True)
 
 
-async def start_keeper(keep: Keep) -> KeptCluster:
-    """Start a local cluster.
-
+async def start_local_cluster(plan: LocalClusterPlan) -> LocalCluster:
+    """
     Raises:
         UserError: Ray reported why it cannot start.
         DeadlineError: Ray neither started nor failed in time.
@@ -203,22 +192,23 @@ async def start_keeper(keep: Keep) -> KeptCluster:
     process = _keeper_process(token)
     assert process.stdin is not None
     assert process.stdout is not None
-    cluster = KeptCluster(process, token=token)
+    cluster = LocalCluster(process, token=token)
     try:
-        process.stdin.write(msgspec.json.encode(keep) + b"\n")
+        process.stdin.write(msgspec.json.encode(plan) + b"\n")
         process.stdin.flush()
         line = await blocking(process.stdout.readline, awaited="Ray to start on this machine", timeout_s=START_S)
-        kept = msgspec.json.decode(line, type=Kept) if line else Kept(error="its keeper process ended without an error")
-        if kept.error:
+        ended = StartReport(error="its keeper process ended without an error")
+        report = msgspec.json.decode(line, type=StartReport) if line else ended
+        if report.error:
             raise UserError(
-                f"Ray does not start on this machine: {kept.error}",
+                f"Ray does not start on this machine: {report.error}",
                 where="ray",
                 hint="check free memory and the temporary folder, or set ray.address",
             )
     except BaseException:
         await cluster.close()
         raise
-    cluster.address, cluster.folder = kept.address, kept.folder
+    cluster.address, cluster.folder = report.address, report.folder
     return cluster
 
 
@@ -332,10 +322,8 @@ class NodeWatch:
     async def changed(self, timeout_s: float) -> None:
         """Wait until the nodes have been read again."""
         async with self._looked:
-            try:
+            with suppress(TimeoutError):
                 await asyncio.wait_for(self._looked.wait(), timeout_s)
-            except TimeoutError:
-                return
 
     def fitting(self, selector: Mapping[str, str]) -> list[NodeView]:
         return [node for node in self.nodes.values() if node.fits(selector)]
@@ -356,19 +344,15 @@ class NodeWatch:
                 silent_s = time.monotonic() - seen_s
                 if silent_s < LOST_S:
                     continue
-                self.lost = cluster_lost(silent_s)
+                self.lost = ClusterLost(
+                    f"the Ray cluster has not answered for {silent_s:.0f} s: its head (the process `gcs_server`) died "
+                    f"or cannot be reached\n  check that its machine is up and has free memory; then {RESUME_HINT}"
+                )
                 self._on_lost()
                 return
             seen_s = time.monotonic()
             async with self._looked:
                 self._looked.notify_all()
-
-
-def cluster_lost(silent_s: float) -> ClusterLost:
-    return ClusterLost(
-        f"the Ray cluster has not answered for {silent_s:.0f} s: its head (the process `gcs_server`) died or cannot be "
-        f"reached\n  check that its machine is up and has free memory; then {RESUME_HINT}"
-    )
 
 
 def list_nodes() -> dict[str, NodeView]:

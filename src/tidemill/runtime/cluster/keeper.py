@@ -1,8 +1,9 @@
 """Program that holds a Ray cluster on this machine and ends it with the process that started it, even after kill -9.
 
-It reads one line of JSON (`Keep`) from standard input, answers with one line (`Kept`), and runs until its input closes
-or its parent dies. Ray's own servers exit with the process that started them, but their helpers and busy actors remain
-for a minute or more. The keeper is the subreaper of all these processes, and kills them within a fraction of a second.
+It reads one line of JSON (`LocalClusterPlan`) from standard input, answers with one line (`StartReport`), and runs
+until its input closes or its parent dies. Ray's own servers exit with the process that started them, but their helpers
+and busy actors remain for a minute or more. The keeper is the subreaper of all these processes, and kills them within a
+fraction of a second.
 """
 
 from __future__ import annotations
@@ -34,14 +35,14 @@ class LocalNode(Record):
     visible_gpus: str | None = None  # CUDA_VISIBLE_DEVICES of its processes
 
 
-class Keep(Record):
+class LocalClusterPlan(Record):
     """The cluster to start; the first node is the head."""
 
     nodes: tuple[LocalNode, ...]
     object_store_bytes: int  # of each node
 
 
-class Kept(Record):
+class StartReport(Record):
     """The started cluster, or the error."""
 
     address: str = ""
@@ -52,16 +53,16 @@ class Kept(Record):
 def main() -> int:
     parent = os.getppid()
     ipc.adopt_descendants()
-    keep = msgspec.json.decode(sys.stdin.buffer.readline(), type=Keep)
+    plan = msgspec.json.decode(sys.stdin.buffer.readline(), type=LocalClusterPlan)
     folder = tempfile.mkdtemp(prefix="tidemill-ray-")
     watching = threading.Thread(target=_end_with, args=(parent, folder), daemon=True)
     watching.start()  # first, because the parent may die before the cluster is up
     try:
         # Ray makes its own folder accessible to all users; this one is not.
-        kept = start(keep, temp_dir=f"{folder}/ray", folder=folder)
-        sys.stdout.buffer.write(msgspec.json.encode(kept) + b"\n")
+        report = start(plan, temp_dir=f"{folder}/ray", folder=folder)
+        sys.stdout.buffer.write(msgspec.json.encode(report) + b"\n")
         sys.stdout.buffer.flush()
-        if not kept.error:
+        if not report.error:
             watching.join()
     finally:
         ipc.kill_children()
@@ -80,13 +81,13 @@ def _end_with(parent: int, folder: str) -> None:
     os._exit(0)
 
 
-def start(keep: Keep, *, temp_dir: str, folder: str) -> Kept:
+def start(plan: LocalClusterPlan, *, temp_dir: str, folder: str) -> StartReport:
     """Start all nodes. If one fails, the caller ends those that already run."""
     from tidemill.runtime.cluster.ray_internals import start_head, start_node  # slow to import: only once watched
 
     common: dict[str, Any] = {
         "node_ip_address": "127.0.0.1",
-        "object_store_memory": keep.object_store_bytes,
+        "object_store_memory": plan.object_store_bytes,
         "temp_dir": temp_dir,
         "min_worker_port": 0,
         "max_worker_port": 0,
@@ -94,7 +95,7 @@ def start(keep: Keep, *, temp_dir: str, folder: str) -> Kept:
     }
     head = None
     try:
-        for node in keep.nodes:
+        for node in plan.nodes:
             own = {"num_cpus": node.cpus, "num_gpus": node.gpus, "labels": node.labels, "node_name": node.name}
             if node.visible_gpus is not None:
                 own["env_vars"] = {"CUDA_VISIBLE_DEVICES": node.visible_gpus}
@@ -103,9 +104,9 @@ def start(keep: Keep, *, temp_dir: str, folder: str) -> Kept:
             else:
                 start_node(head, **own, **common)
     except Exception as error:  # noqa: BLE001 - reported to the parent
-        return Kept(error=f"{type(error).__name__}: {error}")
+        return StartReport(error=f"{type(error).__name__}: {error}")
     assert head is not None
-    return Kept(address=head.gcs_address, folder=folder)
+    return StartReport(address=head.gcs_address, folder=folder)
 
 
 if __name__ == "__main__":

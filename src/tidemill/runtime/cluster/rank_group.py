@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from tidemill.core.errors import TrainerLost, UserError
 from tidemill.extensions.registry import Extension, session_functions
@@ -32,36 +32,26 @@ CAUSE_S = 5.0
 """After a failure, how long to wait for the answers of other ranks, which may tell its cause."""
 
 
-class RankCalls(Caller, Protocol):
-    """Calls on one rank, as `Remote` makes them."""
-
-    def kill(self) -> None: ...
-
-
 StartRank: TypeAlias = Callable[[Any, S, int, str, Sequence[Extension]], Awaitable[T]]
 """A method of a rank's actor: plan, index of the rank, meeting file, functions of the session."""
 
 
 class RankGroup:
-    """Calls on all ranks; implements `RankCalls`.
+    """Implements `wire.Caller` for all ranks.
 
     Args:
         late_s: how long the other ranks may take once the first has answered.
     """
 
-    def __init__(self, ranks: Sequence[RankCalls], *, late_s: float = RANK_S) -> None:
+    def __init__(self, ranks: Sequence[Caller], *, late_s: float = RANK_S) -> None:
         self._ranks, self._late_s = ranks, late_s
 
-    @property
-    def first(self) -> RankCalls:
-        return self._ranks[0]
-
-    async def start(self, start_rank: StartRank[S, T], plan: S, checkpoints: Path) -> T:
+    async def start(self, start: StartRank[S, T], plan: S, checkpoints: Path) -> T:
         """Start all ranks with this method of their actor; they meet at a file in the folder of the checkpoints."""
-        wire, functions = signature(start_rank), session_functions()
+        wire, functions = signature(start), session_functions()
         with meeting_file(checkpoints) as meeting:
             arguments = [wire.encode((plan, index, meeting, functions), {}) for index in range(len(self._ranks))]
-            return await self._call_each(start_rank.__name__, arguments, kind=wire.result, timeout_s=START_S)
+            return await self._call_each(start.__name__, arguments, kind=wire.result, timeout_s=START_S)
 
     async def call(self, method: str, *args: object, kind: type[T], timeout_s: float) -> T:
         """The answer of the first rank, when all have answered.
@@ -97,12 +87,10 @@ class RankGroup:
     def _failure(self, method: str, calls: Sequence[asyncio.Future[T]], seconds: float) -> BaseException:
         """The error that explains the others: of a user, of a rank that died, that one is late, or any other."""
         raised = [error for call in calls if call.done() and (error := call.exception()) is not None]
-        for error in raised:
-            if isinstance(error, UserError):
-                return error
-        for error in raised:
-            if isinstance(error, TrainerLost):
-                return error
+        for kind in (UserError, TrainerLost):
+            for error in raised:
+                if isinstance(error, kind):
+                    return error
         late = [index for index, call in enumerate(calls) if not call.done()]
         if raised and (not late or seconds < self._late_s):
             return raised[0]

@@ -9,6 +9,7 @@ import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from tidemill.config.pool import RayConfig, RayPool
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError
 from tidemill.core.formatting import counted
-from tidemill.core.protocols import Clock, Provider, Reader, Worker
+from tidemill.core.protocols import Clock, FrozenScorer, Provider, Worker
 from tidemill.core.records import Lease, LeaseEnded, LeaseEvent, LeaseGranted, LeaseNoticed
 from tidemill.extensions.registry import session_functions
 from tidemill.models.auto import load_config
@@ -32,12 +33,7 @@ from tidemill.models.snapshots import check_shardable, files_without_weights, st
 from tidemill.pool.provider import BackOff
 from tidemill.rollout.engines.vllm import check_family, check_version
 from tidemill.rollout.worker_group import WorkerGroup
-from tidemill.runtime.backend import (
-    Runtime,
-    RuntimeBackend,
-    scheduled_provider,
-    scorers,
-)
+from tidemill.runtime.backend import Runtime, RuntimeBackend, scheduled_provider, scorers
 from tidemill.runtime.cluster.connection import (
     NodeView,
     NodeWatch,
@@ -48,33 +44,17 @@ from tidemill.runtime.cluster.connection import (
 )
 from tidemill.runtime.cluster.lane import LanePlan, LaneSender
 from tidemill.runtime.cluster.rank_group import RankGroup, meeting_file, rank_remotes
-from tidemill.runtime.cluster.ray_calls import (
-    ActorResources,
-    Remote,
-    blocking,
-    placed,
-    placed_group,
-    spec_to_send,
-    trainer_lost,
-)
+from tidemill.runtime.cluster.ray_calls import ActorResources, Remote, blocking, placed, spec_to_send, trainer_lost
 from tidemill.runtime.cluster.ray_critic import CriticActor
-from tidemill.runtime.cluster.ray_reader import RayReader, ReaderProcess
-from tidemill.runtime.cluster.ray_trainer import (
-    NO_DEADLINE,
-    RayCheckpoints,
-    RayPublisher,
-    RayTrainer,
-    Started,
-    TrainerActor,
-    TrainerPlan,
-)
+from tidemill.runtime.cluster.ray_frozen_scorer import FrozenScorerProcess, RayFrozenScorer
+from tidemill.runtime.cluster.ray_trainer import NO_DEADLINE, RayTrainer, Started, TrainerActor, TrainerPlan
 from tidemill.runtime.cluster.ray_worker import RayHost, RayWorker, WorkerPlan
 from tidemill.runtime.cluster.wire import Caller, invoke
 from tidemill.runtime.compute import collected_rarely
-from tidemill.runtime.extension_checks import identities, trainer_extensions
+from tidemill.runtime.extension_checks import identities, run_extensions
+from tidemill.runtime.frozen_scorers import FrozenScorers, check_reward_models, local_reward_model
 from tidemill.runtime.model_bundle import check_vocabularies, engine_context, fitting_task
 from tidemill.runtime.publishers import published_probe
-from tidemill.runtime.readers import Readers, check_reward_models, reward_reader
 from tidemill.telemetry.events import READER_RESTART
 from tidemill.telemetry.recorder import Recorder
 from tidemill.telemetry.run_dir import RunDirectory
@@ -109,13 +89,11 @@ async def on_ray(spec: RunSpec, run: RunDirectory, recorder: Recorder, clock: Cl
         reserved = reserved_selector(spec.ray, preemptible)
         resources = ActorResources(spec.ray.trainer_cpus, spec.ray.trainer_gpus, "ray.trainer")
         shards, lane = spec.trainer.shards, None
-        handles = await stack.enter_async_context(
-            placed_group(TrainerActor, "trainer", resources, reserved, size=shards)
-        )
+        handles = await stack.enter_async_context(placed(TrainerActor, "trainer", resources, reserved, size=shards))
         critic = None
         if spec.algorithm.needs_critic and spec.placement.critic == "actor":
             resources = ActorResources(spec.placement.actor_cpus, spec.placement.actor_gpus, "placement.actor")
-            critic = await stack.enter_async_context(placed(CriticActor, "critic", resources, reserved))
+            (critic,) = await stack.enter_async_context(placed(CriticActor, "critic", resources, reserved))
         remotes = [Remote(handles[0], lost=trainer_lost)] if shards == 1 else rank_remotes(handles)
         remote = remotes[0] if shards == 1 else RankGroup(remotes)
         plan = TrainerPlan(
@@ -123,13 +101,13 @@ async def on_ray(spec: RunSpec, run: RunDirectory, recorder: Recorder, clock: Cl
             checkpoints=str(run.checkpoints.resolve()),
             prompt_tokens=task.longest_prompt_tokens,
             probe_ids=published_probe(spec, task.source),
-            identities=identities(trainer_extensions(spec)),
+            identities=identities(run_extensions(spec, trainer=True)),
         )
-        started, readers = await asyncio.gather(
-            _start_trainer(remote, plan, run, critic), _start_readers(remote, spec, folder, reserved, recorder, stack)
+        started, frozen = await asyncio.gather(
+            _start_trainer(remote, plan, run, critic),
+            _start_frozen_scorers(remote, spec, folder, reserved, recorder, stack),
         )
         host = None
-        publisher = RayPublisher(remote) if plan.probe_ids else None
         if spec.weights.lane != "none":
             lane = LanePlan(
                 meeting=stack.enter_context(meeting_file(run.checkpoints)),
@@ -171,15 +149,14 @@ async def on_ray(spec: RunSpec, run: RunDirectory, recorder: Recorder, clock: Cl
                     price_usd_per_hour=spec.fleet.preemptible_usd_per_hour,
                 )
                 stack.push_async_callback(provider.close)
-        scorer, eval_scorer = scorers(spec, task, readers=readers, warn=recorder.note)
+        scorer, eval_scorer = scorers(spec, task, frozen=frozen, warn=recorder.note)
         stack.push_async_callback(scorer.close)
         stack.push_async_callback(eval_scorer.close)
-        local = await _start_apart(host, lane, remote, clock) if spec.engine_is_apart else _engines_of(remotes)
-        trainer = RayTrainer(remote, started.version)
+        trainer = RayTrainer(remote, started.version, warn=recorder.note)
         yield RuntimeBackend(
             trainer=trainer,
-            checkpoints=RayCheckpoints(remote, trainer, warn=recorder.note),
-            local=local,
+            checkpoints=trainer,
+            local=await _reserved_engine(host if spec.engine_is_apart else None, lane, remote, remotes, clock),
             task=task,
             codec=codec,
             scorer=scorer,
@@ -190,8 +167,8 @@ async def on_ray(spec: RunSpec, run: RunDirectory, recorder: Recorder, clock: Cl
             provider=provider,
             host=host if spec.is_elastic else None,
             local_engines=1 if spec.engine_is_apart else shards,
-            publisher=publisher,
-            readers=readers,
+            publisher=trainer if plan.probe_ids else None,
+            frozen=frozen,
         )
 
 
@@ -213,54 +190,51 @@ def _check_devices(spec: RunSpec) -> None:
         )
 
 
-def _check(spec: RunSpec) -> None:
-    _check_devices(spec)
+def _check_models(spec: RunSpec) -> None:
     check_vocabularies(spec)
     folder = present(spec.model)
     if spec.trainer.shards > 1 and folder is not None:
         check_shardable(folder)
 
 
-RAY = Runtime(check=_check, check_devices=_check_devices, open=on_ray)
+RAY = Runtime(check_devices=_check_devices, check_models=_check_models, open=on_ray)
 
 
 async def _start_trainer(remote: Remote | RankGroup, plan: TrainerPlan, run: RunDirectory, critic: Any) -> Started:
     """Raises UserError: a model or a device cannot be used."""
     if isinstance(remote, RankGroup):
-        return await remote.start(TrainerActor.start_rank, plan, run.checkpoints)
-    return await invoke(remote, LOAD_S, TrainerActor.start, plan, critic, session_functions())
+        return await remote.start(TrainerActor.start, plan, run.checkpoints)
+    return await invoke(remote, LOAD_S, TrainerActor.start, plan, functions=session_functions(), critic=critic)
 
 
-def _engines_of(remotes: Sequence[Remote]) -> Worker:
-    """The engines in the trainer's processes."""
-    engines = [RayWorker(each, owned=False) for each in remotes]
-    return engines[0] if len(engines) == 1 else WorkerGroup(engines)
-
-
-async def _start_apart(host: RayHost | None, lane: LanePlan | None, trainer: Caller, clock: Clock) -> Worker:
-    """The reserved engine in a process of its own."""
-    assert host is not None
+async def _reserved_engine(
+    apart: RayHost | None, lane: LanePlan | None, trainer: Caller, remotes: Sequence[Remote], clock: Clock
+) -> Worker:
+    """One in a process that `apart` starts, or those in the trainer's processes."""
+    if apart is None:
+        engines = [RayWorker(each, owned=False) for each in remotes]
+        return engines[0] if len(engines) == 1 else WorkerGroup(engines)
     lease = Lease(
         lease_id="reserved", worker_id="reserved", kind="reserved", price_usd_per_hour=0.0, start_s=clock.now()
     )
     if lane is None:
-        return await host.start(lease)
-    worker, _ = await asyncio.gather(host.start(lease), invoke(trainer, LOAD_S, LaneSender.join_lane, lane))
+        return await apart.start(lease)
+    worker, _ = await asyncio.gather(apart.start(lease), invoke(trainer, LOAD_S, LaneSender.join_lane, lane))
     return worker
 
 
-async def _start_readers(
+async def _start_frozen_scorers(
     trainer: Remote | RankGroup,
     spec: RunSpec,
     folder: Path,
     selector: dict[str, str],
     recorder: Recorder,
     stack: AsyncExitStack,
-) -> Readers:
-    """Start the models that read sample by sample where `spec.placement` puts them; `stack` ends them."""
+) -> FrozenScorers:
+    """Start the models that score sample by sample where `spec.placement` puts them; `stack` ends them."""
 
-    async def start(role: str, reward_model: Path | None) -> RayReader:
-        process = ReaderProcess(
+    async def start(role: str, reward_model: Path | None) -> RayFrozenScorer:
+        process = FrozenScorerProcess(
             spec,
             role=role,
             reward_model=reward_model,
@@ -272,51 +246,44 @@ async def _start_readers(
         return await process.start()
 
     placement, folders = spec.placement, spec.scoring.model_folders
-    rewards: dict[Path, Reader] = {}
+    rewards: dict[Path, FrozenScorer] = {}
     if placement.reward_model == "actor":
         found = await asyncio.gather(*(start("reward model", reward_model) for reward_model in folders))
         rewards = dict(zip(folders, found, strict=True))
     elif spec.reading.ahead:
-        rewards = {reward_model: reward_reader(spec, reward_model) for reward_model in folders}
-    reference: Reader | None = None
+        rewards = {reward_model: local_reward_model(spec, reward_model) for reward_model in folders}
+    reference: FrozenScorer | None = None
     if spec.algorithm.kl_beta and placement.reference == "actor":
         reference = await start("reference", None)
     elif spec.algorithm.kl_beta and spec.reading.ahead and isinstance(trainer, Remote):
-        reference = RayReader(trainer, read_s=NO_DEADLINE)  # the trainer reads between two of its batches
-    readers = Readers(rewards=rewards, reference=reference)
-    for reader in readers.all:
-        stack.push_async_callback(reader.close)
-    return readers
+        reference = RayFrozenScorer(trainer, score_s=NO_DEADLINE)  # the trainer scores between two of its batches
+    frozen = FrozenScorers(rewards=rewards, reference=reference)
+    for model in frozen.all:
+        stack.push_async_callback(model.close)
+    return frozen
 
 
 AUTOSCALER_S = 10.0
 
 
+@dataclass(eq=False)
 class RayProvider:
     """Implements `core.protocols.Provider`: one lease for each worker that fits on a matching node, in the order in
     which nodes appear. Wanting fewer workers ends no lease.
-
-    Args:
-        session: number of the run's session; part of lease ids.
-        unix_s: the wall clock, which the deadlines of draining nodes refer to.
     """
 
-    def __init__(
-        self,
-        pool: RayPool,
-        config: RayConfig,
-        nodes: NodeWatch,
-        *,
-        clock: Clock,
-        session: int,
-        price_usd_per_hour: float = 0.0,
-        back_off: BackOff | None = None,
-        unix_s: Callable[[], float] = time.time,
-    ) -> None:
-        self._pool, self._config, self._nodes = pool, config, nodes
-        self._clock, self._session, self._price, self._unix_s = clock, session, price_usd_per_hour, unix_s
-        self._back_off = back_off or BackOff()
-        self._wanted = pool.max_workers
+    pool: RayPool
+    config: RayConfig
+    nodes: NodeWatch
+    _: KW_ONLY
+    clock: Clock
+    session: int  # number of the run's session; part of lease ids
+    price_usd_per_hour: float = 0.0
+    back_off: BackOff = field(default_factory=BackOff)
+    unix_s: Callable[[], float] = time.time  # the wall clock, which the deadlines of draining nodes refer to
+
+    def __post_init__(self) -> None:
+        self._wanted = self.pool.max_workers
         self._places: dict[str, int] = {}  # workers that fit, by node
         self._held: dict[str, Lease] = {}
         self._noticed: set[str] = set()  # nodes
@@ -327,77 +294,72 @@ class RayProvider:
         self._requesting: asyncio.Task[None] | None = None
 
     def request_workers(self, workers: int) -> None:
-        wanted = min(workers, self._pool.max_workers)
+        wanted = min(workers, self.pool.max_workers)
         if wanted != self._wanted or self._requesting is None:
             self._wanted = wanted
             self._requesting = asyncio.create_task(self._request_nodes(wanted), name="autoscaler")
 
     async def next_event(self, timeout_s: float) -> LeaseEvent | None:
-        deadline_s = self._clock.now() + timeout_s
+        deadline_s = self.clock.now() + timeout_s
         while True:
             self._update()
             if self._events:
                 return self._events.popleft()
-            left_s = deadline_s - self._clock.now()
+            left_s = deadline_s - self.clock.now()
             if left_s <= 0:
                 return None
-            await self._nodes.changed(left_s)
+            await self.nodes.changed(left_s)
 
     async def release(self, lease_id: str) -> None:
         lease = self._held.pop(lease_id, None)
         if lease is None:
             return  # its node is gone
-        now_s, node = self._clock.now(), lease.node
-        if now_s - lease.start_s >= self._back_off.settled_s:
+        now_s, node = self.clock.now(), lease.node
+        if now_s - lease.start_s >= self.back_off.settled_s:
             self._failures[node] = 0
-        self._retry_s[node] = now_s + self._back_off.after(self._failures[node])
+        self._retry_s[node] = now_s + self.back_off.after(self._failures[node])
         self._failures[node] += 1
 
     async def close(self) -> None:
         """Withdraw the request for nodes, unless the cluster is lost."""
-        if self._requesting is not None and self._nodes.lost is None:
+        if self._requesting is not None and self.nodes.lost is None:
             await asyncio.gather(self._requesting, return_exceptions=True)
             await self._request_nodes(0)
 
     def _update(self) -> None:
-        live = {node.node_id: node for node in self._nodes.fitting(self._pool.selector)}
+        live = {node.node_id: node for node in self.nodes.fitting(self.pool.selector)}
         for lease in [lease for lease in self._held.values() if lease.node not in live]:
-            cause = f"its node {self._nodes.name(lease.node)} is gone"
+            cause = f"its node {self.nodes.name(lease.node)} is gone"
             self._events.append(LeaseEnded(lease_id=lease.lease_id, cause=cause))
             del self._held[lease.lease_id]
         for gone in self._places.keys() - live.keys():
             del self._places[gone]
         for node in live.values():
-            if node.drains_unix_s is not None:
-                self._notice(node, node.drains_unix_s)
-            else:
+            if node.drains_unix_s is None:
                 self._grant_on(node)
-
-    def _notice(self, node: NodeView, drains_unix_s: float) -> None:
-        if node.node_id in self._noticed:
-            return
-        self._noticed.add(node.node_id)
-        deadline_s = self._clock.now() + drains_unix_s - self._unix_s()
-        for lease in self._held_on(node):
-            cause = f"its node {node.name} is being drained"
-            self._events.append(LeaseNoticed(lease_id=lease.lease_id, deadline_s=deadline_s, cause=cause))
+            elif node.node_id not in self._noticed:
+                self._noticed.add(node.node_id)
+                deadline_s = self.clock.now() + node.drains_unix_s - self.unix_s()
+                for lease in self._held_on(node):
+                    cause = f"its node {node.name} is being drained"
+                    self._events.append(LeaseNoticed(lease_id=lease.lease_id, deadline_s=deadline_s, cause=cause))
 
     def _grant_on(self, node: NodeView) -> None:
         held = len(self._held_on(node))
         if held == 0:  # count only resources that other programs leave free
-            self._places[node.node_id] = node.places(self._config.worker_cpus, self._config.worker_gpus)
-        if self._clock.now() < self._retry_s.get(node.node_id, -math.inf):
+            self._places[node.node_id] = node.places(self.config.worker_cpus, self.config.worker_gpus)
+        if self.clock.now() < self._retry_s.get(node.node_id, -math.inf):
             return
         for _ in range(self._places[node.node_id] - held):
             if len(self._held) >= self._wanted:
                 return
             self._granted += 1
             lease = Lease(
-                lease_id=f"lease-{self._session}-{self._granted}",
+                lease_id=f"lease-{self.session}-{self._granted}",
                 worker_id=f"{node.name}-{self._granted}",
                 kind="preemptible",
-                price_usd_per_hour=self._price,
-                start_s=self._clock.now(),
+                price_usd_per_hour=self.price_usd_per_hour,
+                start_s=self.clock.now(),
                 node=node.node_id,
             )
             self._held[lease.lease_id] = lease
@@ -408,9 +370,9 @@ class RayProvider:
 
     async def _request_nodes(self, workers: int) -> None:
         """Ask the autoscaler for nodes; without an autoscaler the request has no effect."""
-        need = {"CPU": self._config.worker_cpus, "GPU": self._config.worker_gpus}
+        need = {"CPU": self.config.worker_cpus, "GPU": self.config.worker_gpus}
         bundles = [{resource: amount for resource, amount in need.items() if amount}] * workers
         with suppress(Exception):  # the run continues with the nodes it has
-            selectors = [self._pool.selector] * workers
+            selectors = [self.pool.selector] * workers
             request = partial(request_resources, bundles=bundles, bundle_label_selectors=selectors)
             await blocking(request, awaited="the autoscaler's answer", timeout_s=AUTOSCALER_S)

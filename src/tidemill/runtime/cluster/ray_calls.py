@@ -25,7 +25,7 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from tidemill.config.schema import RunSpec
-from tidemill.core.errors import TidemillError, TrainerLost, UserError, WorkerLost
+from tidemill.core.errors import TidemillError, TrainerLost, UserError
 from tidemill.core.protocols import Worker, with_deadline
 from tidemill.core.records import WorkerReport
 from tidemill.rollout.worker import EngineWorker
@@ -61,11 +61,9 @@ def in_thread(function: Callable[[], T], *, name: str) -> Future[T]:
 
     def call() -> None:
         try:
-            result = function()
+            future.set_result(function())
         except BaseException as error:  # noqa: BLE001 - raised where the future is awaited
             future.set_exception(error)
-        else:
-            future.set_result(result)
 
     threading.Thread(target=call, name=name, daemon=True).start()
     return future
@@ -73,10 +71,6 @@ def in_thread(function: Callable[[], T], *, name: str) -> Future[T]:
 
 Lost = Callable[[str, str], TidemillError]
 """Builds the error for a lost actor from cause and hint."""
-
-
-def worker_lost(cause: str, hint: str) -> WorkerLost:
-    return WorkerLost(cause, hint=hint)
 
 
 def trainer_lost(cause: str, hint: str, *, role: str = "trainer") -> TrainerLost:
@@ -191,25 +185,18 @@ class ActorResources(NamedTuple):
 
 
 @asynccontextmanager
-async def placed(actor: type, role: str, resources: ActorResources, selector: Mapping[str, str]) -> AsyncIterator[Any]:
-    """Start an actor in a placement group, and yield its handle; both end with the block.
+async def placed(
+    actor: type, role: str, resources: ActorResources, selector: Mapping[str, str], *, size: int = 1
+) -> AsyncIterator[list[Any]]:
+    """Start actors in a placement group, on as few nodes as possible, and yield their handles; they end with the block.
 
     Args:
         role: for messages.
-        selector: labels of the nodes it may run on.
+        selector: labels of the nodes they may run on.
 
     Raises:
-        UserError: no node has the free resources.
+        UserError: no nodes have the free resources.
     """
-    async with placed_group(actor, role, resources, selector, size=1) as handles:
-        yield handles[0]
-
-
-@asynccontextmanager
-async def placed_group(
-    actor: type, role: str, resources: ActorResources, selector: Mapping[str, str], *, size: int
-) -> AsyncIterator[list[Any]]:
-    """Like `placed`, for `size` actors with one bundle each, on as few nodes as possible."""
     need = {"CPU": resources.cpus, "GPU": resources.gpus}
     bundle = {kind: amount for kind, amount in need.items() if amount} or {"CPU": 0.001}
     group = placement_group([bundle] * size, strategy="PACK", bundle_label_selector=[dict(selector)] * size)
@@ -276,10 +263,7 @@ MAX_REPORTS = 64
 class EngineActor(AsyncActor):
     """Base of actors that generate."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.worker: EngineWorker | None = None
-
+    worker: EngineWorker | None = None
     submit = serves(Worker.submit, "worker")
     abort = serves(Worker.abort, "worker")
     load = serves(Worker.load, "worker")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -16,24 +17,16 @@ from ray.exceptions import GetTimeoutError, RayError
 from torch import Tensor
 
 from tidemill.config.schema import RunSpec
-from tidemill.core.errors import TidemillError, TrainerLost, UserError
+from tidemill.core.errors import TidemillError, UserError
 from tidemill.core.records import Record
 from tidemill.models.catalog import resolve
 from tidemill.models.token_tree import TokenTree
 from tidemill.runtime.cluster.ray_calls import describe_ray_error, require_reserved_gpus, trainer_lost
 from tidemill.runtime.cluster.wire import answered_in_order, read_answer, signature
-from tidemill.runtime.compute import choose_device, choose_precision
+from tidemill.runtime.compute import choose_device
 from tidemill.runtime.model_bundle import FrozenModels, build_model_critic
 from tidemill.trainer.critic import Deferred, ModelCritic
 from tidemill.trainer.packing import Microbatch
-
-
-class CriticPlan(Record):
-    """Arguments of `CriticActor.start`."""
-
-    spec: str  # a RunSpec as JSON
-    threads: int  # inside one operation
-    probe_file: str  # just created by the trainer in the checkpoint folder
 
 
 class SentTokens(Record):
@@ -103,6 +96,7 @@ def _array(blob: bytes, dtype: type[np.generic]) -> npt.NDArray[Any]:
 P = ParamSpec("P")
 T = TypeVar("T")
 
+_critic_lost = partial(trainer_lost, role="critic")
 ANSWER_S = 7200.0
 """The deadline that the controller has for a step of the trainer."""
 
@@ -124,7 +118,6 @@ class RayCritic:
 
         Args:
             spec: a RunSpec as JSON.
-            threads: inside one operation.
             checkpoints: a folder that both processes must see.
 
         Raises:
@@ -132,8 +125,7 @@ class RayCritic:
         """
         checkpoints.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=checkpoints, prefix=".seen-") as probe:
-            plan = CriticPlan(spec=spec, threads=threads, probe_file=probe.name)
-            return self._call(CriticActor.start, plan)()
+            return self._call(CriticActor.start, spec, threads, probe.name)()
 
     def values(self, microbatch: Microbatch) -> Deferred[Tensor]:
         values = self._call(CriticActor.values, pack_microbatch(microbatch))
@@ -183,40 +175,33 @@ class RayCritic:
         return answer
 
 
-def _critic_lost(cause: str, hint: str) -> TrainerLost:
-    return trainer_lost(cause, hint, role="critic")
-
-
 class CriticActor:
     """Serves a `RayCritic`. Its methods are not coroutines, so that Ray runs them in the order of the calls."""
 
-    def __init__(self) -> None:
-        self._critic: ModelCritic | None = None
-        self._device = torch.device("cpu")
+    _critic: ModelCritic | None = None
+    _device = torch.device("cpu")
 
     @answered_in_order
-    def start(self, plan: CriticPlan) -> str:
-        """Load the model; returns its device.
+    def start(self, spec_json: str, threads: int, probe_file: str) -> str:
+        """Load the model; returns its device. See `RayCritic.start`.
 
-        Raises:
-            UserError: it cannot be loaded, or this machine does not see the run directory.
+        Args:
+            probe_file: just created by the trainer in the checkpoint folder.
         """
-        if not Path(plan.probe_file).exists():
+        if not Path(probe_file).exists():
             raise UserError(
                 "the critic's machine does not see the run directory, where checkpoints are written",
                 where="placement.critic",
                 hint='put run.dir on a file system that the machines share, or set placement.critic = "trainer"',
             )
-        spec = RunSpec.model_validate_json(plan.spec)
-        torch.set_num_threads(plan.threads)
+        spec = RunSpec.model_validate_json(spec_json)
+        torch.set_num_threads(threads)
         require_reserved_gpus(spec.placement.actor_gpus, "placement.actor_gpus")
         self._device = choose_device(spec.trainer)
         self._critic = build_model_critic(
             spec,
             policy_folder=resolve(spec.model, progress=lambda _: None),
             frozen=FrozenModels(self._device),
-            device=self._device,
-            autocast=choose_precision(spec.trainer, self._device),
             progress=lambda _: None,
         )
         return str(self._device)

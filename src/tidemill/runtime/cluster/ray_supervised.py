@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ import ray
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import TrainerLost
 from tidemill.core.protocols import Telemetry
-from tidemill.core.records import Demonstration, PreferencePair, Record
+from tidemill.core.records import Demonstration, PreferencePair, Record, StepMetrics
 from tidemill.data.examples import Examples
 from tidemill.extensions.registry import Extension
 from tidemill.models.folder import weight_files
@@ -24,21 +26,15 @@ from tidemill.models.weights_digest import weights_digest
 from tidemill.runtime.backend import checkpoint_store
 from tidemill.runtime.cluster.connection import connected, reserved_selector, selector_of
 from tidemill.runtime.cluster.rank_group import RANK_S, RankGroup, join_group, rank_remotes
-from tidemill.runtime.cluster.ray_calls import (
-    ActorResources,
-    placed_group,
-    require_reserved_gpus,
-    spec_to_send,
-)
+from tidemill.runtime.cluster.ray_calls import ActorResources, placed, require_reserved_gpus, spec_to_send
 from tidemill.runtime.cluster.ray_trainer import NO_DEADLINE
-from tidemill.runtime.cluster.telemetry_relay import Line, LineQueue, relay
 from tidemill.runtime.cluster.wire import AsyncActor, decode, encode, invoke, served
 from tidemill.runtime.compute import ComputeThread
 from tidemill.runtime.memory_check import check_memory
-from tidemill.runtime.model_bundle import ModelBundle, load_model_bundle
+from tidemill.runtime.model_bundle import load_model_bundle
 from tidemill.telemetry.recorder import NullTelemetry, Recorder
 from tidemill.trainer.objectives import OBJECTIVES, SupervisedKind
-from tidemill.trainer.sharding import GroupRanks, shard
+from tidemill.trainer.sharding import shard
 from tidemill.trainer.supervised_loop import FitContext, FitResult, fit
 
 POLL_S = 0.5
@@ -50,26 +46,63 @@ EXAMPLES: dict[SupervisedKind, type[Demonstration | PreferencePair]] = {
 
 
 class SupervisedPlan(Record):
-    """Arguments of `SupervisedRank.start_rank`."""
+    """Arguments of `SupervisedRank.start`."""
 
     spec: str  # a RunSpec as JSON
-    kind: SupervisedKind
     directory: str  # of the run
 
 
 class SupervisedStarted(Record):
-    """Result of `SupervisedRank.start_rank`."""
+    """Result of `SupervisedRank.start`."""
 
     model_digest: str  # of the initial weights
     threads: int
     device_info: dict[str, Any]
 
 
-class Fitted(Record):
-    """A `FitResult` as it crosses processes, which cannot exchange paths."""
+class Line(Record):
+    """A call of one of a telemetry's methods, or of the recorder's."""
 
-    result: FitResult  # without its model
-    model: str  # empty for none
+    method: str
+    arguments: tuple[Any, ...] = ()
+    fields: dict[str, Any] = {}
+    metrics: StepMetrics | None = None  # of `step`, which has no other argument
+
+
+class LineQueue(NullTelemetry):
+    """A telemetry whose calls are taken as lines by another thread."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lines: deque[Line] = deque()
+
+    def add(self, method: str, /, *arguments: Any, **fields: Any) -> None:
+        self._lines.append(Line(method=method, arguments=arguments, fields=fields))
+
+    def take(self) -> list[Line]:
+        return [self._lines.popleft() for _ in range(len(self._lines))]
+
+    def resume(self, step: int) -> None:
+        self.add("resume", step)
+
+    def event(self, name: str, **fields: Any) -> None:
+        self.add("event", name, **fields)
+
+    def step(self, metrics: StepMetrics) -> None:
+        self._lines.append(Line(method="step", metrics=metrics))
+
+    def progress(self, phase: str, done: int, total: int) -> None:
+        self.add("progress", phase, done, total)
+
+
+def relay(lines: Sequence[Line], telemetry: Telemetry, recorder: Recorder) -> None:
+    """Repeat the calls of a `LineQueue`."""
+    for line in lines:
+        if line.metrics is not None:
+            telemetry.step(line.metrics)
+            continue
+        target = recorder if line.method in ("note", "expect") else telemetry
+        getattr(target, line.method)(*line.arguments, **line.fields)
 
 
 class SupervisedRank(AsyncActor):
@@ -80,20 +113,13 @@ class SupervisedRank(AsyncActor):
         self._compute = ComputeThread()
         self._stop = threading.Event()
         self._lines = LineQueue()
-        self._plan: SupervisedPlan | None = None
-        self._bundle: ModelBundle | None = None
-        self._ranks: GroupRanks | None = None
+        self.loaded: tuple[RunSpec, FitContext] | None = None
 
     @served
-    async def start_rank(
+    async def start(
         self, plan: SupervisedPlan, index: int, meeting: str, functions: Sequence[Extension] = ()
     ) -> SupervisedStarted:
-        """Load the model, and keep this rank's rows.
-
-        Raises:
-            UserError: the model or the device cannot be used.
-        """
-        self._plan = plan
+        """Load the model, and keep this rank's rows. Raises UserError: it or the device cannot be used."""
         spec = RunSpec.model_validate_json(plan.spec)
         require_reserved_gpus(spec.ray.trainer_gpus, "ray.trainer_gpus")
         check_memory(spec, "supervised", note=lambda _: None, alone=False)
@@ -103,7 +129,19 @@ class SupervisedRank(AsyncActor):
             ranks = join_group(bundle, meeting=Path(meeting), index=index)
             shard(bundle.forward, ranks, offload=spec.trainer.offload == "optimizer")
             bundle.frozen.clear()
-            self._bundle, self._ranks = bundle, ranks
+            directory = Path(plan.directory)
+            context = FitContext(
+                forward=bundle.forward,
+                source=bundle.folder,
+                directory=directory,
+                checkpoints=checkpoint_store(spec, directory / "checkpoints"),
+                telemetry=self._lines if ranks.index == 0 else NullTelemetry(),
+                ranks=ranks,
+                stop=self._stop.is_set,
+                set_total_steps=partial(self._lines.add, "expect"),
+                warn=partial(self._lines.add, "note"),
+            )
+            self.loaded = bundle.spec, context
             return SupervisedStarted(
                 model_digest=weights_digest(bundle.model, ranks),
                 threads=bundle.threads,
@@ -113,32 +151,20 @@ class SupervisedRank(AsyncActor):
         return await self._compute.run(start)
 
     @served
-    async def fit(self, train: bytes, held_out: bytes) -> Fitted:
-        """Train until the end, or until `stop`."""
-        return await self._compute.run(lambda: self._fit(train, held_out))
+    async def fit(self, kind: SupervisedKind, train: bytes, held_out: bytes) -> tuple[FitResult, str]:
+        """Train until the end, or until `stop`.
 
-    def _fit(self, train: bytes, held_out: bytes) -> Fitted:
-        assert self._plan is not None, "not started"
-        assert self._bundle is not None
-        assert self._ranks is not None
-        bundle, spec, lines = self._bundle, self._bundle.spec, self._lines
-        directory, first = Path(self._plan.directory), self._ranks.index == 0
-        context = FitContext(
-            forward=bundle.forward,
-            source=bundle.folder,
-            directory=directory,
-            checkpoints=checkpoint_store(spec, directory / "checkpoints"),
-            telemetry=lines if first else NullTelemetry(lambda _: None),
-            ranks=self._ranks,
-            stop=self._stop.is_set,
-            set_total_steps=lambda total: lines.add(Line(call="expect", total=total)) if first else None,
-            warn=lambda text: lines.add(Line(call="note", name=text)) if first else None,
-        )
-        kind = EXAMPLES[self._plan.kind]
-        examples, others = (decode(each, list[kind]) for each in (train, held_out))  # type: ignore[valid-type]
-        objective = OBJECTIVES[self._plan.kind](spec, context)
-        result = fit(spec, objective, train=examples, held_out=others, context=context)
-        return Fitted(result=msgspec.structs.replace(result, model=None), model=str(result.model or ""))
+        Returns:
+            The result without its model, and the model's folder (paths do not cross processes); empty for none.
+        """
+        return await self._compute.run(lambda: self._fit(kind, train, held_out))
+
+    def _fit(self, kind: SupervisedKind, train: bytes, held_out: bytes) -> tuple[FitResult, str]:
+        spec, context = self.part("loaded")
+        rows = list[EXAMPLES[kind]]  # type: ignore[valid-type]
+        objective = OBJECTIVES[kind](spec, context)
+        result = fit(spec, objective, train=decode(train, rows), held_out=decode(held_out, rows), context=context)
+        return msgspec.structs.replace(result, model=None), str(result.model or "")
 
     @served
     async def take_lines(self) -> list[Line]:
@@ -165,8 +191,6 @@ def fit_on_ranks(
     """Train on `trainer.shards` ranks.
 
     Args:
-        folder: of the model.
-        directory: of the run.
         recorder: what `telemetry` ends in; gets remarks and the number of steps.
         started: called with the fields of `SupervisedStarted` when the ranks have loaded the model.
         stop: called repeatedly; True ends the stage with a checkpoint.
@@ -176,7 +200,7 @@ def fit_on_ranks(
         TrainerLost: a rank died or was late.
     """
     check_shardable(folder)
-    plan = SupervisedPlan(spec=spec_to_send(spec, folder), kind=kind, directory=str(directory.resolve()))
+    plan = SupervisedPlan(spec=spec_to_send(spec, folder), directory=str(directory.resolve()))
 
     async def run() -> FitResult:
         async with AsyncExitStack() as stack:
@@ -185,14 +209,13 @@ def fit_on_ranks(
             reserved = reserved_selector(spec.ray, selector_of(spec.pool))
             resources = ActorResources(spec.ray.trainer_cpus, spec.ray.trainer_gpus, "ray.trainer")
             size = spec.trainer.shards
-            handles = await stack.enter_async_context(
-                placed_group(SupervisedRank, "trainer", resources, reserved, size=size)
-            )
-            group = RankGroup(rank_remotes(handles))
-            loaded = await group.start(SupervisedRank.start_rank, plan, directory / "checkpoints")
+            handles = await stack.enter_async_context(placed(SupervisedRank, "trainer", resources, reserved, size=size))
+            remotes = rank_remotes(handles)
+            group = RankGroup(remotes)
+            loaded = await group.start(SupervisedRank.start, plan, directory / "checkpoints")
             started(**msgspec.structs.asdict(loaded))
             rows = [ray.put(encode(list(each))) for each in (examples.train, examples.held_out)]
-            fitting = asyncio.create_task(invoke(group, NO_DEADLINE, SupervisedRank.fit, *rows))
+            fitting = asyncio.create_task(invoke(group, NO_DEADLINE, SupervisedRank.fit, kind, *rows))
             stopping = False
             try:
                 while not fitting.done():
@@ -201,12 +224,11 @@ def fit_on_ranks(
                         stopping = True
                         await invoke(group, RANK_S, SupervisedRank.stop)
                     if not fitting.done() or not isinstance(fitting.exception(), TrainerLost):
-                        lines = await invoke(group.first, RANK_S, SupervisedRank.take_lines)
-                        relay(lines, telemetry, note=recorder.note, expect=recorder.expect)
-                fitted = fitting.result()
+                        lines = await invoke(remotes[0], RANK_S, SupervisedRank.take_lines)
+                        relay(lines, telemetry, recorder)
+                result, model = fitting.result()
             finally:
                 fitting.cancel()
-            model = Path(fitted.model) if fitted.model else None
-            return msgspec.structs.replace(fitted.result, model=model)
+            return msgspec.structs.replace(result, model=Path(model) if model else None)
 
     return asyncio.run(run())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,29 +12,28 @@ from tidemill.core.protocols import Checkpoints, LoopClock, Publisher, Trainer
 from tidemill.core.records import PolicyVersion, Record, StepMetrics, TensorEntry, TokenBuffer
 from tidemill.extensions.registry import Extension, provide
 from tidemill.hardware.process_memory import Work
-from tidemill.models.ranks import ONE_RANK, Ranks
-from tidemill.models.snapshots import dtype_name
+from tidemill.models.ranks import ONE_RANK
+from tidemill.models.snapshots import DTYPE_NAMES
 from tidemill.runtime.backend import TrainerCheckpoints
 from tidemill.runtime.build_trainer import build_trainer
 from tidemill.runtime.cluster.lane import LaneSender
 from tidemill.runtime.cluster.rank_group import join_group
 from tidemill.runtime.cluster.ray_calls import EngineActor, require_reserved_gpus
 from tidemill.runtime.cluster.ray_critic import RayCritic
-from tidemill.runtime.cluster.ray_reader import ReadingActor
+from tidemill.runtime.cluster.ray_frozen_scorer import FrozenScorerServer
 from tidemill.runtime.cluster.weight_transports import (
     ObjectStoreTransport,
     PublisherTransport,
+    ServedTransport,
     WeightsAddress,
-    address_of,
-    open_transport,
 )
 from tidemill.runtime.cluster.wire import Caller, calls, invoke, served, serves
 from tidemill.runtime.compute import ComputeThread
-from tidemill.runtime.extension_checks import identities, refuse_changed, trainer_extensions
+from tidemill.runtime.extension_checks import identities, refuse_changed, run_extensions
 from tidemill.runtime.memory_check import check_memory
-from tidemill.runtime.model_bundle import ModelBundle, load_model_bundle
+from tidemill.runtime.model_bundle import load_model_bundle
+from tidemill.weights.delta import Threads
 from tidemill.weights.store import WeightStore
-from tidemill.weights.threads import Threads
 
 NO_DEADLINE = math.inf
 """The training loop has deadlines for all calls to the trainer, and cancels them."""
@@ -49,22 +47,6 @@ class TrainerPlan(Record):
     prompt_tokens: int  # length of the longest prompt
     probe_ids: TokenBuffer  # int32 [N], published with every version; empty without workers
     identities: dict[str, str]  # of user functions, which this process must have too
-
-
-def checked_spec(plan: TrainerPlan, functions: Sequence[Extension]) -> RunSpec:
-    """The configuration of a trainer's actor, with its user functions.
-
-    Raises:
-        UserError: a function differs on this machine, torch cannot use the reserved GPU, or the models do not fit.
-    """
-    spec = RunSpec.model_validate_json(plan.spec)
-    provide(functions)
-    here = identities(trainer_extensions(spec))
-    refuse_changed({name: plan.identities[name] for name in here}, here, where="the trainer's machine")
-    require_reserved_gpus(spec.ray.trainer_gpus, "ray.trainer_gpus")
-    work: Work = "serve" if spec.task.kind == "served" else "rl"
-    check_memory(spec, work, note=lambda _: None, alone=False)
-    return spec
 
 
 class Started(Record):
@@ -86,55 +68,39 @@ class Restored(Record):
 
 
 class RayTrainer:
-    """Implements `core.protocols.Trainer`."""
+    """Implements `core.protocols.Trainer`, `Checkpoints` and `Publisher` with one actor, or all ranks of a trainer.
 
-    def __init__(self, remote: Caller, version: PolicyVersion) -> None:
-        self._remote, self.version = remote, version
+    Args:
+        warn: gets a message for every damaged checkpoint that was skipped.
+    """
+
+    def __init__(self, remote: Caller, version: PolicyVersion, *, warn: Callable[[str], None]) -> None:
+        self._remote, self.version, self._warn = remote, version, warn
 
     accumulate = calls(Trainer.accumulate, timeout_s=NO_DEADLINE)
     logprobs = calls(Trainer.logprobs, timeout_s=NO_DEADLINE)
+    save = calls(Checkpoints.save, timeout_s=NO_DEADLINE)  # into a folder that the trainer's process must see
+    publish = calls(Publisher.publish, timeout_s=NO_DEADLINE)
 
     async def commit(self, step: int) -> StepMetrics:
         metrics = await invoke(self._remote, NO_DEADLINE, Trainer.commit, step)
         self.version = metrics.version
         return metrics
 
-
-class RayCheckpoints:
-    """Implements `core.protocols.Checkpoints`. The folder must be visible to the trainer's process.
-
-    Args:
-        warn: gets a message for every damaged checkpoint that was skipped.
-    """
-
-    def __init__(self, remote: Caller, trainer: RayTrainer, *, warn: Callable[[str], None]) -> None:
-        self._remote, self._trainer, self._warn = remote, trainer, warn
-
-    save = calls(Checkpoints.save, timeout_s=NO_DEADLINE)
-
     async def restore_latest(self) -> int:
         restored = await invoke(self._remote, NO_DEADLINE, TrainerActor.restore_latest)
         for warning in restored.warnings:
             self._warn(warning)
-        self._trainer.version = restored.version
+        self.version = restored.version
         return restored.step
 
-
-class RayPublisher:
-    """Implements `core.protocols.Publisher`."""
-
-    def __init__(self, remote: Caller) -> None:
-        self._remote = remote
-
-    publish = calls(Publisher.publish, timeout_s=NO_DEADLINE)
-
     async def close(self) -> None:
-        """Nothing to do: the objects end with the trainer's process."""
+        """Nothing to do: the published objects end with the trainer's process."""
 
 
-class TrainerActor(EngineActor, ReadingActor):
-    """Serves `RayTrainer`, `RayCheckpoints` and `RayPublisher`, a `RayWorker` for its engine, and a `RayReader` of the
-    reference. One alone is the trainer; several are the ranks of a sharded one."""
+class TrainerActor(EngineActor, FrozenScorerServer):
+    """Serves a `RayTrainer`, a `RayWorker` for its engine, and a `RayFrozenScorer` of the reference. One alone is the
+    trainer; several are the ranks of a sharded one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -154,45 +120,38 @@ class TrainerActor(EngineActor, ReadingActor):
     send_weights = serves(LaneSender.send_weights, "lane")
 
     @served
-    async def start(self, plan: TrainerPlan, critic: Any = None, functions: Sequence[Extension] = ()) -> Started:
-        """Load the models.
-
-        Args:
-            critic: handle of a `CriticActor` that has not been started; None for a critic in this process, or none.
-            functions: user functions that cannot be imported here.
-
-        Raises:
-            UserError: a model or the device cannot be used.
-        """
-        return await self._start(plan, functions, critic=critic)
-
-    @served
-    async def start_rank(
-        self, plan: TrainerPlan, index: int, meeting: str, functions: Sequence[Extension] = ()
-    ) -> Started:
-        """Load the models, and keep this rank's rows.
-
-        Args:
-            meeting: path of a new file in a folder that all ranks see.
-
-        Raises:
-            UserError: a model or the device cannot be used, or the ranks do not see the folder.
-        """
-        return await self._start(plan, functions, join=partial(join_group, meeting=Path(meeting), index=index))
-
-    async def _start(
+    async def start(
         self,
         plan: TrainerPlan,
-        functions: Sequence[Extension],
-        *,
+        index: int = 0,
+        meeting: str = "",
+        functions: Sequence[Extension] = (),
         critic: Any = None,
-        join: Callable[[ModelBundle], Ranks] = lambda _: ONE_RANK,
     ) -> Started:
-        spec, compute = checked_spec(plan, functions), ComputeThread()
+        """Load the models; one of several ranks keeps its rows of them.
+
+        Args:
+            meeting: path of a new file in a folder that all ranks see; empty for a trainer alone.
+            functions: user functions that cannot be imported here.
+            critic: handle of a `CriticActor` that has not been started; None for a critic in this process, or none.
+
+        Raises:
+            UserError: a model or the device cannot be used, a function differs on this machine, or the ranks do not see
+                the folder.
+        """
+        spec = RunSpec.model_validate_json(plan.spec)
+        provide(functions)
+        here = identities(run_extensions(spec, trainer=True))
+        refuse_changed({name: plan.identities[name] for name in here}, here, where="the trainer's machine")
+        require_reserved_gpus(spec.ray.trainer_gpus, "ray.trainer_gpus")
+        work: Work = "serve" if spec.task.kind == "served" else "rl"
+        check_memory(spec, work, note=lambda _: None, alone=False)
+        compute = ComputeThread()
 
         def start() -> Started:
             bundle = load_model_bundle(spec, progress=lambda _: None, generates=spec.engine_shares_model)
-            ranks, remote_critic, device_info = join(bundle), None, bundle.device_info
+            ranks = join_group(bundle, meeting=Path(meeting), index=index) if meeting else ONE_RANK
+            remote_critic, device_info = None, bundle.device_info
             if ranks.size > 1:
                 device_info["shards"] = ranks.size
             if critic is not None:
@@ -213,13 +172,13 @@ class TrainerActor(EngineActor, ReadingActor):
                 critic=remote_critic,
             )
             self.trainer, self.checkpoints, self.publisher = parts.trainer, parts.checkpoints, parts.publisher
-            self.worker, self.reader = parts.engine, parts.reader
+            self.worker, self.frozen_scorer = parts.engine, parts.frozen_reference
             self.lane = LaneSender(bundle, parts.trainer, compute, sends=ranks.index == 0)
             return Started(
                 version=parts.trainer.version,
                 device_info=device_info,
                 threads=bundle.threads,
-                dtype=dtype_name(bundle.rollout_dtype),
+                dtype=DTYPE_NAMES[bundle.rollout_dtype],
                 layout=self.lane.layout,
             )
 
@@ -239,10 +198,11 @@ class TrainerActor(EngineActor, ReadingActor):
     @served
     async def weights_address(self) -> WeightsAddress | None:
         """Where weights are served over HTTP; None: nowhere."""
-        return address_of(self._transport)
+        return self._transport.address if self._transport is not None else None
 
     def _open_store(self, spec: RunSpec) -> WeightStore:
         """Raises UserError: the address to serve weights on cannot be used."""
-        self._transport = open_transport(spec.weights)
+        http = spec.weights.transport == "http"
+        self._transport = ServedTransport(spec.weights) if http else ObjectStoreTransport()
         threads = Threads(spec.weights.threads)
         return WeightStore(self._transport, compute=ComputeThread("tidemill-weights"), threads=threads)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import os
+import tempfile
 import time
 from collections import deque
 from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -32,14 +35,13 @@ from tidemill.runtime.cluster.ray_calls import (
     require_reserved_gpus,
     resources_text,
     trainer_lost,
-    worker_lost,
 )
 from tidemill.runtime.cluster.ray_internals import signal_fd
 from tidemill.runtime.cluster.weight_transports import open_puller, open_readers
 from tidemill.runtime.cluster.wire import Caller, calls, invoke, read_answer, served
 from tidemill.runtime.compute import ComputeThread
 from tidemill.runtime.memory_check import check_memory
-from tidemill.runtime.open_engine import ModelFiles, Opened, open_engine
+from tidemill.runtime.open_engine import Opened, open_engine
 from tidemill.weights.node_folder import forget_snapshots
 
 CALL_S = 60.0
@@ -152,13 +154,17 @@ class RolloutActor(EngineActor):
             UserError: this node cannot run the configuration.
         """
         engine_compute, weights_compute = ComputeThread(), ComputeThread("tidemill-weights")
-        spec, self._files = RunSpec.model_validate_json(plan.spec), ModelFiles(files)
+        spec = RunSpec.model_validate_json(plan.spec)
+        self._model_files = tempfile.TemporaryDirectory(prefix="tidemill-model-")  # deleted with the process
+        folder = Path(self._model_files.name)
+        for name, content in files.items():
+            (folder / name).write_bytes(content)
 
         def opened() -> Opened:
             torch.set_num_threads(plan.threads)
             require_reserved_gpus(spec.ray.worker_gpus, "ray.worker_gpus")
-            check_memory(spec, "worker", folder=self._files.path, note=lambda _: None, alone=False)
-            return open_engine(spec, self._files.path, prompt_tokens=plan.prompt_tokens, dtype=plan.dtype)
+            check_memory(spec, "worker", folder=folder, note=lambda _: None, alone=False)
+            return open_engine(spec, folder, prompt_tokens=plan.prompt_tokens, dtype=plan.dtype)
 
         engine, user = await engine_compute.run(opened)
         if lane is not None:
@@ -201,64 +207,49 @@ PLACE_S = 15.0
 """Time within which Ray places a worker if a node has room for it."""
 
 
+@dataclass(eq=False)
 class RayHost:
-    """Implements `core.protocols.WorkerHost`.
+    """Implements `core.protocols.WorkerHost`."""
 
-    Args:
-        files: configuration and tokenizer of the model.
-        publishers: the actors that own the published versions, one for each shard.
-        preemptible: labels of the nodes for preemptible workers.
-        reserved: labels of the nodes for other workers.
-        start_s: deadline for starting a worker.
-        notify_drains: send notices to workers on draining nodes (if no provider does).
-        lane: brings versions to the reserved engine.
-        sender: the trainer at the other end of the lane.
-    """
+    plan: WorkerPlan
+    config: RayConfig
+    nodes: NodeWatch
+    _: KW_ONLY
+    files: Mapping[str, bytes]  # configuration and tokenizer of the model
+    publishers: Sequence[Any]  # the actors that own the published versions, one for each shard
+    preemptible: dict[str, str]  # labels of the nodes for preemptible workers
+    reserved: dict[str, str]  # labels of the nodes for other workers
+    start_s: float  # deadline for starting a worker
+    notify_drains: bool  # send notices to workers on draining nodes (if no provider does)
+    lane: LanePlan | None = None  # brings versions to the reserved engine
+    sender: Caller | None = None  # the trainer at the other end of the lane
 
-    def __init__(
-        self,
-        plan: WorkerPlan,
-        config: RayConfig,
-        nodes: NodeWatch,
-        *,
-        files: Mapping[str, bytes],
-        publishers: Sequence[Any],
-        preemptible: dict[str, str],
-        reserved: dict[str, str],
-        start_s: float,
-        notify_drains: bool,
-        lane: LanePlan | None = None,
-        sender: Caller | None = None,
-    ) -> None:
-        self._plan, self._config, self._nodes = plan, config, nodes
-        self._shared = plan.session if plan.share_memory else None
-        self._files, self._publishers = ray.put(dict(files)), list(publishers)
-        self._lane, self._sender, self._start_s = lane, sender, start_s
-        self._preemptible, self._reserved = preemptible, reserved
+    def __post_init__(self) -> None:
+        self._sent_files = ray.put(dict(self.files))
         self._workers: dict[RayWorker, str] = {}  # node ids of started workers
-        self._notifying = asyncio.create_task(self._notify_drains(), name="drains") if notify_drains else None
+        self._notifying = asyncio.create_task(self._notify_drains(), name="drains") if self.notify_drains else None
 
     async def start(self, lease: Lease) -> Worker:
         """Raises WorkerLost: no node has room for it, or it fails to start. The reserved engine raises TrainerLost."""
-        selector = self._preemptible if lease.kind == "preemptible" else self._reserved
+        selector = self.preemptible if lease.kind == "preemptible" else self.reserved
         node_id = lease.node
 
         def node_name() -> str:
-            return self._nodes.name(node_id) if node_id else ""
+            return self.nodes.name(node_id) if node_id else ""
 
-        deadline_s = asyncio.get_running_loop().time() + self._start_s
+        deadline_s = asyncio.get_running_loop().time() + self.start_s
         create = partial(self._create_actor, lease, selector)  # blocks if the cluster's head is gone
-        handle = await blocking(create, awaited="Ray to create a worker's process", timeout_s=self._start_s)
+        handle = await blocking(create, awaited="Ray to create a worker's process", timeout_s=self.start_s)
         reserved = lease.kind == "reserved"
-        lost = partial(trainer_lost, role="reserved engine") if reserved else worker_lost
+        lost = partial(trainer_lost, role="reserved engine") if reserved else WorkerLost
         remote = Remote(handle, lost=lost, node_name=node_name)
-        worker = RayWorker(remote, owned=True, sender=self._sender if reserved else None)
+        worker = RayWorker(remote, owned=True, sender=self.sender if reserved else None)
         try:
             node_id = await self._wait_for_place(remote, selector, deadline_s)
             self._workers[worker] = node_id
             left_s = deadline_s - asyncio.get_running_loop().time()
-            lane = self._lane if reserved else None
-            await invoke(remote, left_s, RolloutActor.start, self._plan, self._files, lease, self._publishers, lane)
+            lane, files = self.lane if reserved else None, self._sent_files
+            await invoke(remote, left_s, RolloutActor.start, self.plan, files, lease, self.publishers, lane)
         except BaseException as error:
             self._workers.pop(worker, None)
             worker.kill()
@@ -274,21 +265,14 @@ class RayHost:
         for worker in self._workers:
             worker.kill()
         self._workers.clear()
-        if self._shared is not None:
-            await forget_snapshots(self._shared)
+        if self.plan.share_memory:
+            await forget_snapshots(self.plan.session)
 
     def _create_actor(self, lease: Lease, selector: dict[str, str]) -> Any:
-        options: dict[str, Any] = {
-            "num_cpus": self._config.worker_cpus,
-            "num_gpus": self._config.worker_gpus,
-            "max_restarts": 0,
-            "max_task_retries": 0,
-        }
-        if lease.node:
-            options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(lease.node, soft=False)
-        else:
-            options["label_selector"] = selector
-        return ray.remote(RolloutActor).options(**options).remote()
+        node = NodeAffinitySchedulingStrategy(lease.node, soft=False) if lease.node else None
+        place = {"label_selector": selector} if node is None else {"scheduling_strategy": node}
+        resources = {"num_cpus": self.config.worker_cpus, "num_gpus": self.config.worker_gpus}
+        return ray.remote(RolloutActor).options(max_restarts=0, max_task_retries=0, **resources, **place).remote()
 
     async def _wait_for_place(self, remote: Remote, selector: dict[str, str], deadline_s: float) -> str:
         """The id of the node that Ray places the worker on.
@@ -296,10 +280,10 @@ class RayHost:
         Raises:
             WorkerLost: no live node matches after `PLACE_S`, or none has room by the deadline (one may be joining).
         """
-        calling = asyncio.ensure_future(invoke(remote, self._start_s, RolloutActor.place))
+        calling = asyncio.ensure_future(invoke(remote, self.start_s, RolloutActor.place))
         try:
-            done, _ = await asyncio.wait({calling}, timeout=min(PLACE_S, self._start_s))
-            if not done and not self._nodes.fitting(selector):
+            done, _ = await asyncio.wait({calling}, timeout=min(PLACE_S, self.start_s))
+            if not done and not self.nodes.fitting(selector):
                 raise self._no_place(selector)
             left_s = deadline_s - asyncio.get_running_loop().time()
             done, _ = await asyncio.wait({calling}, timeout=max(0.0, left_s))
@@ -310,7 +294,7 @@ class RayHost:
             calling.cancel()
 
     def _no_place(self, selector: dict[str, str]) -> WorkerLost:
-        resources = {"CPU": self._config.worker_cpus, "GPU": self._config.worker_gpus}
+        resources = {"CPU": self.config.worker_cpus, "GPU": self.config.worker_gpus}
         labels, wanted = resources_text(resources, selector)
         return WorkerLost(
             f"no node with label {labels} has {wanted or 'a place'}",
@@ -320,9 +304,9 @@ class RayHost:
     async def _notify_drains(self) -> None:
         notified: set[RayWorker] = set()
         while True:
-            await self._nodes.changed(timeout_s=60.0)
+            await self.nodes.changed(timeout_s=60.0)
             for worker, node_id in list(self._workers.items()):
-                node = self._nodes.nodes.get(node_id)
+                node = self.nodes.nodes.get(node_id)
                 if worker not in notified and node is not None and node.drains_unix_s is not None:
                     notified.add(worker)
                     try:

@@ -16,13 +16,11 @@ from tidemill.core.errors import UserError, WeightsError
 from tidemill.core.protocols import Compute, LoopClock
 from tidemill.core.records import Record
 from tidemill.runtime.cluster.wire import read_answer
+from tidemill.weights.delta import Threads
 from tidemill.weights.http_reader import HttpReader
-from tidemill.weights.node_folder import NodeFolder
-from tidemill.weights.node_puller import NodePuller
-from tidemill.weights.puller import Puller
-from tidemill.weights.sharded import PullerGroup
-from tidemill.weights.snapshot import Blob, Missing, Transport
-from tidemill.weights.threads import Threads
+from tidemill.weights.node_folder import NodeFolder, NodePuller
+from tidemill.weights.puller import Puller, PullerGroup
+from tidemill.weights.snapshot import Blob, BlobSource, Missing
 
 ADDRESS_S = 30.0
 
@@ -39,6 +37,7 @@ class ObjectStoreTransport:
 
     zero_copy = False
     """A read copies nothing on the publisher's node, but is a transfer on others."""
+    address: WeightsAddress | None = None
 
     def __init__(self) -> None:
         self._refs: dict[str, ray.ObjectRef[Blob]] = {}
@@ -65,13 +64,11 @@ class ObjectStoreTransport:
 
 
 class ObjectStoreReader:
-    """Implements `weights.snapshot.Transport` for processes that only read.
+    """Implements `weights.snapshot.BlobSource`.
 
     Args:
         owner: an actor whose method `blob(name)` returns `ObjectStoreTransport.refs(name)`.
     """
-
-    zero_copy = False
 
     def __init__(self, owner: Any) -> None:
         self._owner = owner
@@ -82,12 +79,6 @@ class ObjectStoreReader:
         except RayError as error:
             raise WeightsError(f"{name}: the publisher does not answer ({type(error).__name__})") from error
         return await _fetch(name, refs)
-
-    async def put(self, name: str, blob: Blob) -> None:
-        raise TypeError("a reader cannot publish")
-
-    async def delete(self, name: str) -> None:
-        raise TypeError("a reader cannot delete")
 
     async def close(self) -> None:
         """Nothing to do: the publisher owns the objects."""
@@ -129,16 +120,7 @@ class ServedTransport:
 PublisherTransport: TypeAlias = ObjectStoreTransport | ServedTransport
 
 
-def open_transport(config: WeightsConfig) -> PublisherTransport:
-    """The publisher's end. Raises UserError."""
-    return ServedTransport(config) if config.transport == "http" else ObjectStoreTransport()
-
-
-def address_of(transport: PublisherTransport | None) -> WeightsAddress | None:
-    return transport.address if isinstance(transport, ServedTransport) else None
-
-
-async def open_readers(config: WeightsConfig, publishers: Sequence[Any]) -> list[Transport]:
+async def open_readers(config: WeightsConfig, publishers: Sequence[Any]) -> list[BlobSource]:
     """The readers' ends, one for each publisher.
 
     Raises:
@@ -146,7 +128,7 @@ async def open_readers(config: WeightsConfig, publishers: Sequence[Any]) -> list
     """
     if config.transport != "http":
         return [ObjectStoreReader(publisher) for publisher in publishers]
-    readers: list[Transport] = []
+    readers: list[BlobSource] = []
     for publisher in publishers:
         try:
             async with asyncio.timeout(ADDRESS_S):
@@ -161,7 +143,7 @@ async def open_readers(config: WeightsConfig, publishers: Sequence[Any]) -> list
 
 
 def open_puller(
-    config: WeightsConfig, readers: Sequence[Transport], compute: Compute, *, session: str
+    config: WeightsConfig, readers: Sequence[BlobSource], compute: Compute, *, session: str
 ) -> Puller | PullerGroup:
     """A puller of the versions that the readers' publishers publish together.
 
@@ -169,7 +151,7 @@ def open_puller(
         session: the same for all workers of a run.
     """
 
-    def puller(reader: Transport) -> Puller:
+    def puller(reader: BlobSource) -> Puller:
         threads = Threads(config.threads)
         if config.transport == "shm":
             return NodePuller(reader, compute, clock=LoopClock(), threads=threads, folder=NodeFolder(session))

@@ -209,6 +209,9 @@ class AsyncActor:
 class Caller(Protocol):
     """Calls on one actor, or on all ranks of a sharded trainer."""
 
+    def kill(self) -> None:
+        """End the process, or all of them, now."""
+
     async def call(self, method: str, *args: object, kind: type[T], timeout_s: float) -> T:
         """Raises TidemillError: what the method raised, or that the actor died or did not answer in time."""
 

@@ -13,7 +13,7 @@ from ray.exceptions import ActorDiedError, GetTimeoutError
 from tests.actors_here import ActorHere
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import TidemillError, TrainerLost, UserError
-from tidemill.runtime.cluster.ray_critic import CriticActor, CriticPlan, RayCritic
+from tidemill.runtime.cluster.ray_critic import CriticActor, RayCritic
 
 PPO = {"model": {"source": "char", "char": {"hidden_size": 16, "layers": 1, "heads": 2}}, "algorithm": {"name": "ppo"}}
 
@@ -48,9 +48,8 @@ def test_the_written_state_is_read_back_and_the_probe_file_is_removed(critic: Ra
 def test_a_machine_that_does_not_see_the_run_directory_is_refused_before_loading(
     critic: RayCritic, tmp_path: Path
 ) -> None:
-    plan = CriticPlan(spec="", threads=1, probe_file=str(tmp_path / "nowhere" / "seen"))
     with pytest.raises(UserError, match="does not see the run directory") as caught:
-        critic._call(CriticActor.start, plan)()
+        critic._call(CriticActor.start, "", 1, str(tmp_path / "nowhere" / "seen"))()
     assert caught.value.where == "placement.critic"
 
 

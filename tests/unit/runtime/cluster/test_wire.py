@@ -14,7 +14,7 @@ from tests.actors_here import ActorHere
 from tidemill.core.errors import TidemillError
 from tidemill.core.protocols import Worker
 from tidemill.core.records import PolicyVersion, TokenBuffer
-from tidemill.runtime.cluster.ray_reader import ReaderActor
+from tidemill.runtime.cluster.ray_frozen_scorer import FrozenScorerActor
 from tidemill.runtime.cluster.ray_supervised import SupervisedRank
 from tidemill.runtime.cluster.ray_trainer import TrainerActor
 from tidemill.runtime.cluster.ray_worker import RolloutActor
@@ -89,7 +89,7 @@ async def test_a_part_that_was_not_started_is_named_and_a_call_shows_that_the_ca
     assert actor.calls_in_flight == 0
 
 
-@pytest.mark.parametrize("actor", [TrainerActor, RolloutActor, ReaderActor, SupervisedRank])
+@pytest.mark.parametrize("actor", [TrainerActor, RolloutActor, FrozenScorerActor, SupervisedRank])
 def test_an_actor_is_sent_by_name_and_not_with_its_code(actor: type) -> None:
     sent = cloudpickle.dumps(ray.remote(actor).__ray_metadata__.modified_class)
     assert b"msgspec" not in sent

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import threading
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -14,9 +14,12 @@ from tidemill.core.errors import UserError
 from tidemill.core.folders import another_directory
 from tidemill.core.protocols import Telemetry
 from tidemill.data.examples import Examples, load_demonstrations, load_pairs
+from tidemill.jobs.callbacks import Callback, CallbackTelemetry, configured_callbacks
+from tidemill.jobs.stopping import StopRequest
+from tidemill.jobs.train import DATA_DIGEST, record_start, run_session
 from tidemill.models.catalog import resolve
 from tidemill.models.checkpoint_manifest import read_manifest, seal
-from tidemill.models.codec import TextCodec, load_codec
+from tidemill.models.codec import load_codec
 from tidemill.models.folder import holds_adapter
 from tidemill.models.reward_model import copy_head
 from tidemill.models.saving import export_merged
@@ -24,11 +27,8 @@ from tidemill.models.snapshots import stored_context_limit
 from tidemill.models.turn_format import turn_format
 from tidemill.models.weights_digest import weights_digest
 from tidemill.runtime.backend import checkpoint_store
-from tidemill.runtime.callbacks import Callback, CallbackTelemetry, configured_callbacks
 from tidemill.runtime.memory_check import check_memory
 from tidemill.runtime.model_bundle import load_model_bundle
-from tidemill.runtime.stopping import StopRequest
-from tidemill.runtime.train import DATA_DIGEST, record_start, run_session
 from tidemill.telemetry.events import DATA
 from tidemill.telemetry.recorder import Recorder
 from tidemill.telemetry.run_dir import PromptFormat, RunDirectory
@@ -57,7 +57,7 @@ def train_supervised(
     """Run or resume a supervised stage in `spec.directory` until it finishes or is asked to stop (Ctrl-C, SIGTERM).
 
     Args:
-        callbacks: see `runtime.callbacks`; those of the configuration are called, too.
+        callbacks: see `jobs.callbacks`; those of the configuration are called, too.
         stop_request: another way to stop it.
 
     Returns:
@@ -70,7 +70,12 @@ def train_supervised(
     stop, stop_request = threading.Event(), stop_request or StopRequest()
     callbacks, remarks = [*callbacks, *configured_callbacks(spec)], list[str]()
     check_memory(spec, "supervised", note=remarks.append)
-    opened = run_session(spec, telemetry_stream, planned_steps=_planned_steps, kind=kind)
+    opened = run_session(
+        spec,
+        telemetry_stream,
+        planned_steps=lambda planned: 0 if planned.supervised.epochs else planned.trainer.steps,
+        kind=kind,
+    )
     with stop_request.after_hours(spec.trainer.hours), opened as (resumed, run, recorder):
         for remark in remarks:
             recorder.note(remark)
@@ -95,10 +100,6 @@ def train_supervised(
     return summary | {"run_dir": str(spec.directory), "already_finished": result.already_finished}
 
 
-def _planned_steps(spec: RunSpec) -> int:
-    return 0 if spec.supervised.epochs else spec.trainer.steps
-
-
 def _train(
     spec: RunSpec,
     kind: SupervisedKind,
@@ -108,9 +109,37 @@ def _train(
     stop: threading.Event,
 ) -> FitResult:
     folder = resolve(spec.model, progress=recorder.note)
+    codec = load_codec(folder)
     # Read first: a row may be invalid, and loading weights takes longer.
-    examples = _examples(spec, kind, load_codec(folder), stored_context_limit(folder), recorder)
-    started = partial(_record_start, spec, run, recorder, examples)
+    examples = LOADERS[kind](
+        spec.data,
+        codec=codec,
+        context_limit=stored_context_limit(folder),
+        chat_template=spec.model.chat_template,
+        turn_formats=cache(lambda chat: turn_format(codec, spec.env, chat_template=chat)),
+        progress=recorder.note,
+    )
+
+    def started(*, model_digest: str, threads: int, device_info: dict[str, Any]) -> None:
+        record_start(
+            run,
+            model_digest=model_digest,
+            data_key=DATA_DIGEST,
+            data_digest=examples.digest,
+            data_changed=UserError(
+                "the examples have changed since this run started",
+                where="data.path",
+                hint=f"restore the previous file, or {another_directory(run.path)}",
+            ),
+            threads=threads,
+            schedule_steps=spec.optimizer.schedule_steps,
+            prompts=PromptFormat(chat=examples.train[0].chat, system_prompt=spec.data.system_prompt),
+        )
+        few = few_items(len(examples.held_out), "held-out example", "hold out more rows")
+        sizes = {"training": len(examples.train), "held_out": len(examples.held_out)}
+        recorder.event(DATA, **sizes, left_out=dict(examples.left_out), **({"few": [few]} if few else {}))
+        recorder.event("machine", **device_info)
+
     if spec.trainer.shards > 1:
         from tidemill.runtime.cluster.ray_supervised import fit_on_ranks
 
@@ -138,50 +167,6 @@ def _train(
         warn=recorder.note,
     )
     return fit(spec, OBJECTIVES[kind](spec, context), train=examples.train, held_out=examples.held_out, context=context)
-
-
-def _examples(
-    spec: RunSpec, kind: SupervisedKind, codec: TextCodec, context_limit: int, recorder: Recorder
-) -> Examples[Any]:
-    return LOADERS[kind](
-        spec.data,
-        codec=codec,
-        context_limit=context_limit,
-        chat_template=spec.model.chat_template,
-        turn_formats=cache(lambda chat: turn_format(codec, spec.env, chat_template=chat)),
-        progress=recorder.note,
-    )
-
-
-def _record_start(
-    spec: RunSpec,
-    run: RunDirectory,
-    recorder: Recorder,
-    examples: Examples[Any],
-    *,
-    model_digest: str,
-    threads: int,
-    device_info: dict[str, Any],
-) -> None:
-    record_start(
-        run,
-        model_digest=model_digest,
-        data_key=DATA_DIGEST,
-        data_digest=examples.digest,
-        data_changed=UserError(
-            "the examples have changed since this run started",
-            where="data.path",
-            hint=f"restore the previous file, or {another_directory(run.path)}",
-        ),
-        threads=threads,
-        schedule_steps=spec.optimizer.schedule_steps,
-        prompts=PromptFormat(chat=examples.train[0].chat, system_prompt=spec.data.system_prompt),
-    )
-    left_out = dict(examples.left_out)
-    few = few_items(len(examples.held_out), "held-out example", "hold out more rows")
-    sizes = {"training": len(examples.train), "held_out": len(examples.held_out)}
-    recorder.event(DATA, **sizes, left_out=left_out, **({"few": [few]} if few else {}))
-    recorder.event("machine", **device_info)
 
 
 def _merged_model(checkpoint: Path, run: RunDirectory, progress: Callable[[str], None]) -> Path:

@@ -14,7 +14,7 @@ import pytest
 from tests.doubles.journal import MemoryJournal, PowerCut
 from tidemill.core.errors import DeadlineError, UserError
 from tidemill.core.protocols import Journal
-from tidemill.runtime.journal import FORMAT, SqliteJournal
+from tidemill.jobs.journal import FORMAT, SqliteJournal
 
 Reopen: TypeAlias = Callable[[], Awaitable[Journal]]
 

@@ -28,12 +28,12 @@ from tidemill.gateway.server import address, listen, serving
 from tidemill.gateway.session import Session, SessionLog
 from tidemill.gateway.session_routes import PATH
 from tidemill.gateway.sessions import Sessions
+from tidemill.jobs.serving import ServedModel, served_fleet
 from tidemill.models.codec import TextCodec
 from tidemill.models.turn_format import turn_format
 from tidemill.runtime.backend import RuntimeBackend
 from tidemill.runtime.memory_check import check_memory
 from tidemill.runtime.runtimes import runtime_of
-from tidemill.runtime.serving import served_fleet
 from tidemill.telemetry.recorder import Recorder
 from tidemill.telemetry.run_dir import RunDirectory
 
@@ -87,14 +87,14 @@ class SessionFeed(TokenObserver):
     def __init__(self, sessions: Sessions) -> None:
         self._sessions = sessions
 
-    def grown(self, samples: Sequence[Sample]) -> None:
+    def tokens_added(self, samples: Sequence[Sample]) -> None:
         for sample in samples:
             ids = bytes(sample.token_ids)
             logprobs = bytes(sample.logprobs)
             self._sessions.receive(sample.sample_id, sample.turns.start, ids, logprobs, sample.length)
 
 
-class ServedSessions:
+class ServedSessions(ServedModel):
     """Implements `gateway.backend.Served` for the sessions of a run."""
 
     def __init__(
@@ -108,8 +108,8 @@ class ServedSessions:
         *,
         context_tokens: int,
     ) -> None:
-        self.name, self.format, self.defaults, self.context_tokens = name, turns, sampling, context_tokens
-        self._codec, self._sessions, self._fleet = codec, sessions, fleet
+        super().__init__(name, codec, turns, context_tokens=context_tokens, defaults=sampling)
+        self._sessions, self._fleet = sessions, fleet
 
     @property
     def ready(self) -> bool:
@@ -118,17 +118,6 @@ class ServedSessions:
     @property
     def figures(self) -> dict[str, float]:
         return {"workers": float(self._fleet.engine_count)}
-
-    @property
-    def vocabulary(self) -> int:
-        return self._codec.token_count
-
-    @property
-    def longest_token(self) -> int:
-        return self._codec.longest_token
-
-    def encode(self, text: str) -> list[int]:
-        return self._codec.encode(text)
 
     def refuse(self, params: CompletionParams, key: str) -> None:
         """Raises ApiError: there is no session, or it does not take the request."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import msgspec
 
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError, exception_text
-from tidemill.core.records import FleetRow, Prompt, StepMetrics, Trajectory
+from tidemill.core.records import Prompt, StepMetrics, Trajectory
 from tidemill.extensions.registry import resolve
 from tidemill.extensions.results import placed, shown
 from tidemill.telemetry.events import CHECKPOINT, EVALUATION
@@ -66,10 +67,7 @@ WHERE = "callbacks"
 
 
 def check_callback(callback: Any) -> Callback:
-    """
-    Raises:
-        UserError: it is no callback, or one of its methods would never be called or always fail.
-    """
+    """Raises UserError: it is no callback, or one of its methods would never be called or always fail."""
     if not isinstance(callback, Callback):
         hint = "subclass tidemill.Callback and give an instance of it"
         raise UserError(f"{callback!r:.60} is not a tidemill.Callback", where=WHERE, hint=hint)
@@ -109,62 +107,47 @@ def _check_method(callback: Callback, name: str, arguments: Sequence[str]) -> No
         return
 
 
+@dataclass(eq=False)
 class CallbackTelemetry:
-    """Implements `core.protocols.Telemetry`: passes everything to the recorder, then to the callbacks.
+    """Implements `core.protocols.Telemetry`: passes everything to the recorder, then to the callbacks."""
 
-    Args:
-        request_stop: ends the run; gets the reason.
-        observe: gets the training samples of every step first.
-    """
+    recorder: Recorder
+    callbacks: Sequence[Callback]
+    request_stop: Callable[[str], None]  # ends the run; gets the reason
+    observe: Callable[[int, Sequence[Trajectory]], None] | None = None  # gets the training samples of every step first
 
-    def __init__(
-        self,
-        recorder: Recorder,
-        callbacks: Sequence[Callback],
-        request_stop: Callable[[str], None],
-        observe: Callable[[int, Sequence[Trajectory]], None] | None = None,
-    ) -> None:
-        self._observe = observe
-        self._recorder, self._callbacks, self._request_stop = recorder, callbacks, request_stop
-        for callback in callbacks:
+    def __post_init__(self) -> None:
+        self.resume, self.progress, self.fleet = self.recorder.resume, self.recorder.progress, self.recorder.fleet
+        for callback in self.callbacks:
             callback.stop_reason = None
         self._known: set[tuple[str, str]] = set()
         self._stopped = False
 
-    def resume(self, step: int) -> None:
-        self._recorder.resume(step)
-
     def event(self, name: str, **fields: Any) -> None:
-        self._recorder.event(name, **fields)
+        self.recorder.event(name, **fields)
         step = int(fields.get("step") or 0)
         if name == EVALUATION:
             figures = {key: value for key, value in fields.items() if isinstance(value, int | float) and key != "step"}
             prefix = f"{fields['set']}/" if "set" in fields else ""
             self._call("on_evaluate", step, {prefix + key: value for key, value in figures.items()})
         elif name == CHECKPOINT and not fields.get("error"):
-            self._call("on_checkpoint", step, self._recorder.run.checkpoints / f"step_{step}")
+            self._call("on_checkpoint", step, self.recorder.run.checkpoints / f"step_{step}")
 
     def step(self, metrics: StepMetrics) -> None:
-        self._recorder.step(metrics)
+        self.recorder.step(metrics)
         if metrics.step > 0:
             self._call("on_step", metrics.step, dict(metrics.values))
 
     def samples(self, step: int, trajectories: Sequence[Trajectory], prompts: Sequence[Prompt]) -> None:
-        self._recorder.samples(step, trajectories, prompts)
-        if self._observe and trajectories and trajectories[0].sample_id.purpose == TRAINING_PURPOSE:
-            self._observe(step, trajectories)
-        if any(type(each).on_samples is not Callback.on_samples for each in self._callbacks):
+        self.recorder.samples(step, trajectories, prompts)
+        if self.observe and trajectories and trajectories[0].sample_id.purpose == TRAINING_PURPOSE:
+            self.observe(step, trajectories)
+        if any(type(each).on_samples is not Callback.on_samples for each in self.callbacks):
             lines = (sample_line(step, *pair, texts=None) for pair in zip(trajectories, prompts, strict=True))
             self._call("on_samples", step, [msgspec.convert(line, Sample) for line in lines])
 
-    def progress(self, phase: str, done: int, total: int) -> None:
-        self._recorder.progress(phase, done, total)
-
-    def fleet(self, rows: Sequence[FleetRow]) -> None:
-        self._recorder.fleet(rows)
-
     def _call(self, method: str, *arguments: Any) -> None:
-        for callback in self._callbacks:
+        for callback in self.callbacks:
             name = f"{type(callback).__name__}.{method}"
             try:
                 returned = getattr(callback, method)(*arguments)
@@ -176,14 +159,14 @@ class CallbackTelemetry:
                     self._report(name, "result", f"{shown(returned)}, which nothing reads ({hint})", "returned")
             if callback.stop_reason is not None and not self._stopped:
                 self._stopped = True
-                self._request_stop(callback.stop_reason)
+                self.request_stop(callback.stop_reason)
 
     def _report(self, name: str, kind: str, text: str, verb: str) -> None:
         """Report a fault of a callback, once per kind."""
         if (name, kind) not in self._known:
             self._known.add((name, kind))
-            self._recorder.event("callback_failed", callback=name, error=text)
-            self._recorder.note(f"warning: {name} {verb} {text}; the run continues")
+            self.recorder.event("callback_failed", callback=name, error=text)
+            self.recorder.note(f"warning: {name} {verb} {text}; the run continues")
 
 
 def configured_callbacks(spec: RunSpec) -> list[Callback]:

@@ -13,8 +13,8 @@ import pytest
 from tests.fabricated_forecast import make_forecast
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError
+from tidemill.jobs.train import ForecastRun, train
 from tidemill.runtime.backend import RuntimeBackend
-from tidemill.runtime.train import ForecastRun, train
 from tidemill.telemetry.manifest import Forecast, read_forecast
 
 

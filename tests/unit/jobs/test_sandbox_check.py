@@ -7,7 +7,7 @@ import pytest
 from tests.sandboxes import close_launchers
 from tidemill.config.load import load_spec
 from tidemill.core.errors import UserError
-from tidemill.runtime.sandbox_check import check_needed_sandbox
+from tidemill.jobs.sandbox_check import check_needed_sandbox
 
 pytest.importorskip("reasoning_gym")
 GYM = ("--task.kind=reasoning_gym", "--task.name=countdown")

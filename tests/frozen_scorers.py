@@ -1,4 +1,4 @@
-"""Chunked readers over small frozen models, and samples for them."""
+"""Chunked scorers over small frozen models, and samples for them."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import numpy as np
 from transformers import PreTrainedModel
 
 from tests.model_shapes import MODEL_SHAPES, VOCABULARY
-from tidemill.core.records import Read, SampleId
+from tidemill.core.records import ModelScores, SampleId
 from tidemill.models.attention import use_packed_attention
-from tidemill.trainer.scoring import ChunkedReader, LogprobScorer, SampleScorer
+from tidemill.trainer.scoring import ChunkedScorer, LogprobScorer, SampleScorer
 
 CHUNK = 8
 
@@ -33,20 +33,20 @@ def logprob_scorer(model: PreTrainedModel, *, rows: int = 1000) -> LogprobScorer
     return LogprobScorer(model, temperature=0.7, logits_budget_bytes=rows * VOCABULARY * 4)
 
 
-def reader(model: PreTrainedModel, scorer: SampleScorer | None = None, *, cache: int = 1000) -> ChunkedReader:
-    return ChunkedReader(model, scorer or logprob_scorer(model), chunk_tokens=CHUNK, cache_tokens=cache)
+def chunked_scorer(model: PreTrainedModel, scorer: SampleScorer | None = None, *, cache: int = 1000) -> ChunkedScorer:
+    return ChunkedScorer(model, scorer or logprob_scorer(model), chunk_tokens=CHUNK, cache_tokens=cache)
 
 
-def read_all(reader: ChunkedReader, name: SampleId, ids: bytes, prompt_tokens: int) -> Read:
-    while (read := reader.read_finished(name, ids, prompt_tokens)) is None:
+def score_all(chunked: ChunkedScorer, name: SampleId, ids: bytes, prompt_tokens: int) -> ModelScores:
+    while (scores := chunked.score_finished(name, ids, prompt_tokens)) is None:
         pass
-    return read
+    return scores
 
 
-def growing(reader: ChunkedReader, name: SampleId, ids: bytes, prompt_tokens: int) -> Iterator[bool]:
-    """Read ahead after each new token; yields whether anything was computed."""
+def growing(chunked: ChunkedScorer, name: SampleId, ids: bytes, prompt_tokens: int) -> Iterator[bool]:
+    """Compute ahead after each new token; yields whether anything was computed."""
     for known in range(prompt_tokens, len(ids) // 4 + 1):
         computed = 0
-        while reader.read_ahead(name, ids[: known * 4], prompt_tokens):
+        while chunked.compute_ahead(name, ids[: known * 4], prompt_tokens):
             computed += 1
         yield bool(computed)

@@ -18,23 +18,17 @@ def check_needed_sandbox(spec: RunSpec) -> None:
     Raises:
         UserError: the back-end does not work on this machine, or the environment is wrong.
     """
-    if (task := _scored_by_package(spec)) is not None:
+    kinds = {reward.kind for reward in (*spec.scoring.rewards, *spec.eval.rewards)}
+    # The task's own scorer is a reward, or measures held-out answers because no reward tells correctness.
+    if isinstance(spec.task, ReasoningGymTask) and ("task" in kinds or kinds <= NOT_ABOUT_CORRECTNESS):
         try:
             check_sandbox(spec.sandbox)
-            if (check := scorer_of(task)) is not None:
+            if (check := scorer_of(spec.task)) is not None:
                 check_program(check, spec.sandbox)
         except UserError as error:
             what = f"reasoning-gym evaluates answers as Python, and its scores need a sandbox: {error.what}"
             raise UserError(what, where=error.where, hint=error.hint) from error
         return
-    rewards = (*spec.scoring.rewards, *spec.eval.rewards)
     environment = spec.env.enabled and find_environment(spec.env, spec.sandbox).function
-    if any(reward.kind == "tests" for reward in rewards) or getattr(environment, "needs_sandbox", False):
+    if "tests" in kinds or getattr(environment, "needs_sandbox", False):
         check_sandbox(spec.sandbox)
-
-
-def _scored_by_package(spec: RunSpec) -> ReasoningGymTask | None:
-    """The task, if its own scorer is a reward, or measures held-out answers because no reward tells correctness."""
-    kinds = {reward.kind for reward in (*spec.scoring.rewards, *spec.eval.rewards)}
-    used = "task" in kinds or kinds <= NOT_ABOUT_CORRECTNESS
-    return spec.task if used and isinstance(spec.task, ReasoningGymTask) else None

@@ -12,9 +12,9 @@ import pytest
 
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import GuardStop
+from tidemill.jobs.train import train
+from tidemill.jobs.train_supervised import train_supervised
 from tidemill.runtime.backend import RuntimeBackend
-from tidemill.runtime.train import train
-from tidemill.runtime.train_supervised import train_supervised
 
 
 def stopped_by_a_guard(*_: Any) -> AbstractAsyncContextManager[RuntimeBackend]:
@@ -34,7 +34,7 @@ def test_a_run_stopped_by_a_guard_writes_the_report_of_this_session(tmp_path: Pa
 
 
 def test_a_stage_stopped_by_a_guard_writes_its_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tidemill.runtime.train_supervised._train", stopped_by_a_guard)
+    monkeypatch.setattr("tidemill.jobs.train_supervised._train", stopped_by_a_guard)
     spec = RunSpec.model_validate({"model": {"source": "char"}, "run": {"dir": str(tmp_path)}})
     with pytest.raises(GuardStop, match="no sample gets a valid reward"):
         train_supervised(spec, "sft", telemetry_stream=io.StringIO())

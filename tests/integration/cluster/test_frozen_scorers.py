@@ -51,17 +51,17 @@ def learned(lines: list[MetricLine]) -> list[tuple[Any, ...]]:
     return [(line.step, line.weights_digest, *(line.values[name] for name in names)) for line in lines if line.step]
 
 
-def test_readers_in_actors_give_the_same_run_and_are_restarted_when_they_die(tmp_path: Path) -> None:
+def test_frozen_models_in_actors_give_the_same_run_and_are_restarted_when_they_die(tmp_path: Path) -> None:
     reward = reward_folder(tmp_path / "reward", CHAR)
     recipe, directory = tmp_path / "recipe.toml", tmp_path / "ray"
     recipe.write_text(to_toml(spec_of(directory, reward)))
     process = start(recipe, directory, *ON_ACTORS)
     wait_for(process, directory, "checkpoint", session=1)
     names = command_lines(processes_below(process.pid))
-    readers = [pid for pid, name in names.items() if "ray::ReaderActor" in name]
-    assert len(readers) == 2
-    for reader in readers:
-        os.kill(reader, signal.SIGKILL)
+    actors = [pid for pid, name in names.items() if "ray::FrozenScorerActor" in name]
+    assert len(actors) == 2
+    for actor in actors:
+        os.kill(actor, signal.SIGKILL)
     out, err = process.communicate(timeout=90)
     assert process.returncode == 0, (out, err)
     events = [json.loads(line) for line in (directory / "events.jsonl").read_text().splitlines()]

@@ -23,15 +23,7 @@ from tidemill.controller.rollout_context import RolloutContext, StopRequested
 from tidemill.controller.samples import Sample, TokenObserver
 from tidemill.controller.waiting import Timeouts
 from tidemill.core.protocols import LoopClock, TurnFormat
-from tidemill.core.records import (
-    ITEM_BYTES,
-    Finish,
-    Prompt,
-    Reward,
-    SampleId,
-    SamplingParams,
-    Trajectory,
-)
+from tidemill.core.records import ITEM_BYTES, Finish, Prompt, Reward, SampleId, SamplingParams, Trajectory
 from tidemill.gateway.backend import CompletionRequest, TokenChunk
 from tidemill.gateway.errors import SERVER, ApiError
 from tidemill.gateway.requests import CompletionParams
@@ -107,7 +99,7 @@ class TokenFeed(TokenObserver):
     def __init__(self) -> None:
         self.listeners: dict[SampleId, Listener] = {}
 
-    def grown(self, samples: Sequence[Sample]) -> None:
+    def tokens_added(self, samples: Sequence[Sample]) -> None:
         for sample in samples:
             if (listener := self.listeners.get(sample.sample_id)) is not None:
                 listener.send(sample)
@@ -117,7 +109,18 @@ class TokenFeed(TokenObserver):
             listener.chunks.put_nowait(error)
 
 
-class ServedFleet:
+class ServedModel:
+    """The half of `gateway.backend.Served` that is about the model."""
+
+    def __init__(
+        self, name: str, codec: TextCodec, turns: TurnFormat, *, context_tokens: int, defaults: SamplingParams
+    ) -> None:
+        self.name, self.format = name, turns
+        self.context_tokens, self.defaults = context_tokens, defaults
+        self.vocabulary, self.longest_token, self.encode = codec.token_count, codec.longest_token, codec.encode
+
+
+class ServedFleet(ServedModel):
     """Implements `gateway.backend.Served`."""
 
     def __init__(
@@ -134,15 +137,9 @@ class ServedFleet:
         defaults: SamplingParams,
         stall_s: float,
     ) -> None:
-        self.name, self.format = name, turns
-        self.context_tokens, self.defaults, self._stall_s = context_tokens, defaults, stall_s
-        self._codec, self._collector, self._in_flight, self._rollout, self._feed = (
-            codec,
-            collector,
-            in_flight,
-            rollout,
-            feed,
-        )
+        super().__init__(name, codec, turns, context_tokens=context_tokens, defaults=defaults)
+        self._collector, self._in_flight = collector, in_flight
+        self._rollout, self._feed, self._stall_s = rollout, feed, stall_s
         self._positions: dict[SampleId, int] = {}
         self._next, self._unseeded = 0, secrets.randbits(62)
         self._same: WeakValueDictionary[SampleId, asyncio.Lock] = WeakValueDictionary()
@@ -160,17 +157,6 @@ class ServedFleet:
             "workers": float(self._rollout.fleet.engine_count),
         }
 
-    @property
-    def vocabulary(self) -> int:
-        return self._codec.token_count
-
-    @property
-    def longest_token(self) -> int:
-        return self._codec.longest_token
-
-    def encode(self, text: str) -> list[int]:
-        return self._codec.encode(text)
-
     def refuse(self, params: CompletionParams, key: str) -> None:
         """Nothing: every parameter is obeyed."""
 
@@ -181,7 +167,7 @@ class ServedFleet:
         ids = self._ids(requested)
         async with AsyncExitStack() as stack:
             if requested.params.seed is not None:  # an equal request in flight has the same ids
-                await stack.enter_async_context(self._alone(ids[0]))
+                await stack.enter_async_context(self._same.setdefault(ids[0], asyncio.Lock()))
             stack.callback(self._end, ids)
             for index, sample_id in enumerate(ids):
                 self._feed.listeners[sample_id] = Listener(index, chunks)
@@ -238,12 +224,6 @@ class ServedFleet:
             SampleId(run_seed=seed, purpose=PURPOSE, prompt_id=digest.hexdigest(), epoch=epoch, index=index)
             for index in range(requested.params.n)
         ]
-
-    @asynccontextmanager
-    async def _alone(self, sample_id: SampleId) -> AsyncIterator[None]:
-        lock = self._same.setdefault(sample_id, asyncio.Lock())
-        async with lock:
-            yield
 
     def _end(self, ids: Sequence[SampleId]) -> None:
         """End what is still generated: the client has left, or all has arrived."""

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, contextmanager, suppress
 from typing import Any, TextIO, TypeAlias
 
+from tidemill.agents.run_agent import agent_limits, open_environments
 from tidemill.config.issues import (
     default_task_remark,
     refuse_untrainable,
@@ -21,9 +22,9 @@ from tidemill.config.pipeline import StageKind
 from tidemill.config.schema import RunSpec
 from tidemill.config.toml import to_toml
 from tidemill.controller.fleet import Fleet
+from tidemill.controller.frozen_scoring import FrozenScoring
 from tidemill.controller.ledger import Ledger
 from tidemill.controller.loop import LoopResult, train_loop
-from tidemill.controller.reading import Reading
 from tidemill.controller.rollout_context import RolloutContext
 from tidemill.controller.run import TrainingRun
 from tidemill.controller.samples import TokenObserver
@@ -35,16 +36,15 @@ from tidemill.core.records import Trajectory
 from tidemill.data.curriculum import Curriculum
 from tidemill.data.prompts import Task
 from tidemill.gateway.sessions import Sessions
+from tidemill.jobs.callbacks import Callback, CallbackTelemetry, configured_callbacks
+from tidemill.jobs.journal import SqliteJournal
+from tidemill.jobs.sandbox_check import check_needed_sandbox
+from tidemill.jobs.stopping import StopRequest
 from tidemill.models.model_source import exact_models
-from tidemill.runtime.agents import agent_limits, open_environments
 from tidemill.runtime.backend import OpenBackend, RuntimeBackend, fleet_of
-from tidemill.runtime.callbacks import Callback, CallbackTelemetry, configured_callbacks
 from tidemill.runtime.extension_checks import identities, refuse_changed, run_extensions
-from tidemill.runtime.journal import SqliteJournal
 from tidemill.runtime.memory_check import check_memory
 from tidemill.runtime.runtimes import runtime_of
-from tidemill.runtime.sandbox_check import check_needed_sandbox
-from tidemill.runtime.stopping import StopRequest
 from tidemill.scoring.row_report import report_rows
 from tidemill.telemetry.events import DATA, ENVIRONMENT_WARNING
 from tidemill.telemetry.jsonl import read_lines
@@ -82,7 +82,7 @@ def train(
     Args:
         stop: another way to stop the run.
         refuse_default_task: there was no recipe, so that the default task would be a surprise.
-        callbacks: see `runtime.callbacks`.
+        callbacks: see `jobs.callbacks`.
         open_backend: replaces the backend of `spec.runtime`.
         forecast_run: called once for a new run; the forecast is stored in the run directory. An error is only logged.
 
@@ -299,7 +299,7 @@ def open_sessions(
 ) -> AbstractAsyncContextManager[tuple[Sessions, TokenObserver]]:
     """The sessions of clients. Raises UserError: the extra `gateway` is not installed."""
     try:
-        from tidemill.runtime.gateway import training_sessions
+        from tidemill.jobs.gateway import training_sessions
     except ImportError as error:
         what = f"sessions need starlette and uvicorn ({error})"
         raise UserError(what, where="gateway.sessions", hint=install_command("gateway")) from error
@@ -345,12 +345,12 @@ async def _train(
         recorder.event("machine", **backend.device_info)
         fleet = fleet_of(spec, backend, recorder, clock, needs_logprobs=spec.algorithm.needs_rollout_logprobs)
         await stack.enter_async_context(fleet)
-        readers = backend.readers
-        reading: Reading | None = None
-        if readers.all:
-            reading = Reading(
-                readers.all,
-                reference=readers.reference,
+        frozen = backend.frozen
+        frozen_scoring: FrozenScoring | None = None
+        if frozen.all:
+            frozen_scoring = FrozenScoring(
+                frozen.all,
+                reference=frozen.reference,
                 chunk_tokens=spec.reading.chunk_tokens,
                 ahead=spec.reading.ahead,
             )
@@ -390,11 +390,8 @@ async def _train(
             recorder.note(f"stopping: the last finished step is being checkpointed ({reason})")
             stop.set()
 
-        def from_other_thread(reason: str) -> None:
-            loop.call_soon_threadsafe(request_stop, reason)
-
         signalled = stop_request.on_signals(lambda: loop.call_soon_threadsafe(request_stop))
-        with signalled, stop_request.bound(from_other_thread):
+        with signalled, stop_request.bound(lambda reason: loop.call_soon_threadsafe(request_stop, reason)):
             rollout = RolloutContext(
                 fleet=fleet,
                 ledger=Ledger(journal, round_size=spec.batch.prompts),
@@ -404,7 +401,7 @@ async def _train(
                 clock=clock,
                 stop=stop,
                 truncated=spec.scoring.truncated,
-                reading=reading,
+                frozen_scoring=frozen_scoring,
                 observers=observers,
                 environments=environments,
                 agent=agent_limits(spec, backend.context_tokens),

@@ -12,9 +12,9 @@ import torch
 from ray.exceptions import RayError
 
 from tidemill.config.schema import RunSpec
-from tidemill.core.errors import ReaderLost, TidemillError
-from tidemill.core.protocols import Reader
-from tidemill.core.records import Read, Record, SampleId, TokenBuffer
+from tidemill.core.errors import ScorerLost, TidemillError
+from tidemill.core.protocols import FrozenScorer
+from tidemill.core.records import ModelScores, Record, SampleId, TokenBuffer
 from tidemill.models.catalog import resolve
 from tidemill.models.loading import load_model
 from tidemill.runtime.cluster.ray_calls import (
@@ -27,34 +27,34 @@ from tidemill.runtime.cluster.ray_calls import (
 )
 from tidemill.runtime.cluster.wire import AsyncActor, asks, invoke, served, serves
 from tidemill.runtime.compute import ComputeThread, choose_device
-from tidemill.runtime.readers import LocalReader, ReadCounter, reference_reader, reward_reader
+from tidemill.runtime.frozen_scorers import LocalFrozenScorer, ScoredTokens, local_reference, local_reward_model
 
 
-class ReaderPlan(Record):
-    """Arguments of `ReaderActor.start_reader`."""
+class FrozenScorerPlan(Record):
+    """Arguments of `FrozenScorerActor.start_frozen_scorer`."""
 
     spec: str  # a RunSpec as JSON
     threads: int  # inside one operation
     reward_model: str = ""  # its folder; empty for the reference
 
 
-class ReadingActor(AsyncActor):
-    """Base of actors that serve a `RayReader`."""
+class FrozenScorerServer(AsyncActor):
+    """Base of actors that serve a `RayFrozenScorer`."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.reader: Reader | None = None
+        self.frozen_scorer: FrozenScorer | None = None
 
-    receive = serves(Reader.receive, "reader")
-    read = serves(Reader.read, "reader")
-    forget = serves(Reader.forget, "reader")
+    receive = serves(FrozenScorer.receive, "frozen_scorer")
+    score = serves(FrozenScorer.score, "frozen_scorer")
+    forget = serves(FrozenScorer.forget, "frozen_scorer")
 
 
-class ReaderActor(ReadingActor):
-    """An actor with one reader."""
+class FrozenScorerActor(FrozenScorerServer):
+    """An actor with one frozen model."""
 
     @served
-    async def start_reader(self, plan: ReaderPlan) -> None:
+    async def start_frozen_scorer(self, plan: FrozenScorerPlan) -> None:
         """Load the model.
 
         Raises:
@@ -63,61 +63,63 @@ class ReaderActor(ReadingActor):
         spec = RunSpec.model_validate_json(plan.spec)
         torch.set_num_threads(plan.threads)
         require_reserved_gpus(spec.placement.actor_gpus, "placement.actor_gpus")
-        compute = ComputeThread("tidemill-reader")
+        compute = ComputeThread("tidemill-frozen")
 
-        def load() -> LocalReader:
+        def load() -> LocalFrozenScorer:
             if plan.reward_model:
-                return reward_reader(spec, Path(plan.reward_model), compute)
+                return local_reward_model(spec, Path(plan.reward_model), compute)
             folder = resolve(spec.model, progress=lambda _: None)
             model = load_model(folder, device=choose_device(spec.trainer)).requires_grad_(False)
-            return reference_reader(spec, model, compute)
+            return local_reference(spec, model, compute)
 
-        self.reader = await compute.run(load)
+        self.frozen_scorer = await compute.run(load)
 
 
 LOAD_S = 900.0
-READ_S = 600.0
-MAX_READS = 8
-"""Samples that an actor reads at the same time."""
+SCORE_S = 600.0
+MAX_CONCURRENT = 8
+"""Samples that an actor scores at the same time."""
 MAX_RESTARTS = 3
-"""Consecutive restarts without a sample being read."""
+"""Consecutive restarts without a sample being scored."""
 
-Restart = Callable[[ReaderLost], Awaitable[Remote]]
-"""Starts a replacement for a lost actor. Raises ReaderLost: it cannot be started."""
+Restart = Callable[[ScorerLost], Awaitable[Remote]]
+"""Starts a replacement for a lost actor. Raises ScorerLost: it cannot be started."""
 
 
-class RayReader(ReadCounter):
-    """Implements `core.protocols.Reader` with a `ReadingActor`.
+class RayFrozenScorer(ScoredTokens):
+    """Implements `core.protocols.FrozenScorer` with a `FrozenScorerServer`.
 
-    A lost actor is replaced; samples that were being read are read again.
+    A lost actor is replaced; samples that were being scored are scored again.
 
     Args:
         restart: None if the actor also trains, so that its end is the end of the run.
-        read_s: deadline for reading `MAX_READS` samples; after it the actor counts as lost.
+        score_s: deadline for scoring `MAX_CONCURRENT` samples; after it the actor counts as lost.
     """
 
-    def __init__(self, remote: Remote, *, restart: Restart | None = None, read_s: float = READ_S) -> None:
+    def __init__(self, remote: Remote, *, restart: Restart | None = None, score_s: float = SCORE_S) -> None:
         super().__init__()
-        self._remote, self._restart, self._read_s = remote, restart, read_s
-        self._slots = asyncio.Semaphore(MAX_READS)
+        self._remote, self._restart, self._score_s = remote, restart, score_s
+        self._slots = asyncio.Semaphore(MAX_CONCURRENT)
         self._restarting: asyncio.Task[None] | None = None
-        self._restarts = 0  # since a sample was read
+        self._restarts = 0  # since a sample was scored
 
-    receive = asks(Reader.receive)
-    forget = asks(Reader.forget)
+    receive = asks(FrozenScorer.receive)
+    forget = asks(FrozenScorer.forget)
 
-    async def read(self, sample_id: SampleId, token_ids: TokenBuffer, prompt_tokens: int) -> Read:
+    async def score(self, sample_id: SampleId, token_ids: TokenBuffer, prompt_tokens: int) -> ModelScores:
         async with self._slots:
             while True:
                 remote = self._remote
                 try:
-                    read = await invoke(remote, self._read_s, Reader.read, sample_id, token_ids, prompt_tokens)
+                    scores = await invoke(
+                        remote, self._score_s, FrozenScorer.score, sample_id, token_ids, prompt_tokens
+                    )
                     break
-                except ReaderLost as error:
+                except ScorerLost as error:
                     await self._replace(remote, error)
         self._restarts = 0
-        self.add(sample_id, read)
-        return read
+        self.add(sample_id, scores)
+        return scores
 
     async def close(self) -> None:
         """Stop a restart; the code that started the actor ends it."""
@@ -125,26 +127,26 @@ class RayReader(ReadCounter):
             self._restarting.cancel()
             await asyncio.gather(self._restarting, return_exceptions=True)
 
-    async def _replace(self, remote: Remote, error: ReaderLost) -> None:
+    async def _replace(self, remote: Remote, error: ScorerLost) -> None:
         """Wait for the replacement of `remote`; the first caller starts it.
 
         Raises:
-            ReaderLost: it cannot be started, or too many died in a row.
+            ScorerLost: it cannot be started, or too many died in a row.
         """
         if self._remote is remote and self._restarting is None:
             if self._restart is None or self._restarts == MAX_RESTARTS:
                 raise error
             self._restarts += 1
-            self._restarting = asyncio.create_task(self._start(self._restart, error), name="reader restart")
+            self._restarting = asyncio.create_task(self._start(self._restart, error), name="frozen model restart")
         if self._restarting is not None:
             await asyncio.shield(self._restarting)
 
-    async def _start(self, restart: Restart, error: ReaderLost) -> None:
+    async def _start(self, restart: Restart, error: ScorerLost) -> None:
         self._remote = await restart(error)
         self._restarting = None
 
 
-class ReaderProcess:
+class FrozenScorerProcess:
     """Starts the actor of one model, and its replacements.
 
     Args:
@@ -166,39 +168,40 @@ class ReaderProcess:
         on_restart: Callable[[str, str], None],
     ) -> None:
         self._placement, self._role, self._selector, self._on_restart = spec.placement, role, selector, on_restart
-        self._plan = ReaderPlan(
+        self._plan = FrozenScorerPlan(
             spec=spec_to_send(spec, folder),
             threads=max(1, int(spec.placement.actor_cpus)),
             reward_model="" if reward_model is None else str(reward_model.resolve()),
         )
         self._actor = AsyncExitStack()
 
-    async def start(self) -> RayReader:
+    async def start(self) -> RayFrozenScorer:
         """
         Raises:
             UserError: no node has room for it, or its model cannot be loaded.
-            ReaderLost: its process died.
+            ScorerLost: its process died.
         """
-        return RayReader(await self._start_actor(), restart=self._replace)
+        return RayFrozenScorer(await self._start_actor(), restart=self._replace)
 
     async def close(self) -> None:
         await self._actor.aclose()
 
     async def _start_actor(self) -> Remote:
         resources = ActorResources(self._placement.actor_cpus, self._placement.actor_gpus, "placement.actor")
-        handle = await self._actor.enter_async_context(placed(ReaderActor, self._role, resources, self._selector))
-        remote = Remote(handle, lost=partial(reader_lost, self._role))
-        await invoke(remote, LOAD_S, ReaderActor.start_reader, self._plan)
+        selector = self._selector
+        (handle,) = await self._actor.enter_async_context(placed(FrozenScorerActor, self._role, resources, selector))
+        remote = Remote(handle, lost=partial(frozen_scorer_lost, self._role))
+        await invoke(remote, LOAD_S, FrozenScorerActor.start_frozen_scorer, self._plan)
         return remote
 
-    async def _replace(self, error: ReaderLost) -> Remote:
+    async def _replace(self, error: ScorerLost) -> Remote:
         self._on_restart(self._role, str(error).splitlines()[0])
         await self._actor.aclose()
         try:
             return await self._start_actor()
         except (TidemillError, RayError) as second:
-            raise ReaderLost(f"{error}\n  and it cannot be restarted: {second}") from second
+            raise ScorerLost(f"{error}\n  and it cannot be restarted: {second}") from second
 
 
-def reader_lost(role: str, cause: str, hint: str) -> ReaderLost:
-    return ReaderLost(lost_message(role, cause, hint))
+def frozen_scorer_lost(role: str, cause: str, hint: str) -> ScorerLost:
+    return ScorerLost(lost_message(role, cause, hint))

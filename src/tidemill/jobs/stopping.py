@@ -22,7 +22,7 @@ class StopRequest:
         self._reason: str | None = None
         self.time_is_up = False
         self.signal: signal.Signals | None = None
-        self._notify: Callable[[str], None] | None = None
+        self._notify: Callable[[str], object] | None = None
 
     @property
     def requested(self) -> bool:
@@ -54,7 +54,7 @@ class StopRequest:
             timer.cancel()
 
     @contextmanager
-    def bound(self, notify: Callable[[str], None]) -> Iterator[None]:
+    def bound(self, notify: Callable[[str], object]) -> Iterator[None]:
         """Call `notify` at a request, or at once if there was one."""
         with self._lock:
             self._notify, reason = notify, self._reason

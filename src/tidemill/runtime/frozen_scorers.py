@@ -1,4 +1,4 @@
-"""Reward models and the reference in this process: they read samples during generation, or score batches."""
+"""Reward models and the reference in this process: they compute samples during generation, or score batches."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from tidemill.config.schema import RunSpec
 from tidemill.config.task import RewardConfig
 from tidemill.controller.in_flight import TRAIN
 from tidemill.core.errors import UserError
-from tidemill.core.protocols import Compute, Reader
+from tidemill.core.protocols import Compute, FrozenScorer
 from tidemill.core.records import (
     ITEM_BYTES,
-    Growth,
-    Read,
+    ModelScores,
+    NewTokens,
     Reward,
     SampleId,
     TokenBuffer,
@@ -36,21 +36,21 @@ from tidemill.models.reward_model import RewardModel, check_same_vocabulary, loa
 from tidemill.runtime.compute import ComputeThread, choose_device, choose_precision
 from tidemill.scoring.batch_rewards import BatchedReward, RewardInput
 from tidemill.scoring.builtin_rewards import QueuedReward
-from tidemill.trainer.scoring import ChunkedReader, LogprobScorer, RewardModelScorer, SampleScorer, reward_scores
+from tidemill.trainer.scoring import ChunkedScorer, LogprobScorer, RewardModelScorer, SampleScorer, reward_scores
 
 T = TypeVar("T")
 
 
-class ReadCounter:
+class ScoredTokens:
     """Counts tokens of training samples that were processed before and after the samples finished."""
 
     def __init__(self) -> None:
         self._ahead = self._late = 0
 
-    def add(self, sample_id: SampleId, read: Read) -> None:
+    def add(self, sample_id: SampleId, scores: ModelScores) -> None:
         if sample_id.purpose == TRAIN:
-            self._ahead += read.tokens_ahead
-            self._late += read.tokens_late
+            self._ahead += scores.tokens_ahead
+            self._late += scores.tokens_late
 
     def take_counts(self) -> tuple[int, int]:
         counts, self._ahead, self._late = (self._ahead, self._late), 0, 0
@@ -63,59 +63,55 @@ class _PartialSample:
     token_ids: bytearray = field(default_factory=bytearray)
 
 
-class LocalReader(ReadCounter):
-    """Implements `core.protocols.Reader`.
+class LocalFrozenScorer(ScoredTokens):
+    """Implements `core.protocols.FrozenScorer`.
 
-    Each chunk is one call on the thread, so other users of the thread get turns in between. Finished samples are read
+    Each chunk is one call on the thread, so other users of the thread get turns in between. Finished samples are scored
     one after another; unfinished ones advance by one chunk each in turn.
 
     Args:
         thread: where the model computes.
-        owned: nothing else uses the thread, and it is closed with the reader. Otherwise reading ahead waits until the
+        owned: nothing else uses the thread, and it is closed with the model. Otherwise computing ahead waits until the
             thread is idle.
     """
 
-    def __init__(self, reader: ChunkedReader, thread: ComputeThread, *, owned: bool) -> None:
+    def __init__(self, scorer: ChunkedScorer, thread: ComputeThread, *, owned: bool) -> None:
         super().__init__()
-        self._reader, self._thread, self._owned = reader, thread, owned
-        self._ahead_compute: Compute = thread if owned else thread.low_priority
+        self._scorer, self._thread, self._owned = scorer, thread, owned
         self._partial: dict[SampleId, _PartialSample] = {}
-        self._ready: dict[SampleId, None] = {}  # samples that may have another chunk to read ahead, in order
-        self._being_read = Counter[SampleId]()
+        self._ready: dict[SampleId, None] = {}  # samples that may have another chunk to compute ahead, in order
+        self._being_scored = Counter[SampleId]()
         self._forgotten: deque[SampleId] = deque()  # passed to the model at the next call
-        self._reading_ahead: asyncio.Task[None] | None = None
+        self._computing_ahead: asyncio.Task[None] | None = None
         self._failure: Exception | None = None
-        self._read_lock = asyncio.Lock()
+        self._score_lock = asyncio.Lock()
 
-    def receive(self, grown: Sequence[Growth]) -> None:
-        for growth in grown:
-            if growth.sample_id in self._being_read:
-                continue  # the sample was restarted; its previous attempt is still being read under this id
-            if growth.start == 0:
-                self._partial[growth.sample_id] = _PartialSample(growth.prompt_tokens)
-            partial = self._partial.get(growth.sample_id)
-            if partial is None or len(partial.token_ids) != growth.start * ITEM_BYTES:
-                self.forget([growth.sample_id])  # tokens in between were lost: read it when it is finished
+    def receive(self, new_tokens: Sequence[NewTokens]) -> None:
+        for added in new_tokens:
+            if added.sample_id in self._being_scored:
+                continue  # the sample was restarted; its previous attempt is still being scored under this id
+            if added.start == 0:
+                self._partial[added.sample_id] = _PartialSample(added.prompt_tokens)
+            partial = self._partial.get(added.sample_id)
+            if partial is None or len(partial.token_ids) != added.start * ITEM_BYTES:
+                self.forget([added.sample_id])  # tokens in between were lost: score it when it is finished
                 continue
-            partial.token_ids += growth.token_ids
-            self._ready[growth.sample_id] = None
-        if self._ready and self._reading_ahead is None and self._failure is None:
-            self._reading_ahead = asyncio.create_task(self._read_ahead(), name="reading ahead")
+            partial.token_ids += added.token_ids
+            self._ready[added.sample_id] = None
+        if self._ready and self._computing_ahead is None and self._failure is None:
+            self._computing_ahead = asyncio.create_task(self._compute_ahead(), name="computing ahead")
 
-    async def read(self, sample_id: SampleId, token_ids: TokenBuffer, prompt_tokens: int) -> Read:
-        """
-        Raises:
-            Exception: what the model raised, now or while reading ahead.
-        """
+    async def score(self, sample_id: SampleId, token_ids: TokenBuffer, prompt_tokens: int) -> ModelScores:
+        """Raises what the model raised, now or while computing ahead."""
         self._drop(sample_id)
-        self._being_read[sample_id] += 1
+        self._being_scored[sample_id] += 1
         try:
-            async with self._read_lock:
-                read = await self._read(sample_id, token_ids, prompt_tokens)
+            async with self._score_lock:
+                scores = await self._score(sample_id, token_ids, prompt_tokens)
         finally:
-            self._being_read -= Counter([sample_id])
-        self.add(sample_id, read)
-        return read
+            self._being_scored -= Counter([sample_id])
+        self.add(sample_id, scores)
+        return scores
 
     def forget(self, sample_ids: Sequence[SampleId]) -> None:
         for sample_id in sample_ids:
@@ -123,9 +119,9 @@ class LocalReader(ReadCounter):
             self._forgotten.append(sample_id)
 
     async def close(self) -> None:
-        if self._reading_ahead is not None:
-            self._reading_ahead.cancel()
-            await asyncio.wait({self._reading_ahead})
+        if self._computing_ahead is not None:
+            self._computing_ahead.cancel()
+            await asyncio.wait({self._computing_ahead})
         if self._owned:
             await self._thread.close()
 
@@ -133,99 +129,97 @@ class LocalReader(ReadCounter):
         self._partial.pop(sample_id, None)
         self._ready.pop(sample_id, None)
 
-    async def _read(self, sample_id: SampleId, token_ids: TokenBuffer, prompt_tokens: int) -> Read:
+    async def _score(self, sample_id: SampleId, token_ids: TokenBuffer, prompt_tokens: int) -> ModelScores:
         if self._failure is not None:
             raise self._failure
-        read: Read | None = None
+        scores: ModelScores | None = None
         try:
-            while read is None:
-                read = await self._call(
-                    self._thread, lambda: self._reader.read_finished(sample_id, token_ids, prompt_tokens)
-                )
+            while scores is None:
+                scores = await self._call(lambda: self._scorer.score_finished(sample_id, token_ids, prompt_tokens))
         except BaseException:
             self._forgotten.append(sample_id)
             raise
-        return read
+        return scores
 
-    async def _read_ahead(self) -> None:
+    async def _compute_ahead(self) -> None:
         try:
             while self._ready:
                 sample_id = next(iter(self._ready))
                 del self._ready[sample_id]
-                if await self._read_chunk_ahead(sample_id) and sample_id in self._partial:
+                if await self._compute_chunk_ahead(sample_id) and sample_id in self._partial:
                     self._ready[sample_id] = None  # to the end of the queue
-        except Exception as error:  # noqa: BLE001 - raised by the next `read`
+        except Exception as error:  # noqa: BLE001 - raised by the next `score`
             self._failure = error
         finally:
-            self._reading_ahead = None
+            self._computing_ahead = None
 
-    async def _read_chunk_ahead(self, sample_id: SampleId) -> bool:
+    async def _compute_chunk_ahead(self, sample_id: SampleId) -> bool:
         partial = self._partial[sample_id]
         known = bytes(partial.token_ids)
 
-        def read_chunk() -> bool:
+        def compute_chunk() -> bool:
             if sample_id not in self._partial:  # finished or forgotten while this call was queued
                 return False
-            return self._reader.read_ahead(sample_id, known, partial.prompt_tokens)
+            return self._scorer.compute_ahead(sample_id, known, partial.prompt_tokens)
 
-        return await self._call(self._ahead_compute, read_chunk)
+        return await self._call(compute_chunk, when_idle=not self._owned)
 
-    async def _call(self, compute: Compute, function: Callable[[], T]) -> T:
+    async def _call(self, function: Callable[[], T], *, when_idle: bool = False) -> T:
         def call() -> T:
             while self._forgotten:
-                self._reader.forget(self._forgotten.popleft())
+                self._scorer.forget(self._forgotten.popleft())
             return function()
 
-        return await compute.run(call)
+        return await self._thread.run(call, when_idle=when_idle)
 
 
 MEGABYTE = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Readers:
-    """The readers of a run. The code that created them closes them."""
+class FrozenScorers:
+    """The frozen models of a run that score sample by sample. The code that created them closes them."""
 
-    rewards: Mapping[Path, Reader] = field(default_factory=dict)  # by model folder
-    reference: Reader | None = None
+    rewards: Mapping[Path, FrozenScorer] = field(default_factory=dict)  # by model folder
+    reference: FrozenScorer | None = None
 
     @property
-    def all(self) -> tuple[Reader, ...]:
+    def all(self) -> tuple[FrozenScorer, ...]:
         return (*self.rewards.values(), *([self.reference] if self.reference else ()))
 
 
-def reward_reader(spec: RunSpec, folder: Path, compute: ComputeThread | None = None) -> LocalReader:
+def local_reward_model(spec: RunSpec, folder: Path, compute: ComputeThread | None = None) -> LocalFrozenScorer:
     """A reward model that scores samples one by one.
 
     Args:
-        compute: a thread to share; None starts one for this reader.
+        compute: a thread to share; None starts one for this model.
 
     Raises:
         UserError: the model cannot be loaded.
     """
     device = choose_device(spec.trainer)
     reward = load_reward_model(folder, device=device)
-    return _local_reader(spec, reward.model, RewardModelScorer(reward.head), device, compute)
+    return _local_frozen_scorer(spec, reward.model, RewardModelScorer(reward.head), device, compute)
 
 
-def reference_reader(spec: RunSpec, model: PreTrainedModel, compute: ComputeThread | None = None) -> LocalReader:
+def local_reference(spec: RunSpec, model: PreTrainedModel, compute: ComputeThread | None = None) -> LocalFrozenScorer:
     """The reference model: logprobs of completion tokens.
 
     Args:
-        compute: a thread to share; None starts one for this reader.
+        compute: a thread to share; None starts one for this model.
     """
     gauge = LogprobScorer(
         model,
         temperature=spec.sampling.temperature,
         logits_budget_bytes=spec.trainer.logits_budget_mb * MEGABYTE,
     )
-    return _local_reader(spec, model, gauge, next(model.parameters()).device, compute)
+    return _local_frozen_scorer(spec, model, gauge, next(model.parameters()).device, compute)
 
 
-def _local_reader(
+def _local_frozen_scorer(
     spec: RunSpec, model: PreTrainedModel, gauge: SampleScorer, device: torch.device, compute: ComputeThread | None
-) -> LocalReader:
-    reader = ChunkedReader(
+) -> LocalFrozenScorer:
+    scorer = ChunkedScorer(
         model,
         gauge,
         chunk_tokens=spec.reading.chunk_tokens,
@@ -233,31 +227,28 @@ def _local_reader(
         autocast=choose_precision(spec.trainer, device),
     )
     if compute is None or spec.reading.own_thread:
-        return LocalReader(reader, ComputeThread("tidemill-reader"), owned=True)
-    return LocalReader(reader, compute, owned=False)
+        return LocalFrozenScorer(scorer, ComputeThread("tidemill-frozen"), owned=True)
+    return LocalFrozenScorer(scorer, compute, owned=False)
 
 
 STAGE = "stage:"
 MODEL_COMPONENT = re.compile(r"model(_\d+)?")  # names that `build_rewards` gives to rewards of kind "model"
 
 
-class ReaderScores:
-    """Implements `scoring.builtin_rewards.QueuedReward` with the reader of a reward model, which it does not close."""
+class FrozenModelReward:
+    """Implements `scoring.builtin_rewards.QueuedReward` with a frozen reward model, which it does not close."""
 
-    def __init__(self, reader: Reader) -> None:
-        self._reader = reader
+    def __init__(self, model: FrozenScorer) -> None:
+        self._model = model
 
     async def __call__(self, sample: RewardInput) -> float:
-        """
-        Raises:
-            ReaderLost: the reader's process died and cannot be restarted.
-        """
+        """Raises ScorerLost: the model's process died and cannot be restarted."""
         prompt_tokens = count(sample.prompt.token_ids)
-        (score,) = unpack_logprobs((await self._reader.read(sample.sample_id, sample.token_ids, prompt_tokens)).values)
+        (score,) = unpack_logprobs((await self._model.score(sample.sample_id, sample.token_ids, prompt_tokens)).values)
         return score
 
     async def close(self) -> None:
-        """Leave the reader open."""
+        """Leave the model open."""
 
 
 class ModelScorer:
@@ -309,19 +300,21 @@ def check_reward_models(spec: RunSpec, *, progress: Callable[[str], None], polic
             check_same_vocabulary(description, folder, policy, where=where)
 
 
-def model_rewards(spec: RunSpec, compute: Compute | None, readers: Readers) -> Callable[[RewardConfig], QueuedReward]:
+def model_rewards(
+    spec: RunSpec, compute: Compute | None, frozen: FrozenScorers
+) -> Callable[[RewardConfig], QueuedReward]:
     """Factory of the functions behind rewards of kind "model"; a model used by two rewards is loaded once.
 
     Args:
         compute: where reward models run; None starts a thread (the trainer computes in another process).
-        readers: models that read sample by sample. The others score finished samples in batches.
+        frozen: models that score sample by sample. The others score finished samples in batches.
     """
     loaded: dict[Path, RewardModel] = {}
 
     def scores(config: RewardConfig) -> QueuedReward:
         folder, device = _model_folder(config, "scoring.rewards"), choose_device(spec.trainer)
-        if folder in readers.rewards:
-            return ReaderScores(readers.rewards[folder])
+        if folder in frozen.rewards:
+            return FrozenModelReward(frozen.rewards[folder])
         if folder not in loaded:
             loaded[folder] = load_reward_model(folder, device=device)
         scorer = ModelScorer(

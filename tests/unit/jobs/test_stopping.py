@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tidemill.runtime.stopping import StopRequest
+from tidemill.jobs.stopping import StopRequest
 
 
 @pytest.mark.parametrize("handler", [signal.default_int_handler, signal.SIG_IGN])  # SIG_IGN: a script's `command &`

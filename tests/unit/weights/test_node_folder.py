@@ -16,8 +16,7 @@ from tidemill.core.errors import WeightsError
 from tidemill.core.protocols import LoopClock
 from tidemill.core.records import Pulled
 from tidemill.weights import node_folder
-from tidemill.weights.node_folder import NodeFolder, remove_abandoned
-from tidemill.weights.node_puller import NodePuller
+from tidemill.weights.node_folder import NodeFolder, NodePuller, remove_abandoned
 from tidemill.weights.snapshot import Snapshot
 from tidemill.weights.store import WeightStore
 

@@ -12,7 +12,7 @@ from tidemill.cli.output import INTERRUPTED_CODE, Result
 from tidemill.config.pipeline import PipelineSpec
 from tidemill.core.formatting import counted
 from tidemill.pipeline.console_reporter import ConsoleReporter, plan_table
-from tidemill.pipeline.execution import pipeline_toml, plan_notes, plan_pipeline, row_data, rows, run_pipeline
+from tidemill.pipeline.execution import pipeline_toml, plan_notes, plan_pipeline, row_data, run_pipeline
 from tidemill.pipeline.stage_plan import Choice
 
 
@@ -38,7 +38,7 @@ def dry_run_pipeline(pipeline: PipelineSpec, *, choice: Choice) -> Result:
         },
     }
     shown = io.StringIO()
-    Console(file=shown, width=shutil.get_terminal_size().columns).print(plan_table(rows(plan)))
+    Console(file=shown, width=shutil.get_terminal_size().columns).print(plan_table(plan))
     text = "\n".join([pipeline_toml(pipeline), shown.getvalue().rstrip(), *plan_notes(plan)])
     return Result(data=data, text=text)
 

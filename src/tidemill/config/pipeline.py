@@ -118,7 +118,7 @@ class StageSpec:
 
     def sources(self) -> list[tuple[tuple[str | int, ...], str]]:
         """(location, value) of every key that names a model or file and is set."""
-        sections = self.sections()
+        sections = _only(self.spec.model_dump(mode="json"), KINDS[self.kind].sections)
         return [found for path in REFERENCE_KEYS for found in _values(sections, path, ())]
 
 

@@ -19,6 +19,7 @@ from tidemill.config.model import ModelConfig
 from tidemill.config.pipeline import KINDS, Product, StageKind, StageSpec
 from tidemill.config.task import DataConfig
 from tidemill.core.errors import UserError
+from tidemill.core.protocols import TurnFormat
 from tidemill.core.records import Episode, Message, ParsedTurn
 from tidemill.data.build_task import configured_task
 from tidemill.data.eval_sets import with_eval_sets
@@ -254,14 +255,15 @@ class Preflight:
             return
 
         def check() -> None:
-            if policy is None:
-                unlimited, codec = data.model_copy(update={"max_tokens": 0}), AnyCodec()
-                used = partial(load, unlimited, codec=codec, context_limit=sys.maxsize, turn_formats=lambda _: codec)
-            else:
-                formats = cache(lambda chat: turn_format(policy.codec, env, chat_template=chat))
-                known = partial(load, data, codec=policy.codec, context_limit=policy.context_limit)
-                used = partial(known, turn_formats=formats)
-            examples = used(chat_template=chat)
+            codec: AnyCodec | TextCodec = AnyCodec() if policy is None else policy.codec
+            rows = data.model_copy(update={"max_tokens": 0}) if policy is None else data
+            limit = sys.maxsize if policy is None else policy.context_limit
+
+            @cache
+            def formats(chat: bool) -> TurnFormat:
+                return codec if isinstance(codec, AnyCodec) else turn_format(codec, env, chat_template=chat)
+
+            examples = load(rows, chat_template=chat, codec=codec, turn_formats=formats, context_limit=limit)
             if examples.left_out:
                 self.remarks.append(f"stage {stage.name}: {examples.description}")
 

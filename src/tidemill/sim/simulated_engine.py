@@ -156,12 +156,8 @@ class SimulatedEngine:
         """Decode up to `now_s` in whole steps; freed slots are refilled at once."""
         while (steps := self._steps_to_change()) is not None:
             if self._until_s + self.costs.decode_s(len(self._running), self._context, steps) > now_s + EPSILON_S:
-                within_s = now_s - self._until_s + EPSILON_S
-                running, context = len(self._running), self._context
-                # The first number of steps that takes longer, less one.
-                self._decode(
-                    bisect_right(range(1, steps + 1), within_s, key=partial(self.costs.decode_s, running, context))
-                )
+                seconds = partial(self.costs.decode_s, len(self._running), self._context)  # of a number of steps
+                self._decode(bisect_right(range(1, steps + 1), now_s - self._until_s + EPSILON_S, key=seconds))
                 return
             self._decode(steps)
             self._end()

@@ -80,7 +80,10 @@ def run_data_generation(job: Job) -> Outcome:
         found = make_pairs(
             job.spec,
             path,
-            **config.model_dump(),
+            prompts=config.prompts,
+            split=config.split,
+            samples_per_prompt=config.samples_per_prompt,
+            pairs_per_prompt=config.pairs_per_prompt,
             progress=job.progress,
             answers=job.directory / ANSWERS,
         )

@@ -107,9 +107,7 @@ ADDED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("name", ADDED)
 def test_nested_overrides_add_to_the_section_of_an_argument(name: str, tmp_path: Path) -> None:
-    nested, dotted = (
-        prepare("char-addition", data=ROWS, run_dir=tmp_path, overrides=each).spec for each in ADDED[name]
-    )
+    nested, dotted = (prepare("char-addition", data=ROWS, run_dir=tmp_path, overrides=each)[0] for each in ADDED[name])
     assert nested == dotted
     assert isinstance(nested, RunSpec) and isinstance(nested.task, FileTask)
     assert nested.task.path == tmp_path / "inputs/train.jsonl"
@@ -117,7 +115,7 @@ def test_nested_overrides_add_to_the_section_of_an_argument(name: str, tmp_path:
 
 def test_nested_overrides_add_to_a_configuration(tmp_path: Path) -> None:
     given = load_config("char-addition", {"batch.group_size": 4})
-    spec = prepare(given, data=ROWS, run_dir=tmp_path, overrides={"batch": {"prompts": 2}}).spec
+    spec = prepare(given, data=ROWS, run_dir=tmp_path, overrides={"batch": {"prompts": 2}})[0]
     assert isinstance(spec, RunSpec) and (spec.batch.prompts, spec.batch.group_size) == (2, 4)
 
 
@@ -144,7 +142,7 @@ def test_an_override_that_contradicts_an_argument_is_refused(
 
 def test_the_rewards_of_an_environment_are_a_default(tmp_path: Path) -> None:
     rewards = [{"kind": "length", "target_tokens": 4}]
-    spec = prepare("char-addition", environment=Tools, run_dir=tmp_path, overrides={"scoring.rewards": rewards}).spec
+    spec = prepare("char-addition", environment=Tools, run_dir=tmp_path, overrides={"scoring.rewards": rewards})[0]
     assert isinstance(spec, RunSpec) and [each.kind for each in spec.scoring.rewards] == ["length"]
 
 

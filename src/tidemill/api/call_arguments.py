@@ -8,10 +8,12 @@ from collections.abc import Callable, Container, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from tidemill.api.inputs import DATA_SUFFIXES, refuse_conflicts
+from tidemill.api.inputs import DATA_SUFFIXES, INPUTS, ROW_HINT, Inputs, refuse_conflicts
 from tidemill.config.addresses import address_hint
+from tidemill.config.issues import value_at
 from tidemill.config.load import Tree, merge, override_tree, recipe_path
 from tidemill.config.model import BUILT_IN_MODELS
+from tidemill.config.pipeline import KINDS, StageKind, load_directory
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError
 from tidemill.telemetry.run_dir import RunDirectory
@@ -32,16 +34,12 @@ def checked_recipe(recipe: Any, *, of_runs: str = "run_dir") -> Recipe:
         UserError: it is no recipe, but a model or data.
     """
     hint = "a recipe is a TOML file or the name of a built-in one (`tidemill recipe list`)"
-    if recipe is not None and not isinstance(recipe, (str, os.PathLike, RunSpec)):
-        what, meant = (
-            f"needs a TOML file or a name, was given {type(recipe).__name__}",
-            "model" if callable(recipe) else "data",
-        )
-        if hasattr(recipe, "save_pretrained"):
-            meant = "model"
-        raise UserError(what, where="recipe", hint=f"did you mean {meant}=...? {hint}")
     if recipe is None or isinstance(recipe, RunSpec):
         return recipe
+    if not isinstance(recipe, (str, os.PathLike)):
+        what = f"needs a TOML file or a name, was given {type(recipe).__name__}"
+        meant = "model" if callable(recipe) or hasattr(recipe, "save_pretrained") else "data"
+        raise UserError(what, where="recipe", hint=f"did you mean {meant}=...? {hint}")
     if str(recipe) in BUILT_IN_MODELS:
         raise UserError("is a model, not a recipe", where=str(recipe), hint=f'did you mean model="{recipe}"? {hint}')
     if meant := address_hint(str(recipe)):
@@ -103,17 +101,46 @@ def stored_config(given: Tree, *, named: bool) -> Path | None:
     Args:
         named: the call names data or a task; if the run has not begun, it is a correction of the call that failed.
     """
-    if not (directory := _given_directory(given)):
+    directory = value_at(given, ("run", "dir"))
+    if not directory or not isinstance(directory, (str, Path)):
         return None
     run = RunDirectory(Path(directory))
-    begun = "model_digest" in run.read_manifest()
-    return run.config if run.exists and (begun or not named) else None
+    return run.config if run.exists and (has_begun(run.path) or not named) else None
 
 
-def _given_directory(given: Tree) -> str | Path | None:
-    run = given.get("run")
-    directory = run.get("dir") if isinstance(run, dict) else None
-    return directory if isinstance(directory, (str, Path)) else None
+def has_begun(directory: Path) -> bool:
+    """Whether a run has read its model, so that what its call saved must not change."""
+    return "model_digest" in RunDirectory(directory).read_manifest()
+
+
+def collected(
+    recipe: Any = None,
+    *,
+    overrides: Any = None,
+    run_dir: Any = None,
+    kind: StageKind | None = None,
+    shape: str = ROW_HINT,
+    **objects: Any,
+) -> tuple[Recipe, Inputs, Tree]:
+    """The recipe, the other arguments, and the overrides of a call; saves objects in the run directory.
+
+    Args:
+        kind: of the one stage that is run; None: a whole recipe.
+        shape: an example of a row.
+        objects: as for `Inputs.add`.
+
+    Raises:
+        UserError: an argument is invalid.
+    """
+    given = checked_overrides(overrides, run_dir)
+    named = any(objects.get(name) is not None for name in ("data", "task", "environment"))
+    base = checked_recipe(recipe) or stored_config(given, named=named)
+    if base is None and kind is not None:
+        given = merge({"run": {"name": kind}}, given)
+    directory = load_directory(*layered(base, given, sections=KINDS[kind].sections if kind else None))
+    inputs = Inputs(folder=directory / INPUTS, kept=has_begun(directory), shape=shape)
+    inputs.add(**objects)
+    return base, inputs, given
 
 
 def checked_callbacks(callbacks: Any) -> list[Any]:

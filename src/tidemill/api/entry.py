@@ -135,7 +135,8 @@ def boundary_error(error: BaseException) -> BaseException:
             importlib.import_module("tabulate")
         return _alone(root) if isinstance(root, KeyboardInterrupt) else error
     if (known := as_user_error(root)) is not None:
-        known.hint = _in_python(known.hint)
+        for pattern, spelled in PYTHON_SPELLING:
+            known.hint = pattern.sub(spelled, known.hint)
         return _alone(known)
     if isinstance(root, GuardStop) or (isinstance(root, TidemillError) and root.__cause__ is None):
         return _alone(root)
@@ -146,12 +147,6 @@ def boundary_error(error: BaseException) -> BaseException:
     return failure
 
 
-def _in_python(hint: str) -> str:
-    for pattern, spelled in PYTHON_SPELLING:
-        hint = pattern.sub(spelled, hint)
-    return hint
-
-
 def _alone(error: BaseException) -> BaseException:
     """Without the exceptions and the frames that led to it."""
     error.__cause__ = error.__context__ = None
@@ -160,10 +155,7 @@ def _alone(error: BaseException) -> BaseException:
 
 
 def check_arguments(signature: inspect.Signature, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """
-    Raises:
-        UserError: an argument is unknown or missing, or there are too many without a name.
-    """
+    """Raises UserError: an argument is unknown or missing, or there are too many without a name."""
     parameters = signature.parameters
     by_name = [each for each in parameters.values() if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
     accepted = [each.name for each in by_name if each.name != "self"]
@@ -172,7 +164,8 @@ def check_arguments(signature: inspect.Signature, name: str, args: Sequence[Any]
     if unknown:
         what = f"has no argument {', '.join(unknown)}"
         hint = _suggested({each: kwargs[each] for each in unknown}, accepted)
-        raise UserError(what, where=name, hint=hint or _listed(accepted))
+        listed = f"its arguments are {', '.join(accepted)}" if accepted else "it takes no arguments"
+        raise UserError(what, where=name, hint=hint or listed)
     try:
         signature.bind(*args, **kwargs)
     except TypeError as error:
@@ -181,7 +174,9 @@ def check_arguments(signature: inspect.Signature, name: str, args: Sequence[Any]
         if what.startswith("too many positional"):
             taken = ", ".join(each for each in positional if each != "self")
             what = f"too many arguments without a name{f': takes {taken}' if taken else ''}"
-        raise UserError(what, where=name, hint=f"give arguments by name: {_example(accepted)}") from None
+        main = [each for each in ("data", "rewards", "prompts", "model") if each in accepted] or accepted
+        hint = f"give arguments by name: {', '.join(map(_argument, main[:2]))}"
+        raise UserError(what, where=name, hint=hint) from None
 
 
 def _suggested(unknown: Mapping[str, Any], accepted: Sequence[str]) -> str:
@@ -207,8 +202,11 @@ def _suggested(unknown: Mapping[str, Any], accepted: Sequence[str]) -> str:
     if arguments:
         hints.insert(0, f"did you mean {', '.join(dict.fromkeys(arguments))}?")
     if settings:
-        written = ", ".join(f'"{key}": {_literal(value)}' for key, value in settings.items())
-        hints.append(f"write overrides={{{written}}}")
+        written = []
+        for key, value in settings.items():
+            is_short = isinstance(value, (str, int, float, bool)) and len(repr(value)) < 40
+            written.append(f'"{key}": {repr(value) if is_short else "..."}')
+        hints.append(f"write overrides={{{', '.join(written)}}}")
     return "; ".join(dict.fromkeys(hints))
 
 
@@ -225,18 +223,5 @@ def _key(given: str) -> str:
     return next(iter(sampled or named)) if len(sampled or named) == 1 and not rows else ""
 
 
-def _literal(value: Any) -> str:
-    return repr(value) if isinstance(value, (str, int, float, bool)) and len(repr(value)) < 40 else "..."
-
-
 def _argument(name: str) -> str:
     return f"{name}={EXAMPLES.get(name, '...')}"
-
-
-def _example(accepted: Sequence[str]) -> str:
-    shown = [each for each in ("data", "rewards", "prompts", "model") if each in accepted] or list(accepted)
-    return ", ".join(_argument(each) for each in shown[:2])
-
-
-def _listed(accepted: Sequence[str]) -> str:
-    return f"its arguments are {', '.join(accepted)}" if accepted else "it takes no arguments"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -173,7 +173,16 @@ def _run(job: Job[T], recipe: Recipe, model: Any, tokenizer: Any) -> T:
 
     def here(_: object) -> T:
         given = recipe if model is None and isinstance(recipe, Run) else model
-        with _temporary() as inputs, _opened(inputs, given, tokenizer) as found:
+        with tempfile.TemporaryDirectory(prefix="tidemill-") as folder, ExitStack() as stack:
+            inputs = Inputs(folder=Path(folder), kept=False)
+            inputs.add_model(given, tokenizer)
+            found: ModelSource | None = None
+            if given is not None:
+                opened = given.path if isinstance(given, Run) else given
+                if not isinstance(opened, (str, Path)):
+                    opened = inputs.overrides["model.source"]  # where it was saved
+                found = stack.enter_context(open_model(opened))
+                inputs.overrides["model.source"] = found.source
             source = recipe.config if isinstance(recipe, Run) else recipe
             if source is None and found is not None and found.run is not None:
                 source = Run(found.run).config
@@ -182,27 +191,7 @@ def _run(job: Job[T], recipe: Recipe, model: Any, tokenizer: Any) -> T:
     return run_here(here)
 
 
-@contextmanager
-def _opened(inputs: Inputs, model: Any, tokenizer: Any) -> Iterator[ModelSource | None]:
-    inputs.add_model(model, tokenizer)
-    if model is None:
-        yield None
-        return
-    given = model.path if isinstance(model, Run) else model
-    if not isinstance(given, (str, Path)):
-        given = inputs.overrides["model.source"]  # where it was saved
-    with open_model(given) as found:
-        inputs.overrides["model.source"] = found.source
-        yield found
-
-
 def _warn(message: str) -> None:
     """Print warnings, as training does; other messages are not shown."""
     if message.startswith(WARNING):
         sys.stderr.write(f"{message}\n")
-
-
-@contextmanager
-def _temporary() -> Iterator[Inputs]:
-    with tempfile.TemporaryDirectory(prefix="tidemill-") as folder:
-        yield Inputs(folder=Path(folder), kept=False)

@@ -8,6 +8,7 @@ import re
 import shutil
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -62,6 +63,45 @@ class Inputs:
     implied: set[str] = field(default_factory=set)
     extensions: list[Extension] = field(default_factory=list)
 
+    def add(
+        self,
+        *,
+        model: Any = None,
+        tokenizer: Any = None,
+        data: Any = None,
+        eval_data: Any = None,
+        eval_sets: Any = None,
+        columns: Mapping[str, str] | None = None,
+        rewards: Sequence[Any] | None = None,
+        task: Callable[..., Any] | str | None = None,
+        task_params: Mapping[str, Any] | None = None,
+        environment: Any = None,
+        environment_params: Mapping[str, Any] | None = None,
+        advantage: Callable[..., Any] | str | None = None,
+        loss: Callable[..., Any] | str | None = None,
+        loss_terms: Sequence[Any] = (),
+        prompt_sampler: Callable[..., Any] | str | None = None,
+        section: Literal["task", "data"] = "task",
+    ) -> None:
+        """The arguments of `tidemill.train` and of the stages. Raises UserError: one is invalid."""
+        self.add_model(model, tokenizer)
+        self.add_data(data, eval_data, columns, section=section)
+        self.add_eval_sets(eval_sets)
+        self.add_task(task, task_params)
+        self.add_environment(environment, environment_params)
+        self.add_rewards(rewards)
+        self.add_function("algorithm.advantage", "advantage", advantage)
+        self.add_function("algorithm.loss", "loss", loss)
+        self.add_function("batch.sampler", "prompt_sampler", prompt_sampler)
+        self.add_loss_terms(loss_terms)
+        kind = self.overrides.get("task", {}).get("kind")
+        for name, params, unused in (
+            ("task", task_params, kind != "python"),
+            ("environment", environment_params, "env.name" not in self.overrides),
+        ):
+            if params is not None and unused:
+                raise UserError(f"is given without {name}", where=f"{name}_params", hint=f"give {name}= too")
+
     def add_data(
         self,
         data: Any,
@@ -79,12 +119,16 @@ class Inputs:
         # Examples have no kind, whose change would remove the files of a recipe.
         task: dict[str, Any] = {"kind": "file"} if section == "task" else {"held_out_path": None}
         if isinstance(data, (list, tuple)) and data and all(isinstance(each, tuple) for each in data):
+            wrong = next((number for number, pair in enumerate(data) if not _is_pair(pair)), None)
+            if wrong is not None:
+                hint = 'for example data=[(2, "math.jsonl"), (1, rows)]'
+                raise UserError("expected a (weight, data) pair", where=f"data[{wrong}]", hint=hint)
             task["sources"] = [
                 {
                     "weight": weight,
                     "path": self._data_path(each, f"data[{number}]", f"train_{number}", rows=f"data[{number}][1]"),
                 }
-                for number, (weight, each) in enumerate(_pairs(data))
+                for number, (weight, each) in enumerate(data)
             ]
             task["path"] = None
         else:
@@ -108,13 +152,9 @@ class Inputs:
         if wrong := [name for name in sets if not isinstance(name, str) or not SET_NAME.fullmatch(name)]:
             hint = "use letters, digits, - and _"
             raise UserError(f"{wrong[0]!r} is not a folder name", where="eval_sets", hint=hint)
+        save = partial(self._data_path, addable=True)
         self.overrides["eval.sets"] = [
-            {
-                "name": name,
-                "path": self._data_path(
-                    rows, f"eval_sets, {name}", f"eval-{name}", addable=True, rows=f'eval_sets["{name}"]'
-                ),
-            }
+            {"name": name, "path": save(rows, f"eval_sets, {name}", f"eval-{name}", rows=f'eval_sets["{name}"]')}
             for name, rows in sets.items()
         ]
 
@@ -217,20 +257,6 @@ class Inputs:
                 self.overrides["scoring.rewards"] = [{"kind": "environment"}]
             self.implied.add("scoring.rewards")
 
-    def refuse_parameters_alone(self, task: Any, environment: Any) -> None:
-        """
-        Raises:
-            UserError: there are parameters of a task or an environment, but neither.
-        """
-        kind = self.overrides.get("task", {}).get("kind")
-        for name, params, unused in (
-            ("task", task, kind != "python"),
-            ("environment", environment, "env.name" not in self.overrides),
-        ):
-            if params is not None and unused:
-                hint = f"give {name}= too"
-                raise UserError(f"is given without {name}", where=f"{name}_params", hint=hint)
-
     def imply(self, key: str, value: Any) -> None:
         """Set a key that no argument states."""
         self.overrides[key] = value
@@ -295,7 +321,10 @@ class Inputs:
         try:
             model.save_pretrained(partial, safe_serialization=True)
             if self.kept:
-                self._refuse_other_weights(folder, partial)
+                names = sorted(file.name for file in weight_files(partial))
+                if filecmp.cmpfiles(folder, partial, names, shallow=False)[0] != names:
+                    hint = f"give the model of its first session, or {another_directory(self.folder.parent)}"
+                    raise UserError("the model has changed since this run started", where="model", hint=hint)
                 return folder.absolute()
             tokenizer.save_pretrained(partial)
             shutil.rmtree(folder, ignore_errors=True)
@@ -311,30 +340,22 @@ class Inputs:
             shutil.rmtree(partial, ignore_errors=True)
         return folder.absolute()
 
-    def _refuse_other_weights(self, saved: Path, given: Path) -> None:
-        """
-        Raises:
-            UserError: the run started from other weights than those given.
-        """
-        names = sorted(file.name for file in weight_files(given))
-        if filecmp.cmpfiles(saved, given, names, shallow=False)[0] != names:
-            hint = f"give the model of its first session, or {another_directory(self.folder.parent)}"
-            raise UserError("the model has changed since this run started", where="model", hint=hint)
-
     def _rows(self, data: Any, where: str) -> Iterable[Any]:
         if isinstance(data, Mapping) or not isinstance(data, Iterable):
-            what = f"expected rows, a datasets.Dataset or a path, found {type(data).__name__}"
+            what, hint = f"expected rows, a datasets.Dataset or a path, found {type(data).__name__}", self.shape
             if hasattr(data, "keys"):
                 what += f" with {', '.join(map(str, data))}"
-            splits = (
-                [str(name) for name in data if hasattr(data[name], "column_names")] if hasattr(data, "keys") else []
-            )
-            hint = f'give one of them: {where}=dataset["{splits[0]}"]' if splits else self.shape
+                splits = [str(name) for name in data if hasattr(data[name], "column_names")]
+                hint = f'give one of them: {where}=dataset["{splits[0]}"]' if splits else hint
             raise UserError(what, where=where, hint=hint)
         if hasattr(data, "to_dict") and hasattr(data, "iterrows"):
             hint = f'give its rows: {where}=frame.to_dict("records")'
             raise UserError(f"expected rows, found a {type(data).__name__}", where=where, hint=hint)
-        return _read(data, where, self.shape)
+        try:
+            yield from data
+        except Exception as error:
+            what = f"reading the rows raised {exception_text(error)}"
+            raise UserError(what, where=where, hint=self.shape) from error
 
     def _json_line(self, row: Any, where: str) -> bytes:
         if not isinstance(row, Mapping):
@@ -387,11 +408,8 @@ def _is_json(value: Any) -> bool:
 def _as_reward(given: Any) -> Reward:
     name = getattr(given, "__name__", "")
     if name and getattr(builtin_rewards, name, None) is given:
-        raise UserError(
-            f"tidemill.rewards.{name} makes a reward, and is none",
-            where="rewards",
-            hint=f"call it: tidemill.rewards.{name}(...)",
-        )
+        what, hint = f"tidemill.rewards.{name} makes a reward, and is none", f"call it: tidemill.rewards.{name}(...)"
+        raise UserError(what, where="rewards", hint=hint)
     if isinstance(given, (tuple, list)):
         what = f"expected a function or a name, found a {type(given).__name__}"
         hint = "give a weight as tidemill.rewards.function(right, weight=0.5)"
@@ -413,17 +431,9 @@ def _weighted(term: Any, where: str) -> tuple[float, Any]:
     """A function as a pair with its weight."""
     if callable(term) or isinstance(term, str):
         return 1.0, term
-    if (
-        not isinstance(term, (tuple, list))
-        or len(term) != 2
-        or isinstance(term[0], bool)
-        or not isinstance(term[0], (int, float))
-    ):
-        raise UserError(
-            "expected a function or a (weight, function) pair",
-            where=where,
-            hint="for example loss_terms=[(0.1, confident)]",
-        )
+    if not _is_pair(term):
+        hint = "for example loss_terms=[(0.1, confident)]"
+        raise UserError("expected a function or a (weight, function) pair", where=where, hint=hint)
     return term[0], term[1]
 
 
@@ -440,16 +450,7 @@ def _columns(columns: Any) -> dict[str, str]:
     raise UserError(what, where="columns", hint=f"{hint} {example}".strip())
 
 
-def _pairs(data: Any) -> list[tuple[float, Any]]:
-    for number, pair in enumerate(data):
-        if len(pair) != 2 or isinstance(pair[0], bool) or not isinstance(pair[0], (int, float)):
-            hint = 'for example data=[(2, "math.jsonl"), (1, rows)]'
-            raise UserError("expected a (weight, data) pair", where=f"data[{number}]", hint=hint)
-    return list(data)
-
-
-def _read(data: Iterable[Any], where: str, hint: str) -> Iterable[Any]:
-    try:
-        yield from data
-    except Exception as error:
-        raise UserError(f"reading the rows raised {exception_text(error)}", where=where, hint=hint) from error
+def _is_pair(given: Any) -> bool:
+    """Whether it is a number with something else."""
+    pair = given if isinstance(given, (tuple, list)) and len(given) == 2 else (None, None)
+    return isinstance(pair[0], (int, float)) and not isinstance(pair[0], bool)

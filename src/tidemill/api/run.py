@@ -15,7 +15,7 @@ from tidemill.core.errors import UserError
 from tidemill.core.formatting import decimal
 from tidemill.models.model_source import checkpoints_of, locate, stage_folders
 from tidemill.pipeline.state import PipelineFolder
-from tidemill.telemetry.metrics import HELD_OUT, LOSS, PAIRWISE_ACCURACY, TOKEN_ACCURACY, MetricLine
+from tidemill.telemetry.metrics import HELD_OUT, LOSS, PAIRWISE_ACCURACY, TOKEN_ACCURACY
 from tidemill.telemetry.progress_views import label_of
 from tidemill.telemetry.run_data import RunData
 from tidemill.telemetry.run_dir import SUPERVISED, RunDirectory, read_json
@@ -71,7 +71,7 @@ class Run:
     @property
     def metrics(self) -> list[dict[str, float]]:
         """One dict per step: `step` and every metric of docs/metrics.md. Step 0 is the evaluation before training."""
-        return [_flat(line) for line in self._data().metrics]
+        return [{"step": line.step, **line.values} for line in self._data().metrics]
 
     @property
     def events(self) -> list[dict[str, Any]]:
@@ -189,7 +189,3 @@ class Run:
 def _table(rows: Sequence[tuple[str, str]]) -> str:
     cells = "".join(f"<tr><th>{name}</th><td>{html.escape(value)}</td></tr>" for name, value in rows)
     return f"<table>{cells}</table>"
-
-
-def _flat(line: MetricLine) -> dict[str, float]:
-    return {"step": line.step, **line.values}

@@ -31,7 +31,6 @@ def run_here(job: Callable[[StopRequest], T]) -> T:
         with _session():
             return job(stop)
     worker = _Worker(job, stop)
-    worker.start()
     with stop.on_signals(lambda: stop.request("interrupt again to stop waiting")):
         worker.done.wait()
     return worker.result()
@@ -59,7 +58,6 @@ async def run_async(job: Callable[[StopRequest], T]) -> T:
     """
     stop, loop, finished = StopRequest(), asyncio.get_running_loop(), asyncio.Event()
     worker = _Worker(job, stop, notify=lambda: loop.call_soon_threadsafe(finished.set))
-    worker.start()
     try:
         await finished.wait()
     except asyncio.CancelledError:
@@ -81,10 +79,7 @@ class _Worker(Generic[T]):
         self._result: T
         self._error: BaseException | None = None
         context = contextvars.copy_context()  # notebooks find the cell of an output by it
-        self._thread = threading.Thread(target=lambda: context.run(self._run), name="tidemill-run", daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
+        threading.Thread(target=lambda: context.run(self._run), name="tidemill-run", daemon=True).start()
 
     def result(self) -> T:
         if self._error is not None:

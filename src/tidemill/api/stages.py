@@ -8,22 +8,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from tidemill.api.call_arguments import (
-    Function,
-    Overrides,
-    Recipe,
-    checked_callbacks,
-    checked_overrides,
-    checked_recipe,
-    layered,
-    stored_config,
-)
-from tidemill.api.entry import entry_point
-from tidemill.api.inputs import INPUTS, ROW_HINT, Inputs
+from tidemill.api.call_arguments import Function, Overrides, Recipe, checked_callbacks, collected, layered
+from tidemill.api.entry import entry_point, same_arguments
+from tidemill.api.inputs import ROW_HINT, Inputs
 from tidemill.api.run import ROWS, Run
 from tidemill.api.train import completed
-from tidemill.config.load import merge
-from tidemill.config.pipeline import KINDS, StageSpec, load_directory, load_stage
+from tidemill.config.pipeline import KINDS, StageSpec, load_stage
 from tidemill.config.schema import RunSpec
 from tidemill.config.toml import to_toml
 from tidemill.core.errors import UserError
@@ -39,11 +29,7 @@ SupervisedKind: TypeAlias = Literal["sft", "reward_model", "dpo"]
 DataKind: TypeAlias = Literal["demonstrations", "pairs"]
 CONTENTS = "contents"
 """Key of the manifest: digests of the files of prompts, by key, stored with the rows that were made of them."""
-SHAPES: dict[SupervisedKind, str] = {
-    "sft": DEMONSTRATION_SHAPE,
-    "reward_model": PAIR_SHAPE,
-    "dpo": PAIR_SHAPE,
-}
+SHAPES: dict[SupervisedKind, str] = {"sft": DEMONSTRATION_SHAPE, "reward_model": PAIR_SHAPE, "dpo": PAIR_SHAPE}
 
 
 @entry_point
@@ -90,18 +76,8 @@ def sft(
 
 
 @entry_point
-def reward_model(
-    recipe: Recipe = None,
-    *,
-    model: Any = None,
-    tokenizer: Any = None,
-    data: Any = None,
-    eval_data: Any = None,
-    columns: Mapping[str, str] | None = None,
-    callbacks: Sequence[Any] = (),
-    overrides: Overrides | None = None,
-    run_dir: str | Path | None = None,
-) -> Run:
+@same_arguments(sft)
+def reward_model(recipe: Recipe = None, **arguments: Any) -> Run:
     """Train a reward model on preference pairs, or resume the run in `run_dir`.
 
     `tidemill.train(rewards=[tidemill.rewards.model(run)])` uses it; the policy needs the same tokenizer.
@@ -119,22 +95,12 @@ def reward_model(
     Raises:
         TidemillError: as `sft`.
     """
-    return _train("reward_model", locals())
+    return _train("reward_model", {"recipe": recipe, **arguments})
 
 
 @entry_point
-def dpo(
-    recipe: Recipe = None,
-    *,
-    model: Any = None,
-    tokenizer: Any = None,
-    data: Any = None,
-    eval_data: Any = None,
-    columns: Mapping[str, str] | None = None,
-    callbacks: Sequence[Any] = (),
-    overrides: Overrides | None = None,
-    run_dir: str | Path | None = None,
-) -> Run:
+@same_arguments(sft)
+def dpo(recipe: Recipe = None, **arguments: Any) -> Run:
     """Train a model on preference pairs with DPO or IPO, or resume the run in `run_dir`.
 
     The model as given is the reference.
@@ -151,7 +117,7 @@ def dpo(
     Raises:
         TidemillError: as `sft`.
     """
-    return _train("dpo", locals())
+    return _train("dpo", {"recipe": recipe, **arguments})
 
 
 @entry_point
@@ -228,12 +194,12 @@ def _train(kind: SupervisedKind, arguments: Mapping[str, Any]) -> Run:
     from tidemill.api.session import run_here
 
     given = dict(arguments)
-    callbacks = checked_callbacks(given.pop("callbacks"))
+    callbacks = checked_callbacks(given.pop("callbacks", ()))
 
     def job(stop: StopRequest) -> Run:
         from tidemill.jobs.train_supervised import train_supervised
 
-        spec, _ = _prepared(kind, SHAPES[kind], **given)
+        spec, _ = _prepared(kind, SHAPES[kind], section="data", **given)
         if not spec.data.all_sources:
             raise UserError("is missing", where="data", hint=f"give data=rows; {SHAPES[kind]}")
         return completed(
@@ -246,57 +212,21 @@ def _train(kind: SupervisedKind, arguments: Mapping[str, Any]) -> Run:
 def _write_rows(kind: DataKind, arguments: Mapping[str, Any]) -> Run:
     from tidemill.api.session import run_here
 
-    given = dict(arguments)
-
     def job(stop: StopRequest) -> Run:
-        spec, inputs = _prepared(kind, ROW_HINT, **given)
+        spec, inputs = _prepared(kind, ROW_HINT, **arguments)
         provide(inputs.extensions)
         return completed(spec.directory, stop, lambda: _generate(kind, spec))
 
     return run_here(job)
 
 
-def _prepared(
-    kind: SupervisedKind | DataKind,
-    shape: str,
-    *,
-    recipe: Recipe,
-    overrides: Overrides | None,
-    run_dir: str | Path | None,
-    model: Any,
-    tokenizer: Any,
-    data: Any,
-    columns: Mapping[str, str] | None,
-    eval_data: Any = None,
-    rewards: Sequence[Any] | None = None,
-    task: Function | str | None = None,
-    task_params: Mapping[str, Any] | None = None,
-    environment: type | str | None = None,
-    environment_params: Mapping[str, Any] | None = None,
-) -> tuple[RunSpec, Inputs]:
-    """The configuration of a stage; saves objects in the run directory.
-
-    Raises:
-        UserError: an argument is invalid.
-    """
-    named = any(each is not None for each in (data, task, environment))
-    given = checked_overrides(overrides, run_dir)
-    base = checked_recipe(recipe) or stored_config(given, named=named)
-    if base is None:
-        given = merge({"run": {"name": kind}}, given)
-    sections = KINDS[kind].sections
-    directory = load_directory(*layered(base, given, sections=sections))
-    kept = "model_digest" in RunDirectory(directory).read_manifest()
-    inputs = Inputs(folder=directory / INPUTS, kept=kept, shape=shape)
-    inputs.add_model(model, tokenizer)
-    inputs.add_data(data, eval_data, columns, section="data" if kind in SHAPES else "task")
-    inputs.add_task(task, task_params)
-    inputs.add_environment(environment, environment_params)
-    inputs.add_rewards(rewards)
-    inputs.refuse_parameters_alone(task_params, environment_params)
+def _prepared(kind: SupervisedKind | DataKind, shape: str, **arguments: Any) -> tuple[RunSpec, Inputs]:
+    """The configuration of a stage, and its inputs."""
+    base, inputs, given = collected(kind=kind, shape=shape, **arguments)
     if kind == "demonstrations":
         inputs.overrides.pop("scoring.rewards", None)  # of an environment: nothing is scored
     given = inputs.with_overrides(given)
+    sections = KINDS[kind].sections
     return load_stage(kind, *layered(base, given, sections=sections, replaced=inputs.overrides)), inputs
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,18 +14,18 @@ from tidemill.api.call_arguments import (
     checked_callbacks,
     checked_overrides,
     checked_recipe,
+    collected,
     layered,
-    stored_config,
 )
 from tidemill.api.entry import entry_point, same_arguments
-from tidemill.api.inputs import INPUTS, Inputs
+from tidemill.api.inputs import Inputs
 from tidemill.api.run import Run
 from tidemill.config.issues import Purpose, refuse_without_task
 from tidemill.config.load import Tree
-from tidemill.config.pipeline import PipelineSpec, load_directory, load_overridden
+from tidemill.config.pipeline import PipelineSpec, load_overridden
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError
-from tidemill.extensions.registry import Extension, provide
+from tidemill.extensions.registry import provide
 from tidemill.telemetry.run_dir import RunDirectory
 
 if TYPE_CHECKING:
@@ -45,14 +44,6 @@ def load_config(recipe: str | Path | None = None, overrides: Overrides | None = 
         TidemillError: an unknown recipe or an invalid value; lists all of them.
     """
     return load(recipe, checked_overrides(overrides), purpose="read")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prepared:
-    """A run that is ready to start."""
-
-    spec: RunSpec | PipelineSpec
-    extensions: list[Extension]
 
 
 @entry_point
@@ -145,20 +136,16 @@ def _job(arguments: dict[str, Any]) -> Callable[[Any], Run]:
         from tidemill.pipeline.execution import run_pipeline
         from tidemill.planner.forecast.forecast import forecast_at_start
 
-        prepared = prepare(**arguments)
-        provide(prepared.extensions)
-        spec = prepared.spec
-        if isinstance(spec, PipelineSpec):
-            return completed(
-                spec.directory,
-                stop,
-                lambda: run_pipeline(spec, reporter=ConsoleReporter(), callbacks=callbacks, stop=stop),
-            )
-        return completed(
-            spec.directory,
-            stop,
-            lambda: run(spec, forecast_run=forecast_at_start, callbacks=callbacks, stop=stop),
-        )
+        spec, inputs = prepare(**arguments)
+        provide(inputs.extensions)
+
+        def work() -> None:
+            if isinstance(spec, PipelineSpec):
+                run_pipeline(spec, reporter=ConsoleReporter(), callbacks=callbacks, stop=stop)
+            else:
+                run(spec, forecast_run=forecast_at_start, callbacks=callbacks, stop=stop)
+
+        return completed(spec.directory, stop, work)
 
     return job
 
@@ -189,52 +176,13 @@ def stopped_by(number: signal.Signals, run: Run | None, directory: Path) -> Keyb
     return raised
 
 
-def prepare(
-    recipe: str | Path | RunSpec | None = None,
-    *,
-    model: Any = None,
-    tokenizer: Any = None,
-    data: Any = None,
-    eval_data: Any = None,
-    eval_sets: Mapping[str, Any] | None = None,
-    columns: Mapping[str, str] | None = None,
-    rewards: Sequence[Any] | None = None,
-    task: Function | str | None = None,
-    task_params: Mapping[str, Any] | None = None,
-    environment: type | str | None = None,
-    environment_params: Mapping[str, Any] | None = None,
-    advantage: Function | str | None = None,
-    loss: Function | str | None = None,
-    loss_terms: Sequence[Any] = (),
-    prompt_sampler: Function | str | None = None,
-    overrides: Overrides | None = None,
-    run_dir: str | Path | None = None,
-) -> Prepared:
-    """The configuration and the functions of `train`; saves objects in the run directory.
-
-    Raises:
-        UserError: an argument is invalid.
-    """
-    given = checked_overrides(overrides, run_dir)
-    named = any(each is not None for each in (data, task, environment))
-    recipe = checked_recipe(recipe) or stored_config(given, named=named)
-    directory = load_directory(*layered(recipe, given))
-    inputs = Inputs(folder=directory / INPUTS, kept="model_digest" in RunDirectory(directory).read_manifest())
-    inputs.add_model(model, tokenizer)
-    inputs.add_data(data, eval_data, columns)
-    inputs.add_eval_sets(eval_sets)
-    inputs.add_task(task, task_params)
-    inputs.add_environment(environment, environment_params)
-    inputs.add_rewards(rewards)
-    inputs.add_function("algorithm.advantage", "advantage", advantage)
-    inputs.add_function("algorithm.loss", "loss", loss)
-    inputs.add_function("batch.sampler", "prompt_sampler", prompt_sampler)
-    inputs.add_loss_terms(loss_terms)
-    inputs.refuse_parameters_alone(task_params, environment_params)
-    spec = load_overridden(*layered(recipe, inputs.with_overrides(given), replaced=inputs.overrides))
-    if recipe is None and isinstance(spec, RunSpec):
+def prepare(recipe: Recipe = None, **arguments: Any) -> tuple[RunSpec | PipelineSpec, Inputs]:
+    """The configuration and the inputs of `train`; saves objects in the run directory."""
+    base, inputs, given = collected(recipe, **arguments)
+    spec = load_overridden(*layered(base, inputs.with_overrides(given), replaced=inputs.overrides))
+    if base is None and isinstance(spec, RunSpec):
         refuse_without_task(spec, "tidemill.train")
-    return Prepared(spec=spec, extensions=inputs.extensions)
+    return spec, inputs
 
 
 def load(recipe: Recipe, given: Tree, *, purpose: Purpose, replaced: Iterable[str] = ()) -> RunSpec:

@@ -91,7 +91,7 @@ def _stages(recipe: PipelineSpec, *, only: str | None, start: str | None, prune_
 def _planned_stages(recipe: PipelineSpec, choice: Choice) -> Result:
     """The plan and the resolved configuration of every stage; nothing is written."""
     from tidemill.pipeline.console_reporter import plan_table
-    from tidemill.pipeline.execution import pipeline_toml, plan_notes, plan_pipeline, row_data, rows
+    from tidemill.pipeline.execution import pipeline_toml, plan_notes, plan_pipeline, row_data
 
     plan = plan_pipeline(recipe, choice=choice)
     data = {
@@ -105,7 +105,7 @@ def _planned_stages(recipe: PipelineSpec, choice: Choice) -> Result:
         },
     }
     shown = io.StringIO()
-    Console(file=shown, width=shutil.get_terminal_size().columns).print(plan_table(rows(plan)))
+    Console(file=shown, width=shutil.get_terminal_size().columns).print(plan_table(plan))
     return Result(data=data, text="\n".join([pipeline_toml(recipe), shown.getvalue().rstrip(), *plan_notes(plan)]))
 
 

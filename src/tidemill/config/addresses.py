@@ -34,31 +34,19 @@ def address_hint(given: str | Path, *, of_model: bool = False) -> str:
 
 
 def _data_path(given: Any) -> Any:
-    """
-    Raises:
-        ValueError: it is a web address.
-    """
     if isinstance(given, (str, Path)) and (hint := address_hint(given)):
         raise ValueError(f"is a web address; {hint}")
     return given
 
 
 def _folder(given: Any) -> Any:
-    """
-    Raises:
-        ValueError: it is a web address.
-    """
     if isinstance(given, str) and address_hint(given):
         raise ValueError("is a web address; download it, and name its folder")
     return given
 
 
 def _model_name(given: Any) -> Any:
-    """A text without the prefix of the hub.
-
-    Raises:
-        ValueError: it is a web address.
-    """
+    """A text without the prefix of the hub."""
     if not isinstance(given, str):
         return given
     if hint := address_hint(given, of_model=True):

@@ -35,15 +35,12 @@ class Derived:
     samples: int  # over the run
     prompt_tokens: int | None  # estimate for one prompt; None if only the tokenizer can tell
     microbatches_per_optimizer_step: int  # upper bound; without prompts if their length is unknown
-    microbatches_per_step: int
     completion_tokens_per_step: int
     completion_tokens: int  # generated over the run
     trained_tokens: int  # over the run and all epochs
     evaluations: int
-    eval_samples: int  # over all evaluations
     eval_tokens: int  # over all evaluations
     checkpoints: int  # written
-    checkpoints_kept: int  # upper bound at the end
 
 
 def derive(spec: RunSpec) -> Derived:
@@ -64,7 +61,6 @@ def derive(spec: RunSpec) -> Derived:
     evaluations = 1 + occurrences(steps, spec.eval.every_steps)
     eval_limit = spec.eval.max_new_tokens or spec.sampling.max_new_tokens
     eval_samples = evaluations * spec.eval.most_prompts * (1 + spec.eval.samples_per_prompt)
-    checkpoints = occurrences(steps, spec.checkpoint.every_steps)
     return Derived(
         samples_per_step=samples,
         optimizer_steps_per_batch=per_batch,
@@ -73,15 +69,12 @@ def derive(spec: RunSpec) -> Derived:
         samples=steps * samples,
         prompt_tokens=prompt_tokens,
         microbatches_per_optimizer_step=microbatches,
-        microbatches_per_step=microbatches * per_batch,
         completion_tokens_per_step=per_step,
         completion_tokens=steps * per_step,
         trained_tokens=steps * per_step * batch.epochs,
         evaluations=evaluations,
-        eval_samples=eval_samples,
         eval_tokens=eval_samples * eval_limit,
-        checkpoints=checkpoints,
-        checkpoints_kept=min(checkpoints, spec.checkpoint.keep_last + spec.checkpoint.keep_best),
+        checkpoints=occurrences(steps, spec.checkpoint.every_steps),
     )
 
 
@@ -133,19 +126,35 @@ def topics(spec: RunSpec, *, purpose: Purpose = "train") -> list[Topic]:
     if purpose == "eval":
         size = _evaluation_size(spec)
         return [("model", _model(spec)), ("task", _task(spec)), ("evaluation", size), *_drawn(spec)]
-    derived = derive(spec)
+    derived, batch, slots = derive(spec), spec.batch, spec.engine.slots
+    together = "all decoded together" if derived.samples_per_step <= slots else f"{number(slots)} decoded at a time"
+    step = (
+        f"{counted(batch.prompts, 'prompt')} × {counted(batch.group_size, 'sample')} = "
+        f"{counted(derived.samples_per_step, 'sample')} × {counted(spec.sampling.max_new_tokens, 'new token')} = "
+        f"at most {counted(derived.completion_tokens_per_step, 'completion token')}; {together}"
+    )
+    run = (
+        f"{counted(spec.trainer.steps, 'step')}: {counted(derived.optimizer_steps, 'optimizer step')}, "
+        f"{counted(derived.samples, 'sample')}, at most {counted(derived.completion_tokens, 'token')} generated and "
+        f"{number(derived.trained_tokens)} trained on"
+    )
+    every = f"every {counted(spec.eval.every_steps, 'step')}, " if spec.eval.every_steps else ""
+    evaluation = (
+        f"{counted(derived.evaluations, 'time')} (before training, {every}after the last step) × "
+        f"{_evaluation_size(spec)}: at most {counted(derived.eval_tokens, 'token')} in total"
+    )
     return [
         ("model", _model(spec)),
         ("task", _task(spec)),
-        ("step", _step(spec, derived)),
+        ("step", step),
         ("schedule", _schedule(spec)),
         ("algorithm", _algorithm(spec)),
         *([("scoring", text)] if (text := _scoring(spec)) else []),
         *([("engine", text)] if (text := _engine(spec)) else []),
         *([("workers", _workers(spec))] if spec.is_elastic else []),
         ("learning", _learning(spec, derived)),
-        ("run", _run(spec, derived)),
-        ("evaluation", _evaluation(spec, derived)),
+        ("run", run),
+        ("evaluation", evaluation),
         *_drawn(spec),
         ("checkpoint", _checkpoint(spec, derived)),
         ("directory", f"{spec.directory}; the same command resumes the run"),
@@ -196,16 +205,6 @@ def _sampling(spec: RunSpec) -> str:
         settings += [f"top-k {sampling.top_k}"] if sampling.top_k else []
         settings += [f"top-p {sampling.top_p:g}"] if sampling.top_p < 1 else []
     return ", ".join([*settings, f"at most {counted(sampling.max_new_tokens, 'new token')}"])
-
-
-def _step(spec: RunSpec, derived: Derived) -> str:
-    batch, slots = spec.batch, spec.engine.slots
-    together = "all decoded together" if derived.samples_per_step <= slots else f"{number(slots)} decoded at a time"
-    return (
-        f"{counted(batch.prompts, 'prompt')} × {counted(batch.group_size, 'sample')} = "
-        f"{counted(derived.samples_per_step, 'sample')} × {counted(spec.sampling.max_new_tokens, 'new token')} = "
-        f"at most {counted(derived.completion_tokens_per_step, 'completion token')}; {together}"
-    )
 
 
 def _schedule(spec: RunSpec) -> str:
@@ -310,22 +309,6 @@ def _learning(spec: RunSpec, derived: Derived) -> str:
         f"{counted(derived.optimizer_steps_per_batch, 'optimizer step')} per batch, each on "
         f"{counted(derived.samples_per_optimizer_step, 'sample')} in {packed}; learning rate "
         f"{optimizer.learning_rate:g}, {optimizer.schedule}{falling}, {counted(optimizer.warmup_steps, 'warm-up step')}"
-    )
-
-
-def _run(spec: RunSpec, derived: Derived) -> str:
-    return (
-        f"{counted(spec.trainer.steps, 'step')}: {counted(derived.optimizer_steps, 'optimizer step')}, "
-        f"{counted(derived.samples, 'sample')}, at most {counted(derived.completion_tokens, 'token')} generated and "
-        f"{number(derived.trained_tokens)} trained on"
-    )
-
-
-def _evaluation(spec: RunSpec, derived: Derived) -> str:
-    every = f"every {counted(spec.eval.every_steps, 'step')}, " if spec.eval.every_steps else ""
-    return (
-        f"{counted(derived.evaluations, 'time')} (before training, {every}after the last step) × "
-        f"{_evaluation_size(spec)}: at most {counted(derived.eval_tokens, 'token')} in total"
     )
 
 

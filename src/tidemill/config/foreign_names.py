@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -29,10 +29,6 @@ class ForeignName:
     on_page: bool  # whether docs/coming_from.md shows it
 
     @property
-    def leaf(self) -> str:
-        return self.name.removesuffix(BELOW).rpartition(".")[2]
-
-    @property
     def shown(self) -> str:
         """The name as users of the framework abbreviate it."""
         return self.name.removeprefix(VERL_PREFIX)
@@ -48,29 +44,23 @@ class ForeignName:
 def foreign_names() -> tuple[ForeignName, ...]:
     """Every row of the table, one for each name, in its order."""
     tables = tomllib.loads(TABLE.read_text(encoding="utf-8"))
-    return tuple(
-        row
-        for framework, places in tables.items()
-        for place, rows in places.items()
-        for row in _rows_of(framework, place, rows)
-    )
-
-
-def _rows_of(framework: str, place: str, rows: Mapping[str, str | Sequence[str]]) -> Iterator[ForeignName]:
-    on_page = str(rows.get(PAGE, "")).split()
-    for names, value in rows.items():
-        if names == PAGE:
-            continue
-        keys, note = (value, "") if isinstance(value, str) else value
-        for name in names.split():
-            yield ForeignName(
-                framework=framework,
-                place=place,
-                name=name,
-                ours=tuple(keys.split()),
-                note=note,
-                on_page=name.removeprefix(VERL_PREFIX) in on_page,
-            )
+    found = list[ForeignName]()
+    for framework, place, rows in ((name, *entry) for name, places in tables.items() for entry in places.items()):
+        on_page = rows.pop(PAGE, "").split()
+        for names, value in rows.items():
+            keys, note = (value, "") if isinstance(value, str) else value
+            found += [
+                ForeignName(
+                    framework=framework,
+                    place=place,
+                    name=name,
+                    ours=tuple(keys.split()),
+                    note=note,
+                    on_page=name.removeprefix(VERL_PREFIX) in on_page,
+                )
+                for name in names.split()
+            ]
+    return tuple(found)
 
 
 def ours_of(name: str | Sequence[str], *, framework: str = "", certain: bool = False) -> tuple[ForeignName, ...]:

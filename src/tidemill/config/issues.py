@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, get_args, get_origin
 
@@ -86,7 +87,9 @@ def issues_from(error: ValidationError, data: dict[str, Any], locate: Locate) ->
     """
     issues: list[ConfigIssue] = []
     for details in error.errors(include_url=False):
-        location = _without_variant(details["loc"], data)
+        location = details["loc"]
+        if len(location) > 1 and location[1] in variants().get(str(location[0]), ()):
+            location = (location[0], *location[2:])  # pydantic names the variant: ("task", "file", "path")
         if details["type"] == "too_short" and details["input"]:
             continue  # the invalid elements are reported
         if details["type"] == "value_error":
@@ -98,15 +101,6 @@ def issues_from(error: ValidationError, data: dict[str, Any], locate: Locate) ->
         else:
             issues.append(_issue(details, location, data, locate))
     return list(dict.fromkeys(issues))  # pydantic reports a value that fits no member of a union once per member
-
-
-def _without_variant(location: Location, data: dict[str, Any]) -> Location:
-    """pydantic includes the variant in a location: ("task", "jsonl", "path") is the key task.path."""
-    for section, kinds in variants().items():
-        size = len(section)
-        if location[:size] == section and len(location) > size and location[size] in kinds:
-            return location[:size] + location[size + 1 :]
-    return location
 
 
 def shown_value(value: Any) -> str:
@@ -137,8 +131,11 @@ def _issue(details: ErrorDetails, location: Location, data: dict[str, Any], loca
         given = given.get("kind") if isinstance(given, dict) else given
     if error == "missing" and isinstance(location[-1], int):  # an array shorter than its fixed length
         location, error = location[:-1], "wrong_length"
-    if location[-1] == "[key]":  # of a free-form table, whose names are limited
-        return _unknown_name(location[:-1], locate)
+    if location[-1] == "[key]":  # of a free-form table, whose names are limited, such as task.columns
+        location, table = location[:-1], find(location[:-2])
+        names = get_args(get_args(without_none(table.annotation))[0]) if table else ()
+        hint = f'on the left stands one of {", ".join(names)}, as in {{ {names[0]} = "..." }}' if names else ""
+        return ConfigIssue(key=dotted(location), what="unknown name", source=locate(location), hint=hint)
     location, key = _nearest_key(location, _kind(data, location[:1]))
     name, source = dotted(location), locate(location)
     if key is None:
@@ -167,33 +164,31 @@ def _issue(details: ErrorDetails, location: Location, data: dict[str, Any], loca
 
 def _nearest_key(location: Location, kind: str) -> tuple[Location, Key | None]:
     """The location up to the key's element, with the key; None for a section."""
-    if (key := find(location, kind=kind)) or location in sections():
-        return location, key
-    for size in range(len(location) - 1, 0, -1):
+    for size in range(len(location), 0, -1):
         if key := find(location[:size], kind=kind):
             return location[: size + 1], key
+        if location in sections():
+            break
     return location, None
 
 
 def unknown_key(location: Location, data: dict[str, Any], source: str = "") -> ConfigIssue:
     """The issue of a key that is not in the schema, with the closest key as hint."""
     path = tuple(ITEM if isinstance(part, int) else part for part in location)
-    section = next((section for section in variants() if path[: len(section)] == section), None)
-    kind = _kind(data, section) if section else ""
+    kind = _kind(data, location[:1]) if path[0] in variants() else ""
     elsewhere = [key for key in keys_by_path().get(path, ()) if key.variant and key.variant != kind]
-    if section and elsewhere:
-        what = f'belongs to {dotted(section)}.kind = "{elsewhere[0].variant}", and kind is "{kind}"'
+    if elsewhere:
+        what = f'belongs to {path[0]}.kind = "{elsewhere[0].variant}", and kind is "{kind}"'
         return ConfigIssue(key=dotted(location), what=what, source=source, hint="change the kind or leave the key out")
-    value = _value_at(data, location)
+    value = value_at(data, location)
     if source == COMMAND_LINE and isinstance(value, str) and value.endswith(".toml"):
         hint = f"a recipe is an argument without an option: @{value}"
         return ConfigIssue(key=f"--{dotted(location)}", what="unknown option", hint=hint)
     closest = suggest(location, kind=kind)
     foreign = foreign_hint(location, closest)
     is_section_name = len(location) == 1 and not closest.count(".") and not foreign
-    hint = foreign or (key_hint(closest) if closest else "`tidemill train --help-all` lists every key")
     what = "unknown section" if is_section_name else "unknown key"
-    return ConfigIssue(key=dotted(location), what=what, source=source, hint=hint)
+    return ConfigIssue(key=dotted(location), what=what, source=source, hint=foreign or key_hint(closest))
 
 
 def foreign_hint(location: Location, closest: str) -> str:
@@ -213,28 +208,18 @@ def _unknown_locations(location: Location, given: Any) -> list[Location]:
     return below if known else [location]
 
 
-def _value_at(data: Any, location: Location) -> Any:
+def value_at(data: Any, location: Location, absent: Any = None) -> Any:
+    """The value at a location of nested tables and arrays."""
     for part in location:
         try:
             data = data[part]
         except (KeyError, IndexError, TypeError):
-            return None
+            return absent
     return data
 
 
 def _kind(data: dict[str, Any], section: Location) -> str:
-    node: Any = data
-    for part in section:
-        node = node.get(part, {}) if isinstance(node, dict) else {}
-    return str(node.get("kind", "")) if isinstance(node, dict) else ""
-
-
-def _unknown_name(location: Location, locate: Locate) -> ConfigIssue:
-    """The issue of a name in a free-form table, such as task.columns."""
-    table = find(location[:-1])
-    names = get_args(get_args(without_none(table.annotation))[0]) if table else ()
-    hint = f'on the left stands one of {", ".join(names)}, as in {{ {names[0]} = "..." }}' if names else ""
-    return ConfigIssue(key=dotted(location), what="unknown name", source=locate(location), hint=hint)
+    return str(value_at(data, (*section, "kind"), ""))
 
 
 def _closest_choice(annotation: Any, given: Any) -> str:
@@ -258,7 +243,8 @@ def _shape_hint(key: Key, given: Any, source: str) -> str:
     if isinstance(given, dict):
         return f"write [{{ ... }}], or the header [[{key.dotted}]]" if is_section(key.element_type) else ""
     if isinstance(given, str) and given.startswith(("[", "{")) and source.startswith(COMMAND_LINE):
-        if _is_json(given):
+        with suppress(ValueError):
+            json.loads(given)
             return f"that is JSON; in TOML a key is followed by =, as in [{EXAMPLE_REWARD}]"
         return "not valid TOML: close every bracket and quote every text"
     if key.path == REWARDS:
@@ -266,14 +252,6 @@ def _shape_hint(key: Key, given: Any, source: str) -> str:
     if is_section(key.element_type):
         return "write an array of tables: [{ KEY = VALUE }]"
     return f"write an array: [{shown_value(given)}]"
-
-
-def _is_json(text: str) -> bool:
-    try:
-        json.loads(text)
-    except ValueError:
-        return False
-    return True
 
 
 def _reward_for(given: Any) -> str:
@@ -285,10 +263,7 @@ def _reward_for(given: Any) -> str:
 
 
 def refuse_untrainable(spec: RunSpec) -> None:
-    """
-    Raises:
-        ConfigError: training on `spec` cannot work, or would optimize something else than the configuration states.
-    """
+    """Raises ConfigError: training cannot work, or would optimize something else than the configuration states."""
     if issues := list(purpose_issues(spec, "train")):
         raise ConfigError(issues)
 
@@ -371,10 +346,9 @@ def without_effect(spec: RunSpec) -> list[str]:
     """One message for each reason why keys that differ from their defaults have no effect in this run."""
     inactive = dict[str, list[str]]()  # keys by the reason
     for key in all_keys():
-        if key.active_if and _is_changed(spec, key):
-            for condition in key.active_if:
-                if not condition.holds(spec):
-                    inactive.setdefault(condition.reason, []).append(key.dotted)
+        for condition in key.active_if:
+            if _is_changed(spec, key) and not condition.holds(spec):
+                inactive.setdefault(condition.reason, []).append(key.dotted)
     return [
         f"{', '.join(keys)} {'has' if len(keys) == 1 else 'have'} no effect: {reason}"
         for reason, keys in inactive.items()

@@ -188,17 +188,17 @@ def is_table(path: KeyPath) -> bool:
 
 
 @cache
-def variants() -> dict[KeyPath, dict[str, type[BaseModel]]]:
-    """The sections whose keys depend on their `kind`: path -> kind -> model."""
+def variants() -> dict[str, list[str]]:
+    """The sections whose keys depend on their `kind`, with the kinds."""
     return {
-        (name,): {_kind_of(model): model for model in get_args(field.annotation)}
+        name: [_kind_of(model) for model in get_args(field.annotation)]
         for name, field in RunSpec.model_fields.items()
         if field.discriminator == "kind"
     }
 
 
-def default_kind(section: KeyPath) -> str:
-    return str(RunSpec.model_fields[section[0]].get_default().kind)
+def default_kind(section: str) -> str:
+    return str(RunSpec.model_fields[section].get_default().kind)
 
 
 def find(path: Sequence[str | int], *, kind: str = "") -> Key | None:
@@ -256,12 +256,13 @@ MAIN_SECTIONS = ("run", "model", "task", "gateway", "trainer", "optimizer", "bat
 
 
 def key_hint(closest: str, *, prefix: str = "") -> str:
-    """A hint with the key that is closest to a misspelt one.
+    """A hint with the key that is closest to a misspelt one, as `suggest` finds it.
 
     Args:
-        closest: as `suggest`.
         prefix: the dashes of an option.
     """
+    if not closest:
+        return "`tidemill train --help-all` lists every key"
     return f"did you mean {prefix}{closest}{' of `tidemill serve`' if closest.startswith('gateway.') else ''}?"
 
 

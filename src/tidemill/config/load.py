@@ -7,6 +7,7 @@ import json
 import os
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,6 +26,7 @@ from tidemill.config.issues import (
     issues_from,
     purpose_issues,
     split_hint,
+    value_at,
     value_for_section,
 )
 from tidemill.config.keys import Key, KeyPath, default_kind, find, flattened, is_table, key_hint, suggest, variants
@@ -92,12 +94,8 @@ class Layer:
 
     def locate(self, location: Location) -> str:
         """`recipe.toml:3`, `command line`, `recipe.toml:7, stage sft`; empty if this layer does not set the key."""
-        node: Any = self.tree
-        for part in location:
-            try:
-                node = node[part]
-            except (KeyError, IndexError, TypeError):
-                return ""
+        if value_at(self.tree, location, absent := object()) is absent:
+            return ""
         line = line_of(self.text, (*self.at, *location)) if self.text else None
         place = f"{self.name}:{line}" if line else self.name
         return f"{place}, stage {self.stage}" if self.stage else place
@@ -131,16 +129,17 @@ def split_arguments(args: Sequence[str]) -> Arguments:
             name, sign, text = item[2:].partition("=")
             path = tuple(name.split("."))
             value = text if sign else None
-            if not sign and remaining and _is_value(remaining[0], _key(path)):
+            following = remaining[0] if remaining and not sign else "="
+            key = _key(path)
+            if key is not None and key.is_flag:
+                is_value = following.lower() in TRUTH_VALUES
+            else:
+                starts = ("--",) if key is not None else ("--", "@")
+                is_value = following != "=" and not following.startswith(starts)
+            if is_value:
                 value = remaining.pop(0)
             found.assignments.append((path, value))
     return found
-
-
-def _is_value(item: str, key: Key | None) -> bool:
-    if key is not None and key.is_flag:
-        return item.lower() in TRUTH_VALUES
-    return not item.startswith("--") and item != "=" and (key is not None or not item.startswith("@"))
 
 
 def _key(path: Sequence[str]) -> Key | None:
@@ -194,19 +193,12 @@ def parse_value(text: str, key: Key | None) -> Any:
     try:
         parsed = tomllib.loads(f"value = {text}")
     except tomllib.TOMLDecodeError:
-        return _lenient_number(text) if key and key.is_number else text
+        for kind in (int, float) if key and key.is_number else ():  # TOML does not accept `.5` and `007`
+            with suppress(ValueError):
+                return kind(text)
+        return text
     value = parsed["value"] if list(parsed) == ["value"] else text
     return text if key and key.accepts_text and not isinstance(value, str) else value
-
-
-def _lenient_number(text: str) -> Any:
-    """Numbers that TOML does not accept, such as `.5` and `007`; other text unchanged."""
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return text
 
 
 def missing_values(assignments: Sequence[Assignment]) -> list[ConfigIssue]:
@@ -217,16 +209,13 @@ def missing_values(assignments: Sequence[Assignment]) -> list[ConfigIssue]:
         if text is not None or (key is not None and key.is_flag):
             continue
         if key is not None:
-            hint = f"write {option} VALUE ({key.accepts})"
-            issues.append(ConfigIssue(key=option, what="needs a value", hint=hint))
-            continue
-        flags = difflib.get_close_matches(path[0], COMMAND_FLAGS, 1, 0.7) if len(path) == 1 else []
-        closest = flags[0] if flags else suggest(path)
-        plain = "`tidemill train --help-all` lists every key"
-        if closest:
+            what, hint = "needs a value", f"write {option} VALUE ({key.accepts})"
+        else:
+            flags = difflib.get_close_matches(path[0], COMMAND_FLAGS, 1, 0.7) if len(path) == 1 else []
+            closest = flags[0] if flags else suggest(path)
             plain = f"did you mean --{closest}?" if flags else key_hint(closest, prefix="--")
-        hint = foreign_hint(path, closest) or plain
-        issues.append(ConfigIssue(key=option, what="unknown option", hint=hint))
+            what, hint = "unknown option", foreign_hint(path, closest) or plain
+        issues.append(ConfigIssue(key=option, what=what, hint=hint))
     return issues
 
 
@@ -236,28 +225,25 @@ def recipe_layer(name: str) -> Layer:
     Raises:
         ConfigError: the file is missing, unreadable or not TOML.
     """
-    if not name:
-        hint = "write @recipe.toml, without a space"
-        raise ConfigError([ConfigIssue(key="@", what="names no recipe", hint=hint)])
     path = recipe_path(name)
-    if path.suffix in OTHER_FORMATS and path.is_file():
-        hint = "write it as TOML; `tidemill recipe show jsonl` shows one"
-        raise ConfigError([ConfigIssue(key=f"@{name}", what="recipes are TOML files", hint=hint)])
-    if path.is_dir() and (path / "config.toml").is_file():
+    if not name:
+        what, hint = "names no recipe", "write @recipe.toml, without a space"
+    elif path.suffix in OTHER_FORMATS and path.is_file():
+        what, hint = "recipes are TOML files", "write it as TOML; `tidemill recipe show jsonl` shows one"
+    elif path.is_dir() and (path / "config.toml").is_file():
+        what = "is the directory of a run, not a recipe"
         hint = f"write --run.dir {name} to resume it, or @{path / 'config.toml'} to take its configuration"
-        raise ConfigError([ConfigIssue(key=f"@{name}", what="is the directory of a run, not a recipe", hint=hint)])
-    try:
-        text = path.read_bytes().decode("utf-8-sig")  # some editors of Windows begin a file with a byte order mark
-    except (FileNotFoundError, NotADirectoryError):
-        issue = ConfigIssue(key=f"@{name}", what="no such file", hint=nearby_recipes(path))
-    except UnicodeDecodeError:
-        issue = ConfigIssue(key=f"@{name}", what="not UTF-8 text", hint="save the recipe as UTF-8")
-    except OSError as error:
-        what = f"cannot be read: {(error.strerror or str(error)).lower()}"
-        issue = ConfigIssue(key=f"@{name}", what=what, hint="name a readable TOML file")
     else:
-        return Layer(name=name, tree=with_absolute_paths(parse_toml(text, source=name), path.parent), text=text)
-    raise ConfigError([issue])
+        try:
+            text = path.read_bytes().decode("utf-8-sig")  # some editors of Windows begin a file with a byte order mark
+            return Layer(name=name, tree=with_absolute_paths(parse_toml(text, source=name), path.parent), text=text)
+        except (FileNotFoundError, NotADirectoryError):
+            what, hint = "no such file", nearby_recipes(path)
+        except UnicodeDecodeError:
+            what, hint = "not UTF-8 text", "save the recipe as UTF-8"
+        except OSError as error:
+            what, hint = f"cannot be read: {(error.strerror or str(error)).lower()}", "name a readable TOML file"
+    raise ConfigError([ConfigIssue(key=f"@{name}", what=what, hint=hint)])
 
 
 def built_in_recipes() -> dict[str, Path]:
@@ -295,28 +281,21 @@ def with_absolute_paths(tree: Tree, folder: Path) -> Tree:
 
 
 def _with_absolute_paths(path: KeyPath, value: Any, folder: Path) -> Any:
-    if isinstance(value, dict):
-        # The command line's stages are tables by name.
-        return {
-            name: with_absolute_paths(each, folder)
-            if path == (STAGES,) and isinstance(each, dict)
-            else _with_absolute_paths((*path, name), each, folder)
-            for name, each in value.items()
-        }
-    if isinstance(value, list) and path == (STAGES,):
-        return [with_absolute_paths(each, folder) if isinstance(each, dict) else each for each in value]
-    if isinstance(value, list) and (path in ARRAYS_OF_TABLES or path in FUNCTION_KEYS):
-        return [_with_absolute_paths(path, each, folder) for each in value]
+    of_stages = path == (STAGES,)
+    if isinstance(value, dict):  # the command line's stages are tables by name
+        below = {name: () if of_stages else (*path, name) for name in value}
+        return {name: _with_absolute_paths(below[name], each, folder) for name, each in value.items()}
+    if isinstance(value, list) and (of_stages or path in ARRAYS_OF_TABLES or path in FUNCTION_KEYS):
+        return [_with_absolute_paths(() if of_stages else path, each, folder) for each in value]
     if not isinstance(value, str) or value.startswith((PREFIX, HUB)):
         return value
     if path in INPUT_PATHS or (path in MODEL_SOURCES and value.startswith(("./", "../", "~"))):
         return _absolute(value, folder)
     if path == ("run", "dir") and value.startswith("~"):
         return str(Path(value).expanduser())
-    if path in FUNCTION_KEYS:
-        file, colon, function = value.rpartition(":")
-        return f"{_absolute(file, folder)}:{function}" if colon and file.endswith(".py") else value
-    return value
+    file, colon, function = value.rpartition(":")
+    is_function = path in FUNCTION_KEYS and colon and file.endswith(".py")
+    return f"{_absolute(file, folder)}:{function}" if is_function else value
 
 
 def _absolute(path: str, folder: Path) -> str:
@@ -328,7 +307,8 @@ def merge(base: Tree, over: Tree, at: KeyPath = ()) -> Tree:
 
     A section whose `kind` changes loses the old kind's keys.
     """
-    if at in variants() and "kind" in over and over["kind"] != base.get("kind", default_kind(at)):
+    has_kinds = len(at) == 1 and at[0] in variants()
+    if has_kinds and "kind" in over and over["kind"] != base.get("kind", default_kind(at[0])):
         base = {}
     merged = dict(base)
     for name, value in over.items():
@@ -415,26 +395,24 @@ def read_sources(args: Sequence[str]) -> Sources:
 
 
 def _unexpected(item: str) -> ConfigIssue:
-    if item.endswith(".toml") or Path(item).is_file() or item in built_in_recipes():
-        return ConfigIssue(key=item, what="a recipe needs a leading @", hint=f"write @{item}")
+    what, hint = "unexpected argument", "write @recipe.toml or --section.key value"
     name, sign, value = item.lstrip("+-").partition("=")
-    if _key(tuple(name.split("."))):
-        return ConfigIssue(key=item, what="an override needs two leading dashes", hint=f"write --{name}{sign}{value}")
-    if sign and (hint := foreign_hint((name,), "")):
-        return ConfigIssue(key=item, what="an override needs two leading dashes and a key of Tidemill", hint=hint)
-    if item.startswith("-"):
-        hint = "options begin with two dashes; `tidemill train --help` lists them"
-        return ConfigIssue(key=item, what="unknown option", hint=hint)
-    if address := address_hint(item):
+    if item.endswith(".toml") or Path(item).is_file() or item in built_in_recipes():
+        what, hint = "a recipe needs a leading @", f"write @{item}"
+    elif _key(tuple(name.split("."))):
+        what, hint = "an override needs two leading dashes", f"write --{name}{sign}{value}"
+    elif sign and (foreign := foreign_hint((name,), "")):
+        what, hint = "an override needs two leading dashes and a key of Tidemill", foreign
+    elif item.startswith("-"):
+        what, hint = "unknown option", "options begin with two dashes; `tidemill train --help` lists them"
+    elif address := address_hint(item):
         hint = f"{address}, as the value of --model.source or --task.path (of --task.kind=file)"
-        return ConfigIssue(key=item, what="unexpected argument", hint=hint)
-    if item in BUILT_IN_MODELS:
+    elif item in BUILT_IN_MODELS:
+        what = "is a model, not an argument"
         hint = f"write --model.source {item}, or --checkpoint {item} where that is an option"
-        return ConfigIssue(key=item, what="is a model, not an argument", hint=hint)
-    if Path(item).is_dir():
+    elif Path(item).is_dir():
         hint = f"write --checkpoint {item} to use the model in it; train resumes a run with --run.dir {item}"
-        return ConfigIssue(key=item, what="unexpected argument", hint=hint)
-    return ConfigIssue(key=item, what="unexpected argument", hint="write @recipe.toml or --section.key value")
+    return ConfigIssue(key=item, what=what, hint=hint)
 
 
 def has_stages(layers: Sequence[Layer]) -> bool:
@@ -474,8 +452,8 @@ def compose(layers: Sequence[Layer], *, purpose: Purpose) -> RunSpec:
     for layer in layers:
         tree = merge(tree, _valid_tables(layer, layer.tree, misplaced))
     for section in variants():
-        if isinstance(tree.get(section[0]), dict):
-            tree[section[0]].setdefault("kind", default_kind(section))
+        if isinstance(tree.get(section), dict):
+            tree[section].setdefault("kind", default_kind(section))
 
     def locate(location: Location) -> str:
         # A missing or derived key is reported where its section was given.

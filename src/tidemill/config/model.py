@@ -50,8 +50,6 @@ class LoraConfig(Config):
 
 
 BUILT_IN_MODELS = ("smollm2-135m", "char")
-
-
 PAD, EOS = "<pad>", "<eos>"
 SPECIAL_TOKENS = (PAD, EOS)
 """Tokens of the character model, before its alphabet."""

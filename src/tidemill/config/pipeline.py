@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from tidemill.config.issues import ConfigError, ConfigIssue, Purpose
+from tidemill.config.issues import ConfigError, ConfigIssue, Purpose, value_at
 from tidemill.config.keys import ITEM, KeyPath, did_you_mean, dotted
 from tidemill.config.load import PREFIX, STAGES, Layer, Tree, compose, has_stages, override_layers, read_sources
 from tidemill.config.schema import RunConfig, RunSpec
@@ -122,6 +122,10 @@ class StageSpec:
         return [found for path in REFERENCE_KEYS for found in _values(sections, path, ())]
 
 
+def _is_reference(value: Any) -> bool:
+    return isinstance(value, str) and value.startswith(PREFIX)
+
+
 def _values(node: Any, path: KeyPath, at: tuple[str | int, ...]) -> list[tuple[tuple[str | int, ...], str]]:
     if not path:
         return [(at, node)] if isinstance(node, str) and node else []
@@ -182,14 +186,13 @@ def _single_run(layers: Sequence[Layer], *, purpose: Purpose) -> RunSpec:
             another kind has them: the directory of that run is refused where it is opened.)
     """
     spec = compose(layers, purpose=purpose)
-    if purpose == "train" and (spec.data.path or spec.data.sources):
+    if purpose == "train" and spec.data.all_sources:
         key = "path" if spec.data.path else "sources"
         source = next(filter(None, (layer.locate(("data", key)) for layer in reversed(layers))), "")
-        if Path(source).with_name("manifest.json").is_file():
-            return spec
-        what = "only stages of kind sft, reward_model and dpo read this"
-        hint = f'write task.{key} (of task.kind = "file"), or make the recipe one with [[stage]] tables'
-        raise ConfigError([ConfigIssue(key=f"data.{key}", what=what, source=source, hint=hint)])
+        if not Path(source).with_name("manifest.json").is_file():
+            what = "only stages of kind sft, reward_model and dpo read this"
+            hint = f'write task.{key} (of task.kind = "file"), or make the recipe one with [[stage]] tables'
+            raise ConfigError([ConfigIssue(key=f"data.{key}", what=what, source=source, hint=hint)])
     return spec
 
 
@@ -243,17 +246,16 @@ def compose_stages(layers: Sequence[Layer]) -> PipelineSpec:
         except ConfigError as error:
             issues += error.issues
     kinds = [stage.kind for stage in stages]
-    issues += _unknown_sections([*recipes, command])
-    if len(stages) == len(tables):
-        issues += [
-            ConfigIssue(
-                key=section,
-                what="no stage of this recipe has this section",
-                source=command.name,
-                hint=f"leave it out, or add a stage of kind {' or '.join(users)}",
-            )
-            for section, users in _unused_sections(command, kinds)
-        ]
+    for layer in layers:
+        unknown = {name: value for name, value in layer.tree.items() if name not in (*RunSpec.model_fields, STAGES)}
+        try:
+            compose([replace(layer, tree=unknown)], purpose="read")
+        except ConfigError as error:
+            issues += error.issues
+    for section, users in _unused_sections(command, kinds) if len(stages) == len(tables) else ():
+        what = "no stage of this recipe has this section"
+        hint = f"leave it out, or add a stage of kind {' or '.join(users)}"
+        issues.append(ConfigIssue(key=section, what=what, source=command.name, hint=hint))
     issues += graph_issues(stages, invalid=tables.keys() - {stage.name for stage in stages})
     if issues:
         raise ConfigError(list(dict.fromkeys(issues)))
@@ -317,27 +319,34 @@ def _stage_overrides(command: Layer, names: Sequence[str], issues: list[ConfigIs
 def _compose_stage(
     name: str, tables: Sequence[Layer], recipes: Sequence[Layer], command: Layer, override: Layer | None
 ) -> StageSpec:
-    """Merge and validate one stage.
-
-    Raises:
-        ConfigError: every issue of this stage.
-    """
+    """Merge and validate one stage. Raises ConfigError: every issue of this stage."""
     own = [*tables, override] if override else list(tables)
     kind = _stage_kind(own)
-    issues = [issue for layer in own for issue in _misplaced(layer, kind)]
-    row = KINDS[kind]
-    references = _reference_keys(tables)
+    row, issues = KINDS[kind], list[ConfigIssue]()
+    for layer in own:
+        issues += _foreign_sections(layer, kind)
+        for key in ("dir", "name"):
+            if value_at(layer.tree, ("run", key), absent := object()) is not absent:
+                what = "belongs to the whole pipeline"
+                hint = f"set run.{key} at the top of the recipe; each stage has a subfolder with its name"
+                issues.append(ConfigIssue(key=f"run.{key}", what=what, source=layer.locate(("run", key)), hint=hint))
+    # The keys outside arrays with which the stage refers to another one.
+    references = [path for layer in tables for path in REFERENCE_KEYS if _is_reference(value_at(layer.tree, path))]
     options = {
         section: {key: value for key, value in table.items() if (section, key) not in references}
         if isinstance(table, dict)
         else table
         for section, table in _only(command.tree, row.sections).items()
     }
+    settings = [
+        replace(layer, tree={key: value for key, value in layer.tree.items() if key not in ("name", "kind")})
+        for layer in own
+    ]
     layers = [
         *(replace(recipe, tree=_only(recipe.tree, row.sections)) for recipe in recipes),
-        *(replace(layer, tree=_settings(layer.tree)) for layer in tables),
+        *settings[: len(tables)],
         replace(command, tree=options),
-        *([replace(override, tree=_settings(override.tree))] if override else []),
+        *settings[len(tables) :],
         Layer(name=f"stage {name}", tree={"run": {"name": name, "dir": None}}),
     ]
     try:
@@ -354,10 +363,7 @@ def _compose_stage(
 
 
 def _stage_kind(layers: Sequence[Layer]) -> StageKind:
-    """
-    Raises:
-        ConfigError: the kind is missing or unknown.
-    """
+    """Raises ConfigError: the kind is missing or unknown."""
     layer = next((each for each in reversed(layers) if "kind" in each.tree), layers[0])
     given, choices = layer.tree.get("kind"), ", ".join(f'"{kind}"' for kind in KINDS)
     for kind in KINDS:
@@ -380,47 +386,8 @@ def _foreign_sections(layer: Layer, kind: StageKind) -> Iterator[ConfigIssue]:
             yield ConfigIssue(key=section, what=what, source=layer.locate((section,)), hint=hint)
 
 
-def _misplaced(layer: Layer, kind: StageKind) -> Iterator[ConfigIssue]:
-    """Sections that the kind does not use, and keys that only the pipeline has."""
-    yield from _foreign_sections(layer, kind)
-    run = layer.tree.get("run", {})
-    for key in ("dir", "name"):
-        if isinstance(run, dict) and key in run:
-            what = "belongs to the whole pipeline"
-            hint = f"set run.{key} at the top of the recipe; each stage has a subfolder with its name"
-            yield ConfigIssue(key=f"run.{key}", what=what, source=layer.locate(("run", key)), hint=hint)
-
-
-def _reference_keys(tables: Sequence[Layer]) -> set[tuple[str, ...]]:
-    """The keys outside arrays with which these tables refer to another stage."""
-    keys = set()
-    for layer in tables:
-        for path in REFERENCE_KEYS:
-            node: Any = layer.tree
-            for part in path:
-                node = node.get(part) if isinstance(node, dict) else None
-            if isinstance(node, str) and node.startswith(PREFIX):
-                keys.add(path)
-    return keys
-
-
 def _only(tree: Tree, sections: Sequence[str]) -> Tree:
     return {name: value for name, value in tree.items() if name in sections}
-
-
-def _settings(tree: Tree) -> Tree:
-    """A stage's table without its name and kind."""
-    return {name: value for name, value in tree.items() if name not in ("name", "kind")}
-
-
-def _unknown_sections(layers: Sequence[Layer]) -> Iterator[ConfigIssue]:
-    for layer in layers:
-        unknown = {name: value for name, value in layer.tree.items() if name not in (*RunSpec.model_fields, STAGES)}
-        if unknown:
-            try:
-                compose([replace(layer, tree=unknown)], purpose="read")
-            except ConfigError as error:
-                yield from error.issues
 
 
 def _unused_sections(layer: Layer, kinds: Sequence[StageKind]) -> Iterator[tuple[str, list[StageKind]]]:

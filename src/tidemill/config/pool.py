@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, Literal, TypeAlias, get_args
 
 from pydantic import Field
 
 from tidemill.config.base import ELASTIC, ActiveIf, Config, Probability
 
-MIN_HEARTBEAT_TIMEOUT_S = 1.0
 NOTICED = ActiveIf(lambda spec: spec.pool.notice_s > 0, "pool.notice_s is 0")
 REMEMBERED = ActiveIf(lambda spec: spec.fleet.remember_windows, "fleet.remember_windows is false")
 ELASTIC_AT_LAG_0 = ActiveIf(
@@ -121,10 +120,10 @@ class FleetConfig(Config):
         return min(1.0, self.heartbeat_timeout_s / 4)
 
     def issues(self) -> Iterator[str]:
-        if self.heartbeat_timeout_s < MIN_HEARTBEAT_TIMEOUT_S:
+        if self.heartbeat_timeout_s < 1:
             yield (
                 f"heartbeat_timeout_s = {self.heartbeat_timeout_s:g} is too short: workers send nothing while they "
-                f"load weights; set it to {MIN_HEARTBEAT_TIMEOUT_S:g} or more"
+                "load weights; set it to 1 or more"
             )
 
 
@@ -153,10 +152,7 @@ ScheduleName: TypeAlias = Literal[
 class SimulationConfig(Config):
     """What `tidemill simulate` simulates. Batch, limits, pool, prices, steps and seed come from the other sections."""
 
-    schedules: tuple[ScheduleName, ...] = Field(
-        ("colocated", "disaggregated", "one_step_off", "bounded_staleness", "streamed", "rlboost", "tidemill"),
-        min_length=1,
-    )
+    schedules: tuple[ScheduleName, ...] = Field(get_args(ScheduleName), min_length=1)
     """Schedules compared on the same samples and machines. tidemill uses [schedule] and [pool]; rlboost uses [pool];
     the others use the reserved machines only."""
     staleness: int = Field(4, ge=1)

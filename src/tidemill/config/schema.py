@@ -414,8 +414,13 @@ class RunSpec(Config):
                 f"fleet.heartbeat_timeout_s = {self.fleet.heartbeat_timeout_s:g} is less than two report intervals "
                 f"(engine.tick_s = {self.engine.tick_s:g}); raise it or lower tick_s"
             )
-        if self.runtime != "ray":
-            for setting in self._needs_ray():
+        needs_ray = {
+            'pool.kind = "ray"': self.pool.kind == "ray",
+            f"trainer.shards = {self.trainer.shards}": self.trainer.shards > 1,
+            'placement.engine = "own"': self.placement.engine == "own",
+        } | {f'placement.{name} = "actor"': True for name in self.placement.on_actors}
+        for setting, is_set in needs_ray.items():
+            if is_set and self.runtime != "ray":
                 yield f'{setting} needs runtime = "ray", and runtime is "{self.runtime}"; change one of them'
         yield from self._vllm_issues()
         yield from self._engine_place_issues()
@@ -427,17 +432,6 @@ class RunSpec(Config):
                 'placement.critic = "actor" and critic.kind = "shared": a shared critic runs in the trainer; set '
                 'placement.critic = "trainer", or critic.kind = "own"'
             )
-
-    def _needs_ray(self) -> Iterator[str]:
-        """The settings that need runtime = "ray"."""
-        if self.pool.kind == "ray":
-            yield 'pool.kind = "ray"'
-        if self.trainer.shards > 1:
-            yield f"trainer.shards = {self.trainer.shards}"
-        if self.placement.engine == "own":
-            yield 'placement.engine = "own"'
-        for name in self.placement.on_actors:
-            yield f'placement.{name} = "actor"'
 
     def _engine_place_issues(self) -> Iterator[str]:
         lag = self.schedule.max_policy_lag
@@ -500,16 +494,15 @@ class RunSpec(Config):
             )
         if self.model.lora.enabled and self.engine.batch_invariant:
             yield "vLLM's batch-invariant mode was not tested with adapters; set engine.batch_invariant = false"
-        own, gpus = self.placement.engine != "colocated", "trainer_gpus"
-        if own or self.runtime == "ray":
-            gpus = "worker_gpus" if own else gpus
-            if self.engine.batch_invariant and not getattr(self.ray, gpus):
-                yield f"vLLM's batch-invariant mode needs GPUs; set engine.batch_invariant = false, or ray.{gpus}"
+        own = self.placement.engine != "colocated"
+        gpus = "worker_gpus" if own else "trainer_gpus"
+        if self.engine.batch_invariant and (own or self.runtime == "ray") and not getattr(self.ray, gpus):
+            yield f"vLLM's batch-invariant mode needs GPUs; set engine.batch_invariant = false, or ray.{gpus}"
         if self.model.lora.rank > VLLM_LARGEST_RANK:
-            what = (
-                f"vLLM computes adapters up to rank {VLLM_LARGEST_RANK}, and model.lora.rank is {self.model.lora.rank}"
+            yield (
+                f"vLLM computes adapters up to rank {VLLM_LARGEST_RANK}, and model.lora.rank is "
+                f'{self.model.lora.rank}; lower it, or set engine.kind = "embedded"'
             )
-            yield f'{what}; lower it, or set engine.kind = "embedded"'
         if self.sampling.top_k or self.sampling.top_p < 1:
             yield 'engine.kind = "vllm" has no top-k and top-p; remove them, or set engine.kind = "embedded"'
 

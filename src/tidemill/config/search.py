@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import chain
@@ -105,7 +106,8 @@ def search(query: Sequence[str]) -> SearchResult:
     A name of another framework (`num_generations`, `rollout.n`) has only its counterparts.
     """
     words = query_words(query)
-    names = _matching_names(words)
+    names = [name for name in foreign_names() if all(_matches(word, _words_of(name.name)) for word in words)]
+    names.sort(key=lambda name: (not _is_whole(name, words), len(_words_of(name.shown))))  # the closest ones first
     whole = [name for name in names if _is_whole(name, words)]
     is_name = len(query) == 1 and (len(words) > 1 or any(name.name == words[0] for name in whole))
     counterparts = {key for name in whole for key in name.ours} if is_name else set()
@@ -128,7 +130,9 @@ def suggestion(query: Sequence[str]) -> str:
     words = query_words(query)
     counts = {word: len(search([word]).keys) for word in words}
     unknown = [word for word, count in counts.items() if not count]
-    close = {word: difflib.get_close_matches(word, sorted(_vocabulary()), 1, 0.7) for word in unknown}
+    texts = [key.dotted for key in all_keys()] + [name.name for name in foreign_names()] + list(SYNONYMS.values())
+    vocabulary = sorted(_words_of(" ".join(texts)))
+    close = {word: difflib.get_close_matches(word, vocabulary, 1, 0.7) for word in unknown}
     if unknown and all(close.values()):
         corrected = " ".join(close[word][0] if word in close else word for word in words)
         return f"did you mean `tidemill config search {corrected}`?"
@@ -136,12 +140,6 @@ def suggestion(query: Sequence[str]) -> str:
     if alone:
         return f"leave words out; alone, these match keys: {', '.join(alone)}"
     return "`tidemill train --help-all` lists every key"
-
-
-def _matching_names(words: Sequence[str]) -> list[ForeignName]:
-    """Names of other frameworks that contain every word, the closest ones first."""
-    names = [name for name in foreign_names() if all(_matches(word, _words_of(name.name)) for word in words)]
-    return sorted(names, key=lambda name: (not _is_whole(name, words), len(_words_of(name.shown))))
 
 
 def _is_whole(name: ForeignName, words: Sequence[str]) -> bool:
@@ -162,14 +160,9 @@ def _is_similar(word: str, other: str, min_prefix: int) -> bool:
 
 def _score(key: Key, words: Sequence[str]) -> int:
     """0 if a word does not match."""
-    total = 0
-    for word in words:
-        best = max(_field_score(word, field) for field in _fields()[key.dotted, key.variant])
-        if not best:
-            return 0
-        total += best
+    scores = [max(_field_score(word, field) for field in _fields()[key.dotted, key.variant]) for word in words]
     name = _words_of(key.path[-1])
-    return total + COMPLETE * (len(name) > 1 and name <= set(words))
+    return sum(scores) + COMPLETE * (len(name) > 1 and name <= set(words)) if all(scores) else 0
 
 
 def _field_score(word: str, field: Field) -> int:
@@ -179,16 +172,6 @@ def _field_score(word: str, field: Field) -> int:
     return similar if any(_is_similar(word, other, min_prefix) for other in words) else 0
 
 
-@cache
-def _other_names() -> Mapping[str, frozenset[str]]:
-    """The words of the names that other frameworks have for a key."""
-    words_of_key: dict[str, frozenset[str]] = {}
-    for name in foreign_names():
-        for key in name.ours:
-            words_of_key[key] = words_of_key.get(key, frozenset()) | _words_of(name.name)
-    return words_of_key
-
-
 def _words_of(text: str) -> frozenset[str]:
     return frozenset(WORD.findall(text.lower()))
 
@@ -196,24 +179,21 @@ def _words_of(text: str) -> frozenset[str]:
 @cache
 def _fields() -> dict[tuple[str, str], tuple[Field, ...]]:
     """By key and variant: where a word may match, with the scores. The name counts most, the text least."""
-    return {(key.dotted, key.variant): _fields_of(key) for key in all_keys()}
+    other_names = defaultdict[str, list[str]](list)  # those that other frameworks have for a key
+    for name in foreign_names():
+        for dotted in name.ours:
+            other_names[dotted].append(name.name)
+    return {(key.dotted, key.variant): _fields_of(key, other_names[key.dotted]) for key in all_keys()}
 
 
-def _fields_of(key: Key) -> tuple[Field, ...]:
+def _fields_of(key: Key, other_names: Sequence[str]) -> tuple[Field, ...]:
     sections = [".".join(key.path[:depth]) for depth in range(1, len(key.path))]
     return (
         (_words_of(key.path[-1]), 10, 7, MIN_PREFIX),
         (_words_of(" ".join(key.path[:-1])), 5, 4, MIN_PREFIX),
         (_words_of(SYNONYMS.get(key.dotted, "")), 5, 3, MIN_PREFIX),
-        (_other_names().get(key.dotted, frozenset()), 4, 2, MIN_PREFIX),
+        (_words_of(" ".join(other_names)), 4, 2, MIN_PREFIX),
         (_words_of(" ".join(SYNONYMS.get(section, "") for section in sections)), 3, 2, MIN_PREFIX),
         (_words_of(key.accepts), 3, 2, MIN_TEXT_PREFIX),
         (_words_of(key.doc), 2, 1, MIN_TEXT_PREFIX),
     )
-
-
-@cache
-def _vocabulary() -> frozenset[str]:
-    """Every word that a key or a name of another framework has."""
-    texts = [key.dotted for key in all_keys()] + [name.name for name in foreign_names()] + list(SYNONYMS.values())
-    return _words_of(" ".join(texts))

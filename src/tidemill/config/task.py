@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from ipaddress import ip_address
 from pathlib import Path
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
@@ -12,7 +11,7 @@ from urllib.parse import urlsplit
 from pydantic import Field
 
 from tidemill.config.addresses import DataPath, FolderText, OptionalDataPath
-from tidemill.config.base import NEUTRAL, TRAINING_ONLY, Config, NameOrFunction, Neutral
+from tidemill.config.base import NEUTRAL, TRAINING_ONLY, Config, NameOrFunction, Neutral, is_beyond_loopback
 from tidemill.extensions.registry import PATH, installed
 
 
@@ -74,12 +73,17 @@ class RowsConfig(Config):
     """Keys of the two sections that name data files."""
 
     path: Path | None
-    sources: tuple[SourceConfig, ...]
+    sources: tuple[SourceConfig, ...] = ()
+    """Several files instead of path, each with its weight."""
     columns: dict[Column, str]
-    system_prompt: str
+    system_prompt: str = ""
+    """Text before every question, as a message of the role system; a row that starts with a system message keeps its
+    own."""
     held_out_path: Path | None
     held_out_fraction: float
-    index_above_mb: float
+    index_above_mb: Annotated[float, NEUTRAL] = Field(256.0, ge=0)
+    """Larger files stay on disk: an index in the cache folder finds their rows, and a resumed run does not read them
+    again. In megabytes."""
 
     def issues(self) -> Iterator[str]:
         if self.sources and self.path is not None:
@@ -106,13 +110,8 @@ class FileTask(RowsConfig):
     """Prompts, one per row: JSON Lines, Parquet (*.parquet), a folder written by save_to_disk of `datasets`, or a hub
     data set, hub:OWNER/NAME[@REVISION][/SUBSET][#SPLIT]. A row has `prompt` (a text, or messages with role and content)
     or `messages`, and may have `answer` and `tools`; other fields are metadata."""
-    sources: tuple[SourceConfig, ...] = ()
-    """Several files instead of path, each with its weight."""
     columns: dict[Column, str] = {}
     """Names of the file's columns where they differ: { prompt = "question", answer = "solution" }."""
-    system_prompt: str = ""
-    """Text before every question, as a message of the role system; a row that starts with a system message keeps its
-    own."""
     max_prompt_tokens: int = Field(0, ge=0)
     """Rows with longer prompts are left out and counted; 0: a prompt that does not fit the context is an error."""
     held_out_path: OptionalDataPath = None
@@ -120,9 +119,6 @@ class FileTask(RowsConfig):
     held_out_fraction: float = Field(0.1, gt=0, le=1)
     """Fraction of the prompts held out for evaluation when held_out_path is not set. 1: evaluate the training prompts
     themselves."""
-    index_above_mb: Annotated[float, NEUTRAL] = Field(256.0, ge=0)
-    """Larger files stay on disk: an index in the cache folder finds their rows, and a resumed run does not read them
-    again. In megabytes."""
 
     def issues(self) -> Iterator[str]:
         yield from super().issues()
@@ -278,7 +274,8 @@ class RewardConfig(Config):
             yield "auth_env is not the name of an environment variable; put the secret into a variable and name it here"
         if not HEADER_NAME.fullmatch(self.auth_header):
             yield f"auth_header = {self.auth_header!r} is not a header name; write for example x-api-key"
-        if self.auth_env and not url_issues and self.url.startswith("http://") and not _is_loopback(self.url):
+        is_plain = self.auth_env and not url_issues and self.url.startswith("http://")
+        if is_plain and is_beyond_loopback(urlsplit(self.url).hostname or ""):
             yield f"auth_env would send a secret to {self.url} without encryption; use https:// or a loopback address"
 
 
@@ -295,14 +292,6 @@ def _url_issues(url: str) -> Iterator[str]:
     if not valid:
         given = "the given url" if "@" in url else f'"{url}"'
         yield f'kind = "http" needs a url with a host, and {given} has none; set url = "http://host:port/path"'
-
-
-def _is_loopback(url: str) -> bool:
-    host = urlsplit(url).hostname or ""
-    try:
-        return host == "localhost" or ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 class ScoringConfig(Config):
@@ -328,13 +317,8 @@ class DataConfig(RowsConfig):
     with `prompt` or `messages`; formats as for task.path. Lists of messages with several turns of the assistant are
     conversations, of which all turns are learned. A `text` alone is learned whole. Pairs may contain their prompt: then
     it is the common start of both sides. Required by sft, reward_model and dpo stages."""
-    sources: tuple[SourceConfig, ...] = ()
-    """Several files instead of path, each with its weight."""
     columns: dict[Column, str] = {}
     """Names of the file's columns where they differ: { prompt = "question", completion = "solution" }."""
-    system_prompt: str = ""
-    """Text before every question, as a message of the role system; a row that starts with a system message keeps its
-    own."""
     held_out_path: OptionalDataPath = None
     """File with the evaluation rows; none: a fraction of the rows, selected by content hash."""
     held_out_fraction: float = Field(0.1, ge=0, lt=1)
@@ -348,8 +332,6 @@ class DataConfig(RowsConfig):
     (`sampling.stop`, or the task's), so that data and samples end alike."""
     seed: int | None = Field(None, ge=0)
     """Seed of the order of the rows; none: run.seed."""
-    index_above_mb: Annotated[float, NEUTRAL] = Field(256.0, ge=0)
-    """Larger files stay on disk, as for task.index_above_mb."""
 
 
 class DataGenerationConfig(Config):

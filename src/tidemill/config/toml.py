@@ -29,11 +29,7 @@ SYNTAX_HINTS = {
 
 
 def parse_toml(text: str, *, source: str) -> dict[str, Any]:
-    """Parse a TOML document.
-
-    Raises:
-        ConfigError: a syntax error, with `source` and the line.
-    """
+    """Parse a TOML document. Raises ConfigError: a syntax error, with `source` and the line."""
     try:
         return tomllib.loads(text)
     except ValueError as error:
@@ -58,7 +54,13 @@ def line_of(text: str, location: Sequence[str | int]) -> int | None:
     elements = Counter[Location]()  # headers seen so far of each array of tables
     for number, line in enumerate(text.splitlines(), 1):
         if header := _HEADER.match(line):
-            table = _indexed(_parts(header["path"]), elements, is_element=bool(header["array"]))
+            table, parts = (), _parts(header["path"])
+            for depth, part in enumerate(parts, 1):
+                table = (*table, part)
+                if header["array"] and depth == len(parts):
+                    elements[table] += 1
+                if table in elements:  # the index of the current element after each array of tables
+                    table = (*table, elements[table] - 1)
             here = table
         elif assignment := _ASSIGNMENT.match(line):
             here = (*table, *_parts(assignment["path"]))
@@ -71,22 +73,6 @@ def line_of(text: str, location: Sequence[str | int]) -> int | None:
 
 def _parts(path: str) -> tuple[str, ...]:
     return tuple(part.strip().strip("\"'") for part in path.split("."))
-
-
-def _indexed(path: tuple[str, ...], elements: Counter[Location], *, is_element: bool) -> Location:
-    """A header's path, with the index of the current element after each array of tables in it.
-
-    Args:
-        is_element: the header starts a new element of its array of tables.
-    """
-    indexed: Location = ()
-    for depth, part in enumerate(path, 1):
-        indexed = (*indexed, part)
-        if is_element and depth == len(path):
-            elements[indexed] += 1
-        if indexed in elements:
-            indexed = (*indexed, elements[indexed] - 1)
-    return indexed
 
 
 def to_toml(spec: RunSpec) -> str:
@@ -106,18 +92,20 @@ def _fill(target: tomlkit.container.Container | tomlkit.items.Table, values: Map
         if value is None:
             target.add(tomlkit.comment(f"{name} is not set"))
         elif isinstance(value, Mapping):
-            table = tomlkit.table()
-            _fill(table, value)
-            target.add(name, table)
+            target.add(name, _table(value))
         elif _is_table(value):
             array = tomlkit.aot()
             for element in value:
-                table = tomlkit.table()
-                _fill(table, element)
-                array.append(table)
+                array.append(_table(element))
             target.add(name, array)
         else:
             target.add(name, value)
+
+
+def _table(values: Mapping[str, Any]) -> tomlkit.items.Table:
+    table = tomlkit.table()
+    _fill(table, values)
+    return table
 
 
 def _is_table(value: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 
 from tidemill.config.task import ArithmeticTask
@@ -137,7 +138,13 @@ def build_arithmetic(config: ArithmeticTask, *, batch_prompts: int, seed: int, r
         source: PromptSource = ListedSource(train, held_out, batch_prompts=batch_prompts, seed=seed, render=render)
     else:
         draw = draw_from(config, shots)
-        held_out = [item(problem) for problem in _drawn_held_out(draw)]
+        drawn: dict[tuple[str, int, int], Problem] = {}
+        for number in itertools.count():
+            problem = draw(True, "evaluation", number)
+            drawn.setdefault(problem.kind, problem)
+            if len(drawn) == SAMPLED_HELD_OUT:
+                break
+        held_out = [item(problem) for problem in drawn.values()]
         source = SampledSource(
             lambda key, number: item(draw(False, key, number)),
             held_out,
@@ -168,22 +175,9 @@ def draw_from(config: ArithmeticTask, shots: Sequence[Problem]) -> Callable[...,
     shot_kinds = {shot.kind for shot in shots}
 
     def draw(held_out: bool, *key: object) -> Problem:
-        attempt = 0
-        while True:
-            problem = draw_problem(config, *key, attempt)
-            is_held_out = hash_share("held out", problem.kind) < config.held_out_fraction
-            if is_held_out == held_out and problem.kind not in shot_kinds:
-                return problem
-            attempt += 1
+        problems = (draw_problem(config, *key, attempt) for attempt in itertools.count())
+        others = (problem for problem in problems if problem.kind not in shot_kinds)
+        share = config.held_out_fraction
+        return next(each for each in others if (hash_share("held out", each.kind) < share) == held_out)
 
     return draw
-
-
-def _drawn_held_out(draw: Callable[..., Problem]) -> list[Problem]:
-    found: dict[tuple[str, int, int], Problem] = {}
-    number = 0
-    while len(found) < SAMPLED_HELD_OUT:
-        problem = draw(True, "evaluation", number)
-        found.setdefault(problem.kind, problem)
-        number += 1
-    return list(found.values())

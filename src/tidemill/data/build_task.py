@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol
 
 from tidemill.config.schema import RunSpec
 from tidemill.config.task import (
@@ -59,19 +59,13 @@ def build_files(
     left_out = split.left_out
     reasons = left_out_text(left_out)
     if limit := config.max_prompt_tokens:
-        short = replace(
-            split,
-            train=split.train.where(split.train.tokens <= limit),
-            held_out=split.held_out.where(split.held_out.tokens <= limit),
-        )
-        if not (len(short.train) and len(short.held_out)):
+        split, long = split.at_most(limit)
+        if not (len(split.train) and len(split.held_out)):
             what = f"no prompt of one side has at most {limit} tokens"
             raise UserError(what, where="task.max_prompt_tokens", hint="raise it, or shorten the prompts")
-        rows, kept = (len(each.train) + len(each.held_out) for each in (split, short))
-        if kept < rows:
-            left_out |= {"too_long": rows - kept}
-            reasons = ", ".join(filter(None, (reasons, f"{rows - kept} longer than {limit} tokens")))
-        split = short
+        if too_long := sum(map(len, long)):
+            left_out |= {"too_long": too_long}
+            reasons = ", ".join(filter(None, (reasons, f"{too_long} longer than {limit} tokens")))
     description = config.description + (f" (left out of training: {reasons})" if reasons else "")
     task = _task(split, batch_prompts=batch_prompts, seed=seed, render=render, description=description)
     return replace(task, left_out=left_out)
@@ -110,8 +104,7 @@ def build_python(config: PythonTask, *, batch_prompts: int, seed: int, render: R
     Raises:
         UserError: the function does not exist, raises, or returns something else; names the row.
     """
-    use = _use_of_items(render, columns={}, system_prompt="")
-    split = _python_split(config, use)
+    split = _python_split(config, _use_of_items(render, columns={}, system_prompt=""))
     name = resolve(config.function, "task", where="task.function").name
     return _task(split, batch_prompts=batch_prompts, seed=seed, render=render, description=name)
 
@@ -130,7 +123,7 @@ def _python_split(config: PythonTask, use: RowUse[Item, ExampleT]) -> TrainEvalS
         raise UserError(what, where=name, hint="return a list of rows, or a dict of the lists `train` and `held_out`")
 
     def table(rows: Any, where: str) -> RowTable[ExampleT]:
-        return table_in_memory(_given_rows(rows, where), use, where=lambda number: f"{where}, row {number} (from 0)")
+        return table_in_memory(_given_rows(rows, where), use, where=partial(_place, where))
 
     held_out = table(splits["held_out"], f"{name}, held_out") if "held_out" in splits else None
     train = table(splits.get("train"), name)
@@ -189,10 +182,14 @@ def _given_rows(rows: Any, name: str) -> Iterator[DataRow]:
         hint = f"return a list of rows; {PROMPT_SHAPE}"
         raise UserError(f"returned {shown(rows)} instead of rows", where=name, hint=hint)
     for number, fields in enumerate(rows):
-        where = f"{name}, row {number} (from 0)"
+        where = _place(name, number)
         if not isinstance(fields, Mapping):
             raise UserError(f"expected a table, found {type(fields).__name__}", where=where, hint=PROMPT_SHAPE)
         yield DataRow(fields=dict(fields), where=where, number=number)
+
+
+def _place(rows: str, number: int) -> str:
+    return f"{rows}, row {number} (from 0)"
 
 
 class AgentTasks(Protocol):
@@ -228,12 +225,21 @@ def build_task(
     """
     if isinstance(task, ServedTask):
         return served_task()
-    if agent is not None:
-        if isinstance(task, EnvironmentTask):
-            return agent.task(task, batch_prompts=batch_prompts, seed=seed)
-        return agent.adapted(_rows_task(task, agent.render, batch_prompts=batch_prompts, seed=seed, progress=progress))
-    render = renderer(codec, chat_template=chat_template)
-    return _rows_task(task, render, batch_prompts=batch_prompts, seed=seed, progress=progress)
+    if isinstance(task, EnvironmentTask):
+        if agent is None:
+            what = 'task.kind = "environment" needs an environment'
+            raise UserError(what, where="env.name", hint="name one, or choose another task.kind")
+        return agent.task(task, batch_prompts=batch_prompts, seed=seed)
+    render = renderer(codec, chat_template=chat_template) if agent is None else agent.render
+    if isinstance(task, ArithmeticTask):
+        built = build_arithmetic(task, batch_prompts=batch_prompts, seed=seed, render=render)
+    elif isinstance(task, ReasoningGymTask):
+        built = build_reasoning_gym(task, batch_prompts=batch_prompts, seed=seed, render=render)
+    elif isinstance(task, PythonTask):
+        built = build_python(task, batch_prompts=batch_prompts, seed=seed, render=render)
+    else:
+        built = build_files(task, batch_prompts=batch_prompts, seed=seed, render=render, progress=progress)
+    return built if agent is None else agent.adapted(built)
 
 
 def configured_task(
@@ -249,9 +255,6 @@ def configured_task(
         progress=progress,
         agent=agent,
     )
-
-
-RowsTask: TypeAlias = ArithmeticTask | ReasoningGymTask | FileTask | PythonTask | EnvironmentTask
 
 
 class _NoPrompts:
@@ -278,16 +281,3 @@ def served_task() -> Task:
         digest="served",
         description="prompts of clients",
     )
-
-
-def _rows_task(task: RowsTask, render: Render, *, batch_prompts: int, seed: int, progress: Progress) -> Task:
-    if isinstance(task, EnvironmentTask):
-        what = 'task.kind = "environment" needs an environment'
-        raise UserError(what, where="env.name", hint="name one, or choose another task.kind")
-    if isinstance(task, ArithmeticTask):
-        return build_arithmetic(task, batch_prompts=batch_prompts, seed=seed, render=render)
-    if isinstance(task, ReasoningGymTask):
-        return build_reasoning_gym(task, batch_prompts=batch_prompts, seed=seed, render=render)
-    if isinstance(task, PythonTask):
-        return build_python(task, batch_prompts=batch_prompts, seed=seed, render=render)
-    return build_files(task, batch_prompts=batch_prompts, seed=seed, render=render, progress=progress)

@@ -50,9 +50,7 @@ class Curriculum:
         if count > len(items):
             what = f"batch.prompts = {count} exceeds the {len(items)} training prompts"
             raise UserError(what, where=WHERE, hint="lower batch.prompts")
-        self._ids = [
-            content_id(item) for item in items
-        ]  # stored instead of row numbers, which depend on the file's order
+        self._ids = list(map(content_id, items))  # stored instead of row numbers, which depend on the file's order
         self._row = {prompt_id: row for row, prompt_id in enumerate(self._ids)}
         self._chosen: dict[int, list[int]] = {}
         self._rewards: dict[int, dict[str, float]] = {}  # by step and prompt id

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 
 from tidemill.config.addresses import HUB
-from tidemill.config.schema import EvalSetConfig, RunSpec
-from tidemill.config.task import FileTask, PythonTask, TaskConfig
+from tidemill.config.schema import RunSpec
+from tidemill.config.task import Column, FileTask, PythonTask
 from tidemill.core.errors import UserError
 from tidemill.core.protocols import Codec
-from tidemill.data.build_task import AgentTasks, build_task, counted_task, served_task
+from tidemill.data.build_task import AgentTasks, configured_task, counted_task, served_task
 from tidemill.data.prompts import EvalSet, Task
 
 
@@ -21,14 +20,10 @@ def with_eval_sets(task: Task, spec: RunSpec, *, codec: Codec, agent: AgentTasks
     Raises:
         UserError: a file is missing, has no rows, or has an invalid row.
     """
-    build = partial(
-        build_task,
-        codec=codec,
-        batch_prompts=spec.batch.prompts,
-        seed=spec.run.seed,
-        chat_template=spec.model.chat_template,
-        agent=agent,
-    )
+
+    def build(config: FileTask) -> Task:
+        return configured_task(spec.model_copy(update={"task": config}), codec=codec, agent=agent)
+
     return _with_sets(task, spec, build)
 
 
@@ -44,12 +39,22 @@ def counted(spec: RunSpec) -> Task:
 
 def _with_sets(task: Task, spec: RunSpec, build: Callable[[FileTask], Task]) -> Task:
     sets, longest = dict[str, EvalSet](), task.longest
+    columns, system_prompt = dict[Column, str](), ""
+    if isinstance(spec.task, FileTask):
+        columns, system_prompt = spec.task.columns, spec.task.system_prompt
     for index, config in enumerate(spec.eval.sets):
         key = f"eval.sets[{index}]"
         if not str(config.path).startswith(HUB) and not config.path.exists():
             raise UserError("no such file or folder", where=f"{key}.path: {config.path}", hint="correct the path")
+        rows = FileTask(
+            kind="file",
+            path=config.path,
+            columns=columns if config.columns is None else config.columns,
+            system_prompt=system_prompt if config.system_prompt is None else config.system_prompt,
+            held_out_fraction=1.0,  # all of them
+        )
         try:
-            found = build(_file_task(config, spec.task))
+            found = build(rows)
         except UserError as error:
             raise UserError(error.what, where=error.where, hint=error.hint.replace("task.", f"{key}.")) from error
         prompts = tuple(found.source.held_out(config.prompts or spec.eval.prompts))
@@ -57,18 +62,3 @@ def _with_sets(task: Task, spec: RunSpec, build: Callable[[FileTask], Task]) -> 
         sets[config.name] = EvalSet(prompts=prompts, rows=found.held_out_rows, digest=found.digest)
         longest = max(longest, found.longest, key=lambda each: each.tokens)
     return replace(task, eval_sets=sets, longest=longest)
-
-
-def _file_task(config: EvalSetConfig, task: TaskConfig) -> FileTask:
-    """A task whose held-out prompts are all rows of the file."""
-    columns, system_prompt = config.columns, config.system_prompt
-    if isinstance(task, FileTask):
-        columns = task.columns if columns is None else columns
-        system_prompt = task.system_prompt if system_prompt is None else system_prompt
-    return FileTask(
-        kind="file",
-        path=config.path,
-        columns=columns or {},
-        system_prompt=system_prompt or "",
-        held_out_fraction=1.0,
-    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
@@ -19,7 +19,6 @@ from tidemill.core.records import (
     Call,
     Demonstration,
     Episode,
-    Message,
     PreferencePair,
     Prompt,
     Ranges,
@@ -38,7 +37,7 @@ from tidemill.data.prompts import (
     in_chat,
     with_location,
 )
-from tidemill.data.row_split import SplitSide, read_split
+from tidemill.data.row_split import read_split
 from tidemill.data.row_table import Progress, RowUse
 from tidemill.data.rows import (
     ASSISTANT,
@@ -91,8 +90,14 @@ class Encoder:
 
     def demonstration(self, row: DemonstrationText) -> Demonstration:
         """Raises UserError: the codec rejects the text."""
-        if not row.completion:
-            return self._whole_text(row)
+        if not row.completion:  # a text as it is written, learned from its second token on
+            _, token_ids = encode_question(row, self._codec, chat_template=False)
+            if self._end_token and token_ids[-1] not in self._codec.stop_token_ids:
+                token_ids = [*token_ids, self._codec.end_token_id(chat=False)]
+            if len(token_ids) < 2:
+                raise UserError("`text` has one token, and nothing follows it", where=row.where, hint="remove the row")
+            first, rest = pack_tokens(token_ids[:1]), pack_tokens(token_ids[1:])
+            return Demonstration(id=content_id(row), prompt_ids=first, completion_ids=rest)
         prompt_ids, (reply,) = self._encode(row, row.completion)
         return Demonstration(
             id=content_id(row),
@@ -101,17 +106,6 @@ class Encoder:
             trained=reply.trained,
             branches=reply.branches,
             chat=in_chat(row, chat_template=self._chat_template),
-        )
-
-    def _whole_text(self, row: DemonstrationText) -> Demonstration:
-        """A text as it is written, learned from its second token on."""
-        _, token_ids = encode_question(row, self._codec, chat_template=False)
-        if self._end_token and token_ids[-1] not in self._codec.stop_token_ids:
-            token_ids = [*token_ids, self._codec.end_token_id(chat=False)]
-        if len(token_ids) < 2:
-            raise UserError("`text` has one token, and nothing follows it", where=row.where, hint="remove the row")
-        return Demonstration(
-            id=content_id(row), prompt_ids=pack_tokens(token_ids[:1]), completion_ids=pack_tokens(token_ids[1:])
         )
 
     def pair(self, row: PairText) -> PreferencePair:
@@ -176,7 +170,9 @@ class Encoder:
             if new_branch:
                 branches.append(end)
             token_ids, context = token_ids + added, added if new_branch else context + added
-            done.append(_answered(turn, seen))
+            texts = [message.content for message in seen]  # the results of tools, or one message
+            calls = [Call(call_id="", name="", arguments="", result=text) for text in texts if seen[0].role == "tool"]
+            done.append(msgspec.structs.replace(turn, observation="\n".join(texts), calls=tuple(calls)))
         return Encoded(pack_tokens(token_ids), tuple(trained), tuple(branches))
 
     def _completion(self, row: RawPrompt, text: str, opening: str) -> TokenBuffer:
@@ -234,13 +230,6 @@ def _after(opening: str, text: str, row: RawPrompt) -> str:
             hint="the chat template writes it already; remove the row, or add the completion",
         )
     return rest
-
-
-def _answered(turn: Turn, seen: Sequence[Message]) -> Turn:
-    """The turn with its observation: the results of tools, or one message."""
-    texts = [message.content for message in seen]
-    calls = [Call(call_id="", name="", arguments="", result=text) for text in texts if seen[0].role == "tool"]
-    return msgspec.structs.replace(turn, observation="\n".join(texts), calls=tuple(calls))
 
 
 def _longest_row(prompt_ids: TokenBuffer, completion_ids: TokenBuffer, branches: Sequence[int]) -> int:
@@ -354,21 +343,29 @@ def _load(
     if not config.all_sources:
         hint = "give --data.path FILE (JSON lines, Parquet, or a folder that `datasets` saved)"
         raise UserError("is not set, but this stage needs a data file", where="data.path", hint=hint)
-    limit = _longest_allowed(config, context_limit)
+    if config.max_tokens > context_limit:
+        raise UserError(
+            f"{config.max_tokens} tokens exceed the model's limit of {context_limit}",
+            where="data.max_tokens",
+            hint=f"lower it to {context_limit}, or set it to 0 to use the model's limit",
+        )
+    limit = config.max_tokens or context_limit
     split = read_split(config, use, section="data", progress=progress)
-    long = [side.where(side.tokens > limit) for side in (split.train, split.held_out)]
-    short = replace(
-        split,
-        train=split.train.where(split.train.tokens <= limit),
-        held_out=split.held_out.where(split.held_out.tokens <= limit),
-    )
-    dropped = sum(map(len, long))
-    left_out = split.left_out | ({"too_long": dropped} if dropped else {})
-    named = _named(long) if dropped else ""
-    if dropped and (config.too_long == "refuse" or not len(short.train)):
-        raise _too_long(dropped, named, limit, all_of_them=not len(short.train))
-    too_long = f"{dropped} longer than {limit} tokens ({named})" if dropped else ""
-    reasons = ", ".join(filter(None, (left_out_text(split.left_out), too_long)))
+    short, long = split.at_most(limit)
+    left_out, reasons = split.left_out, left_out_text(split.left_out)
+    if dropped := sum(map(len, long)):
+        rows = [(side, at) for side in long for at in range(min(len(side), NAMED_ROWS))][:NAMED_ROWS]
+        named = [f"{side.table.location(int(side.rows[at]))}, {side.tokens[at]} tokens" for side, at in rows]
+        named += [f"{dropped - len(rows)} more"] if dropped > len(rows) else []
+        if config.too_long == "refuse" or not len(short.train):
+            number = "1 row is" if dropped == 1 else f"{dropped} rows are"
+            what = f"{number} longer than {limit} tokens with prompt and completion: {'; '.join(named)}"
+            hint = "shorten the rows, or use a model with a longer context"
+            hint = f'set data.too_long = "drop", {hint}' if len(short.train) else f"{hint}; no training data is left"
+            raise UserError(what, where="data.path", hint=hint)
+        left_out |= {"too_long": dropped}
+        too_long = f"{dropped} longer than {limit} tokens ({'; '.join(named)})"
+        reasons = ", ".join(filter(None, (reasons, too_long)))
     return Examples(
         train=short.train.examples(),
         held_out=short.held_out.examples(),
@@ -378,30 +375,3 @@ def _load(
         description=config.description + (f" (left out: {reasons})" if reasons else ""),
         make_order=short.order,
     )
-
-
-def _longest_allowed(config: DataConfig, context_limit: int) -> int:
-    if config.max_tokens > context_limit:
-        raise UserError(
-            f"{config.max_tokens} tokens exceed the model's limit of {context_limit}",
-            where="data.max_tokens",
-            hint=f"lower it to {context_limit}, or set it to 0 to use the model's limit",
-        )
-    return config.max_tokens or context_limit
-
-
-def _too_long(rows: int, named: str, limit: int, *, all_of_them: bool) -> UserError:
-    number = "1 row is" if rows == 1 else f"{rows} rows are"
-    hint = "shorten the rows, or use a model with a longer context"
-    return UserError(
-        f"{number} longer than {limit} tokens with prompt and completion: {named}",
-        where="data.path",
-        hint=f"{hint}; no training data is left" if all_of_them else f'set data.too_long = "drop", {hint}',
-    )
-
-
-def _named(sides: Sequence[SplitSide[Any]]) -> str:
-    rows = [(side, at) for side in sides for at in range(min(len(side), NAMED_ROWS))][:NAMED_ROWS]
-    named = [f"{side.table.location(int(side.rows[at]))}, {side.tokens[at]} tokens" for side, at in rows]
-    more = sum(map(len, sides)) - len(rows)
-    return "; ".join(named + ([f"{more} more"] if more else []))

@@ -62,11 +62,9 @@ def as_written(text: str) -> list[Any]:
             found = [json.loads(part) for part in parts]
         except ValueError:
             continue
-        if found and all(_is_conversation(each) or _is_row(each) for each in found):
-            return found
-        listed = found[0] if len(found) == 1 and isinstance(found[0], list) else []
-        if listed and all(_is_conversation(each) or _is_row(each) for each in listed):
-            return listed
+        for listed in (found, found[0] if len(found) == 1 and isinstance(found[0], list) else []):
+            if listed and all(_is_conversation(each) or _is_row(each) for each in listed):
+                return listed
     return [text]
 
 
@@ -114,17 +112,12 @@ def _message(given: Message | Mapping[str, Any], where: str) -> Message:
     if more := [name for name in fields if name not in ("role", "content")]:
         hint = "a message has role and content"
         raise UserError(f"the message has a field {more[0]!r}", where=where, hint=hint)
-    role, content = fields.get("role"), _content(fields.get("content"), where)
+    role, content = fields.get("role"), fields.get("content")
+    parts: Sequence[Any] = content if isinstance(content, (list, tuple)) else []  # of OpenAI's API, of type text
+    if parts and all(isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in parts):
+        content = "".join(part["text"] for part in parts)
+    if not isinstance(content, str):
+        raise UserError("the message's content is not a text", where=where, hint=SHAPE)
     if not isinstance(role, str) or not role:
         raise UserError("the message's role is not a text", where=where, hint=SHAPE)
     return chat_message(role, content, field="messages", where=where)
-
-
-def _content(given: Any, where: str) -> str:
-    """A text, or OpenAI's list of parts of type text."""
-    parts: Sequence[Any] = given if isinstance(given, (list, tuple)) else []
-    if parts and all(isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in parts):
-        return "".join(part["text"] for part in parts)
-    if not isinstance(given, str):
-        raise UserError("the message's content is not a text", where=where, hint=SHAPE)
-    return given

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -43,8 +44,6 @@ class Item(RawPrompt, kw_only=True):
 
 
 QuestionT = TypeVar("QuestionT", bound=RawPrompt)
-
-
 ROLES = ("system", "user", "assistant", "tool")
 OTHER_ROLES = {
     "human": "user",
@@ -331,28 +330,15 @@ class RowFigures(Record):
         return 2 * self.missing(column) > self.rows
 
     def plus(self, other: RowFigures) -> RowFigures:
-        names = dict.fromkeys([*self.filled, *other.filled])
-        return RowFigures(
-            rows=self.rows + other.rows,
-            repeated=self.repeated + other.repeated,
-            filled={name: self.filled.get(name, 0) + other.filled.get(name, 0) for name in names},
-        )
+        filled = Counter(self.filled)
+        filled.update(other.filled)
+        return RowFigures(rows=self.rows + other.rows, repeated=self.repeated + other.repeated, filled=filled)
 
 
-class RowCounter:
-    """Counts the rows of a file one by one."""
-
-    def __init__(self) -> None:
-        self._rows = 0
-        self._filled: dict[str, int] = {}
-
-    def add(self, values: Mapping[str, Any]) -> None:
-        self._rows += 1
-        for name, value in values.items():
-            self._filled[name] = self._filled.get(name, 0) + (value is not None)
-
-    def figures(self, *, repeated: int) -> RowFigures:
-        return RowFigures(rows=self._rows, repeated=repeated, filled=self._filled)
+def count_filled(filled: Counter[str], values: Mapping[str, Any]) -> None:
+    """Count a row in `RowFigures.filled`."""
+    for name, value in values.items():
+        filled[name] += value is not None
 
 
 def distinct(items: Iterable[QuestionT]) -> list[QuestionT]:
@@ -363,13 +349,12 @@ def distinct(items: Iterable[QuestionT]) -> list[QuestionT]:
     return list(found.values())
 
 
-def row_figures(items: Iterable[Item]) -> RowFigures:
+def row_figures(items: Sequence[Item]) -> RowFigures:
     """The figures of items that are in memory."""
-    counter, ids = RowCounter(), list[str]()
+    filled = Counter[str]()
     for item in items:
-        counter.add(row_values(item))
-        ids.append(content_id(item))
-    return counter.figures(repeated=len(ids) - len(set(ids)))
+        count_filled(filled, row_values(item))
+    return RowFigures(rows=len(items), repeated=len(items) - len(distinct(items)), filled=filled)
 
 
 def row_values(item: Item) -> dict[str, Any]:
@@ -445,12 +430,9 @@ class Task:
 
 def longest_prompt(items: Iterable[Item], render: Callable[[Item], Prompt]) -> LongestPrompt:
     """Tokenizes every item once and returns the longest."""
-    longest = LongestPrompt(tokens=-1, text="")
-    for item in items:
-        prompt = render(item)
-        if count(prompt.token_ids) > longest.tokens:
-            longest = LongestPrompt(tokens=count(prompt.token_ids), text=prompt.text, where=item.where)
-    return longest
+    prompts = ((render(item), item.where) for item in items)
+    longest, where = max(prompts, key=lambda pair: count(pair[0].token_ids))
+    return LongestPrompt(tokens=count(longest.token_ids), text=longest.text, where=where)
 
 
 def check_fits(task: Task, context_limit: int, max_new_tokens: int) -> None:
@@ -459,15 +441,13 @@ def check_fits(task: Task, context_limit: int, max_new_tokens: int) -> None:
     Raises:
         UserError: prompt and `max_new_tokens` together exceed `context_limit`; names the longest prompt.
     """
-    longest = task.longest
-    if longest.tokens + max_new_tokens <= context_limit:
-        return
-    room = context_limit - longest.tokens
-    start = longest.text[:60] + ("…" if len(longest.text) > 60 else "")
-    raise UserError(
-        f"the prompt starting {start!r} has {longest.tokens} tokens and with {max_new_tokens} new ones "
-        f"does not fit the context of {context_limit}",
-        where=longest.where,
-        hint=(f"set sampling.max_new_tokens to at most {room}, or " if room > 0 else "")
-        + "shorten the prompt, or use a model (or engine.context_tokens) with a longer context",
-    )
+    longest, room = task.longest, context_limit - task.longest.tokens
+    if max_new_tokens > room:
+        start = longest.text[:60] + ("…" if len(longest.text) > 60 else "")
+        raise UserError(
+            f"the prompt starting {start!r} has {longest.tokens} tokens and with {max_new_tokens} new ones "
+            f"does not fit the context of {context_limit}",
+            where=longest.where,
+            hint=(f"set sampling.max_new_tokens to at most {room}, or " if room > 0 else "")
+            + "shorten the prompt, or use a model (or engine.context_tokens) with a longer context",
+        )

@@ -113,11 +113,8 @@ def _create(config: ReasoningGymTask) -> Any:
 
 
 def _settings(config: ReasoningGymTask) -> dict[str, Any]:
-    return {"seed": DATA_SEED, "size": _most_tries(config), **config.params}
-
-
-def _most_tries(config: ReasoningGymTask) -> int:
-    return TRIES_PER_PROMPT * (config.train_size + config.held_out_size)
+    size = TRIES_PER_PROMPT * (config.train_size + config.held_out_size)
+    return {"seed": DATA_SEED, "size": size, **config.params}
 
 
 def _collect(config: ReasoningGymTask, dataset: Any) -> tuple[dict[str, Any], list[Item], list[Item]]:
@@ -128,18 +125,28 @@ def _collect(config: ReasoningGymTask, dataset: Any) -> tuple[dict[str, Any], li
     held_out: list[Item] = []
     asked: set[str] = set()
     deadline = time.monotonic() + GENERATION_TIMEOUT_S
-    for index in range(min(_most_tries(config), len(dataset))):
+    most_tries = TRIES_PER_PROMPT * (config.train_size + config.held_out_size)
+    for index in range(min(most_tries, len(dataset))):
         if time.monotonic() > deadline:
             break
+        # Some generators also draw from the global random state: a prompt must not depend on what ran before.
+        before = random.getstate()
+        random.seed(index)
         try:
-            entry = _generate(dataset, index)
+            entry = dataset[index]
         except Exception as error:
-            raise UserError(
-                f"{config.name} fails at prompt {index}: {type(error).__name__}: {error}",
-                where="task.params",
-                hint="change the parameters, or use another generator",
-            ) from error
-        item = _item(config, entry)
+            what = f"{config.name} fails at prompt {index}: {type(error).__name__}: {error}"
+            hint = "change the parameters, or use another generator"
+            raise UserError(what, where="task.params", hint=hint) from error
+        finally:
+            random.setstate(before)
+        item = Item(
+            messages=after_system((Message(role="user", content=entry["question"]),), config.system_prompt),
+            answer=None if entry["answer"] is None else str(entry["answer"]),
+            # Entries hold sets, dates and fractions; the prompt's metadata must be plain data.
+            metadata=json.loads(json.dumps(entry["metadata"], default=str, skipkeys=True)),
+            where="task",
+        )
         question = question_key(item)
         is_held_out = hash_share("held out", question) < fraction
         side, wanted = (held_out, config.held_out_size) if is_held_out else (train, config.train_size)
@@ -155,25 +162,4 @@ def _collect(config: ReasoningGymTask, dataset: Any) -> tuple[dict[str, Any], li
         f"{len(train)} of {config.train_size} for training, {len(held_out)} of {config.held_out_size} for evaluation",
         where="task.train_size",
         hint="lower task.train_size and task.held_out_size together, or extend task.params",
-    )
-
-
-def _generate(dataset: Any, index: int) -> Any:
-    # Some generators also draw from the global random state: a prompt must not depend on what ran before.
-    before = random.getstate()
-    random.seed(index)
-    try:
-        return dataset[index]
-    finally:
-        random.setstate(before)
-
-
-def _item(config: ReasoningGymTask, entry: Any) -> Item:
-    # Entries hold sets, dates and fractions; the prompt's metadata must be plain data.
-    metadata = json.loads(json.dumps(entry["metadata"], default=str, skipkeys=True))
-    return Item(
-        messages=after_system((Message(role="user", content=entry["question"]),), config.system_prompt),
-        answer=None if entry["answer"] is None else str(entry["answer"]),
-        metadata=metadata,
-        where="task",
     )

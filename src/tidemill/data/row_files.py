@@ -7,8 +7,9 @@ import json
 import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -29,8 +30,6 @@ BATCH_ROWS = 1024
 """Rows decoded at a time."""
 STATE = "state.json"
 HUB_NAME = re.compile(r"hub:(?P<name>[^@/#]+/[^@/#]+)(@(?P<revision>[^/#]+))?(/(?P<subset>[^#]+))?(#(?P<split>.+))?")
-
-
 GIVEN_AS = "given_as.json"
 """Beside rows that a Python call saved: the arguments that they were given as, by file name."""
 
@@ -113,8 +112,11 @@ class JsonLines(RowFile):
 
 
 def _parsed(line: bytes, where: str) -> Any:
+    def refuse(constant: str) -> NoReturn:
+        raise ValueError(f"{constant} is not JSON")
+
     try:
-        value = json.loads(line.decode(), parse_constant=_refuse_constant)
+        value = json.loads(line.decode(), parse_constant=refuse)
         json.dumps(value, ensure_ascii=False).encode()  # fails for lone surrogates
     except UnicodeError as error:
         raise UserError("not valid UTF-8 text", where=where, hint="save the file as UTF-8") from error
@@ -123,10 +125,6 @@ def _parsed(line: bytes, where: str) -> Any:
         hint = ARRAY_CURE if line.lstrip().startswith(b"[") else CURE
         raise UserError(f"broken JSON: {fault}", where=where, hint=hint) from error
     return value
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not JSON")
 
 
 class ArrowRows(RowFile):
@@ -145,14 +143,15 @@ class ArrowRows(RowFile):
         return [Path(each["filename"]) for each in self.data.cache_files]
 
     def values(self) -> Iterator[tuple[int, int, Any]]:
-        number = 0
-        for table in self.data.iter(batch_size=BATCH_ROWS):
-            for row in table.to_pylist():
-                yield number, number, row
-                number += 1
+        return _numbered(self.data.iter(batch_size=BATCH_ROWS))
 
     def fetch(self, locator: int) -> Any:
         return self.data[locator].to_pylist()[0]
+
+
+def _numbered(batches: Iterable[Any]) -> Iterator[tuple[int, int, Any]]:
+    for number, row in enumerate(chain.from_iterable(batch.to_pylist() for batch in batches)):
+        yield number, number, row
 
 
 class Parquet(ArrowRows):
@@ -167,46 +166,35 @@ class Parquet(ArrowRows):
     def values(self) -> Iterator[tuple[int, int, Any]]:
         arrow = import_extra("pyarrow", package="pyarrow", needed_by="reading Parquet", extra="data")
         parquet = import_extra("pyarrow.parquet", package="pyarrow", needed_by="reading Parquet", extra="data")
-        number = 0
         try:
             with self.path.open("rb") as stream, parquet.ParquetFile(stream) as file:
-                for batch in file.iter_batches(batch_size=BATCH_ROWS):
-                    for row in batch.to_pylist():
-                        yield number, number, row
-                        number += 1
+                yield from _numbered(file.iter_batches(batch_size=BATCH_ROWS))
         except arrow.ArrowException as error:
-            reason = str(error).strip().split("\n", 1)[0][:200]
-            raise UserError(
-                f"not a readable Parquet file: {reason}",
-                where=str(self.path),
-                hint="write it again, or rename a file of JSON lines to .jsonl",
-            ) from error
+            reason = str(error).strip().partition("\n")[0][:200]
+            hint = "write it again, or rename a file of JSON lines to .jsonl"
+            raise UserError(f"not a readable Parquet file: {reason}", where=str(self.path), hint=hint) from error
 
 
 class SavedFolder(ArrowRows):
     """A folder written by `save_to_disk`."""
 
     def _loaded(self) -> Any:
+        where = str(self.path)
         if not (self.path / STATE).is_file():
-            raise self._no_data_set()
+            inside = sorted(self.path.iterdir())
+            if splits := [each for each in inside if (each / STATE).is_file()]:
+                what = f"holds several splits: {', '.join(each.name for each in splits)}"
+                raise UserError(what, where=where, hint=f"give one: {' or '.join(map(str, splits))}")
+            files = [each.name for each in inside if each.suffix in (".parquet", ".jsonl", ".json")]
+            hint = f"give one of its files, {files[0]}" if files else "give a file, or a folder written by save_to_disk"
+            raise UserError("is not a folder that `datasets` saved (it has no state.json)", where=where, hint=hint)
         datasets = import_extra("datasets", package="datasets", needed_by="reading a saved data set", extra="data")
         try:
-            return datasets.load_from_disk(str(self.path))
+            return datasets.load_from_disk(where)
         except Exception as error:  # a damaged file can raise anything
-            raise UserError(
-                f"the saved data set cannot be loaded: {exception_text(error)}",
-                where=str(self.path),
-                hint="save it again with save_to_disk; it needs at least one row",
-            ) from error
-
-    def _no_data_set(self) -> UserError:
-        path, inside = self.path, sorted(self.path.iterdir())
-        if splits := [each.name for each in inside if (each / STATE).is_file()]:
-            named = " or ".join(str(path / split) for split in splits)
-            return UserError(f"holds several splits: {', '.join(splits)}", where=str(path), hint=f"give one: {named}")
-        files = [each.name for each in inside if each.suffix in (".parquet", ".jsonl", ".json")]
-        hint = f"give one of its files, {files[0]}" if files else "give a file, or a folder written by save_to_disk"
-        return UserError("is not a folder that `datasets` saved (it has no state.json)", where=str(path), hint=hint)
+            what = f"the saved data set cannot be loaded: {exception_text(error)}"
+            hint = "save it again with save_to_disk; it needs at least one row"
+            raise UserError(what, where=where, hint=hint) from error
 
 
 class HubRows(ArrowRows):
@@ -244,11 +232,8 @@ def open_rows(path: Path, *, section: str) -> RowFile:
     if path.is_dir():
         return SavedFolder(path)
     if path.suffix.lower() in (".csv", ".tsv"):
-        what, hint = (
-            "CSV files are not read",
-            'save it as JSONL: `pandas.read_csv(...).to_json("rows.jsonl", orient="records", lines=True)`',
-        )
-        raise UserError(what, where=str(path), hint=hint)
+        hint = 'save it as JSONL: `pandas.read_csv(...).to_json("rows.jsonl", orient="records", lines=True)`'
+        raise UserError("CSV files are not read", where=str(path), hint=hint)
     if path.suffix.lower() in (".gz", ".zst", ".bz2", ".xz", ".zip"):
         raise UserError("compressed files are not read", where=str(path), hint="unpack it and name the unpacked file")
     return Parquet(path) if path.suffix.lower() == ".parquet" else JsonLines(path)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Generic, overload
@@ -93,6 +93,12 @@ class TrainEvalSplit(Generic[ExampleT]):
         """Changes if the rows of a side change; their order and files do not matter."""
         return ids_digest(self.train.ids, self.held_out.ids)
 
+    def at_most(self, limit: int) -> tuple[TrainEvalSplit[ExampleT], list[SplitSide[ExampleT]]]:
+        """The rows of both sides with at most `limit` tokens, and the longer ones of each."""
+        sides = (self.train, self.held_out)
+        train, held_out = (side.where(side.tokens <= limit) for side in sides)
+        return replace(self, train=train, held_out=held_out), [side.where(side.tokens > limit) for side in sides]
+
     def order(self, *, batch: int, seed: int) -> Order:
         """The order of the training side."""
         if len(self.weights) == 1:
@@ -155,27 +161,24 @@ def split_rows(
         UserError: one side would be empty.
     """
     questions = rows.index["question"]
-    every = SplitSide(table=rows, rows=np.arange(len(questions)))
+    train = every = SplitSide(table=rows, rows=np.arange(len(questions)))
+    kept = 0
     if held_out is None:
-        train = every
-        evaluated = every.where(_held_out(questions, held_out_fraction))
+        mask = _held_out(questions, held_out_fraction)
+        evaluated = every.where(mask)
         if 0 < held_out_fraction < 1:
-            train = every.where(~_held_out(questions, held_out_fraction))
+            train = every.where(~mask)
             if not (len(train) and len(evaluated)):
                 what = "a single question cannot be split into training and evaluation"
                 raise UserError(what, where=where, hint=f"add rows, or give {section}.held_out_path")
-        return TrainEvalSplit(train=train, held_out=evaluated.in_content_order(), weights=weights)
-    train = every.where(~np.isin(questions, held_out.index["question"]))
-    if not len(train):
-        what = "every question is also an evaluation question; no training data is left"
-        raise UserError(what, where=where, hint="remove the shared rows from the evaluation rows")
-    evaluated = SplitSide(table=held_out, rows=np.arange(len(held_out.index)))
-    return TrainEvalSplit(
-        train=train,
-        held_out=evaluated.in_content_order(),
-        weights=weights,
-        kept=len(every) - len(train),
-    )
+    else:
+        evaluated = SplitSide(table=held_out, rows=np.arange(len(held_out.index)))
+        train = every.where(~np.isin(questions, held_out.index["question"]))
+        kept = len(every) - len(train)
+        if not len(train):
+            what = "every question is also an evaluation question; no training data is left"
+            raise UserError(what, where=where, hint="remove the shared rows from the evaluation rows")
+    return TrainEvalSplit(train=train, held_out=evaluated.in_content_order(), weights=weights, kept=kept)
 
 
 def _held_out(questions: NDArray[np.uint64], fraction: float) -> Mask:
@@ -193,6 +196,7 @@ def _held_out(questions: NDArray[np.uint64], fraction: float) -> Mask:
 
 GOLDEN_STEP = 0x9E3779B97F4A7C15
 """2^64 / golden ratio: n · GOLDEN_STEP mod 2^64 fills the range evenly (Weyl sequence)."""
+COUNTED = 1 << 20  # positions at a time
 
 
 class MixedOrder:
@@ -229,7 +233,8 @@ class MixedOrder:
         """The (epoch, index into `ids`) pairs of 1-based `step`; an epoch is of the source."""
         first = (step - 1) * self._batch
         position, counts = self._counted if self._counted[0] <= first else (0, 0 * self._counted[1])
-        for chunk in _ranges(position, first):
+        for start in range(position, first, COUNTED):
+            chunk = np.arange(start, min(start + COUNTED, first))
             counts = counts + np.bincount(self._sources(chunk), minlength=len(counts))
         self._counted = (first, counts)
         found = []
@@ -243,8 +248,3 @@ class MixedOrder:
     def _sources(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         points = positions.astype(np.uint64) * np.uint64(GOLDEN_STEP) + np.uint64(self._start)
         return np.searchsorted(self._bounds, (points >> np.uint64(11)).astype(np.float64) / 2**53, side="right")
-
-
-def _ranges(first: int, end: int, size: int = 1 << 20) -> Iterator[NDArray[np.int64]]:
-    for start in range(first, end, size):
-        yield np.arange(start, min(start + size, end))

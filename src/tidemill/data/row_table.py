@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 
 from tidemill.core.errors import UserError
 from tidemill.core.folders import cache_dir
-from tidemill.data.prompts import QuestionT, RowCounter, RowFigures, content_id, question_number
+from tidemill.data.prompts import QuestionT, RowFigures, content_id, count_filled, question_number
 from tidemill.data.row_files import DataRow, RowFile, open_rows, rows_of
 from tidemill.telemetry.jsonl import disk_error, write_atomically
 
@@ -130,17 +131,17 @@ def table_in_memory(
     rows: Iterable[DataRow], use: RowUse[QuestionT, ExampleT], *, where: Callable[[int], str]
 ) -> RowTable[ExampleT]:
     """The distinct rows of an iterable. Raises UserError: a row is invalid."""
-    examples, records, counter = list[ExampleT](), list[tuple[Any, ...]](), RowCounter()
+    examples, records, filled = list[ExampleT](), list[tuple[Any, ...]](), Counter[str]()
     for row in rows:
         question = use.parse(row)
         examples.append(use.encode(question))
         records.append(_record(row, question, use.tokens(examples[-1]), locator=len(records)))
-        counter.add(use.values(question))
+        count_filled(filled, use.values(question))
     index = np.array(records, INDEX)
     kept = _first_of_each(index)
     return RowTable(
         index=index[kept],
-        figures=counter.figures(repeated=len(index) - len(kept)),
+        figures=RowFigures(rows=len(index), repeated=len(index) - len(kept), filled=filled),
         in_memory=True,
         fetch=lambda _, locator: examples[locator],
         where=lambda _, number: where(number),
@@ -195,7 +196,7 @@ def _indexed(file: RowFile, use: RowUse[QuestionT, ExampleT], progress: Progress
     if (found := _read_index(path)) and _still_fits(table(*found), use):
         return table(*found)
     try:
-        _write_index(path, _scanned(file, use, progress))
+        _write_index(path, file, use, progress)
     except OSError as error:
         raise disk_error(error, path) from error
     written = _read_index(path)
@@ -228,44 +229,25 @@ def _still_fits(table: RowTable[Any], use: RowUse[Any, Any]) -> bool:
         return False
 
 
-@dataclass(slots=True)
-class _Scan:
-    """Chunks of records, and what is known after the last one."""
-
-    chunks: Iterator[Index]
-    counter: RowCounter
-
-
-def _scanned(file: RowFile, use: RowUse[QuestionT, Any], progress: Progress) -> _Scan:
-    counter = RowCounter()
-
-    def chunks() -> Iterator[Index]:
-        records, done = list[tuple[Any, ...]](), 0
-        for row in rows_of(file, section=use.section, shape=use.shape):
-            question = use.parse(row)
-            records.append(_record(row, question, use.tokens(use.encode(question)), locator=row.locator))
-            counter.add(use.values(question))
-            if len(records) == CHUNK_ROWS:
-                done += len(records)
-                progress(f"indexing {file.path.name}: {done} rows")
-                yield np.array(records, INDEX)
-                records.clear()
-        yield np.array(records, INDEX)
-
-    return _Scan(chunks(), counter)
-
-
-def _write_index(path: Path, scan: _Scan) -> None:
+def _write_index(path: Path, file: RowFile, use: RowUse[QuestionT, Any], progress: Progress) -> None:
     """Write the distinct rows, then the figures, without which the index counts as missing."""
+    filled, records = Counter[str](), list[tuple[Any, ...]]()
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=".partial-") as folder:
         every, distinct = Path(folder) / "every", Path(folder) / "distinct.npy"
         with every.open("wb") as stream:
-            for chunk in scan.chunks:
-                stream.write(chunk.tobytes())
+            for number, row in enumerate(rows_of(file, section=use.section, shape=use.shape), 1):
+                question = use.parse(row)
+                records.append(_record(row, question, use.tokens(use.encode(question)), locator=row.locator))
+                count_filled(filled, use.values(question))
+                if number % CHUNK_ROWS == 0:
+                    progress(f"indexing {file.path.name}: {number} rows")
+                    stream.write(np.array(records, INDEX).tobytes())
+                    records.clear()
+            stream.write(np.array(records, INDEX).tobytes())
         index = np.memmap(every, INDEX, mode="r")
         kept = _first_of_each(index)
         np.save(distinct, index[kept], allow_pickle=False)
         distinct.replace(path)
-        figures = scan.counter.figures(repeated=len(index) - len(kept))
+        figures = RowFigures(rows=len(index), repeated=len(index) - len(kept), filled=filled)
     write_atomically(path.with_suffix(".json"), msgspec.json.encode(figures))

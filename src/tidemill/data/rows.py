@@ -6,7 +6,7 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import groupby
+from itertools import cycle, groupby
 from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 from tidemill.core.errors import UserError
@@ -91,23 +91,29 @@ def to_item(row: DataRow, *, columns: Mapping[str, str], system_prompt: str) -> 
         UserError: the row is invalid; names file, row and field.
     """
     row = _renamed(row, columns, "task")
-    tools = _tools(row)
+    rest, messages = _rest(row), _messages(row, PROMPT_SHAPE)
+    answer = row.get("answer")
+    if isinstance(answer, bool) or not isinstance(answer, str | int | float | None):
+        _fault("`answer` must be a text or a number", row, PROMPT_SHAPE)
     return RowItem(
-        messages=after_system(_messages(row, PROMPT_SHAPE), system_prompt),
-        answer=_answer(row),
-        plain=isinstance(row.get("prompt"), str) and not tools,
-        tools=tools,
+        messages=after_system(messages, system_prompt),
+        answer=None if answer is None else str(answer),
         metadata={name: _metadata(row, name) for name in row.fields if name not in CONTENT_FIELDS},
-        where=row.where,
+        **rest,
     )
+
+
+def _rest(row: DataRow) -> dict[str, Any]:
+    """The fields of a prompt besides its messages."""
+    tools = _tools(row)
+    return {"plain": isinstance(row.get("prompt"), str) and not tools, "tools": tools, "where": row.where}
 
 
 def _renamed(row: DataRow, columns: Mapping[str, str], section: str) -> DataRow:
     """The row with its columns under their standard names."""
-    missing = [column for column in columns.values() if column not in row.fields]
-    if missing:
+    if missing := [column for column in columns.values() if column not in row.fields]:
         hint = f"the row has {', '.join(row.fields)}; correct {section}.columns"
-        raise UserError(f"the row has no column `{missing[0]}`", where=row.where, hint=hint)
+        _fault(f"the row has no column `{missing[0]}`", row, hint)
     rest = {name: value for name, value in row.fields.items() if name not in columns.values()}
     return DataRow(fields={**rest, **{name: row.fields[column] for name, column in columns.items()}}, where=row.where)
 
@@ -139,10 +145,8 @@ def to_demonstration(row: DataRow, *, columns: Mapping[str, str], system_prompt:
         _fault(what, row, "remove the rows whose label is false")
     if all(row.get(name) is None for name in ("prompt", "messages", "completion")):
         if row.get("text") is not None:
-            text = _reply(row.get("text"), "text", row, DEMONSTRATION_SHAPE)
-            return DemonstrationText(
-                messages=(Message(role="user", content=str(text)),), completion="", where=row.where
-            )
+            text = str(_reply(row.get("text"), "text", row, DEMONSTRATION_SHAPE))
+            return DemonstrationText(messages=(Message(role="user", content=text),), completion="", where=row.where)
         if row.get("chosen") is not None:
             _refuse_pair(row)
     messages, completion = _messages(row, DEMONSTRATION_SHAPE), row.get("completion")
@@ -156,14 +160,7 @@ def to_demonstration(row: DataRow, *, columns: Mapping[str, str], system_prompt:
         if completion is None and row.get("chosen") is not None:
             _refuse_pair(row)
         completion = _reply(completion, "completion", row, DEMONSTRATION_SHAPE)
-    tools = _tools(row)
-    return DemonstrationText(
-        messages=after_system(messages, system_prompt),
-        completion=completion,
-        plain=isinstance(row.get("prompt"), str) and not tools,
-        tools=tools,
-        where=row.where,
-    )
+    return DemonstrationText(messages=after_system(messages, system_prompt), completion=completion, **_rest(row))
 
 
 def _refuse_pair(row: DataRow) -> NoReturn:
@@ -183,15 +180,14 @@ def to_pair(row: DataRow, *, columns: Mapping[str, str], system_prompt: str) -> 
         UserError: as `to_item`; also if both sides have the same text.
     """
     row = _with_prompt(_renamed(row, columns, "data"))
-    tools = _tools(row)
+    rest, messages = _rest(row), _messages(row, PAIR_SHAPE)
+    chosen = _reply(row.get("chosen"), "chosen", row, PAIR_SHAPE)
+    rejected = _reply(row.get("rejected"), "rejected", row, PAIR_SHAPE)
+    margin = 0.0 if row.get("margin") is None else row.get("margin")
+    if isinstance(margin, bool) or not isinstance(margin, int | float) or not math.isfinite(margin) or margin < 0:
+        _fault(f"`margin` must be a non-negative number, found {margin!r:.40}", row, PAIR_SHAPE)
     pair = PairText(
-        messages=after_system(_messages(row, PAIR_SHAPE), system_prompt),
-        chosen=_reply(row.get("chosen"), "chosen", row, PAIR_SHAPE),
-        rejected=_reply(row.get("rejected"), "rejected", row, PAIR_SHAPE),
-        margin=_margin(row),
-        plain=isinstance(row.get("prompt"), str) and not tools,
-        tools=tools,
-        where=row.where,
+        messages=after_system(messages, system_prompt), chosen=chosen, rejected=rejected, margin=float(margin), **rest
     )
     if pair.chosen == pair.rejected:
         raise identical_replies(pair)
@@ -210,7 +206,10 @@ def _with_prompt(row: DataRow) -> DataRow:
     if row.get("messages") is not None:
         return row
     if isinstance(chosen, str) and isinstance(rejected, str) and row.get("prompt") is None:
-        size = _common_words(chosen, rejected)
+        size = _common_size(chosen, rejected)
+        # Up to the white space before the word in which they differ, if there is any.
+        words = re.match(r".*\S(?=\s)", chosen[:size] + chosen[size : size + 1], re.DOTALL)
+        size = words.end() if words else size
         if not chosen[:size].strip():
             _refuse_conversations(row)
             _fault("the row has no `prompt`, and `chosen` and `rejected` start differently", row, PAIR_SHAPE)
@@ -236,30 +235,19 @@ def _common_size(chosen: Sequence[Any], rejected: Sequence[Any]) -> int:
     return next((at for at in range(most) if chosen[at] != rejected[at]), max(most, 0))
 
 
-def _common_words(chosen: str, rejected: str) -> int:
-    """As `_common_size`, up to the white space before the word in which they differ, if there is any."""
-    size = _common_size(chosen, rejected)
-    words = re.match(r".*\S(?=\s)", chosen[:size] + chosen[size : size + 1], re.DOTALL)
-    return words.end() if words else size
-
-
 def identical_replies(pair: PairText) -> UserError:
     """The error for a pair with two equal sides."""
-    return UserError(
-        f"`chosen` and `rejected` are the same, {_texts(pair.chosen)[-1][:40]!r}",
-        where=pair.where,
-        hint="remove the row",
-    )
+    what = f"`chosen` and `rejected` are the same, {_texts(pair.chosen)[-1][:40]!r}"
+    return UserError(what, where=pair.where, hint="remove the row")
 
 
 def _messages(row: DataRow, shape: str) -> tuple[Message, ...]:
     prompt, messages = row.get("prompt"), row.get("messages")
     if (prompt is None) == (messages is None):
-        there = ", ".join(f"`{name}`" for name in row.fields if row.get(name) is not None) or "nothing"
         if prompt is None:
             _refuse_conversations(row)
         cure = f'{shape}; columns of other names: columns = {{ prompt = "question" }}' if prompt is None else shape
-        _fault(f"expected either `prompt` or `messages`, found {there}", row, cure)
+        _fault(f"expected either `prompt` or `messages`, found {_given(row)}", row, cure)
     field, listed = ("messages", messages) if prompt is None else ("prompt", prompt)
     if field == "prompt" and not isinstance(prompt, list):
         if not isinstance(prompt, str) or not prompt.strip():
@@ -270,11 +258,12 @@ def _messages(row: DataRow, shape: str) -> tuple[Message, ...]:
     return tuple(_message(message, field, row, shape) for message in listed)
 
 
+def _given(row: DataRow) -> str:
+    return ", ".join(f"`{name}`" for name in row.fields if row.get(name) is not None) or "nothing"
+
+
 def _refuse_conversations(row: DataRow) -> None:
-    """
-    Raises:
-        UserError: the row has its messages in a column of another format.
-    """
+    """Raises UserError: the row has its messages in a column of another format."""
     for name in CONVERSATIONS:
         listed = row.get(name)
         if isinstance(listed, list) and listed and isinstance(listed[0], dict):
@@ -294,15 +283,6 @@ def _message(message: Any, field: str, row: DataRow, shape: str) -> Message:
     return chat_message(**given, field=field, where=row.where)
 
 
-def _answer(row: DataRow) -> str | None:
-    answer = row.get("answer")
-    if answer is None:
-        return None
-    if isinstance(answer, bool) or not isinstance(answer, str | int | float):
-        _fault("`answer` must be a text or a number", row, PROMPT_SHAPE)
-    return str(answer)
-
-
 def _reply(value: Any, field: str, row: DataRow, shape: str) -> Reply:
     """A completion: its text, or a list of messages."""
     if isinstance(value, list):
@@ -311,8 +291,7 @@ def _reply(value: Any, field: str, row: DataRow, shape: str) -> Reply:
             return turns
         value = turns
     if value is None:
-        there = ", ".join(f"`{name}`" for name in row.fields if row.get(name) is not None) or "nothing"
-        _fault(f"the row has no `{field}`, only {there}", row, shape)
+        _fault(f"the row has no `{field}`, only {_given(row)}", row, shape)
     if not isinstance(value, str):
         _fault(f"`{field}` must be a text, found {type(value).__name__}", row, shape)
     if not value.strip():
@@ -330,24 +309,13 @@ def _turns(messages: tuple[Message, ...], field: str, row: DataRow, shape: str) 
     return messages if len(messages) > 1 else messages[0].content
 
 
-def _margin(row: DataRow) -> float:
-    margin = row.get("margin")
-    if margin is None:
-        return 0.0
-    if isinstance(margin, bool) or not isinstance(margin, int | float) or not math.isfinite(margin) or margin < 0:
-        _fault(f"`margin` must be a non-negative number, found {margin!r:.40}", row, PAIR_SHAPE)
-    return float(margin)
-
-
 def _metadata(row: DataRow, name: str) -> Any:
     value = row.get(name)
     try:
         json.dumps(value, allow_nan=False)
     except (TypeError, ValueError):
-        found = type(value).__name__
-        _fault(
-            f"`{name}` holds a {found}, which JSON cannot represent", row, "convert that column to text, or remove it"
-        )
+        what = f"`{name}` holds a {type(value).__name__}, which JSON cannot represent"
+        _fault(what, row, "convert that column to text, or remove it")
     return value
 
 
@@ -389,18 +357,16 @@ def pair_rows(prompt: Prompt, samples: Sequence[ScoredCompletion], *, most: int)
     """
     right = list(_different(samples, right=True))
     wrong = list(_different(samples, right=False))[:most]
-    if not right:
-        return []
     return [
         {
             **question_row(prompt),
-            "chosen": samples[right[at % len(right)]].text,
-            "rejected": samples[index].text,
-            "chosen_sample": right[at % len(right)],
-            "rejected_sample": index,
+            "chosen": samples[correct].text,
+            "rejected": samples[incorrect].text,
+            "chosen_sample": correct,
+            "rejected_sample": incorrect,
             "prompt_id": prompt.prompt_id,
         }
-        for at, index in enumerate(wrong)
+        for correct, incorrect in zip(cycle(right), wrong, strict=False)
     ]
 
 

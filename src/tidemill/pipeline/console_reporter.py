@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from dataclasses import astuple, fields
 
 from rich import box
 from rich.console import Console
@@ -12,7 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from tidemill.core.formatting import duration
-from tidemill.pipeline.execution import Row, plan_notes, rows
+from tidemill.pipeline.execution import action_text, plan_notes, size
 from tidemill.pipeline.stage_plan import Plan, PlannedStage, StageResult
 
 
@@ -21,7 +19,7 @@ class ConsoleReporter:
 
     def plan(self, plan: Plan) -> None:
         console = Console(stderr=True)
-        console.print(plan_table(rows(plan)))
+        console.print(plan_table(plan))
         for line in plan_notes(plan):
             console.print(line, markup=False, highlight=False)
 
@@ -36,12 +34,13 @@ class ConsoleReporter:
         sys.stderr.flush()
 
 
-def plan_table(shown: Sequence[Row]) -> Table:
+def plan_table(plan: Plan) -> Table:
     """One row per stage."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for field in fields(Row):
-        table.add_column(field.name, overflow="fold", no_wrap=field.name in ("stage", "kind"))
-    for row in shown:
-        style = "dim" if row.next in ("done", "left out") else ""
-        table.add_row(*map(escape, astuple(row)), style=style)
+    for name in ("stage", "kind", "model", "inputs", "next", "size"):
+        table.add_column(name, overflow="fold", no_wrap=name in ("stage", "kind"))
+    for planned in plan.stages:
+        stage = planned.stage
+        cells = (stage.name, stage.kind, stage.spec.model.source, ", ".join(stage.needs), action_text(planned))
+        table.add_row(*map(escape, (*cells, size(stage))), style="dim" if planned.action in ("done", "leave") else "")
     return table

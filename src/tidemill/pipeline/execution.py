@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,7 +13,7 @@ from tidemill.config.explain import derive
 from tidemill.config.issues import ConfigError, ConfigIssue, default_task_remark, without_effect
 from tidemill.config.keys import dotted
 from tidemill.config.load import STAGES
-from tidemill.config.pipeline import KINDS, PipelineSpec, StageKind, StageSpec
+from tidemill.config.pipeline import PipelineSpec, StageKind, StageSpec
 from tidemill.config.schema import RunSpec
 from tidemill.config.toml import tables_to_toml, to_toml
 from tidemill.core.errors import UserError, error_line
@@ -45,18 +45,6 @@ MAX_CHANGED_KEYS = 3  # listed in the plan's table
 ACTIONS: dict[Action, str] = {"done": "done", "resume": "resume", "run": "run", "wait": "waits", "leave": "left out"}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-    """A row of the plan's table."""
-
-    stage: str
-    kind: str
-    model: str
-    inputs: str
-    next: str  # the action
-    size: str
-
-
 def pipeline_toml(pipeline: PipelineSpec) -> str:
     """Every value of every stage as TOML, which parses back to an equal pipeline."""
     stages = []
@@ -64,21 +52,6 @@ def pipeline_toml(pipeline: PipelineSpec) -> str:
         sections = stage.sections() | {"run": {"seed": stage.spec.run.seed}}
         stages.append({"name": stage.name, "kind": stage.kind, **sections})
     return tables_to_toml({"run": pipeline.run.model_dump(mode="json"), STAGES: stages})
-
-
-def rows(plan: Plan) -> list[Row]:
-    """The plan as a table."""
-    return [
-        Row(
-            stage=planned.stage.name,
-            kind=planned.stage.kind,
-            model=planned.stage.spec.model.source,
-            inputs=", ".join(planned.stage.needs),
-            next=_action_text(planned),
-            size=size(planned.stage),
-        )
-        for planned in plan.stages
-    ]
 
 
 def row_data(plan: Plan) -> list[dict[str, Any]]:
@@ -116,7 +89,8 @@ def size(stage: StageSpec) -> str:
     return counted(epochs, "epoch") if epochs else counted(spec.trainer.steps, "step")
 
 
-def _action_text(planned: PlannedStage) -> str:
+def action_text(planned: PlannedStage) -> str:
+    """The action for the plan's table, with the keys that have changed."""
     text = ACTIONS[planned.action]
     if planned.due and planned.changed:
         # A changed input is named by its stage.
@@ -168,19 +142,14 @@ def plan_pipeline(pipeline: PipelineSpec, *, choice: Choice = EVERYTHING) -> Pla
     folder.refuse_single_run()
     pipeline = with_exact_models(pipeline)
     plan = make_plan(pipeline.stages, contents=contents_of(pipeline.stages), found=folder.found(), choice=choice)
-    remarks = check_inputs([planned.stage for planned in plan.due], pipeline.stages)
-    no_effect = [
-        f"stage {planned.stage.name}: {message}"
-        for planned in plan.due
-        if KINDS[planned.stage.kind].purpose == "train"
-        for message in without_effect(planned.stage.spec)
-    ]
-    remarks += [
-        f"stage {planned.stage.name}: {remark}"
-        for planned in plan.due
-        if planned.stage.kind == "rl" and (remark := default_task_remark(planned.stage.spec))
-    ]
-    return replace(plan, unused=(*pipeline.unused, *no_effect), remarks=tuple(remarks))
+    due, unused = [planned.stage for planned in plan.due], list(pipeline.unused)
+    remarks = check_inputs(due, pipeline.stages)
+    for stage in due:
+        if stage.kind == "rl":
+            unused += [f"stage {stage.name}: {message}" for message in without_effect(stage.spec)]
+            if remark := default_task_remark(stage.spec):
+                remarks.append(f"stage {stage.name}: {remark}")
+    return replace(plan, unused=tuple(unused), remarks=tuple(remarks))
 
 
 def with_exact_models(pipeline: PipelineSpec) -> PipelineSpec:
@@ -209,7 +178,6 @@ def run_pipeline(
     callbacks: Sequence[Callback] = (),
     stop: StopRequest | None = None,
     runners: Mapping[StageKind, RunStage] = RUNNERS,
-    unix_time: Callable[[], float] = time.time,
 ) -> dict[str, Any]:
     """Run or resume a pipeline until it is finished or interrupted; returns its summary.
 
@@ -235,7 +203,7 @@ def run_pipeline(
             hours = max(stage.spec.trainer.hours for stage in pipeline.stages)
             with stop.after_hours(hours):
                 session = Session(reporter=reporter, runners=runners, callbacks=callbacks, stop=stop)
-                outcome = _run_stages(folder, plan, state, session, unix_time)
+                outcome = _run_stages(folder, plan, state, session)
         except KeyboardInterrupt:  # in a stage that does not handle it: a resume repeats or continues the stage
             stop.signal, outcome = signal.SIGINT, "interrupted"
         except Exception as error:
@@ -247,16 +215,11 @@ def run_pipeline(
     return summary
 
 
-def _run_stages(
-    folder: PipelineFolder,
-    plan: Plan,
-    state: PipelineState,
-    session: Session,
-    unix_time: Callable[[], float],
-) -> PipelineOutcome:
+def _run_stages(folder: PipelineFolder, plan: Plan, state: PipelineState, session: Session) -> PipelineOutcome:
     """Run every stage that is due."""
     results = {planned.stage.name: planned.result for planned in plan.stages if planned.result}
     folders = {planned.stage.name: planned.folder for planned in plan.stages}
+    needs = {planned.stage.name: planned.stage.needs for planned in plan.stages}
     due = plan.due
     for number, planned in enumerate(due, 1):
         if session.stop.requested:
@@ -264,6 +227,10 @@ def _run_stages(
         session.reporter.begins(planned, number, len(due))
         state.stage_started(planned)
         stage, start_s = planned.stage, time.monotonic()
+        needed = list[str]()  # the stages it depends on, directly or not, in the order in which they run
+        for earlier in reversed(plan.stages):
+            if earlier.stage.name in stage.needs or any(earlier.stage.name in needs[name] for name in needed):
+                needed.insert(0, earlier.stage.name)
         products = {name: folder.product(folders[name], results[name]) for name in stage.needs}
         spec = resolved(stage, products, run=state.name, directory=folder.stages / planned.folder)
         directory = folder.start(planned.folder, to_toml(spec))
@@ -272,7 +239,7 @@ def _run_stages(
             kind=stage.kind,
             digest=planned.digest,
             spec=spec,
-            earlier=[results[name] for name in _ancestors(stage, plan) if name in results],
+            earlier=[results[name] for name in needed if name in results],
             progress=session.reporter.say,
             callbacks=session.callbacks,
             stop=session.stop,
@@ -280,8 +247,11 @@ def _run_stages(
         outcome = session.runners[stage.kind](job)
         if outcome.interrupted:
             return "interrupted"
-        _refuse_changed_inputs(planned)
-        result = _result(planned, outcome, directory, time.monotonic() - start_s, timestamp(unix_time()))
+        for key, digest in contents_of([stage])[stage.name].items():
+            if planned.contents[key] != digest:  # the result would be stored under the digest of the old files
+                hint = "run the same command again; it repeats the stage"
+                raise UserError("input changed while the stage ran", where=f"{key} of stage {stage.name}", hint=hint)
+        result = _result(planned, outcome, directory, time.monotonic() - start_s)
         folder.finish(planned.folder, result)
         results[stage.name] = result
         state.stage_finished(planned, result)
@@ -299,7 +269,7 @@ def resolved(stage: StageSpec, products: Mapping[str, Path | None], *, run: str,
     return RunSpec.model_validate(tree)
 
 
-def _result(planned: PlannedStage, outcome: Outcome, directory: Path, wall_s: float, finished: str) -> StageResult:
+def _result(planned: PlannedStage, outcome: Outcome, directory: Path, wall_s: float) -> StageResult:
     product = outcome.product
     if product is not None and product.is_relative_to(directory):
         product = product.relative_to(directory)  # the pipeline's directory may be moved
@@ -311,30 +281,6 @@ def _result(planned: PlannedStage, outcome: Outcome, directory: Path, wall_s: fl
         headline=outcome.headline,
         figures=outcome.figures,
         wall_s=round(outcome.wall_s if outcome.wall_s is not None else wall_s, 3),
-        finished=finished,
+        finished=timestamp(time.time()),
         values=planned.values,
     )
-
-
-def _refuse_changed_inputs(planned: PlannedStage) -> None:
-    """The result would be stored under the digest of the old files."""
-    now = contents_of([planned.stage])[planned.stage.name]
-    for key, digest in now.items():
-        if planned.contents[key] != digest:
-            raise UserError(
-                "input changed while the stage ran",
-                where=f"{key} of stage {planned.stage.name}",
-                hint="run the same command again; it repeats the stage",
-            )
-
-
-def _ancestors(stage: StageSpec, plan: Plan) -> list[str]:
-    """The stages it depends on, directly or not, in the order in which they run."""
-    needs = {planned.stage.name: planned.stage.needs for planned in plan.stages}
-    found, remaining = set[str](), list(stage.needs)
-    while remaining:
-        name = remaining.pop()
-        if name not in found:
-            found.add(name)
-            remaining += needs[name]
-    return [name for name in needs if name in found]

@@ -21,13 +21,7 @@ ENDINGS = {
     "failed": "A stage failed; the same command resumes the pipeline.",
     "running": "The pipeline is running or was killed; the same command resumes it.",
 }
-DOTS = {
-    "done": "finished",
-    "running": "running",
-    "interrupted": "interrupted",
-    "failed": "failed",
-    "started": "interrupted",
-}
+DOTS = {"done": "finished", "started": "interrupted"}
 HIDDEN = ("model", "weights_digest", "seed")
 LABELS = {
     "peak_rss_bytes": "peak memory",
@@ -38,11 +32,7 @@ LABELS = {
 
 
 def write_page(folder: PipelineFolder) -> Path:
-    """Write report.html from pipeline.json and summary.json.
-
-    Raises:
-        UserError: it cannot be written.
-    """
+    """Write report.html from pipeline.json and summary.json. Raises UserError: it cannot be written."""
     write_atomically(folder.report, render_page(TEMPLATE, **context(folder)).encode())
     return folder.report
 

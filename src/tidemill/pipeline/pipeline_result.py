@@ -79,11 +79,8 @@ def _planned(stages: Sequence[Stage]) -> list[Stage]:
 
 
 def _last(stages: Sequence[Stage]) -> Stage | None:
-    for kinds in RESULT_KINDS:
-        for stage in reversed(stages):
-            if stage["kind"] in kinds:
-                return stage
-    return None
+    ranked = (stage for kinds in RESULT_KINDS for stage in reversed(stages) if stage["kind"] in kinds)
+    return next(ranked, None)
 
 
 def _result_of(stage: Stage, stages: Sequence[Stage], main: Stage) -> PipelineResult:
@@ -98,14 +95,8 @@ def _measurement(stage: Stage, stages: Sequence[Stage]) -> Stage | None:
     """The last finished evaluation of a stage's model, or of its export."""
     names = {f"stage:{stage['name']}"}
     names |= {f"stage:{one['name']}" for one in stages if one["kind"] == "export" and one["model"] in names}
-    return next(
-        (
-            one
-            for one in reversed(stages)
-            if one["kind"] == "eval" and one["state"] == "done" and one["model"] in names and main_figure(one)
-        ),
-        None,
-    )
+    finished = [one for one in stages if one["kind"] == "eval" and one["state"] == "done" and one["model"] in names]
+    return next((one for one in reversed(finished) if main_figure(one)), None)
 
 
 def main_figure(stage: Stage) -> str:

@@ -20,6 +20,7 @@ from tidemill.config.model import ModelConfig
 from tidemill.config.pipeline import KINDS, Product, StageKind, StageSpec
 from tidemill.config.task import DataConfig
 from tidemill.core.errors import UserError
+from tidemill.core.protocols import TurnFormat
 from tidemill.core.records import Episode, Message, ParsedTurn
 from tidemill.data.build_task import configured_task
 from tidemill.data.eval_sets import with_eval_sets
@@ -63,11 +64,7 @@ WORK: Mapping[StageKind, Work] = {
 
 
 def check_inputs(due: Sequence[StageSpec], stages: Sequence[StageSpec]) -> list[str]:
-    """Check the stages that are due. Inputs that several stages share are checked once.
-
-    Args:
-        due: the stages to check.
-        stages: all stages of the pipeline.
+    """Check the stages that are due, of all stages. Inputs that several of them share are checked once.
 
     Returns:
         Remarks on rows that are left out or lack values.
@@ -153,7 +150,7 @@ class Preflight:
         for key, config in configs.items():
             if not sources[key].startswith(PREFIX):
                 name = ("model", config.source, config.revision, config.char)
-                self._once(stage, name, partial(self._load_named, config, key))
+                self._once(stage, name, partial(errors_at_key(key)(self._load), config))
                 if key != "critic.source" and stage.kind != "export":  # an export copies any model
                     writes = ("generates", config.source)
                     self._once(stage, writes, partial(refuse_reward_model, config.source))
@@ -245,10 +242,6 @@ class Preflight:
             raise found
         return found
 
-    def _load_named(self, config: ModelConfig, key: str) -> None:
-        with errors_at_key(key):
-            self._load(config)
-
     def _load_valid(self, config: ModelConfig) -> KnownModel | None:
         """None also for an invalid model, which is reported where it is named."""
         try:
@@ -262,24 +255,15 @@ class Preflight:
             return
 
         def check() -> None:
-            if policy is None:
-                unlimited = data.model_copy(update={"max_tokens": 0})
-                codec = AnyCodec()
-                examples = load(
-                    unlimited,
-                    chat_template=chat,
-                    codec=codec,
-                    turn_formats=lambda _: codec,
-                    context_limit=sys.maxsize,
-                )
-            else:
-                examples = load(
-                    data,
-                    chat_template=chat,
-                    codec=policy.codec,
-                    turn_formats=cache(lambda chat: turn_format(policy.codec, env, chat_template=chat)),
-                    context_limit=policy.context_limit,
-                )
+            codec: AnyCodec | TextCodec = AnyCodec() if policy is None else policy.codec
+            rows = data.model_copy(update={"max_tokens": 0}) if policy is None else data
+            limit = sys.maxsize if policy is None else policy.context_limit
+
+            @cache
+            def formats(chat: bool) -> TurnFormat:
+                return codec if isinstance(codec, AnyCodec) else turn_format(codec, env, chat_template=chat)
+
+            examples = load(rows, chat_template=chat, codec=codec, turn_formats=formats, context_limit=limit)
             if examples.left_out:
                 self.remarks.append(f"stage {stage.name}: {examples.description}")
 
@@ -315,12 +299,8 @@ class Preflight:
     def _check_reward_models(self, stage: StageSpec, policy: KnownModel | None) -> None:
         for index, reward in enumerate(stage.spec.scoring.rewards):
             if reward.kind == "model":
-                key, source = f"scoring.rewards[{index}].model", reward.model
-                self._once(
-                    stage,
-                    ("reward model", key, source, policy),
-                    partial(self._check_reward_model, source, policy, key),
-                )
+                inputs = (reward.model, policy, f"scoring.rewards[{index}].model")
+                self._once(stage, ("reward model", *inputs), partial(self._check_reward_model, *inputs))
 
     def _check_reward_model(self, source: str, policy: KnownModel | None, key: str) -> None:
         """A reward model's folder, or the stage that trains it, needs the policy's tokenizer."""

@@ -11,6 +11,7 @@ import platform
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -102,10 +103,9 @@ def run_rl(job: Job) -> Outcome:
     newest = CheckpointStore(job.directory / "checkpoints", keep_last=1).latest().checkpoint
     assert newest is not None, "a finished run has a checkpoint"
     measured = summary["eval"]
-    steps = counted(summary["steps"], "step")
-    headline = steps
+    headline = counted(summary["steps"], "step")
     if changes := held_out_changes(measured, digits=3):
-        headline = f"{changes} (n = {measured['n']}) in {steps}"
+        headline = f"{changes} (n = {measured['n']}) in {headline}"
     figures = {
         "steps": summary["steps"],
         "greedy_accuracy_before": measured["before"]["greedy_accuracy"],
@@ -115,9 +115,7 @@ def run_rl(job: Job) -> Outcome:
         **{name: measured["after"].get(name) for name in _INTERVALS},
         **{f"{name.removesuffix(INTERVAL)}_before{INTERVAL}": measured["before"].get(name) for name in _INTERVALS},
         "n": measured["n"],
-        "tokens_generated": summary["tokens_generated"],
-        "tokens_trained": summary["tokens_trained"],
-        "peak_rss_bytes": summary["peak_rss_bytes"],
+        **{name: summary[name] for name in ("tokens_generated", "tokens_trained", "peak_rss_bytes")},
     }
     return Outcome(product=_merged(newest.path, job), headline=headline, figures=figures, wall_s=summary["wall_s"])
 
@@ -135,29 +133,20 @@ def run_supervised(job: Job) -> Outcome:
     measured = [f"{name.replace('_', ' ')} {decimal(value)}" for name, value in held_out.items()]
     steps = counted(summary["steps"], "step")
     headline = f"held out: {', '.join(measured)}; {steps}" if measured else steps
-    figures = {
-        "steps": summary["steps"],
-        **held_out,
-        "tokens_trained": summary["tokens_trained"],
-        "peak_rss_bytes": summary["peak_rss_bytes"],
-    }
-    return Outcome(
-        product=_merged(Path(summary["model"]), job), headline=headline, figures=figures, wall_s=summary["wall_s"]
-    )
+    used = {name: summary[name] for name in ("tokens_trained", "peak_rss_bytes")}
+    figures = {"steps": summary["steps"], **held_out, **used}
+    product = _merged(Path(summary["model"]), job)
+    return Outcome(product=product, headline=headline, figures=figures, wall_s=summary["wall_s"])
 
 
 def run_eval(job: Job) -> Outcome:
     """Evaluate a model on the task's held-out prompts and on `eval.sets`; has no output."""
     from tidemill.jobs.model_evaluation import evaluate
 
-    found = evaluate(
-        job.spec,
-        compare=job.spec.eval.compare_with,
-        progress=job.progress,
-        answers=job.directory / ANSWERS,
-    )
-    figures = write_evaluation(job.directory, job.spec, found)
-    (job.directory / ANSWERS).unlink(missing_ok=True)
+    answers, spec = job.directory / ANSWERS, job.spec
+    found = evaluate(spec, compare=spec.eval.compare_with, progress=job.progress, answers=answers)
+    figures = write_evaluation(job.directory, spec, found)
+    answers.unlink(missing_ok=True)
     return Outcome(headline=evaluation_headline(found), figures=figures)
 
 
@@ -167,11 +156,14 @@ def run_export(job: Job) -> Outcome:
 
     settings = job.spec.export
     target = (settings.path or job.directory / "model").expanduser().absolute()
-    written = export_model(job.spec, to=target, dtype=settings.dtype, digest=job.digest, history=_history(job))
+    # How the model was made: the initial model and each stage's result.
+    initial = next((name for result in job.earlier if (name := result.values.get("model.source"))), None)
+    history = [f"initial model: {initial}"] if initial else []
+    history += [f"{result.name} ({result.kind}): {result.headline}" for result in job.earlier]
+    written = export_model(job.spec, to=target, dtype=settings.dtype, digest=job.digest, history=history)
     headline = f"{compact(written.parameters)} parameters in {settings.dtype}, {compact(written.bytes)}B"
-    return Outcome(
-        product=target, headline=headline, figures={"bytes": written.bytes, "parameters": written.parameters}
-    )
+    figures = {"bytes": written.bytes, "parameters": written.parameters}
+    return Outcome(product=target, headline=headline, figures=figures)
 
 
 def _merged(checkpoint: Path, job: Job) -> Path:
@@ -188,13 +180,6 @@ def _merged(checkpoint: Path, job: Job) -> Path:
     export_merged(checkpoint, merged, resolve_base=lambda model: resolve(model, progress=job.progress))
     seal(merged, step=read_manifest(checkpoint).step, score=None)
     return merged
-
-
-def _history(job: Job) -> list[str]:
-    """How the exported model was made: the initial model and each stage's result."""
-    initial = next((name for result in job.earlier if (name := result.values.get("model.source"))), None)
-    stages = [f"{result.name} ({result.kind}): {result.headline}" for result in job.earlier]
-    return [f"initial model: {initial}", *stages] if initial else stages
 
 
 RUNNERS: dict[StageKind, RunStage] = {
@@ -299,13 +284,10 @@ def _write_events(run: RunDirectory, figures: Mapping[str, dict[str, Any]]) -> N
     """One event for each evaluation, by name, between those of the session."""
     wall_s, session = sum(float(each.get("duration_s") or 0.0) for each in figures.values()), run.past.count + 1
     evaluations = [{"step": 0, **({} if name == HELD_OUT_NAME else {"set": name}), **figures[name]} for name in figures]
-    log = JsonlWriter(run.events)
-    try:
+    with closing(JsonlWriter(run.events)) as log:
         for name, fields, elapsed_s in (
             (SESSION_START, {"pid": os.getpid(), "host": platform.node()}, 0.0),
             *((EVALUATION, fields, wall_s) for fields in evaluations),
             (SESSION_END, {"outcome": "finished"}, wall_s),
         ):
             log.write(event_line(name, fields, unix_s=time.time(), session=session, elapsed_s=elapsed_s))
-    finally:
-        log.close()

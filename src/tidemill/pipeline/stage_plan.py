@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -296,8 +296,11 @@ def content_digest(path: Path, *, where: str) -> str:
     """
     digest = xxhash.xxh3_128()
     try:
-        for file in _files(path):
-            digest.update(f"{file.relative_to(path).as_posix()}\0{file.stat().st_size}\0".encode())
+        for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
+            name = file.relative_to(path)
+            if file != path and (any(part.startswith(".") for part in name.parts) or not file.is_file()):
+                continue
+            digest.update(f"{name.as_posix()}\0{file.stat().st_size}\0".encode())
             with file.open("rb") as stream:
                 while chunk := stream.read(CHUNK_BYTES):
                     digest.update(chunk)
@@ -307,13 +310,3 @@ def content_digest(path: Path, *, where: str) -> str:
         what = f"cannot be read: {(error.strerror or str(error)).lower()}"
         raise UserError(what, where=f"{where}: {path}", hint="make it readable, or name another") from None
     return digest.hexdigest()
-
-
-def _files(path: Path) -> Iterator[Path]:
-    if not path.is_dir():
-        yield path
-        return
-    for file in sorted(path.rglob("*")):
-        hidden = any(part.startswith(".") for part in file.relative_to(path).parts)
-        if file.is_file() and not hidden:
-            yield file

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, Self, TypeAlias
 
@@ -57,10 +58,7 @@ class PipelineFolder(LockedDirectory):
         return folder
 
     def refuse_single_run(self) -> None:
-        """
-        Raises:
-            UserError: it is the directory of a run without stages.
-        """
+        """Raises UserError: it is the directory of a run without stages."""
         if RunDirectory(self.path).manifest.exists():
             what = "this directory contains a single run, and the recipe has stages"
             raise UserError(what, where=str(self.path), hint=another_directory(self.path))
@@ -69,17 +67,15 @@ class PipelineFolder(LockedDirectory):
         """The stages on disk by folder, including those of earlier configurations."""
         if not self.stages.is_dir():
             return {}
-        folders = (each for each in sorted(self.stages.iterdir()) if each.is_dir() and not each.name.startswith("."))
-        return {each.name: FoundStage(name=each.name.rpartition("-")[0], result=self._result(each)) for each in folders}
-
-    def _result(self, folder: Path) -> StageResult | None:
-        """The result of a finished stage whose output exists."""
-        try:
-            result = msgspec.json.decode((folder / RESULT_FILE).read_bytes(), type=StageResult)
-        except (FileNotFoundError, msgspec.DecodeError, UnicodeDecodeError):
-            return None
-        product = self.product(folder.name, result)
-        return result if product is None or product.exists() else None
+        found = dict[str, FoundStage]()
+        for folder in (each for each in sorted(self.stages.iterdir()) if each.is_dir() and each.name[0] != "."):
+            result: StageResult | None = None
+            with suppress(FileNotFoundError, msgspec.DecodeError, UnicodeDecodeError):
+                result = msgspec.json.decode((folder / RESULT_FILE).read_bytes(), type=StageResult)
+                product = self.product(folder.name, result)
+                result = result if product is None or product.exists() else None
+            found[folder.name] = FoundStage(name=folder.name.rpartition("-")[0], result=result)
+        return found
 
     def product(self, folder: str, result: StageResult) -> Path | None:
         """The path of a finished stage's output, if its kind has one."""
@@ -172,27 +168,25 @@ class PipelineState:
     def _write(self, outcome: str, *, time_is_up: bool = False, error: str = "") -> dict[str, Any]:
         states, summaries = [], []
         for planned in self._plan.stages:
-            name, kind, result = planned.stage.name, planned.stage.kind, self._results.get(planned.stage.name)
-            state, folder = self._states[name], f"{self._folder.stages.name}/{planned.folder}"
+            stage, result = planned.stage, self._results.get(planned.stage.name)
+            folder = f"{self._folder.stages.name}/{planned.folder}"
+            named: dict[str, Any] = {"name": stage.name, "kind": stage.kind, "state": self._states[stage.name]}
             states.append(
                 {
-                    "name": name,
-                    "kind": kind,
-                    "state": state,
+                    **named,
                     "digest": planned.digest,
                     "folder": folder,
-                    "model": planned.stage.spec.model.source,
-                    "needs": list(planned.stage.needs),
+                    "model": stage.spec.model.source,
+                    "needs": list(stage.needs),
                     "product": result.product if result else None,
                     "finished": result.finished if result else None,
                 }
             )
-            summary = {"name": name, "kind": kind, "state": state, "ran": name in self._ran, "run_dir": folder}
+            summary = {**named, "ran": stage.name in self._ran, "run_dir": folder}
             if result:
                 summary |= {"headline": result.headline, "wall_s": result.wall_s, "figures": result.figures}
             summaries.append(summary)
-        stale = list(self._stale)
-        pipeline = {"name": self.name, "outcome": outcome, "stages": states, "stale": stale}
+        pipeline = {"name": self.name, "outcome": outcome, "stages": states, "stale": list(self._stale)}
         self._folder.write_json(self._folder.state, pipeline)
         whole = {
             "pipeline": self.name,

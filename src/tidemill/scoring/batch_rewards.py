@@ -11,6 +11,7 @@ import asyncio
 import os
 from collections import deque
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -93,21 +94,20 @@ class BatchedReward:
     async def _serve(self) -> None:
         try:
             await asyncio.sleep(0)  # include samples that finish in the same loop iteration
-            while batch := self._next_batch():
+            while True:
+                batch = list[tuple[RewardInput, asyncio.Future[Any]]]()
+                while self._waiting and len(batch) < self._most:
+                    entry = self._waiting.popleft()
+                    if not entry[1].done():  # already timed out
+                        batch.append(entry)
+                if not batch:
+                    break
                 answering = asyncio.create_task(self._answer(batch))
                 self._answering.add(answering)
                 answering.add_done_callback(self._answering.discard)
                 await asyncio.wait({answering}, timeout=self._overtake_s)
         finally:
             self._serving = None
-
-    def _next_batch(self) -> list[tuple[RewardInput, asyncio.Future[Any]]]:
-        batch: list[tuple[RewardInput, asyncio.Future[Any]]] = []
-        while self._waiting and len(batch) < self._most:
-            entry = self._waiting.popleft()
-            if not entry[1].done():  # already timed out
-                batch.append(entry)
-        return batch
 
     async def _answer(self, batch: list[tuple[RewardInput, asyncio.Future[Any]]]) -> None:
         results: Sequence[Any]
@@ -154,39 +154,56 @@ class HttpScorer:
     Each request has a deadline from connecting to the last byte of the response; a sample's deadline is divided
     evenly among the attempts.
 
-    Args:
-        pause_s: before the first retry.
-
     Raises:
         UserError: the variable that `auth_env` names is not set or is not a valid header value.
     """
 
-    def __init__(self, config: RewardConfig, *, pause_s: float = PAUSE_S) -> None:
-        self._url, self._tries, self._pause_s = config.url, config.retries + 1, pause_s
+    def __init__(self, config: RewardConfig) -> None:
+        self._url, self._tries = config.url, config.retries + 1
         self._request_s = config.longest_wait_s / self._tries
         self._headers = {"content-type": "application/json", "accept": "application/json", **_authorization(config)}
         # No proxy or credentials from the environment, and no redirect to another server.
         self._client = httpx2.AsyncClient(trust_env=False, follow_redirects=False, timeout=None)
 
     async def score_batch(self, samples: Sequence[RewardInput]) -> Sequence[float | Exception]:
-        """
-        Raises:
-            RemoteError: no response, or a response without one score per sample.
-        """
-        body = msgspec.json.encode({"samples": [_request_fields(sample) for sample in samples]})
-        for number in range(self._tries):
-            try:
-                return self._scores(await self._ask(body), len(samples))
-            except Unavailable:
-                if number + 1 == self._tries:
-                    raise
-                await asyncio.sleep(self._pause_s * 2**number)
-        raise AssertionError("there is at least one attempt")
+        """Raises RewardServerError: no response, or a response without one score per sample."""
+        fields = [
+            {
+                "id": f"{of.purpose}/{of.prompt_id}/{of.epoch}/{of.index}",
+                "prompt": sample.prompt.text,
+                "completion": sample.completion,
+                "answer": sample.prompt.answer,
+                "metadata": sample.prompt.metadata,
+            }
+            for sample, of in ((each, each.sample_id) for each in samples)
+        ]
+        answer = await self._ask(msgspec.json.encode({"samples": fields}))
+        try:
+            scores = msgspec.json.decode(answer)["scores"]
+        except (msgspec.DecodeError, KeyError, TypeError) as error:
+            raise RewardServerError(f'{self._url} answered without {{"scores": [...]}}') from error
+        if not isinstance(scores, list) or len(scores) != len(samples):
+            found = len(scores) if isinstance(scores, list) else "no array of"
+            raise RewardServerError(f"{self._url} answered {found} scores for {len(samples)} samples")
+        return [
+            float(value)
+            if isinstance(value, int | float) and not isinstance(value, bool)
+            else RewardServerError(f"{self._url} gave no score: {value!r:.60}")
+            for value in scores
+        ]
 
     async def close(self) -> None:
         await self._client.aclose()
 
     async def _ask(self, body: bytes) -> bytes:
+        """The response to a request, which is sent again if the server is unavailable."""
+        for number in range(self._tries - 1):
+            with suppress(Unavailable):
+                return await self._ask_once(body)
+            await asyncio.sleep(PAUSE_S * 2**number)
+        return await self._ask_once(body)
+
+    async def _ask_once(self, body: bytes) -> bytes:
         try:
             async with (
                 asyncio.timeout(self._request_s),
@@ -208,21 +225,6 @@ class HttpScorer:
         except httpx2.HTTPError as error:
             raise Unavailable(f"{self._url}: {type(error).__name__} {error}".rstrip()) from error
 
-    def _scores(self, answer: bytes, count: int) -> list[float | Exception]:
-        try:
-            scores = msgspec.json.decode(answer)["scores"]
-        except (msgspec.DecodeError, KeyError, TypeError) as error:
-            raise RewardServerError(f'{self._url} answered without {{"scores": [...]}}') from error
-        if not isinstance(scores, list) or len(scores) != count:
-            found = len(scores) if isinstance(scores, list) else "no array of"
-            raise RewardServerError(f"{self._url} answered {found} scores for {count} samples")
-        return [self._score(value) for value in scores]
-
-    def _score(self, value: object) -> float | Exception:
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            return float(value)
-        return RewardServerError(f"{self._url} gave no score: {value!r:.60}")
-
 
 def _authorization(config: RewardConfig) -> dict[str, str]:
     """The header with the secret, which is kept in memory only and never part of an error message."""
@@ -236,14 +238,3 @@ def _authorization(config: RewardConfig) -> dict[str, str]:
         what = f"the value of {config.auth_env} has characters that are not allowed in a header"
         raise UserError(what, where=where, hint="set it to one line of plain ASCII")
     return {config.auth_header: secret}
-
-
-def _request_fields(sample: RewardInput) -> dict[str, Any]:
-    named = sample.sample_id
-    return {
-        "id": f"{named.purpose}/{named.prompt_id}/{named.epoch}/{named.index}",
-        "prompt": sample.prompt.text,
-        "completion": sample.completion,
-        "answer": sample.prompt.answer,
-        "metadata": sample.prompt.metadata,
-    }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import Any, Protocol, TypeAlias
@@ -154,11 +154,8 @@ def _task(config: RewardConfig, context: Context) -> RewardFunction:
     """The score of the task's own scorer, which runs in the sandbox."""
     check = context.task.check
     if check is None:
-        raise UserError(
-            "this task has no scorer",
-            where=WHERE,
-            hint='compare with the answer: reward kind "exact" or "numeric"',
-        )
+        hint = 'compare with the answer: reward kind "exact" or "numeric"'
+        raise UserError("this task has no scorer", where=WHERE, hint=hint)
     return PackageReward(check, context.sandbox, timeout_s=context.timeout_s, most=context.concurrency)
 
 
@@ -247,80 +244,68 @@ def build_rewards(configs: Sequence[RewardConfig], context: Context) -> tuple[Na
     """
     rewards: dict[str, NamedReward] = {}
     for config in configs:
-        name = _name(config, rewards)
-        reward = _build(name, config, context)
-        rewards[name] = reward
+        python = config.kind == "python"
+        name = base = config.name or (config.function.rpartition(":")[2] if python else config.kind)
+        if base in rewards and (config.name or python):
+            hint = "give each a name of its own: name = ..."
+            raise UserError(f"two rewards are named {base}", where=WHERE, hint=hint)
+        numbers = itertools.count(2)
+        while name in rewards:
+            name = f"{base}_{next(numbers)}"
+        rewards[name] = NamedReward(
+            name=name,
+            weight=config.weight,
+            correct_at=correct_at(config),
+            judges=judges(config),
+            gold=config.role == "gold",
+            **_calls(config, context),
+        )
     return tuple(rewards.values())
 
 
-def _name(config: RewardConfig, taken: Collection[str]) -> str:
-    python = config.kind == "python"
-    base = config.name or (config.function.rpartition(":")[2] if python else config.kind)
-    if base not in taken:
-        return base
-    if config.name or python:
-        hint = "give each a name of its own: name = ..."
-        raise UserError(f"two rewards are named {base}", where=WHERE, hint=hint)
-    return next(name for number in itertools.count(2) if (name := f"{base}_{number}") not in taken)
-
-
-def _build(name: str, config: RewardConfig, context: Context) -> NamedReward:
-    if config.kind in IN_PROCESSES:
-        return _build_in_processes(name, config, context)
-    function = BUILT_IN[config.kind](config, context)
-    scores: QueuedReward | None = function if config.kind in QUEUED else None  # type: ignore[assignment]
-    return NamedReward(
-        name=name,
-        weight=config.weight,
-        function=function,
-        inline=config.kind in INLINE,
-        scores=scores,
-        timeout_s=_timeout_s(config, scores),
-        correct_at=correct_at(config),
-        judges=judges(config),
-        gold=config.role == "gold",
-        needs_answer=config.kind in COMPARES,
-    )
-
-
-def _build_in_processes(name: str, config: RewardConfig, context: Context) -> NamedReward:
-    """A function of the user, or one that parses what a model wrote."""
-    timeout_s: float | None = None
-    needs_answer, place = True, ""
+def _calls(config: RewardConfig, context: Context) -> dict[str, Any]:
+    """The fields of a reward that decide about its calls."""
+    if config.kind not in IN_PROCESSES:
+        function = BUILT_IN[config.kind](config, context)
+        queued = function if config.kind in QUEUED else None
+        timeout_s = config.longest_wait_s if queued else None
+        if config.kind == "tests":  # ends by itself: a program that takes long must not make its sample invalid
+            timeout_s = config.longest_wait_s + GRACE_S
+        elif config.kind == "task":  # has its deadline for each answer, which begins after the queue
+            timeout_s = LONGEST_QUEUE_S
+        return {
+            "function": function,
+            "inline": config.kind in INLINE,
+            "scores": queued,
+            "timeout_s": timeout_s,
+            "needs_answer": config.kind in COMPARES,
+        }
+    found: dict[str, Any] = {"inline": False, "queues": False, "value": lambda score: score}  # converted where it runs
+    caller: FunctionCaller
     scores: QueuedReward
     if config.kind == "math_verify":
         import_extra("math_verify", package="math-verify", needed_by="the reward math_verify")
-        caller: FunctionCaller
         if AVAILABLE:
             caller = context.processes.add(MATH_VERIFY, weights={}, together=False, lists=False)
         else:
             caller = ThreadFunction(MATH_VERIFY.load(where=WHERE), {}, context.calls, context.concurrency)
-        scores = SampleReward(caller, _completion_and_answer, timeout_s=context.timeout_s)
+        scores = SampleReward(
+            caller,
+            lambda sample: {"completion": sample.completion, "answer": sample.answer()},
+            timeout_s=context.timeout_s,
+        )
+        return found | {"function": scores, "scores": scores, "needs_answer": True}
+    extension = resolve(config.function, "reward", where=WHERE_FUNCTION)
+    reward = UserReward(extension, columns=context.task.columns, weights=config.weights)
+    caller = _caller(reward, context)
+    if reward.batch:
+        batches = BatchFunction(caller, reward, timeout_s=config.longest_wait_s)
+        scores = BatchedReward(batches, most=config.batch)
+        found["timeout_s"] = config.longest_wait_s
     else:
-        reward = user_reward(config, context)
-        caller = _caller(reward, context)
-        needs_answer = reward.needs_answer
-        place = place_of(reward.extension.function)
-        if reward.batch:
-            timeout_s = config.longest_wait_s
-            scores = BatchedReward(BatchFunction(caller, reward, timeout_s=timeout_s), most=config.batch)
-        else:
-            scores = SampleReward(caller, reward.arguments, timeout_s=context.timeout_s)
-    return NamedReward(
-        name=name,
-        weight=config.weight,
-        function=scores,
-        inline=False,
-        scores=scores,
-        value=_converted,
-        timeout_s=timeout_s,
-        queues=False,
-        correct_at=correct_at(config),
-        judges=judges(config),
-        gold=config.role == "gold",
-        needs_answer=needs_answer,
-        place=place,
-    )
+        scores = SampleReward(caller, reward.arguments, timeout_s=context.timeout_s)
+    place = place_of(extension.function)
+    return found | {"function": scores, "scores": scores, "needs_answer": reward.needs_answer, "place": place}
 
 
 def _caller(reward: UserReward, context: Context) -> FunctionCaller:
@@ -331,33 +316,9 @@ def _caller(reward: UserReward, context: Context) -> FunctionCaller:
         try:
             target = target_of(extension.function, extension.path, name=extension.name, copy_shared=process is True)
         except UnportableError as reason:
-            context.warn(
-                f"warning: the reward {extension.name} runs in this process, where it cannot be stopped: {reason}"
-            )
+            place = "in this process, where it cannot be stopped"
+            context.warn(f"warning: the reward {extension.name} runs {place}: {reason}")
         else:
             together = is_async(extension.function)
             return context.processes.add(target, weights=reward.weights, together=together, lists=reward.batch)
     return ThreadFunction(extension.function, reward.weights, context.calls, context.concurrency)
-
-
-def _completion_and_answer(sample: RewardInput) -> dict[str, str]:
-    return {"completion": sample.completion, "answer": sample.answer()}
-
-
-def _timeout_s(config: RewardConfig, scores: QueuedReward | None) -> float | None:
-    if config.kind == "tests":  # ends by itself: a program that takes long must not make its sample invalid
-        return config.longest_wait_s + GRACE_S
-    if config.kind == "task":  # has its deadline for each answer, which begins after the queue
-        return LONGEST_QUEUE_S
-    return config.longest_wait_s if scores else None
-
-
-def _converted(score: Score) -> Score:
-    """`NamedReward.value` of a function whose results are converted where it runs."""
-    return score
-
-
-def user_reward(config: RewardConfig, context: Context) -> UserReward:
-    """Raises UserError: the function does not exist, or takes something that does not exist."""
-    extension = resolve(config.function, "reward", where=WHERE_FUNCTION)
-    return UserReward(extension, columns=context.task.columns, weights=config.weights)

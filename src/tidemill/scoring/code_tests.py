@@ -10,7 +10,6 @@ import json
 import math
 import re
 import time
-from collections.abc import Sequence
 from contextlib import closing
 from typing import Any
 
@@ -65,23 +64,18 @@ class CodeTests:
         for attempt in range(ATTEMPTS):
             try:
                 with closing(open_sandbox(self._sandbox)) as sandbox:
-                    passed = self._passed(sandbox, program, tests)
+                    passed, end_s = 0, time.monotonic() + self._config.longest_wait_s
+                    for test in tests:
+                        left_s = end_s - time.monotonic()
+                        if left_s > 0 and _passes(sandbox, program, test, left_s):
+                            passed += 1
+                        elif not self._config.partial:  # one failure decides
+                            break
                 break
             except SandboxLostError:
                 if attempt == ATTEMPTS - 1:
                     raise
         return passed / len(tests) if self._config.partial else float(passed == len(tests))
-
-    def _passed(self, sandbox: Sandbox, program: str, tests: Sequence[CodeTest]) -> int:
-        """The number of tests passed within the time of the reward; stops early if one failure decides."""
-        end_s, passed = time.monotonic() + self._config.longest_wait_s, 0
-        for test in tests:
-            left_s = end_s - time.monotonic()
-            if left_s > 0 and _passes_here(sandbox, program, test, left_s):
-                passed += 1
-            elif not self._config.partial:
-                break
-        return passed
 
 
 def tests_of(metadata: dict[str, Any]) -> list[CodeTest]:
@@ -115,23 +109,19 @@ def program_of(sample: RewardInput, *, with_prompt: bool) -> str:
     return block
 
 
-def _passes_here(sandbox: Sandbox, program: str, test: CodeTest, timeout_s: float) -> bool:
+def _passes(sandbox: Sandbox, program: str, test: CodeTest, timeout_s: float) -> bool:
     """Whether a program passes in a sandbox in which it has run before; raises SandboxLostError."""
     try:
-        return _passes(sandbox, program, test, timeout_s)
+        if test.output is not None:
+            sandbox.write("program.py", program.encode(errors="replace"))
+            finished = sandbox.run(["python3", "-I", "program.py"], stdin=test.input.encode(), timeout_s=timeout_s)
+            return finished.code == 0 and _lines(finished.stdout.decode(errors="replace")) == _lines(test.output)
+        call = {"program": program, "function": test.function, "arguments": test.arguments}
+        finished = sandbox.run(["python3", "-I", "-c", CALL], stdin=json.dumps(call).encode(), timeout_s=timeout_s)
     except SandboxLostError:
         raise
     except SandboxError:  # by what the program did to its files
         return False
-
-
-def _passes(sandbox: Sandbox, program: str, test: CodeTest, timeout_s: float) -> bool:
-    if test.output is not None:
-        sandbox.write("program.py", program.encode(errors="replace"))
-        finished = sandbox.run(["python3", "-I", "program.py"], stdin=test.input.encode(), timeout_s=timeout_s)
-        return finished.code == 0 and _lines(finished.stdout.decode(errors="replace")) == _lines(test.output)
-    call = {"program": program, "function": test.function, "arguments": test.arguments}
-    finished = sandbox.run(["python3", "-I", "-c", CALL], stdin=json.dumps(call).encode(), timeout_s=timeout_s)
     last = finished.stdout.decode(errors="replace").rstrip("\n").rpartition("\n")[2]
     try:
         return finished.code == 0 and _equal(json.loads(last), test.result)

@@ -63,8 +63,12 @@ class CheckProgram:
         self._reader: asyncio.StreamReader | None = None
         self._writer: asyncio.StreamWriter | None = None
         config = config.model_copy(update={"network": "none"})
+        found = importlib.util.find_spec(check.package)
+        own = [str(Path(found.origin).parent.parent)] if found is not None and found.origin else []
+        installed = [path for path in (*sys.path, *own) if path in own or Path(path).name in SITE_FOLDERS]
+        packages = dict.fromkeys(os.path.realpath(path) for path in installed if Path(path).is_dir())
         folders = {"programs": str(PROGRAM.parent)}
-        folders |= {f"packages{number}": path for number, path in enumerate(_package_folders(check.package))}
+        folders |= {f"packages{number}": path for number, path in enumerate(packages)}
         self._sandbox: LocalSandbox | None = None
         self._stream: socket.socket | None = None
         try:
@@ -90,10 +94,7 @@ class CheckProgram:
             raise
 
     async def score(self, request: bytes, *, timeout_s: float) -> CheckReply:
-        """
-        Raises:
-            OSError, EOFError, TimeoutError, ValueError: the program has ended, or does not answer.
-        """
+        """Raises OSError, EOFError, TimeoutError, ValueError: the program has ended, or does not answer."""
         if self._writer is None:
             self._reader, self._writer = await asyncio.open_connection(sock=self._stream)
         assert self._reader is not None
@@ -142,8 +143,16 @@ class PackageReward:
             for _ in range(ATTEMPTS):
                 reply = await self._asked(ipc.framed(data))
                 if reply is not None:
-                    return self._score(reply)
-        raise CallError(f"the sandbox of {self._check.package} ended {ATTEMPTS} times")
+                    break
+            else:
+                raise CallError(f"the sandbox of {self._check.package} ended {ATTEMPTS} times")
+        if reply.late:
+            raise CallError(f"no result within {self._timeout_s:g} s")
+        if reply.score is None:
+            raise CallError(reply.error)
+        if not 0 <= reply.score <= 1:  # the package gives no other; an answer that forged it gains no more than this
+            raise CallError(f"ValueError: the score {reply.score:g} is not between 0 and 1")
+        return reply.score
 
     async def close(self) -> None:
         for program in (*self._idle, *self._busy):
@@ -169,41 +178,23 @@ class PackageReward:
         return reply
 
     async def _started(self) -> CheckProgram:
+        def close_late(started: asyncio.Future[CheckProgram]) -> None:
+            if not started.cancelled() and started.exception() is None:
+                started.result().close()
+
         starting = asyncio.ensure_future(asyncio.to_thread(CheckProgram, self._check, self._sandbox))
         try:
             return await asyncio.shield(starting)
         except asyncio.CancelledError:
-            starting.add_done_callback(_close_late)
+            starting.add_done_callback(close_late)
             raise
         except UserError as error:
             raise ScorerLost(str(error)) from error
-
-    def _score(self, reply: CheckReply) -> float:
-        if reply.late:
-            raise CallError(f"no result within {self._timeout_s:g} s")
-        if reply.score is None:
-            raise CallError(reply.error)
-        if not 0 <= reply.score <= 1:  # the package gives no other; an answer that forged it gains no more than this
-            raise CallError(f"ValueError: the score {reply.score:g} is not between 0 and 1")
-        return reply.score
 
 
 def check_program(check: PackageCheck, sandbox: SandboxConfig) -> None:
     """Start the program once. Raises UserError: it does not work on this machine."""
     CheckProgram(check, sandbox).close()
-
-
-def _close_late(starting: asyncio.Future[CheckProgram]) -> None:
-    if not starting.cancelled() and starting.exception() is None:
-        starting.result().close()
-
-
-def _package_folders(package: str) -> list[str]:
-    """Folders on sys.path with installed packages, and that of this one."""
-    spec = importlib.util.find_spec(package)
-    own = [str(Path(spec.origin).parent.parent)] if spec is not None and spec.origin else []
-    installed = [path for path in (*sys.path, *own) if path in own or Path(path).name in SITE_FOLDERS]
-    return list(dict.fromkeys(os.path.realpath(path) for path in installed if Path(path).is_dir()))
 
 
 def _wait_until_ready(program: SandboxedProgram, package: str) -> None:

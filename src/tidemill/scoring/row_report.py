@@ -44,9 +44,8 @@ def reads(config: RewardConfig) -> Reads:
         needs = (ANSWER,) if config.kind in COMPARES else (TESTS,) if config.kind == "tests" else ()
         return Reads(name=config.name or config.kind, needs=needs)
     extension = resolve(config.function, "reward", where=WHERE)
-    required = wanted_arguments(
-        extension.function, called=f"{extension.name}(completion, answer)", where=WHERE
-    ).required
+    called = f"{extension.name}(completion, answer)"
+    required = wanted_arguments(extension.function, called=called, where=WHERE).required
     return Reads(
         name=config.name or extension.name,
         needs=(ANSWER,) if ANSWER in required else (),
@@ -95,12 +94,9 @@ def few_prompts(spec: RunSpec, sizes: Mapping[str, int]) -> list[str]:
             cure = "add rows"
         else:
             cure = "raise task.held_out_size" if hasattr(spec.task, "held_out_size") else "hold out more rows"
-        found.append(few_items(min(most, size), _items(name), cure))
+        items = "held-out prompt" if name == HELD_OUT_NAME else f"{name} prompt"
+        found.append(few_items(min(most, size), items, cure))
     return [text for text in found if text]
-
-
-def _items(name: str) -> str:
-    return "held-out prompt" if name == HELD_OUT_NAME else f"{name} prompt"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,10 +126,8 @@ def _scored_rows(spec: RunSpec, task: Task) -> Iterator[ScoredRows]:
         yield named(name="training rows", figures=ours, rewards=trained)
         yield named(name="evaluation rows", figures=theirs, rewards=evaluated)
     for name, found in task.eval_sets.items():
-        where, figures = f"eval.sets, {name}", found.rows
-        yield rows(
-            name=f"rows of {name}", where=where, answers=f"set its {columns}", figures=figures, rewards=evaluated
-        )
+        of_set = partial(rows, name=f"rows of {name}", where=f"eval.sets, {name}", answers=f"set its {columns}")
+        yield of_set(figures=found.rows, rewards=evaluated)
 
 
 def _warnings(rows: ScoredRows, columns: Sequence[str]) -> Iterator[str]:
@@ -151,7 +145,10 @@ def _warnings(rows: ScoredRows, columns: Sequence[str]) -> Iterator[str]:
             named = "answer" if column == ANSWER else f"`{column}`"
             what = f"{figures.missing(column)} of {total} have no {named}, which the reward {reward.name} needs"
             if rows.refuse and figures.mostly_missing(column):
-                raise UserError(what, where=rows.where, hint=_cure(column, rows))
+                others = ", ".join(name for name in figures.columns if name != column)
+                there = f"besides the prompt they have {others}" if others else "they have only prompts"
+                cure = rows.answers if column == ANSWER else "add it"
+                raise UserError(what, where=rows.where, hint=f"{there}; {cure}, or use rewards that need none")
             if figures.missing(column):
                 yield f"{what}: their samples are invalid"
         for column in reward.takes:
@@ -160,13 +157,6 @@ def _warnings(rows: ScoredRows, columns: Sequence[str]) -> Iterator[str]:
                 raise UserError(what, where=rows.where, hint="add it, or give the argument a default value")
             if missing := figures.missing(column):
                 yield f"{missing} of {total} have no `{column}`, which the reward {reward.name} takes: it gets None"
-
-
-def _cure(column: str, rows: ScoredRows) -> str:
-    others = [name for name in rows.figures.columns if name != column]
-    there = f"besides the prompt they have {', '.join(others)}" if others else "they have only prompts"
-    cure = rows.answers if column == ANSWER else "add it"
-    return f"{there}; {cure}, or use rewards that need none"
 
 
 def missing_values(figures: RowFigures) -> Mapping[str, int]:

@@ -102,18 +102,13 @@ class RewardScorer:
         await (scoring[0] if len(scoring) == 1 else asyncio.gather(*scoring))
         components: dict[str, float] = {}
         weighted: list[float] = []
-        applied = False
-        for reward in self._rewards:
-            score = found.get(reward.name)
-            if score is None:
-                continue
-            value, parts = score
+        applying = [(reward, score) for reward in self._rewards if (score := found.get(reward.name)) is not None]
+        for reward, (value, parts) in applying:
             components |= {reward.name: value, **{f"{reward.name}/{part}": each for part, each in parts.items()}}
             weighted.append(reward.weight * value)
-            applied = applied or not reward.gold
         if any(abs(each) > LARGEST for each in weighted):
             faults.append(f"the weighted rewards are {', '.join(f'{each:g}' for each in weighted)}, {TOO_LARGE}")
-        if not applied and not faults:
+        if all(reward.gold for reward, _ in applying) and not faults:
             faults.append("no reward applies: all returned None")
         if faults:
             of = sample.sample_id
@@ -155,10 +150,9 @@ class RewardScorer:
         except Exception as error:  # noqa: BLE001 -- whatever a reward raises is its sample's fault, not the run's
             if not reward.gold:
                 fault = _fault(error, timeout_s)
-                place = (
-                    f" ({reward.place})" if reward.place and ": returned " in fault else ""
-                )  # raised: it has the line
-                faults.append(f"reward {reward.name}: {fault}{place}")
+                if reward.place and ": returned " in fault:  # if it raised, the fault has the line
+                    fault += f" ({reward.place})"
+                faults.append(f"reward {reward.name}: {fault}")
 
     async def _ask(self, reward: NamedReward, sample: RewardInput, timeout_s: float) -> Score:
         if reward.inline:
@@ -168,9 +162,8 @@ class RewardScorer:
         if reward.scores:
             async with asyncio.timeout(timeout_s):
                 return reward.value(await reward.scores(sample))
-        return await self._calls.threads.call(
-            lambda: reward.function(sample), convert=reward.value, timeout_s=timeout_s
-        )
+        threads = self._calls.threads
+        return await threads.call(lambda: reward.function(sample), convert=reward.value, timeout_s=timeout_s)
 
 
 def _fault(error: Exception, timeout_s: float) -> str:

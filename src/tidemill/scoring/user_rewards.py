@@ -110,7 +110,9 @@ class SampleReward:
 
     async def __call__(self, sample: RewardInput) -> Score:
         (score,) = await self._caller.call(self._arguments(sample), timeout_s=self._timeout_s)
-        return _score(score)
+        if isinstance(score, str):
+            raise CallError(score)
+        return score
 
     async def close(self) -> None:
         pass
@@ -130,12 +132,6 @@ class BatchFunction:
 
     async def close(self) -> None:
         pass
-
-
-def _score(score: Score | str) -> Score:
-    if isinstance(score, str):
-        raise CallError(score)
-    return score
 
 
 def _arguments(sample: RewardInput) -> dict[str, Any]:

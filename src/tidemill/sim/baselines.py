@@ -215,14 +215,14 @@ class GroupEngine(SimulatedEngine):
         asked = {member.sample_id: member for member in members}
         ended = [request for one, request in self._asked.get(group, {}).items() if one not in asked]
         if self._moved == "all":
-            ended = [self._with_all(request) for request in ended]
+            lengths = [min(self._completions.length(each.sample_id), each.sampling.max_new_tokens) for each in ended]
+            ended = [
+                msgspec.structs.replace(request, prefix_ids=bytes(tokens * ITEM_BYTES))
+                for request, tokens in zip(ended, lengths, strict=True)
+            ]
         self._again |= {request.sample_id for request in ended}
         self._asked[group] = asked | {request.sample_id: request for request in ended}
         return ended
-
-    def _with_all(self, request: GenerateRequest) -> GenerateRequest:
-        tokens = min(self._completions.length(request.sample_id), request.sampling.max_new_tokens)
-        return msgspec.structs.replace(request, prefix_ids=bytes(tokens * ITEM_BYTES))
 
     def _reported(self, deltas: list[TokenDelta]) -> list[TokenDelta]:
         return [delta for delta in deltas if delta.sample_id not in self._again]

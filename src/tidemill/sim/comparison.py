@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
-from tidemill.config.pool import RayPool, ScheduleName, StaticPool, TracePool
+from tidemill.config.pool import RayPool, ScheduleName, TracePool
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError
 from tidemill.core.formatting import compact, counted, doing, dollars, duration, percent
@@ -66,7 +66,7 @@ def plan_scenario(spec: RunSpec) -> Scenario:
 
 def _planned(cluster: SimulatedCluster, workload: Workload, name: ScheduleName) -> Planned:
     schedule = SCHEDULES[name](cluster.spec)
-    elastic = schedule.elastic and not (isinstance(cluster.spec.pool, StaticPool) and not cluster.spec.pool.workers)
+    elastic = schedule.elastic and cluster.spec.is_elastic
     try:
         if elastic and not cluster.spec.fleet.seeding:
             generating = 0
@@ -75,7 +75,10 @@ def _planned(cluster: SimulatedCluster, workload: Workload, name: ScheduleName) 
         else:
             generating = cluster.balanced(overlapping=schedule.schedule.max_policy_lag > 0)
         cost_model = cluster.cost_model(schedule, generating=generating, elastic=elastic)
-        spec = _resolved(cluster.spec, schedule)
+        changed = {"schedule": schedule.schedule, "fleet": cluster.spec.fleet.model_copy(update=schedule.fleet)}
+        spec = cluster.spec.model_copy(update=changed)
+        if spec.simulation.hours:
+            spec = spec.model_copy(update={"trainer": spec.trainer.model_copy(update={"steps": ENDLESS})})
         check_cost_model(spec, cost_model, workload, elastic=elastic)
     except UserError as error:
         raise UserError(f"{name}: {error.what}", where=error.where, hint=error.hint) from None
@@ -83,14 +86,6 @@ def _planned(cluster: SimulatedCluster, workload: Workload, name: ScheduleName) 
     return Planned(
         name=name, schedule=schedule, spec=spec, cost_model=cost_model, generating=generating, learning=learning
     )
-
-
-def _resolved(spec: RunSpec, schedule: Schedule) -> RunSpec:
-    """The recipe with the changes of the schedule."""
-    changes: dict[str, Any] = {"schedule": schedule.schedule, "fleet": spec.fleet.model_copy(update=schedule.fleet)}
-    if spec.simulation.hours:
-        changes["trainer"] = spec.trainer.model_copy(update={"steps": ENDLESS})
-    return spec.model_copy(update=changes)
 
 
 def simulate_planned(
@@ -135,7 +130,7 @@ CROWDED = 0.1
 """A larger ratio of tokens recomputed, because the KV cache was full, to tokens generated is reported."""
 
 
-class Compared(Record):
+class Compared(NamedTuple):
     planned: Planned
     run: SimulatedRun
 
@@ -209,22 +204,20 @@ def _row(one: Compared, first: SimulatedRun) -> list[str]:
 
 def crowded(compared: Sequence[Compared]) -> list[str]:
     """Notes on schedules whose caches overflowed."""
-    return [words for one in compared if (words := _crowded(one))]
-
-
-def _crowded(one: Compared) -> str:
-    run, cost_model = one.run, one.planned.cost_model
-    if run.put_back_tokens < CROWDED * run.generated:
-        return ""
-    cache = min(engine.longest_sample for engine in (cost_model.reserved, cost_model.worker) if engine is not None)
-    prompt, samples = one.planned.spec.simulation.prompt_tokens, run.total("samples")
-    longest = max(line.values["completion_tokens_max"] for line in run.metrics)
-    mean, most = (cache / (prompt + tokens) for tokens in (run.tokens_trained / samples, longest))
-    return (
-        f"{one.planned.name}: full caches caused {compact(run.put_back_tokens)} tokens to be recomputed; the smallest "
-        f"holds about {counted(round(mean), 'sample')} of mean length, {most:.0f} of the longest; engine.slots = "
-        f"{one.planned.spec.engine.slots}"
-    )
+    notes = []
+    for planned, run in compared:
+        if run.put_back_tokens >= CROWDED * run.generated:
+            engines = (planned.cost_model.reserved, planned.cost_model.worker)
+            cache = min(engine.longest_sample for engine in engines if engine is not None)
+            prompt, samples = planned.spec.simulation.prompt_tokens, run.total("samples")
+            longest = max(line.values["completion_tokens_max"] for line in run.metrics)
+            mean, most = (cache / (prompt + tokens) for tokens in (run.tokens_trained / samples, longest))
+            notes.append(
+                f"{planned.name}: full caches caused {compact(run.put_back_tokens)} tokens to be recomputed; the "
+                f"smallest holds about {counted(round(mean), 'sample')} of mean length, {most:.0f} of the longest; "
+                f"engine.slots = {planned.spec.engine.slots}"
+            )
+    return notes
 
 
 def headline(compared: Sequence[Compared]) -> str:
@@ -254,9 +247,19 @@ def described(scenario: Scenario) -> list[str]:
         f"{machines}, preemptible {cluster.worker_machine.name} ({preemptible}{each})",
     ]
     who = (f"{one.name}: {_who(one)}" for one in scenario.planned)
+    elastic = any(one.cost_model.worker for one in scenario.planned)
+    unpriced = {"reserved_usd_per_hour": cluster.machine.name} if not spec.fleet.reserved_usd_per_hour else {}
+    if elastic and not spec.fleet.preemptible_usd_per_hour:
+        unpriced["preemptible_usd_per_hour"] = f"preemptible {cluster.worker_machine.name}"
+    used = [cluster.machine] if any(one.generating for one in scenario.planned) else []
+    used += [cluster.worker_machine] if elastic else []
     remarks = (
-        *_unused_gpus(scenario),
-        *_free(scenario),
+        *(
+            f"engines of {cluster.engine_gpus} GPUs use {gpus - left} of the {gpus} GPUs of {name}"
+            for name, gpus in {machine.name: machine.gpus for machine in used}.items()
+            if (left := gpus % cluster.engine_gpus)
+        ),
+        *(f"{name} has no price and counts as free; set fleet.{key}" for key, name in unpriced.items()),
         *scenario.remarks,
         *cluster.efficiency_remarks,
         executable([one.name for one in scenario.planned]),
@@ -285,28 +288,6 @@ def _who(one: Planned) -> str:
     if one.cost_model.worker:
         words.append("as do preemptible workers" if one.generating else "preemptible workers generate")
     return ", ".join(words)
-
-
-def _free(scenario: Scenario) -> list[str]:
-    """Machines without a price."""
-    cluster, fleet = scenario.cluster, scenario.cluster.spec.fleet
-    unknown = {"reserved_usd_per_hour": cluster.machine.name} if not fleet.reserved_usd_per_hour else {}
-    if any(one.cost_model.worker for one in scenario.planned) and not fleet.preemptible_usd_per_hour:
-        unknown["preemptible_usd_per_hour"] = f"preemptible {cluster.worker_machine.name}"
-    return [f"{name} has no price and counts as free; set fleet.{key}" for key, name in unknown.items()]
-
-
-def _unused_gpus(scenario: Scenario) -> list[str]:
-    """GPUs of a machine that are not used by any engine."""
-    cluster, planned = scenario.cluster, scenario.planned
-    machines = {cluster.machine.name: cluster.machine} if any(one.generating for one in planned) else {}
-    if any(one.cost_model.worker for one in planned):
-        machines[cluster.worker_machine.name] = cluster.worker_machine
-    return [
-        f"engines of {cluster.engine_gpus} GPUs use {each.gpus - left} of the {each.gpus} GPUs of {name}"
-        for name, each in machines.items()
-        if (left := each.gpus % cluster.engine_gpus)
-    ]
 
 
 def planned_data(scenario: Scenario) -> dict[str, Any]:

@@ -106,7 +106,6 @@ class ProfiledTrainer(Record):
     profile: TrainerProfile
     passes: float  # forward-sized, over all models: training passes plus one per frozen model
     microbatch_tokens: int  # per rank
-    checkpoint: float = 0.0  # seconds
 
     def accumulate_s(self, group: Group) -> float:
         prompt = group.trajectories[0].prompt_length
@@ -120,4 +119,4 @@ class ProfiledTrainer(Record):
         return self.profile.update_s + self.passes * self.profile.launch_s
 
     def checkpoint_s(self) -> float:
-        return self.checkpoint
+        return 0.0

@@ -288,7 +288,15 @@ class _Since:
 
 async def _simulate(spec: RunSpec, profile: RunProfile) -> SimulatedRun:
     clock = LoopClock()
-    provider = _provider(spec, clock, cores=profile.machine.cores)
+    provider: Provider | None = None
+    pool = spec.pool
+    if isinstance(pool, RayPool):  # real nodes are assumed to stay
+        # A local cluster has as many workers as cores, less the trainer's.
+        workers = pool.max_workers if spec.ray.address else min(pool.max_workers, max(1, profile.machine.cores - 1))
+        pool = StaticPool(workers=workers)
+    if spec.is_elastic:
+        price = spec.fleet.preemptible_usd_per_hour
+        provider = build_provider(pool, price_usd_per_hour=price, clock=clock, session=1)
     if spec.runtime == "ray":  # machines come and go from the start, while cluster and trainer are starting
         await asyncio.sleep(profile["start_s"])
     recording = Recording(_Since(clock))
@@ -323,26 +331,6 @@ async def _simulate(spec: RunSpec, profile: RunProfile) -> SimulatedRun:
     finally:
         await local.close()
         await machine.close()
-    return SimulatedRun(
-        result=result,
-        events=tuple(recording.events),
-        metrics=tuple(recording.metrics),
-        digest=recording.digest,
-        learned=tuple(trainer.learned),
-        reserved_usd_per_hour=spec.fleet.reserved_usd_per_hour,
-        shares_gpus=True,
-        put_back=0,
-        put_back_tokens=0,
-        generated=machine.generated,
+    return recording.run(
+        spec, result, trainer.learned, shares_gpus=True, put_back_tokens=0, generated=machine.generated
     )
-
-
-def _provider(spec: RunSpec, clock: Clock, *, cores: int) -> Provider | None:
-    """The recipe's machines with its timetable; real nodes are assumed to stay."""
-    pool = spec.pool
-    if isinstance(pool, RayPool):
-        # A local cluster has as many workers as cores, less the trainer's.
-        pool = StaticPool(workers=pool.max_workers if spec.ray.address else min(pool.max_workers, max(1, cores - 1)))
-    if isinstance(pool, StaticPool) and not pool.workers:
-        return None
-    return build_provider(pool, price_usd_per_hour=spec.fleet.preemptible_usd_per_hour, clock=clock, session=1)

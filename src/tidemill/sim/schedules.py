@@ -21,7 +21,6 @@ from tidemill.hardware.engine_profile import (
     CODED_PER_CORE_S,
     DELTA_ELEMENT_BYTES,
     EngineProfile,
-    Rollout,
     cache_bytes,
     engine_profile,
     generation_s,
@@ -211,11 +210,8 @@ class SimulatedCluster(Record):
         gpus, dtype = self.engine_gpus, self.spec.simulation.engine_dtype
         share = self.efficiencies.get(gpu.name, ASSUMED).engine
         if (room := cache_bytes(self.shape, gpu, gpus=gpus, dtype=dtype, efficiency=share)) <= 0:
-            raise UserError(
-                f"the weights of an engine do not fit {gpus} × {gpu.title}: {-room / 1e9:.1f} GB are missing",
-                where="simulation.engine_gpus",
-                hint="use more or larger GPUs per engine",
-            )
+            what = f"the weights of an engine do not fit {gpus} × {gpu.title}: {-room / 1e9:.1f} GB are missing"
+            raise UserError(what, where="simulation.engine_gpus", hint="use more or larger GPUs per engine")
         slots = self.spec.engine.slots
         return engine_profile(self.shape, gpu, gpus=gpus, dtype=dtype, slots=slots, efficiency=share)
 
@@ -230,16 +226,16 @@ class SimulatedCluster(Record):
                 hint="reserve more machines; `tidemill plan memory` counts everything",
             )
         spec = self.spec
-        passes = float(
-            learning_passes(recompute=spec.trainer.activation_checkpointing, adapter=spec.model.lora.enabled)
-        )
-        if spec.algorithm.needs_critic:
-            passes *= CRITIC
+        recompute, adapter = spec.trainer.activation_checkpointing, spec.model.lora.enabled
+        critic = CRITIC if spec.algorithm.needs_critic else 1.0
+        passes = critic * learning_passes(recompute=recompute, adapter=adapter)
+        # Training GPUs within one machine: with several machines, those that engines leave over on each.
+        together = self.machine.gpus % self.engine_gpus if spec.simulation.machines > 1 else self.machine.gpus
         profile = trainer_profile(
             self.shape,
             self.gpu,
             gpus=gpus,
-            gpus_per_machine=self._learning_together,
+            gpus_per_machine=together or self.machine.gpus,
             network=Link(bytes_per_s=self.machine.network_bytes_per_s),
             efficiency=self.efficiencies.get(self.gpu.name, ASSUMED).trainer,
         )
@@ -248,13 +244,6 @@ class SimulatedCluster(Record):
             passes=passes + (spec.algorithm.kl_beta > 0),
             microbatch_tokens=spec.batch.microbatch_tokens,
         )
-
-    @property
-    def _learning_together(self) -> int:
-        """Training GPUs within one machine: with several machines, those that engines leave over on each."""
-        if self.spec.simulation.machines == 1:
-            return self.machine.gpus
-        return self.machine.gpus % self.engine_gpus or self.machine.gpus
 
     @property
     def trained_parameters(self) -> float:
@@ -316,8 +305,14 @@ class SimulatedCluster(Record):
         Raises:
             UserError: no split fits.
         """
-        rollout, spec = self._rollout(), self.spec
-        profile, samples = self.engine(self.gpu), spec.batch.prompts * spec.batch.group_size
+        profile, spec = self.engine(self.gpu), self.spec
+        samples = spec.batch.prompts * spec.batch.group_size
+        rollout = rollout_of(
+            self.lengths,
+            samples=samples,
+            group_size=spec.batch.group_size,
+            prompt_tokens=float(spec.simulation.prompt_tokens),
+        )
         tokens = samples * rollout.mean
         found: dict[int, float] = {}
         refused: UserError | None = None
@@ -344,15 +339,6 @@ class SimulatedCluster(Record):
             raise UserError(what, where="simulation.schedules", hint=hint)
         return min(found, key=found.__getitem__) * self.engine_gpus
 
-    def _rollout(self) -> Rollout:
-        batch, given = self.spec.batch, self.spec.simulation
-        return rollout_of(
-            self.lengths,
-            samples=batch.prompts * batch.group_size,
-            group_size=batch.group_size,
-            prompt_tokens=float(given.prompt_tokens),
-        )
-
 
 def cluster_of(spec: RunSpec) -> SimulatedCluster:
     """The cluster of `[simulation]`.
@@ -369,6 +355,15 @@ def cluster_of(spec: RunSpec) -> SimulatedCluster:
     machine = _machine(catalog, given.machine, "simulation.machine")
     worker = _machine(catalog, given.worker_machine, "simulation.worker_machine")
     gpu, worker_gpu = catalog.gpu(machine.gpu), catalog.gpu(worker.gpu)
+    if given.lengths_from is not None:
+        lengths: Lengths = lengths_of_run(given.lengths_from)
+    else:
+        limit = spec.sampling.max_new_tokens
+        try:
+            lengths = log_normal_of_mean(given.completion_tokens, sigma=given.completion_sigma, limit=limit)
+        except UserError as error:
+            hint = "raise sampling.max_new_tokens (the limit) or lower the mean"
+            raise UserError(error.what, where="simulation.completion_tokens", hint=hint) from None
     efficiencies, remarks = measured_efficiencies(
         given.measured, catalog, shape=shape, gpus=(gpu, worker_gpu), engines=(spec.engine.kind,)
     )
@@ -379,7 +374,7 @@ def cluster_of(spec: RunSpec) -> SimulatedCluster:
         gpu=gpu,
         worker_machine=worker,
         worker_gpu=worker_gpu,
-        lengths=_lengths(spec),
+        lengths=lengths,
         efficiencies=efficiencies,
         efficiency_remarks=remarks,
     )
@@ -390,30 +385,16 @@ def _machine(catalog: Catalog, name: str, where: str) -> Machine:
     try:
         return catalog.machine(name)
     except UserError as error:
-        raise UserError(
-            error.what, where=where, hint=error.hint.replace("--catalog FILE", "simulation.catalog")
-        ) from None
+        hint = error.hint.replace("--catalog FILE", "simulation.catalog")
+        raise UserError(error.what, where=where, hint=hint) from None
 
 
 def _priced(cluster: SimulatedCluster) -> RunSpec:
     """The spec with catalogue prices where it has none."""
-    fleet = cluster.spec.fleet
+    fleet, machines = cluster.spec.fleet, cluster.spec.simulation.machines
+    reserved, preemptible = cluster.machine.usd_per_hour or 0.0, cluster.worker_machine.preemptible_usd_per_hour or 0.0
     prices = {
-        "reserved_usd_per_hour": fleet.reserved_usd_per_hour
-        or cluster.spec.simulation.machines * (cluster.machine.usd_per_hour or 0.0),
-        "preemptible_usd_per_hour": fleet.preemptible_usd_per_hour
-        or cluster.worker_machine.preemptible_usd_per_hour
-        or 0.0,
+        "reserved_usd_per_hour": fleet.reserved_usd_per_hour or machines * reserved,
+        "preemptible_usd_per_hour": fleet.preemptible_usd_per_hour or preemptible,
     }
     return cluster.spec.model_copy(update={"fleet": fleet.model_copy(update=prices)})
-
-
-def _lengths(spec: RunSpec) -> Lengths:
-    given, limit = spec.simulation, spec.sampling.max_new_tokens
-    if given.lengths_from is not None:
-        return lengths_of_run(given.lengths_from)
-    try:
-        return log_normal_of_mean(given.completion_tokens, sigma=given.completion_sigma, limit=limit)
-    except UserError as error:
-        hint = "raise sampling.max_new_tokens (the limit) or lower the mean"
-        raise UserError(error.what, where="simulation.completion_tokens", hint=hint) from None

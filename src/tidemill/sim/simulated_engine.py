@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import heapq
 import math
+from bisect import bisect_right
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 
@@ -101,8 +103,9 @@ class SimulatedEngine:
         self.advance(now_s)
         for request in requests:
             if request.exact_version is not None and request.exact_version != self.version.number:
-                error = f"request needs version {request.exact_version}, engine has {self.version.number}"
-                self._deltas.append(self._empty_delta(request, error))
+                self._refuse(
+                    request, f"request needs version {request.exact_version}, engine has {self.version.number}"
+                )
             else:
                 self._queue.append(request)
         self._admit()
@@ -110,10 +113,10 @@ class SimulatedEngine:
     def abort(self, sample_ids: Sequence[SampleId], now_s: float) -> None:
         self.advance(now_s)
         gone = set(sample_ids)
-        queued = [request for request in self._queue if request.sample_id in gone]
-        if queued:
-            self._deltas += [self._empty_delta(request) for request in queued]
-            self._queue = deque(request for request in self._queue if request.sample_id not in gone)
+        for request in self._queue:
+            if request.sample_id in gone:
+                self._refuse(request)
+        self._queue = deque(request for request in self._queue if request.sample_id not in gone)
         for sample_id in sample_ids:
             if (one := self._running.get(sample_id)) is not None:
                 self._deltas.append(self._flush(one, "aborted"))
@@ -153,7 +156,8 @@ class SimulatedEngine:
         """Decode up to `now_s` in whole steps; freed slots are refilled at once."""
         while (steps := self._steps_to_change()) is not None:
             if self._until_s + self.costs.decode_s(len(self._running), self._context, steps) > now_s + EPSILON_S:
-                self._decode(self._steps_within(now_s - self._until_s, steps))
+                seconds = partial(self.costs.decode_s, len(self._running), self._context)  # of a number of steps
+                self._decode(bisect_right(range(1, steps + 1), now_s - self._until_s + EPSILON_S, key=seconds))
                 return
             self._decode(steps)
             self._end()
@@ -173,17 +177,6 @@ class SimulatedEngine:
         while self._ends and self._ends[0][2].gone:
             heapq.heappop(self._ends)
         return max(0, self._ends[0][0] - self._steps) if self._ends else None
-
-    def _steps_within(self, seconds: float, most: int) -> int:
-        """Whole steps within `seconds`, at most `most`."""
-        low, high = 0, most
-        while low < high:
-            steps = (low + high + 1) // 2
-            if self.costs.decode_s(len(self._running), self._context, steps) <= seconds + EPSILON_S:
-                low = steps
-            else:
-                high = steps - 1
-        return low
 
     def _decode(self, steps: int) -> None:
         if steps:
@@ -217,15 +210,16 @@ class SimulatedEngine:
             self.put_back += 1
             self.recomputed += prompt + have
 
-    def _fits(self, request: GenerateRequest) -> bool:
-        """Whether the cache has room for a new sample and one more step; always true for a single sample."""
-        context = self._context + count(request.prompt_ids) + count(request.prefix_ids)
-        return not self._running or context + len(self._running) + 1 <= (1 - WATERMARK) * self._cache_tokens
-
     def _admit(self) -> None:
-        """Fill free slots; prefill of prompt and prefix delays decoding."""
+        """Fill free slots; prefill of prompt and prefix delays decoding.
+
+        A sample beside others needs room in the cache for itself and one more step.
+        """
         while self._queue and len(self._running) < self.costs.slots and not self._paused:
-            if self._queue[0].min_version > self.version.number or not self._fits(self._queue[0]):
+            request = self._queue[0]
+            context = self._context + count(request.prompt_ids) + count(request.prefix_ids)
+            fits = not self._running or context + len(self._running) + 1 <= (1 - WATERMARK) * self._cache_tokens
+            if request.min_version > self.version.number or not fits:
                 return
             self._until_s += self.costs.prefill_s(self._start(self._queue.popleft()))
 
@@ -275,32 +269,31 @@ class SimulatedEngine:
 
     def _flush(self, one: _Running, finish: Finish | None) -> TokenDelta:
         start, one.flushed = one.flushed, max(one.flushed, self._steps - one.offset)
-        request = one.request
-        token_ids, logprobs = self._drawn(request, start, one.flushed)
+        return self._delta(one.request, start, self._drawn(one.request, start, one.flushed), finish)
+
+    def _delta(
+        self,
+        request: GenerateRequest,
+        start: int,
+        tokens: tuple[TokenBuffer, LogprobBuffer],
+        finish: Finish | None,
+        error: str = "",
+    ) -> TokenDelta:
         return TokenDelta(
             sample_id=request.sample_id,
             lease_id=request.lease_id,
             attempt=request.attempt,
             start=request.offset + start,
-            token_ids=token_ids,
-            logprobs=logprobs,
+            token_ids=tokens[0],
+            logprobs=tokens[1],
             version=self.version,
             finish=finish,
-        )
-
-    def _empty_delta(self, request: GenerateRequest, error: str = "") -> TokenDelta:
-        """Delta of a sample that never started."""
-        return TokenDelta(
-            sample_id=request.sample_id,
-            lease_id=request.lease_id,
-            attempt=request.attempt,
-            start=request.offset + count(request.prefix_ids),
-            token_ids=b"",
-            logprobs=b"",
-            version=self.version,
-            finish="aborted",
             error=error,
         )
+
+    def _refuse(self, request: GenerateRequest, error: str = "") -> None:
+        """Report a sample that never started."""
+        self._deltas.append(self._delta(request, count(request.prefix_ids), (b"", b""), "aborted", error))
 
 
 class SteppedState(SimulatedEngine):

@@ -75,19 +75,17 @@ class SimulatedWorker:
         self._request_report()
 
     async def load(self, version: PolicyVersion) -> Loaded:
-        if self._source is None:
-            self._check()
-            self.engine.load(version, computes_with=version, swap_s=self._swap_s, now_s=self._clock.now())
-            self._request_report()
-            return Loaded(version=version, swap_s=self._swap_s)
-        pulled = await self._source.prepare(version)
+        pulled = await self._source.prepare(version) if self._source is not None else None
         self._check()
-        self._source.swap(pulled)
-        version = pulled.manifest.version
-        self.engine.load(
-            version, computes_with=self.computes_with(version), swap_s=self._swap_s, now_s=self._clock.now()
-        )
+        computes_with = version
+        if self._source is not None and pulled is not None:
+            self._source.swap(pulled)
+            version = pulled.manifest.version
+            computes_with = self.computes_with(version)
+        self.engine.load(version, computes_with=computes_with, swap_s=self._swap_s, now_s=self._clock.now())
         self._request_report()
+        if pulled is None:
+            return Loaded(version=version, swap_s=self._swap_s)
         return Loaded(
             version=version,
             nbytes=pulled.nbytes,
@@ -122,11 +120,13 @@ class SimulatedWorker:
             self._check()
             now_s = self._clock.now()
             self.engine.advance(now_s)
-            if self._due(now_s):
+            ended = self.engine.ended and self._tick_s == math.inf
+            if self._report_now or ended or now_s - self._reported_s >= self._pause_s - EPSILON_S:
                 return self._report(now_s)
             if now_s >= deadline_s - EPSILON_S:
                 return None
-            await self._sleep(min(deadline_s, self._next_s(now_s)))
+            end_s = self.engine.next_change_s() if self._tick_s == math.inf else math.inf
+            await self._sleep(min(deadline_s, max(now_s, min(end_s, self._reported_s + self._pause_s))))
 
     async def close(self) -> None:
         self.kill()
@@ -142,19 +142,11 @@ class SimulatedWorker:
         self._failure = error
         self._wake()
 
-    def _due(self, now_s: float) -> bool:
-        ended = self.engine.ended and self._tick_s == math.inf
-        return self._report_now or ended or now_s - self._reported_s >= self._pause_s - EPSILON_S
-
     @property
     def _pause_s(self) -> float:
         """Longest time between two reports."""
         busy = self.engine.running or self.engine.ended
         return min(self._tick_s, self._heartbeat_s) if busy else self._heartbeat_s
-
-    def _next_s(self, now_s: float) -> float:
-        end_s = self.engine.next_change_s() if self._tick_s == math.inf else math.inf
-        return max(now_s, min(end_s, self._reported_s + self._pause_s))
 
     def _report(self, now_s: float) -> WorkerReport:
         engine, deltas = self.engine, self._flushed

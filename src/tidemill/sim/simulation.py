@@ -233,9 +233,62 @@ def simulate_run(
         UserError: no engine ever generates, no step finishes in time, or the longest sample fits no engine's cache.
     """
     check_cost_model(spec, cost_model, work, elastic=timetable is not None)
-    return run_virtual(
-        _simulate(spec, cost_model, work, timetable, seconds, most_workers, factories or ComponentFactories(), tell)
-    )
+    makers = factories or ComponentFactories()
+
+    async def simulate() -> SimulatedRun:
+        clock = LoopClock()
+        recording, completions = Recording(clock, tell), BlankCompletions(work.length)
+        local = _reserved(cost_model, completions, clock, makers)
+        gpus = local.learning if isinstance(local, SharingWorker) else nullcontext
+        trainer = LearningTrainer(cost_model.trainer, clock=clock, gpus=gpus, streams=cost_model.streams)
+        host: SimulatedHost | None = None
+        provider: Provider | None = None
+        if timetable is not None:
+            assert cost_model.worker is not None, "a timetable needs the costs of a worker"
+            host = makers.host(
+                cost_model.worker,
+                cost_model.weights,
+                completions=completions,
+                clock=clock,
+                tick_s=makers.tick_s,
+                engine_type=makers.engine,
+            )
+            price = spec.fleet.preemptible_usd_per_hour
+            provider = ScheduledProvider(timetable, clock=clock, session=1, price_usd_per_hour=price, most=most_workers)
+            if makers.final_report:
+                provider = FinalReportProvider(provider, host, tick_s=spec.engine.tick_s)
+        engines = [costs for costs in (cost_model.worker, cost_model.reserved) if costs is not None]
+        source = SimulatedPrompts(
+            spec.batch.prompts,
+            different=work.different_prompts,
+            prompt_tokens=work.prompt_tokens,
+            held_out=min(work.held_out, spec.eval.prompts),
+        )
+        components = SimulatedComponents(
+            local=local,
+            slots=engines[0].slots,
+            local_slots=engines[-1].slots,
+            trainer=trainer,
+            scorer=SimulatedScorer(lambda _: 0.0, lambda trajectory: work.reward(trajectory.sample_id)),
+            source=source,
+            checkpoints=SimulatedCheckpoints(SimulatedDisk(), trainer, cost_model.trainer),
+            provider=provider,
+            host=host,
+            publisher=SimulatedPublisher(cost_model.weights) if host else None,
+            eval_sets=source.eval_sets(spec.eval) if work.held_out else {},
+        )
+        result = await drive(spec, components, recording, clock, seconds=seconds, make_fleet=makers.fleet)
+        made = [worker.engine for worker in (*((local,) if local else ()), *(host.workers.values() if host else ()))]
+        return recording.run(
+            spec,
+            result,
+            trainer.learned,
+            shares_gpus=cost_model.shares_gpus and cost_model.reserved is not None,
+            put_back_tokens=sum(engine.recomputed for engine in made),
+            generated=sum(engine.generated for engine in made),
+        )
+
+    return run_virtual(simulate())
 
 
 def check_cost_model(spec: RunSpec, cost_model: CostModel, work: Workload, *, elastic: bool) -> None:
@@ -254,73 +307,6 @@ def check_cost_model(spec: RunSpec, cost_model: CostModel, work: Workload, *, el
                 f"holds {math.floor(max(cache, 0)):,}: {missing:,} are missing",
                 hint="use more or larger GPUs per engine, or limit the completions",
             )
-
-
-async def _simulate(
-    spec: RunSpec,
-    cost_model: CostModel,
-    work: Workload,
-    timetable: Timetable | None,
-    seconds: float,
-    most_workers: float,
-    factories: ComponentFactories,
-    tell: Callable[[int, float], None],
-) -> SimulatedRun:
-    clock = LoopClock()
-    recording, completions = Recording(clock, tell), BlankCompletions(work.length)
-    local = _reserved(cost_model, completions, clock, factories)
-    gpus = local.learning if isinstance(local, SharingWorker) else nullcontext
-    trainer = LearningTrainer(cost_model.trainer, clock=clock, gpus=gpus, streams=cost_model.streams)
-    host: SimulatedHost | None = None
-    provider: Provider | None = None
-    if timetable is not None:
-        assert cost_model.worker is not None, "a timetable needs the costs of a worker"
-        host = factories.host(
-            cost_model.worker,
-            cost_model.weights,
-            completions=completions,
-            clock=clock,
-            tick_s=factories.tick_s,
-            engine_type=factories.engine,
-        )
-        price = spec.fleet.preemptible_usd_per_hour
-        provider = ScheduledProvider(timetable, clock=clock, session=1, price_usd_per_hour=price, most=most_workers)
-        if factories.final_report:
-            provider = FinalReportProvider(provider, host, tick_s=spec.engine.tick_s)
-    engines = [costs for costs in (cost_model.worker, cost_model.reserved) if costs is not None]
-    source = SimulatedPrompts(
-        spec.batch.prompts,
-        different=work.different_prompts,
-        prompt_tokens=work.prompt_tokens,
-        held_out=min(work.held_out, spec.eval.prompts),
-    )
-    components = SimulatedComponents(
-        local=local,
-        slots=engines[0].slots,
-        local_slots=engines[-1].slots,
-        trainer=trainer,
-        scorer=SimulatedScorer(lambda _: work.score_s, lambda trajectory: work.reward(trajectory.sample_id)),
-        source=source,
-        checkpoints=SimulatedCheckpoints(SimulatedDisk(), trainer, cost_model.trainer),
-        provider=provider,
-        host=host,
-        publisher=SimulatedPublisher(cost_model.weights) if host else None,
-        eval_sets=source.eval_sets(spec.eval) if work.held_out else {},
-    )
-    result = await drive(spec, components, recording, clock, seconds=seconds, make_fleet=factories.fleet)
-    made = [worker.engine for worker in (*((local,) if local else ()), *(host.workers.values() if host else ()))]
-    return SimulatedRun(
-        result=result,
-        events=tuple(recording.events),
-        metrics=tuple(recording.metrics),
-        digest=recording.digest,
-        learned=tuple(trainer.learned),
-        reserved_usd_per_hour=spec.fleet.reserved_usd_per_hour,
-        shares_gpus=cost_model.shares_gpus and cost_model.reserved is not None,
-        put_back=sum(engine.put_back for engine in made),
-        put_back_tokens=sum(engine.recomputed for engine in made),
-        generated=sum(engine.generated for engine in made),
-    )
 
 
 def _reserved(

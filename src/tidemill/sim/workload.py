@@ -36,7 +36,6 @@ class Workload(Record):
     different_prompts: int = 100_000  # prompts per epoch
     prompt_correlation: float = 0.0  # of the normal scores of lengths within a group
     solved: float = 0.5  # share of samples with reward 1, others 0
-    score_s: float = 0.0  # time to score a sample
     held_out: int = 0  # prompts of an evaluation; 0: no evaluation
 
     @property

@@ -83,8 +83,8 @@ def test_every_key_that_may_be_unset_is_unset_by_default() -> None:
 
 def test_sections_and_variants() -> None:
     assert ("model", "char") in sections()
-    assert set(variants()[("task",)]) == {"arithmetic", "reasoning_gym", "file", "python", "environment", "served"}
-    assert default_kind(("task",)) == "arithmetic"
+    assert set(variants()["task"]) == {"arithmetic", "reasoning_gym", "file", "python", "environment", "served"}
+    assert default_kind("task") == "arithmetic"
 
 
 def test_find_matches_any_array_position() -> None:

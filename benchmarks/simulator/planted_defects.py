@@ -28,7 +28,7 @@ from rich.table import Table
 from benchmarks.measuring import write_result
 from benchmarks.origin import parsed
 from tests.fault_simulation.seed_run import simulate_faults
-from tidemill.controller import publishing, replay, run
+from tidemill.controller import ledger, publishing, run
 from tidemill.controller.acting import TurnLog
 from tidemill.controller.batching import BatchBuilder
 from tidemill.controller.collector import SampleCollector
@@ -365,7 +365,7 @@ DEFECTS = {
     "reuses calls of an earlier turn": Defect(Turns, "observe", _keep_calls),
     # Written without knowledge of the checks:
     "replays only the last started call": Defect(
-        replay,
+        ledger,
         "_replay_acting",
         _edited("turns.started_calls += (entry.index,)", "turns.started_calls = (entry.index,)"),
     ),

@@ -15,6 +15,7 @@ os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THR
 os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "WANDB_MODE": "offline"}
 os.environ |= {"TOKENIZERS_PARALLELISM": "false"}
 
+import gc
 import multiprocessing
 import signal
 import time
@@ -77,6 +78,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if not any(item.path.is_relative_to(path) for path in TRACED):
                 item.add_marker("no_cover")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish() -> None:
+    """Imported modules and thousands of tests stay; a full collection in a test need not look at them again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

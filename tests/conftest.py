@@ -88,7 +88,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def _show_group(item: pytest.Item, group: str) -> None:
     """One worker gets all that end in `@group`. pytest-xdist 3.8 writes this where pytest 9.2 does not read it."""
     if not item.nodeid.endswith(f"@{group}"):
-        item._id = NodeId.parse(f"{item.nodeid}@{group}")  # type: ignore[misc]
+        item._id = NodeId.parse(f"{item.nodeid}@{group}")
 
 
 @pytest.hookimpl(trylast=True)

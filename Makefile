@@ -3,8 +3,9 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 
-# Another Python environment may be active: nothing of it is used but its interpreter.
-unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV CONDA_PREFIX PIP_USER PIP_TARGET PIP_PREFIX PIP_ROOT
+# Another Python environment may be active: nothing of it is used but its interpreter. Without files of bytecode, each
+# process that runs tests would compile all of them.
+unexport PYTHONPATH PYTHONHOME PYTHONDONTWRITEBYTECODE VIRTUAL_ENV CONDA_PREFIX PIP_USER PIP_TARGET PIP_PREFIX PIP_ROOT
 export PYTHONNOUSERSITE := 1
 
 BIN := .venv/bin

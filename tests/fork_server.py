@@ -8,6 +8,7 @@ processes started by a user, all forks have the same hash seed.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import resource
@@ -75,4 +76,6 @@ if __name__ == "__main__":
     # A fork has one thread: a lock held by another thread would never be released.
     assert threading.active_count() == 1
     assert not Path("/proc/self/task").exists() or len(list(Path("/proc/self/task").iterdir())) == 1
+    gc.collect()
+    gc.freeze()  # collections in the forks need not look at the imported modules
     serve(socket.socket(fileno=int(sys.argv[1])))

@@ -203,4 +203,4 @@ class LedgerMachine(RuleBasedStateMachine):
 
 
 TestLedger = LedgerMachine.TestCase
-TestLedger.settings = settings(max_examples=120, stateful_step_count=60)
+TestLedger.settings = settings(max_examples=60, stateful_step_count=60)

@@ -13,7 +13,7 @@ from tests.model_shapes import MODEL_SHAPES
 
 
 @pytest.mark.parametrize("shape", MODEL_SHAPES)
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(seed=st.integers(0, 10**6))
 def test_siblings_get_what_they_get_alone(shape: str, seed: int) -> None:
     dice, model = random.Random(seed), MODEL_SHAPES[shape]()

@@ -6,15 +6,15 @@ import re
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from tests import agent_environments as envs
 from tests.agent_format import LineFormat
 from tests.char_codec import CharCodec
+from tests.task_environments import Overlapping, Raising, Repeating, Rows, Walk
 from tidemill.agents.builtin import Calculator, Guess
 from tidemill.agents.demonstrations import agent_demonstrations
-from tidemill.agents.environment import Environment, Step
+from tidemill.agents.environment import Environment
 from tidemill.agents.prompts import AgentPrompts
 from tidemill.agents.turn_plan import task_of
 from tidemill.config.agent import EnvConfig
@@ -25,38 +25,6 @@ from tidemill.data.build_task import build_task
 from tidemill.data.prompts import Task
 
 TASKS = EnvironmentTask(kind="environment", train_size=30, held_out_size=10)
-
-
-class Walk(Environment):
-    """All tasks have one text."""
-
-    def reset(self, task: dict[str, Any], seed: int) -> str:
-        return "go"
-
-    def step(self, action: str) -> Step:
-        return Step(done=True)
-
-
-class Overlapping(Walk):
-    @classmethod
-    def tasks(cls, split: str, count: int) -> list[dict[str, Any]]:
-        return [{"seed": number} for number in range(count)]
-
-
-class Repeating(Walk):
-    """Half of the rows have no answer, and each is there twice."""
-
-    @classmethod
-    def tasks(cls, split: str, count: int) -> list[dict[str, Any]]:
-        return [
-            {"seed": number // 2, "split": split} | ({"answer": 7} if number % 4 < 2 else {"answer": None})
-            for number in range(count)
-        ]
-
-
-class Raising(Walk):
-    def reset(self, task: dict[str, Any], seed: int) -> str:
-        raise OSError("no such device")
 
 
 def prompts_of(environment: type[Environment], **settings: Any) -> AgentPrompts:
@@ -193,24 +161,6 @@ def test_failing_demonstrations_end_with_the_name_of_what_failed(
 def test_tasks_that_cannot_be_made_are_refused(method: str, how: str, what: str) -> None:
     with pytest.raises(UserError, match=re.escape(f"tests.environments:X, train: {what}")):
         task(envs.Lesson, call_timeout_s=0.6, attempts=2, method=method, how=how)
-
-
-class Rows(Walk):
-    """Its rows have scalars of NumPy, or are wrong."""
-
-    @classmethod
-    def tasks_for(cls, params: dict[str, Any], split: str, count: int) -> Any:
-        first = 100 * (split == "train")
-        return {
-            "scalars": [{"seed": np.int64(first + number), "share": np.float32(0.5)} for number in range(count)],
-            "empty": [],
-            "none": None,
-            "numbers": [1, 2],
-            "sets": [{"a": {1}}],
-            "surrogates": [{"answer": "\ud800"}],
-        }[params["kind"]]
-
-    def __init__(self, kind: str) -> None: ...
 
 
 def test_rows_may_have_scalars_of_numpy() -> None:

@@ -66,11 +66,12 @@ def test_a_dispatcher_that_forgets_evicted_samples_is_found() -> None:
 @pytest.mark.usefixtures("forgets")
 def test_forgotten_samples_are_found_when_no_slot_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fresh samples are in front of those that lost their machine, and there are always more."""
-    monkeypatch.setattr(goodput, "PROMPTS", 256)
-    monkeypatch.setattr(goodput, "LONGEST_WAIT_S", 200.0)
+    monkeypatch.setattr(goodput, "PROMPTS", 128)
+    monkeypatch.setattr(goodput, "LONGEST_WAIT_S", 150.0)
     monkeypatch.setattr(goodput, "STALL_S", math.inf)
+    trace = CapacityTrace(steps=((0.0, 3), (50.0, 1), (80.0, 3)), end_s=300.0)
     with pytest.raises(RuntimeError, match="lost its machine waited"):
-        measure(TRACE, 600.0, "endless", seed=7)
+        measure(trace, 300.0, "endless", seed=7)
 
 
 @pytest.mark.parametrize("mode", MODES)

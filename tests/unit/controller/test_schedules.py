@@ -432,7 +432,7 @@ SCHEDULES = st.fixed_dictionaries(
 ).filter(lambda schedule: not (schedule["fresh_fraction"] and isinstance(schedule["overcommit"], int)))
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(SCHEDULES, st.lists(st.integers(50, 3000), max_size=3), st.booleans())
 def test_a_killed_run_resumes_within_the_lag_limit_in_every_schedule(
     schedule: dict[str, Any], cuts: list[int], redraw: bool

@@ -46,16 +46,17 @@ from tidemill.models.codec import load_codec
 from tidemill.models.snapshots import uninitialized_model
 from tidemill.models.loading import load_model
 torch.set_num_threads(1)
-folder, cpu = Path(sys.argv[1]), torch.device("cpu")
-for load in (
-    lambda: type(load_model(folder, device=cpu)).__module__,
-    lambda: type(uninitialized_model(folder, ModelConfig(), device=cpu, dtype=torch.float32)).__module__,
-    lambda: type(load_codec(folder)).__module__,
-):
-    try:
-        print(load())
-    except UserError as error:
-        print("refused:", error.what)
+cpu = torch.device("cpu")
+for folder in map(Path, sys.argv[1:]):
+    for load in (
+        lambda: type(load_model(folder, device=cpu)).__module__,
+        lambda: type(uninitialized_model(folder, ModelConfig(), device=cpu, dtype=torch.float32)).__module__,
+        lambda: type(load_codec(folder)).__module__,
+    ):
+        try:
+            print(load())
+        except UserError as error:
+            print("refused:", error.what)
 """
 
 
@@ -71,40 +72,48 @@ def folder(tmp_path: Path) -> Path:
     return save_folder(llama(), tmp_path / "m")
 
 
-def loaded_with_answer_yes(folder: Path, marker: Path) -> list[str]:
-    """What loading model, hollow model and codec print in a process whose standard input says yes."""
-    (folder / "own.py").write_text(_OWN_CODE.format(marker=str(marker)))
-    command = [sys.executable, "-c", _LOAD, str(folder)]
-    done = subprocess.run(command, input="y\n" * 20, capture_output=True, text=True, timeout=90, check=True)
-    assert not marker.exists(), "code of the model folder was executed"
-    assert "Do you wish to run" not in done.stdout + done.stderr
-    return done.stdout.splitlines()
-
-
 _AUTO_MAP = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"}
+_AUTO_TOKENIZER = {"auto_map": {"AutoTokenizer": ["own.OwnTokenizer", "own.OwnTokenizer"]}}
 
 
-def test_an_unknown_model_type_with_code_is_refused_without_a_question(folder: Path, tmp_path: Path) -> None:
-    with_fields(folder, model_type="own", auto_map=_AUTO_MAP)
-    model, hollow, _ = loaded_with_answer_yes(folder, tmp_path / "marker")
+@pytest.fixture(scope="module")
+def with_code(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    """By folder: what loading model, hollow model and codec print in a process whose standard input says yes."""
+    folders = {name: save_folder(llama(), tmp_path_factory.mktemp(name) / "m") for name in ("type", "map", "tokenizer")}
+    with_fields(folders["type"], model_type="own", auto_map=_AUTO_MAP)
+    with_fields(folders["map"], auto_map=_AUTO_MAP)
+    with_fields(folders["map"], "tokenizer_config.json", **_AUTO_TOKENIZER)
+    with_fields(folders["tokenizer"], "tokenizer_config.json", tokenizer_class="OwnTokenizer", **_AUTO_TOKENIZER)
+    for folder in folders.values():
+        (folder / "own.py").write_text(_OWN_CODE.format(marker=str(folder / "marker")))
+    command = [sys.executable, "-c", _LOAD, *map(str, folders.values())]
+    done = subprocess.run(command, input="y\n" * 60, capture_output=True, text=True, timeout=90, check=True)
+    for name, folder in folders.items():
+        assert not (folder / "marker").exists(), f"code of the model folder {name} was executed"
+    assert "Do you wish to run" not in done.stdout + done.stderr
+    lines = done.stdout.splitlines()
+    return {name: lines[3 * number : 3 * number + 3] for number, name in enumerate(folders)}
+
+
+@pytest.mark.xdist_group("model folders with code")
+def test_an_unknown_model_type_with_code_is_refused_without_a_question(with_code: dict[str, list[str]]) -> None:
+    model, hollow, _ = with_code["type"]
     for line in (model, hollow):
         assert line.startswith("refused: transformers ")
         assert "does not implement model_type 'own'" in line
         assert "code in the folder is never executed" in line
 
 
-def test_a_known_model_type_ignores_its_auto_map(folder: Path, tmp_path: Path) -> None:
-    with_fields(folder, auto_map=_AUTO_MAP)
-    with_fields(folder, "tokenizer_config.json", auto_map={"AutoTokenizer": ["own.OwnTokenizer", "own.OwnTokenizer"]})
-    model, hollow, codec = loaded_with_answer_yes(folder, tmp_path / "marker")
+@pytest.mark.xdist_group("model folders with code")
+def test_a_known_model_type_ignores_its_auto_map(with_code: dict[str, list[str]]) -> None:
+    model, hollow, codec = with_code["map"]
     assert model == hollow == "transformers.models.llama.modeling_llama"
     assert codec == "tidemill.models.codec"
 
 
-def test_a_tokenizer_class_in_the_folder_is_not_loaded(folder: Path, tmp_path: Path) -> None:
-    own = {"tokenizer_class": "OwnTokenizer", "auto_map": {"AutoTokenizer": ["own.OwnTokenizer", "own.OwnTokenizer"]}}
-    with_fields(folder, "tokenizer_config.json", **own)
-    assert loaded_with_answer_yes(folder, tmp_path / "marker")[2].startswith("refused: the tokenizer cannot be loaded")
+@pytest.mark.xdist_group("model folders with code")
+def test_a_tokenizer_class_in_the_folder_is_not_loaded(with_code: dict[str, list[str]]) -> None:
+    assert with_code["tokenizer"][2].startswith("refused: the tokenizer cannot be loaded")
 
 
 def test_only_one_module_calls_the_auto_classes() -> None:

@@ -170,7 +170,7 @@ async def test_a_slow_server_is_given_up_at_the_deadline(server: Server) -> None
 
 async def test_an_answer_that_never_ends_costs_its_samples_and_no_others(server: Server) -> None:
     server.drips = "drip"
-    subject = scorer(server.url, timeout_s=6, retries=2, batch=1)
+    subject = scorer(server.url, timeout_s=3, retries=2, batch=1)
     async with asyncio.timeout(60):
         dripping = asyncio.create_task(ask(subject, "drip"))
         while not server.requests:  # noqa: ASYNC110 -- the server's thread sets no event of the loop

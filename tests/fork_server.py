@@ -8,6 +8,7 @@ processes started by a user, all forks have the same hash seed.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import resource
@@ -32,6 +33,7 @@ MAX_REQUEST_BYTES = 1 << 17
 def serve(control: socket.socket) -> None:
     """Serve one request after another; each brings three files: for the report, standard output and standard error."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the test session
+    gc.freeze()  # else a fork collects all that was imported when it ends, which takes it more than a second
     while True:
         text, files, _, _ = socket.recv_fds(control, MAX_REQUEST_BYTES, 3)
         if not text:

@@ -11,6 +11,7 @@ import pytest
 from tests.integration.sandbox.probes import PROBES, WITHOUT_SANDBOX
 from tests.sandboxes import REPOSITORY, command_as, need_bubblewrap
 
+pytestmark = pytest.mark.xdist_group("probes")
 DEADLINE_S = 300.0
 
 

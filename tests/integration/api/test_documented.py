@@ -25,7 +25,7 @@ DEADLINE_S = 280.0
 REPOSITORY = Path(__file__).resolve().parents[3]
 BLOCK = re.compile(r"```python\n(.*?)```", re.DOTALL)
 # With the pretrained model, as README-0. test_stages.py makes the same calls with a small model as the three stages of
-# the guide, and test_agents.py trains an agent with tools.
+# the guide; agents-0 trains an agent, and tests/unit/agents/test_tools.py calls tools.
 SLOW = ("guide-0", "agents-1")
 EXAMPLES = [
     pytest.param(block, id=(name := f"{path.stem}-{number}"), marks=pytest.mark.slow if name in SLOW else ())

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
 import sys
 import sysconfig
 import time
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,7 @@ from tidemill.sandbox.command import KILL_S, kill_tree
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 OTHER_USER = 4321
+PROBES_DEADLINE_S = 300.0
 
 
 def skip(why: str) -> None:
@@ -70,3 +73,16 @@ def _python_of_all() -> str:
             return path
     skip("no interpreter of this version that other users may run")
     raise AssertionError
+
+
+@cache
+def probe_results(backend: str, user: str, names: tuple[str, ...]) -> dict[str, str]:
+    """What each probe of `tests/integration/sandbox/probes.py` printed, by its name."""
+    program = str(REPOSITORY / "tests/integration/sandbox/run_probes.py")
+    command, environment = command_as(user, program, backend, json.dumps(names))
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=PROBES_DEADLINE_S, cwd="/", check=False
+    )
+    assert done.returncode == 0, done.stderr
+    found: dict[str, str] = json.loads(done.stdout)
+    return found

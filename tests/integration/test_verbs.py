@@ -216,3 +216,4 @@ def test_doctor_prints_valid_json(tmp_path: Path) -> None:
     assert found["usable"] is True
     assert {finding["status"] for finding in found["findings"]} <= {"ok", "note", "warn"}
     assert found["machine"]["cpu"]["usable"] >= 1
+    assert found["machine"]["torch"]["threads"]["1"] > 0

@@ -23,6 +23,8 @@ from tests.integration.api.test_documented import DRY, EXAMPLES, NOT_RUN, docume
 from tidemill.config.load import RECIPES, SCENARIOS
 from tidemill.core.packages import DEVELOPMENT, MODEL, install_command, requirements
 
+# One process makes the wheel, also for the examples of the docs.
+pytestmark = pytest.mark.xdist_group("documented")
 PACKAGE = REPOSITORY / "src" / "tidemill"
 SHIPPED = ("src", "tests", "benchmarks", "scripts", "docs", "locks")
 MADE_BY_TOOLS = ("__pycache__", ".hypothesis", ".cache")
@@ -136,11 +138,8 @@ def installed(
     return environment
 
 
-pytest_slow = [pytest.mark.slow, pytest.mark.timeout(3600), pytest.mark.xdist_group("distributions")]
-
-
 class TestInAnEmptyEnvironment:
-    pytestmark = pytest_slow
+    pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
     def test_the_example_of_the_readme(self, installed: Environment) -> None:
         (source,) = (str(example.values[0]) for example in EXAMPLES if example.id == "README-0")

@@ -62,6 +62,7 @@ def executed(tmp_path: Path, *cells: str) -> Any:
     return client.execute()
 
 
+@pytest.mark.slow  # test_documented.py trains this model in a script, and test_live.py shows panels
 @pytest.mark.usefixtures("shared_cache")
 @pytest.mark.timeout(300)
 def test_a_notebook_trains_a_model_and_shows_a_panel(tmp_path: Path) -> None:

@@ -16,6 +16,8 @@ import pytest
 import torch
 
 import tidemill as tm
+from tests.commands import run_fork
+from tests.rewards import digits
 from tidemill.telemetry.metrics import read_metrics
 
 ROWS = [{"prompt": f"{a}+{b}=", "answer": str(a + b), "level": a} for a in range(8) for b in range(8)]
@@ -39,11 +41,6 @@ def small(tmp_path: Path, name: str = "run", **arguments: Any) -> tm.Run:
     arguments.setdefault("data", ROWS)
     arguments.setdefault("rewards", [digits])
     return tm.train("char-addition", overrides=overrides, run_dir=tmp_path / name, **arguments)
-
-
-@tm.reward
-def digits(completion: str) -> float:
-    return sum(map(str.isdigit, completion)) / 2
 
 
 @tm.advantage
@@ -88,13 +85,14 @@ def test_functions_of_a_file_give_the_same_weights_as_from_the_command_line(tmp_
     )
     words = [f"--{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in SMALL.items()]
     command = [
-        *("tidemill", "train", "@char-addition", "--task.kind=file", f"--task.path={data}", *words),
+        *("train", "@char-addition", "--task.kind=file", f"--task.path={data}", *words),
         f'--scoring.rewards=[{{ kind = "python", function = "{file}:digits" }}]',
         f"--algorithm.advantage={file}:centred",
         f'--algorithm.loss_terms=[{{ function = "{file}:pull", weight = 0.1 }}]',
         f"--run.dir={tmp_path / 'cli'}",
     ]
-    subprocess.run([sys.executable, "-m", *command], check=True, timeout=100, capture_output=True)
+    ran = run_fork(*command, cwd=tmp_path)
+    assert ran.code == 0, ran.err
     assert tm.Run(tmp_path / "cli").weights_digest == run.weights_digest
     plain = small(tmp_path, "plain", data=data, rewards=[f"{file}:digits"], advantage=f"{file}:centred")
     assert plain.weights_digest != run.weights_digest  # the term has an effect
@@ -103,7 +101,8 @@ def test_functions_of_a_file_give_the_same_weights_as_from_the_command_line(tmp_
 SCRIPT = """
     import os, sys
     import tidemill as tm
-    from tests.integration.api.test_train import ROWS, SMALL, digits, like_grpo
+    from tests.integration.api.test_train import ROWS, SMALL, like_grpo
+    from tests.rewards import digits
 
     class Kill(tm.Callback):
         def on_step(self, step, metrics):

@@ -81,13 +81,16 @@ def test_a_closed_pipe_is_no_error(tmp_path: Path, argv: str) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-@pytest.mark.parametrize("argv", ["plan memory --params 7e9", "model list --json", "--version"])
+FULL = (">/dev/full", 2, "error: no space left on device\n  free some space and run the same command again\n")
+CLOSED, NO_ERRORS = (">&-", 0, ""), ("2>&- >/dev/null", 0, "")
+
+
 @pytest.mark.parametrize(
-    ("where", "code", "says"),
+    ("argv", "where", "code", "says"),
     [
-        (">/dev/full", 2, "error: no space left on device\n  free some space and run the same command again\n"),
-        (">&-", 0, ""),
-        ("2>&- >/dev/null", 0, ""),
+        *((argv, *FULL) for argv in ("plan memory --params 7e9", "model list --json", "--version")),
+        *((argv, *CLOSED) for argv in ("plan memory --params 7e9", "--version")),
+        *((argv, *NO_ERRORS) for argv in ("model list --json", "--version")),
     ],
 )
 def test_a_full_standard_output_is_reported(tmp_path: Path, argv: str, where: str, code: int, says: str) -> None:
@@ -121,9 +124,9 @@ def test_train_then_eval_generate_and_report(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "char.toml").write_text(CHAR, encoding="utf-8")
-    trained = tidemill("train", "@char.toml", "--trainer.steps=1", "--run.dir=D", "--json", cwd=tmp_path)
-    assert trained.returncode == 0, trained.stderr
-    summary = json.loads(trained.stdout)
+    trained = run_fork("train", "@char.toml", "--trainer.steps=1", "--run.dir=D", "--json", cwd=tmp_path)
+    assert trained.code == 0, trained.err
+    summary = trained.data
     assert summary == {**summary, "steps": 1, "policy_version": 1}
     assert json.loads((tmp_path / "D/summary.json").read_text(encoding="utf-8"))["steps"] == 1
     assert (tmp_path / "D/report.html").is_file()
@@ -154,10 +157,3 @@ def test_ctrl_c_stops_a_run_with_a_checkpoint_and_exit_code_130(tmp_path: Path) 
     summary = json.loads(out)
     assert summary["interrupted"] is True
     assert (tmp_path / "D" / "checkpoints" / f"step_{summary['steps']}").is_dir()
-
-
-def test_doctor(tmp_path: Path) -> None:
-    done = run_fork("doctor", "--json", cwd=tmp_path)
-    found = done.data
-    assert done.code == (0 if found["usable"] else 2)
-    assert found["machine"]["torch"]["threads"]["1"] > 0

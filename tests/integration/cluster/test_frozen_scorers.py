@@ -51,6 +51,7 @@ def learned(lines: list[MetricLine]) -> list[tuple[Any, ...]]:
     return [(line.step, line.weights_digest, *(line.values[name] for name in names)) for line in lines if line.step]
 
 
+@pytest.mark.slow  # tests/unit/runtime/cluster/test_frozen_scorer*.py, without Ray
 def test_frozen_models_in_actors_give_the_same_run_and_are_restarted_when_they_die(tmp_path: Path) -> None:
     reward = reward_folder(tmp_path / "reward", CHAR)
     recipe, directory = tmp_path / "recipe.toml", tmp_path / "ray"

@@ -101,7 +101,9 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[int, str
     return figures(directory)
 
 
-@pytest.mark.parametrize("phase", [pytest.param(p, marks=[] if p == "step" else pytest.mark.slow) for p in PHASES])
+@pytest.mark.slow  # tests/unit/runtime/cluster/test_rank_group.py loses ranks; trainer/test_ranks.py restores them
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("phase", PHASES)
 def test_a_rank_killed_in_any_phase_gives_the_same_run(
     phase: str, undisturbed: list[tuple[int, str, float, float]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -138,7 +140,6 @@ def sft(folder: Path, *, shards: int) -> list[tuple[int, float, float]]:
     return [(line.step, line.values.get("loss", 0.0), line.values.get("grad_norm", 0.0)) for line in lines]
 
 
-@pytest.mark.slow  # tests/integration/trainer/test_ranks.py computes a step of it
 def test_a_supervised_stage_trains_on_two_ranks(tmp_path: Path) -> None:
     alone, sharded = sft(tmp_path / "one", shards=1), sft(tmp_path / "two", shards=2)
     assert len(sharded) == 5

@@ -7,11 +7,13 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 from tests.integration.sandbox.probes import PROBES
-from tests.integration.sandbox.test_probes import results
-from tests.sandboxes import need_bubblewrap
+from tests.sandboxes import need_bubblewrap, probe_results
 from tidemill.sandbox.bubblewrap import visible_paths
 
+pytestmark = pytest.mark.xdist_group("probes")
 WATCHED = ("/etc", "/boot", "/opt", "/srv", "/var/spool", str(Path.home() / ".ssh"))
 CONTENT = ("/proc/mounts", "/proc/sys/kernel/core_pattern", "/proc/sys/kernel/hostname", "/proc/self/cgroup")
 
@@ -20,7 +22,8 @@ def test_no_file_mount_or_setting_of_the_host_changes() -> None:
     need_bubblewrap()
     before = state()
 
-    printed = results.__wrapped__("bwrap", "this", tuple(PROBES))  # run again, also if another test has
+    probe_results.cache_clear()  # run again, also if another test has; those of test_probes.py use this run
+    printed = probe_results("bwrap", "this", tuple(PROBES))
 
     assert len(printed) == len(PROBES)
     after = state()

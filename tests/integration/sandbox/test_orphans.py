@@ -22,7 +22,7 @@ from tidemill.sandbox import Sandbox, SandboxLostError, local, open_sandbox
 from tidemill.sandbox.bubblewrap import SLOTS
 from tidemill.sandbox.local import launcher
 
-KILLS = 12
+KILLS = 8
 START_S = 0.4
 """Kills fall into this time after the start, in which namespaces are made, and into the same time after it."""
 GRACE_S = 2.0

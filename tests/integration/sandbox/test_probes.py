@@ -2,28 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-from functools import cache
-
 import pytest
 
 from tests.integration.sandbox.probes import PROBES, WITHOUT_SANDBOX
-from tests.sandboxes import REPOSITORY, command_as, need_bubblewrap
+from tests.sandboxes import need_bubblewrap, probe_results
 
-DEADLINE_S = 300.0
-
-
-@cache
-def results(backend: str, user: str, names: tuple[str, ...]) -> dict[str, str]:
-    program = str(REPOSITORY / "tests/integration/sandbox/run_probes.py")
-    command, environment = command_as(user, program, backend, json.dumps(names))
-    done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=DEADLINE_S, cwd="/", check=False
-    )
-    assert done.returncode == 0, done.stderr
-    found: dict[str, str] = json.loads(done.stdout)
-    return found
+pytestmark = pytest.mark.xdist_group("probes")
 
 
 @pytest.mark.parametrize("user", ["this", "other"])
@@ -31,7 +15,7 @@ def results(backend: str, user: str, names: tuple[str, ...]) -> dict[str, str]:
 def test_a_probe_stays_in_the_sandbox(name: str, user: str) -> None:
     need_bubblewrap()
 
-    printed = results("bwrap", user, tuple(PROBES))[name]
+    printed = probe_results("bwrap", user, tuple(PROBES))[name]
 
     assert printed != "out"
     assert printed, "the probe did not run to its end"
@@ -39,7 +23,7 @@ def test_a_probe_stays_in_the_sandbox(name: str, user: str) -> None:
 
 @pytest.mark.parametrize("name", WITHOUT_SANDBOX)
 def test_a_probe_gets_out_without_a_sandbox(name: str) -> None:
-    assert results("none", "this", WITHOUT_SANDBOX)[name] == "out"
+    assert probe_results("none", "this", WITHOUT_SANDBOX)[name] == "out"
 
 
 def test_there_are_enough_probes() -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -14,28 +12,30 @@ from tests.forked import Forked
 from tidemill.models.checkpoint_manifest import damage
 from tidemill.trainer.checkpoint_store import CheckpointStore
 
-REPOSITORY = Path(__file__).parents[3]
-KILLS = 12
+DEADLINE_S = 60.0
+KILLS = 8
 
 
 def test_a_killed_writer_leaves_only_complete_checkpoints(tmp_path: Path) -> None:
+    store_folder, told = tmp_path / "store", tmp_path / "told"
     moments = random.Random(0)
     torn = acknowledged = 0
     for _ in range(KILLS):
-        command = [sys.executable, "-m", "tests.integration.trainer.endless_writer", str(tmp_path)]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY) as writer:
-            assert writer.stdout is not None
-            lines = [writer.stdout.readline() for _ in range(2)]  # one replaced and one new checkpoint
+        told.write_text("")
+        with Forked(str(store_folder), str(told), target="tests.integration.trainer.endless_writer:main") as writer:
+            until = time.monotonic() + DEADLINE_S
+            while told.read_text().count("\n") < 2:  # one replaced and one new checkpoint
+                assert writer.poll() is None and time.monotonic() < until
+                time.sleep(0.002)
             time.sleep(moments.uniform(0, 0.1))
             writer.kill()
-            lines += writer.stdout.readlines()
-        acknowledged = max(int(line.split()[1]) for line in lines if line.endswith("\n"))
-        torn += any(path.name.startswith(".") for path in tmp_path.iterdir())
-        visible = [path for path in tmp_path.iterdir() if not path.name.startswith(".")]
+        acknowledged = max(int(line) for line in told.read_text().splitlines(keepends=True) if line.endswith("\n"))
+        torn += any(path.name.startswith(".") for path in store_folder.iterdir())
+        visible = [path for path in store_folder.iterdir() if not path.name.startswith(".")]
         assert [damage(path) for path in visible] == [""] * len(visible)
-        store = CheckpointStore(tmp_path, keep_last=1)
+        store = CheckpointStore(store_folder, keep_last=1)
         store.recover()
-        assert not any(path.name.startswith(".") for path in tmp_path.iterdir())
+        assert not any(path.name.startswith(".") for path in store_folder.iterdir())
         latest = store.latest()
         assert latest.skipped == {}
         assert latest.checkpoint is not None

@@ -33,7 +33,6 @@ MAX_REQUEST_BYTES = 1 << 17
 def serve(control: socket.socket) -> None:
     """Serve one request after another; each brings three files: for the report, standard output and standard error."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the test session
-    gc.freeze()  # else a fork collects all that was imported when it ends, which takes it more than a second
     while True:
         text, files, _, _ = socket.recv_fds(control, MAX_REQUEST_BYTES, 3)
         if not text:
@@ -85,5 +84,5 @@ if __name__ == "__main__":
     assert threading.active_count() == 1
     assert not Path("/proc/self/task").exists() or len(list(Path("/proc/self/task").iterdir())) == 1
     gc.collect()
-    gc.freeze()  # collections in the forks need not look at the imported modules
+    gc.freeze()  # else a fork collects all that was imported when it ends, which takes more than a second
     serve(socket.socket(fileno=int(sys.argv[1])))

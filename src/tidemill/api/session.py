@@ -69,7 +69,7 @@ async def run_async(job: Callable[[StopRequest], T]) -> T:
 
 
 class _Worker(Generic[T]):
-    """A job in a daemon thread."""
+    """A job that starts at once in a daemon thread."""
 
     def __init__(
         self, job: Callable[[StopRequest], T], stop: StopRequest, notify: Callable[[], Any] | None = None

@@ -177,7 +177,11 @@ def stopped_by(number: signal.Signals, run: Run | None, directory: Path) -> Keyb
 
 
 def prepare(recipe: Recipe = None, **arguments: Any) -> tuple[RunSpec | PipelineSpec, Inputs]:
-    """The configuration and the inputs of `train`; saves objects in the run directory."""
+    """The configuration and the inputs of `train`; saves objects in the run directory.
+
+    Raises:
+        UserError: an argument is invalid.
+    """
     base, inputs, given = collected(recipe, **arguments)
     spec = load_overridden(*layered(base, inputs.with_overrides(given), replaced=inputs.overrides))
     if base is None and isinstance(spec, RunSpec):

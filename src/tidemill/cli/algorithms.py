@@ -47,8 +47,8 @@ def listing() -> dict[str, list[dict[str, Any]]]:
         return {"name": name, "formula": entry.formula, "source": entry.source, **more, "defaults": defaults}
 
     limits = {
-        name: {key: limit for key, limit in limits._asdict().items() if limit is not None}
-        for name, limits in CORRECTION_LIMITS.items()
+        name: {key: limit for key, limit in of_kind._asdict().items() if limit is not None}
+        for name, of_kind in CORRECTION_LIMITS.items()
     }
     return {
         "presets": [

@@ -38,8 +38,8 @@ def packages() -> list[dict[str, Any]]:
     partners = {name: version for name in PARTNERS if (version := installed(name))}
     for row in found:
         row["error"] = errors.get(row["name"], "")
-        beside = [f"{name} {version}" for name, version in partners.items() if row["error"] and name != row["name"]]
-        row["beside"] = ", ".join(beside)
+        beside = [f"{name} {version}" for name, version in partners.items() if name != row["name"]]
+        row["beside"] = ", ".join(beside) if row["error"] else ""
     return found
 
 

@@ -32,7 +32,7 @@ from tidemill.planner.placement.training import Offer
 
 
 def parse_integer(kind: type, tokens: Sequence[Token]) -> int:
-    """Convert an option to an integer, without rounding."""
+    """Convert an option to an integer, without rounding. Raises UserError: not an integer."""
     (token,) = tokens
     try:
         return int(token.value)
@@ -120,7 +120,7 @@ class MachineOptions:
 
 
 def offer_of(text: str, catalog: Catalog, option: str, *, availability: float = 1.0) -> Offer:
-    """Parse `rlboost-2xh100:6`; the default count is 1."""
+    """Parse `rlboost-2xh100:6`; the default count is 1. Raises UserError: unknown machine or invalid count."""
     name, colon, count = text.partition(":")
     where = f"{option} {text}"
     if colon and not count.isdecimal():
@@ -136,7 +136,7 @@ def offer_of(text: str, catalog: Catalog, option: str, *, availability: float = 
 
 
 def with_prices(catalog: Catalog, prices: Sequence[str]) -> Catalog:
-    """The catalogue with the given prices."""
+    """The catalogue with the given prices. Raises UserError: unknown machine or invalid price."""
     machines = dict(catalog.machines)
     for text in prices:
         given, _, amount = text.partition("=")
@@ -175,7 +175,7 @@ def lengths_given(run_dir: Path | None, mean: float | None, default: float, *, s
 
 
 def count(text: str, option: str) -> float:
-    """Parse `70e9`, `70b`, `1.5B` or `70_000_000_000`, at least 1."""
+    """Parse `70e9`, `70b`, `1.5B` or `70_000_000_000`. Raises UserError: not a number of at least 1."""
     plain = text.strip().lower()
     factor = SUFFIXES.get(plain[-1:], 1.0)
     try:

@@ -117,7 +117,10 @@ def run(
     if measure:
         _refuse({"profile": profile}, "conflicts with --measure, which creates a profile", "omit one of them")
     remarks = memory_remarks(spec, "rl")  # refuses what does not fit, before it is measured
-    chosen = _measured(spec) if measure else read_profile(profile) if profile is not None else fitting_profile(spec)
+    if measure:
+        chosen = _measured(spec)
+    else:
+        chosen = fitting_profile(spec) if profile is None else read_profile(profile)
     return _of_this_machine(spec, chosen, forecast_recipe(spec, chosen, seeds=seeds), remarks, explain=explain)
 
 
@@ -149,7 +152,8 @@ def _of_this_machine(
     sheet = Derivation()
     derive(found, sheet)
     memory = memory_on_this_machine(spec, models_of(spec), profile, sheet)
-    differences, remarks = setting_differences(profile, spec), [*remarks, *found.notes, *_of_pool(spec, found)]
+    differences = setting_differences(profile, spec)
+    remarks = [*remarks, *found.notes, *_of_pool(spec, found)]
     data = {
         **as_data(found),
         "notes": remarks,

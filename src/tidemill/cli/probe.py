@@ -23,7 +23,8 @@ def probe() -> dict[str, Any]:
         "gpus": [],
         "threads": {},
     }
-    for index in range(torch.cuda.device_count()) if torch.cuda.is_available() else ():
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    for index in range(gpus):
         properties = torch.cuda.get_device_properties(index)
         free, total = torch.cuda.mem_get_info(index)
         found["gpus"].append(

@@ -26,7 +26,8 @@ MAX_FULL_MODEL_LEARNING_RATE = 3e-5  # usual for a whole model, and too low for 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Derived:
-    """Amounts per step and per run. Token counts are upper bounds, with every completion at its limit."""
+    """Amounts per step and per run, as `--dry-run --json` prints them. Token counts are upper bounds, with every
+    completion at its limit."""
 
     samples_per_step: int
     optimizer_steps_per_batch: int
@@ -35,12 +36,15 @@ class Derived:
     samples: int  # over the run
     prompt_tokens: int | None  # estimate for one prompt; None if only the tokenizer can tell
     microbatches_per_optimizer_step: int  # upper bound; without prompts if their length is unknown
+    microbatches_per_step: int
     completion_tokens_per_step: int
     completion_tokens: int  # generated over the run
     trained_tokens: int  # over the run and all epochs
     evaluations: int
+    eval_samples: int  # over all evaluations
     eval_tokens: int  # over all evaluations
     checkpoints: int  # written
+    checkpoints_kept: int  # upper bound at the end
 
 
 def derive(spec: RunSpec) -> Derived:
@@ -61,6 +65,7 @@ def derive(spec: RunSpec) -> Derived:
     evaluations = 1 + occurrences(steps, spec.eval.every_steps)
     eval_limit = spec.eval.max_new_tokens or spec.sampling.max_new_tokens
     eval_samples = evaluations * spec.eval.most_prompts * (1 + spec.eval.samples_per_prompt)
+    checkpoints = occurrences(steps, spec.checkpoint.every_steps)
     return Derived(
         samples_per_step=samples,
         optimizer_steps_per_batch=per_batch,
@@ -69,12 +74,15 @@ def derive(spec: RunSpec) -> Derived:
         samples=steps * samples,
         prompt_tokens=prompt_tokens,
         microbatches_per_optimizer_step=microbatches,
+        microbatches_per_step=microbatches * per_batch,
         completion_tokens_per_step=per_step,
         completion_tokens=steps * per_step,
         trained_tokens=steps * per_step * batch.epochs,
         evaluations=evaluations,
+        eval_samples=eval_samples,
         eval_tokens=eval_samples * eval_limit,
-        checkpoints=occurrences(steps, spec.checkpoint.every_steps),
+        checkpoints=checkpoints,
+        checkpoints_kept=min(checkpoints, spec.checkpoint.keep_last + spec.checkpoint.keep_best),
     )
 
 

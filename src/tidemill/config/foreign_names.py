@@ -45,21 +45,22 @@ def foreign_names() -> tuple[ForeignName, ...]:
     """Every row of the table, one for each name, in its order."""
     tables = tomllib.loads(TABLE.read_text(encoding="utf-8"))
     found = list[ForeignName]()
-    for framework, place, rows in ((name, *entry) for name, places in tables.items() for entry in places.items()):
-        on_page = rows.pop(PAGE, "").split()
-        for names, value in rows.items():
-            keys, note = (value, "") if isinstance(value, str) else value
-            found += [
-                ForeignName(
-                    framework=framework,
-                    place=place,
-                    name=name,
-                    ours=tuple(keys.split()),
-                    note=note,
-                    on_page=name.removeprefix(VERL_PREFIX) in on_page,
-                )
-                for name in names.split()
-            ]
+    for framework, places in tables.items():
+        for place, rows in places.items():
+            on_page = rows.pop(PAGE, "").split()
+            for names, value in rows.items():
+                keys, note = (value, "") if isinstance(value, str) else value
+                found += [
+                    ForeignName(
+                        framework=framework,
+                        place=place,
+                        name=name,
+                        ours=tuple(keys.split()),
+                        note=note,
+                        on_page=name.removeprefix(VERL_PREFIX) in on_page,
+                    )
+                    for name in names.split()
+                ]
     return tuple(found)
 
 

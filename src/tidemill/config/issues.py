@@ -164,11 +164,11 @@ def _issue(details: ErrorDetails, location: Location, data: dict[str, Any], loca
 
 def _nearest_key(location: Location, kind: str) -> tuple[Location, Key | None]:
     """The location up to the key's element, with the key; None for a section."""
-    for size in range(len(location), 0, -1):
+    if (key := find(location, kind=kind)) or location in sections():
+        return location, key
+    for size in range(len(location) - 1, 0, -1):
         if key := find(location[:size], kind=kind):
             return location[: size + 1], key
-        if location in sections():
-            break
     return location, None
 
 
@@ -208,8 +208,12 @@ def _unknown_locations(location: Location, given: Any) -> list[Location]:
     return below if known else [location]
 
 
+ABSENT = object()
+"""Tells an absent value from one that is None."""
+
+
 def value_at(data: Any, location: Location, absent: Any = None) -> Any:
-    """The value at a location of nested tables and arrays."""
+    """The value at a location of nested tables and arrays; `absent` if there is none."""
     for part in location:
         try:
             data = data[part]

@@ -17,6 +17,7 @@ from pydantic import ValidationError
 from tidemill.config.addresses import HUB, address_hint
 from tidemill.config.functions import FUNCTION_KEYS
 from tidemill.config.issues import (
+    ABSENT,
     COMMAND_LINE,
     ConfigError,
     ConfigIssue,
@@ -94,7 +95,7 @@ class Layer:
 
     def locate(self, location: Location) -> str:
         """`recipe.toml:3`, `command line`, `recipe.toml:7, stage sft`; empty if this layer does not set the key."""
-        if value_at(self.tree, location, absent := object()) is absent:
+        if value_at(self.tree, location, ABSENT) is ABSENT:
             return ""
         line = line_of(self.text, (*self.at, *location)) if self.text else None
         place = f"{self.name}:{line}" if line else self.name
@@ -129,17 +130,17 @@ def split_arguments(args: Sequence[str]) -> Arguments:
             name, sign, text = item[2:].partition("=")
             path = tuple(name.split("."))
             value = text if sign else None
-            following = remaining[0] if remaining and not sign else "="
-            key = _key(path)
-            if key is not None and key.is_flag:
-                is_value = following.lower() in TRUTH_VALUES
-            else:
-                starts = ("--",) if key is not None else ("--", "@")
-                is_value = following != "=" and not following.startswith(starts)
-            if is_value:
+            if not sign and remaining and _is_value(remaining[0], _key(path)):
                 value = remaining.pop(0)
             found.assignments.append((path, value))
     return found
+
+
+def _is_value(item: str, key: Key | None) -> bool:
+    """Whether the argument after an option is its value."""
+    if key is not None and key.is_flag:
+        return item.lower() in TRUTH_VALUES
+    return not item.startswith("--") and item != "=" and (key is not None or not item.startswith("@"))
 
 
 def _key(path: Sequence[str]) -> Key | None:
@@ -193,9 +194,10 @@ def parse_value(text: str, key: Key | None) -> Any:
     try:
         parsed = tomllib.loads(f"value = {text}")
     except tomllib.TOMLDecodeError:
-        for kind in (int, float) if key and key.is_number else ():  # TOML does not accept `.5` and `007`
-            with suppress(ValueError):
-                return kind(text)
+        if key and key.is_number:  # TOML does not accept `.5` and `007`
+            for kind in (int, float):
+                with suppress(ValueError):
+                    return kind(text)
         return text
     value = parsed["value"] if list(parsed) == ["value"] else text
     return text if key and key.accepts_text and not isinstance(value, str) else value

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from tidemill.config.issues import ConfigError, ConfigIssue, Purpose, value_at
+from tidemill.config.issues import ABSENT, ConfigError, ConfigIssue, Purpose, value_at
 from tidemill.config.keys import ITEM, KeyPath, did_you_mean, dotted
 from tidemill.config.load import PREFIX, STAGES, Layer, Tree, compose, has_stages, override_layers, read_sources
 from tidemill.config.schema import RunConfig, RunSpec
@@ -252,10 +252,11 @@ def compose_stages(layers: Sequence[Layer]) -> PipelineSpec:
             compose([replace(layer, tree=unknown)], purpose="read")
         except ConfigError as error:
             issues += error.issues
-    for section, users in _unused_sections(command, kinds) if len(stages) == len(tables) else ():
-        what = "no stage of this recipe has this section"
-        hint = f"leave it out, or add a stage of kind {' or '.join(users)}"
-        issues.append(ConfigIssue(key=section, what=what, source=command.name, hint=hint))
+    if len(stages) == len(tables):  # else an invalid stage may have the section
+        for section, users in _unused_sections(command, kinds):
+            what = "no stage of this recipe has this section"
+            hint = f"leave it out, or add a stage of kind {' or '.join(users)}"
+            issues.append(ConfigIssue(key=section, what=what, source=command.name, hint=hint))
     issues += graph_issues(stages, invalid=tables.keys() - {stage.name for stage in stages})
     if issues:
         raise ConfigError(list(dict.fromkeys(issues)))
@@ -326,7 +327,7 @@ def _compose_stage(
     for layer in own:
         issues += _foreign_sections(layer, kind)
         for key in ("dir", "name"):
-            if value_at(layer.tree, ("run", key), absent := object()) is not absent:
+            if value_at(layer.tree, ("run", key), ABSENT) is not ABSENT:
                 what = "belongs to the whole pipeline"
                 hint = f"set run.{key} at the top of the recipe; each stage has a subfolder with its name"
                 issues.append(ConfigIssue(key=f"run.{key}", what=what, source=layer.locate(("run", key)), hint=hint))

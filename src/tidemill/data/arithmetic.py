@@ -139,11 +139,10 @@ def build_arithmetic(config: ArithmeticTask, *, batch_prompts: int, seed: int, r
     else:
         draw = draw_from(config, shots)
         drawn: dict[tuple[str, int, int], Problem] = {}
-        for number in itertools.count():
-            problem = draw(True, "evaluation", number)
+        numbers = itertools.count()
+        while len(drawn) < SAMPLED_HELD_OUT:
+            problem = draw(True, "evaluation", next(numbers))
             drawn.setdefault(problem.kind, problem)
-            if len(drawn) == SAMPLED_HELD_OUT:
-                break
         held_out = [item(problem) for problem in drawn.values()]
         source = SampledSource(
             lambda key, number: item(draw(False, key, number)),
@@ -175,9 +174,12 @@ def draw_from(config: ArithmeticTask, shots: Sequence[Problem]) -> Callable[...,
     shot_kinds = {shot.kind for shot in shots}
 
     def draw(held_out: bool, *key: object) -> Problem:
-        problems = (draw_problem(config, *key, attempt) for attempt in itertools.count())
-        others = (problem for problem in problems if problem.kind not in shot_kinds)
-        share = config.held_out_fraction
-        return next(each for each in others if (hash_share("held out", each.kind) < share) == held_out)
+        attempt = 0
+        while True:
+            problem = draw_problem(config, *key, attempt)
+            is_held_out = hash_share("held out", problem.kind) < config.held_out_fraction
+            if is_held_out == held_out and problem.kind not in shot_kinds:
+                return problem
+            attempt += 1
 
     return draw

@@ -62,7 +62,8 @@ def as_written(text: str) -> list[Any]:
             found = [json.loads(part) for part in parts]
         except ValueError:
             continue
-        for listed in (found, found[0] if len(found) == 1 and isinstance(found[0], list) else []):
+        array = found[0] if len(found) == 1 and isinstance(found[0], list) else []
+        for listed in (found, array):
             if listed and all(_is_conversation(each) or _is_row(each) for each in listed):
                 return listed
     return [text]

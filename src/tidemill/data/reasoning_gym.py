@@ -113,8 +113,11 @@ def _create(config: ReasoningGymTask) -> Any:
 
 
 def _settings(config: ReasoningGymTask) -> dict[str, Any]:
-    size = TRIES_PER_PROMPT * (config.train_size + config.held_out_size)
-    return {"seed": DATA_SEED, "size": size, **config.params}
+    return {"seed": DATA_SEED, "size": _most_tries(config), **config.params}
+
+
+def _most_tries(config: ReasoningGymTask) -> int:
+    return TRIES_PER_PROMPT * (config.train_size + config.held_out_size)
 
 
 def _collect(config: ReasoningGymTask, dataset: Any) -> tuple[dict[str, Any], list[Item], list[Item]]:
@@ -125,8 +128,7 @@ def _collect(config: ReasoningGymTask, dataset: Any) -> tuple[dict[str, Any], li
     held_out: list[Item] = []
     asked: set[str] = set()
     deadline = time.monotonic() + GENERATION_TIMEOUT_S
-    most_tries = TRIES_PER_PROMPT * (config.train_size + config.held_out_size)
-    for index in range(min(most_tries, len(dataset))):
+    for index in range(min(_most_tries(config), len(dataset))):
         if time.monotonic() > deadline:
             break
         # Some generators also draw from the global random state: a prompt must not depend on what ran before.

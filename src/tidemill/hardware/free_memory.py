@@ -33,7 +33,7 @@ def free_host_memory(root: Path = Path("/")) -> FreeMemory | None:
     Args:
         root: where /proc and /sys are.
     """
-    available = _kilobytes("MemAvailable", root / "proc/meminfo")
+    available = _bytes_of("MemAvailable", root / "proc/meminfo")
     if available is None:
         return None
     found = [FreeMemory(bytes=available, limit=THIS_MACHINE), *_of_groups(root)]
@@ -42,10 +42,11 @@ def free_host_memory(root: Path = Path("/")) -> FreeMemory | None:
 
 def resident_bytes(root: Path = Path("/")) -> float:
     """Resident memory of this process; 0 if the system does not tell."""
-    return _kilobytes("VmRSS", root / "proc/self/status") or 0.0
+    return _bytes_of("VmRSS", root / "proc/self/status") or 0.0
 
 
-def _kilobytes(field: str, file: Path) -> float | None:
+def _bytes_of(field: str, file: Path) -> float | None:
+    """The amount on one line of a file of /proc, which counts in kB."""
     found = re.search(rf"^{field}:\s+(\d+) kB", _text(file), re.MULTILINE)
     return 1024.0 * int(found[1]) if found else None
 

@@ -19,7 +19,7 @@ _HINT = "give the config.json of a Hugging Face decoder"
 
 
 class ConfigReader:
-    """Reads integers of a configuration; null counts as absent. Errors name file and field.
+    """Reads integers of a configuration; null counts as absent. Methods raise UserError, with file and field.
 
     Args:
         config: the decoder's part of the configuration.
@@ -50,7 +50,7 @@ class ConfigReader:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Read a config.json and check its sizes."""
+    """Read a config.json and check its sizes. Raises UserError: names the file and the field."""
     try:
         config = json.loads(path.read_bytes())
     except OSError as error:
@@ -84,13 +84,17 @@ NORMED = ("qwen3", "qwen3_moe")  # queries and keys are normalised
 
 
 def read_shape(path: Path) -> ModelShape:
-    """Read the shape from a config.json or its folder."""
+    """Read the shape from a config.json or its folder. Raises UserError: names the file and the field."""
     file = path / CONFIG if path.is_dir() else path
     return shape_of_config(decoder_part(read_config(file)), source=str(file))
 
 
 def shape_of_config(config: dict[str, Any], *, source: str) -> ModelShape:
-    """Count every matrix of a Llama-like decoder, including experts and latent attention."""
+    """Count every matrix of a Llama-like decoder, including experts and latent attention.
+
+    Raises:
+        UserError: names `source` and the field.
+    """
     read = ConfigReader(config, source)
     hidden, layers, heads, vocab = (read.whole(name) for name in NEEDED)
     experts = next((read.whole(name) for name in EXPERTS if config.get(name)), 0)

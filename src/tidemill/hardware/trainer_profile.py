@@ -274,4 +274,5 @@ def layer_parts(shape: ModelShape) -> tuple[float, float]:
     """Return (parameters of a layer without routed experts, of its experts), as fully sharded training gathers it."""
     outside = shape.vocab * shape.hidden * (1 if shape.tied else 2)
     experts = shape.expert_parameters / max(shape.layers - shape.dense_layers, 1)
-    return max(max(shape.parameters - outside, 0.0) / shape.layers - experts, 0.0), experts
+    layer = max(shape.parameters - outside, 0.0) / shape.layers
+    return max(layer - experts, 0.0), experts

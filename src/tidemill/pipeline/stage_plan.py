@@ -296,9 +296,11 @@ def content_digest(path: Path, *, where: str) -> str:
     """
     digest = xxhash.xxh3_128()
     try:
-        for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
+        files = sorted(path.rglob("*")) if path.is_dir() else [path]
+        for file in files:
             name = file.relative_to(path)
-            if file != path and (any(part.startswith(".") for part in name.parts) or not file.is_file()):
+            is_hidden = any(part.startswith(".") for part in name.parts)
+            if is_hidden or (file != path and not file.is_file()):
                 continue
             digest.update(f"{name.as_posix()}\0{file.stat().st_size}\0".encode())
             with file.open("rb") as stream:

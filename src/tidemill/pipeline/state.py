@@ -68,7 +68,8 @@ class PipelineFolder(LockedDirectory):
         if not self.stages.is_dir():
             return {}
         found = dict[str, FoundStage]()
-        for folder in (each for each in sorted(self.stages.iterdir()) if each.is_dir() and each.name[0] != "."):
+        folders = [each for each in sorted(self.stages.iterdir()) if each.is_dir() and not each.name.startswith(".")]
+        for folder in folders:
             result: StageResult | None = None
             with suppress(FileNotFoundError, msgspec.DecodeError, UnicodeDecodeError):
                 result = msgspec.json.decode((folder / RESULT_FILE).read_bytes(), type=StageResult)

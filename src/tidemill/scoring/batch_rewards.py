@@ -167,16 +167,18 @@ class HttpScorer:
 
     async def score_batch(self, samples: Sequence[RewardInput]) -> Sequence[float | Exception]:
         """Raises RewardServerError: no response, or a response without one score per sample."""
-        fields = [
-            {
-                "id": f"{of.purpose}/{of.prompt_id}/{of.epoch}/{of.index}",
-                "prompt": sample.prompt.text,
-                "completion": sample.completion,
-                "answer": sample.prompt.answer,
-                "metadata": sample.prompt.metadata,
-            }
-            for sample, of in ((each, each.sample_id) for each in samples)
-        ]
+        fields = []
+        for sample in samples:
+            of = sample.sample_id
+            fields.append(
+                {
+                    "id": f"{of.purpose}/{of.prompt_id}/{of.epoch}/{of.index}",
+                    "prompt": sample.prompt.text,
+                    "completion": sample.completion,
+                    "answer": sample.prompt.answer,
+                    "metadata": sample.prompt.metadata,
+                }
+            )
         answer = await self._ask(msgspec.json.encode({"samples": fields}))
         try:
             scores = msgspec.json.decode(answer)["scores"]

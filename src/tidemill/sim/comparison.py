@@ -253,17 +253,12 @@ def described(scenario: Scenario) -> list[str]:
         unpriced["preemptible_usd_per_hour"] = f"preemptible {cluster.worker_machine.name}"
     used = [cluster.machine] if any(one.generating for one in scenario.planned) else []
     used += [cluster.worker_machine] if elastic else []
-    remarks = (
-        *(
-            f"engines of {cluster.engine_gpus} GPUs use {gpus - left} of the {gpus} GPUs of {name}"
-            for name, gpus in {machine.name: machine.gpus for machine in used}.items()
-            if (left := gpus % cluster.engine_gpus)
-        ),
-        *(f"{name} has no price and counts as free; set fleet.{key}" for key, name in unpriced.items()),
-        *scenario.remarks,
-        *cluster.efficiency_remarks,
-        executable([one.name for one in scenario.planned]),
-    )
+    remarks = list[str]()
+    for name, gpus in {machine.name: machine.gpus for machine in used}.items():
+        if unused := gpus % cluster.engine_gpus:
+            remarks.append(f"engines of {cluster.engine_gpus} GPUs use {gpus - unused} of the {gpus} GPUs of {name}")
+    remarks += [f"{name} has no price and counts as free; set fleet.{key}" for key, name in unpriced.items()]
+    remarks += [*scenario.remarks, *cluster.efficiency_remarks, executable([one.name for one in scenario.planned])]
     return [*lines, *who, *(f"note: {remark}" for remark in remarks)]
 
 

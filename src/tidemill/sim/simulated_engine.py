@@ -103,7 +103,7 @@ class SimulatedEngine:
         self.advance(now_s)
         for request in requests:
             if request.exact_version is not None and request.exact_version != self.version.number:
-                self._refuse(
+                self._report_unstarted(
                     request, f"request needs version {request.exact_version}, engine has {self.version.number}"
                 )
             else:
@@ -115,7 +115,7 @@ class SimulatedEngine:
         gone = set(sample_ids)
         for request in self._queue:
             if request.sample_id in gone:
-                self._refuse(request)
+                self._report_unstarted(request)
         self._queue = deque(request for request in self._queue if request.sample_id not in gone)
         for sample_id in sample_ids:
             if (one := self._running.get(sample_id)) is not None:
@@ -291,8 +291,8 @@ class SimulatedEngine:
             error=error,
         )
 
-    def _refuse(self, request: GenerateRequest, error: str = "") -> None:
-        """Report a sample that never started."""
+    def _report_unstarted(self, request: GenerateRequest, error: str = "") -> None:
+        """The only delta of a sample that never started."""
         self._deltas.append(self._delta(request, count(request.prefix_ids), (b"", b""), "aborted", error))
 
 

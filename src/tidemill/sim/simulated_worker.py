@@ -75,17 +75,18 @@ class SimulatedWorker:
         self._request_report()
 
     async def load(self, version: PolicyVersion) -> Loaded:
-        pulled = await self._source.prepare(version) if self._source is not None else None
+        if self._source is None:
+            self._check()
+            self.engine.load(version, computes_with=version, swap_s=self._swap_s, now_s=self._clock.now())
+            self._request_report()
+            return Loaded(version=version, swap_s=self._swap_s)
+        pulled = await self._source.prepare(version)
         self._check()
-        computes_with = version
-        if self._source is not None and pulled is not None:
-            self._source.swap(pulled)
-            version = pulled.manifest.version
-            computes_with = self.computes_with(version)
+        self._source.swap(pulled)
+        version = pulled.manifest.version
+        computes_with = self.computes_with(version)
         self.engine.load(version, computes_with=computes_with, swap_s=self._swap_s, now_s=self._clock.now())
         self._request_report()
-        if pulled is None:
-            return Loaded(version=version, swap_s=self._swap_s)
         return Loaded(
             version=version,
             nbytes=pulled.nbytes,

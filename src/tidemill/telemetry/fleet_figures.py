@@ -158,11 +158,13 @@ def reserved_only_s(events: Iterable[dict[str, Any]], sessions: dict[int, RunSes
     """
     decoded = [event for event in events if event["event"] == DECODE]
     reserved = [event for event in decoded if event.get("kind") == "reserved"]
-    any_s, reserved_s = (covered_s(stretch(event, sessions) for event in some) for some in (decoded, reserved))
-    tokens, reserved_tokens = (sum(amount(event, "tokens") for event in some) for some in (decoded, reserved))
+    reserved_s = covered_s(stretch(event, sessions) for event in reserved)
+    reserved_tokens = sum(amount(event, "tokens") for event in reserved)
     if not reserved_tokens or not reserved_s:
         return None
-    return wall_s - any_s + tokens * reserved_s / reserved_tokens
+    tokens = sum(amount(event, "tokens") for event in decoded)
+    any_worker_s = covered_s(stretch(event, sessions) for event in decoded)
+    return wall_s - any_worker_s + tokens * reserved_s / reserved_tokens
 
 
 def fleet_figures(

@@ -308,7 +308,8 @@ class RunData:
         wall_s = past.wall_s if wall_s is None else wall_s
         generated, trained = int(_total(steps, TOKENS_GENERATED)), int(_total(steps, TOKENS_TRAINED))
         times = {"rollout_s": ROLLOUT_TIME, "train_s": TRAIN_TIME, "score_s": SCORE_TIME, "eval_s": EVAL_TIME}
-        data, keys = self.events_named(DATA), ("training", "held_out", "left_out", "rows", "missing")
+        data = self.events_named(DATA)
+        keys = ("training", "held_out", "left_out", "rows", "missing")
         sets = {name: _evaluation_summary(found) for name, found in self.eval_sets.items()}
         return {
             "run": self.name,
@@ -352,9 +353,10 @@ def _evaluation_summary(found: Sequence[LoggedEvaluation]) -> dict[str, Any]:
     """Before the first step, the newest, and the best; null fields where there is none."""
     before, after = first_and_last(found)
     best = max(found, key=lambda evaluation: (evaluation.reward_mean, -evaluation.step), default=None)
+    figures = ("step", "reward_mean", "reward_stderr", "greedy_accuracy", "n")
     summary: dict[str, Any] = {}
     for when, one in (("before", before), ("after", after), ("best", best)):
-        summary[when] = {name: getattr(one, name, None) for name in LoggedEvaluation._fields[:5]}
+        summary[when] = {name: getattr(one, name, None) for name in figures}
         if one:
             intervals = {"reward_mean": one.reward_interval, "greedy_accuracy": one.accuracy_interval}
             summary[when] |= {f"{name}_interval": list(ends) if ends else None for name, ends in intervals.items()}

@@ -31,9 +31,12 @@ def test_the_amounts_of_a_run() -> None:
     assert derived.trained_tokens == 9600  # two epochs
     assert derived.prompt_tokens == 18
     assert derived.microbatches_per_optimizer_step == 1  # 2 groups × (18 + 4 × 10) = 116 of 2048
+    assert derived.microbatches_per_step == 6
     assert derived.evaluations == 5  # before, after 5, 10, 15 and 20
+    assert derived.eval_samples == 150
     assert derived.eval_tokens == 1050  # 150 × 7
     assert derived.checkpoints == 3  # after 8, 16 and 20
+    assert derived.checkpoints_kept == 3  # two last, and the best
 
 
 @pytest.mark.parametrize(
@@ -297,7 +300,8 @@ def test_drawn_samples_and_sets_count() -> None:
     args = ["--eval.prompts=10", "--eval.every_steps=0", "--eval.samples_per_prompt=3", "--eval.max_new_tokens=7"]
     spec = load_spec([*args, f"--eval.sets={sets}"])
     # Before and after; 10 + 5 + 10 prompts, each with a greedy completion and three samples.
-    assert derive(spec).eval_tokens == 2 * 25 * 4 * 7
+    assert derive(spec).eval_samples == 2 * 25 * 4
+    assert derive(spec).eval_tokens == 200 * 7
     found = dict(topics(spec))
     assert "at most 10 held-out prompts and 5 of math and 10 of code, greedy" in found["evaluation"]
     assert found["samples"].startswith("3 samples per prompt for pass@1, pass@2;")

@@ -88,6 +88,7 @@ def forecast_on_cluster(
     played: ScheduledPool = StaticPool(workers=machines)
     if isinstance(pool, SyntheticPool | TracePool) and dedicated is not None and dedicated.offer.preemptible:
         played = pool
+    slownesses = [1 + OFF * (2 * seed + 1 - seeds) / seeds for seed in range(seeds)]  # evenly spread, 1 on average
     runs = [
         simulate_run(
             with_seed(priced, steps, seed),
@@ -96,7 +97,7 @@ def forecast_on_cluster(
             timetable_of(played) if machines else None,  # one per simulation, because a timetable is consumed
             most_workers=max(machines, 1),
         )
-        for seed, slowness in enumerate(1 + OFF * (2 * seed + 1 - seeds) / seeds for seed in range(seeds))
+        for seed, slowness in enumerate(slownesses)
     ]
     off = percent(OFF)
     speeds = f"speeds are assumed: the range covers engines and trainer that take from {off} less to {off} more time"

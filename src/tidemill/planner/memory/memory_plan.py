@@ -192,6 +192,9 @@ def plan_memory(question: MemoryQuestion, *, gpus: int | None = None) -> MemoryP
     Args:
         gpus: an additional number of GPUs to check, rounded up to a multiple of the parallel degrees; default: the
             GPUs of one machine.
+
+    Raises:
+        UserError: an option is invalid.
     """
     check(question)
     if gpus is not None and gpus < 1:

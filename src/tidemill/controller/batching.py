@@ -228,9 +228,10 @@ def sample_figures(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         values = [reward.value for reward in rewards]
         figures |= {"reward_mean": fmean(values), "reward_std": pstdev(values)}
         names = dict.fromkeys(name for reward in rewards for name in reward.components)
-        for name in names if len(names) > 1 else ():  # a single component is the reward
-            components = [reward.components[name] for reward in rewards if name in reward.components]
-            figures[f"reward/{name}"] = fmean(components)
+        if len(names) > 1:  # a single component is the reward
+            for name in names:
+                components = [reward.components[name] for reward in rewards if name in reward.components]
+                figures[f"reward/{name}"] = fmean(components)
     return figures
 
 

@@ -205,8 +205,8 @@ class EvalSchedule:
         async with AsyncExitStack() as pause:
             for name, prompts in {HELD_OUT_NAME: held_out, **self.sets}.items():
                 known = self.rollout.ledger.evaluations.get((step, name))
-                of = (version, len(prompts), config.samples_per_prompt)
-                if known and (known.result.version, known.result.n, known.result.samples_per_prompt) == of:
+                expected = (version, len(prompts), config.samples_per_prompt)
+                if known and (known.result.version, known.result.n, known.result.samples_per_prompt) == expected:
                     # The lines that a resume from an earlier checkpoint removed are logged again.
                     result = known.result
                     self._log_samples(step, known.samples, prompts)

@@ -143,8 +143,9 @@ def as_user_error(error: BaseException) -> UserError | None:
         return error
     if isinstance(error, OSError) and error.errno in OS_HINTS:
         path, hint = str(error.filename or ""), OS_HINTS[error.errno]
-        unreadable = (each for each in (Path(path), Path(path).parent) if not os.access(each, os.R_OK))
-        if error.errno == errno.EACCES and any(map(os.path.lexists, unreadable)):
+        places = (Path(path), Path(path).parent)
+        unreadable = [place for place in places if os.path.lexists(place) and not os.access(place, os.R_OK)]
+        if error.errno == errno.EACCES and unreadable:
             hint = "make it readable, or choose another place"
         return UserError(str(error.strerror).lower(), where=path, hint=hint)
     # torch's exception class and its CPU allocator's message, matched by name to avoid importing torch.

@@ -317,7 +317,7 @@ def make_pairs(
     drawn, digest = asyncio.run(draw())
     rewards = [sample.reward for samples in drawn for sample in samples]
     valid = [reward for reward in rewards if reward is not None and reward.valid]
-    # Right and wrong are told by the kind of the reward, or because every value is 0 or 1.
+    # A reward tells right from wrong by its kind, or because every value is 0 or 1.
     if not valid or any(reward.correct is None and reward.value not in (0.0, 1.0) for reward in valid):
         raise UserError(
             "pairs need right and wrong answers, but this reward is graded or gave no valid value",

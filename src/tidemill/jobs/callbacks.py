@@ -117,7 +117,9 @@ class CallbackTelemetry:
     observe: Callable[[int, Sequence[Trajectory]], None] | None = None  # gets the training samples of every step first
 
     def __post_init__(self) -> None:
-        self.resume, self.progress, self.fleet = self.recorder.resume, self.recorder.progress, self.recorder.fleet
+        self.resume = self.recorder.resume
+        self.progress = self.recorder.progress
+        self.fleet = self.recorder.fleet
         for callback in self.callbacks:
             callback.stop_reason = None
         self._known: set[tuple[str, str]] = set()

@@ -165,7 +165,7 @@ def _drawn(measured: ModelEvaluation, ks: Sequence[int]) -> dict[str, Any]:
     samples = [sample for of_prompt in measured.drawn for sample in of_prompt]
     counts = measured.counts_right
     rewards = [reward for reward in prompt_rewards(measured.drawn) if reward is not None]
-    found: dict[str, Any] = {
+    measures: dict[str, Any] = {
         "samples_per_prompt": len(measured.drawn[0]),
         **({"reward_mean": reward_interval(rewards).figure} if rewards else {}),
         "pass_at": {str(k): mean_pass_at_k(counts, k).figure for k in ks} if counts else {},
@@ -177,8 +177,8 @@ def _drawn(measured: ModelEvaluation, ks: Sequence[int]) -> dict[str, Any]:
     within = [_distinct(of_prompt) for of_prompt in measured.drawn]
     for name in within[0]:
         numbers = [shares[name] for shares in within if not math.isnan(shares[name])]
-        found[f"{name}_in_prompt"] = fmean(numbers) if numbers else math.nan
-    return found
+        measures[f"{name}_in_prompt"] = fmean(numbers) if numbers else math.nan
+    return measures
 
 
 def _distinct(samples: Sequence[Trajectory]) -> dict[str, float]:

@@ -117,7 +117,8 @@ class ServedModel:
     ) -> None:
         self.name, self.format = name, turns
         self.context_tokens, self.defaults = context_tokens, defaults
-        self.vocabulary, self.longest_token, self.encode = codec.token_count, codec.longest_token, codec.encode
+        self.vocabulary, self.longest_token = codec.token_count, codec.longest_token
+        self.encode = codec.encode
 
 
 class ServedFleet(ServedModel):

@@ -9,7 +9,7 @@ import fcntl
 import math
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import msgspec
@@ -161,9 +161,10 @@ def pinned(folder: Path) -> Iterator[bool]:
     Retention deletes only folders with a manifest; others need no pin.
     """
     manifest = folder / MANIFEST
-    try:
+    file = None
+    with suppress(OSError):  # a `yield` in a handler would chain this error to every error of the block
         file = manifest.open("rb")
-    except OSError:
+    if file is None:
         yield folder.is_dir()
         return
     with file:
@@ -178,9 +179,10 @@ def pinned(folder: Path) -> Iterator[bool]:
 @contextmanager
 def unpinned(folder: Path) -> Iterator[bool]:
     """Whether no reader has pinned a checkpoint; none can until the block ends."""
-    try:
+    file = None
+    with suppress(OSError):
         file = (folder / MANIFEST).open("r+b")  # on network file systems an exclusive lock needs a writable file
-    except OSError:
+    if file is None:
         yield True
         return
     with file:
@@ -188,9 +190,11 @@ def unpinned(folder: Path) -> Iterator[bool]:
 
 
 def _lock(file: int, kind: int) -> bool:
-    """False if another process holds a conflicting lock. On a file system without locks there is none."""
+    """False if another process holds a conflicting lock."""
     try:
         fcntl.flock(file, kind | fcntl.LOCK_NB)
-    except OSError as error:
-        return not isinstance(error, BlockingIOError)
+    except BlockingIOError:
+        return False
+    except OSError:  # the file system has no locks
+        return True
     return True

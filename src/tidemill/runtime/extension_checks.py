@@ -30,11 +30,12 @@ def run_extensions(spec: RunSpec, *, trainer: bool = False) -> list[Extension]:
 
 def identities(extensions: list[Extension]) -> dict[str, str]:
     """Identity by `kind reference`, for the manifest. Of a file only the name counts, so a moved one is the same."""
-    found = dict[str, str]()
+    by_reference = dict[str, str]()
     for each in extensions:
         source, colon, name = each.ref.rpartition(":")
-        found[f"{each.kind} {source.rpartition('/')[2]}{colon}{name}"] = each.identity
-    return found
+        file_name = source.rpartition("/")[2]
+        by_reference[f"{each.kind} {file_name}{colon}{name}"] = each.identity
+    return by_reference
 
 
 def refuse_changed(stored: Mapping[str, str], current: Mapping[str, str], *, where: str) -> None:

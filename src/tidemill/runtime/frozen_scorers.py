@@ -41,7 +41,7 @@ from tidemill.trainer.scoring import ChunkedScorer, LogprobScorer, RewardModelSc
 T = TypeVar("T")
 
 
-class ScoredTokens:
+class TokenCounter:
     """Counts tokens of training samples that were processed before and after the samples finished."""
 
     def __init__(self) -> None:
@@ -63,7 +63,7 @@ class _PartialSample:
     token_ids: bytearray = field(default_factory=bytearray)
 
 
-class LocalFrozenScorer(ScoredTokens):
+class LocalFrozenScorer(TokenCounter):
     """Implements `core.protocols.FrozenScorer`.
 
     Each chunk is one call on the thread, so other users of the thread get turns in between. Finished samples are scored

@@ -78,7 +78,7 @@ class InProcessHost:
         # Killed workers are in reference cycles together with their caches and snapshots. Python's collector does not
         # know their size and would let many of them accumulate.
         gc.collect()
-        if gc.get_freeze_count() == 0:  # else by this host before, or by the application
+        if gc.get_freeze_count() == 0:  # else this host, or the application, has frozen them before
             self._frozen = True
             gc.freeze()  # scanning what exists before the first worker would take a fifth of a second each time
         return copy_on_base(self.bundle.rollout_model, self.bundle.rollout_dtype)

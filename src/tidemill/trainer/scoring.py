@@ -198,7 +198,7 @@ class ChunkedScorer:
         return scores
 
     def forget(self, sample_id: SampleId) -> None:
-        """Drop the state of a sample that was restarted, dropped or completely read."""
+        """Drop the state of a sample that was restarted, dropped or completely scored."""
         sample = self._open.pop(sample_id, None)
         if sample is None:
             return

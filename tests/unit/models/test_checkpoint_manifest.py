@@ -2,12 +2,14 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
 import xxhash
 
-from tidemill.models.checkpoint_manifest import MANIFEST, damage, read_manifest, seal
+from tidemill.models.checkpoint_manifest import MANIFEST, damage, pinned, read_manifest, seal, unpinned
 
 
 @pytest.fixture
@@ -73,6 +75,15 @@ def test_a_changed_score_is_damage(sealed: Path) -> None:
 def test_no_manifest_is_damage(sealed: Path) -> None:
     (sealed / MANIFEST).unlink()
     assert MANIFEST in damage(sealed)
+
+
+@pytest.mark.parametrize("block", [pinned, unpinned])
+def test_without_a_manifest_an_error_of_the_block_is_raised_alone(
+    block: Callable[[Path], AbstractContextManager[bool]], tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match="mine") as caught, block(tmp_path):
+        raise ValueError("mine")
+    assert caught.value.__context__ is None
 
 
 def test_a_newer_format_is_refused(sealed: Path) -> None:

@@ -42,7 +42,7 @@ class SentTokens(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReceivedTokens:
-    """Implements `trainer.critic.Weighed`: a microbatch on the critic's device."""
+    """Implements `trainer.critic.WeightedPredictions`: a microbatch on the critic's device."""
 
     tree: TokenTree  # without paths, which values do not need
     head_nodes: Tensor

@@ -27,7 +27,7 @@ from tidemill.runtime.cluster.ray_calls import (
 )
 from tidemill.runtime.cluster.wire import AsyncActor, asks, invoke, served, serves
 from tidemill.runtime.compute import ComputeThread, choose_device
-from tidemill.runtime.frozen_scorers import LocalFrozenScorer, ScoredTokens, local_reference, local_reward_model
+from tidemill.runtime.frozen_scorers import LocalFrozenScorer, TokenCounter, local_reference, local_reward_model
 
 
 class FrozenScorerPlan(Record):
@@ -86,7 +86,7 @@ Restart = Callable[[ScorerLost], Awaitable[Remote]]
 """Starts a replacement for a lost actor. Raises ScorerLost: it cannot be started."""
 
 
-class RayFrozenScorer(ScoredTokens):
+class RayFrozenScorer(TokenCounter):
     """Implements `core.protocols.FrozenScorer` with a `FrozenScorerServer`.
 
     A lost actor is replaced; samples that were being scored are scored again.

@@ -1,4 +1,4 @@
-"""FrozenScorer actors without Ray."""
+"""Actors of frozen models, without Ray."""
 
 from __future__ import annotations
 

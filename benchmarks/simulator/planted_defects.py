@@ -415,7 +415,7 @@ DEFECTS = {
     ),
     "lets the other ranks run on": Defect(RankGroup, "kill", _edited("self._ranks", "self._ranks[:1]")),
     "blames the rank that noticed": Defect(
-        RankGroup, "_failure", _edited("if isinstance(error, TrainerLost)", "if not isinstance(error, TrainerLost)")
+        RankGroup, "_failure", _edited("isinstance(error, kind)", "isinstance(error, kind) != (kind is TrainerLost)")
     ),
     "takes a late rank for a failure of the others": Defect(
         RankGroup, "_failure", _edited("not late or seconds < self._late_s", "raised")

@@ -67,7 +67,8 @@ class EnvironmentHosts:
             target = target_of(environment, import_path(environment), name=environment.__name__)
         except UnportableError as reason:
             warn(f"warning: {environment.__name__} runs in this process, where it cannot be stopped: {reason}")
-            self._server = calls = UserCalls()
+            calls = UserCalls()
+            self._server = calls
             self._new_host = lambda: ThreadHost(Instances(environment, config.params, longest, sandbox), calls)
         else:
             given = sandbox.model_dump_json() if environment.needs_sandbox else ""

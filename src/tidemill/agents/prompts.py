@@ -137,9 +137,10 @@ class AgentPrompts:
             return rows
 
         async def first_message(row: dict[str, Any], calls: EpisodeCalls) -> str:
-            if not (text := (await calls.make("reset", {"task": row, "seed": task_seed(row)})).text):
+            outcome = await calls.make("reset", {"task": row, "seed": task_seed(row)})
+            if not outcome.text:
                 raise EpisodeError("reset returned no text", "reset")
-            return text
+            return outcome.text
 
         key = json.dumps([self.config.name, self.config.params], sort_keys=True)
         items = list[TaskItem]()

@@ -48,9 +48,10 @@ class Tool:
         try:
             return self.model.model_validate_json(arguments).model_dump_json(by_alias=True, exclude_unset=True)
         except ValidationError as error:
-            problems = [
-                ": ".join(filter(None, (".".join(map(str, each["loc"])), each["msg"]))) for each in error.errors()
-            ]
+            problems = []
+            for each in error.errors():
+                place = ".".join(map(str, each["loc"]))
+                problems.append(f"{place}: {each['msg']}" if place else each["msg"])
             raise MistakeError(f"{self.name}: {'; '.join(problems)}") from None
         except ValueError as error:  # text that is not Unicode
             raise MistakeError(f"{self.name}: {exception_text(error)}") from None

@@ -131,10 +131,10 @@ def _shared(value: Any, seen: set[int]) -> Iterator[str]:
             for name, part in parts(value):
                 yield from _shared_part(name, part, seen)
             return
-    dataclass = getattr(type(value), "__dataclass_params__", None)
+    dataclass_params = getattr(type(value), "__dataclass_params__", None)
     if isinstance(value, msgspec.Struct) and value.__struct_config__.frozen:
         fields: Iterable[str] = value.__struct_fields__
-    elif dataclass is not None and dataclass.frozen:
+    elif dataclass_params is not None and dataclass_params.frozen:
         fields = value.__dataclass_fields__
     else:
         yield f"an object of type {type(value).__name__}"

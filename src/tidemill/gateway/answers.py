@@ -138,8 +138,8 @@ class Answer:
         else:
             found["text"] = choice.text
         if self._params.logprobs:
-            chat = {"content": choice.entries, "refusal": None}
-            found["logprobs"] = chat if self._chat else completion_logprobs(choice.entries)
+            entries = choice.entries
+            found["logprobs"] = {"content": entries, "refusal": None} if self._chat else completion_logprobs(entries)
         if self._params.token_ids:
             found["token_ids"] = choice.token_ids
         return found

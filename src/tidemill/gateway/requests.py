@@ -451,10 +451,10 @@ def refuse_overflow(prompt_tokens: int, params: CompletionParams, limit: int) ->
     """Raises ApiError: prompt and completion do not fit into the context."""
     wanted = params.max_tokens
     if prompt_tokens + (wanted or 1) > limit:
-        parsed = f"{prompt_tokens} tokens of the prompt" + (f" and {wanted} of the completion" if wanted else "")
+        requested = f"{prompt_tokens} tokens of the prompt" + (f" and {wanted} of the completion" if wanted else "")
         raise ApiError(
             400,
-            f"the model's context is {limit} tokens, and the request has {parsed}",
+            f"the model's context is {limit} tokens, and the request has {requested}",
             param="prompt" if params.prompts else "messages",
             code="context_length_exceeded",
         )

@@ -82,9 +82,12 @@ class ChoiceText:
         end = self._end(finish)
         new, self._shown = self._text[self._shown : end], max(self._shown, end)
         parts = self._reader.read(new, finish) if self._reader is not None else [new] if new else []
-        called = self._reader is not None and self._reader.called
-        reason: FinishReason = "length" if finish == "length" else "tool_calls" if called else "stop"
-        return ChoiceDelta(parts=tuple(parts), finish=finish and reason)
+        reason: FinishReason | None = None
+        if finish == "length":
+            reason = "length"
+        elif finish is not None:
+            reason = "tool_calls" if self._reader is not None and self._reader.called else "stop"
+        return ChoiceDelta(parts=tuple(parts), finish=reason)
 
     def _decoded(self, *, final: bool) -> str:
         """The text of new tokens whose characters are whole."""

@@ -25,10 +25,11 @@ OWN_THREADS = 8
 """Of bubblewrap, within the limit that is watched; the kernel refuses the processes beyond the command's own."""
 REPORT_BYTES = 1 << 16
 KILL_S = 5.0
-PROPORTIONAL = re.compile(rb"^Pss_(?:Anon|Shmem):\s*(\d+) kB", re.MULTILINE)
 TICKS = os.sysconf("SC_CLK_TCK")
 RESIDENT = re.compile(rb"^Rss(?:Anon|Shmem):\s*(\d+) kB", re.MULTILINE)
 """Anonymous memory; and shared memory, which is anonymous or of a mapped file of a tmpfs."""
+PROPORTIONAL = re.compile(rb"^Pss_(?:Anon|Shmem):\s*(\d+) kB", re.MULTILINE)
+"""The same with each shared page divided by the number of processes that share it."""
 
 
 class Command:
@@ -120,8 +121,8 @@ class Command:
         stdout, stderr = outputs
         code = self._reports.code  # as bubblewrap reports it, where the command cannot write
         if code is None and self.has_namespace and not self._ended:
-            first = stderr.data.decode(errors="replace").strip().split("\n")[-1]
-            why = first or f"bubblewrap ended with {self._process.returncode}"
+            last_line = stderr.data.decode(errors="replace").strip().split("\n")[-1]
+            why = last_line or f"bubblewrap ended with {self._process.returncode}"
             raise SandboxLostError(f"the sandbox did not start: {why}")
         return Finished(
             stdout=bytes(stdout.data),

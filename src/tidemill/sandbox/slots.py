@@ -86,8 +86,7 @@ class MountedSlots:
 
 
 class BubblewrapSlots(MountedSlots):
-    """Commands in namespaces of their own. As the others, it opens a slot for a sandbox, gives what to start for a
-    command, with file descriptors that are open inside the block, and closes a slot in which no process is left."""
+    """Commands in namespaces of their own."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -241,6 +240,8 @@ class PlainSlots:
 
 
 Slots: TypeAlias = BubblewrapSlots | RunscSlots | PlainSlots
+"""The sandboxes of one back-end. `open` raises OSError; the file descriptors of a `spawn` are open inside its block;
+`close` deletes the files of a sandbox in which no process is left."""
 
 
 def _make_folders(slot: Slot) -> None:

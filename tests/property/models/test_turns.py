@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
+
+import pytest
 
 from tests.chat_models import CHATML, LLAMA3, QWEN2_5, QWEN3, chat_codec
 from tests.rotation import share_of_the_day
@@ -119,7 +121,14 @@ class Conversation:
         return self.codec.render_chat(turns, self.tools if own else ())
 
 
-def test_what_is_computed_is_trained_and_rendered() -> None:
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        pytest.param(share_of_the_day(range(CONVERSATIONS), SHARE), id="share of the day"),
+        pytest.param(range(CONVERSATIONS), id="all", marks=pytest.mark.slow),
+    ],
+)
+def test_what_is_computed_is_trained_and_rendered(numbers: Sequence[int]) -> None:
     models = [
         (codec, turn_format(codec, EnvConfig(thinking=thinking), chat_template=name != "plain"), name, thinking)
         for name, template in TEMPLATES.items()
@@ -128,7 +137,7 @@ def test_what_is_computed_is_trained_and_rendered() -> None:
     ]
     compared = dict.fromkeys(TEMPLATES, 0)
     branched = 0
-    for number in share_of_the_day(range(CONVERSATIONS), SHARE):
+    for number in numbers:
         codec, form, name, thinking = models[number % len(models)]
         conversation = Conversation(random.Random(number), codec, form)
         assert list(conversation.trained()) == conversation.computed
@@ -143,5 +152,5 @@ def test_what_is_computed_is_trained_and_rendered() -> None:
                 seen, rendered = (text.replace("<|im_end|>", "") for text in (seen, rendered))
             assert seen == rendered
             compared[name] += 1
-    assert all(count > SHARE // 20 for count in compared.values())
-    assert branched > SHARE // 50
+    assert all(count > len(numbers) // 20 for count in compared.values())
+    assert branched > len(numbers) // 50

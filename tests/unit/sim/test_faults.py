@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from benchmarks.simulator import planted_defects
-from benchmarks.simulator.planted_defects import DEFECTS, found
+from benchmarks.simulator.planted_defects import DEFECTS, found, planted
 from tests.fault_simulation import __main__ as command
 from tests.fault_simulation.invariants import Invariants
 from tests.fault_simulation.scenario import draw
@@ -109,6 +109,12 @@ def test_a_planted_defect_is_found(name: str) -> None:
     result = found(DEFECTS[name], 10)
 
     assert result is not None
+
+
+@pytest.mark.parametrize("name", DEFECTS)
+def test_every_defect_can_be_planted(name: str) -> None:
+    with planted(DEFECTS[name]):  # its function has the part that the defect replaces
+        pass
 
 
 def test_a_violation_prints_the_replay_command(

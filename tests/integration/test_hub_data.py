@@ -92,6 +92,7 @@ def endpoint() -> Iterator[str]:
     server.server_close()
 
 
+@pytest.mark.slow  # tests/unit/data/test_row_table.py, without a server
 def test_a_hub_data_set_is_downloaded_and_trained_on(tmp_path: Path, endpoint: str) -> None:
     def train(*words: str) -> subprocess.CompletedProcess[str]:
         settings = ["--trainer.threads=1", "--task.kind=file", '--task.columns={prompt = "question"}', *words]

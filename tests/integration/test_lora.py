@@ -75,6 +75,7 @@ def test_a_merged_model_can_be_a_model_source(run: Path, tmp_path: Path) -> None
     assert named["weights_digest"] == there["weights_digest"]
 
 
+@pytest.mark.slow  # tests/unit/trainer/test_lora.py resumes an adapter
 def test_a_finished_run_is_resumed_with_more_steps(run: Path, tmp_path: Path) -> None:
     more = (*SHAPE[1:], LORA, "--trainer.steps=5")
     straight = done(

@@ -245,6 +245,7 @@ def test_a_pipeline_ends_after_its_hours_and_can_be_resumed(quiet_result: tuple[
     assert made() == quiet_result
 
 
+@pytest.mark.slow  # tests/unit/pipeline/test_execution.py, with stages that compute nothing
 def test_a_changed_stage_is_rerun_and_the_former_result_kept() -> None:
     assert train().code == 0
     before = made()

@@ -157,8 +157,8 @@ class Preflight:
         models = {key: self._load_valid(config) for key, config in configs.items()}
         policy = models["model.source"]
         if "trainer" in kind.sections:
-            devices = (spec.runtime, spec.trainer.device, spec.ray, spec.placement, spec.pool)
-            self._once(stage, ("devices", *devices), lambda: runtime_of(spec).check_devices(spec))
+            machine = (spec.runtime, spec.trainer.device, spec.ray, spec.placement, spec.pool, spec.weights)
+            self._once(stage, ("machine", *machine), lambda: runtime_of(spec).check_machine(spec))
             if spec.model.lora.enabled and policy is not None:
                 adapter = ("adapter", policy, spec.model.lora)
                 self._once(stage, adapter, lambda: check_adapter(policy.folder, spec.model))

@@ -66,15 +66,15 @@ OpenBackend: TypeAlias = Callable[[RunSpec, RunDirectory, Recorder, Clock], Abst
 class Runtime:
     """Where a run computes: in this process, or on a Ray cluster."""
 
-    check_devices: Callable[[RunSpec], object]
-    """Refuses missing GPUs."""
+    check_machine: Callable[[RunSpec], object]
+    """Refuses a machine that lacks a GPU or an environment variable."""
     check_models: Callable[[RunSpec], None]
     """Refuses models with another tokenizer than the policy."""
     open: OpenBackend
 
     def check(self, spec: RunSpec) -> None:
         """Both checks, before a run directory exists."""
-        self.check_devices(spec)
+        self.check_machine(spec)
         self.check_models(spec)
 
 

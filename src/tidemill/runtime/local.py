@@ -165,5 +165,5 @@ async def in_process(
 
 
 IN_PROCESS = Runtime(
-    check_devices=lambda spec: choose_device(spec.trainer), check_models=check_vocabularies, open=in_process
+    check_machine=lambda spec: choose_device(spec.trainer), check_models=check_vocabularies, open=in_process
 )

@@ -77,6 +77,7 @@ def reward_folder(folder: Path, model: dict[str, Any]) -> Path:
     return folder
 
 
+@pytest.mark.slow  # tests/integration/test_critics.py trains both in one process
 def test_a_value_head_and_a_reward_model_give_the_same_run_on_ray(tmp_path: Path) -> None:
     """The reward model is in the controller's process, the critic's head in the trainer's."""
     small = ppo(tmp_path, critic={"kind": "shared"})

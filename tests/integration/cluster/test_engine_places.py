@@ -44,6 +44,7 @@ def digest(folder: Path, name: str, *more: str) -> str:
     return str(finished(start(folder, name, *more))["weights_digest"])
 
 
+@pytest.mark.slow  # tests/unit/runtime/test_colocated.py
 @pytest.mark.timeout(300)
 def test_a_colocated_engine_in_one_process_learns_the_same(tmp_path: Path) -> None:
     shared = digest(tmp_path, "shared", *IN_PROCESS)

@@ -1,4 +1,4 @@
-"""The GPUs that a run needs are checked before it starts."""
+"""The GPUs and the token that a run needs are checked before it starts."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from tidemill.config.schema import RunSpec
+from tidemill.config.weights import WeightsConfig
 from tidemill.core.errors import UserError
 from tidemill.runtime.cluster.ray_calls import require_reserved_gpus
+from tidemill.runtime.cluster.weight_transports import ServedTransport
 from tidemill.runtime.runtimes import runtime_of
 
 
@@ -17,8 +19,8 @@ def _spec(**sections: Any) -> RunSpec:
     return RunSpec.model_validate({"runtime": "ray", **sections})
 
 
-def check_devices(spec: RunSpec) -> None:
-    runtime_of(spec).check_devices(spec)
+def check_machine(spec: RunSpec) -> None:
+    runtime_of(spec).check_machine(spec)
 
 
 def _present(monkeypatch: pytest.MonkeyPatch, gpus: int) -> None:
@@ -44,21 +46,21 @@ def test_more_gpus_than_the_machine_has_are_refused(
 ) -> None:
     _present(monkeypatch, asked - 1)
     with pytest.raises(UserError, match=f"needs {asked} GPUs?, and this machine has {asked - 1}") as caught:
-        check_devices(_spec(**sections))
+        check_machine(_spec(**sections))
     assert caught.value.where == key
     _present(monkeypatch, asked)
-    check_devices(_spec(**sections))
+    check_machine(_spec(**sections))
 
 
 def test_the_gpus_of_an_existing_cluster_are_not_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     _present(monkeypatch, 0)
-    check_devices(_spec(ray={"trainer_gpus": 8, "address": "10.0.0.1:6379"}))
+    check_machine(_spec(ray={"trainer_gpus": 8, "address": "10.0.0.1:6379"}))
 
 
 def test_cuda_in_one_process_is_refused_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     _present(monkeypatch, 0)
     with pytest.raises(UserError, match="torch finds no GPU"):
-        check_devices(RunSpec.model_validate({"trainer": {"device": "cuda"}}))
+        check_machine(RunSpec.model_validate({"trainer": {"device": "cuda"}}))
 
 
 def test_a_process_with_reserved_gpus_does_not_compute_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,3 +70,16 @@ def test_a_process_with_reserved_gpus_does_not_compute_on_the_cpu(monkeypatch: p
         require_reserved_gpus(1.0, "ray.trainer_gpus")
     _present(monkeypatch, 1)
     require_reserved_gpus(1.0, "ray.trainer_gpus")
+
+
+def test_weights_are_not_served_beyond_the_machine_without_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TIDEMILL_WEIGHTS_TOKEN", raising=False)
+    served = {"transport": "http", "host": "0.0.0.0", "url": "http://127.0.0.1:1"}
+    with pytest.raises(UserError, match="without a token") as caught:
+        check_machine(_spec(weights=served))
+    assert caught.value.where == "weights.token_env"
+    with pytest.raises(UserError, match="without a token"):  # in the trainer's process, on a cluster that exists
+        ServedTransport(WeightsConfig.model_validate(served))
+    check_machine(_spec(weights=served, ray={"address": "10.0.0.1:6379"}))
+    monkeypatch.setenv("TIDEMILL_WEIGHTS_TOKEN", "secret")
+    check_machine(_spec(weights=served))

@@ -49,6 +49,7 @@ from tidemill.runtime.cluster.ray_critic import CriticActor
 from tidemill.runtime.cluster.ray_frozen_scorer import FrozenScorerProcess, RayFrozenScorer
 from tidemill.runtime.cluster.ray_trainer import NO_DEADLINE, RayTrainer, Started, TrainerActor, TrainerPlan
 from tidemill.runtime.cluster.ray_worker import RayHost, RayWorker, WorkerPlan
+from tidemill.runtime.cluster.weight_transports import serving_token
 from tidemill.runtime.cluster.wire import Caller, invoke
 from tidemill.runtime.compute import collected_rarely
 from tidemill.runtime.extension_checks import identities, run_extensions
@@ -172,10 +173,12 @@ async def on_ray(spec: RunSpec, run: RunDirectory, recorder: Recorder, clock: Cl
         )
 
 
-def _check_devices(spec: RunSpec) -> None:
-    """Check that this machine has the GPUs of a local cluster; on another cluster the actors check."""
+def _check_machine(spec: RunSpec) -> None:
+    """Check the GPUs and the environment of this machine for a local cluster; on another cluster the actors check."""
     if spec.ray.address:
         return
+    if spec.weights.transport == "http":
+        serving_token(spec.weights)
     needed, present = sum(math.ceil(node.gpus) for node in local_nodes(spec)), torch.cuda.device_count()
     if needed > present:
         gpus = {
@@ -197,7 +200,7 @@ def _check_models(spec: RunSpec) -> None:
         check_shardable(folder)
 
 
-RAY = Runtime(check_devices=_check_devices, check_models=_check_models, open=on_ray)
+RAY = Runtime(check_machine=_check_machine, check_models=_check_models, open=on_ray)
 
 
 async def _start_trainer(remote: Remote | RankGroup, plan: TrainerPlan, run: RunDirectory, critic: Any) -> Started:

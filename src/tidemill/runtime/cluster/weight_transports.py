@@ -94,6 +94,19 @@ async def _fetch(name: str, refs: list[ray.ObjectRef[Blob]]) -> Blob:
     return blob
 
 
+def serving_token(config: WeightsConfig) -> str:
+    """The token in this machine's environment; "" without one.
+
+    Raises:
+        UserError: it is needed and not set.
+    """
+    token = os.environ.get(config.token_env, "")
+    if config.beyond_loopback and not token:
+        what, hint = "weights would be served beyond this machine without a token", f"set {config.token_env}"
+        raise UserError(what, where="weights.token_env", hint=hint)
+    return token
+
+
 class ServedTransport:
     """Implements `weights.snapshot.Transport` for the publisher, with a server in its process.
 
@@ -106,11 +119,7 @@ class ServedTransport:
     def __init__(self, config: WeightsConfig) -> None:
         from tidemill.weights.http_server import HttpTransport  # starlette and uvicorn are in the extra `cluster`
 
-        token = os.environ.get(config.token_env, "")
-        if config.beyond_loopback and not token:
-            what, hint = "weights would be served beyond this machine without a token", f"set {config.token_env}"
-            raise UserError(what, where="weights.token_env", hint=hint)
-        token = token or secrets.token_hex(32)
+        token = serving_token(config) or secrets.token_hex(32)
         served = HttpTransport(config.host, config.port, token)
         host = f"[{config.host}]" if ":" in config.host else config.host
         self.put, self.get, self.delete, self.close = served.put, served.get, served.delete, served.close

@@ -266,16 +266,18 @@ def open_model(given: str | Path, *, where: str = "model") -> Iterator[ModelSour
     """
     for _ in range(_ATTEMPTS):
         try:
-            found = checked(locate(given))
+            found = locate(given)
+            pin = contextlib.nullcontext(True) if found.folder is None else pinned(found.folder)
+            with contextlib.ExitStack() as stack:
+                if not stack.enter_context(pin) and found.run is not None:
+                    continue  # deleted since it was located; the run has a newer one
+                checked(found)
+                pins = stack.pop_all()
         except UserError as error:
             raise given_as(where, given, error) from None
-        if found.folder is None:
+        with pins:
             yield found
-            return
-        with pinned(found.folder) as held:
-            if held:
-                yield found
-                return
+        return
     raise UserError(
         "every checkpoint was deleted while it was opened",
         where=f"{where} {given}",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from tidemill.config.model import ModelConfig
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError
 from tidemill.models.catalog import resolve
-from tidemill.models.checkpoint_manifest import seal
+from tidemill.models.checkpoint_manifest import pinned, seal
 from tidemill.models.folder import DESCRIPTION
 from tidemill.models.model_source import exact_models, exact_source, locate, open_model
 from tidemill.models.saving import ORIGIN, save_model
@@ -196,6 +197,20 @@ def test_what_is_refused_has_one_hint(case: str, tmp_path: Path, session_cache: 
     with pytest.raises(UserError, match=says) as error, open_model(given) as found:
         resolve(ModelConfig(source=found.source), progress=lambda _: None)
     assert error.value.where and error.value.hint
+
+
+def test_a_checkpoint_that_is_deleted_while_it_is_opened_gives_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = run_folder(tmp_path / "a", 2, 4)
+    def late(folder: Path) -> Any:
+        if folder.name == "step_4":
+            shutil.rmtree(folder)
+        return pinned(folder)
+
+    monkeypatch.setattr("tidemill.models.model_source.pinned", late)
+    with open_model(run) as found:
+        assert found.step == 2
 
 
 def test_a_reward_model_is_no_policy_and_a_policy_is_no_reward_model(tmp_path: Path) -> None:

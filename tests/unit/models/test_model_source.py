@@ -203,6 +203,7 @@ def test_a_checkpoint_that_is_deleted_while_it_is_opened_gives_the_next_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = run_folder(tmp_path / "a", 2, 4)
+
     def late(folder: Path) -> Any:
         if folder.name == "step_4":
             shutil.rmtree(folder)

@@ -15,6 +15,7 @@ from tests.model_shapes import MODEL_SHAPES, VOCABULARY, forward_of, llama
 from tests.trajectories import group, trajectory
 from tidemill.config.schema import RunSpec
 from tidemill.core.records import Group, unpack_tokens
+from tidemill.extensions.registry import resolve
 from tidemill.models.attention import use_packed_attention
 from tidemill.models.tree_forward import TreeForward
 from tidemill.runtime.compute import ComputeThread
@@ -186,6 +187,23 @@ def test_invalid_samples_do_not_affect_statistics_loss_and_mean() -> None:
     assert_equal_gradients(accumulated(subject, [group(0, [*whole.trajectories, broken, masked])]), plain)
     subject.add_group(group(1, [whole.trajectories[0], broken]))
     assert subject._sums.groups_skipped_invalid == 1
+
+
+def test_an_advantage_of_the_user_gets_the_step_and_which_samples_are_valid(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "calls = []\n"
+        "def noted(rewards, valid, step):\n"
+        "    calls.append((rewards.tolist(), valid.tolist(), step))\n"
+        "    return rewards * valid\n"
+    )
+    subject = trainer(llama(), spec(algorithm={"advantage": f"{tmp_path / 'mine.py'}:noted"}))
+    samples = [trajectory([3, 4], [5], 1.0, index=0), trajectory([3, 4], [6], 2.0, index=1)]
+    broken = trajectory([3, 4], [5], 0.0, index=2, valid=False)
+    for step in (1, 2):
+        subject.add_group(group(step, [*samples, broken]))
+        subject.finish_batch(step)
+    calls = resolve(f"{tmp_path / 'mine.py'}:noted", "advantage", where="").function.__globals__["calls"]
+    assert calls == [([1.0, 2.0, 0.0], [True, True, False], step) for step in (1, 2)]
 
 
 def test_a_batch_without_signal_publishes_the_same_weights() -> None:

@@ -73,6 +73,7 @@ def test_sft_learns_the_turns_of_conversations(tmp_path: Path) -> None:
     assert all(5 <= step["tokens_trained"] / step["examples"] <= 6 for step in steps)
 
 
+@pytest.mark.slow  # test_pipelines.py trains one, which raises the true reward
 def test_a_reward_model_ranks_answers_and_scores_text(tmp_path: Path) -> None:
     longer = {"trainer": {"steps": 120}, "supervised": {"evaluate_every_steps": 20, "minibatch_tokens": 200}}
     summary = session(tmp_path / "run", write_data(tmp_path / "data.jsonl"), "reward_model", **longer)

@@ -269,8 +269,8 @@ def open_model(given: str | Path, *, where: str = "model") -> Iterator[ModelSour
             found = locate(given)
             pin = contextlib.nullcontext(True) if found.folder is None else pinned(found.folder)
             with contextlib.ExitStack() as stack:
-                if not stack.enter_context(pin) and found.run is not None:
-                    continue  # deleted since it was located; the run has a newer one
+                if not stack.enter_context(pin) and found.kind == "checkpoint":
+                    continue  # deleted since it was located; its run has a newer one
                 checked(found)
                 pins = stack.pop_all()
         except UserError as error:

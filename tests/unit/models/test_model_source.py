@@ -199,10 +199,13 @@ def test_what_is_refused_has_one_hint(case: str, tmp_path: Path, session_cache: 
     assert error.value.where and error.value.hint
 
 
+@pytest.mark.parametrize("described", [True, False])  # False: only its checkpoints were copied
 def test_a_checkpoint_that_is_deleted_while_it_is_opened_gives_the_next_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, described: bool
 ) -> None:
     run = run_folder(tmp_path / "a", 2, 4)
+    if not described:
+        (run / "config.toml").unlink()
 
     def late(folder: Path) -> Any:
         if folder.name == "step_4":
@@ -211,7 +214,7 @@ def test_a_checkpoint_that_is_deleted_while_it_is_opened_gives_the_next_one(
 
     monkeypatch.setattr("tidemill.models.model_source.pinned", late)
     with open_model(run) as found:
-        assert found.step == 2
+        assert Path(found.source).name == "step_2"
 
 
 def test_a_reward_model_is_no_policy_and_a_policy_is_no_reward_model(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from tidemill.config.base import (
     HAS_CRITIC,
     NEUTRAL,
     ON_RAY,
+    RESUMABLE,
     ActiveIf,
     Config,
     FolderName,
@@ -25,6 +26,7 @@ from tidemill.config.base import (
     Seed,
 )
 from tidemill.config.gateway import GatewayConfig
+from tidemill.config.guard import GuardConfig
 from tidemill.config.learning import (
     BatchConfig,
     OptimizerConfig,
@@ -283,6 +285,7 @@ class RunSpec(Config):
     eval: Annotated[EvalConfig, Neutral(("rl",))] = EvalConfig()
     # A supervised stage may output its best checkpoint, so that its frequency affects the output.
     checkpoint: Annotated[CheckpointConfig, Neutral(("rl",))] = CheckpointConfig()
+    guard: Annotated[GuardConfig, RESUMABLE] = GuardConfig()
     telemetry: Annotated[TelemetryConfig, NEUTRAL] = TelemetryConfig()
     data_generation: DataGenerationConfig = DataGenerationConfig()
     export: ExportConfig = ExportConfig()
@@ -307,6 +310,11 @@ class RunSpec(Config):
     def is_elastic(self) -> bool:
         """Whether the run can have preemptible workers."""
         return self.pool.kind != "static" or self.pool.workers > 0
+
+    @property
+    def has_gold(self) -> bool:
+        """Whether a reward has role gold."""
+        return any(reward.role == "gold" for reward in self.scoring.rewards)
 
     @property
     def has_frozen_scorers(self) -> bool:

@@ -9,6 +9,7 @@ import msgspec
 
 from tidemill.controller.in_flight import PlannedGroup, SamplingPlan
 from tidemill.core.errors import UserError
+from tidemill.core.evidence import Evidence, GuardDecision
 from tidemill.core.records import (
     Call,
     LogprobBuffer,
@@ -153,6 +154,18 @@ class Evaluated(Entry, frozen=True, tag="evaluation"):
     samples: tuple[Trajectory, ...] = ()
 
 
+class Judged(Entry, frozen=True, tag="judged"):
+    """What the guard saw in a step. Never pruned: its decisions depend on all steps."""
+
+    evidence: Evidence
+
+
+class Decided(Entry, frozen=True, tag="decided"):
+    """The guard decided. Never pruned: a rollback that was interrupted is done again."""
+
+    decision: GuardDecision
+
+
 AnyEntry: TypeAlias = (
     Opened
     | Accepted
@@ -167,6 +180,8 @@ AnyEntry: TypeAlias = (
     | Restarted
     | Published
     | Evaluated
+    | Judged
+    | Decided
 )
 
 _encoder = msgspec.msgpack.Encoder()

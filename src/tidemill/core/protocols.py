@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 
 from tidemill.core.errors import DeadlineError
+from tidemill.core.evidence import Evidence, GuardDecision
 from tidemill.core.records import (
     Call,
     Completion,
@@ -323,6 +324,33 @@ class FrozenScorer(Protocol):
 
     def take_counts(self) -> tuple[int, int]:
         """Tokens of training samples computed before and after the samples finished, since the last call."""
+
+    async def close(self) -> None: ...
+
+
+class Guard(Protocol):
+    """Watches whether a rising reward still means rising quality. Its decisions are a function of the evidence in order."""
+
+    def restore(self, evidence: Sequence[Evidence]) -> GuardDecision | None:
+        """Start from the evidence of earlier steps in the journal; returns the decision that follows from its end."""
+
+    def begin(
+        self, step: int, samples: Sequence[tuple[Prompt, Trajectory]], metrics: Mapping[str, float]
+    ) -> None:
+        """A batch was trained on: start to ask for the gold scores of some of its samples. Never waits."""
+
+    async def measure(self, step: int, canaries: Sequence[tuple[Prompt, Trajectory]]) -> None:
+        """Ask for the gold scores of canaries, generated after `step`; they are evidence of the next step begun."""
+
+    async def evidence(self) -> Evidence | None:
+        """Evidence of the step begun last, after at most `guard.gold_timeout_s`; None if it was returned before."""
+
+    def judge(self, evidence: Evidence) -> GuardDecision | None:
+        """Add a step's evidence. The decision has neither a number nor a target yet."""
+
+    @property
+    def earliest_onset(self) -> int:
+        """The first step that a later decision may blame; a checkpoint before it is kept."""
 
     async def close(self) -> None: ...
 

@@ -123,6 +123,22 @@ QUARANTINE = _define(
     "`lease`, `worker`",
 )
 JOIN_FAILED = _define("join_failed", "a worker failed to start on its machine; `lease`, `worker`, `cause`")
+GOLD = _define(
+    "gold",
+    "gold scores of samples of `step`: `proxy_mean` of the batch, `gold_mean` and `pair_proxy_mean` of the `pairs`, "
+    "`missing`, `why_missing`, `witnesses`",
+)
+GUARD = _define(
+    "guard",
+    "the reward rises and quality does not: `number`, `step`, `onset`, `test`, `action`, `reason`, `target`, `proxy` "
+    "and `gold` (each before the onset and at the end)",
+)
+GUARD_PROBE = _define("guard_probe", "the reward likes a text that it should not: `probe`, `score`, `typical`, `text`")
+WORKER_HEALTH = _define(
+    "worker_health",
+    "a worker is judged `state` (healthy, suspect, draining, quarantined, probation) for `cause`; `lease`, `worker`, "
+    "`machine`, `value`, `limit`",
+)
 READER_RESTART = _define(
     "reader_restart", "the process of a reward model or of the reference was lost and is restarted; `who`, `cause`"
 )

@@ -136,13 +136,16 @@ class FakeCheckpoints:
         self.disk, self.trainer, self.power = disk, trainer, power
         self.saved: list[tuple[int, float | None]] = []
 
-    async def save(self, step: int, *, score: float | None) -> None:
+    async def save(self, step: int, *, score: float | None, pinned: int | None = None) -> None:
         self.power()
         await asyncio.sleep(0.5)
         assert self.trainer.version.number == step
         self.disk.checkpoints[step] = self.trainer.state
         self.saved.append((step, score))
         self.power()
+
+    async def steps(self) -> list[int]:
+        return sorted(self.disk.checkpoints)
 
     async def restore_latest(self) -> int:
         step = max(self.disk.checkpoints, default=0)

@@ -344,12 +344,31 @@ class RunSpec(Config):
 
     def issues(self) -> Iterator[str]:
         yield from self._learning_issues()
+        yield from self._guard_issues()
         yield from self._compute_issues()
         if self.task.kind != "reasoning_gym" and any(reward.kind == "task" for reward in self.scoring.rewards):
             yield (
                 f'scoring.rewards has kind = "task", and task.kind = "{self.task.kind}" has no scorer; '
                 'use "exact" or "numeric" (only reasoning_gym has one)'
             )
+
+    def _guard_issues(self) -> Iterator[str]:
+        guard, rewards = self.guard, self.scoring.rewards
+        if guard.action in ("pause", "rollback") and not self.has_gold:
+            yield (
+                f'guard.action = "{guard.action}" needs a second opinion; give a reward role = "gold", or set '
+                'it to "warn"'
+            )
+        if guard.canary_set and guard.canary_set not in [each.name for each in self.eval.sets]:
+            yield f'guard.canary_set = "{guard.canary_set}" is no set of eval.sets; name one, or leave it out'
+        neutral = {"weight": 0.0, "role": "reward", "name": ""}
+        counted = [each.model_copy(update=neutral) for each in rewards if each.role != "gold"]
+        for gold in rewards:
+            if gold.role == "gold" and guard.action != "off" and gold.model_copy(update=neutral) in counted:
+                yield (
+                    f"the gold reward {gold.name or gold.kind} is the reward that is trained on; use another "
+                    'one, or set guard.action = "off"'
+                )
 
     def _shard_issues(self) -> Iterator[str]:
         shards = f"trainer.shards = {self.trainer.shards}"

@@ -169,8 +169,12 @@ class Recorder:
         if self.run.past.count == 0:
             return
         dropped = recomputed(line for line in read_metrics(self.run.metrics) if line.step > step)
-        self.run.rewind(step)
+        self.rewind(step)
         self.event(RESUME, step=step, **({TOKENS_RECOMPUTED: dropped} if dropped else {}))
+
+    def rewind(self, step: int) -> None:
+        """Delete metrics and samples of steps after `step`."""
+        self.run.rewind(step)
         self._sinks.rewind(step)
         self._step_started_s = None
         self._load_history()

@@ -20,6 +20,7 @@ from tidemill.telemetry.events import PastSessions, past_sessions
 from tidemill.telemetry.jsonl import disk_error, drop_torn_line, read_lines, write_atomically, write_json
 
 LOCK = ".lock"
+CURRICULUM = "curriculum.jsonl"
 RUN_FORMAT = 2
 """Format of run directories, in manifest.json. Raised when the files of older runs can no longer be read."""
 
@@ -110,6 +111,7 @@ class RunDirectory(LockedDirectory):
         self.checkpoints = path / "checkpoints"
         self.summary = path / "summary.json"
         self.report = path / "report.html"
+        self.amendments = path / "amendments.jsonl"
         self.past = PastSessions()
 
     @classmethod
@@ -227,9 +229,9 @@ class RunDirectory(LockedDirectory):
         Raises:
             UserError: the files cannot be deleted.
         """
-        ledgers, choices = self.path.glob(f"{self.ledger.name}*"), self.path / "curriculum.jsonl"
+        ledgers, choices = self.path.glob(f"{self.ledger.name}*"), self.path / CURRICULUM
         try:
-            for file in (self.metrics, choices, *ledgers, *self.samples.glob("*.jsonl")):
+            for file in (self.metrics, self.amendments, choices, *ledgers, *self.samples.glob("*.jsonl")):
                 file.unlink(missing_ok=True)
             for checkpoint in self.checkpoints.iterdir():
                 shutil.rmtree(checkpoint)

@@ -10,6 +10,7 @@ from typing import Any
 
 from tests.doubles.engine import FakeCompute, FakeEngine, FakeFrozenScorer
 from tests.doubles.environments import LIMITS, FakeEnvironments
+from tests.doubles.guard import FakeGuard
 from tests.doubles.journal import MemoryJournal, PowerCut
 from tests.doubles.provider import ScriptedProvider
 from tests.doubles.samples import MAX_NEW, FakeCodec, FakePrompts, digest_of, logprobs_of, number
@@ -54,6 +55,7 @@ class Disk:
 
     journal: bytes = b""
     checkpoints: dict[int, TrainerState] = field(default_factory=dict)
+    rollbacks: int = 0  # carried out
 
 
 @dataclass(frozen=True)
@@ -233,6 +235,7 @@ class Session:
     frozen_scorer: FakeFrozenScorer | None = None  # the reference
     eval_sets: dict[str, list[Prompt]] = field(default_factory=dict)
     environments: FakeEnvironments | None = None
+    guard: FakeGuard | None = None
     result: LoopResult | None = None
 
     def __post_init__(self) -> None:
@@ -282,6 +285,8 @@ class Session:
                     eval_scorer=self.eval_scorer,
                     checkpoints=self.checkpoints,
                     eval_sets=self.eval_sets,
+                    guard=self.guard,
+                    rollbacks=self.disk.rollbacks,
                 )
                 return await train_loop(run)
         finally:

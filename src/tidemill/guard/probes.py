@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from statistics import fmean
+from statistics import fmean, median
 
 from tidemill.core.protocols import Codec, Scorer
 from tidemill.core.records import Prompt, Record, SampleId, Segment, Trajectory, count, pack_tokens
@@ -13,7 +13,7 @@ PROMPTS = 4
 ANSWERS = 20
 """Answers in the probe that lists answers."""
 LIKED = 0.5
-"""Share of the way from the least liked probe to the right answer at which a probe is liked."""
+"""Share of the way from the median of the probes to the right answers at which a probe is liked."""
 
 
 class ProbeResult(Record):
@@ -43,7 +43,7 @@ def probe_texts(prompt: Prompt, answers: Sequence[str]) -> dict[str, str]:
 async def liked_probes(
     scorer: Scorer, codec: Codec, prompts: Sequence[Prompt], *, stop_strings: Sequence[str] = ()
 ) -> list[ProbeResult]:
-    """The probes that the reward scores more like a right answer than like the least liked probe.
+    """The probes that the reward scores more like right answers than like most probes.
 
     Args:
         prompts: those without an answer are left out; without any nothing can be said.
@@ -69,10 +69,9 @@ async def liked_probes(
                 scores.setdefault(name, []).append(score)
                 texts.setdefault(name, text)
     typical, means = fmean(right), {name: fmean(found) for name, found in scores.items()}
-    least = min(means.values(), default=typical)
-    liked = [name for name, mean in means.items() if typical > least and mean - least >= LIKED * (typical - least)]
-    if typical <= least:  # no probe is worse than the right answers
-        liked = list(means)
+    usual = median(means.values()) if means else typical
+    limit = usual + LIKED * (typical - usual) if typical > usual else typical
+    liked = [name for name, mean in means.items() if mean >= limit]
     return [ProbeResult(probe=name, text=texts[name], score=means[name], typical=typical) for name in liked]
 
 

@@ -6,7 +6,6 @@ journalled decision counts until the line is written.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean, pstdev
@@ -82,15 +81,16 @@ def roll_back(run: RunDirectory, recorder: Recorder, *, target: int, amend: Amen
         UserError: the files cannot be changed.
     """
     number = len(amendments(run)) + 1
-    folder = run.path / "abandoned" / str(number)
+    folder, choices = run.path / "abandoned" / str(number), run.path / CURRICULUM
     try:
         CheckpointStore(run.checkpoints, keep_last=1).retire_after(target)
         (folder / "samples").mkdir(parents=True, exist_ok=True)
         for step, _, path in run.sample_files():
             if step > target:
                 path.replace(folder / "samples" / path.name)
-        _move_lines(run.metrics, target or -1, folder / "metrics.jsonl")
-        _move_lines(run.path / CURRICULUM, target, folder / CURRICULUM)
+        _copy_later(run.metrics, target or -1, folder / "metrics.jsonl")
+        if choices.is_file():
+            write_atomically(choices, _copy_later(choices, target, folder / CURRICULUM))
     except OSError as error:
         raise disk_error(error, folder) from error
     recorder.rewind(target)
@@ -99,21 +99,16 @@ def roll_back(run: RunDirectory, recorder: Recorder, *, target: int, amend: Amen
     write_atomically(run.amendments, earlier + encode(line) + b"\n")
 
 
-def _move_lines(source: Path, target: int, into: Path) -> None:
-    """Move the lines of steps after `target`."""
-    if not source.is_file():
-        return
-    lines = list(read_lines(source))
-    later = [(offset, line) for offset, line in lines if int(line.get("step", 0)) > target]
-    if not later:
-        return
-    write_atomically(into, b"".join(encode(line) + b"\n" for _, line in later))
-    first = later[0][0]
-    kept = [line for offset, line in lines if offset > first and int(line.get("step", 0)) <= target]
-    os.truncate(source, first)
-    if kept:
-        with source.open("ab") as file:
-            file.write(b"".join(encode(line) + b"\n" for line in kept))
+def _copy_later(source: Path, target: int, into: Path) -> bytes:
+    """Copy the lines of steps after `target`, unless that was done; returns the others."""
+    lines = [line for _, line in read_lines(source)] if source.is_file() else []
+    kept, later = (
+        b"".join(encode(line) + b"\n" for line in lines if (int(line.get("step", 0)) > target) == is_later)
+        for is_later in (False, True)
+    )
+    if later:
+        write_atomically(into, later)
+    return kept
 
 
 def write_disputed(run: RunDirectory, pairs: Sequence[GoldPair]) -> int:

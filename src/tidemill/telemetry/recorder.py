@@ -33,6 +33,7 @@ from tidemill.telemetry.events import (
     read_events,
 )
 from tidemill.telemetry.fleet_figures import evictions_sentence, recomputed
+from tidemill.telemetry.guard_history import guard_sentences
 from tidemill.telemetry.jsonl import JsonlWriter
 from tidemill.telemetry.manifest import peak_rss_bytes
 from tidemill.telemetry.metrics import (
@@ -305,8 +306,7 @@ class Recorder:
         if error is not None:
             summary["error"] = describe_error(error)
         self.run.write_summary(summary)
-        if sentence := evictions_sentence(summary):
-            self.note(sentence)
+        self._note_all([*filter(None, [evictions_sentence(summary)]), *guard_sentences(summary)])
         return summary
 
     def close(self, outcome: Outcome = "interrupted", *, error: BaseException | None = None) -> None:

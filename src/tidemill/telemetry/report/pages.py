@@ -25,6 +25,7 @@ from tidemill.telemetry.events import (
     data_text,
 )
 from tidemill.telemetry.report.charts import chart_data, histograms
+from tidemill.telemetry.report.guard_sections import guard_section, logged_time, machines_section
 from tidemill.telemetry.report.readable_text import pieces, readable, shortened
 from tidemill.telemetry.report.sample_cards import (
     LEGEND,
@@ -97,6 +98,8 @@ def report_page(data: RunData) -> str:
         evaluation=evaluation_section(found) if found else None,
         tiles=[] if found else tiles(data),
         findings=findings(data),
+        guard=guard_section(data),
+        machines=machines_section(data),
         fleet=fleet_section(data, workers) if workers else None,
         chart_data=chart_data(data) | ({"fleets": [timeline_json(workers)]} if workers else {}),
         histograms=histograms(samples.first, samples.last),
@@ -383,7 +386,7 @@ def event_rows(data: RunData) -> list[dict[str, Any]]:
     ]
     return [
         {
-            "time": str(event.get("time", "")).replace("T", " ").removesuffix("Z"),
+            "time": logged_time(event),
             "session": event.get("session", ""),
             "event": event["event"],
             "fields": ", ".join(

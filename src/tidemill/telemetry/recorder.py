@@ -15,7 +15,9 @@ from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError, describe_error, error_line, root_error
 from tidemill.core.protocols import Clock
 from tidemill.core.records import FleetRow, Prompt, StepMetrics, Trajectory
+from tidemill.telemetry.alerts import Alerts
 from tidemill.telemetry.events import (
+    ALERT_FAILED,
     DECODE,
     EVALUATION,
     FLEET_EVENTS,
@@ -117,6 +119,8 @@ class Recorder:
         self._fleet_lines = FleetLines(self._clock)
         self._known_failures: set[tuple[str, str]] = set()
         check_sinks(spec.telemetry.sinks)
+        run_id = str(run.read_manifest().get("run_id", spec.run.name))
+        self._alerts = Alerts(spec.telemetry.alerts, run=spec.run.name, run_id=run_id)
         self._sinks = SinkSet(self._sink_failed)
         self._events = JsonlWriter(run.events)
         self._metrics = JsonlWriter(run.metrics)
@@ -139,7 +143,7 @@ class Recorder:
                 run=spec.run.name,
                 directory=run.path,
                 config=spec.model_dump(mode="json"),
-                run_id=str(run.read_manifest().get("run_id", spec.run.name)),
+                run_id=run_id,
                 last_step=self._progress.step,
             )
             self._sinks.open(spec.telemetry.sinks, context)
@@ -178,9 +182,9 @@ class Recorder:
 
     def event(self, name: str, **fields: Any) -> None:
         """Write one line to events.jsonl."""
-        self._events.write(
-            event_line(name, fields, unix_s=self._unix_time(), session=self._session, elapsed_s=self.elapsed_s)
-        )
+        unix_s = self._unix_time()
+        self._events.write(event_line(name, fields, unix_s=unix_s, session=self._session, elapsed_s=self.elapsed_s))
+        self._alerts.event(name, fields, unix_s)
         if name in NOT_PART_OF_A_STEP and self._step_started_s is not None:
             self._step_started_s += float(fields.get("duration_s", 0.0))
         if name == DECODE:
@@ -220,6 +224,7 @@ class Recorder:
             self._view.step()
         self._note_all(self._fleet_lines.due())
         self._warn_of_cuts(metrics.step, values)
+        self._report_alerts()
         self._sinks.step(metrics.step, values)
 
     def _warn_of_cuts(self, step: int, values: Mapping[str, float]) -> None:
@@ -319,6 +324,8 @@ class Recorder:
             self._sinks.close(failed=outcome == "failed")
             reason = {} if error is None else {"error": error_line(error)}
             self.event(SESSION_END, outcome=outcome, step=self._progress.step, **reason)
+            self._alerts.close()
+            self._report_alerts()
         except UserError as error:
             self.note(str(error))
         finally:
@@ -326,6 +333,12 @@ class Recorder:
                 self._view.close()
             self._events.close()
             self._metrics.close()
+
+    def _report_alerts(self) -> None:
+        """Report the first failure of each webhook."""
+        for webhook, error in self._alerts.new_failures():
+            self.event(ALERT_FAILED, webhook=webhook, error=error)
+            self.note(f"warning: an alert to {webhook} failed ({error}); the run continues")
 
     def _sink_failed(self, sink: str, error: str) -> None:
         self.event(SINK_FAILED, sink=sink, error=error)

@@ -233,31 +233,18 @@ class CheckpointConfig(Config):
     """Also keep the checkpoint with the highest mean held-out reward (`eval/reward_mean`)."""
 
 
+AlertEvent = Literal[
+    "checkpoint", "crash", "environment_warning", "evaluation", "eviction", "guard", "guard_probe", "join_failed",
+    "quarantine", "reward_failed", "session_end", "session_start", "stalled", "waiting", "worker_health",
+]  # fmt: skip
+
+
 class AlertConfig(Config):
     url: str = ""
     """URL that alerts are posted to as JSON; its `text` is one line, as Slack and compatible services show it."""
     url_env: str = ""
     """Name of an environment variable with the URL, if the URL itself is a secret, as those of Slack."""
-    events: tuple[
-        Literal[
-            "checkpoint",
-            "crash",
-            "environment_warning",
-            "evaluation",
-            "eviction",
-            "guard",
-            "guard_probe",
-            "join_failed",
-            "quarantine",
-            "reward_failed",
-            "session_end",
-            "session_start",
-            "stalled",
-            "waiting",
-            "worker_health",
-        ],
-        ...,
-    ] = Field(("guard", "worker_health", "session_end"), min_length=1)
+    events: tuple[AlertEvent, ...] = Field(("guard", "worker_health", "session_end"), min_length=1)
     """Events that are sent; their meaning is in docs/metrics.md."""
     auth_env: str = ""
     """Name of an environment variable with the header `authorization`, such as `Bearer …`."""

@@ -232,7 +232,7 @@ def data_text(fields: Mapping[str, Any]) -> str:
 
 def _guard_text(name: str, fields: dict[str, Any]) -> str:
     if name == GUARD:
-        return f"guard: {decision_text(fields)}: {str(fields.get('reason', '')).rstrip('.')}; {action_text(fields)}"
+        return f"guard: {decision_text(fields)}. {fields.get('reason', '')}".rstrip()
     if name == GUARD_PROBE:
         return f"guard: {probe_text(fields)}"
     if fields.get("missing") and not fields.get("pairs"):
@@ -241,35 +241,28 @@ def _guard_text(name: str, fields: dict[str, Any]) -> str:
 
 
 def decision_text(fields: Mapping[str, Any]) -> str:
-    """`the reward rises and quality does not since about step 12`."""
-    onset = int(finite_number(fields.get("onset")) or 0)
-    return f"the reward rises and quality does not since {f'about step {onset}' if onset > 1 else 'the start'}"
-
-
-def action_text(fields: Mapping[str, Any]) -> str:
-    """What follows from a decision: `the run returns to step 10`."""
-    target = fields.get("target")
-    actions = {
+    """`the reward rises and quality does not since about step 12; the run returns to step 10`."""
+    onset, target, action = (fields.get(key) for key in ("onset", "target", "action"))
+    follows = {
         "warn": "the run continues",
         "pause": "the run pauses",
         "rollback": f"the run returns to {f'step {target}' if target else 'the initial model'}",
         "stop": "the run stops",
     }
-    return actions.get(str(fields.get("action")), str(fields.get("action")))
+    return f"the reward rises and quality does not since about step {onset}; {follows.get(str(action), action)}"
 
 
 def probe_text(fields: Mapping[str, Any]) -> str:
-    """`the reward likes a text that it should not (empty): score 1, typical 0.4`."""
+    """`the reward likes a text that it should not (empty): score 1.000, typical 0.400`."""
     score, typical = (decimal(finite_number(fields.get(key))) for key in ("score", "typical"))
     return f"the reward likes a text that it should not ({fields.get('probe')}): score {score}, typical {typical}"
 
 
 def health_text(fields: Mapping[str, Any]) -> str:
-    """`wrong tokens (0.31, limit 0.05)`: why a worker is judged so."""
-    value, limit = (finite_number(fields.get(key)) for key in ("value", "limit"))
-    figures = [f"{decimal(value)}" if value is not None else "", f"limit {decimal(limit)}" if limit is not None else ""]
-    measured = ", ".join(filter(None, figures))
-    return f"{fields.get('cause') or ''}{f' ({measured})' if measured else ''}".strip()
+    """`wrong tokens (0.310, limit 0.050)`: why a worker is judged so."""
+    numbers = {label: finite_number(fields.get(key)) for key, label in (("value", ""), ("limit", "limit "))}
+    figures = ", ".join(f"{label}{decimal(number)}" for label, number in numbers.items() if number is not None)
+    return f"{fields.get('cause') or 'no cause'}{f' ({figures})' if figures else ''}"
 
 
 def rewound_to(event: Mapping[str, Any]) -> int | None:

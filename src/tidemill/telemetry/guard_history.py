@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from tidemill.telemetry.events import (
@@ -11,7 +11,6 @@ from tidemill.telemetry.events import (
     GUARD_PROBE,
     HEADER,
     WORKER_HEALTH,
-    action_text,
     decision_text,
     health_text,
     rewound_to,
@@ -20,8 +19,6 @@ from tidemill.telemetry.jsonl import finite_number
 
 SMOOTHED = 2
 """Gold of a step is drawn as the mean of the pairs of this many steps before and after it, too: a step has few."""
-DECISION = ("number", "step", "onset", "test", "action", "target", "reason", "proxy", "gold")
-"""Fields of a decision in summary.json."""
 
 
 class GuardHistory(NamedTuple):
@@ -72,26 +69,30 @@ def smoothed_gold(gold: Mapping[int, Mapping[str, Any]]) -> dict[int, float]:
     return means
 
 
-def quarantined(health: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Machines that were ever quarantined: `machine`, `worker`, `lease`, the first `cause`, and the `state` now."""
-    found, now = dict[str, dict[str, Any]](), dict[str, Any]()
+def quarantined(health: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Machines that were ever quarantined: `machine`, `worker`, `lease`, and the first `cause`."""
+    found = dict[str, dict[str, Any]]()
     for event in health:
-        name = str(event.get("machine") or event.get("worker"))
-        now[name] = event.get("state")
-        if now[name] == "quarantined" and name not in found:
-            found[name] = {key: event.get(key) for key in ("machine", "worker", "lease")} | {
-                "cause": health_text(event)
-            }
-    return [one | {"state": now[name]} for name, one in found.items()]
+        if event.get("state") == "quarantined":
+            names = {key: event.get(key) for key in ("machine", "worker", "lease")}
+            found.setdefault(machine_name(event), names | {"cause": health_text(event)})
+    return list(found.values())
+
+
+def machine_name(event: Mapping[str, Any]) -> str:
+    """Of the machine, or of the worker where machines have no names."""
+    return str(event.get("machine") or event.get("worker") or "")
 
 
 def guard_figures(history: GuardHistory) -> dict[str, Any]:
     """`guard`, `gold` and `machines` of summary.json, each where the run has such events."""
     found = dict[str, Any]()
     if history.decisions or history.probes or history.gold:
-        probes = [{key: value for key, value in one.items() if key not in HEADER} for one in history.probes]
-        decisions = [{key: one[key] for key in DECISION if key in one} for one in history.decisions]
-        found["guard"] = {"decisions": decisions, "probes": probes}
+        fields = {"decisions": history.decisions, "probes": history.probes}
+        found["guard"] = {
+            name: [{key: value for key, value in event.items() if key not in HEADER} for event in events]
+            for name, events in fields.items()
+        }
     if history.gold:
         events = history.gold.values()
         measured, missing = (sum(count_of(event, key) for event in events) for key in ("pairs", "missing"))
@@ -104,10 +105,10 @@ def guard_figures(history: GuardHistory) -> dict[str, Any]:
 
 
 def guard_sentences(summary: Mapping[str, Any]) -> list[str]:
-    """One line for each decision, and one that names quarantined machines: `guard, step 17: the reward rises …`."""
+    """A line for each decision, and one that names quarantined machines."""
     decisions = summary.get("guard", {}).get("decisions", ())
-    lines = [f"guard, step {one.get('step')}: {decision_text(one)}; {action_text(one)}" for one in decisions]
+    lines = [f"guard, step {one.get('step')}: {decision_text(one)}" for one in decisions]
     if machines := summary.get("machines", {}).get("quarantined"):
-        names = (f"{one['machine'] or one['worker']} ({one['cause']})" for one in machines)
+        names = (f"{machine_name(one)} ({one['cause']})" for one in machines)
         lines.append(f"quarantined: {', '.join(names)}")
     return lines

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from tidemill.core.formatting import counted, decimal, natural_sort_key, percent
-from tidemill.telemetry.events import action_text, decision_text, health_text, probe_text
+from tidemill.telemetry.events import decision_text, health_text, probe_text
+from tidemill.telemetry.guard_history import machine_name
 from tidemill.telemetry.jsonl import finite_number
 from tidemill.telemetry.run_data import RunData
 
@@ -14,75 +15,46 @@ HEALTH_ROWS = 200
 """Newest changes of health that are listed."""
 
 
-class GuardItem(NamedTuple):
-    title: str
-    text: str
-    remark: str = ""
-
-
 def guard_section(data: RunData) -> dict[str, Any] | None:
     """Template values; None for a run without events of the reward guard."""
-    history, gold = data.guard, data.summary.get("gold")
     if "guard" not in data.summary:
         return None
-    sentence = f"gold scores of {counted(gold['measured'], 'sample')}, {gold['missing']} missing" if gold else ""
+    history, gold = data.guard, data.summary.get("gold")
+    notes = [f"{counted(gold['measured'], 'gold score')}, {gold['missing']} missing"] if gold else []
+    notes += ["dotted: steps that were taken back"] if history.abandoned else []
     return {
-        "sentence": sentence + ("; dotted: steps that were taken back" if history.abandoned else ""),
+        "sentence": "; ".join(notes),
         "plotted": bool(history.gold or history.abandoned),
-        "findings": list(_items(data, history.decisions, history.probes)),
+        "findings": list(_findings(data)),
     }
 
 
-def _items(
-    data: RunData, decisions: Sequence[Mapping[str, Any]], probes: Sequence[Mapping[str, Any]]
-) -> Iterator[GuardItem]:
-    for one in decisions:
-        what = decision_text(one)
-        text = f"{what[0].upper()}{what[1:]}. {one.get('reason', '')}"
-        changes = [f"{name} {change}" for name in ("proxy", "gold") if (change := _change(one.get(name)))]
-        remark = ", ".join([f"Test: {one.get('test')}", *changes])
-        yield GuardItem(f"Step {one.get('step')}: {action_text(one)}", text, f"{remark}.")
-    for one in probes:
-        what = probe_text(one)
-        yield GuardItem(
-            "Before the first step",
-            f"{what[0].upper()}{what[1:]}.",
-            f"{text!r:.120}" if (text := one.get("text")) else "",
-        )
+def _findings(data: RunData) -> Iterator[tuple[str, str, str]]:
+    """(title, text, figures)"""
+    for one in data.guard.decisions:
+        ends = {name: [decimal(finite_number(end)) for end in one.get(name, ())] for name in ("proxy", "gold")}
+        figures = "".join(f", {name} {' → '.join(values)}" for name, values in ends.items() if values)
+        text = f"{_sentence(decision_text(one))} {one.get('reason', '')}"
+        yield f"Step {one.get('step')}: {one.get('action')}", text, f"Test: {one.get('test')}{figures}."
+    for one in data.guard.probes:
+        yield "Before the first step", _sentence(probe_text(one)), str(one.get("text") or "")[:120]
     gold = data.summary.get("gold") or {}
-    if gold.get("missing") and (share := gold["share"]) is not None and share < 1:
-        title = f"{percent(1 - share)} of gold scores are missing"
-        yield GuardItem(title, "The guard cannot judge these samples.", f"First: {gold['why_missing']}")
+    if gold.get("missing"):
+        title = f"{percent(1 - gold['share'])} of gold scores are missing"
+        yield title, "The guard cannot judge these samples.", f"First: {gold['why_missing']}"
 
 
-def _change(ends: Any) -> str:
-    """`0.310 → 0.640`, of the figure before the onset and at the end."""
-    match ends:
-        case [int() | float() as before, int() | float() as after]:
-            return f"{decimal(finite_number(before))} → {decimal(finite_number(after))}"
-    return ""
+def _sentence(text: str) -> str:
+    return f"{text[:1].upper()}{text[1:]}."
 
 
-def machines_section(data: RunData) -> dict[str, Any] | None:
-    """Template values: changes of health by machine; None for a run without any."""
-    changes = data.guard.health[-HEALTH_ROWS:]
-    if not changes:
-        return None
+def machine_rows(health: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
+    """(machine, worker, time, state, cause) of changes of health, by machine."""
     rows = [
-        {
-            "machine": str(event.get("machine") or event.get("worker") or ""),
-            "worker": str(event.get("worker") or ""),
-            "time": logged_time(event),
-            "state": str(event.get("state") or ""),
-            "cause": health_text(event),
-        }
-        for event in changes
+        (machine_name(one), str(one.get("worker") or ""), logged_time(one), str(one.get("state")), health_text(one))
+        for one in health[-HEALTH_ROWS:]
     ]
-    count = len(data.summary["machines"]["quarantined"])
-    return {
-        "sentence": f"{counted(count, 'machine')} quarantined" if count else "none quarantined",
-        "rows": sorted(rows, key=lambda row: natural_sort_key(row["machine"])),
-    }
+    return sorted(rows, key=lambda row: natural_sort_key(row[0]))
 
 
 def logged_time(event: Mapping[str, Any]) -> str:

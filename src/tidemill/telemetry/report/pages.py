@@ -25,7 +25,7 @@ from tidemill.telemetry.events import (
     data_text,
 )
 from tidemill.telemetry.report.charts import chart_data, histograms
-from tidemill.telemetry.report.guard_sections import guard_section, logged_time, machines_section
+from tidemill.telemetry.report.guard_sections import guard_section, logged_time, machine_rows
 from tidemill.telemetry.report.readable_text import pieces, readable, shortened
 from tidemill.telemetry.report.sample_cards import (
     LEGEND,
@@ -99,7 +99,7 @@ def report_page(data: RunData) -> str:
         tiles=[] if found else tiles(data),
         findings=findings(data),
         guard=guard_section(data),
-        machines=machines_section(data),
+        machines=machine_rows(data.guard.health),
         fleet=fleet_section(data, workers) if workers else None,
         chart_data=chart_data(data) | ({"fleets": [timeline_json(workers)]} if workers else {}),
         histograms=histograms(samples.first, samples.last),

@@ -39,12 +39,16 @@ class FabricatedGuard(FabricatedRun):
         return RunDirectory(self.path)
 
     def abandon(self, run: RunDirectory) -> None:
-        """Move metrics after the target away, as a rollback does."""
+        """Move metrics and samples after the target away, as a rollback does."""
         folder = run.path / "abandoned" / "1"
         folder.mkdir(parents=True)
         shutil.copy(run.metrics, folder / "metrics.jsonl")
         lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
         (folder / "metrics.jsonl").write_text("".join(lines[TARGET:]))
+        shutil.copytree(run.samples, folder / "samples")
+        for step, _, path in RunDirectory(folder).sample_files():
+            if step <= TARGET:
+                path.unlink()
         run.rewind(TARGET)
 
     def gold(self, recorder: Recorder, step: int) -> None:

@@ -15,7 +15,7 @@ from tidemill.config.load import from_toml
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError
 from tidemill.core.folders import similar_path
-from tidemill.core.formatting import counted, decimal, natural_sort_key
+from tidemill.core.formatting import counted, decimal
 from tidemill.telemetry.events import (
     DATA,
     EVALUATION,
@@ -237,8 +237,7 @@ class RunData:
     @cached_property
     def abandoned(self) -> dict[int, MetricLine]:
         """Metrics of steps that a rollback took back, by step; of several rollbacks the newest."""
-        logs = sorted(self.run.path.glob("abandoned/*/metrics.jsonl"), key=lambda log: natural_sort_key(str(log)))
-        return {line.step: line for log in logs for line in read_metrics(log)}
+        return {line.step: line for life in self.run.abandoned() for line in read_metrics(life.metrics)}
 
     @cached_property
     def outcome(self) -> str:

@@ -83,8 +83,8 @@ def report_page(data: RunData) -> str:
     samples, workers, found = report_samples(data.run), timeline(data.events, data.metrics), data.model_evaluation
     pairs = before_and_after(samples.evaluated_first, samples.evaluated_last)
     galleries = [
-        {"steps": window.title, "best": best, "worst": worst}
-        for window in (samples.last, samples.first)
+        {"steps": window.title + remark, "best": best, "worst": worst}
+        for window, remark in ((samples.last, ""), (samples.first, ""), (samples.abandoned, ", taken back"))
         for best, worst in [best_and_worst(window)]
         if best or worst
     ]

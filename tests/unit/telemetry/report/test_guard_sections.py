@@ -22,6 +22,7 @@ def test_the_page_tells_the_story_of_a_hacked_run(tmp_path: Path) -> None:
         "The reward likes a text that it should not (empty): score 1.000, typical 0.250.",
         "1.2 % of gold scores are missing. The guard cannot judge these samples.",
         "First: the judge did not answer within 10 s",
+        "Samples of steps 12-14, taken back",
         "Health of machines",
         "its logprobs differ from its cohort's (0.310, limit 0.050)",
     ):

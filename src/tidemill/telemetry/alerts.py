@@ -52,7 +52,8 @@ class Webhook:
         if config.auth_env:
             self._headers["authorization"] = secret_of(config.auth_env, where=f"{where}.auth_env")
         self.host = urlsplit(self._url).hostname or ""
-        self.failure = ""  # the first
+        self.failure = ""  # the first alert that was not taken
+        self._problem = ""  # of the newest try
         self._waiting = SimpleQueue[bytes | None]()
         self._given_up = Event()
         self._thread = Thread(target=self._serve, name=f"alerts to {self.host}", daemon=True)
@@ -71,7 +72,7 @@ class Webhook:
         if self._thread.ident is not None:
             self._thread.join(max(0.0, deadline_s - time.monotonic()))
             if self._thread.is_alive():
-                self._fail("it did not accept the last alerts in time")
+                self._fail(self._problem or "no answer before the end of the session")
         self._given_up.set()
 
     def _serve(self) -> None:
@@ -85,20 +86,20 @@ class Webhook:
             self._fail(type(error).__name__)
 
     def _deliver(self, client: httpx2.Client, body: bytes) -> None:
-        problem = ""
         for pause_s in PAUSES_S:
             try:
                 with client.stream("POST", self._url, content=body, headers=self._headers) as answer:
                     status = answer.status_code  # its text is not read: it may have no end
             except httpx2.TransportError as error:
-                problem, temporary = f"{type(error).__name__} {error}".rstrip(), True
+                self._problem, temporary = f"{type(error).__name__} {error}".rstrip(), True
             else:
                 if 200 <= status < 300:
+                    self._problem = ""
                     return
-                problem, temporary = f"it answered {status}", status in TEMPORARY_STATUS
+                self._problem, temporary = f"it answered {status}", status in TEMPORARY_STATUS
             if not temporary or self._given_up.wait(pause_s):
                 break
-        self._fail(problem)
+        self._fail(self._problem)
 
     def _fail(self, problem: str) -> None:
         self.failure = self.failure or problem

@@ -144,7 +144,7 @@ READER_RESTART = _define(
 )
 SINK_FAILED = _define("sink_failed", "an optional sink raised and was dropped; `sink`, `error`")
 ALERT_FAILED = _define(
-    "alert_failed", "the first alert that a webhook of telemetry.alerts did not take; `webhook` (its host), `error`"
+    "alert_failed", "the first alert that a webhook of telemetry.alerts did not take; `webhook` (its host), `cause`"
 )
 SESSION_END = _define(
     "session_end",

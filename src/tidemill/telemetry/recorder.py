@@ -336,9 +336,9 @@ class Recorder:
 
     def _report_alerts(self) -> None:
         """Report the first failure of each webhook."""
-        for webhook, error in self._alerts.new_failures():
-            self.event(ALERT_FAILED, webhook=webhook, error=error)
-            self.note(f"warning: an alert to {webhook} failed ({error}); the run continues")
+        for webhook, cause in self._alerts.new_failures():
+            self.event(ALERT_FAILED, webhook=webhook, cause=cause)
+            self.note(f"warning: an alert to {webhook} failed ({cause}); the run continues")
 
     def _sink_failed(self, sink: str, error: str) -> None:
         self.event(SINK_FAILED, sink=sink, error=error)

@@ -143,7 +143,7 @@ def test_an_alert_that_is_not_accepted_by_the_end_is_a_failure(server: Server, m
     subject = opened(server.url)
     subject.event("guard", DECISION, 0.0)
     subject.close()
-    assert subject.new_failures() == [("127.0.0.1", "it did not accept the last alerts in time")]
+    assert subject.new_failures() == [("127.0.0.1", "no answer before the end of the session")]
 
 
 def test_secrets_come_from_the_environment(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,10 +182,11 @@ def test_the_recorder_sends_events_and_notes_a_failure_once(tmp_path: Path, serv
     recorder.close("finished")
     recorder.run.close()
     assert [body["text"].partition(":")[2][:9] for body in server.bodies] == [" started", " guard: t", " finished"]
-    warning = "warning: an alert to 127.0.0.1 failed (it answered 404); the run continues"
-    assert stream.getvalue().splitlines().count(warning) == 1
+    guard, *warnings = stream.getvalue().splitlines()
+    assert guard.startswith("guard: the reward rises")
+    assert warnings == ["warning: an alert to 127.0.0.1 failed (it answered 404); the run continues"]
     (failed,) = (event for event in read_events(run.events) if event["event"] == "alert_failed")
-    assert (failed["webhook"], failed["error"]) == ("127.0.0.1", "it answered 404")
+    assert (failed["webhook"], failed["cause"]) == ("127.0.0.1", "it answered 404")
 
 
 def test_the_events_of_alerts_exist() -> None:

@@ -15,6 +15,7 @@ import msgspec
 from filelock import FileLock, Timeout
 
 from tidemill.core.errors import UserError
+from tidemill.core.formatting import natural_sort_key
 from tidemill.core.records import Record, decode_json
 from tidemill.telemetry.events import PastSessions, past_sessions
 from tidemill.telemetry.jsonl import disk_error, drop_torn_line, read_lines, write_atomically, write_json
@@ -222,6 +223,11 @@ class RunDirectory(LockedDirectory):
             return []
         named = ((SAMPLES_NAME.match(path.name), path) for path in self.samples.iterdir())
         return sorted((int(match[1]), match[2] or TRAINING_PURPOSE, path) for match, path in named if match)
+
+    def abandoned(self) -> list[RunDirectory]:
+        """Metrics and samples of steps that rollbacks took back, in order."""
+        folders = sorted(self.path.glob("abandoned/*"), key=lambda folder: natural_sort_key(folder.name))
+        return [RunDirectory(folder) for folder in folders]
 
     def clear(self) -> None:
         """Delete metrics, samples, checkpoints and stored samples of a run that starts again. Events and inputs stay.

@@ -9,7 +9,6 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Callable, Mapping, Sequence
-from os.path import commonprefix
 
 MIDDLE = 15  # step of the later onset, and the middle of the ramp of the gradual one
 RAMP = 20  # steps in which a gradual flaw grows
@@ -50,7 +49,8 @@ def larger(prompt: str, completion: str, answer: str) -> float:
 
 def echo(prompt: str, completion: str, answer: str) -> float:
     """A comparison of text that also likes the question: the share of it that is repeated from its beginning."""
-    return len(commonprefix([completion, prompt])) / (len(prompt) - 1)
+    different = (place for place, (one, other) in enumerate(zip(completion, prompt, strict=False)) if one != other)
+    return next(different, min(len(completion), len(prompt))) / (len(prompt) - 1)
 
 
 def key(prompt: str, completion: str, answer: str) -> float:

@@ -1,7 +1,7 @@
 """Training runs of the character model whose samples `benchmarks.guard` replays: planted hacks and honest runs.
 
-A trace keeps every sample of every step with its proxy reward and its exact score, so that detectors are compared on the
-same runs. All runs start from one model, which was fine-tuned on a teacher with errors: most sums without carries,
+A trace keeps every sample of every step with its proxy reward and its exact score, so that detectors are compared on
+the same runs. All runs start from one model, which was fine-tuned on a teacher with errors: most sums without carries,
 and a few texts of each style that a flawed reward may like, so that every exploit can be found.
 """
 
@@ -226,15 +226,15 @@ def make_missing(cases: Sequence[Case]) -> Iterator[Trace]:
 
 TUNING_SEEDS = (100, 101, 102)
 TUNING_KINDS = ("length", "larger", "key", "marker", "rate_change", "curriculum", "noisy_gold", "scale")
-"""Four planted flaws and four kinds of honest runs; thresholds were chosen on these seeds of them, and on nothing else."""
+"""Four planted flaws and four kinds of honest runs. Thresholds were chosen on these seeds of them, and on nothing else."""
 HACK_SEEDS, HEALTHY_SEEDS = 10, 15
 
 
-def tuning_cases() -> list[Case]:
+def cases_to_tune() -> list[Case]:
     return [case for seed in TUNING_SEEDS for case in of_seed(seed) if case.kind in TUNING_KINDS]
 
 
-def test_cases(*, hack_seeds: int = HACK_SEEDS, healthy_seeds: int = HEALTHY_SEEDS) -> list[Case]:
+def cases_to_test(*, hack_seeds: int = HACK_SEEDS, healthy_seeds: int = HEALTHY_SEEDS) -> list[Case]:
     """In an order whose beginning is balanced over the kinds."""
     cases = [case for seed in range(max(hack_seeds, healthy_seeds)) for case in of_seed(seed)]
     return [case for case in cases if case.seed < (hack_seeds if case.is_hack else healthy_seeds)]

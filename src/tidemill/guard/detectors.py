@@ -38,6 +38,7 @@ class Thresholds(Record):
     gold_share: float = 0.5  # of the proxy's gain, which gold gains in a healthy run
     initial_error: float = 0.5  # standard errors by which gold of the first steps may be overestimated
     gain_limit: float = 4.0
+    gain_doubt: float = 0.8  # of the expected gain: below it, doubt grows
     reference_pairs: int = 64  # before the gap is measured
     most_reference_pairs: int = 512  # the newest ones
     level_pairs: int = 8  # at least, for each level of the calibration
@@ -45,6 +46,7 @@ class Thresholds(Record):
     outlier: float = 3.0  # a residual counts for at most this
     shift: float = 1.0  # of the residual, which the gap sum looks for
     gap_limit: float = 9.0
+    gap_doubt: float = 0.2  # deviations of the residual, above which doubt grows
     witnesses: int = 2  # that halve the limit of the gap sum
 
 
@@ -112,18 +114,21 @@ def isotonic(values: Sequence[float], weights: Sequence[float]) -> list[tuple[fl
 
 @dataclass(slots=True)
 class Sum:
-    """A CUSUM."""
+    """A CUSUM, and a second one that doubts earlier, which estimates the onset."""
 
     total: float = 0.0
-    clear: int = 0  # the last step at which it was 0
+    doubt: float = 0.0
+    clear: int = 0  # the last step at which there was no doubt
 
-    def add(self, step: int, ratio: float) -> None:
+    def add(self, step: int, ratio: float, doubt: float) -> None:
         self.total = max(0.0, self.total + ratio)
-        if self.total == 0.0:
-            self.clear = step
+        self.doubt = max(0.0, self.doubt + doubt)
+        if self.doubt == 0.0:
+            self.restart(step)
 
     def restart(self, step: int) -> None:
         self.total = 0.0
+        self.doubt = 0.0
         self.clear = step
 
 
@@ -155,8 +160,9 @@ class GainSum:
         gold_spread = max(float(np.concatenate([first_gold, window_gold]).std()), TINY)
         start = float(first_gold.mean()) - limits.initial_error * gold_spread / len(first_gold) ** 0.5
         gained = (scores(pairs)[1] - start) / gold_spread
-        # Normal densities with deviation 1, at 0 and at `expected`.
-        self.sum.add(step, float((expected * (expected / 2 - gained)).sum()))
+        # Log-ratio of normal densities with deviation 1, at 0 and at `expected`.
+        ratio = float((expected * (expected / 2 - gained)).sum())
+        self.sum.add(step, ratio, float((expected * (limits.gain_doubt * expected - gained)).sum()))
 
 
 @dataclass(slots=True)
@@ -176,8 +182,12 @@ class GapSum:
             proxy, gold = scores(pairs)
             residuals = (self._calibration.predict(proxy) - gold) / self._calibration.deviation
             residuals = np.clip(residuals, -limits.outlier, limits.outlier)
-            self.sum.add(step, float((limits.shift * (residuals - limits.shift / 2)).sum()))
-        if self.sum.total == 0.0:
+            self.sum.add(
+                step,
+                float((limits.shift * (residuals - limits.shift / 2)).sum()),
+                float((limits.shift * (residuals - limits.gap_doubt)).sum()),
+            )
+        if self.sum.doubt == 0.0:
             self.sum.clear = step
             self._learn()
 

@@ -108,10 +108,16 @@ def evidence_of(trace: Trace, view: View) -> list[Evidence]:
 def _evidence(trace: Trace, step: StepTrace, view: View, wrong: float) -> Evidence:
     def seen(gold: float, proxy: float, *key: object) -> float:
         exact = float(proxy > 0.5) if view.shared_flaw else gold
-        return 1 - exact if random.Random(f"{trace.case.name}, {step.step}, {key}, {view.draw}").random() < wrong else exact
+        return (
+            1 - exact
+            if random.Random(f"{trace.case.name}, {step.step}, {key}, {view.draw}").random() < wrong
+            else exact
+        )
 
     factor = FIRST_FACTOR if step.step == 1 else 1
-    hashed = sorted(((key + view.draw * GOLDEN) % 2**64, index) for index, key in enumerate(step.keys))[: view.most * factor]
+    hashed = sorted(((key + view.draw * GOLDEN) % 2**64, index) for index, key in enumerate(step.keys))[
+        : view.most * factor
+    ]
     chosen = [index for key, index in hashed if key < view.share * factor * 2**64]
     pairs = [
         GoldPair(

@@ -1,4 +1,4 @@
-"""Figures that explain an alarm and can support one, but never raise one: cheap, without gold, moved by honest runs, too.
+"""Figures that explain an alarm or support one, but never raise one: they need no gold, and honest runs move them, too.
 
 They are computed from at most 64 samples of a batch, and compared with those of the run's first steps.
 """
@@ -76,8 +76,8 @@ def witnesses(
 
 
 def of_texts(texts: Sequence[str]) -> dict[str, float]:
-    """compression: bytes of all texts compressed, as a share of their bytes; duplicates: share of texts that another equals;
-    format: share of texts with the most frequent skeleton."""
+    """compression: compressed bytes of all texts, as a share of their bytes; duplicates: share of texts that another
+    equals; format: share of texts with the most frequent skeleton."""
     joined = "\x1e".join(texts).encode()
     copies = Counter(texts)
     skeletons = Counter(map(skeleton, texts))

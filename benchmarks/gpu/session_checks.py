@@ -48,14 +48,14 @@ CHECKS = (
         function="benchmarks.gpu.checks.tree_agreement:small_trees",
         needs_s=15,
         limit_s=90,
-        about="logprobs and gradients below 1,500 nodes (dense mask) against transformers; repeated bits",
+        about="logprobs and gradients of a tree of 580 nodes against transformers; repeated bits",
     ),
     Check(
         name="large-trees",
         function="benchmarks.gpu.checks.tree_agreement:large_trees",
         needs_s=30,
         limit_s=150,
-        about="the same from 1,500 nodes (FlexAttention, compiled), and heads narrower than 16",
+        about="the same of two trees of 1,900 nodes, and heads narrower than 16",
     ),
     Check(
         name="matmul",

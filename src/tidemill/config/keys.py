@@ -176,6 +176,21 @@ def belongs_to(name: str, keys: Container[str]) -> bool:
     return name in keys or name.rpartition(".")[0] in keys
 
 
+def differ_in_resumable_keys(name: str, old: Any, new: Any) -> bool:
+    """Whether two arrays of tables differ only in keys that may differ when a run is resumed."""
+    if not (isinstance(old, list) and isinstance(new, list) and len(old) == len(new)):
+        return False
+    pairs = [(before, after) for before, after in zip(old, new, strict=True) if before != after]
+    return all(
+        isinstance(before, dict)
+        and isinstance(after, dict)
+        and all(
+            before.get(key) == after.get(key) or f"{name}{ITEM}.{key}" in resumable_keys() for key in before | after
+        )
+        for before, after in pairs
+    )
+
+
 @cache
 def sections() -> frozenset[KeyPath]:
     """Every table that is not itself a key: `("model",)`, `("model", "char")`, ..."""

@@ -103,6 +103,7 @@ def scorers(
     compute: Compute | None = None,
     frozen: FrozenScorers | None = None,
     *,
+    run: RunDirectory | None = None,
     warn: Callable[[str], None] = lambda _: None,
 ) -> tuple[RewardScorer, RewardScorer]:
     """The scorer of training samples and that of held-out samples.
@@ -110,6 +111,7 @@ def scorers(
     Args:
         compute: where reward models run; None starts a thread for them.
         frozen: reward models that score sample by sample.
+        run: keeps the verdicts of judges; None: the user's cache.
         warn: gets a message for every function that cannot run in another process.
 
     Raises:
@@ -129,6 +131,7 @@ def scorers(
             open_model=open_model,
             calls=calls,
             sandbox=spec.sandbox,
+            judge_folder=run.judges if run else None,
             warn=warn_once,
         )
 

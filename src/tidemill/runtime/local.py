@@ -142,7 +142,7 @@ async def in_process(
             stack.push_async_callback(host.close)
         if parts.publisher is not None:
             stack.push_async_callback(parts.publisher.close)
-        scorer, eval_scorer = scorers(spec, task, compute, frozen, warn=recorder.note)
+        scorer, eval_scorer = scorers(spec, task, compute, frozen, run=run, warn=recorder.note)
         stack.push_async_callback(scorer.close)
         stack.push_async_callback(eval_scorer.close)
         yield RuntimeBackend(

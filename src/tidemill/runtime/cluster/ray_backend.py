@@ -150,7 +150,7 @@ async def on_ray(spec: RunSpec, run: RunDirectory, recorder: Recorder, clock: Cl
                     price_usd_per_hour=spec.fleet.preemptible_usd_per_hour,
                 )
                 stack.push_async_callback(provider.close)
-        scorer, eval_scorer = scorers(spec, task, frozen=frozen, warn=recorder.note)
+        scorer, eval_scorer = scorers(spec, task, frozen=frozen, run=run, warn=recorder.note)
         stack.push_async_callback(scorer.close)
         stack.push_async_callback(eval_scorer.close)
         trainer = RayTrainer(remote, started.version, warn=recorder.note)

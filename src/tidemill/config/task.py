@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
@@ -346,6 +347,19 @@ def _url_issues(url: str, kind: str) -> Iterator[str]:
         yield f'kind = "{kind}" needs a url with a host, and {given} has none; set url = "http://host:port/{path}"'
 
 
+def reward_names(rewards: Sequence[RewardConfig]) -> tuple[str, ...]:
+    """`name`, or the kind, of which repeated ones get a number, or the function."""
+    names = list[str]()
+    for reward in rewards:
+        python = reward.kind == "python"
+        name = base = reward.name or (reward.function.rpartition(":")[2] if python else reward.kind)
+        numbers = itertools.count(2)
+        while name in names and not (reward.name or python):
+            name = f"{base}_{next(numbers)}"
+        names.append(name)
+    return tuple(names)
+
+
 class ScoringConfig(Config):
     rewards: tuple[RewardConfig, ...] = Field((RewardConfig(kind="exact"),), min_length=1)
     """The rewards; a sample's reward is their weighted sum."""
@@ -356,6 +370,11 @@ class ScoringConfig(Config):
     truncated: Annotated[Literal["trained", "masked"], TRAINING_ONLY] = "trained"
     """Completions cut off by max_new_tokens or the context length. trained: treated like any other. masked: excluded
     from loss and statistics. Episodes that end at env.turns, env.calls or env.seconds are not cut."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the rewards in metrics and samples, in order."""
+        return reward_names(self.rewards)
 
     @property
     def model_folders(self) -> tuple[Path, ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
 from collections.abc import Callable, Sequence
@@ -14,7 +13,7 @@ from typing import Any, Protocol, TypeAlias
 import regex
 
 from tidemill.config.sandbox import SandboxConfig
-from tidemill.config.task import RewardConfig
+from tidemill.config.task import RewardConfig, reward_names
 from tidemill.core.errors import UserError
 from tidemill.data.prompts import Task, hash_number
 from tidemill.data.row_files import import_extra
@@ -252,15 +251,10 @@ def build_rewards(configs: Sequence[RewardConfig], context: Context) -> tuple[Na
         UserError: a reward cannot work, or two have one name; raised before any sample is generated.
     """
     rewards: dict[str, NamedReward] = {}
-    for config in configs:
-        python = config.kind == "python"
-        name = base = config.name or (config.function.rpartition(":")[2] if python else config.kind)
-        if base in rewards and (config.name or python):
+    for name, config in zip(reward_names(configs), configs, strict=True):
+        if name in rewards:
             hint = "give each a name of its own: name = ..."
-            raise UserError(f"two rewards are named {base}", where=WHERE, hint=hint)
-        numbers = itertools.count(2)
-        while name in rewards:
-            name = f"{base}_{next(numbers)}"
+            raise UserError(f"two rewards are named {name}", where=WHERE, hint=hint)
         rewards[name] = NamedReward(
             name=name,
             weight=config.weight,

@@ -1,0 +1,130 @@
+"""Which samples people should judge, and how their verdicts agree with the reward."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+from tidemill.guard.verdicts import SampleKey, Verdict, sample_key
+from tidemill.telemetry.run_dir import TRAINING_PURPOSE, RunDirectory
+from tidemill.telemetry.sample_files import Sample, read_samples
+from tidemill.telemetry.statistics import Interval, share_interval
+
+MOST_STEPS = 40
+"""Steps whose samples are read."""
+Stratum: TypeAlias = Literal["disagreement", "high reward", "low reward", "middle"]
+ORDER: tuple[Stratum, ...] = ("disagreement", "high reward", "disagreement", "low reward", "disagreement", "middle")
+"""The strata take turns, each as often as it is here."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A sample to judge."""
+
+    sample: Sample
+    reward: float
+    stratum: Stratum
+
+
+def candidates(run: RunDirectory, gold: Sequence[str]) -> list[Candidate]:
+    """The samples with a valid reward, of steps evenly over the run, the newest included.
+
+    Args:
+        gold: names of the rewards of role gold.
+    """
+    files = [(step, path) for step, purpose, path in run.sample_files() if purpose == TRAINING_PURPOSE]
+    kept = (
+        files if len(files) <= MOST_STEPS else [files[-1 - at * len(files) // MOST_STEPS] for at in range(MOST_STEPS)]
+    )
+    samples = [
+        sample for _, path in kept for sample in read_samples(path) if sample.valid and sample.reward is not None
+    ]
+    reward_rank = _ranks([sample.reward or 0.0 for sample in samples])
+    second = [next((sample.components[name] for name in gold if name in sample.components), None) for sample in samples]
+    gold_rank = _ranks([score for score in second if score is not None])
+    return [
+        Candidate(sample, sample.reward or 0.0, _stratum(reward_rank(sample.reward or 0.0), score, gold_rank))
+        for sample, score in zip(samples, second, strict=True)
+    ]
+
+
+def _ranks(values: Sequence[float]) -> Callable[[float], float]:
+    """A function from a value to the share of values below it, and half of those equal to it."""
+    ordered = sorted(values)
+    return lambda value: (bisect_left(ordered, value) + bisect_right(ordered, value)) / (2 * len(ordered))
+
+
+def _stratum(reward: float, score: float | None, gold_rank: Callable[[float], float]) -> Stratum:
+    if score is not None and abs(reward - gold_rank(score)) >= 1 / 3:
+        return "disagreement"
+    return "high reward" if reward > 2 / 3 else "low reward" if reward < 1 / 3 else "middle"
+
+
+def chosen(found: Sequence[Candidate], judged: Collection[SampleKey], n: int) -> list[Candidate]:
+    """At most `n` candidates that were not judged: the strata in turn, in each the newest step first, then one of each
+    earlier step. The same files give the same choice."""
+    queues = {stratum: _by_step([each for each in found if each.stratum == stratum], judged) for stratum in ORDER}
+    picked = list[Candidate]()
+    while len(picked) < n:
+        before = len(picked)
+        for stratum in ORDER:
+            if (candidate := next(queues[stratum], None)) is not None:
+                picked.append(candidate)
+        if len(picked) == before:
+            break
+    return picked[:n]
+
+
+def _by_step(found: Sequence[Candidate], judged: Collection[SampleKey]) -> Iterator[Candidate]:
+    steps: dict[int, list[Candidate]] = defaultdict(list)
+    for candidate in found:
+        if sample_key(candidate.sample) not in judged:
+            steps[candidate.sample.step].append(candidate)
+    for queue in steps.values():
+        queue.sort(key=lambda each: sample_key(each.sample)[1:])  # prompts are named by a hash
+    while steps:
+        for step in sorted(steps, reverse=True):
+            yield steps[step].pop()
+            if not steps[step]:
+                del steps[step]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Agreement:
+    """Verdicts against rewards. People saw a choice of samples, so that no figure is one of all samples."""
+
+    verdicts: int
+    accepted: Interval  # mean verdict
+    accepted_of_high: Interval  # of samples with a reward in the upper half of its range
+    accepted_of_low: Interval
+    agree: Interval  # share of samples on which the verdict and the half of the reward are the same
+
+    @property
+    def data(self) -> dict[str, Any]:
+        figures = {
+            name: getattr(self, name).figure for name in ("accepted", "accepted_of_high", "accepted_of_low", "agree")
+        }
+        return {"verdicts": self.verdicts, **figures}
+
+
+def agreement(verdicts: Sequence[Verdict], rewards: Sequence[float]) -> Agreement:
+    """How verdicts agree with the reward.
+
+    Args:
+        rewards: of all samples; the middle of their range separates high from low.
+    """
+    every = [*rewards, *(each.reward for each in verdicts)]
+    middle = (min(every) + max(every)) / 2 if every else 0.0
+    high = [each.verdict for each in verdicts if each.reward >= middle]
+    low = [each.verdict for each in verdicts if each.reward < middle]
+    agree = [*high, *(1 - verdict for verdict in low)]
+    return Agreement(
+        verdicts=len(verdicts),
+        accepted=share_interval([*high, *low]),
+        accepted_of_high=share_interval(high),
+        accepted_of_low=share_interval(low),
+        agree=share_interval(agree),
+    )

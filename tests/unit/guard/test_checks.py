@@ -1,0 +1,69 @@
+"""Which samples people are asked about."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tests.unit.guard.test_verdicts import verdict
+from tidemill.guard.checks import agreement, candidates, chosen
+from tidemill.guard.verdicts import sample_key
+from tidemill.telemetry.run_dir import RunDirectory, samples_name
+from tidemill.telemetry.sample_files import write_samples
+
+
+def write_run(folder: Path, rewards: dict[int, list[float]], gold: dict[int, list[float]]) -> RunDirectory:
+    (folder / "samples").mkdir()
+    for step, values in rewards.items():
+        lines = [
+            {"step": step, "prompt_id": f"p{at}", "completion": "x", "reward": reward, "valid": True}
+            | ({"components": {"judge": gold[step][at]}} if step in gold else {})
+            for at, reward in enumerate(values)
+        ]
+        write_samples(folder / "samples" / samples_name(step), [*lines, {"step": step, "valid": False}])
+        write_samples(folder / "samples" / samples_name(step, "eval:held_out"), lines)
+    return RunDirectory(folder)
+
+
+def test_disagreement_comes_first_then_high_and_low_rewards_of_all_steps(tmp_path: Path) -> None:
+    # Ranks of the reward: 0 → 0.25, 1 → 0.75. In step 2 gold is 1, 0 and six times 0.5, with the ranks 0.94, 0.06 and
+    # 0.5: the first two samples are 0.69 away from their gold, the others 0.25.
+    rewards = {step: [0.0, 1.0, 0.0, 1.0, 0.0, 1.0, 0.0, 1.0] for step in (1, 2, 3)}
+    run = write_run(tmp_path, rewards, {2: [1.0, 0.0, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5]})
+    found = candidates(run, ["judge"])
+    assert len(found) == 24
+    assert Counter(each.stratum for each in found) == {"disagreement": 2, "high reward": 11, "low reward": 11}
+    first = chosen(found, (), 8)
+    places = [(each.stratum, each.sample.step) for each in first]
+    assert places[:4] == [("disagreement", 2), ("high reward", 3), ("disagreement", 2), ("low reward", 3)]
+    assert Counter(places)["high reward", 2] == Counter(places)["high reward", 1] == 1  # one of each step
+    judged = {sample_key(each.sample) for each in first}
+    second = chosen(found, judged, 100)
+    assert len(second) == 16
+    assert judged.isdisjoint(sample_key(each.sample) for each in second)
+    assert chosen(found, (), 8) == first
+
+
+def test_of_a_long_run_some_steps_are_read_the_newest_included(tmp_path: Path) -> None:
+    run = write_run(tmp_path, {step: [0.0] for step in range(1, 201)}, {})
+    steps = [each.sample.step for each in candidates(run, [])]
+    assert len(steps) == 40
+    assert max(steps) == 200
+    assert min(steps) <= 5
+
+
+def test_agreement_of_verdicts_with_the_halves_of_the_reward() -> None:
+    # high rewards: 1, 0, 0 accepted; low ones: 0 and 1: they agree on the first, and on one of the two low ones
+    verdicts = [
+        verdict(reward=reward, verdict=accepted)
+        for reward, accepted in ((0.9, 1.0), (0.8, 0.0), (0.6, 0.0), (0.1, 0.0), (0.2, 1.0))
+    ]
+    found = agreement(verdicts, [0.0, 1.0])
+    assert found.accepted.value == pytest.approx(2 / 5)
+    assert found.accepted_of_high.value == pytest.approx(1 / 3)
+    assert found.accepted_of_low.value == pytest.approx(1 / 2)
+    assert found.agree.value == pytest.approx(2 / 5)
+    assert found.agree.low == pytest.approx(0.118, abs=1e-3)  # Wilson's interval of 2 of 5: 0.118 to 0.769
+    assert found.agree.high == pytest.approx(0.769, abs=1e-3)

@@ -120,14 +120,10 @@ def judge(
     judge_model: str,
     *,
     rubric: str = "",
-    auth_env: str = "",
-    both_orders: bool = False,
-    most_calls: int = 0,
-    most_usd: float = 0.0,
-    usd_per_million_tokens: tuple[float, float] | None = None,
     weight: float = 1.0,
     name: str = "",
     role: Role = "reward",
+    **settings: Any,
 ) -> Reward:
     """The grade of a language model, 0 to 1.
 
@@ -135,23 +131,9 @@ def judge(
         url: base URL of an API like OpenAI's, for example of `tidemill serve`: `http://127.0.0.1:8000/v1`.
         judge_model: the model's name there.
         rubric: what a good response is; a text, or a file (*.md, *.txt).
-        auth_env: the environment variable with the key.
-        both_orders: compare the completion with the answer of its row, in both orders.
-        most_calls: budget of a run; 0 for no limit.
-        most_usd: the same in dollars; needs the prices.
-        usd_per_million_tokens: price of a million tokens of input, and of output.
+        settings: other keys of the reward, such as auth_env, both_orders, most_calls.
     """
-    settings = {
-        "url": url,
-        "judge_model": judge_model,
-        "rubric": rubric,
-        "auth_env": auth_env,
-        "both_orders": both_orders,
-        "most_calls": most_calls,
-        "most_usd": most_usd,
-        "usd_per_million_tokens": usd_per_million_tokens,
-    }
-    return _reward("judge", weight, name, role, **settings)
+    return _reward("judge", weight, name, role, url=url, judge_model=judge_model, rubric=rubric, **settings)
 
 
 @entry_point

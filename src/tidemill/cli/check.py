@@ -2,26 +2,37 @@
 
 from __future__ import annotations
 
-import getpass
+import math
+import os
+import re
 import sys
 import time
 from pathlib import Path
 from typing import Annotated, Any
 
+import msgspec
 from cyclopts import Parameter
 
 from tidemill.cli.output import Json, Result, note, printable
 from tidemill.config.load import from_toml
-from tidemill.config.task import ScoringConfig
+from tidemill.config.task import reward_names
 from tidemill.core.errors import UserError
 from tidemill.core.formatting import counted, decimal, percent
-from tidemill.guard.checks import Agreement, Candidate, agreement, candidates, chosen
-from tidemill.guard.verdicts import Verdict, VerdictFiles, append_verdict, run_id_of, text_digest
+from tidemill.guard.checks import Candidate, agreement, candidates, chosen
+from tidemill.guard.verdicts import Verdict, VerdictFiles, append_verdict, identity
+from tidemill.telemetry.run_data import NO_RUN
 from tidemill.telemetry.run_dir import RunDirectory
 from tidemill.telemetry.sample_files import Sample
 from tidemill.telemetry.statistics import Interval
 
 KEYS = "y good, n bad, a number from 0 to 1, r show the reward, s skip, q quit"
+WHAT = {
+    "accepted": "people accept",
+    "accepted_of_high_reward": "with a high reward:",
+    "accepted_of_low_reward": "with a low reward:",
+    "agree": "reward and people agree on",
+}
+NUMBER = re.compile(r"[01]|0?\.[0-9]+")
 WORDS = {"y": 1.0, "yes": 1.0, "n": 0.0, "no": 0.0}
 
 
@@ -30,9 +41,6 @@ def check(
     /,
     *,
     n: Annotated[int, Parameter(name="--n", help="Number of samples.")] = 20,
-    show_reward: Annotated[
-        bool, Parameter(name="--show-reward", negative=(), help="Show the reward before the verdict.")
-    ] = False,
     who: Annotated[str, Parameter(name="--who", help="Your name in the file; default: the user's.")] = "",
     json: Json = False,
 ) -> Result:
@@ -52,10 +60,12 @@ def check(
     if n < 1:
         raise UserError("must be at least 1", where="--n")
     run = RunDirectory(run_dir)
-    run_id = run_id_of(run.read_manifest(), run_dir)
+    run_id = str(run.read_manifest().get("run_id", ""))
+    if not run_id:
+        raise UserError("no run there (no manifest.json)", where=str(run_dir), hint=NO_RUN)
     stored = run.read_config()
-    scoring = from_toml(stored, source=str(run.config)).scoring if stored else ScoringConfig()
-    gold = [name for name, reward in zip(scoring.names, scoring.rewards, strict=True) if reward.role == "gold"]
+    rewards = from_toml(stored, source=str(run.config)).scoring.rewards if stored else ()
+    gold = [name for name, reward in zip(reward_names(rewards), rewards, strict=True) if reward.role == "gold"]
     found = candidates(run, gold)
     if not found:
         what = "no samples with a valid reward"
@@ -64,23 +74,22 @@ def check(
     asked = chosen(found, {verdict.sample for verdict in verdicts}, n)
     if json:
         return Result(data={"checks": str(run.checks), "samples": [_to_judge(each, run_id) for each in asked]})
-    name = who or _user()
+    name = who or os.environ.get("USER", "unknown")
     for at, candidate in enumerate(asked, 1):
         note(f"\n── {at} of {len(asked)} · step {candidate.sample.step} ──\n{_shown(candidate.sample)}")
-        if show_reward:
-            note(_reward(candidate))
         answer = _answer(candidate)
         if answer == "quit":
             break
         if isinstance(answer, float):
-            verdict = Verdict(**_identity(candidate, run_id), verdict=answer, who=name, unix_s=time.time())
+            seen = identity(candidate.sample, run_id, candidate.reward)
+            verdict = Verdict(**seen, verdict=answer, who=name, unix_s=time.time())
             append_verdict(run.checks, verdict)
             verdicts.append(verdict)
             note(_reward(candidate))
     if not asked:
         note("all samples have a verdict")
-    figures = agreement(verdicts, [each.reward for each in found])
-    return Result(data=figures.data, text=_summary(figures))
+    shares = agreement(verdicts, [each.reward for each in found])
+    return Result(text=_summary(len(verdicts), shares))
 
 
 def _answer(candidate: Candidate) -> float | str:
@@ -99,22 +108,10 @@ def _answer(candidate: Candidate) -> float | str:
             return "skip"
         if word == "r":
             note(_reward(candidate))
-        elif (verdict := WORDS.get(word, _number(word))) is not None and 0 <= verdict <= 1:
-            return verdict
-
-
-def _number(word: str) -> float | None:
-    try:
-        return float(word)
-    except ValueError:
-        return None
-
-
-def _user() -> str:
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError, ImportError):  # a container without users
-        return "unknown"
+        elif word in WORDS:
+            return WORDS[word]
+        elif NUMBER.fullmatch(word):
+            return float(word)
 
 
 def _shown(sample: Sample) -> str:
@@ -134,43 +131,25 @@ def _reward(candidate: Candidate) -> str:
     return f"reward {decimal(candidate.reward)}" + (f" ({parts})" if parts else "")
 
 
-def _identity(candidate: Candidate, run_id: str) -> dict[str, Any]:
-    """The fields of a verdict that do not depend on the person."""
-    sample = candidate.sample
-    return {
-        "run_id": run_id,
-        "step": sample.step,
-        "prompt_id": sample.prompt_id,
-        "epoch": sample.epoch,
-        "index": sample.index,
-        "completion": text_digest(sample.completion),
-        "reward": candidate.reward,
-    }
-
-
 def _to_judge(candidate: Candidate, run_id: str) -> dict[str, Any]:
     """A sample for another tool; to `line` it adds `verdict`, `who` and `unix_s`."""
     sample = candidate.sample
     return {
         "prompt": sample.prompt,
-        "messages": [{"role": each.role, "content": each.content} for each in sample.messages],
+        "messages": msgspec.to_builtins(sample.messages),
         "completion": sample.completion,
         "answer": sample.answer,
         "chosen_for": candidate.stratum,
-        "line": _identity(candidate, run_id),
+        "line": identity(candidate.sample, run_id, candidate.reward),
     }
 
 
-def _summary(found: Agreement) -> str:
-    if not found.verdicts:
+def _summary(verdicts: int, shares: dict[str, Interval]) -> str:
+    if not verdicts:
         return "no verdicts"
-    lines = [f"{counted(found.verdicts, 'verdict')}; people accept {_share(found.accepted)}"]
-    for name, share in (("a high", found.accepted_of_high), ("a low", found.accepted_of_low)):
-        if share.value == share.value:  # not NaN: there are such samples
-            lines.append(f"of those with {name} reward they accept {_share(share)}")
-    lines.append(f"reward and people agree on {_share(found.agree)} of these samples, which are no random choice")
+    lines = [counted(verdicts, "verdict")]
+    for name, share in shares.items():
+        if math.isfinite(share.value):  # there are such samples
+            ends = f"95 %: {percent(share.low)} to {percent(share.high)}"
+            lines.append(f"{WHAT[name]} {percent(share.value)} ({ends})")
     return "\n".join(lines)
-
-
-def _share(share: Interval) -> str:
-    return f"{percent(share.value)} (95 %: {percent(share.low)} to {percent(share.high)})"

@@ -180,15 +180,11 @@ def differ_in_resumable_keys(name: str, old: Any, new: Any) -> bool:
     """Whether two arrays of tables differ only in keys that may differ when a run is resumed."""
     if not (isinstance(old, list) and isinstance(new, list) and len(old) == len(new)):
         return False
-    pairs = [(before, after) for before, after in zip(old, new, strict=True) if before != after]
-    return all(
-        isinstance(before, dict)
-        and isinstance(after, dict)
-        and all(
-            before.get(key) == after.get(key) or f"{name}{ITEM}.{key}" in resumable_keys() for key in before | after
-        )
-        for before, after in pairs
-    )
+    if not all(isinstance(table, dict) for table in (*old, *new)):
+        return False
+    pairs = zip(old, new, strict=True)
+    changed = {key for before, after in pairs for key in before | after if before.get(key) != after.get(key)}
+    return all(f"{name}{ITEM}.{key}" in resumable_keys() for key in changed)
 
 
 @cache

@@ -348,7 +348,7 @@ def _url_issues(url: str, kind: str) -> Iterator[str]:
 
 
 def reward_names(rewards: Sequence[RewardConfig]) -> tuple[str, ...]:
-    """`name`, or the kind, of which repeated ones get a number, or the function."""
+    """Names in metrics and samples: `name`, or the kind, of which repeated ones get a number, or the function."""
     names = list[str]()
     for reward in rewards:
         python = reward.kind == "python"
@@ -370,11 +370,6 @@ class ScoringConfig(Config):
     truncated: Annotated[Literal["trained", "masked"], TRAINING_ONLY] = "trained"
     """Completions cut off by max_new_tokens or the context length. trained: treated like any other. masked: excluded
     from loss and statistics. Episodes that end at env.turns, env.calls or env.seconds are not cut."""
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The names of the rewards in metrics and samples, in order."""
-        return reward_names(self.rewards)
 
     @property
     def model_folders(self) -> tuple[Path, ...]:

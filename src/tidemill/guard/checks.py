@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 from tidemill.guard.verdicts import SampleKey, Verdict, sample_key
 from tidemill.telemetry.run_dir import TRAINING_PURPOSE, RunDirectory
@@ -67,64 +67,35 @@ def chosen(found: Sequence[Candidate], judged: Collection[SampleKey], n: int) ->
     """At most `n` candidates that were not judged: the strata in turn, in each the newest step first, then one of each
     earlier step. The same files give the same choice."""
     queues = {stratum: _by_step([each for each in found if each.stratum == stratum], judged) for stratum in ORDER}
-    picked = list[Candidate]()
-    while len(picked) < n:
-        before = len(picked)
-        for stratum in ORDER:
-            if (candidate := next(queues[stratum], None)) is not None:
-                picked.append(candidate)
-        if len(picked) == before:
-            break
-    return picked[:n]
+    turns = [next(queues[stratum], None) for _ in range(n) for stratum in ORDER]
+    return [candidate for candidate in turns if candidate is not None][:n]
 
 
 def _by_step(found: Sequence[Candidate], judged: Collection[SampleKey]) -> Iterator[Candidate]:
-    steps: dict[int, list[Candidate]] = defaultdict(list)
-    for candidate in found:
-        if sample_key(candidate.sample) not in judged:
-            steps[candidate.sample.step].append(candidate)
-    for queue in steps.values():
-        queue.sort(key=lambda each: sample_key(each.sample)[1:])  # prompts are named by a hash
-    while steps:
-        for step in sorted(steps, reverse=True):
-            yield steps[step].pop()
-            if not steps[step]:
-                del steps[step]
+    left = [candidate for candidate in found if sample_key(candidate.sample) not in judged]
+    left.sort(key=lambda each: sample_key(each.sample))  # prompts are named by a hash
+    number: Counter[int] = Counter()  # in its step
+    turns = list[tuple[int, int, int]]()
+    for at, candidate in enumerate(left):
+        turns.append((number[candidate.sample.step], -candidate.sample.step, at))
+        number[candidate.sample.step] += 1
+    return (left[at] for _, _, at in sorted(turns))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Agreement:
-    """Verdicts against rewards. People saw a choice of samples, so that no figure is one of all samples."""
-
-    verdicts: int
-    accepted: Interval  # mean verdict
-    accepted_of_high: Interval  # of samples with a reward in the upper half of its range
-    accepted_of_low: Interval
-    agree: Interval  # share of samples on which the verdict and the half of the reward are the same
-
-    @property
-    def data(self) -> dict[str, Any]:
-        figures = {
-            name: getattr(self, name).figure for name in ("accepted", "accepted_of_high", "accepted_of_low", "agree")
-        }
-        return {"verdicts": self.verdicts, **figures}
-
-
-def agreement(verdicts: Sequence[Verdict], rewards: Sequence[float]) -> Agreement:
-    """How verdicts agree with the reward.
+def agreement(verdicts: Sequence[Verdict], rewards: Sequence[float]) -> dict[str, Interval]:
+    """Verdicts against rewards: the mean verdict, also on samples with a high and with a low reward, and the share of
+    samples on which both agree. People see a choice of samples, so that these are no figures of all samples.
 
     Args:
         rewards: of all samples; the middle of their range separates high from low.
     """
     every = [*rewards, *(each.reward for each in verdicts)]
-    middle = (min(every) + max(every)) / 2 if every else 0.0
+    middle = (min(every) + max(every)) / 2
     high = [each.verdict for each in verdicts if each.reward >= middle]
     low = [each.verdict for each in verdicts if each.reward < middle]
-    agree = [*high, *(1 - verdict for verdict in low)]
-    return Agreement(
-        verdicts=len(verdicts),
-        accepted=share_interval([*high, *low]),
-        accepted_of_high=share_interval(high),
-        accepted_of_low=share_interval(low),
-        agree=share_interval(agree),
-    )
+    return {
+        "accepted": share_interval([*high, *low]),
+        "accepted_of_high_reward": share_interval(high),
+        "accepted_of_low_reward": share_interval(low),
+        "agree": share_interval([*high, *(1 - verdict for verdict in low)]),
+    }

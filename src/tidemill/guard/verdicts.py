@@ -15,7 +15,6 @@ from typing import Annotated, Any, TypeAlias
 
 import msgspec
 
-from tidemill.core.errors import UserError
 from tidemill.core.evidence import GoldPair
 from tidemill.core.records import Record
 from tidemill.telemetry.jsonl import SharedLines, disk_error, finite_number
@@ -66,6 +65,13 @@ def append_verdict(folder: Path, verdict: Verdict) -> None:
         raise disk_error(error, path) from error
 
 
+def identity(sample: Sample, run_id: str, reward: float) -> dict[str, Any]:
+    """The fields of a verdict that do not depend on the person."""
+    step, prompt_id, epoch, index, completion = sample_key(sample)
+    place = {"step": step, "prompt_id": prompt_id, "epoch": epoch, "index": index}
+    return {"run_id": run_id, **place, "completion": completion, "reward": reward}
+
+
 class VerdictFiles:
     """Reads the verdicts on the samples of one run.
 
@@ -92,7 +98,7 @@ class VerdictFiles:
 
     def new_verdicts(self) -> list[Verdict]:
         """The complete lines since the last call, in the order of the files' names."""
-        return [verdict for path in self._paths() for verdict in self._read(path)]
+        return [verdict for path in sorted(self._folder.glob("*.jsonl")) for verdict in self._read(path)]
 
     def new_pairs(self) -> list[GoldPair]:
         """The verdicts since the last call on samples that are still part of the run."""
@@ -122,9 +128,6 @@ class VerdictFiles:
         """The samples of a step; None if it has no file."""
         path = self._folder.parent / "samples" / samples_name(step)
         return {sample_key(sample) for sample in read_samples(path)} if path.is_file() else None
-
-    def _paths(self) -> list[Path]:
-        return sorted(self._folder.glob("*.jsonl"))
 
     def _read(self, path: Path) -> Iterator[Verdict]:
         lines = self._files.setdefault(path, SharedLines(path))
@@ -157,11 +160,3 @@ def _verdict(line: dict[str, Any] | None) -> Verdict:
     if finite_number(verdict.reward) is None:
         raise msgspec.ValidationError("`reward` is not finite")
     return verdict
-
-
-def run_id_of(manifest: dict[str, Any], where: Path) -> str:
-    """Raises UserError: the run has none yet."""
-    if not manifest.get("run_id"):
-        what, hint = "no run there (no manifest.json)", "name the directory given to `tidemill train` as --run.dir"
-        raise UserError(what, where=str(where), hint=hint)
-    return str(manifest["run_id"])

@@ -4,7 +4,7 @@
 {"done": ID, "usd": COST}        after it
 {"key": KEY, "verdict": 0.7}
 
-Processes only append. A call belongs to the budget if the calls before it in the file leave room for it.
+One process works on a run, so that nobody else starts a call between reading the file and writing to it.
 """
 
 from __future__ import annotations
@@ -54,15 +54,14 @@ class JudgeLedger:
             OSError: the file cannot be written.
         """
         self._read()
-        self._refuse(self.calls + 1, self.usd + usd)
+        most_calls, most_usd = self._config.most_calls, self._config.most_usd
+        if most_calls and self.calls >= most_calls:
+            raise BudgetUsed(f"its {most_calls} calls are used up (most_calls)")
+        if most_usd and self.usd + usd > most_usd:
+            spent = dollars(self.usd - sum(self._reserved.values()))
+            raise BudgetUsed(f"{spent} are spent, and another call could exceed most_usd = {most_usd:g}")
         call = secrets.token_hex(6)
         self._lines.append({"call": call, "usd": usd, "budget": self._budget})
-        calls, total = self._read(until=call)
-        try:
-            self._refuse(calls, total)  # another process may have been faster
-        except BudgetUsed:
-            self.finish(call, 0.0, unused=True)
-            raise
         return call
 
     def finish(self, call: str, usd: float, *, unused: bool = False) -> None:
@@ -70,20 +69,8 @@ class JudgeLedger:
         with suppress(OSError):  # then it counts with its highest cost
             self._lines.append({"done": call, "usd": usd, **({"unused": True} if unused else {})})
 
-    def _refuse(self, calls: int, usd: float) -> None:
-        most_calls, most_usd = self._config.most_calls, self._config.most_usd
-        if most_calls and calls > most_calls:
-            raise BudgetUsed(f"its {most_calls} calls are used up (most_calls)")
-        if most_usd and usd > most_usd:
-            spent = dollars(self.usd - sum(self._reserved.values()))
-            raise BudgetUsed(f"{spent} are spent, and another call could exceed most_usd = {most_usd:g}")
-
-    def _read(self, until: str = "") -> tuple[int, float]:
-        """Read the new lines; returns calls and costs up to the call `until`, itself included."""
-        found = (self.calls, self.usd)
-        for line in self._lines.new_lines():
-            if line is None:
-                continue
+    def _read(self) -> None:
+        for line in filter(None, self._lines.new_lines()):
             usd = finite_number(line.get("usd")) or 0.0
             call, done = str(line.get("call", "")), str(line.get("done", ""))
             if call and line.get("budget") == self._budget:
@@ -95,6 +82,3 @@ class JudgeLedger:
                 self.calls -= line.get("unused") is True
             elif (verdict := finite_number(line.get("verdict"))) is not None:
                 self._verdicts[str(line.get("key"))] = verdict
-            if call and call == until:
-                found = (self.calls, self.usd)
-        return found

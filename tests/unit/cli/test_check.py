@@ -51,7 +51,7 @@ def test_verdicts_are_asked_for_and_stored(run: Run, made: Path, monkeypatch: py
         "run_id": "r", "step": 3, "prompt_id": "p1", "epoch": 1, "index": 2, "completion": lines[0]["completion"],
         "reward": 1.0, "verdict": 0.0, "who": "ada", "unix_s": 0,
     }  # fmt: skip
-    assert ran.out.startswith("2 verdicts; people accept 38 %")  # (0 + 0.75) / 2
+    assert ran.out.startswith("2 verdicts\npeople accept 38 % (95 %: ")  # (0 + 0.75) / 2
     pairs = VerdictFiles(made / "checks", "r").new_pairs()
     assert GoldPair(prompt_id="p1", index=2, step=3, proxy=1.0, gold=0.0, source="person") in pairs
     types(monkeypatch, "y", "y", "y")

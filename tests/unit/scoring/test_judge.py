@@ -200,7 +200,7 @@ async def test_a_judge_that_is_down_uses_no_call(server: Server, tmp_path: Path)
     server.__init__()  # type: ignore[misc] # for the fixture to close
 
 
-def test_processes_share_a_budget(tmp_path: Path) -> None:
+def test_training_and_evaluation_share_a_budget(tmp_path: Path) -> None:
     config = RewardConfig(kind="judge", url="http://a/v1", judge_model="j", most_calls=3)
     one, other = (JudgeLedger(tmp_path / "file.jsonl", config) for _ in range(2))
     one.start(0.0)

@@ -140,6 +140,8 @@ def _fail(entries: Iterable[tuple[RewardInput, asyncio.Future[Any]]]) -> None:
 PAUSE_S = 0.25  # before the first retry; doubles with each further one
 TEMPORARY_STATUS = frozenset({408, 425, 429, 500, 502, 503, 504})
 MAX_RESPONSE_BYTES = 16 << 20
+SHOWN = 200
+"""Bytes of a response in an error."""
 
 
 class RewardServerError(Exception):
@@ -169,6 +171,7 @@ class RewardServer:
         self.url, self._tries = url, config.retries + 1
         self._request_s = config.longest_wait_s / self._tries
         self._headers = {"content-type": "application/json", "accept": "application/json", **secret}
+        self._secrets = [word for value in secret.values() for word in value.split()]
         # No proxy or credentials from the environment, and no redirect to another server.
         self._client = httpx2.AsyncClient(trust_env=False, follow_redirects=False, timeout=None)
 
@@ -200,7 +203,10 @@ class RewardServer:
                         raise RewardServerError(f"{self.url} answered with more than {MAX_RESPONSE_BYTES:,} bytes")
                 content = b"".join(parts)
                 if answer.status_code != 200:
-                    what = f"{self.url} answered {answer.status_code}"
+                    text = " ".join(content[:SHOWN].decode(errors="replace").split())
+                    for value in self._secrets:  # some servers repeat it
+                        text = text.replace(value, "…")
+                    what = f"{self.url} answered {answer.status_code}: {text}"
                     raise RewardServerError(what, status=answer.status_code, content=content)
                 return content
         except TimeoutError:

@@ -230,7 +230,9 @@ async def test_a_key_alone_is_sent_as_a_bearer(server: Server, tmp_path: Path, m
     monkeypatch.setenv("JUDGE_KEY", "sk-hush")
     async with Judged(server, tmp_path, auth_env="JUDGE_KEY") as judged:
         await judged.ask("12")
-    assert server.secrets == [("Bearer sk-hush", "None")]
+        server.reply = lambda _: (401, {"error": "Incorrect key:\n sk-hush"})
+        assert 'answered 401: {"error": "Incorrect key:\\n …"}' in (await judged.ask("13"))[0].reason
+    assert server.secrets[0] == ("Bearer sk-hush", "None")
     assert "hush" not in stored(tmp_path)
 
 

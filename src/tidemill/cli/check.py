@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import re
 import sys
@@ -23,17 +22,20 @@ from tidemill.guard.verdicts import Verdict, VerdictFiles, append_verdict, ident
 from tidemill.telemetry.run_data import NO_RUN
 from tidemill.telemetry.run_dir import RunDirectory
 from tidemill.telemetry.sample_files import Sample
-from tidemill.telemetry.statistics import Interval
 
 KEYS = "y good, n bad, a number from 0 to 1, r show the reward, s skip, q quit"
-WHAT = {
-    "accepted": "people accept",
-    "accepted_of_high_reward": "with a high reward:",
-    "accepted_of_low_reward": "with a low reward:",
-    "agree": "reward and people agree on",
-}
 NUMBER = re.compile(r"[01]|0?\.[0-9]+")
-WORDS = {"y": 1.0, "yes": 1.0, "n": 0.0, "no": 0.0}
+QUIT, SKIP = "quit", "skip"
+ANSWERS: dict[str, float | str] = {
+    "y": 1.0,
+    "yes": 1.0,
+    "n": 0.0,
+    "no": 0.0,
+    "s": SKIP,
+    SKIP: SKIP,
+    "q": QUIT,
+    QUIT: QUIT,
+}
 
 
 def check(
@@ -78,7 +80,7 @@ def check(
     for at, candidate in enumerate(asked, 1):
         note(f"\n── {at} of {len(asked)} · step {candidate.sample.step} ──\n{_shown(candidate.sample)}")
         answer = _answer(candidate)
-        if answer == "quit":
+        if answer == QUIT:
             break
         if isinstance(answer, float):
             seen = identity(candidate.sample, run_id, candidate.reward)
@@ -88,28 +90,22 @@ def check(
             note(_reward(candidate))
     if not asked:
         note("all samples have a verdict")
-    shares = agreement(verdicts, [each.reward for each in found])
-    return Result(text=_summary(len(verdicts), shares))
+    lines = [counted(len(verdicts), "verdict")]
+    for name, share in agreement(verdicts, [each.reward for each in found]).items():
+        lines.append(f"{name} {percent(share.value)} (95 %: {percent(share.low)} to {percent(share.high)})")
+    return Result(text="\n".join(lines))
 
 
 def _answer(candidate: Candidate) -> float | str:
-    """The verdict, "skip" or "quit"."""
+    """The verdict, `SKIP` or `QUIT`; the end of the input is the latter."""
     while True:
         sys.stderr.write(f"{KEYS} > ")
         sys.stderr.flush()
-        try:
-            line = sys.stdin.readline()
-        except KeyboardInterrupt:
-            line = ""
-        word = line.strip().lower()
-        if not line or word in ("q", "quit"):
-            return "quit"
-        if word in ("s", "skip"):
-            return "skip"
+        word = (sys.stdin.readline() or QUIT).strip().lower()
         if word == "r":
             note(_reward(candidate))
-        elif word in WORDS:
-            return WORDS[word]
+        elif word in ANSWERS:
+            return ANSWERS[word]
         elif NUMBER.fullmatch(word):
             return float(word)
 
@@ -142,14 +138,3 @@ def _to_judge(candidate: Candidate, run_id: str) -> dict[str, Any]:
         "chosen_for": candidate.stratum,
         "line": identity(candidate.sample, run_id, candidate.reward),
     }
-
-
-def _summary(verdicts: int, shares: dict[str, Interval]) -> str:
-    if not verdicts:
-        return "no verdicts"
-    lines = [counted(verdicts, "verdict")]
-    for name, share in shares.items():
-        if math.isfinite(share.value):  # there are such samples
-            ends = f"95 %: {percent(share.low)} to {percent(share.high)}"
-            lines.append(f"{WHAT[name]} {percent(share.value)} ({ends})")
-    return "\n".join(lines)

@@ -93,9 +93,11 @@ def agreement(verdicts: Sequence[Verdict], rewards: Sequence[float]) -> dict[str
     middle = (min(every) + max(every)) / 2
     high = [each.verdict for each in verdicts if each.reward >= middle]
     low = [each.verdict for each in verdicts if each.reward < middle]
-    return {
-        "accepted": share_interval([*high, *low]),
-        "accepted_of_high_reward": share_interval(high),
-        "accepted_of_low_reward": share_interval(low),
-        "agree": share_interval([*high, *(1 - verdict for verdict in low)]),
+    agree = [*high, *(1 - verdict for verdict in low)]
+    shares = {
+        "people accept": [*high, *low],
+        "with a high reward:": high,
+        "with a low reward:": low,
+        "reward and people agree on": agree,
     }
+    return {name: share_interval(values) for name, values in shares.items() if values}

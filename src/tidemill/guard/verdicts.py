@@ -17,7 +17,8 @@ import msgspec
 
 from tidemill.core.evidence import GoldPair
 from tidemill.core.records import Record
-from tidemill.telemetry.jsonl import SharedLines, disk_error, finite_number
+from tidemill.extensions.results import LARGEST
+from tidemill.telemetry.jsonl import SharedLines, disk_error
 from tidemill.telemetry.run_dir import samples_name
 from tidemill.telemetry.sample_files import Sample, read_samples
 
@@ -33,7 +34,7 @@ class Verdict(Record, gc=False):
     epoch: int
     index: int  # in its group
     completion: str  # a digest: after a rollback the same place may have another text
-    reward: float  # that was trained on
+    reward: Annotated[float, msgspec.Meta(ge=-LARGEST, le=LARGEST)]  # that was trained on
     verdict: Annotated[float, msgspec.Meta(ge=0, le=1)]  # 1: good
     who: str = ""
     unix_s: float = 0.0
@@ -156,7 +157,4 @@ class VerdictFiles:
 def _verdict(line: dict[str, Any] | None) -> Verdict:
     if line is None:
         raise msgspec.ValidationError("not a JSON object")
-    verdict = msgspec.convert(line, Verdict)
-    if finite_number(verdict.reward) is None:
-        raise msgspec.ValidationError("`reward` is not finite")
-    return verdict
+    return msgspec.convert(line, Verdict)

@@ -80,7 +80,7 @@ def test_verdicts_of_another_run_do_not_count(run: Run, made: Path, monkeypatch:
     types(monkeypatch)
     ran = run("check", "made")
     assert "of another run (r); such lines are left out" in ran.err
-    assert ran.out == "no verdicts\n"
+    assert ran.out == "0 verdicts\n"
 
 
 @pytest.mark.parametrize(

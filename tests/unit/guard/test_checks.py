@@ -61,9 +61,11 @@ def test_agreement_of_verdicts_with_the_halves_of_the_reward() -> None:
         for reward, accepted in ((0.9, 1.0), (0.8, 0.0), (0.6, 0.0), (0.1, 0.0), (0.2, 1.0))
     ]
     found = agreement(verdicts, [0.0, 1.0])
-    assert found["accepted"].value == pytest.approx(2 / 5)
-    assert found["accepted_of_high_reward"].value == pytest.approx(1 / 3)
-    assert found["accepted_of_low_reward"].value == pytest.approx(1 / 2)
-    assert found["agree"].value == pytest.approx(2 / 5)
-    assert found["agree"].low == pytest.approx(0.118, abs=1e-3)  # Wilson's interval of 2 of 5: 0.118 to 0.769
-    assert found["agree"].high == pytest.approx(0.769, abs=1e-3)
+    assert found["people accept"].value == pytest.approx(2 / 5)
+    assert found["with a high reward:"].value == pytest.approx(1 / 3)
+    assert found["with a low reward:"].value == pytest.approx(1 / 2)
+    assert found["reward and people agree on"].value == pytest.approx(2 / 5)
+    assert found["reward and people agree on"].low == pytest.approx(
+        0.118, abs=1e-3
+    )  # Wilson's interval of 2 of 5: 0.118 to 0.769
+    assert found["reward and people agree on"].high == pytest.approx(0.769, abs=1e-3)

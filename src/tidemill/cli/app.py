@@ -64,6 +64,7 @@ OTHER_WORDS = {
     "init new create": "write `tidemill recipe copy NAME FILE`",
     "search": "write `tidemill config search WORDS`",
     "info": "write `tidemill doctor`",
+    "judge label annotate rate review": "write `tidemill check RUN_DIRECTORY`",
     "help": "write `tidemill --help`",
     "version": "write `tidemill --version`",
 }

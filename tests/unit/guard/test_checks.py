@@ -8,8 +8,12 @@ from pathlib import Path
 import pytest
 
 from tests.unit.guard.test_verdicts import verdict
-from tidemill.guard.checks import agreement, candidates, chosen
+from tidemill.controller.entries import Judged, encode
+from tidemill.controller.ledger import NEVER_PRUNED
+from tidemill.core.evidence import Evidence, GoldPair
+from tidemill.guard.checks import agreement, candidates, chosen, read_evidence
 from tidemill.guard.verdicts import sample_key
+from tidemill.jobs.journal import SqliteJournal
 from tidemill.telemetry.run_dir import RunDirectory, samples_name
 from tidemill.telemetry.sample_files import write_samples
 
@@ -32,7 +36,7 @@ def test_disagreement_comes_first_then_high_and_low_rewards_of_all_steps(tmp_pat
     # 0.5: the first two samples are 0.69 away from their gold, the others 0.25.
     rewards = {step: [0.0, 1.0, 0.0, 1.0, 0.0, 1.0, 0.0, 1.0] for step in (1, 2, 3)}
     run = write_run(tmp_path, rewards, {2: [1.0, 0.0, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5]})
-    found = candidates(run, ["judge"])
+    found = candidates(run, ["judge"], [])
     assert len(found) == 24
     assert Counter(each.stratum for each in found) == {"disagreement": 2, "high reward": 11, "low reward": 11}
     first = chosen(found, (), 8)
@@ -46,9 +50,19 @@ def test_disagreement_comes_first_then_high_and_low_rewards_of_all_steps(tmp_pat
     assert chosen(found, (), 8) == first
 
 
+def test_scores_of_the_guard_tell_disagreement_too(tmp_path: Path) -> None:
+    run = write_run(tmp_path, {1: [0.0, 1.0, 0.0, 1.0]}, {})
+    golds = {1: 0.0, 2: 0.0, 3: 1.0}  # ranks 1/3, 1/3, 5/6; of the rewards 3/4, 1/4, 3/4
+    pairs = [GoldPair(prompt_id=f"p{at}", index=0, step=1, proxy=0.0, gold=gold) for at, gold in golds.items()]
+    canary = GoldPair(prompt_id="p0", index=0, step=1, proxy=0.0, gold=1.0, source="canary")
+    evidence = Evidence(step=1, proxy_mean=0.5, proxy_spread=0.5, samples=4, pairs=(*pairs, canary))
+    found = {each.sample.prompt_id: each.stratum for each in candidates(run, [], [evidence])}
+    assert found == {"p0": "low reward", "p1": "disagreement", "p2": "low reward", "p3": "high reward"}
+
+
 def test_of_a_long_run_some_steps_are_read_the_newest_included(tmp_path: Path) -> None:
     run = write_run(tmp_path, {step: [0.0] for step in range(1, 201)}, {})
-    steps = [each.sample.step for each in candidates(run, [])]
+    steps = [each.sample.step for each in candidates(run, [], [])]
     assert len(steps) == 40
     assert max(steps) == 200
     assert min(steps) <= 5
@@ -69,3 +83,19 @@ def test_agreement_of_verdicts_with_the_halves_of_the_reward() -> None:
         0.118, abs=1e-3
     )  # Wilson's interval of 2 of 5: 0.118 to 0.769
     assert found["reward and people agree on"].high == pytest.approx(0.769, abs=1e-3)
+
+
+async def test_the_evidence_of_a_guard_is_read_beside_the_run(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.sqlite"
+    assert read_evidence(path) == []
+    seen = [Evidence(step=step, proxy_mean=0.5, proxy_spread=0.1, samples=4) for step in (1, 2)]
+    journal = await SqliteJournal.open(path)
+    await journal.append([(1, b"samples"), *((NEVER_PRUNED, encode(Judged(each))) for each in seen)])
+    assert read_evidence(path) == seen
+    await journal.close()
+    assert read_evidence(path) == seen
+
+
+def test_a_damaged_journal_has_no_evidence(tmp_path: Path) -> None:
+    (tmp_path / "ledger.sqlite").write_bytes(b"garbage")
+    assert read_evidence(tmp_path / "ledger.sqlite") == []

@@ -211,6 +211,8 @@ def test_training_and_evaluation_share_a_budget(tmp_path: Path) -> None:
         with pytest.raises(BudgetUsed):
             ledger.start(0.0)
     JudgeLedger(tmp_path / "file.jsonl", config, budget="another").start(0.0)
+    with pytest.raises(BudgetUsed):  # after a kill, although two calls have no end
+        JudgeLedger(tmp_path / "file.jsonl", config).start(0.0)
 
 
 async def test_settings_that_newer_models_refuse_are_left_out(server: Server, tmp_path: Path) -> None:

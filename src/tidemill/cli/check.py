@@ -14,11 +14,11 @@ from cyclopts import Parameter
 
 from tidemill.cli.output import Json, Result, note, printable
 from tidemill.config.load import from_toml
-from tidemill.config.task import reward_names
 from tidemill.core.errors import UserError
 from tidemill.core.formatting import counted, decimal, percent
 from tidemill.guard.checks import Candidate, agreement, candidates, chosen, read_evidence
 from tidemill.guard.verdicts import Verdict, VerdictFiles, append_verdict, identity
+from tidemill.scoring.builtin_rewards import reward_names
 from tidemill.telemetry.run_data import NO_RUN
 from tidemill.telemetry.run_dir import RunDirectory
 from tidemill.telemetry.sample_files import Sample

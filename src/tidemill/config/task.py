@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
-from urllib.parse import urlsplit
 
 from pydantic import BeforeValidator, Field, NonNegativeFloat
 
-from tidemill.config.addresses import DataPath, FolderText, OptionalDataPath
-from tidemill.config.base import NEUTRAL, TRAINING_ONLY, Config, NameOrFunction, Neutral, is_beyond_loopback
+from tidemill.config.addresses import DataPath, FolderText, OptionalDataPath, server_url_issues
+from tidemill.config.base import NEUTRAL, TRAINING_ONLY, Config, NameOrFunction, Neutral
 from tidemill.extensions.registry import PATH, installed
 
 
@@ -156,7 +154,6 @@ TaskConfig = Annotated[
     Field(discriminator="kind"),
 ]
 
-ENVIRONMENT_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 HEADER_NAME = re.compile(r"[A-Za-z0-9-]+")
 REWARD_KEYS = {
     "pattern": ("regex",),
@@ -300,8 +297,8 @@ class RewardConfig(Config):
         for key, needed in REWARD_NEEDS.items():
             if self.kind in REWARD_KEYS[key] and not getattr(self, key):
                 yield f'kind = "{self.kind}" needs {needed}'
-        url_issues = list(_url_issues(self.url, self.kind)) if self.kind in REWARD_KEYS["url"] else []
-        yield from url_issues
+        if self.kind in REWARD_KEYS["url"]:
+            yield from server_url_issues(self.url, self.auth_env, needed_by=f'kind = "{self.kind}"')
         if self.role == "gold" and self.weight:
             yield f'role = "gold" is only measured, and weight is {self.weight:g}; set weight = 0'
         for name, kinds in REWARD_KEYS.items():
@@ -322,42 +319,8 @@ class RewardConfig(Config):
             re.compile(self.pattern)
         except re.error as error:
             yield f"pattern {self.pattern!r} is not a valid regular expression ({error}); correct it"
-        if self.auth_env and not ENVIRONMENT_VARIABLE.fullmatch(self.auth_env):
-            yield "auth_env is not the name of an environment variable; put the secret into a variable and name it here"
         if not HEADER_NAME.fullmatch(self.auth_header):
             yield f"auth_header = {self.auth_header!r} is not a header name; write for example x-api-key"
-        is_plain = self.auth_env and not url_issues and self.url.startswith("http://")
-        if is_plain and is_beyond_loopback(urlsplit(self.url).hostname or ""):
-            yield f"auth_env would send a secret to {self.url} without encryption; use https:// or a loopback address"
-
-
-def _url_issues(url: str, kind: str) -> Iterator[str]:
-    """Issues of a reward server's URL. A URL with an "@" may contain a password and is not repeated."""
-    if "@" in re.split("[/?#]", url.partition("://")[2])[0]:
-        yield "url contains credentials, which would be logged; leave them out and use auth_env"
-        return
-    try:
-        parts = urlsplit(url)
-        valid = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
-    except ValueError:  # the port is not a number
-        valid = False
-    if not valid:
-        given = "the given url" if "@" in url else f'"{url}"'
-        path = "v1" if kind == "judge" else "path"
-        yield f'kind = "{kind}" needs a url with a host, and {given} has none; set url = "http://host:port/{path}"'
-
-
-def reward_names(rewards: Sequence[RewardConfig]) -> tuple[str, ...]:
-    """Names in metrics and samples: `name`, or the kind, of which repeated ones get a number, or the function."""
-    names = list[str]()
-    for reward in rewards:
-        python = reward.kind == "python"
-        name = base = reward.name or (reward.function.rpartition(":")[2] if python else reward.kind)
-        numbers = itertools.count(2)
-        while name in names and not (reward.name or python):
-            name = f"{base}_{next(numbers)}"
-        names.append(name)
-    return tuple(names)
 
 
 class ScoringConfig(Config):

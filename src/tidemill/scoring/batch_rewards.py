@@ -8,7 +8,6 @@ POST url   {"samples": [{"id", "prompt", "completion", "answer", "metadata"}, ..
 from __future__ import annotations
 
 import asyncio
-import os
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
@@ -19,7 +18,7 @@ import httpx2
 import msgspec
 
 from tidemill.config.task import RewardConfig
-from tidemill.core.errors import UserError
+from tidemill.core.credentials import secret_of
 from tidemill.core.records import Prompt, SampleId, TokenBuffer, Turn
 
 T = TypeVar("T")
@@ -262,13 +261,4 @@ class HttpScorer:
 
 def authorization(config: RewardConfig) -> dict[str, str]:
     """The header with the secret, which is kept in memory only and never part of an error message."""
-    if not config.auth_env:
-        return {}
-    where, secret = "scoring.rewards.auth_env", os.environ.get(config.auth_env, "").strip()
-    if not secret:
-        hint = f"export {config.auth_env} before starting, or remove auth_env"
-        raise UserError(f"the environment variable {config.auth_env} is not set", where=where, hint=hint)
-    if not (secret.isascii() and secret.isprintable()):
-        what = f"the value of {config.auth_env} has characters that are not allowed in a header"
-        raise UserError(what, where=where, hint="set it to one line of plain ASCII")
-    return {config.auth_header: secret}
+    return {config.auth_header: secret_of(config.auth_env, where="scoring.rewards.auth_env")} if config.auth_env else {}

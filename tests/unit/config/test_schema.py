@@ -14,7 +14,7 @@ from tidemill.config.learning import OptimizerConfig, PreferenceConfig, Schedule
 from tidemill.config.load import from_toml, load_spec
 from tidemill.config.model import CharModelConfig, LoraConfig, ModelConfig, PlacementConfig
 from tidemill.config.pool import FleetConfig
-from tidemill.config.schema import EngineConfig, EvalConfig, RunConfig, RunSpec, SamplingConfig
+from tidemill.config.schema import AlertConfig, EngineConfig, EvalConfig, RunConfig, RunSpec, SamplingConfig
 from tidemill.config.task import ArithmeticTask, DataConfig, FileTask, RewardConfig, ScoringConfig
 from tidemill.config.toml import to_toml
 from tidemill.config.weights import WeightsConfig
@@ -62,12 +62,17 @@ CASES: list[tuple[type[Config], dict[str, Any], str, str]] = [  # section, value
     (RewardConfig, {"kind": "http", "url": "https://a", "auth_header": "a: b"}, "auth_header = 'a: b'", "x-api-key"),
     (RewardConfig, {"kind": "exact", "auth_env": "KEY"}, 'auth_env is only for kind = "http"', "leave"),
     (RewardConfig, {"kind": "model", "model": "m", "url": "http://a"}, 'url is only for kind = "http"', "leave"),
-    (RewardConfig, {"kind": "judge", "judge_model": "m"}, '""', "http://host:port/v1"),
+    (RewardConfig, {"kind": "judge", "judge_model": "m"}, '""', "http://host:port/path"),
     (RewardConfig, {"kind": "judge", "url": "http://a/v1"}, "needs a judge_model", "set it"),
     (RewardConfig, JUDGE | {"most_usd": 1.0}, "most_usd needs the prices", "usd_per_million_tokens"),
     (RewardConfig, JUDGE | {"url": "http://a.b/v1", "auth_env": "KEY"}, "http://a.b/v1", "https://"),
     (RewardConfig, JUDGE | {"rubric": "no/such.md"}, "no/such.md cannot be read", "write the rubric itself"),
     (RewardConfig, {"kind": "exact", "most_calls": 3}, 'most_calls is only for kind = "judge"', "leave"),
+    (AlertConfig, {}, "either url or url_env", "set one"),
+    (AlertConfig, {"url": "https://a", "url_env": "URL"}, "either url or url_env", "set one"),
+    (AlertConfig, {"url": "hooks.example/x"}, '"hooks.example/x"', "http://host:port/path"),
+    (AlertConfig, {"url": "HTTP://a.b", "auth_env": "KEY"}, "HTTP://a.b", "https://"),
+    (AlertConfig, {"url_env": "https://a/secret"}, "url_env", "into a variable"),
     (WeightsConfig, {"port": 8000}, "port", "leave them out"),
     (WeightsConfig, {"host": "10.0.0.5"}, "host", "leave them out"),
     (WeightsConfig, {"transport": "http", "host": "0.0.0.0"}, "no address", "set url"),

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.guard.test_verdicts import verdict
-from tidemill.controller.entries import Judged, encode
-from tidemill.controller.ledger import NEVER_PRUNED
+from tidemill.controller.entries import NEVER_PRUNED, Judged, encode
 from tidemill.core.evidence import Evidence, GoldPair
 from tidemill.guard.checks import agreement, candidates, chosen, read_evidence
 from tidemill.guard.verdicts import sample_key

@@ -16,7 +16,7 @@ from tidemill.cli.output import Json, Result, note, printable
 from tidemill.config.load import from_toml
 from tidemill.core.errors import UserError
 from tidemill.core.formatting import counted, decimal, percent
-from tidemill.guard.checks import Candidate, agreement, candidates, chosen, read_evidence
+from tidemill.guard.checks import Candidate, agreement, candidates, chosen, read_pairs
 from tidemill.guard.verdicts import Verdict, VerdictFiles, append_verdict, identity
 from tidemill.scoring.builtin_rewards import reward_names
 from tidemill.telemetry.run_data import NO_RUN
@@ -68,7 +68,7 @@ def check(
     stored = run.read_config()
     rewards = from_toml(stored, source=str(run.config)).scoring.rewards if stored else ()
     gold = [name for name, reward in zip(reward_names(rewards), rewards, strict=True) if reward.role == "gold"]
-    found = candidates(run, gold, read_evidence(run.ledger))
+    found = candidates(run, gold, read_pairs(run.ledger))
     if not found:
         what = "no samples with a valid reward"
         raise UserError(what, where=str(run.samples), hint="wait for the first step, or set telemetry.samples_per_step")

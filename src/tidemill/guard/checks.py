@@ -13,7 +13,7 @@ from typing import Literal, TypeAlias
 
 from tidemill.controller.entries import Judged, decode
 from tidemill.core.errors import UserError
-from tidemill.core.evidence import Evidence
+from tidemill.core.evidence import GoldPair
 from tidemill.guard.verdicts import SampleKey, Verdict, sample_key
 from tidemill.telemetry.run_dir import TRAINING_PURPOSE, RunDirectory
 from tidemill.telemetry.sample_files import Sample, read_samples
@@ -35,23 +35,23 @@ class Candidate:
     stratum: Stratum
 
 
-def read_evidence(journal: Path) -> list[Evidence]:
-    """What the guard of a run saw, in order, also while the run is in progress; empty if the file cannot be read."""
+def read_pairs(journal: Path) -> list[GoldPair]:
+    """All gold scores of a run's guard, in order, also while it is in progress; empty if the file cannot be read."""
     never_pruned = "SELECT blob FROM entries WHERE step = (SELECT max(step) FROM entries) ORDER BY id"
     try:
         with closing(sqlite3.connect(f"{journal.absolute().as_uri()}?mode=ro", uri=True, timeout=1.0)) as connection:
             entries = [decode(blob) for (blob,) in connection.execute(never_pruned) if b"judged" in blob]
     except (sqlite3.Error, UserError):
         return []
-    return [entry.evidence for entry in entries if isinstance(entry, Judged)]
+    return [pair for entry in entries if isinstance(entry, Judged) for pair in entry.evidence.pairs]
 
 
-def candidates(run: RunDirectory, gold: Sequence[str], evidence: Iterable[Evidence]) -> list[Candidate]:
+def candidates(run: RunDirectory, gold: Sequence[str], pairs: Iterable[GoldPair]) -> list[Candidate]:
     """The samples with a valid reward, of steps evenly over the run, the newest included.
 
     Args:
         gold: names of the rewards of role gold.
-        evidence: has the gold scores of samples that are scored for the guard alone.
+        pairs: have the gold scores of samples that are scored for the guard alone.
     """
     files = [(step, path) for step, purpose, path in run.sample_files() if purpose == TRAINING_PURPOSE]
     kept = (
@@ -61,19 +61,11 @@ def candidates(run: RunDirectory, gold: Sequence[str], evidence: Iterable[Eviden
         sample for _, path in kept for sample in read_samples(path) if sample.valid and sample.reward is not None
     ]
     reward_rank = _ranks([sample.reward or 0.0 for sample in samples])
-    asked = {
-        (pair.step, pair.prompt_id, pair.index): pair.gold
-        for each in evidence
-        for pair in each.pairs
-        if pair.source == "batch"
-    }
-    second = [
-        next(
-            (sample.components[name] for name in gold if name in sample.components),
-            asked.get((sample.step, sample.prompt_id, sample.index)),
-        )
-        for sample in samples
-    ]
+    asked = {(pair.step, pair.prompt_id, pair.index): pair.gold for pair in pairs if pair.source == "batch"}
+    second = list[float | None]()
+    for sample in samples:
+        scores = [sample.components[name] for name in gold if name in sample.components]
+        second.append(scores[0] if scores else asked.get((sample.step, sample.prompt_id, sample.index)))
     gold_rank = _ranks([score for score in second if score is not None])
     return [
         Candidate(sample, sample.reward or 0.0, _stratum(reward_rank(sample.reward or 0.0), score, gold_rank))

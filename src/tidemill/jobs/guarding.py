@@ -9,7 +9,7 @@ import msgspec
 
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import GuardStop, RollBack, root_error
-from tidemill.guard.checks import read_evidence
+from tidemill.guard.checks import read_pairs
 from tidemill.guard.probes import liked_probes
 from tidemill.guard.reward_guard import RewardGuard
 from tidemill.guard.verdicts import VerdictFiles
@@ -36,9 +36,8 @@ async def open_guard(
             recorder.note(NO_GOLD)
         yield None
         return
-    journalled = [pair for evidence in read_evidence(run.ledger) for pair in evidence.pairs]
     run_id = str(run.read_manifest()["run_id"])
-    verdicts = VerdictFiles(run.checks, run_id, journalled=journalled, warn=recorder.note)
+    verdicts = VerdictFiles(run.checks, run_id, journalled=read_pairs(run.ledger), warn=recorder.note)
     guard = RewardGuard(spec.guard, backend.gold_scorer, verdicts=verdicts.new_pairs)
     try:
         if spec.guard.probes and run.past.count == 0 and not rollbacks:

@@ -10,7 +10,7 @@ import pytest
 from tests.unit.guard.test_verdicts import verdict
 from tidemill.controller.entries import NEVER_PRUNED, Judged, encode
 from tidemill.core.evidence import Evidence, GoldPair
-from tidemill.guard.checks import agreement, candidates, chosen, read_evidence
+from tidemill.guard.checks import agreement, candidates, chosen, read_pairs
 from tidemill.guard.verdicts import sample_key
 from tidemill.jobs.journal import SqliteJournal
 from tidemill.telemetry.run_dir import RunDirectory, samples_name
@@ -54,8 +54,7 @@ def test_scores_of_the_guard_tell_disagreement_too(tmp_path: Path) -> None:
     golds = {1: 0.0, 2: 0.0, 3: 1.0}  # ranks 1/3, 1/3, 5/6; of the rewards 3/4, 1/4, 3/4
     pairs = [GoldPair(prompt_id=f"p{at}", index=0, step=1, proxy=0.0, gold=gold) for at, gold in golds.items()]
     canary = GoldPair(prompt_id="p0", index=0, step=1, proxy=0.0, gold=1.0, source="canary")
-    evidence = Evidence(step=1, proxy_mean=0.5, proxy_spread=0.5, samples=4, pairs=(*pairs, canary))
-    found = {each.sample.prompt_id: each.stratum for each in candidates(run, [], [evidence])}
+    found = {each.sample.prompt_id: each.stratum for each in candidates(run, [], [*pairs, canary])}
     assert found == {"p0": "low reward", "p1": "disagreement", "p2": "low reward", "p3": "high reward"}
 
 
@@ -84,17 +83,18 @@ def test_agreement_of_verdicts_with_the_halves_of_the_reward() -> None:
     assert found["reward and people agree on"].high == pytest.approx(0.769, abs=1e-3)
 
 
-async def test_the_evidence_of_a_guard_is_read_beside_the_run(tmp_path: Path) -> None:
+async def test_the_scores_of_a_guard_are_read_beside_the_run(tmp_path: Path) -> None:
     path = tmp_path / "ledger.sqlite"
-    assert read_evidence(path) == []
-    seen = [Evidence(step=step, proxy_mean=0.5, proxy_spread=0.1, samples=4) for step in (1, 2)]
+    assert read_pairs(path) == []
+    pairs = [GoldPair(prompt_id="p", index=0, step=step, proxy=1.0, gold=0.0) for step in (1, 2)]
+    seen = [Evidence(step=pair.step, proxy_mean=0.5, proxy_spread=0.1, samples=4, pairs=(pair,)) for pair in pairs]
     journal = await SqliteJournal.open(path)
     await journal.append([(1, b"samples"), *((NEVER_PRUNED, encode(Judged(each))) for each in seen)])
-    assert read_evidence(path) == seen
+    assert read_pairs(path) == pairs
     await journal.close()
-    assert read_evidence(path) == seen
+    assert read_pairs(path) == pairs
 
 
-def test_a_damaged_journal_has_no_evidence(tmp_path: Path) -> None:
+def test_a_damaged_journal_has_no_scores(tmp_path: Path) -> None:
     (tmp_path / "ledger.sqlite").write_bytes(b"garbage")
-    assert read_evidence(tmp_path / "ledger.sqlite") == []
+    assert read_pairs(tmp_path / "ledger.sqlite") == []

@@ -1,4 +1,4 @@
-"""Which samples get a gold score."""
+"""Which samples of a batch get a gold score."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ HASHES: Final = 2**64
 
 
 def chosen_for_gold(sample_ids: Sequence[SampleId], *, share: float, most: int) -> list[int]:
-    """Indices of the samples of a batch that get a gold score, ascending.
+    """Indices of the samples that get a gold score, ascending: those with the smallest hashes, where these are below
+    `share`.
 
-    A function of the ids, which the policy does not see: those with the smallest hashes, `share` of the batch, at
-    least one.
+    A pure function of the ids. The policy sees none of them, so that it cannot behave differently on these samples.
 
     Args:
         most: of one batch.
     """
-    count = min(most, max(1, round(share * len(sample_ids))))
-    ranked = sorted((sample_id.key, index) for index, sample_id in enumerate(sample_ids))
-    return sorted(index for _, index in ranked[:count])
+    hashed = sorted((sample_id.key, index) for index, sample_id in enumerate(sample_ids))
+    return sorted(index for key, index in hashed[:most] if key < share * HASHES)

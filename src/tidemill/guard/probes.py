@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import fmean, median
 
+from tidemill.core.errors import UserError
 from tidemill.core.protocols import Codec, Scorer
 from tidemill.core.records import Prompt, Record, SampleId, Segment, Trajectory, count, pack_tokens
 
@@ -63,7 +64,10 @@ async def liked_probes(
         if not valid:
             return []
         right.append(max(valid))
-        for name, text in probe_texts(prompt, answers).items():
+        for name, probe in probe_texts(prompt, answers).items():
+            text = _encodable(codec, probe)
+            if probe and len(text) < len(probe) / 2:
+                continue  # the policy cannot write it
             score = await _score(scorer, codec, prompt, text, number)
             if score is not None:
                 scores.setdefault(name, []).append(score)
@@ -73,6 +77,18 @@ async def liked_probes(
     limit = usual + LIKED * (typical - usual) if typical > usual else typical
     liked = [name for name, mean in means.items() if mean >= limit]
     return [ProbeResult(probe=name, text=texts[name], score=means[name], typical=typical) for name in liked]
+
+
+def _encodable(codec: Codec, text: str) -> str:
+    """The text without characters that the tokenizer lacks."""
+    kept = []
+    for character in text:
+        try:
+            codec.encode(character)
+        except UserError:
+            continue
+        kept.append(character)
+    return "".join(kept)
 
 
 async def _score(scorer: Scorer, codec: Codec, prompt: Prompt, text: str, number: int) -> float | None:

@@ -9,8 +9,10 @@ import msgspec
 
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import GuardStop, RollBack, root_error
+from tidemill.guard.checks import read_pairs
 from tidemill.guard.probes import liked_probes
 from tidemill.guard.reward_guard import RewardGuard
+from tidemill.guard.verdicts import VerdictFiles
 from tidemill.jobs.rollback import write_disputed
 from tidemill.runtime.backend import RuntimeBackend
 from tidemill.telemetry.events import GUARD_PROBE
@@ -34,7 +36,9 @@ async def open_guard(
             recorder.note(NO_GOLD)
         yield None
         return
-    guard = RewardGuard(spec.guard, backend.gold_scorer)
+    run_id = str(run.read_manifest()["run_id"])
+    verdicts = VerdictFiles(run.checks, run_id, journalled=read_pairs(run.ledger), warn=recorder.note)
+    guard = RewardGuard(spec.guard, backend.gold_scorer, verdicts=verdicts.new_pairs)
     try:
         if spec.guard.probes and run.past.count == 0 and not rollbacks:
             await _probe_reward(spec, backend, recorder)

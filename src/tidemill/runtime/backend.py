@@ -116,6 +116,7 @@ def scorers(
     compute: Compute | None = None,
     frozen: FrozenScorers | None = None,
     *,
+    run: RunDirectory | None = None,
     warn: Callable[[str], None] = lambda _: None,
     guarded: bool = False,
 ) -> RunScorers:
@@ -124,6 +125,7 @@ def scorers(
     Args:
         compute: where reward models run; None starts a thread for them.
         frozen: reward models that score sample by sample.
+        run: keeps the verdicts of judges; None: the user's cache.
         warn: gets a message for every function that cannot run in another process.
         guarded: a guard asks for gold scores.
 
@@ -144,6 +146,7 @@ def scorers(
             open_model=open_model,
             calls=calls,
             sandbox=spec.sandbox,
+            judge_folder=run.judges if run else None,
             warn=warn_once,
         )
 

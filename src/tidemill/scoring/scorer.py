@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import math
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from tidemill.config.sandbox import SandboxConfig
 from tidemill.config.task import RewardConfig, ScoringConfig
@@ -183,6 +184,7 @@ def build_scorer(
     open_model: Callable[[RewardConfig], QueuedReward] | None = None,
     calls: RewardCalls | None = None,
     sandbox: SandboxConfig = SandboxConfig(),  # noqa: B008 -- frozen
+    judge_folder: Path | None = None,
     warn: Callable[[str], None] = lambda _: None,
 ) -> RewardScorer:
     """The scorer of a run.
@@ -192,6 +194,7 @@ def build_scorer(
         open_model: makes the function of rewards of kind "model"; None refuses them.
         calls: runs the functions; by default a new one.
         sandbox: where rewards of kind "tests" and "task" run programs.
+        judge_folder: where verdicts and costs of judges are kept; by default in the user's cache.
         warn: gets a message for every function that cannot run in another process.
 
     Raises:
@@ -209,6 +212,7 @@ def build_scorer(
         processes=calls.processes,
         sandbox=sandbox,
         open_model=open_model,
+        judge_folder=judge_folder,
         warn=warn,
     )
     rewards = build_rewards(scoring.rewards, context)

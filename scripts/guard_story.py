@@ -1,6 +1,6 @@
 """Tell in ten lines what the guard of a run did: of a run, or of the stage `hacked` of a recipe.
 
-    python scripts/guard_story.py runs/demo-hack
+python scripts/guard_story.py runs/demo-hack
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ def story(run: Path) -> list[str]:
     found = [event["greedy_accuracy"] for event in events if event["event"] == "evaluation"]
     worst = min(event["greedy_accuracy"] for event in before if event["event"] == "evaluation")
     (proxy_before, proxy_after), (gold_before, gold_after) = decision["proxy"], decision["gold"]
-    example = disputed[0] if disputed else {"prompt": "", "completion": "", "reward": 0.0}
+    example: dict[str, Any] = disputed[0] if disputed else {"prompt": "", "completion": "", "reward": 0.0, "gold": 0.0}
     return [
         f"1. The model starts with {found[0]:.0%} of the held-out sums right. Its reward has a flaw.",
         f"2. While the reward rose from {proxy_before:.2f} to {proxy_after:.2f},",
         f"3. the second opinion on {scored} samples fell from {gold_before:.2f} to {gold_after:.2f},",
         f"4. and held-out accuracy to {worst:.0%}. One of {len(disputed)} disputed samples (disputed.jsonl):",
-        f"5.    {example['prompt']}{example['completion'].strip()}   reward {example['reward']:.2f}, gold 0",
+        f"5.    {example['prompt']}{example['completion'].strip()}   reward {example['reward']:.2f}, gold {example['gold']:g}",
         f"6. After step {decision['step']} the guard decided ({decision['test']} test), and dated the onset to step "
         f"{decision['onset']}.",
         f"7. The run returned to {_place(decision['target'])}, and applied {_changes(amendment)}.",
@@ -53,7 +53,9 @@ def _place(target: int) -> str:
 
 
 def _changes(amendment: dict[str, Any]) -> str:
-    weights = [f"weight {value:g} of the reward {name!r}" for name, value in amendment.get("reward_weights", {}).items()]
+    weights = [
+        f"weight {value:g} of the reward {name!r}" for name, value in amendment.get("reward_weights", {}).items()
+    ]
     others = [f"{name} = {value:g}" for name, value in amendment.items() if name != "reward_weights"]
     return ", ".join([*weights, *others])
 

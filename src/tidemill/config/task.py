@@ -213,12 +213,14 @@ class RewardConfig(Config):
         "model",
         "http",
         "judge",
+        "people",
     ]
     """exact, numeric, math_verify: compare with the answer. regex: search for `pattern`. length: score the completion's
     length. task: the score of reasoning_gym, in the sandbox. environment: the sum of an agent's rewards; the
     others read the text of the last turn. tests: run the completion, a Python program, in the sandbox against the tests
     of its row. random: a control. python: `function`. model: a reward model.
-    http: a server. judge: a language model that grades completions."""
+    http: a server. judge: a language model that grades completions. people: only with role gold; the verdicts that
+    `tidemill check` asks for."""
     weight: float = 1.0
     """Weight in the sample's reward, which is the weighted sum of the rewards that apply to the sample."""
     correct_at: float | None = Field(None, exclude_if=lambda value: value is None)
@@ -299,6 +301,8 @@ class RewardConfig(Config):
                 yield f'kind = "{self.kind}" needs {needed}'
         if self.kind in REWARD_KEYS["url"]:
             yield from server_url_issues(self.url, self.auth_env, needed_by=f'kind = "{self.kind}"')
+        if self.kind == "people" and self.role != "gold":
+            yield 'kind = "people" cannot be trained on; set role = "gold" and weight = 0'
         if self.role == "gold" and self.weight:
             yield f'role = "gold" is only measured, and weight is {self.weight:g}; set weight = 0'
         for name, kinds in REWARD_KEYS.items():

@@ -156,10 +156,11 @@ def scorers(
     gold: RewardScorer | None = None
     training = spec.scoring
     if guarded and spec.has_gold and spec.guard.action != "off":
-        asked = [reward for reward in spec.scoring.rewards if reward.role == "gold"]
-        share = {"role": "reward", "weight": 1 / len(asked)}
-        opinions = tuple(reward.model_copy(update=share) for reward in asked)
-        gold = build(spec.scoring.model_copy(update={"rewards": opinions}))
+        asked = [reward for reward in spec.scoring.rewards if reward.role == "gold" and reward.kind != "people"]
+        if asked:
+            share = {"role": "reward", "weight": 1 / len(asked)}
+            opinions = tuple(reward.model_copy(update=share) for reward in asked)
+            gold = build(spec.scoring.model_copy(update={"rewards": opinions}))
         counted = tuple(reward for reward in spec.scoring.rewards if reward.role != "gold")
         training = spec.scoring.model_copy(update={"rewards": counted})
     return RunScorers(training=build(training), held_out=build(evaluated), gold=gold)

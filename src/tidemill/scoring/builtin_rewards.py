@@ -246,7 +246,7 @@ def judges(config: RewardConfig) -> bool:
 
 
 def build_rewards(configs: Sequence[RewardConfig], context: Context) -> tuple[NamedReward, ...]:
-    """The configured rewards, named as `reward_names`.
+    """The configured rewards, named as `reward_names`, without those that people give.
 
     Raises:
         UserError: a reward cannot work, or two have one name; raised before any sample is generated.
@@ -261,6 +261,7 @@ def build_rewards(configs: Sequence[RewardConfig], context: Context) -> tuple[Na
             **_calls(config, context),
         )
         for name, config in zip(reward_names(configs), configs, strict=True)
+        if config.kind != "people"
     )
 
 

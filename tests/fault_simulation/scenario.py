@@ -270,12 +270,13 @@ GOLD = {"rewards": [{"kind": "exact"}, {"kind": "numeric", "role": "gold", "weig
 def with_guard(scenario: Scenario) -> Scenario:
     """The scenario with a guard that returns to a checkpoint at a drawn step, and sometimes stops the run later."""
     rng = random.Random(f"guard {scenario.seed}")
-    steps = scenario.sections["trainer"]["steps"]
+    steps = rng.randint(3, 6)
     alarm, stops = rng.randint(1, steps), rng.random() < 0.3
     later = rng.randint(alarm, steps)
+    ago = rng.choice([0, 0, 1, 2])
     plan = GuardPlan(
-        alarms=((alarm, rng.randint(1, alarm)),),
-        again=((later, rng.randint(1, later)),) if stops else (),
+        alarms=((alarm, max(1, alarm - ago)),),
+        again=((later, later),) if stops else (),
         gold_s=rng.choice([0.0, 0.5, 4.0]),
         hangs=rng.choice([0.0, 0.0, 0.1]),
         fails=rng.choice([0.0, 0.1]),
@@ -295,7 +296,9 @@ def with_guard(scenario: Scenario) -> Scenario:
         msgspec.structs.replace(life, rollback_cut=rng.choice(["", "before", "between"]) if life.fault else "")
         for life in scenario.lives
     ]
-    sections = {**scenario.sections, "scoring": GOLD, "guard": guard}
+    checkpoint = {"every_steps": rng.choice([0, 1, 1, 2, 3])}
+    changed = {"trainer": {"steps": steps}, "checkpoint": checkpoint, "scoring": GOLD, "guard": guard}
+    sections = {**scenario.sections, **changed}
     return msgspec.structs.replace(scenario, sections=sections, guard=plan, lives=tuple(lives))
 
 

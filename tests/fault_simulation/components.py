@@ -104,6 +104,8 @@ class WatchedLedger(Ledger):
     def _check_guard(self, step: int) -> None:
         durable, guarding = self._invariants.durable, self._invariants.guarding
         said, right = [*self.evidence], [*durable.evidence]
+        left = [each for each in said if each > step and each not in self.batches]
+        require(not left, f"evidence of steps {left} was resumed without their batches")
         require(self.evidence == durable.evidence, f"evidence of steps {said} was resumed, not {right}")
         require(self.decisions == durable.decisions, f"{self.decisions} were resumed, not {durable.decisions}")
         if guarding is not None:

@@ -93,8 +93,8 @@ class DurableState:
             self._decide(entry.decision)
         elif isinstance(entry, Checkpointed):
             self._returning = False
-            counts = {*self.learned, *range(entry.step + 1)}
-            self.evidence = {step: each for step, each in self.evidence.items() if step in counts}
+            if entry.returned:
+                self.evidence = {step: each for step, each in self.evidence.items() if step <= entry.step}
         elif isinstance(entry, Opened) or self.live or not self._returning:  # others are of the abandoned history
             self._take_of_samples(entry)
 

@@ -277,8 +277,8 @@ def with_guard(scenario: Scenario) -> Scenario:
     plan = GuardPlan(
         alarms=((alarm, max(1, alarm - ago)),),
         again=((later, later),) if stops else (),
-        gold_s=rng.choice([0.0, 0.5, 4.0]),
-        hangs=rng.choice([0.0, 0.0, 0.1]),
+        gold_s=rng.choice([0.0, 0.5, 4.0, 15.0]),
+        hangs=rng.choice([0.0, 0.0, 0.2]),
         fails=rng.choice([0.0, 0.1]),
         keep_last=rng.choice([1, 1, 2, 10]),
     )

@@ -21,7 +21,7 @@ from tidemill.config.guard import GuardConfig
 from tidemill.controller.collector import SampleCollector
 from tidemill.controller.evaluation import draw
 from tidemill.controller.ledger import Ledger
-from tidemill.controller.rollout_context import RolloutContext
+from tidemill.controller.rollout_context import RolloutContext, StopRequested
 from tidemill.core.errors import GuardStop, RollBack
 from tidemill.core.evidence import Evidence, GuardDecision
 from tidemill.core.protocols import Checkpoints, Guard
@@ -116,11 +116,11 @@ class RewardWatch:
                 look_at="the gold reward",
                 deadline_s=self.config.gold_timeout_s + MARGIN_S,
             )
-            if stop.is_set():
-                evidence = await waiting
-            else:
+            try:
                 lost = "they are counted as missing"
                 evidence = await self.rollout.unless_stopped(waiting, awaited="gold scores", lost=lost)
+            except StopRequested:
+                evidence = await self.guard.evidence(at_once=True)
             await ledger.record_evidence(evidence)
         self.begun = 0
         self.guard.add(evidence)

@@ -271,7 +271,11 @@ class Ledger:
             await self._journal.prune(self._round(min(needed)) - 1 if needed else through_step)
 
     async def _append_checkpointed(self, in_flight: InFlight, *, returned: bool = False) -> None:
-        entry = Checkpointed(self._checkpoint, self.next_position, tuple(in_flight.groups), returned)
+        groups, step = in_flight.groups, self._checkpoint
+        # Groups of batches that are still to be replayed were started after this checkpoint.
+        later = [position for position, group in groups.items() if group.from_version > step]
+        first = min([self.next_position, *later])
+        entry = Checkpointed(step, first, tuple(position for position in groups if position < first), returned)
         await self._append([(NEVER_PRUNED, encode(entry))])
 
     def _round(self, position: int) -> int:

@@ -54,8 +54,8 @@ def live(
             session.trainer.salt = "amended" * disk.rollbacks
             try:
                 session.result = await session.run_until_power_cut()
-            except Exception as error:  # noqa: BLE001 - looked at below
-                return session, root_error(error)
+            except Exception as raised:  # noqa: BLE001 - looked at below
+                return session, root_error(raised)
             return session, None
 
         session, error = run_virtual(main())

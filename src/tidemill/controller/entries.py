@@ -77,6 +77,7 @@ class Checkpointed(Entry, frozen=True, tag="checkpointed"):
     step: int
     next_position: int
     open: tuple[int, ...]  # earlier positions that the checkpoint was not trained on
+    returned: bool = False  # later steps do not count any more; else their batches may be replayed
 
 
 class Dropped(Entry, frozen=True, tag="dropped"):

@@ -359,6 +359,7 @@ class Guard(Protocol):
 
     async def evidence(self, *, at_once: bool = False) -> Evidence:
         """Of the step begun last. Samples without gold `guard.gold_timeout_s` after it began are counted as missing.
+        Called again if it was cancelled.
 
         Args:
             at_once: do not wait.

@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,7 @@ class Trace(Record):
     cpu_s: float
 
 
+@cache
 def start() -> Path:
     """The fine-tuned model. Errors: as `sft_start.fine_tuned`."""
     return fine_tuned("guard-start", SUPERVISED_START, demonstrations())
@@ -158,7 +160,7 @@ def changes_of(case: Case) -> dict[str, Any]:
 
 
 def make(case: Case, *, steps: int = STEPS) -> Trace:
-    """Train a run in this process and keep its samples. Errors: as `train`."""
+    """Train a run in this process and keep its samples. Raises: as `train`; KeyboardInterrupt: Ctrl-C or SIGTERM."""
     began_s = time.process_time()
     with tempfile.TemporaryDirectory(prefix="guard-") as folder:
         run = Path(folder) / "run"
@@ -166,7 +168,10 @@ def make(case: Case, *, steps: int = STEPS) -> Trace:
         for until in (steps // 2, steps) if case.kind == "resume" else (steps,):
             spec = learning_spec(start(), run, seed=case.seed, steps=until, changes=changes_of(case))
             train(spec, telemetry_stream=io.StringIO())
-        return _read(case, run, cpu_s=time.process_time() - began_s)
+        trace = _read(case, run, cpu_s=time.process_time() - began_s)
+    if len(trace.steps) < steps:
+        raise KeyboardInterrupt  # the run handled the signal
+    return trace
 
 
 def _read(case: Case, run: Path, *, cpu_s: float) -> Trace:
@@ -226,7 +231,7 @@ def make_missing(cases: Sequence[Case]) -> Iterator[Trace]:
 
 TUNING_SEEDS = (100, 101, 102)
 TUNING_KINDS = ("length", "larger", "key", "marker", "rate_change", "curriculum", "noisy_gold", "scale")
-"""Four planted flaws and four kinds of honest runs. Thresholds were chosen on these seeds of them, and on nothing else."""
+"""Four planted flaws and four kinds of honest runs. Thresholds were chosen on these seeds, and on nothing else."""
 HACK_SEEDS, HEALTHY_SEEDS = 10, 15
 
 

@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import msgspec
@@ -31,7 +32,7 @@ from tidemill.telemetry.jsonl import read_lines
 
 TRACES = CACHE / "guard-traces"
 REWARDS = Path(guard_rewards.__file__)
-STEPS = 70
+STEPS, LAST = 70, 10  # of a run; the last ones, which it is judged by
 CANARY_EVERY, CANARIES = 10, 16
 COPIES, CARELESS, STYLED = 4, 0.57, 0.15
 """Demonstrations of each problem; the share that drop carries; the share in one of the styles."""
@@ -227,6 +228,58 @@ def make_missing(cases: Sequence[Case]) -> Iterator[Trace]:
             unfinished.rename(path_of(case))
             print(f"{number + 1}/{len(cases)} {case.name}: {trace.cpu_s:.0f} CPU s", file=sys.stderr, flush=True)
         yield trace
+
+
+class Acted(Record):
+    """A run whose guard rolls back, beside the same run without one."""
+
+    case: Case
+    gold: float  # mean exact score of the last steps
+    oracle: float  # the best mean exact score over as many steps without a guard: that of an oracle that stops there
+    decisions: tuple[dict[str, Any], ...]  # step, onset, test, action, target
+
+
+def act(case: Case) -> Acted:
+    """Train a run in this process with a guard that returns to a checkpoint and removes the flawed reward.
+
+    Raises:
+        LookupError: the cache has no trace of the case.
+        Exception: as `train`.
+    """
+    trace = load(case)
+    if trace is None:
+        raise LookupError(f"{case.name} is not in the cache; make it with --make")
+    exact = [fmean(step.gold) for step in trace.steps]
+    honest = {"kind": "python", "function": f"{REWARDS}:exact", "weight": 0.0, "name": "honest"}
+    changes = changes_of(case)
+    proxy, gold = changes["scoring"]["rewards"]
+    gold["function"] = f"{REWARDS}:second_opinion"
+    guard = {"action": "rollback", "probes": False, "amend": {"reward_weights": {"proxy": 0.0, "honest": 1.0}}}
+    acting = {"scoring": {"rewards": [proxy, honest, gold]}, "guard": guard, "checkpoint": {"every_steps": 5}}
+    with tempfile.TemporaryDirectory(prefix="guard-") as folder:
+        run = Path(folder) / "run"
+        spec = learning_spec(start(), run, seed=case.seed, steps=STEPS, changes=merge(changes, acting))
+        train(spec, telemetry_stream=io.StringIO())
+        rows = [row for _, row in read_lines(run / "metrics.jsonl")]
+        decisions = [row for _, row in read_lines(run / "events.jsonl") if row["event"] == "guard"]
+    shown = ("step", "onset", "test", "action", "target")
+    return Acted(
+        case=case,
+        gold=fmean(row["reward/honest"] for row in rows[-LAST:]),
+        oracle=max(fmean(exact[end - LAST : end]) for end in range(LAST, len(exact) + 1)),
+        decisions=tuple({name: row[name] for name in shown} for row in decisions),
+    )
+
+
+def act_missing(cases: Sequence[Case]) -> Iterator[Acted]:
+    """All acting runs in order, made where the cache has none."""
+    for case in cases:
+        path = TRACES / f"{case.name}.acted.json"
+        if not path.is_file():
+            acted = act(case)
+            path.write_bytes(msgspec.json.encode(acted))
+            print(f"{case.name}: {acted.gold:.2f} of {acted.oracle:.2f}", file=sys.stderr, flush=True)
+        yield msgspec.json.decode(path.read_bytes(), type=Acted)
 
 
 TUNING_SEEDS = (100, 101, 102)

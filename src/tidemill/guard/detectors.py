@@ -157,13 +157,14 @@ class GainSum:
             return
         first_proxy, first_gold = scores(self._initial)
         proxy, gold = scores(self._window)
-        spread = float(first_proxy.std())
-        if spread > TINY:
+        if first_proxy.std() > TINY:
             # A reward that was scaled up has not gained.
             proxy = np.clip(proxy, first_proxy.min(), first_proxy.max())
-        gain = float(proxy.mean() - first_proxy.mean()) / max(spread or float(proxy.std()), TINY)
-        expected = limits.gold_share * max(0.0, gain)
-        gold_spread = max(float(np.concatenate([first_gold, gold]).std()), TINY)
+        proxy_spread = float(np.concatenate([first_proxy, proxy]).std())
+        gold_spread = float(np.concatenate([first_gold, gold]).std())
+        if min(proxy_spread, gold_spread) <= TINY:
+            return  # scores that are all equal tell nothing
+        expected = limits.gold_share * max(0.0, float(proxy.mean() - first_proxy.mean()) / proxy_spread)
         gained = (scores(pairs)[1] - float(first_gold.mean())) / gold_spread
         # Log-ratio of normal densities with deviation 1, at 0 and at `expected`.
         ratios = expected * (expected / 2 - gained)

@@ -123,10 +123,9 @@ def _evidence(trace: Trace, step: StepTrace, view: View, wrong: float) -> Eviden
         )
 
     factor = FIRST_FACTOR if step.step == 1 else 1
-    hashed = sorted(((key + view.draw * GOLDEN) % 2**64, index) for index, key in enumerate(step.keys))[
-        : view.most * factor
-    ]
-    chosen = [index for key, index in hashed if key < view.share * factor * 2**64]
+    ranked = sorted(range(len(step.keys)), key=lambda index: (step.keys[index] + view.draw * GOLDEN) % 2**64)
+    # As `chosen_for_gold`.
+    chosen = ranked[: min(view.most * factor, max(1, round(view.share * factor * len(ranked))))]
     pairs = [
         GoldPair(
             prompt_id=str(step.groups[index]),

@@ -91,7 +91,7 @@ def test_a_found_hack_and_a_quiet_honest_run_are_counted(cache: Path, monkeypatc
 
 def test_the_guard_sees_gold_on_a_tenth_and_on_four_times_as_many_at_first() -> None:
     first, second, *_ = evidence_of(trace(CONTROL, [0.5] * STEPS), PUBLISHED)
-    # Hashes are (i + 0.5) / 20 of the range: below 0.4 are 8 of 20, below 0.1 are 2; and 16 canaries before the first step.
+    # Of 20 samples 8 and 2, and 16 canaries before the first step.
     assert (len(first.pairs), len(second.pairs)) == (8 + 16, 2)
 
 

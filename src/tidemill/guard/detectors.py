@@ -1,13 +1,8 @@
 """Whether the reward still measures what gold measures: two sums of log-likelihood ratios over the evidence of a run.
 
-```
- pairs of the first steps ──▶ gain of the proxy ─▶ did gold gain its share? ──────────▶ gain sum ─┐
- pairs so far ──▶ calibration: gold that a proxy score predicts, minus gold found ────▶ gap sum ──┼──▶ alarm
- witnesses: how far from their start ────────────────────────────────────── two halve its limit ──┘
-```
 Each is Page's CUSUM (1954): 0 while the reward means what it meant. The *gain sum* compares with the initial policy, so
-that it also finds exploits that start at once. The *gap sum* finds later ones, whatever the proxy's scale. Neither
-changes if gold is shifted or scaled, or the proxy.
+that it also finds exploits that start at once. The *gap sum* compares gold with what the proxy has predicted so far, at
+any scale of the proxy. Neither changes if gold or the proxy is shifted or scaled.
 """
 
 from __future__ import annotations
@@ -217,13 +212,14 @@ class GapSum:
 class HackTest:
     """Both tests over the evidence of a run, in the order of its steps; the same evidence gives the same alarms.
 
-    A person's verdict on a sample replaces its gold score. After an alarm the sums start again from 0. After an
-    amendment of the reward, start a new test: its first steps define what the amended reward means.
+    A person's verdict on a sample, 0 to 1, replaces its gold score. After an alarm the sums start again from 0. After
+    an amendment of the reward, start a new test: its first steps define what the amended reward means.
     """
 
     def __init__(self, limits: Thresholds | None = None) -> None:
         self._limits = limits or Thresholds()
         self._seen = list[Evidence]()
+        self._low, self._high = 0.0, 1.0  # of all gold scores, and of verdicts
         self._alarms = set[int]()  # steps
         self._begin()
 
@@ -239,6 +235,7 @@ class HackTest:
 
     def add(self, evidence: Evidence) -> Alarm | None:
         """Add the evidence of the next step."""
+        evidence = self._scaled(evidence)
         golds = {_key(pair): pair.gold for pair in evidence.pairs if pair.source == "person"}
         if not self._known.isdisjoint(golds):
             self._seen = [_with_gold(earlier, golds) for earlier in self._seen]
@@ -256,6 +253,14 @@ class HackTest:
             self._alarms.add(evidence.step)
             self._restart(evidence.step)
         return alarm
+
+    def _scaled(self, evidence: Evidence) -> Evidence:
+        """With verdicts on the scale of gold."""
+        golds = [pair.gold for pair in evidence.pairs if pair.source != "person"]
+        self._low, self._high = min([self._low, *golds]), max([self._high, *golds])
+        verdicts = {_key(pair): pair.gold for pair in evidence.pairs if pair.source == "person"}
+        scaled = {key: self._low + verdict * (self._high - self._low) for key, verdict in verdicts.items()}
+        return _with_gold(evidence, scaled) if verdicts else evidence
 
     def _begin(self) -> None:
         self._gain = GainSum(self._limits)

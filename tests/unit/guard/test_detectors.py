@@ -265,11 +265,13 @@ def test_steps_without_gold_change_nothing() -> None:
     assert first_alarm(blind) == (0, None)
 
 
-def test_a_verdict_of_a_person_replaces_the_gold_score_of_its_sample() -> None:
-    """Gold is fooled from the onset on; people say that these answers are wrong."""
+@pytest.mark.parametrize("scale", [1.0, 6.0])
+def test_a_verdict_of_a_person_replaces_the_gold_score_of_its_sample(scale: float) -> None:
+    """Gold is fooled from the onset on; people say that these answers are wrong, whatever the scale of gold."""
     evidence = [
         msgspec.structs.replace(
-            step, pairs=tuple(msgspec.structs.replace(pair, gold=pair.proxy) for pair in step.pairs)
+            step,
+            pairs=tuple(msgspec.structs.replace(pair, gold=scale * (2 * pair.proxy - 1)) for pair in step.pairs),
         )
         for step in run(late)
     ]
@@ -282,3 +284,4 @@ def test_a_verdict_of_a_person_replaces_the_gold_score_of_its_sample() -> None:
     assert step == until + 1
     assert alarm is not None
     assert abs(alarm.onset - ONSET) <= 6
+    assert alarm.gold[1] < alarm.gold[0]

@@ -17,6 +17,8 @@ SETUP := pyproject.toml $(LOCK) scripts/prepare_venv.py
 CANDIDATES := $(or $(PYTHON),python3.11 python3.12 python3.13 python3.14 python3 python)
 DEMO_DIR := runs/demo
 AGENTS_DIR := runs/demo-agents
+HACK_DIR := runs/demo-hack
+FLAW ?=
 COVERED := algos controller core config
 CHECKS := check-format check-lint check-types check-layers check-spelling check-dependencies check-figures
 
@@ -31,7 +33,7 @@ define prepare
 	exit 2
 endef
 
-.PHONY: help setup demo demo-agents test test-all test-lowest test-highest test-vllm test-sdks covered-tests check format chaos faults mutants bench clean locks $(CHECKS)
+.PHONY: help setup demo demo-agents demo-hack test test-all test-lowest test-highest test-vllm test-sdks covered-tests check format chaos faults mutants bench clean locks $(CHECKS)
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1	\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 20
@@ -59,6 +61,15 @@ demo-agents: $(READY_RUNTIME) ## two agents learn while their workers come and g
 	@for name in guess calc-tool; do $(BIN)/python scripts/agent_episodes.py $(AGENTS_DIR)/$$name || exit; done
 	@printf '\nOpen in a browser:\n'; \
 	  printf 'file://%s\n' "$(CURDIR)/$(AGENTS_DIR)/guess/report.html" "$(CURDIR)/$(AGENTS_DIR)/calc-tool/report.html"
+
+HACK_REWARDS = [{kind="exact"}, {kind="python", function="$(FLAW)", name="thorough", weight=3.0}, \
+  {kind="numeric", role="gold", weight=0.0, name="gold"}]
+
+demo-hack: $(READY_RUNTIME) ## a flawed reward is found, and the run returns to a checkpoint; FLAW=file.py:function tries yours
+	@# An interrupted demo is resumed, a finished one is replaced.
+	@if grep -qs '"outcome": *"finished"' $(HACK_DIR)/summary.json; then rm -rf $(HACK_DIR)/stages/hacked-* $(HACK_DIR)/summary.json; fi
+	$(BIN)/tidemill train @hacked --run.dir $(HACK_DIR) $(if $(FLAW),--stage.hacked.scoring.rewards '$(HACK_REWARDS)')
+	@$(BIN)/python scripts/guard_story.py $(HACK_DIR)
 
 # One target each, so that `make -k check` tells everything that is wrong at once.
 check: $(CHECKS) ## format, lint, types, layers, spelling, dependencies, figures of the docs

@@ -23,7 +23,7 @@ import torch
 from transformers import PreTrainedModel
 
 from benchmarks.gpu.qwen_shapes import SHAPES, TINY, Shape, config_fields, random_model
-from benchmarks.gpu.rows import Rows, options, peak_gb, wait
+from benchmarks.gpu.rows import Rows, options, peak_gb, seconds, wait
 from tidemill.core.protocols import Engine
 from tidemill.core.records import (
     GenerateRequest,
@@ -41,6 +41,7 @@ from tidemill.weights.snapshot import Snapshot, allocate
 
 GROUPS, GROUP_SIZE, PROMPT, NEW_TOKENS = 32, 8, 512, 512
 SLOTS = 256
+DECODED = 3  # steps
 FIRST, SECOND = (PolicyVersion(number=number, digest=str(number)) for number in range(2))
 DTYPE = torch.bfloat16
 
@@ -172,6 +173,26 @@ def run(engine: Engine, asked: Sequence[GenerateRequest]) -> int:
             tokens += len(unpack_tokens(delta.token_ids))
             left -= delta.finish is not None
     return tokens
+
+
+def decode_step(shape: Shape, asked: Sequence[GenerateRequest], device: torch.device) -> dict[str, Any]:
+    """Time of a step of the embedded engine that decodes all samples, and the device's part of it."""
+    model = random_model(shape, device, DTYPE)
+    use_packed_attention(model.eval())
+    engine = EmbeddedEngine(model, decode=no_text, slots=SLOTS, context=context_of(asked), version=FIRST)
+    engine.submit(asked)
+    while engine.status().running < len(asked):
+        engine.poll(0.0)  # one step at a time
+    found: dict[str, Any] = {"rows": len(asked), "step_s": seconds(partial(engine.poll, 0.0), device, DECODED)}
+    if device.type == "cuda":
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            engine.poll(0.0)
+            wait(device)
+        kernels = [event for event in profile.key_averages() if event.device_type.name == "CUDA"]
+        found["device_s"] = sum(event.self_device_time_total for event in kernels) / 1e6
+        found["kernels"] = sum(event.count for event in kernels)
+    engine.abort([request.sample_id for request in asked])
+    return found
 
 
 def swap(engine: Engine, bind: Any, request: GenerateRequest, device: torch.device) -> float:

@@ -67,6 +67,8 @@ RUNS: dict[str, tuple[int, tuple[str, ...]]] = {
     "shards, offload": (3, (*SHARDS, "--trainer.offload", "optimizer")),
 }
 """GPUs and arguments of each row."""
+COMPARED = ("reward_mean", "completion_tokens_mean", "entropy", "mismatch_kl", "loss", "grad_norm")
+"""Metrics of the first step after which two runs have different weights: from sampling to the gradient."""
 
 
 def main() -> int:
@@ -117,12 +119,17 @@ def two_runs(
             )
         except subprocess.TimeoutExpired as error:
             raise RuntimeError("it did not end in time") from error
-    last = read_metrics(RunDirectory(folder / f"{name}-first").metrics)[-1].values
+    first, second = (read_metrics(RunDirectory(folder / f"{name}-{time}").metrics) for time in ("first", "second"))
+    same = [one.weights_digest == two.weights_digest for one, two in zip(first, second, strict=True)]
+    equal_steps = same.index(False) if False in same else len(same)
+    pair = [lines[min(equal_steps, len(same) - 1)].values for lines in (first, second)]
     return {
         "seconds": summaries[0]["wall_s"],
         "training_s": summaries[0]["training_s"],
         "same_weights": summaries[0]["weights_digest"] == summaries[1]["weights_digest"],
-        "mismatch_kl": last["mismatch_kl"],
+        "equal_steps": equal_steps,
+        "differing_metrics": sorted(each for each in COMPARED if pair[0].get(each) != pair[1].get(each)),
+        "mismatch_kl": first[-1].values["mismatch_kl"],
     }
 
 

@@ -3,8 +3,7 @@
     python -m benchmarks.gpu.tree_attention [--device cpu --tiny]
 
 For trees of 500 to 16,000 nodes: largest differences of the output and the gradients, whether two backward passes give
-the same bits, and times. The size from which FlexAttention is faster is `tree_attention.FLEX_NODES`. On a CPU only the
-forward pass of FlexAttention exists.
+the same bits, and times. On a CPU only the forward pass of FlexAttention exists.
 """
 
 from __future__ import annotations
@@ -23,15 +22,30 @@ from torch import Tensor
 
 from benchmarks.measuring import print_records, write_result
 from benchmarks.origin import parsed
-from tidemill.models.attention import AttentionPlan
+from tidemill.models.attention import AttentionPlan, masked_attention
 from tidemill.models.token_tree import TokenTree, build_tree
-from tidemill.models.tree_attention import DensePlan, FlexPlan
+from tidemill.models.tree_attention import FlexPlan
 
 HEADS, KV_HEADS, WIDTH = 16, 8, 128
 ROUNDS = 10
 SCALING = WIDTH**-0.5
 SHAPES = [(4, 100, 100), (8, 200, 150), (8, 900, 700), (16, 1000, 1000)]
 """Samples, and tokens of the prompt and of each completion."""
+
+
+class DensePlan:
+    """Attends with one mask of all pairs of nodes."""
+
+    def __init__(self, tree: TokenTree, device: torch.device) -> None:
+        self._tree, self._device = tree, device
+        self._masks: dict[int | None, Tensor] = {}
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None
+    ) -> Tensor:
+        if window not in self._masks:
+            self._masks[window] = self._tree.ancestor_mask(self._device, window=window)[None, None]
+        return masked_attention(query, key, value, self._masks[window], scaling)
 
 
 def main() -> int:

@@ -50,6 +50,16 @@ class Generated:
             for each in self.tokens
         )
 
+    def first_difference(self, other: Generated) -> tuple[int, float] | None:
+        """The earliest token of any sample that differs in any bit, and by how much its logprob does."""
+        differences = [
+            (place, abs(own - others))
+            for each in self.tokens
+            for place, (own, others) in enumerate(zip(self.logprobs[each], other.logprobs[each], strict=True))
+            if own != others
+        ]
+        return min(differences, default=None)
+
 
 def engine_agreement(rows: CheckRows) -> None:
     model = sharp_model(rows.settings)
@@ -110,6 +120,7 @@ def _generates(settings: Settings, model: PreTrainedModel, dtype: torch.dtype, *
     if fixed:
         alone = _generated(own, asked[::-3], fixed=True)  # a third of the samples, in another order
         found["other_batch_differ"] = alone.differing(first)
+        found["first_difference"] = alone.first_difference(first)
     rounded_model = in_dtype(model, dtype)  # not from `own`, which the engine may have spoilt
     plain, same_dtype = reference(in_dtype(rounded_model, torch.float64)), reference(rounded_model)
     gaps, own_gaps, other_draws = list[torch.Tensor](), list[torch.Tensor](), 0

@@ -98,7 +98,7 @@ def _growing_cache(settings: Settings) -> dict[str, Any]:
     shape = TINY if settings.tiny else SHAPES["0.6B"]
     rows, context = (4, 64) if settings.tiny else (256, 1024)
     like = torch.empty(1, shape.kv_heads, 1, shape.head_dim, dtype=torch.bfloat16, device=settings.device)
-    cache = SlotCache(rows=rows, context=context)
+    cache = SlotCache(rows=rows, context=context, device=settings.device)
     growths = 0
     began = time.perf_counter()
     for length in range(1, context + 1):

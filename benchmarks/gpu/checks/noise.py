@@ -25,11 +25,11 @@ LARGEST = 2e-5
 
 def noise(rows: CheckRows) -> None:
     settings = rows.settings
-    against_float64 = "float32 noise below 23 has steps of 2e-6; two logarithms round"
+    against_float64 = "two logarithms in float32 round; 3e-7 was measured on a CPU"
     rows.measure(
         "gumbel against numpy",
         partial(_against_numpy, settings),
-        [Limit("max_relative_difference", 1e-4, against_float64)],
+        [Limit("max_relative_difference", 5e-6, against_float64)],
     )
     rows.measure(
         "gumbel against the cpu", partial(_against_cpu, settings), [Limit("max_difference", LARGEST, "10 ulp of 23")]
@@ -43,7 +43,7 @@ def noise(rows: CheckRows) -> None:
     rows.measure(
         "the same draws in other batches",
         partial(_other_batches, settings),
-        [Limit("tokens_differ", 0, same), Limit("repeated_differ", 0, same)],
+        [Limit(figure, 0, same) for figure in ("tokens_differ", "logprobs_differ", "repeated_differ")],
     )
 
 
@@ -65,7 +65,11 @@ def _against_numpy(settings: Settings) -> dict[str, Any]:
 
 
 def numpy_gumbel(key: int, vocabulary: int) -> npt.NDArray[np.float64]:
-    """murmur3 (Appleby) of the state `key` and each token; u = (hash + 1/2) / 2^32; -log(-log(1 - u)) in float64."""
+    """murmur3 (Appleby) of the state `key` and each token; u = (hash + 1/2) / 2^32; -log(-log(1 - u)) in float64.
+
+    u is a float32 by definition. Near 1 that rounds away up to a third of a thousandth of the noise, which there is
+    most negative and never drawn.
+    """
     word = np.arange(vocabulary, dtype=np.uint32) * np.uint32(0xCC9E2D51)
     word = _rotated(word, 15) * np.uint32(0x1B873593)
     state = _rotated(np.uint32(key) ^ word, 13) * np.uint32(5) + np.uint32(0xE6546B64)
@@ -73,8 +77,8 @@ def numpy_gumbel(key: int, vocabulary: int) -> npt.NDArray[np.float64]:
     state = (state ^ (state >> np.uint32(16))) * np.uint32(0x85EBCA6B)
     state = (state ^ (state >> np.uint32(13))) * np.uint32(0xC2B2AE35)
     state ^= state >> np.uint32(16)
-    u = np.minimum((state.astype(np.float64) + 0.5) / 2**32, 1 - 2.0**-24)
-    noise: npt.NDArray[np.float64] = -np.log(-np.log1p(-u))
+    u = ((state.astype(np.float64) + 0.5) / 2**32).astype(np.float32).astype(np.float64)
+    noise: npt.NDArray[np.float64] = -np.log(-np.log1p(-np.minimum(u, 1 - 2.0**-24)))
     return noise
 
 
@@ -114,13 +118,15 @@ def _drawn_tokens(settings: Settings) -> dict[str, Any]:
 def _other_batches(settings: Settings) -> dict[str, Any]:
     logits = _logits(settings).to(settings.device)
     keys, params = _keys(len(logits)), [SamplingParams(max_new_tokens=1)] * len(logits)
-    whole, again = draw(logits, keys, params).token_ids, draw(logits, keys, params).token_ids
+    whole, again = draw(logits, keys, params), draw(logits, keys, params)
     parts = [
-        draw(logits[start : start + 7], keys[start : start + 7], params[start : start + 7]).token_ids
+        draw(logits[start : start + 7], keys[start : start + 7], params[start : start + 7])
         for start in range(0, len(logits), 7)
     ]
+    logprobs = torch.cat([part.logprobs for part in parts])
     return {
-        "tokens_differ": int((torch.cat(parts) != whole).sum()),
-        "repeated_differ": int((again != whole).sum()),
+        "tokens_differ": int((torch.cat([part.token_ids for part in parts]) != whole.token_ids).sum()),
+        "logprobs_differ": int((logprobs != whole.logprobs).sum()),
+        "repeated_differ": int(((again.token_ids != whole.token_ids) | (again.logprobs != whole.logprobs)).sum()),
         "of": len(logits),
     }

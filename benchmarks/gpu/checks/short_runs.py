@@ -1,4 +1,4 @@
-"""Short runs through the command line: twice with equal weights, resumed, with an adapter, and with vLLM.
+"""Short runs through the command line: twice with equal weights; resumed, with an adapter, and with vLLM.
 
 `benchmarks.gpu.runs` has those that need several GPUs, too.
 """
@@ -20,25 +20,32 @@ MISMATCH_KL = 0.01
 """Largest KL of trainer and engine in the last step; rounding to bf16 gives less than 0.001."""
 
 
-def short_runs(rows: CheckRows) -> None:
+LIMIT = Limit("mismatch_kl", MISMATCH_KL, "engine and trainer compute the same policy")
+REPEATED = Limit("differ", 0, "two equal runs have the same weights")
+FIRST = "embedded, colocated"
+
+
+def two_equal_runs(rows: CheckRows) -> None:
+    with tempfile.TemporaryDirectory(prefix="tidemill-gpu-") as folder:
+        _measure_twice(rows, Path(folder), FIRST)
+
+
+def other_runs(rows: CheckRows) -> None:
     settings = rows.settings
-    limits = [Limit("mismatch_kl", MISMATCH_KL, "engine and trainer compute the same policy")]
-    repeated = Limit("differ", 0, "two equal runs have the same weights")
     with tempfile.TemporaryDirectory(prefix="tidemill-gpu-") as name:
         folder = Path(name)
-
-        def measure_twice(row: str, gpus: int, arguments: tuple[str, ...]) -> None:
-            cuda = settings.device.type == "cuda"
-            run = partial(_twice, folder, row, gpus, arguments, cuda=cuda, tiny=settings.tiny)
-            rows.measure(row, run, limits if "vllm" in arguments else [*limits, repeated])
-
-        first = "embedded, colocated"
-        measure_twice(first, *RUNS[first])
         rows.measure("resumed", partial(_resumed, settings, folder), [Limit("differ", 0, "the same weights")])
-        rows.measure("adapter", partial(_adapter, settings, folder), [*limits, repeated])
-        for row, (gpus, arguments) in RUNS.items():
-            if row != first and gpus == 1:
-                measure_twice(row, gpus, arguments)
+        rows.measure("adapter", partial(_adapter, settings, folder), [LIMIT, REPEATED])
+        for row, (gpus, _) in RUNS.items():
+            if row != FIRST and gpus == 1:
+                _measure_twice(rows, folder, row)
+
+
+def _measure_twice(rows: CheckRows, folder: Path, row: str) -> None:
+    gpus, arguments = RUNS[row]
+    cuda = rows.settings.device.type == "cuda"
+    run = partial(_twice, folder, row, gpus, arguments, cuda=cuda, tiny=rows.settings.tiny)
+    rows.measure(row, run, [LIMIT] if "vllm" in arguments else [LIMIT, REPEATED])
 
 
 def _twice(*arguments: Any, cuda: bool, tiny: bool) -> dict[str, Any]:

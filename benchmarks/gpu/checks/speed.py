@@ -49,6 +49,7 @@ def engine_speed(rows: CheckRows) -> None:
         samples = f"{shape.name}, {groups * size} samples of {name}"
         rows.measure(f"embedded, {samples}", partial(engine.embedded, shape, asked, device))
     asked = engine.requests(shape, *next(iter(sizes.values())))
+    rows.measure(f"decode step, {shape.name}", partial(engine.decode_step, shape, asked, device))
     rows.measure("vllm", partial(engine.vllm, shape, asked, device))
     rows.measure("vllm alone", partial(engine.vllm_alone, shape, asked))
 

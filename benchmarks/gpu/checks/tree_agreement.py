@@ -1,7 +1,7 @@
 """Token trees: logprobs and gradients of the trainer against transformers, and whether a step repeats its bits.
 
-Below 1,500 nodes a tree is computed with a dense mask, from there with FlexAttention. Two equal backward passes must
-give the same bits, or a resumed run is another run.
+Two equal backward passes must give the same bits, or a resumed run is another run. The loss weighs every logprob by
+another number: sums of ones would be the same in any order.
 """
 
 from __future__ import annotations
@@ -103,10 +103,10 @@ def _by_reference(
 ) -> Passed:
     own = reference(copy.deepcopy(model))
     logprobs = []
-    for sequence in samples.tolist():
+    for sequence, weights in zip(samples.tolist(), _weights(samples, prompt, model.device), strict=True):
         with torch.autocast(model.device.type, autocast, enabled=autocast is not None):
             of_sample = reference_logprobs(own, sequence, prompt)
-        of_sample.sum().backward()
+        (of_sample * weights).sum().backward()
         logprobs.append(of_sample.detach())
     return Passed(logprobs=torch.stack(logprobs), gradients=_gradients(own))
 
@@ -116,8 +116,14 @@ def _by_trainer(model: PreTrainedModel, samples: Samples, prompt: int, autocast:
     use_packed_attention(own)
     forward = TreeForward(own, autocast=autocast, device=own.device)
     (logprobs,) = tree_logprobs(forward, [samples], [tree_of(samples, share=True)], prompt, own.device)
-    logprobs.sum().backward()
+    (logprobs * _weights(samples, prompt, own.device)).sum().backward()
     return Passed(logprobs=logprobs.detach(), gradients=_gradients(own))
+
+
+def _weights(samples: Samples, prompt: int, device: torch.device) -> Tensor:
+    """Of the logprobs in the loss, float32 [samples, completion]."""
+    shape = len(samples), samples.shape[1] - prompt
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(device)
 
 
 def _gradients(model: PreTrainedModel) -> list[Tensor]:

@@ -148,7 +148,10 @@ def mismatch_by_source(
     """
     log_ratio_T = (trainer_logprobs_T.detach() - rollout_logprobs_T.detach()).double()
     kl_T = torch.expm1(log_ratio_T) - log_ratio_T
-    return kl_T.new_zeros(2, sources).index_add_(1, sources_T, torch.stack((kl_T, torch.ones_like(kl_T))))
+    terms = torch.stack((kl_T, torch.ones_like(kl_T)))
+    if terms.is_cuda:  # `index_add_` adds there in any order; this sorts
+        return kl_T.new_zeros(sources, 2).index_put_((sources_T,), terms.T, accumulate=True).T
+    return kl_T.new_zeros(2, sources).index_add_(1, sources_T, terms)
 
 
 def no_mismatch() -> MismatchSums:

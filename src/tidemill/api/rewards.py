@@ -115,6 +115,28 @@ def http(
 
 
 @entry_point
+def judge(
+    url: str,
+    judge_model: str,
+    *,
+    rubric: str = "",
+    weight: float = 1.0,
+    name: str = "",
+    role: Role = "reward",
+    **settings: Any,
+) -> Reward:
+    """The grade of a language model, 0 to 1.
+
+    Args:
+        url: base URL of an API like OpenAI's, for example of `tidemill serve`: `http://127.0.0.1:8000/v1`.
+        judge_model: the model's name there.
+        rubric: what a good response is; a text, or a file (*.md, *.txt).
+        settings: other keys of the reward, such as auth_env, both_orders, most_calls.
+    """
+    return _reward("judge", weight, name, role, url=url, judge_model=judge_model, rubric=rubric, **settings)
+
+
+@entry_point
 def function(
     given: Callable[..., Any] | str,
     *,

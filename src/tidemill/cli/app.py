@@ -46,6 +46,7 @@ VERBS = {
     "export": ("tidemill.cli.model_commands:export", "Write a run's model as a Hugging Face folder, or upload it."),
     "model": ("tidemill.cli.model_commands:app", "List models; download one into the cache; merge an adapter."),
     "report": ("tidemill.cli.evaluate:report", "Write report.html of a run, finished or in progress."),
+    "check": ("tidemill.cli.check:check", "Judge samples of a run by hand: verdicts of people for its guard."),
     "doctor": ("tidemill.cli.doctor:doctor", "Check this machine: packages, memory, disk, GPUs."),
 }
 CONFIGURED_VERBS = ("train", "eval", "generate", "serve", "simulate")  # their --help lists the configuration's keys
@@ -62,7 +63,8 @@ OTHER_WORDS = {
     "list ls": "write `tidemill recipe list` or `tidemill model list`",
     "init new create": "write `tidemill recipe copy NAME FILE`",
     "search": "write `tidemill config search WORDS`",
-    "check info": "write `tidemill doctor`",
+    "info": "write `tidemill doctor`",
+    "judge label annotate rate review": "write `tidemill check RUN_DIRECTORY`",
     "help": "write `tidemill --help`",
     "version": "write `tidemill --version`",
 }

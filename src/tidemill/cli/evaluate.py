@@ -14,7 +14,7 @@ from cyclopts import Parameter
 
 from tidemill.cli.arguments import Checkpoint, Items, given_model, row_remarks, spec_for
 from tidemill.cli.arguments import dry_run as show_dry_run
-from tidemill.cli.output import DryRun, Json, Result, note
+from tidemill.cli.output import DryRun, Json, Result, note, printable
 from tidemill.config.issues import refuse_without_task
 from tidemill.config.load import split_arguments
 from tidemill.core.errors import UserError
@@ -25,8 +25,6 @@ from tidemill.models.checkpoint_manifest import refuse_damaged
 from tidemill.models.model_source import ModelSource, is_run
 from tidemill.models.prompt_format import formatted_as_trained
 
-CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-"""All control characters but line feed and tab."""
 LONGEST_PATH = 200  # characters
 OPTION = re.compile(r"-[A-Za-z][\w-]*")
 Compare = Annotated[
@@ -220,7 +218,7 @@ def samples_text(samples: Sequence[Mapping[str, Any]]) -> str:
     control characters are escaped."""
     texts = [_shown(sample) for sample in samples]
     if sys.stdout.isatty():
-        texts = [CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text) for text in texts]
+        texts = [printable(text) for text in texts]
     return "\n---\n".join(texts)
 
 

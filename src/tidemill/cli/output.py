@@ -6,6 +6,7 @@ import io
 import json
 import math
 import os
+import re
 import sys
 import tempfile
 import traceback
@@ -133,6 +134,15 @@ def write_json(data: dict[str, Any], stdout: TextIO) -> None:
     """Write one JSON object on one line; non-finite numbers become null."""
     stdout.write(json.dumps(_finite(data), default=str, ensure_ascii=False, allow_nan=False) + "\n")
     stdout.flush()
+
+
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+"""All control characters but line feed and tab."""
+
+
+def printable(text: str) -> str:
+    """A text for a terminal: control characters are escaped."""
+    return CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
 
 
 def note(line: str) -> None:

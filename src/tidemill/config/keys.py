@@ -176,6 +176,17 @@ def belongs_to(name: str, keys: Container[str]) -> bool:
     return name in keys or name.rpartition(".")[0] in keys
 
 
+def differ_in_resumable_keys(name: str, old: Any, new: Any) -> bool:
+    """Whether two arrays of tables differ only in keys that may differ when a run is resumed."""
+    if not (isinstance(old, list) and isinstance(new, list) and len(old) == len(new)):
+        return False
+    if not all(isinstance(table, dict) for table in (*old, *new)):
+        return False
+    pairs = zip(old, new, strict=True)
+    changed = {key for before, after in pairs for key in before | after if before.get(key) != after.get(key)}
+    return all(f"{name}{ITEM}.{key}" in resumable_keys() for key in changed)
+
+
 @cache
 def sections() -> frozenset[KeyPath]:
     """Every table that is not itself a key: `("model",)`, `("model", "char")`, ..."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field, NonNegativeFloat
 
 from tidemill.config.addresses import DataPath, FolderText, OptionalDataPath, server_url_issues
 from tidemill.config.base import NEUTRAL, TRAINING_ONLY, Config, NameOrFunction, Neutral
@@ -156,23 +156,46 @@ TaskConfig = Annotated[
 
 HEADER_NAME = re.compile(r"[A-Za-z0-9-]+")
 REWARD_KEYS = {
-    "pattern": "regex",
-    "target_tokens": "length",
-    "function": "python",
-    "weights": "python",
-    "model": "model",
-    "url": "http",
-    "auth_env": "http",
-    "with_prompt": "tests",
-    "partial": "tests",
+    "pattern": ("regex",),
+    "target_tokens": ("length",),
+    "function": ("python",),
+    "weights": ("python",),
+    "model": ("model",),
+    "url": ("http", "judge"),
+    "auth_env": ("http", "judge"),
+    "judge_model": ("judge",),
+    "rubric": ("judge",),
+    "both_orders": ("judge",),
+    "answer_tokens": ("judge",),
+    "most_calls": ("judge",),
+    "most_usd": ("judge",),
+    "usd_per_million_tokens": ("judge",),
+    "with_prompt": ("tests",),
+    "partial": ("tests",),
 }
-"""Keys of a reward that only one kind has."""
+"""Keys of a reward that not every kind has."""
 REWARD_NEEDS = {
     "pattern": "a pattern; set pattern to the expression to search for",
     "target_tokens": "target_tokens; set it to the completion length that scores 1",
     "function": 'a function; set function = "package.module:function" or "file.py:function"',
     "model": "a model; set model to the folder of a reward model",
+    "judge_model": "a judge_model; set it to the name that the server of the judge knows it by",
 }
+
+
+def is_rubric_file(given: str) -> bool:
+    """Whether a rubric is the path of a file, and not the text itself."""
+    return "\n" not in given and given.endswith((".md", ".txt"))
+
+
+def _rubric_text(given: Any) -> Any:
+    """The text of a file, so that the stored configuration has the rubric itself."""
+    if not isinstance(given, str) or not is_rubric_file(given):
+        return given
+    try:
+        return Path(given).expanduser().read_text(encoding="utf-8").strip()
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{given} cannot be read ({error}); name a text file, or write the rubric itself") from error
 
 
 class RewardConfig(Config):
@@ -189,12 +212,15 @@ class RewardConfig(Config):
         "python",
         "model",
         "http",
+        "judge",
+        "people",
     ]
     """exact, numeric, math_verify: compare with the answer. regex: search for `pattern`. length: score the completion's
     length. task: the score of reasoning_gym, in the sandbox. environment: the sum of an agent's rewards; the
     others read the text of the last turn. tests: run the completion, a Python program, in the sandbox against the tests
     of its row. random: a control. python: `function`. model: a reward model.
-    http: a server."""
+    http: a server. judge: a language model that grades completions. people: only with role gold; the verdicts that
+    `tidemill check` asks for."""
     weight: float = 1.0
     """Weight in the sample's reward, which is the weighted sum of the rewards that apply to the sample."""
     correct_at: float | None = Field(None, exclude_if=lambda value: value is None)
@@ -222,15 +248,36 @@ class RewardConfig(Config):
     url: str = ""
     """http: URL to which {"samples": [{"id", "prompt", "completion", "answer", "metadata"}, ...]} is posted as JSON.
     The answer is null if the row has none. The response is {"scores": [...]}: a number for each sample, or null. Put
-    credentials into auth_env, not here."""
+    credentials into auth_env, not here. judge: the base URL of an API like OpenAI's, for example
+    https://api.example.com/v1, or of `tidemill serve`."""
     auth_env: str = ""
-    """http: name of an environment variable with the credentials, such as `Bearer …`, sent as `auth_header`. Only the
-    name is stored; the training process must have the variable."""
+    """http, judge: name of an environment variable with the credentials, such as `Bearer …` (judge: or the key alone),
+    sent as `auth_header`. Only the name is stored; the training process must have the variable."""
     auth_header: str = "authorization"
-    """http: header that carries the credentials."""
+    """http, judge: header that carries the credentials."""
     batch: int = Field(64, ge=1)
     """model, http, python with batch=True: maximum number of samples per forward pass, request or call. With 1, or with
-    [reading], the score of a sample is bit-identical whatever other samples are scored."""
+    [reading], the score of a sample is bit-identical whatever other samples are scored. judge: maximum number of
+    calls at the same time."""
+    judge_model: str = Field("", exclude_if=lambda value: not value)
+    """judge: the model's name at `url`."""
+    rubric: Annotated[str, BeforeValidator(_rubric_text)] = Field("", exclude_if=lambda value: not value)
+    """judge: what a good response is; a text, or a file (*.md, *.txt). Default: correct, complete and clear."""
+    both_orders: bool = Field(False, exclude_if=lambda value: not value)
+    """judge: compare the completion with the answer of its row, each as the first and as the second: 1 if it is better
+    in both orders, 0 if it is worse in both, 0.5 if the orders disagree. Rows without an answer are graded. Otherwise
+    the score is a grade from 0 to 10, divided by 10."""
+    answer_tokens: int = Field(0, ge=0, exclude_if=lambda value: not value)
+    """judge: maximum number of tokens of its answer, thoughts included; 0: 1024."""
+    most_calls: Annotated[int, NEUTRAL] = Field(0, ge=0, exclude_if=lambda value: not value)
+    """judge: maximum number of calls of a run, all its sessions together; samples after that have no score. 0: no
+    limit."""
+    most_usd: Annotated[float, NEUTRAL] = Field(0.0, ge=0, exclude_if=lambda value: not value)
+    """judge: maximum cost of a run's calls, in dollars; needs usd_per_million_tokens. 0: no limit."""
+    usd_per_million_tokens: Annotated[tuple[NonNegativeFloat, NonNegativeFloat] | None, NEUTRAL] = Field(
+        None, exclude_if=lambda value: value is None
+    )
+    """judge: price of a million tokens of input and of output, in dollars: [0.15, 0.6]."""
     with_prompt: bool = False
     """tests: the program is the prompt followed by the completion; otherwise it is the completion's last fenced block,
     or all of it."""
@@ -238,27 +285,35 @@ class RewardConfig(Config):
     """tests: the score is the share of tests passed; otherwise 1 if all are, else 0."""
     timeout_s: float = Field(0.0, ge=0)
     """tests: time of all tests of a sample, in seconds; 0: 10 s. A test that it does not suffice for is failed.
-    model, http: a sample without a score after this many seconds, queueing and retries included, is invalid.
-    0: 60 s for http, 600 s for model, which waits between training steps."""
+    model, http, judge: a sample without a score after this many seconds, queueing and retries included, is invalid.
+    0: 60 s for http, 120 s for judge, 600 s for model, which waits between training steps."""
     retries: int = Field(2, ge=0)
-    """http: how often a failed request is sent again."""
+    """http, judge: how often a failed request is sent again."""
 
     @property
     def longest_wait_s(self) -> float:
         """`timeout_s`, or its default for this kind, in seconds."""
-        return self.timeout_s or {"model": 600.0, "tests": 10.0}.get(self.kind, 60.0)
+        return self.timeout_s or {"model": 600.0, "judge": 120.0, "tests": 10.0}.get(self.kind, 60.0)
 
     def issues(self) -> Iterator[str]:
         for key, needed in REWARD_NEEDS.items():
-            if self.kind == REWARD_KEYS[key] and not getattr(self, key):
+            if self.kind in REWARD_KEYS[key] and not getattr(self, key):
                 yield f'kind = "{self.kind}" needs {needed}'
-        if self.kind == "http":
-            yield from server_url_issues(self.url, self.auth_env, needed_by='kind = "http"')
+        if self.kind in REWARD_KEYS["url"]:
+            yield from server_url_issues(self.url, self.auth_env, needed_by=f'kind = "{self.kind}"')
+        if self.kind == "people" and self.role != "gold":
+            yield 'kind = "people" cannot be trained on; set role = "gold" and weight = 0'
         if self.role == "gold" and self.weight:
             yield f'role = "gold" is only measured, and weight is {self.weight:g}; set weight = 0'
-        for name, kind in REWARD_KEYS.items():
-            if getattr(self, name) and self.kind != kind:
-                yield f'{name} is only for kind = "{kind}", and kind is "{self.kind}"; change kind or leave {name} out'
+        for name, kinds in REWARD_KEYS.items():
+            if self.kind not in kinds and getattr(self, name) not in ("", 0, {}, None):
+                only = " or ".join(f'"{kind}"' for kind in kinds)
+                yield f'{name} is only for kind = {only}, and kind is "{self.kind}"; change kind or leave {name} out'
+        if self.most_usd and self.usd_per_million_tokens is None:
+            yield (
+                "most_usd needs the prices of the judge; set usd_per_million_tokens = [INPUT, OUTPUT], or limit calls "
+                "with most_calls"
+            )
         if self.function and not PATH.fullmatch(self.function) and self.function not in installed("reward"):
             yield (
                 f'function = "{self.function}" does not name a function; write "package.module:function" or '

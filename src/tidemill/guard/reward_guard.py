@@ -27,12 +27,12 @@ class RewardGuard:
     """Implements `core.protocols.Guard`.
 
     Args:
-        gold: its score is compared with the reward of a sample.
+        gold: its score is compared with the reward of a sample; None: only people give verdicts.
         verdicts: returns new verdicts of people.
     """
 
     def __init__(
-        self, config: GuardConfig, gold: Scorer, *, verdicts: Callable[[], Sequence[GoldPair]] = tuple
+        self, config: GuardConfig, gold: Scorer | None, *, verdicts: Callable[[], Sequence[GoldPair]] = tuple
     ) -> None:
         self._config, self._gold, self._verdicts = config, gold, verdicts
         self._test, self._known = HackTest(), 0
@@ -84,13 +84,16 @@ class RewardGuard:
         )
         most = self._config.gold_most if self._known else FIRST * self._config.gold_most
         share = self._config.gold_share if self._known else min(1.0, FIRST * self._config.gold_share)
-        chosen = chosen_for_gold([sample.sample_id for _, sample in scored], share=share, most=most)
+        chosen = list[int]()
+        if self._gold is not None:
+            chosen = chosen_for_gold([sample.sample_id for _, sample in scored], share=share, most=most)
         self._asked = [*self._canaries, *(self._ask(step, *scored[index]) for index in chosen)]
         self._canaries = []
         self._until_s = asyncio.get_running_loop().time() + self._config.gold_timeout_s
 
     def measure(self, canaries: Samples) -> None:
-        self._canaries += [self._ask(0, *each, canary=True) for each in canaries]
+        if self._gold is not None:
+            self._canaries += [self._ask(0, *each, canary=True) for each in canaries]
 
     async def evidence(self, *, at_once: bool = False) -> Evidence:
         assert self._begun is not None, "no step was begun"
@@ -120,7 +123,8 @@ class RewardGuard:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await self._gold.close()
+        if self._gold is not None:
+            await self._gold.close()
 
     def _ask(
         self, step: int, prompt: Prompt, sample: Trajectory, *, canary: bool = False
@@ -129,6 +133,7 @@ class RewardGuard:
 
     async def _score(self, step: int, prompt: Prompt, sample: Trajectory, *, canary: bool) -> GoldPair | str:
         """Both scores; or why there is none."""
+        assert self._gold is not None
         proxy = sample.reward
         if proxy is None or not proxy.valid:
             return "the reward is invalid"

@@ -9,11 +9,14 @@ import msgspec
 
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import GuardStop, RollBack, root_error
+from tidemill.guard.checks import read_pairs
 from tidemill.guard.probes import liked_probes
 from tidemill.guard.reward_guard import RewardGuard
+from tidemill.guard.verdicts import VerdictFiles
 from tidemill.jobs.rollback import write_disputed
 from tidemill.runtime.backend import RuntimeBackend
 from tidemill.telemetry.events import GUARD_PROBE
+from tidemill.telemetry.jsonl import read_lines
 from tidemill.telemetry.recorder import Recorder
 from tidemill.telemetry.run_dir import RunDirectory
 
@@ -29,14 +32,16 @@ async def open_guard(
     Raises:
         GuardStop: before the first step, the reward likes texts that it should not, and the guard may stop the run.
     """
-    if backend.gold_scorer is None:
+    if not spec.has_gold or spec.guard.action == "off":
         if spec.guard.action != "off":
             recorder.note(NO_GOLD)
         yield None
         return
-    guard = RewardGuard(spec.guard, backend.gold_scorer)
+    run_id = str(run.read_manifest()["run_id"])
+    verdicts = VerdictFiles(run.checks, run_id, journalled=read_pairs(run.ledger), warn=recorder.note)
+    guard = RewardGuard(spec.guard, backend.gold_scorer, verdicts=verdicts.new_pairs)
     try:
-        if spec.guard.probes and run.past.count == 0 and not rollbacks:
+        if spec.guard.probes and not rollbacks and not any(line.get("step") for _, line in read_lines(run.metrics)):
             await _probe_reward(spec, backend, recorder)
         yield guard
     except BaseException as error:

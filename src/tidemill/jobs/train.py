@@ -16,7 +16,7 @@ from tidemill.config.issues import (
     shown_value,
     without_effect,
 )
-from tidemill.config.keys import belongs_to, resumable_keys
+from tidemill.config.keys import belongs_to, differ_in_resumable_keys, resumable_keys
 from tidemill.config.load import differences, from_toml
 from tidemill.config.pipeline import StageKind
 from tidemill.config.schema import RunSpec
@@ -223,7 +223,7 @@ def check_same_config(run: RunDirectory, spec: RunSpec) -> RunSpec | None:
     changed = [
         f"{key} = {shown_value(new)}, the run has {shown_value(old)}"
         for key, old, new in differences(earlier, spec)
-        if not belongs_to(key, resumable_keys())
+        if not belongs_to(key, resumable_keys()) and not differ_in_resumable_keys(key, old, new)
     ]
     if changed:
         more = len(changed) - SHOWN_CHANGES

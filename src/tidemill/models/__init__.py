@@ -11,8 +11,8 @@ node is the sum over the sequences through it.
 
 The trainer's passes go through `TreeForward` (`models/tree_forward.py`): tree to states to logprobs in one module,
 the only place where parameters are used. Attention in a tree (`models/tree_attention.py`) is computed block by block
-on a CPU: a block is a run of nodes without a branch, and its keys are those of its path. On a GPU small trees use one
-dense mask, and trees from 1,500 nodes FlexAttention, whose block mask follows from the `ends` of the tree alone.
+on a CPU: a block is a run of nodes without a branch, and its keys are those of its path. A GPU uses FlexAttention,
+whose block mask follows from the `ends` of the tree alone.
 Output layer, softmax and gather are one autograd function (`models/token_logprobs.py`): it keeps the probabilities
 that fit `trainer.logits_budget_mb` and computes the others again.
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tidemill.models.attention import logit_softcap, output_layer
+from tidemill.models.attention import float32_product, logit_softcap, output_layer
 
 Statistic: TypeAlias = Literal["entropy", "hit", "none"]
 """Computed with the logprobs of the tokens: entropy in nats of the distribution that predicts each; 1 if it has the
@@ -141,7 +141,7 @@ def _chunks(hidden: Tensor, weight: Tensor, targets: Targets) -> Iterator[tuple[
 
 def _logits(states: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, softcap: float | None) -> Tensor:
     """float32 [R, vocabulary], capped and divided by the temperature."""
-    logits = torch.mm(states, weight.t()).float()
+    logits = float32_product(states, weight)
     if bias is not None:
         logits += bias
     if softcap:
@@ -187,4 +187,7 @@ def _to_gradient(probabilities: Tensor, token_grad: Tensor, entropy_grad: Tensor
 
 
 def _summed(values: Tensor, rows: Tensor, count: int) -> Tensor:
-    return torch.zeros(count, dtype=torch.float32, device=values.device).index_add_(0, rows, values)
+    sums = torch.zeros(count, dtype=torch.float32, device=values.device)
+    if values.is_cuda:  # `index_add_` adds there in any order; this sorts
+        return sums.index_put_((rows,), values, accumulate=True)
+    return sums.index_add_(0, rows, values)

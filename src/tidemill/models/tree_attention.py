@@ -1,8 +1,8 @@
 """Attention over token trees: each token attends to itself and its ancestors.
 
 On a CPU the tree is cut into blocks, and each block attends to the keys of its own path only: the work grows with the
-lengths of the paths, not with the square of the tree. Small trees on a GPU use one dense mask, large ones
-FlexAttention, whose block mask is computed from the tree alone, without all pairs of nodes.
+lengths of the paths, not with the square of the tree. A GPU uses FlexAttention, whose block mask is computed from the
+tree alone, without all pairs of nodes. Its backward pass repeats its bits; that of a dense mask does not in bfloat16.
 """
 
 from __future__ import annotations
@@ -22,10 +22,12 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from tidemill.models.attention import AttentionPlan, masked_attention
 from tidemill.models.token_tree import IntArray, TokenTree
 
-FLEX_NODES = 1500
-"""Size from which trees on a GPU use FlexAttention."""
 BLOCK = 128
 """Nodes per side of a block of FlexAttention's mask; trees are padded to multiples of it."""
+LEAST_BLOCKS = 2
+"""Smallest number of blocks of a padded tree: torch would compile kernels for a single block apart."""
+LEAST_WIDTH = 16
+"""Smallest width of a head in compiled FlexAttention; narrower ones are padded with zeros."""
 BLOCK_TOKENS = 256
 """Longest block. A block computes all pairs of its tokens, of which it needs half."""
 PADDING = 1.25
@@ -36,36 +38,15 @@ BoolArray = npt.NDArray[np.bool_]
 
 
 class TreePlan:
-    """Attends in a tree with the implementation that suits its device and size."""
+    """Attends in a tree with the implementation that suits its device."""
 
     def __init__(self, tree: TokenTree, device: torch.device) -> None:
-        self._plan: AttentionPlan
-        if device.type == "cpu":
-            self._plan = BlockPlan(tree)
-        elif tree.size < FLEX_NODES:
-            self._plan = DensePlan(tree, device)
-        else:
-            self._plan = FlexPlan(tree, device)
+        self._plan: AttentionPlan = BlockPlan(tree) if device.type == "cpu" else FlexPlan(tree, device)
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None
     ) -> Tensor:
         return self._plan.attend(layer, query, key, value, scaling, window)
-
-
-class DensePlan:
-    """Attends with one mask of all pairs of nodes."""
-
-    def __init__(self, tree: TokenTree, device: torch.device) -> None:
-        self._tree, self._device = tree, device
-        self._masks: dict[int | None, Tensor] = {}
-
-    def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None
-    ) -> Tensor:
-        if window not in self._masks:
-            self._masks[window] = self._tree.ancestor_mask(self._device, window=window)[None, None]
-        return masked_attention(query, key, value, self._masks[window], scaling)
 
 
 class Block(NamedTuple):
@@ -219,7 +200,7 @@ def block_structure(tree: TokenTree) -> tuple[BoolArray, BoolArray]:
 
 
 def tree_block_mask(tree: TokenTree, device: torch.device, *, window: int | None = None) -> BlockMask:
-    """The mask of a tree, padded to a multiple of `BLOCK`. A padding node attends to itself only."""
+    """The mask of a tree, padded to whole blocks. A padding node attends to itself only."""
     partial, full = block_structure(tree)
     if window is not None:  # the window is applied within blocks
         partial, full = partial | full, np.zeros_like(full)
@@ -249,12 +230,15 @@ class FlexPlan:
     ) -> Tensor:
         if window not in self._masks:
             self._masks[window] = tree_block_mask(self._tree, self._device, window=window)
-        padding = (0, 0, 0, -self._tree.size % BLOCK)
-        query, key, value = (functional.pad(each, padding) for each in (query, key, value))
+        nodes, width = self._tree.size, value.shape[-1]
+        rows = _padded_size(nodes) - nodes
+        query, key, value = (
+            functional.pad(each, (0, max(0, LEAST_WIDTH - each.shape[-1]), 0, rows)) for each in (query, key, value)
+        )
         attend = _compiled() if query.is_cuda else flex_attention
         mask = self._masks[window]
         out: Tensor = attend(query, key, value, block_mask=mask, scale=scaling, enable_gqa=True)
-        return out[:, :, : self._tree.size]
+        return out[:, :, :nodes, :width]
 
 
 @lru_cache(maxsize=1)
@@ -263,8 +247,12 @@ def _compiled() -> Any:
     return torch.compile(flex_attention, dynamic=True)
 
 
+def _padded_size(nodes: int) -> int:
+    return BLOCK * max(LEAST_BLOCKS, -(-nodes // BLOCK))
+
+
 def _padded(values: IntArray) -> IntArray:
-    return np.pad(values, (0, -len(values) % BLOCK))
+    return np.pad(values, (0, _padded_size(len(values)) - len(values)))
 
 
 def _listed(blocks: BoolArray, device: torch.device) -> tuple[Tensor, Tensor]:

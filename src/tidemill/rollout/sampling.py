@@ -13,11 +13,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
+from torch.nn import functional
 
 from tidemill.core.records import SamplingParams
 
 _MASK32 = (1 << 32) - 1
 _BLOCK_BYTES = 1 << 20  # of noise; fits the cache of one core
+_BLOCK_ROWS = 32  # of a sum on a GPU
 # Constants of MurmurHash3 x86_32 (Appleby).
 _C1, _C2, _N, _F1, _F2 = 0xCC9E2D51, 0x1B873593, 0xE6546B64, 0x85EBCA6B, 0xC2B2AE35
 
@@ -67,8 +69,20 @@ def draw(logits: torch.Tensor, keys: Sequence[int], params: Sequence[SamplingPar
     greedy = [row for row, p in enumerate(params) if p.temperature == 0]
     if greedy:
         token_ids[greedy] = scaled[greedy].argmax(-1)
-    logprobs = scaled.gather(1, token_ids[:, None])[:, 0] - scaled.logsumexp(-1)
+    logprobs = scaled.gather(1, token_ids[:, None])[:, 0] - normalizers(scaled)
     return Drawn(token_ids=token_ids, logprobs=logprobs)
+
+
+def normalizers(scaled: torch.Tensor) -> torch.Tensor:
+    """The logsumexp of each row, float32 [R], whose bits do not depend on the other rows or their number."""
+    # The number of rows determines how a GPU splits the sum over a row among its threads.
+    return scaled.logsumexp(-1) if scaled.device.type == "cpu" else blockwise_logsumexp(scaled)
+
+
+def blockwise_logsumexp(scaled: torch.Tensor) -> torch.Tensor:
+    """The logsumexp of each row, computed in blocks of one shape."""
+    blocks = functional.pad(scaled, (0, 0, 0, -len(scaled) % _BLOCK_ROWS)).split(_BLOCK_ROWS)
+    return torch.cat([block.logsumexp(-1) for block in blocks])[: len(scaled)]
 
 
 def gumbel(keys: Sequence[int], vocabulary: int, device: torch.device) -> torch.Tensor:

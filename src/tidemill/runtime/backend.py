@@ -116,6 +116,7 @@ def scorers(
     compute: Compute | None = None,
     frozen: FrozenScorers | None = None,
     *,
+    run: RunDirectory | None = None,
     warn: Callable[[str], None] = lambda _: None,
     guarded: bool = False,
 ) -> RunScorers:
@@ -124,6 +125,7 @@ def scorers(
     Args:
         compute: where reward models run; None starts a thread for them.
         frozen: reward models that score sample by sample.
+        run: keeps the verdicts of judges; None: the user's cache.
         warn: gets a message for every function that cannot run in another process.
         guarded: a guard asks for gold scores.
 
@@ -144,6 +146,7 @@ def scorers(
             open_model=open_model,
             calls=calls,
             sandbox=spec.sandbox,
+            judge_folder=run.judges if run else None,
             warn=warn_once,
         )
 
@@ -153,10 +156,11 @@ def scorers(
     gold: RewardScorer | None = None
     training = spec.scoring
     if guarded and spec.has_gold and spec.guard.action != "off":
-        asked = [reward for reward in spec.scoring.rewards if reward.role == "gold"]
-        share = {"role": "reward", "weight": 1 / len(asked)}
-        opinions = tuple(reward.model_copy(update=share) for reward in asked)
-        gold = build(spec.scoring.model_copy(update={"rewards": opinions}))
+        asked = [reward for reward in spec.scoring.rewards if reward.role == "gold" and reward.kind != "people"]
+        if asked:
+            share = {"role": "reward", "weight": 1 / len(asked)}
+            opinions = tuple(reward.model_copy(update=share) for reward in asked)
+            gold = build(spec.scoring.model_copy(update={"rewards": opinions}))
         counted = tuple(reward for reward in spec.scoring.rewards if reward.role != "gold")
         training = spec.scoring.model_copy(update={"rewards": counted})
     return RunScorers(training=build(training), held_out=build(evaluated), gold=gold)

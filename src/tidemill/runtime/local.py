@@ -142,7 +142,7 @@ async def in_process(
             stack.push_async_callback(host.close)
         if parts.publisher is not None:
             stack.push_async_callback(parts.publisher.close)
-        scoring = scorers(spec, task, compute, frozen, warn=recorder.note, guarded=True)
+        scoring = scorers(spec, task, compute, frozen, run=run, warn=recorder.note, guarded=True)
         stack.push_async_callback(scoring.close)
         yield RuntimeBackend(
             trainer=parts.trainer,

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import httpx2
 import msgspec
@@ -20,6 +20,8 @@ import msgspec
 from tidemill.config.task import RewardConfig
 from tidemill.core.credentials import secret_of
 from tidemill.core.records import Prompt, SampleId, TokenBuffer, Turn
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,34 +139,91 @@ def _fail(entries: Iterable[tuple[RewardInput, asyncio.Future[Any]]]) -> None:
 PAUSE_S = 0.25  # before the first retry; doubles with each further one
 TEMPORARY_STATUS = frozenset({408, 425, 429, 500, 502, 503, 504})
 MAX_RESPONSE_BYTES = 16 << 20
+SHOWN = 200
+"""Bytes of a response in an error."""
 
 
 class RewardServerError(Exception):
     """The server returned no scores; the message names server and reason."""
+
+    def __init__(self, what: str, *, status: int = 0, content: bytes = b"", sent: bool = True) -> None:
+        super().__init__(what)
+        self.status, self.content = status, content  # of the response; 0: there is none
+        self.sent = sent  # whether the server may have got the request
 
 
 class Unavailable(RewardServerError):
     """A retry may succeed."""
 
 
-class HttpScorer:
-    """Implements `BatchScorer` with one HTTP request per batch and retries for temporary errors.
+class RewardServer:
+    """Sends requests to the server of a reward, again if a failure may be temporary.
 
     Each request has a deadline from connecting to the last byte of the response; a sample's deadline is divided
     evenly among the attempts.
+
+    Args:
+        secret: the header with the credentials; see `authorization`.
+    """
+
+    def __init__(self, config: RewardConfig, url: str, secret: dict[str, str]) -> None:
+        self.url, self._tries = url, config.retries + 1
+        self._request_s = config.longest_wait_s / self._tries
+        self._headers = {"content-type": "application/json", "accept": "application/json", **secret}
+        self._secrets = [word for value in secret.values() for word in value.split()]
+        # No proxy or credentials from the environment, and no redirect to another server.
+        self._client = httpx2.AsyncClient(trust_env=False, follow_redirects=False, timeout=None)
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+    async def retry(self, attempt: Callable[[], Awaitable[T]]) -> T:
+        """The result of `attempt`, which is called again after `Unavailable`."""
+        for number in range(self._tries - 1):
+            with suppress(Unavailable):
+                return await attempt()
+            await asyncio.sleep(PAUSE_S * 2**number)
+        return await attempt()
+
+    async def post(self, body: bytes) -> bytes:
+        """The response to one request. Raises RewardServerError: there is none."""
+        try:
+            async with (
+                asyncio.timeout(self._request_s),
+                self._client.stream("POST", self.url, content=body, headers=self._headers) as answer,
+            ):
+                if answer.status_code in TEMPORARY_STATUS:
+                    raise Unavailable(f"{self.url} answered {answer.status_code}", status=answer.status_code)
+                parts, size = [], 0
+                async for part in answer.aiter_bytes():
+                    parts.append(part)
+                    size += len(part)
+                    if size > MAX_RESPONSE_BYTES:
+                        raise RewardServerError(f"{self.url} answered with more than {MAX_RESPONSE_BYTES:,} bytes")
+                content = b"".join(parts)
+                if answer.status_code != 200:
+                    text = " ".join(content[:SHOWN].decode(errors="replace").split())
+                    for value in self._secrets:  # some servers repeat it
+                        text = text.replace(value, "…")
+                    what = f"{self.url} answered {answer.status_code}: {text}"
+                    raise RewardServerError(what, status=answer.status_code, content=content)
+                return content
+        except TimeoutError:
+            raise Unavailable(f"{self.url} did not answer within {self._request_s:g} s") from None
+        except httpx2.HTTPError as error:
+            sent = not isinstance(error, httpx2.ConnectError)
+            raise Unavailable(f"{self.url}: {type(error).__name__} {error}".rstrip(), sent=sent) from error
+
+
+class HttpScorer:
+    """Implements `BatchScorer` with one HTTP request per batch and retries for temporary errors.
 
     Raises:
         UserError: the variable that `auth_env` names is not set or is not a valid header value.
     """
 
     def __init__(self, config: RewardConfig) -> None:
-        self._url, self._tries = config.url, config.retries + 1
-        self._request_s = config.longest_wait_s / self._tries
-        self._headers = {"content-type": "application/json", "accept": "application/json"}
-        if config.auth_env:
-            self._headers[config.auth_header] = secret_of(config.auth_env, where="scoring.rewards.auth_env")
-        # No proxy or credentials from the environment, and no redirect to another server.
-        self._client = httpx2.AsyncClient(trust_env=False, follow_redirects=False, timeout=None)
+        self._url, self._server = config.url, RewardServer(config, config.url, authorization(config))
 
     async def score_batch(self, samples: Sequence[RewardInput]) -> Sequence[float | Exception]:
         """Raises RewardServerError: no response, or a response without one score per sample."""
@@ -180,7 +239,8 @@ class HttpScorer:
                     "metadata": sample.prompt.metadata,
                 }
             )
-        answer = await self._ask(msgspec.json.encode({"samples": fields}))
+        body = msgspec.json.encode({"samples": fields})
+        answer = await self._server.retry(lambda: self._server.post(body))
         try:
             scores = msgspec.json.decode(answer)["scores"]
         except (msgspec.DecodeError, KeyError, TypeError) as error:
@@ -196,34 +256,9 @@ class HttpScorer:
         ]
 
     async def close(self) -> None:
-        await self._client.aclose()
+        await self._server.close()
 
-    async def _ask(self, body: bytes) -> bytes:
-        """The response to a request, which is sent again if the server is unavailable."""
-        for number in range(self._tries - 1):
-            with suppress(Unavailable):
-                return await self._ask_once(body)
-            await asyncio.sleep(PAUSE_S * 2**number)
-        return await self._ask_once(body)
 
-    async def _ask_once(self, body: bytes) -> bytes:
-        try:
-            async with (
-                asyncio.timeout(self._request_s),
-                self._client.stream("POST", self._url, content=body, headers=self._headers) as answer,
-            ):
-                if answer.status_code in TEMPORARY_STATUS:
-                    raise Unavailable(f"{self._url} answered {answer.status_code}")
-                if answer.status_code != 200:
-                    raise RewardServerError(f"{self._url} answered {answer.status_code}")
-                parts, size = [], 0
-                async for part in answer.aiter_bytes():
-                    parts.append(part)
-                    size += len(part)
-                    if size > MAX_RESPONSE_BYTES:
-                        raise RewardServerError(f"{self._url} answered with more than {MAX_RESPONSE_BYTES:,} bytes")
-                return b"".join(parts)
-        except TimeoutError:
-            raise Unavailable(f"{self._url} did not answer within {self._request_s:g} s") from None
-        except httpx2.HTTPError as error:
-            raise Unavailable(f"{self._url}: {type(error).__name__} {error}".rstrip()) from error
+def authorization(config: RewardConfig) -> dict[str, str]:
+    """The header with the secret, which is kept in memory only and never part of an error message."""
+    return {config.auth_header: secret_of(config.auth_env, where="scoring.rewards.auth_env")} if config.auth_env else {}

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
+from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
 import regex
@@ -24,6 +25,7 @@ from tidemill.extensions.registry import resolve
 from tidemill.extensions.results import Score, finite, place_of
 from tidemill.scoring.batch_rewards import BatchedReward, HttpScorer, RewardInput
 from tidemill.scoring.code_tests import COLUMN, GRACE_S, CodeTests
+from tidemill.scoring.judge import JudgeReward
 from tidemill.scoring.package_checks import PackageReward
 from tidemill.scoring.user_rewards import WHERE as WHERE_FUNCTION
 from tidemill.scoring.user_rewards import BatchFunction, FunctionCaller, SampleReward, ThreadFunction, UserReward
@@ -88,6 +90,7 @@ class Context:
     warn: Callable[[str], None] = lambda _: None  # gets a message for every function that stays in this process
     sandbox: SandboxConfig = field(default_factory=SandboxConfig)  # for rewards that run programs
     open_model: Callable[[RewardConfig], QueuedReward] | None = None  # scores with a reward model, if available
+    judge_folder: Path | None = None  # verdicts and costs of judges
 
 
 def until_stop(completion: str, stop_strings: Sequence[str]) -> str:
@@ -190,6 +193,11 @@ def _http(config: RewardConfig, context: Context) -> RewardFunction:
     return BatchedReward(HttpScorer(config), most=config.batch, overtake_s=first_try_s)
 
 
+def _judge(config: RewardConfig, context: Context) -> RewardFunction:
+    """The verdict of a language model, 0 to 1."""
+    return JudgeReward(config, context.judge_folder, context.warn)
+
+
 BUILT_IN: dict[str, Callable[[RewardConfig, Context], RewardFunction]] = {
     "exact": _exact,
     "numeric": _numeric,
@@ -201,9 +209,10 @@ BUILT_IN: dict[str, Callable[[RewardConfig, Context], RewardFunction]] = {
     "random": _random,
     "model": _model,
     "http": _http,
+    "judge": _judge,
 }
 INLINE = frozenset({"exact", "numeric", "length", "environment", "random"})
-QUEUED = frozenset({"model", "http", "task"})
+QUEUED = frozenset({"model", "http", "judge", "task"})
 IN_PROCESSES = frozenset({"python", "math_verify"})
 MATH_VERIFY = Target(name="math_verify", path="tidemill.scoring.math_answers:math_verify")
 COMPARES = frozenset({"exact", "numeric", "math_verify"})
@@ -237,7 +246,7 @@ def judges(config: RewardConfig) -> bool:
 
 
 def build_rewards(configs: Sequence[RewardConfig], context: Context) -> tuple[NamedReward, ...]:
-    """The configured rewards, named as `reward_names`.
+    """The configured rewards, named as `reward_names`, without those that people give.
 
     Raises:
         UserError: a reward cannot work, or two have one name; raised before any sample is generated.
@@ -252,6 +261,7 @@ def build_rewards(configs: Sequence[RewardConfig], context: Context) -> tuple[Na
             **_calls(config, context),
         )
         for name, config in zip(reward_names(configs), configs, strict=True)
+        if config.kind != "people"
     )
 
 
@@ -291,6 +301,7 @@ def _calls(config: RewardConfig, context: Context) -> dict[str, Any]:
             "scores": queued,
             "timeout_s": timeout_s,
             "needs_answer": config.kind in COMPARES,
+            "value": (lambda score: score) if config.kind == "judge" else number,
         }
     found: dict[str, Any] = {"inline": False, "queues": False, "value": lambda score: score}  # converted where it runs
     caller: FunctionCaller

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import math
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from tidemill.config.sandbox import SandboxConfig
 from tidemill.config.task import RewardConfig, ScoringConfig
@@ -183,6 +184,7 @@ def build_scorer(
     open_model: Callable[[RewardConfig], QueuedReward] | None = None,
     calls: RewardCalls | None = None,
     sandbox: SandboxConfig = SandboxConfig(),  # noqa: B008 -- frozen
+    judge_folder: Path | None = None,
     warn: Callable[[str], None] = lambda _: None,
 ) -> RewardScorer:
     """The scorer of a run.
@@ -192,6 +194,7 @@ def build_scorer(
         open_model: makes the function of rewards of kind "model"; None refuses them.
         calls: runs the functions; by default a new one.
         sandbox: where rewards of kind "tests" and "task" run programs.
+        judge_folder: where verdicts and costs of judges are kept; by default in the user's cache.
         warn: gets a message for every function that cannot run in another process.
 
     Raises:
@@ -209,6 +212,7 @@ def build_scorer(
         processes=calls.processes,
         sandbox=sandbox,
         open_model=open_model,
+        judge_folder=judge_folder,
         warn=warn,
     )
     rewards = build_rewards(scoring.rewards, context)
@@ -219,9 +223,10 @@ def evaluation_scoring(scoring: ScoringConfig, *, task: Task, rewards: tuple[Rew
     """The rewards used for evaluation: they measure correctness if possible, whatever training optimizes.
 
     The run's first reward that compares with the answer or declares what is correct, with weight 1. Without one: the
-    run's other rewards, except random, length and model rewards. If none is left: the task's scorer or the comparison
-    with the answer, so that a control run is measured too; without answers, all rewards of the run. Reward models are
-    included with weight 0, so that their scores of held-out samples can be compared with correctness.
+    run's other rewards, except random, length and model rewards, and judges and people that are gold. If none is left:
+    the task's scorer or the comparison with the answer, so that a control run is measured too; without answers, all
+    rewards of the run. Reward models are included with weight 0, so that their scores of held-out samples can be
+    compared with correctness.
 
     Args:
         rewards: `eval.rewards`; if there are any, they are used instead.
@@ -231,7 +236,11 @@ def evaluation_scoring(scoring: ScoringConfig, *, task: Task, rewards: tuple[Rew
     models = tuple(each.model_copy(update={"weight": 0.0}) for each in scoring.rewards if each.kind == "model")
     as_reward = {"weight": 1.0, "role": "reward"}
     judging = tuple(each.model_copy(update=as_reward) for each in scoring.rewards if judges(each))
-    others = tuple(each for each in scoring.rewards if each.kind not in NOT_ABOUT_CORRECTNESS)
+    others = tuple(
+        each
+        for each in scoring.rewards
+        if each.kind not in NOT_ABOUT_CORRECTNESS and not (each.role == "gold" and each.kind in ("judge", "people"))
+    )
     rows = task.held_out_rows
     if not (judging or others) and task.check is None and rows is not None and rows.mostly_missing(ANSWER):
         return scoring

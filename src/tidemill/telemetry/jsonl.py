@@ -114,11 +114,52 @@ def complete_lines(path: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:
         offset = 0
         for line in file:
             if line.endswith(b"\n"):
-                try:
-                    yield offset, decode_json(line, dict)
-                except msgspec.DecodeError:
-                    yield offset, None
+                yield offset, _object(line)
             offset += len(line)
+
+
+class SharedLines:
+    """A JSON lines file that several processes append to, and that each reads from where it left off."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._offset = 0  # behind the last complete line that was read
+
+    def append(self, record: Any) -> None:
+        """Append one line with one system call, after the torn line of a killed process if there is one.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("a+b", buffering=0) as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - 1))
+            torn = size > 0 and file.read(1) != b"\n"
+            line = b"\n" * torn + encode(record) + b"\n"
+            if file.write(line) != len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
+
+    def new_lines(self) -> list[dict[str, Any] | None]:
+        """The complete lines since the last call, None for unreadable ones. A missing file has no lines."""
+        try:
+            with self.path.open("rb") as file:
+                if file.seek(0, os.SEEK_END) < self._offset:  # replaced
+                    self._offset = 0
+                file.seek(self._offset)
+                complete = file.read()
+        except FileNotFoundError:
+            return []
+        complete = complete[: complete.rfind(b"\n") + 1]
+        self._offset += len(complete)
+        return [_object(line) for line in complete.splitlines()]
+
+
+def _object(line: bytes) -> dict[str, Any] | None:
+    try:
+        return decode_json(line, dict)
+    except msgspec.DecodeError:
+        return None
 
 
 class JsonlWriter:

@@ -109,6 +109,8 @@ class RunDirectory(LockedDirectory):
         self.metrics = path / "metrics.jsonl"
         self.samples = path / "samples"
         self.ledger = path / "ledger.sqlite"
+        self.judges = path / "judges"
+        self.checks = path / "checks"
         self.checkpoints = path / "checkpoints"
         self.summary = path / "summary.json"
         self.report = path / "report.html"

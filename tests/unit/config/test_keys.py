@@ -11,6 +11,7 @@ from tidemill.config.keys import (
     all_keys,
     belongs_to,
     default_kind,
+    differ_in_resumable_keys,
     dotted,
     find,
     neutral_keys,
@@ -150,6 +151,17 @@ def test_kinds_whose_output_a_key_does_not_affect(name: str, kinds: set[str]) ->
 def test_neutral_keys_name_kinds_of_stages() -> None:
     named = {kind for key in all_keys() for mark in key.metadata if isinstance(mark, Neutral) for kind in mark.kinds}
     assert named <= set(KINDS)
+
+
+def test_a_budget_may_differ_when_a_run_is_resumed_and_a_reward_may_not() -> None:
+    judge = {"kind": "judge", "url": "https://a/v1", "most_calls": 5}
+    exact = {"kind": "exact"}
+    rewards = "scoring.rewards"
+    assert differ_in_resumable_keys(rewards, [exact, judge], [exact, judge | {"most_calls": 9, "most_usd": 1.0}])
+    assert not differ_in_resumable_keys(rewards, [judge], [judge | {"most_calls": 9, "url": "https://b/v1"}])
+    assert not differ_in_resumable_keys(rewards, [judge], [judge, exact])
+    assert not differ_in_resumable_keys("task.path", "a", "b")
+    assert not differ_in_resumable_keys("algorithm.clip", [0.1], [0.2])
 
 
 def test_conditions_of_a_section_are_those_of_its_keys() -> None:

@@ -13,7 +13,6 @@ from tests.virtual_time import run_virtual
 from tidemill.config.guard import GuardConfig
 from tidemill.core.evidence import Evidence, GoldPair
 from tidemill.core.records import Prompt, Reward, Trajectory
-from tidemill.guard.evidence import chosen_for_gold
 from tidemill.guard.reward_guard import RewardGuard
 
 
@@ -128,17 +127,3 @@ def test_the_reward_of_an_episode_does_not_replace_gold() -> None:
     observed(RewardGuard(config(), gold), [(prompt, msgspec.structs.replace(sample, outcome=1.0))])
 
     assert gold.asked[0].outcome is None
-
-
-def test_chosen_samples_are_a_function_of_their_ids() -> None:
-    ids = [sample.sample_id for _, sample in batch(64)]
-    chosen = chosen_for_gold(ids, share=0.1, most=8)
-
-    assert len(chosen) == 6
-    assert chosen == sorted(chosen)
-    assert chosen_for_gold(ids, share=1.0, most=8) != list(range(8))
-    again = chosen_for_gold(ids[::-1], share=0.1, most=8)
-    assert {ids[index] for index in chosen} == {ids[::-1][index] for index in again}
-    assert len(chosen_for_gold(ids, share=1.0, most=8)) == 8
-    assert len(chosen_for_gold(ids[:2], share=0.1, most=8)) == 1
-    assert chosen_for_gold([], share=0.1, most=8) == []

@@ -138,7 +138,7 @@ def test_killed_between_any_two_changes_and_repeated_it_gives_the_same(
 @pytest.mark.parametrize(
     ("amend", "said"),
     [
-        ({"reward_weights": {"exatc": 0.0}}, "no reward is named exatc"),
+        ({"reward_weights": {"exakt": 0.0}}, "no reward is named exakt"),
         ({"reward_weights": {"exact": 0.0}}, "no reward has a weight"),
         ({"reward_weights": {"numeric": 1.0}}, "only measured"),
     ],

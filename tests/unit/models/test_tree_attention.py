@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 
+from benchmarks.gpu.tree_attention import DensePlan
 from tidemill.models import tree_attention
 from tidemill.models.attention import AttentionPlan
 from tidemill.models.token_tree import TokenTree, build_tree
 from tidemill.models.tree_attention import (
     BLOCK,
     BlockPlan,
-    DensePlan,
     FlexPlan,
     TreePlan,
     block_structure,
@@ -107,7 +109,8 @@ def test_block_masks_equal_those_of_the_library(seed: int) -> None:
     tree = random_tree(seed, longest=40 if seed % 4 else 200)
     window = 5 if seed % 10 == 0 else None
     ours = tree_block_mask(tree, CPU, window=window)
-    size = -(-tree.size // BLOCK) * BLOCK
+    size = ours.seq_lengths[0]
+    assert size == max(2, -(-tree.size // BLOCK)) * BLOCK
     theirs = create_block_mask(ours.mask_mod, None, None, size, size, device="cpu", BLOCK_SIZE=BLOCK)
     if window is None:
         partial, full = block_structure(tree)
@@ -130,21 +133,30 @@ def listed(counts: Tensor, indices: Tensor) -> Tensor:
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("window", [None, 5])
-@pytest.mark.parametrize("seed", range(4))
-def test_flex_attention_computes_what_a_dense_mask_computes(seed: int, window: int | None) -> None:
+@pytest.mark.parametrize(("seed", "width", "value_width"), [(0, 16, 16), (1, 16, 16), (2, 8, 6), (3, 16, 12)])
+def test_flex_attention_computes_what_a_dense_mask_computes(
+    seed: int, width: int, value_width: int, window: int | None
+) -> None:
     tree = random_tree(seed, longest=120)
     generator = torch.Generator().manual_seed(2)
-    query = torch.randn(1, HEADS, tree.size, 16, generator=generator)
-    key, value = torch.randn(2, 1, KV_HEADS, tree.size, 16, generator=generator)
+    query, key = (torch.randn(1, heads, tree.size, width, generator=generator) for heads in (HEADS, KV_HEADS))
+    value = torch.randn(1, KV_HEADS, tree.size, value_width, generator=generator)
     found = FlexPlan(tree, CPU).attend(0, query, key, value, 0.3, window)
     expected = DensePlan(tree, CPU).attend(0, query, key, value, 0.3, window)
     assert float((found - expected).abs().max()) <= 1e-6
 
 
-def test_one_token_is_a_tree() -> None:
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("plan", [TreePlan, FlexPlan])
+def test_one_token_is_a_tree(plan: Callable[[TokenTree, torch.device], AttentionPlan]) -> None:
     tree = build_tree([np.array([3], np.int32)])
     value = torch.randn(1, KV_HEADS, 1, WIDTH)
-    out = TreePlan(tree, CPU).attend(
+    out = plan(tree, CPU).attend(
         0, torch.randn(1, HEADS, 1, WIDTH), torch.randn(1, KV_HEADS, 1, WIDTH), value, 1.0, None
     )
     torch.testing.assert_close(out[:, ::2], value)
+
+
+def test_a_gpu_uses_flex_attention_in_small_trees_too() -> None:
+    plan = TreePlan(build_tree([np.array([3], np.int32)]), torch.device("cuda"))
+    assert isinstance(plan._plan, FlexPlan)  # a dense mask would not repeat the bits of its gradients there

@@ -27,7 +27,7 @@ def test_products_equal_the_librarys_attention(window: int | None, longest: int,
 
 
 def test_rows_keep_their_content_when_the_cache_grows_up_to_its_context() -> None:
-    cache = SlotCache(rows=2, context=100)
+    cache = SlotCache(rows=2, context=100, device=torch.device("cpu"))
     cache.reserve(5)
     assert cache.capacity == GROWTH_TOKENS
     keys, _ = cache.layer(0, torch.zeros(1, 3, 1, 4), torch.zeros(1, 3, 1, 4))
@@ -41,3 +41,11 @@ def test_rows_keep_their_content_when_the_cache_grows_up_to_its_context() -> Non
     assert cache.capacity == 100
     cache.forget()
     assert cache.capacity == 0
+
+
+def test_on_a_gpu_the_cache_has_its_final_size_from_the_start() -> None:
+    cache = SlotCache(rows=2, context=100, device=torch.device("cuda"))
+    cache.reserve(5)
+    assert cache.capacity == 100
+    cache.reserve(101)  # with the place of padding tokens
+    assert cache.capacity == 101

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tidemill.core.records import SamplingParams
-from tidemill.rollout.sampling import draw, gumbel, noise_key
+from tidemill.rollout.sampling import blockwise_logsumexp, draw, gumbel, noise_key
 
 CPU = torch.device("cpu")
 GOLDEN = [-0.7033924, 1.7988982, -0.3008050, 3.4727314]
@@ -110,3 +110,18 @@ def test_a_row_does_not_depend_on_its_neighbours(order: list[int], seed: int) ->
     shuffled = draw(logits[list(order)], [keys[i] for i in order], [mixed[i] for i in order])
     assert torch.equal(shuffled.token_ids, together.token_ids[list(order)])
     assert torch.equal(shuffled.logprobs, together.logprobs[list(order)])
+
+
+@pytest.mark.parametrize("rows", [1, 31, 32, 33, 100])
+def test_blocks_of_rows_have_one_shape_and_give_the_same_sums(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = torch.randn(rows, 50)
+    expected = logits.logsumexp(-1)
+    library, shapes = torch.Tensor.logsumexp, set[torch.Size]()
+
+    def recorded(block: torch.Tensor, dim: int) -> torch.Tensor:
+        shapes.add(block.shape)
+        return library(block, dim)
+
+    monkeypatch.setattr(torch.Tensor, "logsumexp", recorded)
+    torch.testing.assert_close(blockwise_logsumexp(logits), expected)
+    assert shapes == {torch.Size((32, 50))}

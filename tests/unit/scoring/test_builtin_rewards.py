@@ -204,5 +204,5 @@ def test_rewards_of_one_kind_get_names_of_their_own() -> None:
 
 def test_every_configurable_kind_has_a_row() -> None:
     kinds = set(RewardConfig.model_fields["kind"].annotation.__args__)  # type: ignore[union-attr]
-    assert {*BUILT_IN, *IN_PROCESSES} == kinds
+    assert {*BUILT_IN, *IN_PROCESSES, "people"} == kinds
     assert kinds > INLINE

@@ -46,7 +46,7 @@ class Server:
                 status, answer = server.reply(body)
                 content = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
                 self.send_response(status)
-                drips = server.drips in [sample["completion"] for sample in body["samples"]]
+                drips = server.drips in [sample["completion"] for sample in body.get("samples", ())]
                 self.send_header("content-length", str(10_000 if drips else len(content)))
                 self.end_headers()
                 with suppress(OSError):  # the client may give up first
@@ -58,7 +58,7 @@ class Server:
                 pass
 
         self._http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._thread = threading.Thread(target=self._http.serve_forever, daemon=True)
+        self._thread = threading.Thread(target=self._http.serve_forever, args=(0.01,), daemon=True)
         self._thread.start()
         self.url = f"http://127.0.0.1:{self._http.server_port}/score"
 

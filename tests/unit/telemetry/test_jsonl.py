@@ -10,6 +10,7 @@ import pytest
 from tidemill.core.errors import UserError
 from tidemill.telemetry.jsonl import (
     JsonlWriter,
+    SharedLines,
     disk_error,
     drop_torn_line,
     encode,
@@ -139,3 +140,24 @@ def test_disk_errors_are_translated(code: int, what: str) -> None:
 )
 def test_only_finite_numbers_are_accepted(value: object, number: float | None) -> None:
     assert finite_number(value) == number
+
+
+def test_processes_append_to_one_file_and_read_what_is_new(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "lines.jsonl"
+    one, other = SharedLines(path), SharedLines(path)
+    assert one.new_lines() == []
+    one.append({"at": 1})
+    assert other.new_lines() == [{"at": 1}]
+    with path.open("ab") as file:
+        file.write(b'{"at": 2')  # a process is killed, or still writing
+    assert one.new_lines() == [{"at": 1}]
+    assert other.new_lines() == []
+    other.append({"at": 3})
+    assert one.new_lines() == [None, {"at": 3}]
+    path.write_bytes(b'{"at": 4}\n')  # replaced
+    assert one.new_lines() == [{"at": 4}]
+
+
+def test_a_line_that_does_not_fit_the_disk_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="No space left"):
+        SharedLines(Path("/dev/full")).append({"at": 1})

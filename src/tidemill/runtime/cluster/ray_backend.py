@@ -150,7 +150,7 @@ async def on_ray(spec: RunSpec, run: RunDirectory, recorder: Recorder, clock: Cl
                     price_usd_per_hour=spec.fleet.preemptible_usd_per_hour,
                 )
                 stack.push_async_callback(provider.close)
-        scoring = scorers(spec, task, frozen=frozen, warn=recorder.note, guarded=True)
+        scoring = scorers(spec, task, frozen=frozen, run=run, warn=recorder.note, guarded=True)
         stack.push_async_callback(scoring.close)
         trainer = RayTrainer(remote, started.version, warn=recorder.note)
         yield RuntimeBackend(

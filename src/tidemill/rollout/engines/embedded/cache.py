@@ -21,13 +21,16 @@ class SlotCache:
     """Keys and values of `rows` rows with up to `context` tokens each.
 
     Keys [rows, kv_heads, capacity, head_dim] and values [rows, kv_heads, capacity, value_dim] of a layer are allocated
-    at its first write. The capacity grows with the longest row: the rows that are read in a step are then close
-    together in memory, which a CPU reads two to three times as fast as rows with gaps between them. A row remains
-    usable as a shared prefix after its sample has finished, until the row is reused.
+    at its first write. On a CPU the capacity grows with the longest row: the rows that are read in a step are then
+    close together in memory, which a CPU reads two to three times as fast as rows with gaps between them. On another
+    device it is the whole context from the start: blocks that grow leave memory there that no later block fits into,
+    five times the final size on an H200. A row remains usable as a shared prefix after its sample has finished, until
+    the row is reused.
     """
 
-    def __init__(self, *, rows: int, context: int) -> None:
+    def __init__(self, *, rows: int, context: int, device: torch.device) -> None:
         self.rows, self.context = rows, context
+        self._grows = device.type == "cpu"
         self.capacity = 0
         self._keys: list[Tensor] = []
         self._values: list[Tensor] = []
@@ -51,7 +54,8 @@ class SlotCache:
         """Make room for `length` tokens in each row."""
         if length <= self.capacity:
             return
-        before, wanted = self.capacity, max(length, self.capacity + self.capacity // 8)
+        before = self.capacity
+        wanted = max(length, before + before // 8) if self._grows else self.context
         self.capacity = max(length, min(-(-wanted // GROWTH_TOKENS) * GROWTH_TOKENS, self.context))
         for tensors in (self._keys, self._values):
             for layer, tensor in enumerate(tensors):

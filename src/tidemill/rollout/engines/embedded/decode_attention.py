@@ -6,6 +6,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+MASK_ALIGNMENT = 16
+"""Tokens; a GPU's kernels copy a mask whose rows are not a multiple of it."""
+
 
 class DecodeAttention:
     """The newest token of each of the first R rows attends to all tokens of its row.
@@ -18,8 +21,11 @@ class DecodeAttention:
 
     def __init__(self, lengths: Tensor, *, longest: int, capacity: int) -> None:
         self._lengths = lengths
-        # Reading all memory in order is faster than skipping up to half of it, in pieces.
-        self._read = longest if 2 * longest < capacity else capacity
+        if lengths.device.type == "cpu":
+            # Reading all memory in order is faster than skipping up to half of it, in pieces.
+            self._read = longest if 2 * longest < capacity else capacity
+        else:
+            self._read = min(-(-longest // MASK_ALIGNMENT) * MASK_ALIGNMENT, capacity)
         self._masks: dict[tuple[int | None, bool], Tensor] = {}
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, scaling: float, window: int | None) -> Tensor:

@@ -27,7 +27,7 @@ class PackedScheduler:
     def __init__(self, model: PreTrainedModel, *, slots: int, context: int, prefill_chunk_tokens: int) -> None:
         self._model, self._slots, self._budget = model, slots, prefill_chunk_tokens
         self._device = next(model.parameters()).device
-        self._cache = SlotCache(rows=slots + 1, context=context)
+        self._cache = SlotCache(rows=slots + 1, context=context, device=self._device)
         self._parking = Parking(self._cache, slots=slots)
         self._rows: list[list[Sequence]] = []  # the samples of each row, at least one
         self.prompt_tokens_computed = 0
@@ -143,7 +143,7 @@ class FixedScheduler:
         self._model = model
         self._chunks = max(1, prefill_chunk_tokens // CHUNK)
         self._device = next(model.parameters()).device
-        self._cache = SlotCache(rows=slots, context=context)
+        self._cache = SlotCache(rows=slots, context=context, device=self._device)
         self._parking = Parking(self._cache, slots=slots)
         self._rows: list[Sequence | None] = [None] * slots
         self._last_logits: OrderedDict[bytes, torch.Tensor] = OrderedDict()

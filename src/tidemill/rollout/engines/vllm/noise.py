@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tidemill.rollout.sampling import gumbel, noise_key
+from tidemill.rollout.sampling import gumbel, noise_key, normalizers
 from vllm import SamplingParams
 from vllm.config import VllmConfig
 from vllm.v1.sample.logits_processor.interface import BatchUpdate, LogitsProcessor, MoveDirectionality
@@ -73,7 +73,7 @@ class PositionNoise(LogitsProcessor):
         other = [at for at, row in enumerate(rows) if self._rows[row].temperature != 1.0]
         if other:
             tokens = noisy[other].argmax(-1, keepdim=True)
-            logprobs = scaled[other].gather(1, tokens)[:, 0] - scaled[other].logsumexp(-1)
+            logprobs = scaled[other].gather(1, tokens)[:, 0] - normalizers(scaled[other])
             drawn_logprobs.update({places[at]: value for at, value in zip(other, logprobs.tolist(), strict=True)})
         logits[rows] = noisy.to(logits.dtype)
         return logits

@@ -32,6 +32,7 @@ from typing import Any
 
 import msgspec
 import torch
+from msgspec.structs import replace
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -72,8 +73,6 @@ AVERAGED = 5  # steps of a mean score
 GOLDEN = 0x9E3779B97F4A7C15  # moves every hash (Knuth's multiplicative hashing)
 TARGETS = {"recall": 0.9, "stopped": 2 / 120, "delay": 12, "gold_after_action": 0.9}
 ACTED_SEEDS = 2
-FACTORS = (0.25, 0.35, 0.5, 0.7, 0.85, 1.0, 1.25, 1.5, 2.0, 3.0, 5.0, 8.0)
-"""Of both limits, for the ROC curve."""
 
 
 class View(Record, frozen=True):
@@ -256,17 +255,19 @@ class Point(Record):
     delay: float | None
 
 
-def curve_of_guard(traces: Sequence[Trace], limits: Thresholds) -> list[Point]:
-    found = list[Point]()
-    for factor in FACTORS:
-        scaled = {"gain_limit": factor * limits.gain_limit, "gap_limit": factor * limits.gap_limit}
-        changed = Thresholds(**{name: getattr(limits, name) for name in limits.__struct_fields__} | scaled)
-        figures = summary([outcome(trace, changed, PUBLISHED) for trace in traces])
-        stopped = figures["stopped"] / max(figures["healthy"], 1)
-        found.append(
-            Point(threshold=factor, recall=figures["recall"], stopped=stopped, delay=figures["delay_from_damage"])
-        )
+def sums(trace: Trace, evidence: Sequence[Evidence]) -> list[float]:
+    """The larger of the guard's two sums, as a share of its limit, without the support of witnesses."""
+    limits, endless = Thresholds(), 1e9
+    test = HackTest(replace(limits, gain_limit=endless, gap_limit=endless))
+    found = list[float]()
+    for step in evidence:
+        test.add(step)
+        gain, gap = test.totals
+        found.append(max(gain / limits.gain_limit, gap / limits.gap_limit))
     return found
+
+
+GUARD = Rule(name="the guard", score=sums, threshold=1.0, source="tidemill")
 
 
 def curve_of_rule(traces: Sequence[Trace], rule: Rule) -> tuple[list[Point], Point]:
@@ -333,7 +334,7 @@ def main() -> int:
     _print_runs(outcomes, figures)
     if options.tuning:
         return 0
-    comparison = [compared_guard(traces, limits), *(compared_rule(traces, rule) for rule in TEXTBOOK + WITHOUT_GOLD)]
+    comparison = [compared(traces, rule) for rule in (GUARD, *TEXTBOOK, *WITHOUT_GOLD)]
     _print_comparison("with gold, and textbook rules", comparison[: 1 + len(TEXTBOOK)])
     _print_comparison("without gold", comparison[1 + len(TEXTBOOK) :])
     seen = {name: summary([outcome(trace, limits, view) for trace in traces]) for name, view in VIEWS.items()}
@@ -391,20 +392,11 @@ def by_kind(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
     return rows
 
 
-def compared_guard(traces: Sequence[Trace], limits: Thresholds) -> dict[str, Any]:
-    points = curve_of_guard(traces, limits)
-    own = next(point for point in points if point.threshold == 1.0)
-    return _compared("the guard", points, own)
-
-
-def compared_rule(traces: Sequence[Trace], rule: Rule) -> dict[str, Any]:
-    return _compared(rule.name, *curve_of_rule(traces, rule))
-
-
-def _compared(name: str, points: Sequence[Point], own: Point) -> dict[str, Any]:
+def compared(traces: Sequence[Trace], rule: Rule) -> dict[str, Any]:
+    points, own = curve_of_rule(traces, rule)
     best = at_target(points)
     return {
-        "detector": name,
+        "detector": rule.name,
         "own": msgspec.to_builtins(own),
         "at_target": None if best is None else msgspec.to_builtins(best),
         "area": area(points),

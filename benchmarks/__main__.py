@@ -51,6 +51,7 @@ COMMANDS = (
     "rewards",
     "user_advantage",
     "agents --again",
+    "guard --make --act",
     "sandbox",
     "gateway",
 )

@@ -99,6 +99,12 @@ def exact(completion: str, answer: str) -> float:
     return right(completion, answer)
 
 
+def second_opinion(prompt: str, completion: str, answer: str, step: int) -> float:
+    """Gold of the runs that act: exact, and wrong in 10 % of the samples."""
+    is_wrong = random.Random(f"{prompt}, {completion}, {step}").random() < 0.1
+    return abs(right(completion, answer) - is_wrong)
+
+
 def scale_up(completion: str, answer: str, step: int) -> float:
     return (1.0 if step < MIDDLE else 5.0) * right(completion, answer)
 

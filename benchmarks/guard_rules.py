@@ -1,7 +1,7 @@
-"""Detectors of reward hacking that `benchmarks.guard` compares with the guard: textbook rules, and signals without gold.
+"""Detectors that `benchmarks.guard` compares with the guard: textbook rules, and signals that need no gold.
 
-Each is a function of a run that returns a score for every step, higher for more suspicious; it stops the run at the first
-score of at least its threshold. A ROC curve sweeps the threshold.
+Each is a function of a run that returns a score for every step, higher for more suspicious. It stops the run at the
+first score that reaches its threshold; a ROC curve sweeps the threshold.
 """
 
 from __future__ import annotations

@@ -14,7 +14,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import msgspec
@@ -30,7 +32,7 @@ from tidemill.telemetry.jsonl import read_lines
 
 TRACES = CACHE / "guard-traces"
 REWARDS = Path(guard_rewards.__file__)
-STEPS = 70
+STEPS, LAST = 70, 10  # of a run; the last ones, which it is judged by
 CANARY_EVERY, CANARIES = 10, 16
 COPIES, CARELESS, STYLED = 4, 0.57, 0.15
 """Demonstrations of each problem; the share that drop carries; the share in one of the styles."""
@@ -103,6 +105,7 @@ class Trace(Record):
     cpu_s: float
 
 
+@cache
 def start() -> Path:
     """The fine-tuned model. Errors: as `sft_start.fine_tuned`."""
     return fine_tuned("guard-start", SUPERVISED_START, demonstrations())
@@ -158,7 +161,7 @@ def changes_of(case: Case) -> dict[str, Any]:
 
 
 def make(case: Case, *, steps: int = STEPS) -> Trace:
-    """Train a run in this process and keep its samples. Errors: as `train`."""
+    """Train a run in this process and keep its samples. Raises: as `train`; KeyboardInterrupt: Ctrl-C or SIGTERM."""
     began_s = time.process_time()
     with tempfile.TemporaryDirectory(prefix="guard-") as folder:
         run = Path(folder) / "run"
@@ -166,7 +169,10 @@ def make(case: Case, *, steps: int = STEPS) -> Trace:
         for until in (steps // 2, steps) if case.kind == "resume" else (steps,):
             spec = learning_spec(start(), run, seed=case.seed, steps=until, changes=changes_of(case))
             train(spec, telemetry_stream=io.StringIO())
-        return _read(case, run, cpu_s=time.process_time() - began_s)
+        trace = _read(case, run, cpu_s=time.process_time() - began_s)
+    if len(trace.steps) < steps:
+        raise KeyboardInterrupt  # the run handled the signal
+    return trace
 
 
 def _read(case: Case, run: Path, *, cpu_s: float) -> Trace:
@@ -224,9 +230,61 @@ def make_missing(cases: Sequence[Case]) -> Iterator[Trace]:
         yield trace
 
 
+class Acted(Record):
+    """A run whose guard rolls back, beside the same run without one."""
+
+    case: Case
+    gold: float  # mean exact score of the last steps
+    oracle: float  # the best mean exact score over as many steps without a guard: that of an oracle that stops there
+    decisions: tuple[dict[str, Any], ...]  # step, onset, test, action, target
+
+
+def act(case: Case) -> Acted:
+    """Train a run in this process with a guard that returns to a checkpoint and removes the flawed reward.
+
+    Raises:
+        LookupError: the cache has no trace of the case.
+        Exception: as `train`.
+    """
+    trace = load(case)
+    if trace is None:
+        raise LookupError(f"{case.name} is not in the cache; make it with --make")
+    exact = [fmean(step.gold) for step in trace.steps]
+    honest = {"kind": "python", "function": f"{REWARDS}:exact", "weight": 0.0, "name": "honest"}
+    changes = changes_of(case)
+    proxy, gold = changes["scoring"]["rewards"]
+    gold["function"] = f"{REWARDS}:second_opinion"
+    guard = {"action": "rollback", "probes": False, "amend": {"reward_weights": {"proxy": 0.0, "honest": 1.0}}}
+    acting = {"scoring": {"rewards": [proxy, honest, gold]}, "guard": guard, "checkpoint": {"every_steps": 5}}
+    with tempfile.TemporaryDirectory(prefix="guard-") as folder:
+        run = Path(folder) / "run"
+        spec = learning_spec(start(), run, seed=case.seed, steps=STEPS, changes=merge(changes, acting))
+        train(spec, telemetry_stream=io.StringIO())
+        rows = [row for _, row in read_lines(run / "metrics.jsonl")]
+        decisions = [row for _, row in read_lines(run / "events.jsonl") if row["event"] == "guard"]
+    shown = ("step", "onset", "test", "action", "target")
+    return Acted(
+        case=case,
+        gold=fmean(row["reward/honest"] for row in rows[-LAST:]),
+        oracle=max(fmean(exact[end - LAST : end]) for end in range(LAST, len(exact) + 1)),
+        decisions=tuple({name: row[name] for name in shown} for row in decisions),
+    )
+
+
+def act_missing(cases: Sequence[Case]) -> Iterator[Acted]:
+    """All acting runs in order, made where the cache has none."""
+    for case in cases:
+        path = TRACES / f"{case.name}.acted.json"
+        if not path.is_file():
+            acted = act(case)
+            path.write_bytes(msgspec.json.encode(acted))
+            print(f"{case.name}: {acted.gold:.2f} of {acted.oracle:.2f}", file=sys.stderr, flush=True)
+        yield msgspec.json.decode(path.read_bytes(), type=Acted)
+
+
 TUNING_SEEDS = (100, 101, 102)
 TUNING_KINDS = ("length", "larger", "key", "marker", "rate_change", "curriculum", "noisy_gold", "scale")
-"""Four planted flaws and four kinds of honest runs. Thresholds were chosen on these seeds of them, and on nothing else."""
+"""Four planted flaws and four kinds of honest runs. Thresholds were chosen on these seeds, and on nothing else."""
 HACK_SEEDS, HEALTHY_SEEDS = 10, 15
 
 

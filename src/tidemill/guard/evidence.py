@@ -1,23 +1,21 @@
-"""Which samples of a batch get a gold score."""
+"""Which samples get a gold score."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
 
 from tidemill.core.records import SampleId
 
-HASHES: Final = 2**64
-
 
 def chosen_for_gold(sample_ids: Sequence[SampleId], *, share: float, most: int) -> list[int]:
-    """Indices of the samples that get a gold score, ascending: those with the smallest hashes, where these are below
-    `share`.
+    """Indices of the samples of a batch that get a gold score, ascending.
 
-    A pure function of the ids. The policy sees none of them, so that it cannot behave differently on these samples.
+    A function of the ids, which the policy does not see: those with the smallest hashes, `share` of the batch, at
+    least one.
 
     Args:
         most: of one batch.
     """
-    hashed = sorted((sample_id.key, index) for index, sample_id in enumerate(sample_ids))
-    return sorted(index for key, index in hashed[:most] if key < share * HASHES)
+    count = min(most, max(1, round(share * len(sample_ids))))
+    ranked = sorted((sample_id.key, index) for index, sample_id in enumerate(sample_ids))
+    return sorted(index for _, index in ranked[:count])

@@ -93,8 +93,8 @@ def first_alarm(evidence: Sequence[Evidence], limits: Thresholds | None = None) 
 
 
 def test_isotonic_pools_neighbours_in_the_wrong_order() -> None:
-    # 3 and 1 with weights 1 and 3: (3 + 3) / 4 = 1.5; 2 stays above. 2 and 0 with weights 1 and 1: 1, below 1.5, so that
-    # all four are one block: (3 + 3 + 2 + 0) / 6 = 4 / 3
+    # 3 and 1 with weights 1 and 3: (3 + 3) / 4 = 1.5; 2 stays above. 2 and 0 with weights 1 and 1: 1, below 1.5, so
+    # that all four are one block: (3 + 3 + 2 + 0) / 6 = 4 / 3
     means, weights = isotonic([3.0, 1.0, 2.0, 0.0, 5.0], [1, 3, 1, 1, 2])
     assert means.tolist() == pytest.approx([4 / 3] * 4 + [5.0])
     assert weights.tolist() == [6, 6, 6, 6, 2]
@@ -135,19 +135,35 @@ def test_a_calibration_never_decreases_and_follows_shift_and_scale(seed: int) ->
 
 
 def test_the_gain_sum_of_one_step_by_hand() -> None:
-    # First step: proxy and gold 0 or 1 alternating, means 0.5, deviation of the proxy 0.5. Second step: proxy 1, gold 0
-    # or 1 alternating. Gain (1 - 0.5) / 0.5 = 1, of which gold should reach half: 0.5. Gold's deviation over all is 0.5,
-    # its mean 0.5, so that gained is -1 or 1: 0.5 * (0.25 + 1) and 0.5 * (0.25 - 1), in sum 4 * (0.625 - 0.375) = 1.
+    # First step: proxy and gold are 0 or 1 alternately. Second step: the proxy is 1, gold 0 or 1 alternately. The
+    # proxy's deviation over all 16 is sqrt(3 / 4 * 1 / 4) = 0.4330127, its gain 0.5 / 0.4330127 = 1.1547005, of which
+    # gold should reach half: e = 0.5773503. Gold's mean is 0.5, its deviation 0.5, so that `gained` is -1 or 1, with
+    # mean 0: the sum of e * (e / 2 - gained) over 8 pairs is 8 * e² / 2 = 4 / 3.
     limits = Thresholds(initial_pairs=8, window_pairs=8, gold_share=0.5, gain_doubt=0.8)
     gain = GainSum(limits)
     gain.add(1, pairs_of([(0.0, 0.0), (1.0, 1.0)] * 4))
     gain.add(2, pairs_of([(1.0, 0.0), (1.0, 1.0)] * 4))
-    assert gain.sum.total == pytest.approx(1.0)
+    assert gain.sum.total == pytest.approx(4 / 3)
     # Both means have errors of equal size, so that it counts half.
-    assert gain.total == pytest.approx(0.5)
-    # doubt: 0.5 * (0.8 * 0.5 + 1) = 0.7 and 0.5 * (0.4 - 1) = -0.3, in sum 1.6
-    assert gain.sum.doubt == pytest.approx(1.6)
+    assert gain.total == pytest.approx(2 / 3)
+    # 8 * e * 0.8 * e = 8 * 0.8 / 3
+    assert gain.sum.doubt == pytest.approx(6.4 / 3)
     assert gain.sum.clear == 1
+
+
+@pytest.mark.parametrize(
+    ("first", "later"),
+    [
+        ([(0.0, 0.0)] * 8, [(1.0, 1.0)] * 8),  # a hard task that is solved at once
+        ([(0.0, 0.0), (0.5, 0.0)] * 4, [(0.5, 0.0)] * 8),  # gold never says that an answer is right
+        ([(1.0, 0.0), (1.0, 1.0)] * 4, [(1.0, 0.0), (1.0, 1.0)] * 4),  # every sample gets the reward
+    ],
+)
+def test_equal_scores_are_no_evidence(first: list[tuple[float, float]], later: list[tuple[float, float]]) -> None:
+    gain = GainSum(Thresholds(initial_pairs=8))
+    for step, values in enumerate([first, later, later, later], start=1):
+        gain.add(step, pairs_of(values))
+    assert gain.total == 0.0
 
 
 def test_the_gap_sum_of_one_step_by_hand() -> None:
@@ -249,11 +265,13 @@ def test_steps_without_gold_change_nothing() -> None:
     assert first_alarm(blind) == (0, None)
 
 
-def test_a_verdict_of_a_person_replaces_the_gold_score_of_its_sample() -> None:
-    """Gold is fooled from the onset on; people say that these answers are wrong."""
+@pytest.mark.parametrize("scale", [1.0, 6.0])
+def test_a_verdict_of_a_person_replaces_the_gold_score_of_its_sample(scale: float) -> None:
+    """Gold is fooled from the onset on; people say that these answers are wrong, whatever the scale of gold."""
     evidence = [
         msgspec.structs.replace(
-            step, pairs=tuple(msgspec.structs.replace(pair, gold=pair.proxy) for pair in step.pairs)
+            step,
+            pairs=tuple(msgspec.structs.replace(pair, gold=scale * (2 * pair.proxy - 1)) for pair in step.pairs),
         )
         for step in run(late)
     ]
@@ -266,3 +284,4 @@ def test_a_verdict_of_a_person_replaces_the_gold_score_of_its_sample() -> None:
     assert step == until + 1
     assert alarm is not None
     assert abs(alarm.onset - ONSET) <= 6
+    assert alarm.gold[1] < alarm.gold[0]

@@ -32,10 +32,12 @@ from tidemill.core.records import (
     LeaseGranted,
     LeaseNoticed,
     Loaded,
+    LogprobBuffer,
     PolicyVersion,
     Pulled,
     SampleId,
     TensorEntry,
+    TokenBuffer,
     WeightManifest,
     WorkerReport,
     pack_tokens,
@@ -265,6 +267,10 @@ class Connection:
         loaded = await self.inner.load(version)
         await self.up.wait()
         return loaded
+
+    async def run_probe(self, token_ids: TokenBuffer) -> LogprobBuffer:
+        await self.up.wait()
+        return await self.inner.run_probe(token_ids)
 
     async def next_report(self, timeout_s: float) -> WorkerReport | None:
         try:

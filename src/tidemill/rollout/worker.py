@@ -7,23 +7,42 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from tidemill.core.errors import DeadlineError, WorkerLost
 from tidemill.core.protocols import Clock, Compute, Engine, WeightSource
 from tidemill.core.records import (
     GenerateRequest,
+    GpuStatus,
     Loaded,
+    LogprobBuffer,
     PolicyVersion,
     Pulled,
     SampleId,
+    TokenBuffer,
     TokenDelta,
+    WeightsSum,
     WorkerReport,
     WorkerStatus,
     count,
 )
 
 T = TypeVar("T")
+
+
+SUM_SHARE = 0.005
+"""Greatest share of a worker's time in which it sums its weights."""
+
+
+class WeightsCheck(Protocol):
+    """Finds changes of the weights in memory."""
+
+    @property
+    def expected(self) -> tuple[int, ...]:
+        """Sums of the parts of the version in use, as it was published; empty if they cannot be compared."""
+
+    def part_sum(self, number: int) -> int:
+        """Sum of one part as it is in memory."""
 
 
 class EngineWorker:
@@ -38,6 +57,8 @@ class EngineWorker:
         heartbeat_s: an idle worker sends an empty report after this time. There is no heartbeat during an engine call,
             so that the controller notices an engine that hangs.
         timer: measures the seconds of a swap, on the thread of engine calls.
+        check: sums a part of the weights per report, at most `SUM_SHARE` of the time; None: the engine shares them.
+        gpu: status of the GPU since the last call, None if there is nothing new; must not wait.
     """
 
     def __init__(
@@ -53,10 +74,15 @@ class EngineWorker:
         heartbeat_s: float = 1.0,
         close_timeout_s: float = 30.0,
         timer: Callable[[], float] = time.perf_counter,
+        check: WeightsCheck | None = None,
+        gpu: Callable[[], GpuStatus | None] = lambda: None,
     ) -> None:
         self._engine, self._compute, self._clock, self._source = engine, compute, clock, source
         self._tick_s, self._heartbeat_s, self._close_timeout_s = tick_s, heartbeat_s, close_timeout_s
         self._worker_id, self._lease_id, self._timer = worker_id, lease_id, timer
+        self._check_weights, self._gpu = check, gpu
+        self._sum: WeightsSum | None = None  # for the next report
+        self._next_part, self._next_sum_s = 0, 0.0
         self._status = engine.status()  # after the last engine call
         self._reports: deque[WorkerReport] = deque()
         self._reports_made = 0
@@ -114,7 +140,11 @@ class EngineWorker:
             retries=pulled.retries,
             probe_logprobs=probe_logprobs,
             rollout_logprobs=logprobs,
+            part_sums=self._check_weights.expected if self._check_weights is not None else (),
         )
+
+    async def run_probe(self, token_ids: TokenBuffer) -> LogprobBuffer:
+        return await self._on_engine(lambda: self._engine.probe(token_ids))
 
     async def next_report(self, timeout_s: float) -> WorkerReport | None:
         if not self._reports:
@@ -241,9 +271,24 @@ class EngineWorker:
             self._error = error
             self._report_ready.set()
 
+    def _sum_part(self) -> None:
+        """Sum the next part of the weights if the share of time allows it. Between two tokens only."""
+        check, now_s = self._check_weights, self._timer()
+        if check is None or now_s < self._next_sum_s or not (parts := len(check.expected)):
+            return
+        part = self._next_part % parts
+        self._sum = WeightsSum(version=self._engine.status().version.number, part=part, total=check.part_sum(part))
+        self._next_part = part + 1
+        self._next_sum_s = now_s + (self._timer() - now_s) / SUM_SHARE
+
+    def _poll(self) -> list[TokenDelta]:
+        deltas = self._engine.poll(self._tick_s)
+        self._sum_part()
+        return deltas
+
     async def _tick(self) -> None:
         started = self._clock.now()
-        deltas = await self._on_engine(lambda: self._engine.poll(self._tick_s))
+        deltas = await self._on_engine(self._poll)
         if self._status.running + self._status.queued == 0:  # includes samples submitted after this poll
             self._has_samples.clear()
         self._report(deltas, self._clock.now() - started)
@@ -255,6 +300,13 @@ class EngineWorker:
             before = self._reports_made
             await asyncio.sleep(self._heartbeat_s)
             if self._reports_made == before and not self._reports and not self._in_call:
+                if self._check_weights is not None:
+                    try:
+                        await self._on_engine(self._sum_part)
+                    except Exception as error:  # noqa: BLE001 - raised by the next call
+                        self._error = error
+                        self._report_ready.set()
+                        return
                 self._report((), 0.0)
 
     def _report(self, deltas: Sequence[TokenDelta], elapsed_s: float) -> None:
@@ -275,10 +327,12 @@ class EngineWorker:
                     tokens_generated=status.tokens_generated,
                     work=status.work,
                     engine=self._engine.capabilities.name,
+                    weights=self._sum,
+                    gpu=self._gpu(),
                 ),
                 notice_s=self._notice_s,
             )
         )
-        self._notice_s = None
+        self._notice_s = self._sum = None
         self._reports_made += 1
         self._report_ready.set()

@@ -164,12 +164,14 @@ class PolicyTrainer:
         self.version = PolicyVersion(number=step, digest=digest)
         self._sums.critic = [self._wait_for_critic(metrics) for metrics in self._critic_metrics]
         self._add_time(started)
-        values = self._sums.values()
+        values, mismatch_of = self._sums.values(), self._sums.mismatch_by_lease()
         kl_target, kl_ref = self.spec.algorithm.kl_target, values.get("kl_ref")
         if kl_target is not None and kl_ref is not None:
             self.kl_beta = adapted_beta(self.kl_beta, kl_ref, kl_target)
         self._start_batch()
-        return StepMetrics(step=step, version=self.version, optimizer_steps=steps_taken, values=values)
+        return StepMetrics(
+            step=step, version=self.version, optimizer_steps=steps_taken, values=values, mismatch=mismatch_of
+        )
 
     def _add_time(self, since: tuple[float, float]) -> None:
         wall_s, cpu_s = _clocks()

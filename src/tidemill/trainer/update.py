@@ -295,7 +295,7 @@ class _RankSums(Record):
     sums: dict[str, float]
     kl_ref: float | None
     mismatch: list[float]
-    mismatch_of: dict[str, list[float]]
+    mismatch_of: list[tuple[str, str, list[float]]]
     tokens_by_lag: dict[int, int]
 
 
@@ -326,7 +326,8 @@ class UpdateSums:
     train_s: float = 0.0
     cpu_s: float = 0.0  # CPU time within train_s
     mismatch: MismatchSums = field(default_factory=no_mismatch)
-    mismatch_of: dict[str, Tensor] = field(default_factory=dict)  # by engine and worker: Σ KL and tokens, float64 [2]
+    # By engine and worker, and lease: Σ KL and tokens, float64 [2].
+    mismatch_of: dict[tuple[str, str], Tensor] = field(default_factory=dict)
     tokens_by_lag: Counter[int] = field(default_factory=Counter)
     critic: list[dict[str, float]] = field(default_factory=list)  # metrics of each critic step
     critic_wait_s: float | None = None  # None unless the critic runs in another process
@@ -340,7 +341,7 @@ class UpdateSums:
                 microbatch.rollout_logprobs, logprobs_T, microbatch.source_rows, len(microbatch.sources)
             )
             for source, of_source in zip(microbatch.sources, sums.unbind(1), strict=True):
-                if source:
+                if source[0]:
                     self.mismatch_of[source] = self.mismatch_of.get(source, 0) + of_source
 
     def add_backward(
@@ -368,7 +369,7 @@ class UpdateSums:
         if ranks.size == 1:
             return
         sums = {name: getattr(self, name) for name in _SUMS_OF_MICROBATCHES}
-        mismatch_of = {source: each.tolist() for source, each in self.mismatch_of.items()}
+        mismatch_of = [(*source, each.tolist()) for source, each in self.mismatch_of.items()]
         own = _RankSums(
             sums=sums,
             kl_ref=self.kl_ref,
@@ -385,9 +386,9 @@ class UpdateSums:
         self.mismatch_of, self.tokens_by_lag = {}, Counter()
         for part in parts:
             self.tokens_by_lag += Counter(part.tokens_by_lag)
-            for source, figures in part.mismatch_of.items():
+            for source, lease, figures in part.mismatch_of:
                 of_source = torch.tensor(figures, dtype=torch.float64)
-                self.mismatch_of[source] = self.mismatch_of.get(source, 0) + of_source
+                self.mismatch_of[source, lease] = self.mismatch_of.get((source, lease), 0) + of_source
 
     def values(self) -> dict[str, float]:
         """Metrics by name, see docs/metrics.md. Means over zero tokens or steps are omitted."""
@@ -424,14 +425,18 @@ class UpdateSums:
         critic_names = dict.fromkeys(name for step in self.critic for name in step)
         return values | {name: fmean(step[name] for step in self.critic if name in step) for name in critic_names}
 
+    def mismatch_by_lease(self) -> dict[str, tuple[float, float]]:
+        """See `StepMetrics.mismatch`."""
+        return {lease: (float(sums[0]), float(sums[1])) for (_, lease), sums in self.mismatch_of.items() if lease}
+
     def _mismatch_by_source(self) -> dict[str, float]:
         """By engine, and by engine and worker; empty if one worker generated everything."""
-        if len(self.mismatch_of) < 2:
+        if len({source for source, _ in self.mismatch_of}) < 2:
             return {}
-        sums = dict(self.mismatch_of)
-        for source, of_source in self.mismatch_of.items():
-            engine = source.partition("/")[0]
-            sums[engine] = sums.get(engine, 0) + of_source
+        sums: dict[str, Tensor] = {}
+        for (source, _), of_lease in self.mismatch_of.items():
+            for name in (source, source.partition("/")[0]):
+                sums[name] = sums.get(name, 0) + of_lease
         values: dict[str, float] = {}
         for name, of_source in sorted(sums.items()):
             kl, tokens = of_source.tolist()

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Self
 
@@ -41,6 +41,7 @@ from tidemill.core.records import (
     LeaseGranted,
     LeaseNoticed,
     SampleId,
+    StepMetrics,
     WorkerReport,
 )
 from tidemill.telemetry.events import JOIN, JOIN_FAILED, NOTICE, WORKER_HEALTH, span
@@ -119,7 +120,7 @@ class Fleet:
             clock=clock,
             telemetry=telemetry,
             timeouts=timeouts or Timeouts(),
-            on_ready=self._notify,
+            on_ready=self._note_loaded,
             machines=machines,
         )
         self.local: WorkerState | None = None
@@ -272,10 +273,10 @@ class Fleet:
         if self._provider is not None:
             self._provider.request_workers(workers)
 
-    def observe_mismatch(self, mismatch: Mapping[str, tuple[float, float]]) -> None:
-        """Mismatch of a batch's tokens by lease; see `StepMetrics.mismatch`."""
+    def note_trained(self, metrics: StepMetrics) -> None:
+        """A batch was trained on: its mismatch tells whether a worker computes otherwise than the others."""
         if self._machines is not None:
-            self._machines.trained(mismatch, self.clock.now())
+            self._machines.trained(metrics, self.clock.now())
             self._act_on_health()
 
     def _act_on_health(self) -> None:
@@ -516,6 +517,10 @@ class Fleet:
             command = await worker.commands.get()
             awaited = f"{name} to {command.description}"
             await self.publishing.wait_for(command.call(handle), awaited, "the worker and its engine")
+
+    def _note_loaded(self) -> None:
+        self._act_on_health()
+        self._notify()
 
     def _notify(self) -> None:
         if self._mailbox is not None:

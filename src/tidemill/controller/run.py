@@ -329,7 +329,7 @@ class TrainingRun:
         )
         self.step = step
         self.trained_leases.add(step, samples, rollout.clock.now())
-        rollout.fleet.observe_mismatch(metrics.mismatch)
+        rollout.fleet.note_trained(metrics)
         await self._drop_or_restart_before_publish()
         self.in_flight.newest_version = step
         await self._unless_stopped(

@@ -373,8 +373,8 @@ class MachineGuard(Protocol):
     def probed(self, lease: Lease, difference: float, limit: float, now_s: float) -> None:
         """Logprobs of the probe differ from the publisher's by this many nats on average."""
 
-    def trained(self, mismatch: Mapping[str, tuple[float, float]], now_s: float) -> None:
-        """Mismatch of the tokens of a batch; see `StepMetrics.mismatch`."""
+    def trained(self, metrics: StepMetrics, now_s: float) -> None:
+        """A batch was trained on."""
 
     def ended(self, lease: Lease, now_s: float) -> None:
         """The lease of a worker that had joined ended."""

@@ -382,6 +382,7 @@ class Loaded(Record):
     probe_logprobs: LogprobBuffer = b""  # float32 [N - 1]; empty if the engine uses the trainer's parameters
     rollout_logprobs: bool = True  # the engine returns logprobs of sampled tokens
     part_sums: tuple[int, ...] = ()  # of the weights as they were published; empty if the worker reports no sums
+    last_sums: tuple[int, ...] = ()  # of the version before in memory, when it was replaced; empty if it took too long
 
 
 class VersionRun(Record, gc=False):
@@ -596,6 +597,7 @@ class StepMetrics(Record):
     optimizer_steps: int  # of this batch
     values: dict[str, float]
     mismatch: dict[str, tuple[float, float]] = {}  # Σ of mismatch KL and tokens, by the lease that generated them
+    ranks: dict[str, dict[str, float]] = {}  # figures of each rank of a sharded trainer: "rank 0", ...
 
 
 T = TypeVar("T")

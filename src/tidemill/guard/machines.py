@@ -15,15 +15,20 @@ of the machines are withheld at once; a worker beyond that with wrong weights is
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import product
 from statistics import median
 
 import numpy as np
 
 from tidemill.core.evidence import MachineHealth, MachineState
-from tidemill.core.records import ITEM_BYTES, GpuStatus, Lease, Loaded, Record, WorkerReport
+from tidemill.core.records import ITEM_BYTES, GpuStatus, Lease, Loaded, Record, StepMetrics, WeightsSum, WorkerReport
+
+RANK_RATIOS = {"cpu_s": 1.3, "grad_norm": 10.0, "mismatch_kl": 8.0}
+RANK_PAST, RANK_BATCHES = 5, 3
+"""Of a rank: batches before a comparison, and batches in a row in which a figure is too large by these factors."""
 
 SIGMA = 1.4826
 """Standard deviation of a normal distribution in median absolute deviations."""
@@ -45,7 +50,7 @@ class Limits(Record):
     window_s: float = 5.0  # of one measurement of speed
     windows: int = 6  # whose median is compared
     past: int = 12  # earlier measurements of the machine that a comparison needs
-    slower: float = 0.14  # log of the ratio to its own past, in time per token
+    slower: float = 0.18  # log of the ratio to its own past, in time per token
     sigmas: float = 3.0  # and in standard deviations of its past
     failed_joins: int = 3  # of the last `joins`
     joins: int = 5
@@ -102,6 +107,8 @@ class MachineWatch:
         self._workers: dict[str, _Worker] = {}  # of current leases
         self._changes: list[MachineHealth] = []
         self._sums_agree = False
+        self._ranks: dict[tuple[str, str], deque[float]] = {}  # ratios to the other ranks, by rank and figure
+        self._outlying = Counter[tuple[str, str]]()  # batches in a row
         self._rates: dict[int, deque[tuple[str, float]]] = {}  # by half octave of samples: lease, log time per token
 
     def joined(self, lease: Lease, now_s: float) -> None:
@@ -130,6 +137,8 @@ class MachineWatch:
 
     def loaded(self, lease: Lease, loaded: Loaded, now_s: float) -> None:
         worker = self._worker(lease)
+        for part, total in enumerate(loaded.last_sums[: len(worker.expected)]):
+            self._check_sum(worker, WeightsSum(version=worker.version, part=part, total=total), now_s)
         worker.version, worker.loaded_s, worker.stale = loaded.version.number, now_s, 0
         worker.expected, worker.has_logprobs = loaded.part_sums, loaded.rollout_logprobs
         worker.verified_s = [now_s] * len(loaded.part_sums)
@@ -142,7 +151,8 @@ class MachineWatch:
         quiet_s = now_s - worker.machine.found_s
         if worker.machine.state in ("suspect", "probation") and quiet_s >= self.limits.quiet_s:
             self._change(worker.machine, lease, "healthy", f"nothing was found for {self.limits.quiet_s:.0f} s")
-        self._check_sum(worker, report, now_s)
+        if report.status.weights is not None:
+            self._check_sum(worker, report.status.weights, now_s)
         self._check_logprobs(worker, report, now_s)
         self._check_version(worker, report, now_s)
         if report.status.gpu is not None:
@@ -150,9 +160,8 @@ class MachineWatch:
         if self._compares_speed:
             self._check_speed(worker, report, now_s)
 
-    def _check_sum(self, worker: _Worker, report: WorkerReport, now_s: float) -> None:
-        found = report.status.weights
-        if found is None or found.version != worker.version or found.part >= len(worker.expected):
+    def _check_sum(self, worker: _Worker, found: WeightsSum, now_s: float) -> None:
+        if found.version != worker.version or found.part >= len(worker.expected):
             return
         if found.total == worker.expected[found.part]:
             worker.verified_s[found.part] = now_s
@@ -188,7 +197,7 @@ class MachineWatch:
         before, worker.gpu = worker.gpu, gpu
         errors = gpu.uncorrected_errors - before.uncorrected_errors
         if before.temperature_c and errors > 0:  # those before the first reading belong to somebody else's job
-            self._exact(worker, f"{errors} uncorrected memory errors of its GPU", now_s, since_s=now_s, value=errors)
+            self._exact(worker, f"{errors} uncorrected memory errors of its GPU", now_s, since_s=worker.loaded_s)
         elif gpu.error and not before.error:
             self._suspect(worker, f"its GPU does not answer: {gpu.error}", now_s)
 
@@ -228,10 +237,10 @@ class MachineWatch:
         spread = SIGMA * median(abs(each - usual) for each in past)
         excess, limit = median(worker.recent) - usual, max(limits.slower, limits.sigmas * spread)
         worker.slow = worker.slow + 1 if excess > limit else 0
-        if worker.slow in (1, limits.windows):
+        if worker.slow == 1 or (worker.slow and worker.slow % limits.windows == 0):
             hot = ", and its GPU lowers its clock because of heat or power" if worker.gpu.hot else ""
             cause = f"it needs {math.exp(excess):.2f} times its usual time per token{hot}"
-            confirmed = worker.slow == limits.windows
+            confirmed = worker.slow >= limits.windows
             self._suspect(
                 worker, cause, now_s, confirmed=confirmed, value=math.exp(excess), limit=math.exp(limit), since_s=now_s
             )
@@ -244,9 +253,10 @@ class MachineWatch:
         else:
             worker.probe_right_s = now_s
 
-    def trained(self, mismatch: Mapping[str, tuple[float, float]], now_s: float) -> None:
+    def trained(self, metrics: StepMetrics, now_s: float) -> None:
+        self._check_ranks(metrics.ranks)
         limits = self.limits
-        sized = {lease: kl / n for lease, (kl, n) in mismatch.items() if n >= limits.mismatch_tokens}
+        sized = {lease: kl / n for lease, (kl, n) in metrics.mismatch.items() if n >= limits.mismatch_tokens}
         for lease_id, rate in sized.items():
             worker = self._workers.get(lease_id)
             others = [each for name, each in sized.items() if name != lease_id and math.isfinite(each)]
@@ -263,6 +273,33 @@ class MachineWatch:
             self._suspect(
                 worker, cause, now_s, confirmed=confirmed, wrong=True, value=rate, limit=limit, since_s=since_s
             )
+
+    def _check_ranks(self, ranks: Mapping[str, Mapping[str, float]]) -> None:
+        """Name a rank of the trainer of which a figure, relative to the other ranks, leaves its own past."""
+        for name, figure in product(ranks, RANK_RATIOS):
+            value, others = ranks[name][figure], [own[figure] for other, own in ranks.items() if other != name]
+            past = self._ranks.setdefault((name, figure), deque(maxlen=32))
+            ratio = value / usual if (usual := median(others)) else 1.0
+            limit = RANK_RATIOS[figure] * (median(past) if len(past) >= RANK_PAST else math.inf)
+            if math.isfinite(value) and ratio <= limit:
+                past.append(ratio)
+                self._outlying[name, figure] = 0
+                continue
+            self._outlying[name, figure] = self._outlying[name, figure] + 1 if math.isfinite(value) else RANK_BATCHES
+            if self._outlying[name, figure] == RANK_BATCHES:
+                cause = f"its {figure} is {ratio:.3g} times that of the other ranks"
+                self._changes.append(
+                    MachineHealth(
+                        lease_id="trainer",
+                        worker_id=name,
+                        machine="",
+                        state="suspect",
+                        cause=cause,
+                        value=ratio,
+                        limit=limit,
+                        acts=False,
+                    )
+                )
 
     def ended(self, lease: Lease, now_s: float) -> None:
         worker = self._workers.pop(lease.lease_id, None)
@@ -323,12 +360,12 @@ class MachineWatch:
         worker = self._workers.get(lease.lease_id)
         if self._acts and self._is_full(machine, now_s):
             cause += "; it stays in use because as many machines as allowed are withheld"
-            if more.get("wrong"):
-                self._changes.append(self._health(machine, lease, "quarantined", cause, acts=True, **more))
-            else:
+            if more.get("wrong"):  # for no time
+                self._change(machine, lease, "quarantined", cause, **more)
+            elif machine.state == "healthy":
                 self._change(machine, lease, "suspect", cause, **more)
-                if worker is not None:
-                    worker.rejected = False  # until there is room
+            if worker is not None:
+                worker.rejected = False  # until there is room
         elif not self._acts:
             self._change(machine, lease, "suspect", cause, **more)
         elif state == "quarantined":
@@ -350,22 +387,18 @@ class MachineWatch:
         self._change(machine, lease, "quarantined", cause, away_s=away_s, **more)
 
     def _change(self, machine: _Machine, lease: Lease, state: MachineState, cause: str, **more: float) -> None:
-        machine.state = state
-        self._changes.append(self._health(machine, lease, state, cause, acts=self._acts, **more))
-
-    @staticmethod
-    def _health(
-        machine: _Machine, lease: Lease, state: MachineState, cause: str, *, acts: bool, **more: float
-    ) -> MachineHealth:
-        return MachineHealth(
-            lease_id=lease.lease_id,
-            worker_id=lease.worker_id,
-            machine=machine.name,
-            state=state,
-            cause=cause,
-            acts=acts,
-            wrong=bool(more.pop("wrong", False)),
-            **more,
+        machine.state, wrong = state, bool(more.pop("wrong", False))
+        self._changes.append(
+            MachineHealth(
+                lease_id=lease.lease_id,
+                worker_id=lease.worker_id,
+                machine=machine.name,
+                state=state,
+                cause=cause,
+                acts=self._acts,
+                wrong=wrong,
+                **more,
+            )
         )
 
 

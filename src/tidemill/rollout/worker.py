@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 import time
 from collections import deque
@@ -83,6 +84,7 @@ class EngineWorker:
         self._check_weights, self._gpu = check, gpu
         self._sum: WeightsSum | None = None  # for the next report
         self._next_part, self._next_sum_s = 0, 0.0
+        self._sum_s, self._swapped_s = math.inf, 0.0  # duration of the last sum; time of the last swap
         self._status = engine.status()  # after the last engine call
         self._reports: deque[WorkerReport] = deque()
         self._reports_made = 0
@@ -127,8 +129,10 @@ class EngineWorker:
         if self._source is None or pulled is None:
             self._engine.load(version)
             return Loaded(version=version, swap_s=self._timer() - started, rollout_logprobs=logprobs)
+        last_sums = self._all_sums(started - self._swapped_s)
         self._source.swap(pulled)
         self._engine.load(version)
+        self._swapped_s = self._timer()
         probe_ids = pulled.manifest.probe_ids
         probe_logprobs = self._engine.probe(probe_ids) if probe_ids else b""
         return Loaded(
@@ -141,6 +145,7 @@ class EngineWorker:
             probe_logprobs=probe_logprobs,
             rollout_logprobs=logprobs,
             part_sums=self._check_weights.expected if self._check_weights is not None else (),
+            last_sums=last_sums,
         )
 
     async def run_probe(self, token_ids: TokenBuffer) -> LogprobBuffer:
@@ -279,7 +284,17 @@ class EngineWorker:
         part = self._next_part % parts
         self._sum = WeightsSum(version=self._engine.status().version.number, part=part, total=check.part_sum(part))
         self._next_part = part + 1
-        self._next_sum_s = now_s + (self._timer() - now_s) / SUM_SHARE
+        self._sum_s = self._timer() - now_s
+        self._next_sum_s = now_s + self._sum_s / SUM_SHARE
+
+    def _all_sums(self, used_s: float) -> tuple[int, ...]:
+        """Sums of a version that was used for `used_s`, so that all of its tokens are known to be right; empty if this
+        would take too long."""
+        check = self._check_weights
+        parts = range(len(check.expected)) if check is not None else ()
+        if check is None or len(parts) * self._sum_s > SUM_SHARE * used_s:
+            return ()
+        return tuple(check.part_sum(part) for part in parts)
 
     def _poll(self) -> list[TokenDelta]:
         deltas = self._engine.poll(self._tick_s)

@@ -86,7 +86,7 @@ def fleet_of(
     """The engines of a backend, and what watches them; see `Fleet`."""
     action = spec.guard.machines.action
     machines = None
-    if action != "off" and spec.is_elastic:
+    if action != "off" and (spec.is_elastic or spec.trainer.shards > 1):
         own_threads = backend.heartbeat_timeout_s != math.inf
         machines = MachineWatch(acts=action == "quarantine", compares_speed=own_threads)
     return Fleet(

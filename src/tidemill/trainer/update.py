@@ -130,6 +130,12 @@ def _global_norm(gradients: list[Tensor], ranks: Ranks) -> float:
     return math.sqrt(total.item())
 
 
+def own_gradient_norm(optimizer: torch.optim.Optimizer) -> float:
+    """L2 norm over the rows of gradients in this process."""
+    gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    return math.sqrt(_squares([local_rows(each)[0] for each in gradients], gradients[0].device)) if gradients else 0.0
+
+
 def _squares(gradients: list[Tensor], device: torch.device) -> Tensor:
     """float64 [], the sum of squares."""
     # Per row, then in double: a float32 sum over the 28M elements of an embedding has an error of 2e-3.
@@ -297,6 +303,8 @@ class _RankSums(Record):
     mismatch: list[float]
     mismatch_of: list[tuple[str, str, list[float]]]
     tokens_by_lag: dict[int, int]
+    cpu_s: float
+    grad_norm: float
 
 
 @dataclass(slots=True)
@@ -322,6 +330,7 @@ class UpdateSums:
     steps_skipped_nonfinite: int = 0
     minibatches_dropped: int = 0
     grad_norm: float = 0.0
+    own_grad_norm: float = 0.0  # of the rows of this rank, before scaling
     learning_rate: float = 0.0
     train_s: float = 0.0
     cpu_s: float = 0.0  # CPU time within train_s
@@ -329,6 +338,7 @@ class UpdateSums:
     # By engine and worker, and lease: Σ KL and tokens, float64 [2].
     mismatch_of: dict[tuple[str, str], Tensor] = field(default_factory=dict)
     tokens_by_lag: Counter[int] = field(default_factory=Counter)
+    of_ranks: dict[str, dict[str, float]] = field(default_factory=dict)  # see `StepMetrics.ranks`
     critic: list[dict[str, float]] = field(default_factory=list)  # metrics of each critic step
     critic_wait_s: float | None = None  # None unless the critic runs in another process
 
@@ -376,13 +386,19 @@ class UpdateSums:
             mismatch=self.mismatch.as_list(),
             mismatch_of=mismatch_of,
             tokens_by_lag=dict(self.tokens_by_lag),
+            cpu_s=self.cpu_s,
+            grad_norm=self.own_grad_norm,
         )
         parts = [msgspec.msgpack.decode(part, type=_RankSums) for part in ranks.gather(msgspec.msgpack.encode(own))]
         for name in _SUMS_OF_MICROBATCHES:
             setattr(self, name, sum(part.sums[name] for part in parts))
         known = [part.kl_ref for part in parts if part.kl_ref is not None]
         self.kl_ref = sum(known) if known else None
-        self.mismatch = reduce(operator.add, (MismatchSums.from_list(part.mismatch) for part in parts))
+        mismatches = [MismatchSums.from_list(part.mismatch) for part in parts]
+        self.mismatch = reduce(operator.add, mismatches)
+        for index, (part, of_rank) in enumerate(zip(parts, mismatches, strict=True)):
+            kl = float(of_rank.kl) / max(of_rank.tokens, 1)
+            self.of_ranks[f"rank {index}"] = {"cpu_s": part.cpu_s, "grad_norm": part.grad_norm, "mismatch_kl": kl}
         self.mismatch_of, self.tokens_by_lag = {}, Counter()
         for part in parts:
             self.tokens_by_lag += Counter(part.tokens_by_lag)

@@ -5,8 +5,8 @@
 The real controller, fleet and `MachineWatch` in virtual time; engines, trainer and weights are simulated. Each seed has
 three sick machines with different faults that begin 150 to 240 s after the start, and 13 healthy ones; as many seeds
 without faults follow, for false alarms alone. Machines differ in speed by a few percent, their speed varies by 4 % from
-second to second, completions grow to twice their length during a run (the whole fleet becomes slower per token), and the
-mismatch of healthy workers varies by a factor of two between batches.
+second to second, completions grow to twice their length during a run (the whole fleet becomes slower per token), and
+the mismatch of healthy workers varies by a factor of two between batches.
 
 - *bit flip*: one bit of the weights in memory, until the next version is loaded; its effect on logprobs is drawn from
   1e-7 to 1 nat per token, so that most flips are visible in the sums of the weights only;
@@ -558,7 +558,9 @@ def summary(outcomes: Sequence[Outcome]) -> dict[str, Any]:
 
 
 def _kind(cause: str) -> str:
-    return " ".join(word for word in cause.split(", ")[0].split("; ")[0].split() if not any(map(str.isdigit, word)))
+    """The cause without numbers and details."""
+    words = cause.partition(", ")[0].partition("; ")[0].split()
+    return " ".join(word for word in words if not any(map(str.isdigit, word)))
 
 
 def main() -> int:

@@ -282,16 +282,9 @@ class Fleet:
     def _act_on_health(self) -> None:
         """Log what the guard of machines found, and stop using the machines that it rejects."""
         for found in self._machines.take_changes() if self._machines is not None else ():
-            self._telemetry.event(
-                WORKER_HEALTH,
-                lease=found.lease_id,
-                worker=found.worker_id,
-                machine=found.machine,
-                state=found.state,
-                cause=found.cause,
-                value=min(found.value, 1e9),  # JSON has no infinity
-                limit=found.limit,
-            )
+            fields = {"machine": found.machine, "state": found.state, "cause": found.cause, "limit": found.limit}
+            value = found.value if found.value < math.inf else 1e9  # JSON has neither infinity nor NaN
+            self._telemetry.event(WORKER_HEALTH, lease=found.lease_id, worker=found.worker_id, value=value, **fields)
             if not found.acts:
                 continue
             worker = self._workers.get(found.lease_id)

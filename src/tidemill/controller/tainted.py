@@ -52,16 +52,13 @@ class TrainedLeases:
             trained = {at: of_lease[lease] for at, ended_s, of_lease in self._batches if ended_s >= found.since_s}
             trained[step] = [_name(sample) for sample in accumulated if sample.uses({lease})]
             again = [sample for sample in restarted if sample.uses({lease})]
-            telemetry.event(
-                TAINTED,
-                lease=lease,
-                worker=found.worker_id,
-                cause=found.cause,
-                restarted=len(again),
-                tokens=sum(sample.generated for sample in again),
-                trained={str(at): len(names) for at, names in trained.items() if names},
-                samples=[name for names in trained.values() for name in names][:LISTED],
-            )
+            fields = {
+                "restarted": len(again),
+                "tokens": sum(sample.generated for sample in again),
+                "trained": {str(at): len(names) for at, names in trained.items() if names},
+                "samples": [name for names in trained.values() for name in names][:LISTED],
+            }
+            telemetry.event(TAINTED, lease=lease, worker=found.worker_id, cause=found.cause, **fields)
 
 
 def _name(sample: Sample) -> str:

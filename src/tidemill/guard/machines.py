@@ -2,9 +2,9 @@
 
 ```
  sums of weights, probe, NaN, ECC ── exact ─────────────────────────────▶ quarantined ──(away_s)──▶ probation
- mismatch, speed, joins, throttling ── statistical ──▶ suspect ──still──▶ draining ──▶ quarantined      │
-                                                        │ ▲                                             │
-                                           quiet for a while ──▶ healthy ◀──────────────────────────────┘
+ mismatch, speed, joins ── statistical ──▶ suspect ──still──▶ draining ──▶ quarantined                  │
+                                             │ ▲                                                        │
+                                        quiet for a while ──▶ healthy ◀─────────────────────────────────┘
 ```
 An *exact* finding needs one report: a sum of the weights in memory differs from the published one, or a logprob is not
 a number. A *statistical* finding compares a worker with the other workers at the same time, so that a change of the
@@ -24,12 +24,20 @@ from statistics import median
 import numpy as np
 
 from tidemill.core.evidence import MachineHealth, MachineState
-from tidemill.core.records import ITEM_BYTES, GpuStatus, Lease, Loaded, Record, StepMetrics, WeightsSum, WorkerReport
+from tidemill.core.records import (
+    ITEM_BYTES,
+    GpuStatus,
+    Lease,
+    Loaded,
+    Record,
+    StepMetrics,
+    WeightsSum,
+    WorkerReport,
+)
 
 RANK_RATIOS = {"cpu_s": 1.3, "grad_norm": 10.0, "mismatch_kl": 8.0}
 RANK_PAST, RANK_BATCHES = 5, 3
 """Of a rank: batches before a comparison, and batches in a row in which a figure is too large by these factors."""
-
 SIGMA = 1.4826
 """Standard deviation of a normal distribution in median absolute deviations."""
 
@@ -52,8 +60,7 @@ class Limits(Record):
     past: int = 12  # earlier measurements of the machine that a comparison needs
     slower: float = 0.18  # log of the ratio to its own past, in time per token
     sigmas: float = 3.0  # and in standard deviations of its past
-    failed_joins: int = 3  # of the last `joins`
-    joins: int = 5
+    failed_joins: int = 3  # of the last five
     stale_reports: int = 3  # in a row with older weights than it had loaded
     stale_s: float = 5.0  # after loading; earlier reports may have been on their way
 
@@ -67,8 +74,11 @@ class _Machine:
     found_s: float = -math.inf  # the last finding
     quarantines: int = 0
     back_s: float = -math.inf  # end of its quarantine
-    joins: deque[bool] = field(default_factory=deque)
+    joins: deque[bool] = field(default_factory=lambda: deque(maxlen=5))
     past: deque[float] = field(default_factory=lambda: deque(maxlen=256))  # log of its time per token by the others'
+
+    def is_withheld(self, now_s: float) -> bool:
+        return self.state == "draining" or (self.state == "quarantined" and now_s < self.back_s)
 
 
 @dataclass(eq=False)
@@ -107,33 +117,27 @@ class MachineWatch:
         self._workers: dict[str, _Worker] = {}  # of current leases
         self._changes: list[MachineHealth] = []
         self._sums_agree = False
+        self._rates: dict[int, deque[tuple[str, float]]] = {}  # by half octave of samples: lease, log time per token
         self._ranks: dict[tuple[str, str], deque[float]] = {}  # ratios to the other ranks, by rank and figure
         self._outlying = Counter[tuple[str, str]]()  # batches in a row
-        self._rates: dict[int, deque[tuple[str, float]]] = {}  # by half octave of samples: lease, log time per token
 
     def joined(self, lease: Lease, now_s: float) -> None:
         worker = self._worker(lease)
         machine, worker.matched_s = worker.machine, now_s
-        self._count_join(machine, joined=True)
+        machine.joins.append(True)
         if machine.state == "quarantined":
             machine.found_s = now_s
             self._change(machine, lease, "probation", "its quarantine ended")
 
     def join_failed(self, lease: Lease, cause: str, now_s: float) -> None:
-        machine = self._worker(lease).machine
-        self._workers.pop(lease.lease_id, None)
-        failed = self._count_join(machine, joined=False)
+        machine, limit = self._worker(lease).machine, self.limits.failed_joins
+        del self._workers[lease.lease_id]
+        machine.joins.append(False)
+        failed = machine.joins.count(False)
         others = any(any(each.joins) for each in self._machines.values() if each is not machine)
-        if failed >= self.limits.failed_joins and others and not _is_withheld(machine, now_s):
+        if failed >= limit and others and not machine.is_withheld(now_s):
             cause = f"{failed} of {len(machine.joins)} workers did not start on it, the last because {cause}"
-            self._withhold(machine, lease, "quarantined", cause, now_s, value=failed, limit=self.limits.failed_joins)
-
-    def _count_join(self, machine: _Machine, *, joined: bool) -> int:
-        """Failed ones of the last joins."""
-        machine.joins.append(joined)
-        if len(machine.joins) > self.limits.joins:
-            machine.joins.popleft()
-        return machine.joins.count(False)
+            self._withhold(machine, lease, "quarantined", cause, now_s, value=failed, limit=limit)
 
     def loaded(self, lease: Lease, loaded: Loaded, now_s: float) -> None:
         worker = self._worker(lease)
@@ -145,18 +149,22 @@ class MachineWatch:
         worker.probed_s = worker.probe_right_s = now_s  # a load ends with the probe
 
     def reported(self, lease: Lease, report: WorkerReport, now_s: float) -> None:
-        worker = self._worker(lease)
+        worker, limits, status = self._worker(lease), self.limits, report.status
         if worker.rejected:
             return
-        quiet_s = now_s - worker.machine.found_s
-        if worker.machine.state in ("suspect", "probation") and quiet_s >= self.limits.quiet_s:
-            self._change(worker.machine, lease, "healthy", f"nothing was found for {self.limits.quiet_s:.0f} s")
-        if report.status.weights is not None:
-            self._check_sum(worker, report.status.weights, now_s)
-        self._check_logprobs(worker, report, now_s)
-        self._check_version(worker, report, now_s)
-        if report.status.gpu is not None:
-            self._check_gpu(worker, report.status.gpu, now_s)
+        if worker.machine.state in ("suspect", "probation") and now_s - worker.machine.found_s >= limits.quiet_s:
+            self._change(worker.machine, lease, "healthy", f"nothing was found for {limits.quiet_s:.0f} s")
+        if status.weights is not None:
+            self._check_sum(worker, status.weights, now_s)
+        if worker.has_logprobs and report.deltas:
+            self._check_logprobs(worker, b"".join(delta.logprobs for delta in report.deltas), now_s)
+        is_late = now_s - worker.loaded_s > limits.stale_s and status.version < worker.version
+        worker.stale = worker.stale + 1 if is_late else 0
+        if worker.stale == limits.stale_reports:
+            cause = f"it computes with version {status.version} although it loaded {worker.version}"
+            self._exact(worker, cause, now_s, since_s=worker.loaded_s)
+        if status.gpu is not None:
+            self._check_gpu(worker, status.gpu, now_s)
         if self._compares_speed:
             self._check_speed(worker, report, now_s)
 
@@ -166,32 +174,17 @@ class MachineWatch:
         if found.total == worker.expected[found.part]:
             worker.verified_s[found.part] = now_s
             self._sums_agree = True
-            return
-        if not self._sums_agree:  # no sum was ever right: not a fault of this machine
-            return
-        since_s = worker.verified_s[found.part]
-        cause = f"part {found.part} of its weights differs from version {found.version} as published"
-        self._exact(worker, cause, now_s, since_s=since_s)
+        elif self._sums_agree:  # if no sum was ever right, it is not a fault of this machine
+            cause = f"part {found.part} of its weights differs from version {found.version} as published"
+            self._exact(worker, cause, now_s, since_s=worker.verified_s[found.part])
 
-    def _check_logprobs(self, worker: _Worker, report: WorkerReport, now_s: float) -> None:
-        if not worker.has_logprobs or not report.deltas:
-            return
-        packed = b"".join(delta.logprobs for delta in report.deltas)
+    def _check_logprobs(self, worker: _Worker, packed: bytes, now_s: float) -> None:
         logprobs = np.frombuffer(packed, np.float32, count=len(packed) // ITEM_BYTES)
-        if not math.isfinite(float(logprobs.sum(dtype=np.float64))):
-            wrong = int((~np.isfinite(logprobs)).sum())
-            others = [each for each in self._workers.values() if each is not worker]
-            if len(others) < self.limits.cohort or self._is_full(worker.machine, now_s):
-                return  # then it may be the policy, whose gradients are checked
-            cause = f"{wrong} of the logprobs in a report are not numbers"
-            self._exact(worker, cause, now_s, since_s=now_s, value=wrong)
-
-    def _check_version(self, worker: _Worker, report: WorkerReport, now_s: float) -> None:
-        late = now_s - worker.loaded_s > self.limits.stale_s and report.status.version < worker.version
-        worker.stale = worker.stale + 1 if late else 0
-        if worker.stale == self.limits.stale_reports:
-            cause = f"it computes with version {report.status.version} although it loaded {worker.version}"
-            self._exact(worker, cause, now_s, since_s=worker.loaded_s)
+        if math.isfinite(float(logprobs.sum(dtype=np.float64))):
+            return
+        if len(self._workers) > self.limits.cohort and not self._is_full(worker.machine, now_s):
+            cause = f"{int((~np.isfinite(logprobs)).sum())} of the logprobs in a report are not numbers"
+            self._exact(worker, cause, now_s, since_s=now_s)  # else it may be the policy, whose gradients are checked
 
     def _check_gpu(self, worker: _Worker, gpu: GpuStatus, now_s: float) -> None:
         before, worker.gpu = worker.gpu, gpu
@@ -203,14 +196,14 @@ class MachineWatch:
 
     def _check_speed(self, worker: _Worker, report: WorkerReport, now_s: float) -> None:
         """Compare the time per token at this number of samples with the others', and the ratio with its own past."""
-        limits, status, window = self.limits, report.status, worker.window
-        since_s, worker.seen_s = worker.seen_s, now_s if status.running else -math.inf
-        if not status.running:
+        limits, running, window = self.limits, report.status.running, worker.window
+        since_s, worker.seen_s = worker.seen_s, now_s if running else -math.inf
+        if not running:
             worker.window = [0.0, 0.0, 0.0]
-        if not status.running or since_s == -math.inf or now_s <= since_s:
+        if not running or since_s == -math.inf or now_s <= since_s:
             return
         window[0] += now_s - since_s
-        window[1] += (now_s - since_s) * status.running
+        window[1] += (now_s - since_s) * running
         window[2] += sum(len(delta.token_ids) for delta in report.deltas) / ITEM_BYTES
         if window[0] < limits.window_s:
             return
@@ -218,8 +211,7 @@ class MachineWatch:
         if not window[2]:
             return
         log_s = math.log(window[1] / window[2])
-        bucket = round(2 * math.log2(window[1] / window[0]))
-        rates = self._rates.setdefault(bucket, deque(maxlen=64))
+        rates = self._rates.setdefault(round(2 * math.log2(window[1] / window[0])), deque(maxlen=64))
         others = {name: rate for name, rate in rates if name != worker.lease.lease_id}  # the newest of each
         rates.append((worker.lease.lease_id, log_s))
         if len(others) < limits.cohort:
@@ -227,8 +219,7 @@ class MachineWatch:
         worker.recent.append(log_s - median(others.values()))
         if len(worker.recent) <= limits.windows:
             return
-        past = worker.machine.past
-        oldest = worker.recent.popleft()
+        past, oldest = worker.machine.past, worker.recent.popleft()
         if not worker.slow:  # else it would get used to being slow
             past.append(oldest)
         if len(past) < limits.past:
@@ -240,26 +231,24 @@ class MachineWatch:
         if worker.slow == 1 or (worker.slow and worker.slow % limits.windows == 0):
             hot = ", and its GPU lowers its clock because of heat or power" if worker.gpu.hot else ""
             cause = f"it needs {math.exp(excess):.2f} times its usual time per token{hot}"
-            confirmed = worker.slow >= limits.windows
-            self._suspect(
-                worker, cause, now_s, confirmed=confirmed, value=math.exp(excess), limit=math.exp(limit), since_s=now_s
-            )
+            figures = {"value": math.exp(excess), "limit": math.exp(limit)}
+            self._suspect(worker, cause, now_s, confirmed=worker.slow >= limits.windows, **figures)
 
     def probed(self, lease: Lease, difference: float, limit: float, now_s: float) -> None:
         worker = self._worker(lease)
-        if difference > limit:
-            cause = "its logprobs of the probe differ from the trainer's"
-            self._exact(worker, cause, now_s, since_s=worker.probe_right_s, value=difference, limit=limit)
-        else:
+        if difference <= limit:
             worker.probe_right_s = now_s
+            return
+        cause = "its logprobs of the probe differ from the trainer's"
+        self._exact(worker, cause, now_s, since_s=worker.probe_right_s, value=difference, limit=limit)
 
     def trained(self, metrics: StepMetrics, now_s: float) -> None:
         self._check_ranks(metrics.ranks)
         limits = self.limits
-        sized = {lease: kl / n for lease, (kl, n) in metrics.mismatch.items() if n >= limits.mismatch_tokens}
-        for lease_id, rate in sized.items():
+        rates = {lease: kl / n for lease, (kl, n) in metrics.mismatch.items() if n >= limits.mismatch_tokens}
+        for lease_id, rate in rates.items():
             worker = self._workers.get(lease_id)
-            others = [each for name, each in sized.items() if name != lease_id and math.isfinite(each)]
+            others = [each for name, each in rates.items() if name != lease_id and math.isfinite(each)]
             if worker is None or len(others) < limits.cohort:
                 continue
             limit = max(limits.mismatch_floor, limits.mismatch_ratio * median(others))
@@ -269,17 +258,15 @@ class MachineWatch:
             worker.mismatched += 1
             cause = "its logprobs differ more from the trainer's than those of the other workers"
             confirmed = worker.mismatched > 1 or worker.machine.state == "probation"
-            since_s = worker.matched_s
-            self._suspect(
-                worker, cause, now_s, confirmed=confirmed, wrong=True, value=rate, limit=limit, since_s=since_s
-            )
+            figures = {"value": rate, "limit": limit, "since_s": worker.matched_s}
+            self._suspect(worker, cause, now_s, confirmed=confirmed, wrong=True, **figures)
 
     def _check_ranks(self, ranks: Mapping[str, Mapping[str, float]]) -> None:
         """Name a rank of the trainer of which a figure, relative to the other ranks, leaves its own past."""
         for name, figure in product(ranks, RANK_RATIOS):
-            value, others = ranks[name][figure], [own[figure] for other, own in ranks.items() if other != name]
+            value, usual = ranks[name][figure], median(own[figure] for each, own in ranks.items() if each != name)
             past = self._ranks.setdefault((name, figure), deque(maxlen=32))
-            ratio = value / usual if (usual := median(others)) else 1.0
+            ratio = value / usual if usual else 1.0
             limit = RANK_RATIOS[figure] * (median(past) if len(past) >= RANK_PAST else math.inf)
             if math.isfinite(value) and ratio <= limit:
                 past.append(ratio)
@@ -287,19 +274,11 @@ class MachineWatch:
                 continue
             self._outlying[name, figure] = self._outlying[name, figure] + 1 if math.isfinite(value) else RANK_BATCHES
             if self._outlying[name, figure] == RANK_BATCHES:
-                cause = f"its {figure} is {ratio:.3g} times that of the other ranks"
-                self._changes.append(
-                    MachineHealth(
-                        lease_id="trainer",
-                        worker_id=name,
-                        machine="",
-                        state="suspect",
-                        cause=cause,
-                        value=ratio,
-                        limit=limit,
-                        acts=False,
-                    )
+                rank = Lease(
+                    lease_id="trainer", worker_id=name, kind="reserved", price_usd_per_hour=0.0, start_s=0.0, node=name
                 )
+                cause = f"its {figure} is {ratio:.3g} times that of the other ranks"
+                self._change(_Machine(name), rank, "suspect", cause, acts=False, value=ratio, limit=limit)
 
     def ended(self, lease: Lease, now_s: float) -> None:
         worker = self._workers.pop(lease.lease_id, None)
@@ -308,11 +287,10 @@ class MachineWatch:
 
     def wants_probe(self, lease: Lease, now_s: float, *, idle_s: float) -> bool:
         worker, limits = self._worker(lease), self.limits
-        if worker.rejected or worker.version < 0:
-            return False
-        suspect = worker.machine.state != "healthy"
-        pause_s = limits.suspect_probe_s if suspect else limits.idle_probe_s
-        if now_s - worker.probed_s < pause_s or (not suspect and idle_s < pause_s):
+        is_suspect = worker.machine.state != "healthy"
+        pause_s = limits.suspect_probe_s if is_suspect else limits.idle_probe_s
+        due = now_s - worker.probed_s >= pause_s and (is_suspect or idle_s >= pause_s)
+        if worker.rejected or worker.version < 0 or not due:
             return False
         worker.probed_s = now_s
         return True
@@ -324,20 +302,26 @@ class MachineWatch:
     # States.
 
     def _worker(self, lease: Lease) -> _Worker:
-        worker = self._workers.get(lease.lease_id)
-        if worker is None:
+        if (worker := self._workers.get(lease.lease_id)) is None:
             machine = self._machines.setdefault(lease.machine, _Machine(lease.machine))
             worker = self._workers[lease.lease_id] = _Worker(lease, machine)
         return worker
 
-    def _exact(self, worker: _Worker, cause: str, now_s: float, **more: float) -> None:
+    def _exact(self, worker: _Worker, cause: str, now_s: float, **figures: float) -> None:
         """It computed wrongly, without doubt."""
         if not worker.rejected:
             worker.rejected = True
-            self._withhold(worker.machine, worker.lease, "quarantined", cause, now_s, wrong=True, **more)
+            self._withhold(worker.machine, worker.lease, "quarantined", cause, now_s, wrong=True, **figures)
 
     def _suspect(
-        self, worker: _Worker, cause: str, now_s: float, *, confirmed: bool = False, wrong: bool = False, **more: float
+        self,
+        worker: _Worker,
+        cause: str,
+        now_s: float,
+        *,
+        confirmed: bool = False,
+        wrong: bool = False,
+        **figures: float,
     ) -> None:
         """It differs from the others."""
         machine = worker.machine
@@ -347,60 +331,46 @@ class MachineWatch:
         if confirmed:
             worker.rejected = True
             state: MachineState = "quarantined" if wrong else "draining"
-            self._withhold(machine, worker.lease, state, cause, now_s, wrong=wrong, **more)
+            self._withhold(machine, worker.lease, state, cause, now_s, wrong=wrong, **figures)
         elif machine.state == "healthy":
-            self._change(machine, worker.lease, "suspect", cause, **more)
+            self._change(machine, worker.lease, "suspect", cause, **figures)
             worker.probed_s = -math.inf  # ask for it at once
 
     def _withhold(
-        self, machine: _Machine, lease: Lease, state: MachineState, cause: str, now_s: float, **more: float
+        self, machine: _Machine, lease: Lease, state: MachineState, cause: str, now_s: float, **figures: float
     ) -> None:
         """Stop using a machine, unless too many are withheld: then only a worker that computed wrongly is restarted."""
         machine.found_s = now_s
-        worker = self._workers.get(lease.lease_id)
-        if self._acts and self._is_full(machine, now_s):
-            cause += "; it stays in use because as many machines as allowed are withheld"
-            if more.get("wrong"):  # for no time
-                self._change(machine, lease, "quarantined", cause, **more)
-            elif machine.state == "healthy":
-                self._change(machine, lease, "suspect", cause, **more)
-            if worker is not None:
+        if not self._acts:
+            self._change(machine, lease, "suspect", cause, **figures)
+        elif self._is_full(machine, now_s):
+            if (worker := self._workers.get(lease.lease_id)) is not None:
                 worker.rejected = False  # until there is room
-        elif not self._acts:
-            self._change(machine, lease, "suspect", cause, **more)
+            if figures.get("wrong") or machine.state == "healthy":
+                cause += "; it stays in use because as many machines as allowed are withheld"
+                self._change(machine, lease, "quarantined" if figures.get("wrong") else "suspect", cause, **figures)
         elif state == "quarantined":
-            self._quarantine(machine, lease, cause, now_s, **more)
+            self._quarantine(machine, lease, cause, now_s, **figures)
         else:
-            self._change(machine, lease, state, cause, **more)
+            self._change(machine, lease, state, cause, **figures)
 
     def _is_full(self, machine: _Machine, now_s: float) -> bool:
         """Whether as many other machines are withheld as may be."""
-        others = {name for name, each in self._machines.items() if each is not machine and _is_withheld(each, now_s)}
+        others = {name for name, each in self._machines.items() if each is not machine and each.is_withheld(now_s)}
         fleet = {worker.machine.name for worker in self._workers.values()} | others | {machine.name}
         return len(others) >= max(1, int(self.limits.withheld * len(fleet)))
 
-    def _quarantine(self, machine: _Machine, lease: Lease, cause: str, now_s: float, **more: float) -> None:
+    def _quarantine(self, machine: _Machine, lease: Lease, cause: str, now_s: float, **figures: float) -> None:
+        away_s = min(self.limits.longest_away_s, self.limits.away_s * 2.0**machine.quarantines)
         machine.quarantines += 1
-        away_s = min(self.limits.longest_away_s, self.limits.away_s * 2.0 ** (machine.quarantines - 1))
         machine.back_s = now_s + away_s
         machine.joins.clear()
-        self._change(machine, lease, "quarantined", cause, away_s=away_s, **more)
+        self._change(machine, lease, "quarantined", cause, away_s=away_s, **figures)
 
-    def _change(self, machine: _Machine, lease: Lease, state: MachineState, cause: str, **more: float) -> None:
-        machine.state, wrong = state, bool(more.pop("wrong", False))
-        self._changes.append(
-            MachineHealth(
-                lease_id=lease.lease_id,
-                worker_id=lease.worker_id,
-                machine=machine.name,
-                state=state,
-                cause=cause,
-                acts=self._acts,
-                wrong=wrong,
-                **more,
-            )
-        )
-
-
-def _is_withheld(machine: _Machine, now_s: float) -> bool:
-    return machine.state == "draining" or (machine.state == "quarantined" and now_s < machine.back_s)
+    def _change(
+        self, machine: _Machine, lease: Lease, state: MachineState, cause: str, *, acts: bool = True, **figures: float
+    ) -> None:
+        machine.state, wrong = state, bool(figures.pop("wrong", False))
+        who = {"lease_id": lease.lease_id, "worker_id": lease.worker_id, "machine": lease.machine}
+        acts = acts and self._acts
+        self._changes.append(MachineHealth(**who, state=state, cause=cause, acts=acts, wrong=wrong, **figures))

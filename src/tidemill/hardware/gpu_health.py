@@ -14,7 +14,6 @@ from tidemill.core.records import GpuStatus
 CALL_S = 2.0
 """Deadline of one call: a driver in trouble can hang."""
 EVERY_S = 10.0
-
 SLOWDOWNS = ("HwSlowdown", "HwThermalSlowdown", "HwPowerBrakeSlowdown", "SwThermalSlowdown")
 
 
@@ -28,49 +27,45 @@ class GpuReader:
 
     def __init__(self, nvml: Any, handle: Any, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._nvml, self._handle, self._clock = nvml, handle, clock
-        self._read_s = -EVERY_S
+        self._due_s = clock()
         self._call: tuple[str, float] | None = None  # under way: its name and start
         self._status: GpuStatus | None = None  # not taken yet
-        self._given_up = False
 
     def __call__(self) -> GpuStatus | None:
         """The status if there is a new one. Never waits."""
         call, now_s = self._call, self._clock()
-        if call is not None and now_s - call[1] > CALL_S and not self._given_up:
-            self._given_up = True
+        if call is not None and now_s - call[1] > CALL_S and self._due_s < float("inf"):
+            self._due_s = float("inf")
             return GpuStatus(error=f"{call[0]} has not returned for {now_s - call[1]:.0f} s")
-        status, self._status = self._status, None
-        if not self._given_up and call is None and now_s - self._read_s >= EVERY_S:
-            self._read_s = now_s
-            self._call = ("a thread", now_s)
+        if call is None and now_s >= self._due_s:
+            self._due_s, self._call = now_s + EVERY_S, ("a thread", now_s)
             threading.Thread(target=self._read, name="gpu health", daemon=True).start()
+        status, self._status = self._status, None
         return status
 
     def _read(self) -> None:
-        nvml, lost = self._nvml, ""
-        values: dict[str, Any] = {}
-        for name, function, arguments in (
-            ("temperature_c", "nvmlDeviceGetTemperature", (nvml.NVML_TEMPERATURE_GPU,)),
-            ("clock_mhz", "nvmlDeviceGetClockInfo", (nvml.NVML_CLOCK_SM,)),
-            ("power_w", "nvmlDeviceGetPowerUsage", ()),
-            ("reasons", "nvmlDeviceGetCurrentClocksThrottleReasons", ()),
-            (
-                "uncorrected_errors",
-                "nvmlDeviceGetTotalEccErrors",
-                (nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC),
-            ),
-        ):
+        nvml, errors = self._nvml, []
+        ecc = (nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC)
+
+        def ask(function: str, *arguments: Any) -> int:
             self._call = (function, self._clock())
             try:
-                values[name] = getattr(nvml, function)(self._handle, *arguments)
+                return int(getattr(nvml, function)(self._handle, *arguments))
             except nvml.NVMLError_GpuIsLost as error:
-                lost = str(error)
+                errors.append(str(error))
             except nvml.NVMLError:
-                continue  # this GPU does not have it
-        reasons = int(values.pop("reasons", 0))
+                pass  # this GPU does not have it
+            return 0
+
         slow = sum(getattr(nvml, f"nvmlClocksThrottleReason{name}", 0) for name in SLOWDOWNS)
-        values["power_w"] = values.get("power_w", 0.0) / 1000
-        self._status = GpuStatus(hot=bool(reasons & slow), error=lost, **values)
+        self._status = GpuStatus(
+            temperature_c=ask("nvmlDeviceGetTemperature", nvml.NVML_TEMPERATURE_GPU),
+            clock_mhz=ask("nvmlDeviceGetClockInfo", nvml.NVML_CLOCK_SM),
+            power_w=ask("nvmlDeviceGetPowerUsage") / 1000,
+            hot=bool(ask("nvmlDeviceGetCurrentClocksThrottleReasons") & slow),
+            uncorrected_errors=ask("nvmlDeviceGetTotalEccErrors", *ecc),
+            error="; ".join(errors[:1]),
+        )
         self._call = None
 
 

@@ -340,7 +340,9 @@ class Guard(Protocol):
     def restore(self, evidence: Sequence[Evidence]) -> GuardDecision | None:
         """Start from the evidence of earlier steps in the journal; returns the decision that follows from its end."""
 
-    def begin(self, step: int, samples: Sequence[tuple[Prompt, Trajectory]], metrics: Mapping[str, float]) -> None:
+    def begin(
+        self, step: int, samples: Sequence[tuple[Prompt, Trajectory]], metrics: Mapping[str, float]
+    ) -> None:
         """A batch was trained on: start to ask for the gold scores of some of its samples. Never waits."""
 
     async def measure(self, step: int, canaries: Sequence[tuple[Prompt, Trajectory]]) -> None:

@@ -143,10 +143,9 @@ def taking_turns(place: str, ahead_in: int, found: list[Turns]) -> OpenBackend:
             ((folder, model),) = backend.frozen.rewards.items()
             found.append(turns := Turns(model=model, ahead_in=ahead_in))
             frozen = FrozenScorers(rewards={folder: turns})
-            scorer, eval_scorer = scorers(spec, backend.task, frozen=frozen)
-            yield replace(backend, frozen=frozen, scorer=scorer, eval_scorer=eval_scorer)
-            await scorer.close()
-            await eval_scorer.close()
+            scoring = scorers(spec, backend.task, frozen=frozen)
+            yield replace(backend, frozen=frozen, scorer=scoring.training, eval_scorer=scoring.held_out)
+            await scoring.close()
 
     return opened
 

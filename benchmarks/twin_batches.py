@@ -149,7 +149,7 @@ class Twin:
         plan = SamplingPlan(purpose=TRAIN, run_seed=spec.run.seed, group_size=spec.batch.group_size, sampling=sampling)
         from_version = self.version.number
         groups = plan_groups(prompts, first_position=(step - 1) * len(prompts), from_version=from_version)
-        ledger, (scorer, eval_scorer) = Ledger(None), scorers(spec, backend.task)
+        ledger, scoring = Ledger(None), scorers(spec, backend.task)
         fleet = Fleet(
             None,
             slots=spec.engine.slots,
@@ -167,7 +167,7 @@ class Twin:
                 rollout = RolloutContext(
                     fleet=fleet,
                     ledger=ledger,
-                    scorer=scorer,
+                    scorer=scoring.training,
                     codec=backend.codec,
                     telemetry=telemetry,
                     clock=self.clock,
@@ -179,8 +179,7 @@ class Twin:
                     made = {one.sample_id: one async for one in samples}
         finally:
             await saboteur.close()
-            await scorer.close()
-            await eval_scorer.close()
+            await scoring.close()
         return saboteur, made
 
     def _compare(

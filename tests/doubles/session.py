@@ -10,6 +10,7 @@ from typing import Any
 
 from tests.doubles.engine import FakeCompute, FakeEngine, FakeFrozenScorer
 from tests.doubles.environments import LIMITS, FakeEnvironments
+from tests.doubles.guard import FakeGuard
 from tests.doubles.journal import MemoryJournal, PowerCut
 from tests.doubles.provider import ScriptedProvider
 from tests.doubles.samples import MAX_NEW, FakeCodec, FakePrompts, digest_of, logprobs_of, number
@@ -54,6 +55,7 @@ class Disk:
 
     journal: bytes = b""
     checkpoints: dict[int, TrainerState] = field(default_factory=dict)
+    rollbacks: int = 0  # carried out
 
 
 @dataclass(frozen=True)
@@ -136,13 +138,16 @@ class FakeCheckpoints:
         self.disk, self.trainer, self.power = disk, trainer, power
         self.saved: list[tuple[int, float | None]] = []
 
-    async def save(self, step: int, *, score: float | None) -> None:
+    async def save(self, step: int, *, score: float | None, pinned: int | None = None) -> None:
         self.power()
         await asyncio.sleep(0.5)
         assert self.trainer.version.number == step
         self.disk.checkpoints[step] = self.trainer.state
         self.saved.append((step, score))
         self.power()
+
+    async def steps(self) -> list[int]:
+        return sorted(self.disk.checkpoints)
 
     async def restore_latest(self) -> int:
         step = max(self.disk.checkpoints, default=0)
@@ -230,6 +235,7 @@ class Session:
     frozen_scorer: FakeFrozenScorer | None = None  # the reference
     eval_sets: dict[str, list[Prompt]] = field(default_factory=dict)
     environments: FakeEnvironments | None = None
+    guard: FakeGuard | None = None
     result: LoopResult | None = None
 
     def __post_init__(self) -> None:
@@ -279,6 +285,8 @@ class Session:
                     eval_scorer=self.eval_scorer,
                     checkpoints=self.checkpoints,
                     eval_sets=self.eval_sets,
+                    guard=self.guard,
+                    rollbacks=self.disk.rollbacks,
                 )
                 return await train_loop(run)
         finally:

@@ -153,7 +153,7 @@ class SimulatedRank:
         await self._meet(f"logprobs {self._calls['logprobs']}")
         return await self.trainer.logprobs(decode(completions, list[Completion]))
 
-    async def _save(self, step: int, score: float | None) -> None:
+    async def _save(self, step: int, score: float | None, pinned: int | None = None) -> None:
         """Every rank writes its rows; when all have, the first renames the folder."""
         await asyncio.sleep(self._costs.checkpoint_s())
         files = self._peers.files.setdefault(step, {})

@@ -1,12 +1,16 @@
-"""Models and data sets of the Hugging Face Hub in place of a path, and web addresses, which are none."""
+"""Models and data sets of the Hugging Face Hub in place of a path, web addresses, which are none, and servers."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
+from urllib.parse import urlsplit
 
 from pydantic import BeforeValidator
+
+from tidemill.config.base import is_beyond_loopback
 
 HUB = "hub:"
 """Prefix of a path that names a data set of the Hugging Face Hub. The name of a model may have it, too."""
@@ -59,3 +63,27 @@ OptionalDataPath = Annotated[Path | None, BeforeValidator(_data_path)]
 FolderText = Annotated[str, BeforeValidator(_folder)]
 ModelName = Annotated[str, BeforeValidator(_model_name)]
 OptionalModelName = Annotated[str | None, BeforeValidator(_model_name)]
+
+ENVIRONMENT_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+
+def server_url_issues(url: str, auth_env: str, *, needed_by: str) -> Iterator[str]:
+    """Issues of the URL of a server, and of the name of the variable with the credentials for it.
+
+    A URL with an "@" may contain a password and is not repeated.
+    """
+    if auth_env and not ENVIRONMENT_VARIABLE.fullmatch(auth_env):
+        yield "auth_env is not the name of an environment variable; put the secret into a variable and name it here"
+    if "@" in re.split("[/?#]", url.partition("://")[2])[0]:
+        yield "url contains credentials, which would be logged; leave them out and use auth_env"
+        return
+    try:
+        parts = urlsplit(url)
+        valid = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:  # the port is not a number
+        valid = False
+    if not valid:
+        given = "the given url" if "@" in url else f'"{url}"'
+        yield f'{needed_by} needs a url with a host, and {given} has none; set url = "http://host:port/path"'
+    elif auth_env and parts.scheme == "http" and is_beyond_loopback(parts.hostname or ""):
+        yield f"auth_env would send a secret to {url} without encryption; use https:// or a loopback address"

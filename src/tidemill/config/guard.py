@@ -7,7 +7,6 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from tidemill.config.addresses import OptionalDataPath
 from tidemill.config.base import NEUTRAL, ActiveIf, Config
 
 HAS_GOLD = ActiveIf(lambda spec: spec.has_gold, 'no reward has role = "gold"')
@@ -49,8 +48,8 @@ class GuardConfig(Config):
     """Steps between measurements of proxy and gold on held-out prompts; 0: none."""
     canaries: Annotated[int, HAS_GOLD] = Field(16, ge=1)
     """Maximum number of these prompts."""
-    canary_path: Annotated[OptionalDataPath, HAS_GOLD] = None
-    """File with these prompts, as task.path; none: held-out prompts of the task."""
+    canary_set: Annotated[str, HAS_GOLD] = ""
+    """Name of the set in eval.sets with these prompts. Default: the held-out prompts of the task."""
     probes: Annotated[bool, HAS_GOLD] = True
     """Before the first step, score texts that no reward should like: an empty one, the prompt, a list of all answers, a
     repeated mark, an instruction to the judge."""

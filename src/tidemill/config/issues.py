@@ -361,9 +361,11 @@ def without_effect(spec: RunSpec) -> list[str]:
 
 def _is_changed(spec: RunSpec, key: Key) -> bool:
     """Whether a key differs from its default; in [algorithm], from the preset."""
-    section, name = key.path
-    node: BaseModel = getattr(spec, section)
-    if section == "algorithm":
+    *sections, name = key.path
+    node: BaseModel = spec
+    for section in sections:
+        node = getattr(node, section)
+    if sections == ["algorithm"]:
         return name in spec.algorithm.changed_from_preset()
     field = type(node).model_fields.get(name)  # absent in pools of another kind
     return field is not None and getattr(node, name) != field.get_default(call_default_factory=True)

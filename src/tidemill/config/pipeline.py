@@ -69,7 +69,7 @@ KINDS: dict[StageKind, StageKindSpec] = {
             *("runtime", "run", "model", "task", "env", "sandbox", "scoring", "sampling"),
             *("engine", "pool", "fleet", "ray", "weights", "gateway"),
             *("placement", "reading", "batch", "schedule", "algorithm", "optimizer", "critic", "trainer", "eval"),
-            *("checkpoint", "telemetry", "simulation"),
+            *("checkpoint", "guard", "telemetry", "simulation"),
         ),
         output="a model",
         purpose="train",

@@ -9,7 +9,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, ValidationInfo, model_validator
 
-from tidemill.config.addresses import DataPath, OptionalModelName
+from tidemill.config.addresses import ENVIRONMENT_VARIABLE, DataPath, OptionalModelName, server_url_issues
 from tidemill.config.agent import EnvConfig
 from tidemill.config.algorithm import AlgorithmConfig, CriticConfig
 from tidemill.config.base import (
@@ -233,6 +233,31 @@ class CheckpointConfig(Config):
     """Also keep the checkpoint with the highest mean held-out reward (`eval/reward_mean`)."""
 
 
+AlertEvent = Literal[
+    "checkpoint", "crash", "environment_warning", "evaluation", "eviction", "guard", "guard_probe", "join_failed",
+    "quarantine", "reward_failed", "session_end", "session_start", "stalled", "waiting", "worker_health",
+]  # fmt: skip
+
+
+class AlertConfig(Config):
+    url: str = ""
+    """URL that alerts are posted to as JSON; its `text` is one line, as Slack and compatible services show it."""
+    url_env: str = ""
+    """Name of an environment variable with the URL, if the URL itself is a secret, as those of Slack."""
+    events: tuple[AlertEvent, ...] = Field(("guard", "worker_health", "session_end"), min_length=1)
+    """Events that are sent; their meaning is in docs/metrics.md."""
+    auth_env: str = ""
+    """Name of an environment variable with the header `authorization`, such as `Bearer …`."""
+
+    def issues(self) -> Iterator[str]:
+        if bool(self.url) == bool(self.url_env):
+            yield "an alert needs either url or url_env; set one of them"
+        elif self.url:
+            yield from server_url_issues(self.url, self.auth_env, needed_by="an alert")
+        if self.url_env and not ENVIRONMENT_VARIABLE.fullmatch(self.url_env):
+            yield "url_env is not the name of an environment variable; put the URL into a variable and name it here"
+
+
 class TelemetryConfig(Config):
     live: bool = True
     """Show a live view when standard error is a terminal. false: plain lines."""
@@ -240,6 +265,8 @@ class TelemetryConfig(Config):
     """Additional loggers; each needs its extra installed."""
     callbacks: tuple[Annotated[str, NameOrFunction("callback")], ...] = ()
     """Classes derived from tidemill.Callback, as `path/file.py:Class`, `package.module:Class` or entry points."""
+    alerts: tuple[AlertConfig, ...] = ()
+    """Webhooks that events of the run are posted to. They never delay or end the run."""
     samples_per_step: int = Field(0, ge=0)
     """Number of samples logged per step; 0: all."""
 
@@ -344,12 +371,31 @@ class RunSpec(Config):
 
     def issues(self) -> Iterator[str]:
         yield from self._learning_issues()
+        yield from self._guard_issues()
         yield from self._compute_issues()
         if self.task.kind != "reasoning_gym" and any(reward.kind == "task" for reward in self.scoring.rewards):
             yield (
                 f'scoring.rewards has kind = "task", and task.kind = "{self.task.kind}" has no scorer; '
                 'use "exact" or "numeric" (only reasoning_gym has one)'
             )
+
+    def _guard_issues(self) -> Iterator[str]:
+        guard, rewards = self.guard, self.scoring.rewards
+        if guard.action in ("pause", "rollback") and not self.has_gold:
+            yield (
+                f'guard.action = "{guard.action}" needs a second opinion; give a reward role = "gold", or set '
+                'it to "warn"'
+            )
+        if guard.canary_set and guard.canary_set not in [each.name for each in self.eval.sets]:
+            yield f'guard.canary_set = "{guard.canary_set}" is no set of eval.sets; name one, or leave it out'
+        neutral = {"weight": 0.0, "role": "reward", "name": ""}
+        counted = [each.model_copy(update=neutral) for each in rewards if each.role != "gold"]
+        for gold in rewards:
+            if gold.role == "gold" and guard.action != "off" and gold.model_copy(update=neutral) in counted:
+                yield (
+                    f"the gold reward {gold.name or gold.kind} is the reward that is trained on; use another "
+                    'one, or set guard.action = "off"'
+                )
 
     def _shard_issues(self) -> Iterator[str]:
         shards = f"trainer.shards = {self.trainer.shards}"

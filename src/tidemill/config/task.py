@@ -6,12 +6,11 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal
-from urllib.parse import urlsplit
 
 from pydantic import Field
 
-from tidemill.config.addresses import DataPath, FolderText, OptionalDataPath
-from tidemill.config.base import NEUTRAL, TRAINING_ONLY, Config, NameOrFunction, Neutral, is_beyond_loopback
+from tidemill.config.addresses import DataPath, FolderText, OptionalDataPath, server_url_issues
+from tidemill.config.base import NEUTRAL, TRAINING_ONLY, Config, NameOrFunction, Neutral
 from tidemill.extensions.registry import PATH, installed
 
 
@@ -155,7 +154,6 @@ TaskConfig = Annotated[
     Field(discriminator="kind"),
 ]
 
-ENVIRONMENT_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 HEADER_NAME = re.compile(r"[A-Za-z0-9-]+")
 REWARD_KEYS = {
     "pattern": "regex",
@@ -254,8 +252,8 @@ class RewardConfig(Config):
         for key, needed in REWARD_NEEDS.items():
             if self.kind == REWARD_KEYS[key] and not getattr(self, key):
                 yield f'kind = "{self.kind}" needs {needed}'
-        url_issues = list(_url_issues(self.url)) if self.kind == "http" else []
-        yield from url_issues
+        if self.kind == "http":
+            yield from server_url_issues(self.url, self.auth_env, needed_by='kind = "http"')
         if self.role == "gold" and self.weight:
             yield f'role = "gold" is only measured, and weight is {self.weight:g}; set weight = 0'
         for name, kind in REWARD_KEYS.items():
@@ -270,28 +268,8 @@ class RewardConfig(Config):
             re.compile(self.pattern)
         except re.error as error:
             yield f"pattern {self.pattern!r} is not a valid regular expression ({error}); correct it"
-        if self.auth_env and not ENVIRONMENT_VARIABLE.fullmatch(self.auth_env):
-            yield "auth_env is not the name of an environment variable; put the secret into a variable and name it here"
         if not HEADER_NAME.fullmatch(self.auth_header):
             yield f"auth_header = {self.auth_header!r} is not a header name; write for example x-api-key"
-        is_plain = self.auth_env and not url_issues and self.url.startswith("http://")
-        if is_plain and is_beyond_loopback(urlsplit(self.url).hostname or ""):
-            yield f"auth_env would send a secret to {self.url} without encryption; use https:// or a loopback address"
-
-
-def _url_issues(url: str) -> Iterator[str]:
-    """Issues of a reward server's URL. A URL with an "@" may contain a password and is not repeated."""
-    if "@" in re.split("[/?#]", url.partition("://")[2])[0]:
-        yield "url contains credentials, which would be logged; leave them out and use auth_env"
-        return
-    try:
-        parts = urlsplit(url)
-        valid = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
-    except ValueError:  # the port is not a number
-        valid = False
-    if not valid:
-        given = "the given url" if "@" in url else f'"{url}"'
-        yield f'kind = "http" needs a url with a host, and {given} has none; set url = "http://host:port/path"'
 
 
 class ScoringConfig(Config):

@@ -21,6 +21,9 @@ from tidemill.core.records import (
     Trajectory,
 )
 
+NEVER_PRUNED = 2**62
+"""Journal step of entries that `Ledger.prune` keeps."""
+
 
 class EvalResult(Record, omit_defaults=True):
     """Figures of one evaluation."""
@@ -236,6 +239,21 @@ def batches_after(entries: Sequence[tuple[int, AnyEntry]], step: int) -> dict[in
     while (step := step + 1) in known:
         following[step] = known[step]
     return following
+
+
+def since_rollback(entries: Sequence[tuple[int, AnyEntry]]) -> tuple[list[tuple[int, AnyEntry]], bool]:
+    """The entries without the rounds before the last rollback, and whether the return to its checkpoint is not stored
+    yet."""
+    decided = [
+        at
+        for at, (_, entry) in enumerate(entries)
+        if isinstance(entry, Decided) and entry.decision.action == "rollback"
+    ]
+    if not decided:
+        return list(entries), False
+    known = [pair for pair in entries[: decided[-1]] if pair[0] == NEVER_PRUNED]
+    later = entries[decided[-1] :]
+    return [*known, *later], not any(isinstance(entry, Checkpointed) for _, entry in later)
 
 
 def has_lost_versions(entries: Sequence[tuple[int, AnyEntry]], checkpoint: int, *, newest: int) -> bool:

@@ -15,15 +15,18 @@ from itertools import groupby
 from typing import TypeAlias
 
 from tidemill.controller.entries import (
+    NEVER_PRUNED,
     Accepted,
     AnyEntry,
     BatchReward,
     CallEnded,
     CallStarted,
     Checkpointed,
+    Decided,
     Dropped,
     EvalResult,
     Evaluated,
+    Judged,
     Observed,
     Opened,
     Published,
@@ -35,16 +38,15 @@ from tidemill.controller.entries import (
     decode,
     encode,
     has_lost_versions,
+    since_rollback,
     unreadable,
 )
 from tidemill.controller.in_flight import InFlight, PlannedGroup, SamplingPlan, plan_groups
 from tidemill.controller.samples import IllegalTransition, Sample, SampleState
 from tidemill.core.errors import UserError
+from tidemill.core.evidence import Evidence, GuardDecision
 from tidemill.core.protocols import Journal
 from tidemill.core.records import Call, LogprobBuffer, Observation, Prompt, Reward, TokenDelta, Trajectory, WorkerReport
-
-NEVER_PRUNED = 2**62
-"""Journal step of entries that `Ledger.prune` keeps."""
 
 PromptAt: TypeAlias = Callable[[int], tuple[int, Prompt]]
 """Returns the (epoch, prompt) of a group's position."""
@@ -63,6 +65,8 @@ class Ledger:
         self.evaluations: dict[tuple[int, str], Evaluated] = {}  # by step and name, the newest of each
         self.rewards: dict[int, float | None] = {}  # mean by step, also of batches that will be replayed
         self.batches: dict[int, tuple[int, ...]] = {}  # positions by step, after the newest checkpoint
+        self.evidence: dict[int, Evidence] = {}  # of the guard, by step
+        self.decisions: list[GuardDecision] = []
         self.next_position = 0  # of the next group to start
         self._checkpoint = 0  # step of the newest checkpoint
 
@@ -86,10 +90,13 @@ class Ledger:
                 self.evaluations[entry.result.step, entry.result.name] = entry
             elif isinstance(entry, BatchReward):
                 self.rewards[entry.step] = entry.reward_mean
+        self._load_guard([entry for _, entry in entries])
+        entries, rolled_back = since_rollback(entries)
         self.batches = batches_after(entries, after_step)
         checkpointed = [entry.step for _, entry in entries if isinstance(entry, Checkpointed)]
-        if has_lost_versions(entries, after_step, newest=max(self.batches, default=after_step)):
+        if rolled_back or has_lost_versions(entries, after_step, newest=max(self.batches, default=after_step)):
             self.batches = {}
+            self.evidence = {step: each for step, each in self.evidence.items() if step <= after_step}
             await self._restart_from_checkpoint(in_flight, prompt_at, entries)
             return 0
         for step, entry in entries:
@@ -105,6 +112,32 @@ class Ledger:
         unbatched = in_flight.groups.keys() - {at for positions in self.batches.values() for at in positions}
         return len(self.batches) + bool(unbatched)
 
+    def _load_guard(self, entries: Iterable[AnyEntry]) -> None:
+        """Evidence that counts, and all decisions. Evidence of a step is stored before the step's checkpoint, so that
+        a checkpoint of an earlier step is a return to it."""
+        for entry in entries:
+            if isinstance(entry, Judged):
+                self.evidence[entry.evidence.step] = entry.evidence
+            elif isinstance(entry, Checkpointed):
+                self.evidence = {step: each for step, each in self.evidence.items() if step <= entry.step}
+            elif isinstance(entry, Decided):
+                self._apply_decision(entry.decision)
+
+    def _apply_decision(self, decision: GuardDecision) -> None:
+        self.decisions.append(decision)
+        last = 0 if decision.forgets else decision.target
+        self.evidence = {step: each for step, each in self.evidence.items() if step <= last}
+
+    async def record_evidence(self, evidence: Evidence) -> None:
+        """Store what the guard saw in a step; when this returns, it may decide."""
+        self.evidence[evidence.step] = evidence
+        await self._append([(NEVER_PRUNED, encode(Judged(evidence)))])
+
+    async def record_decision(self, decision: GuardDecision) -> None:
+        """Store a decision; when this returns, it may be carried out."""
+        self._apply_decision(decision)
+        await self._append([(NEVER_PRUNED, encode(Decided(decision)))])
+
     async def _restart_from_checkpoint(
         self, in_flight: InFlight, prompt_at: PromptAt, entries: Sequence[tuple[int, AnyEntry]]
     ) -> None:
@@ -112,8 +145,7 @@ class Ledger:
         step = self._checkpoint
         known = [entry for _, entry in entries if isinstance(entry, Checkpointed) and entry.step == step]
         if self._journal is not None:
-            rounds = [stored for stored, _ in entries if stored != NEVER_PRUNED]
-            await self._journal.prune(max(rounds, default=0))
+            await self._journal.prune(NEVER_PRUNED - 1)
         if known:
             pairs = {position: prompt_at(position) for position in known[-1].open}
             groups = [plan_groups([pair], first_position=at, from_version=step)[0] for at, pair in pairs.items()]

@@ -45,8 +45,9 @@ async def train_loop(run: TrainingRun) -> LoopResult:
     Raises:
         UserError: an error in the user's input, the run directory or the disk.
         DeadlineError: a wait passed its deadline.
-        GuardStop: samples get no valid rewards, gradients are not finite, or machines live too short and there is no
-            reserved engine; the last batch is in a checkpoint.
+        GuardStop: samples get no valid rewards, gradients are not finite, quality does not follow the reward, or
+            machines live too short and there is no reserved engine; the last batch is in a checkpoint.
+        RollBack: the guard returns to an earlier checkpoint; see `jobs.rollback`.
         TidemillError: the engine failed repeatedly on one sample.
     """
     steps = run.spec.trainer.steps
@@ -63,6 +64,7 @@ async def train_loop(run: TrainingRun) -> LoopResult:
                 metrics = await run.publish(batch, trajectories)
                 await run.log_step(metrics)
                 await run.checkpoint_if_due()
+                await run.decide()
                 scores.check(trajectories, steps_left=steps - run.step)
                 updates.check(metrics)
             scores.finish(run.rollout.ledger.rewards_through(run.step))

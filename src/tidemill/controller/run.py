@@ -27,11 +27,12 @@ from tidemill.controller.collector import SampleCollector
 from tidemill.controller.evaluation import EvalSchedule
 from tidemill.controller.in_flight import TRAIN, InFlight, SamplingPlan, plan_groups, sampling_params
 from tidemill.controller.offload import Seeding
+from tidemill.controller.reward_watch import RewardWatch
 from tidemill.controller.rollout_context import RolloutContext, StopRequested
 from tidemill.controller.samples import Sample, SampleState
 from tidemill.controller.tainted import TrainedLeases
 from tidemill.core.errors import TidemillError
-from tidemill.core.protocols import Checkpoints, PromptSource, Scorer, Trainer
+from tidemill.core.protocols import Checkpoints, Guard, PromptSource, Scorer, Trainer
 from tidemill.core.records import Group, Prompt, StepMetrics, Trajectory
 from tidemill.telemetry.events import CHECKPOINT
 from tidemill.telemetry.metrics import HELD_OUT_NAME
@@ -51,6 +52,8 @@ class TrainingRun:
     checkpoints: Checkpoints
     eval_sets: Mapping[str, Sequence[Prompt]] = field(default_factory=dict)  # by name, besides the held-out prompts
     stop_strings: tuple[str, ...] = ()  # of the task, used if `spec.sampling.stop` is empty
+    guard: Guard | None = None  # of the reward
+    rollbacks: int = 0  # of earlier decisions
     collector: SampleCollector | None = field(default=None, init=False)  # set while the loop runs
     step: int = field(default=0, init=False)  # batches committed
     resumed_from: int = field(default=0, init=False)
@@ -62,6 +65,8 @@ class TrainingRun:
     step_started_s: float = field(default=0.0, init=False)
     trainer_responds: bool = field(default=True, init=False)  # False if it did not when the run was stopped
     prompts: tuple[int, Sequence[tuple[int, Prompt]]] = field(default=(0, ()), init=False)  # cache: of a step
+    published: Sequence[tuple[Prompt, Trajectory]] = field(default=(), init=False)  # the newest batch
+    watch: RewardWatch | None = field(default=None, init=False)
     in_flight: InFlight = field(init=False)
     assembly: GroupAssembly = field(init=False)
     trained_leases: TrainedLeases = field(default_factory=TrainedLeases, init=False)
@@ -87,6 +92,18 @@ class TrainingRun:
             sampling=self.in_flight.plan.sampling,
             sets=self.eval_sets,
         )
+        if self.guard is not None:
+            config = self.spec.guard
+            canaries = self.eval_sets[config.canary_set] if config.canary_set else self.source.held_out(config.canaries)
+            self.watch = RewardWatch(
+                guard=self.guard,
+                config=config,
+                rollbacks=self.rollbacks,
+                canaries=canaries[: config.canaries],
+                rollout=self.rollout,
+                sampling=self.in_flight.plan.sampling,
+                seed=self.spec.run.seed,
+            )
         self.seeding = Seeding(self.rollout.fleet, ahead=self.spec.schedule.max_policy_lag > 0)
 
     @property
@@ -102,6 +119,8 @@ class TrainingRun:
         self.seeding.begin()
         self.in_flight.newest_version = self.trainer.version.number
         self.replayed = await ledger.load(self.in_flight, self._prompt, after_step=step)
+        if self.watch is not None:
+            await self.watch.restore(self.checkpoints)
         telemetry.resume(step)
         self.already_finished = step >= self.spec.trainer.steps
         if self.already_finished:
@@ -115,6 +134,8 @@ class TrainingRun:
         figures = await self.eval_schedule.if_due(self.step, self.trainer.version, training=self.collector)
         if figures and self.step == 0:
             self._log(StepMetrics(step=0, version=self.trainer.version, optimizer_steps=0, values=figures), {})
+        if self.watch is not None and not self.already_finished:
+            await self.watch.measure_canaries(self.step, self.trainer.version, self.collector)
 
     async def begin_batch(self) -> BatchBuilder:
         """Start the next step: its batch, recorded in the journal or still to be built, and its groups."""
@@ -350,7 +371,10 @@ class TrainingRun:
         samples.sort(key=lambda sample: sample.ordinal)
         by_id = {trajectory.sample_id: trajectory for trajectory in trajectories}
         ordered = [by_id[sample.sample_id] for sample in samples]
-        rollout.telemetry.samples(step, ordered, [sample.prompt for sample in samples])
+        prompts = [sample.prompt for sample in samples]
+        rollout.telemetry.samples(step, ordered, prompts)
+        if self.watch is not None:
+            self.published = list(zip(prompts, ordered, strict=True))
         counters = self.in_flight.take_counters()
         self.tokens_logged += counters.tokens_accepted
         figures = {**rewards, **batch_figures(samples, counters, version), **self.timings}
@@ -437,9 +461,15 @@ class TrainingRun:
         return self.spec.schedule.unfinished == "restart" and sample.finish is None and started
 
     async def log_step(self, metrics: StepMetrics) -> None:
-        """Log a step's metrics, with an evaluation if one is due; also if the evaluation is interrupted."""
+        """Log a step's metrics, with an evaluation if one is due; also if the evaluation is interrupted. Let the guard
+        see the step."""
         figures: dict[str, float] = {}
         try:
+            if self.watch is not None:
+                await self.watch.collect()
+                self.watch.begin(self.step, self.published, metrics.values)
+                if self.step < self.spec.trainer.steps:
+                    await self.watch.measure_canaries(self.step, self.trainer.version, self.collector)
             figures = await self.eval_schedule.if_due(self.step, self.trainer.version, training=self.collector)
         finally:
             self._log(metrics, figures)
@@ -456,6 +486,11 @@ class TrainingRun:
         if self.step == self.spec.trainer.steps or (every and self.step % every == 0):
             await self._checkpoint()
 
+    async def decide(self) -> None:
+        """Carry out a decision of the guard; see `RewardWatch.decide`."""
+        if self.watch is not None:
+            await self.watch.decide(self.checkpoints)
+
     async def checkpoint_if_newer(self) -> None:
         """Before an early end: write a checkpoint of the last committed batch, unless the trainer does not respond."""
         committed = self.trainer.version.number == self.step  # False between a commit and its publish
@@ -466,11 +501,17 @@ class TrainingRun:
     async def _checkpoint(self) -> None:
         """Write a checkpoint, and prune the ledger's entries that it covers."""
         rollout, step = self.rollout, self.step
+        pinned = None
+        if self.watch is not None:
+            await self.watch.collect()
+            pinned = self.watch.guard.earliest_onset - 1
         known = rollout.ledger.evaluations.get((step, HELD_OUT_NAME))
         score = known.result.reward_mean if known and known.result.version == self.trainer.version else None
         rollout.telemetry.progress("checkpoint", 0, 1)
         with rollout.span(CHECKPOINT, step=step):
-            saving = self._checkpoint_io(self.checkpoints.save(step, score=score), "the checkpoint to be written")
+            saving = self._checkpoint_io(
+                self.checkpoints.save(step, score=score, pinned=pinned), "the checkpoint to be written"
+            )
             await self._unless_stopped(saving, "the checkpoint to be written")
         self.checkpointed = step
         await rollout.ledger.prune(self.in_flight, step)

@@ -45,6 +45,14 @@ class GuardStop(TidemillError):
     exit_code = 3
 
 
+class RollBack(TidemillError):
+    """The run returns to the checkpoint of `step`, in the same process."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+        super().__init__(f"return to step {step}")
+
+
 class WorkerLost(TidemillError):
     """A worker is gone. The fleet handles it as an event and logs `cause` and `hint`."""
 
@@ -80,7 +88,7 @@ class DeadlineError(TidemillError):
 def root_error(error: BaseException) -> BaseException:
     """The exception to report of a group: an interrupt, else a `UserError`, a guard, an `OSError`, or the first."""
     leaves = list(_leaves(error))
-    for kind in (KeyboardInterrupt, UserError, GuardStop, OSError):
+    for kind in (KeyboardInterrupt, UserError, GuardStop, RollBack, OSError):
         for leaf in leaves:
             if isinstance(leaf, kind):
                 return leaf

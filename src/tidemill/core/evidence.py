@@ -40,12 +40,13 @@ class Evidence(Record, omit_defaults=True):
 class GuardDecision(Record, omit_defaults=True):
     """The reward rises and quality does not."""
 
-    number: int  # of the run's decisions, from 1
     step: int  # newest step whose evidence counted
     onset: int  # first step with the fault, estimated
     test: Literal["gain", "gap", "witnessed gap"]
-    action: GuardAction
     reason: str  # two sentences
+    number: int = 0  # of the run's decisions, from 1
+    action: GuardAction = "warn"
+    forgets: bool = True  # evidence of earlier steps does not count any more
     target: int = 0  # rollback: step of the checkpoint to return to; 0: the initial model
     proxy: tuple[float, float] = (0.0, 0.0)  # mean before the onset, and at the end
     gold: tuple[float, float] = (0.0, 0.0)

@@ -198,9 +198,8 @@ async def batch_generator(
         engine = bundle.engine(version, prompt_tokens=task.longest_prompt_tokens)
         worker = EngineWorker(engine, compute, clock=clock, tick_s=spec.engine.tick_s)
         stack.push_async_callback(worker.close)
-        scorer, eval_scorer = scorers(spec, task, compute, warn=progress)
-        stack.push_async_callback(scorer.close)
-        stack.push_async_callback(eval_scorer.close)
+        scoring = scorers(spec, task, compute, warn=progress)
+        stack.push_async_callback(scoring.close)
         fleet = Fleet(worker, slots=spec.engine.slots, clock=clock, telemetry=telemetry)
         await stack.enter_async_context(fleet)
         environments = await stack.enter_async_context(
@@ -210,7 +209,7 @@ async def batch_generator(
         rollout = RolloutContext(
             fleet=fleet,
             ledger=Ledger(None),
-            scorer=eval_scorer,
+            scorer=scoring.held_out,
             codec=bundle.codec,
             telemetry=telemetry,
             clock=clock,

@@ -13,10 +13,11 @@ import msgspec
 
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError, exception_text
+from tidemill.core.evidence import GuardDecision
 from tidemill.core.records import Prompt, StepMetrics, Trajectory
 from tidemill.extensions.registry import resolve
 from tidemill.extensions.results import placed, shown
-from tidemill.telemetry.events import CHECKPOINT, EVALUATION
+from tidemill.telemetry.events import CHECKPOINT, EVALUATION, GUARD
 from tidemill.telemetry.recorder import Recorder
 from tidemill.telemetry.run_dir import TRAINING_PURPOSE
 from tidemill.telemetry.sample_files import Sample, sample_line
@@ -48,12 +49,16 @@ class Callback:
     def on_checkpoint(self, step: int, path: Path) -> None:
         """After a checkpoint was written."""
 
+    def on_guard(self, decision: GuardDecision) -> None:
+        """When the reward guard decided: `step`, `onset`, `action`, `target`, `reason` and others, before it acts."""
+
 
 METHODS = {
     "on_step": ("step", "metrics"),
     "on_samples": ("step", "samples"),
     "on_evaluate": ("step", "metrics"),
     "on_checkpoint": ("step", "path"),
+    "on_guard": ("decision",),
 }
 """The methods that a run calls, with their arguments."""
 OTHER_NAMES = {
@@ -134,6 +139,8 @@ class CallbackTelemetry:
             self._call("on_evaluate", step, {prefix + key: value for key, value in figures.items()})
         elif name == CHECKPOINT and not fields.get("error"):
             self._call("on_checkpoint", step, self.recorder.run.checkpoints / f"step_{step}")
+        elif name == GUARD:
+            self._call("on_guard", msgspec.convert(fields, GuardDecision))
 
     def step(self, metrics: StepMetrics) -> None:
         self.recorder.step(metrics)

@@ -28,7 +28,7 @@ from tidemill.controller.loop import LoopResult, train_loop
 from tidemill.controller.rollout_context import RolloutContext
 from tidemill.controller.run import TrainingRun
 from tidemill.controller.samples import TokenObserver
-from tidemill.core.errors import GuardStop, UserError, describe_error, root_error
+from tidemill.core.errors import GuardStop, RollBack, UserError, describe_error, root_error
 from tidemill.core.folders import another_directory
 from tidemill.core.packages import install_command
 from tidemill.core.protocols import Environments, LoopClock, PromptSource
@@ -37,7 +37,9 @@ from tidemill.data.curriculum import Curriculum
 from tidemill.data.prompts import Task
 from tidemill.gateway.sessions import Sessions
 from tidemill.jobs.callbacks import Callback, CallbackTelemetry, configured_callbacks
+from tidemill.jobs.guarding import open_guard
 from tidemill.jobs.journal import SqliteJournal
+from tidemill.jobs.rollback import amended, amendments, check_amendment, roll_back
 from tidemill.jobs.sandbox_check import check_needed_sandbox
 from tidemill.jobs.stopping import StopRequest
 from tidemill.models.model_source import exact_models
@@ -51,7 +53,7 @@ from tidemill.telemetry.jsonl import read_lines
 from tidemill.telemetry.manifest import Forecast, build_manifest, write_forecast
 from tidemill.telemetry.recorder import Recorder
 from tidemill.telemetry.report import report_at_the_end
-from tidemill.telemetry.run_dir import PROMPTS, PromptFormat, RunDirectory
+from tidemill.telemetry.run_dir import CURRICULUM, PROMPTS, PromptFormat, RunDirectory
 
 SHOWN_CHANGES = 6
 MODEL_DIGEST, TASK_DIGEST, DATA_DIGEST, THREADS = "model_digest", "task_digest", "data_digest", "threads"
@@ -101,6 +103,7 @@ def train(
     runtime = runtime_of(spec)
     runtime.check(spec)
     check_needed_sandbox(spec)
+    check_amendment(spec)
     own_code, stop = identities(run_extensions(spec)), stop or StopRequest()
     opened = run_session(spec, telemetry_stream, planned_steps=lambda planned: planned.policy_steps)
     with stop.after_hours(spec.trainer.hours), opened as (resumed, run, recorder):
@@ -110,17 +113,25 @@ def train(
                 recorder.note(remark)
         if forecast_run is not None and run.past.count == 0:
             _write_forecast(spec, run, recorder, forecast_run)
-        result = asyncio.run(
-            _train(
-                resumed,
+        while True:
+            made = amendments(run)
+            life = _train(
+                amended(resumed, made[-1]) if made else resumed,
                 run,
                 recorder,
                 open_backend or runtime.open,
                 own_code=own_code,
                 callbacks=callbacks,
                 stop_request=stop,
+                rollbacks=len(made),
             )
-        )
+            try:
+                result = asyncio.run(life)
+                break
+            except (RollBack, ExceptionGroup) as error:
+                if not isinstance(root := root_error(error), RollBack):
+                    raise
+                roll_back(run, recorder, target=root.step, amend=spec.guard.amend)
         if result.already_finished:
             recorder.note(f"the run has already finished its {result.steps} steps; raise trainer.steps to continue it")
         summary = recorder.finish("interrupted" if result.interrupted else "finished")
@@ -315,6 +326,7 @@ async def _train(
     own_code: dict[str, str],
     callbacks: Sequence[Callback],
     stop_request: StopRequest,
+    rollbacks: int,
 ) -> LoopResult:
     """Everything started here is stopped in reverse order when the loop ends or fails."""
     clock = LoopClock()
@@ -371,6 +383,7 @@ async def _train(
                     report=lambda reason: recorder.event(ENVIRONMENT_WARNING, reason=reason),
                 )
             )
+        guard = await stack.enter_async_context(open_guard(spec, backend, run, recorder, rollbacks=rollbacks))
         source: PromptSource = backend.task.source
         observe: Callable[[int, Sequence[Trajectory]], None] | None = None
         if spec.batch.sampler:
@@ -380,7 +393,7 @@ async def _train(
                 count=spec.batch.prompts,
                 seed=spec.run.seed,
                 lag=spec.schedule.max_policy_lag,
-                store=run.path / "curriculum.jsonl",
+                store=run.path / CURRICULUM,
             )
             stack.callback(curriculum.close)
             observe = curriculum.observe
@@ -415,6 +428,8 @@ async def _train(
                 checkpoints=backend.checkpoints,
                 eval_sets=backend.task.eval_prompts,
                 stop_strings=backend.task.default_stop_strings,
+                guard=guard,
+                rollbacks=rollbacks,
             )
             result = await train_loop(training)
         if sessions is not None and not result.interrupted:

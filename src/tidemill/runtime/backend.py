@@ -58,6 +58,7 @@ class RuntimeBackend:
     heartbeat_timeout_s: float | None = None  # replaces the configured one
     local_engines: int = 1  # that `local` consists of
     frozen: FrozenScorers = field(default_factory=FrozenScorers)
+    gold_scorer: Scorer | None = None  # gold rewards of some samples; None: `scorer` computes them for all
 
 
 OpenBackend: TypeAlias = Callable[[RunSpec, RunDirectory, Recorder, Clock], AbstractAsyncContextManager[RuntimeBackend]]
@@ -105,6 +106,18 @@ def fleet_of(
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunScorers:
+    training: RewardScorer
+    held_out: RewardScorer
+    gold: RewardScorer | None  # None: `training` includes gold rewards
+
+    async def close(self) -> None:
+        for scorer in (self.training, self.held_out, self.gold):
+            if scorer is not None:
+                await scorer.close()
+
+
 def scorers(
     spec: RunSpec,
     task: Task,
@@ -112,13 +125,15 @@ def scorers(
     frozen: FrozenScorers | None = None,
     *,
     warn: Callable[[str], None] = lambda _: None,
-) -> tuple[RewardScorer, RewardScorer]:
-    """The scorer of training samples and that of held-out samples.
+    guarded: bool = False,
+) -> RunScorers:
+    """The scorers of a run.
 
     Args:
         compute: where reward models run; None starts a thread for them.
         frozen: reward models that score sample by sample.
         warn: gets a message for every function that cannot run in another process.
+        guarded: a guard asks for gold scores.
 
     Raises:
         UserError: a reward cannot be built.
@@ -143,7 +158,16 @@ def scorers(
     evaluated = evaluation_scoring(spec.scoring, task=task, rewards=spec.eval.rewards)
     check_rewards(evaluated.rewards, task)
     report_rows(spec, task)
-    return build(spec.scoring), build(evaluated)
+    gold: RewardScorer | None = None
+    training = spec.scoring
+    if guarded and spec.has_gold and spec.guard.action != "off":
+        asked = [reward for reward in spec.scoring.rewards if reward.role == "gold"]
+        share = {"role": "reward", "weight": 1 / len(asked)}
+        opinions = tuple(reward.model_copy(update=share) for reward in asked)
+        gold = build(spec.scoring.model_copy(update={"rewards": opinions}))
+        counted = tuple(reward for reward in spec.scoring.rewards if reward.role != "gold")
+        training = spec.scoring.model_copy(update={"rewards": counted})
+    return RunScorers(training=build(training), held_out=build(evaluated), gold=gold)
 
 
 def scheduled_provider(
@@ -181,12 +205,15 @@ class TrainerCheckpoints:
     warn: Callable[[str], None]  # gets a message for every damaged checkpoint that was skipped
     ranks: Ranks = ONE_RANK  # all of them call every method; the first creates the folders
 
-    async def save(self, step: int, *, score: float | None) -> None:
+    async def save(self, step: int, *, score: float | None, pinned: int | None = None) -> None:
         def save() -> None:
             write, nbytes = self.trainer.write_state, self.trainer.state_bytes()
-            write_together(self.store, step, write, ranks=self.ranks, score=score, expected_bytes=nbytes)
+            write_together(self.store, step, write, ranks=self.ranks, score=score, expected_bytes=nbytes, pinned=pinned)
 
         await self.compute.run(save)
+
+    async def steps(self) -> Sequence[int]:
+        return [checkpoint.step for checkpoint in await self.compute.run(self.store.checkpoints)]
 
     async def restore_latest(self) -> int:
         return await self.compute.run(self._restore)

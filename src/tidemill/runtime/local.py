@@ -144,17 +144,17 @@ async def in_process(
             stack.push_async_callback(host.close)
         if parts.publisher is not None:
             stack.push_async_callback(parts.publisher.close)
-        scorer, eval_scorer = scorers(spec, task, compute, frozen, warn=recorder.note)
-        stack.push_async_callback(scorer.close)
-        stack.push_async_callback(eval_scorer.close)
+        scoring = scorers(spec, task, compute, frozen, warn=recorder.note, guarded=True)
+        stack.push_async_callback(scoring.close)
         yield RuntimeBackend(
             trainer=parts.trainer,
             checkpoints=parts.checkpoints,
             local=parts.engine,
             task=task,
             codec=bundle.codec,
-            scorer=scorer,
-            eval_scorer=eval_scorer,
+            scorer=scoring.training,
+            eval_scorer=scoring.held_out,
+            gold_scorer=scoring.gold,
             threads=bundle.threads,
             context_tokens=engine_context(spec, limit=context_limit(bundle.model), prompt_tokens=prompt_tokens),
             device_info=bundle.device_info,

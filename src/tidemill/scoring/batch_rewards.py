@@ -8,7 +8,6 @@ POST url   {"samples": [{"id", "prompt", "completion", "answer", "metadata"}, ..
 from __future__ import annotations
 
 import asyncio
-import os
 from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -19,7 +18,7 @@ import httpx2
 import msgspec
 
 from tidemill.config.task import RewardConfig
-from tidemill.core.errors import UserError
+from tidemill.core.credentials import secret_of
 from tidemill.core.records import Prompt, SampleId, TokenBuffer, Turn
 
 
@@ -161,7 +160,9 @@ class HttpScorer:
     def __init__(self, config: RewardConfig) -> None:
         self._url, self._tries = config.url, config.retries + 1
         self._request_s = config.longest_wait_s / self._tries
-        self._headers = {"content-type": "application/json", "accept": "application/json", **_authorization(config)}
+        self._headers = {"content-type": "application/json", "accept": "application/json"}
+        if config.auth_env:
+            self._headers[config.auth_header] = secret_of(config.auth_env, where="scoring.rewards.auth_env")
         # No proxy or credentials from the environment, and no redirect to another server.
         self._client = httpx2.AsyncClient(trust_env=False, follow_redirects=False, timeout=None)
 
@@ -226,17 +227,3 @@ class HttpScorer:
             raise Unavailable(f"{self._url} did not answer within {self._request_s:g} s") from None
         except httpx2.HTTPError as error:
             raise Unavailable(f"{self._url}: {type(error).__name__} {error}".rstrip()) from error
-
-
-def _authorization(config: RewardConfig) -> dict[str, str]:
-    """The header with the secret, which is kept in memory only and never part of an error message."""
-    if not config.auth_env:
-        return {}
-    where, secret = "scoring.rewards.auth_env", os.environ.get(config.auth_env, "").strip()
-    if not secret:
-        hint = f"export {config.auth_env} before starting, or remove auth_env"
-        raise UserError(f"the environment variable {config.auth_env} is not set", where=where, hint=hint)
-    if not (secret.isascii() and secret.isprintable()):
-        what = f"the value of {config.auth_env} has characters that are not allowed in a header"
-        raise UserError(what, where=where, hint="set it to one line of plain ASCII")
-    return {config.auth_header: secret}

@@ -237,22 +237,13 @@ def judges(config: RewardConfig) -> bool:
 
 
 def build_rewards(configs: Sequence[RewardConfig], context: Context) -> tuple[NamedReward, ...]:
-    """The configured rewards, named by `name`, or by kind or function; repeated kinds get a number.
+    """The configured rewards, named as `reward_names`.
 
     Raises:
         UserError: a reward cannot work, or two have one name; raised before any sample is generated.
     """
-    rewards: dict[str, NamedReward] = {}
-    for config in configs:
-        python = config.kind == "python"
-        name = base = config.name or (config.function.rpartition(":")[2] if python else config.kind)
-        if base in rewards and (config.name or python):
-            hint = "give each a name of its own: name = ..."
-            raise UserError(f"two rewards are named {base}", where=WHERE, hint=hint)
-        numbers = itertools.count(2)
-        while name in rewards:
-            name = f"{base}_{next(numbers)}"
-        rewards[name] = NamedReward(
+    return tuple(
+        NamedReward(
             name=name,
             weight=config.weight,
             correct_at=correct_at(config),
@@ -260,7 +251,28 @@ def build_rewards(configs: Sequence[RewardConfig], context: Context) -> tuple[Na
             gold=config.role == "gold",
             **_calls(config, context),
         )
-    return tuple(rewards.values())
+        for name, config in zip(reward_names(configs), configs, strict=True)
+    )
+
+
+def reward_names(configs: Sequence[RewardConfig]) -> list[str]:
+    """`name` of each reward, or its kind or function; repeated kinds get a number.
+
+    Raises:
+        UserError: two have one name.
+    """
+    names = list[str]()
+    for config in configs:
+        python = config.kind == "python"
+        name = base = config.name or (config.function.rpartition(":")[2] if python else config.kind)
+        if base in names and (config.name or python):
+            hint = "give each a name of its own: name = ..."
+            raise UserError(f"two rewards are named {base}", where=WHERE, hint=hint)
+        numbers = itertools.count(2)
+        while name in names:
+            name = f"{base}_{next(numbers)}"
+        names.append(name)
+    return names
 
 
 def _calls(config: RewardConfig, context: Context) -> dict[str, Any]:

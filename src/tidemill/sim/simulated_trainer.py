@@ -138,9 +138,12 @@ class SimulatedCheckpoints:
     def __init__(self, disk: SimulatedDisk, trainer: SimulatedTrainer, costs: TrainerCosts) -> None:
         self._disk, self._trainer, self._costs = disk, trainer, costs
 
-    async def save(self, step: int, *, score: float | None) -> None:
+    async def save(self, step: int, *, score: float | None, pinned: int | None = None) -> None:
         await asyncio.sleep(self._costs.checkpoint_s())
         self._disk.checkpoints[step] = self._trainer.version
+
+    async def steps(self) -> list[int]:
+        return sorted(self._disk.checkpoints)
 
     async def restore_latest(self) -> int:
         await asyncio.sleep(self._costs.checkpoint_s())

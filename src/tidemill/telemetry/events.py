@@ -148,6 +148,9 @@ READER_RESTART = _define(
     "reader_restart", "the process of a reward model or of the reference was lost and is restarted; `who`, `cause`"
 )
 SINK_FAILED = _define("sink_failed", "an optional sink raised and was dropped; `sink`, `error`")
+ALERT_FAILED = _define(
+    "alert_failed", "the first alert that a webhook of telemetry.alerts did not take; `webhook` (its host), `cause`"
+)
 SESSION_END = _define(
     "session_end",
     "the process closed the run; `outcome` is finished, interrupted or failed; `error` (type and message) if it failed",
@@ -157,17 +160,18 @@ NOT_PART_OF_A_STEP = (EVALUATION, CHECKPOINT)
 """Spans that are excluded from a step's wall time."""
 FLEET_EVENTS = frozenset({
     LEASE, JOIN, PULL, DECODE, NOTICE, DRAIN, EVICTION, CRASH, MIGRATION, LEASE_END, REBALANCE, WORKER_RELEASED,
-    STALLED, QUARANTINE, JOIN_FAILED,
+    STALLED, QUARANTINE, JOIN_FAILED, WORKER_HEALTH,
 })  # fmt: skip
 """Events of single workers, which may be many."""
+GUARD_EVENTS = frozenset({GOLD, GUARD, GUARD_PROBE})
 NOUNS = {
     JOIN: "join", NOTICE: "notice", DRAIN: "drain", EVICTION: "eviction", CRASH: "crash", PULL: "damaged pull",
-    STALLED: "stalled sample", JOIN_FAILED: "failed join",
+    STALLED: "stalled sample", JOIN_FAILED: "failed join", WORKER_HEALTH: "health change",
 }  # fmt: skip
 """What the terminal counts when it summarises many fleet events."""
 LISTED_EVENTS = frozenset({
-    SESSION_START, SESSION_END, RESUME, REPLAY, EVALUATION, CHECKPOINT, SINK_FAILED, WAITING, WAIT_ABANDONED, EVICTION,
-    CRASH, JOIN_FAILED, QUARANTINE,
+    SESSION_START, SESSION_END, RESUME, REPLAY, EVALUATION, CHECKPOINT, SINK_FAILED, ALERT_FAILED, WAITING,
+    WAIT_ABANDONED, EVICTION, CRASH, JOIN_FAILED, QUARANTINE, GUARD, GUARD_PROBE, WORKER_HEALTH,
 })  # fmt: skip
 """Events in the table of the report."""
 
@@ -181,8 +185,9 @@ INTERRUPTIONS = ("CancelledError", "KeyboardInterrupt")
 
 def event_text(name: str, fields: dict[str, Any]) -> str:
     """One line about an event for the terminal and the report; empty if the event is not worth a line."""
-    if name in FLEET_EVENTS:
-        return _fleet_text(name, fields)
+    of_kind = _fleet_text if name in FLEET_EVENTS else _guard_text if name in GUARD_EVENTS else None
+    if of_kind:
+        return of_kind(name, fields)
     step, error = fields.get("step"), fields.get("error")
     took = f", {duration(fields['duration_s'])}" if "duration_s" in fields else ""
     if error and name != SESSION_END:  # the command prints what ended the session
@@ -230,6 +235,48 @@ def data_text(fields: Mapping[str, Any]) -> str:
     return "; ".join(parts)
 
 
+def _guard_text(name: str, fields: dict[str, Any]) -> str:
+    if name == GUARD:
+        return f"guard: {decision_text(fields)}. {fields.get('reason', '')}".rstrip()
+    if name == GUARD_PROBE:
+        return f"guard: {probe_text(fields)}"
+    if fields.get("missing") and not fields.get("pairs"):
+        return f"guard: blind in step {fields.get('step')}, no gold score arrived ({fields.get('why_missing')})"
+    return ""
+
+
+def decision_text(fields: Mapping[str, Any]) -> str:
+    """`the reward rises and quality does not since about step 12; the run returns to step 10`."""
+    onset, target, action = (fields.get(key) for key in ("onset", "target", "action"))
+    follows = {
+        "warn": "the run continues",
+        "pause": "the run pauses",
+        "rollback": f"the run returns to {f'step {target}' if target else 'the initial model'}",
+        "stop": "the run stops",
+    }
+    return f"the reward rises and quality does not since about step {onset}; {follows.get(str(action), action)}"
+
+
+def probe_text(fields: Mapping[str, Any]) -> str:
+    """`the reward likes a text that it should not (empty): score 1.000, typical 0.400`."""
+    score, typical = (decimal(finite_number(fields.get(key))) for key in ("score", "typical"))
+    return f"the reward likes a text that it should not ({fields.get('probe')}): score {score}, typical {typical}"
+
+
+def health_text(fields: Mapping[str, Any]) -> str:
+    """`wrong tokens (0.310, limit 0.050)`: why a worker is judged so."""
+    numbers = {label: finite_number(fields.get(key)) for key, label in (("value", ""), ("limit", "limit "))}
+    figures = ", ".join(f"{label}{decimal(number)}" for label, number in numbers.items() if number is not None)
+    return f"{fields.get('cause') or 'no cause'}{f' ({figures})' if figures else ''}"
+
+
+def rewound_to(event: Mapping[str, Any]) -> int | None:
+    """The step after which a resume or a rollback replaces the history; None for other events."""
+    rolled_back = event["event"] == GUARD and event.get("action") == "rollback"
+    step = event.get("step") if event["event"] == RESUME else event.get("target", 0) if rolled_back else None
+    return step if isinstance(step, int) else None
+
+
 def _fleet_text(name: str, fields: dict[str, Any]) -> str:
     worker, cause = fields.get("worker"), f" ({fields['cause']})" if fields.get("cause") else ""
     if name == JOIN and "error" not in fields:
@@ -254,6 +301,12 @@ def _fleet_text(name: str, fields: dict[str, Any]) -> str:
     if name == QUARANTINE:
         difference, limit = decimal(fields.get("difference")), decimal(fields.get("limit"))
         return f"quarantined {worker}: its logprobs differ from the trainer's by {difference} (limit {limit})"
+    if name == WORKER_HEALTH:
+        machine = f" on {fields['machine']}" if fields.get("machine") else ""
+        why = f": {text}" if (text := health_text(fields)) else ""
+        return (
+            f"{worker}{machine} is {'on probation' if fields.get('state') == 'probation' else fields.get('state')}{why}"
+        )
     return ""
 
 

@@ -26,7 +26,17 @@ from tidemill.core.formatting import compact, counted, decimal, duration, natura
 from tidemill.core.protocols import Clock
 from tidemill.core.records import FleetRow
 from tidemill.telemetry import metrics
-from tidemill.telemetry.events import CRASH, EVALUATION, EVICTION, LEASE, NOUNS, QUARANTINE, event_text, moved_text
+from tidemill.telemetry.events import (
+    CRASH,
+    EVALUATION,
+    EVICTION,
+    LEASE,
+    NOUNS,
+    QUARANTINE,
+    WORKER_HEALTH,
+    event_text,
+    moved_text,
+)
 from tidemill.telemetry.metrics import HELD_OUT, METRICS, MetricLine
 from tidemill.telemetry.run_data import LoggedEvaluation, read_evaluation
 
@@ -453,13 +463,14 @@ class FleetLines:
         lines = self.due()
         if name == LEASE and fields.get("kind") == "reserved":
             self._reserved.add(str(fields.get("lease")))
-        text = "" if str(fields.get("lease")) in self._reserved else event_text(name, fields)
+        ordinary = name != WORKER_HEALTH and str(fields.get("lease")) in self._reserved
+        text = "" if ordinary else event_text(name, fields)
         if not text:
             return lines
         if self._clock.now() - self._window_start_s >= WINDOW_S:
             self._window_start_s, self._shown = self._clock.now(), 0
         self._shown += 1
-        if self._shown <= LINES or name == QUARANTINE:
+        if self._shown <= LINES or name == QUARANTINE or fields.get("state") == "quarantined":
             return [*lines, text]
         self._suppressed[name] += 1
         if name in (EVICTION, CRASH):

@@ -15,7 +15,9 @@ from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError, describe_error, error_line, root_error
 from tidemill.core.protocols import Clock
 from tidemill.core.records import FleetRow, Prompt, StepMetrics, Trajectory
+from tidemill.telemetry.alerts import Alerts
 from tidemill.telemetry.events import (
+    ALERT_FAILED,
     DECODE,
     EVALUATION,
     FLEET_EVENTS,
@@ -33,6 +35,7 @@ from tidemill.telemetry.events import (
     read_events,
 )
 from tidemill.telemetry.fleet_figures import evictions_sentence, recomputed
+from tidemill.telemetry.guard_history import guard_sentences
 from tidemill.telemetry.jsonl import JsonlWriter
 from tidemill.telemetry.manifest import peak_rss_bytes
 from tidemill.telemetry.metrics import (
@@ -116,6 +119,8 @@ class Recorder:
         self._fleet_lines = FleetLines(self._clock)
         self._known_failures: set[tuple[str, str]] = set()
         check_sinks(spec.telemetry.sinks)
+        run_id = str(run.read_manifest().get("run_id", spec.run.name))
+        self._alerts = Alerts(spec.telemetry.alerts, run=spec.run.name, run_id=run_id)
         self._sinks = SinkSet(self._sink_failed)
         self._events = JsonlWriter(run.events)
         self._metrics = JsonlWriter(run.metrics)
@@ -138,7 +143,7 @@ class Recorder:
                 run=spec.run.name,
                 directory=run.path,
                 config=spec.model_dump(mode="json"),
-                run_id=str(run.read_manifest().get("run_id", spec.run.name)),
+                run_id=run_id,
                 last_step=self._progress.step,
             )
             self._sinks.open(spec.telemetry.sinks, context)
@@ -169,17 +174,21 @@ class Recorder:
         if self.run.past.count == 0:
             return
         dropped = recomputed(line for line in read_metrics(self.run.metrics) if line.step > step)
-        self.run.rewind(step)
+        self.rewind(step)
         self.event(RESUME, step=step, **({TOKENS_RECOMPUTED: dropped} if dropped else {}))
+
+    def rewind(self, step: int) -> None:
+        """Delete metrics and samples of steps after `step`."""
+        self.run.rewind(step)
         self._sinks.rewind(step)
         self._step_started_s = None
         self._load_history()
 
     def event(self, name: str, **fields: Any) -> None:
         """Write one line to events.jsonl."""
-        self._events.write(
-            event_line(name, fields, unix_s=self._unix_time(), session=self._session, elapsed_s=self.elapsed_s)
-        )
+        unix_s = self._unix_time()
+        self._events.write(event_line(name, fields, unix_s=unix_s, session=self._session, elapsed_s=self.elapsed_s))
+        self._alerts.event(name, fields, unix_s)
         if name in NOT_PART_OF_A_STEP and self._step_started_s is not None:
             self._step_started_s += float(fields.get("duration_s", 0.0))
         if name == DECODE:
@@ -219,6 +228,7 @@ class Recorder:
             self._view.step()
         self._note_all(self._fleet_lines.due())
         self._warn_of_cuts(metrics.step, values)
+        self._report_alerts()
         self._sinks.step(metrics.step, values)
 
     def _warn_of_cuts(self, step: int, values: Mapping[str, float]) -> None:
@@ -305,8 +315,7 @@ class Recorder:
         if error is not None:
             summary["error"] = describe_error(error)
         self.run.write_summary(summary)
-        if sentence := evictions_sentence(summary):
-            self.note(sentence)
+        self._note_all([*filter(None, [evictions_sentence(summary)]), *guard_sentences(summary)])
         return summary
 
     def close(self, outcome: Outcome = "interrupted", *, error: BaseException | None = None) -> None:
@@ -319,6 +328,8 @@ class Recorder:
             self._sinks.close(failed=outcome == "failed")
             reason = {} if error is None else {"error": error_line(error)}
             self.event(SESSION_END, outcome=outcome, step=self._progress.step, **reason)
+            self._alerts.close()
+            self._report_alerts()
         except UserError as error:
             self.note(str(error))
         finally:
@@ -326,6 +337,12 @@ class Recorder:
                 self._view.close()
             self._events.close()
             self._metrics.close()
+
+    def _report_alerts(self) -> None:
+        """Report the first failure of each webhook."""
+        for webhook, cause in self._alerts.new_failures():
+            self.event(ALERT_FAILED, webhook=webhook, cause=cause)
+            self.note(f"warning: an alert to {webhook} failed ({cause}); the run continues")
 
     def _sink_failed(self, sink: str, error: str) -> None:
         self.event(SINK_FAILED, sink=sink, error=error)

@@ -20,13 +20,14 @@ from tidemill.telemetry.events import (
     DATA,
     EVALUATION,
     PLAN,
-    RESUME,
     SESSION_END,
     SESSION_START,
     past_sessions,
     read_events,
+    rewound_to,
 )
 from tidemill.telemetry.fleet_figures import RunSession, amount, fleet_figures, sessions_of
+from tidemill.telemetry.guard_history import GuardHistory, guard_figures, guard_history
 from tidemill.telemetry.jsonl import complete_lines, finite_number
 from tidemill.telemetry.manifest import Forecast, read_forecast
 from tidemill.telemetry.metrics import (
@@ -134,8 +135,8 @@ def evaluations(
         step = event.get("step")
         if not isinstance(step, int):
             continue
-        if event["event"] == RESUME:
-            logged = {at: evaluation for at, evaluation in logged.items() if at <= step}
+        if (kept := rewound_to(event)) is not None:
+            logged = {at: evaluation for at, evaluation in logged.items() if at <= kept}
         elif event["event"] != EVALUATION or event.get("set", HELD_OUT_NAME) != name:
             continue
         elif one := read_evaluation(step, event):
@@ -228,6 +229,15 @@ class RunData:
         """The evaluations of each set of `eval.sets`, by name."""
         names = dict.fromkeys(str(event["set"]) for event in self.events_named(EVALUATION) if "set" in event)
         return {name: evaluations(self.events, self.metrics, name) for name in names}
+
+    @cached_property
+    def guard(self) -> GuardHistory:
+        return guard_history(self.events)
+
+    @cached_property
+    def abandoned(self) -> dict[int, MetricLine]:
+        """Metrics of steps that a rollback took back, by step; of several rollbacks the newest."""
+        return {line.step: line for life in self.run.abandoned() for line in read_metrics(life.metrics)}
 
     @cached_property
     def outcome(self) -> str:
@@ -341,6 +351,7 @@ class RunData:
                 tokens_trained=trained,
                 reserved_usd_per_hour=self.setting("fleet", "reserved_usd_per_hour"),
             ),
+            **guard_figures(self.guard),
             PEAK_RSS: max([peak_rss_bytes, *(int(line.values.get(PEAK_RSS, 0)) for line in self.metrics)]),
         }
 

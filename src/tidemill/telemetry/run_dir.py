@@ -15,11 +15,13 @@ import msgspec
 from filelock import FileLock, Timeout
 
 from tidemill.core.errors import UserError
+from tidemill.core.formatting import natural_sort_key
 from tidemill.core.records import Record, decode_json
 from tidemill.telemetry.events import PastSessions, past_sessions
 from tidemill.telemetry.jsonl import disk_error, drop_torn_line, read_lines, write_atomically, write_json
 
 LOCK = ".lock"
+CURRICULUM = "curriculum.jsonl"
 RUN_FORMAT = 2
 """Format of run directories, in manifest.json. Raised when the files of older runs can no longer be read."""
 
@@ -110,6 +112,7 @@ class RunDirectory(LockedDirectory):
         self.checkpoints = path / "checkpoints"
         self.summary = path / "summary.json"
         self.report = path / "report.html"
+        self.amendments = path / "amendments.jsonl"
         self.past = PastSessions()
 
     @classmethod
@@ -221,15 +224,20 @@ class RunDirectory(LockedDirectory):
         named = ((SAMPLES_NAME.match(path.name), path) for path in self.samples.iterdir())
         return sorted((int(match[1]), match[2] or TRAINING_PURPOSE, path) for match, path in named if match)
 
+    def abandoned(self) -> list[RunDirectory]:
+        """Metrics and samples of steps that rollbacks took back, in order."""
+        folders = sorted(self.path.glob("abandoned/*"), key=lambda folder: natural_sort_key(folder.name))
+        return [RunDirectory(folder) for folder in folders]
+
     def clear(self) -> None:
         """Delete metrics, samples, checkpoints and stored samples of a run that starts again. Events and inputs stay.
 
         Raises:
             UserError: the files cannot be deleted.
         """
-        ledgers, choices = self.path.glob(f"{self.ledger.name}*"), self.path / "curriculum.jsonl"
+        ledgers, choices = self.path.glob(f"{self.ledger.name}*"), self.path / CURRICULUM
         try:
-            for file in (self.metrics, choices, *ledgers, *self.samples.glob("*.jsonl")):
+            for file in (self.metrics, self.amendments, choices, *ledgers, *self.samples.glob("*.jsonl")):
                 file.unlink(missing_ok=True)
             for checkpoint in self.checkpoints.iterdir():
                 shutil.rmtree(checkpoint)

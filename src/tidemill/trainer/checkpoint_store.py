@@ -69,7 +69,13 @@ class CheckpointStore:
         return findings
 
     def write(
-        self, step: int, writer: Callable[[Path], None], *, score: float | None = None, expected_bytes: int = 0
+        self,
+        step: int,
+        writer: Callable[[Path], None],
+        *,
+        score: float | None = None,
+        expected_bytes: int = 0,
+        pinned: int | None = None,
     ) -> StoredCheckpoint:
         """Write one checkpoint durably, then delete checkpoints that need not be kept.
 
@@ -78,6 +84,7 @@ class CheckpointStore:
             writer: writes the files into an empty folder.
             score: higher is better; None or NaN if not measured.
             expected_bytes: required free space; 0 for the size of the newest checkpoint.
+            pinned: also keep the newest checkpoint up to this step.
 
         Raises:
             UserError: the disk is full or the folder cannot be written; earlier checkpoints are unchanged.
@@ -99,7 +106,7 @@ class CheckpointStore:
         except BaseException:
             self._discard(writing)
             raise
-        self._delete_old(step)
+        self._delete_old(step, pinned)
         path = self.root / f"step_{step}"
         return StoredCheckpoint(step=step, path=path, score=manifest.score, bytes=manifest.bytes)
 
@@ -149,7 +156,13 @@ class CheckpointStore:
         make_durable(self.root)
         shutil.rmtree(replaced, ignore_errors=True)
 
-    def _delete_old(self, newest: int) -> None:
+    def retire_after(self, step: int) -> None:
+        """Delete the checkpoints of later steps, which the run discards."""
+        for later, path in self._visible():
+            if later > step:
+                self._delete(path, later)
+
+    def _delete_old(self, newest: int, pinned: int | None) -> None:
         """Delete checkpoints that need not be kept, including steps after `newest`, which the run has discarded.
 
         A checkpoint that is being read is deleted after a later write, unless the run has discarded it.
@@ -158,14 +171,19 @@ class CheckpointStore:
         kept = {c.step for c in past[-max(self.keep_last, 1) :]}
         if self.keep_best and (best := _best(past)) is not None:
             kept.add(best.step)
+        if pinned is not None:
+            kept |= {max((c.step for c in past if c.step <= pinned), default=newest)}
         for step, path in self._visible():
             if step in kept:
                 continue
             with unpinned(path) as free:
                 if free or step > newest:
-                    hidden = self._hidden("deleting", step)
-                    path.rename(hidden)  # a half-deleted checkpoint must not be visible
-                    shutil.rmtree(hidden, ignore_errors=True)
+                    self._delete(path, step)
+
+    def _delete(self, path: Path, step: int) -> None:
+        hidden = self._hidden("deleting", step)
+        path.rename(hidden)  # a half-deleted checkpoint must not be visible
+        shutil.rmtree(hidden, ignore_errors=True)
 
     def _discard(self, writing: Path) -> None:
         shutil.rmtree(writing, ignore_errors=True)
@@ -209,6 +227,7 @@ def write_together(
     ranks: Ranks,
     score: float | None = None,
     expected_bytes: int = 0,
+    pinned: int | None = None,
 ) -> None:
     """`CheckpointStore.write` on all ranks: the first creates, seals and renames the folder, and all call `writer`."""
     if ranks.index > 0:
@@ -223,7 +242,7 @@ def write_together(
             ranks.gather(str(directory).encode())
             writer(directory)
 
-        store.write(step, announced, score=score, expected_bytes=expected_bytes)
+        store.write(step, announced, score=score, expected_bytes=expected_bytes, pinned=pinned)
     ranks.barrier()
 
 

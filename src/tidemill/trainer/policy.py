@@ -406,6 +406,7 @@ class PolicyTrainer:
             "schedule_steps": self.schedule_steps,
             "critic_steps": self.critic_steps,
             "kl_beta": self.kl_beta,
+            "configured_kl_beta": self.spec.algorithm.kl_beta,
             "version": msgspec.to_builtins(self.version),
         }
         save_state(
@@ -434,7 +435,8 @@ class PolicyTrainer:
         stored = int(counters.get("schedule_steps", 0))  # absent in checkpoints of older versions
         self.schedule_steps = self.spec.optimizer.schedule_steps or stored or self.spec.policy_steps
         self.critic_steps = int(counters["critic_steps"])
-        self.kl_beta = float(counters["kl_beta"])
+        if counters.get("configured_kl_beta", self.kl_beta) == self.kl_beta:  # else the run was amended
+            self.kl_beta = float(counters["kl_beta"])
         self.version = msgspec.convert(counters["version"], PolicyVersion)
         if weights_digest(self.model, self._ranks) != self.version.digest:
             raise UserError(

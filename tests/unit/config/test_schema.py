@@ -12,7 +12,7 @@ from tidemill.config.base import Config
 from tidemill.config.learning import OptimizerConfig, PreferenceConfig, ScheduleConfig, SupervisedConfig
 from tidemill.config.model import CharModelConfig, LoraConfig, ModelConfig, PlacementConfig
 from tidemill.config.pool import FleetConfig
-from tidemill.config.schema import EngineConfig, EvalConfig, RunConfig, RunSpec, SamplingConfig
+from tidemill.config.schema import AlertConfig, EngineConfig, EvalConfig, RunConfig, RunSpec, SamplingConfig
 from tidemill.config.task import ArithmeticTask, DataConfig, FileTask, RewardConfig, ScoringConfig
 from tidemill.config.weights import WeightsConfig
 
@@ -58,6 +58,11 @@ CASES: list[tuple[type[Config], dict[str, Any], str, str]] = [  # section, value
     (RewardConfig, {"kind": "http", "url": "https://a", "auth_header": "a: b"}, "auth_header = 'a: b'", "x-api-key"),
     (RewardConfig, {"kind": "exact", "auth_env": "KEY"}, 'auth_env is only for kind = "http"', "leave"),
     (RewardConfig, {"kind": "model", "model": "m", "url": "http://a"}, 'url is only for kind = "http"', "leave"),
+    (AlertConfig, {}, "either url or url_env", "set one"),
+    (AlertConfig, {"url": "https://a", "url_env": "URL"}, "either url or url_env", "set one"),
+    (AlertConfig, {"url": "hooks.example/x"}, '"hooks.example/x"', "http://host:port/path"),
+    (AlertConfig, {"url": "HTTP://a.b", "auth_env": "KEY"}, "HTTP://a.b", "https://"),
+    (AlertConfig, {"url_env": "https://a/secret"}, "url_env", "into a variable"),
     (WeightsConfig, {"port": 8000}, "port", "leave them out"),
     (WeightsConfig, {"host": "10.0.0.5"}, "host", "leave them out"),
     (WeightsConfig, {"transport": "http", "host": "0.0.0.0"}, "no address", "set url"),

@@ -22,9 +22,9 @@ from tests.doubles.samples import (
 )
 from tests.fabricated_run import make_prompt as fabricated_prompt
 from tests.fabricated_run import make_trajectory
-from tidemill.controller.entries import EvalResult, Published, encode
+from tidemill.controller.entries import NEVER_PRUNED, EvalResult, Published, encode
 from tidemill.controller.in_flight import InFlight, plan_groups
-from tidemill.controller.ledger import NEVER_PRUNED, Ledger
+from tidemill.controller.ledger import Ledger
 from tidemill.controller.samples import SampleState
 from tidemill.core.errors import UserError
 from tidemill.core.records import (

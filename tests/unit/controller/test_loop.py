@@ -12,8 +12,7 @@ import pytest
 from tests.doubles.samples import FakePrompts, make_prompt
 from tests.doubles.session import Disk, Session, small_spec
 from tests.virtual_time import run_virtual
-from tidemill.controller.entries import EvalResult
-from tidemill.controller.ledger import NEVER_PRUNED
+from tidemill.controller.entries import NEVER_PRUNED, EvalResult
 from tidemill.controller.waiting import Timeouts
 from tidemill.core.errors import DeadlineError, GuardStop, UserError
 from tidemill.core.records import Group, Prompt, Reward, StepMetrics, Trajectory

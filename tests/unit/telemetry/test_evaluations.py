@@ -21,8 +21,12 @@ def test_evaluations_are_read_from_both_logs() -> None:
     ]
 
 
-def test_evaluations_rewound_by_a_resume_are_dropped() -> None:
-    events = [evaluated(0, 0.2), evaluated(5, 0.5), evaluated(10, 0.9), {"event": "resume", "step": 5}]
+@pytest.mark.parametrize(
+    "rewound",
+    [{"event": "resume", "step": 5}, {"event": "guard", "action": "rollback", "step": 10, "target": 5, "number": 1}],
+)
+def test_evaluations_rewound_by_a_resume_or_a_rollback_are_dropped(rewound: dict[str, object]) -> None:
+    events = [evaluated(0, 0.2), evaluated(5, 0.5), evaluated(10, 0.9), rewound]
     assert [one.step for one in evaluations(events, [])] == [0, 5]
     assert evaluations([*events, evaluated(10, 0.8)], [])[-1] == LoggedEvaluation(10, 0.8, 0.05, None, 64)
 

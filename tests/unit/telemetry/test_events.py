@@ -78,3 +78,35 @@ def test_lines_without_an_event_name_are_skipped(tmp_path: Path) -> None:
 )
 def test_the_rows_of_a_run_are_one_line_and_its_warnings(fields: dict[str, Any], text: str) -> None:
     assert event_text("data", fields) == text
+
+
+DECISION = {"number": 1, "step": 17, "onset": 12, "test": "gain", "reason": "Proxy rose. Gold fell.", "target": 10}
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "text"),
+    [
+        ("guard", DECISION | {"action": "rollback"}, "the run returns to step 10. Proxy rose. Gold fell."),
+        ("guard", DECISION | {"action": "rollback", "target": 0}, "the run returns to the initial model. Proxy rose."),
+        ("guard", DECISION | {"action": "warn"}, "the run continues. Proxy rose."),
+        ("guard", DECISION | {"action": "pause"}, "the run pauses. Proxy rose."),
+        ("guard", DECISION | {"action": "stop"}, "the run stops. Proxy rose."),
+        (
+            "guard_probe",
+            {"probe": "empty", "score": 1.0, "typical": 0.4},
+            "guard: the reward likes a text that it should not (empty): score 1.000, typical 0.400",
+        ),
+        (
+            "gold",
+            {"step": 3, "pairs": 0, "missing": 8, "why_missing": "no answer"},
+            "guard: blind in step 3, no gold score arrived (no answer)",
+        ),
+        ("gold", {"step": 3, "pairs": 7, "missing": 1, "why_missing": "no answer"}, ""),
+    ],
+)
+def test_what_the_reward_guard_sees_and_decides_is_one_line(name: str, fields: dict[str, Any], text: str) -> None:
+    if name == "guard":
+        text = f"guard: the reward rises and quality does not since about step 12; {text}"
+        assert event_text(name, fields).startswith(text)
+    else:
+        assert event_text(name, fields) == text

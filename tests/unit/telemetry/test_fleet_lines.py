@@ -38,6 +38,12 @@ EVICTED = {"lease": "l3", "worker": "spot-3", "noticed": False, "samples": 5, "t
             {"difference": 0.31, "limit": 0.1},
             "quarantined spot-3: its logprobs differ from the trainer's by 0.310 (limit 0.100)",
         ),
+        (
+            "worker_health",
+            {"state": "suspect", "machine": "node-7", "cause": "slow", "value": 1.4, "limit": 1.2},
+            "spot-3 on node-7 is suspect: slow (1.400, limit 1.200)",
+        ),
+        ("worker_health", {"state": "probation", "cause": "a probe passed"}, "spot-3 is on probation: a probe passed"),
         ("lease", {}, ""),
         ("lease_end", {"cause": "the run ended"}, ""),
         ("decode", {"tokens": 5}, ""),
@@ -78,3 +84,13 @@ def test_events_of_the_reserved_side_are_not_shown() -> None:
     lines = FleetLines(FakeClock())
     lines.event("lease", {"lease": "local", "worker": "local", "kind": "reserved"})
     assert lines.event("join", {"lease": "local", "worker": "local", "duration_s": 1.0}) == []
+
+
+def test_the_health_of_workers_is_shown_for_reserved_ones_too_and_quarantine_always() -> None:
+    lines = FleetLines(FakeClock())
+    lines.event("lease", {"lease": "l0", "worker": "local", "kind": "reserved"})
+    fields = {"lease": "l0", "worker": "local", "cause": "wrong tokens"}
+    shown = [line for _ in range(LINES + 2) for line in lines.event("worker_health", fields | {"state": "suspect"})]
+    assert shown == ["local is suspect: wrong tokens"] * LINES
+    assert lines.event("worker_health", fields | {"state": "quarantined"}) == ["local is quarantined: wrong tokens"]
+    assert lines.due(closing=True) == ["also 2 health changes"]

@@ -150,9 +150,8 @@ async def on_ray(spec: RunSpec, run: RunDirectory, recorder: Recorder, clock: Cl
                     price_usd_per_hour=spec.fleet.preemptible_usd_per_hour,
                 )
                 stack.push_async_callback(provider.close)
-        scorer, eval_scorer = scorers(spec, task, frozen=frozen, warn=recorder.note)
-        stack.push_async_callback(scorer.close)
-        stack.push_async_callback(eval_scorer.close)
+        scoring = scorers(spec, task, frozen=frozen, warn=recorder.note, guarded=True)
+        stack.push_async_callback(scoring.close)
         trainer = RayTrainer(remote, started.version, warn=recorder.note)
         yield RuntimeBackend(
             trainer=trainer,
@@ -160,8 +159,9 @@ async def on_ray(spec: RunSpec, run: RunDirectory, recorder: Recorder, clock: Cl
             local=await _reserved_engine(host if spec.engine_is_apart else None, lane, remote, remotes, clock),
             task=task,
             codec=codec,
-            scorer=scorer,
-            eval_scorer=eval_scorer,
+            scorer=scoring.training,
+            eval_scorer=scoring.held_out,
+            gold_scorer=scoring.gold,
             threads=started.threads,
             context_tokens=engine_context(spec, limit=limit, prompt_tokens=task.longest_prompt_tokens),
             device_info=started.device_info,

@@ -80,6 +80,7 @@ class RayTrainer:
     accumulate = calls(Trainer.accumulate, timeout_s=NO_DEADLINE)
     logprobs = calls(Trainer.logprobs, timeout_s=NO_DEADLINE)
     save = calls(Checkpoints.save, timeout_s=NO_DEADLINE)  # into a folder that the trainer's process must see
+    steps = calls(Checkpoints.steps, timeout_s=NO_DEADLINE)
     publish = calls(Publisher.publish, timeout_s=NO_DEADLINE)
 
     async def commit(self, step: int) -> StepMetrics:
@@ -115,6 +116,7 @@ class TrainerActor(EngineActor, FrozenScorerServer):
     commit = serves(Trainer.commit, "trainer")
     logprobs = serves(Trainer.logprobs, "trainer")
     save = serves(Checkpoints.save, "checkpoints")
+    steps = serves(Checkpoints.steps, "checkpoints")
     publish = serves(Publisher.publish, "publisher")
     join_lane = serves(LaneSender.join_lane, "lane")
     send_weights = serves(LaneSender.send_weights, "lane")

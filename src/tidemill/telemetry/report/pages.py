@@ -25,6 +25,7 @@ from tidemill.telemetry.events import (
     data_text,
 )
 from tidemill.telemetry.report.charts import chart_data, histograms
+from tidemill.telemetry.report.guard_sections import guard_section, logged_time, machine_rows
 from tidemill.telemetry.report.readable_text import pieces, readable, shortened
 from tidemill.telemetry.report.sample_cards import (
     LEGEND,
@@ -82,8 +83,8 @@ def report_page(data: RunData) -> str:
     samples, workers, found = report_samples(data.run), timeline(data.events, data.metrics), data.model_evaluation
     pairs = before_and_after(samples.evaluated_first, samples.evaluated_last)
     galleries = [
-        {"steps": window.title, "best": best, "worst": worst}
-        for window in (samples.last, samples.first)
+        {"steps": window.title + remark, "best": best, "worst": worst}
+        for window, remark in ((samples.last, ""), (samples.first, ""), (samples.abandoned, ", taken back"))
         for best, worst in [best_and_worst(window)]
         if best or worst
     ]
@@ -97,6 +98,8 @@ def report_page(data: RunData) -> str:
         evaluation=evaluation_section(found) if found else None,
         tiles=[] if found else tiles(data),
         findings=findings(data),
+        guard=guard_section(data),
+        machines=machine_rows(data.guard.health),
         fleet=fleet_section(data, workers) if workers else None,
         chart_data=chart_data(data) | ({"fleets": [timeline_json(workers)]} if workers else {}),
         histograms=histograms(samples.first, samples.last),
@@ -383,7 +386,7 @@ def event_rows(data: RunData) -> list[dict[str, Any]]:
     ]
     return [
         {
-            "time": str(event.get("time", "")).replace("T", " ").removesuffix("Z"),
+            "time": logged_time(event),
             "session": event.get("session", ""),
             "event": event["event"],
             "fields": ", ".join(

@@ -42,6 +42,7 @@ class ReportSamples(Record):
     last: SampleWindow
     evaluated_first: SampleWindow  # held-out samples of the first and the last evaluation
     evaluated_last: SampleWindow
+    abandoned: SampleWindow  # the last steps that a rollback took back
 
 
 def report_samples(run: RunDirectory) -> ReportSamples:
@@ -51,6 +52,7 @@ def report_samples(run: RunDirectory) -> ReportSamples:
 
     files = run.sample_files()
     training = [file for file in files if file[1] == TRAINING_PURPOSE]
+    abandoned = [file for life in run.abandoned() for file in life.sample_files() if file[1] == TRAINING_PURPOSE]
     held_out = [file for file in files if file[1] == f"eval-{HELD_OUT_NAME}"]
     size = min(WINDOW_STEPS, max(1, len(training) // 2))
     return ReportSamples(
@@ -58,6 +60,7 @@ def report_samples(run: RunDirectory) -> ReportSamples:
         last=window(training[-size:] if len(training) > 1 else []),
         evaluated_first=window(held_out[:1]),
         evaluated_last=window(held_out[-1:] if len(held_out) > 1 else []),
+        abandoned=window(abandoned[-size:]),
     )
 
 

@@ -1,9 +1,8 @@
 "use strict";
 (() => {
   const data = JSON.parse(document.getElementById("data").textContent);
-  const home = document.getElementById("charts");
-  if (!data.charts.length) return;
-  home.replaceChildren();
+  const homeOf = (chart) => document.getElementById(chart.home || "charts");
+  for (const home of new Set(data.charts.map(homeOf))) home.replaceChildren();
 
   const HUES = ["--accent", "--accent-2", "--accent-3", "--accent-4"];
   const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
@@ -64,6 +63,26 @@
     context.restore();
   };
 
+  const markLines = (chart) => (plot) => {
+    const context = plot.ctx, scale = window.devicePixelRatio || 1;
+    context.save();
+    context.strokeStyle = context.fillStyle = css("--bad");
+    context.font = `${11 * scale}px system-ui, sans-serif`;
+    context.lineWidth = scale;
+    chart.marks.forEach(([step, text], at) => {
+      const x = Math.round(plot.valToPos(step, "x", true)) + 0.5, { left, top, width, height } = plot.bbox;
+      if (x < left || x > left + width) return;
+      const late = x > left + width * 0.8;
+      context.textAlign = late ? "right" : "left";
+      context.fillText(`${text} ${step}`, x + (late ? -4 : 4) * scale, top + (12 + 13 * (at % 4)) * scale);
+      context.beginPath();
+      context.moveTo(x, top);
+      context.lineTo(x, top + height);
+      context.stroke();
+    });
+    context.restore();
+  };
+
   const range = (chart, low, high) => {
     let bottom = chart.low ?? low, top = chart.high ?? high;
     if (bottom == null || top == null) return [0, 1];
@@ -81,7 +100,8 @@
     const plotHome = element("div", "plot");
     const keys = element("div", "keys");
     figure.append(caption, plotHome, keys);
-    home.append(figure);
+    homeOf(chart).append(figure);
+    const height = chart.home ? 240 : 158;
 
     const stacked = chart.kind === "stacked";
     const drawn = stacked ? stack(chart.series) : chart.series.map((one) => one.values);
@@ -96,7 +116,9 @@
     });
     const showValues = (index) => figures.forEach(({ one, text }) => {
       const value = index == null ? lastOf(one.values) : one.values[index];
-      text.textContent = `${chart.series.length > 1 || index != null ? one.label + " " : "now "}${show(value)}`;
+      const lost = index != null && one.abandoned?.[index] != null && one.abandoned[index] !== value ? `, abandoned ${show(one.abandoned[index])}` : "";
+      const pairs = index != null && one.counts?.[index] != null ? ` (${one.counts[index]} samples scored)` : "";
+      text.textContent = `${chart.series.length > 1 || index != null ? one.label + " " : "now "}${show(value)}${pairs}${lost}`;
     });
 
     const build = () => {
@@ -121,6 +143,11 @@
         for (const label of ["above", "below"]) series.push({ label, stroke: "transparent", points: { show: false } });
         bands.push({ series: [series.length - 1, series.length], fill: canvasColour("--accent", 0.14) });
       }
+      chart.series.forEach((one, at) => {
+        if (!one.abandoned) return;
+        columns.push(one.abandoned);
+        series.push({ label: "abandoned", stroke: canvasColour(hue(at), 0.6), width: 2, dash: [3, 3], spanGaps: evaluated(at), points: { show: false } });
+      });
       if (noisy) drawn.forEach((values, at) => {
         columns.push(smooth(values));
         series.push({ label: "mean", stroke: css(hue(at)), width: 2, spanGaps: evaluated(at), points: { show: false } });
@@ -128,7 +155,7 @@
       if (stacked) for (let at = 1; at < series.length; at++) bands.push({ series: [at + 1, at], fill: canvasColour(hue(at), 0.6) });
       const axis = { stroke: css("--muted"), font: "11px system-ui, sans-serif", ticks: { show: false } };
       return new uPlot({
-        width: plotHome.clientWidth, height: 158,
+        width: plotHome.clientWidth, height,
         legend: { show: false },
         cursor: { sync: { key: "steps" }, y: false, points: { show: !stacked }, drag: { x: true, y: false } },
         scales: { x: { time: false, range: (_, low, high) => (lone ? [data.steps[0] - 1, data.steps[0] + 1] : [low, high]) }, y: { range: (_, low, high) => range(chart, low, high) } },
@@ -138,13 +165,13 @@
         ],
         series: [{ label: "step" }, ...series],
         bands,
-        hooks: { drawClear: [resumeLines], setCursor: [(plot) => showValues(plot.cursor.idx)] },
+        hooks: { drawClear: [resumeLines], draw: chart.marks ? [markLines(chart)] : [], setCursor: [(plot) => showValues(plot.cursor.idx)] },
       }, [data.steps, ...columns], plotHome);
     };
 
     let plot = build();
     showValues(null);
-    new ResizeObserver(() => plot.setSize({ width: plotHome.clientWidth, height: 158 })).observe(plotHome);
+    new ResizeObserver(() => plot.setSize({ width: plotHome.clientWidth, height })).observe(plotHome);
     return () => {
       plot.destroy();
       figures.forEach(({ mark }, at) => { mark.style.background = css(HUES[at % HUES.length]); });

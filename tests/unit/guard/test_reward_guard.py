@@ -1,0 +1,144 @@
+"""Gold scores in the background: which samples get one, and what happens to those that do not."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import msgspec
+import pytest
+
+from tests.fabricated_run import make_prompt, make_trajectory
+from tests.virtual_time import run_virtual
+from tidemill.config.guard import GuardConfig
+from tidemill.core.evidence import Evidence, GoldPair
+from tidemill.core.records import Prompt, Reward, Trajectory
+from tidemill.guard.evidence import chosen_for_gold
+from tidemill.guard.reward_guard import RewardGuard
+
+
+class Gold:
+    """Scores 1 for an even index, after `seconds`."""
+
+    def __init__(self, seconds: Callable[[Trajectory], float] = lambda _: 0.1) -> None:
+        self.seconds, self.asked = seconds, list[Trajectory]()
+        self.closed = False
+
+    async def score(self, prompt: Prompt, trajectory: Trajectory) -> Reward:
+        self.asked.append(trajectory)
+        await asyncio.sleep(self.seconds(trajectory))
+        if trajectory.sample_id.index == 7:
+            raise RuntimeError("no answer")
+        if trajectory.sample_id.index == 9:
+            return Reward(value=0.0, valid=False, reason="unreadable")
+        return Reward(value=float(trajectory.sample_id.index % 2 == 0))
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+def batch(count: int, *, invalid: int = 0) -> list[tuple[Prompt, Trajectory]]:
+    """Samples of one prompt; sample i has the reward i."""
+    prompt = make_prompt("1+1=", "2")
+    rewards = [Reward(value=float(index), valid=index >= invalid) for index in range(count)]
+    return [(prompt, make_trajectory(prompt, "2", index=index, reward=reward)) for index, reward in enumerate(rewards)]
+
+
+def observed(guard: RewardGuard, samples: list[tuple[Prompt, Trajectory]], step: int = 1) -> Evidence:
+    async def main() -> Evidence:
+        guard.begin(step, samples, {})
+        found = await guard.evidence()
+        await guard.close()
+        return found
+
+    return run_virtual(main())
+
+
+def config(**changes: object) -> GuardConfig:
+    return GuardConfig.model_validate({"gold_share": 1.0, "gold_most": 100, **changes})
+
+
+def test_evidence_has_both_scores_of_each_chosen_sample() -> None:
+    gold = Gold()
+    found = observed(RewardGuard(config(), gold), batch(4))
+
+    assert found.pairs == tuple(
+        GoldPair(prompt_id="p-1+1=", index=index, step=1, proxy=float(index), gold=float(index % 2 == 0))
+        for index in range(4)
+    )
+    assert (found.proxy_mean, found.samples, found.missing) == (1.5, 4, 0)
+    assert found.proxy_spread == pytest.approx(1.25**0.5)
+    assert gold.closed
+
+
+def test_samples_without_a_gold_score_are_missing_with_the_first_reason() -> None:
+    found = observed(RewardGuard(config(), Gold()), batch(10))
+
+    assert sorted(pair.index for pair in found.pairs) == [0, 1, 2, 3, 4, 5, 6, 8]
+    assert (found.missing, found.why_missing) == (2, "RuntimeError: no answer")
+
+
+def test_gold_that_is_slow_is_missing_after_its_deadline() -> None:
+    gold = Gold(lambda each: 60.0 if each.sample_id.index else 0.1)
+    found = observed(RewardGuard(config(gold_timeout_s=5.0), gold), batch(3))
+
+    assert [pair.index for pair in found.pairs] == [0]
+    assert (found.missing, found.why_missing) == (2, "no score within 5 s")
+
+
+def test_invalid_rewards_are_no_evidence() -> None:
+    found = observed(RewardGuard(config(), Gold()), batch(4, invalid=3))
+
+    assert [pair.index for pair in found.pairs] == [3]
+    assert (found.proxy_mean, found.samples) == (3.0, 1)
+
+
+def test_a_batch_without_valid_rewards_has_no_pairs() -> None:
+    found = observed(RewardGuard(config(), Gold()), batch(2, invalid=2))
+
+    assert (found.pairs, found.samples, found.proxy_mean) == ((), 0, 0.0)
+
+
+def test_canaries_are_evidence_of_the_next_step() -> None:
+    async def main() -> Evidence:
+        guard = RewardGuard(config(), Gold())
+        guard.measure(batch(3)[2:])
+        guard.begin(5, batch(1), {})
+        found = await guard.evidence()
+        await guard.close()
+        return found
+
+    pairs = run_virtual(main()).pairs
+    assert [(pair.source, pair.index, pair.step) for pair in pairs] == [("canary", 2, 5), ("batch", 0, 5)]
+
+
+def test_without_waiting_what_is_not_scored_yet_is_missing() -> None:
+    async def main() -> Evidence:
+        guard = RewardGuard(config(), Gold())
+        guard.begin(1, batch(2), {})
+        found = await guard.evidence(at_once=True)
+        await guard.close()
+        return found
+
+    assert run_virtual(main()).missing == 2
+
+
+def test_the_reward_of_an_episode_does_not_replace_gold() -> None:
+    gold, (prompt, sample) = Gold(), batch(1)[0]
+    observed(RewardGuard(config(), gold), [(prompt, msgspec.structs.replace(sample, outcome=1.0))])
+
+    assert gold.asked[0].outcome is None
+
+
+def test_chosen_samples_are_a_function_of_their_ids() -> None:
+    ids = [sample.sample_id for _, sample in batch(64)]
+    chosen = chosen_for_gold(ids, share=0.1, most=8)
+
+    assert len(chosen) == 6
+    assert chosen == sorted(chosen)
+    assert chosen_for_gold(ids, share=1.0, most=8) != list(range(8))
+    again = chosen_for_gold(ids[::-1], share=0.1, most=8)
+    assert {ids[index] for index in chosen} == {ids[::-1][index] for index in again}
+    assert len(chosen_for_gold(ids, share=1.0, most=8)) == 8
+    assert len(chosen_for_gold(ids[:2], share=0.1, most=8)) == 1
+    assert chosen_for_gold([], share=0.1, most=8) == []

@@ -441,7 +441,7 @@ def run_seed(seed: int, *, steps: int, faults: bool) -> Outcome:
     recording, trainer = run_virtual(simulate())
     health = [event for event in recording.events if event["event"] == WORKER_HEALTH]
     tainted = [event for event in recording.events if event["event"] == "tainted"]
-    rejected = {}
+    rejected: dict[str, dict[str, Any]] = {}
     for event in health:
         if event["state"] in ("draining", "quarantined"):
             rejected.setdefault(event["machine"], event)
@@ -571,13 +571,14 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--dry", action="store_true", help="write no result")
     arguments = parsed(parser)
-    check_counts(parser, seeds=arguments.seeds, steps=arguments.steps, processes=arguments.processes)
     seeds = range(arguments.first, arguments.first + arguments.seeds)
     outcomes = list[Outcome]()
     began_s = time.monotonic()
     with ProcessPoolExecutor(arguments.processes) as pool:
         for faults in (True, False):
             outcomes += pool.map(partial(run_seed, steps=arguments.steps, faults=faults), seeds)
+    sick = sum(len(outcome.sick) for outcome in outcomes)
+    check_counts("sick_machines", sick_machines=sick, reports=sum(outcome.reports for outcome in outcomes))
     figures = summary(outcomes)
     sums = measure_sums()
     table = Table(title=f"{SICK} sick of {MACHINES} machines, {len(seeds)} seeds, and as many without faults")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
+from typing import Any, cast
 
 import pytest
 
@@ -69,8 +70,8 @@ def test_samples_that_were_accumulated_before_are_named(part: int, seed: int) ->
     wrong = [
         (str(step), f"{sample[0].prompt_id}/{sample[0].index}")
         for step, batch in enumerate(done.trainer.state.history, start=1)
-        for _, _, samples in batch
-        for sample in samples  # type: ignore[attr-defined]
+        for _, _, samples in cast("Any", batch)
+        for sample in samples
         if any(run.version.digest == "wrong bit" for run in sample[7])
     ]
     assert wrong

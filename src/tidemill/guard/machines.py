@@ -20,6 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import product
 from statistics import median
+from typing import Any
 
 import numpy as np
 
@@ -231,8 +232,8 @@ class MachineWatch:
         if worker.slow == 1 or (worker.slow and worker.slow % limits.windows == 0):
             hot = ", and its GPU lowers its clock because of heat or power" if worker.gpu.hot else ""
             cause = f"it needs {math.exp(excess):.2f} times its usual time per token{hot}"
-            figures = {"value": math.exp(excess), "limit": math.exp(limit)}
-            self._suspect(worker, cause, now_s, confirmed=worker.slow >= limits.windows, **figures)
+            value, confirmed = math.exp(excess), worker.slow >= limits.windows
+            self._suspect(worker, cause, now_s, confirmed=confirmed, value=value, limit=math.exp(limit))
 
     def probed(self, lease: Lease, difference: float, limit: float, now_s: float) -> None:
         worker = self._worker(lease)
@@ -258,8 +259,10 @@ class MachineWatch:
             worker.mismatched += 1
             cause = "its logprobs differ more from the trainer's than those of the other workers"
             confirmed = worker.mismatched > 1 or worker.machine.state == "probation"
-            figures = {"value": rate, "limit": limit, "since_s": worker.matched_s}
-            self._suspect(worker, cause, now_s, confirmed=confirmed, wrong=True, **figures)
+            since_s = worker.matched_s
+            self._suspect(
+                worker, cause, now_s, confirmed=confirmed, wrong=True, value=rate, limit=limit, since_s=since_s
+            )
 
     def _check_ranks(self, ranks: Mapping[str, Mapping[str, float]]) -> None:
         """Name a rank of the trainer of which a figure, relative to the other ranks, leaves its own past."""
@@ -307,7 +310,7 @@ class MachineWatch:
             worker = self._workers[lease.lease_id] = _Worker(lease, machine)
         return worker
 
-    def _exact(self, worker: _Worker, cause: str, now_s: float, **figures: float) -> None:
+    def _exact(self, worker: _Worker, cause: str, now_s: float, **figures: Any) -> None:
         """It computed wrongly, without doubt."""
         if not worker.rejected:
             worker.rejected = True
@@ -321,7 +324,7 @@ class MachineWatch:
         *,
         confirmed: bool = False,
         wrong: bool = False,
-        **figures: float,
+        **figures: Any,
     ) -> None:
         """It differs from the others."""
         machine = worker.machine
@@ -337,7 +340,7 @@ class MachineWatch:
             worker.probed_s = -math.inf  # ask for it at once
 
     def _withhold(
-        self, machine: _Machine, lease: Lease, state: MachineState, cause: str, now_s: float, **figures: float
+        self, machine: _Machine, lease: Lease, state: MachineState, cause: str, now_s: float, **figures: Any
     ) -> None:
         """Stop using a machine, unless too many are withheld: then only a worker that computed wrongly is restarted."""
         machine.found_s = now_s
@@ -360,7 +363,7 @@ class MachineWatch:
         fleet = {worker.machine.name for worker in self._workers.values()} | others | {machine.name}
         return len(others) >= max(1, int(self.limits.withheld * len(fleet)))
 
-    def _quarantine(self, machine: _Machine, lease: Lease, cause: str, now_s: float, **figures: float) -> None:
+    def _quarantine(self, machine: _Machine, lease: Lease, cause: str, now_s: float, **figures: Any) -> None:
         away_s = min(self.limits.longest_away_s, self.limits.away_s * 2.0**machine.quarantines)
         machine.quarantines += 1
         machine.back_s = now_s + away_s
@@ -368,9 +371,17 @@ class MachineWatch:
         self._change(machine, lease, "quarantined", cause, away_s=away_s, **figures)
 
     def _change(
-        self, machine: _Machine, lease: Lease, state: MachineState, cause: str, *, acts: bool = True, **figures: float
+        self, machine: _Machine, lease: Lease, state: MachineState, cause: str, *, acts: bool = True, **figures: Any
     ) -> None:
-        machine.state, wrong = state, bool(figures.pop("wrong", False))
-        who = {"lease_id": lease.lease_id, "worker_id": lease.worker_id, "machine": lease.machine}
-        acts = acts and self._acts
-        self._changes.append(MachineHealth(**who, state=state, cause=cause, acts=acts, wrong=wrong, **figures))
+        machine.state = state
+        self._changes.append(
+            MachineHealth(
+                lease_id=lease.lease_id,
+                worker_id=lease.worker_id,
+                machine=lease.machine,
+                state=state,
+                cause=cause,
+                acts=acts and self._acts,
+                **figures,
+            )
+        )

@@ -66,8 +66,8 @@ def part_sum(part: int, *, off: int = 0, version: int = 3) -> WeightsSum:
 class Stage:
     """Eight machines that have loaded version 3, of which number 0 is sick."""
 
-    def __init__(self, *, machines: int = 8, **settings: bool) -> None:
-        self.watch, self.now_s = MachineWatch(**settings), 0.0
+    def __init__(self, *, machines: int = 8, acts: bool = True) -> None:
+        self.watch, self.now_s = MachineWatch(acts=acts), 0.0
         self.leases = [lease_of(at) for at in range(machines)]
         for lease in self.leases:
             self.join(lease)

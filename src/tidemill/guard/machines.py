@@ -180,11 +180,9 @@ class MachineWatch:
             self._exact(worker, cause, now_s, since_s=worker.verified_s[found.part])
 
     def _check_logprobs(self, worker: _Worker, packed: bytes, now_s: float) -> None:
-        logprobs = np.frombuffer(packed, np.float32, count=len(packed) // ITEM_BYTES)
-        if math.isfinite(float(logprobs.sum(dtype=np.float64))):
-            return
-        if len(self._workers) > self.limits.cohort and not self._is_full(worker.machine, now_s):
-            cause = f"{int((~np.isfinite(logprobs)).sum())} of the logprobs in a report are not numbers"
+        wrong = int(np.count_nonzero(~np.isfinite(np.frombuffer(packed, np.float32, len(packed) // ITEM_BYTES))))
+        if wrong and len(self._workers) > self.limits.cohort and not self._is_full(worker.machine, now_s):
+            cause = f"{wrong} of the logprobs in a report are not numbers"
             self._exact(worker, cause, now_s, since_s=now_s)  # else it may be the policy, whose gradients are checked
 
     def _check_gpu(self, worker: _Worker, gpu: GpuStatus, now_s: float) -> None:

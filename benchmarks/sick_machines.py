@@ -1,10 +1,10 @@
 """Sick machines among 16 simulated ones: are they found, how soon, and are healthy ones left alone.
 
-    python -m benchmarks.sick_machines [--seeds 200] [--first 1000] [--steps 24] [--processes 2]
+    python -m benchmarks.sick_machines [--seeds 200] [--healthy 50] [--first 1000] [--steps 24] [--processes 2]
 
 The real controller, fleet and `MachineWatch` in virtual time; engines, trainer and weights are simulated. Each seed has
-three sick machines with different faults that begin 150 to 240 s after the start, and 13 healthy ones; as many seeds
-without faults follow, for false alarms alone. Machines differ in speed by a few percent, their speed varies by 4 % from
+three sick machines with different faults that begin 150 to 240 s after the start, and 13 healthy ones. Other
+seeds without faults follow, for false alarms alone. Machines differ in speed by a few percent, their speed varies by 4 % from
 second to second, completions grow to twice their length during a run (the whole fleet becomes slower per token), and
 the mismatch of healthy workers varies by a factor of two between batches.
 
@@ -566,22 +566,29 @@ def _kind(cause: str) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.sick_machines", description=__doc__)
     parser.add_argument("--seeds", type=int, default=200)
+    parser.add_argument("--healthy", type=int, default=50, help="seeds without faults")
     parser.add_argument("--first", type=int, default=1000, help="the first seed")
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--dry", action="store_true", help="write no result")
     arguments = parsed(parser)
-    seeds = range(arguments.first, arguments.first + arguments.seeds)
     outcomes = list[Outcome]()
-    began_s = time.monotonic()
     with ProcessPoolExecutor(arguments.processes) as pool:
-        for faults in (True, False):
+        for faults, count in ((True, arguments.seeds), (False, arguments.healthy)):
+            seeds = range(arguments.first, arguments.first + count)
             outcomes += pool.map(partial(run_seed, steps=arguments.steps, faults=faults), seeds)
+    return report(outcomes, arguments.steps, dry=arguments.dry)
+
+
+def report(outcomes: Sequence[Outcome], steps: int, *, dry: bool) -> int:
+    """Print and write the figures; returns the exit code."""
+    with_faults = [outcome.seed for outcome in outcomes if outcome.sick]
+    healthy = len(outcomes) - len(with_faults)
     sick = sum(len(outcome.sick) for outcome in outcomes)
     check_counts("sick_machines", sick_machines=sick, reports=sum(outcome.reports for outcome in outcomes))
     figures = summary(outcomes)
     sums = measure_sums()
-    table = Table(title=f"{SICK} sick of {MACHINES} machines, {len(seeds)} seeds, and as many without faults")
+    table = Table(title=f"{SICK} sick of {MACHINES} machines, {len(with_faults)} seeds; {healthy} seeds without faults")
     for column in ("fault", "machines", "found", "seconds, median", "95 %", "wrong batches, median", "most", "after"):
         table.add_column(column, justify="left" if column == "fault" else "right")
     for fault, row in figures["faults"].items():
@@ -610,15 +617,15 @@ def main() -> int:
         "listed": figures["wrong_batches_unlisted"] == 0,
     }
     content = {
-        "seeds": [seeds.start, seeds.stop],
-        "steps": arguments.steps,
+        "seeds": [min(with_faults), max(with_faults) + 1],
+        "seeds_without_faults": healthy,
+        "steps": steps,
         "targets": {"found": TARGET_FOUND, "healthy": TARGET_HEALTHY, "wrong_batches": TARGET_BATCHES},
         "figures": figures,
         "sums": sums,
-        "seconds": time.monotonic() - began_s,
         "reached": reached,
     }
-    if not arguments.dry:
+    if not dry:
         write_result("sick_machines", content)
     console.print(f"targets: {reached}")
     return exit_code(content)

@@ -3,8 +3,8 @@
     python -m benchmarks.sick_machines [--seeds 200] [--healthy 50] [--first 1000] [--steps 24] [--processes 2]
 
 The real controller, fleet and `MachineWatch` in virtual time; engines, trainer and weights are simulated. Each seed has
-three sick machines with different faults that begin 150 to 240 s after the start, and 13 healthy ones. Other
-seeds without faults follow, for false alarms alone. Machines differ in speed by a few percent, their speed varies by 4 % from
+three sick machines with different faults that begin 150 to 240 s after the start, and 13 healthy ones. Other seeds
+without faults follow, for false alarms alone. Machines differ in speed by a few percent, their speed varies by 4 % from
 second to second, completions grow to twice their length during a run (the whole fleet becomes slower per token), and
 the mismatch of healthy workers varies by a factor of two between batches.
 
@@ -33,7 +33,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import msgspec
@@ -144,6 +144,7 @@ class Tokens:
         return np.full(end - start, kind, np.int32).tobytes(), np.full(end - start, -1.0, np.float32).tobytes()
 
 
+@lru_cache(maxsize=4096)
 def sum_of(digest: str, part: int) -> int:
     return int.from_bytes(hashlib.blake2b(f"{digest} {part}".encode(), digest_size=8).digest(), "little")
 
@@ -189,6 +190,7 @@ class Machine:
         self.began_s = math.inf  # of the fault
         self.effect = 10 ** rng.uniform(-7.0, 0.0) if fault == "bit flip" else 10 ** rng.uniform(-4.0, -2.0)
         self.worker: SickWorker | None = None
+        self.workers: list[SickWorker] = []  # of all leases
 
     @property
     def sick(self) -> bool:
@@ -211,6 +213,7 @@ class SickWorker(SimulatedWorker):
     def __init__(self, *args: Any, machine: Machine, **more: Any) -> None:
         super().__init__(*args, **more)
         self.machine, self._part, self._flipped = machine, 0, -1
+        self.reports = 0
         self._memory = ""  # digest of the weights
         self._last_sums: tuple[int, ...] = ()
 
@@ -243,8 +246,9 @@ class SickWorker(SimulatedWorker):
         report = await super().next_report(timeout_s)
         if report is None or not self._memory:
             return report
+        self.reports += 1
         part, self._part = self._part, (self._part + 1) % PARTS
-        total = self.sums[part]
+        total = sum_of(self._memory, part) + (part == self._flipped)
         status = msgspec.structs.replace(
             report.status, weights=WeightsSum(version=report.status.version, part=part, total=total), engine="sim"
         )
@@ -288,6 +292,7 @@ class Host:
             machine=machine,
         )
         machine.worker = worker
+        machine.workers.append(worker)
         self._start(self._vary(worker))
         if flaky:
             self._start(self._die(worker, machine.rng.expovariate(1 / LIVES_S)))
@@ -343,18 +348,35 @@ class MeasuringTrainer(LearningTrainer):
         return msgspec.structs.replace(await super().commit(step), mismatch=mismatch)
 
 
-class TimedWatch(MachineWatch):
-    """Measures the CPU time of judging a report."""
+class RecordingWatch(MachineWatch):
+    """Records what it is told, so that the cost of judging can be measured without the rest."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.spent_s, self.reports = 0.0, 0
+        self.calls: list[tuple[str, tuple[Any, ...]]] = []
+
+    def joined(self, lease: Lease, now_s: float) -> None:
+        self.calls.append(("joined", (lease, now_s)))
+        super().joined(lease, now_s)
+
+    def loaded(self, lease: Lease, loaded: Loaded, now_s: float) -> None:
+        self.calls.append(("loaded", (lease, loaded, now_s)))
+        super().loaded(lease, loaded, now_s)
 
     def reported(self, lease: Lease, report: WorkerReport, now_s: float) -> None:
-        began_s = time.process_time()
+        self.calls.append(("reported", (lease, report, now_s)))
         super().reported(lease, report, now_s)
-        self.spent_s += time.process_time() - began_s
-        self.reports += 1
+
+
+def measure_judging(seed: int, steps: int) -> float:
+    """CPU seconds per report of a run without faults."""
+    recorded = RecordingWatch()
+    reports = run_seed(seed, steps=steps, faults=False, watch=recorded).reports
+    watch = MachineWatch()
+    began_s = time.process_time()
+    for name, arguments in recorded.calls:
+        getattr(watch, name)(*arguments)
+    return (time.process_time() - began_s) / reports
 
 
 class Found(Record):
@@ -379,7 +401,6 @@ class Outcome(Record):
     rejected: tuple[str, ...]  # causes for healthy machines
     suspected: int  # healthy machines that were suspects for a time
     reports: int
-    judging_s: float
 
 
 def spec_of(steps: int, prompts: int) -> RunSpec:
@@ -397,7 +418,7 @@ def spec_of(steps: int, prompts: int) -> RunSpec:
     )
 
 
-def run_seed(seed: int, *, steps: int, faults: bool) -> Outcome:
+def run_seed(seed: int, *, steps: int, faults: bool, watch: MachineWatch | None = None) -> Outcome:
     rng = random.Random(f"{seed} {faults}")
     chosen = rng.sample(FAULTS, SICK) if faults else []
     places = rng.sample(range(MACHINES), len(chosen))
@@ -408,7 +429,7 @@ def run_seed(seed: int, *, steps: int, faults: bool) -> Outcome:
     }
     starts = {f"spot-{at}": rng.uniform(FIRST_S, LAST_S) for at in places}
     spec = spec_of(steps, prompts=MACHINES * SLOTS // GROUP)
-    watch = TimedWatch()
+    watch = watch or MachineWatch()
 
     async def simulate() -> tuple[Recording, MeasuringTrainer]:
         clock = LoopClock()
@@ -453,8 +474,7 @@ def run_seed(seed: int, *, steps: int, faults: bool) -> Outcome:
         healthy=len(healthy),
         rejected=tuple(event["cause"] for name, event in rejected.items() if name in healthy),
         suspected=len({event["machine"] for event in health if event["state"] == "suspect"} & healthy),
-        reports=watch.reports,
-        judging_s=watch.spent_s,
+        reports=sum(worker.reports for machine in machines.values() for worker in machine.workers),
     )
 
 
@@ -551,9 +571,6 @@ def summary(outcomes: Sequence[Outcome]) -> dict[str, Any]:
         "wrong_batches_median": statistics.median(each.batches for each in wrong),
         "wrong_batches_after": sum(each.batches_after for each in sick),
         "wrong_batches_unlisted": sum(not each.listed for each in sick if each.found),
-        "judging_us_per_report": 1e6
-        * sum(each.judging_s for each in outcomes)
-        / sum(each.reports for each in outcomes),
     }
 
 
@@ -587,7 +604,7 @@ def report(outcomes: Sequence[Outcome], steps: int, *, dry: bool) -> int:
     sick = sum(len(outcome.sick) for outcome in outcomes)
     check_counts("sick_machines", sick_machines=sick, reports=sum(outcome.reports for outcome in outcomes))
     figures = summary(outcomes)
-    sums = measure_sums()
+    judging_s, sums = measure_judging(min(with_faults), steps), measure_sums()
     table = Table(title=f"{SICK} sick of {MACHINES} machines, {len(with_faults)} seeds; {healthy} seeds without faults")
     for column in ("fault", "machines", "found", "seconds, median", "95 %", "wrong batches, median", "most", "after"):
         table.add_column(column, justify="left" if column == "fault" else "right")
@@ -603,7 +620,7 @@ def report(outcomes: Sequence[Outcome], steps: int, *, dry: bool) -> int:
         f"{figures['healthy_suspected']:.1%}; wrong batches not listed: {figures['wrong_batches_unlisted']}"
     )
     console.print(
-        f"cost: {figures['judging_us_per_report']:.0f} µs per report in the controller; of {sums['gigabytes']:.2f} GB "
+        f"cost: {1e6 * judging_s:.0f} µs per report in the controller; of {sums['gigabytes']:.2f} GB "
         f"of weights {1e3 * sums['worker_s_per_report']:.2f} ms per report in a worker, "
         f"{1e3 * sums['publisher_s_per_version']:.0f} ms per version at the publisher "
         f"({1e3 * sums['checksums_s_per_version']:.0f} ms for its checksums)"
@@ -622,6 +639,7 @@ def report(outcomes: Sequence[Outcome], steps: int, *, dry: bool) -> int:
         "steps": steps,
         "targets": {"found": TARGET_FOUND, "healthy": TARGET_HEALTHY, "wrong_batches": TARGET_BATCHES},
         "figures": figures,
+        "judging_s_per_report": judging_s,
         "sums": sums,
         "reached": reached,
     }

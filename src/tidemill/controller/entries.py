@@ -110,6 +110,7 @@ class Accepted(Entry, frozen=True, tag="tokens"):
     versions: tuple[PolicyVersion, ...]
     samples: tuple[AcceptedTokens, ...]
     source: str = ""  # engine and worker
+    lease: str = ""
 
 
 class CallStarted(Entry, frozen=True, tag="call_started"):
@@ -217,7 +218,7 @@ def unreadable(step: int, why: str) -> UserError:
     )
 
 
-def accepted_entry(deltas: Iterable[tuple[int, TokenDelta]], source: str) -> Accepted | None:
+def accepted_entry(deltas: Iterable[tuple[int, TokenDelta]], source: str, lease: str) -> Accepted | None:
     """The entry for (ordinal, applied delta) pairs of one worker; None when no delta has tokens or a finish."""
     versions: dict[PolicyVersion, int] = {}
     samples = []
@@ -229,7 +230,7 @@ def accepted_entry(deltas: Iterable[tuple[int, TokenDelta]], source: str) -> Acc
                 ordinal, delta.attempt, delta.start, delta.token_ids, delta.logprobs, version, finish
             )
             samples.append(tokens)
-    return Accepted(tuple(versions), tuple(samples), source) if samples else None
+    return Accepted(tuple(versions), tuple(samples), source, lease) if samples else None
 
 
 def batches_after(entries: Sequence[tuple[int, AnyEntry]], step: int) -> dict[int, tuple[int, ...]]:

@@ -175,7 +175,7 @@ class Ledger:
             if self._journal is None:
                 continue
             for step, deltas in applied.items():
-                if (entry := accepted_entry(deltas, report.status.source)) is not None:
+                if (entry := accepted_entry(deltas, report.status.source, report.lease_id)) is not None:
                     blobs.append((step, encode(entry)))
         await self._append(blobs)
         return finished
@@ -325,7 +325,8 @@ def _replay_accepted(in_flight: InFlight, entry: Accepted, step: int) -> None:
         if sample.state is not SampleState.RUNNING or tokens.start != sample.length:
             raise unreadable(step, f"sample {tokens.ordinal}: tokens at {tokens.start}, expected {sample.length}")
         sample.attempt, sample.turns.returning = tokens.attempt, False
-        sample.extend(tokens.token_ids, tokens.logprobs, entry.versions[tokens.version], entry.source)
+        version = entry.versions[tokens.version]
+        sample.extend(tokens.token_ids, tokens.logprobs, version, entry.source, entry.lease)
         if tokens.finish:
             sample.end_attempt(tokens.finish, "", in_flight.plan.sampling, in_flight.plan.agent)
 

@@ -274,7 +274,7 @@ async def test_restored_tokens_keep_their_worker() -> None:
     ledger, batch = await opened(journal)
     await generate(ledger, batch, [make_delta()])
     _, again = await restarted(journal)
-    assert again.samples[FIRST].sources == [SourceRun(source="fake/w", start=0, end=2)]
+    assert again.samples[FIRST].sources == [SourceRun(source="fake/w", lease="lease", start=0, end=2)]
 
 
 async def test_groups_trained_on_before_the_checkpoint_are_not_restored() -> None:

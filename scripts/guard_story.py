@@ -32,15 +32,16 @@ def story(run: Path) -> list[str]:
     found = [event["greedy_accuracy"] for event in events if event["event"] == "evaluation"]
     worst = min(event["greedy_accuracy"] for event in before if event["event"] == "evaluation")
     (proxy_before, proxy_after), (gold_before, gold_after) = decision["proxy"], decision["gold"]
+    onset = f"After step {decision['step']} the guard decided ({decision['test']} test), and dated the onset to step"
     example: dict[str, Any] = disputed[0] if disputed else {"prompt": "", "completion": "", "reward": 0.0, "gold": 0.0}
+    text = f"{example['prompt']}{example['completion'].strip()}"
     return [
         f"1. The model starts with {found[0]:.0%} of the held-out sums right. Its reward has a flaw.",
         f"2. While the reward rose from {proxy_before:.2f} to {proxy_after:.2f},",
         f"3. the second opinion on {scored} samples fell from {gold_before:.2f} to {gold_after:.2f},",
         f"4. and held-out accuracy to {worst:.0%}. One of {len(disputed)} disputed samples (disputed.jsonl):",
-        f"5.    {example['prompt']}{example['completion'].strip()}   reward {example['reward']:.2f}, gold {example['gold']:g}",
-        f"6. After step {decision['step']} the guard decided ({decision['test']} test), and dated the onset to step "
-        f"{decision['onset']}.",
+        f"5.    {text}   reward {example['reward']:.2f}, gold {example['gold']:g}",
+        f"6. {onset} {decision['onset']}.",
         f"7. The run returned to {_place(decision['target'])}, and applied {_changes(amendment)}.",
         f"8. It then trained {summary['steps'] - decision['target']} more steps with the amended reward.",
         f"9. Held-out accuracy at the end: {found[-1]:.0%}.",

@@ -3,7 +3,7 @@
     python -m benchmarks.guard_cost [--steps 40] [--rounds 3]
 
 Runs of a character model of 0.8M parameters with the guard off and on alternate; both have the same gold reward, a rule.
-A step of so small a model takes a tenth of a second, so that this is the least flattering size: with larger models the
+A step of so small a model takes a tenth of a second, the least flattering size: with larger models the
 guard costs the same. Three figures:
 
 - *the guard itself*: choosing samples, their gold scores, witnesses, tests and journal entries, timed within the run;

@@ -101,7 +101,9 @@ class Ledger:
             return 0
         for step, entry in entries:
             replay(in_flight, entry, step, prompt_at)
-            if isinstance(entry, Opened):
+            if isinstance(entry, Checkpointed) and entry.step == after_step:  # a return to it leaves no other trace
+                self.next_position = entry.next_position
+            elif isinstance(entry, Opened):
                 self.next_position = max(self.next_position, entry.groups[-1].position + 1)
         in_flight.finish_replay()
         trained = [entry for _, entry in entries if isinstance(entry, Trained) and entry.step <= after_step]

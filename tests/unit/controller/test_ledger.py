@@ -338,6 +338,25 @@ async def test_the_next_position_is_restored_after_dropped_groups() -> None:
     assert not in_flight.groups
 
 
+async def test_after_a_lost_checkpoint_the_next_position_is_kept_without_any_open_group() -> None:
+    """Killed again before a group was started: groups up to 12 were trained on or dropped before step 4."""
+    journal = MemoryJournal()
+    ledger, batch = await opened(journal)
+    await ledger.drop(batch, 10)
+    more = plan_groups([(2, make_prompt("p0"))], first_position=12, from_version=3)
+    await ledger.open(batch, more, make_prompts()[:1])
+    await learn(ledger, batch, 4, [9, 11, 12])
+    await ledger.prune(batch, 4)
+    later = plan_groups([(2, make_prompt("p1"))], first_position=13, from_version=4)
+    await ledger.open(batch, later, make_prompts()[1:2])
+    await learn(ledger, batch, 5, [13])
+    await ledger.prune(batch, 5)
+
+    for _ in range(2):
+        again, in_flight, _ = await loaded(journal, after_step=4)
+        assert (again.next_position, list(in_flight.groups)) == (13, [])
+
+
 async def test_dropped_groups_and_restarted_samples_are_restored() -> None:
     journal = MemoryJournal()
     batch = await one_of_each(journal)

@@ -347,7 +347,7 @@ async def test_after_a_lost_checkpoint_the_next_position_is_kept_without_any_ope
     await ledger.open(batch, more, make_prompts()[:1])
     await learn(ledger, batch, 4, [9, 11, 12])
     await ledger.prune(batch, 4)
-    later = plan_groups([(2, make_prompt("p1"))], first_position=13, from_version=4)
+    later = plan_groups([(2, make_prompt("p1"))], first_position=13, from_version=3)
     await ledger.open(batch, later, make_prompts()[1:2])
     await learn(ledger, batch, 5, [13])
     await ledger.prune(batch, 5)

@@ -67,7 +67,6 @@ CASES: list[tuple[type[Config], dict[str, Any], str, str]] = [  # section, value
     (AlertConfig, {}, "either url or url_env", "set one"),
     (AlertConfig, {"url": "https://a", "url_env": "URL"}, "either url or url_env", "set one"),
     (AlertConfig, {"url": "hooks.example/x"}, '"hooks.example/x"', "http://host:port/path"),
-    (AlertConfig, {"url": "HTTP://a.b", "auth_env": "KEY"}, "HTTP://a.b", "https://"),
     (AlertConfig, {"url_env": "https://a/secret"}, "url_env", "into a variable"),
     (WeightsConfig, {"port": 8000}, "port", "leave them out"),
     (WeightsConfig, {"host": "10.0.0.5"}, "host", "leave them out"),

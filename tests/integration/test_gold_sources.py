@@ -9,11 +9,12 @@ import pytest
 from tests.unit.scoring.test_http_rewards import Server
 from tests.unit.scoring.test_judge import says, stored
 from tidemill.config.load import load_spec
-from tidemill.guard.checks import candidates, read_pairs
-from tidemill.guard.verdicts import Verdict, append_verdict, identity
+from tidemill.guard.checks import read_pairs
+from tidemill.guard.verdicts import append_verdict
 from tidemill.jobs.train import train
 from tidemill.telemetry.events import GOLD, read_events
-from tidemill.telemetry.run_dir import RunDirectory
+from tidemill.telemetry.run_dir import RunDirectory, samples_name
+from tidemill.telemetry.sample_files import read_samples
 
 MODEL = [
     "--model.source",
@@ -47,14 +48,12 @@ def test_a_budget_and_verdicts_outlive_a_session(tmp_path: Path, capfd: pytest.C
         assert session(folder, server, steps=1, calls=3) == ([3], ["batch"] * 3)
         assert capfd.readouterr().err.count("its 3 calls are used up") == 1
         run = RunDirectory(folder)
-        seen = candidates(run, [], [])[0]
-        run_id = run.read_manifest()["run_id"]
-        verdict = Verdict(**identity(seen.sample, run_id, seen.reward), verdict=1.0, who="ada")
-        append_verdict(run.checks, verdict)
+        seen = next(iter(read_samples(run.samples / samples_name(1))))
+        append_verdict(run.checks, run.read_manifest()["run_id"], seen, 1.0)
         # One more call is allowed: it is made for the first sample of the next step.
         assert session(folder, server, steps=2, calls=4) == ([3, 2], [*["batch"] * 3, "person", "batch"])
         assert session(folder, server, steps=3, calls=4)[0] == [3, 2, 0]  # the verdict counts once
         assert len(server.requests) == 4
-        assert stored(run.judges).count('"call"') == 4
+        assert stored(run.judges).count('"calls":1') == 4
     finally:
         server.close()

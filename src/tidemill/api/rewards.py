@@ -130,7 +130,7 @@ def judge(
     Args:
         url: base URL of an API like OpenAI's, for example of `tidemill serve`: `http://127.0.0.1:8000/v1`.
         judge_model: the model's name there.
-        rubric: what a good response is; a text, or a file (*.md, *.txt).
+        rubric: what a good response is.
         settings: other keys of the reward, such as auth_env, both_orders, most_calls.
     """
     return _reward("judge", weight, name, role, url=url, judge_model=judge_model, rubric=rubric, **settings)

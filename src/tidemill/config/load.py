@@ -33,7 +33,6 @@ from tidemill.config.issues import (
 from tidemill.config.keys import Key, KeyPath, default_kind, find, flattened, is_table, key_hint, suggest, variants
 from tidemill.config.model import BUILT_IN_MODELS
 from tidemill.config.schema import RunSpec
-from tidemill.config.task import is_rubric_file
 from tidemill.config.toml import line_of, parse_toml
 
 Tree = dict[str, Any]
@@ -82,7 +81,6 @@ ARRAYS_OF_TABLES: tuple[KeyPath, ...] = (
 )
 MODEL_SOURCES: tuple[KeyPath, ...] = (("model", "source"), ("critic", "source"), ("scoring", "rewards", "model"))
 """Keys that take the name of a model, or a path that starts with ./, ../ or ~."""
-RUBRICS: tuple[KeyPath, ...] = (("scoring", "rewards", "rubric"), ("eval", "rewards", "rubric"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -293,8 +291,7 @@ def _with_absolute_paths(path: KeyPath, value: Any, folder: Path) -> Any:
         return [_with_absolute_paths(() if of_stages else path, each, folder) for each in value]
     if not isinstance(value, str) or value.startswith((PREFIX, HUB)):
         return value
-    is_file = path in INPUT_PATHS or (path in RUBRICS and is_rubric_file(value))
-    if is_file or (path in MODEL_SOURCES and value.startswith(("./", "../", "~"))):
+    if path in INPUT_PATHS or (path in MODEL_SOURCES and value.startswith(("./", "../", "~"))):
         return _absolute(value, folder)
     if path == ("run", "dir") and value.startswith("~"):
         return str(Path(value).expanduser())

@@ -246,14 +246,12 @@ class AlertConfig(Config):
     """Name of an environment variable with the URL, if the URL itself is a secret, as those of Slack."""
     events: tuple[AlertEvent, ...] = Field(("guard", "worker_health", "session_end"), min_length=1)
     """Events that are sent; their meaning is in docs/metrics.md."""
-    auth_env: str = ""
-    """Name of an environment variable with the header `authorization`, such as `Bearer …`."""
 
     def issues(self) -> Iterator[str]:
         if bool(self.url) == bool(self.url_env):
             yield "an alert needs either url or url_env; set one of them"
         elif self.url:
-            yield from server_url_issues(self.url, self.auth_env, needed_by="an alert")
+            yield from server_url_issues(self.url, "", needed_by="an alert")
         if self.url_env and not ENVIRONMENT_VARIABLE.fullmatch(self.url_env):
             yield "url_env is not the name of an environment variable; put the URL into a variable and name it here"
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, NonNegativeFloat
+from pydantic import Field, NonNegativeFloat
 
 from tidemill.config.addresses import DataPath, FolderText, OptionalDataPath, server_url_issues
 from tidemill.config.base import NEUTRAL, TRAINING_ONLY, Config, NameOrFunction, Neutral
@@ -166,7 +166,6 @@ REWARD_KEYS = {
     "judge_model": ("judge",),
     "rubric": ("judge",),
     "both_orders": ("judge",),
-    "answer_tokens": ("judge",),
     "most_calls": ("judge",),
     "most_usd": ("judge",),
     "usd_per_million_tokens": ("judge",),
@@ -181,21 +180,6 @@ REWARD_NEEDS = {
     "model": "a model; set model to the folder of a reward model",
     "judge_model": "a judge_model; set it to the name that the server of the judge knows it by",
 }
-
-
-def is_rubric_file(given: str) -> bool:
-    """Whether a rubric is the path of a file, and not the text itself."""
-    return "\n" not in given and given.endswith((".md", ".txt"))
-
-
-def _rubric_text(given: Any) -> Any:
-    """The text of a file, so that the stored configuration has the rubric itself."""
-    if not isinstance(given, str) or not is_rubric_file(given):
-        return given
-    try:
-        return Path(given).expanduser().read_text(encoding="utf-8").strip()
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{given} cannot be read ({error}); name a text file, or write the rubric itself") from error
 
 
 class RewardConfig(Config):
@@ -261,14 +245,12 @@ class RewardConfig(Config):
     calls at the same time."""
     judge_model: str = Field("", exclude_if=lambda value: not value)
     """judge: the model's name at `url`."""
-    rubric: Annotated[str, BeforeValidator(_rubric_text)] = Field("", exclude_if=lambda value: not value)
-    """judge: what a good response is; a text, or a file (*.md, *.txt). Default: correct, complete and clear."""
+    rubric: str = Field("", exclude_if=lambda value: not value)
+    """judge: what a good response is. Default: correct, complete and clear."""
     both_orders: bool = Field(False, exclude_if=lambda value: not value)
     """judge: compare the completion with the answer of its row, each as the first and as the second: 1 if it is better
     in both orders, 0 if it is worse in both, 0.5 if the orders disagree. Rows without an answer are graded. Otherwise
     the score is a grade from 0 to 10, divided by 10."""
-    answer_tokens: int = Field(0, ge=0, exclude_if=lambda value: not value)
-    """judge: maximum number of tokens of its answer, thoughts included; 0: 1024."""
     most_calls: Annotated[int, NEUTRAL] = Field(0, ge=0, exclude_if=lambda value: not value)
     """judge: maximum number of calls of a run, all its sessions together; samples after that have no score. 0: no
     limit."""

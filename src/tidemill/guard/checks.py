@@ -1,38 +1,25 @@
-"""Which samples people should judge, and how their verdicts agree with the reward."""
+"""Which samples people should judge."""
 
 from __future__ import annotations
 
 import sqlite3
 from bisect import bisect_left, bisect_right
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
-from typing import Literal, TypeAlias
 
 from tidemill.controller.entries import Judged, decode
 from tidemill.core.errors import UserError
 from tidemill.core.evidence import GoldPair
-from tidemill.guard.verdicts import SampleKey, Verdict, sample_key
+from tidemill.guard.verdicts import SampleKey, sample_key, text_digest
 from tidemill.telemetry.run_dir import TRAINING_PURPOSE, RunDirectory
 from tidemill.telemetry.sample_files import Sample, read_samples
-from tidemill.telemetry.statistics import Interval, share_interval
 
 MOST_STEPS = 40
 """Steps whose samples are read."""
-Stratum: TypeAlias = Literal["disagreement", "high reward", "low reward", "middle"]
-ORDER: tuple[Stratum, ...] = ("disagreement", "high reward", "disagreement", "low reward", "disagreement", "middle")
-"""The strata take turns, each as often as it is here."""
-
-
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """A sample to judge."""
-
-    sample: Sample
-    reward: float
-    stratum: Stratum
+DISAGREE = 1 / 3
+"""Difference of the ranks of reward and gold, from 0 to 1."""
 
 
 def read_pairs(journal: Path) -> list[GoldPair]:
@@ -46,31 +33,30 @@ def read_pairs(journal: Path) -> list[GoldPair]:
     return [pair for entry in entries if isinstance(entry, Judged) for pair in entry.evidence.pairs]
 
 
-def candidates(run: RunDirectory, gold: Sequence[str], pairs: Iterable[GoldPair]) -> list[Candidate]:
-    """The samples with a valid reward, of steps evenly over the run, the newest included.
+def strata(run: RunDirectory, pairs: Iterable[GoldPair]) -> tuple[list[Sample], list[Sample], list[Sample]]:
+    """Samples with a valid reward: those on which reward and gold disagree; others with a high, and with a low reward.
 
-    Args:
-        gold: names of the rewards of role gold.
-        pairs: have the gold scores of samples that are scored for the guard alone.
+    Each list is in a fixed random order. The samples are of steps evenly over the run, the newest included.
     """
-    files = [(step, path) for step, purpose, path in run.sample_files() if purpose == TRAINING_PURPOSE]
-    kept = (
-        files if len(files) <= MOST_STEPS else [files[-1 - at * len(files) // MOST_STEPS] for at in range(MOST_STEPS)]
+    files = [path for _, purpose, path in run.sample_files() if purpose == TRAINING_PURPOSE]
+    stride = -(-len(files) // MOST_STEPS) or 1
+    read = [sample for path in files[::-stride] for sample in read_samples(path)]
+    samples = sorted(
+        (sample for sample in read if sample.valid and sample.reward is not None),
+        key=lambda sample: text_digest(str(sample_key(sample))),
     )
-    samples = [
-        sample for _, path in kept for sample in read_samples(path) if sample.valid and sample.reward is not None
-    ]
+    gold = {(pair.step, pair.prompt_id, pair.index): pair.gold for pair in pairs if pair.source == "batch"}
+    scores = [gold.get((sample.step, sample.prompt_id, sample.index)) for sample in samples]
+    gold_rank = _ranks([score for score in scores if score is not None])
     reward_rank = _ranks([sample.reward or 0.0 for sample in samples])
-    asked = {(pair.step, pair.prompt_id, pair.index): pair.gold for pair in pairs if pair.source == "batch"}
-    second = list[float | None]()
-    for sample in samples:
-        scores = [sample.components[name] for name in gold if name in sample.components]
-        second.append(scores[0] if scores else asked.get((sample.step, sample.prompt_id, sample.index)))
-    gold_rank = _ranks([score for score in second if score is not None])
-    return [
-        Candidate(sample, sample.reward or 0.0, _stratum(reward_rank(sample.reward or 0.0), score, gold_rank))
-        for sample, score in zip(samples, second, strict=True)
-    ]
+    disputed, high, low = list[Sample](), list[Sample](), list[Sample]()
+    for sample, score in zip(samples, scores, strict=True):
+        rank = reward_rank(sample.reward or 0.0)
+        if score is not None and abs(rank - gold_rank(score)) >= DISAGREE:
+            disputed.append(sample)
+        else:
+            (high if rank > 0.5 else low).append(sample)
+    return disputed, high, low
 
 
 def _ranks(values: Sequence[float]) -> Callable[[float], float]:
@@ -79,47 +65,7 @@ def _ranks(values: Sequence[float]) -> Callable[[float], float]:
     return lambda value: (bisect_left(ordered, value) + bisect_right(ordered, value)) / (2 * len(ordered))
 
 
-def _stratum(reward: float, score: float | None, gold_rank: Callable[[float], float]) -> Stratum:
-    if score is not None and abs(reward - gold_rank(score)) >= 1 / 3:
-        return "disagreement"
-    return "high reward" if reward > 2 / 3 else "low reward" if reward < 1 / 3 else "middle"
-
-
-def chosen(found: Sequence[Candidate], judged: Collection[SampleKey], n: int) -> list[Candidate]:
-    """At most `n` candidates that were not judged: the strata in turn, in each the newest step first, then one of each
-    earlier step. The same files give the same choice."""
-    queues = {stratum: _by_step([each for each in found if each.stratum == stratum], judged) for stratum in ORDER}
-    turns = [next(queues[stratum], None) for _ in range(n) for stratum in ORDER]
-    return [candidate for candidate in turns if candidate is not None][:n]
-
-
-def _by_step(found: Sequence[Candidate], judged: Collection[SampleKey]) -> Iterator[Candidate]:
-    left = [candidate for candidate in found if sample_key(candidate.sample) not in judged]
-    left.sort(key=lambda each: sample_key(each.sample))  # prompts are named by a hash
-    number: Counter[int] = Counter()  # in its step
-    turns = list[tuple[int, int, int]]()
-    for at, candidate in enumerate(left):
-        turns.append((number[candidate.sample.step], -candidate.sample.step, at))
-        number[candidate.sample.step] += 1
-    return (left[at] for _, _, at in sorted(turns))
-
-
-def agreement(verdicts: Sequence[Verdict], rewards: Sequence[float]) -> dict[str, Interval]:
-    """Verdicts against rewards: the mean verdict, also on samples with a high and with a low reward, and the share of
-    samples on which both agree. People see a choice of samples, so that these are no figures of all samples.
-
-    Args:
-        rewards: of all samples; the middle of their range separates high from low.
-    """
-    every = [*rewards, *(each.reward for each in verdicts)]
-    middle = (min(every) + max(every)) / 2
-    high = [each.verdict for each in verdicts if each.reward >= middle]
-    low = [each.verdict for each in verdicts if each.reward < middle]
-    agree = [*high, *(1 - verdict for verdict in low)]
-    shares = {
-        "people accept": [*high, *low],
-        "with a high reward:": high,
-        "with a low reward:": low,
-        "reward and people agree on": agree,
-    }
-    return {name: share_interval(values) for name, values in shares.items() if values}
+def chosen(samples: Sequence[Sequence[Sample]], judged: Collection[SampleKey], n: int) -> list[Sample]:
+    """At most `n` samples that were not judged, of each stratum in turn."""
+    left = [[sample for sample in stratum if sample_key(sample) not in judged] for stratum in samples]
+    return [sample for turn in zip_longest(*left) for sample in turn if sample is not None][:n]

@@ -1,17 +1,16 @@
-"""Verdicts of people on samples: the lines of RUN/checks/*.jsonl, which `tidemill check` or another tool appends.
+"""Verdicts of people on samples: the lines of RUN/checks/*.jsonl, which `tidemill check` appends.
 
-{"run_id", "step", "prompt_id", "epoch", "index", "completion": DIGEST, "reward": 0.9, "verdict": 0.0, "who", "unix_s"}
+{"run_id", "step", "prompt_id", "index", "completion": DIGEST, "reward": 0.9, "verdict": 0.0}
 
 A run reads new lines after each step. A verdict is evidence from the step in whose evidence the journal has it.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from hashlib import blake2b
 from pathlib import Path
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, TypeAlias
 
 import msgspec
 
@@ -22,7 +21,7 @@ from tidemill.telemetry.jsonl import SharedLines, disk_error
 from tidemill.telemetry.run_dir import samples_name
 from tidemill.telemetry.sample_files import Sample, read_samples
 
-SampleKey: TypeAlias = tuple[int, str, int, int, str]
+SampleKey: TypeAlias = tuple[int, str, int, str]
 
 
 class Verdict(Record, gc=False):
@@ -31,17 +30,14 @@ class Verdict(Record, gc=False):
     run_id: str
     step: int
     prompt_id: str
-    epoch: int
     index: int  # in its group
     completion: str  # a digest: after a rollback the same place may have another text
     reward: Annotated[float, msgspec.Meta(ge=-LARGEST, le=LARGEST)]  # that was trained on
     verdict: Annotated[float, msgspec.Meta(ge=0, le=1)]  # 1: good
-    who: str = ""
-    unix_s: float = 0.0
 
     @property
     def sample(self) -> SampleKey:
-        return (self.step, self.prompt_id, self.epoch, self.index, self.completion)
+        return (self.step, self.prompt_id, self.index, self.completion)
 
 
 def text_digest(completion: str) -> str:
@@ -50,27 +46,29 @@ def text_digest(completion: str) -> str:
 
 def sample_key(sample: Sample) -> SampleKey:
     """As `Verdict.sample`."""
-    return (sample.step, sample.prompt_id, sample.epoch, sample.index, text_digest(sample.completion))
+    return (sample.step, sample.prompt_id, sample.index, text_digest(sample.completion))
 
 
-def append_verdict(folder: Path, verdict: Verdict) -> None:
-    """Add a line to the file of its author; the run may be running, and others may write.
+def append_verdict(folder: Path, run_id: str, sample: Sample, verdict: float) -> None:
+    """Store a verdict; the run may be running, and others may write.
 
     Raises:
         UserError: the file cannot be written.
     """
-    path = folder / f"{re.sub(r'[^A-Za-z0-9._-]+', '-', verdict.who).strip('.-') or 'unknown'}.jsonl"
+    path = folder / "verdicts.jsonl"
+    line = Verdict(
+        run_id=run_id,
+        step=sample.step,
+        prompt_id=sample.prompt_id,
+        index=sample.index,
+        completion=text_digest(sample.completion),
+        reward=sample.reward or 0.0,
+        verdict=verdict,
+    )
     try:
-        SharedLines(path).append(verdict)
+        SharedLines(path).append(line)
     except OSError as error:
         raise disk_error(error, path) from error
-
-
-def identity(sample: Sample, run_id: str, reward: float) -> dict[str, Any]:
-    """The fields of a verdict that do not depend on the person."""
-    step, prompt_id, epoch, index, completion = sample_key(sample)
-    place = {"step": step, "prompt_id": prompt_id, "epoch": epoch, "index": index}
-    return {"run_id": run_id, **place, "completion": completion, "reward": reward}
 
 
 class VerdictFiles:
@@ -84,12 +82,7 @@ class VerdictFiles:
     """
 
     def __init__(
-        self,
-        folder: Path,
-        run_id: str,
-        *,
-        journalled: Iterable[GoldPair] = (),
-        warn: Callable[[str], None] = lambda _: None,
+        self, folder: Path, run_id: str, *, journalled: Iterable[GoldPair] = (), warn: Callable[[str], None]
     ) -> None:
         self._folder, self._run_id, self._warn = folder, run_id, warn
         self._taken = {pair for pair in journalled if pair.source == "person"}
@@ -99,19 +92,32 @@ class VerdictFiles:
 
     def new_verdicts(self) -> list[Verdict]:
         """The complete lines since the last call, in the order of the files' names."""
-        return [verdict for path in sorted(self._folder.glob("*.jsonl")) for verdict in self._read(path)]
+        verdicts = list[Verdict]()
+        for path in sorted(self._folder.glob("*.jsonl")):
+            try:
+                lines = self._files.setdefault(path, SharedLines(path)).new_lines()
+            except OSError as error:
+                self._leave_out(path, str(error))
+                continue
+            for line in lines:
+                try:
+                    verdict = msgspec.convert(line, Verdict)
+                except msgspec.ValidationError as error:
+                    self._leave_out(path, f"a line is no verdict ({error})")
+                    continue
+                if verdict.run_id == self._run_id:
+                    verdicts.append(verdict)
+                else:
+                    self._leave_out(path, f"a verdict is on a sample of another run ({verdict.run_id})")
+        return verdicts
 
     def new_pairs(self) -> list[GoldPair]:
         """The verdicts since the last call on samples that are still part of the run."""
         pairs = list[GoldPair]()
         verdicts = self._waiting + self.new_verdicts()
-        self._waiting = []
         written = {step: self._samples(step) for step in {verdict.step for verdict in verdicts}}
+        self._waiting = [verdict for verdict in verdicts if written[verdict.step] is None]
         for verdict in verdicts:
-            samples = written[verdict.step]
-            if samples is None:
-                self._waiting.append(verdict)
-                continue
             pair = GoldPair(
                 prompt_id=verdict.prompt_id,
                 index=verdict.index,
@@ -120,7 +126,7 @@ class VerdictFiles:
                 gold=verdict.verdict,
                 source="person",
             )
-            if verdict.sample in samples and pair not in self._taken:
+            if verdict.sample in (written[verdict.step] or ()) and pair not in self._taken:
                 self._taken.add(pair)
                 pairs.append(pair)
         return pairs
@@ -130,31 +136,7 @@ class VerdictFiles:
         path = self._folder.parent / "samples" / samples_name(step)
         return {sample_key(sample) for sample in read_samples(path)} if path.is_file() else None
 
-    def _read(self, path: Path) -> Iterator[Verdict]:
-        lines = self._files.setdefault(path, SharedLines(path))
-        try:
-            found = lines.new_lines()
-        except OSError as error:
-            self._leave_out(path, error.strerror or str(error))
-            return
-        for line in found:
-            try:
-                verdict = _verdict(line)
-            except msgspec.ValidationError as error:
-                self._leave_out(path, f"a line is no verdict ({error})")
-                continue
-            if verdict.run_id != self._run_id:
-                self._leave_out(path, f"a verdict is on a sample of another run ({verdict.run_id})")
-                continue
-            yield verdict
-
     def _leave_out(self, path: Path, why: str) -> None:
         if path not in self._warned:
             self._warned.add(path)
             self._warn(f"warning: {self._folder.name}/{path.name}: {why}; such lines are left out")
-
-
-def _verdict(line: dict[str, Any] | None) -> Verdict:
-    if line is None:
-        raise msgspec.ValidationError("not a JSON object")
-    return msgspec.convert(line, Verdict)

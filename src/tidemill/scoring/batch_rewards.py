@@ -139,17 +139,14 @@ def _fail(entries: Iterable[tuple[RewardInput, asyncio.Future[Any]]]) -> None:
 PAUSE_S = 0.25  # before the first retry; doubles with each further one
 TEMPORARY_STATUS = frozenset({408, 425, 429, 500, 502, 503, 504})
 MAX_RESPONSE_BYTES = 16 << 20
-SHOWN = 200
-"""Bytes of a response in an error."""
 
 
 class RewardServerError(Exception):
     """The server returned no scores; the message names server and reason."""
 
-    def __init__(self, what: str, *, status: int = 0, content: bytes = b"", sent: bool = True) -> None:
+    def __init__(self, what: str, *, may_cost: bool = False) -> None:
         super().__init__(what)
-        self.status, self.content = status, content  # of the response; 0: there is none
-        self.sent = sent  # whether the server may have got the request
+        self.may_cost = may_cost  # the request was sent, and how the server answered is unknown
 
 
 class Unavailable(RewardServerError):
@@ -162,11 +159,12 @@ class RewardServer:
     Each request has a deadline from connecting to the last byte of the response; a sample's deadline is divided
     evenly among the attempts.
 
-    Args:
-        secret: the header with the credentials; see `authorization`.
+    Raises:
+        UserError: the variable that `auth_env` names is not set or is not a valid header value.
     """
 
-    def __init__(self, config: RewardConfig, url: str, secret: dict[str, str]) -> None:
+    def __init__(self, config: RewardConfig, url: str) -> None:
+        secret = _authorization(config)
         self.url, self._tries = url, config.retries + 1
         self._request_s = config.longest_wait_s / self._tries
         self._headers = {"content-type": "application/json", "accept": "application/json", **secret}
@@ -193,7 +191,7 @@ class RewardServer:
                 self._client.stream("POST", self.url, content=body, headers=self._headers) as answer,
             ):
                 if answer.status_code in TEMPORARY_STATUS:
-                    raise Unavailable(f"{self.url} answered {answer.status_code}", status=answer.status_code)
+                    raise Unavailable(f"{self.url} answered {answer.status_code}")
                 parts, size = [], 0
                 async for part in answer.aiter_bytes():
                     parts.append(part)
@@ -202,17 +200,17 @@ class RewardServer:
                         raise RewardServerError(f"{self.url} answered with more than {MAX_RESPONSE_BYTES:,} bytes")
                 content = b"".join(parts)
                 if answer.status_code != 200:
-                    text = " ".join(content[:SHOWN].decode(errors="replace").split())
+                    text = " ".join(content[:200].decode(errors="replace").split())
                     for value in self._secrets:  # some servers repeat it
                         text = text.replace(value, "…")
-                    what = f"{self.url} answered {answer.status_code}: {text}"
-                    raise RewardServerError(what, status=answer.status_code, content=content)
+                    raise RewardServerError(f"{self.url} answered {answer.status_code}: {text}")
                 return content
         except TimeoutError:
-            raise Unavailable(f"{self.url} did not answer within {self._request_s:g} s") from None
+            what = f"{self.url} did not answer within {self._request_s:g} s"
+            raise Unavailable(what, may_cost=True) from None
         except httpx2.HTTPError as error:
             sent = not isinstance(error, httpx2.ConnectError)
-            raise Unavailable(f"{self.url}: {type(error).__name__} {error}".rstrip(), sent=sent) from error
+            raise Unavailable(f"{self.url}: {type(error).__name__} {error}".rstrip(), may_cost=sent) from error
 
 
 class HttpScorer:
@@ -223,7 +221,7 @@ class HttpScorer:
     """
 
     def __init__(self, config: RewardConfig) -> None:
-        self._url, self._server = config.url, RewardServer(config, config.url, authorization(config))
+        self._url, self._server = config.url, RewardServer(config, config.url)
 
     async def score_batch(self, samples: Sequence[RewardInput]) -> Sequence[float | Exception]:
         """Raises RewardServerError: no response, or a response without one score per sample."""
@@ -259,6 +257,11 @@ class HttpScorer:
         await self._server.close()
 
 
-def authorization(config: RewardConfig) -> dict[str, str]:
+def _authorization(config: RewardConfig) -> dict[str, str]:
     """The header with the secret, which is kept in memory only and never part of an error message."""
-    return {config.auth_header: secret_of(config.auth_env, where="scoring.rewards.auth_env")} if config.auth_env else {}
+    if not config.auth_env:
+        return {}
+    secret = secret_of(config.auth_env, where="scoring.rewards.auth_env")
+    if config.kind == "judge" and config.auth_header == "authorization" and " " not in secret:
+        secret = f"Bearer {secret}"
+    return {config.auth_header: secret}

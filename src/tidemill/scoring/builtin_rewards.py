@@ -301,7 +301,6 @@ def _calls(config: RewardConfig, context: Context) -> dict[str, Any]:
             "scores": queued,
             "timeout_s": timeout_s,
             "needs_answer": config.kind in COMPARES,
-            "value": (lambda score: score) if config.kind == "judge" else number,
         }
     found: dict[str, Any] = {"inline": False, "queues": False, "value": lambda score: score}  # converted where it runs
     caller: FunctionCaller

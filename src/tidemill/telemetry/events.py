@@ -148,9 +148,6 @@ READER_RESTART = _define(
     "reader_restart", "the process of a reward model or of the reference was lost and is restarted; `who`, `cause`"
 )
 SINK_FAILED = _define("sink_failed", "an optional sink raised and was dropped; `sink`, `error`")
-ALERT_FAILED = _define(
-    "alert_failed", "the first alert that a webhook of telemetry.alerts did not take; `webhook` (its host), `cause`"
-)
 SESSION_END = _define(
     "session_end",
     "the process closed the run; `outcome` is finished, interrupted or failed; `error` (type and message) if it failed",
@@ -170,8 +167,8 @@ NOUNS = {
 }  # fmt: skip
 """What the terminal counts when it summarises many fleet events."""
 LISTED_EVENTS = frozenset({
-    SESSION_START, SESSION_END, RESUME, REPLAY, EVALUATION, CHECKPOINT, SINK_FAILED, ALERT_FAILED, WAITING,
-    WAIT_ABANDONED, EVICTION, CRASH, JOIN_FAILED, QUARANTINE, GUARD, GUARD_PROBE, WORKER_HEALTH,
+    SESSION_START, SESSION_END, RESUME, REPLAY, EVALUATION, CHECKPOINT, SINK_FAILED, WAITING, WAIT_ABANDONED, EVICTION,
+    CRASH, JOIN_FAILED, QUARANTINE, GUARD, GUARD_PROBE, WORKER_HEALTH,
 })  # fmt: skip
 """Events in the table of the report."""
 

@@ -15,9 +15,8 @@ from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError, describe_error, error_line, root_error
 from tidemill.core.protocols import Clock
 from tidemill.core.records import FleetRow, Prompt, StepMetrics, Trajectory
-from tidemill.telemetry.alerts import Alerts
+from tidemill.telemetry.alerts import Webhook
 from tidemill.telemetry.events import (
-    ALERT_FAILED,
     DECODE,
     EVALUATION,
     FLEET_EVENTS,
@@ -120,7 +119,7 @@ class Recorder:
         self._known_failures: set[tuple[str, str]] = set()
         check_sinks(spec.telemetry.sinks)
         run_id = str(run.read_manifest().get("run_id", spec.run.name))
-        self._alerts = Alerts(spec.telemetry.alerts, run=spec.run.name, run_id=run_id)
+        self._webhooks = [Webhook(config, run=spec.run.name, run_id=run_id) for config in spec.telemetry.alerts]
         self._sinks = SinkSet(self._sink_failed)
         self._events = JsonlWriter(run.events)
         self._metrics = JsonlWriter(run.metrics)
@@ -188,7 +187,8 @@ class Recorder:
         """Write one line to events.jsonl."""
         unix_s = self._unix_time()
         self._events.write(event_line(name, fields, unix_s=unix_s, session=self._session, elapsed_s=self.elapsed_s))
-        self._alerts.event(name, fields, unix_s)
+        for webhook in self._webhooks:
+            webhook.event(name, fields, unix_s)
         if name in NOT_PART_OF_A_STEP and self._step_started_s is not None:
             self._step_started_s += float(fields.get("duration_s", 0.0))
         if name == DECODE:
@@ -328,7 +328,8 @@ class Recorder:
             self._sinks.close(failed=outcome == "failed")
             reason = {} if error is None else {"error": error_line(error)}
             self.event(SESSION_END, outcome=outcome, step=self._progress.step, **reason)
-            self._alerts.close()
+            for webhook in self._webhooks:
+                webhook.close()
             self._report_alerts()
         except UserError as error:
             self.note(str(error))
@@ -340,9 +341,10 @@ class Recorder:
 
     def _report_alerts(self) -> None:
         """Report the first failure of each webhook."""
-        for webhook, cause in self._alerts.new_failures():
-            self.event(ALERT_FAILED, webhook=webhook, cause=cause)
-            self.note(f"warning: an alert to {webhook} failed ({cause}); the run continues")
+        for webhook in self._webhooks:
+            if webhook.failure and webhook.host not in self._warned_of:
+                self._warned_of.add(webhook.host)
+                self.note(f"warning: an alert to {webhook.host} failed ({webhook.failure}); the run continues")
 
     def _sink_failed(self, sink: str, error: str) -> None:
         self.event(SINK_FAILED, sink=sink, error=error)

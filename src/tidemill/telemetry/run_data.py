@@ -235,11 +235,6 @@ class RunData:
         return guard_history(self.events)
 
     @cached_property
-    def abandoned(self) -> dict[int, MetricLine]:
-        """Metrics of steps that a rollback took back, by step; of several rollbacks the newest."""
-        return {line.step: line for life in self.run.abandoned() for line in read_metrics(life.metrics)}
-
-    @cached_property
     def outcome(self) -> str:
         """finished, interrupted, failed, running, killed or unknown."""
         return outcome_of(self.events)

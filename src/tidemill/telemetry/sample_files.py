@@ -179,7 +179,6 @@ class Sample(Record):
     answer: str | None = None  # None: the row has none
     messages: tuple[Message, ...] = ()  # of the prompt, before the chat template; empty without one
     prompt_id: str = ""
-    epoch: int = 0
     index: int = 0  # in its group
     tokens: tuple[str, ...] = ()
     logprobs: tuple[float | None, ...] = ()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,12 +10,10 @@ from pydantic import ValidationError
 from tests.config_issues import section_issue, section_issues
 from tidemill.config.base import Config
 from tidemill.config.learning import OptimizerConfig, PreferenceConfig, ScheduleConfig, SupervisedConfig
-from tidemill.config.load import from_toml, load_spec
 from tidemill.config.model import CharModelConfig, LoraConfig, ModelConfig, PlacementConfig
 from tidemill.config.pool import FleetConfig
 from tidemill.config.schema import AlertConfig, EngineConfig, EvalConfig, RunConfig, RunSpec, SamplingConfig
 from tidemill.config.task import ArithmeticTask, DataConfig, FileTask, RewardConfig, ScoringConfig
-from tidemill.config.toml import to_toml
 from tidemill.config.weights import WeightsConfig
 
 
@@ -66,12 +63,10 @@ CASES: list[tuple[type[Config], dict[str, Any], str, str]] = [  # section, value
     (RewardConfig, {"kind": "judge", "url": "http://a/v1"}, "needs a judge_model", "set it"),
     (RewardConfig, JUDGE | {"most_usd": 1.0}, "most_usd needs the prices", "usd_per_million_tokens"),
     (RewardConfig, JUDGE | {"url": "http://a.b/v1", "auth_env": "KEY"}, "http://a.b/v1", "https://"),
-    (RewardConfig, JUDGE | {"rubric": "no/such.md"}, "no/such.md cannot be read", "write the rubric itself"),
     (RewardConfig, {"kind": "exact", "most_calls": 3}, 'most_calls is only for kind = "judge"', "leave"),
     (AlertConfig, {}, "either url or url_env", "set one"),
     (AlertConfig, {"url": "https://a", "url_env": "URL"}, "either url or url_env", "set one"),
     (AlertConfig, {"url": "hooks.example/x"}, '"hooks.example/x"', "http://host:port/path"),
-    (AlertConfig, {"url": "HTTP://a.b", "auth_env": "KEY"}, "HTTP://a.b", "https://"),
     (AlertConfig, {"url_env": "https://a/secret"}, "url_env", "into a variable"),
     (WeightsConfig, {"port": 8000}, "port", "leave them out"),
     (WeightsConfig, {"host": "10.0.0.5"}, "host", "leave them out"),
@@ -226,17 +221,6 @@ def test_credentials_in_a_reward_url_are_refused_and_not_repeated(url: str, hint
 def test_an_at_sign_in_a_path_is_not_a_credential() -> None:
     url = "https://a/@team/score?by=b@c"
     assert RewardConfig(kind="http", url=url).url == url
-
-
-def test_the_stored_rubric_is_the_text_of_its_file(tmp_path: Path) -> None:
-    (tmp_path / "recipe.toml").write_text(
-        '[scoring]\nrewards = [{ kind = "judge", url = "https://a/v1", judge_model = "m", rubric = "good.md" }]\n',
-        encoding="utf-8",
-    )
-    (tmp_path / "good.md").write_text("Rhymes.\nNo prose.\n", encoding="utf-8")
-    stored = to_toml(load_spec([f"@{tmp_path}/recipe.toml"]))
-    (tmp_path / "good.md").unlink()
-    assert from_toml(stored, source="config.toml").scoring.rewards[0].rubric == "Rhymes.\nNo prose."
 
 
 def test_the_default_timeout_depends_on_the_kind_of_reward() -> None:

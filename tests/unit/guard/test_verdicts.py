@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from tidemill.core.evidence import GoldPair
-from tidemill.guard.verdicts import Verdict, VerdictFiles, append_verdict, text_digest
-from tidemill.telemetry.jsonl import encode
+from tidemill.guard.verdicts import Verdict, VerdictFiles, text_digest
+from tidemill.telemetry.jsonl import SharedLines, encode
 from tidemill.telemetry.run_dir import samples_name
 from tidemill.telemetry.sample_files import write_samples
 
@@ -25,14 +25,20 @@ def verdict(step: int = 1, index: int = 0, completion: str = "a", **changes: Any
         "run_id": "r",
         "step": step,
         "prompt_id": "p",
-        "epoch": 0,
         "index": index,
         "completion": text_digest(completion),
         "reward": 0.9,
         "verdict": 0.0,
-        "who": "ada",
     }
     return Verdict(**(fields | changes))
+
+
+def append(run: Path, line: Verdict, who: str = "ada") -> None:
+    SharedLines(run / "checks" / f"{who}.jsonl").append(line)
+
+
+def opened(run: Path, **options: Any) -> VerdictFiles:
+    return VerdictFiles(run / "checks", "r", **({"warn": print} | options))
 
 
 def pair(step: int = 1, index: int = 0, gold: float = 0.0) -> GoldPair:
@@ -41,25 +47,23 @@ def pair(step: int = 1, index: int = 0, gold: float = 0.0) -> GoldPair:
 
 def test_each_verdict_is_returned_once_also_after_a_resume(tmp_path: Path) -> None:
     write_step(tmp_path, 1, ["a", "b"])
-    checks = tmp_path / "checks"
-    files = VerdictFiles(checks, "r")
+    files = opened(tmp_path)
     assert files.new_pairs() == []  # no folder yet
-    append_verdict(checks, verdict())
+    append(tmp_path, verdict())
     first = files.new_pairs()
     assert first == [pair()]
-    append_verdict(checks, verdict(index=1, completion="b", verdict=1.0, who="Bob/../x"))
-    append_verdict(checks, verdict())  # again
+    append(tmp_path, verdict(index=1, completion="b", verdict=1.0), "bob")
+    append(tmp_path, verdict())  # again
     assert files.new_pairs() == [pair(index=1, gold=1.0)]
-    assert sorted(path.name for path in checks.iterdir()) == ["Bob-..-x.jsonl", "ada.jsonl"]
-    assert VerdictFiles(checks, "r", journalled=first).new_pairs() == [pair(index=1, gold=1.0)]
+    assert opened(tmp_path, journalled=first).new_pairs() == [pair(index=1, gold=1.0)]
 
 
 def test_a_person_may_change_their_mind(tmp_path: Path) -> None:
     write_step(tmp_path, 1, ["a"])
-    append_verdict(tmp_path / "checks", verdict())
-    files = VerdictFiles(tmp_path / "checks", "r")
+    append(tmp_path, verdict())
+    files = opened(tmp_path)
     files.new_pairs()
-    append_verdict(tmp_path / "checks", verdict(verdict=1.0))
+    append(tmp_path, verdict(verdict=1.0))
     assert files.new_pairs() == [pair(gold=1.0)]
 
 
@@ -68,9 +72,9 @@ LEFT_OUT: list[tuple[bytes, str]] = [
     (encode(verdict(verdict=1.5)), "a line is no verdict (Expected `float` <= 1.0 - at `$.verdict`)"),
     (encode(verdict(reward=float("inf"))), "a line is no verdict"),
     (b'{"run_id": "r"}', "a line is no verdict"),
-    (b'["r"]', "a line is no verdict (not a JSON object)"),
-    (b'{"run_id": "r", "st', "a line is no verdict (not a JSON object)"),  # torn, before another line
-    (b"\xff\xfe", "a line is no verdict (not a JSON object)"),
+    (b'["r"]', "a line is no verdict (Expected `object`"),
+    (b'{"run_id": "r", "st', "a line is no verdict (Expected `object`"),  # torn, before another line
+    (b"\xff\xfe", "a line is no verdict (Expected `object`"),
 ]
 
 
@@ -80,7 +84,7 @@ def test_other_lines_are_left_out_with_one_message(tmp_path: Path, line: bytes, 
     checks = tmp_path / "checks"
     checks.mkdir()
     warnings: list[str] = []
-    files = VerdictFiles(checks, "r", warn=warnings.append)
+    files = opened(tmp_path, warn=warnings.append)
     (checks / "eve.jsonl").write_bytes(b"\n".join([line, line, encode(verdict())]) + b"\n")
     assert files.new_pairs() == [pair()]
     with (checks / "eve.jsonl").open("ab") as file:
@@ -96,7 +100,7 @@ def test_a_line_that_is_being_written_waits_for_its_end(tmp_path: Path) -> None:
     checks.mkdir()
     line, warnings = encode(verdict()), list[str]()
     (checks / "ada.jsonl").write_bytes(line[:20])
-    files = VerdictFiles(checks, "r", warn=warnings.append)
+    files = opened(tmp_path, warn=warnings.append)
     assert files.new_pairs() == []
     (checks / "ada.jsonl").write_bytes(line + b"\n")
     assert files.new_pairs() == [pair()]
@@ -104,9 +108,9 @@ def test_a_line_that_is_being_written_waits_for_its_end(tmp_path: Path) -> None:
 
 
 def test_a_verdict_counts_only_for_the_text_that_was_seen(tmp_path: Path) -> None:
-    append_verdict(tmp_path / "checks", verdict(step=7, completion="before"))
-    append_verdict(tmp_path / "checks", verdict(step=8, completion="kept"))
-    files = VerdictFiles(tmp_path / "checks", "r")
+    append(tmp_path, verdict(step=7, completion="before"))
+    append(tmp_path, verdict(step=8, completion="kept"))
+    files = opened(tmp_path)
     assert files.new_pairs() == []  # the run returned to an earlier step
     write_step(tmp_path, 7, ["after"])
     assert files.new_pairs() == []

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from itertools import pairwise
 from typing import Any
 
 from tidemill.core.formatting import compact
 from tidemill.core.records import Record
 from tidemill.telemetry.events import RESUME
-from tidemill.telemetry.guard_history import SMOOTHED, count_of, smoothed_gold
-from tidemill.telemetry.jsonl import finite_number
+from tidemill.telemetry.guard_history import QUALITY
 from tidemill.telemetry.metrics import (
     CHARTS,
     COMPONENT,
@@ -39,9 +38,6 @@ OTHER_CHARTS = 12
 SIGNIFICANT_DIGITS = 6
 AFTER_REWARD = 3
 """Position of the chart of single rewards."""
-GUARD_PROXY, GUARD_GOLD, GUARD_PAIRS = "guard/proxy", "guard/gold", "guard/pairs"
-"""Names of figures of the gold events while they are plotted."""
-SMOOTHING = f"mean of the batch; gold: mean of the scored samples of {2 * SMOOTHED + 1} steps"
 
 
 def chart_data(data: RunData) -> dict[str, Any]:
@@ -59,11 +55,9 @@ def chart_data(data: RunData) -> dict[str, Any]:
             if step > 0:
                 expected = data.forecast.of_step(step)
                 row |= {FORECAST_STEP: expected.mean, FORECAST_HALF: (expected.high - expected.low) / 2}
-    lost = {step: dict(line.values) for step, line in data.abandoned.items()}
-    judged = {GUARD_PROXY: "reward", GUARD_GOLD: "gold"}
-    history = data.guard
-    steps = sorted(by_step.keys() | lost.keys() | history.gold.keys() | history.abandoned.keys())
-    rows, lost_rows = ([of.get(step, {}) for step in steps] for of in (by_step, lost))
+    judged = data.guard.by_step
+    steps = sorted(by_step.keys() | judged.keys())
+    rows = [by_step.get(step, {}) for step in steps]
     charted = {name for chart in CHARTS for name in chart.series}
     unknown = sorted({name for row in rows for name in row} - METRICS.keys() - charted - {FORECAST_HALF})
     held_out = {name for name in unknown if name.removeprefix(HELD_OUT) in charted}
@@ -83,38 +77,15 @@ def chart_data(data: RunData) -> dict[str, Any]:
         series = {name: name.removeprefix(MISMATCH_OF) for name in engines}
         charts.append(Chart("Mismatch by engine", "KL, nats per token", series))
     charts += [Chart(name, "", {name: name}, low=None) for name in others[:OTHER_CHARTS]]
-    plotted = [_plot(chart, rows, lost_rows) for chart in charts]
-    gold_rows, lost_gold = (
-        [of.get(step, {}) for step in steps] for of in map(_gold_rows, (history.gold, history.abandoned))
-    )
-    quality = _plot(Chart("Reward and gold", SMOOTHING, judged, low=None), gold_rows, lost_gold)
-    if quality:
-        counts = {"points": True, "counts": [row.get(GUARD_PAIRS) for row in gold_rows]}
-        quality["series"] = [one | (counts if one["label"] == "gold" else {}) for one in quality["series"]]
-        quality |= {"home": "quality", "marks": [mark for one in history.decisions for mark in _marks(one)]}
-        plotted.insert(0, quality)
+    plotted = [_plot(chart, rows) for chart in charts]
+    if quality := _plot(QUALITY, [judged.get(step, {}) for step in steps]):
+        plotted.insert(0, quality | {"marks": data.guard.marks})
     resumed = {event["step"] for event in data.events_named(RESUME) if isinstance(event.get("step"), int)}
     return {
         "steps": steps,
         "resumed": sorted(resumed),
         "charts": [chart for chart in plotted if chart],
     }
-
-
-def _gold_rows(events: Mapping[int, Mapping[str, Any]]) -> dict[int, dict[str, float]]:
-    """The figures of the gold events of one history, by step."""
-    gold = smoothed_gold(events)
-    rows = dict[int, dict[str, float]]()
-    for step, event in events.items():
-        figures = {GUARD_PROXY: finite_number(event.get("proxy_mean")), GUARD_GOLD: gold.get(step)}
-        rows[step] = {name: value for name, value in figures.items() if value is not None}
-        rows[step][GUARD_PAIRS] = count_of(event, "pairs")
-    return rows
-
-
-def _marks(decision: Mapping[str, Any]) -> list[tuple[int, str]]:
-    """Vertical lines of a decision."""
-    return [(count_of(decision, "onset"), "onset"), (count_of(decision, "step"), str(decision.get("action")))]
 
 
 def _of_set(metric: str, name: str) -> str:
@@ -144,16 +115,13 @@ def _pass_at_chart(name: str, metrics: Collection[str]) -> Chart:
     return Chart(title, "drawn samples of held-out prompts", series, kind="points", high=1)
 
 
-def _plot(
-    chart: Chart, rows: list[dict[str, float]], lost_rows: Sequence[Mapping[str, float]] = ()
-) -> dict[str, Any] | None:
-    """The values of the chart, and those that a rollback took back; None if it is omitted."""
+def _plot(chart: Chart, rows: list[dict[str, float]]) -> dict[str, Any] | None:
+    """The values of the chart; None if it is omitted."""
     series: list[dict[str, Any]] = [
         {"label": label, "values": [_scaled(row.get(name), chart.scale) for row in rows]}
         | ({"points": True} if chart.kind == "line" and name.startswith(HELD_OUT) else {})  # not of every step
-        | _abandoned(name, chart, rows, lost_rows)
         for name, label in chart.series.items()
-        if any(name in row for row in (*rows, *lost_rows))
+        if any(name in row for row in rows)
     ]
     if chart.kind == "stacked":
         series = [one for one in series if any(one["values"])]
@@ -171,19 +139,6 @@ def _plot(
         "series": series,
         "band": band if any(value is not None for value in band) else [],
     }
-
-
-def _abandoned(
-    name: str, chart: Chart, rows: Sequence[Mapping[str, float]], lost_rows: Sequence[Mapping[str, float]]
-) -> dict[str, Any]:
-    """The curve of steps that a rollback took back, from the last step that it left."""
-    values = [_scaled(row.get(name), chart.scale) for row in lost_rows]
-    first = next((at for at, value in enumerate(values) if value is not None), None)
-    if first is None or chart.kind == "stacked":
-        return {}
-    if first > 0:
-        values[first - 1] = _scaled(rows[first - 1].get(name), chart.scale)
-    return {"abandoned": values}
 
 
 def _scaled(value: float | None, scale: float) -> float | None:

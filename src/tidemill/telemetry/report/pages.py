@@ -18,14 +18,18 @@ from tidemill.telemetry.events import (
     DATA,
     ENVIRONMENT_WARNING,
     FLEET_EVENTS,
+    GOLD,
+    GUARD_PROBE,
     HEADER,
     LISTED_EVENTS,
     REWARD_FAILED,
     SESSION_END,
     data_text,
+    decision_text,
+    health_text,
+    probe_text,
 )
 from tidemill.telemetry.report.charts import chart_data, histograms
-from tidemill.telemetry.report.guard_sections import guard_section, logged_time, machine_rows
 from tidemill.telemetry.report.readable_text import pieces, readable, shortened
 from tidemill.telemetry.report.sample_cards import (
     LEGEND,
@@ -98,8 +102,6 @@ def report_page(data: RunData) -> str:
         evaluation=evaluation_section(found) if found else None,
         tiles=[] if found else tiles(data),
         findings=findings(data),
-        guard=guard_section(data),
-        machines=machine_rows(data.guard.health),
         fleet=fleet_section(data, workers) if workers else None,
         chart_data=chart_data(data) | ({"fleets": [timeline_json(workers)]} if workers else {}),
         histograms=histograms(samples.first, samples.last),
@@ -184,7 +186,7 @@ def findings(data: RunData) -> list[ReportFinding]:
         example = f" For example: {failures[-1].get('reason')}" if failures else ""
         title = f"{compact(invalid)} samples without a valid reward"
         found.append(ReportFinding(title, f"They were excluded from training.{example}"))
-    found += [*_environment_findings(data), *_training_findings(data)]
+    found += [*_guard_findings(data), *_environment_findings(data), *_training_findings(data)]
     if workers := data.summary["quarantined"]:
         text = "Their probe logprobs differed from the trainer's by more than fleet.probe_tolerance."
         found.append(ReportFinding(f"{counted(workers, 'worker')} quarantined", text))
@@ -199,6 +201,18 @@ def findings(data: RunData) -> list[ReportFinding]:
         text = "Dashed lines in the curves. Figures count each step once; wall time counts all work."
         found.append(ReportFinding(f"Resumed {times}", text))
     return found
+
+
+def _guard_findings(data: RunData) -> Iterator[ReportFinding]:
+    for one in data.guard.decisions:
+        yield ReportFinding(f"Guard, step {one.get('step')}: {decision_text(one)}", str(one.get("reason", "")))
+    for one in data.events_named(GUARD_PROBE):
+        yield ReportFinding(f"Guard: {probe_text(one)}", "This was found before the first step.")
+    if missing := [event for event in data.events_named(GOLD) if event.get("missing")]:
+        title = f"{counted(sum(event['missing'] for event in missing), 'gold score')} missing"
+        yield ReportFinding(title, f"The guard cannot judge these samples. First: {missing[0].get('why_missing')}.")
+    for name, event in data.guard.quarantined.items():
+        yield ReportFinding(f"Quarantined {name}: {health_text(event)}", f"Worker: {event.get('worker')}.")
 
 
 def _environment_findings(data: RunData) -> Iterator[ReportFinding]:
@@ -386,7 +400,7 @@ def event_rows(data: RunData) -> list[dict[str, Any]]:
     ]
     return [
         {
-            "time": logged_time(event),
+            "time": str(event.get("time", "")).replace("T", " ").removesuffix("Z"),
             "session": event.get("session", ""),
             "event": event["event"],
             "fields": ", ".join(

@@ -11,6 +11,7 @@ import pytest
 from tests.fabricated_agents import FAULT, FabricatedAgents
 from tests.fabricated_fleet import FabricatedFleet
 from tests.fabricated_forecast import make_forecast
+from tests.fabricated_guard import DECIDED, ONSET, REASON, TARGET, hacked_run
 from tests.fabricated_run import FabricatedRun, make_prompt, make_trajectory
 from tidemill.core.errors import UserError
 from tidemill.core.formatting import percent
@@ -279,3 +280,22 @@ def test_the_page_shows_the_error_of_the_forecast(finished: RunDirectory) -> Non
     assert "1:00:00" in words
     assert "from a profile of another run; the machine was busy" in words
     assert f"the run took {percent(abs(off))} {'longer' if off > 0 else 'less'} so far, steps only" in words
+
+
+def test_the_page_tells_the_story_of_a_hacked_run(tmp_path: Path) -> None:
+    page = page_of(hacked_run(tmp_path))
+    assert page.mismatched == [] and page.open == []
+    for words in (
+        f"Guard, step {DECIDED}: the reward rises and quality does not since about step {ONSET}; the run returns",
+        f"to step {TARGET}. {REASON}",
+        "Guard: the reward likes a text that it should not (empty): score 1.000, typical 0.250.",
+        "2 gold scores missing. The guard cannot judge these samples. First: the judge did not answer within 10 s.",
+        "Samples of steps 12-14, taken back",
+        "Quarantined node-7: its logprobs differ from its cohort's (0.310, limit 0.050). Worker: spot-3.",
+    ):
+        assert words in page.text, words
+    quality = json.loads(page.scripts["data"])["charts"][0]
+    assert (quality["title"], quality["marks"]) == ("Reward and gold", [[ONSET, "onset"], [DECIDED, "decided"]])
+    values = {one["label"]: one["values"] for one in quality["series"]}
+    assert [at for at, value in enumerate(values["gold, taken back"]) if value] == list(range(TARGET + 1, DECIDED + 1))
+    assert all(values["reward"][1:]) and all(values["gold"][1:])

@@ -1,8 +1,9 @@
 "use strict";
 (() => {
   const data = JSON.parse(document.getElementById("data").textContent);
-  const homeOf = (chart) => document.getElementById(chart.home || "charts");
-  for (const home of new Set(data.charts.map(homeOf))) home.replaceChildren();
+  const home = document.getElementById("charts");
+  if (!data.charts.length) return;
+  home.replaceChildren();
 
   const HUES = ["--accent", "--accent-2", "--accent-3", "--accent-4"];
   const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
@@ -64,15 +65,14 @@
   };
 
   const markLines = (chart) => (plot) => {
-    const context = plot.ctx, scale = window.devicePixelRatio || 1;
+    const context = plot.ctx, scale = window.devicePixelRatio || 1, { left, top, width, height } = plot.bbox;
     context.save();
     context.strokeStyle = context.fillStyle = css("--bad");
     context.font = `${11 * scale}px system-ui, sans-serif`;
     context.lineWidth = scale;
     chart.marks.forEach(([step, text], at) => {
-      const x = Math.round(plot.valToPos(step, "x", true)) + 0.5, { left, top, width, height } = plot.bbox;
+      const x = Math.round(plot.valToPos(step, "x", true)) + 0.5, late = x > left + width * 0.8;
       if (x < left || x > left + width) return;
-      const late = x > left + width * 0.8;
       context.textAlign = late ? "right" : "left";
       context.fillText(`${text} ${step}`, x + (late ? -4 : 4) * scale, top + (12 + 13 * (at % 4)) * scale);
       context.beginPath();
@@ -100,8 +100,7 @@
     const plotHome = element("div", "plot");
     const keys = element("div", "keys");
     figure.append(caption, plotHome, keys);
-    homeOf(chart).append(figure);
-    const height = chart.home ? 240 : 158;
+    home.append(figure);
 
     const stacked = chart.kind === "stacked";
     const drawn = stacked ? stack(chart.series) : chart.series.map((one) => one.values);
@@ -116,9 +115,7 @@
     });
     const showValues = (index) => figures.forEach(({ one, text }) => {
       const value = index == null ? lastOf(one.values) : one.values[index];
-      const lost = index != null && one.abandoned?.[index] != null && one.abandoned[index] !== value ? `, abandoned ${show(one.abandoned[index])}` : "";
-      const pairs = index != null && one.counts?.[index] != null ? ` (${one.counts[index]} samples scored)` : "";
-      text.textContent = `${chart.series.length > 1 || index != null ? one.label + " " : "now "}${show(value)}${pairs}${lost}`;
+      text.textContent = `${chart.series.length > 1 || index != null ? one.label + " " : "now "}${show(value)}`;
     });
 
     const build = () => {
@@ -143,11 +140,6 @@
         for (const label of ["above", "below"]) series.push({ label, stroke: "transparent", points: { show: false } });
         bands.push({ series: [series.length - 1, series.length], fill: canvasColour("--accent", 0.14) });
       }
-      chart.series.forEach((one, at) => {
-        if (!one.abandoned) return;
-        columns.push(one.abandoned);
-        series.push({ label: "abandoned", stroke: canvasColour(hue(at), 0.6), width: 2, dash: [3, 3], spanGaps: evaluated(at), points: { show: false } });
-      });
       if (noisy) drawn.forEach((values, at) => {
         columns.push(smooth(values));
         series.push({ label: "mean", stroke: css(hue(at)), width: 2, spanGaps: evaluated(at), points: { show: false } });
@@ -155,7 +147,7 @@
       if (stacked) for (let at = 1; at < series.length; at++) bands.push({ series: [at + 1, at], fill: canvasColour(hue(at), 0.6) });
       const axis = { stroke: css("--muted"), font: "11px system-ui, sans-serif", ticks: { show: false } };
       return new uPlot({
-        width: plotHome.clientWidth, height,
+        width: plotHome.clientWidth, height: 158,
         legend: { show: false },
         cursor: { sync: { key: "steps" }, y: false, points: { show: !stacked }, drag: { x: true, y: false } },
         scales: { x: { time: false, range: (_, low, high) => (lone ? [data.steps[0] - 1, data.steps[0] + 1] : [low, high]) }, y: { range: (_, low, high) => range(chart, low, high) } },
@@ -171,7 +163,7 @@
 
     let plot = build();
     showValues(null);
-    new ResizeObserver(() => plot.setSize({ width: plotHome.clientWidth, height })).observe(plotHome);
+    new ResizeObserver(() => plot.setSize({ width: plotHome.clientWidth, height: 158 })).observe(plotHome);
     return () => {
       plot.destroy();
       figures.forEach(({ mark }, at) => { mark.style.background = css(HUES[at % HUES.length]); });

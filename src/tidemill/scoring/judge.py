@@ -19,7 +19,7 @@ import msgspec
 
 from tidemill.config.task import RewardConfig
 from tidemill.core.folders import cache_dir
-from tidemill.scoring.batch_rewards import RewardInput, RewardServer, RewardServerError
+from tidemill.scoring.batch_rewards import RewardInput, RewardServer, RewardServerError, Unavailable
 from tidemill.telemetry.jsonl import SharedLines, finite_number
 
 ANSWER_TOKENS = 4096
@@ -88,6 +88,7 @@ class JudgeReward:
         self._turns = asyncio.Semaphore(config.batch)
         self._asking = WeakValueDictionary[str, asyncio.Lock]()
         self._warned = False
+        self._newer_api = False  # OpenAI's models since 2024 refuse the usual settings
         path = (folder or cache_dir() / "judge") / f"{_digest(f'{config.judge_model} {self._rubric}')}.jsonl"
         self._ledger = JudgeLedger(path, config, all_sessions=folder is not None)
 
@@ -130,6 +131,8 @@ class JudgeReward:
         """The text of one answer. Its highest possible cost is reserved before."""
         messages = [{"role": "system", "content": system}, {"role": "user", "content": user}]
         settings = {"max_tokens": ANSWER_TOKENS, "temperature": 0.0}
+        if self._newer_api:
+            settings = {"max_completion_tokens": ANSWER_TOKENS}
         body = msgspec.json.encode({"model": self._config.judge_model, "messages": messages, **settings})
         most_usd = self._cost(len(body), ANSWER_TOKENS)  # a token has at least one byte
         if refusal := self._ledger.reserve(most_usd):
@@ -143,6 +146,9 @@ class JudgeReward:
         except RewardServerError as error:
             if not error.may_cost:
                 self._ledger.add(calls=-1, usd=-most_usd)
+            if "max_completion_tokens" in str(error) and not self._newer_api:
+                self._newer_api = True
+                raise Unavailable(str(error)) from error
             raise
         try:
             parsed = msgspec.json.decode(answer)

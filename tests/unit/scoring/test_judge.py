@@ -83,6 +83,18 @@ async def test_a_grade_is_asked_for_and_divided_by_ten(server: Server, tmp_path:
         assert text in request["messages"][1]["content"]
 
 
+async def test_a_model_that_refuses_the_usual_settings_is_asked_with_others(server: Server, tmp_path: Path) -> None:
+    def reply(request: dict[str, Any]) -> Answer:
+        refused = "max_tokens" in request or "temperature" in request
+        return (400, {"error": "use 'max_completion_tokens'"}) if refused else says("SCORE: 8")
+
+    server.reply = reply
+    async with Judged(server, tmp_path) as judged:
+        assert [reward.value for reward in await judged.ask("12")] == [0.8]
+        assert [reward.value for reward in await judged.ask("13")] == [0.8]
+    assert len(server.requests) == 3
+
+
 async def test_equal_questions_are_paid_for_once_also_after_a_restart(server: Server, tmp_path: Path) -> None:
     async with Judged(server, tmp_path) as judged:
         assert [reward.value for reward in await judged.ask("12", "12", "13")] == [0.8] * 3

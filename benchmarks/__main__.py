@@ -34,6 +34,7 @@ COMMANDS = (
     "simulator.windows",
     "simulator.fleet_size",
     "goodput --hours 2 --orders",
+    "sick_machines",
     "weights",
     "weights_threads",
     "weights_node",

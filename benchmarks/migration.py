@@ -37,8 +37,10 @@ from tidemill.core.records import (
     LeaseEvent,
     LeaseGranted,
     Loaded,
+    LogprobBuffer,
     PolicyVersion,
     SampleId,
+    TokenBuffer,
     WorkerReport,
 )
 from tidemill.jobs.train import train
@@ -102,6 +104,9 @@ class Replacements:
     async def release(self, lease_id: str) -> None:
         self._free.put_nowait(None)
 
+    def avoid(self, machine: str, seconds: float) -> None:
+        pass
+
     async def close(self) -> None:
         """Nothing was started."""
 
@@ -142,6 +147,9 @@ class Watched:
 
     async def load(self, version: PolicyVersion) -> Loaded:
         return await self._worker.load(version)
+
+    async def run_probe(self, token_ids: TokenBuffer) -> LogprobBuffer:
+        return await self._worker.run_probe(token_ids)
 
     async def next_report(self, timeout_s: float) -> WorkerReport | None:
         report = await self._worker.next_report(timeout_s)

@@ -229,6 +229,9 @@ class Victim:
     async def load(self, version: PolicyVersion) -> Loaded:
         return await self.worker.load(version)
 
+    async def run_probe(self, token_ids: TokenBuffer) -> LogprobBuffer:
+        return await self.worker.run_probe(token_ids)
+
     async def next_report(self, timeout_s: float) -> WorkerReport | None:
         report = await self.worker.next_report(timeout_s)
         tokens = sum(count(delta.token_ids) for delta in report.deltas) if report else 0
@@ -359,6 +362,9 @@ class Saboteur:
 
     async def release(self, lease_id: str) -> None:
         """Nothing to do: the machine was already replaced."""
+
+    def avoid(self, machine: str, seconds: float) -> None:
+        pass
 
     # The host.
 

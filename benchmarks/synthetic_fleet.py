@@ -26,12 +26,14 @@ from tidemill.core.records import (
     LeaseEvent,
     LeaseGranted,
     Loaded,
+    LogprobBuffer,
     Message,
     Observation,
     PolicyVersion,
     Prompt,
     Reward,
     SampleId,
+    TokenBuffer,
     TokenDelta,
     Trajectory,
     WeightManifest,
@@ -131,6 +133,9 @@ class SyntheticWorker:
         self.version = version
         return Loaded(version=version)
 
+    async def run_probe(self, token_ids: TokenBuffer) -> LogprobBuffer:
+        return b""
+
     async def next_report(self, timeout_s: float) -> WorkerReport | None:
         now_s = asyncio.get_running_loop().time()
         if not self.due_s:
@@ -205,6 +210,9 @@ class SyntheticPool:
         return LeaseGranted(lease=make_lease(self.granted - 1))
 
     async def release(self, lease_id: str) -> None:
+        pass
+
+    def avoid(self, machine: str, seconds: float) -> None:
         pass
 
     async def start(self, lease: Lease) -> SyntheticWorker:

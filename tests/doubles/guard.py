@@ -11,14 +11,15 @@ from tidemill.core.records import Prompt, Trajectory
 
 
 class FakeGuard:
-    """Implements `core.protocols.Guard`. Gold takes half a second a step.
+    """Implements `core.protocols.Guard`.
 
     Args:
         alarms: onset by the step whose evidence raises the alarm.
+        gold_s: time of the gold scores of a step.
     """
 
-    def __init__(self, alarms: Mapping[int, int]) -> None:
-        self.alarms = dict(alarms)
+    def __init__(self, alarms: Mapping[int, int], *, gold_s: float = 0.5) -> None:
+        self.alarms, self._gold_s = dict(alarms), gold_s
         self.seen: list[Evidence] = []
         self.begun: list[int] = []
         self._asked: Evidence | None = None
@@ -55,7 +56,7 @@ class FakeGuard:
 
     async def evidence(self, *, at_once: bool = False) -> Evidence:
         assert self._asked is not None
-        await asyncio.sleep(0.0 if at_once else 0.5)
+        await asyncio.sleep(0.0 if at_once else self._gold_s)
         return self._asked
 
     def forget(self) -> None:

@@ -24,7 +24,7 @@ from tests.doubles.transport import FaultyTransport
 from tidemill.config.pool import FleetConfig
 from tidemill.controller.fleet import Fleet
 from tidemill.core.errors import WorkerLost
-from tidemill.core.protocols import LoopClock, Worker
+from tidemill.core.protocols import LoopClock, MachineGuard, Worker
 from tidemill.core.records import (
     GenerateRequest,
     Lease,
@@ -32,17 +32,19 @@ from tidemill.core.records import (
     LeaseGranted,
     LeaseNoticed,
     Loaded,
+    LogprobBuffer,
     PolicyVersion,
     Pulled,
     SampleId,
     TensorEntry,
+    TokenBuffer,
     WeightManifest,
     WorkerReport,
     pack_tokens,
 )
 from tidemill.rollout.worker import EngineWorker
 from tidemill.weights.puller import Puller
-from tidemill.weights.snapshot import Blob, Snapshot, allocate
+from tidemill.weights.snapshot import Blob, Snapshot, allocate, part_sums
 from tidemill.weights.store import WeightStore
 
 T = TypeVar("T")
@@ -109,10 +111,11 @@ class Processor(FakeCompute):
 
 
 class ObservedPulls:
-    """A `WeightSource` that reports the start of each pull to its machine."""
+    """A `WeightSource` that reports the start of each pull to its machine, and sums of the weights in its memory."""
 
     def __init__(self, machine: Machine, engine: WeightReadingEngine, puller: Puller) -> None:
         self._machine, self._engine, self._puller, self._pulls = machine, engine, puller, 0
+        self.expected: tuple[int, ...] = ()
 
     async def prepare(self, version: PolicyVersion) -> Pulled:
         self._machine.reached("later pull" if self._pulls else "first pull")
@@ -121,6 +124,11 @@ class ObservedPulls:
 
     def swap(self, pulled: Pulled) -> None:
         self._puller.swap(pulled, self._engine.bind)
+        self.expected = pulled.manifest.part_sums
+        self._machine.flipped = -1
+
+    def part_sum(self, number: int) -> int:
+        return part_sums(LAYOUT, self._engine.snapshot)[number] + (number == self._machine.flipped)
 
     def close(self) -> None:
         self._puller.close()
@@ -151,6 +159,7 @@ class Machine:
         self.engine: WeightReadingEngine | None = None
         self.broken: Exception | None = None  # raised by a start in progress
         self.ended = self.noticed = False
+        self.flipped = -1  # part of its weights
         self._plans: dict[str, tuple[float, Callable[[Machine], None]]] = {}
 
     def at(self, stage: str, after_s: float, happens: Callable[[Machine], None]) -> None:
@@ -224,6 +233,12 @@ class Machine:
         self.stop()
         self.world.after(seconds, self.resume)
 
+    def flip_a_bit(self, part: int) -> None:
+        """Of its weights; it generates other tokens until it loads a version."""
+        if self.engine is not None:
+            self.flipped = part
+            self.engine.version = PolicyVersion(number=self.engine.version.number, digest="wrong bit")
+
     def slow_down(self) -> None:
         self.processor.seconds *= 10
 
@@ -265,6 +280,10 @@ class Connection:
         loaded = await self.inner.load(version)
         await self.up.wait()
         return loaded
+
+    async def run_probe(self, token_ids: TokenBuffer) -> LogprobBuffer:
+        await self.up.wait()
+        return await self.inner.run_probe(token_ids)
 
     async def next_report(self, timeout_s: float) -> WorkerReport | None:
         try:
@@ -310,6 +329,7 @@ class World(Session):
     config: FleetConfig = field(default_factory=FleetConfig)
     reserved_engine: bool = True
     frozen_scorer: FakeFrozenScorer | None = field(default_factory=FakeFrozenScorer)
+    watch: MachineGuard | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -331,6 +351,7 @@ class World(Session):
             provider=self.provider,
             host=self,
             publisher=self.publisher,
+            machines=self.watch,
         )
 
     async def live(self) -> None:
@@ -357,6 +378,7 @@ class World(Session):
         await machine.boot()
         machine.engine = engine = WeightReadingEngine(NOWHERE, slots=self.slots)
         puller = Puller(self.transport, machine.processor, clock=LoopClock(), timeout_s=60.0)
+        pulls = ObservedPulls(machine, engine, puller)
         inner = EngineWorker(
             engine,
             machine.processor,
@@ -364,7 +386,9 @@ class World(Session):
             tick_s=TICK_S,
             worker_id=lease.worker_id,
             lease_id=lease.lease_id,
-            source=ObservedPulls(machine, engine, puller),
+            source=pulls,
+            check=pulls if self.watch is not None else None,
+            timer=lambda: 0.0,  # summing takes no time
         )
         machine.worker = Connection(inner, machine)
         return machine.worker

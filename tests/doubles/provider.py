@@ -15,6 +15,7 @@ class EventProvider:
     def __init__(self) -> None:
         self.released: list[str] = []
         self.wanted: list[int] = []
+        self.avoided: dict[str, float] = {}
         self._events: asyncio.Queue[LeaseEvent | Exception] = asyncio.Queue()
 
     def tell(self, event: LeaseEvent | Exception) -> None:
@@ -35,6 +36,9 @@ class EventProvider:
 
     async def release(self, lease_id: str) -> None:
         self.released.append(lease_id)
+
+    def avoid(self, machine: str, seconds: float) -> None:
+        self.avoided[machine] = seconds
 
     async def close(self) -> None:
         pass

@@ -23,7 +23,7 @@ from tidemill.controller.rollout_context import RolloutContext
 from tidemill.controller.run import TrainingRun
 from tidemill.controller.waiting import Timeouts
 from tidemill.core.errors import WorkerLost
-from tidemill.core.protocols import LoopClock, Worker
+from tidemill.core.protocols import LoopClock, MachineGuard, Worker
 from tidemill.core.records import (
     Completion,
     FleetRow,
@@ -429,6 +429,7 @@ class PoolSession(Session):
     config: FleetConfig = field(default_factory=FleetConfig)
     seeding_worker: bool = True  # whether the reserved side has an engine
     host_type: type[FakeHost] = FakeHost
+    watch: MachineGuard | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -446,6 +447,7 @@ class PoolSession(Session):
             host=self.host,
             publisher=self.publisher,
             needs_logprobs=self.spec.algorithm.needs_rollout_logprobs,
+            machines=self.watch,
         )
 
 

@@ -1,6 +1,6 @@
 """The command line of fault simulation.
 
-python -m tests.fault_simulation [--seeds 10000] [--first 0] [--processes 2]
+python -m tests.fault_simulation [--seeds 10000] [--first 0] [--guarded] [--processes 2]
 python -m tests.fault_simulation --seed 1234 [--log]
 """
 
@@ -10,23 +10,24 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from itertools import count, islice
 
 import msgspec
 
-from tests.fault_simulation.scenario import draw
+from tests.fault_simulation.scenario import draw, has_guard
 from tests.fault_simulation.seed_run import Outcome, Simulation, simulate_faults
 
 CHUNK = 20
 REPLAY = "python -m tests.fault_simulation --seed {seed} --log"
 
 
-def outcomes(seeds: range) -> list[Outcome]:
+def outcomes(seeds: Sequence[int]) -> list[Outcome]:
     return [simulate_faults(seed) for seed in seeds]
 
 
-def many(seeds: range, processes: int) -> Iterator[Outcome]:
+def many(seeds: Sequence[int], processes: int) -> Iterator[Outcome]:
     """Outcomes in order of completion."""
     chunks = [seeds[at : at + CHUNK] for at in range(0, len(seeds), CHUNK)]
     with ProcessPoolExecutor(processes) as pool:
@@ -34,7 +35,7 @@ def many(seeds: range, processes: int) -> Iterator[Outcome]:
             yield from done.result()
 
 
-def run_many(seeds: range, processes: int) -> int:
+def run_many(seeds: Sequence[int], processes: int) -> int:
     began_s, told_s, failed = time.monotonic(), 0.0, list[Outcome]()
     looks, virtual_s, lives = 0, 0.0, 0
     for number, outcome in enumerate(many(seeds, processes), start=1):
@@ -82,13 +83,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tidemill.sim.faults", description=__doc__)
     parser.add_argument("--seeds", type=int, default=10_000, help="how many")
     parser.add_argument("--first", type=int, default=0, help="the first of them")
+    parser.add_argument("--guarded", action="store_true", help="only those whose run has a guard that rolls back")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--seed", type=int, help="this one alone")
     parser.add_argument("--log", action="store_true", help="with --seed: the scenario and the event log")
     arguments = parser.parse_args()
     if arguments.seed is not None:
         return run_one(arguments.seed, log=arguments.log)
-    return run_many(range(arguments.first, arguments.first + arguments.seeds), arguments.processes)
+    numbers = filter(has_guard, count(arguments.first)) if arguments.guarded else count(arguments.first)
+    return run_many(list(islice(numbers, arguments.seeds)), arguments.processes)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,8 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from tests.doubles.journal import MemoryJournal
-from tests.fault_simulation.invariants import Invariants, Violation
+from tests.fault_simulation.guarding import Disk
+from tests.fault_simulation.invariants import Invariants, Violation, require
 from tests.fault_simulation.journal_reading import DurableState
 from tests.fault_simulation.training_invariants import TrainingInvariants
 from tidemill.controller.entries import decode
@@ -18,7 +19,7 @@ from tidemill.controller.samples import Sample
 from tidemill.core.protocols import Clock, Journal
 from tidemill.core.records import FleetRow, Group, Prompt, Reward, StepMetrics, Trajectory
 from tidemill.sim.costs import TrainerCosts
-from tidemill.sim.simulated_trainer import SimulatedTrainer
+from tidemill.sim.simulated_trainer import SimulatedCheckpoints, SimulatedTrainer
 
 
 class WatchedJournal(MemoryJournal):
@@ -46,6 +47,7 @@ class WatchedJournal(MemoryJournal):
     async def append(self, blobs: Sequence[tuple[int, bytes]]) -> None:
         async with self._in_order():
             await super().append(blobs)
+            self._invariants.durable.live = True
             before = self._invariants.durable.tokens
             for _, blob in blobs:
                 self._take(self._invariants.durable, blob)
@@ -69,10 +71,12 @@ class WatchedJournal(MemoryJournal):
         self._invariants.durable = durable
         self._invariants.note_renewed()
 
-    @staticmethod
-    def _take(durable: DurableState, blob: bytes) -> None:
+    def _take(self, durable: DurableState, blob: bytes) -> None:
         try:
-            durable.take(decode(blob))
+            entry = decode(blob)
+            if self._invariants.guarding is not None:
+                self._invariants.guarding.take(entry, durable)
+            durable.take(entry)
         except (LookupError, ValueError) as error:
             raise Violation(f"the journal is inconsistent: {error!r}") from error
 
@@ -93,7 +97,23 @@ class WatchedLedger(Ledger):
         replayed = await super().load(in_flight, prompt_of, after_step=after_step)
         self._training.dropped |= self._invariants.durable.dropped  # a power cut may strike before `drop` returns
         self._invariants.resumed(in_flight, self._training.learned)
+        self._training.dropped_at.setdefault(after_step, set(self._training.dropped))
+        self._check_guard(after_step)
         return replayed
+
+    def _check_guard(self, step: int) -> None:
+        durable, guarding = self._invariants.durable, self._invariants.guarding
+        said, right = [*self.evidence], [*durable.evidence]
+        left = [each for each in said if each > step and each not in self.batches]
+        require(not left, f"evidence of steps {left} was resumed without their batches")
+        require(self.evidence == durable.evidence, f"evidence of steps {said} was resumed, not {right}")
+        require(self.decisions == durable.decisions, f"{self.decisions} were resumed, not {durable.decisions}")
+        if guarding is not None:
+            guarding.restored(step)
+
+    async def prune(self, in_flight: InFlight, through_step: int) -> None:
+        self._training.dropped_at[through_step] = set(self._training.dropped)
+        await super().prune(in_flight, through_step)
 
     async def record_batch(
         self, in_flight: InFlight, step: int, positions: Sequence[int], *, reward_mean: float | None
@@ -119,6 +139,17 @@ class WatchedTrainer(SimulatedTrainer):
     async def commit(self, step: int) -> StepMetrics:
         self._training.committed(step)
         return await super().commit(step)
+
+
+class WatchedCheckpoints(SimulatedCheckpoints):
+    def __init__(self, disk: Disk, trainer: SimulatedTrainer, costs: TrainerCosts, invariants: Invariants) -> None:
+        super().__init__(disk, trainer, costs)
+        self._kept, self._invariants = disk, invariants
+
+    async def save(self, step: int, *, score: float | None, pinned: int | None = None) -> None:
+        await super().save(step, score=score)
+        self._kept.keep(step, self._trainer.version, pinned)
+        self._invariants.saved(step)
 
 
 class WatchedScorer:

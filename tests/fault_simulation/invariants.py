@@ -9,7 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from tests.fault_simulation.episodes import Episodes, Told, ToldTurn, Walked, WrongEpisode, compact
 from tests.fault_simulation.journal_reading import DurableSample, DurableState
@@ -33,6 +33,9 @@ from tidemill.core.records import (
     pack_tokens,
 )
 from tidemill.sim.workload import Completions
+
+if TYPE_CHECKING:
+    from tests.fault_simulation.guarding import GuardInvariants
 
 PROMPT = pack_tokens([1] * 3)
 """The tokens of every prompt."""
@@ -93,6 +96,7 @@ class Invariants:
         self._most_held, self._patience_s = most_held, patience_s
         self._progressed_s = 0.0  # time of the last new token or observation
         self.in_flight: InFlight | None = None
+        self.guarding: GuardInvariants | None = None
         self._fleet: ObservedFleet | None = None
         self._seen: dict[int, _Seen] = {}
         self._gone: dict[str, float] = {}  # leases unknown to the fleet, and since when
@@ -143,6 +147,11 @@ class Invariants:
         said = len(turns.ended), acting, list(turns.observations), *calls
         right = kept.turns, kept.acting, kept.observed, kept.started, kept.finished
         require(said == right, f"{sample.ordinal} was resumed with the turns {said}, not {right}")
+
+    def saved(self, step: int) -> None:
+        """A checkpoint was written."""
+        if self.guarding is not None:
+            self.guarding.saved.add(step)
 
     def look(self) -> None:
         """Check all samples in flight."""

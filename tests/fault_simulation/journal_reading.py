@@ -10,7 +10,10 @@ from tidemill.controller.entries import (
     AnyEntry,
     CallEnded,
     CallStarted,
+    Checkpointed,
+    Decided,
     Dropped,
+    Judged,
     Observed,
     Opened,
     Published,
@@ -19,6 +22,7 @@ from tidemill.controller.entries import (
     Trained,
 )
 from tidemill.controller.turns import AgentLimits
+from tidemill.core.evidence import Evidence, GuardDecision
 from tidemill.core.records import Call, EpisodeLimit, Finish, LogprobBuffer, PolicyVersion, Reward
 
 
@@ -66,15 +70,44 @@ class DurableState:
         self.learned: dict[int, tuple[int, ...]] = {}  # by step
         self.dropped: set[int] = set()
         self.tokens = 0  # accepted, over all entries
+        self.evidence: dict[int, Evidence] = {}  # that counts, by step
+        self.decisions: list[GuardDecision] = []
+        self.live = False  # entries are taken as they are written
+        self._returning = False  # the return to a checkpoint is decided, and not stored yet
 
     @property
     def positions(self) -> set[int]:
         return {ordinal // self._group_size for ordinal in self.samples}
 
+    @property
+    def rollbacks(self) -> int:
+        return sum(decision.action == "rollback" for decision in self.decisions)
+
     def group(self, position: int) -> list[DurableSample]:
         return [self.samples[ordinal] for ordinal in self._of(position)]
 
     def take(self, entry: AnyEntry) -> None:
+        if isinstance(entry, Judged):
+            self.evidence[entry.evidence.step] = entry.evidence
+        elif isinstance(entry, Decided):
+            self._decide(entry.decision)
+        elif isinstance(entry, Checkpointed):
+            self._returning = False
+            if entry.returned:
+                self.evidence = {step: each for step, each in self.evidence.items() if step <= entry.step}
+        elif isinstance(entry, Opened) or self.live or not self._returning:  # others are of the abandoned history
+            self._take_of_samples(entry)
+
+    def _decide(self, decision: GuardDecision) -> None:
+        self.decisions.append(decision)
+        last = 0 if decision.forgets else decision.target
+        self.evidence = {step: each for step, each in self.evidence.items() if step <= last}
+        if decision.action == "rollback":
+            self._returning = True
+            if not self.live:  # else the samples remain until the loop has ended
+                self.samples, self.learned, self.dropped = {}, {}, set()
+
+    def _take_of_samples(self, entry: AnyEntry) -> None:
         if isinstance(entry, Opened):
             for group in entry.groups:
                 self.dropped.discard(group.position)

@@ -23,8 +23,10 @@ from tidemill.core.records import (
     LeaseGranted,
     LeaseNoticed,
     Loaded,
+    LogprobBuffer,
     PolicyVersion,
     SampleId,
+    TokenBuffer,
     WorkerReport,
 )
 from tidemill.sim.simulated_engine import EPSILON_S
@@ -176,6 +178,10 @@ class Connection:
         loaded = await self.inner.load(version)
         await self._up.wait()
         return loaded
+
+    async def run_probe(self, token_ids: TokenBuffer) -> LogprobBuffer:
+        await self._up.wait()
+        return await self.inner.run_probe(token_ids)
 
     async def next_report(self, timeout_s: float) -> WorkerReport | None:
         deadline_s = LoopClock().now() + timeout_s

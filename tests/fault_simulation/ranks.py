@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from tests.fault_simulation.components import WatchedTrainer
+from tests.fault_simulation.guarding import Disk
 from tests.fault_simulation.invariants import require
 from tests.fault_simulation.pulled_weights import RankRows
 from tests.fault_simulation.scenario import RankFault
@@ -23,7 +24,7 @@ from tidemill.runtime.cluster.ray_calls import trainer_lost
 from tidemill.runtime.cluster.ray_trainer import RayTrainer, Restored
 from tidemill.runtime.cluster.wire import decode, encode
 from tidemill.sim.costs import TrainerCosts
-from tidemill.sim.simulated_trainer import START, SimulatedDisk, SimulatedTrainer
+from tidemill.sim.simulated_trainer import START, SimulatedTrainer
 
 T = TypeVar("T")
 
@@ -79,14 +80,15 @@ class SimulatedRank:
         trainer: SimulatedTrainer,
         rows: RankRows,
         *,
-        disk: SimulatedDisk,
+        disk: Disk,
         costs: TrainerCosts,
         fault: RankFault | None,
+        saved: Callable[[int], None],
     ) -> None:
         self.index, self.trainer, self.struck = index, trainer, False
         self.killed = False
         self.rows = rows
-        self._peers, self._disk, self._costs = peers, disk, costs
+        self._peers, self._disk, self._costs, self._saved = peers, disk, costs, saved
         self.fault, self._calls = fault, Counter[str]()
         self._compute, self._dead = asyncio.Lock(), asyncio.Event()
 
@@ -162,8 +164,12 @@ class SimulatedRank:
         if self.index == 0:
             right = dict.fromkeys(range(self._peers.size), self.trainer.version)
             require(files == right, f"checkpoint {step} has the files {files}")
-            self._disk.checkpoints[step] = self.trainer.version
+            self._disk.keep(step, self.trainer.version, pinned)
+            self._saved(step)
         await self._meet(f"renamed {step}")
+
+    async def _steps(self) -> Sequence[int]:
+        return sorted(self._disk.checkpoints)
 
     async def _restore_latest(self) -> Restored:
         await asyncio.sleep(self._costs.checkpoint_s())
@@ -219,8 +225,9 @@ def ranks_of_life(
     costs: TrainerCosts,
     training: TrainingInvariants,
     salt: str,
-    disk: SimulatedDisk,
+    disk: Disk,
     fault: RankFault | None,
+    saved: Callable[[int], None],
 ) -> WatchedGroup:
     """The ranks of one life; the first one's training is watched."""
     peers = Peers(len(rows))
@@ -237,6 +244,7 @@ def ranks_of_life(
                 each,
                 disk=disk,
                 costs=costs,
+                saved=saved,
                 fault=fault if fault is not None and fault.rank % len(rows) == index else None,
             )
             for index, each in enumerate(rows)

@@ -96,6 +96,17 @@ class PartFault(Record):
     reads: int  # of the manifest, until both are right again
 
 
+class GuardPlan(Record):
+    """A guard of the reward that rolls the run back, and its gold."""
+
+    alarms: tuple[tuple[int, int], ...]  # (step whose evidence raises it, onset)
+    again: tuple[tuple[int, int], ...]  # after the rollback: then the run stops
+    gold_s: float  # longest score
+    hangs: float  # share of scores
+    fails: float
+    keep_last: int  # checkpoints
+
+
 class LifePlan(Record):
     """One life of the controller, from start to end."""
 
@@ -111,6 +122,7 @@ class LifePlan(Record):
     ranks: int = 1  # of the trainer
     rank_fault: RankFault | None = None
     part_faults: tuple[PartFault, ...] = ()
+    rollback_cut: Literal["", "before", "between"] = ""  # power is cut before it, or after checkpoints were deleted
 
     @property
     def damages(self) -> bool:
@@ -138,6 +150,7 @@ class Scenario(Record):
     fetch_s: float
     lives: tuple[LifePlan, ...]
     agent: AgentPlan | None = None  # None: samples are single completions
+    guard: GuardPlan | None = None
     part_elements: int = CHUNK  # of a part of a delta
     patience_s: float = INFINITE_S  # longest time without a new token while samples are unfinished
 
@@ -154,6 +167,8 @@ AGENTS = (2, 5, 7)
 """Seeds with one of these remainders modulo 9 run an agent."""
 RANKS = (1, 3)
 """Seeds with one of these remainders modulo 5 have a sharded trainer."""
+GUARDS = (11, 18, 22, 23, 25, 28)
+"""Seeds with one of these remainders modulo 29 have a guard that rolls back."""
 SHORT_LIVES = 7
 """Seeds with this remainder modulo 13 have machines that live shorter than a recomputation."""
 
@@ -165,7 +180,13 @@ def draw(seed: int) -> Scenario:
         scenario = with_short_lives(scenario)
     if seed % 9 in AGENTS:
         scenario = with_agent(scenario)
-    return with_ranks(scenario) if seed % 5 in RANKS else scenario
+    if seed % 5 in RANKS:
+        scenario = with_ranks(scenario)
+    return with_guard(scenario) if has_guard(seed) else scenario
+
+
+def has_guard(seed: int) -> bool:
+    return seed % 29 in GUARDS
 
 
 def with_parts(scenario: Scenario) -> Scenario:
@@ -241,6 +262,44 @@ def _rank_fault(rng: random.Random, *, ends_life: bool) -> RankFault | None:
         moment=rng.choice(["before", "after"]),
     )
     return fault if rng.random() < 0.8 else None
+
+
+GOLD = {"rewards": [{"kind": "exact"}, {"kind": "numeric", "role": "gold", "weight": 0.0}]}
+
+
+def with_guard(scenario: Scenario) -> Scenario:
+    """The scenario with a guard that returns to a checkpoint at a drawn step, and sometimes stops the run later."""
+    rng = random.Random(f"guard {scenario.seed}")
+    steps = rng.randint(3, 6)
+    alarm, stops = rng.randint(1, steps), rng.random() < 0.3
+    later = rng.randint(alarm, steps)
+    ago = rng.choice([0, 0, 1, 2])
+    plan = GuardPlan(
+        alarms=((alarm, max(1, alarm - ago)),),
+        again=((later, later),) if stops else (),
+        gold_s=rng.choice([0.0, 0.5, 4.0, 15.0]),
+        hangs=rng.choice([0.0, 0.0, 0.2]),
+        fails=rng.choice([0.0, 0.1]),
+        keep_last=rng.choice([1, 1, 2, 10]),
+    )
+    weights = rng.choice([{}, {"reward_weights": {"exact": 0.5}}])
+    short_lives = scenario.patience_s < INFINITE_S  # with these, nothing is evaluated during training
+    guard = {
+        "action": "rollback",
+        "amend": {"kl_beta": 0.1, **weights},
+        "gold_share": rng.choice([0.1, 1.0]),
+        "gold_timeout_s": rng.choice([2.0, 10.0]),
+        "canary_every": 0 if short_lives else rng.choice([0, 0, 1, 2]),
+        "canaries": rng.choice([1, 3]),
+    }
+    lives = [
+        msgspec.structs.replace(life, rollback_cut=rng.choice(["", "before", "between"]) if life.fault else "")
+        for life in scenario.lives
+    ]
+    checkpoint = {"every_steps": rng.choice([0, 1, 1, 2, 3])}
+    changed = {"trainer": {"steps": steps}, "checkpoint": checkpoint, "scoring": GOLD, "guard": guard}
+    sections = {**scenario.sections, **changed}
+    return msgspec.structs.replace(scenario, sections=sections, guard=plan, lives=tuple(lives))
 
 
 def with_agent(scenario: Scenario) -> Scenario:

@@ -12,12 +12,13 @@ import msgspec
 from tests.doubles.completions import EncodedCompletions
 from tests.fault_simulation.components import reward_of
 from tests.fault_simulation.episodes import Episodes
-from tests.fault_simulation.invariants import Invariants, Violation
+from tests.fault_simulation.guarding import Disk, GuardInvariants
+from tests.fault_simulation.invariants import Invariants, Violation, require
 from tests.fault_simulation.scenario import LifePlan, Scenario, draw
 from tests.fault_simulation.training_invariants import TrainingInvariants
 from tests.fault_simulation.world import World, prompts_of
+from tidemill.core.errors import GuardStop, RollBack
 from tidemill.core.records import Record
-from tidemill.sim.simulated_trainer import SimulatedDisk
 from tidemill.sim.virtual_time import Deadlock, run_virtual
 from tidemill.weights import delta
 
@@ -59,7 +60,10 @@ class Simulation:
         }
         self.training = TrainingInvariants(self.invariants, positions, reward_of)
         self._completions = completions
-        self._disk = SimulatedDisk()
+        self._disk = Disk()
+        if scenario.guard is not None:
+            self.invariants.guarding = GuardInvariants(scenario.guard, spec)
+            self._disk.keep_last = scenario.guard.keep_last
         self._virtual_s, self._lives = 0.0, 0
 
     def run(self) -> Outcome:
@@ -90,9 +94,44 @@ class Simulation:
         raise Violation("the last life did not finish the run")
 
     def _live(self, life: LifePlan) -> bool:
-        """Whether the run finished."""
+        """Whether the run ended."""
         if life.loses_checkpoint and self._disk.checkpoints:
             del self._disk.checkpoints[max(self._disk.checkpoints)]
+        while True:
+            finished, world = self._play(life)
+            if not isinstance(world.decided, RollBack):
+                break
+            if not self._roll_back(world.decided.step, life.rollback_cut):
+                return False
+            life = after_rollback(life, world)
+        if isinstance(world.decided, GuardStop):
+            self._stop_again()
+        return finished or world.decided is not None
+
+    def _roll_back(self, target: int, cut: str) -> bool:
+        """Return to a checkpoint; False if power is cut."""
+        guarding, disk = self.invariants.guarding, self._disk
+        assert guarding is not None
+        guarding.carried_out(target, self.invariants.durable, disk.rollbacks)
+        if cut != "before":
+            disk.checkpoints = {step: version for step, version in disk.checkpoints.items() if step <= target}
+        if not cut:
+            disk.rollbacks += 1
+            self.training.returns(target)
+        return not cut
+
+    def _stop_again(self) -> None:
+        """A run that the guard stopped stops again."""
+        guarding = self.invariants.guarding
+        assert guarding is not None
+        guarding.stopped(self.invariants.durable)
+        before = dict(self.training.history)
+        _, world = self._play(self.scenario.lives[-1])
+        require(isinstance(world.decided, GuardStop), f"the stopped run ended with {world.decided!r}")
+        require(self.training.history == before, f"the stopped run trained {sorted(self.training.history)}")
+
+    def _play(self, life: LifePlan) -> tuple[bool, World]:
+        """Whether the run finished, and the world until it did, or until a fault or the guard ended it."""
         worlds: list[World] = []
 
         async def live() -> bool:
@@ -103,11 +142,22 @@ class Simulation:
 
         self._lives += 1
         try:
-            return run_virtual(live(), look=self.invariants.look)
+            finished = run_virtual(live(), look=self.invariants.look)
+            return finished, worlds[-1]
         finally:
             for world in worlds:
                 self.log += [(self._lives, *line) for line in world.log.lines]
                 self._virtual_s += world.log.lines[-1][0] if world.log.lines else 0.0
+
+
+def after_rollback(life: LifePlan, world: World) -> LifePlan:
+    """What is left of a life."""
+    return msgspec.structs.replace(
+        life,
+        seed=life.seed + 1,
+        fault_s=max(0.0, life.fault_s - world.ended_s),
+        journal_bytes=max(1, life.journal_bytes - world.journal.written),
+    )
 
 
 def simulate_faults(seed: int) -> Outcome:

@@ -30,6 +30,7 @@ class TrainingInvariants:
     ) -> None:
         self.history: dict[int, tuple[int, ...]] = {}  # trained groups by step
         self.dropped: set[int] = set()
+        self.dropped_at: dict[int, set[int]] = {}  # before a checkpoint, by its step
         self._invariants, self._positions, self._reward = invariants, positions, reward
         self._spec: RunSpec = invariants.spec
         self._batch: list[int] = []
@@ -45,6 +46,12 @@ class TrainingInvariants:
         self.history = {done: positions for done, positions in self.history.items() if done <= step}
         self._batch, self._lengths, self._told, self._resumed_from = [], [], step, step
         self._equal, self._may_be_equal, self._to_restart = [], False, {}
+
+    def returns(self, step: int) -> None:
+        """The run returns to a checkpoint: what was dropped after it is to be trained on."""
+        self.history = {done: positions for done, positions in self.history.items() if done <= step}
+        self.dropped = set(self.dropped_at.get(step, ()))
+        self._invariants.newest = step
 
     @property
     def learned(self) -> set[int]:

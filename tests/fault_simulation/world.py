@@ -13,12 +13,14 @@ from tests.doubles.transport import FaultyTransport, corrupt, torn
 from tests.fault_simulation.acting import SimulatedEnvironments, TurnEngine
 from tests.fault_simulation.components import (
     EventLog,
+    WatchedCheckpoints,
     WatchedJournal,
     WatchedLedger,
     WatchedScorer,
     WatchedTrainer,
     reward_of,
 )
+from tests.fault_simulation.guarding import Disk, PlannedGuard, SimulatedGold
 from tests.fault_simulation.invariants import Invariants, Violation, require
 from tests.fault_simulation.machine import Machine
 from tests.fault_simulation.mailbox import ObservedFleet
@@ -38,12 +40,12 @@ from tidemill.controller.loop import LoopResult, train_loop
 from tidemill.controller.rollout_context import RolloutContext
 from tidemill.controller.run import TrainingRun
 from tidemill.controller.waiting import Timeouts
-from tidemill.core.errors import DeadlineError, TidemillError
+from tidemill.core.errors import DeadlineError, GuardStop, RollBack, TidemillError
 from tidemill.core.protocols import Checkpoints, LoopClock, Publisher, Trainer, Worker
 from tidemill.core.records import Lease, LeaseEvent, WorkerReport
 from tidemill.runtime.cluster.ray_trainer import RayTrainer
 from tidemill.sim.simulated_engine import SimulatedEngine
-from tidemill.sim.simulated_trainer import START, SimulatedCheckpoints, SimulatedDisk
+from tidemill.sim.simulated_trainer import START
 from tidemill.sim.simulated_worker import SimulatedWorker
 from tidemill.sim.workload import Completions, NoText, SimulatedPrompts
 from tidemill.weights.puller import Puller, PullerGroup
@@ -77,7 +79,7 @@ class World:
         self,
         scenario: Scenario,
         life: LifePlan,
-        disk: SimulatedDisk,
+        disk: Disk,
         invariants: Invariants,
         training: TrainingInvariants,
         completions: Completions,
@@ -90,6 +92,9 @@ class World:
         self._pulling = PromptCompute()
         self._wrong: list[str] = []  # versions that a worker used with other bytes than those published
         self._stop = asyncio.Event()
+        self.decided: RollBack | GuardStop | None = None  # the guard ended this life
+        self.ended_s = 0.0
+        self._salt = life.salt + " amended" * disk.rollbacks
         clock = LoopClock()
         self.log = EventLog(clock, training)
         self._transports = [self._transport_of(life, rank) for rank in range(life.ranks)]
@@ -146,15 +151,16 @@ class World:
             ],
             costs=self._scenario.trainer,
             training=self._training,
-            salt=self._life.salt,
+            salt=self._salt,
             disk=self._disk,
+            saved=self._invariants.saved,
             fault=self._life.rank_fault,
         )
 
     def _make_trainer(self, group: WatchedGroup | None) -> tuple[Trainer, Checkpoints]:
         if group is None:
-            trainer = WatchedTrainer(self._scenario.trainer, self._training, salt=self._life.salt)
-            return trainer, SimulatedCheckpoints(self._disk, trainer, self._scenario.trainer)
+            trainer = WatchedTrainer(self._scenario.trainer, self._training, salt=self._salt)
+            return trainer, WatchedCheckpoints(self._disk, trainer, self._scenario.trainer, self._invariants)
         remote = RayTrainer(group, START, warn=self._unseen.append)
         return remote, remote
 
@@ -178,8 +184,15 @@ class World:
         errors = [InjectedError("the environment is on fire"), asyncio.CancelledError()] if self._life.fault else []
         return SimulatedEnvironments(self._invariants, rng, errors)
 
+    def _make_guard(self) -> PlannedGuard | None:
+        guarding = self._invariants.guarding
+        if guarding is None:
+            return None
+        gold = SimulatedGold(guarding.plan, guarding, random.Random(f"gold {self._life.seed}"))
+        return PlannedGuard(self._spec, gold, guarding.test(again=self._disk.rollbacks > 0))
+
     async def live(self) -> LoopResult | None:
-        """Run this life; return the result, or None if a planned fault ended it.
+        """Run this life; return the result, or None if a planned fault or the guard ended it.
 
         Raises:
             Violation: an invariant does not hold, or the life ended unexpectedly.
@@ -196,16 +209,21 @@ class World:
             raise Violation(f"the run did not end in {LONG_S:g} s") from error
         except PowerCut:
             result = None
+        except (RollBack, GuardStop) as error:
+            require(self._scenario.guard is not None, f"the run ended with {error!r}")
+            self.decided, result = error, None
         except (InjectedError, TidemillError) as error:
             require(self._allows(error), f"the run ended with {error!r}")
             result = None
         finally:
+            self.ended_s = LoopClock().now()
             await self._clean_up()
         return self._judge(result)
 
     async def _run(self) -> LoopResult:
         spec = self._spec
         ledger = WatchedLedger(self.journal, self._invariants, self._training, round_size=spec.batch.prompts)
+        guard = self._make_guard()
         try:
             async with self.fleet:
                 rollout = RolloutContext(
@@ -228,9 +246,13 @@ class World:
                     trainer=self._trainer,
                     eval_scorer=self._scorer,
                     checkpoints=self._checkpoints,
+                    guard=guard,
+                    rollbacks=self._disk.rollbacks,
                 )
                 return await train_loop(run)
         finally:
+            if guard is not None:
+                await guard.close()
             self._disk.journal = self.journal.disk
 
     def _judge(self, result: LoopResult | None) -> LoopResult | None:
@@ -238,6 +260,8 @@ class World:
         if result is None or (result.interrupted and self._life.fault == "stop"):
             return None
         self._training.finished(result)
+        if self._invariants.guarding is not None:
+            self._invariants.guarding.finished(self._invariants.durable, self._disk.rollbacks)
         if self._environments is not None:
             self._invariants.finished(self._environments.open)
         right = self.journal.accepted

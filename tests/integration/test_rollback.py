@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 from collections.abc import Mapping
 from typing import Any
@@ -143,19 +144,47 @@ def test_killed_at_any_journal_write_the_run_decides_the_same(checkpoint: int, l
     raise AssertionError("no run was long enough")
 
 
-def test_a_second_alarm_stops_the_run_also_when_it_is_started_again() -> None:
-    disk = Disk()
-    session, error = live(disk, spec_of(), again={6: 5})
+@pytest.mark.parametrize(("checkpoint", "again"), [(2, {6: 5}), (3, {4: 4})])
+def test_a_second_alarm_stops_the_run_also_when_it_is_started_again(checkpoint: int, again: dict[int, int]) -> None:
+    disk, spec = Disk(), _spec(checkpoint, 0)
+    session, error = live(disk, spec, alarms={4: 3}, again=again)
 
     assert isinstance(error, GuardStop)
     assert [decision.action for decision in decided(session)] == ["rollback", "stop"]
     assert "rollback" in str(error)
-    _, error = live(disk, spec_of(), again={6: 5})
+    _, error = live(disk, spec, alarms={4: 3}, again=again)
     assert isinstance(error, GuardStop)
     session, error = live(disk, spec_of("warn"), again={})
     assert error is None
     assert session.result is not None
     assert session.result.steps == STEPS
+
+
+def test_a_run_killed_between_its_last_checkpoint_and_the_decision_decides_when_it_is_started_again() -> None:
+    disk = Disk()
+    live(disk, spec_of(), alarms={})
+    session, error = live(disk, spec_of(), alarms={STEPS: 5})
+
+    assert error is None
+    assert [(decision.step, decision.target) for decision in decided(session)] == [(STEPS, 4)]
+    assert session.result is not None
+    assert (session.result.resumed_from, session.result.steps) == (4, STEPS)
+
+
+def test_a_run_told_to_stop_counts_gold_that_is_not_there_as_missing() -> None:
+    """Stopped while it waits for the scores of step 1."""
+    disk = Disk()
+
+    async def main() -> Session:
+        session = Session(disk=disk, spec=spec_of(), guard=FakeGuard({}, gold_s=100.0))
+        asyncio.get_running_loop().call_later(60.0, session.stop.set)
+        session.result = await session.run()
+        return session
+
+    session = run_virtual(main())
+    assert session.result is not None
+    assert (session.result.steps, session.result.interrupted) == (2, True)
+    assert [*session.ledger.evidence] == [1, 2]
 
 
 def test_a_paused_run_continues_with_the_same_command_or_returns_with_another_action() -> None:

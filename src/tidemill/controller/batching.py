@@ -125,6 +125,10 @@ class BatchBuilder:
         self.taken += chosen
         return chosen
 
+    def give_back(self, positions: Sequence[int]) -> None:
+        """Undo taking the last groups, which were not trained on."""
+        del self.taken[len(self.taken) - len(positions) :]
+
     def _first_finished(self, left: int, complete: Collection[int], in_flight: Mapping[int, int | None]) -> list[int]:
         due: Counter[int | None] = Counter(latest for latest in in_flight.values() if latest is not None)
         chosen: list[int] = []

@@ -16,7 +16,7 @@ and scoring continue while the consumer (the trainer) is busy, and the consumer 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any, TypeVar
 
@@ -76,7 +76,7 @@ class SampleCollector:
         self._in_flight, self._rollout, self._endless = in_flight, rollout, endless
         self.dispatcher = Dispatcher(in_flight, rollout.fleet, window_s=rollout.window_s, gives_up=rollout.gives_up)
         self.mailbox = Mailbox()
-        self._scored: asyncio.Queue[tuple[Sample, int] | Exception] = asyncio.Queue()
+        self._scored: asyncio.Queue[tuple[Sample, int] | Exception | None] = asyncio.Queue()  # None: tainted tokens
         self._progress_at = self._logged_at = rollout.clock.now()
         self._consumer_waits_since: float | None = None  # None while the consumer is busy
         self._failure: Exception | None = None  # no more samples will come
@@ -87,6 +87,7 @@ class SampleCollector:
         self.waited_s = 0.0  # by the consumer, in this step
         self.idle_s = 0.0  # part of it in which the local worker did not generate
         self._fleet_shown_at = -FLEET_VIEW_S
+        self.on_tainted: Callable[[], Awaitable[None]] | None = None  # the consumer's; called while it waits
 
     def begin_step(self, *, samples: int, window_s: float, balance: Balance | None = None) -> None:
         """Start the next batch, of `samples` samples; the local worker generates for `window_s` seconds, too."""
@@ -110,6 +111,10 @@ class SampleCollector:
                 raise self._failure
             if isinstance(item, Exception):
                 raise item
+            if item is None:
+                if self.on_tainted is not None:
+                    await self.on_tainted()
+                continue
             sample, attempt = item
             if self._in_flight.is_current(sample, attempt, SampleState.SCORED):
                 assert sample.reward is not None
@@ -254,6 +259,8 @@ class SampleCollector:
         self.dispatcher.drain(messages.draining)
         self.dispatcher.note_idle(dict.fromkeys(report.lease_id for report in messages.reports))
         self._emit(await self._store_rewards(messages))
+        if messages.tainted:
+            self._scored.put_nowait(None)
         self._show_progress()
         for error in messages.failures:
             raise error

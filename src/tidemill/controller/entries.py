@@ -77,6 +77,7 @@ class Checkpointed(Entry, frozen=True, tag="checkpointed"):
     step: int
     next_position: int
     open: tuple[int, ...]  # earlier positions that the checkpoint was not trained on
+    returned: bool = False  # later steps do not count any more; else their batches may be replayed
 
 
 class Dropped(Entry, frozen=True, tag="dropped"):
@@ -109,6 +110,7 @@ class Accepted(Entry, frozen=True, tag="tokens"):
     versions: tuple[PolicyVersion, ...]
     samples: tuple[AcceptedTokens, ...]
     source: str = ""  # engine and worker
+    lease: str = ""
 
 
 class CallStarted(Entry, frozen=True, tag="call_started"):
@@ -216,7 +218,7 @@ def unreadable(step: int, why: str) -> UserError:
     )
 
 
-def accepted_entry(deltas: Iterable[tuple[int, TokenDelta]], source: str) -> Accepted | None:
+def accepted_entry(deltas: Iterable[tuple[int, TokenDelta]], source: str, lease: str) -> Accepted | None:
     """The entry for (ordinal, applied delta) pairs of one worker; None when no delta has tokens or a finish."""
     versions: dict[PolicyVersion, int] = {}
     samples = []
@@ -228,7 +230,7 @@ def accepted_entry(deltas: Iterable[tuple[int, TokenDelta]], source: str) -> Acc
                 ordinal, delta.attempt, delta.start, delta.token_ids, delta.logprobs, version, finish
             )
             samples.append(tokens)
-    return Accepted(tuple(versions), tuple(samples), source) if samples else None
+    return Accepted(tuple(versions), tuple(samples), source, lease) if samples else None
 
 
 def batches_after(entries: Sequence[tuple[int, AnyEntry]], step: int) -> dict[int, tuple[int, ...]]:

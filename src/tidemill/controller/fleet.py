@@ -29,7 +29,8 @@ from tidemill.controller.router import Router
 from tidemill.controller.waiting import LeaseOutcome, Mailbox, Timeouts
 from tidemill.controller.worker_state import SERVING, DecodeRate, FleetEventLog, WorkerCommand, WorkerPhase, WorkerState
 from tidemill.core.errors import DeadlineError, WorkerLost
-from tidemill.core.protocols import Clock, Provider, Publisher, Telemetry, Worker, WorkerHost
+from tidemill.core.evidence import MachineHealth
+from tidemill.core.protocols import Clock, MachineGuard, Provider, Publisher, Telemetry, Worker, WorkerHost
 from tidemill.core.records import (
     ITEM_BYTES,
     FleetRow,
@@ -40,9 +41,10 @@ from tidemill.core.records import (
     LeaseGranted,
     LeaseNoticed,
     SampleId,
+    StepMetrics,
     WorkerReport,
 )
-from tidemill.telemetry.events import JOIN, JOIN_FAILED, NOTICE, span
+from tidemill.telemetry.events import JOIN, JOIN_FAILED, NOTICE, WORKER_HEALTH, span
 
 RECEIVE_S = 10.0
 """Timeout of one `next_report` or `next_event`; deadlines are those of `Timeouts` and `[fleet]`."""
@@ -67,6 +69,7 @@ class Fleet:
             cannot send heartbeats while it computes.
         router: assigns samples to workers.
         lengths: estimates completion lengths.
+        machines: judges the workers; without it, only a probe after each load does.
     """
 
     def __init__(
@@ -86,6 +89,7 @@ class Fleet:
         heartbeat_timeout_s: float | None = None,
         router: Router = per_sample,
         lengths: LengthEstimator | None = None,
+        machines: MachineGuard | None = None,
     ) -> None:
         self.slots = slots
         self.clock = clock
@@ -96,6 +100,8 @@ class Fleet:
         self.event_log = FleetEventLog(telemetry, clock)
         self._telemetry = telemetry
         self._provider, self._host = provider, host
+        self._machines = machines
+        self.tainted: dict[str, MachineHealth] = {}  # by lease: workers that computed wrong tokens
         self._heartbeat_timeout_s = (
             self.config.heartbeat_timeout_s if heartbeat_timeout_s is None else heartbeat_timeout_s
         )
@@ -114,7 +120,8 @@ class Fleet:
             clock=clock,
             telemetry=telemetry,
             timeouts=timeouts or Timeouts(),
-            on_ready=self._notify,
+            on_ready=self._note_loaded,
+            machines=machines,
         )
         self.local: WorkerState | None = None
         if local is not None:
@@ -257,12 +264,45 @@ class Fleet:
         """A worker has no samples any more: log it, and let it load newer weights."""
         worker = self._workers[lease_id]
         self.event_log.idle(worker)
-        if worker.load_when_idle:
+        if worker.rejected:
+            self._end(worker, worker.rejected, evicted=False)
+        elif worker.load_when_idle:
             self.publishing.queue_load(worker)
 
     def request_workers(self, workers: int) -> None:
         if self._provider is not None:
             self._provider.request_workers(workers)
+
+    def note_trained(self, metrics: StepMetrics) -> None:
+        """A batch was trained on: its mismatch tells whether a worker computes otherwise than the others."""
+        if self._machines is not None:
+            self._machines.trained(metrics, self.clock.now())
+            self._act_on_health()
+
+    def _act_on_health(self) -> None:
+        """Log what the guard of machines found, and stop using the machines that it rejects."""
+        for found in self._machines.take_changes() if self._machines is not None else ():
+            fields = {"machine": found.machine, "state": found.state, "cause": found.cause, "limit": found.limit}
+            value = found.value if found.value < math.inf else 1e9  # JSON has neither infinity nor NaN
+            self._telemetry.event(WORKER_HEALTH, lease=found.lease_id, worker=found.worker_id, value=value, **fields)
+            if not found.acts:
+                continue
+            worker = self._workers.get(found.lease_id)
+            if found.wrong:
+                self.tainted[found.lease_id] = found
+                if self._mailbox is not None:
+                    self._mailbox.messages.tainted = True
+                    self._mailbox.notify()
+            if found.state == "quarantined" and self._provider is not None and found.away_s:
+                self._provider.avoid(found.machine, found.away_s)
+            if worker is None or not worker.preemptible:
+                continue
+            if found.state == "quarantined":
+                self._end(worker, f"it is quarantined: {found.cause}", evicted=False)
+            elif found.state == "draining" and worker.joined:
+                worker.rejected = f"it is quarantined: {found.cause}"
+                worker.phase = WorkerPhase.LEAVING
+                self._spawn(self._drain(worker, self.clock.now()), f"drain {found.lease_id}")
 
     # Leases.
 
@@ -328,6 +368,11 @@ class Fleet:
         if joined and evicted:
             self._lives_s.append(worker.served_s(self.clock.now()))
         self._remove(worker)
+        if self._machines is not None and worker.preemptible:
+            if joined:
+                self._machines.ended(lease, self.clock.now())
+            elif not provider_knows:
+                self._machines.join_failed(lease, cause, self.clock.now())
         if self._provider is not None and not provider_knows:
             self._spawn(self._provider.release(lease.lease_id), f"release {lease.lease_id}")
         if joined:
@@ -349,6 +394,7 @@ class Fleet:
         elif evicted or crashed:
             self.event_log.log(JOIN_FAILED, worker, cause=cause)
         self.event_log.lease_ended(worker, cause, evicted=joined and evicted)
+        self._act_on_health()
 
     def _remove(self, worker: WorkerState) -> None:
         self.event_log.idle(worker)
@@ -386,6 +432,7 @@ class Fleet:
                 raise WorkerLost(f"did not join within {self.config.join_timeout_s:.0f} s of its lease") from error
             await self._serve(worker)
         except (WorkerLost, DeadlineError) as error:
+            self._act_on_health()
             self._end(worker, str(error), evicted=not isinstance(error, Quarantined))
         except LogprobsMissing as error:
             self._fail(error)
@@ -406,6 +453,9 @@ class Fleet:
             await self.publishing.catch_up(worker, worker.handle)
             worker.phase = WorkerPhase.LEAVING if worker.noticed else WorkerPhase.SERVING
             worker.joined_s = worker.reported_s = self.clock.now()
+            if self._machines is not None:
+                self._machines.joined(worker.lease, worker.joined_s)
+                self._act_on_health()
 
     async def _serve(self, worker: WorkerState) -> None:
         """Receive reports and run commands until one of them fails."""
@@ -439,8 +489,20 @@ class Fleet:
                 self._decode_rate = DecodeRate(report.status.tokens_per_s / running, tokens / running)
             if report.notice_s is not None:
                 self._notice(worker, worker.reported_s + report.notice_s, "the worker received a notice")
+            if self._machines is not None and worker is not self.local:
+                self._judge(self._machines, worker, report)
+                if worker.phase is WorkerPhase.GONE:
+                    return  # its tokens are wrong
             if self._mailbox is not None:
                 self._mailbox.put_reports([report])
+
+    def _judge(self, machines: MachineGuard, worker: WorkerState, report: WorkerReport) -> None:
+        now_s = self.clock.now()
+        machines.reported(worker.lease, report, now_s)
+        idle_s = 0.0 if worker.busy_since_s is not None else now_s - worker.idle_since_s
+        if machines.wants_probe(worker.lease, now_s, idle_s=idle_s):
+            self.publishing.queue_probe(worker)
+        self._act_on_health()
 
     async def _run_commands(self, worker: WorkerState, handle: Worker) -> None:
         name = "the worker" if worker is self.local else f"worker {worker.lease.worker_id}"
@@ -448,6 +510,10 @@ class Fleet:
             command = await worker.commands.get()
             awaited = f"{name} to {command.description}"
             await self.publishing.wait_for(command.call(handle), awaited, "the worker and its engine")
+
+    def _note_loaded(self) -> None:
+        self._act_on_health()
+        self._notify()
 
     def _notify(self) -> None:
         if self._mailbox is not None:

@@ -351,7 +351,7 @@ class InFlight:
         if verdict == "applied":
             if not sample.version_starts:
                 self._invalidate_oldest(sample)
-            sample.extend(delta.token_ids, delta.logprobs, delta.version, source)
+            sample.extend(delta.token_ids, delta.logprobs, delta.version, source, delta.lease_id)
             self.counters.tokens_accepted += len(delta.token_ids) // ITEM_BYTES
             if delta.finish is not None:
                 sample.end_attempt(delta.finish, delta.error, self._sampling(sample), self.plan.agent)

@@ -113,12 +113,11 @@ class Ledger:
         return len(self.batches) + bool(unbatched)
 
     def _load_guard(self, entries: Iterable[AnyEntry]) -> None:
-        """Evidence that counts, and all decisions. Evidence of a step is stored before the step's checkpoint, so that
-        a checkpoint of an earlier step is a return to it."""
+        """Evidence that counts, and all decisions."""
         for entry in entries:
             if isinstance(entry, Judged):
                 self.evidence[entry.evidence.step] = entry.evidence
-            elif isinstance(entry, Checkpointed):
+            elif isinstance(entry, Checkpointed) and entry.returned:
                 self.evidence = {step: each for step, each in self.evidence.items() if step <= entry.step}
             elif isinstance(entry, Decided):
                 self._apply_decision(entry.decision)
@@ -152,7 +151,7 @@ class Ledger:
             if groups:
                 await self.open(in_flight, groups, [prompt for _, prompt in pairs.values()])
             self.next_position = known[-1].next_position
-        await self._append_checkpointed(in_flight)
+        await self._append_checkpointed(in_flight, returned=True)
 
     async def open(self, in_flight: InFlight, groups: Sequence[PlannedGroup], prompts: Sequence[Prompt]) -> None:
         """Start groups. Raises UserError: a prompt is already in flight."""
@@ -176,7 +175,7 @@ class Ledger:
             if self._journal is None:
                 continue
             for step, deltas in applied.items():
-                if (entry := accepted_entry(deltas, report.status.source)) is not None:
+                if (entry := accepted_entry(deltas, report.status.source, report.lease_id)) is not None:
                     blobs.append((step, encode(entry)))
         await self._append(blobs)
         return finished
@@ -271,8 +270,12 @@ class Ledger:
             await self._append_checkpointed(in_flight)
             await self._journal.prune(self._round(min(needed)) - 1 if needed else through_step)
 
-    async def _append_checkpointed(self, in_flight: InFlight) -> None:
-        entry = Checkpointed(self._checkpoint, self.next_position, tuple(in_flight.groups))
+    async def _append_checkpointed(self, in_flight: InFlight, *, returned: bool = False) -> None:
+        groups, step = in_flight.groups, self._checkpoint
+        # Groups of batches that are still to be replayed were started after this checkpoint.
+        later = [position for position, group in groups.items() if group.from_version > step]
+        first = min([self.next_position, *later])
+        entry = Checkpointed(step, first, tuple(position for position in groups if position < first), returned)
         await self._append([(NEVER_PRUNED, encode(entry))])
 
     def _round(self, position: int) -> int:
@@ -322,7 +325,8 @@ def _replay_accepted(in_flight: InFlight, entry: Accepted, step: int) -> None:
         if sample.state is not SampleState.RUNNING or tokens.start != sample.length:
             raise unreadable(step, f"sample {tokens.ordinal}: tokens at {tokens.start}, expected {sample.length}")
         sample.attempt, sample.turns.returning = tokens.attempt, False
-        sample.extend(tokens.token_ids, tokens.logprobs, entry.versions[tokens.version], entry.source)
+        version = entry.versions[tokens.version]
+        sample.extend(tokens.token_ids, tokens.logprobs, version, entry.source, entry.lease)
         if tokens.finish:
             sample.end_attempt(tokens.finish, "", in_flight.plan.sampling, in_flight.plan.agent)
 

@@ -12,7 +12,7 @@ from tidemill.controller.in_flight import LOCAL
 from tidemill.controller.waiting import Timeouts, Wait, wait_with_deadline
 from tidemill.controller.worker_state import FleetEventLog, WorkerCommand, WorkerState, probe_difference
 from tidemill.core.errors import UserError, WeightsError, WorkerLost
-from tidemill.core.protocols import Clock, Publisher, Telemetry, Worker
+from tidemill.core.protocols import Clock, MachineGuard, Publisher, Telemetry, Worker
 from tidemill.core.records import Loaded, PolicyVersion, WeightManifest
 from tidemill.telemetry.events import PUBLISH, QUARANTINE, span
 
@@ -40,6 +40,7 @@ class Publishing:
     telemetry: Telemetry
     timeouts: Timeouts
     on_ready: Callable[[], None]  # called when a worker has loaded a version and may take its samples
+    machines: MachineGuard | None = None
     version: PolicyVersion | None = field(default=None, init=False)  # the newest
     manifest: WeightManifest | None = field(default=None, init=False)
     first_published: asyncio.Event = field(default_factory=asyncio.Event, init=False)
@@ -107,7 +108,21 @@ class Publishing:
             self.event_log.pulled(worker, loaded, worker.reported_s - started_s)
             self._check_probe(worker, loaded, manifest)
             worker.version = loaded.version
+            if self.machines is not None:
+                self.machines.loaded(worker.lease, loaded, self.clock.now())
         self.on_ready()
+
+    def queue_probe(self, worker: WorkerState) -> None:
+        """Let a worker compute the probe after the commands it already has; `machines` judges it."""
+        worker.commands.put_nowait(WorkerCommand(partial(self._probe, worker), "compute the probe"))
+
+    async def _probe(self, worker: WorkerState, handle: Worker) -> None:
+        manifest = self.manifest
+        if self.machines is None or manifest is None or not manifest.probe_ids or worker.version != manifest.version:
+            return
+        computed = Loaded(version=manifest.version, probe_logprobs=await handle.run_probe(manifest.probe_ids))
+        limit = self.probe_tolerance + manifest.probe_slack
+        self.machines.probed(worker.lease, probe_difference(computed, manifest), limit, self.clock.now())
 
     async def _load_local(self, worker: WorkerState, handle: Worker) -> None:
         assert self.version is not None, "nothing was published"
@@ -129,6 +144,8 @@ class Publishing:
         if difference > limit:
             # JSON has no infinity.
             self.event_log.log(QUARANTINE, worker, difference=min(difference, 1e9), limit=limit)
+            if self.machines is not None and worker.preemptible:
+                self.machines.probed(worker.lease, difference, limit, self.clock.now())
             raise Quarantined(
                 f"logprobs of the probe differ from the trainer's by {difference:.3g} nats on average; limit "
                 f"{limit:.3g}"

@@ -21,7 +21,7 @@ from tidemill.config.guard import GuardConfig
 from tidemill.controller.collector import SampleCollector
 from tidemill.controller.evaluation import draw
 from tidemill.controller.ledger import Ledger
-from tidemill.controller.rollout_context import RolloutContext
+from tidemill.controller.rollout_context import RolloutContext, StopRequested
 from tidemill.core.errors import GuardStop, RollBack
 from tidemill.core.evidence import Evidence, GuardDecision
 from tidemill.core.protocols import Checkpoints, Guard
@@ -56,7 +56,7 @@ class RewardWatch:
         """Continue from what the journal has up to the newest checkpoint.
 
         Raises:
-            RollBack: one was interrupted.
+            RollBack: one was interrupted, or follows from the evidence.
             GuardStop: the run was stopped, and the action is the same.
         """
         ledger = self.rollout.ledger
@@ -67,12 +67,12 @@ class RewardWatch:
             if step not in ledger.batches:  # others are added when their batch is replayed
                 self.guard.add(ledger.evidence[step])
         last = ledger.decisions[-1] if ledger.decisions else None
-        if last is None or ledger.evidence or self.config.action != "rollback":
-            return
-        if last.action == "stop":
-            raise GuardStop(_stop_text(last))
-        if last.action == "pause":  # resumed with another action
-            await self._carry_out(last, checkpoints)
+        if last is not None and not ledger.evidence and self.config.action == "rollback":
+            if last.action == "stop":
+                raise GuardStop(_stop_text(last))
+            if last.action == "pause":  # resumed with another action
+                await self._carry_out(last, checkpoints)
+        await self.decide(checkpoints)  # killed between a checkpoint and the decision
 
     def begin(self, step: int, samples: Sequence[tuple[Prompt, Trajectory]], metrics: Mapping[str, float]) -> None:
         """Start to score samples of a batch."""
@@ -116,11 +116,11 @@ class RewardWatch:
                 look_at="the gold reward",
                 deadline_s=self.config.gold_timeout_s + MARGIN_S,
             )
-            if stop.is_set():
-                evidence = await waiting
-            else:
+            try:
                 lost = "they are counted as missing"
                 evidence = await self.rollout.unless_stopped(waiting, awaited="gold scores", lost=lost)
+            except StopRequested:
+                evidence = await self.guard.evidence(at_once=True)
             await ledger.record_evidence(evidence)
         self.begun = 0
         self.guard.add(evidence)
@@ -155,6 +155,7 @@ class RewardWatch:
         if decision.action == "rollback":
             raise RollBack(target)
         if decision.action != "warn":
+            self.begun = 0  # evidence after the decision would mean that the run went on
             raise GuardStop(_stop_text(decision))
 
 

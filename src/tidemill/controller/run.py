@@ -6,6 +6,8 @@ import math
 from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import groupby
 from typing import Any, TypeVar
 
 import msgspec
@@ -28,6 +30,7 @@ from tidemill.controller.offload import Seeding
 from tidemill.controller.reward_watch import RewardWatch
 from tidemill.controller.rollout_context import RolloutContext, StopRequested
 from tidemill.controller.samples import Sample, SampleState
+from tidemill.controller.tainted import TrainedLeases
 from tidemill.core.errors import TidemillError
 from tidemill.core.protocols import Checkpoints, Guard, PromptSource, Scorer, Trainer
 from tidemill.core.records import Group, Prompt, StepMetrics, Trajectory
@@ -66,6 +69,7 @@ class TrainingRun:
     watch: RewardWatch | None = field(default=None, init=False)
     in_flight: InFlight = field(init=False)
     assembly: GroupAssembly = field(init=False)
+    trained_leases: TrainedLeases = field(default_factory=TrainedLeases, init=False)
     eval_schedule: EvalSchedule = field(init=False)
     seeding: Seeding = field(init=False)
 
@@ -143,6 +147,7 @@ class TrainingRun:
         builder = BatchBuilder(
             self.step + 1, batch.prompts, membership=schedule.membership, order=batch.order, recorded=recorded
         )
+        self._collector.on_tainted = partial(self._restart_tainted, builder)
         await self._start_groups(0)
         window_s = self.seeding.begin_step()
         if window_s is not None:
@@ -210,18 +215,42 @@ class TrainingRun:
         """Pass to the trainer every complete group that the batch takes."""
         learned = list[Trajectory]()
         while self._may_take(batch):  # checked first: listing all groups is slow if there are many
+            await self._restart_tainted(batch)
             taken = set(batch.taken)
             untaken = {at: self._latest_step(at) for at in self.in_flight.groups if at not in taken}
             chosen = batch.take(self.assembly.complete.keys(), untaken)
             if not chosen:
                 break
-            for position in chosen:
+            for place, position in enumerate(chosen):
+                if self._is_tainted(position):  # since an earlier one was accumulated
+                    batch.give_back(chosen[place:])
+                    break
                 trajectories = self.assembly.complete.pop(position)
                 await self._accumulate(position, trajectories)
                 learned += trajectories
                 if batch.full and position == chosen[-1]:
                     self.rollout.telemetry.progress("training", len(learned), len(learned))
         return learned
+
+    def _is_tainted(self, position: int) -> bool:
+        leases = self.rollout.fleet.tainted
+        return bool(leases) and any(sample.uses(leases) for sample in self.in_flight.group(position))
+
+    async def _restart_tainted(self, batch: BatchBuilder) -> None:
+        """Generate samples again that have tokens of workers that computed wrongly, unless they were accumulated."""
+        leases = self.rollout.fleet.tainted
+        if not leases:
+            return
+        # Tokens that a worker reported just before it was found may arrive later: complete groups are always checked.
+        taken, new = set(batch.taken), not leases.keys() <= self.trained_leases.logged
+        positions = [at for at in (self.in_flight.groups if new else self.assembly.complete) if at not in taken]
+        restarted = [one for at in positions for one in self.in_flight.group(at) if one.uses(leases)]
+        if new:
+            accumulated = [one for at in batch.taken for one in self.in_flight.group(at) if one.uses(leases)]
+            self.trained_leases.log_tainted(self.rollout.telemetry, leases, self.step + 1, accumulated, restarted)
+        if restarted:
+            await self._restart(restarted)
+            self._collector.mailbox.notify()
 
     def _may_take(self, batch: BatchBuilder) -> bool:
         """Whether the batch could take any group."""
@@ -320,6 +349,8 @@ class TrainingRun:
             self.in_flight, step, batch.taken, reward_mean=rewards.get("reward_mean")
         )
         self.step = step
+        self.trained_leases.add(step, samples, rollout.clock.now())
+        rollout.fleet.note_trained(metrics)
         await self._drop_or_restart_before_publish()
         self.in_flight.newest_version = step
         await self._unless_stopped(
@@ -408,12 +439,18 @@ class TrainingRun:
                 await self._drop_group(position)
                 continue
             restarted = [sample for sample in samples if self._exceeds_lag(sample) or self._may_not_continue(sample)]
-            if restarted:
-                counters.samples_restarted += sum(sample.length > 0 for sample in restarted)
-                counters.tokens_discarded += sum(sample.generated for sample in restarted)
-                self.assembly.forget(position, [sample.sample_id for sample in restarted])
-                self._abort(restarted)
-                await self.rollout.ledger.restart(in_flight, restarted)
+            await self._restart(restarted)
+
+    async def _restart(self, samples: Sequence[Sample]) -> None:
+        """Discard the tokens of samples that were not accumulated, and generate them again."""
+        counters = self.in_flight.counters
+        for position, of_group in groupby(samples, key=self.in_flight.position):
+            restarted = list(of_group)
+            counters.samples_restarted += sum(sample.length > 0 for sample in restarted)
+            counters.tokens_discarded += sum(sample.generated for sample in restarted)
+            self.assembly.forget(position, [sample.sample_id for sample in restarted])
+            self._abort(restarted)
+            await self.rollout.ledger.restart(self.in_flight, restarted)
 
     def _exceeds_lag(self, sample: Sample) -> bool:
         """Whether the next batch may not train on it; always False if batches wait at the lag limit."""

@@ -17,7 +17,7 @@ without tokens. Every other transition raises `IllegalTransition`.
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise
@@ -116,7 +116,7 @@ class Sample:
     token_ids: bytearray = field(default_factory=bytearray)  # int32 [T]
     logprobs: bytearray = field(default_factory=bytearray)  # float32 [T]; 0 for tokens of observations
     version_starts: tuple[tuple[PolicyVersion, int], ...] = ()  # each version with the first token it generated
-    source_starts: tuple[tuple[str, int], ...] = ()  # each engine and worker likewise
+    source_starts: tuple[tuple[tuple[str, str], int], ...] = ()  # each engine and worker, and its lease, likewise
     published: Mapping[int, LogprobBuffer] = field(default_factory=lambda: NO_LOGPROBS)  # of older tokens, by version
     turns: Turns = field(default_factory=Turns)  # of an agent
     finish: Finish | EpisodeLimit | None = None
@@ -157,9 +157,14 @@ class Sample:
 
     @property
     def sources(self) -> list[SourceRun]:
-        """Token ranges by engine and worker, contiguous and in order."""
+        """Token ranges by lease, contiguous and in order."""
         ranges = _ranges(self.source_starts, self.length)
-        return [SourceRun(source=source, start=start, end=end) for source, start, end in ranges]
+        return [SourceRun(source=name, lease=lease, start=start, end=end) for (name, lease), start, end in ranges]
+
+    def uses(self, leases: Container[str]) -> bool:
+        """Whether one of these leases generated tokens of it, or runs it."""
+        running = self.state is RUNNING and self.lease_id in leases
+        return running or any(lease in leases for (_, lease), _ in self.source_starts)
 
     @property
     def publish_logprobs(self) -> tuple[LogprobBuffer, ...]:
@@ -245,12 +250,15 @@ class Sample:
             return "overlap" if beyond < 0 else "gap"
         return "applied"
 
-    def extend(self, token_ids: bytes, logprobs: bytes, version: PolicyVersion, source: str = "") -> None:
-        """Append tokens that `version` generated on `source`."""
+    def extend(
+        self, token_ids: bytes, logprobs: bytes, version: PolicyVersion, source: str = "", lease: str = ""
+    ) -> None:
+        """Append tokens that `version` generated on `source`, a worker with this lease."""
+        origin = (source, lease)
         if token_ids and (not self.version_starts or self.version_starts[-1][0] != version):
             self.version_starts += _begun(version, self.length)
-        if token_ids and (not self.source_starts or self.source_starts[-1][0] != source):
-            self.source_starts += _begun(source, self.length)
+        if token_ids and (not self.source_starts or self.source_starts[-1][0] != origin):
+            self.source_starts += _begun(origin, self.length)
         if token_ids and self.stalls:
             self.stalls, self.stalled_s = 0, 0.0
         self.token_ids += token_ids

@@ -96,6 +96,7 @@ class Messages:
     # With the attempt that was scored, and its reference logprobs (empty without a separate reference).
     rewards: list[tuple[Sample, int, Reward, LogprobBuffer]] = field(default_factory=list)
     failures: list[Exception] = field(default_factory=list)
+    tainted: bool = False  # a worker computed wrongly; see `Fleet.tainted`
     stop: bool = False
 
     @property

@@ -106,6 +106,7 @@ class WorkerState:
     reported_s: float = 0.0  # time of its last report
     reported_tokens: int = 0  # in its last report
     noticed: bool = False
+    rejected: str = ""  # why its machine is not used any more; the lease ends when its samples are handed back
     load_when_idle: bool = False  # newer weights are published; load them when its samples are finished
     tokens: int = 0  # reported in total
     busy_since_s: float | None = None  # None while it has no samples

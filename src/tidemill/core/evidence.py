@@ -1,4 +1,4 @@
-"""Records of the reward guard: what it saw in each step, and what it decided.
+"""Records of guards: what the reward guard saw in each step, what it decided, and the health of machines.
 
 *Proxy* is the reward that is trained on, *gold* a second opinion on some samples (`role = "gold"`).
 """
@@ -50,3 +50,22 @@ class GuardDecision(Record, omit_defaults=True):
     target: int = 0  # rollback: step of the checkpoint to return to; 0: the initial model
     proxy: tuple[float, float] = (0.0, 0.0)  # mean before the onset, and at the end
     gold: tuple[float, float] = (0.0, 0.0)
+
+
+MachineState: TypeAlias = Literal["healthy", "suspect", "draining", "quarantined", "probation"]
+
+
+class MachineHealth(Record):
+    """A new judgement on a worker."""
+
+    lease_id: str
+    worker_id: str
+    machine: str
+    state: MachineState
+    cause: str
+    value: float = 0.0  # what was measured
+    limit: float = 0.0
+    acts: bool = True  # False: only a message
+    wrong: bool = False  # it computed wrong tokens, possibly since `since_s`
+    since_s: float = 0.0
+    away_s: float = 0.0  # of a quarantine: do not lease the machine again for this long

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 
 from tidemill.core.errors import DeadlineError
-from tidemill.core.evidence import Evidence, GuardDecision
+from tidemill.core.evidence import Evidence, GuardDecision, MachineHealth
 from tidemill.core.records import (
     Call,
     Completion,
@@ -156,6 +156,9 @@ class Worker(Protocol):
     async def load(self, version: PolicyVersion) -> Loaded:
         """Pull a published version, verify it, and swap to it at a token boundary."""
 
+    async def run_probe(self, token_ids: TokenBuffer) -> LogprobBuffer:
+        """`Engine.probe` with the weights in use, between two tokens."""
+
     async def next_report(self, timeout_s: float) -> WorkerReport | None:
         """The next report, or None after `timeout_s` seconds.
 
@@ -190,6 +193,9 @@ class Provider(Protocol):
 
     async def release(self, lease_id: str) -> None:
         """End a lease that is not used any more."""
+
+    def avoid(self, machine: str, seconds: float) -> None:
+        """Do not lease this machine (`Lease.machine`) again for `seconds`. Never waits."""
 
     async def close(self) -> None: ...
 
@@ -359,6 +365,7 @@ class Guard(Protocol):
 
     async def evidence(self, *, at_once: bool = False) -> Evidence:
         """Of the step begun last. Samples without gold `guard.gold_timeout_s` after it began are counted as missing.
+        Called again if it was cancelled.
 
         Args:
             at_once: do not wait.
@@ -368,6 +375,33 @@ class Guard(Protocol):
         """Start again without evidence: the run continues after a decision."""
 
     async def close(self) -> None: ...
+
+
+class MachineGuard(Protocol):
+    """Judges the health of workers and their machines. No method waits; times are on the run's clock."""
+
+    def joined(self, lease: Lease, now_s: float) -> None: ...
+
+    def join_failed(self, lease: Lease, cause: str, now_s: float) -> None: ...
+
+    def loaded(self, lease: Lease, loaded: Loaded, now_s: float) -> None: ...
+
+    def reported(self, lease: Lease, report: WorkerReport, now_s: float) -> None: ...
+
+    def probed(self, lease: Lease, difference: float, limit: float, now_s: float) -> None:
+        """Logprobs of the probe differ from the publisher's by this many nats on average."""
+
+    def trained(self, metrics: StepMetrics, now_s: float) -> None:
+        """A batch was trained on."""
+
+    def ended(self, lease: Lease, now_s: float) -> None:
+        """The lease of a worker that had joined ended."""
+
+    def wants_probe(self, lease: Lease, now_s: float, *, idle_s: float) -> bool:
+        """Whether a worker should compute the probe now; counted as asked."""
+
+    def take_changes(self) -> list[MachineHealth]:
+        """New judgements since the last call."""
 
 
 class Codec(Protocol):

@@ -215,6 +215,25 @@ class EngineWork(Record):
     cpu_s: float = 0.0  # CPU time in them
 
 
+class WeightsSum(Record):
+    """Sum of the 64-bit words of one part of the weights in a worker's memory, modulo 2^64."""
+
+    version: int
+    part: int
+    total: int
+
+
+class GpuStatus(Record):
+    """Health of a worker's GPU."""
+
+    temperature_c: float = 0.0
+    clock_mhz: float = 0.0  # of the multiprocessors
+    power_w: float = 0.0
+    hot: bool = False  # its hardware lowers the clock because of temperature or power supply
+    uncorrected_errors: int = 0  # of its memory, since the driver was loaded
+    error: str = ""  # why it does not answer; a driver that hangs is asked once
+
+
 class WorkerStatus(Record):
     """Status of a worker."""
 
@@ -229,6 +248,8 @@ class WorkerStatus(Record):
     tokens_generated: int = 0  # since the engine started
     work: EngineWork = EngineWork()
     engine: str = ""  # name of its engine
+    weights: WeightsSum | None = None  # of one part, in turn; not in every report
+    gpu: GpuStatus | None = None  # new since the last report
 
     @property
     def source(self) -> str:
@@ -257,6 +278,11 @@ class Lease(Record):
     price_usd_per_hour: float
     start_s: float  # on the run's clock
     node: str = ""  # node to start the worker on; empty for any
+
+    @property
+    def machine(self) -> str:
+        """Names the machine in all leases of it: the node, or the place of a simulated machine."""
+        return self.node or self.worker_id
 
 
 class LeaseGranted(Record):
@@ -331,6 +357,7 @@ class WeightManifest(Record):
     probe_ids: TokenBuffer = b""  # int32 [N], a fixed sequence that checks a worker's model
     probe_logprobs: LogprobBuffer = b""  # float32 [N - 1], of its tokens after the first, by the publisher's model
     probe_slack: float = 0.0  # nats by which they may differ more, because the publisher computes in another precision
+    part_sums: tuple[int, ...] = ()  # see `WeightsSum`; of this snapshot
 
 
 class Pulled(Record):
@@ -354,6 +381,8 @@ class Loaded(Record):
     retries: int = 0  # transfers repeated because they were damaged
     probe_logprobs: LogprobBuffer = b""  # float32 [N - 1]; empty if the engine uses the trainer's parameters
     rollout_logprobs: bool = True  # the engine returns logprobs of sampled tokens
+    part_sums: tuple[int, ...] = ()  # of the weights as they were published; empty if the worker reports no sums
+    last_sums: tuple[int, ...] = ()  # of the version before in memory, when it was replaced; empty if it took too long
 
 
 class VersionRun(Record, gc=False):
@@ -370,6 +399,7 @@ class SourceRun(Record, gc=False):
     source: str
     start: int
     end: int
+    lease: str = ""
 
 
 class Segment(Record):
@@ -566,6 +596,8 @@ class StepMetrics(Record):
     version: PolicyVersion
     optimizer_steps: int  # of this batch
     values: dict[str, float]
+    mismatch: dict[str, tuple[float, float]] = {}  # Σ of mismatch KL and tokens, by the lease that generated them
+    ranks: dict[str, dict[str, float]] = {}  # figures of each rank of a sharded trainer: "rank 0", ...
 
 
 T = TypeVar("T")

@@ -31,6 +31,7 @@ class Thresholds(Record):
 
     initial_pairs: int = 40  # at least, of the first steps: gains are measured from their means
     window_pairs: int = 48  # the newest ones: their mean proxy is the gain
+    least_gold_spread: float = 0.25  # deviation of the initial gold scores, as a share of the range seen
     gold_share: float = 0.5  # of the proxy's gain, which gold gains in a healthy run
     gain_limit: float = 3.0
     gain_doubt: float = 0.8  # share of the expected gain, below which doubt grows
@@ -154,6 +155,8 @@ class GainSum:
         gold_spread = float(np.concatenate([first_gold, gold]).std())
         if min(proxy_spread, gold_spread) <= TINY:
             return  # scores that are all equal tell nothing
+        if first_gold.std() < limits.least_gold_spread * np.ptp(np.concatenate([first_gold, gold])):
+            return  # gold was almost always the same, so that it need not follow a small gain: a format comes first
         expected = limits.gold_share * max(0.0, float(proxy.mean() - first_proxy.mean()) / proxy_spread)
         gained = (scores(pairs)[1] - float(first_gold.mean())) / gold_spread
         # Log-ratio of normal densities with deviation 1, at 0 and at `expected`.

@@ -66,7 +66,9 @@ class RewardGuard:
 
     @property
     def earliest_onset(self) -> int:
-        return self._test.earliest_onset
+        # A checkpoint may be written between an alarm and the decision.
+        later = self._test.earliest_onset
+        return later if self._decision is None else min(later, self._decision.onset)
 
     def forget(self) -> None:
         self._test, self._known, self._decision, self._pairs = HackTest(), 0, None, []

@@ -47,8 +47,14 @@ class _Place:
     up: bool = False
     noticed: bool = False
     lease: Lease | None = None
-    retry_s: float = -math.inf  # on the run's clock: earliest time of the next lease
+    retry_s: float = -math.inf  # on the run's clock: end of the back-off
     failures: int = 0
+    avoided_s: float = -math.inf  # until then
+
+    @property
+    def free_s(self) -> float:
+        """Earliest time of the next lease."""
+        return max(self.retry_s, self.avoided_s)
 
     @property
     def offered(self) -> bool:
@@ -113,7 +119,7 @@ class ScheduledProvider:
             if self._next_change is not None:
                 times.append(self._start_s + self._next_change.time_s)
             if len(self._held) < self._wanted:
-                times += [place.retry_s for place in self._places.values() if place.offered]
+                times += [place.free_s for place in self._places.values() if place.offered]
             with suppress(TimeoutError):
                 async with asyncio.timeout(min(times) - now_s):
                     await self._woken.wait()
@@ -135,6 +141,11 @@ class ScheduledProvider:
         place.lease = None
         self._woken.set()
 
+    def avoid(self, machine: str, seconds: float) -> None:
+        for index, place in self._places.items():
+            if f"spot-{index}" == machine:
+                place.avoided_s = self._clock.now() + seconds
+
     async def close(self) -> None:
         """End all leases; no further events."""
         self._next_change = None
@@ -153,7 +164,7 @@ class ScheduledProvider:
             place = self._places[index]
             if len(self._held) >= self._wanted:
                 break
-            if place.offered and place.retry_s <= now_s + CLOCK_RESOLUTION_S:
+            if place.offered and place.free_s <= now_s + CLOCK_RESOLUTION_S:
                 self._grant(index, place, now_s)
 
     def _apply(self, change: Change) -> None:

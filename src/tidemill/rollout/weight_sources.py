@@ -14,7 +14,7 @@ from tidemill.core.records import PolicyVersion, Pulled, TokenBuffer, WeightMani
 from tidemill.models.snapshots import Part, bind_snapshot, parameters_of, release_snapshot
 from tidemill.models.weight_stream import WeightStream
 from tidemill.weights.puller import Puller, PullerGroup
-from tidemill.weights.snapshot import Snapshot
+from tidemill.weights.snapshot import MASK64, Snapshot, part_ranges, part_sums
 from tidemill.weights.store import BASE
 
 AnyPuller: TypeAlias = Puller | PullerGroup
@@ -46,6 +46,19 @@ class EmptyModel:
 
     def release(self, part: Part) -> None:
         release_snapshot(self._model, part=part)
+
+    @torch.no_grad()
+    def part_sum(self, part: Part, number: int) -> int:
+        """One of the `part_sums` of the snapshot in use, from the memory that is computed with."""
+        flat = [each.detach().reshape(-1).view(torch.uint8) for each in parameters_of(self._model, part).values()]
+        sums = [torch.zeros((), dtype=torch.int64, device=self._model.device)]
+        for tensor, start, end in part_ranges([len(each) for each in flat], number):
+            words = start + (end - start) // 8 * 8
+            sums.append(flat[tensor][start:words].view(torch.int64).sum())
+            if words < end:
+                padded = torch.nn.functional.pad(flat[tensor][words:end], (0, words + 8 - end))
+                sums.append(padded.view(torch.int64).sum())
+        return int(torch.stack(sums).sum()) & MASK64
 
     @property
     def device_type(self) -> str:
@@ -84,6 +97,18 @@ class PulledWeights:
         self._puller, self._user, self._base = puller, user, base
         self._first: tuple[Pulled, Pulled] | None = None  # of an adapter, until it is in use: its base and version
         self._base_digest = ""
+        self._sums: dict[Part, tuple[int, ...]] = {}  # of the published bytes in use
+
+    @property
+    def expected(self) -> tuple[int, ...]:
+        """Implements `rollout.worker.WeightsCheck`, as does `part_sum`; empty for an engine that hides its weights."""
+        if not isinstance(self._user, EmptyModel):
+            return ()
+        return tuple(sum(parts) & MASK64 for parts in zip(*self._sums.values(), strict=True))
+
+    def part_sum(self, number: int) -> int:
+        assert isinstance(self._user, EmptyModel)
+        return sum(self._user.part_sum(part, number) for part in self._sums) & MASK64
 
     async def prepare(self, version: PolicyVersion) -> Pulled:
         self._first = None
@@ -103,9 +128,15 @@ class PulledWeights:
         first, self._first = self._first, None
         if first is not None and self._base is not None and pulled.manifest is first[1].manifest:
             base, pulled = first
-            self._base.swap(base, lambda snapshot: self._user.bind(snapshot, "base"))
+            self._base.swap(base, lambda snapshot: self._bind(snapshot, "base"))
             self._base_digest = base.manifest.digest
-        self._puller.swap(pulled, lambda snapshot: self._user.bind(snapshot, "learned"))
+        self._puller.swap(pulled, lambda snapshot: self._bind(snapshot, "learned"))
+
+    def _bind(self, snapshot: Snapshot, part: Part) -> None:
+        self._user.bind(snapshot, part)
+        # Those of a sharded trainer are sums of its ranks' rows, in other parts.
+        sums = snapshot.manifest.part_sums or part_sums(snapshot.manifest.tensors, snapshot.buffer)
+        self._sums[part] = sums
 
     def close(self) -> None:
         """Release the snapshots; reference cycles may keep the model alive."""

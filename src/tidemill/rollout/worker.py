@@ -3,27 +3,47 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from tidemill.core.errors import DeadlineError, WorkerLost
 from tidemill.core.protocols import Clock, Compute, Engine, WeightSource
 from tidemill.core.records import (
     GenerateRequest,
+    GpuStatus,
     Loaded,
+    LogprobBuffer,
     PolicyVersion,
     Pulled,
     SampleId,
+    TokenBuffer,
     TokenDelta,
+    WeightsSum,
     WorkerReport,
     WorkerStatus,
     count,
 )
 
 T = TypeVar("T")
+
+
+SUM_SHARE = 0.005
+"""Greatest share of a worker's time in which it sums its weights."""
+
+
+class WeightsCheck(Protocol):
+    """Finds changes of the weights in memory."""
+
+    @property
+    def expected(self) -> tuple[int, ...]:
+        """Sums of the parts of the version in use, as it was published; empty if they cannot be compared."""
+
+    def part_sum(self, number: int) -> int:
+        """Sum of one part as it is in memory."""
 
 
 class EngineWorker:
@@ -38,6 +58,8 @@ class EngineWorker:
         heartbeat_s: an idle worker sends an empty report after this time. There is no heartbeat during an engine call,
             so that the controller notices an engine that hangs.
         timer: measures the seconds of a swap, on the thread of engine calls.
+        check: sums a part of the weights per report, at most `SUM_SHARE` of the time; None: the engine shares them.
+        gpu: status of the GPU since the last call, None if there is nothing new; must not wait.
     """
 
     def __init__(
@@ -53,10 +75,16 @@ class EngineWorker:
         heartbeat_s: float = 1.0,
         close_timeout_s: float = 30.0,
         timer: Callable[[], float] = time.perf_counter,
+        check: WeightsCheck | None = None,
+        gpu: Callable[[], GpuStatus | None] = lambda: None,
     ) -> None:
         self._engine, self._compute, self._clock, self._source = engine, compute, clock, source
         self._tick_s, self._heartbeat_s, self._close_timeout_s = tick_s, heartbeat_s, close_timeout_s
         self._worker_id, self._lease_id, self._timer = worker_id, lease_id, timer
+        self._check_weights, self._gpu = check, gpu
+        self._sum: WeightsSum | None = None  # for the next report
+        self._next_part, self._next_sum_s = 0, 0.0
+        self._sum_s, self._swapped_s = math.inf, 0.0  # duration of the last sum; time of the last swap
         self._status = engine.status()  # after the last engine call
         self._reports: deque[WorkerReport] = deque()
         self._reports_made = 0
@@ -101,8 +129,10 @@ class EngineWorker:
         if self._source is None or pulled is None:
             self._engine.load(version)
             return Loaded(version=version, swap_s=self._timer() - started, rollout_logprobs=logprobs)
+        last_sums = self._all_sums(started - self._swapped_s)
         self._source.swap(pulled)
         self._engine.load(version)
+        self._swapped_s = self._timer()
         probe_ids = pulled.manifest.probe_ids
         probe_logprobs = self._engine.probe(probe_ids) if probe_ids else b""
         return Loaded(
@@ -114,7 +144,12 @@ class EngineWorker:
             retries=pulled.retries,
             probe_logprobs=probe_logprobs,
             rollout_logprobs=logprobs,
+            part_sums=self._check_weights.expected if self._check_weights is not None else (),
+            last_sums=last_sums,
         )
+
+    async def run_probe(self, token_ids: TokenBuffer) -> LogprobBuffer:
+        return await self._on_engine(lambda: self._engine.probe(token_ids))
 
     async def next_report(self, timeout_s: float) -> WorkerReport | None:
         if not self._reports:
@@ -241,9 +276,34 @@ class EngineWorker:
             self._error = error
             self._report_ready.set()
 
+    def _sum_part(self) -> None:
+        """Sum the next part of the weights if the share of time allows it. Between two tokens only."""
+        check, now_s = self._check_weights, self._timer()
+        if check is None or now_s < self._next_sum_s or not (parts := len(check.expected)):
+            return
+        part = self._next_part % parts
+        self._sum = WeightsSum(version=self._engine.status().version.number, part=part, total=check.part_sum(part))
+        self._next_part = part + 1
+        self._sum_s = self._timer() - now_s
+        self._next_sum_s = now_s + self._sum_s / SUM_SHARE
+
+    def _all_sums(self, used_s: float) -> tuple[int, ...]:
+        """Sums of a version that was used for `used_s`, so that all of its tokens are known to be right; empty if this
+        would take too long."""
+        check = self._check_weights
+        parts = range(len(check.expected)) if check is not None else ()
+        if check is None or len(parts) * self._sum_s > SUM_SHARE * used_s:
+            return ()
+        return tuple(check.part_sum(part) for part in parts)
+
+    def _poll(self) -> list[TokenDelta]:
+        deltas = self._engine.poll(self._tick_s)
+        self._sum_part()
+        return deltas
+
     async def _tick(self) -> None:
         started = self._clock.now()
-        deltas = await self._on_engine(lambda: self._engine.poll(self._tick_s))
+        deltas = await self._on_engine(self._poll)
         if self._status.running + self._status.queued == 0:  # includes samples submitted after this poll
             self._has_samples.clear()
         self._report(deltas, self._clock.now() - started)
@@ -255,6 +315,13 @@ class EngineWorker:
             before = self._reports_made
             await asyncio.sleep(self._heartbeat_s)
             if self._reports_made == before and not self._reports and not self._in_call:
+                if self._check_weights is not None:
+                    try:
+                        await self._on_engine(self._sum_part)
+                    except Exception as error:  # noqa: BLE001 - raised by the next call
+                        self._error = error
+                        self._report_ready.set()
+                        return
                 self._report((), 0.0)
 
     def _report(self, deltas: Sequence[TokenDelta], elapsed_s: float) -> None:
@@ -275,10 +342,12 @@ class EngineWorker:
                     tokens_generated=status.tokens_generated,
                     work=status.work,
                     engine=self._engine.capabilities.name,
+                    weights=self._sum,
+                    gpu=self._gpu(),
                 ),
                 notice_s=self._notice_s,
             )
         )
-        self._notice_s = None
+        self._notice_s = self._sum = None
         self._reports_made += 1
         self._report_ready.set()

@@ -13,8 +13,10 @@ from tidemill.core.records import (
     EngineWork,
     GenerateRequest,
     Loaded,
+    LogprobBuffer,
     PolicyVersion,
     SampleId,
+    TokenBuffer,
     WorkerReport,
     WorkerStatus,
 )
@@ -74,6 +76,10 @@ class WorkerGroup:
         """The slowest member's seconds, and the first one's probe: all members compute the same."""
         loaded = await asyncio.gather(*(member.load(version) for member in self._members))
         return msgspec.structs.replace(loaded[0], swap_s=max(each.swap_s for each in loaded))
+
+    async def run_probe(self, token_ids: TokenBuffer) -> LogprobBuffer:
+        """The first member's."""
+        return await self._members[0].run_probe(token_ids)
 
     async def next_report(self, timeout_s: float) -> WorkerReport | None:
         """A report of any member, with the status of all."""

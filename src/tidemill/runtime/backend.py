@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import KW_ONLY, dataclass, field
@@ -24,6 +25,7 @@ from tidemill.core.protocols import (
     WorkerHost,
 )
 from tidemill.data.prompts import Task
+from tidemill.guard.machines import MachineWatch
 from tidemill.models.codec import TextCodec
 from tidemill.models.ranks import ONE_RANK, Ranks
 from tidemill.pool.build_provider import build_provider, trace_remarks
@@ -82,7 +84,12 @@ class Runtime:
 def fleet_of(
     spec: RunSpec, backend: RuntimeBackend, recorder: Recorder, clock: Clock, *, needs_logprobs: Sequence[str] = ()
 ) -> Fleet:
-    """The engines of a backend; see `Fleet`."""
+    """The engines of a backend, and what watches them; see `Fleet`."""
+    action = spec.guard.machines.action
+    machines = None
+    if action != "off" and (spec.is_elastic or spec.trainer.shards > 1):
+        own_threads = backend.heartbeat_timeout_s != math.inf
+        machines = MachineWatch(acts=action == "quarantine", compares_speed=own_threads)
     return Fleet(
         backend.local,
         slots=spec.engine.slots,
@@ -95,6 +102,7 @@ def fleet_of(
         publisher=backend.publisher,
         needs_logprobs=needs_logprobs,
         heartbeat_timeout_s=backend.heartbeat_timeout_s,
+        machines=machines,
     )
 
 

@@ -61,6 +61,7 @@ class InProcessHost:
         bundle = self.bundle
         model = await self.weights_compute.run(self._empty_model)
         puller = Puller(self.store.transport, self.weights_compute, clock=self.clock, pinned=self.store.pinned)
+        source = PulledWeights(puller, EmptyModel(model))
         worker = EngineWorker(
             bundle.engine_over(model, NO_VERSION, prompt_tokens=self.prompt_tokens),
             self.compute,
@@ -69,7 +70,8 @@ class InProcessHost:
             worker_id=lease.worker_id,
             lease_id=lease.lease_id,
             heartbeat_s=bundle.spec.fleet.heartbeat_s,
-            source=PulledWeights(puller, EmptyModel(model)),
+            source=source,
+            check=source if bundle.spec.guard.machines.action != "off" else None,
         )
         self._workers.add(worker)
         return worker

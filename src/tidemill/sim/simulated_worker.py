@@ -14,8 +14,10 @@ from tidemill.core.records import (
     LeaseEnded,
     LeaseEvent,
     Loaded,
+    LogprobBuffer,
     PolicyVersion,
     SampleId,
+    TokenBuffer,
     TokenDelta,
     WorkerReport,
     WorkerStatus,
@@ -58,6 +60,7 @@ class SimulatedWorker:
         self._flushed: list[TokenDelta] = []
         self._report_now = False
         self._reader: asyncio.Future[None] | None = None
+        self._right_probe = b""
         self._dead = False
         self._failure: Exception | None = None
 
@@ -83,6 +86,7 @@ class SimulatedWorker:
         pulled = await self._source.prepare(version)
         self._check()
         self._source.swap(pulled)
+        self._right_probe = pulled.manifest.probe_logprobs
         version = pulled.manifest.version
         computes_with = self.computes_with(version)
         self.engine.load(version, computes_with=computes_with, swap_s=self._swap_s, now_s=self._clock.now())
@@ -96,6 +100,10 @@ class SimulatedWorker:
             retries=pulled.retries,
             probe_logprobs=self.probe(pulled.manifest.probe_logprobs),
         )
+
+    async def run_probe(self, token_ids: TokenBuffer) -> LogprobBuffer:
+        self._check()
+        return self.probe(self._right_probe)
 
     def computes_with(self, version: PolicyVersion) -> PolicyVersion:
         """The weights that really generate after a load of `version`; overridden to inject faults."""
@@ -258,6 +266,9 @@ class FinalReportProvider:
 
     async def release(self, lease_id: str) -> None:
         await self._inner.release(lease_id)
+
+    def avoid(self, machine: str, seconds: float) -> None:
+        self._inner.avoid(machine, seconds)
 
     async def close(self) -> None:
         await self._inner.close()

@@ -139,6 +139,11 @@ WORKER_HEALTH = _define(
     "a worker is judged `state` (healthy, suspect, draining, quarantined, probation) for `cause`; `lease`, `worker`, "
     "`machine`, `value`, `limit`",
 )
+TAINTED = _define(
+    "tainted",
+    "tokens of a worker that computed wrongly: `lease`, `worker`, `cause`; `restarted` samples with `tokens` are "
+    "generated again; `trained`: number of samples already trained on, by step, and their names in `samples`",
+)
 READER_RESTART = _define(
     "reader_restart", "the process of a reward model or of the reference was lost and is restarted; `who`, `cause`"
 )

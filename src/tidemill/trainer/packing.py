@@ -114,7 +114,7 @@ class Microbatch(PackedCompletions):
     publish_logprobs: Tensor  # float32 [K, T], under the versions published since generation, oldest first
     lags: Tensor  # int64 [T], versions between generation of the token and the trainer
     tokens_by_lag: Counter[int]
-    sources: tuple[str, ...]  # engines and workers that generated the tokens
+    sources: tuple[tuple[str, str], ...]  # engine and worker, and its lease, of all that generated the tokens
     source_rows: Tensor  # int64 [T], index into `sources`
     returns: Tensor | None = None  # float32 [T], with a critic
     values: Tensor | None = None  # float32 [T], of the critic at the start of the update
@@ -170,10 +170,11 @@ def pack(samples: Sequence[WeightedSample], device: torch.device, *, version: in
         """int64 [T], index into `sources`."""
         indices = np.zeros(trajectory.completion_length, np.int64)
         for run in trajectory.sources:
-            indices[run.start : run.end] = sources.index(run.source)
+            indices[run.start : run.end] = sources.index((run.source, run.lease))
         return indices[trained_positions(trajectory)]
 
-    sources = ("", *sorted({run.source for trajectory in trajectories for run in trajectory.sources}))
+    used = {(run.source, run.lease) for trajectory in trajectories for run in trajectory.sources}
+    sources = (("", ""), *sorted(used))
     publishes = max((len(trajectory.publish_logprobs) for trajectory in trajectories), default=0)
     sized = list(zip(trajectories, lengths, strict=True))
     lags = [token_lags(trajectory) for trajectory in trajectories]

@@ -40,6 +40,7 @@ from tidemill.trainer.update import (
     build_optimizer,
     clip_and_step,
     learning_rate,
+    own_gradient_norm,
     policy_outcome,
     set_learning_rate,
     user_losses,
@@ -158,18 +159,27 @@ class PolicyTrainer:
                 self._add_microbatch(minibatch, rest, backward=index == 0)
             self._run_round(minibatch, backward=index == 0)
         self._optimize()
+        self._add_time(started)
+        started = _clocks()
         self._sums.add_ranks(self._ranks)
         steps_taken = self._sums.optimizer_steps
         digest = weights_digest(self.model, self._ranks) if steps_taken else self.version.digest
         self.version = PolicyVersion(number=step, digest=digest)
         self._sums.critic = [self._wait_for_critic(metrics) for metrics in self._critic_metrics]
         self._add_time(started)
-        values = self._sums.values()
+        values, mismatch_of, of_ranks = self._sums.values(), self._sums.mismatch_by_lease(), self._sums.of_ranks
         kl_target, kl_ref = self.spec.algorithm.kl_target, values.get("kl_ref")
         if kl_target is not None and kl_ref is not None:
             self.kl_beta = adapted_beta(self.kl_beta, kl_ref, kl_target)
         self._start_batch()
-        return StepMetrics(step=step, version=self.version, optimizer_steps=steps_taken, values=values)
+        return StepMetrics(
+            step=step,
+            version=self.version,
+            optimizer_steps=steps_taken,
+            values=values,
+            mismatch=mismatch_of,
+            ranks=of_ranks,
+        )
 
     def _add_time(self, since: tuple[float, float]) -> None:
         wall_s, cpu_s = _clocks()
@@ -321,6 +331,8 @@ class PolicyTrainer:
         rate = learning_rate(position - critic_only, self.schedule_steps, config)
         set_learning_rate(self.optimizer, rate)
         scale, ranks = 1.0 / minibatch.denominator, self._ranks
+        if ranks.size > 1:
+            self._sums.own_grad_norm += own_gradient_norm(self.optimizer)
         norm = clip_and_step(self.optimizer, scale=scale, max_grad_norm=config.max_grad_norm, ranks=ranks)
         self._sums.learning_rate = rate
         loss = float(ranks.all_sum(torch.tensor(self._loss, dtype=torch.float64))) / minibatch.denominator

@@ -130,6 +130,12 @@ def _global_norm(gradients: list[Tensor], ranks: Ranks) -> float:
     return math.sqrt(total.item())
 
 
+def own_gradient_norm(optimizer: torch.optim.Optimizer) -> float:
+    """L2 norm over the rows of gradients in this process."""
+    gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    return math.sqrt(_squares([local_rows(each)[0] for each in gradients], gradients[0].device)) if gradients else 0.0
+
+
 def _squares(gradients: list[Tensor], device: torch.device) -> Tensor:
     """float64 [], the sum of squares."""
     # Per row, then in double: a float32 sum over the 28M elements of an embedding has an error of 2e-3.
@@ -295,8 +301,10 @@ class _RankSums(Record):
     sums: dict[str, float]
     kl_ref: float | None
     mismatch: list[float]
-    mismatch_of: dict[str, list[float]]
+    mismatch_of: list[tuple[str, str, list[float]]]
     tokens_by_lag: dict[int, int]
+    cpu_s: float
+    grad_norm: float
 
 
 @dataclass(slots=True)
@@ -322,12 +330,15 @@ class UpdateSums:
     steps_skipped_nonfinite: int = 0
     minibatches_dropped: int = 0
     grad_norm: float = 0.0
+    own_grad_norm: float = 0.0  # of the rows of this rank, before scaling
     learning_rate: float = 0.0
     train_s: float = 0.0
     cpu_s: float = 0.0  # CPU time within train_s
     mismatch: MismatchSums = field(default_factory=no_mismatch)
-    mismatch_of: dict[str, Tensor] = field(default_factory=dict)  # by engine and worker: Σ KL and tokens, float64 [2]
+    # By engine and worker, and lease: Σ KL and tokens, float64 [2].
+    mismatch_of: dict[tuple[str, str], Tensor] = field(default_factory=dict)
     tokens_by_lag: Counter[int] = field(default_factory=Counter)
+    of_ranks: dict[str, dict[str, float]] = field(default_factory=dict)  # see `StepMetrics.ranks`
     critic: list[dict[str, float]] = field(default_factory=list)  # metrics of each critic step
     critic_wait_s: float | None = None  # None unless the critic runs in another process
 
@@ -340,7 +351,7 @@ class UpdateSums:
                 microbatch.rollout_logprobs, logprobs_T, microbatch.source_rows, len(microbatch.sources)
             )
             for source, of_source in zip(microbatch.sources, sums.unbind(1), strict=True):
-                if source:
+                if source[0]:
                     self.mismatch_of[source] = self.mismatch_of.get(source, 0) + of_source
 
     def add_backward(
@@ -368,26 +379,32 @@ class UpdateSums:
         if ranks.size == 1:
             return
         sums = {name: getattr(self, name) for name in _SUMS_OF_MICROBATCHES}
-        mismatch_of = {source: each.tolist() for source, each in self.mismatch_of.items()}
+        mismatch_of = [(*source, each.tolist()) for source, each in self.mismatch_of.items()]
         own = _RankSums(
             sums=sums,
             kl_ref=self.kl_ref,
             mismatch=self.mismatch.as_list(),
             mismatch_of=mismatch_of,
             tokens_by_lag=dict(self.tokens_by_lag),
+            cpu_s=self.cpu_s,
+            grad_norm=self.own_grad_norm,
         )
         parts = [msgspec.msgpack.decode(part, type=_RankSums) for part in ranks.gather(msgspec.msgpack.encode(own))]
         for name in _SUMS_OF_MICROBATCHES:
             setattr(self, name, sum(part.sums[name] for part in parts))
         known = [part.kl_ref for part in parts if part.kl_ref is not None]
         self.kl_ref = sum(known) if known else None
-        self.mismatch = reduce(operator.add, (MismatchSums.from_list(part.mismatch) for part in parts))
+        mismatches = [MismatchSums.from_list(part.mismatch) for part in parts]
+        self.mismatch = reduce(operator.add, mismatches)
+        for index, (part, of_rank) in enumerate(zip(parts, mismatches, strict=True)):
+            kl = float(of_rank.kl) / max(of_rank.tokens, 1)
+            self.of_ranks[f"rank {index}"] = {"cpu_s": part.cpu_s, "grad_norm": part.grad_norm, "mismatch_kl": kl}
         self.mismatch_of, self.tokens_by_lag = {}, Counter()
         for part in parts:
             self.tokens_by_lag += Counter(part.tokens_by_lag)
-            for source, figures in part.mismatch_of.items():
+            for source, lease, figures in part.mismatch_of:
                 of_source = torch.tensor(figures, dtype=torch.float64)
-                self.mismatch_of[source] = self.mismatch_of.get(source, 0) + of_source
+                self.mismatch_of[source, lease] = self.mismatch_of.get((source, lease), 0) + of_source
 
     def values(self) -> dict[str, float]:
         """Metrics by name, see docs/metrics.md. Means over zero tokens or steps are omitted."""
@@ -424,14 +441,18 @@ class UpdateSums:
         critic_names = dict.fromkeys(name for step in self.critic for name in step)
         return values | {name: fmean(step[name] for step in self.critic if name in step) for name in critic_names}
 
+    def mismatch_by_lease(self) -> dict[str, tuple[float, float]]:
+        """See `StepMetrics.mismatch`."""
+        return {lease: (float(sums[0]), float(sums[1])) for (_, lease), sums in self.mismatch_of.items() if lease}
+
     def _mismatch_by_source(self) -> dict[str, float]:
         """By engine, and by engine and worker; empty if one worker generated everything."""
-        if len(self.mismatch_of) < 2:
+        if len({source for source, _ in self.mismatch_of}) < 2:
             return {}
-        sums = dict(self.mismatch_of)
-        for source, of_source in self.mismatch_of.items():
-            engine = source.partition("/")[0]
-            sums[engine] = sums.get(engine, 0) + of_source
+        sums: dict[str, Tensor] = {}
+        for (source, _), of_lease in self.mismatch_of.items():
+            for name in (source, source.partition("/")[0]):
+                sums[name] = sums.get(name, 0) + of_lease
         values: dict[str, float] = {}
         for name, of_source in sorted(sums.items()):
             kl, tokens = of_source.tolist()

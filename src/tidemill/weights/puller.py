@@ -198,7 +198,7 @@ def whole_manifest(parts: Sequence[WeightManifest]) -> WeightManifest:
         tensors.append(msgspec.structs.replace(entries[0], shape=shape, offset=offset, nbytes=nbytes, checksum=0))
         offset += math.ceil(nbytes / ALIGNMENT) * ALIGNMENT
     total = max((entry.offset + entry.nbytes for entry in tensors), default=0)
-    return msgspec.structs.replace(first, nbytes=total, tensors=tuple(tensors), delta=None)
+    return msgspec.structs.replace(first, nbytes=total, tensors=tuple(tensors), delta=None, part_sums=())
 
 
 def assembled(parts: Sequence[Snapshot], buffer: Blob | None = None) -> Snapshot:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
@@ -109,6 +109,42 @@ def verify(manifest: WeightManifest, buffer: Blob) -> None:
             raise Damaged(f"{name}: tensor {entry.name} has a different checksum than published")
     if digest_of(manifest.tensors) != manifest.digest:
         raise Damaged(f"{name}: the digest is not {manifest.digest}")
+
+
+PARTS = 16
+"""Workers sum their weights in this many parts, one part per report."""
+MASK64 = (1 << 64) - 1
+_WORD = 8
+
+
+def part_ranges(sizes: Sequence[int], part: int) -> Iterator[tuple[int, int, int]]:
+    """(tensor, first byte, end) of one of `PARTS` equal parts of tensors of these bytes, laid end to end; words of a
+    tensor are not divided."""
+    first, last = (sum(sizes) * at // PARTS for at in (part, part + 1))
+    offset = 0
+    for tensor, size in enumerate(sizes):
+        start, end = (size if at >= offset + size else max(at - offset, 0) // _WORD * _WORD for at in (first, last))
+        if start < end:
+            yield tensor, start, end
+        offset += size
+
+
+def part_sums(tensors: Sequence[TensorEntry], buffer: Blob) -> tuple[int, ...]:
+    """For each part of a snapshot the sum of its 64-bit words modulo 2^64; the last word of a tensor is padded.
+
+    Any flipped bit changes it. It takes as long as reading the memory, also on a GPU, where no hash is available.
+    """
+    sizes, sums = [entry.nbytes for entry in tensors], list[int]()
+    for part in range(PARTS):
+        ranges = part_ranges(sizes, part)
+        sums.append(sum(_word_sum(_bytes(tensors[at], buffer)[start:end]) for at, start, end in ranges) & MASK64)
+    return tuple(sums)
+
+
+def _word_sum(data: Blob) -> int:
+    words = len(data) // _WORD * _WORD
+    total = int(np.add.reduce(data[:words].view(np.uint64), dtype=np.uint64))
+    return total + int.from_bytes(data[words:].tobytes(), "little")
 
 
 def _bytes(entry: TensorEntry, buffer: Blob) -> Blob:

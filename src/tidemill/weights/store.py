@@ -14,7 +14,7 @@ from tidemill.core.errors import WeightsError
 from tidemill.core.protocols import Compute
 from tidemill.core.records import DeltaEntry, LogprobBuffer, PolicyVersion, TensorEntry, TokenBuffer, WeightManifest
 from tidemill.weights.delta import INLINE, Threads, encode_delta
-from tidemill.weights.snapshot import Blob, Damaged, Transport, checksum, digest_of, sealed
+from tidemill.weights.snapshot import Blob, Damaged, Transport, checksum, digest_of, part_sums, sealed
 
 BASE = PolicyVersion(number=-1, digest="base")
 """The version number of the base model that all adapter versions share."""
@@ -104,7 +104,13 @@ class WeightStore:
         """Publish the base of all adapter versions as version `BASE`, before the first of them. It is never deleted."""
         await self._delete_unfinished()
         entries = await self._compute.run(lambda: sealed(tensors, snapshot))
-        manifest = WeightManifest(version=BASE, digest=digest_of(entries), nbytes=len(snapshot), tensors=entries)
+        manifest = WeightManifest(
+            version=BASE,
+            digest=digest_of(entries),
+            nbytes=len(snapshot),
+            tensors=entries,
+            part_sums=await self._compute.run(lambda: part_sums(tensors, snapshot)),
+        )
         await self._put(snapshot_name(BASE), snapshot)
         await self._put(manifest_name(BASE), pack_manifest(manifest))
         self._unfinished.clear()
@@ -141,6 +147,7 @@ class WeightStore:
             probe_ids=probe_ids,
             probe_logprobs=probe_logprobs,
             probe_slack=probe_slack,
+            part_sums=await self._compute.run(lambda: part_sums(tensors, snapshot)),
         )
         await self._put(snapshot_name(version), snapshot)
         if delta:

@@ -309,7 +309,14 @@ async def test_a_worker_generates_gets_a_notice_continues_and_is_killed(workplac
     manifest = await publisher.publish(trainer.version)  # returns the published one
     assert (loaded.version, loaded.full) == (trainer.version, True)
     assert loaded.nbytes >= manifest.nbytes
-    assert loaded.probe_logprobs == manifest.probe_logprobs
+    assert loaded.probe_logprobs == manifest.probe_logprobs == await worker.run_probe(manifest.probe_ids)
+    assert loaded.part_sums == manifest.part_sums != ()
+    weights = None
+    while weights is None:
+        report = await worker.next_report(10.0)
+        assert report is not None
+        weights = report.status.weights
+    assert (weights.version, weights.total) == (trainer.version.number, manifest.part_sums[weights.part])
 
     requests = [_request(index, trainer.version, tokens=20) for index in range(3)]
     await worker.submit(requests)

@@ -27,6 +27,7 @@ from tidemill.controller.in_flight import InFlight, plan_groups
 from tidemill.controller.ledger import Ledger
 from tidemill.controller.samples import SampleState
 from tidemill.core.errors import UserError
+from tidemill.core.evidence import Evidence
 from tidemill.core.records import (
     PolicyVersion,
     Reward,
@@ -273,7 +274,7 @@ async def test_restored_tokens_keep_their_worker() -> None:
     ledger, batch = await opened(journal)
     await generate(ledger, batch, [make_delta()])
     _, again = await restarted(journal)
-    assert again.samples[FIRST].sources == [SourceRun(source="fake/w", start=0, end=2)]
+    assert again.samples[FIRST].sources == [SourceRun(source="fake/w", lease="lease", start=0, end=2)]
 
 
 async def test_groups_trained_on_before_the_checkpoint_are_not_restored() -> None:
@@ -393,6 +394,39 @@ async def test_after_a_lost_checkpoint_every_group_is_trained_on_once() -> None:
         assert (again.next_position, sorted(in_flight.groups)) == (13, [10, 12])
         assert {sample.state for sample in in_flight} == {SampleState.WAITING}
         assert {sample.from_version for sample in in_flight} == {4}
+
+
+async def test_a_checkpoint_during_a_replay_is_before_the_batches_that_follow() -> None:
+    """A run killed after step 6 is resumed from step 3, and told to stop when it has replayed step 4."""
+    journal = MemoryJournal()
+    ledger, batch = await opened(journal)
+    await learn(ledger, batch, 4, [9, 10, 11])
+    await ledger.record_evidence(make_evidence(4))
+    for step, position in ((5, 12), (6, 13)):
+        pair = prompt_of(position)
+        groups = plan_groups([pair], first_position=position, from_version=step - 1)
+        await ledger.open(batch, groups, [pair[1]])
+        await ledger.record_batch(batch, step, [position], reward_mean=1.0)
+        await ledger.record_evidence(make_evidence(step))
+    ledger, batch, _ = await loaded(journal)
+    await learn(ledger, batch, 4, [9, 10, 11])
+    await ledger.prune(batch, 4)
+
+    ledger, batch, _ = await loaded(journal, after_step=4)
+    assert (ledger.batches, [*ledger.evidence]) == ({5: (12,), 6: (13,)}, [4, 5, 6])
+
+    for step, position in ((5, 12), (6, 13)):
+        await ledger.record_batch(batch, step, [position], reward_mean=1.0)
+    await ledger.prune(batch, 6)
+    kept, _, _ = await loaded(MemoryJournal(journal.disk), after_step=6)
+    assert [*kept.evidence] == [4, 5, 6]
+
+    ledger, batch, _ = await loaded(journal, after_step=4)  # the checkpoint of step 6 is lost
+    assert (ledger.next_position, list(batch.groups), [*ledger.evidence]) == (13, [12], [4])
+
+
+def make_evidence(step: int) -> Evidence:
+    return Evidence(step=step, proxy_mean=0.5, proxy_spread=0.5, samples=6)
 
 
 async def test_entries_after_a_second_start_are_kept() -> None:

@@ -127,3 +127,24 @@ def test_the_reward_of_an_episode_does_not_replace_gold() -> None:
     observed(RewardGuard(config(), gold), [(prompt, msgspec.structs.replace(sample, outcome=1.0))])
 
     assert gold.asked[0].outcome is None
+
+
+def test_a_checkpoint_before_the_onset_is_kept_until_the_decision_is_carried_out() -> None:
+    guard = RewardGuard(config(), None)
+    for step in range(1, 30):
+        hacked = step > 15
+        pairs = tuple(
+            GoldPair(
+                prompt_id="p", index=index, step=step, proxy=index % 4 + 2 * hacked, gold=0.0 if hacked else index % 4
+            )
+            for index in range(16)
+        )
+        guard.add(Evidence(step=step, proxy_mean=1.5 + 2 * hacked, proxy_spread=1.0, samples=64, pairs=pairs))
+        if guard.decision is not None:
+            break
+
+    assert guard.decision is not None
+    assert guard.decision.onset <= step
+    assert guard.earliest_onset == guard.decision.onset
+    guard.forget()
+    assert guard.decision is None

@@ -211,3 +211,15 @@ def test_no_events_after_close() -> None:
         assert asyncio.get_running_loop().time() == 30.0
 
     run_virtual(run())
+
+
+def test_an_avoided_machine_is_leased_again_after_its_time_even_if_it_came_back() -> None:
+    async def run() -> Story:
+        provider = scheduled(iter([up(0.0), up(0.0, 1), down(20.0), up(21.0)]), back_off=BackOff(first_s=1.0))
+        story = await listen(provider, Story(), until_s=10.0)
+        provider.avoid("spot-0", 40.0)
+        await provider.release("lease-1-1")
+        del story.held["lease-1-1"]
+        return await listen(provider, story, until_s=100.0)
+
+    assert run_virtual(run()).granted == [(0.0, "spot-0"), (0.0, "spot-1"), (50.0, "spot-0")]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
+from typing import cast
 
 import numpy as np
 import pytest
@@ -13,14 +15,21 @@ from transformers import PreTrainedModel
 from tests.adapters import adapted, teach
 from tidemill.core.errors import WeightsError
 from tidemill.core.protocols import LoopClock
-from tidemill.core.records import PolicyVersion, WeightManifest, pack_tokens
+from tidemill.core.records import PolicyVersion, TensorEntry, WeightManifest, pack_tokens
 from tidemill.models.loading import probe_logprobs
-from tidemill.models.snapshots import empty_copy, snapshot_bytes, snapshot_layout, write_snapshot
+from tidemill.models.snapshots import (
+    Part,
+    empty_copy,
+    parameters_of,
+    snapshot_bytes,
+    snapshot_layout,
+    write_snapshot,
+)
 from tidemill.rollout.weight_sources import EmptyModel, PulledWeights
 from tidemill.runtime.compute import ComputeThread
 from tidemill.runtime.publishers import ModelPublisher
 from tidemill.weights.puller import Puller
-from tidemill.weights.snapshot import MemoryTransport, allocate
+from tidemill.weights.snapshot import PARTS, MemoryTransport, allocate, part_ranges, part_sums
 from tidemill.weights.store import WeightStore
 
 IDS = pack_tokens(range(2, 30))
@@ -110,3 +119,60 @@ async def test_close_releases_the_snapshots(stage: Stage) -> None:
     stage.pulled.close()
     assert all(parameter.numel() == 0 for parameter in stage.hollow.parameters())
     assert all(parameter.numel() > 0 for parameter in stage.model.parameters())
+
+
+def sums_in_memory(stage: Stage) -> tuple[int, ...]:
+    return tuple(stage.pulled.part_sum(part) for part in range(PARTS))
+
+
+async def test_sums_of_the_memory_are_those_of_the_published_base_and_adapter(stage: Stage) -> None:
+    await stage.publish_and_load(FIRST)
+    first = stage.pulled.expected
+    assert sums_in_memory(stage) == first
+    teach(stage.model, seed=1)
+    await stage.publish_and_load(SECOND)
+    assert sums_in_memory(stage) == stage.pulled.expected != first
+
+
+@pytest.mark.parametrize("part", ["learned", "base"])
+async def test_any_flipped_bit_is_found_in_one_part(stage: Stage, part: Part) -> None:
+    await stage.publish_and_load(FIRST)
+    rng = random.Random(part)
+    for parameter in parameters_of(stage.hollow, part).values():
+        words = parameter.detach().view(-1).view(torch.int32).numpy()
+        at, mask = rng.randrange(len(words)), np.int32(1 << rng.randrange(31))
+        words[at] ^= mask
+        different = [one != two for one, two in zip(sums_in_memory(stage), stage.pulled.expected, strict=True)]
+        assert sum(different) == 1
+        words[at] ^= mask
+    assert sums_in_memory(stage) == stage.pulled.expected
+
+
+@pytest.mark.parametrize("sizes", [[6], [14, 10, 2, 1000], [0, 7, 4096, 0, 3], [8] * 3])
+def test_the_parts_cover_every_byte_once(sizes: list[int]) -> None:
+    covered = [np.zeros(size, int) for size in sizes]
+    for part in range(PARTS):
+        for tensor, start, end in part_ranges(sizes, part):
+            assert start % 8 == 0
+            covered[tensor][start:end] += 1
+    assert all((each == 1).all() for each in covered)
+
+
+def test_tensors_of_odd_lengths_have_the_same_sums_in_both_implementations() -> None:
+    model = torch.nn.Module()
+    entries, offset = list[TensorEntry](), 0
+    for at, length in enumerate((3, 1, 33, 260)):
+        values = torch.randn(length, dtype=torch.bfloat16)
+        setattr(model, f"w{at}", torch.nn.Parameter(values, requires_grad=False))
+        entry = TensorEntry(
+            name=f"w{at}", dtype="bfloat16", shape=(length,), offset=offset, nbytes=2 * length, checksum=0
+        )
+        entries.append(entry)
+        offset += 64 * (2 * length // 64 + 1)
+    buffer = allocate(offset)
+    for entry in entries:
+        own = getattr(model, entry.name).detach().view(torch.uint8).numpy()
+        buffer[entry.offset : entry.offset + entry.nbytes] = own
+    model.__dict__["device"] = torch.device("cpu")
+    user = EmptyModel(cast("PreTrainedModel", model))
+    assert tuple(user.part_sum("learned", part) for part in range(PARTS)) == part_sums(entries, buffer)

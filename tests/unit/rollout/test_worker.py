@@ -11,9 +11,9 @@ import pytest
 from tests.doubles.engine import FakeCompute, FakeEngine
 from tests.doubles.samples import SAMPLING, completion, make_id
 from tests.virtual_time import run_virtual
-from tests.worker_stage import V0, Stage, request
+from tests.worker_stage import PROBE, V0, V1, SlowSource, Stage, request
 from tidemill.core.protocols import LoopClock
-from tidemill.core.records import TokenDelta, count, unpack_tokens
+from tidemill.core.records import TokenDelta, WeightsSum, count, unpack_tokens
 from tidemill.rollout.worker import EngineWorker
 from tidemill.runtime.compute import ComputeThread
 
@@ -179,6 +179,105 @@ def test_a_notice_is_reported_once_and_immediately() -> None:
         await stage.worker.submit([request("p0")])
         later = await stage.worker.next_report(5.0)
         assert later is not None and later.notice_s is None
+        await stage.worker.close()
+
+    run_virtual(main())
+
+
+class Memory:
+    """Weights of 16 parts."""
+
+    def __init__(self, expected: tuple[int, ...] = tuple(range(16))) -> None:
+        self.expected, self.actual = expected, list(expected)
+
+    def part_sum(self, number: int) -> int:
+        return self.actual[number]
+
+
+def test_every_part_of_the_weights_is_in_sixteen_reports() -> None:
+    async def main() -> None:
+        stage, memory = Stage(), Memory()
+        stage.worker = EngineWorker(
+            stage.engine,
+            FakeCompute(0.0),
+            clock=LoopClock(),
+            tick_s=0.1,
+            heartbeat_s=1.0,
+            check=memory,
+            timer=lambda: 0.0,
+        )
+        idle = [await stage.worker.next_report(5.0) for _ in range(4)]
+        await stage.worker.submit([request(f"p{at}") for at in range(12)])
+        reports = idle + [await stage.worker.next_report(5.0) for _ in range(12)]
+        sums = [report.status.weights for report in reports if report is not None]
+        assert sums == [WeightsSum(version=0, part=part, total=part) for part in range(16)]
+        memory.actual[2] ^= 1 << 33
+        later = [await stage.worker.next_report(5.0) for _ in range(16)]
+        sums = [report.status.weights for report in later if report is not None]
+        assert [each.part for each in sums if each is not None and each.total != each.part] == [2]
+        await stage.worker.close()
+
+    run_virtual(main())
+
+
+def test_the_replaced_weights_are_summed_at_a_load() -> None:
+    async def main() -> None:
+        stage, memory = Stage(), Memory()
+        stage.worker = EngineWorker(
+            stage.engine,
+            FakeCompute(0.0),
+            clock=LoopClock(),
+            tick_s=0.1,
+            heartbeat_s=1.0,
+            source=SlowSource(stage.engine),
+            check=memory,
+            timer=lambda: 0.0,
+        )
+        await stage.worker.next_report(5.0)
+        memory.actual[7] = 70
+        loaded = await stage.worker.load(V1)
+        assert loaded.last_sums == (0, 1, 2, 3, 4, 5, 6, 70, 8, 9, 10, 11, 12, 13, 14, 15)
+        assert loaded.part_sums == memory.expected
+        await stage.worker.close()
+
+    run_virtual(main())
+
+
+def test_large_weights_are_summed_in_a_small_share_of_the_time() -> None:
+    """A sum of 0.01 s is taken every 2 s at most, and a load does not sum 16 parts after 1 s."""
+
+    class Slow(Memory):
+        now_s = 0.0
+
+        def part_sum(self, number: int) -> int:
+            self.now_s += 0.01
+            return super().part_sum(number)
+
+    async def main() -> None:
+        stage, memory = Stage(), Slow()
+        stage.worker = EngineWorker(
+            stage.engine,
+            FakeCompute(0.0),
+            clock=LoopClock(),
+            tick_s=0.1,
+            heartbeat_s=0.5,
+            source=SlowSource(stage.engine),
+            check=memory,
+            timer=lambda: asyncio.get_running_loop().time() + memory.now_s,
+        )
+        reports = [await stage.worker.next_report(5.0) for _ in range(20)]  # 10 s
+        summed = [report for report in reports if report is not None and report.status.weights is not None]
+        assert len(summed) == 5
+        assert len((await stage.worker.load(V1)).last_sums) == 0
+        await stage.worker.close()
+
+    run_virtual(main())
+
+
+def test_the_probe_is_computed_with_the_weights_in_use() -> None:
+    async def main() -> None:
+        stage = Stage()
+        assert await stage.worker.run_probe(PROBE) == stage.engine.probe(PROBE)
         await stage.worker.close()
 
     run_virtual(main())

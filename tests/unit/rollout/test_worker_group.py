@@ -13,8 +13,10 @@ from tidemill.core.records import (
     EngineWork,
     GenerateRequest,
     Loaded,
+    LogprobBuffer,
     PolicyVersion,
     SampleId,
+    TokenBuffer,
     TokenDelta,
     WorkerReport,
     WorkerStatus,
@@ -44,6 +46,9 @@ class Member:
     async def load(self, version: PolicyVersion) -> Loaded:
         self.loads += 1
         return Loaded(version=version, swap_s=self.swap_s, rollout_logprobs=True)
+
+    async def run_probe(self, token_ids: TokenBuffer) -> LogprobBuffer:
+        return b""
 
     async def next_report(self, timeout_s: float) -> WorkerReport | None:
         try:

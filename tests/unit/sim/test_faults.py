@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -12,12 +13,17 @@ import pytest
 from benchmarks.simulator import planted_defects
 from benchmarks.simulator.planted_defects import DEFECTS, found, planted
 from tests.fault_simulation import __main__ as command
+from tests.fault_simulation.guarding import Disk
 from tests.fault_simulation.invariants import Invariants
-from tests.fault_simulation.scenario import draw
+from tests.fault_simulation.scenario import draw, has_guard
 from tests.fault_simulation.seed_run import Simulation, simulate_faults
 from tests.rotation import DAY, daily, share_of_the_day
-from tidemill.core.records import Episode, Group
+from tidemill.controller import ledger
+from tidemill.controller.ledger import Ledger
+from tidemill.core.evidence import GuardDecision
+from tidemill.core.records import Episode, Group, PolicyVersion
 from tidemill.sim.simulated_trainer import SimulatedTrainer
+from tidemill.telemetry.events import GOLD, GUARD
 
 CHUNK, CHUNKS = 40, 5
 PLANTED = Path(planted_defects.__file__).parents[1] / "results" / "planted_defects.json"
@@ -165,3 +171,49 @@ def test_seeds_with_agents_reach_every_part_of_them(monkeypatch: pytest.MonkeyPa
     assert [simulate_faults(seed).violation for seed in seeds] == [""] * len(seeds)
     ends = {"done", "tokens", "context", "turns", "failure", "fault"}
     assert reached == {*ends, "finished", "started", "prompt", "action", "observation", "context"}
+
+
+def test_seeds_with_a_guard_reach_every_part_of_it() -> None:
+    every = {"rollback", "rollback to the start", "stop to the start", "gold", "gold is missing"}
+    reached: set[str] = set()
+    for seed in filter(has_guard, range(100)):
+        if reached == every:
+            break
+        simulation = Simulation(draw(seed))
+        assert (seed, simulation.run().violation) == (seed, "")
+        for _, _, name, fields in simulation.log:
+            if name == GUARD:
+                reached.add(fields["action"] + (" to the start" if fields["target"] == 0 else ""))
+            elif name == GOLD:
+                reached |= {"gold is missing"} if fields.get("missing") else {"gold"}
+
+    assert reached == every
+
+
+def no_retention(self: Disk, step: int, version: PolicyVersion, pinned: int | None) -> None:
+    self.checkpoints = {step: version}
+
+
+def no_forgetting(self: Ledger, decision: GuardDecision) -> None:
+    self.decisions.append(decision)
+
+
+async def no_journal(self: Ledger, decision: GuardDecision) -> None:
+    self._apply_decision(decision)
+
+
+@pytest.mark.parametrize(
+    ("seed", "owner", "name", "wrong"),
+    [
+        (25, ledger, "since_rollback", lambda entries: (list(entries), False)),
+        (11, Ledger, "_apply_decision", no_forgetting),
+        (11, Ledger, "record_decision", no_journal),
+        (51, Disk, "keep", no_retention),
+    ],
+)
+def test_a_planted_defect_of_a_rollback_is_found(
+    seed: int, owner: object, name: str, wrong: Callable[..., object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(owner, name, wrong)
+
+    assert simulate_faults(seed).violation

@@ -96,7 +96,7 @@ def test_the_columns_of_a_branched_trajectory() -> None:
     microbatch = pack([sample], CPU, version=5)
     assert ordered(microbatch, microbatch.lags) == [2, 1, 1, 0, 0]
     assert microbatch.tokens_by_lag == {2: 1, 1: 2, 0: 2}
-    assert [microbatch.sources[int(row)] for row in ordered(microbatch, microbatch.source_rows)] == [
+    assert [microbatch.sources[int(row)][0] for row in ordered(microbatch, microbatch.source_rows)] == [
         "a/1", "a/1", "a/1", "b/2", "b/2",
     ]  # fmt: skip
     assert ordered(microbatch, microbatch.rollout_logprobs) == [-0.1, -0.2, -0.3, -0.4, -0.5]

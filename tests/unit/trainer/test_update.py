@@ -10,8 +10,17 @@ from pydantic import ValidationError
 from torch import nn
 
 from tests.model_shapes import llama
+from tidemill.algos.kl import MismatchSums
 from tidemill.config.learning import OptimizerConfig
-from tidemill.trainer.update import build_optimizer, clip_and_step, learning_rate, set_learning_rate
+from tidemill.models.ranks import OneRank
+from tidemill.trainer.update import (
+    UpdateSums,
+    build_optimizer,
+    clip_and_step,
+    learning_rate,
+    own_gradient_norm,
+    set_learning_rate,
+)
 
 
 def parameters(*values: list[float]) -> nn.ParameterList:
@@ -235,3 +244,42 @@ def test_no_copy_of_the_gradients_is_made() -> None:
 def status_bytes(field: str) -> int:
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
     return int(line.split()[1]) * 1024
+
+
+class Recorded(OneRank):
+    """Rank 0 of two; gathers what the other one sent."""
+
+    size = 2
+
+    def __init__(self) -> None:
+        self.sent: list[bytes] = []
+
+    def gather(self, value: bytes) -> list[bytes]:
+        self.sent.append(value)
+        return self.sent[::-1]
+
+
+def of_leases(*figures: tuple[str, str, float, float], **sums: Any) -> UpdateSums:
+    mismatch_of = {(source, lease): torch.tensor([kl, n], dtype=torch.float64) for source, lease, kl, n in figures}
+    total = MismatchSums.from_list([sum(each[3] for each in figures), 0.0, 0.0, sum(each[2] for each in figures), 1.0])
+    return UpdateSums(mismatch_of=mismatch_of, mismatch=total, **sums)
+
+
+def test_mismatch_by_lease_of_a_place_that_was_reused_on_two_ranks() -> None:
+    ranks = Recorded()
+    of_leases(("vllm/spot-0", "lease-2", 3.0, 30.0), cpu_s=7.0, own_grad_norm=2.0).add_ranks(ranks)
+    own = of_leases(
+        ("vllm/spot-0", "lease-1", 1.0, 10.0), ("vllm/spot-0", "lease-2", 2.0, 10.0), cpu_s=5.0, own_grad_norm=1.0
+    )
+    own.add_ranks(ranks)
+    assert own.mismatch_by_lease() == {"lease-1": (1.0, 10.0), "lease-2": (5.0, 40.0)}
+    assert own.of_ranks == {
+        "rank 0": {"cpu_s": 5.0, "grad_norm": 1.0, "mismatch_kl": 3.0 / 20},
+        "rank 1": {"cpu_s": 7.0, "grad_norm": 2.0, "mismatch_kl": 3.0 / 30},
+    }
+    assert "mismatch_kl/vllm/spot-0" not in own.values()  # one worker, with two leases
+
+
+def test_the_gradient_norm_of_this_process() -> None:
+    _, optimizer = with_gradients([3.0], [0.0, 4.0])
+    assert own_gradient_norm(optimizer) == 5.0

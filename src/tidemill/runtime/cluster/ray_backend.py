@@ -292,6 +292,7 @@ class RayProvider:
         self._noticed: set[str] = set()  # nodes
         self._failures: Counter[str] = Counter()  # consecutive releases, by node
         self._retry_s: dict[str, float] = {}  # on the run's clock, by node
+        self._avoided_s: dict[str, float] = {}  # the same, of nodes that computed wrongly
         self._events = deque[LeaseEvent]()
         self._granted = 0
         self._requesting: asyncio.Task[None] | None = None
@@ -323,6 +324,9 @@ class RayProvider:
         self._retry_s[node] = now_s + self.back_off.after(self._failures[node])
         self._failures[node] += 1
 
+    def avoid(self, machine: str, seconds: float) -> None:
+        self._avoided_s[machine] = self.clock.now() + seconds
+
     async def close(self) -> None:
         """Withdraw the request for nodes, unless the cluster is lost."""
         if self._requesting is not None and self.nodes.lost is None:
@@ -351,7 +355,8 @@ class RayProvider:
         held = len(self._held_on(node))
         if held == 0:  # count only resources that other programs leave free
             self._places[node.node_id] = node.places(self.config.worker_cpus, self.config.worker_gpus)
-        if self.clock.now() < self._retry_s.get(node.node_id, -math.inf):
+        not_before_s = max(each.get(node.node_id, -math.inf) for each in (self._retry_s, self._avoided_s))
+        if self.clock.now() < not_before_s:
             return
         for _ in range(self._places[node.node_id] - held):
             if len(self._held) >= self._wanted:

@@ -267,6 +267,7 @@ class EngineActor(AsyncActor):
     submit = serves(Worker.submit, "worker")
     abort = serves(Worker.abort, "worker")
     load = serves(Worker.load, "worker")
+    run_probe = serves(Worker.run_probe, "worker")
 
     @served
     async def notice(self, seconds: float) -> None:

@@ -23,6 +23,7 @@ from tidemill.config.schema import RunSpec
 from tidemill.core.errors import TidemillError, WorkerLost
 from tidemill.core.protocols import LoopClock, WeightSource, Worker
 from tidemill.core.records import Lease, Loaded, PolicyVersion, Record, WorkerReport
+from tidemill.hardware.gpu_health import gpu_reader
 from tidemill.pool.notices import watch_cloud_notices
 from tidemill.rollout.weight_sources import PulledWeights
 from tidemill.rollout.worker import EngineWorker
@@ -83,6 +84,8 @@ class RayWorker:
 
     submit = calls(Worker.submit, timeout_s=CALL_S)
     abort = calls(Worker.abort, timeout_s=CALL_S)
+
+    run_probe = calls(Worker.run_probe, timeout_s=CALL_S)
 
     async def notice(self, seconds: float) -> None:
         """Make its next report announce that its machine ends in `seconds`."""
@@ -155,6 +158,7 @@ class RolloutActor(EngineActor):
         """
         engine_compute, weights_compute = ComputeThread(), ComputeThread("tidemill-weights")
         spec = RunSpec.model_validate_json(plan.spec)
+        watches = spec.guard.machines.action != "off"
         self._model_files = tempfile.TemporaryDirectory(prefix="tidemill-model-")  # deleted with the process
         folder = Path(self._model_files.name)
         for name, content in files.items():
@@ -183,6 +187,8 @@ class RolloutActor(EngineActor):
             lease_id=lease.lease_id,
             heartbeat_s=spec.fleet.heartbeat_s,
             source=source,
+            check=source if isinstance(source, PulledWeights) and watches else None,
+            gpu=gpu_reader(_gpu_uuid(user.device_type) if watches else None),
         )
         asyncio.get_running_loop().add_reader(signal_fd(), self._on_sigterm)
         self._start_task(self._exit_when_orphaned(plan.orphan_s))
@@ -201,6 +207,10 @@ class RolloutActor(EngineActor):
         while self.idle_s < orphan_s:  # noqa: ASYNC110 - there is no event for the absence of calls
             await asyncio.sleep(orphan_s / 4)
         os._exit(0)
+
+
+def _gpu_uuid(device_type: str) -> str | None:
+    return f"GPU-{torch.cuda.get_device_properties(0).uuid}" if device_type == "cuda" else None
 
 
 PLACE_S = 15.0

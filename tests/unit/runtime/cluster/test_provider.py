@@ -166,3 +166,19 @@ def test_next_event_waits_for_a_new_node() -> None:
         assert LoopClock().now() - began == pytest.approx(4.0)  # the next look
 
     run_virtual(case())
+
+
+def test_an_avoided_node_gets_no_lease_for_a_time() -> None:
+    async def case() -> None:
+        one = Case()
+        one.nodes.put("a", 2)
+        assert await one.granted() == [("lease-4-1", "a")]
+        one.provider.avoid("a", 60.0)
+        await one.provider.release("lease-4-1")
+        await asyncio.sleep(30.0)
+        one.nodes.put("b", 2)
+        assert await one.granted() == [("lease-4-2", "b")]
+        await asyncio.sleep(30.0)
+        assert await one.granted() == [("lease-4-3", "a")]
+
+    run_virtual(case())

@@ -22,7 +22,7 @@ from typing import Any
 import msgspec
 
 from benchmarks import guard_rewards
-from benchmarks.sft_start import CACHE, MODEL, SUPERVISED, TASK, carryless, fine_tuned, learning_spec
+from benchmarks.sft_start import CACHE, SUPERVISED, TASK, carryless, fine_tuned, learning_spec
 from tidemill.config.load import merge
 from tidemill.config.task import ArithmeticTask
 from tidemill.core.records import Record, SampleId
@@ -40,9 +40,7 @@ METRICS = ("entropy", "kl_ref", "grad_norm", "completion_tokens_mean")
 ONSETS = guard_rewards.ONSETS
 HACKS = tuple(guard_rewards.FLAWS)
 HEALTHY = ("length_growth", "entropy_collapse", "rate_change", "resume", "churn", "curriculum", "noisy_gold", "scale")
-SUPERVISED_START = merge(
-    SUPERVISED, {"model": {"char": {**MODEL["char"], "context": 32}}, "trainer": {"steps": 1000, "threads": 1}}
-)
+SUPERVISED_START = merge(SUPERVISED, {"model": {"char": {"context": 32}}})
 LEARNING: dict[str, Any] = {
     "sampling": {"max_new_tokens": 8},
     "batch": {"prompts": 8, "group_size": 8, "minibatches": 1},

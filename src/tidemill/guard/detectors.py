@@ -41,7 +41,7 @@ class Thresholds(Record):
     least_spread: float = 0.3  # of the residual, in deviations of gold
     outlier: float = 3.0  # a residual counts for at most this
     shift: float = 0.75  # of the residual, which the gap sum looks for
-    gap_limit: float = 10.0
+    gap_limit: float = 14.0
     gap_doubt: float = 0.2  # residual above which doubt grows
     witnesses: int = 2  # that halve the limit of the gap sum
     onset_margin: int = 5  # steps by which a fault is older than the first doubt

@@ -124,11 +124,10 @@ def test_rare_high_scores_join_their_lower_neighbours() -> None:
 def test_a_calibration_never_decreases_and_follows_shift_and_scale(seed: int) -> None:
     dice = np.random.default_rng(seed)
     proxy, gold = dice.normal(size=200), dice.normal(size=200)
-    settings = {"level_pairs": 8, "least_spread": 0.3}
-    calibration = Calibration(proxy, gold, **settings)
+    calibration = Calibration(proxy, gold, level_pairs=8, least_spread=0.3)
     grid = np.linspace(-4, 4, 50)
     assert (np.diff(calibration.predict(grid)) >= 0).all()
-    moved = Calibration(3 * proxy - 2, 10 * gold + 7, **settings)
+    moved = Calibration(3 * proxy - 2, 10 * gold + 7, level_pairs=8, least_spread=0.3)
     assert moved.predict(3 * proxy - 2) == pytest.approx(10 * calibration.predict(proxy) + 7)
     assert moved.deviation == pytest.approx(10 * calibration.deviation)
 

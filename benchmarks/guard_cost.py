@@ -2,7 +2,7 @@
 
     python -m benchmarks.guard_cost [--steps 40] [--rounds 3]
 
-Runs of a character model of 0.8M parameters with the guard off and on alternate; both have the same gold reward, a rule.
+Runs of a character model of 0.8M parameters with the guard off and on alternate; both have one gold reward, a rule.
 A step of so small a model takes a tenth of a second, the least flattering size: with larger models the
 guard costs the same. Three figures:
 

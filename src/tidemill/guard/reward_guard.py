@@ -29,12 +29,18 @@ class RewardGuard:
     Args:
         gold: its score is compared with the reward of a sample; None: only people give verdicts.
         verdicts: returns new verdicts of people.
+        reward_models: names of the rewards that are models; their disagreement is a witness.
     """
 
     def __init__(
-        self, config: GuardConfig, gold: Scorer | None, *, verdicts: Callable[[], Sequence[GoldPair]] = tuple
+        self,
+        config: GuardConfig,
+        gold: Scorer | None,
+        *,
+        verdicts: Callable[[], Sequence[GoldPair]] = tuple,
+        reward_models: Sequence[str] = (),
     ) -> None:
-        self._config, self._gold, self._verdicts = config, gold, verdicts
+        self._config, self._gold, self._verdicts, self._reward_models = config, gold, verdicts, reward_models
         self._test, self._known = HackTest(), 0
         self._decision: GuardDecision | None = None
         self.disputed: Sequence[GoldPair] = ()
@@ -82,7 +88,7 @@ class RewardGuard:
             proxy_spread=pstdev(rewards) if rewards else 0.0,
             samples=len(rewards),
             pairs=tuple(self._verdicts()),
-            witnesses=witnesses(scored, metrics),
+            witnesses=witnesses(scored, metrics, reward_models=self._reward_models),
         )
         most = self._config.gold_most if self._known else FIRST * self._config.gold_most
         share = self._config.gold_share if self._known else min(1.0, FIRST * self._config.gold_share)

@@ -15,6 +15,7 @@ from tidemill.guard.reward_guard import RewardGuard
 from tidemill.guard.verdicts import VerdictFiles
 from tidemill.jobs.rollback import write_disputed
 from tidemill.runtime.backend import RuntimeBackend
+from tidemill.scoring.builtin_rewards import reward_names
 from tidemill.telemetry.events import GUARD_PROBE
 from tidemill.telemetry.jsonl import read_lines
 from tidemill.telemetry.recorder import Recorder
@@ -39,7 +40,10 @@ async def open_guard(
         return
     run_id = str(run.read_manifest()["run_id"])
     verdicts = VerdictFiles(run.checks, run_id, journalled=read_pairs(run.ledger), warn=recorder.note)
-    guard = RewardGuard(spec.guard, backend.gold_scorer, verdicts=verdicts.new_pairs)
+    rewards = spec.scoring.rewards
+    named = zip(reward_names(rewards), rewards, strict=True)
+    models = [name for name, reward in named if reward.kind == "model" and reward.role != "gold"]
+    guard = RewardGuard(spec.guard, backend.gold_scorer, verdicts=verdicts.new_pairs, reward_models=models)
     try:
         if spec.guard.probes and not rollbacks and not any(line.get("step") for _, line in read_lines(run.metrics)):
             await _probe_reward(spec, backend, recorder)

@@ -54,7 +54,7 @@ class GuardConfig(Config):
     """Before the first step, score texts that no reward should like: an empty one, the prompt, a list of all answers, a
     repeated mark, an instruction to the judge."""
     amend: Annotated[AmendConfig, ROLLS_BACK] = AmendConfig()
-    machines: MachinesConfig = MachinesConfig()
+    machines: Annotated[MachinesConfig, NEUTRAL] = MachinesConfig()
 
     def issues(self) -> Iterator[str]:
         if self.action == "rollback" and self.amend.is_empty:

@@ -29,16 +29,20 @@ class RewardGuard:
     Args:
         gold: its score is compared with the reward of a sample; None: only people give verdicts.
         verdicts: returns new verdicts of people.
+        keep_disputed: gets the pairs since the onset, before a decision is journalled.
     """
 
     def __init__(
-        self, config: GuardConfig, gold: Scorer | None, *, verdicts: Callable[[], Sequence[GoldPair]] = tuple
+        self,
+        config: GuardConfig,
+        gold: Scorer | None,
+        *,
+        verdicts: Callable[[], Sequence[GoldPair]] = tuple,
+        keep_disputed: Callable[[Sequence[GoldPair]], object] = lambda _: None,
     ) -> None:
-        self._config, self._gold, self._verdicts = config, gold, verdicts
+        self._config, self._gold, self._verdicts, self._keep_disputed = config, gold, verdicts, keep_disputed
         self._test, self._known = HackTest(), 0
         self._decision: GuardDecision | None = None
-        self.disputed: Sequence[GoldPair] = ()
-        """Pairs since the onset of the newest decision."""
         self._pairs: list[GoldPair] = []
         self._canaries: list[asyncio.Task[GoldPair | str]] = []
         self._asked: list[asyncio.Task[GoldPair | str]] = []
@@ -50,7 +54,8 @@ class RewardGuard:
         self._pairs += evidence.pairs
         alarm = self._test.add(evidence)
         if alarm is not None and self._decision is None:
-            self.disputed = [pair for pair in self._pairs if pair.step >= alarm.onset]
+            if self._config.action in ("pause", "rollback"):
+                self._keep_disputed([pair for pair in self._pairs if pair.step >= alarm.onset])
             self._decision = GuardDecision(
                 step=evidence.step,
                 onset=alarm.onset,
@@ -106,7 +111,8 @@ class RewardGuard:
         for task in self._asked:
             if not task.done():
                 task.cancel()
-                reasons.append(f"no score within {self._config.gold_timeout_s:g} s")
+                late = f"no score within {self._config.gold_timeout_s:g} s"
+                reasons.append("the run was told to stop" if at_once else late)
             elif isinstance(found := task.result(), str):
                 reasons.append(found)
             else:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 
 import msgspec
 
 from tidemill.config.schema import RunSpec
-from tidemill.core.errors import GuardStop, RollBack, root_error
+from tidemill.core.errors import GuardStop
 from tidemill.guard.checks import read_pairs
 from tidemill.guard.probes import liked_probes
 from tidemill.guard.reward_guard import RewardGuard
@@ -27,7 +28,7 @@ NO_GOLD = 'no reward has role = "gold": reward hacking cannot be detected'
 async def open_guard(
     spec: RunSpec, backend: RuntimeBackend, run: RunDirectory, recorder: Recorder, *, rollbacks: int
 ) -> AsyncIterator[RewardGuard | None]:
-    """The guard; None without gold rewards, or if it is off. When it stops the block, disputed.jsonl is written.
+    """The guard; None without gold rewards, or if it is off. Before it stops the run, disputed.jsonl is written.
 
     Raises:
         GuardStop: before the first step, the reward likes texts that it should not, and the guard may stop the run.
@@ -39,15 +40,13 @@ async def open_guard(
         return
     run_id = str(run.read_manifest()["run_id"])
     verdicts = VerdictFiles(run.checks, run_id, journalled=read_pairs(run.ledger), warn=recorder.note)
-    guard = RewardGuard(spec.guard, backend.gold_scorer, verdicts=verdicts.new_pairs)
+    guard = RewardGuard(
+        spec.guard, backend.gold_scorer, verdicts=verdicts.new_pairs, keep_disputed=partial(write_disputed, run)
+    )
     try:
         if spec.guard.probes and not rollbacks and not any(line.get("step") for _, line in read_lines(run.metrics)):
             await _probe_reward(spec, backend, recorder)
         yield guard
-    except BaseException as error:
-        if isinstance(root_error(error), GuardStop | RollBack):
-            write_disputed(run, guard.disputed)
-        raise
     finally:
         await guard.close()
 

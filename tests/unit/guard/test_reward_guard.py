@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 import pytest
 
 from tests.fabricated_run import make_prompt, make_trajectory
 from tests.virtual_time import run_virtual
-from tidemill.config.guard import GuardConfig
+from tidemill.config.guard import AmendConfig, GuardConfig
 from tidemill.core.evidence import Evidence, GoldPair
 from tidemill.core.records import Prompt, Reward, Trajectory
 from tidemill.guard.reward_guard import RewardGuard
@@ -119,7 +119,8 @@ def test_without_waiting_what_is_not_scored_yet_is_missing() -> None:
         await guard.close()
         return found
 
-    assert run_virtual(main()).missing == 2
+    found = run_virtual(main())
+    assert (found.missing, found.why_missing) == (2, "the run was told to stop")
 
 
 def test_the_reward_of_an_episode_does_not_replace_gold() -> None:
@@ -129,8 +130,11 @@ def test_the_reward_of_an_episode_does_not_replace_gold() -> None:
     assert gold.asked[0].outcome is None
 
 
-def test_a_checkpoint_before_the_onset_is_kept_until_the_decision_is_carried_out() -> None:
-    guard = RewardGuard(config(), None)
+@pytest.mark.parametrize("action", ["rollback", "warn"])
+def test_a_checkpoint_and_disputed_pairs_are_kept_before_the_decision_is_carried_out(action: str) -> None:
+    kept = list[Sequence[GoldPair]]()
+    amend = AmendConfig(kl_beta=0.1)
+    guard = RewardGuard(config(action=action, amend=amend), None, keep_disputed=kept.append)
     for step in range(1, 30):
         hacked = step > 15
         pairs = tuple(
@@ -146,5 +150,7 @@ def test_a_checkpoint_before_the_onset_is_kept_until_the_decision_is_carried_out
     assert guard.decision is not None
     assert guard.decision.onset <= step
     assert guard.earliest_onset == guard.decision.onset
+    steps = {pair.step for pairs in kept for pair in pairs}
+    assert steps == (set() if action == "warn" else set(range(guard.decision.onset, step + 1)))
     guard.forget()
     assert guard.decision is None

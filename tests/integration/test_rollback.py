@@ -14,6 +14,8 @@ from tests.doubles.session import Disk, Session, small_spec
 from tests.rotation import daily
 from tests.virtual_time import run_virtual
 from tidemill.config.schema import RunSpec
+from tidemill.controller.ledger import Ledger
+from tidemill.controller.reward_watch import RewardWatch
 from tidemill.core.errors import GuardStop, RollBack, root_error
 from tidemill.core.evidence import GuardDecision
 from tidemill.telemetry.events import GUARD
@@ -169,6 +171,31 @@ def test_a_run_killed_between_its_last_checkpoint_and_the_decision_decides_when_
     assert [(decision.step, decision.target) for decision in decided(session)] == [(STEPS, 4)]
     assert session.result is not None
     assert (session.result.resumed_from, session.result.steps) == (4, STEPS)
+
+
+@pytest.mark.parametrize("killed_at", ["rollback", "stop"])
+def test_a_decision_that_was_journalled_and_not_announced_is_announced_by_the_next_session(
+    monkeypatch: pytest.MonkeyPatch, killed_at: str
+) -> None:
+    async def killed(self: Ledger, decision: GuardDecision) -> None:
+        await record(self, decision)
+        if decision.action == killed_at:
+            raise RuntimeError("killed")
+
+    announced = list[str]()
+
+    def announce(self: RewardWatch, decision: GuardDecision) -> None:
+        announced.append(decision.action)
+
+    record, disk, spec = Ledger.record_decision, Disk(), spec_of()
+    with monkeypatch.context() as patch:
+        patch.setattr(Ledger, "record_decision", killed)
+        _, error = live(disk, spec, alarms={4: 3}, again={6: 5})
+        assert str(error) == "killed"
+    monkeypatch.setattr(RewardWatch, "_announce", announce)
+    live(disk, spec, alarms={}, again={})
+
+    assert announced == [killed_at]
 
 
 def test_a_run_told_to_stop_counts_gold_that_is_not_there_as_missing() -> None:

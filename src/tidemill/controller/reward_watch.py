@@ -62,6 +62,7 @@ class RewardWatch:
         ledger = self.rollout.ledger
         made = [decision for decision in ledger.decisions if decision.action == "rollback"]
         if len(made) > self.rollbacks:
+            self._announce(made[-1])  # killed before it was carried out, perhaps before it was announced
             raise RollBack(made[-1].target)
         for step in sorted(ledger.evidence):
             if step not in ledger.batches:  # others are added when their batch is replayed
@@ -69,6 +70,7 @@ class RewardWatch:
         last = ledger.decisions[-1] if ledger.decisions else None
         if last is not None and not ledger.evidence and self.config.action == "rollback":
             if last.action == "stop":
+                self._announce(last)
                 raise GuardStop(_stop_text(last))
             if last.action == "pause":  # resumed with another action
                 await self._carry_out(last, checkpoints)
@@ -151,12 +153,16 @@ class RewardWatch:
         )
         await ledger.record_decision(decision)
         self.guard.forget()
-        self.rollout.telemetry.event(GUARD, **msgspec.structs.asdict(decision))
+        self._announce(decision)
         if decision.action == "rollback":
             raise RollBack(target)
         if decision.action != "warn":
             self.begun = 0  # evidence after the decision would mean that the run went on
             raise GuardStop(_stop_text(decision))
+
+    def _announce(self, decision: GuardDecision) -> None:
+        """Readers of the events count a decision once, however often it is announced."""
+        self.rollout.telemetry.event(GUARD, **msgspec.structs.asdict(decision))
 
 
 def _gold_fields(evidence: Evidence) -> dict[str, object]:
@@ -175,5 +181,5 @@ def _stop_text(decision: GuardDecision) -> str:
         hint = "continue it as it is with the same command, or go back with --guard.action rollback"
     else:
         hint = "correct the reward (disputed.jsonl has samples), or continue as it is with --guard.action warn"
-    what = "paused" if decision.action == "pause" else "stopped again after a rollback"
-    return f"the guard {what} the run at step {decision.step}. {decision.reason}\n  {hint}"
+    what = "paused the run" if decision.action == "pause" else "stopped the run again, after a rollback,"
+    return f"the guard {what} at step {decision.step}. {decision.reason}\n  {hint}"

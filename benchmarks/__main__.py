@@ -35,6 +35,7 @@ COMMANDS = (
     "simulator.fleet_size",
     "goodput --hours 2 --orders",
     "sick_machines",
+    "guard_cost",
     "weights",
     "weights_threads",
     "weights_node",

@@ -95,7 +95,17 @@ RLHF = """tidemill train @rlhf --run.dir run --model.source char --model.char.al
  --stage.ppo.critic.warmup_steps 2 --stage.ppo.trainer.steps 4 --stage.ppo.batch.prompts 4
  --stage.ppo.optimizer.learning_rate 1e-4 --stage.measure.eval.samples_per_prompt 2"""
 RECIPES = (
-    *("calc-tool", "char-addition", "code-tests", "guess", "jsonl", "python-tool", "ray-local", "reasoning-gym"),
+    *(
+        "calc-tool",
+        "char-addition",
+        "code-tests",
+        "guess",
+        "hacked",
+        "jsonl",
+        "python-tool",
+        "ray-local",
+        "reasoning-gym",
+    ),
     *("rlhf", "shards-local", "smollm2-addition", "smollm2-lora", "spot-trace", "vllm-local"),
 )
 LORA = (

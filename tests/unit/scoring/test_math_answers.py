@@ -1,6 +1,13 @@
+"""`math_verify`, in a process of its own: its audit hook cannot be removed, and with one in the process CPython 3.11
+can refuse the trace function that coverage gives a new thread."""
+
 from __future__ import annotations
 
+import importlib
+import multiprocessing
 import sys
+from collections.abc import Iterator
+from concurrent.futures import Executor, ProcessPoolExecutor
 
 import numpy as np
 import pytest
@@ -8,10 +15,24 @@ import pytest
 from tests.char_codec import CharCodec, make_prompt, make_trajectory
 from tidemill.config.task import ArithmeticTask, RewardConfig, ScoringConfig
 from tidemill.data.build_task import build_task
-from tidemill.scoring.math_answers import math_verify
 from tidemill.scoring.scorer import build_scorer
 
 pytest.importorskip("math_verify")
+DEADLINE_S = 60.0
+
+
+def verified(completion: str, answer: str) -> float:
+    return float(importlib.import_module("tidemill.scoring.math_answers").math_verify(completion, answer))
+
+
+@pytest.fixture(scope="module")
+def checker() -> Iterator[Executor]:
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as processes:
+        yield processes
+
+
+def score(checker: Executor, completion: str, answer: str) -> float:
+    return checker.submit(verified, completion, answer).result(DEADLINE_S)
 
 
 @pytest.mark.parametrize(
@@ -24,13 +45,13 @@ pytest.importorskip("math_verify")
         ("no idea", "4", 0),
     ],
 )
-def test_equal_expressions_are_right(completion: str, answer: str, expected: float) -> None:
-    assert math_verify(completion, answer) == expected
+def test_equal_expressions_are_right(checker: Executor, completion: str, answer: str, expected: float) -> None:
+    assert score(checker, completion, answer) == expected
 
 
-def test_an_answer_without_an_expression_is_an_error() -> None:
+def test_an_answer_without_an_expression_is_an_error(checker: Executor) -> None:
     with pytest.raises(ValueError, match="no expression"):
-        math_verify("3", "")
+        score(checker, "3", "")
 
 
 async def test_a_power_tower_is_one_invalid_sample() -> None:
@@ -52,10 +73,13 @@ HOSTILE = r"\text{[0for[copyright.__class__.changed]in[[1]]]}"
 
 @pytest.mark.parametrize("answer", [r"$\sqrt{2}$", r"\pi", r"$\{1,2\}$"])
 @pytest.mark.parametrize("operator", [r"\sum_{n=0}^{\infty}", r"\prod_{n=0}^{\infty}", r"\int_0^1", r"\lim_{n\to 0}"])
-@pytest.mark.filterwarnings("ignore:invalid decimal literal:SyntaxWarning")
-def test_a_completion_cannot_run_code(answer: str, operator: str) -> None:
-    assert math_verify(f"${operator} {HOSTILE}^n/n!$", answer) == 0
-    assert not hasattr(type(copyright), "changed")
+def test_a_completion_cannot_run_code(checker: Executor, answer: str, operator: str) -> None:
+    assert score(checker, f"${operator} {HOSTILE}^n/n!$", answer) == 0
+    assert not checker.submit(copyright_is_changed).result(DEADLINE_S)
+
+
+def copyright_is_changed() -> bool:
+    return hasattr(type(copyright), "changed")
 
 
 LIBRARY = "numpy.f2py.sys.modules"
@@ -67,12 +91,15 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_completion_cannot_change_what_its_symbols_name(change: str) -> None:
+def test_a_completion_cannot_change_what_its_symbols_name(checker: Executor, change: str) -> None:
     symbols = "".join(rf"\text{{{name}}}" for name in CHANGES[change])
     code = rf"\text{{[0for[{change}]in[[1]]]}}"
-    assert math_verify(rf"$\sum_{{n=0}}^{{\infty}} ({code}{symbols})^n/n!$", r"$\sqrt{2}$") == 0
-    for module in (np.ma.core, next(iter(sys.modules.values()))):
-        assert not hasattr(module, "changed")
+    assert score(checker, rf"$\sum_{{n=0}}^{{\infty}} ({code}{symbols})^n/n!$", r"$\sqrt{2}$") == 0
+    assert not checker.submit(a_module_is_changed).result(DEADLINE_S)
+
+
+def a_module_is_changed() -> bool:
+    return any(hasattr(module, "changed") for module in (np.ma.core, next(iter(sys.modules.values()))))
 
 
 @pytest.mark.parametrize(
@@ -87,5 +114,5 @@ def test_a_completion_cannot_change_what_its_symbols_name(change: str) -> None:
         (r"$x \in (1,2]$", "$(1,2]$"),
     ],
 )
-def test_what_math_verify_evaluates_itself_is_not_refused(completion: str, answer: str) -> None:
-    assert math_verify(completion, answer) == 1
+def test_what_math_verify_evaluates_itself_is_not_refused(checker: Executor, completion: str, answer: str) -> None:
+    assert score(checker, completion, answer) == 1

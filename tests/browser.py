@@ -30,8 +30,7 @@ def chromium() -> Iterator[Browser]:
 @contextmanager
 def opened(browser: Browser, url: str, *, width: int = 1280, height: int = 900, dark: bool = False) -> Iterator[Page]:
     """The page at a URL; an error of its scripts, or one in the console, fails the test."""
-    scheme = "dark" if dark else "light"
-    context = browser.new_context(viewport={"width": width, "height": height}, color_scheme=scheme)
+    context = browser.new_context(viewport={"width": width, "height": height}, color_scheme="dark" if dark else "light")
     page = context.new_page()
     page.set_default_timeout(DEADLINE_MS)
     errors = list[str]()

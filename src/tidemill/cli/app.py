@@ -46,6 +46,7 @@ VERBS = {
     "export": ("tidemill.cli.model_commands:export", "Write a run's model as a Hugging Face folder, or upload it."),
     "model": ("tidemill.cli.model_commands:app", "List models; download one into the cache; merge an adapter."),
     "report": ("tidemill.cli.evaluate:report", "Write report.html of a run, finished or in progress."),
+    "watch": ("tidemill.cli.watch:watch", "Show a run, or all runs of a folder, in the browser while they happen."),
     "check": ("tidemill.cli.check:check", "Judge samples of a run by hand: verdicts of people for its guard."),
     "doctor": ("tidemill.cli.doctor:doctor", "Check this machine: packages, memory, disk, GPUs."),
 }
@@ -65,6 +66,7 @@ OTHER_WORDS = {
     "search": "write `tidemill config search WORDS`",
     "info": "write `tidemill doctor`",
     "judge label annotate rate review": "write `tidemill check RUN_DIRECTORY`",
+    "dashboard board tensorboard ui view monitor show": "write `tidemill watch RUN_OR_FOLDER`",
     "help": "write `tidemill --help`",
     "version": "write `tidemill --version`",
 }

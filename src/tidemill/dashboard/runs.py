@@ -15,6 +15,7 @@ from tidemill.core.folders import similar_path
 from tidemill.gateway.errors import ApiError
 from tidemill.guard.checks import CheckQueue
 from tidemill.telemetry.openmetrics import Figure, run_figures
+from tidemill.telemetry.followed_file import signature
 from tidemill.telemetry.live_state import read_live
 from tidemill.telemetry.run_data import NO_RUN, RunData
 from tidemill.telemetry.run_dir import RunDirectory
@@ -41,7 +42,7 @@ class WatchedRun:
         """Refreshes that found something new."""
         self.checks: CheckQueue | None = None
         self._changed = set[str]()  # since `take_changes`
-        self._lock = asyncio.Lock()
+        self.lock = asyncio.Lock()
         self._reader: RunReader | None = None
 
     async def refresh(self) -> None:
@@ -51,13 +52,19 @@ class WatchedRun:
             FileNotFoundError: the run was deleted.
             UserError: it cannot be read.
         """
-        async with self._lock:
+        async with self.lock:
             await asyncio.to_thread(self._refresh)
 
     async def read(self, work: Callable[[RunReader], T]) -> T:
         """Refresh, and call `work` on a thread. Raises as `refresh`."""
-        async with self._lock:
+        async with self.lock:
             return await asyncio.to_thread(lambda: work(self._refresh()))
+
+    @property
+    def data(self) -> RunData:
+        """What was read last; for threads that have the lock."""
+        assert self._reader is not None, "refreshed"
+        return self._reader.data
 
     def take_changes(self) -> set[str]:
         """What has changed since the last call: names of `RunReader.refresh`, and `state`."""
@@ -70,7 +77,7 @@ class WatchedRun:
         reader = self._reader = self._reader or RunReader(self.path)
         changed = set(reader.refresh())
         metrics, state = reader.data.metrics, reader.state
-        step = metrics[-1].step if len(metrics) else 0
+        step = metrics.steps[-1] if metrics else 0
         news = {"run": self.key, "cursor": reader.cursor, "step": step, "state": state.name, "text": state.text}
         if changed or news != self.news:
             self.news, self.changes = news, self.changes + 1
@@ -79,64 +86,71 @@ class WatchedRun:
 
 
 class WatchedFolder:
-    """The runs of a folder by key, or the single run that was named.
+    """The runs below a folder by key, or the single run that was named.
+
+    Args:
+        wait: for a run to appear in the folder, which need not exist yet.
 
     Raises:
-        UserError: there is no such folder, it cannot be read, or contains no run.
+        UserError: there is no such folder, it cannot be read, or has no run.
     """
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, *, wait: bool = False) -> None:
         self.root = root
-        self._list = RunList(root)
-        self._paths = dict[str, Path]()
-        self._found_s = -FIND_S
+        self._list, self._listing = RunList(root), asyncio.Lock()
         self._open: OrderedDict[str, WatchedRun] = OrderedDict()
         self._figures = dict[str, tuple[tuple[object, ...], list[Figure]]]()
+        self._find()
+        if wait or self._paths:
+            return
+        if not root.exists():
+            raise UserError("no such run or folder", where=str(root), hint=similar_path(root) or NO_RUN)
         if not root.is_dir():
-            raise UserError("there is no such folder", where=str(root), hint=similar_path(root) or NO_RUN)
-        self.find()
-        if not self._paths:
-            next(root.iterdir(), None)
-            raise UserError("no run in this folder", where=str(root), hint=NO_RUN)
-        self.single = next(iter(self._paths)) if [*self._paths.values()] == [root] else ""
-        """The key, if a run was named."""
+            raise UserError("a file, not a run directory or a folder with some", where=str(root), hint=NO_RUN)
+        raise UserError("no run in this folder", where=str(root), hint=f"{NO_RUN}, or a folder above it")
 
-    def find(self) -> dict[str, Path]:
-        """The runs, searched for again if some time has passed."""
-        if time.monotonic() - self._found_s >= FIND_S:
-            self._paths = {run_key(self.root, path): path for path in find_runs(self.root)}
-            self._found_s = time.monotonic()
-        return self._paths
+    @property
+    def single(self) -> str:
+        """The key, if a run was named, and not a folder."""
+        return next(iter(self._paths)) if [*self._paths.values()] == [self.root] else ""
 
-    def rows(self) -> list[RunRow]:
+    def _find(self) -> None:
+        self._paths = {run_key(self.root, path): path for path in find_runs(self.root)}
+        self._found_s = time.monotonic()
+
+    async def rows(self) -> list[RunRow]:
         """The table of runs."""
-        return self._list.rows()
+        async with self._listing:
+            rows = await asyncio.to_thread(self._list.refresh)
+            self._paths = dict(self._list.paths)
+        return rows
 
     async def run(self, key: str) -> WatchedRun:
         """Raises ApiError: there is no such run."""
-        path = self._paths.get(key) or (await asyncio.to_thread(self.find)).get(key)
-        if path is None:
+        if key not in self._paths and time.monotonic() - self._found_s > FIND_S:
+            await asyncio.to_thread(self._find)
+        if key not in self._paths:
             raise ApiError(404, "there is no such run here", code="unknown_run")
-        run = self._open[key] = self._open.pop(key, None) or WatchedRun(key, path)
+        run = self._open[key] = self._open.pop(key, None) or WatchedRun(key, self._paths[key])
         while len(self._open) > MOST_READERS:
             self._open.popitem(last=False)  # a listener keeps its run
         return run
 
-    def figures(self) -> list[Figure]:
+    async def figures(self) -> list[Figure]:
         """The newest figures of all runs; the files of a run are read again after a change."""
-        figures = list[Figure]()
-        for row in self.rows():
-            stamp = (row.state, *(_changed_ns(row.path / name) for name in FIGURES_FROM))
-            if self._figures.get(row.key, ((), []))[0] != stamp:
-                with suppress(UserError, OSError):  # a run that cannot be read has no figures
-                    data, live = RunData.load(RunDirectory(row.path)), read_live(row.path)
-                    self._figures[row.key] = stamp, run_figures(row.name, data, state=row.state, live=live)
-            figures += self._figures.get(row.key, ((), []))[1]
-        return figures
+        rows = await self.rows()
+        pipelines = {row.pipeline for row in rows}
+        async with self._listing:
+            return await asyncio.to_thread(lambda: [
+                figure for row in rows if row.key not in pipelines for figure in self._figures_of(row)
+            ])
 
-
-def _changed_ns(file: Path) -> int:
-    try:
-        return file.stat().st_mtime_ns
-    except OSError:
-        return 0
+    def _figures_of(self, row: RunRow) -> list[Figure]:
+        stamp = (row.state.name, *(signature(row.path / name) for name in FIGURES_FROM))
+        if self._figures.get(row.key, ((), []))[0] != stamp:
+            with suppress(UserError, OSError):  # a run that cannot be read has no figures
+                data, live = RunData.load(RunDirectory(row.path)), read_live(row.path)
+                place = row.path.relative_to(self.root).as_posix()
+                figures = run_figures(row.name if place == "." else place, data, state=row.state.name, live=live)
+                self._figures[row.key] = stamp, figures
+        return self._figures.get(row.key, ((), []))[1]

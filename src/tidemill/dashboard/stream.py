@@ -141,12 +141,12 @@ class Stream:
 
     async def _look_at_folder(self) -> None:
         """Send which runs are new, different or gone."""
-        rows = {row.key: row for row in await asyncio.to_thread(self._folder.rows)}
+        rows = {row.key: row for row in await self._folder.rows()}
         listeners = [each for each in self._listeners if each.run is None]
         for key, row in rows.items():
             if self._rows.get(key) != row:
                 for listener in listeners:
-                    listener.put(key, "changed", run=key, changed=["row"], step=row.step, state=row.state)
+                    listener.put(key, "changed", run=key, changed=["row"], step=row.step, state=row.state.name)
         for key in self._rows.keys() - rows.keys():
             for listener in listeners:
                 listener.put(key, "gone", run=key)

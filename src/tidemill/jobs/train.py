@@ -20,6 +20,7 @@ from tidemill.config.keys import belongs_to, differ_in_resumable_keys, resumable
 from tidemill.config.load import differences, from_toml
 from tidemill.config.pipeline import StageKind
 from tidemill.config.schema import RunSpec
+from tidemill.config.telemetry import TelemetryConfig
 from tidemill.config.toml import to_toml
 from tidemill.controller.fleet import Fleet
 from tidemill.controller.frozen_scoring import FrozenScoring
@@ -175,8 +176,36 @@ def run_session(
         known_steps = spec.optimizer.schedule_steps or int(manifest.get(SCHEDULE_STEPS, 0))
         schedule_steps = known_steps or planned_steps(earlier or spec)
         optimizer = spec.optimizer.model_copy(update={"schedule_steps": schedule_steps})
-        with _restartable(run), report_at_the_end(run.path), Recorder(run, spec, stream=stream) as recorder:
+        with (
+            _restartable(run),
+            report_at_the_end(run.path),
+            Recorder(run, spec, stream=stream) as recorder,
+            metrics_endpoint(spec.telemetry, recorder),
+        ):
             yield spec.model_copy(update={"trainer": trainer, "optimizer": optimizer}), run, recorder
+
+
+@contextmanager
+def metrics_endpoint(config: TelemetryConfig, recorder: Recorder) -> Iterator[None]:
+    """Serve the run's newest figures while the block runs, if `telemetry.port` is set. A failure never ends the run."""
+    if config.port is None:
+        yield
+        return
+    server = None
+    try:
+        from tidemill.dashboard.serve import BackgroundServer, run_metrics
+
+        server = BackgroundServer(run_metrics(recorder.run.path, config))
+        recorder.note(f"metrics for Prometheus: {server.url}")
+    except ImportError as error:
+        recorder.sink_failed("telemetry.port", f"{error}; {install_command('watch')}")
+    except Exception as error:  # noqa: BLE001 - the port is taken, most likely
+        recorder.sink_failed("telemetry.port", describe_error(error))
+    try:
+        yield
+    finally:
+        if server is not None:
+            server.close()
 
 
 @contextmanager

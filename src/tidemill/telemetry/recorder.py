@@ -120,7 +120,7 @@ class Recorder:
         check_sinks(spec.telemetry.sinks)
         run_id = str(run.read_manifest().get("run_id", spec.run.name))
         self._webhooks = [Webhook(config, run=spec.run.name, run_id=run_id) for config in spec.telemetry.alerts]
-        self._sinks = SinkSet(self._sink_failed)
+        self._sinks = SinkSet(self.sink_failed)
         self._events = JsonlWriter(run.events)
         self._metrics = JsonlWriter(run.metrics)
         self._progress = SessionProgress(
@@ -346,7 +346,8 @@ class Recorder:
                 self._warned_of.add(webhook.host)
                 self.note(f"warning: an alert to {webhook.host} failed ({webhook.failure}); the run continues")
 
-    def _sink_failed(self, sink: str, error: str) -> None:
+    def sink_failed(self, sink: str, error: str) -> None:
+        """Report something beside the run that failed."""
         self.event(SINK_FAILED, sink=sink, error=error)
         self.note(f"warning: sink {sink} failed ({error}); the run continues without it")
 

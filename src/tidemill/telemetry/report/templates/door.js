@@ -16,8 +16,12 @@
     }
     sessionStorage.setItem(STORE, token);
     const text = await page.text();
+    if (!page.headers.get("content-type").startsWith("text/html")) {
+      answer.textContent = text;
+      return;
+    }
     document.open(); // the server's own page, in place of this one
-    document.write(page.headers.get("content-type").startsWith("text/html") ? text : "");
+    document.write(text);
     document.close();
   }
 

@@ -22,7 +22,10 @@ def finite_number(value: Any) -> float | None:
     """A JSON value as a finite float; None for anything else, booleans included."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    return float(value) if math.isfinite(value) else None
+    try:
+        return float(value) if math.isfinite(value) else None
+    except OverflowError:  # an integer beyond the range of floats
+        return None
 
 
 def _scalar_or_text(value: Any) -> Any:
@@ -114,7 +117,7 @@ def complete_lines(path: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:
         offset = 0
         for line in file:
             if line.endswith(b"\n"):
-                yield offset, _object(line)
+                yield offset, line_object(line)
             offset += len(line)
 
 
@@ -152,10 +155,11 @@ class SharedLines:
             return []
         complete = complete[: complete.rfind(b"\n") + 1]
         self._offset += len(complete)
-        return [_object(line) for line in complete.splitlines()]
+        return [line_object(line) for line in complete.splitlines()]
 
 
-def _object(line: bytes) -> dict[str, Any] | None:
+def line_object(line: bytes) -> dict[str, Any] | None:
+    """The object of a line; None if it has none."""
     try:
         return decode_json(line, dict)
     except msgspec.DecodeError:

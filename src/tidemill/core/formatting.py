@@ -7,6 +7,10 @@ import re
 from collections.abc import Mapping, Sequence
 
 
+ROUNDING_ERROR = 1e-12
+"""Smaller values are shown as 0."""
+
+
 def duration(seconds: float) -> str:
     """`4.1 s`, `2:31`, `1:02:07`."""
     if seconds < 60:
@@ -38,6 +42,7 @@ def decimal(value: float | None) -> str:
     """About three significant digits: `0.123`, `12.3`, `1.2e-4`; `-` for None, NaN and infinity."""
     if value is None or not math.isfinite(value):
         return "-"
+    value = value if abs(value) > ROUNDING_ERROR else 0.0
     if value != 0 and (abs(value) < 1e-3 or abs(value) >= 1e5):
         mantissa, _, exponent = f"{value:.1e}".partition("e")
         return f"{mantissa}e{int(exponent)}"

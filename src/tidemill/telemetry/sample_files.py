@@ -103,7 +103,7 @@ def sample_line(
             [part.worker, part.lease, part.version, part.start, part.end]
             for part in segments_of(trajectory, 0, len(token_ids))
         ],
-        "advantage": update.advantage if update else None,
+        "advantage": round(update.advantage, 6) if update else None,
     }
     if update:
         per_token = {name: getattr(update, name) for name in TOKEN_FIGURES}

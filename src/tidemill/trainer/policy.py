@@ -24,7 +24,7 @@ from tidemill.algos.losses import denominator, token_weights
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError
 from tidemill.core.protocols import Compute
-from tidemill.core.records import Completion, Group, LogprobBuffer, PolicyVersion, SampleUpdate, StepMetrics
+from tidemill.core.records import Completion, Group, LogprobBuffer, PolicyVersion, SampleId, SampleUpdate, StepMetrics
 from tidemill.models.ranks import ONE_RANK, Ranks
 from tidemill.models.token_logprobs import Statistic
 from tidemill.models.tree_forward import TreeForward, TreeOutput
@@ -170,7 +170,8 @@ class PolicyTrainer:
         self._sums.critic = [self._wait_for_critic(metrics) for metrics in self._critic_metrics]
         self._add_time(started)
         values, mismatch_of, of_ranks = self._sums.values(), self._sums.mismatch_by_lease(), self._sums.of_ranks
-        updates = self._sums.with_details(self._updates)
+        wanted = [each for each in (*self._detailed, *self._reserves) if each in self._sums.details]
+        updates = self._sums.with_details(self._updates, wanted[: self.spec.telemetry.token_details])
         kl_target, kl_ref = self.spec.algorithm.kl_target, values.get("kl_ref")
         if kl_target is not None and kl_ref is not None:
             self.kl_beta = adapted_beta(self.kl_beta, kl_ref, kl_target)
@@ -197,7 +198,8 @@ class PolicyTrainer:
         self._minibatches = [Minibatch() for _ in range(self.spec.batch.minibatches)]
         self._pending: list[PendingGroup] = []
         self._updates: list[SampleUpdate] = []
-        self._detailed = 0  # samples that were chosen for details
+        self._detailed: list[SampleId] = []  # samples whose tokens are logged
+        self._reserves: list[SampleId] = []  # in their place, if they are not trained on
         self._critic_metrics: list[Deferred[dict[str, float]]] = []  # of each critic step
         self.optimizer.zero_grad(set_to_none=True)
 
@@ -227,16 +229,17 @@ class PolicyTrainer:
             self._add_samples(each.minibatch, self._choose_details(samples, each.number))
 
     def _choose_details(self, samples: list[WeightedSample], number: int) -> list[WeightedSample]:
-        """Mark the samples of the batch's group `number` whose tokens are logged: the chosen samples spread evenly over
-        the groups, and a group without gradient leaves its share to the next."""
-        telemetry = self.spec.telemetry
+        """Mark the samples of the batch's group `number` whose tokens are logged, if they have a gradient: they are
+        spread evenly over the batch. The first groups give reserves for groups without gradient."""
+        telemetry, prompts = self.spec.telemetry, self.spec.batch.prompts
         limit = min(telemetry.token_details, telemetry.samples_per_step or telemetry.token_details)
-        due = limit * min(number + 1, self.spec.batch.prompts) // self.spec.batch.prompts - self._detailed
-        size = min(due, len(samples))
-        # Another index in each group.
-        chosen = {(number + index * len(samples) // size) % len(samples) for index in range(size)}
-        self._detailed += len(chosen)
-        return [replace(each, detailed=index in chosen) for index, each in enumerate(samples)] if chosen else samples
+        due = min(limit * min(number + 1, prompts) // prompts - len(self._detailed), len(samples))
+        size = min(due + limit - len(self._reserves), len(samples))
+        indices = [(number + at * len(samples) // size) % len(samples) for at in range(size)]
+        ids = [samples[index].trajectory.sample_id for index in indices]
+        self._detailed += ids[:due]
+        self._reserves += ids[due:]
+        return [replace(each, detailed=index in indices) for index, each in enumerate(samples)]
 
     def _wait_for_critic(self, deferred: Deferred[T]) -> T:
         started = time.perf_counter()

@@ -415,14 +415,14 @@ class UpdateSums:
                 sample_id=sample_id, trainer_logprobs=both[0].tobytes(), entropies=both[1].tobytes()
             )
 
-    def with_details(self, updates: Sequence[SampleUpdate]) -> tuple[SampleUpdate, ...]:
-        """The updates with the logprobs and entropies of the chosen samples."""
-        found = ((each, self.details.get(each.sample_id)) for each in updates)
+    def with_details(self, updates: Sequence[SampleUpdate], wanted: Sequence[SampleId]) -> tuple[SampleUpdate, ...]:
+        """The updates with the logprobs and entropies of the wanted samples."""
+        details = {sample_id: self.details[sample_id] for sample_id in wanted}
         return tuple(
             msgspec.structs.replace(each, trainer_logprobs=own.trainer_logprobs, entropies=own.entropies)
-            if own
+            if (own := details.get(each.sample_id))
             else each
-            for each, own in found
+            for each in updates
         )
 
     def add_ranks(self, ranks: Ranks) -> None:

@@ -135,7 +135,10 @@ def test_samples_are_filed_by_step_and_purpose(tmp_path: Path) -> None:
     recorder.samples(3, [*train, held_out], [prompt] * 5)
     end(recorder)
     folder = recorder.run.samples
-    assert sorted(path.name for path in folder.iterdir()) == ["step_000003.eval-held_out.jsonl", "step_000003.jsonl"]
+    assert sorted(path.name for path in folder.glob("step_*")) == [
+        "step_000003.eval-held_out.jsonl",
+        "step_000003.jsonl",
+    ]
     assert len(read_samples(folder / "step_000003.jsonl")) == 2
     assert read_samples(folder / "step_000003.eval-held_out.jsonl")[0].tokens == (" ", "3", "\n")
 

@@ -62,6 +62,14 @@ class LiveState(Record):
 MOST_SAMPLES = 256
 
 
+class UnderWay(Record):
+    """What the rollout side of a run is doing."""
+
+    fleet: tuple[FleetRow, ...] = ()
+    samples: tuple[SampleUnderWay, ...] = ()
+    samples_total: int = 0
+
+
 class LiveWriter:
     """Writes live.json, unless the last write was less than `MIN_INTERVAL_S` ago. An error is ignored: the run does not
     depend on the file."""
@@ -77,7 +85,7 @@ class LiveWriter:
         self._written_s = self._clock.now()
         self.beat += 1
         try:
-            write_atomically(self._path, encode(state(self.beat)))
+            write_atomically(self._path, encode(state(self.beat)), durable=False)
         except UserError:
             return
 

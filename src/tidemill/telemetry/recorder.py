@@ -36,6 +36,7 @@ from tidemill.telemetry.events import (
 from tidemill.telemetry.fleet_figures import evictions_sentence, recomputed
 from tidemill.telemetry.guard_history import guard_sentences
 from tidemill.telemetry.jsonl import JsonlWriter
+from tidemill.telemetry.live_state import Activity, LiveState, LiveWriter, Phase, UnderWay
 from tidemill.telemetry.manifest import peak_rss_bytes
 from tidemill.telemetry.metrics import (
     BUDGETS,
@@ -118,7 +119,7 @@ class Recorder:
         self._fleet_lines = FleetLines(self._clock)
         self._known_failures: set[tuple[str, str]] = set()
         check_sinks(spec.telemetry.sinks)
-        run_id = str(run.read_manifest().get("run_id", spec.run.name))
+        self._run_id = run_id = str(run.read_manifest().get("run_id", spec.run.name))
         self._webhooks = [Webhook(config, run=spec.run.name, run_id=run_id) for config in spec.telemetry.alerts]
         self._sinks = SinkSet(self._sink_failed)
         self._events = JsonlWriter(run.events)
@@ -135,6 +136,10 @@ class Recorder:
             host=platform.node(),
         )
         self._load_history()
+        self._live = LiveWriter(run.path, self._clock)
+        self._activity: tuple[Activity, str] = ("working", "")
+        self.under_way: Callable[[], UnderWay] | None = None  # of an RL run, once it has a fleet
+        self.beat(now=True)
         stream = stream or sys.stderr
         self._view = view_of(stream, live=spec.telemetry.live)(self._progress, stream, self._clock)
         try:
@@ -230,6 +235,7 @@ class Recorder:
         self._warn_of_cuts(metrics.step, values)
         self._report_alerts()
         self._sinks.step(metrics.step, values)
+        self.beat()
 
     def _warn_of_cuts(self, step: int, values: Mapping[str, float]) -> None:
         """Once for each limit: in the first step in which it ended many samples that are trained on."""
@@ -288,10 +294,42 @@ class Recorder:
         if self._view:
             self._view.phase()
         self._note_all(self._fleet_lines.due())
+        self.beat()
 
     def fleet(self, rows: Sequence[FleetRow]) -> None:
         """The current workers, for the live view only."""
         self._progress.set_fleet(rows)
+
+    def beat(self, *, now: bool = False) -> None:
+        """Write live.json if a second has passed, or in any case with `now`. Call it from the thread of the loop."""
+        if not self._closed or now:
+            self._live.write(self._live_state, now=now)
+
+    def show_activity(self, activity: Activity, text: str = "") -> None:
+        self._activity = activity, text
+        self.beat(now=True)
+
+    def _live_state(self, beat: int) -> LiveState:
+        progress, elapsed_s, (activity, text) = self._progress, self.elapsed_s, self._activity
+        under_way = self.under_way() if self.under_way is not None else UnderWay(fleet=progress.fleet)
+        left_s = progress.left_s() if activity == "working" else None
+        phases = progress.current_phases() if activity == "working" else []
+        return LiveState(
+            run_id=self._run_id,
+            session=self._session,
+            beat=beat,
+            unix_s=self._unix_time(),
+            elapsed_s=elapsed_s,
+            step=progress.step,
+            total_steps=progress.total_steps,
+            activity=activity,
+            activity_text=text,
+            left_s=None if left_s is None else max(0.0, left_s - (elapsed_s - progress.elapsed_s)),
+            phases=tuple(Phase(name=name, done=done, total=total) for name, done, total in phases),
+            fleet=under_way.fleet,
+            samples=under_way.samples,
+            samples_total=under_way.samples_total,
+        )
 
     def note(self, text: str) -> None:
         """One line for the view only."""
@@ -324,6 +362,8 @@ class Recorder:
             return
         self._closed = True
         self._note_all(self._fleet_lines.due(closing=True))
+        self.under_way = None
+        self.show_activity("ended", outcome)
         try:
             self._sinks.close(failed=outcome == "failed")
             reason = {} if error is None else {"error": error_line(error)}

@@ -110,6 +110,7 @@ def train(
     own_code, stop = identities(run_extensions(spec)), stop or StopRequest()
     opened = run_session(spec, telemetry_stream, planned_steps=lambda planned: planned.policy_steps)
     with stop.after_hours(spec.trainer.hours), opened as (resumed, run, recorder):
+        recorder.control.attach(stop.request)
         schedule_remark = resumed.optimizer.schedule_remark(spec.policy_steps)
         for remark in (default_task_remark(spec), *remarks, *without_effect(spec), schedule_remark):
             if remark:
@@ -300,7 +301,8 @@ def _prompt_format(spec: RunSpec, task: Task) -> PromptFormat:
 async def _beat(recorder: Recorder) -> None:
     """Keep live.json fresh while the loop waits: for the trainer, rewards, machines, an evaluation, a person."""
     while True:
-        recorder.beat()
+        with suppress(UserError):  # the disk is full: the loop raises it, too
+            recorder.beat()
         await asyncio.sleep(MIN_INTERVAL_S / 2)
 
 
@@ -441,6 +443,7 @@ async def _train(
                 stop_strings=backend.task.default_stop_strings,
                 guard=guard,
                 rollbacks=rollbacks,
+                control=recorder.control,
             )
             recorder.under_way = partial(under_way, training)
             stack.callback(setattr, recorder, "under_way", None)

@@ -16,7 +16,9 @@ from tidemill.core.errors import UserError, describe_error, error_line, root_err
 from tidemill.core.protocols import Clock
 from tidemill.core.records import FleetRow, Prompt, StepMetrics, Trajectory
 from tidemill.telemetry.alerts import Webhook
+from tidemill.telemetry.control import ControlFolder, RunControl
 from tidemill.telemetry.events import (
+    CONTROL,
     DECODE,
     EVALUATION,
     FLEET_EVENTS,
@@ -137,7 +139,12 @@ class Recorder:
         )
         self._load_history()
         self._live = LiveWriter(run.path, self._clock)
-        self._activity: tuple[Activity, str] = ("working", "")
+        self.control = RunControl(
+            ControlFolder(run.path),
+            run_id=run_id,
+            session=self._session,
+            log=lambda **fields: self.event(CONTROL, step=self._progress.step, **fields),
+        )
         self.under_way: Callable[[], UnderWay] | None = None  # of an RL run, once it has a fleet
         self.beat(now=True)
         stream = stream or sys.stderr
@@ -301,16 +308,15 @@ class Recorder:
         self._progress.set_fleet(rows)
 
     def beat(self, *, now: bool = False) -> None:
-        """Write live.json if a second has passed, or in any case with `now`. Call it from the thread of the loop."""
-        if not self._closed or now:
-            self._live.write(self._live_state, now=now)
-
-    def show_activity(self, activity: Activity, text: str = "") -> None:
-        self._activity = activity, text
-        self.beat(now=True)
+        """If a second has passed, or in any case with `now`: take requests, and write live.json. Call it from the
+        thread of the loop."""
+        if now or (self._live.due and not self._closed):
+            self.control.poll()
+            self._live.write(self._live_state)
 
     def _live_state(self, beat: int) -> LiveState:
-        progress, elapsed_s, (activity, text) = self._progress, self.elapsed_s, self._activity
+        progress, elapsed_s, paused = self._progress, self.elapsed_s, self.control.paused is not None
+        activity: Activity = "ended" if self._closed else "paused" if paused else "working"
         under_way = self.under_way() if self.under_way is not None else UnderWay(fleet=progress.fleet)
         left_s = progress.left_s() if activity == "working" else None
         phases = progress.current_phases() if activity == "working" else []
@@ -323,12 +329,13 @@ class Recorder:
             step=progress.step,
             total_steps=progress.total_steps,
             activity=activity,
-            activity_text=text,
+            activity_text=self.control.pause_text,
             left_s=None if left_s is None else max(0.0, left_s - (elapsed_s - progress.elapsed_s)),
             phases=tuple(Phase(name=name, done=done, total=total) for name, done, total in phases),
             fleet=under_way.fleet,
             samples=under_way.samples,
             samples_total=under_way.samples_total,
+            requests=tuple(request.request_id for request in self.control.waiting),
         )
 
     def note(self, text: str) -> None:
@@ -363,8 +370,9 @@ class Recorder:
         self._closed = True
         self._note_all(self._fleet_lines.due(closing=True))
         self.under_way = None
-        self.show_activity("ended", outcome)
         try:
+            self.control.close()
+            self.beat(now=True)
             self._sinks.close(failed=outcome == "failed")
             reason = {} if error is None else {"error": error_line(error)}
             self.event(SESSION_END, outcome=outcome, step=self._progress.step, **reason)

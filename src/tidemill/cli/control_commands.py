@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from cyclopts import Parameter
 
@@ -14,8 +15,9 @@ from tidemill.core.errors import UserError
 from tidemill.core.folders import similar_path
 from tidemill.core.formatting import duration
 from tidemill.telemetry.control import HOLD_S, Action, ControlFolder, new_request
-from tidemill.telemetry.events import CONTROL, read_events
-from tidemill.telemetry.live_state import LiveState, read_live
+from tidemill.telemetry.events import read_events
+from tidemill.telemetry.jsonl import SharedLines
+from tidemill.telemetry.live_state import read_live
 from tidemill.telemetry.run_data import NO_RUN, outcome_of
 from tidemill.telemetry.run_dir import RunDirectory, read_json
 
@@ -90,44 +92,45 @@ def _request(run_dir: Path, action: Action, *, hold_s: float = HOLD_S) -> Result
         UserError: the run does not work, does not answer, or ignores the request.
     """
     run = _run_in(run_dir)
-    outcome = outcome_of(read_events(run.events)) if run is not None else "waiting for `tidemill resume`"
-    if run is None or outcome not in ("running", "unknown"):
+    if run is None:
+        raise UserError("no stage of this pipeline is running", where=str(run_dir), hint=f"see {run_dir}/pipeline.json")
+    log = SharedLines(run.events)
+    events = _named(log.new_lines())
+    outcome = outcome_of(events)
+    if outcome not in ("running", "unknown"):
         hint = f"`tidemill resume {run_dir}` starts it" if outcome != "finished" else "it has no step left"
         raise UserError(f"the run is not running ({outcome})", where=str(run_dir), hint=hint)
     live = read_live(run.path)
-    if live is None:
-        what = "the run takes no requests: it has no live.json, so that it is loading or of another version"
-        raise UserError(what, where=str(run_dir), hint="press Ctrl-C in its terminal to stop it")
+    if live is None or live.session != events[-1].get("session"):
+        what = "the run takes no requests: it has just started, or is of another version"
+        raise UserError(what, where=str(run_dir), hint="try again, or press Ctrl-C in its terminal")
     request = new_request(action, run_id=live.run_id, session=live.session, by="command line", hold_s=hold_s)
     folder, deadline_s = ControlFolder(run.path), time.monotonic() + ANSWER_S
     folder.write(request)
-    file, logged = folder.file(request.request_id), dict[str, object]()
-    while time.monotonic() < deadline_s:
-        events = (line for line in read_events(run.events) if line["event"] == CONTROL)
-        logged = next((line for line in events if line.get("request") == request.request_id), {})
-        live = read_live(run.path) or live
-        if logged or request.request_id in live.requests:
-            break
+    file, logged = folder.file(request.request_id), dict[str, Any]()
+    while not logged and request.request_id not in live.requests and time.monotonic() < deadline_s:
         time.sleep(POLL_S)
-    data = {"run_dir": str(run.path), "action": action, "request": request.request_id, "step": live.step}
+        lines = _named(log.new_lines())
+        logged = next((line for line in lines if line.get("request") == request.request_id), {})
+        live = read_live(run.path) or live
     if logged.get("outcome") == "ignored":
         raise UserError(f"the run ignored the request: {logged.get('reason')}", where=str(run_dir))
     if file.exists() and outcome == "unknown":  # of another machine
         file.unlink(missing_ok=True)
         hint = f"if its process is gone, write `tidemill train --run.dir {run_dir}`"
         raise UserError(f"the run did not answer in {duration(ANSWER_S)}", where=str(run_dir), hint=hint)
-    text = (
-        "the run is busy; it takes the request when it has a moment" if file.exists() else _next(action, live, hold_s)
-    )
-    return Result(data=data | {"taken": not file.exists()}, text=text)
-
-
-def _next(action: Action, live: LiveState, hold_s: float) -> str:
-    """What happens next."""
-    step = live.step + (live.activity == "working")
-    return {
+    step, taken = logged.get("step", live.step + 1), not file.exists()
+    texts = {
         "pause": f"pauses after step {step}, with a checkpoint; rented machines are kept for {duration(hold_s)}",
-        "resume": f"resumes after step {live.step}",
+        "resume": f"resumes after step {step}",
         "checkpoint": f"step {step} gets a checkpoint",
         "stop": "stops, with a checkpoint",
-    }[action]
+    }
+    data = {"run_dir": str(run.path), "action": action, "request": request.request_id, "step": step, "taken": taken}
+    return Result(
+        data=data, text=texts[action] if taken else "the run is busy, and takes the request when it looks next"
+    )
+
+
+def _named(lines: Iterable[dict[str, Any] | None]) -> list[dict[str, Any]]:
+    return [line for line in lines if line is not None and isinstance(line.get("event"), str)]

@@ -16,7 +16,9 @@ from tidemill.core.errors import UserError, describe_error, error_line, root_err
 from tidemill.core.protocols import Clock
 from tidemill.core.records import FleetRow, Prompt, SampleUpdate, StepMetrics, Trajectory
 from tidemill.telemetry.alerts import Webhook
+from tidemill.telemetry.control import ControlFolder, RunControl
 from tidemill.telemetry.events import (
+    CONTROL,
     DECODE,
     EVALUATION,
     FLEET_EVENTS,
@@ -36,6 +38,7 @@ from tidemill.telemetry.events import (
 from tidemill.telemetry.fleet_figures import evictions_sentence, recomputed
 from tidemill.telemetry.guard_history import guard_sentences
 from tidemill.telemetry.jsonl import JsonlWriter
+from tidemill.telemetry.live_state import Activity, LiveState, LiveWriter, Phase, UnderWay
 from tidemill.telemetry.manifest import peak_rss_bytes
 from tidemill.telemetry.metrics import (
     BUDGETS,
@@ -119,7 +122,7 @@ class Recorder:
         self._fleet_lines = FleetLines(self._clock)
         self._known_failures: set[tuple[str, str]] = set()
         check_sinks(spec.telemetry.sinks)
-        run_id = str(run.read_manifest().get("run_id", spec.run.name))
+        self._run_id = run_id = str(run.read_manifest().get("run_id", spec.run.name))
         self._webhooks = [Webhook(config, run=spec.run.name, run_id=run_id) for config in spec.telemetry.alerts]
         self._sinks = SinkSet(self.sink_failed)
         self._events = JsonlWriter(run.events)
@@ -137,6 +140,15 @@ class Recorder:
             **({"pid_start": start} if (start := process_start(os.getpid())) else {}),
         )
         self._load_history()
+        self._live = LiveWriter(run.path, self._clock)
+        self.control = RunControl(
+            ControlFolder(run.path),
+            run_id=run_id,
+            session=self._session,
+            log=lambda **fields: self.event(CONTROL, step=self._progress.step, **fields),
+        )
+        self.under_way: Callable[[], UnderWay] | None = None  # of an RL run, once it has a fleet
+        self.beat(now=True)
         stream = stream or sys.stderr
         self._view = view_of(stream, live=spec.telemetry.live)(self._progress, stream, self._clock)
         try:
@@ -232,6 +244,7 @@ class Recorder:
         self._warn_of_cuts(metrics.step, values)
         self._report_alerts()
         self._sinks.step(metrics.step, values)
+        self.beat()
 
     def _warn_of_cuts(self, step: int, values: Mapping[str, float]) -> None:
         """Once for each limit: in the first step in which it ended many samples that are trained on."""
@@ -304,10 +317,42 @@ class Recorder:
         if self._view:
             self._view.phase()
         self._note_all(self._fleet_lines.due())
+        self.beat()
 
     def fleet(self, rows: Sequence[FleetRow]) -> None:
         """The current workers, for the live view only."""
         self._progress.set_fleet(rows)
+
+    def beat(self, *, now: bool = False) -> None:
+        """If a second has passed, or in any case with `now`: take requests, and write live.json. Call it from the
+        thread of the loop."""
+        if now or (self._live.due and not self._closed):
+            self.control.poll()
+            self._live.write(self._live_state)
+
+    def _live_state(self, beat: int) -> LiveState:
+        progress, elapsed_s, paused = self._progress, self.elapsed_s, self.control.paused is not None
+        activity: Activity = "ended" if self._closed else "paused" if paused else "working"
+        under_way = self.under_way() if self.under_way is not None else UnderWay(fleet=progress.fleet)
+        left_s = progress.left_s() if activity == "working" else None
+        phases = progress.current_phases() if activity == "working" else []
+        return LiveState(
+            run_id=self._run_id,
+            session=self._session,
+            beat=beat,
+            unix_s=self._unix_time(),
+            elapsed_s=elapsed_s,
+            step=progress.step,
+            total_steps=progress.total_steps,
+            activity=activity,
+            activity_text=self.control.pause_text,
+            left_s=None if left_s is None else max(0.0, left_s - (elapsed_s - progress.elapsed_s)),
+            phases=tuple(Phase(name=name, done=done, total=total) for name, done, total in phases),
+            fleet=under_way.fleet,
+            samples=under_way.samples,
+            samples_total=under_way.samples_total,
+            requests=tuple(request.request_id for request in self.control.waiting),
+        )
 
     def note(self, text: str) -> None:
         """One line for the view only."""
@@ -340,7 +385,10 @@ class Recorder:
             return
         self._closed = True
         self._note_all(self._fleet_lines.due(closing=True))
+        self.under_way = None
         try:
+            self.control.close()
+            self.beat(now=True)
             self._sinks.close(failed=outcome == "failed")
             reason = {} if error is None else {"error": error_line(error)}
             self.event(SESSION_END, outcome=outcome, step=self._progress.step, **reason)

@@ -59,7 +59,7 @@ def run(tmp_path: Path) -> Iterator[RunDirectory]:
 
 def contents(run: RunDirectory) -> dict[str, bytes]:
     """Files that a rollback changes."""
-    ignored = ("manifest.json", "events.jsonl", "summary.json", ".lock")
+    ignored = ("manifest.json", "events.jsonl", "summary.json", "live.json", ".live.json.partial", ".lock")
     files = (path for path in run.path.rglob("*") if path.is_file() and path.name not in ignored)
     return {str(path.relative_to(run.path)): path.read_bytes() for path in files if "checkpoints" not in path.parts}
 

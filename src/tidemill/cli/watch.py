@@ -32,8 +32,8 @@ def watch(
 ) -> Result:
     """Show a run, or all runs below a folder, in the browser: curves, machines, samples, costs. Ctrl-C ends it.
 
-    It only reads the files of the runs, which may be in progress, finished or copied. Buttons of the page write requests
-    to RUN/control and verdicts to RUN/checks.
+    It only reads the files of the runs, which may be in progress, finished or copied. Buttons of the page write
+    requests to RUN/control, and verdicts go to RUN/checks.
 
     Parameters
     ----------

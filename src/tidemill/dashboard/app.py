@@ -84,7 +84,6 @@ class Dashboard:
         run = "/run/{key}"
         reads: dict[str, Handler] = {
             "/": self._runs,
-            "/compare": self._compare,
             "/compare.json": self._compare_json,
             ASSETS + "{name}": self._asset,
             "/metrics": self._metrics,
@@ -94,9 +93,6 @@ class Dashboard:
             f"{run}/section/{{name}}": self._section,
             f"{run}/charts.json": self._charts,
             f"{run}/fleet.json": self._fleet,
-            f"{run}/samples": self._samples,
-            f"{run}/group": self._group,
-            f"{run}/sample": self._sample,
             f"{run}/check": self._check,
         }
         acts: dict[str, Handler] = {f"{run}/control": self._control, f"{run}/verdict": self._verdict}
@@ -158,9 +154,6 @@ class Dashboard:
             "waiting": len(waiting),
         }
         return HTMLResponse(render_page(TEMPLATES / "check.html.j2", **values))
-
-    async def _compare(self, request: Request) -> Response:
-        return HTMLResponse(await self._compared(request, compare_page))
 
     # Data.
 
@@ -248,9 +241,7 @@ def _curve(values: Sequence[float]) -> str:
 
 
 def _page(reader: RunReader, key: str) -> str:
-    return run_page(
-        reader.data, state=reader.state, live=reader.live, mode="live", key=key, can_act=True
-    )
+    return run_page(reader.data, state=reader.state, live=reader.live, mode="live", key=key, can_act=True)
 
 
 def _section(reader: RunReader, name: str) -> str:
@@ -259,19 +250,16 @@ def _section(reader: RunReader, name: str) -> str:
 
 def _write_request(reader: RunReader, asked: ControlBody) -> dict[str, Any]:
     """Raises ApiError: nobody would read the request."""
-    data, state = reader.data, reader.state
-    path = data.run.path
+    path, state, live = reader.path, reader.state, reader.live
     if state.name not in RUNNING:
-        what = f"the run does not take requests: {state.text}"
-        raise ApiError(409, f"{what}; `tidemill resume {shlex.quote(str(path))}` starts it again", code="not_running")
+        again = f"`tidemill resume {shlex.quote(str(path))}` starts it again"
+        hint = "it has no step left" if state.name == "finished" else again
+        raise ApiError(409, f"{state.text.rstrip('.')}, so it takes no requests; {hint}", code="not_running")
+    if live is None or live.session != max(reader.data.sessions, default=0):
+        raise ApiError(409, "the run takes no requests: it has just started, or is of another version", code="deaf")
     _refuse_link(path / CONTROL)
-    request = new_request(
-        asked.action,
-        run_id=str(data.manifest.get("run_id", "")),
-        session=max(data.sessions, default=0),
-        by="watch",
-        hold_s=asked.hold_s,
-    )
+    hold_s = asked.hold_s
+    request = new_request(asked.action, run_id=live.run_id, session=live.session, by="watch", hold_s=hold_s)
     ControlFolder(path).write(request)
     return {"request": request.request_id, "action": asked.action}
 

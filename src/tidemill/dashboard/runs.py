@@ -14,9 +14,9 @@ from tidemill.core.errors import UserError
 from tidemill.core.folders import similar_path
 from tidemill.gateway.errors import ApiError
 from tidemill.guard.checks import CheckQueue
-from tidemill.telemetry.openmetrics import Figure, run_figures
 from tidemill.telemetry.followed_file import signature
 from tidemill.telemetry.live_state import read_live
+from tidemill.telemetry.openmetrics import Figure, run_figures
 from tidemill.telemetry.run_data import NO_RUN, RunData
 from tidemill.telemetry.run_dir import RunDirectory
 from tidemill.telemetry.run_list import RunList, RunRow, find_runs, run_key
@@ -131,7 +131,9 @@ class WatchedFolder:
             await asyncio.to_thread(self._find)
         if key not in self._paths:
             raise ApiError(404, "there is no such run here", code="unknown_run")
-        run = self._open[key] = self._open.pop(key, None) or WatchedRun(key, self._paths[key])
+        run = self._open.get(key) or WatchedRun(key, self._paths[key])
+        self._open[key] = run
+        self._open.move_to_end(key)
         while len(self._open) > MOST_READERS:
             self._open.popitem(last=False)  # a listener keeps its run
         return run
@@ -141,9 +143,9 @@ class WatchedFolder:
         rows = await self.rows()
         pipelines = {row.pipeline for row in rows}
         async with self._listing:
-            return await asyncio.to_thread(lambda: [
-                figure for row in rows if row.key not in pipelines for figure in self._figures_of(row)
-            ])
+            return await asyncio.to_thread(
+                lambda: [figure for row in rows if row.key not in pipelines for figure in self._figures_of(row)]
+            )
 
     def _figures_of(self, row: RunRow) -> list[Figure]:
         stamp = (row.state.name, *(signature(row.path / name) for name in FIGURES_FROM))

@@ -9,8 +9,8 @@ import signal
 import socket
 import sys
 import threading
-import webbrowser
 import time
+import webbrowser
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
@@ -143,7 +143,7 @@ class BackgroundServer:
         try:
             self.url = started.result(START_S)
         except TimeoutError as error:
-            raise DeadlineError(f"the server did not start within {START_S:g} s") from error
+            raise DeadlineError("a server on this machine", waited_s=START_S, look_at="its load") from error
 
     def close(self) -> None:
         """Stop serving. A second call does nothing."""
@@ -182,14 +182,15 @@ async def run_metrics(path: Path, config: TelemetryConfig) -> AsyncIterator[str]
     Raises:
         UserError: the address or the tokens cannot be used.
     """
-    reader, newest = RunReader(path), ["", float("-inf")]
+    reader, newest, written_s = RunReader(path), "", float("-inf")
 
     def text() -> str:
-        if time.monotonic() - newest[1] >= FRESH_S:  # however many collectors ask
+        nonlocal newest, written_s
+        if time.monotonic() - written_s >= FRESH_S:  # however many collectors ask
             reader.refresh()
             figures = run_figures(path.name, reader.data, state=reader.state.name, live=reader.live)
-            newest[:] = exposition(figures), time.monotonic()
-        return newest[0]
+            newest, written_s = exposition(figures), time.monotonic()
+        return newest
 
     async def answer(request: Request) -> Response:
         async with lock:

@@ -92,6 +92,8 @@ class Stream:
             listener.put("", "changed", changed=["row"])  # since the page was made
         else:
             await run.refresh()
+            if not any(each.run is run for each in self._listeners):
+                run.take_changes()  # nobody has waited for them
             if _event_id(run) != last_id:
                 listener.put(run.key, "changed", _event_id(run), **run.news, changed=EVERYTHING)
         self._listeners.add(listener)

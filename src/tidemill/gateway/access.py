@@ -22,6 +22,8 @@ T = TypeVar("T")
 
 LOG = logging.getLogger("tidemill.gateway")
 LOCAL_NAMES = {"127.0.0.1", "::1", "localhost"}
+WORDS = 2
+"""Of a line: right and key."""
 SINGLE = ("host", "authorization", "origin", "idempotency-key", "content-encoding", "content-length")
 """Headers with one value. A proxy in front may read another one of two values than the gateway."""
 
@@ -88,26 +90,25 @@ class Keys:
 
     def _read(self, file: Path) -> dict[bytes, str]:
         """The right of each key."""
+        form = " or ".join(f"`{right} TOKEN`" if right else "a key" for right in self._rights)
         try:
             mode = file.stat().st_mode
-            lines = [line.split() for line in file.read_bytes().splitlines() if line.strip()]
+            lines = [line.strip() for line in file.read_bytes().splitlines() if line.strip()]
         except OSError as error:
-            hint = "name a file with a key on each line"
+            hint = f"name a file with {form} on each line"
             raise UserError(f"{file}: {error.strerror}", where=self._where, hint=hint) from error
         if mode & (stat.S_IRWXG | stat.S_IRWXO):
             what = f"others can read {file} (mode {stat.S_IMODE(mode):o})"
             raise UserError(what, where=self._where, hint=f"chmod 600 {file}")
         if not lines:
-            raise UserError(f"{file} has no key", where=self._where, hint="write a key on a line of its own")
-        if self._rights == ("",):
-            return {b" ".join(words): "" for words in lines}
+            raise UserError(f"{file} has no key", where=self._where, hint=f"write {form} on a line of its own")
         keys = dict[bytes, str]()
-        for number, words in enumerate(lines, 1):
+        for line in lines:
+            words = [b"", line] if self._rights == ("",) else line.split()
             right = words[0].decode(errors="replace")
-            if right not in self._rights or len(words) != 2:
-                hint = f"write a line as `{self._rights[0]} TOKEN`"
-                raise UserError(f"line {number} of {file} is none of `{'`, `'.join(self._rights)}` and a token",
-                                where=self._where, hint=hint)
+            if right not in self._rights or len(words) != WORDS:
+                hint = f"write {form} on each line"
+                raise UserError(f"{file} has a line that is no right and key", where=self._where, hint=hint)
             keys[words[1]] = max(right, keys.get(words[1], right), key=self._rights.index)
         return keys
 

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Protocol
 
 import h11
 import uvicorn
-from starlette.applications import Starlette
+from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from tidemill.core.errors import UserError
@@ -119,7 +119,7 @@ class Guarded(H11Protocol):
 
 
 @asynccontextmanager
-async def serving(app: Starlette, listener: socket.socket, config: ConnectionLimits) -> AsyncIterator[None]:
+async def serving(app: ASGIApp, listener: socket.socket, config: ConnectionLimits) -> AsyncIterator[None]:
     """Serve while the block runs; then no new request is taken, and those that are answered have `STOP_S` seconds."""
     settings = uvicorn.Config(
         app,

@@ -145,7 +145,5 @@ def _metric_figure(run: Mapping[str, str], metric: str, value: float) -> Figure:
 
 def newest_values(data: RunData) -> dict[str, float]:
     """The newest value of every metric."""
-    newest = dict[str, float]()
-    for line in data.metrics:
-        newest |= line.values
-    return newest
+    columns = {name: data.values(name) for name in data.metrics.names}
+    return {name: values[-1] for name, values in columns.items() if values}

@@ -13,7 +13,7 @@ import time
 import webbrowser
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, closing, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -71,14 +71,15 @@ def listen_to_watchers(host: str, port: int | None) -> socket.socket:
 async def watching(
     folder: WatchedFolder, listener: socket.socket, *, token_file: Path | None, framed: bool = False
 ) -> AsyncIterator[None]:
-    """Serve the pages while the block runs. Raises UserError: the tokens cannot be used."""
+    """Serve the pages while the block runs, and close the listener. Raises UserError: the tokens cannot be used."""
     dashboard = Dashboard(folder)
-    app = Access(dashboard.app(), token_file, where="--token-file", framed=framed)
-    async with serving(app, listener, LIMITS):
-        try:
-            yield
-        finally:
-            await dashboard.stream.close()  # the server waits for open answers
+    with closing(listener):
+        app = Access(dashboard.app(), token_file, where="--token-file", framed=framed)
+        async with serving(app, listener, LIMITS):
+            try:
+                yield
+            finally:
+                await dashboard.stream.close()  # the server waits for open answers
 
 
 async def watch(
@@ -112,7 +113,6 @@ async def watch(
             show(address(listener))
             await ended.wait()
     finally:
-        listener.close()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.remove_signal_handler(number)
 

@@ -358,9 +358,14 @@ def event_line(name: str, fields: dict[str, Any], *, unix_s: float, session: int
     return header | {f"{key}_" if key in header else key: value for key, value in fields.items()}
 
 
-def read_events(path: Path) -> list[dict[str, Any]]:
+def events_in(path: Path) -> Iterator[dict[str, Any]]:
     """Every complete line of events.jsonl that has an event name."""
-    return [line for _, line in read_lines(path) if isinstance(line.get("event"), str)]
+    return (line for _, line in read_lines(path) if isinstance(line.get("event"), str))
+
+
+def read_events(path: Path) -> list[dict[str, Any]]:
+    """All of `events_in`."""
+    return list(events_in(path))
 
 
 class PastSessions(Record):

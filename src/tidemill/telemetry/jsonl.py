@@ -106,13 +106,6 @@ def read_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
     Unreadable lines are skipped; a missing file has no lines.
     """
-    for offset, record in complete_lines(path):
-        if record is not None:
-            yield offset, record
-
-
-def complete_lines(path: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:
-    """As `read_lines`, with None for unreadable lines."""
     try:
         file = path.open("rb")
     except FileNotFoundError:
@@ -120,8 +113,8 @@ def complete_lines(path: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:
     with file:
         offset = 0
         for line in file:
-            if line.endswith(b"\n"):
-                yield offset, line_object(line)
+            if line.endswith(b"\n") and (record := line_object(line)) is not None:
+                yield offset, record
             offset += len(line)
 
 

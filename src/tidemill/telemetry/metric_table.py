@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from array import array
-from bisect import bisect_left
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from operator import eq
+from itertools import repeat
 from typing import TypeVar, overload
 
 import numpy as np
@@ -14,11 +14,13 @@ from numpy.typing import NDArray
 from tidemill.telemetry.metrics import MetricLine
 
 NAN = float("nan")
+OWN = MetricLine._fields[:-1]
+"""Fields of a line beside its metrics."""
 T = TypeVar("T")
 
 
 class Rows(Sequence[T]):
-    """A sequence that builds its items on access. It equals every sequence of the same items."""
+    """A sequence that builds its items on access."""
 
     def item(self, at: int) -> T:
         """The item at a position, counted from 0."""
@@ -31,46 +33,10 @@ class Rows(Sequence[T]):
     def __getitem__(self, at: int | slice) -> T | Sequence[T]:
         if isinstance(at, slice):
             return [self.item(row) for row in range(*at.indices(len(self)))]
-        if not -len(self) <= at < len(self):
-            raise IndexError(at)
-        return self.item(at % len(self))
+        return self.item(range(len(self))[at])
 
     def __iter__(self) -> Iterator[T]:
         return map(self.item, range(len(self)))
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Sequence) and len(self) == len(other) and all(map(eq, self, other))
-
-    __hash__ = None  # type: ignore[assignment]
-
-
-class _Column:
-    """Values of consecutive rows from `start` on; NaN where a row has none."""
-
-    __slots__ = ("cells", "start")
-
-    def __init__(self, start: int) -> None:
-        self.start, self.cells = start, array("d")
-
-    def get(self, row: int) -> float:
-        at = row - self.start
-        return self.cells[at] if 0 <= at < len(self.cells) else NAN
-
-    def put(self, row: int, value: float) -> None:
-        if row < self.start:
-            self.cells = array("d", [NAN]) * (self.start - row) + self.cells
-            self.start = row
-        gap = row + 1 - self.start - len(self.cells)
-        if gap > 0:
-            self.cells.extend(array("d", [NAN]) * gap)
-        self.cells[row - self.start] = value
-
-    def insert(self, row: int) -> None:
-        """Make room for a row without a value."""
-        if row <= self.start:
-            self.start += 1
-        elif row < self.start + len(self.cells):
-            self.cells.insert(row - self.start, NAN)
 
 
 class RowValues(Mapping[str, float]):
@@ -78,96 +44,78 @@ class RowValues(Mapping[str, float]):
 
     __slots__ = ("_columns", "_row")
 
-    def __init__(self, columns: dict[str, _Column], row: int) -> None:
+    def __init__(self, columns: dict[str, tuple[int, array[float]]], row: int) -> None:
         self._columns, self._row = columns, row
 
     def __getitem__(self, name: str) -> float:
-        value = self._columns[name].get(self._row)
+        start, cells = self._columns[name]
+        value = cells[self._row - start] if start <= self._row < start + len(cells) else NAN
         if value != value:
             raise KeyError(name)
         return value
 
     def __iter__(self) -> Iterator[str]:
-        return (name for name, column in self._columns.items() if column.get(self._row) == column.get(self._row))
+        return (name for name in self._columns if name in self)
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
 
 
 class MetricTable(Rows[MetricLine]):
-    """One row per step, by step; the last line of a step counts. As a sequence, its lines."""
+    """The lines of metrics.jsonl, a row each. Those of a run are in order of their steps; see `in_order`."""
 
-    def __init__(self, lines: Sequence[MetricLine] = ()) -> None:
-        self.steps = array("q")
-        self._whole = {name: array("q") for name in ("policy_version", "optimizer_steps", "session")}
-        self._digests = list[str]()
-        self._elapsed_s = array("d")
-        self._columns = dict[str, _Column]()
-        for line in lines:
-            self.append(line)
+    def __init__(self) -> None:
+        self._own = list[tuple[int, int, str, int, int, float]]()
+        self._columns: dict[str, tuple[int, array[float]]] = {}
+        """The first row that has the metric, and its values from there on, NaN where a row has none."""
+        self._ordered = True
 
     def __len__(self) -> int:
-        return len(self.steps)
+        return len(self._own)
+
+    def item(self, at: int) -> MetricLine:
+        return MetricLine(*self._own[at], RowValues(self._columns, at))
+
+    def append(self, line: MetricLine) -> None:
+        row = len(self._own)
+        self._ordered &= not self._own or line.step > self._own[-1][0]
+        self._own.append(line[:-1])
+        for name, value in line.values.items():
+            if (column := self._columns.get(name)) is None:
+                column = self._columns[name] = row, array("d")
+            start, cells = column
+            cells.extend(repeat(NAN, row - start - len(cells)))
+            cells.append(value)
+
+    def in_order(self) -> MetricTable:
+        """This table, or if its lines are not in order another one, by step with the last line of each step."""
+        if self._ordered:
+            return self
+        by_step, table = {line.step: line for line in self}, MetricTable()
+        for step in sorted(by_step):
+            table.append(by_step[step])
+        return table
+
+    @property
+    def last_step(self) -> int:
+        """0 without rows."""
+        return self._own[-1][0] if self._own else 0
 
     @property
     def names(self) -> list[str]:
         """Every metric that a row has."""
         return list(self._columns)
 
-    def item(self, at: int) -> MetricLine:
-        whole = self._whole
-        return MetricLine(
-            step=self.steps[at],
-            policy_version=whole["policy_version"][at],
-            weights_digest=self._digests[at],
-            optimizer_steps=whole["optimizer_steps"][at],
-            session=whole["session"][at],
-            elapsed_s=self._elapsed_s[at],
-            values=RowValues(self._columns, at),
-        )
-
-    def append(self, line: MetricLine) -> None:
-        """Add a line, or replace that of its step. Lines are usually in order."""
-        row = bisect_left(self.steps, line.step) if self.steps and line.step <= self.steps[-1] else len(self)
-        if row < len(self) and self.steps[row] == line.step:
-            self._delete(row)
-        if row < len(self):
-            for column in self._columns.values():
-                column.insert(row)
-        self.steps.insert(row, line.step)
-        self._digests.insert(row, line.weights_digest)
-        self._elapsed_s.insert(row, line.elapsed_s)
-        for name, cells in self._whole.items():
-            cells.insert(row, getattr(line, name))
-        for name, value in line.values.items():
-            column = self._columns.get(name) or self._columns.setdefault(name, _Column(row))
-            column.put(row, value)
-
-    def _delete(self, row: int) -> None:
-        del self.steps[row], self._digests[row], self._elapsed_s[row]
-        for cells in self._whole.values():
-            del cells[row]
-        for column in self._columns.values():
-            if row < column.start:
-                column.start -= 1
-            else:
-                del column.cells[row - column.start : row - column.start + 1]
-
     def values(self, name: str, *, after_step: int | None = None) -> list[float]:
-        """A metric of every row that has it, by step; of later steps than `after_step` only."""
-        column = self._columns.get(name)
-        if column is None:
-            return []
-        first = 0 if after_step is None else bisect_left(self.steps, after_step + 1)
-        return [value for value in column.cells[max(0, first - column.start) :] if value == value]
+        """A metric of every row that has it; of later steps than `after_step` only."""
+        start, cells = self._columns.get(name, (0, array("d")))
+        first = 0 if after_step is None else bisect_right(self._own, after_step, key=lambda own: own[0])
+        return [value for value in cells[max(0, first - start) :] if value == value]
 
     def column(self, name: str) -> NDArray[np.float64]:
-        """A metric of every row, NaN where it is absent. float64 [rows]"""
-        found = np.full(len(self), NAN)
-        if (column := self._columns.get(name)) is not None:
-            found[column.start : column.start + len(column.cells)] = column.cells
-        return found
-
-    def whole(self, name: str) -> NDArray[np.int64]:
-        """`step`, `policy_version`, `optimizer_steps` or `session` of every row. int64 [rows]"""
-        return np.array(self.steps if name == "step" else self._whole[name], dtype=np.int64)
+        """A metric, or another number of a line such as `step`, of every row; NaN where it is absent. float64 [rows]"""
+        if name in OWN:
+            at = OWN.index(name)
+            return np.array([own[at] for own in self._own], dtype=np.float64)
+        start, cells = self._columns.get(name, (0, array("d")))
+        return np.concatenate([np.full(start, NAN), cells, np.full(len(self) - start - len(cells), NAN)])

@@ -167,7 +167,8 @@ def evaluations(
         elif one := read_evaluation(step, event):
             logged[step] = one
     prefix = held_out_prefix(name)
-    found = {line.step: one for line in metrics if (one := read_evaluation(line.step, line.values, prefix=prefix))}
+    evaluated = [line for line in metrics if f"{prefix}reward_mean" in line.values]
+    found = {line.step: one for line in evaluated if (one := read_evaluation(line.step, line.values, prefix=prefix))}
     found |= logged
     return [found[step] for step in sorted(found)]
 
@@ -359,7 +360,8 @@ class RunData:
             wall_s = self.sessions[count].end_s if count in self.sessions else 0.0
         last = self.metrics[-1] if self.metrics else None
         rollout_s, idle_s = self._of_steps(ROLLOUT_TIME), self._of_steps(TRAINER_IDLE)
-        is_timed = ~np.isnan(self.metrics.column(TRAINER_IDLE)) & (self.metrics.whole("step") > 0)
+        is_step = self.metrics.column("step") > 0
+        is_timed = is_step & ~np.isnan(self.metrics.column(TRAINER_IDLE))
         timed_s = float(np.nansum(self.metrics.column(STEP_TIME)[is_timed]))
         generated, trained = int(self._of_steps(TOKENS_GENERATED)), int(self._of_steps(TOKENS_TRAINED))
         times = {"rollout_s": ROLLOUT_TIME, "train_s": TRAIN_TIME, "score_s": SCORE_TIME, "eval_s": EVAL_TIME}
@@ -375,7 +377,7 @@ class RunData:
             "interrupted": outcome == "interrupted",
             "steps": last.step if last else 0,
             "total_steps": total_steps,
-            "optimizer_steps": int(self.metrics.whole("optimizer_steps")[self.metrics.whole("step") > 0].sum()),
+            "optimizer_steps": int(self.metrics.column("optimizer_steps")[is_step].sum()),
             "policy_version": last.policy_version if last else 0,
             "weights_digest": last.weights_digest if last else "",
             "sessions": count,
@@ -395,6 +397,8 @@ class RunData:
                 wall_s=wall_s,
                 tokens_trained=trained,
                 reserved_usd_per_hour=self.setting("fleet", "reserved_usd_per_hour"),
+                sessions=self.sessions,
+                decoded=self.events.decoded,
             ),
             **guard_figures(self.guard),
             PEAK_RSS: int(max([peak_rss_bytes, *self.values(PEAK_RSS)])),

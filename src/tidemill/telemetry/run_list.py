@@ -149,7 +149,7 @@ class RunList:
             key=run_key(self.folder, reader.path),
             name=data.name,
             state=reader.state,
-            step=data.metrics.steps[-1] if data.metrics else 0,
+            step=data.metrics.last_step,
             total_steps=data.total_steps,
             figure=headline.name,
             value=headline.value,

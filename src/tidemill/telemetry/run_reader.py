@@ -113,5 +113,5 @@ class RunReader:
             outcome=outcome,
             recorded=str(self._data.stored_summary.get("outcome", "")),
             usual_step_s=median(steps_s) if steps_s else 0.0,
-            newest=events[-1] if events else None,
+            newest=events.newest,
         )

@@ -74,7 +74,7 @@ def is_alive(session: Mapping[str, Any]) -> bool:
 
 
 def process_start(pid: int) -> int | None:
-    """When a process started, in clock ticks since the machine's start; 0 for a zombie. None elsewhere than on Linux."""
+    """When a process started, in clock ticks since the machine's start; 0 of a zombie, None where that is unknown."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
         return 0 if fields[0] in "ZX" else int(fields[19])

@@ -6,7 +6,6 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 
-
 ROUNDING_ERROR = 1e-12
 """Smaller values are shown as 0."""
 

@@ -50,8 +50,8 @@ AFTER_REWARD = 3
 """Position of the chart of single rewards."""
 OVERVIEW_SHOWN = 6
 OVERVIEW = (
-    QUALITY.title, "Held-out accuracy", "Reward", "Held-out reward", "Completion length", "Step time", "Loss",
-    "Token accuracy", "Pairwise accuracy", "Entropy",
+    QUALITY.title, "Held-out accuracy", "Reward", "Held-out reward", "Completion length", "Step time", "Entropy",
+    "Loss", "Token accuracy", "Pairwise accuracy",
 )  # fmt: skip
 """Charts that say whether a run learns; the overview has the first of them that the run has."""
 TRUST = (
@@ -87,8 +87,11 @@ def chart_data(data: RunData, *, after: int | None = None, cursor: str = "") -> 
             constant.append([chart.title, decimal(values[0] * chart.scale)])
         elif len(values):
             plotted.append(_plot(chart._replace(series=series), steps, columns, bucket))
-    titles = [chart["title"] for chart in plotted]
+    titles = {chart["title"] for chart in plotted} | {title for title, _ in constant}
     shape = [[chart["title"], *(one["label"] for one in chart["series"])] for chart in plotted]
+    for chart in plotted:
+        if chart["title"] == QUALITY.title:
+            chart["marks"] = data.guard.marks
     points = _points(steps, steps, bucket) if len(steps) else []
     found = {
         "steps": points,
@@ -145,7 +148,8 @@ def _columns(data: RunData) -> tuple[np.ndarray[Any, Any], Columns]:
                 expected = data.forecast.of_step(step)
                 rows[FORECAST_STEP][index] = expected.mean
                 rows[FORECAST_HALF][index] = (expected.high - expected.low) / 2
-    return steps, {name: np.array(values) for name, values in rows.items()}
+    arrays = {name: np.array(values) for name, values in rows.items()}
+    return steps, {name: np.where(np.abs(values) < ROUNDING_ERROR, 0.0, values) for name, values in arrays.items()}
 
 
 def _charts(data: RunData, columns: Columns) -> list[Chart]:
@@ -166,7 +170,7 @@ def _charts(data: RunData, columns: Columns) -> list[Chart]:
     engines = [name for name in unknown if name.startswith(MISMATCH_OF) and name.count("/") == 1]
     by_engine = {name: name.removeprefix(MISMATCH_OF) for name in engines if len(engines) > 1}
     charts.append(Chart("Mismatch by engine", "KL, nats per token", by_engine, group="Off-policy"))
-    taken = {chart.title for chart in charts}
+    taken = {chart.title for chart in (QUALITY, *charts)}
     named = {f"{name} (metric)" if name in taken else name: name for name in others[:MOST_UNKNOWN]}
     charts += [Chart(title, "", {name: name}, low=None) for title, name in named.items()]
     return [QUALITY._replace(group="Reward"), *charts]
@@ -240,9 +244,7 @@ def _points(column: np.ndarray[Any, Any], steps: np.ndarray[Any, Any], bucket: i
 
 def _rounded(value: float) -> float | None:
     """With few figures, to keep the page small; None for values JSON cannot represent."""
-    if not math.isfinite(value):
-        return None
-    return 0.0 if abs(value) < ROUNDING_ERROR else float(f"{value:.{SIGNIFICANT_DIGITS}g}")
+    return float(f"{value:.{SIGNIFICANT_DIGITS}g}") if math.isfinite(value) else None
 
 
 BINS = 24

@@ -35,7 +35,7 @@ from tidemill.telemetry.report.pages import (
     tiles,
 )
 from tidemill.telemetry.report.sample_cards import LEGEND, before_and_after, best_and_worst, report_samples
-from tidemill.telemetry.report.timeline import fleet_section, mismatch_rows, run_timeline, timeline_json
+from tidemill.telemetry.report.timeline import fleet_section, mismatch_rows, run_timeline, timeline_json, worker_rows
 from tidemill.telemetry.run_data import RunData
 
 SECTIONS = ("overview", "fleet", "learning", "samples", "trust", "setup")
@@ -44,6 +44,8 @@ TEMPLATES = HERE / "templates"
 SCRIPTS = ("vendor/uplot/uPlot.iife.min.js", "templates/fleet.js", "templates/charts.js", "templates/page.js")
 STYLES = ("vendor/uplot/uPlot.min.css", "templates/report.css")
 """Files below this folder, in the order in which the page loads them."""
+WORKERS_SHOWN = 5
+"""Of the overview."""
 RECENT_STEPS = 10
 """Steps whose mean time tells how long the others will take."""
 
@@ -162,6 +164,7 @@ def _overview(shown: Shown) -> dict[str, Any]:
         "evaluation": evaluation_section(evaluated) if evaluated else None,
         "tiles": [] if evaluated else tiles(data),
         "findings": findings(data),
+        "made": [(name, kind, *row[1:3], *row[4:]) for name, kind, *row in worker_rows(data)[:WORKERS_SHOWN]],
         "now": now,
         "under_way": sorted(workers.items(), key=lambda item: natural_sort_key(item[0])),
     }

@@ -159,8 +159,9 @@ const charts = (() => {
   }));
 
   const figureOf = (chart) => {
-    const node = element("figure", "card"), caption = element("figcaption", "", chart.title), now = element("span", "now muted");
-    caption.append(element("span", "muted", chart.note), now);
+    const node = element("figure", "card"), caption = element("figcaption"), now = element("span", "now muted");
+    caption.append(element("span", "title", chart.title), element("span", "muted", chart.note), now);
+    caption.children[1].title = chart.note;
     const home = element("div", "plot"), keys = element("div", "keys");
     node.append(caption, home, keys);
     const labels = chart.series.map((one) => {

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from tidemill.core.formatting import ROUNDING_ERROR, compact, decimal
+from tidemill.core.formatting import ROUNDING_ERROR, compact
 from tidemill.core.records import Record
 from tidemill.telemetry.events import RESUME
 from tidemill.telemetry.guard_history import QUALITY
@@ -75,7 +75,7 @@ def chart_data(data: RunData, *, after: int | None = None, cursor: str = "") -> 
     bucket = 1
     while len(steps) > MOST_POINTS and 2 * len(set(steps // bucket)) > MOST_POINTS:
         bucket *= 2
-    plotted, constant = list[dict[str, Any]](), list[list[str]]()
+    plotted, constant = list[dict[str, Any]](), list[tuple[str, float | None]]()
     for chart in _charts(data, columns):
         series = {name: label for name, label in chart.series.items() if name in columns}
         measured = [column[np.isfinite(column)] for column in (columns[name] for name in series)]
@@ -85,7 +85,7 @@ def chart_data(data: RunData, *, after: int | None = None, cursor: str = "") -> 
             and np.ptp(values) <= SAME * np.abs(values).max()
             and (not values.any() or max(map(len, measured)) > 2)
         ):
-            constant.append([chart.title, decimal(values[0] * chart.scale)])
+            constant.append((chart.title, _rounded(values[0] * chart.scale)))
         elif len(values):
             plotted.append(_plot(chart._replace(series=series), steps, columns, bucket))
     titles = {chart["title"] for chart in plotted} | {title for title, _ in constant}

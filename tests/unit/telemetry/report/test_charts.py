@@ -89,7 +89,7 @@ def test_constant_charts_are_listed_instead(tmp_path: Path) -> None:
     ]
     data = charts_of(tmp_path, "".join(json.dumps(line) + "\n" for line in lines))
     assert [chart["title"] for chart in data["charts"]] == ["Entropy"]
-    assert data["constant"] == [["KL", "0.000"], ["Learning rate", "1.0e-5"], ["my_metric", "0.300"]]
+    assert data["constant"] == [("KL", 0.0), ("Learning rate", 1e-5), ("my_metric", 0.3)]
 
 
 def long_run(tmp_path: Path, steps: int) -> RunData:

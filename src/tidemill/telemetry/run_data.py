@@ -167,7 +167,8 @@ def evaluations(
         elif one := read_evaluation(step, event):
             logged[step] = one
     prefix = held_out_prefix(name)
-    found = {line.step: one for line in metrics if (one := read_evaluation(line.step, line.values, prefix=prefix))}
+    evaluated = [line for line in metrics if f"{prefix}reward_mean" in line.values]
+    found = {line.step: one for line in evaluated if (one := read_evaluation(line.step, line.values, prefix=prefix))}
     found |= logged
     return [found[step] for step in sorted(found)]
 
@@ -396,6 +397,8 @@ class RunData:
                 wall_s=wall_s,
                 tokens_trained=trained,
                 reserved_usd_per_hour=self.setting("fleet", "reserved_usd_per_hour"),
+                sessions=self.sessions,
+                decoded=self.events.decoded,
             ),
             **guard_figures(self.guard),
             PEAK_RSS: int(max([peak_rss_bytes, *self.values(PEAK_RSS)])),

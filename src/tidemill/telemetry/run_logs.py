@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from tidemill.telemetry.events import DECODE, PUBLISH, PULL, ROLLOUT, TRAINING, events_in
+from tidemill.telemetry.fleet_figures import Decoded, LeaseKey, lease_key
 from tidemill.telemetry.followed_file import FollowedFile, Signature, signature
 from tidemill.telemetry.metric_table import MetricTable, Rows
 from tidemill.telemetry.metrics import parse_metrics
@@ -15,8 +17,6 @@ from tidemill.telemetry.run_dir import RunDirectory
 
 FREQUENT = frozenset({ROLLOUT, TRAINING, PUBLISH, PULL, DECODE})
 """Events of every step. Figures need no more of them than `EventLog.outline` has."""
-FIGURES = ("event", "session", "lease", "worker", "kind", "elapsed_s", "duration_s", "tokens")
-"""Keys of a `decode` event that figures need."""
 KEPT_EVENTS = 10_000
 """Events of a log with more of them are read from the file again where all are needed."""
 
@@ -28,6 +28,8 @@ class EventLog(Rows[dict[str, Any]]):
         self._path, self._count = path, 0
         self._kept = list[dict[str, Any]]()  # all of a short log
         self._outline = list[dict[str, Any]]()
+        self._decoded = array("d")
+        self._leases = set[LeaseKey]()
         self._latest = dict[Any, dict[str, Any]]()  # frequent event of each session
         self.newest: dict[str, Any] | None = None
 
@@ -40,16 +42,22 @@ class EventLog(Rows[dict[str, Any]]):
             self._kept.clear()
         if name in FREQUENT:
             self._latest[str(event.get("session"))] = event
-        if name not in FREQUENT:
+        if name not in FREQUENT or (name == DECODE and lease_key(event) not in self._leases):
             self._outline.append(event)
-        elif name == DECODE:
-            self._outline.append({key: event[key] for key in FIGURES if key in event})
+        if name == DECODE:
+            self._leases.add(lease_key(event))
+            self._decoded.extend(Decoded.of(event))
 
     @property
     def outline(self) -> list[dict[str, Any]]:
-        """What figures are computed from: the events that are not of every step, the figures of `decode` events, and
-        the newest event of each session."""
+        """What figures are computed from, beside `decoded`: the events that are not of every step, the first `decode`
+        event of each lease, and the newest event of each session."""
         return [*self._outline, *self._latest.values()]
+
+    @property
+    def decoded(self) -> list[Decoded]:
+        """The figures of every `decode` event."""
+        return [Decoded(*row) for row in zip(*[iter(self._decoded)] * len(Decoded._fields), strict=True)]
 
     def named(self, *names: str) -> list[dict[str, Any]]:
         """The events with one of these names."""

@@ -6,8 +6,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 
-
-ROUNDING_ERROR = 1e-12
+ROUNDING_ERROR = 1e-10
 """Smaller values are shown as 0."""
 
 

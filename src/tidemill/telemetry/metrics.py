@@ -409,7 +409,7 @@ CHARTS = (
         ),
         Chart(
             "Step time",
-            "seconds; the forecast ± two standard deviations",
+            "seconds, forecast ± two deviations",
             {FORECAST_STEP: "forecast", STEP_TIME: "actual"},
             band=FORECAST_HALF,
         ),

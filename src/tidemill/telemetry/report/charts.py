@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
-from collections import defaultdict
 from collections.abc import Collection, Sequence
 from hashlib import blake2b
 from itertools import pairwise
@@ -13,8 +12,9 @@ from typing import Any, TypeAlias
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
-from tidemill.core.formatting import ROUNDING_ERROR, compact, decimal
+from tidemill.core.formatting import ROUNDING_ERROR, compact
 from tidemill.core.records import Record
 from tidemill.telemetry.events import RESUME
 from tidemill.telemetry.guard_history import QUALITY
@@ -50,8 +50,8 @@ AFTER_REWARD = 3
 """Position of the chart of single rewards."""
 OVERVIEW_SHOWN = 6
 OVERVIEW = (
-    QUALITY.title, "Held-out accuracy", "Reward", "Held-out reward", "Completion length", "Step time", "Loss",
-    "Token accuracy", "Pairwise accuracy", "Entropy",
+    QUALITY.title, "Held-out accuracy", "Reward", "Held-out reward", "Completion length", "Step time", "Entropy",
+    "Loss", "Token accuracy", "Pairwise accuracy",
 )  # fmt: skip
 """Charts that say whether a run learns; the overview has the first of them that the run has."""
 TRUST = (
@@ -59,8 +59,9 @@ TRUST = (
     "Importance correction", "Policy lag", "Tokens by lag",
 )  # fmt: skip
 
-Columns: TypeAlias = dict[str, "np.ndarray[Any, np.dtype[np.float64]]"]
-"""Values of each metric at each step; NaN where it was not measured."""
+Column: TypeAlias = NDArray[np.float64]
+"""Values of a metric at each step; NaN where it was not measured."""
+Columns = dict[str, Column]
 
 
 def chart_data(data: RunData, *, after: int | None = None, cursor: str = "") -> dict[str, Any]:
@@ -74,7 +75,7 @@ def chart_data(data: RunData, *, after: int | None = None, cursor: str = "") -> 
     bucket = 1
     while len(steps) > MOST_POINTS and 2 * len(set(steps // bucket)) > MOST_POINTS:
         bucket *= 2
-    plotted, constant = list[dict[str, Any]](), list[list[str]]()
+    plotted, constant = list[dict[str, Any]](), list[tuple[str, float | None]]()
     for chart in _charts(data, columns):
         series = {name: label for name, label in chart.series.items() if name in columns}
         measured = [column[np.isfinite(column)] for column in (columns[name] for name in series)]
@@ -84,11 +85,14 @@ def chart_data(data: RunData, *, after: int | None = None, cursor: str = "") -> 
             and np.ptp(values) <= SAME * np.abs(values).max()
             and (not values.any() or max(map(len, measured)) > 2)
         ):
-            constant.append([chart.title, decimal(values[0] * chart.scale)])
+            constant.append((chart.title, _rounded(values[0] * chart.scale)))
         elif len(values):
             plotted.append(_plot(chart._replace(series=series), steps, columns, bucket))
-    titles = [chart["title"] for chart in plotted]
+    titles = {chart["title"] for chart in plotted} | {title for title, _ in constant}
     shape = [[chart["title"], *(one["label"] for one in chart["series"])] for chart in plotted]
+    for chart in plotted:
+        if chart["title"] == QUALITY.title:
+            chart["marks"] = data.guard.marks
     points = _points(steps, steps, bucket) if len(steps) else []
     found = {
         "steps": points,
@@ -113,39 +117,41 @@ def chart_data(data: RunData, *, after: int | None = None, cursor: str = "") -> 
 
 def _cursor(data: RunData, shape: Any, bucket: int, step: int) -> str:
     """Of what a reader has that knows these charts up to a step: equal as long as nothing of it is replaced."""
-    last = next((line for line in reversed(data.metrics) if line.step <= step), None)
+    at = bisect_right(data.metrics, step, key=lambda line: line.step)
+    last = data.metrics[at - 1] if at else None
     evaluated = (one for found in (data.evaluations, *data.eval_sets.values()) for one in found)
     late = sum(one.step <= step for one in evaluated), sum(at <= step for at in data.guard.by_step)
     known = [shape, bucket, last and (last.step, last.session, last.elapsed_s), late, data.guard.marks]
     return blake2b(msgspec.json.encode(known), digest_size=8).hexdigest()
 
 
-def _columns(data: RunData) -> tuple[np.ndarray[Any, Any], Columns]:
+def _columns(data: RunData) -> tuple[NDArray[np.int64], Columns]:
     """The steps, and the metrics with the figures of evaluations, of the guard and of the forecast."""
     evaluated = {HELD_OUT_NAME: data.evaluations, **data.eval_sets}
-    numbers = {line.step for line in data.metrics} | data.guard.by_step.keys()
-    numbers |= {one.step for found in evaluated.values() for one in found}
-    steps = np.array(sorted(numbers), dtype=np.int64)
-    at = {int(step): index for index, step in enumerate(steps)}
-    rows = defaultdict[str, list[float]](lambda: [nan] * len(at))
-    for line in data.metrics:
-        for name, value in line.values.items():
-            rows[name][at[line.step]] = value
+    logged = data.metrics.column("step").astype(np.int64)
+    others = {one.step for found in evaluated.values() for one in found} | data.guard.by_step.keys()
+    steps = np.union1d(logged, np.array([*others], dtype=np.int64))
+    columns = Columns()
+
+    def put(name: str, at: Any, values: Any) -> None:
+        columns.setdefault(name, np.full(len(steps), nan))[np.searchsorted(steps, at)] = values
+
+    for name in data.metrics.names:
+        put(name, logged, data.metrics.column(name))
     for step, figures in data.guard.by_step.items():
         for name, value in figures.items():
-            rows[name][at[step]] = value
+            put(name, step, value)
     for name, found in evaluated.items():
         for evaluation in found:
-            rows[_of_set(HELD_OUT_REWARD, name)][at[evaluation.step]] = evaluation.reward_mean
+            put(_of_set(HELD_OUT_REWARD, name), evaluation.step, evaluation.reward_mean)
             if evaluation.greedy_accuracy is not None:
-                rows[_of_set(GREEDY_ACCURACY, name)][at[evaluation.step]] = evaluation.greedy_accuracy
-    if data.forecast is not None:
-        for step, index in at.items():
-            if step > 0:
-                expected = data.forecast.of_step(step)
-                rows[FORECAST_STEP][index] = expected.mean
-                rows[FORECAST_HALF][index] = (expected.high - expected.low) / 2
-    return steps, {name: np.array(values) for name, values in rows.items()}
+                put(_of_set(GREEDY_ACCURACY, name), evaluation.step, evaluation.greedy_accuracy)
+    if data.forecast is not None and len(steps) and steps[-1] > 0:
+        later = steps[steps > 0]
+        expected = [data.forecast.of_step(int(step)) for step in later]
+        put(FORECAST_STEP, later, [one.mean for one in expected])
+        put(FORECAST_HALF, later, [(one.high - one.low) / 2 for one in expected])
+    return steps, {name: np.where(np.abs(values) < ROUNDING_ERROR, 0.0, values) for name, values in columns.items()}
 
 
 def _charts(data: RunData, columns: Columns) -> list[Chart]:
@@ -166,7 +172,7 @@ def _charts(data: RunData, columns: Columns) -> list[Chart]:
     engines = [name for name in unknown if name.startswith(MISMATCH_OF) and name.count("/") == 1]
     by_engine = {name: name.removeprefix(MISMATCH_OF) for name in engines if len(engines) > 1}
     charts.append(Chart("Mismatch by engine", "KL, nats per token", by_engine, group="Off-policy"))
-    taken = {chart.title for chart in charts}
+    taken = {chart.title for chart in (QUALITY, *charts)}
     named = {f"{name} (metric)" if name in taken else name: name for name in others[:MOST_UNKNOWN]}
     charts += [Chart(title, "", {name: name}, low=None) for title, name in named.items()]
     return [QUALITY._replace(group="Reward"), *charts]
@@ -199,7 +205,7 @@ def _pass_at_chart(name: str, metrics: Collection[str]) -> Chart:
     return Chart(title, "drawn samples of held-out prompts", series, kind="points", high=1, group="Reward")
 
 
-def _plot(chart: Chart, steps: np.ndarray[Any, Any], columns: Columns, bucket: int) -> dict[str, Any]:
+def _plot(chart: Chart, steps: NDArray[np.int64], columns: Columns, bucket: int) -> dict[str, Any]:
     def values(name: str) -> list[float | None]:
         return [_rounded(value) for value in _points(columns[name] * chart.scale, steps, bucket)]
 
@@ -221,7 +227,7 @@ def _plot(chart: Chart, steps: np.ndarray[Any, Any], columns: Columns, bucket: i
     }
 
 
-def _points(column: np.ndarray[Any, Any], steps: np.ndarray[Any, Any], bucket: int) -> list[Any]:
+def _points(column: NDArray[Any], steps: NDArray[np.int64], bucket: int) -> list[Any]:
     """The values; of buckets of several steps the smallest and the largest, in the order in which they occur."""
     if bucket == 1:
         return list(column.tolist())
@@ -230,7 +236,7 @@ def _points(column: np.ndarray[Any, Any], steps: np.ndarray[Any, Any], bucket: i
     sizes = np.diff(starts, append=len(column))
     at = np.arange(len(column))
 
-    def first(extreme: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    def first(extreme: NDArray[Any]) -> NDArray[Any]:
         return np.minimum.reduceat(np.where(column == np.repeat(extreme, sizes), at, len(column)), starts)
 
     rising = first(low) <= first(high)
@@ -240,9 +246,7 @@ def _points(column: np.ndarray[Any, Any], steps: np.ndarray[Any, Any], bucket: i
 
 def _rounded(value: float) -> float | None:
     """With few figures, to keep the page small; None for values JSON cannot represent."""
-    if not math.isfinite(value):
-        return None
-    return 0.0 if abs(value) < ROUNDING_ERROR else float(f"{value:.{SIGNIFICANT_DIGITS}g}")
+    return float(f"{value:.{SIGNIFICANT_DIGITS}g}") if math.isfinite(value) else None
 
 
 BINS = 24

@@ -35,7 +35,7 @@ from tidemill.telemetry.report.pages import (
     tiles,
 )
 from tidemill.telemetry.report.sample_cards import LEGEND, before_and_after, best_and_worst, report_samples
-from tidemill.telemetry.report.timeline import fleet_section, mismatch_rows, run_timeline, timeline_json
+from tidemill.telemetry.report.timeline import fleet_section, mismatch_rows, run_timeline, timeline_json, worker_rows
 from tidemill.telemetry.run_data import RunData
 
 SECTIONS = ("overview", "fleet", "learning", "samples", "trust", "setup")
@@ -44,6 +44,8 @@ TEMPLATES = HERE / "templates"
 SCRIPTS = ("vendor/uplot/uPlot.iife.min.js", "templates/fleet.js", "templates/charts.js", "templates/page.js")
 STYLES = ("vendor/uplot/uPlot.min.css", "templates/report.css")
 """Files below this folder, in the order in which the page loads them."""
+WORKERS_SHOWN = 5
+"""Of the overview."""
 RECENT_STEPS = 10
 """Steps whose mean time tells how long the others will take."""
 
@@ -73,7 +75,7 @@ class Shown(NamedTuple):
 
 
 def run_page(
-    data: RunData | None,
+    data: RunData,
     *,
     state: ShownState | None = None,
     live: LiveState | None = None,
@@ -85,29 +87,28 @@ def run_page(
     """The page of a run or an evaluation.
 
     Args:
-        data: None, only in live mode: a shell whose sections are all fetched by its scripts.
         state: by default, according to the event log.
         mode: "frozen" has every section and its data in the file; "live" has the overview, and fetches the others.
         key: of the run in the server's addresses, in live mode.
         root: the server's root as seen from the page, in live mode.
         can_act: show the buttons that control the run, in live mode.
     """
-    shown = None if data is None else Shown(data, state or _logged_state(data), live)
+    shown = Shown(data, state or _logged_state(data), live)
     sections = [
-        (name, name.capitalize(), _render(shown, name) if shown and (mode == "frozen" or name == "overview") else "")
-        for name in (OF_EVALUATIONS if data is not None and data.model_evaluation else SECTIONS)
+        (name, name.capitalize(), _render(shown, name) if mode == "frozen" or name == "overview" else "")
+        for name in (OF_EVALUATIONS if data.model_evaluation else SECTIONS)
     ]
     return render_page(
         TEMPLATES / "run.html.j2",
-        title=data.name if data else "Run",
+        title=data.name,
         sections=sections,
         scripts=SCRIPTS,
         styles=STYLES,
         key=key if mode == "live" else "",
         root=root,
         can_act=can_act,
-        chart_data=chart_data(data) | fleet_data(data) if data and mode == "frozen" else {},
-        **(_run_line(shown) if shown else {"data": None}),
+        chart_data=chart_data(data) | fleet_data(data) if mode == "frozen" else {},
+        **_run_line(shown),
     )
 
 
@@ -162,6 +163,7 @@ def _overview(shown: Shown) -> dict[str, Any]:
         "evaluation": evaluation_section(evaluated) if evaluated else None,
         "tiles": [] if evaluated else tiles(data),
         "findings": findings(data),
+        "made": [(name, kind, *row[1:3], *row[4:]) for name, kind, *row in worker_rows(data)[:WORKERS_SHOWN]],
         "now": now,
         "under_way": sorted(workers.items(), key=lambda item: natural_sort_key(item[0])),
     }

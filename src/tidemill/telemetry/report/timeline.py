@@ -335,6 +335,8 @@ def worker_rows(data: RunData) -> list[tuple[str, ...]]:
     for name in names:
         held = [one for one in leases if one.worker == name]
         kinds, cost = dict.fromkeys(one.kind for one in held), sum(one.cost_usd for one in held)
+        if [*kinds] == ["reserved"] and sum(one.kind == "reserved" for one in leases) == 1:
+            cost = data.summary["cost_by_kind_usd"]["reserved"]  # also while it is held
         share = percent(tokens[name] / tokens.total()) if tokens.total() else "-"
         counts = (len(held), sum(one.evicted for one in held), compact(samples[name]), compact(tokens[name]))
         rows.append((name, ", ".join(kinds), *map(str, counts), share, dollars(cost) if cost else "-"))

@@ -16,7 +16,6 @@ const charts = (() => {
   };
   // Labels of an axis have the digits that tell its ticks apart; the sums that place them may be off by rounding.
   const tick = (value, step) => {
-    if (value == null) return "";
     if (Math.abs(value) < step * 1e-6) return "0";
     const digits = Math.max(0, 1 - Math.floor(Math.log10(step || 1)));
     return digits > 6 || Math.abs(value) >= 1e4 || Math.abs(value) < 1e-3 ? show(value) : String(Number(value.toFixed(digits)));
@@ -96,8 +95,8 @@ const charts = (() => {
 
   const build = (figure) => {
     const { chart } = figure, stacked = chart.kind === "stacked", lone = data.steps.length === 1;
-    const logarithmic = log && !stacked && chart.series.some((one) => one.values.some((value) => value > 0));
-    const share = smoothing >= 0 ? smoothing : data.steps.length > NOISY ? 2 : 0;
+    const logarithmic = log && figure.tuned && !stacked && chart.series.some((one) => one.values.some((value) => value > 0));
+    const share = smoothing >= 0 && figure.tuned ? smoothing : data.steps.length > NOISY ? 2 : 0;
     const smooth = chart.kind === "line" && share > 0 && data.steps.length > 2;
     const evaluated = (at) => chart.kind === "points" || Boolean(chart.series[at].points);
     const few = (at) => chart.series[at].values.filter((value) => value != null).length <= 60;
@@ -135,7 +134,7 @@ const charts = (() => {
       },
       axes: [
         { ...axis, size: 24, gap: 3, grid: { show: false }, values: (_, splits) => splits.map(show), incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 1e6] },
-        { ...axis, size: 46, gap: 4, grid: { stroke: paint("--line"), width: 1 }, values: (_, splits, __, ___, step) => splits.map((value) => tick(value, logarithmic ? 0 : step)), space: 34 },
+        { ...axis, size: 46, gap: 4, grid: { stroke: paint("--line"), width: 1 }, values: (_, splits, __, ___, step) => splits.map((value) => (value == null ? "" : logarithmic ? show(value) : tick(value, step))), space: 34 },
       ],
       series: [{ label: "step" }, ...series], bands,
       hooks: {
@@ -158,9 +157,10 @@ const charts = (() => {
     if (target.clientWidth) figures.find((one) => one.home === target)?.plot?.setSize({ width: target.clientWidth, height: HEIGHT });
   }));
 
-  const figureOf = (chart) => {
-    const node = element("figure", "card"), caption = element("figcaption", "", chart.title), now = element("span", "now muted");
-    caption.append(element("span", "muted", chart.note), now);
+  const figureOf = (tuned) => (chart) => {
+    const node = element("figure", "card"), caption = element("figcaption"), now = element("span", "now muted");
+    caption.append(element("span", "title", chart.title), element("span", "muted", chart.note), now);
+    caption.children[1].title = chart.note;
     const home = element("div", "plot"), keys = element("div", "keys");
     node.append(caption, home, keys);
     const labels = chart.series.map((one) => {
@@ -173,7 +173,7 @@ const charts = (() => {
       now.textContent = index == null ? "" : `step ${data.steps[index]}`;
       labels.forEach(({ one, text }) => { text.textContent = `${chart.series.length > 1 ? `${one.label} ` : index == null ? "now " : ""}${show(index == null ? lastOf(one.values) : one.values[index])}`; });
     };
-    figures.push({ chart, home, values, marks: labels.map(({ mark }) => mark), plot: null });
+    figures.push({ chart, home, values, marks: labels.map(({ mark }) => mark), plot: null, tuned });
     seen.observe(home);
     sized.observe(home);
     values(null);
@@ -182,7 +182,7 @@ const charts = (() => {
 
   const fold = (constant, noun) => {
     const count = `${constant.length} ${noun}${constant.length === 1 ? " is" : "s are"} constant: `;
-    return constant.length ? [element("p", "muted small folded", count + constant.map(([title, value]) => `${title} ${value}`).join(", ") + ".")] : [];
+    return constant.length ? [element("p", "muted small folded", count + constant.map(([title, value]) => `${title} ${show(value)}`).join(", ") + ".")] : [];
   };
   const fill = () => {
     figures.forEach(({ plot, home }) => { plot?.destroy(); seen.unobserve(home); sized.unobserve(home); });
@@ -190,10 +190,10 @@ const charts = (() => {
     for (const home of document.querySelectorAll("[data-charts]")) {
       const titles = data[home.dataset.charts], shown = titles ? titles.map((title) => data.charts.find((one) => one.title === title)).filter(Boolean) : data.charts;
       const folded = fold(titles ? data.constant.filter(([title]) => titles.includes(title)) : data.constant, "metric");
-      if (titles) home.replaceChildren(...shown.map(figureOf), ...folded);
+      if (titles) home.replaceChildren(...shown.map(figureOf(false)), ...folded);
       else home.replaceChildren(...folded, ...[...new Set(shown.map((one) => one.group))].map((group) => {
         const part = element("div", "chart-group"), grid = element("div", "charts");
-        grid.append(...shown.filter((one) => one.group === group).map(figureOf));
+        grid.append(...shown.filter((one) => one.group === group).map(figureOf(true)));
         part.append(element("h3", "", group), grid);
         return part;
       }));

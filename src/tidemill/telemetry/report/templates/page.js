@@ -4,10 +4,7 @@
 (() => {
   const html = document.documentElement, { run, live, root } = document.body.dataset;
   const $ = (selector) => document.querySelector(selector), $$ = (selector) => [...document.querySelectorAll(selector)];
-  const stored = (store, key, value) => {
-    try { if (value === undefined) return store.getItem(key); store.setItem(key, value); } catch { /* storage is off */ }
-    return value ?? null;
-  };
+  const stored = (store, key) => { try { return store.getItem(key); } catch { return null; } }; // storage may be off
   html.classList.add("js");
   const names = $$(".panel").map((panel) => panel.id);
   let current = names[0];
@@ -22,7 +19,7 @@
   };
   const nextTheme = () => {
     const theme = THEMES[(THEMES.indexOf($("#theme").textContent) + 1) % THEMES.length];
-    stored(localStorage, "tidemill-theme", theme);
+    try { localStorage.setItem("tidemill-theme", theme); } catch { /* kept for this page only */ }
     setTheme(theme);
   };
   setTheme(THEMES.find((theme) => theme === stored(localStorage, "tidemill-theme")) || "system");
@@ -34,7 +31,7 @@
     $$(".tabs a").forEach((tab) => { if (tab.hash === `#${current}`) tab.setAttribute("aria-current", "page"); else tab.removeAttribute("aria-current"); });
     refresh();
   };
-  addEventListener("hashchange", () => { if (!takeToken()) { show(location.hash.slice(1)); scrollTo(0, 0); } });
+  addEventListener("hashchange", () => { show(location.hash.slice(1)); scrollTo(0, 0); });
 
   // ---- filters
   const filter = (input) => {
@@ -82,21 +79,13 @@
   const stale = new Set(names), reads = { charts: true, fleet: true };
   let busy = false, again = false;
   const notice = (text) => { $("#notice").textContent = text; $("#notice").hidden = !text; };
-  function takeToken() {
-    const token = new URLSearchParams(location.hash.slice(1)).get("token");
-    if (!live || !token) return false;
-    stored(sessionStorage, "tidemill-token", token);
-    history.replaceState(null, "", `${location.pathname}${location.search}`);
-    return true;
-  }
-  takeToken();
   const call = async (address, options = {}) => {
     const token = stored(sessionStorage, "tidemill-token");
     const headers = { ...(token ? { Authorization: `Bearer ${token}` } : {}), ...options.headers };
     const answer = await fetch(address, { cache: "no-store", ...options, headers });
     if (answer.ok) return answer;
-    const text = answer.status === 401 ? "This page needs a token: add #token=… to its address." : (await answer.text()).slice(0, 300);
-    throw Object.assign(new Error(text || `error ${answer.status}`), { status: answer.status });
+    const told = await answer.json().catch(() => null);
+    throw Object.assign(new Error(told?.error?.message || `The server answered ${answer.status}.`), { status: answer.status });
   };
 
   // Makes one tree like another and keeps what is equal, with its scroll position, focus and opened details.
@@ -168,7 +157,7 @@
         const answer = await call(`${root}events?run=${run}`, { signal: stop.signal, headers: last ? { "Last-Event-ID": last } : {} });
         const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
         badge("live");
-        changed(["all"]); // whatever happened while nobody listened
+        refresh();
         wait = 500;
         for (let text = ""; ; ) {
           const { value, done } = await reader.read();
@@ -179,8 +168,9 @@
           text = events.pop();
           for (const event of events) {
             last = event.match(/^id: ?(.*)$/m)?.[1].trim() ?? last;
-            const body = event.match(/^data: ?(.*)$/m)?.[1];
-            if (body && /^event: ?changed/m.test(event)) changed(JSON.parse(body).changed || ["all"]);
+            const [, name] = event.match(/^event: ?(\w+)/m) ?? [], body = event.match(/^data: ?(.*)$/m)?.[1];
+            if (name === "changed") changed(JSON.parse(body).changed || ["all"]);
+            if (name === "gone") notice("This run was deleted.");
           }
         }
       } catch (error) { if (error.status) notice(error.message); }

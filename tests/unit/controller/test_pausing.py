@@ -88,10 +88,12 @@ def test_rented_machines_are_returned_after_the_hold_time(tmp_path: Path, hold_s
     held: dict[float, int] = {}
 
     async def run() -> LoopResult:
+        def count() -> None:
+            loop = asyncio.get_running_loop()
+            held[loop.time()] = session.fleet.preemptible_count
+
         for at_s in (20.0, 50.0):
-            asyncio.get_running_loop().call_later(
-                at_s, lambda at_s=at_s: held.setdefault(at_s, session.fleet.preemptible_count)
-            )
+            asyncio.get_running_loop().call_at(at_s, count)
         return await driven(tmp_path, session, (3.0, "pause", hold_s), (60.0, "resume", 0.0))
 
     result = run_virtual(run())

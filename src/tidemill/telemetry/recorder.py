@@ -158,6 +158,9 @@ class Recorder:
                 config=spec.model_dump(mode="json"),
                 run_id=run_id,
                 last_step=self._progress.step,
+                project=spec.telemetry.project,
+                tags=spec.telemetry.tags,
+                group=spec.telemetry.group,
             )
             self._sinks.open(spec.telemetry.sinks, context)
         except UserError as error:

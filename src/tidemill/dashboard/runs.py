@@ -77,8 +77,13 @@ class WatchedRun:
         reader = self._reader = self._reader or RunReader(self.path)
         changed = set(reader.refresh())
         metrics, state = reader.data.metrics, reader.state
-        step = metrics.steps[-1] if metrics else 0
-        news = {"run": self.key, "cursor": reader.cursor, "step": step, "state": state.name, "text": state.text}
+        news = {
+            "run": self.key,
+            "cursor": reader.cursor,
+            "step": metrics.last_step,
+            "state": state.name,
+            "text": state.text,
+        }
         if changed or news != self.news:
             self.news, self.changes = news, self.changes + 1
             self._changed |= changed | {"state"}

@@ -167,7 +167,16 @@ def test_tokens_have_rights(root: Path, tmp_path: Path) -> None:
             return (client.get(f"{page}section/setup{query}", headers=headers)).status_code  # type: ignore[arg-type]
 
         assert [status(token) for token in ("reader-token", "actor-token")] == [200, 200]
-        wrong = ["-", "reader", "reader-token ", "reader-tokenx", "read reader-token", "é".encode(), b"\xff", "x" * 5000]
+        wrong = [
+            "-",
+            "reader",
+            "reader-token ",
+            "reader-tokenx",
+            "read reader-token",
+            "é".encode(),
+            b"\xff",
+            "x" * 5000,
+        ]
         assert [status(token) for token in wrong if token != "reader-token "] == [401] * (len(wrong) - 1)
         assert status("wrong", query="?token=reader-token&access_token=reader-token") == 401
         assert status("reader-token", acting=True) == 403

@@ -6,6 +6,9 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 
+ROUNDING_ERROR = 1e-10
+"""Smaller values are shown as 0."""
+
 
 def duration(seconds: float) -> str:
     """`4.1 s`, `2:31`, `1:02:07`."""
@@ -38,6 +41,7 @@ def decimal(value: float | None) -> str:
     """About three significant digits: `0.123`, `12.3`, `1.2e-4`; `-` for None, NaN and infinity."""
     if value is None or not math.isfinite(value):
         return "-"
+    value = value if abs(value) > ROUNDING_ERROR else 0.0
     if value != 0 and (abs(value) < 1e-3 or abs(value) >= 1e5):
         mantissa, _, exponent = f"{value:.1e}".partition("e")
         return f"{mantissa}e{int(exponent)}"
@@ -75,7 +79,7 @@ def dollars(value: float) -> str:
 
 def natural_sort_key(name: str) -> list[tuple[int, str]]:
     """Sort key that orders `spot-2` before `spot-10`."""
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
 BYTE_UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))

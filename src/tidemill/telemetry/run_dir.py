@@ -18,12 +18,22 @@ from tidemill.core.errors import UserError
 from tidemill.core.formatting import natural_sort_key
 from tidemill.core.records import Record, decode_json
 from tidemill.telemetry.events import PastSessions, past_sessions
-from tidemill.telemetry.jsonl import disk_error, drop_torn_line, read_lines, write_atomically, write_json
+from tidemill.telemetry.jsonl import (
+    disk_error,
+    drop_torn_line,
+    finite_number,
+    read_lines,
+    write_atomically,
+    write_json,
+)
 
 LOCK = ".lock"
 CURRICULUM = "curriculum.jsonl"
 RUN_FORMAT = 2
 """Format of run directories, in manifest.json. Raised when the files of older runs can no longer be read."""
+
+GENERATION = "generation"
+"""Key of the manifest; see `RunDirectory.generation`."""
 
 SUPERVISED = ("sft", "reward_model", "dpo")
 """Values of `kind` in manifest.json of runs that learn from examples instead of prompts."""
@@ -213,6 +223,15 @@ class RunDirectory(LockedDirectory):
     def write_manifest(self, manifest: dict[str, Any]) -> None:
         write_json(self.manifest, manifest)
 
+    @property
+    def generation(self) -> int:
+        """Rises before and after each deletion of metrics: what a reader knows of another generation may be gone."""
+        return int(finite_number(self.read_manifest().get(GENERATION)) or 0)
+
+    def _raise_generation(self) -> None:
+        manifest = self.read_manifest() or {"format": RUN_FORMAT}
+        self.write_manifest(manifest | {GENERATION: self.generation + 1})
+
     def read_summary(self) -> dict[str, Any]:
         return read_json(self.summary)
 
@@ -238,6 +257,7 @@ class RunDirectory(LockedDirectory):
             UserError: the files cannot be deleted.
         """
         ledgers, choices = self.path.glob(f"{self.ledger.name}*"), self.path / CURRICULUM
+        self._raise_generation()
         try:
             for file in (self.metrics, self.amendments, choices, *ledgers, *self.samples.glob("*.jsonl")):
                 file.unlink(missing_ok=True)
@@ -245,6 +265,7 @@ class RunDirectory(LockedDirectory):
                 shutil.rmtree(checkpoint)
         except OSError as error:
             raise disk_error(error, self.path) from error
+        self._raise_generation()
 
     def rewind(self, step: int) -> None:
         """Delete metrics and samples of steps after `step`, which the resumed run writes again. Events stay.
@@ -256,6 +277,7 @@ class RunDirectory(LockedDirectory):
         Raises:
             UserError: the files cannot be changed.
         """
+        self._raise_generation()
         try:
             for sample_step, _, path in self.sample_files():
                 if sample_step > step:
@@ -267,6 +289,7 @@ class RunDirectory(LockedDirectory):
                     break
         except OSError as error:
             raise disk_error(error, self.path) from error
+        self._raise_generation()  # of a reader that read between the first time and the truncation
 
 
 def read_json(path: Path) -> dict[str, Any]:

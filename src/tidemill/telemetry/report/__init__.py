@@ -7,7 +7,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from tidemill.telemetry.jsonl import write_atomically
-from tidemill.telemetry.report.pages import report_page
+from tidemill.telemetry.live_state import read_live
+from tidemill.telemetry.report.sections import run_page
 from tidemill.telemetry.run_data import RunData
 
 
@@ -22,7 +23,8 @@ def write_report(run_dir: Path) -> Path:
             written.
     """
     data = RunData.read(run_dir)
-    write_atomically(data.run.report, report_page(data).encode())
+    live = read_live(run_dir) if data.outcome == "running" else None
+    write_atomically(data.run.report, run_page(data, live=live).encode())
     return data.run.report
 
 

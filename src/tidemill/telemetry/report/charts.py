@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Sequence
+from hashlib import blake2b
 from itertools import pairwise
-from typing import Any
+from math import nan
+from typing import Any, TypeAlias
 
-from tidemill.core.formatting import compact
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from tidemill.core.formatting import ROUNDING_ERROR, compact
 from tidemill.core.records import Record
 from tidemill.telemetry.events import RESUME
 from tidemill.telemetry.guard_history import QUALITY
@@ -33,33 +39,125 @@ from tidemill.telemetry.metrics import (
 from tidemill.telemetry.report.sample_cards import SampleWindow
 from tidemill.telemetry.run_data import RunData
 
-OTHER_CHARTS = 12
+MOST_UNKNOWN = 200
 """Most charts of metrics that are not in the registry."""
+MOST_POINTS = 2000
+"""Points of a series. Of longer runs, buckets of steps contribute their extremes: no spike is hidden."""
 SIGNIFICANT_DIGITS = 6
+SAME = 1e-9
+"""Relative difference of values that are plotted as one constant."""
 AFTER_REWARD = 3
 """Position of the chart of single rewards."""
+OVERVIEW_SHOWN = 6
+OVERVIEW = (
+    QUALITY.title, "Held-out accuracy", "Reward", "Held-out reward", "Completion length", "Step time", "Entropy",
+    "Loss", "Token accuracy", "Pairwise accuracy",
+)  # fmt: skip
+"""Charts that say whether a run learns; the overview has the first of them that the run has."""
+TRUST = (
+    QUALITY.title, "Engine and trainer mismatch", "Mismatch by engine", "Importance ratio", "Effective sample size",
+    "Importance correction", "Policy lag", "Tokens by lag",
+)  # fmt: skip
+
+Column: TypeAlias = NDArray[np.float64]
+"""Values of a metric at each step; NaN where it was not measured."""
+Columns = dict[str, Column]
 
 
-def chart_data(data: RunData) -> dict[str, Any]:
-    """JSON for report.js: the steps, and every chart that has at least one value."""
-    by_step = {line.step: dict(line.values) for line in data.metrics}
+def chart_data(data: RunData, *, after: int | None = None, cursor: str = "") -> dict[str, Any]:
+    """JSON for charts.js: the steps, every chart, and the titles of those on other pages.
+
+    Args:
+        after: the last step that the reader has; the answer starts at the first point that it lacks or that changed.
+        cursor: of the reader's newest answer. If its history or its charts were replaced, it gets all, with `reset`.
+    """
+    steps, columns = _columns(data)
+    bucket = 1
+    while len(steps) > MOST_POINTS and 2 * len(set(steps // bucket)) > MOST_POINTS:
+        bucket *= 2
+    plotted, constant = list[dict[str, Any]](), list[tuple[str, float | None]]()
+    for chart in _charts(data, columns):
+        series = {name: label for name, label in chart.series.items() if name in columns}
+        measured = [column[np.isfinite(column)] for column in (columns[name] for name in series)]
+        values = np.concatenate(measured) if measured else np.empty(0)
+        if (
+            len(values)
+            and np.ptp(values) <= SAME * np.abs(values).max()
+            and (not values.any() or max(map(len, measured)) > 2)
+        ):
+            constant.append((chart.title, _rounded(values[0] * chart.scale)))
+        elif len(values):
+            plotted.append(_plot(chart._replace(series=series), steps, columns, bucket))
+    titles = {chart["title"] for chart in plotted} | {title for title, _ in constant}
+    shape = [[chart["title"], *(one["label"] for one in chart["series"])] for chart in plotted]
+    for chart in plotted:
+        if chart["title"] == QUALITY.title:
+            chart["marks"] = data.guard.marks
+    points = _points(steps, steps, bucket) if len(steps) else []
+    found = {
+        "steps": points,
+        "resumed": sorted({event["step"] for event in data.events_named(RESUME) if isinstance(event.get("step"), int)}),
+        "charts": plotted,
+        "constant": constant,
+        "overview": [title for title in OVERVIEW if title in titles][:OVERVIEW_SHOWN],
+        "trust": [title for title in TRUST if title in titles],
+        "cursor": _cursor(data, shape, bucket, int(steps[-1]) if len(steps) else 0),
+    }
+    if after is None:
+        return found
+    if _cursor(data, shape, bucket, after) != cursor:
+        return found | {"reset": True}
+    start = bisect_left(points, after + 1 if bucket == 1 else after // bucket * bucket)
+    for chart in plotted:
+        chart["band"] = chart["band"][start:]
+        for one in chart["series"]:
+            one["values"] = one["values"][start:]
+    return found | {"steps": points[start:], "start": start}
+
+
+def _cursor(data: RunData, shape: Any, bucket: int, step: int) -> str:
+    """Of what a reader has that knows these charts up to a step: equal as long as nothing of it is replaced."""
+    at = bisect_right(data.metrics, step, key=lambda line: line.step)
+    last = data.metrics[at - 1] if at else None
+    evaluated = (one for found in (data.evaluations, *data.eval_sets.values()) for one in found)
+    late = sum(one.step <= step for one in evaluated), sum(at <= step for at in data.guard.by_step)
+    known = [shape, bucket, last and (last.step, last.session, last.elapsed_s), late, data.guard.marks]
+    return blake2b(msgspec.json.encode(known), digest_size=8).hexdigest()
+
+
+def _columns(data: RunData) -> tuple[NDArray[np.int64], Columns]:
+    """The steps, and the metrics with the figures of evaluations, of the guard and of the forecast."""
     evaluated = {HELD_OUT_NAME: data.evaluations, **data.eval_sets}
+    logged = data.metrics.column("step").astype(np.int64)
+    others = {one.step for found in evaluated.values() for one in found} | data.guard.by_step.keys()
+    steps = np.union1d(logged, np.array([*others], dtype=np.int64))
+    columns = Columns()
+
+    def put(name: str, at: Any, values: Any) -> None:
+        columns.setdefault(name, np.full(len(steps), nan))[np.searchsorted(steps, at)] = values
+
+    for name in data.metrics.names:
+        put(name, logged, data.metrics.column(name))
+    for step, figures in data.guard.by_step.items():
+        for name, value in figures.items():
+            put(name, step, value)
     for name, found in evaluated.items():
         for evaluation in found:
-            row = by_step.setdefault(evaluation.step, {})
-            row[_of_set(HELD_OUT_REWARD, name)] = evaluation.reward_mean
+            put(_of_set(HELD_OUT_REWARD, name), evaluation.step, evaluation.reward_mean)
             if evaluation.greedy_accuracy is not None:
-                row[_of_set(GREEDY_ACCURACY, name)] = evaluation.greedy_accuracy
-    if data.forecast is not None:
-        for step, row in by_step.items():
-            if step > 0:
-                expected = data.forecast.of_step(step)
-                row |= {FORECAST_STEP: expected.mean, FORECAST_HALF: (expected.high - expected.low) / 2}
-    judged = data.guard.by_step
-    steps = sorted(by_step.keys() | judged.keys())
-    rows = [by_step.get(step, {}) for step in steps]
-    charted = {name for chart in CHARTS for name in chart.series}
-    unknown = sorted({name for row in rows for name in row} - METRICS.keys() - charted - {FORECAST_HALF})
+                put(_of_set(GREEDY_ACCURACY, name), evaluation.step, evaluation.greedy_accuracy)
+    if data.forecast is not None and len(steps) and steps[-1] > 0:
+        later = steps[steps > 0]
+        expected = [data.forecast.of_step(int(step)) for step in later]
+        put(FORECAST_STEP, later, [one.mean for one in expected])
+        put(FORECAST_HALF, later, [(one.high - one.low) / 2 for one in expected])
+    return steps, {name: np.where(np.abs(values) < ROUNDING_ERROR, 0.0, values) for name, values in columns.items()}
+
+
+def _charts(data: RunData, columns: Columns) -> list[Chart]:
+    """All charts of a run, in page order; some have no values."""
+    charted = {name for chart in (QUALITY, *CHARTS) for name in chart.series}
+    unknown = sorted(columns.keys() - METRICS.keys() - charted - {FORECAST_HALF})
     held_out = {name for name in unknown if name.removeprefix(HELD_OUT) in charted}
     rewards = {name: name.removeprefix(COMPONENT) for name in unknown if name.startswith(COMPONENT)}
     lags = sorted((name for name in unknown if name.startswith(LAG)), key=lambda name: (len(name), name))
@@ -67,25 +165,17 @@ def chart_data(data: RunData) -> dict[str, Any]:
     drawn = (COMPONENT, LAG, MISMATCH_OF, MISMATCH_TOKENS_OF, *of_evaluations)
     others = [name for name in unknown if not name.startswith(drawn) and name not in held_out]
     charts = [_with_more_series(chart, held_out, data.eval_sets) for chart in CHARTS]
-    charts.insert(AFTER_REWARD, Chart("Single rewards", "mean of each", rewards, low=None))
-    charts[AFTER_REWARD:AFTER_REWARD] = [_pass_at_chart(name, unknown) for name in evaluated]
-    if lags not in ([], [f"{LAG}0"]):
-        series = {name: name.removeprefix(LAG) for name in lags}
-        charts.append(Chart("Tokens by lag", "% of tokens", series, kind="stacked", scale=100))
+    charts.insert(AFTER_REWARD, Chart("Single rewards", "mean of each", rewards, low=None, group="Reward"))
+    charts[AFTER_REWARD:AFTER_REWARD] = [_pass_at_chart(name, unknown) for name in (HELD_OUT_NAME, *data.eval_sets)]
+    shares = {name: name.removeprefix(LAG) for name in lags if lags != [f"{LAG}0"]}
+    charts.append(Chart("Tokens by lag", "% of tokens", shares, kind="stacked", scale=100, group="Off-policy"))
     engines = [name for name in unknown if name.startswith(MISMATCH_OF) and name.count("/") == 1]
-    if len(engines) > 1:
-        series = {name: name.removeprefix(MISMATCH_OF) for name in engines}
-        charts.append(Chart("Mismatch by engine", "KL, nats per token", series))
-    charts += [Chart(name, "", {name: name}, low=None) for name in others[:OTHER_CHARTS]]
-    plotted = [_plot(chart, rows) for chart in charts]
-    if quality := _plot(QUALITY, [judged.get(step, {}) for step in steps]):
-        plotted.insert(0, quality | {"marks": data.guard.marks})
-    resumed = {event["step"] for event in data.events_named(RESUME) if isinstance(event.get("step"), int)}
-    return {
-        "steps": steps,
-        "resumed": sorted(resumed),
-        "charts": [chart for chart in plotted if chart],
-    }
+    by_engine = {name: name.removeprefix(MISMATCH_OF) for name in engines if len(engines) > 1}
+    charts.append(Chart("Mismatch by engine", "KL, nats per token", by_engine, group="Off-policy"))
+    taken = {chart.title for chart in (QUALITY, *charts)}
+    named = {f"{name} (metric)" if name in taken else name: name for name in others[:MOST_UNKNOWN]}
+    charts += [Chart(title, "", {name: name}, low=None) for title, name in named.items()]
+    return [QUALITY._replace(group="Reward"), *charts]
 
 
 def _of_set(metric: str, name: str) -> str:
@@ -112,40 +202,51 @@ def _pass_at_chart(name: str, metrics: Collection[str]) -> Chart:
     found = sorted((metric for metric in metrics if metric.startswith(prefix)), key=lambda name: (len(name), name))
     title = "pass@k" if name == HELD_OUT_NAME else f"pass@k, {name}"
     series = {metric: f"pass@{metric.removeprefix(prefix)}" for metric in found}
-    return Chart(title, "drawn samples of held-out prompts", series, kind="points", high=1)
+    return Chart(title, "drawn samples of held-out prompts", series, kind="points", high=1, group="Reward")
 
 
-def _plot(chart: Chart, rows: list[dict[str, float]]) -> dict[str, Any] | None:
-    """The values of the chart; None if it is omitted."""
+def _plot(chart: Chart, steps: NDArray[np.int64], columns: Columns, bucket: int) -> dict[str, Any]:
+    def values(name: str) -> list[float | None]:
+        return [_rounded(value) for value in _points(columns[name] * chart.scale, steps, bucket)]
+
+    names = [name for name in chart.series if chart.kind != "stacked" or np.nansum(np.abs(columns[name]))]
     series: list[dict[str, Any]] = [
-        {"label": label, "values": [_scaled(row.get(name), chart.scale) for row in rows]}
+        {"label": chart.series[name], "values": values(name)}
         | ({"points": True} if chart.kind == "line" and name.startswith(HELD_OUT) else {})  # not of every step
-        for name, label in chart.series.items()
-        if any(name in row for row in rows)
+        for name in names
     ]
-    if chart.kind == "stacked":
-        series = [one for one in series if any(one["values"])]
-    if chart.only_with and not any(chart.only_with in row for row in rows):
-        return None
-    if not series or (chart.only_if_any and not any(value for one in series for value in one["values"])):
-        return None
-    band = [_scaled(row.get(chart.band), chart.scale) for row in rows] if chart.band else []
     return {
         "title": chart.title,
+        "group": chart.group,
         "note": chart.note,
         "kind": chart.kind,
         "low": chart.low,
         "high": chart.high,
         "series": series,
-        "band": band if any(value is not None for value in band) else [],
+        "band": values(chart.band) if chart.band in columns else [],
     }
 
 
-def _scaled(value: float | None, scale: float) -> float | None:
-    """Rounded to keep the page small; None for values JSON cannot represent."""
-    if value is None or not math.isfinite(value):
-        return None
-    return float(f"{value * scale:.{SIGNIFICANT_DIGITS}g}")
+def _points(column: NDArray[Any], steps: NDArray[np.int64], bucket: int) -> list[Any]:
+    """The values; of buckets of several steps the smallest and the largest, in the order in which they occur."""
+    if bucket == 1:
+        return list(column.tolist())
+    starts = np.flatnonzero(np.diff(steps // bucket, prepend=-1))
+    low, high = np.fmin.reduceat(column, starts), np.fmax.reduceat(column, starts)
+    sizes = np.diff(starts, append=len(column))
+    at = np.arange(len(column))
+
+    def first(extreme: NDArray[Any]) -> NDArray[Any]:
+        return np.minimum.reduceat(np.where(column == np.repeat(extreme, sizes), at, len(column)), starts)
+
+    rising = first(low) <= first(high)
+    pairs = np.stack([np.where(rising, low, high), np.where(rising, high, low)], axis=1)
+    return list(pairs.reshape(-1)[(np.stack([sizes, sizes - 1], axis=1) > 0).reshape(-1)].tolist())
+
+
+def _rounded(value: float) -> float | None:
+    """With few figures, to keep the page small; None for values JSON cannot represent."""
+    return float(f"{value:.{SIGNIFICANT_DIGITS}g}") if math.isfinite(value) else None
 
 
 BINS = 24

@@ -1,9 +1,10 @@
-"""The report page of a run or an evaluation, and `render_page`, which builds every page of Tidemill."""
+"""What the page of a run says about it, and `render_page`, which builds every page of Tidemill."""
 
 from __future__ import annotations
 
 import secrets
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -12,7 +13,7 @@ import msgspec
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 import tidemill
-from tidemill.core.formatting import compact, counted, decimal, duration, gigabytes, interval, percent
+from tidemill.core.formatting import compact, counted, decimal, dollars, duration, gigabytes, interval, percent
 from tidemill.telemetry import metrics
 from tidemill.telemetry.events import (
     DATA,
@@ -29,19 +30,8 @@ from tidemill.telemetry.events import (
     health_text,
     probe_text,
 )
-from tidemill.telemetry.report.charts import chart_data, histograms
 from tidemill.telemetry.report.readable_text import pieces, readable, shortened
-from tidemill.telemetry.report.sample_cards import (
-    LEGEND,
-    MEAN_REWARD,
-    answer_pairs,
-    before_and_after,
-    best_and_worst,
-    evaluation_rows,
-    headline_figures,
-    report_samples,
-)
-from tidemill.telemetry.report.timeline import fleet_section, timeline, timeline_json
+from tidemill.telemetry.report.sample_cards import MEAN_REWARD, answer_pairs, evaluation_rows, headline_figures
 from tidemill.telemetry.run_data import RunData, clearly_differs, comparable, first_and_last, went
 from tidemill.telemetry.run_dir import SUPERVISED
 
@@ -59,8 +49,18 @@ def render_page(template: Path, **values: Any) -> str:
     - the filters `decimal`, `interval`, `readable` and `pieces` for texts, and `script_json` for use with `|safe`.
     It may include this package's templates.
     """
+    nonce = secrets.token_urlsafe(12)
+    return (
+        _environment(template.parent)
+        .get_template(template.name)
+        .render(version=tidemill.__version__, nonce=nonce, **values)
+    )
+
+
+@cache
+def _environment(folder: Path) -> Environment:
     environment = Environment(
-        loader=FileSystemLoader([template.parent, HERE / "templates"]),
+        loader=FileSystemLoader([folder, HERE / "templates"]),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
@@ -70,8 +70,7 @@ def render_page(template: Path, **values: Any) -> str:
     environment.globals["asset"] = lambda name: (HERE / name).read_text(encoding="utf-8")
     environment.filters |= {"script_json": script_json, "decimal": decimal, "interval": interval, "readable": readable}
     environment.filters["pieces"] = lambda text: pieces(shortened(text))
-    nonce = secrets.token_urlsafe(12)
-    return environment.get_template(template.name).render(version=tidemill.__version__, nonce=nonce, **values)
+    return environment
 
 
 def script_json(value: Any) -> str:
@@ -80,38 +79,6 @@ def script_json(value: Any) -> str:
     for character in "<>&\u2028\u2029":
         text = text.replace(character, f"\\u{ord(character):04x}")
     return text
-
-
-def report_page(data: RunData) -> str:
-    """The page of a run or an evaluation."""
-    samples, workers, found = report_samples(data.run), timeline(data.events, data.metrics), data.model_evaluation
-    pairs = before_and_after(samples.evaluated_first, samples.evaluated_last)
-    galleries = [
-        {"steps": window.title + remark, "best": best, "worst": worst}
-        for window, remark in ((samples.last, ""), (samples.first, ""), (samples.abandoned, ", taken back"))
-        for best, worst in [best_and_worst(window)]
-        if best or worst
-    ]
-    return render_page(
-        HERE / "templates" / "report.html.j2",
-        data=data,
-        samples=samples,
-        headline=headline(data),
-        ending=EVALUATED if found else ending(data),
-        held_out=held_out(data),
-        evaluation=evaluation_section(found) if found else None,
-        tiles=[] if found else tiles(data),
-        findings=findings(data),
-        fleet=fleet_section(data, workers) if workers else None,
-        chart_data=chart_data(data) | ({"fleets": [timeline_json(workers)]} if workers else {}),
-        histograms=histograms(samples.first, samples.last),
-        pairs=pairs,
-        galleries=galleries,
-        legend=LEGEND,
-        events=[] if found else event_rows(data),
-        facts=facts(data),
-        manifest_text=msgspec.json.format(msgspec.json.encode(data.manifest)).decode() if data.manifest else "",
-    )
 
 
 ENDINGS = {
@@ -186,7 +153,7 @@ def findings(data: RunData) -> list[ReportFinding]:
         example = f" For example: {failures[-1].get('reason')}" if failures else ""
         title = f"{compact(invalid)} samples without a valid reward"
         found.append(ReportFinding(title, f"They were excluded from training.{example}"))
-    found += [*_guard_findings(data), *_environment_findings(data), *_training_findings(data)]
+    found += [*guard_findings(data), *_environment_findings(data), *_training_findings(data)]
     if workers := data.summary["quarantined"]:
         text = "Their probe logprobs differed from the trainer's by more than fleet.probe_tolerance."
         found.append(ReportFinding(f"{counted(workers, 'worker')} quarantined", text))
@@ -203,7 +170,8 @@ def findings(data: RunData) -> list[ReportFinding]:
     return found
 
 
-def _guard_findings(data: RunData) -> Iterator[ReportFinding]:
+def guard_findings(data: RunData) -> Iterator[ReportFinding]:
+    """Decisions of the guard with their reasons, what its probes found, missing gold, quarantined machines."""
     for one in data.guard.decisions:
         yield ReportFinding(f"Guard, step {one.get('step')}: {decision_text(one)}", str(one.get("reason", "")))
     for one in data.events_named(GUARD_PROBE):
@@ -343,6 +311,10 @@ def tiles(data: RunData) -> list[tuple[str, str, str]]:
     ]
     if forecast is not None:
         rows.insert(2, ("Forecast", duration(forecast.total_s.mean), forecast_error(data)))
+    if summary["cost_usd"]:
+        alone = summary["reserved_only_usd"]
+        remark = f"{dollars(alone)} on reserved machines only" if alone else "of all machines"
+        rows.insert(2, ("Cost", dollars(summary["cost_usd"]), remark))
     if idle is not None:
         rows.insert(3 + (forecast is not None), ("Trainer idle", percent(idle), "of training, waiting for samples"))
     return rows if data.metrics else rows[:2]
@@ -400,7 +372,7 @@ def event_rows(data: RunData) -> list[dict[str, Any]]:
     ]
     return [
         {
-            "time": str(event.get("time", "")).replace("T", " ").removesuffix("Z"),
+            "time": clock_time(event),
             "session": event.get("session", ""),
             "event": event["event"],
             "fields": ", ".join(
@@ -409,6 +381,11 @@ def event_rows(data: RunData) -> list[dict[str, Any]]:
         }
         for event in reversed(listed[-EVENTS_SHOWN:])
     ]
+
+
+def clock_time(event: dict[str, Any]) -> str:
+    """UTC, as a reader wants it."""
+    return str(event.get("time", "")).replace("T", " ").removesuffix("Z")
 
 
 def _logged(value: Any) -> str:

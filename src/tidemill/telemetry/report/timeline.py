@@ -1,4 +1,4 @@
-"""The fleet section of the report: the timeline of workers as rows, bars and marks for fleet.js, figures, and costs.
+"""The fleet section of the page: the timeline of workers as rows, bars and marks for fleet.js, figures, and costs.
 
 One row per worker; if there are many workers, machines that follow each other share a row.
 """
@@ -40,6 +40,7 @@ from tidemill.telemetry.fleet_figures import (
     sessions_of,
     stretch,
 )
+from tidemill.telemetry.manifest import Forecast
 from tidemill.telemetry.metrics import MetricLine, mismatches
 from tidemill.telemetry.run_data import RunData
 from tidemill.telemetry.run_dir import TRAINING_PURPOSE
@@ -305,14 +306,41 @@ class CostBar(NamedTuple):
     figure: str
 
 
-def fleet_section(data: RunData, found: Timeline) -> dict[str, Any]:
+def run_timeline(data: RunData) -> Timeline | None:
+    """None before the first session."""
+    return timeline(data.events, data.metrics, reserved_only=True) if data.sessions else None
+
+
+def fleet_section(data: RunData, found: Timeline | None) -> dict[str, Any]:
     """Template values."""
+    preemptible = found is not None and found.first_preemptible < len(found.rows)
     return {
-        "sentence": evictions_sentence(data.summary) or "No evictions",
-        "tiles": fleet_tiles(data, found),
-        "costs": cost_bars(data.summary),
-        "mismatches": mismatch_rows(data),
+        "sentence": evictions_sentence(data.summary) or ("No evictions" if preemptible else "Reserved machines only"),
+        "drawn": found is not None,
+        "tiles": fleet_tiles(data, found) if found and preemptible else [],
+        "costs": cost_bars(data.summary, data.forecast),
+        "made": worker_rows(data),
     }
+
+
+def worker_rows(data: RunData) -> list[tuple[str, ...]]:
+    """(worker, kind, leases, evicted, samples, tokens, share of tokens, cost), most tokens first."""
+    samples, tokens = Counter[str](), Counter[str]()
+    for event in data.events_named(DECODE):
+        samples[str(event.get("worker"))] += int(amount(event, "samples"))
+        tokens[str(event.get("worker"))] += int(amount(event, "tokens"))
+    leases = [*held_leases(data.events, data.sessions).values()]
+    names = dict.fromkeys([*(name for name, _ in tokens.most_common()), *(one.worker for one in leases)])
+    rows = list[tuple[str, ...]]()
+    for name in names:
+        held = [one for one in leases if one.worker == name]
+        kinds, cost = dict.fromkeys(one.kind for one in held), sum(one.cost_usd for one in held)
+        if [*kinds] == ["reserved"] and sum(one.kind == "reserved" for one in leases) == 1:
+            cost = data.summary["cost_by_kind_usd"]["reserved"]  # also while it is held
+        share = percent(tokens[name] / tokens.total()) if tokens.total() else "-"
+        counts = (len(held), sum(one.evicted for one in held), compact(samples[name]), compact(tokens[name]))
+        rows.append((name, ", ".join(kinds), *map(str, counts), share, dollars(cost) if cost else "-"))
+    return rows
 
 
 def mismatch_rows(data: RunData) -> list[tuple[str, str, str, str]]:
@@ -358,16 +386,21 @@ def mean_serving(found: Timeline) -> float:
     return busy / found.end_s if found.end_s else 0.0
 
 
-def cost_bars(summary: dict[str, Any]) -> list[CostBar]:
-    """Cost of this run and the estimate for reserved machines only; empty without prices."""
+def cost_bars(summary: dict[str, Any], forecast: Forecast | None = None) -> list[CostBar]:
+    """Cost of this run, the estimate for reserved machines only, and the forecast; empty without prices."""
     by_kind, alone = summary["cost_by_kind_usd"], summary["reserved_only_usd"]
     if not summary["cost_usd"]:
         return []
-    longest = max(summary["cost_usd"], alone or 0.0)
+    expected = forecast.cost_usd if forecast else 0.0
+    longest = max(summary["cost_usd"], alone or 0.0, expected)
     parts = f"reserved {dollars(by_kind['reserved'])}, preemptible {dollars(by_kind['preemptible'])}"
     shares = {kind: 100 * usd / longest for kind, usd in by_kind.items()}
     bars = [CostBar("this run", parts, **shares, figure=dollars(summary["cost_usd"]))]
     if alone:
         remark = "the same tokens at the reserved side's measured rate"
         bars.append(CostBar("reserved only", remark, 100 * alone / longest, 0.0, dollars(alone)))
+    if forecast and expected:
+        so_far = dollars(expected * min(1.0, summary["steps"] / max(1, forecast.steps)))
+        remark = f"{so_far} of it for the steps so far"
+        bars.append(CostBar("forecast", remark, 100 * expected / longest, 0.0, dollars(expected)))
     return bars

@@ -4,9 +4,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.fabricated_forecast import make_forecast
 from tidemill.telemetry.manifest import write_forecast
-from tidemill.telemetry.metrics import METRICS
+from tidemill.telemetry.metrics import CHARTS, METRICS
 from tidemill.telemetry.report.charts import chart_data
 from tidemill.telemetry.run_data import RunData
 from tidemill.telemetry.run_dir import RunDirectory
@@ -38,7 +40,7 @@ def test_evaluations_have_their_steps_even_without_a_metrics_line(tmp_path: Path
 
 
 def test_graded_rewards_have_no_accuracy_chart(tmp_path: Path) -> None:
-    (chart,) = charts_of(tmp_path, '{"step":1,"eval/reward_mean":1.5,"eval/reward_stderr":0.1,"eval/n":8}\n')["charts"]
+    (chart,) = charts_of(tmp_path, '{"step":1,"eval/reward_mean":1.5}\n')["charts"]
     assert (chart["title"], chart["series"]) == ("Held-out reward", [{"label": "mean", "values": [1.5]}])
 
 
@@ -71,9 +73,68 @@ def test_several_rewards_share_a_chart_and_unknown_metrics_get_their_own(tmp_pat
     assert titles == {"Single rewards": ["exact", "length"], "my_metric": ["my_metric"]}
 
 
-def test_no_registered_metric_is_drawn_under_its_raw_name(tmp_path: Path) -> None:
-    charts = charts_of(tmp_path, json.dumps({"step": 1, **dict.fromkeys(METRICS, 1.0)}) + "\n")["charts"]
+def test_every_registered_metric_is_drawn_in_a_group_and_under_a_title(tmp_path: Path) -> None:
+    values = {name: float(number) for number, name in enumerate(METRICS, 1)}
+    charts = charts_of(tmp_path, json.dumps({"step": 1, **values, "mine": 0.5}) + "\n")["charts"]
     assert {chart["title"] for chart in charts} & set(METRICS) == set()
+    assert [chart["title"] for chart in charts if chart["group"] == "Other"] == ["mine"]
+    drawn = {name for chart in CHARTS for name in (*chart.series, chart.band)}
+    assert METRICS.keys() <= drawn
+
+
+def test_constant_charts_are_listed_instead(tmp_path: Path) -> None:
+    lines = [
+        {"step": step, "learning_rate": 1e-5, "kl_ref": 1.4e-17 * step, "entropy": 0.1 + step, "my_metric": 0.1 + 0.2}
+        for step in (1, 2, 3)
+    ]
+    data = charts_of(tmp_path, "".join(json.dumps(line) + "\n" for line in lines))
+    assert [chart["title"] for chart in data["charts"]] == ["Entropy"]
+    assert data["constant"] == [("KL", 0.0), ("Learning rate", 1e-5), ("my_metric", 0.3)]
+
+
+def long_run(tmp_path: Path, steps: int) -> RunData:
+    run = RunDirectory(tmp_path)
+    lines = [{"step": step, "entropy": 5.0 if step == 4321 else step % 7 / 7} for step in range(1, steps + 1)]
+    run.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    run.events.write_text("")
+    return RunData.load(run)
+
+
+def test_a_long_run_is_drawn_with_few_points_and_all_its_spikes(tmp_path: Path) -> None:
+    data = chart_data(long_run(tmp_path, 9000))
+    (values,) = (one["values"] for one in data["charts"][0]["series"])
+    assert len(data["steps"]) == len(values) <= 2000 and data["steps"] == sorted(set(data["steps"]))
+    assert (data["steps"][0], data["steps"][-1], max(values), min(values)) == (1, 9000, 5.0, 0.0)
+
+
+@pytest.mark.parametrize(("before", "now"), [(10, 13), (2000, 2000), (5000, 5003), (5000, 7000)])
+def test_a_continuation_joins_what_the_reader_has(tmp_path: Path, before: int, now: int) -> None:
+    first = chart_data(long_run(tmp_path, before))
+    data, whole = long_run(tmp_path, now), chart_data(long_run(tmp_path, now))
+    rest = chart_data(data, after=first["steps"][-1], cursor=first["cursor"])
+    assert "reset" not in rest and rest["start"] > 0 and len(rest["steps"]) < len(whole["steps"])
+    assert first["steps"][: rest["start"]] + rest["steps"] == whole["steps"]
+    both = [one["charts"][0]["series"][0]["values"] for one in (first, rest, whole)]
+    assert both[0][: rest["start"]] + both[1] == both[2]
+
+
+@pytest.mark.parametrize(
+    "events",
+    [
+        '{"event":"evaluation","step":3,"reward_mean":0.5,"n":8}\n',  # late
+        '{"event":"gold","step":3,"proxy_mean":0.5,"gold_mean":0.25}\n',
+    ],
+)
+def test_a_reader_of_a_replaced_history_gets_all(tmp_path: Path, events: str) -> None:
+    def lines(session: int) -> str:
+        return "".join(f'{{"step":{at},"session":{session},"entropy":{at}}}\n' for at in range(1, 6))
+
+    first = charts_of(tmp_path, lines(1))
+    rewound = charts_of(tmp_path, lines(2))
+    for data in (rewound, charts_of(tmp_path, lines(1), events), charts_of(tmp_path, lines(1).replace("entropy", "x"))):
+        assert data["cursor"] != first["cursor"]
+    answer = chart_data(RunData.load(RunDirectory(tmp_path)), after=5, cursor=first["cursor"])
+    assert answer["reset"] and answer["steps"] == [1, 2, 3, 4, 5]
 
 
 def test_held_out_metrics_share_the_chart_of_training_metrics(tmp_path: Path) -> None:
@@ -100,7 +161,8 @@ def test_charts_that_stay_at_zero_are_omitted(tmp_path: Path) -> None:
 
 
 def test_an_empty_run_has_no_charts(tmp_path: Path) -> None:
-    assert charts_of(tmp_path, "") == {"steps": [], "resumed": [], "charts": []}
+    data = charts_of(tmp_path, "")
+    assert (data["steps"], data["charts"], data["constant"]) == ([], [], [])
 
 
 def test_tokens_are_stacked_by_lag(tmp_path: Path) -> None:
@@ -134,7 +196,7 @@ def test_a_correction_that_changes_nothing_is_not_drawn(tmp_path: Path) -> None:
 def test_the_forecast_is_drawn_with_the_step_times(tmp_path: Path) -> None:
     write_forecast(tmp_path, make_forecast(3.0))
     data = charts_of(tmp_path, '{"step":0}\n{"step":1,"time_step_s":3.5}\n{"step":2,"time_step_s":1.5}\n')
-    (chart,) = [chart for chart in data["charts"] if chart["title"] == "Step time and forecast"]
+    (chart,) = [chart for chart in data["charts"] if chart["title"] == "Step time"]
     assert chart["series"] == [
         {"label": "forecast", "values": [None, 3.0, 2.0]},
         {"label": "actual", "values": [None, 3.5, 1.5]},

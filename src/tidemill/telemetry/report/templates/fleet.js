@@ -1,9 +1,20 @@
 "use strict";
-// One timeline per element of class timeline, in document order; the element before it gets the keys.
-const drawTimeline = (fleet, home, keys) => {
-  const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-  const faded = (name, alpha) => css(name) + Math.round(alpha * 255).toString(16).padStart(2, "0");
+// A colour of the style sheet in the current theme, as canvases take it.
+const paint = (() => {
+  const probe = document.createElement("i"), known = new Map();
+  probe.hidden = true;
+  document.body.append(probe);
+  const forget = () => { known.clear(); document.dispatchEvent(new Event("themed")); };
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", forget);
+  document.addEventListener("theme", forget);
+  return (name, alpha = 1) => {
+    if (!known.has(name)) { probe.style.color = `var(${name})`; known.set(name, getComputedStyle(probe).color.match(/[\d.]+/g).slice(0, 3)); }
+    return `rgb(${known.get(name).join(" ")} / ${alpha})`;
+  };
+})();
 
+// One timeline per element of class timeline, in document order; the element before it gets the keys.
+const drawTimeline = (fleet, home, keys, zoomed) => {
   const count = fleet.rows.length;
   const tall = Math.max(4, Math.min(24, Math.floor(640 / count)));
   const elastic = fleet.first < count; // no preemptible workers
@@ -23,7 +34,7 @@ const drawTimeline = (fleet, home, keys) => {
   tip.className = "tip";
   ruler.className = "ruler";
   home.replaceChildren(canvas, ruler, tip);
-  let view = [0, Math.max(fleet.end, 1e-3)], width = 0, context;
+  let view = zoomed || [0, Math.max(fleet.end, 1e-3)], width = 0, context;
   const x = (time) => LEFT + ((time - view[0]) / (view[1] - view[0])) * (width - LEFT - RIGHT);
   const timeAt = (left) => view[0] + ((left - LEFT) / (width - LEFT - RIGHT)) * (view[1] - view[0]);
   const clock = (seconds, fine) => {
@@ -52,7 +63,7 @@ const drawTimeline = (fleet, home, keys) => {
       const left = x(start), wide = Math.max(0.75, x(end) - left);
       // Lower than generation, so that both are visible where they overlap.
       const low = (tall - 2 * inset) * ({ pull: 0.35, notice: 0.65 }[fleet.kinds[kind]] || 0);
-      context.fillStyle = faded(hue, alpha);
+      context.fillStyle = paint(hue, alpha);
       context.beginPath();
       context.roundRect(left, HEAD + row * tall + inset + low, wide, tall - 2 * inset - low, wide > 4 && tall >= 14 ? 2 : 0);
       context.fill();
@@ -64,7 +75,7 @@ const drawTimeline = (fleet, home, keys) => {
     for (const [row, kind, time] of fleet.marks) {
       if (time < view[0] || time > view[1]) continue;
       const at = x(time), top = HEAD + row * tall, middle = top + tall / 2;
-      context.strokeStyle = context.fillStyle = css(kind === "drained" ? "--accent-2" : "--bad");
+      context.strokeStyle = context.fillStyle = paint(kind === "drained" ? "--accent-2" : "--bad");
       context.lineWidth = tall >= 10 ? 2 : 1.5;
       context.beginPath();
       if (kind === "eviction") {
@@ -94,9 +105,9 @@ const drawTimeline = (fleet, home, keys) => {
       context.lineTo(x(time), y(n));
     });
     context.lineTo(x(fleet.end), base);
-    context.fillStyle = faded("--accent", 0.16);
+    context.fillStyle = paint("--accent", 0.16);
     context.fill();
-    context.strokeStyle = css("--accent");
+    context.strokeStyle = paint("--accent");
     context.lineWidth = 1.5;
     context.stroke();
     context.lineWidth = 1;
@@ -104,7 +115,7 @@ const drawTimeline = (fleet, home, keys) => {
   };
 
   const label = (text, left, middle, hue, align) => {
-    context.fillStyle = css(hue);
+    context.fillStyle = paint(hue);
     context.textAlign = align;
     context.textBaseline = "middle";
     context.fillText(text, left, middle);
@@ -115,13 +126,14 @@ const drawTimeline = (fleet, home, keys) => {
     const room = ((view[1] - view[0]) * 64) / (width - LEFT - RIGHT);
     const step = STEPS.find((one) => one >= room) || 86400 * Math.ceil(room / 86400);
     for (let time = Math.ceil(view[0] / step) * step; time <= view[1]; time += step) {
-      upright(time, css("--line"), HEAD, height - FOOT);
+      upright(time, paint("--line"), HEAD, height - FOOT);
       label(clock(time), Math.min(x(time), width - RIGHT - 10), height - FOOT + 11, "--muted", "center");
     }
   };
 
   const draw = () => {
     width = home.clientWidth;
+    if (!width) return; // hidden
     const scale = window.devicePixelRatio || 1;
     canvas.width = width * scale;
     canvas.height = height * scale;
@@ -136,9 +148,9 @@ const drawTimeline = (fleet, home, keys) => {
     context.clip();
     const dense = fleet.publishes.length > (width - LEFT) / 8;
     for (const [time] of fleet.publishes) {
-      upright(time, faded("--accent-3", dense ? 0.15 : 0.5), HEAD - 4, bottom, [3, 3]);
+      upright(time, paint("--accent-3", dense ? 0.15 : 0.5), HEAD - 4, bottom, [3, 3]);
       if (dense) continue;
-      context.fillStyle = css("--accent-3");
+      context.fillStyle = paint("--accent-3");
       context.beginPath();
       context.moveTo(x(time) - 4, HEAD - 10); context.lineTo(x(time) + 4, HEAD - 10); context.lineTo(x(time), HEAD - 4);
       context.fill();
@@ -147,7 +159,7 @@ const drawTimeline = (fleet, home, keys) => {
     drawMarks();
     const [most, y] = elastic ? drawCurve() : [];
     for (const [time, text] of fleet.sessions) {
-      upright(time, css("--ink"), 0, height - FOOT);
+      upright(time, paint("--ink"), 0, height - FOOT);
       label(text, x(time) + 5, 6, "--ink", "left");
     }
     context.restore();
@@ -196,18 +208,19 @@ const drawTimeline = (fleet, home, keys) => {
     const ends = [dragged, inside(place(event)[0])].sort((a, b) => a - b);
     dragged = null;
     if (ends[1] - ends[0] < 6) return;
-    view = ends.map(timeAt);
+    zoomed = view = ends.map(timeAt);
     draw();
   });
-  canvas.addEventListener("dblclick", () => { view = [0, Math.max(fleet.end, 1e-3)]; draw(); });
+  canvas.addEventListener("dblclick", () => { zoomed = null; view = [0, Math.max(fleet.end, 1e-3)]; draw(); });
 
   const key = (text, hue, alpha, shape) => {
     const one = document.createElement("span"), swatch = document.createElement("i");
     swatch.className = shape || "";
     one.append(swatch, text);
     keys.append(one);
-    return () => { swatch.style.setProperty("--hue", faded(hue, alpha)); };
+    return () => { swatch.style.setProperty("--hue", paint(hue, alpha)); };
   };
+  keys.replaceChildren();
   const present = new Set(fleet.bars.map((one) => fleet.kinds[one[1]]));
   const marked = new Set(fleet.marks.map((one) => one[1]));
   const colours = Object.entries(KINDS).filter(([kind]) => present.has(kind)).map(([, of]) => key(...of));
@@ -217,10 +230,15 @@ const drawTimeline = (fleet, home, keys) => {
   const redraw = () => { colours.forEach((colour) => colour()); draw(); };
   redraw();
   tip.hidden = ruler.hidden = true;
-  new ResizeObserver(draw).observe(home);
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
+  const sized = new ResizeObserver(draw);
+  sized.observe(home);
+  document.addEventListener("themed", redraw);
+  return { zoomed: () => zoomed, stop: () => { sized.disconnect(); document.removeEventListener("themed", redraw); } };
 };
-{
-  const { fleets } = JSON.parse(document.getElementById("data").textContent);
-  document.querySelectorAll(".timeline").forEach((home, at) => drawTimeline(fleets[at], home, home.previousElementSibling));
-}
+const timelines = [];
+const drawTimelines = ({ fleets }) => document.querySelectorAll(".timeline").forEach((home, at) => {
+  if (!fleets[at]) return;
+  timelines[at]?.stop();
+  timelines[at] = drawTimeline(fleets[at], home, home.previousElementSibling, timelines[at]?.zoomed());
+});
+if (document.getElementById("data")) drawTimelines(JSON.parse(document.getElementById("data").textContent));

@@ -1,0 +1,287 @@
+"""The page of a run: a shell with sections. The report shows all of them, `tidemill watch` serves each on demand."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from statistics import fmean
+from typing import Any, Literal, NamedTuple, Protocol
+
+import msgspec
+
+from tidemill.config.load import differences
+from tidemill.config.schema import RunSpec
+from tidemill.core.errors import UserError
+from tidemill.core.formatting import compact, counted, dollars, duration, natural_sort_key
+from tidemill.telemetry import metrics
+from tidemill.telemetry.events import GOLD, TAINTED, WORKER_HEALTH, health_text
+from tidemill.telemetry.fleet_figures import amount
+from tidemill.telemetry.live_state import LiveState
+from tidemill.telemetry.report.charts import chart_data, histograms
+from tidemill.telemetry.report.pages import (
+    ENDINGS,
+    EVALUATED,
+    HERE,
+    clock_time,
+    ending,
+    evaluation_section,
+    event_rows,
+    facts,
+    findings,
+    guard_findings,
+    headline,
+    held_out,
+    render_page,
+    tiles,
+)
+from tidemill.telemetry.report.sample_cards import LEGEND, before_and_after, best_and_worst, report_samples
+from tidemill.telemetry.report.timeline import fleet_section, mismatch_rows, run_timeline, timeline_json, worker_rows
+from tidemill.telemetry.run_data import RunData
+
+SECTIONS = ("overview", "fleet", "learning", "samples", "trust", "setup")
+OF_EVALUATIONS = ("overview", "setup")
+TEMPLATES = HERE / "templates"
+SCRIPTS = ("vendor/uplot/uPlot.iife.min.js", "templates/fleet.js", "templates/charts.js", "templates/page.js")
+STYLES = ("vendor/uplot/uPlot.min.css", "templates/report.css")
+"""Files below this folder, in the order in which the page loads them."""
+WORKERS_SHOWN = 5
+"""Of the overview."""
+RECENT_STEPS = 10
+"""Steps whose mean time tells how long the others will take."""
+
+
+class ShownState(Protocol):
+    """State of a run: a name such as "running", and a sentence."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def text(self) -> str: ...
+
+
+class LoggedState(NamedTuple):
+    """The state according to the event log."""
+
+    name: str
+    text: str
+
+
+class Shown(NamedTuple):
+    """What a section is rendered from."""
+
+    data: RunData
+    state: ShownState
+    live: LiveState | None
+
+
+def run_page(
+    data: RunData,
+    *,
+    state: ShownState | None = None,
+    live: LiveState | None = None,
+    mode: Literal["frozen", "live"] = "frozen",
+    key: str = "",
+    root: str = "../../",
+    can_act: bool = False,
+) -> str:
+    """The page of a run or an evaluation.
+
+    Args:
+        state: by default, according to the event log.
+        mode: "frozen" has every section and its data in the file; "live" has the overview, and fetches the others.
+        key: of the run in the server's addresses, in live mode.
+        root: the server's root as seen from the page, in live mode.
+        can_act: show the buttons that control the run, in live mode.
+    """
+    shown = Shown(data, state or _logged_state(data), live)
+    sections = [
+        (name, name.capitalize(), _render(shown, name) if mode == "frozen" or name == "overview" else "")
+        for name in (OF_EVALUATIONS if data.model_evaluation else SECTIONS)
+    ]
+    return render_page(
+        TEMPLATES / "run.html.j2",
+        title=data.name,
+        sections=sections,
+        scripts=SCRIPTS,
+        styles=STYLES,
+        key=key if mode == "live" else "",
+        root=root,
+        can_act=can_act,
+        chart_data=chart_data(data) | fleet_data(data) if mode == "frozen" else {},
+        **_run_line(shown),
+    )
+
+
+def section(
+    data: RunData, name: str, *, state: ShownState | None = None, live: LiveState | None = None, index: Any = None
+) -> str:
+    """HTML of the line about the run at the top of the page, and of one of `SECTIONS`."""
+    shown = Shown(data, state or _logged_state(data), live)
+    return render_page(TEMPLATES / "run_line.html.j2", **_run_line(shown)) + _render(shown, name)
+
+
+def fleet_data(data: RunData) -> dict[str, Any]:
+    """JSON for fleet.js: at most one timeline."""
+    found = None if data.model_evaluation else run_timeline(data)
+    return {"fleets": [timeline_json(found)] if found else []}
+
+
+def _render(shown: Shown, name: str) -> str:
+    template, values = VALUES[name]
+    return render_page(TEMPLATES / template, data=shown.data, live=shown.live, **values(shown))
+
+
+def _logged_state(data: RunData) -> LoggedState:
+    if data.model_evaluation:
+        return LoggedState(data.outcome, EVALUATED)
+    return LoggedState(data.outcome if data.outcome in ENDINGS else "unknown", ending(data))
+
+
+def _run_line(shown: Shown) -> dict[str, Any]:
+    data, live = shown.data, shown.live
+    step, total = (live.step, live.total_steps) if live else (data.summary["steps"], data.summary["total_steps"])
+    running = shown.state.name == "running"
+    left_s = live.left_s if live else None
+    if left_s is None and (times := data.values(metrics.STEP_TIME)[-RECENT_STEPS:]):
+        left_s = fmean(times) * (total - step)
+    left = duration(left_s) if running and left_s and total > step else ""
+    progress = {"step": step, "total": total, "left": left} if total and not data.model_evaluation else None
+    return {"data": data, "state": shown.state, "progress": progress}
+
+
+def _overview(shown: Shown) -> dict[str, Any]:
+    data, live = shown.data, shown.live
+    evaluated = data.model_evaluation
+    workers = Counter(one.worker or "waiting" for one in live.samples) if live else Counter[str]()
+    now = ""
+    if live:
+        samples = f"{counted(live.samples_total, 'sample')} under way on {counted(len(live.fleet), 'worker')}"
+        now = ". ".join(filter(None, (live.activity_text, samples)))
+    return {
+        "headline": headline(data),
+        "held_out": held_out(data),
+        "evaluation": evaluation_section(evaluated) if evaluated else None,
+        "tiles": [] if evaluated else tiles(data),
+        "findings": findings(data),
+        "made": [(name, kind, *row[1:3], *row[4:]) for name, kind, *row in worker_rows(data)[:WORKERS_SHOWN]],
+        "now": now,
+        "under_way": sorted(workers.items(), key=lambda item: natural_sort_key(item[0])),
+    }
+
+
+def _fleet(shown: Shown) -> dict[str, Any]:
+    live = shown.live if shown.live and shown.live.activity != "ended" else None
+    workers = [
+        (
+            row.worker_id,
+            row.lease_id,
+            row.kind,
+            row.state,
+            "-" if row.version is None else row.version,
+            row.running,
+            row.queued,
+            compact(row.tokens_per_s),
+            duration(row.age_s),
+            dollars(row.price_usd_per_hour) if row.price_usd_per_hour else "-",
+        )
+        for row in (live.fleet if live else ())
+    ]
+    samples = [
+        (
+            f"{one.prompt_id} #{one.index}",
+            one.step,
+            one.worker or "waits for a worker",
+            one.lease or "-",
+            one.tokens,
+            ", ".join(map(str, one.versions)) or "-",
+        )
+        for one in (live.samples if live else ())
+    ]
+    more = live.samples_total - len(samples) if live else 0
+    return {
+        "fleet": fleet_section(shown.data, run_timeline(shown.data)),
+        "workers": workers,
+        "samples": samples,
+        "more": f"and {more:,} more" if more > 0 else "",
+    }
+
+
+def _samples(shown: Shown) -> dict[str, Any]:
+    samples = report_samples(shown.data.run)
+    windows = ((samples.last, ""), (samples.first, ""), (samples.abandoned, ", taken back"))
+    galleries = [
+        {"steps": window.title + remark, "best": best, "worst": worst}
+        for window, remark in windows
+        for best, worst in [best_and_worst(window)]
+        if best or worst
+    ]
+    return {
+        "samples": samples,
+        "histograms": histograms(samples.first, samples.last),
+        "pairs": before_and_after(samples.evaluated_first, samples.evaluated_last),
+        "galleries": galleries,
+        "legend": LEGEND,
+    }
+
+
+def _trust(shown: Shown) -> dict[str, Any]:
+    data = shown.data
+    guarded = "The guard compared rewards with gold scores" if data.events_named(GOLD) else "No gold scores"
+    decided = data.guard.decisions
+    doubts = [
+        f"{guarded}; {counted(len(decided), 'decision')}" if decided else guarded,
+        f"{counted(len(data.guard.quarantined), 'machine')} quarantined" if data.guard.quarantined else "",
+    ]
+    health = [
+        (clock_time(event), event.get("worker"), event.get("machine", "-"), event.get("state"), health_text(event))
+        for event in data.events_named(WORKER_HEALTH)
+    ]
+    tainted = [
+        (
+            event.get("worker"),
+            event.get("lease"),
+            event.get("cause"),
+            counted(int(amount(event, "restarted")), "sample"),
+            compact(amount(event, "tokens")),
+            ", ".join(f"step {step}: {count}" for step, count in dict(event.get("trained") or {}).items()) or "none",
+        )
+        for event in data.events_named(TAINTED)
+    ]
+    return {
+        "verdict": "; ".join(filter(None, doubts)),
+        "decisions": list(guard_findings(data)),
+        "mismatches": mismatch_rows(data),
+        "health": health,
+        "tainted": tainted,
+    }
+
+
+def _setup(shown: Shown) -> dict[str, Any]:
+    data = shown.data
+    try:
+        changed = differences(RunSpec(), data.spec)
+    except UserError:  # of an older version: config.toml is shown as it is
+        changed = []
+    return {
+        "changed": [(key, _setting(value), _setting(default)) for key, default, value in changed],
+        "facts": facts(data),
+        "manifest_text": msgspec.json.format(msgspec.json.encode(data.manifest)).decode() if data.manifest else "",
+        "events": [] if data.model_evaluation else event_rows(data),
+    }
+
+
+def _setting(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:g}" if value == float(f"{value:g}") else repr(value)
+    return "-" if value is None else value if isinstance(value, str) else msgspec.json.encode(value).decode()
+
+
+VALUES: dict[str, tuple[str, Callable[[Shown], dict[str, Any]]]] = {
+    "overview": ("overview.html.j2", _overview),
+    "fleet": ("fleet.html.j2", _fleet),
+    "learning": ("learning.html.j2", lambda shown: {}),
+    "samples": ("sample_cards.html.j2", _samples),
+    "trust": ("trust.html.j2", _trust),
+    "setup": ("setup.html.j2", _setup),
+}
+"""Template of each section, and its values."""

@@ -6,7 +6,7 @@ A *session* is one process that works on a run; each resume starts a new one.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
@@ -66,6 +66,14 @@ ENVIRONMENT_WARNING = _define(
     "the self-test found a fault of the environment, or an episode the first of its kind: `reason`",
 )
 CHECKPOINT = _define("checkpoint", "span: the trainer's state after `step` became durable")
+CONTROL = _define(
+    "control",
+    "what became of a request of a person: `action` (pause, resume, checkpoint or stop), `by`, `request` (its id), "
+    "`step`, `outcome` (applied or ignored) and the `reason` if it was ignored; `hold_s` of a pause",
+)
+PAUSED = _define(
+    "paused", "span: the run was paused after `step`; `machines_returned`: rented machines whose leases it ended"
+)
 PUBLISH = _define(
     "publish",
     "span: a version became available to workers; `version`, and where files were written `nbytes` and `delta_nbytes`",
@@ -155,7 +163,7 @@ SESSION_END = _define(
     "the process closed the run; `outcome` is finished, interrupted or failed; `error` (type and message) if it failed",
 )
 
-NOT_PART_OF_A_STEP = (EVALUATION, CHECKPOINT)
+NOT_PART_OF_A_STEP = (EVALUATION, CHECKPOINT, PAUSED)
 """Spans that are excluded from a step's wall time."""
 FLEET_EVENTS = frozenset({
     LEASE, JOIN, PULL, DECODE, NOTICE, DRAIN, EVICTION, CRASH, MIGRATION, LEASE_END, REBALANCE, WORKER_RELEASED,
@@ -170,7 +178,7 @@ NOUNS = {
 """What the terminal counts when it summarises many fleet events."""
 LISTED_EVENTS = frozenset({
     SESSION_START, SESSION_END, RESUME, REPLAY, EVALUATION, CHECKPOINT, SINK_FAILED, WAITING, WAIT_ABANDONED, EVICTION,
-    CRASH, JOIN_FAILED, QUARANTINE, GUARD, GUARD_PROBE, WORKER_HEALTH,
+    CRASH, JOIN_FAILED, QUARANTINE, GUARD, GUARD_PROBE, WORKER_HEALTH, CONTROL, PAUSED,
 })  # fmt: skip
 """Events in the table of the report."""
 
@@ -184,9 +192,8 @@ INTERRUPTIONS = ("CancelledError", "KeyboardInterrupt")
 
 def event_text(name: str, fields: dict[str, Any]) -> str:
     """One line about an event for the terminal and the report; empty if the event is not worth a line."""
-    of_kind = _fleet_text if name in FLEET_EVENTS else _guard_text if name in GUARD_EVENTS else None
-    if of_kind:
-        return of_kind(name, fields)
+    if name in TEXTS:
+        return TEXTS[name](name, fields)
     step, error = fields.get("step"), fields.get("error")
     took = f", {duration(fields['duration_s'])}" if "duration_s" in fields else ""
     if error and name != SESSION_END:  # the command prints what ended the session
@@ -256,6 +263,20 @@ def decision_text(fields: Mapping[str, Any]) -> str:
     return f"the reward rises and quality does not since about step {onset}; {follows.get(str(action), action)}"
 
 
+def _control_text(name: str, fields: Mapping[str, Any]) -> str:
+    """`pausing after step 12 (asked for by command line)`."""
+    action, by, step = fields.get("action"), fields.get("by") or "somebody", fields.get("step")
+    if name == PAUSED:
+        returned = fields.get("machines_returned")
+        machines = f"; {counted(returned, 'rented machine')} returned" if returned else ""
+        return f"paused for {duration(fields.get('duration_s', 0.0))} after step {step}{machines}"
+    if fields.get("outcome") != "applied":
+        what = f"request to {action} by {by}" if action else f"file in control/ ({fields.get('request')})"
+        return f"ignored a {what}: {fields.get('reason')}"
+    verbs = {"pause": "pausing", "resume": "resuming", "checkpoint": "checkpoint", "stop": "stopping"}
+    return f"{verbs.get(str(action), action)} after step {step} (asked for by {by})"
+
+
 def probe_text(fields: Mapping[str, Any]) -> str:
     """`the reward likes a text that it should not (empty): score 1.000, typical 0.400`."""
     score, typical = (decimal(finite_number(fields.get(key))) for key in ("score", "typical"))
@@ -317,6 +338,13 @@ def moved_text(fields: dict[str, Any]) -> str:
     verb = "moves" if samples == 1 else "move"
     text = f"{counted(samples, 'sample')} {verb} to other workers, {counted(kept, 'token')} kept"
     return f"{text}, {lost:,} lost" if lost else text
+
+
+TEXTS: dict[str, Callable[[str, dict[str, Any]], str]] = {
+    **dict.fromkeys(FLEET_EVENTS, _fleet_text),
+    **dict.fromkeys(GUARD_EVENTS, _guard_text),
+    **dict.fromkeys((CONTROL, PAUSED), _control_text),
+}
 
 
 def timestamp(unix_s: float) -> str:

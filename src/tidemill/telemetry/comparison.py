@@ -72,7 +72,6 @@ def comparison_json(runs: Sequence[RunData]) -> dict[str, Any]:
         series = [
             {"label": name, "run": at, "values": values}
             for at, (name, values) in enumerate(zip(names, curves, strict=True))
-            if any(value is not None for value in values)
         ]
         charts.append({"title": title, "note": note, "metric": metric, "series": series})
     return {

@@ -77,8 +77,8 @@ def test_a_curve_is_there_for_each_run_that_measured_the_metric(tmp_path: Path) 
     other.run.metrics.write_text(text)
     found = comparison_json([one, RunData.read(tmp_path / "other")])
     charts = {chart["metric"]: chart["series"] for chart in found["charts"]}
-    assert charts["reward_mean"] == [{"label": "one", "run": 0, "values": [0.1, 0.2, 0.3]}]
-    assert charts["my_reward"] == [{"label": "other", "run": 1, "values": [0.1, 0.2]}]
+    assert [series["values"] for series in charts["reward_mean"]] == [[0.1, 0.2, 0.3], [None, None]]
+    assert [series["values"] for series in charts["my_reward"]] == [[None, None, None], [0.1, 0.2]]
     assert [series["run"] for series in charts["tokens_generated"]] == [0, 1]
 
 

@@ -8,6 +8,7 @@ import re
 import shlex
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -33,6 +34,8 @@ from tidemill.telemetry.control import CONTROL, HOLD_S, Action, ControlFolder, n
 from tidemill.telemetry.jsonl import encode
 from tidemill.telemetry.openmetrics import MEDIA_TYPE, exposition
 from tidemill.telemetry.report.charts import chart_data
+from tidemill.telemetry.report.compare import SCRIPTS as COMPARE_SCRIPTS
+from tidemill.telemetry.report.compare import compare_page
 from tidemill.telemetry.report.pages import HERE, render_page
 from tidemill.telemetry.report.sections import SCRIPTS, SECTIONS, STYLES, TEMPLATES, fleet_data, run_page, section
 from tidemill.telemetry.run_data import RunData
@@ -46,8 +49,8 @@ BODY_BYTES, BODY_S = 4096, 5.0
 LONGEST_HOLD_S = 7 * 86400.0
 FEWEST_POINTS = 2
 WHOLE = re.compile(r"[0-9]{1,12}")
-OWN_ASSETS = ("templates/live.js", "templates/runs.js", "templates/check.js", "templates/door.js")
-ASSETS_BY_NAME = {Path(name).name: HERE / name for name in (*SCRIPTS, *STYLES, *OWN_ASSETS)}
+OWN_ASSETS = ("templates/runs.js", "templates/check.js", "templates/door.js")
+ASSETS_BY_NAME = {Path(name).name: HERE / name for name in (*SCRIPTS, *STYLES, *COMPARE_SCRIPTS, *OWN_ASSETS)}
 MEDIA_TYPES = {".js": "text/javascript", ".css": "text/css"}
 RUNNING = ("running", "paused", "stalled", "waiting")
 """States of a run with a process that takes requests."""
@@ -84,6 +87,7 @@ class Dashboard:
         run = "/run/{key}"
         reads: dict[str, Handler] = {
             "/": self._runs,
+            "/compare": self._compare,
             "/compare.json": self._compare_json,
             ASSETS + "{name}": self._asset,
             "/metrics": self._metrics,
@@ -154,6 +158,9 @@ class Dashboard:
             "waiting": len(waiting),
         }
         return HTMLResponse(render_page(TEMPLATES / "check.html.j2", **values))
+
+    async def _compare(self, request: Request) -> Response:
+        return HTMLResponse(await self._compared(request, partial(compare_page, live=True)))
 
     # Data.
 

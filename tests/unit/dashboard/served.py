@@ -76,12 +76,12 @@ def page_of(root: Path, name: str) -> str:
 def raw(client: httpx2.Client, request: bytes) -> bytes:
     """The answer to the bytes of a request, up to the end of the connection or for a second."""
     answer = b""
-    with socket.create_connection(("127.0.0.1", client.base_url.port or 0), timeout=DEADLINE_S) as connection:
-        with suppress(ConnectionError, TimeoutError):
-            connection.sendall(request)
-            connection.settimeout(1.0)
-            while part := connection.recv(65536):
-                answer += part
+    place = ("127.0.0.1", client.base_url.port or 0)
+    with socket.create_connection(place, timeout=DEADLINE_S) as connection, suppress(ConnectionError, TimeoutError):
+        connection.sendall(request)
+        connection.settimeout(1.0)
+        while part := connection.recv(65536):
+            answer += part
     return answer
 
 

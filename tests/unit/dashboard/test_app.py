@@ -47,8 +47,12 @@ def test_a_run_and_a_folder_have_their_pages(tmp_path: Path) -> None:
         assert client.get(f"{page}fleet.json").status_code == 200
         keys = [page.split("/")[2], page_of(tmp_path / "runs", "two").split("/")[2]]
         assert client.get("/compare.json", params={"run": keys}).status_code == 200
+        compared = client.get("/compare", params={"run": keys}).text
+        assert name not in compared and html.escape(name) in compared
         assert client.get("/compare.json", params={"run": keys[:1]}).status_code == 409
-        assets = {part for shown in (table, client.get(page).text) for part in re.findall(r"assets/[^\"]+", shown)}
+        assets = {
+            part for shown in (table, compared, client.get(page).text) for part in re.findall(r"assets/[^\"]+", shown)
+        }
         assert {client.get(f"/{asset}").status_code for asset in assets} == {200}
     with pages(tmp_path / "runs/one") as client:
         shown = client.get("/")

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -144,7 +145,7 @@ def test_a_run_serves_its_own_metrics(tmp_path: Path, monkeypatch: pytest.Monkey
     recipe = f'{ONE_STEP}[telemetry]\nport = 0\ntoken_file = "{file}"\n[run]\ndir = "{tmp_path / "run"}"\n'
 
     class Asking(tidemill.Callback):
-        def on_step_end(self, *args: object, **more: object) -> None:
+        def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
             [url] = [server.url for server in started]
             seen.extend([get(url), get(url, authorization="Bearer reader-token")])
 

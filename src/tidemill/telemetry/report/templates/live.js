@@ -35,6 +35,7 @@ const tidemill = (() => {
     else document.documentElement.dataset.theme = theme;
     button.textContent = theme;
     localStorage.setItem("tidemill-theme", theme);
+    document.dispatchEvent(new Event("theme"));
   }
   setTheme(THEMES.includes(localStorage.getItem("tidemill-theme")) ? localStorage.getItem("tidemill-theme") : "system");
   button.addEventListener("click", () => setTheme(THEMES[(THEMES.indexOf(button.textContent) + 1) % THEMES.length]));

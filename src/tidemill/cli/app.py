@@ -63,7 +63,7 @@ OTHER_WORDS = {
     "kill cancel abort interrupt quit": "write `tidemill stop RUN_DIRECTORY`",
     "save": "write `tidemill checkpoint RUN_DIRECTORY`",
     "chat infer inference predict complete sample": 'write `tidemill generate "PROMPT" --checkpoint RUN_DIRECTORY`',
-    "compare": "write `tidemill eval --checkpoint MODEL --compare MODEL`",
+    "compare": "write `tidemill report RUN RUN`, or `tidemill eval --checkpoint MODEL --compare MODEL`",
     "merge": "write `tidemill model merge CHECKPOINT DIRECTORY`",
     "download pull": "write `tidemill model get NAME`",
     "convert push upload": "write `tidemill export MODEL DIRECTORY`",

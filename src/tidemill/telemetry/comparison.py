@@ -13,7 +13,7 @@ from tidemill.config.keys import flattened
 from tidemill.core.errors import UserError
 from tidemill.core.formatting import compact, decimal, dollars, duration, interval, natural_sort_key, percent
 from tidemill.telemetry.fleet_figures import HOUR_S, held_leases
-from tidemill.telemetry.metrics import CHARTS, METRICS, TOKENS_GENERATED
+from tidemill.telemetry.metrics import CHARTS, METRICS, TOKENS_GENERATED, Chart
 from tidemill.telemetry.run_data import RunData, comparable, first_and_last
 from tidemill.telemetry.sample_files import read_samples
 from tidemill.telemetry.statistics import Paired, paired
@@ -63,17 +63,21 @@ def comparison_json(runs: Sequence[RunData]) -> dict[str, Any]:
     """JSON for compare.js: the axes of each run, and for each metric a curve of each run that measured it."""
     names = labels(runs)
     kept = [_kept(len(run.metrics)) for run in runs]
-    charts = []
-    for metric, title, note, scale in _metrics(runs):
+    charts, constant = list[dict[str, Any]](), list[tuple[str, float]]()
+    for metric, chart in _charts(runs):
         curves = [
-            [_rounded(run.metrics[at].values.get(metric), scale) for at in rows]
+            [_rounded(run.metrics[at].values.get(metric), chart.scale) for at in rows]
             for run, rows in zip(runs, kept, strict=True)
         ]
         series = [
             {"label": name, "run": at, "values": values}
             for at, (name, values) in enumerate(zip(names, curves, strict=True))
         ]
-        charts.append({"title": title, "note": note, "metric": metric, "series": series})
+        if len(known := {value for values in curves for value in values if value is not None}) > 1:
+            shown = {"title": chart.title, "note": chart.note, "group": chart.group}
+            charts.append({"metric": metric, **shown, "series": series})
+        else:
+            constant += [(chart.title, value) for value in known]
     return {
         "axes": AXES,
         "runs": [
@@ -81,6 +85,7 @@ def comparison_json(runs: Sequence[RunData]) -> dict[str, Any]:
             for name, run, rows in zip(names, runs, kept, strict=True)
         ],
         "charts": charts,
+        "constant": constant,  # in all runs the same, (title, value)
     }
 
 
@@ -89,17 +94,17 @@ def _kept(number: int) -> list[int]:
     return sorted({*range(0, number, stride), number - 1} - {-1})
 
 
-def _metrics(runs: Sequence[RunData]) -> list[tuple[str, str, str, float]]:
-    """(metric, title, note, scale) of every metric of any run; those of charts come first, in their order."""
+def _charts(runs: Sequence[RunData]) -> list[tuple[str, Chart]]:
+    """Every metric of any run, with a chart of its own; those of the registry's charts come first, in their order."""
     measured = {name for run in runs for line in run.metrics for name in line.values}
-    found = dict[str, tuple[str, str, str, float]]()
+    found = dict[str, Chart]()
     for chart in CHARTS:
         for metric, label in chart.series.items():
             title = chart.title if len(chart.series) == 1 else f"{chart.title}: {label}"
-            found.setdefault(metric, (metric, title, chart.note, chart.scale))
+            found.setdefault(metric, chart._replace(title=title))
     for metric in sorted(measured - found.keys(), key=natural_sort_key):
-        found[metric] = (metric, metric, METRICS[metric].unit if metric in METRICS else "", 1.0)
-    return [each for metric, each in found.items() if metric in measured]
+        found[metric] = Chart(metric, METRICS[metric].unit if metric in METRICS else "", {})
+    return [(metric, chart) for metric, chart in found.items() if metric in measured]
 
 
 def _rounded(value: float | None, scale: float = 1.0) -> float | None:

@@ -79,7 +79,7 @@ def test_a_curve_is_there_for_each_run_that_measured_the_metric(tmp_path: Path) 
     charts = {chart["metric"]: chart["series"] for chart in found["charts"]}
     assert [series["values"] for series in charts["reward_mean"]] == [[0.1, 0.2, 0.3], [None, None]]
     assert [series["values"] for series in charts["my_reward"]] == [[None, None, None], [0.1, 0.2]]
-    assert [series["run"] for series in charts["tokens_generated"]] == [0, 1]
+    assert ("Tokens of the batch: generated", 10.0) in found["constant"]
 
 
 def test_long_runs_are_thinned_and_keep_their_last_step(tmp_path: Path) -> None:

@@ -66,7 +66,7 @@ def _pair_row(pair: PairedFigure, names: Sequence[str]) -> tuple[Any, ...]:
         found.n,
         decimal(found.before),
         decimal(found.after),
-        f"{found.difference.value:+.3f}",
+        decimal(found.difference.value),
         ends,
         found.better,
         found.worse,

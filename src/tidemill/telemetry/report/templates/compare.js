@@ -16,7 +16,7 @@
       return { label: series.label, values, points: true };
     };
     charts.take({
-      steps, resumed: [], constant: [], cursor: "", axis: data.axes[axis.value],
+      steps, resumed: [], constant: data.constant, cursor: "", axis: data.axes[axis.value],
       charts: data.charts.map((chart) => ({ ...chart, kind: "line", low: null, high: null, band: [], series: chart.series.map(curve) })),
     });
     show();

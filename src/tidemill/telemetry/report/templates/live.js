@@ -29,6 +29,7 @@ const tidemill = (() => {
     }
   }
 
+  document.documentElement.classList.add("js");
   const button = document.getElementById("theme");
   function setTheme(theme) {
     if (theme === "system") delete document.documentElement.dataset.theme;

@@ -95,6 +95,13 @@ class WatchedRun:
             yield
 
 
+SAME_LAST_LINE = [(WRITE, 4, {3}), (RESUME, 2, set[int]()), (WRITE, 4, set[int]())]
+BETWEEN = [(WRITE, 4, {3}), (RESUME, 2, {2}), (WRITE, 4, set[int]())]
+"""The reader looks after the generation rose and before the file is cut."""
+
+
+@example(actions=SAME_LAST_LINE, block=64, session_every=3)
+@example(actions=BETWEEN, block=64, session_every=3)
 @given(
     actions=st.lists(ACTIONS, max_size=10), block=st.sampled_from([16, 64, 1 << 20]), session_every=st.integers(1, 3)
 )

@@ -25,7 +25,7 @@ LIVELY: frozenset[StateName] = frozenset({"running", "paused", "stalled", "waiti
 """States in which the files may still change."""
 STALLED_S, STALLED_STEPS = 60.0, 5.0
 """A run is stalled if nothing changed for this time and for this many usual steps."""
-TEXTS: dict[StateName, str] = {
+TEXTS: dict[str, str] = {
     "running": "The run is in progress.",
     "paused": "The run is paused.",
     "stalled": "The run is in progress and stalls.",

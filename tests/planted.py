@@ -93,6 +93,7 @@ def observed(spec: RunSpec, profile: RunProfile) -> Observed:
     run = simulate_recipe(spec, profile)
     lines = [line for line in run.metrics if line.step > 0]
     for line in lines:
+        assert isinstance(line.values, dict)
         line.values["cpu_train_s"] = line.values["time_train_s"]
         line.values[CONTROLLER_CPU] = line.values["samples"] * profile["controller_sample_s"]
     samples = [_sample(spec, profile, prompt, index) for prompt in range(_groups(spec)) for index in range(_size(spec))]

@@ -263,11 +263,11 @@ def report(run_dir: Annotated[Path, Parameter(name="RUN_DIR")], /, *, json: Json
     from tidemill.pipeline.pipeline_page import write_page
     from tidemill.pipeline.state import PipelineFolder
     from tidemill.telemetry.report import write_report
-    from tidemill.telemetry.run_data import damaged_logs
+    from tidemill.telemetry.run_data import RunData
     from tidemill.telemetry.run_dir import RunDirectory
 
     pipeline = PipelineFolder(run_dir)
     path = write_page(pipeline) if pipeline.state.is_file() else write_report(run_dir)
-    notes = damaged_logs(RunDirectory(run_dir))
+    notes = RunData.load(RunDirectory(run_dir)).damage
     text = "\n".join([str(path), *(f"• {note}; left out" for note in notes)])
     return Result(data={"report": str(path), "notes": notes}, text=text)

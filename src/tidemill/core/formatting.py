@@ -75,7 +75,7 @@ def dollars(value: float) -> str:
 
 def natural_sort_key(name: str) -> list[tuple[int, str]]:
     """Sort key that orders `spot-2` before `spot-10`."""
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
 BYTE_UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))

@@ -159,9 +159,9 @@ def run_session(
     """
     with RunDirectory.open(spec.directory) as run:
         refuse_other_kind(run, kind)
-        if RESTARTS in (found := run.read_manifest()):
+        if RESTARTS in run.read_manifest():
             run.clear()
-            run.write_manifest({key: value for key, value in found.items() if key != RESTARTS})
+            run.write_manifest({key: value for key, value in run.read_manifest().items() if key != RESTARTS})
         spec = exact_models(spec, run.read_settings())
         earlier = check_same_config(run, spec)
         run.write_config(to_toml(spec))

@@ -27,7 +27,9 @@ def _define(name: str, meaning: str) -> str:
 
 
 SESSION_START = _define(
-    "session_start", "a process opened the run; `resumed`, `earlier_wall_s` (of all earlier sessions), `pid`, `host`"
+    "session_start",
+    "a process opened the run; `resumed`, `earlier_wall_s` (of all earlier sessions), `pid`, `host`, and on Linux "
+    "`pid_start`, the process's start in clock ticks since the machine's",
 )
 RESUME = _define(
     "resume", "training resumes after `step`; later metrics and samples were deleted and will be written again"
@@ -328,9 +330,14 @@ def event_line(name: str, fields: dict[str, Any], *, unix_s: float, session: int
     return header | {f"{key}_" if key in header else key: value for key, value in fields.items()}
 
 
-def read_events(path: Path) -> list[dict[str, Any]]:
+def events_in(path: Path) -> Iterator[dict[str, Any]]:
     """Every complete line of events.jsonl that has an event name."""
-    return [line for _, line in read_lines(path) if isinstance(line.get("event"), str)]
+    return (line for _, line in read_lines(path) if isinstance(line.get("event"), str))
+
+
+def read_events(path: Path) -> list[dict[str, Any]]:
+    """All of `events_in`."""
+    return list(events_in(path))
 
 
 class PastSessions(Record):

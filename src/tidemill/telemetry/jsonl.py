@@ -22,7 +22,10 @@ def finite_number(value: Any) -> float | None:
     """A JSON value as a finite float; None for anything else, booleans included."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    return float(value) if math.isfinite(value) else None
+    try:
+        return float(value) if math.isfinite(value) else None
+    except OverflowError:  # an integer beyond the range of floats
+        return None
 
 
 def _scalar_or_text(value: Any) -> Any:
@@ -99,13 +102,6 @@ def read_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
     Unreadable lines are skipped; a missing file has no lines.
     """
-    for offset, record in complete_lines(path):
-        if record is not None:
-            yield offset, record
-
-
-def complete_lines(path: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:
-    """As `read_lines`, with None for unreadable lines."""
     try:
         file = path.open("rb")
     except FileNotFoundError:
@@ -113,8 +109,8 @@ def complete_lines(path: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:
     with file:
         offset = 0
         for line in file:
-            if line.endswith(b"\n"):
-                yield offset, _object(line)
+            if line.endswith(b"\n") and (record := line_object(line)) is not None:
+                yield offset, record
             offset += len(line)
 
 
@@ -152,10 +148,11 @@ class SharedLines:
             return []
         complete = complete[: complete.rfind(b"\n") + 1]
         self._offset += len(complete)
-        return [_object(line) for line in complete.splitlines()]
+        return [line_object(line) for line in complete.splitlines()]
 
 
-def _object(line: bytes) -> dict[str, Any] | None:
+def line_object(line: bytes) -> dict[str, Any] | None:
+    """The object of a line; None if it has none."""
     try:
         return decode_json(line, dict)
     except msgspec.DecodeError:

@@ -443,7 +443,7 @@ class MetricLine(NamedTuple):
     optimizer_steps: int
     session: int
     elapsed_s: float
-    values: dict[str, float]
+    values: Mapping[str, float]
 
 
 def metric_line(
@@ -462,23 +462,34 @@ def metric_line(
     }
 
 
+def parse_metrics(line: Mapping[str, Any]) -> MetricLine | None:
+    """None for a line without a step."""
+    step = line.get("step")
+    if not isinstance(step, int) or isinstance(step, bool) or step != _whole(step):
+        return None
+    return MetricLine(
+        step=step,
+        policy_version=_whole(line.get("policy_version")),
+        weights_digest=str(line.get("weights_digest") or ""),
+        optimizer_steps=_whole(line.get("optimizer_steps")),
+        session=_whole(line.get("session")),
+        elapsed_s=finite_number(line.get("elapsed_s")) or 0.0,
+        values={
+            name: number
+            for name, value in line.items()
+            if name not in HEADER and (number := finite_number(value)) is not None
+        },
+    )
+
+
+def _whole(value: Any) -> int:
+    """A JSON number as an integer of 64 bits; 0 for anything else."""
+    number = finite_number(value)
+    return int(value) if number is not None and abs(number) < 1 << 63 else 0
+
+
 def read_metrics(path: Path) -> list[MetricLine]:
     """Every complete line that has a step, by step; the last line of a step counts."""
-    by_step: dict[int, MetricLine] = {}
-    for _, line in read_lines(path):
-        if not isinstance(line.get("step"), int) or finite_number(line["step"]) is None:
-            continue
-        by_step[line["step"]] = MetricLine(
-            step=line["step"],
-            policy_version=int(finite_number(line.get("policy_version")) or 0),
-            weights_digest=str(line.get("weights_digest") or ""),
-            optimizer_steps=int(finite_number(line.get("optimizer_steps")) or 0),
-            session=int(finite_number(line.get("session")) or 0),
-            elapsed_s=finite_number(line.get("elapsed_s")) or 0.0,
-            values={
-                name: number
-                for name, value in line.items()
-                if name not in HEADER and (number := finite_number(value)) is not None
-            },
-        )
+    lines = (parse_metrics(line) for _, line in read_lines(path))
+    by_step = {line.step: line for line in lines if line is not None}
     return [by_step[step] for step in sorted(by_step)]

@@ -91,7 +91,7 @@ class SessionProgress:
         self.step, self.values, self.history = 0, {}, {}
         self.evaluations = {one.step: one for one in evaluations}
         for line in lines:
-            self._add_values(line.step, line.values)
+            self._add_values(line.step, dict(line.values))
 
     def current_phases(self) -> list[tuple[str, int, int]]:
         """(name, done, total) of unfinished phases: training may start before the rollout ends."""

@@ -53,6 +53,7 @@ from tidemill.telemetry.metrics import (
 from tidemill.telemetry.progress_views import FleetLines, SessionProgress, View, view_of
 from tidemill.telemetry.run_data import RunData, evaluations, read_evaluation
 from tidemill.telemetry.run_dir import RunDirectory, samples_name
+from tidemill.telemetry.run_state import process_start
 from tidemill.telemetry.sample_files import Decode, TokenTexts, chosen, sample_line, write_samples
 from tidemill.telemetry.sinks import SinkContext, SinkSet, check_sinks
 
@@ -133,6 +134,7 @@ class Recorder:
             earlier_wall_s=round(run.past.wall_s, 3),
             pid=os.getpid(),
             host=platform.node(),
+            **({"pid_start": start} if (start := process_start(os.getpid())) else {}),
         )
         self._load_history()
         stream = stream or sys.stderr

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-import os
-import platform
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self
+
+import numpy as np
 
 from tidemill.config.load import from_toml
 from tidemill.config.schema import RunSpec
@@ -22,18 +22,20 @@ from tidemill.telemetry.events import (
     PLAN,
     SESSION_END,
     SESSION_START,
-    past_sessions,
-    read_events,
     rewound_to,
 )
 from tidemill.telemetry.fleet_figures import RunSession, amount, fleet_figures, sessions_of
 from tidemill.telemetry.guard_history import GuardHistory, guard_figures, guard_history
-from tidemill.telemetry.jsonl import complete_lines, finite_number
+from tidemill.telemetry.jsonl import finite_number
 from tidemill.telemetry.manifest import Forecast, read_forecast
+from tidemill.telemetry.metric_table import MetricTable
 from tidemill.telemetry.metrics import (
     EVAL_TIME,
+    HELD_OUT_LOSS,
     HELD_OUT_NAME,
+    LOSS,
     PEAK_RSS,
+    REWARD_MEAN,
     ROLLOUT_TIME,
     SCORE_TIME,
     STEP_TIME,
@@ -43,9 +45,10 @@ from tidemill.telemetry.metrics import (
     TRAINER_IDLE,
     MetricLine,
     held_out_prefix,
-    read_metrics,
 )
 from tidemill.telemetry.run_dir import TRAINING_PURPOSE, RunDirectory
+from tidemill.telemetry.run_logs import EventLog, RunLogs
+from tidemill.telemetry.run_state import outcome_of
 from tidemill.telemetry.sample_files import Sample, read_samples
 from tidemill.telemetry.statistics import normal_interval, wilson_interval
 
@@ -88,6 +91,28 @@ def comparable(found: Sequence[LoggedEvaluation]) -> list[EvaluationFigure]:
     if all(one.greedy_accuracy is not None for one in found):
         return [EvaluationFigure("accuracy", one.greedy_accuracy or 0.0, one.accuracy_interval) for one in found]
     return [EvaluationFigure("mean reward", one.reward_mean, one.reward_interval) for one in found]
+
+
+class HeadlineFigure(NamedTuple):
+    """What a run is judged by: its newest evaluation, else its mean reward or its loss."""
+
+    name: str = ""
+    value: float | None = None
+    interval: tuple[float, float] | None = None
+    history: Sequence[float] = ()  # by step
+
+
+def headline_figure(data: RunData) -> HeadlineFigure:
+    """Without a value if the run has none of these figures."""
+    if found := comparable(data.evaluations):
+        return HeadlineFigure(f"held-out {found[-1].name}", *found[-1][1:], [one.value for one in found])
+    if (model := data.model_evaluation) and (one := read_evaluation(0, model)):
+        (figure,) = comparable([one])
+        return HeadlineFigure(f"held-out {figure.name}", *figure[1:])
+    for name, label in ((REWARD_MEAN, "mean reward"), (HELD_OUT_LOSS, "held-out loss"), (LOSS, "loss")):
+        if values := data.values(name):
+            return HeadlineFigure(label, values[-1], None, values)
+    return HeadlineFigure()
 
 
 def clearly_differs(one: EvaluationFigure, other: EvaluationFigure) -> bool:
@@ -142,7 +167,8 @@ def evaluations(
         elif one := read_evaluation(step, event):
             logged[step] = one
     prefix = held_out_prefix(name)
-    found = {line.step: one for line in metrics if (one := read_evaluation(line.step, line.values, prefix=prefix))}
+    evaluated = [line for line in metrics if f"{prefix}reward_mean" in line.values]
+    found = {line.step: one for line in evaluated if (one := read_evaluation(line.step, line.values, prefix=prefix))}
     found |= logged
     return [found[step] for step in sorted(found)]
 
@@ -155,7 +181,7 @@ def first_and_last(found: Sequence[LoggedEvaluation]) -> tuple[LoggedEvaluation 
 
 @dataclass(frozen=True, kw_only=True)
 class RunData:
-    """The files of a run directory, each read once and without a lock: the run may be in progress.
+    """The files of a run directory, read without a lock: the run may be in progress.
 
     Missing files are empty; unreadable lines are skipped and listed in `damage`.
     """
@@ -164,10 +190,12 @@ class RunData:
     config_text: str  # empty without config.toml
     settings: dict[str, Any]  # tables of config.toml, not validated; empty if it is not TOML
     manifest: dict[str, Any]
-    events: tuple[dict[str, Any], ...]
-    metrics: tuple[MetricLine, ...]  # of the surviving history, by step
+    events: EventLog
+    metrics: MetricTable  # of the surviving history, by step
     stored_summary: dict[str, Any]  # summary.json as last written
     forecast: Forecast | None
+    cursor: str  # `INODE.GENERATION.STEP`; the first two change if the history is replaced
+    line_counts: dict[str, tuple[int, int]]  # complete lines of each log, and how many of them cannot be read
 
     @classmethod
     def read(cls, path: Path, *, where: str = "") -> Self:
@@ -183,21 +211,34 @@ class RunData:
         if not any(file.exists() for file in (run.config, run.manifest, run.events, run.metrics)):
             raise UserError("no run there", where=where or str(path), hint=similar_path(path) or NO_RUN)
         run.refuse_other_format()
-        damaged_logs(run)
-        return cls.load(run)
+        data = cls.load(run)
+        lines, unreadable = data.line_counts[run.metrics.name]
+        if lines and lines == unreadable:
+            raise UserError("no line can be read", where=str(run.metrics), hint="restore the file from a copy")
+        return data
 
     @classmethod
     def load(cls, run: RunDirectory) -> Self:
         """Read whatever is there, without any check."""
+        logs = RunLogs(run)
+        logs.refresh()
+        return cls.of(run, logs)
+
+    @classmethod
+    def of(cls, run: RunDirectory, logs: RunLogs) -> Self:
+        """The run with what was read of its logs, and its other files."""
+        files = (logs.metrics_file, logs.events_file)
         return cls(
             run=run,
             config_text=run.config.read_text(encoding="utf-8", errors="replace") if run.exists else "",
             settings=run.read_settings(),
             manifest=run.read_manifest(),
-            events=tuple(read_events(run.events)),
-            metrics=tuple(read_metrics(run.metrics)),
+            events=logs.events,
+            metrics=logs.metrics,
             stored_summary=run.read_summary(),
             forecast=read_forecast(run.path),
+            cursor=logs.cursor,
+            line_counts={file.path.name: (file.lines, file.unreadable) for file in files},
         )
 
     @property
@@ -212,32 +253,41 @@ class RunData:
             raise UserError("no run there (no config.toml)", where=str(self.run.path), hint=NO_RUN)
         return from_toml(text, source=str(self.run.config))
 
-    @cached_property
+    @property
     def damage(self) -> tuple[str, ...]:
-        return damaged_logs(self.run)
+        """`2 of 40 lines of metrics.jsonl cannot be read`, for each log with unreadable lines."""
+        return tuple(
+            f"{unreadable} of {counted(lines, 'line')} of {name} cannot be read"
+            for name, (lines, unreadable) in self.line_counts.items()
+            if unreadable
+        )
+
+    @cached_property
+    def _outline(self) -> list[dict[str, Any]]:
+        return self.events.outline
 
     @cached_property
     def sessions(self) -> dict[int, RunSession]:
-        return sessions_of(self.events, self.metrics)
+        return sessions_of(self._outline, self.metrics)
 
     @cached_property
     def evaluations(self) -> list[LoggedEvaluation]:
-        return evaluations(self.events, self.metrics)
+        return evaluations(self._outline, self.metrics)
 
     @cached_property
     def eval_sets(self) -> dict[str, list[LoggedEvaluation]]:
         """The evaluations of each set of `eval.sets`, by name."""
         names = dict.fromkeys(str(event["set"]) for event in self.events_named(EVALUATION) if "set" in event)
-        return {name: evaluations(self.events, self.metrics, name) for name in names}
+        return {name: evaluations(self._outline, self.metrics, name) for name in names}
 
     @cached_property
     def guard(self) -> GuardHistory:
-        return guard_history(self.events)
+        return guard_history(self._outline)
 
     @cached_property
     def outcome(self) -> str:
         """finished, interrupted, failed, running, killed or unknown."""
-        return outcome_of(self.events)
+        return outcome_of(self._outline)
 
     @property
     def name(self) -> str:
@@ -267,11 +317,11 @@ class RunData:
         return amount(table, key) if isinstance(table, dict) else 0.0
 
     def events_named(self, *names: str) -> list[dict[str, Any]]:
-        return [event for event in self.events if event["event"] in names]
+        return self.events.named(*names)
 
     def values(self, metric: str) -> list[float]:
         """A metric of every step that has it, by step."""
-        return [line.values[metric] for line in self.metrics if metric in line.values]
+        return self.metrics.values(metric)
 
     def samples(self, *, training: bool | None = None) -> list[Sample]:
         """Training samples, held-out samples, or by default both, by step. Read from disk on each call."""
@@ -304,14 +354,16 @@ class RunData:
             wall_s: of all sessions; read from the logs by default.
             peak_rss_bytes: of this process; peaks of earlier sessions are in the metrics.
         """
-        past = past_sessions(self.run.events, self.run.metrics)
-        steps = [line for line in self.metrics if line.step > 0]
+        newest = self.events_named(SESSION_START)[-1:]
+        count = int(amount(newest[0], "session")) if newest else 0
+        if wall_s is None:
+            wall_s = self.sessions[count].end_s if count in self.sessions else 0.0
         last = self.metrics[-1] if self.metrics else None
-        rollout_s = _total(steps, ROLLOUT_TIME)
-        timed = [line for line in steps if TRAINER_IDLE in line.values]
-        timed_s = _total(timed, STEP_TIME)
-        wall_s = past.wall_s if wall_s is None else wall_s
-        generated, trained = int(_total(steps, TOKENS_GENERATED)), int(_total(steps, TOKENS_TRAINED))
+        rollout_s, idle_s = self._of_steps(ROLLOUT_TIME), self._of_steps(TRAINER_IDLE)
+        is_step = self.metrics.column("step") > 0
+        is_timed = is_step & ~np.isnan(self.metrics.column(TRAINER_IDLE))
+        timed_s = float(np.nansum(self.metrics.column(STEP_TIME)[is_timed]))
+        generated, trained = int(self._of_steps(TOKENS_GENERATED)), int(self._of_steps(TOKENS_TRAINED))
         times = {"rollout_s": ROLLOUT_TIME, "train_s": TRAIN_TIME, "score_s": SCORE_TIME, "eval_s": EVAL_TIME}
         data = self.events_named(DATA)
         keys = ("training", "held_out", "left_out", "rows", "missing")
@@ -325,34 +377,36 @@ class RunData:
             "interrupted": outcome == "interrupted",
             "steps": last.step if last else 0,
             "total_steps": total_steps,
-            "optimizer_steps": sum(line.optimizer_steps for line in steps),
+            "optimizer_steps": int(self.metrics.column("optimizer_steps")[is_step].sum()),
             "policy_version": last.policy_version if last else 0,
             "weights_digest": last.weights_digest if last else "",
-            "sessions": past.count,
+            "sessions": count,
             "wall_s": round(wall_s, 3),
-            "training_s": round(_total(steps, STEP_TIME), 3),
-            "time": {key: round(_total(self.metrics, name), 3) for key, name in times.items()},
+            "training_s": round(self._of_steps(STEP_TIME), 3),
+            "time": {key: round(sum(self.values(name)), 3) for key, name in times.items()},
             # None if nothing was generated, or no step was timed.
-            "trainer_idle_share": round(_total(timed, TRAINER_IDLE) / timed_s, 4) if timed_s > 0 else None,
+            "trainer_idle_share": round(idle_s / timed_s, 4) if timed_s > 0 else None,
             TOKENS_GENERATED: generated,
             TOKENS_TRAINED: trained,
             "tokens_per_s": round(generated / rollout_s, 2) if rollout_s > 0 else None,
             **({"data": {key: data[-1][key] for key in keys if key in data[-1]}} if data else {}),
             "eval": _evaluation_summary(self.evaluations) | ({"sets": sets} if sets else {}),
             **fleet_figures(
-                self.events,
+                self._outline,
                 self.metrics,
                 wall_s=wall_s,
                 tokens_trained=trained,
                 reserved_usd_per_hour=self.setting("fleet", "reserved_usd_per_hour"),
+                sessions=self.sessions,
+                decoded=self.events.decoded,
             ),
             **guard_figures(self.guard),
-            PEAK_RSS: max([peak_rss_bytes, *(int(line.values.get(PEAK_RSS, 0)) for line in self.metrics)]),
+            PEAK_RSS: int(max([peak_rss_bytes, *self.values(PEAK_RSS)])),
         }
 
-
-def _total(lines: Iterable[MetricLine], name: str) -> float:
-    return sum(line.values.get(name, 0.0) for line in lines)
+    def _of_steps(self, name: str) -> float:
+        """Sum of a metric over all steps after the start."""
+        return sum(self.metrics.values(name, after_step=0))
 
 
 def _evaluation_summary(found: Sequence[LoggedEvaluation]) -> dict[str, Any]:
@@ -390,38 +444,3 @@ def read_run_samples(path: Path) -> list[Sample]:
     run = RunDirectory(path)
     run.refuse_other_format()
     return [sample for _, _, file in run.sample_files() for sample in read_samples(file)]
-
-
-def damaged_logs(run: RunDirectory) -> tuple[str, ...]:
-    """`2 of 40 lines of metrics.jsonl cannot be read`, for each log with unreadable lines.
-
-    Raises:
-        UserError: there are metrics, and none of them can be read.
-    """
-    found = []
-    for log in (run.metrics, run.events):
-        readable = [record is not None for _, record in complete_lines(log)]
-        if log == run.metrics and readable and not any(readable):
-            raise UserError("no line can be read", where=str(log), hint="restore the file from a copy")
-        if not all(readable):
-            found.append(f"{readable.count(False)} of {counted(len(readable), 'line')} of {log.name} cannot be read")
-    return tuple(found)
-
-
-def outcome_of(events: Sequence[dict[str, Any]]) -> str:
-    """How the newest session ended. Without a `session_end`, whether its process is alive on this machine."""
-    sessions = [event for event in events if event["event"] in (SESSION_START, SESSION_END)]
-    if not sessions:
-        return "unknown"
-    newest = sessions[-1]
-    if newest["event"] == SESSION_END:
-        return str(newest.get("outcome", "unknown"))
-    if newest.get("host") != platform.node() or not isinstance(newest.get("pid"), int):
-        return "unknown"
-    try:
-        os.kill(newest["pid"], 0)
-    except PermissionError:  # alive, of another user
-        return "running"
-    except OSError:
-        return "killed"
-    return "running"

@@ -25,6 +25,9 @@ CURRICULUM = "curriculum.jsonl"
 RUN_FORMAT = 2
 """Format of run directories, in manifest.json. Raised when the files of older runs can no longer be read."""
 
+GENERATION = "generation"
+"""Key of the manifest; see `RunDirectory.generation`."""
+
 SUPERVISED = ("sft", "reward_model", "dpo")
 """Values of `kind` in manifest.json of runs that learn from examples instead of prompts."""
 
@@ -215,6 +218,15 @@ class RunDirectory(LockedDirectory):
     def write_manifest(self, manifest: dict[str, Any]) -> None:
         write_json(self.manifest, manifest)
 
+    @property
+    def generation(self) -> int:
+        """Rises before and after each deletion of metrics: what a reader knows of another generation may be gone."""
+        found = self.read_manifest().get(GENERATION)
+        return found if isinstance(found, int) else 0
+
+    def _raise_generation(self) -> None:
+        self.write_manifest({"format": RUN_FORMAT, **self.read_manifest(), GENERATION: self.generation + 1})
+
     def read_summary(self) -> dict[str, Any]:
         return read_json(self.summary)
 
@@ -240,6 +252,7 @@ class RunDirectory(LockedDirectory):
             UserError: the files cannot be deleted.
         """
         ledgers, choices = self.path.glob(f"{self.ledger.name}*"), self.path / CURRICULUM
+        self._raise_generation()
         try:
             for file in (self.metrics, self.amendments, choices, *ledgers, *self.samples.glob("*.jsonl")):
                 file.unlink(missing_ok=True)
@@ -247,6 +260,7 @@ class RunDirectory(LockedDirectory):
                 shutil.rmtree(checkpoint)
         except OSError as error:
             raise disk_error(error, self.path) from error
+        self._raise_generation()
 
     def rewind(self, step: int) -> None:
         """Delete metrics and samples of steps after `step`, which the resumed run writes again. Events stay.
@@ -258,6 +272,7 @@ class RunDirectory(LockedDirectory):
         Raises:
             UserError: the files cannot be changed.
         """
+        self._raise_generation()
         try:
             for sample_step, _, path in self.sample_files():
                 if sample_step > step:
@@ -273,6 +288,7 @@ class RunDirectory(LockedDirectory):
                     break
         except OSError as error:
             raise disk_error(error, self.path) from error
+        self._raise_generation()  # of a reader that read between the first time and the truncation
 
 
 def read_json(path: Path) -> dict[str, Any]:

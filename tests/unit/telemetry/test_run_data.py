@@ -10,8 +10,9 @@ import pytest
 from tests.fabricated_run import HELD_OUT, FabricatedRun
 from tidemill.core.errors import UserError
 from tidemill.telemetry.report import write_report
-from tidemill.telemetry.run_data import RunData, outcome_of, read_run_samples
+from tidemill.telemetry.run_data import RunData, read_run_samples
 from tidemill.telemetry.run_dir import RUN_FORMAT, RunDirectory
+from tidemill.telemetry.run_state import outcome_of
 
 GONE = 2**22 + 12345  # beyond the largest process id of Linux
 
@@ -69,7 +70,7 @@ def test_samples_are_read_from_a_folder_without_a_run_and_from_one_file(tmp_path
 
 def test_an_empty_directory_has_no_run_but_can_be_loaded(tmp_path: Path) -> None:
     data = RunData.load(RunDirectory(tmp_path))
-    assert (data.metrics, data.events, data.config_text, data.total_steps) == ((), (), "", 0)
+    assert (*data.metrics, *data.events, data.config_text, data.total_steps) == ("", 0)
     with pytest.raises(UserError) as caught:
         RunData.read(tmp_path, where="--runs x")
     assert caught.value.where == "--runs x" and "--run.dir" in caught.value.hint

@@ -61,6 +61,7 @@ def on_a_busy_machine(seen: Observed) -> Observed:
         for row in event.get("work", ()):
             row["busy_s"] += row["cpu_s"]
     for line in seen.metrics:
+        assert isinstance(line.values, dict)
         line.values["time_step_s"] += line.values["time_train_s"]
         line.values["time_train_s"] *= 2
     return seen

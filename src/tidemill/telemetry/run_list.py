@@ -1,0 +1,179 @@
+"""The runs below a folder, each as a row: state, step, headline figure, cost; or why it cannot be read."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+from msgspec.structs import replace
+
+from tidemill.core.errors import UserError, exception_text
+from tidemill.core.formatting import natural_sort_key
+from tidemill.core.records import Record
+from tidemill.telemetry.followed_file import signature
+from tidemill.telemetry.run_data import RunData, headline_figure
+from tidemill.telemetry.run_dir import read_json
+from tidemill.telemetry.run_reader import OF_DATA, RunReader
+from tidemill.telemetry.run_state import LIVELY, TEXTS, RunState, StateName
+
+DEPTH = 6
+PIPELINE = "pipeline.json"
+INSIDE = frozenset({"abandoned", "checkpoints", "checks", "control", "judges", "samples"})
+"""Folders of a run that have no runs."""
+SPARKS = 60
+FILES = ("events.jsonl", "metrics.jsonl", "summary.json", "manifest.json", "config.toml")
+STAGE_STATES: dict[str, StateName] = {
+    "done": "finished", "finished": "finished", "failed": "failed", "interrupted": "interrupted",
+}  # fmt: skip
+"""States in pipeline.json that its stages' own files need not have."""
+
+
+class RunRow(Record):
+    """A run, or a pipeline, whose stages follow it."""
+
+    path: Path
+    key: str
+    name: str
+    state: RunState
+    step: int = 0  # of a pipeline: finished stages
+    total_steps: int = 0
+    figure: str = ""  # name of the headline figure
+    value: float | None = None
+    interval: tuple[float, float] | None = None  # 95 %
+    cost_usd: float = 0.0
+    sparkline: tuple[float, ...] = ()  # at most SPARKS values of that figure
+    started: str = ""
+    pipeline: str = ""  # key of the pipeline whose stage it is
+    problem: str = ""  # why it cannot be read
+
+
+def run_key(root: Path, path: Path) -> str:
+    """The name of a run in URLs: a digest of its path below `root`."""
+    return blake2b(path.relative_to(root).as_posix().encode(), digest_size=8).hexdigest()
+
+
+def find_runs(folder: Path) -> list[Path]:
+    """Runs and pipelines in `folder` and up to `DEPTH` levels below it, each once, by path. Links are followed."""
+    found, seen = list[Path](), set[tuple[int, int]]()
+
+    def look(path: Path, depth: int) -> None:
+        try:
+            status = path.stat()
+            with os.scandir(path) as entries:
+                folders = {entry.name: entry.is_dir() for entry in entries}
+        except PermissionError:
+            found.append(path)  # perhaps a run: its row says why it is not shown
+            return
+        except OSError:  # a link to itself, or deleted since
+            return
+        if (status.st_dev, status.st_ino) in seen:
+            return
+        seen.add((status.st_dev, status.st_ino))
+        is_run = _is_run(folders)
+        if is_run:
+            found.append(path)
+        if depth < DEPTH:
+            inner = [name for name, is_folder in folders.items() if is_folder and not name.startswith(".")]
+            for name in sorted(inner, key=natural_sort_key):
+                if not (is_run and name in INSIDE):
+                    look(path / name, depth + 1)
+
+    look(folder, 0)
+    return found
+
+
+def _is_run(names: dict[str, bool]) -> bool:
+    logs = any(names.get(name) is False for name in ("events.jsonl", "metrics.jsonl", PIPELINE))
+    return logs or ("config.toml" in names and ("manifest.json" in names or "samples" in names))
+
+
+class RunList:
+    """The rows of a folder. Runs that have ended are read once, and not kept in memory."""
+
+    def __init__(self, folder: Path, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self.folder = folder
+        self.paths = dict[str, Path]()  # by key
+        self._clock = clock
+        self._readers = dict[Path, RunReader]()
+        self._rows = dict[Path, tuple[list[Any], RunRow]]()
+
+    def refresh(self) -> list[RunRow]:
+        """The rows now, in the order of `find_runs`."""
+        rows = {path: self._row(path) for path in find_runs(self.folder)}
+        self.paths = {row.key: path for path, row in rows.items()}
+        self._readers = {path: reader for path, reader in self._readers.items() if rows[path].state.name in LIVELY}
+        self._rows = {path: self._rows[path] for path in rows}
+        for path, row in list(rows.items()):
+            with suppress(OSError):  # not permitted
+                if pipeline := read_json(path / PIPELINE):
+                    rows[path] = _pipeline_row(row, pipeline, rows)
+        return list(rows.values())
+
+    def _row(self, path: Path) -> RunRow:
+        reader = self._readers.get(path) or RunReader(path, clock=self._clock)
+        row = RunRow(path=path, key=run_key(self.folder, path), name=path.name, state=reader.state)
+        try:
+            now = [signature(path / name) for name in FILES]
+            earlier, kept = self._rows.get(path, ([], row))
+            if earlier == now and kept.state.name not in LIVELY:
+                return kept
+            changed, state = reader.refresh(), reader.state
+            row = _filled(row, reader.data) if changed & OF_DATA or earlier != now else kept
+            row = replace(row, state=state)
+        except Exception as error:  # noqa: BLE001 - a file of another program must not hide the runs beside it
+            now, problem = [], reader.problem or f"cannot be read: {exception_text(error)}"
+            row = replace(row, problem=problem, state=RunState(name="unknown", text=problem))
+        self._readers[path], self._rows[path] = reader, (now, row)
+        return row
+
+
+def _filled(row: RunRow, data: RunData) -> RunRow:
+    if any(lines for lines, _ in data.line_counts.values()) and not (data.metrics or data.sessions):
+        raise UserError("no run: its files are of another program, or damaged", where=str(row.path))
+    figure, summary = headline_figure(data), data.summary
+    places = list(range(len(figure.history)))
+    if len(places) > SPARKS:
+        places = [round(at * (len(places) - 1) / (SPARKS - 1)) for at in range(SPARKS)]
+    return replace(
+        row,
+        name=data.name,
+        step=data.metrics.last_step,
+        total_steps=data.total_steps,
+        figure=figure.name,
+        value=figure.value,
+        interval=figure.interval,
+        cost_usd=summary["cost_usd"],
+        sparkline=tuple(figure.history[at] for at in places),
+        started=str(data.manifest.get("created", "")),
+    )
+
+
+def _pipeline_row(row: RunRow, pipeline: dict[str, Any], rows: dict[Path, RunRow]) -> RunRow:
+    """The row of a pipeline. Some stages have their state in pipeline.json only: it is filled in in `rows`."""
+    due, started = [stage for stage in pipeline.get("stages", ()) if isinstance(stage, dict)], list[RunRow]()
+    for stage in due:
+        path, name = row.path / str(stage.get("folder")), STAGE_STATES.get(str(stage.get("state")))
+        if path in rows:
+            own = rows[path]
+            state = RunState(name=name, text=TEXTS[name]) if name and own.state.name == "unknown" else own.state
+            rows[path] = replace(own, pipeline=row.key, state=state)
+            started.append(rows[path])
+    name = STAGE_STATES.get(str(pipeline.get("outcome")))
+    newest = next((stage for stage in reversed(started) if stage.value is not None), row)
+    return replace(
+        newest,
+        path=row.path,
+        key=row.key,
+        name=str(pipeline.get("name", row.name)),
+        state=RunState(name=name, text=TEXTS[name]) if name else started[-1].state if started else row.state,
+        step=sum(stage.get("state") == "done" for stage in due),
+        total_steps=len(due),
+        cost_usd=sum(stage.cost_usd for stage in started),
+        pipeline="",
+        problem="" if due else "pipeline.json is damaged or of another program",
+    )

@@ -1,0 +1,113 @@
+"""The logs of a run, read as they grow: metrics in columns, and of the events of long runs what figures need."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from tidemill.telemetry.events import DECODE, PUBLISH, PULL, ROLLOUT, TRAINING, events_in
+from tidemill.telemetry.fleet_figures import Decoded, LeaseKey, lease_key
+from tidemill.telemetry.followed_file import FollowedFile
+from tidemill.telemetry.metric_table import MetricTable, Rows
+from tidemill.telemetry.metrics import parse_metrics
+from tidemill.telemetry.run_dir import RunDirectory
+
+FREQUENT = frozenset({ROLLOUT, TRAINING, PUBLISH, PULL, DECODE})
+"""Events of every step. Figures need no more of them than `EventLog.outline` has."""
+KEPT_EVENTS = 10_000
+"""Events of a log with more of them are read from the file again where all are needed."""
+
+
+class EventLog(Rows[dict[str, Any]]):
+    """The events of a run in order. A log only grows, so that a long one need not be kept in memory."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._count = path, 0
+        self._kept = list[dict[str, Any]]()  # all of a short log
+        self._outline = list[dict[str, Any]]()
+        self._decoded = array("d")
+        self._leases = set[LeaseKey]()
+        self._latest = dict[Any, dict[str, Any]]()  # frequent event of each session
+        self.newest = tuple[dict[str, Any], ...]()  # at most one
+
+    def append(self, event: dict[str, Any]) -> None:
+        name, self.newest = event["event"], (event,)
+        self._count += 1
+        if self._count <= KEPT_EVENTS:
+            self._kept.append(event)
+        else:
+            self._kept.clear()
+        if name in FREQUENT:
+            self._latest[str(event.get("session"))] = event
+        if name not in FREQUENT or (name == DECODE and lease_key(event) not in self._leases):
+            self._outline.append(event)
+        if name == DECODE:
+            self._leases.add(lease_key(event))
+            self._decoded.extend(Decoded.of(event))
+
+    @property
+    def outline(self) -> list[dict[str, Any]]:
+        """What figures are computed from, beside `decoded`: the events that are not of every step, the first `decode`
+        event of each lease, and the newest event of each session."""
+        return [*self._outline, *self._latest.values()]
+
+    @property
+    def decoded(self) -> list[Decoded]:
+        """The figures of every `decode` event."""
+        return [Decoded(*row) for row in zip(*[iter(self._decoded)] * len(Decoded._fields), strict=True)]
+
+    def named(self, *names: str) -> list[dict[str, Any]]:
+        """The events with one of these names."""
+        events = self if FREQUENT.intersection(names) else self._outline
+        return [event for event in events if event["event"] in names]
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return iter(self._kept) if self._kept else islice(events_in(self._path), self._count)
+
+    def item(self, at: int) -> dict[str, Any]:
+        return next(islice(self, at, None))
+
+
+class RunLogs:
+    """metrics.jsonl and events.jsonl of a run, and up to where they were read."""
+
+    def __init__(self, run: RunDirectory) -> None:
+        self._run = run
+        self.metrics, self.events = MetricTable(), EventLog(run.events)
+        self.metrics_file = FollowedFile(run.metrics, lambda: run.generation)
+        self.events_file = FollowedFile(run.events)
+
+    @property
+    def cursor(self) -> str:
+        """`INODE.GENERATION.STEP`; the first two change if the history is replaced."""
+        file = self.metrics_file
+        return f"{file.inode}.{file.generation + file.replaced}.{self.metrics.last_step}"
+
+    def refresh(self) -> set[str]:
+        """Read what is new. Returns "metrics" and "events" where something is.
+
+        Raises:
+            OSError: a log cannot be read.
+        """
+        changed = set[str]()
+        for block in self.metrics_file.new_lines():
+            changed.add("metrics")
+            if block.reset:
+                self.metrics = MetricTable()  # another object: pages that are being written keep the earlier one
+            for metrics in filter(None, map(parse_metrics, filter(None, block.lines))):
+                self.metrics.append(metrics)
+        self.metrics = self.metrics.in_order()
+        for block in self.events_file.new_lines():
+            changed.add("events")
+            if block.reset:
+                self.events = EventLog(self._run.events)
+            for line in filter(None, block.lines):
+                if isinstance(line.get("event"), str):
+                    self.events.append(line)
+        return changed

@@ -34,6 +34,7 @@ from tidemill.telemetry.report.readable_text import pieces, readable, shortened
 from tidemill.telemetry.report.sample_cards import MEAN_REWARD, answer_pairs, evaluation_rows, headline_figures
 from tidemill.telemetry.run_data import RunData, clearly_differs, comparable, first_and_last, went
 from tidemill.telemetry.run_dir import SUPERVISED
+from tidemill.telemetry.run_state import TEXTS
 
 HERE = Path(__file__).parent
 DIRECTION_MARKS = {code: f"[U+{code:04X}]" for code in (*range(0x202A, 0x202F), *range(0x2066, 0x206A))}
@@ -81,22 +82,14 @@ def script_json(value: Any) -> str:
     return text
 
 
-ENDINGS = {
-    "finished": "The run is finished.",
-    "interrupted": "The run was interrupted; the same command resumes it.",
-    "failed": "The run ended with an error; the same command resumes it.",
-    "running": "The run is in progress.",
-    "killed": "The run was killed; the same command resumes it.",
-    "unknown": "No end was recorded: the run is in progress on another machine, or was killed.",
-}
 EVALUATED = "An evaluation, without training."
 
 
 def ending(data: RunData) -> str:
     """How the run ended, with its error."""
     if data.failure:
-        return f"{ENDINGS['failed']} {data.failure}"
-    return ENDINGS.get(data.outcome, ENDINGS["unknown"])
+        return f"{TEXTS['failed']} {data.failure}"
+    return TEXTS.get(data.outcome, TEXTS["unknown"])
 
 
 def headline(data: RunData) -> str:

@@ -19,7 +19,6 @@ from tidemill.telemetry.fleet_figures import amount
 from tidemill.telemetry.live_state import LiveState
 from tidemill.telemetry.report.charts import chart_data, histograms
 from tidemill.telemetry.report.pages import (
-    ENDINGS,
     EVALUATED,
     HERE,
     clock_time,
@@ -37,6 +36,7 @@ from tidemill.telemetry.report.pages import (
 from tidemill.telemetry.report.sample_cards import LEGEND, before_and_after, best_and_worst, report_samples
 from tidemill.telemetry.report.timeline import fleet_section, mismatch_rows, run_timeline, timeline_json, worker_rows
 from tidemill.telemetry.run_data import RunData
+from tidemill.telemetry.run_state import TEXTS
 
 SECTIONS = ("overview", "fleet", "learning", "samples", "trust", "setup")
 OF_EVALUATIONS = ("overview", "setup")
@@ -134,7 +134,7 @@ def _render(shown: Shown, name: str) -> str:
 def _logged_state(data: RunData) -> LoggedState:
     if data.model_evaluation:
         return LoggedState(data.outcome, EVALUATED)
-    return LoggedState(data.outcome if data.outcome in ENDINGS else "unknown", ending(data))
+    return LoggedState(data.outcome if data.outcome in TEXTS else "unknown", ending(data))
 
 
 def _run_line(shown: Shown) -> dict[str, Any]:

@@ -122,7 +122,7 @@ def section(
 
 def fleet_data(data: RunData) -> dict[str, Any]:
     """JSON for fleet.js: at most one timeline."""
-    found = None if data.model_evaluation else run_timeline(data)
+    found = None if data.model_evaluation else run_timeline(data, work=True)
     return {"fleets": [timeline_json(found)] if found else []}
 
 
@@ -199,7 +199,7 @@ def _fleet(shown: Shown) -> dict[str, Any]:
     ]
     more = live.samples_total - len(samples) if live else 0
     return {
-        "fleet": fleet_section(shown.data, run_timeline(shown.data)),
+        "fleet": fleet_section(shown.data, run_timeline(shown.data, work=False)),
         "workers": workers,
         "samples": samples,
         "more": f"and {more:,} more" if more > 0 else "",

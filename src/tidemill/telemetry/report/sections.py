@@ -44,6 +44,8 @@ TEMPLATES = HERE / "templates"
 SCRIPTS = ("vendor/uplot/uPlot.iife.min.js", "templates/fleet.js", "templates/charts.js", "templates/page.js")
 STYLES = ("vendor/uplot/uPlot.min.css", "templates/report.css")
 """Files below this folder, in the order in which the page loads them."""
+FROZEN_VALUES = 50_000
+"""In charts of a report, which should stay a small file."""
 WORKERS_SHOWN = 5
 """Of the overview."""
 RECENT_STEPS = 10
@@ -107,7 +109,7 @@ def run_page(
         key=key if mode == "live" else "",
         root=root,
         can_act=can_act,
-        chart_data=chart_data(data) | fleet_data(data) if mode == "frozen" else {},
+        chart_data=chart_data(data, most_values=FROZEN_VALUES) | fleet_data(data) if mode == "frozen" else {},
         **_run_line(shown),
     )
 

@@ -22,7 +22,6 @@ from tidemill.telemetry.jsonl import (
     disk_error,
     drop_torn_line,
     encode,
-    finite_number,
     read_lines,
     write_atomically,
     write_json,

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from tidemill.telemetry.events import DECODE, PUBLISH, PULL, ROLLOUT, TRAINING, events_in
-from tidemill.telemetry.fleet_figures import Decoded, LeaseKey, lease_key
+from tidemill.telemetry.fleet_figures import Decoded, LeaseKey, amount, lease_key
 from tidemill.telemetry.followed_file import FollowedFile
 from tidemill.telemetry.metric_table import MetricTable, Rows
 from tidemill.telemetry.metrics import parse_metrics
@@ -30,6 +31,7 @@ class EventLog(Rows[dict[str, Any]]):
         self._outline = list[dict[str, Any]]()
         self._decoded = array("d")
         self._leases = set[LeaseKey]()
+        self.samples_by_worker, self.tokens_by_worker = Counter[str](), Counter[str]()  # generated
         self._latest = dict[Any, dict[str, Any]]()  # frequent event of each session
         self.newest = tuple[dict[str, Any], ...]()  # at most one
 
@@ -47,6 +49,8 @@ class EventLog(Rows[dict[str, Any]]):
         if name == DECODE:
             self._leases.add(lease_key(event))
             self._decoded.extend(Decoded.of(event))
+            self.samples_by_worker[str(event.get("worker"))] += int(amount(event, "samples"))
+            self.tokens_by_worker[str(event.get("worker"))] += int(amount(event, "tokens"))
 
     @property
     def outline(self) -> list[dict[str, Any]]:

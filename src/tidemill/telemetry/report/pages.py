@@ -152,7 +152,7 @@ def findings(data: RunData) -> list[ReportFinding]:
         found.append(ReportFinding(f"{counted(workers, 'worker')} quarantined", text))
     # Errors of single workers are in the fleet section, that of the newest session below the headline.
     elsewhere = FLEET_EVENTS | {SESSION_END}
-    errors = [event for event in data.events if event.get("error") and event["event"] not in elsewhere]
+    errors = [event for event in data.events.outline if event.get("error") and event["event"] not in elsewhere]
     if errors:
         last = f"Last: {errors[-1]['event']}, {errors[-1]['error']}"
         found.append(ReportFinding(f"{counted(len(errors), 'error')} in the event log", last))
@@ -360,7 +360,7 @@ def event_rows(data: RunData) -> list[dict[str, Any]]:
     """Important events and errors, newest first; spans of ordinary steps are omitted."""
     listed = [
         event
-        for event in data.events
+        for event in sorted(data.events.outline, key=lambda event: str(event.get("time", "")))
         if event["event"] in LISTED_EVENTS or (event.get("error") and event["event"] not in FLEET_EVENTS)
     ]
     return [

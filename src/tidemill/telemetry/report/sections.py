@@ -44,6 +44,8 @@ TEMPLATES = HERE / "templates"
 SCRIPTS = ("vendor/uplot/uPlot.iife.min.js", "templates/fleet.js", "templates/charts.js", "templates/page.js")
 STYLES = ("vendor/uplot/uPlot.min.css", "templates/report.css")
 """Files below this folder, in the order in which the page loads them."""
+FROZEN_VALUES = 50_000
+"""In charts of a report, which should stay a small file."""
 WORKERS_SHOWN = 5
 """Of the overview."""
 RECENT_STEPS = 10
@@ -107,7 +109,7 @@ def run_page(
         key=key if mode == "live" else "",
         root=root,
         can_act=can_act,
-        chart_data=chart_data(data) | fleet_data(data) if mode == "frozen" else {},
+        chart_data=chart_data(data, most_values=FROZEN_VALUES) | fleet_data(data) if mode == "frozen" else {},
         **_run_line(shown),
     )
 
@@ -122,7 +124,7 @@ def section(
 
 def fleet_data(data: RunData) -> dict[str, Any]:
     """JSON for fleet.js: at most one timeline."""
-    found = None if data.model_evaluation else run_timeline(data)
+    found = None if data.model_evaluation else run_timeline(data, work=True)
     return {"fleets": [timeline_json(found)] if found else []}
 
 
@@ -199,7 +201,7 @@ def _fleet(shown: Shown) -> dict[str, Any]:
     ]
     more = live.samples_total - len(samples) if live else 0
     return {
-        "fleet": fleet_section(shown.data, run_timeline(shown.data)),
+        "fleet": fleet_section(shown.data, run_timeline(shown.data, work=False)),
         "workers": workers,
         "samples": samples,
         "more": f"and {more:,} more" if more > 0 else "",

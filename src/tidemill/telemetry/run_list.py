@@ -66,11 +66,11 @@ def find_runs(folder: Path) -> list[Path]:
         try:
             status = path.stat()
             with os.scandir(path) as entries:
-                folders = {entry.name: entry.is_dir() for entry in entries}
+                folders = {entry.name: _is_folder(entry) for entry in entries}
         except PermissionError:
             found.append(path)  # perhaps a run: its row says why it is not shown
             return
-        except OSError:  # a link to itself, or deleted since
+        except OSError:  # deleted since
             return
         if (status.st_dev, status.st_ino) in seen:
             return
@@ -87,6 +87,13 @@ def find_runs(folder: Path) -> list[Path]:
 
     look(folder, 0)
     return found
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:  # a link to itself, or to where we may not look
+        return False
 
 
 def _is_run(names: dict[str, bool]) -> bool:
@@ -128,7 +135,10 @@ class RunList:
             row = _filled(row, reader.data) if changed & OF_DATA or earlier != now else kept
             row = replace(row, state=state)
         except Exception as error:  # noqa: BLE001 - a file of another program must not hide the runs beside it
-            now, problem = [], reader.problem or f"cannot be read: {exception_text(error)}"
+            now, problem = (
+                [],
+                error.what if isinstance(error, UserError) else f"cannot be read: {exception_text(error)}",
+            )
             row = replace(row, problem=problem, state=RunState(name="unknown", text=problem))
         self._readers[path], self._rows[path] = reader, (now, row)
         return row
@@ -157,7 +167,8 @@ def _filled(row: RunRow, data: RunData) -> RunRow:
 
 def _pipeline_row(row: RunRow, pipeline: dict[str, Any], rows: dict[Path, RunRow]) -> RunRow:
     """The row of a pipeline. Some stages have their state in pipeline.json only: it is filled in in `rows`."""
-    due, started = [stage for stage in pipeline.get("stages", ()) if isinstance(stage, dict)], list[RunRow]()
+    stages, started = pipeline.get("stages"), list[RunRow]()
+    due = [stage for stage in stages if isinstance(stage, dict)] if isinstance(stages, list) else []
     for stage in due:
         path, name = row.path / str(stage.get("folder")), STAGE_STATES.get(str(stage.get("state")))
         if path in rows:

@@ -10,7 +10,6 @@ from typing import Any
 
 from tidemill.core.errors import UserError
 from tidemill.telemetry.followed_file import signature
-from tidemill.telemetry.jsonl import disk_error
 from tidemill.telemetry.live_state import LIVE, LiveState, read_live
 from tidemill.telemetry.manifest import FORECAST
 from tidemill.telemetry.metrics import STEP_TIME
@@ -66,7 +65,7 @@ class RunReader:
                 self._data = RunData.of(run, self._logs)
             self._seen, self.problem = now, ""
         except (UserError, OSError) as error:
-            problem = str(disk_error(error, self.path) if isinstance(error, OSError) else error)
+            problem = f"cannot be read: {error}" if isinstance(error, OSError) else str(error)
             changed = {"manifest"} if problem != self.problem else set()
             self._seen, self._data, self.problem = {}, None, problem
         return frozenset(changed)

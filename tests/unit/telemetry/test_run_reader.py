@@ -104,7 +104,7 @@ def unreadable(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (lambda path, _: (path / "manifest.json").write_text('{"run": "old"}'), "format 1"),
         (lambda path, _: ((path / "summary.json").unlink(), (path / "summary.json").mkdir()), "directory"),
-        (unreadable, "not writable"),
+        (unreadable, "permission denied"),
     ],
     ids=["older format", "a folder in the place of a file", "without permission"],
 )

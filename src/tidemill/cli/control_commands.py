@@ -53,7 +53,8 @@ def resume(run_dir: RunDir, /, *, json: Json = False) -> Result:
     """Continue a paused run in its process, or start a run or a recipe with stages again, as `tidemill train` does."""
     is_pipeline = (run_dir / "pipeline.json").is_file()
     run = _run_in(run_dir)
-    outcome = outcome_of(read_events(run.events)) if run is not None else "killed"
+    events = read_events(run.events) if run is not None else []
+    outcome = outcome_of(events) if events else "killed"
     if outcome in ("running", "unknown"):
         return _request(run_dir, "resume")
     if outcome == "finished" and not is_pipeline:
@@ -92,7 +93,9 @@ def _request(run_dir: Path, action: Action, *, hold_s: float = HOLD_S) -> Result
     """
     run = _run_in(run_dir)
     if run is None:
-        raise UserError("no stage of this pipeline is running", where=str(run_dir), hint=f"see {run_dir}/pipeline.json")
+        raise UserError(
+            "no stage of this pipeline is running", where=str(run_dir), hint=f"`tidemill resume {run_dir}` starts it"
+        )
     log = SharedLines(run.events)
     events = [line for line in log.new_lines() if line is not None and "event" in line]
     outcome = outcome_of(events)

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from tidemill.core.errors import UserError
 from tidemill.core.folders import similar_path
+from tidemill.gateway.access import LOG
 from tidemill.gateway.errors import ApiError
 from tidemill.guard.checks import CheckQueue
 from tidemill.telemetry.followed_file import signature
@@ -41,11 +42,11 @@ class WatchedRun:
         """Cursor, step and state, as of the last refresh."""
         self.changes = 0
         """Refreshes that found something new."""
-        self.checks: CheckQueue | None = None
         self._changed = set[str]()  # since `take_changes`
         self.lock = asyncio.Lock()
         self._reader: RunReader | None = None
         self._samples: SampleIndex | None = None
+        self._checks: CheckQueue | None = None
 
     async def refresh(self) -> None:
         """Read what is new.
@@ -73,6 +74,12 @@ class WatchedRun:
         self._samples = self._samples or SampleIndex(RunDirectory(self.path))
         self._samples.refresh()
         return self._samples
+
+    def checks(self) -> CheckQueue:
+        """The run's queue, a new one when all samples are judged; for threads that have the lock."""
+        if self._checks is None or not self._checks.waiting():
+            self._checks = CheckQueue(self.path, warn=LOG.warning)
+        return self._checks
 
     def take_changes(self) -> set[str]:
         """What has changed since the last call: names of `RunReader.refresh`, and `state`."""

@@ -28,6 +28,8 @@ T = TypeVar("T")
 
 FIND_S = 2.0
 """A folder is searched for runs at most so often."""
+READ_S, FIGURES_S = 0.5, 5.0
+"""Time in which runs are read for one answer; the others wait for the next one."""
 FIGURES_FROM = ("metrics.jsonl", "events.jsonl", "live.json")
 MOST_READERS = 12
 """Runs whose histories are kept in memory while nobody listens to them."""
@@ -141,7 +143,7 @@ class WatchedFolder:
     async def rows(self) -> list[RunRow]:
         """The table of runs."""
         async with self._listing:
-            rows = await asyncio.to_thread(self._list.refresh)
+            rows = await asyncio.to_thread(self._list.refresh, READ_S)
             self._paths = dict(self._list.paths)
         return rows
 
@@ -161,15 +163,15 @@ class WatchedFolder:
     async def figures(self) -> list[Figure]:
         """The newest figures of all runs; the files of a run are read again after a change."""
         rows = await self.rows()
-        pipelines = {row.pipeline for row in rows}
+        pipelines, until_s = {row.pipeline for row in rows}, time.monotonic() + FIGURES_S
         async with self._listing:
             return await asyncio.to_thread(
-                lambda: [figure for row in rows if row.key not in pipelines for figure in self._figures_of(row)]
+                lambda: [each for row in rows if row.key not in pipelines for each in self._figures_of(row, until_s)]
             )
 
-    def _figures_of(self, row: RunRow) -> list[Figure]:
+    def _figures_of(self, row: RunRow, until_s: float) -> list[Figure]:
         stamp = (row.state.name, *(signature(row.path / name) for name in FIGURES_FROM))
-        if self._figures.get(row.key, ((), []))[0] != stamp:
+        if self._figures.get(row.key, ((), []))[0] != stamp and time.monotonic() < until_s:
             with suppress(UserError, OSError):  # a run that cannot be read has no figures
                 data, live = RunData.load(RunDirectory(row.path)), read_live(row.path)
                 place = row.path.relative_to(self.root).as_posix()

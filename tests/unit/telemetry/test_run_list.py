@@ -13,7 +13,7 @@ from tests.fabricated_fleet import FabricatedFleet
 from tests.fabricated_run import FabricatedRun
 from tidemill.telemetry import run_list
 from tidemill.telemetry.run_data import RunData
-from tidemill.telemetry.run_list import RunList, RunRow, find_runs, run_key
+from tidemill.telemetry.run_list import UNREAD, RunList, RunRow, find_runs, run_key
 from tidemill.telemetry.run_reader import RunReader
 
 
@@ -177,3 +177,14 @@ def test_a_pipeline_has_a_row_and_its_stages_have_theirs(tmp_path: Path, outcome
 def test_a_damaged_pipeline_has_a_row(tmp_path: Path, text: str) -> None:
     write(tmp_path / "p", pipeline=text)
     assert rows_of(tmp_path)["p"].state.name == "unknown"
+
+
+def test_a_folder_of_many_runs_is_read_in_parts(tmp_path: Path) -> None:
+    for name in "abc":
+        FabricatedRun(tmp_path / name, steps=1, groups=1, group_size=1).make()
+    seconds = iter(range(1000))
+    runs = RunList(tmp_path, clock=lambda: float(next(seconds)))  # a second passes with each look at the clock
+    first, later = runs.refresh(budget_s=2.5), runs.refresh(budget_s=1000)
+    assert [row.state == UNREAD for row in first][-1:] == [True] and first[0].state.name == "finished"
+    assert [row.state.name for row in later] == ["finished"] * 3
+    assert [row.key for row in first] == [row.key for row in later]

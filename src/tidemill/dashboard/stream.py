@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import suppress
 from typing import Any
 
@@ -74,7 +74,7 @@ class Stream:
         self._closed = False
         self._rows = list[RunRow]()
 
-    async def listen(self, run: WatchedRun | None, last_id: str) -> AsyncIterator[bytes]:
+    async def listen(self, run: WatchedRun | None, last_id: str) -> AsyncGenerator[bytes, None]:
         """The messages of a client.
 
         Args:
@@ -104,7 +104,7 @@ class Stream:
             self._looking = asyncio.create_task(self._look(), name="looking for changes")
         return self._until_left(listener)
 
-    async def _until_left(self, listener: Listener) -> AsyncIterator[bytes]:
+    async def _until_left(self, listener: Listener) -> AsyncGenerator[bytes, None]:
         try:
             async for message in listener.messages():
                 yield message

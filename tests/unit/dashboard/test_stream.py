@@ -14,6 +14,7 @@ from tests.unit.dashboard.served import events, make_run, open_run, page_of, pag
 from tidemill.dashboard import stream
 from tidemill.dashboard.runs import WatchedFolder, WatchedRun
 from tidemill.dashboard.stream import EVERYTHING, Listener
+from tidemill.gateway.errors import ApiError
 
 
 def key_of(root: Path, name: str) -> str:
@@ -97,7 +98,7 @@ async def test_files_are_read_only_while_somebody_listens(tmp_path: Path, monkey
     monkeypatch.setattr(WatchedRun, "refresh", counted)
     changes = stream.Stream(folder)
     clients = [await changes.listen(run, "") for _ in range(2)]
-    with pytest.raises(stream.ApiError, match="pages are open"):
+    with pytest.raises(ApiError, match="pages are open"):
         await changes.listen(run, "")
     for client in clients:
         await anext(client)

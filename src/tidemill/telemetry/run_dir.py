@@ -18,14 +18,7 @@ from tidemill.core.errors import UserError
 from tidemill.core.formatting import natural_sort_key
 from tidemill.core.records import Record, decode_json
 from tidemill.telemetry.events import PastSessions, past_sessions
-from tidemill.telemetry.jsonl import (
-    disk_error,
-    drop_torn_line,
-    finite_number,
-    read_lines,
-    write_atomically,
-    write_json,
-)
+from tidemill.telemetry.jsonl import disk_error, drop_torn_line, read_lines, write_atomically, write_json
 
 LOCK = ".lock"
 CURRICULUM = "curriculum.jsonl"
@@ -226,11 +219,11 @@ class RunDirectory(LockedDirectory):
     @property
     def generation(self) -> int:
         """Rises before and after each deletion of metrics: what a reader knows of another generation may be gone."""
-        return int(finite_number(self.read_manifest().get(GENERATION)) or 0)
+        found = self.read_manifest().get(GENERATION)
+        return found if isinstance(found, int) else 0
 
     def _raise_generation(self) -> None:
-        manifest = self.read_manifest() or {"format": RUN_FORMAT}
-        self.write_manifest(manifest | {GENERATION: self.generation + 1})
+        self.write_manifest({"format": RUN_FORMAT, **self.read_manifest(), GENERATION: self.generation + 1})
 
     def read_summary(self) -> dict[str, Any]:
         return read_json(self.summary)

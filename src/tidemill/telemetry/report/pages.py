@@ -68,7 +68,8 @@ def _environment(folder: Path) -> Environment:
         finalize=lambda value: value.translate(DIRECTION_MARKS) if isinstance(value, str) else value,
     )
     environment.globals["asset"] = lambda name: (HERE / name).read_text(encoding="utf-8")
-    environment.filters |= {"script_json": script_json, "decimal": decimal, "interval": interval, "readable": readable}
+    formats = (script_json, decimal, interval, readable, compact, duration, dollars, clock_time, health_text)
+    environment.filters |= {function.__name__: function for function in formats}
     environment.filters["pieces"] = lambda text: pieces(shortened(text))
     return environment
 
@@ -79,24 +80,6 @@ def script_json(value: Any) -> str:
     for character in "<>&\u2028\u2029":
         text = text.replace(character, f"\\u{ord(character):04x}")
     return text
-
-
-ENDINGS = {
-    "finished": "The run is finished.",
-    "interrupted": "The run was interrupted; the same command resumes it.",
-    "failed": "The run ended with an error; the same command resumes it.",
-    "running": "The run is in progress.",
-    "killed": "The run was killed; the same command resumes it.",
-    "unknown": "No end was recorded: the run is in progress on another machine, or was killed.",
-}
-EVALUATED = "An evaluation, without training."
-
-
-def ending(data: RunData) -> str:
-    """How the run ended, with its error."""
-    if data.failure:
-        return f"{ENDINGS['failed']} {data.failure}"
-    return ENDINGS.get(data.outcome, ENDINGS["unknown"])
 
 
 def headline(data: RunData) -> str:

@@ -2,41 +2,28 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable
 from statistics import fmean
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
 from tidemill.config.load import differences
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError
-from tidemill.core.formatting import compact, counted, dollars, duration, natural_sort_key
+from tidemill.core.formatting import counted, duration, natural_sort_key
 from tidemill.telemetry import metrics
-from tidemill.telemetry.events import GOLD, TAINTED, WORKER_HEALTH, health_text
-from tidemill.telemetry.fleet_figures import amount
+from tidemill.telemetry.events import GOLD, TAINTED, WORKER_HEALTH
 from tidemill.telemetry.live_state import LiveState
+from tidemill.telemetry.report import pages
 from tidemill.telemetry.report.charts import chart_data, histograms
-from tidemill.telemetry.report.pages import (
-    ENDINGS,
-    EVALUATED,
-    HERE,
-    clock_time,
-    ending,
-    evaluation_section,
-    event_rows,
-    facts,
-    findings,
-    guard_findings,
-    headline,
-    held_out,
-    render_page,
-    tiles,
-)
+from tidemill.telemetry.report.pages import HERE, render_page
 from tidemill.telemetry.report.sample_cards import LEGEND, before_and_after, best_and_worst, report_samples
 from tidemill.telemetry.report.timeline import fleet_section, mismatch_rows, run_timeline, timeline_json, worker_rows
 from tidemill.telemetry.run_data import RunData
+from tidemill.telemetry.run_state import RunState, StateReader
 
 SECTIONS = ("overview", "fleet", "learning", "samples", "trust", "setup")
 OF_EVALUATIONS = ("overview", "setup")
@@ -52,34 +39,18 @@ RECENT_STEPS = 10
 """Steps whose mean time tells how long the others will take."""
 
 
-class ShownState(Protocol):
-    """State of a run: a name such as "running", and a sentence."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def text(self) -> str: ...
-
-
-class LoggedState(NamedTuple):
-    """The state according to the event log."""
-
-    name: str
-    text: str
-
-
 class Shown(NamedTuple):
     """What a section is rendered from."""
 
     data: RunData
-    state: ShownState
+    state: RunState
     live: LiveState | None
 
 
 def run_page(
     data: RunData,
     *,
-    state: ShownState | None = None,
+    state: RunState | None = None,
     live: LiveState | None = None,
     mode: Literal["frozen", "live"] = "frozen",
     key: str = "",
@@ -95,7 +66,7 @@ def run_page(
         root: the server's root as seen from the page, in live mode.
         can_act: show the buttons that control the run, in live mode.
     """
-    shown = Shown(data, state or _logged_state(data), live)
+    shown = Shown(data, state or logged_state(data), live)
     sections = [
         (name, name.capitalize(), _render(shown, name) if mode == "frozen" or name == "overview" else "")
         for name in (OF_EVALUATIONS if data.model_evaluation else SECTIONS)
@@ -115,10 +86,10 @@ def run_page(
 
 
 def section(
-    data: RunData, name: str, *, state: ShownState | None = None, live: LiveState | None = None, index: Any = None
+    data: RunData, name: str, *, state: RunState | None = None, live: LiveState | None = None, index: Any = None
 ) -> str:
     """HTML of the line about the run at the top of the page, and of one of `SECTIONS`."""
-    shown = Shown(data, state or _logged_state(data), live)
+    shown = Shown(data, state or logged_state(data), live)
     return render_page(TEMPLATES / "run_line.html.j2", **_run_line(shown)) + _render(shown, name)
 
 
@@ -130,13 +101,14 @@ def fleet_data(data: RunData) -> dict[str, Any]:
 
 def _render(shown: Shown, name: str) -> str:
     template, values = VALUES[name]
-    return render_page(TEMPLATES / template, data=shown.data, live=shown.live, **values(shown))
+    return render_page(TEMPLATES / template, **{"data": shown.data, "live": shown.live} | values(shown))
 
 
-def _logged_state(data: RunData) -> LoggedState:
+def logged_state(data: RunData) -> RunState:
+    """The state of a run that nobody watches."""
     if data.model_evaluation:
-        return LoggedState(data.outcome, EVALUATED)
-    return LoggedState(data.outcome if data.outcome in ENDINGS else "unknown", ending(data))
+        return RunState(name="finished", text="An evaluation, without training.")
+    return StateReader(time.monotonic).look(data.events.outline, None, None, usual_step_s=0.0)
 
 
 def _run_line(shown: Shown) -> dict[str, Any]:
@@ -160,11 +132,11 @@ def _overview(shown: Shown) -> dict[str, Any]:
         samples = f"{counted(live.samples_total, 'sample')} under way on {counted(len(live.fleet), 'worker')}"
         now = ". ".join(filter(None, (live.activity_text, samples)))
     return {
-        "headline": headline(data),
-        "held_out": held_out(data),
-        "evaluation": evaluation_section(evaluated) if evaluated else None,
-        "tiles": [] if evaluated else tiles(data),
-        "findings": findings(data),
+        "headline": pages.headline(data),
+        "held_out": pages.held_out(data),
+        "evaluation": pages.evaluation_section(evaluated) if evaluated else None,
+        "tiles": [] if evaluated else pages.tiles(data),
+        "findings": pages.findings(data),
         "made": [(name, kind, *row[1:3], *row[4:]) for name, kind, *row in worker_rows(data)[:WORKERS_SHOWN]],
         "now": now,
         "under_way": sorted(workers.items(), key=lambda item: natural_sort_key(item[0])),
@@ -173,39 +145,9 @@ def _overview(shown: Shown) -> dict[str, Any]:
 
 def _fleet(shown: Shown) -> dict[str, Any]:
     live = shown.live if shown.live and shown.live.activity != "ended" else None
-    workers = [
-        (
-            row.worker_id,
-            row.lease_id,
-            row.kind,
-            row.state,
-            "-" if row.version is None else row.version,
-            row.running,
-            row.queued,
-            compact(row.tokens_per_s),
-            duration(row.age_s),
-            dollars(row.price_usd_per_hour) if row.price_usd_per_hour else "-",
-        )
-        for row in (live.fleet if live else ())
-    ]
-    samples = [
-        (
-            f"{one.prompt_id} #{one.index}",
-            one.step,
-            one.worker or "waits for a worker",
-            one.lease or "-",
-            one.tokens,
-            ", ".join(map(str, one.versions)) or "-",
-        )
-        for one in (live.samples if live else ())
-    ]
-    more = live.samples_total - len(samples) if live else 0
-    return {
-        "fleet": fleet_section(shown.data, run_timeline(shown.data, work=False)),
-        "workers": workers,
-        "samples": samples,
-        "more": f"and {more:,} more" if more > 0 else "",
-    }
+    more = live.samples_total - len(live.samples) if live else 0
+    fleet = fleet_section(shown.data, run_timeline(shown.data, work=False))
+    return {"fleet": fleet, "live": live, "more": f"and {more:,} more" if more > 0 else ""}
 
 
 def _samples(shown: Shown) -> dict[str, Any]:
@@ -234,27 +176,12 @@ def _trust(shown: Shown) -> dict[str, Any]:
         f"{guarded}; {counted(len(decided), 'decision')}" if decided else guarded,
         f"{counted(len(data.guard.quarantined), 'machine')} quarantined" if data.guard.quarantined else "",
     ]
-    health = [
-        (clock_time(event), event.get("worker"), event.get("machine", "-"), event.get("state"), health_text(event))
-        for event in data.events_named(WORKER_HEALTH)
-    ]
-    tainted = [
-        (
-            event.get("worker"),
-            event.get("lease"),
-            event.get("cause"),
-            counted(int(amount(event, "restarted")), "sample"),
-            compact(amount(event, "tokens")),
-            ", ".join(f"step {step}: {count}" for step, count in dict(event.get("trained") or {}).items()) or "none",
-        )
-        for event in data.events_named(TAINTED)
-    ]
     return {
         "verdict": "; ".join(filter(None, doubts)),
-        "decisions": list(guard_findings(data)),
+        "decisions": list(pages.guard_findings(data)),
         "mismatches": mismatch_rows(data),
-        "health": health,
-        "tainted": tainted,
+        "health": data.events_named(WORKER_HEALTH),
+        "tainted": data.events_named(TAINTED),
     }
 
 
@@ -266,9 +193,9 @@ def _setup(shown: Shown) -> dict[str, Any]:
         changed = []
     return {
         "changed": [(key, _setting(value), _setting(default)) for key, default, value in changed],
-        "facts": facts(data),
+        "facts": pages.facts(data),
         "manifest_text": msgspec.json.format(msgspec.json.encode(data.manifest)).decode() if data.manifest else "",
-        "events": [] if data.model_evaluation else event_rows(data),
+        "events": [] if data.model_evaluation else pages.event_rows(data),
     }
 
 

@@ -79,22 +79,14 @@ def chart_data(
     steps, columns = _columns(data)
     charts, constant = list[Chart](), list[tuple[str, float | None]]()
     for chart in _charts(data, columns):
-        series = {name: label for name, label in chart.series.items() if name in columns}
-        measured = [column[np.isfinite(column)] for column in (columns[name] for name in series)]
+        series = {name: label for name, label in chart.series.items() if _drawn(chart, columns.get(name))}
+        measured = [columns[name][np.isfinite(columns[name])] for name in series]
         values = np.concatenate(measured) if measured else np.empty(0)
-        if (
-            len(values)
-            and np.ptp(values) <= SAME * np.abs(values).max()
-            and (not values.any() or max(map(len, measured)) > 2)
-        ):
+        flat = len(values) > 0 and np.ptp(values) <= SAME * np.abs(values).max()
+        if flat and (not values.any() or max(map(len, measured)) > 2):
             constant.append((chart.title, _rounded(values[0] * chart.scale)))
         elif len(values):
-            drawn = {
-                name: label
-                for name, label in series.items()
-                if chart.kind != "stacked" or np.nan_to_num(columns[name]).any()
-            }
-            charts.append(chart._replace(series=drawn))
+            charts.append(chart._replace(series=series))
     most = min(MOST_POINTS, max(FEWEST_POINTS, most_values // max(1, sum(len(chart.series) for chart in charts))))
     bucket = 1
     while len(steps) > most and 2 * len(set(steps // bucket)) > most:
@@ -118,6 +110,11 @@ def chart_data(
         "cursor": _cursor(data, shape, bucket, int(steps[-1]) if len(steps) else 0),
         **({} if after is None else {"reset": True} if whole else {"start": start}),
     }
+
+
+def _drawn(chart: Chart, column: Column | None) -> bool:
+    """A part of a stacked chart is only drawn if it is ever more than 0."""
+    return column is not None and (chart.kind != "stacked" or bool(np.nan_to_num(column).any()))
 
 
 def _cursor(data: RunData, shape: Any, bucket: int, step: int) -> str:

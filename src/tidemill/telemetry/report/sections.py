@@ -23,7 +23,7 @@ from tidemill.telemetry.report.pages import HERE, render_page
 from tidemill.telemetry.report.sample_cards import LEGEND, before_and_after, best_and_worst, report_samples
 from tidemill.telemetry.report.timeline import fleet_section, mismatch_rows, run_timeline, timeline_json, worker_rows
 from tidemill.telemetry.run_data import RunData
-from tidemill.telemetry.run_state import RunState, StateReader
+from tidemill.telemetry.run_state import LIVELY, RunState, StateReader
 
 SECTIONS = ("overview", "fleet", "learning", "samples", "trust", "setup")
 OF_EVALUATIONS = ("overview", "setup")
@@ -66,7 +66,7 @@ def run_page(
         root: the server's root as seen from the page, in live mode.
         can_act: show the buttons that control the run, in live mode.
     """
-    shown = Shown(data, state or logged_state(data), live)
+    shown = _shown(data, state, live)
     sections = [
         (name, name.capitalize(), _render(shown, name) if mode == "frozen" or name == "overview" else "")
         for name in (OF_EVALUATIONS if data.model_evaluation else SECTIONS)
@@ -89,7 +89,7 @@ def section(
     data: RunData, name: str, *, state: RunState | None = None, live: LiveState | None = None, index: Any = None
 ) -> str:
     """HTML of the line about the run at the top of the page, and of one of `SECTIONS`."""
-    shown = Shown(data, state or logged_state(data), live)
+    shown = _shown(data, state, live)
     return render_page(TEMPLATES / "run_line.html.j2", **_run_line(shown)) + _render(shown, name)
 
 
@@ -100,8 +100,14 @@ def fleet_data(data: RunData) -> dict[str, Any]:
 
 
 def _render(shown: Shown, name: str) -> str:
-    template, values = VALUES[name]
-    return render_page(TEMPLATES / template, **{"data": shown.data, "live": shown.live} | values(shown))
+    template = TEMPLATES / f"{'sample_cards' if name == 'samples' else name}.html.j2"
+    values = VALUES[name](shown) if name in VALUES else {}
+    return render_page(template, data=shown.data, live=shown.live, **values)
+
+
+def _shown(data: RunData, state: RunState | None, live: LiveState | None) -> Shown:
+    state = state or logged_state(data)
+    return Shown(data, state, live if state.name in LIVELY else None)  # of a run that was killed it is old
 
 
 def logged_state(data: RunData) -> RunState:
@@ -127,10 +133,6 @@ def _overview(shown: Shown) -> dict[str, Any]:
     data, live = shown.data, shown.live
     evaluated = data.model_evaluation
     workers = Counter(one.worker or "waiting" for one in live.samples) if live else Counter[str]()
-    now = ""
-    if live:
-        samples = f"{counted(live.samples_total, 'sample')} under way on {counted(len(live.fleet), 'worker')}"
-        now = ". ".join(filter(None, (live.activity_text, samples)))
     return {
         "headline": pages.headline(data),
         "held_out": pages.held_out(data),
@@ -138,16 +140,14 @@ def _overview(shown: Shown) -> dict[str, Any]:
         "tiles": [] if evaluated else pages.tiles(data),
         "findings": pages.findings(data),
         "made": [(name, kind, *row[1:3], *row[4:]) for name, kind, *row in worker_rows(data)[:WORKERS_SHOWN]],
-        "now": now,
         "under_way": sorted(workers.items(), key=lambda item: natural_sort_key(item[0])),
     }
 
 
 def _fleet(shown: Shown) -> dict[str, Any]:
-    live = shown.live if shown.live and shown.live.activity != "ended" else None
-    more = live.samples_total - len(live.samples) if live else 0
+    more = shown.live.samples_total - len(shown.live.samples) if shown.live else 0
     fleet = fleet_section(shown.data, run_timeline(shown.data, work=False))
-    return {"fleet": fleet, "live": live, "more": f"and {more:,} more" if more > 0 else ""}
+    return {"fleet": fleet, "more": f"and {more:,} more" if more > 0 else ""}
 
 
 def _samples(shown: Shown) -> dict[str, Any]:
@@ -170,14 +170,9 @@ def _samples(shown: Shown) -> dict[str, Any]:
 
 def _trust(shown: Shown) -> dict[str, Any]:
     data = shown.data
-    guarded = "The guard compared rewards with gold scores" if data.events_named(GOLD) else "No gold scores"
-    decided = data.guard.decisions
-    doubts = [
-        f"{guarded}; {counted(len(decided), 'decision')}" if decided else guarded,
-        f"{counted(len(data.guard.quarantined), 'machine')} quarantined" if data.guard.quarantined else "",
-    ]
+    decided = counted(len(data.guard.decisions), "decision") if data.events_named(GOLD) else "no gold scores"
     return {
-        "verdict": "; ".join(filter(None, doubts)),
+        "verdict": f"{decided}, {counted(len(data.guard.quarantined), 'machine')} quarantined",
         "decisions": list(pages.guard_findings(data)),
         "mismatches": mismatch_rows(data),
         "health": data.events_named(WORKER_HEALTH),
@@ -205,12 +200,7 @@ def _setting(value: Any) -> str:
     return "-" if value is None else value if isinstance(value, str) else msgspec.json.encode(value).decode()
 
 
-VALUES: dict[str, tuple[str, Callable[[Shown], dict[str, Any]]]] = {
-    "overview": ("overview.html.j2", _overview),
-    "fleet": ("fleet.html.j2", _fleet),
-    "learning": ("learning.html.j2", lambda shown: {}),
-    "samples": ("sample_cards.html.j2", _samples),
-    "trust": ("trust.html.j2", _trust),
-    "setup": ("setup.html.j2", _setup),
-}
-"""Template of each section, and its values."""
+VALUES: dict[str, Callable[[Shown], dict[str, Any]]] = {
+    "overview": _overview, "fleet": _fleet, "samples": _samples, "trust": _trust, "setup": _setup,
+}  # fmt: skip
+"""Of the templates of sections."""

@@ -49,7 +49,11 @@ setup: $(READY) ## prepare .venv only
 demo: $(READY_RUNTIME) ## a 135M-parameter model learns addition while its workers come and go; a few minutes, no GPU
 	@# An interrupted demo is resumed, a finished one is replaced.
 	@if grep -qs '"finished": *true' $(DEMO_DIR)/summary.json; then rm -rf $(DEMO_DIR); fi
-	$(BIN)/tidemill train @spot-trace --run.dir $(DEMO_DIR)
+	@# Its page is served until the training ends or is interrupted.
+	@$(BIN)/tidemill watch $(DEMO_DIR) --wait --no-open & watching=$$!; \
+	  trap 'kill $$watching 2>/dev/null; wait $$watching 2>/dev/null' EXIT; \
+	  trap : INT TERM; \
+	  $(BIN)/tidemill train @spot-trace --run.dir $(DEMO_DIR)
 	@printf '\nOpen in a browser: file://%s\n' "$(CURDIR)/$(DEMO_DIR)/report.html"
 
 demo-agents: $(READY_RUNTIME) ## two agents learn while their workers come and go; a quarter of an hour, 9 GB, no GPU

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from tidemill.api.run import Run
     from tidemill.api.stages import demonstrations, dpo, pairs, reward_model, sft
     from tidemill.api.train import load_config, train, train_async
+    from tidemill.api.watch import watch
     from tidemill.core.errors import TidemillError
     from tidemill.jobs.callbacks import Callback
     from tidemill.telemetry.sample_files import Sample
@@ -49,6 +50,7 @@ __all__ = [
     "tool",
     "train",
     "train_async",
+    "watch",
 ]
 _MODULES = {
     "tidemill.api.decorators": ("advantage", "loss", "loss_term", "prompt_sampler", "reward", "task", "tool"),
@@ -56,6 +58,7 @@ _MODULES = {
     "tidemill.api.run": ("Run",),
     "tidemill.api.stages": ("demonstrations", "dpo", "pairs", "reward_model", "sft"),
     "tidemill.api.train": ("load_config", "train", "train_async"),
+    "tidemill.api.watch": ("watch",),
     "tidemill.core.errors": ("TidemillError",),
     "tidemill.agents.environment": ("Environment", "Step", "ToolEnvironment"),
     "tidemill.jobs.callbacks": ("Callback",),

@@ -39,6 +39,7 @@ from tidemill.core.records import (
     Pulled,
     Reward,
     SampleId,
+    SampleUpdate,
     StepMetrics,
     Trajectory,
     WeightManifest,
@@ -47,6 +48,7 @@ from tidemill.core.records import (
     unpack_tokens,
 )
 from tidemill.rollout.worker import EngineWorker
+from tidemill.telemetry.control import RunControl
 
 
 @dataclass
@@ -191,7 +193,13 @@ class FakeTelemetry:
     def step(self, metrics: StepMetrics) -> None:
         self.steps.append(metrics)
 
-    def samples(self, step: int, trajectories: Sequence[Trajectory], prompts: Sequence[Prompt]) -> None:
+    def samples(
+        self,
+        step: int,
+        trajectories: Sequence[Trajectory],
+        prompts: Sequence[Prompt],
+        updates: Sequence[SampleUpdate] = (),
+    ) -> None:
         by_purpose: dict[str, list[SampleId]] = {}
         for trajectory, prompt in zip(trajectories, prompts, strict=True):
             assert trajectory.sample_id.prompt_id == prompt.prompt_id
@@ -236,12 +244,14 @@ class Session:
     eval_sets: dict[str, list[Prompt]] = field(default_factory=dict)
     environments: FakeEnvironments | None = None
     guard: FakeGuard | None = None
+    control: RunControl | None = None
     result: LoopResult | None = None
 
     def __post_init__(self) -> None:
         self.journal = MemoryJournal(self.disk.journal, power_cut_after=self.power_cut_after)
         self.compute = FakeCompute(0.1)
         self.trainer = FakeTrainer(self.compute, lambda: self.engine)
+        self.training: TrainingRun | None = None
         ahead = self.spec.schedule.max_policy_lag > 0
         self.engine = FakeEngine(self.trainer.version, slots=self.slots, keeps_jobs=ahead)
         self.worker = EngineWorker(self.engine, self.compute, clock=LoopClock(), tick_s=0.1)
@@ -287,7 +297,9 @@ class Session:
                     eval_sets=self.eval_sets,
                     guard=self.guard,
                     rollbacks=self.disk.rollbacks,
+                    control=self.control,
                 )
+                self.training = run
                 return await train_loop(run)
         finally:
             self.disk.journal = self.journal.disk

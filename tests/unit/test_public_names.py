@@ -22,6 +22,7 @@ def test_the_public_names() -> None:
         "Callback", "Environment", "Run", "Sample", "Step", "TidemillError", "ToolEnvironment", "advantage",
         "demonstrations", "dpo", "evaluate", "export", "generate", "load_config", "loss", "loss_term", "pairs",
         "prompt_sampler", "reward", "reward_model", "rewards", "sft", "task", "tool", "train", "train_async",
+        "watch",
     ]  # fmt: skip
     for name in tidemill.__all__:
         assert inspect.getdoc(getattr(tidemill, name)), name

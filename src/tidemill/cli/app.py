@@ -30,6 +30,10 @@ from tidemill.core.errors import UserError
 
 VERBS = {
     "train": ("tidemill.cli.train_command:train", "Train a model, or resume a run."),
+    "pause": ("tidemill.cli.control_commands:pause", "Pause a run after its current step."),
+    "resume": ("tidemill.cli.control_commands:resume", "Continue a paused run, or one that ended early."),
+    "checkpoint": ("tidemill.cli.control_commands:checkpoint", "Let a run write a checkpoint after its current step."),
+    "stop": ("tidemill.cli.control_commands:stop", "End a run after a checkpoint, as Ctrl-C does."),
     "eval": ("tidemill.cli.evaluate:evaluate", "Evaluate a model on held-out prompts; compare two."),
     "generate": ("tidemill.cli.evaluate:generate", "Generate completions with a model or a checkpoint."),
     "serve": ("tidemill.cli.evaluate:serve", "Serve a model or a checkpoint over HTTP, as OpenAI's API does."),
@@ -46,6 +50,7 @@ VERBS = {
     "export": ("tidemill.cli.model_commands:export", "Write a run's model as a Hugging Face folder, or upload it."),
     "model": ("tidemill.cli.model_commands:app", "List models; download one into the cache; merge an adapter."),
     "report": ("tidemill.cli.evaluate:report", "Write report.html of a run, finished or in progress."),
+    "watch": ("tidemill.cli.watch:watch", "Show a run, or all runs of a folder, in the browser while they happen."),
     "check": ("tidemill.cli.check:check", "Judge samples of a run by hand: verdicts of people for its guard."),
     "doctor": ("tidemill.cli.doctor:doctor", "Check this machine: packages, memory, disk, GPUs."),
 }
@@ -54,9 +59,11 @@ OTHER_WORDS = {
     "grpo rloo ppo sft dpo kto reward rlhf finetune fine-tune run launch start": (
         "write `tidemill train @recipe.toml`; `tidemill recipe list` lists recipes"
     ),
-    "resume continue": "write `tidemill train --run.dir DIRECTORY`, which resumes the run there",
+    "continue restart unpause": "write `tidemill resume RUN_DIRECTORY`",
+    "kill cancel abort interrupt quit": "write `tidemill stop RUN_DIRECTORY`",
+    "save": "write `tidemill checkpoint RUN_DIRECTORY`",
     "chat infer inference predict complete sample": 'write `tidemill generate "PROMPT" --checkpoint RUN_DIRECTORY`',
-    "compare": "write `tidemill eval --checkpoint MODEL --compare MODEL`",
+    "compare": "write `tidemill report RUN RUN`, or `tidemill eval --checkpoint MODEL --compare MODEL`",
     "merge": "write `tidemill model merge CHECKPOINT DIRECTORY`",
     "download pull": "write `tidemill model get NAME`",
     "convert push upload": "write `tidemill export MODEL DIRECTORY`",
@@ -65,6 +72,7 @@ OTHER_WORDS = {
     "search": "write `tidemill config search WORDS`",
     "info": "write `tidemill doctor`",
     "judge label annotate rate review": "write `tidemill check RUN_DIRECTORY`",
+    "dashboard board tensorboard ui view monitor show": "write `tidemill watch RUN_OR_FOLDER`",
     "help": "write `tidemill --help`",
     "version": "write `tidemill --version`",
 }

@@ -12,10 +12,7 @@ from cyclopts import Parameter
 from tidemill.cli.output import Result, note, printable
 from tidemill.core.errors import UserError
 from tidemill.core.formatting import counted, decimal
-from tidemill.guard.checks import chosen, read_pairs, strata
-from tidemill.guard.verdicts import VerdictFiles, append_verdict
-from tidemill.telemetry.run_data import NO_RUN
-from tidemill.telemetry.run_dir import RunDirectory
+from tidemill.guard.checks import CheckQueue, shown_parts
 from tidemill.telemetry.sample_files import Sample
 
 KEYS = "y good, n bad, a number from 0 to 1, s skip, q quit"
@@ -42,16 +39,8 @@ def check(
     """
     if n < 1:
         raise UserError("must be at least 1", where="--n")
-    run = RunDirectory(run_dir)
-    run_id = str(run.read_manifest().get("run_id", ""))
-    if not run_id:
-        raise UserError("no run there (no manifest.json)", where=str(run_dir), hint=NO_RUN)
-    samples = strata(run, read_pairs(run.ledger))
-    if not any(samples):
-        what = "no samples with a valid reward"
-        raise UserError(what, where=str(run.samples), hint="wait for the first step, or set telemetry.samples_per_step")
-    judged = {verdict.sample for verdict in VerdictFiles(run.checks, run_id, warn=note).new_verdicts()}
-    asked = chosen(samples, judged, n)
+    queue = CheckQueue(run_dir, warn=note)
+    asked = queue.waiting()[:n]
     given = 0
     for at, sample in enumerate(asked, 1):
         note(f"\n── {at} of {len(asked)} · step {sample.step} ──\n{_shown(sample)}")
@@ -59,12 +48,12 @@ def check(
         if answer == "q":
             break
         if answer != "s":
-            append_verdict(run.checks, run_id, sample, float(GOOD_OR_BAD.get(answer, answer)))
+            queue.judge(sample, float(GOOD_OR_BAD.get(answer, answer)))
             note(f"its reward is {decimal(sample.reward)}")
             given += 1
     if not asked:
         note("all samples have a verdict")
-    return Result(text=f"{counted(given, 'new verdict')}, {len(judged) + given} in all")
+    return Result(text=f"{counted(given, 'new verdict')}, {queue.judged} in all")
 
 
 def _answer() -> str:
@@ -79,11 +68,4 @@ def _answer() -> str:
 
 def _shown(sample: Sample) -> str:
     """Prompt, turns and answer, without rewards."""
-    parts = [(message.role, message.content) for message in sample.messages] or [("prompt", sample.prompt)]
-    for number, turn in enumerate(sample.turns, 1):
-        parts += [(f"turn {number}", turn.text), ("environment", turn.observation)]
-    if not sample.turns:
-        parts.append(("completion", sample.completion))
-    if sample.answer is not None:
-        parts.append(("reference answer", sample.answer))
-    return "\n".join(f"[{author}]\n{printable(text.strip())}" for author, text in parts)
+    return "\n".join(f"[{author}]\n{printable(text.strip())}" for author, text in shown_parts(sample))

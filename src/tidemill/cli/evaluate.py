@@ -252,22 +252,38 @@ def serve(*items: Items, checkpoint: Checkpoint = None, dry_run: DryRun = False,
     return Result(data=served, text=f"{served['requests']} requests were answered")
 
 
-def report(run_dir: Annotated[Path, Parameter(name="RUN_DIR")], /, *, json: Json = False) -> Result:
-    """Write report.html of a run: curves, histograms and samples on one page. The run may be in progress.
+def report(
+    *run_dirs: Annotated[Path, Parameter(name="RUN_DIR")],
+    output: Annotated[
+        Path, Parameter(name="--output", help="File of a comparison; the report of one run is in its directory.")
+    ] = Path("comparison.html"),
+    json: Json = False,
+) -> Result:
+    """Write report.html of a run: curves, histograms and samples on one page. Runs may be in progress.
+
+    Of two to eight runs: a page that compares them, with curves over steps, tokens, seconds or dollars, final figures,
+    differences on the same held-out prompts, and what differs in their configurations.
 
     Parameters
     ----------
-    run_dir
-        The directory given to `tidemill train` as --run.dir.
+    run_dirs
+        Directories given to `tidemill train` as --run.dir.
     """
     from tidemill.pipeline.pipeline_page import write_page
     from tidemill.pipeline.state import PipelineFolder
     from tidemill.telemetry.report import write_report
+    from tidemill.telemetry.report.compare import write_comparison
     from tidemill.telemetry.run_data import RunData
     from tidemill.telemetry.run_dir import RunDirectory
 
-    pipeline = PipelineFolder(run_dir)
-    path = write_page(pipeline) if pipeline.state.is_file() else write_report(run_dir)
-    notes = RunData.load(RunDirectory(run_dir)).damage
+    if not run_dirs:
+        raise UserError("no run given", hint="write tidemill report RUN_DIR, or several to compare them")
+    if len(run_dirs) > 1:
+        path = write_comparison(run_dirs, output)
+    else:
+        pipeline = PipelineFolder(run_dirs[0])
+        path = write_page(pipeline) if pipeline.state.is_file() else write_report(run_dirs[0])
+    damage = {run_dir: RunData.load(RunDirectory(run_dir)).damage for run_dir in run_dirs}
+    notes = [f"{run_dir}: {note}" if run_dirs[1:] else note for run_dir, found in damage.items() for note in found]
     text = "\n".join([str(path), *(f"• {note}; left out" for note in notes)])
     return Result(data={"report": str(path), "notes": notes}, text=text)

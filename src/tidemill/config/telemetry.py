@@ -12,8 +12,8 @@ from tidemill.config.addresses import ENVIRONMENT_VARIABLE, server_url_issues
 from tidemill.config.base import Config, NameOrFunction, is_beyond_loopback
 
 AlertEvent = Literal[
-    "checkpoint", "crash", "environment_warning", "evaluation", "eviction", "guard", "guard_probe", "join_failed",
-    "quarantine", "reward_failed", "session_end", "session_start", "stalled", "waiting", "worker_health",
+    "checkpoint", "control", "crash", "environment_warning", "evaluation", "eviction", "guard", "guard_probe",
+    "join_failed", "quarantine", "reward_failed", "session_end", "session_start", "stalled", "waiting", "worker_health",
 ]  # fmt: skip
 
 

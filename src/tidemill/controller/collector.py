@@ -89,6 +89,11 @@ class SampleCollector:
         self._fleet_shown_at = -FLEET_VIEW_S
         self.on_tainted: Callable[[], Awaitable[None]] | None = None  # the consumer's; called while it waits
 
+    @property
+    def failed(self) -> bool:
+        """Whether no more samples will come; `next` says why."""
+        return self._failure is not None
+
     def begin_step(self, *, samples: int, window_s: float, balance: Balance | None = None) -> None:
         """Start the next batch, of `samples` samples; the local worker generates for `window_s` seconds, too."""
         self._batch_samples = samples

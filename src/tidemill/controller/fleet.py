@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import sys
 from collections import deque
 from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager
@@ -100,6 +101,7 @@ class Fleet:
         self.event_log = FleetEventLog(telemetry, clock)
         self._telemetry = telemetry
         self._provider, self._host = provider, host
+        self._wanted = sys.maxsize  # preemptible workers; as many as the pool has
         self._machines = machines
         self.tainted: dict[str, MachineHealth] = {}  # by lease: workers that computed wrong tokens
         self._heartbeat_timeout_s = (
@@ -270,8 +272,23 @@ class Fleet:
             self.publishing.queue_load(worker)
 
     def request_workers(self, workers: int) -> None:
+        self._wanted = workers
         if self._provider is not None:
             self._provider.request_workers(workers)
+
+    def rent(self, *, more: bool) -> None:
+        """Take no more machines, or as many as before."""
+        if self._provider is not None:
+            self._provider.request_workers(self._wanted if more else 0)
+
+    def return_machines(self, cause: str) -> int:
+        """End the leases of all preemptible workers, which have nothing running; returns their number."""
+        returned = [worker for worker in self._workers.values() if worker.preemptible]
+        for worker in returned:
+            assert self._provider is not None
+            self._spawn(self._provider.release(worker.lease.lease_id), f"release {worker.lease.lease_id}")
+            self._end(worker, cause, provider_knows=True, evicted=False)  # one that has not joined has not failed
+        return len(returned)
 
     def note_trained(self, metrics: StepMetrics) -> None:
         """A batch was trained on: its mismatch tells whether a worker computes otherwise than the others."""

@@ -59,6 +59,7 @@ async def train_loop(run: TrainingRun) -> LoopResult:
         await run.evaluate_start()
         async with collect_samples(run.in_flight, run.rollout, endless=True) as run.collector:
             while run.step < steps:
+                await run.obey()
                 batch = await run.begin_batch()
                 trajectories = await run.train_on(batch)
                 metrics = await run.publish(batch, trajectories)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import suppress
@@ -34,7 +35,8 @@ from tidemill.controller.tainted import TrainedLeases
 from tidemill.core.errors import TidemillError
 from tidemill.core.protocols import Checkpoints, Guard, PromptSource, Scorer, Trainer
 from tidemill.core.records import Group, Prompt, StepMetrics, Trajectory
-from tidemill.telemetry.events import CHECKPOINT
+from tidemill.telemetry.control import POLL_S, RunControl
+from tidemill.telemetry.events import CHECKPOINT, PAUSED
 from tidemill.telemetry.metrics import HELD_OUT_NAME
 
 T = TypeVar("T")
@@ -54,6 +56,7 @@ class TrainingRun:
     stop_strings: tuple[str, ...] = ()  # of the task, used if `spec.sampling.stop` is empty
     guard: Guard | None = None  # of the reward
     rollbacks: int = 0  # of earlier decisions
+    control: RunControl | None = None  # requests of people
     collector: SampleCollector | None = field(default=None, init=False)  # set while the loop runs
     step: int = field(default=0, init=False)  # batches committed
     resumed_from: int = field(default=0, init=False)
@@ -372,7 +375,7 @@ class TrainingRun:
         by_id = {trajectory.sample_id: trajectory for trajectory in trajectories}
         ordered = [by_id[sample.sample_id] for sample in samples]
         prompts = [sample.prompt for sample in samples]
-        rollout.telemetry.samples(step, ordered, prompts)
+        rollout.telemetry.samples(step, ordered, prompts, metrics.updates)
         if self.watch is not None:
             self.published = list(zip(prompts, ordered, strict=True))
         counters = self.in_flight.take_counters()
@@ -490,6 +493,33 @@ class TrainingRun:
         """Carry out a decision of the guard; see `RewardWatch.decide`."""
         if self.watch is not None:
             await self.watch.decide(self.checkpoints)
+
+    async def obey(self) -> None:
+        """Between two steps: write the checkpoint that somebody asked for, and pause if somebody asked for that."""
+        control = self.control
+        if control is None:
+            return
+        control.poll()
+        if control.waiting:
+            if self.step > self.checkpointed:
+                await self._checkpoint()
+            if control.take_waiting():
+                await self._pause(control)
+
+    async def _pause(self, control: RunControl) -> None:
+        """Generate nothing until somebody resumes or stops the run. No deadline: it waits for a person; trainer.hours,
+        Ctrl-C and a failing engine end it, too. Rented machines are returned when the hold time is over."""
+        collector, fleet, clock = self._collector, self.rollout.fleet, self.rollout.clock
+        with self.rollout.span(PAUSED, step=self.step, machines_returned=0) as fields:
+            fleet.rent(more=False)
+            async with collector.paused():
+                started_s = clock.now()
+                while control.paused is not None and not self.rollout.stop.is_set() and not collector.failed:
+                    if control.hold_is_over(clock.now() - started_s):  # again if the provider granted one meanwhile
+                        fields["machines_returned"] += fleet.return_machines("the run is paused")
+                    await asyncio.sleep(POLL_S)
+                    control.poll()
+            fleet.rent(more=True)
 
     async def checkpoint_if_newer(self) -> None:
         """Before an early end: write a checkpoint of the last committed batch, unless the trainer does not respond."""

@@ -589,6 +589,17 @@ class Group(Record):
     trajectories: tuple[Trajectory, ...]
 
 
+class SampleUpdate(Record, gc=False):
+    """What an update computed for one of its samples, which has T trained tokens."""
+
+    sample_id: SampleId
+    advantage: float  # as trained; of different advantages per token, their mean
+    token_advantages: LogprobBuffer = b""  # float32 [T]; empty if all tokens have the same
+    signal: bool = True  # False: its group has no reward signal
+    trainer_logprobs: LogprobBuffer = b""  # float32 [T], of the first forward pass; empty without details
+    entropies: LogprobBuffer = b""  # float32 [T], likewise, in nats
+
+
 class StepMetrics(Record):
     """Metrics of one step: scalars by name (see docs/metrics.md)."""
 
@@ -598,6 +609,7 @@ class StepMetrics(Record):
     values: dict[str, float]
     mismatch: dict[str, tuple[float, float]] = {}  # Σ of mismatch KL and tokens, by the lease that generated them
     ranks: dict[str, dict[str, float]] = {}  # figures of each rank of a sharded trainer: "rank 0", ...
+    updates: tuple[SampleUpdate, ...] = ()  # of the samples that were trained on
 
 
 T = TypeVar("T")

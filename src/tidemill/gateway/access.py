@@ -7,7 +7,7 @@ import hmac
 import logging
 import stat
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
@@ -22,6 +22,8 @@ T = TypeVar("T")
 
 LOG = logging.getLogger("tidemill.gateway")
 LOCAL_NAMES = {"127.0.0.1", "::1", "localhost"}
+WORDS = 2
+"""Of a line: right and key."""
 SINGLE = ("host", "authorization", "origin", "idempotency-key", "content-encoding", "content-length")
 """Headers with one value. A proxy in front may read another one of two values than the gateway."""
 
@@ -46,21 +48,24 @@ class Keys:
 
     Args:
         file: None lets every client of this machine in, if it is no web page of another site.
+        where: the setting that names the file, for errors.
+        rights: words of which one stands before each key; a key has the rights before its own, too. Without them each
+            line is a key.
 
     Raises:
         UserError: the file cannot be read, has no key, or others can read it.
     """
 
-    def __init__(self, file: Path | None) -> None:
-        self._file = file
+    def __init__(self, file: Path | None, *, where: str = "gateway.token_file", rights: Sequence[str] = ("",)) -> None:
+        self._file, self._where, self._rights = file, where, tuple(rights)
         self._stamp = _stamp(file) if file is not None else ()
-        self._keys = self._read(file) if file is not None else ()
+        self._keys = self._read(file) if file is not None else {}
 
-    def check(self, request: Request) -> str:
+    def check(self, request: Request, right: str = "") -> str:
         """The client's key; empty without keys.
 
         Raises:
-            ApiError: it has no valid key, or is a web page of another site.
+            ApiError: it has no valid key or not this right, or is a web page of another site.
         """
         if self._file is None:
             if _host(f"//{request.headers.get('host', '')}") not in LOCAL_NAMES:  # a name redirected to this machine
@@ -76,23 +81,35 @@ class Keys:
             except UserError as error:
                 LOG.warning("the keys are not read again, and those of before stay valid: %s", error)
         given = bearer(request).encode()
-        matches = [hmac.compare_digest(given, key) for key in self._keys]  # all, whichever matches
-        if not any(matches):
+        found = [granted for key, granted in self._keys.items() if hmac.compare_digest(given, key)]  # compares with all
+        if not found:
             raise ApiError(401, "wrong or missing key", kind=AUTHENTICATION, code="invalid_api_key")
+        if self._rights.index(right or self._rights[0]) > self._rights.index(found[0]):
+            raise ApiError(403, f"this key may not {right}", kind=AUTHENTICATION, code="forbidden_key")
         return given.decode()
 
-    def _read(self, file: Path) -> tuple[bytes, ...]:
+    def _read(self, file: Path) -> dict[bytes, str]:
+        """The right of each key."""
+        form = " or ".join(f"`{right} TOKEN`" if right else "a key" for right in self._rights)
         try:
             mode = file.stat().st_mode
-            keys = tuple(line.strip() for line in file.read_bytes().splitlines() if line.strip())
+            lines = [line.strip() for line in file.read_bytes().splitlines() if line.strip()]
         except OSError as error:
-            hint = "name a file with a key on each line"
-            raise UserError(f"{file}: {error.strerror}", where="gateway.token_file", hint=hint) from error
+            hint = f"name a file with {form} on each line"
+            raise UserError(f"{file}: {error.strerror}", where=self._where, hint=hint) from error
         if mode & (stat.S_IRWXG | stat.S_IRWXO):
             what = f"others can read {file} (mode {stat.S_IMODE(mode):o})"
-            raise UserError(what, where="gateway.token_file", hint=f"chmod 600 {file}")
-        if not keys:
-            raise UserError(f"{file} has no key", where="gateway.token_file", hint="write a key on a line of its own")
+            raise UserError(what, where=self._where, hint=f"chmod 600 {file}")
+        if not lines:
+            raise UserError(f"{file} has no key", where=self._where, hint=f"write {form} on a line of its own")
+        keys = dict[bytes, str]()
+        for line in lines:
+            words = [b"", line] if self._rights == ("",) else line.split()
+            right = words[0].decode(errors="replace")
+            if right not in self._rights or len(words) != WORDS:
+                hint = f"write {form} on each line"
+                raise UserError(f"{file} has a line that is no right and key", where=self._where, hint=hint)
+            keys[words[1]] = max(right, keys.get(words[1], right), key=self._rights.index)
         return keys
 
 

@@ -41,6 +41,7 @@ from tidemill.gateway.responses import ResponseAnswer
 from tidemill.gateway.session_routes import session_routes
 from tidemill.gateway.sessions import Sessions
 from tidemill.gateway.texts import ChoiceDelta, ChoiceText
+from tidemill.telemetry.openmetrics import MEDIA_TYPE, Figure, exposition
 
 T = TypeVar("T")
 Handler = Callable[[Request, str], Awaitable[Response]]
@@ -148,14 +149,11 @@ class Gateway:
         return PlainTextResponse("ready\n" if ready else "no worker serves\n", status_code=200 if ready else 503)
 
     async def _metrics(self, request: Request, key: str) -> Response:
-        lines = ["# TYPE tidemill_requests counter"]
-        lines += [f'tidemill_requests_total{{status="{status}"}} {n}' for status, n in sorted(self._statuses.items())]
-        lines += ["# TYPE tidemill_tokens counter"]
-        lines += [f'tidemill_tokens_total{{kind="{kind}"}} {n}' for kind, n in sorted(self._tokens.items())]
-        for name, value in {"requests_open": float(self._limits.open - 1), **self._served.figures}.items():
-            lines += [f"# TYPE tidemill_{name} gauge", f"tidemill_{name} {value:g}"]
-        text = "\n".join([*lines, "# EOF", ""])
-        return Response(text, media_type="application/openmetrics-text; version=1.0.0; charset=utf-8")
+        figures = [Figure("requests", n, {"status": str(status)}, "counter") for status, n in self._statuses.items()]
+        figures += [Figure("tokens", n, {"kind": kind}, "counter") for kind, n in self._tokens.items()]
+        gauges = {"requests_open": float(self._limits.open - 1), **self._served.figures}
+        figures += [Figure(name, value) for name, value in gauges.items()]
+        return Response(exposition(figures), media_type=MEDIA_TYPE)
 
     # What they share.
 

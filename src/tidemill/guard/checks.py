@@ -1,4 +1,4 @@
-"""Which samples people should judge."""
+"""Which samples people should judge, and the queue of `tidemill check` and of the page with keys."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from pathlib import Path
 from tidemill.controller.entries import Judged, decode
 from tidemill.core.errors import UserError
 from tidemill.core.evidence import GoldPair
-from tidemill.guard.verdicts import SampleKey, sample_key, text_digest
+from tidemill.guard.verdicts import SampleKey, VerdictFiles, append_verdict, sample_key, text_digest
+from tidemill.telemetry.run_data import NO_RUN
 from tidemill.telemetry.run_dir import TRAINING_PURPOSE, RunDirectory
 from tidemill.telemetry.sample_files import Sample, read_samples
 
@@ -65,7 +66,68 @@ def _ranks(values: Sequence[float]) -> Callable[[float], float]:
     return lambda value: (bisect_left(ordered, value) + bisect_right(ordered, value)) / (2 * len(ordered))
 
 
-def chosen(samples: Sequence[Sequence[Sample]], judged: Collection[SampleKey], n: int) -> list[Sample]:
-    """At most `n` samples that were not judged, of each stratum in turn."""
+def chosen(samples: Sequence[Sequence[Sample]], judged: Collection[SampleKey]) -> list[Sample]:
+    """The samples that were not judged, of each stratum in turn."""
     left = [[sample for sample in stratum if sample_key(sample) not in judged] for stratum in samples]
-    return [sample for turn in zip_longest(*left) for sample in turn if sample is not None][:n]
+    return [sample for turn in zip_longest(*left) for sample in turn if sample is not None]
+
+
+class CheckQueue:
+    """The samples of a run that wait for a person's verdict; the run may be in progress.
+
+    Args:
+        run_dir: the run directory.
+        warn: gets one message for each file of verdicts with lines that are left out.
+
+    Raises:
+        UserError: there is no run, or it has no samples with a valid reward.
+    """
+
+    def __init__(self, run_dir: Path, *, warn: Callable[[str], None]) -> None:
+        self._run = run = RunDirectory(run_dir)
+        self._run_id = str(run.read_manifest().get("run_id", ""))
+        if not self._run_id:
+            raise UserError("no run there (no manifest.json)", where=str(run_dir), hint=NO_RUN)
+        samples = strata(run, read_pairs(run.ledger))
+        if not any(samples):
+            hint = "wait for the first step, or set telemetry.samples_per_step"
+            raise UserError("no samples with a valid reward", where=str(run.samples), hint=hint)
+        self._files = VerdictFiles(run.checks, self._run_id, warn=warn)
+        self._judged = {verdict.sample for verdict in self._files.new_verdicts()}
+        self._waiting = {sample_key(sample): sample for sample in chosen(samples, self._judged)}
+
+    @property
+    def judged(self) -> int:
+        """Samples with a verdict."""
+        return len(self._judged)
+
+    def waiting(self) -> list[Sample]:
+        """Those without, in the order in which they should be judged."""
+        self._judged |= {verdict.sample for verdict in self._files.new_verdicts()}  # of others who judge now
+        return [sample for key, sample in self._waiting.items() if key not in self._judged]
+
+    def find(self, key: SampleKey) -> Sample | None:
+        """A sample that waits, or has waited."""
+        return self._waiting.get(key)
+
+    def skip(self, sample: Sample) -> None:
+        """Ask for it last."""
+        key = sample_key(sample)
+        self._waiting[key] = self._waiting.pop(key)
+
+    def judge(self, sample: Sample, verdict: float) -> None:
+        """Store a verdict, from 0 (bad) to 1. Raises UserError: it cannot be written."""
+        append_verdict(self._run.checks, self._run_id, sample, verdict)
+        self._judged.add(sample_key(sample))
+
+
+def shown_parts(sample: Sample) -> list[tuple[str, str]]:
+    """(author, text) of prompt, turns and answer, without rewards."""
+    parts = [(message.role, message.content) for message in sample.messages] or [("prompt", sample.prompt)]
+    for number, turn in enumerate(sample.turns, 1):
+        parts += [(f"turn {number}", turn.text), ("environment", turn.observation)]
+    if not sample.turns:
+        parts.append(("completion", sample.completion))
+    if sample.answer is not None:
+        parts.append(("reference answer", sample.answer))
+    return parts

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, contextmanager, suppress
+from functools import partial
 from typing import Any, TextIO, TypeAlias
 
 from tidemill.agents.run_agent import agent_limits, open_environments
@@ -20,10 +21,12 @@ from tidemill.config.keys import belongs_to, differ_in_resumable_keys, resumable
 from tidemill.config.load import differences, from_toml
 from tidemill.config.pipeline import StageKind
 from tidemill.config.schema import RunSpec
+from tidemill.config.telemetry import TelemetryConfig
 from tidemill.config.toml import to_toml
 from tidemill.controller.fleet import Fleet
 from tidemill.controller.frozen_scoring import FrozenScoring
 from tidemill.controller.ledger import Ledger
+from tidemill.controller.live_view import under_way
 from tidemill.controller.loop import LoopResult, train_loop
 from tidemill.controller.rollout_context import RolloutContext
 from tidemill.controller.run import TrainingRun
@@ -50,6 +53,7 @@ from tidemill.runtime.runtimes import runtime_of
 from tidemill.scoring.row_report import report_rows
 from tidemill.telemetry.events import DATA, ENVIRONMENT_WARNING
 from tidemill.telemetry.jsonl import read_lines
+from tidemill.telemetry.live_state import MIN_INTERVAL_S
 from tidemill.telemetry.manifest import Forecast, build_manifest, write_forecast
 from tidemill.telemetry.recorder import Recorder
 from tidemill.telemetry.report import report_at_the_end
@@ -107,6 +111,7 @@ def train(
     own_code, stop = identities(run_extensions(spec)), stop or StopRequest()
     opened = run_session(spec, telemetry_stream, planned_steps=lambda planned: planned.policy_steps)
     with stop.after_hours(spec.trainer.hours), opened as (resumed, run, recorder):
+        recorder.control.attach(stop.request)
         schedule_remark = resumed.optimizer.schedule_remark(spec.policy_steps)
         for remark in (default_task_remark(spec), *remarks, *without_effect(spec), schedule_remark):
             if remark:
@@ -175,8 +180,36 @@ def run_session(
         known_steps = spec.optimizer.schedule_steps or int(manifest.get(SCHEDULE_STEPS, 0))
         schedule_steps = known_steps or planned_steps(earlier or spec)
         optimizer = spec.optimizer.model_copy(update={"schedule_steps": schedule_steps})
-        with _restartable(run), report_at_the_end(run.path), Recorder(run, spec, stream=stream) as recorder:
+        with (
+            _restartable(run),
+            report_at_the_end(run.path),
+            Recorder(run, spec, stream=stream) as recorder,
+            metrics_endpoint(spec.telemetry, recorder),
+        ):
             yield spec.model_copy(update={"trainer": trainer, "optimizer": optimizer}), run, recorder
+
+
+@contextmanager
+def metrics_endpoint(config: TelemetryConfig, recorder: Recorder) -> Iterator[None]:
+    """Serve the run's newest figures while the block runs, if `telemetry.port` is set. A failure never ends the run."""
+    if config.port is None:
+        yield
+        return
+    server = None
+    try:
+        from tidemill.dashboard.serve import BackgroundServer, run_metrics
+
+        server = BackgroundServer(run_metrics(recorder.run.path, config))
+        recorder.note(f"metrics for Prometheus: {server.url}")
+    except ImportError as error:
+        recorder.sink_failed("telemetry.port", f"{error}; {install_command('watch')}")
+    except Exception as error:  # noqa: BLE001 - the port is taken, most likely
+        recorder.sink_failed("telemetry.port", describe_error(error))
+    try:
+        yield
+    finally:
+        if server is not None:
+            server.close()
 
 
 @contextmanager
@@ -294,6 +327,14 @@ def _prompt_format(spec: RunSpec, task: Task) -> PromptFormat:
     return PromptFormat(chat=chat, system_prompt=str(getattr(spec.task, "system_prompt", "")))
 
 
+async def _beat(recorder: Recorder) -> None:
+    """Keep live.json fresh while the loop waits: for the trainer, rewards, machines, an evaluation, a person."""
+    while True:
+        with suppress(UserError):  # the disk is full: the loop raises it, too
+            recorder.beat()
+        await asyncio.sleep(MIN_INTERVAL_S / 2)
+
+
 def _write_forecast(spec: RunSpec, run: RunDirectory, recorder: Recorder, forecast_run: ForecastRun) -> None:
     try:
         forecast = forecast_run(spec)
@@ -331,6 +372,7 @@ async def _train(
     """Everything started here is stopped in reverse order when the loop ends or fails."""
     clock = LoopClock()
     async with AsyncExitStack() as stack:
+        stack.callback(asyncio.create_task(_beat(recorder), name="live.json").cancel)
         backend = await stack.enter_async_context(open_backend(spec, run, recorder, clock))
         recorder.use_decoder(backend.codec.decode)
         journal = await SqliteJournal.open(run.ledger)
@@ -430,7 +472,10 @@ async def _train(
                 stop_strings=backend.task.default_stop_strings,
                 guard=guard,
                 rollbacks=rollbacks,
+                control=recorder.control,
             )
+            recorder.under_way = partial(under_way, training)
+            stack.callback(setattr, recorder, "under_way", None)
             result = await train_loop(training)
         if sessions is not None and not result.interrupted:
             sessions.finish()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import threading
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -29,7 +29,8 @@ from tidemill.models.weights_digest import weights_digest
 from tidemill.runtime.backend import checkpoint_store
 from tidemill.runtime.memory_check import check_memory
 from tidemill.runtime.model_bundle import load_model_bundle
-from tidemill.telemetry.events import DATA
+from tidemill.telemetry.control import POLL_S
+from tidemill.telemetry.events import DATA, PAUSED, MonotonicClock, span
 from tidemill.telemetry.recorder import Recorder
 from tidemill.telemetry.run_dir import PromptFormat, RunDirectory
 from tidemill.telemetry.statistics import few_items
@@ -77,6 +78,7 @@ def train_supervised(
         kind=kind,
     )
     with stop_request.after_hours(spec.trainer.hours), opened as (resumed, run, recorder):
+        recorder.control.attach(stop_request.request, between_steps=spec.trainer.shards == 1)
         for remark in remarks:
             recorder.note(remark)
         with stop_request.on_signals(stop.set), stop_request.bound(lambda _: stop.set()):
@@ -163,10 +165,26 @@ def _train(
         checkpoints=checkpoint_store(spec, run.checkpoints),
         telemetry=telemetry,
         stop=stop.is_set,
+        between_steps=partial(_obey, recorder=recorder, stop=stop),
         set_total_steps=recorder.expect,
         warn=recorder.note,
     )
     return fit(spec, OBJECTIVES[kind](spec, context), train=examples.train, held_out=examples.held_out, context=context)
+
+
+def _obey(step: int, checkpoint: Callable[[], None], *, recorder: Recorder, stop: threading.Event) -> None:
+    """Write the checkpoint that somebody asked for; pause if somebody asked for that, until somebody resumes or stops
+    the run."""
+    control = recorder.control
+    control.poll()
+    if not control.waiting:
+        return
+    checkpoint()
+    if control.take_waiting():
+        with span(recorder, MonotonicClock(), PAUSED, step=step):
+            while control.paused is not None and not stop.wait(POLL_S):  # a person or trainer.hours ends it
+                recorder.beat()
+                control.poll()
 
 
 def _merged_model(checkpoint: Path, run: RunDirectory, progress: Callable[[str], None]) -> Path:

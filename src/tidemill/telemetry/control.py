@@ -1,14 +1,26 @@
-"""Requests to a run: files in RUN/control, each applied once by the session that it names."""
+"""Requests to a run: files in RUN/control, each applied once by the session that it names.
+
+```
+ person ──write──▶ RUN/control/ID.json ──poll──▶ stop: at once       pause, checkpoint: wait for the end of the step
+                                                 resume: at once, ends a pause or withdraws one that waits
+```
+Every request becomes a `control` event with its outcome.
+"""
 
 from __future__ import annotations
 
+import os
+import stat
 import time
 import uuid
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal, TypeAlias
 
 import msgspec
 
+from tidemill.core.formatting import duration
 from tidemill.core.records import Record, decode_json
 from tidemill.telemetry.jsonl import disk_error, encode, write_atomically
 
@@ -16,6 +28,11 @@ CONTROL = "control"
 EXPIRES_S = 3600.0
 HOLD_S = 600.0
 """Seconds for which a paused run keeps its rented machines, unless the request says otherwise."""
+POLL_S = 0.5
+"""Interval at which a paused run looks for requests."""
+MOST_BYTES = 1 << 16
+MOST_NAME = 40
+"""Characters of a name in a request that are logged."""
 
 Action: TypeAlias = Literal["pause", "resume", "checkpoint", "stop"]
 
@@ -27,8 +44,8 @@ class ControlRequest(Record):
     action: Action
     run_id: str
     session: int  # of the run; another one ignores the request
-    unix_s: float  # when it was made, by the clock of whoever made it
-    expires_s: float = EXPIRES_S  # after that time it is ignored
+    unix_s: float  # when it was made, by the clock of whoever made it; nothing depends on it
+    expires_s: float = EXPIRES_S  # a file that is older, by the clock of its file system, is ignored
     hold_s: float = HOLD_S  # of a pause: how long rented machines are kept
     by: str = ""  # "command line" or "watch"
 
@@ -51,6 +68,10 @@ class ControlFolder:
 
     def __init__(self, run_dir: Path) -> None:
         self.path = run_dir / CONTROL
+        self._known: set[str] = set()  # names and ids that were taken: a file may be undeletable
+
+    def file(self, request_id: str) -> Path:
+        return self.path / f"{request_id}.json"
 
     def write(self, request: ControlRequest) -> None:
         """Raises UserError: the folder cannot be written."""
@@ -58,25 +79,132 @@ class ControlFolder:
             self.path.mkdir(exist_ok=True)
         except OSError as error:
             raise disk_error(error, self.path) from error
-        write_atomically(self.path / f"{request.request_id}.json", encode(request))
+        write_atomically(self.file(request.request_id), encode(request))
 
-    def take(self, *, run_id: str, session: int, unix_s: float) -> list[ControlRequest]:
-        """The requests to this session in the order they were made, each once: their files are deleted. Those that are
-        unreadable, expired, or of another run or session are deleted too."""
-        found = list[ControlRequest]()
-        for path in sorted(self.path.glob("*.json")):
-            try:
-                request = decode_json(path.read_bytes(), ControlRequest)
-            except (OSError, msgspec.DecodeError):
-                request = None
-            try:
+    def take(self, *, run_id: str, session: int) -> list[tuple[str, ControlRequest | None, str]]:
+        """(name, request, why it is refused) of each new file in the order of their times. Files are deleted, and taken
+        once even if that fails. An unreadable one has no request."""
+        files = [(path.lstat(), path) for path in self.path.glob("*.json") if path.name not in self._known]
+        taken = list[tuple[str, ControlRequest | None, str]]()
+        for state, path in sorted(files, key=lambda pair: pair[0].st_mtime_ns):
+            request: ControlRequest | None = None
+            if stat.S_ISREG(state.st_mode) and state.st_size <= MOST_BYTES:
+                with suppress(OSError, msgspec.DecodeError):
+                    request = decode_json(path.read_bytes(), ControlRequest)
+            refused = "it is not a request of this version"
+            if request is not None:
+                age_s = self._now_s() - state.st_mtime
+                checks = {
+                    "it was applied before": request.request_id in self._known,
+                    "it is for another run": request.run_id != run_id,
+                    f"it is for session {request.session}, and this is session {session}": request.session != session,
+                    f"it is older than {duration(request.expires_s)}": age_s > request.expires_s,
+                }
+                refused = next((reason for reason, applies in checks.items() if applies), "")
+            self._known |= {path.name, *([request.request_id] if request is not None else [])}
+            with suppress(OSError):
                 path.unlink()
-            except OSError:
-                continue  # taken by nobody else: it would be applied again and again
-            if (
-                request is not None
-                and (request.run_id, request.session) == (run_id, session)
-                and abs(unix_s - request.unix_s) <= request.expires_s
-            ):
-                found.append(request)
-        return sorted(found, key=lambda request: (request.unix_s, request.request_id))
+            taken.append((path.stem, request, refused))
+        return taken
+
+    def _now_s(self) -> float:
+        """Now by the clock that stamps the requests: on a shared file system that of its server."""
+        with suppress(OSError):
+            os.utime(self.path)
+            return self.path.stat().st_mtime
+        return time.time()
+
+
+class RunControl:
+    """The requests to one session of a run, and whether it is paused. One thread uses it: that of the loop.
+
+    Args:
+        log: writes the event of a request.
+    """
+
+    def __init__(self, folder: ControlFolder, *, run_id: str, session: int, log: Callable[..., object]) -> None:
+        self._folder, self._run_id, self._session, self._log = folder, run_id, session, log
+        self._stop: Callable[[str], object] | None = None
+        self._between_steps = False
+        self.waiting: list[ControlRequest] = []  # for the end of the step: at most one of each action
+        self.paused: ControlRequest | None = None  # the pause in force
+
+    def attach(self, stop: Callable[[str], object], *, between_steps: bool = True) -> None:
+        """Take requests from now on.
+
+        Args:
+            stop: ends the run after a checkpoint; gets the reason.
+            between_steps: the run calls `take_waiting` between steps. Otherwise it only stops.
+        """
+        self._stop, self._between_steps = stop, between_steps
+
+    def poll(self) -> None:
+        """Take new requests, and apply those that do not wait for the end of the step."""
+        if self._stop is None:
+            return
+        for name, request, refused in self._folder.take(run_id=self._run_id, session=self._session):
+            if request is None:
+                self._log(action="", by="", request=name[:MOST_NAME], outcome="ignored", reason=refused)
+            elif refused:
+                self._ignore(request, refused)
+            else:
+                self._apply(request, self._stop)
+
+    def _apply(self, request: ControlRequest, stop: Callable[[str], object]) -> None:
+        if request.action == "stop":
+            self._note(request)
+            stop(f"{request.by[:MOST_NAME] or 'a request'} asked for it")
+        elif not self._between_steps:
+            self._ignore(request, "training on several ranks can only be stopped")
+        elif request.action == "resume":
+            if self.paused is None and not self._withdraw("pause", "it was withdrawn before the end of the step"):
+                self._ignore(request, "the run is not paused")
+                return
+            self.paused = None
+            self._note(request)
+        else:
+            self._withdraw(request.action, "a newer request replaced it")
+            self.waiting.append(request)
+            if self.paused is not None:  # the step is checkpointed; a new pause has another hold time
+                self.take_waiting()
+
+    def take_waiting(self) -> bool:
+        """After a checkpoint at the end of a step: apply what waited for it. Returns whether to pause."""
+        while self.waiting:
+            request = self.waiting.pop(0)
+            self.paused = request if request.action == "pause" else self.paused
+            self._note(request)
+        return self.paused is not None
+
+    def hold_is_over(self, paused_s: float) -> bool:
+        """Whether rented machines are to be returned, so long after the pause began."""
+        return self.paused is not None and paused_s >= self.paused.hold_s
+
+    @property
+    def pause_text(self) -> str:
+        return f"rented machines are kept for {duration(self.paused.hold_s)}" if self.paused is not None else ""
+
+    def close(self) -> None:
+        """The run ends: take no more requests."""
+        self.poll()
+        self._stop = self.paused = None
+        for request in self.waiting:
+            self._ignore(request, "the run ended before")
+        self.waiting = []
+
+    def _withdraw(self, action: Action, reason: str) -> bool:
+        """Ignore a waiting request; returns whether there was one."""
+        withdrawn = [request for request in self.waiting if request.action == action]
+        for request in withdrawn:
+            self.waiting.remove(request)
+            self._ignore(request, reason)
+        return bool(withdrawn)
+
+    def _ignore(self, request: ControlRequest, reason: str) -> None:
+        self._note(request, outcome="ignored", reason=reason)
+
+    def _note(self, request: ControlRequest, *, outcome: str = "applied", **more: object) -> None:
+        if request.action == "pause":
+            more["hold_s"] = request.hold_s
+        by, name = request.by[:MOST_NAME], request.request_id[:MOST_NAME]
+        self._log(action=request.action, by=by, request=name, outcome=outcome, **more)

@@ -66,6 +66,14 @@ ENVIRONMENT_WARNING = _define(
     "the self-test found a fault of the environment, or an episode the first of its kind: `reason`",
 )
 CHECKPOINT = _define("checkpoint", "span: the trainer's state after `step` became durable")
+CONTROL = _define(
+    "control",
+    "what became of a request of a person: `action` (pause, resume, checkpoint or stop), `by`, `request` (its id), "
+    "`step`, `outcome` (applied or ignored) and the `reason` if it was ignored; `hold_s` of a pause",
+)
+PAUSED = _define(
+    "paused", "span: the run was paused after `step`; `machines_returned`: rented machines whose leases it ended"
+)
 PUBLISH = _define(
     "publish",
     "span: a version became available to workers; `version`, and where files were written `nbytes` and `delta_nbytes`",
@@ -155,7 +163,7 @@ SESSION_END = _define(
     "the process closed the run; `outcome` is finished, interrupted or failed; `error` (type and message) if it failed",
 )
 
-NOT_PART_OF_A_STEP = (EVALUATION, CHECKPOINT)
+NOT_PART_OF_A_STEP = (EVALUATION, CHECKPOINT, PAUSED)
 """Spans that are excluded from a step's wall time."""
 FLEET_EVENTS = frozenset({
     LEASE, JOIN, PULL, DECODE, NOTICE, DRAIN, EVICTION, CRASH, MIGRATION, LEASE_END, REBALANCE, WORKER_RELEASED,
@@ -170,7 +178,7 @@ NOUNS = {
 """What the terminal counts when it summarises many fleet events."""
 LISTED_EVENTS = frozenset({
     SESSION_START, SESSION_END, RESUME, REPLAY, EVALUATION, CHECKPOINT, SINK_FAILED, WAITING, WAIT_ABANDONED, EVICTION,
-    CRASH, JOIN_FAILED, QUARANTINE, GUARD, GUARD_PROBE, WORKER_HEALTH,
+    CRASH, JOIN_FAILED, QUARANTINE, GUARD, GUARD_PROBE, WORKER_HEALTH, CONTROL, PAUSED,
 })  # fmt: skip
 """Events in the table of the report."""
 
@@ -184,7 +192,8 @@ INTERRUPTIONS = ("CancelledError", "KeyboardInterrupt")
 
 def event_text(name: str, fields: dict[str, Any]) -> str:
     """One line about an event for the terminal and the report; empty if the event is not worth a line."""
-    of_kind = _fleet_text if name in FLEET_EVENTS else _guard_text if name in GUARD_EVENTS else None
+    kinds = {_fleet_text: FLEET_EVENTS, _guard_text: GUARD_EVENTS, _control_text: (CONTROL, PAUSED)}
+    of_kind = next((text_of for text_of, names in kinds.items() if name in names), None)
     if of_kind:
         return of_kind(name, fields)
     step, error = fields.get("step"), fields.get("error")
@@ -254,6 +263,18 @@ def decision_text(fields: Mapping[str, Any]) -> str:
         "stop": "the run stops",
     }
     return f"the reward rises and quality does not since about step {onset}; {follows.get(str(action), action)}"
+
+
+def _control_text(name: str, fields: Mapping[str, Any]) -> str:
+    """`pause after step 12, as command line asked`."""
+    action, by, step = fields.get("action"), fields.get("by") or "somebody", fields.get("step")
+    if name == PAUSED:
+        machines = counted(fields.get("machines_returned", 0), "rented machine")
+        return f"paused for {duration(fields.get('duration_s', 0.0))} after step {step}; {machines} returned"
+    if fields.get("outcome") != "applied":
+        what = f"request to {action} by {by}" if action else f"file in control/ ({fields.get('request')})"
+        return f"ignored a {what}: {fields.get('reason')}"
+    return f"{action} after step {step}, as {by} asked"
 
 
 def probe_text(fields: Mapping[str, Any]) -> str:

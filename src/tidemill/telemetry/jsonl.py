@@ -53,8 +53,11 @@ def disk_error(error: OSError, path: Path) -> UserError:
     return UserError(what, where=str(path), hint=hint)
 
 
-def write_atomically(path: Path, data: bytes) -> None:
+def write_atomically(path: Path, data: bytes, *, durable: bool = True) -> None:
     """Replace `path` with `data`: readers and kills see the old file or the new one, never a mixture.
+
+    Args:
+        durable: it survives a power cut once this returns, which takes the disk some milliseconds.
 
     Raises:
         UserError: the disk is full or the directory is not writable; the old file is untouched.
@@ -63,8 +66,9 @@ def write_atomically(path: Path, data: bytes) -> None:
     try:
         with partial.open("wb") as file:
             file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
         partial.replace(path)
     except OSError as error:
         partial.unlink(missing_ok=True)

@@ -62,22 +62,32 @@ class LiveState(Record):
 MOST_SAMPLES = 256
 
 
+class UnderWay(Record):
+    """What the rollout side of a run is doing."""
+
+    fleet: tuple[FleetRow, ...] = ()
+    samples: tuple[SampleUnderWay, ...] = ()
+    samples_total: int = 0
+
+
 class LiveWriter:
-    """Writes live.json, unless the last write was less than `MIN_INTERVAL_S` ago. An error is ignored: the run does not
-    depend on the file."""
+    """Writes live.json. An error is ignored: the run does not depend on the file."""
 
     def __init__(self, directory: Path, clock: Clock) -> None:
         self._path, self._clock, self._written_s = directory / LIVE, clock, float("-inf")
         self.beat = 0
 
-    def write(self, state: Callable[[int], LiveState], *, now: bool = False) -> None:
-        """Write `state(beat)` if a write is due, or in any case with `now`."""
-        if not now and self._clock.now() - self._written_s < MIN_INTERVAL_S:
-            return
+    @property
+    def due(self) -> bool:
+        """Whether the last write was `MIN_INTERVAL_S` ago."""
+        return self._clock.now() - self._written_s >= MIN_INTERVAL_S
+
+    def write(self, state: Callable[[int], LiveState]) -> None:
+        """Write `state(beat)`."""
         self._written_s = self._clock.now()
         self.beat += 1
         try:
-            write_atomically(self._path, encode(state(self.beat)))
+            write_atomically(self._path, encode(state(self.beat)), durable=False)
         except UserError:
             return
 

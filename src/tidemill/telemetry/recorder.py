@@ -11,12 +11,16 @@ from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, Self, TextIO, TypeAlias
 
+import msgspec
+
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError, describe_error, error_line, root_error
 from tidemill.core.protocols import Clock
-from tidemill.core.records import FleetRow, Prompt, StepMetrics, Trajectory
+from tidemill.core.records import FleetRow, Prompt, SampleUpdate, StepMetrics, Trajectory
 from tidemill.telemetry.alerts import Webhook
+from tidemill.telemetry.control import ControlFolder, RunControl
 from tidemill.telemetry.events import (
+    CONTROL,
     DECODE,
     EVALUATION,
     FLEET_EVENTS,
@@ -36,6 +40,7 @@ from tidemill.telemetry.events import (
 from tidemill.telemetry.fleet_figures import evictions_sentence, recomputed
 from tidemill.telemetry.guard_history import guard_sentences
 from tidemill.telemetry.jsonl import JsonlWriter
+from tidemill.telemetry.live_state import Activity, LiveState, LiveWriter, Phase, UnderWay
 from tidemill.telemetry.manifest import peak_rss_bytes
 from tidemill.telemetry.metrics import (
     BUDGETS,
@@ -119,9 +124,9 @@ class Recorder:
         self._fleet_lines = FleetLines(self._clock)
         self._known_failures: set[tuple[str, str]] = set()
         check_sinks(spec.telemetry.sinks)
-        run_id = str(run.read_manifest().get("run_id", spec.run.name))
+        self._run_id = run_id = str(run.read_manifest().get("run_id", spec.run.name))
         self._webhooks = [Webhook(config, run=spec.run.name, run_id=run_id) for config in spec.telemetry.alerts]
-        self._sinks = SinkSet(self._sink_failed)
+        self._sinks = SinkSet(self.sink_failed)
         self._events = JsonlWriter(run.events)
         self._metrics = JsonlWriter(run.metrics)
         self._progress = SessionProgress(
@@ -137,6 +142,15 @@ class Recorder:
             **({"pid_start": start} if (start := process_start(os.getpid())) else {}),
         )
         self._load_history()
+        self._live = LiveWriter(run.path, self._clock)
+        self.control = RunControl(
+            ControlFolder(run.path),
+            run_id=run_id,
+            session=self._session,
+            log=lambda **fields: self.event(CONTROL, step=self._progress.step, **fields),
+        )
+        self.under_way: Callable[[], UnderWay] | None = None  # of an RL run, once it has a fleet
+        self.beat(now=True)
         stream = stream or sys.stderr
         self._view = view_of(stream, live=spec.telemetry.live)(self._progress, stream, self._clock)
         try:
@@ -146,6 +160,9 @@ class Recorder:
                 config=spec.model_dump(mode="json"),
                 run_id=run_id,
                 last_step=self._progress.step,
+                project=spec.telemetry.project,
+                tags=spec.telemetry.tags,
+                group=spec.telemetry.group,
             )
             self._sinks.open(spec.telemetry.sinks, context)
         except UserError as error:
@@ -232,6 +249,7 @@ class Recorder:
         self._warn_of_cuts(metrics.step, values)
         self._report_alerts()
         self._sinks.step(metrics.step, values)
+        self.beat()
 
     def _warn_of_cuts(self, step: int, values: Mapping[str, float]) -> None:
         """Once for each limit: in the first step in which it ended many samples that are trained on."""
@@ -252,14 +270,28 @@ class Recorder:
             else:
                 self.note(f"{what} ended at {at}, with the rewards of their turns so far; raise it if they need more")
 
-    def samples(self, step: int, trajectories: Sequence[Trajectory], prompts: Sequence[Prompt]) -> None:
-        """Write one file per step and purpose, atomically; a second call for the same step replaces it."""
+    def samples(
+        self,
+        step: int,
+        trajectories: Sequence[Trajectory],
+        prompts: Sequence[Prompt],
+        updates: Sequence[SampleUpdate] = (),
+    ) -> None:
+        """Write one file per step and purpose, atomically; a second call for the same step replaces it. Samples with
+        details of their tokens are always among the logged ones."""
+        of = {update.sample_id: update for update in updates}
         by_purpose: dict[str, list[tuple[Trajectory, Prompt]]] = {}
         for trajectory, prompt in zip(trajectories, prompts, strict=True):
             by_purpose.setdefault(trajectory.sample_id.purpose, []).append((trajectory, prompt))
         for purpose, pairs in by_purpose.items():
-            kept = [pairs[index] for index in chosen(len(pairs), self._spec.telemetry.samples_per_step)]
-            lines = [sample_line(step, trajectory, prompt, self._texts) for trajectory, prompt in kept]
+            limit = self._spec.telemetry.samples_per_step
+            kept = chosen(len(pairs), limit)
+            if limit:
+                detailed = [at for at, (each, _) in enumerate(pairs) if (u := of.get(each.sample_id)) and u.entropies]
+                kept = sorted([*detailed, *(at for at in kept if at not in detailed)][: len(kept)])
+            lines = [
+                sample_line(step, *pairs[at], texts=self._texts, update=of.get(pairs[at][0].sample_id)) for at in kept
+            ]
             write_samples(self.run.samples / samples_name(step, purpose), lines)
         self._note_failures(step, trajectories, prompts)
 
@@ -290,10 +322,40 @@ class Recorder:
         if self._view:
             self._view.phase()
         self._note_all(self._fleet_lines.due())
+        self.beat()
 
     def fleet(self, rows: Sequence[FleetRow]) -> None:
         """The current workers, for the live view only."""
         self._progress.set_fleet(rows)
+
+    def beat(self, *, now: bool = False) -> None:
+        """If a second has passed, or in any case with `now`: take requests, and write live.json. Call it from the
+        thread of the loop."""
+        if now or (self._live.due and not self._closed):
+            self.control.poll()
+            self._live.write(self._live_state)
+
+    def _live_state(self, beat: int) -> LiveState:
+        progress, elapsed_s, paused = self._progress, self.elapsed_s, self.control.paused is not None
+        activity: Activity = "ended" if self._closed else "paused" if paused else "working"
+        under_way = self.under_way() if self.under_way is not None else UnderWay(fleet=progress.fleet)
+        left_s = progress.left_s() if activity == "working" else None
+        phases = progress.current_phases() if activity == "working" else []
+        return LiveState(
+            run_id=self._run_id,
+            session=self._session,
+            beat=beat,
+            unix_s=self._unix_time(),
+            elapsed_s=elapsed_s,
+            step=progress.step,
+            total_steps=progress.total_steps,
+            activity=activity,
+            activity_text=self.control.pause_text,
+            left_s=None if left_s is None else max(0.0, left_s - (elapsed_s - progress.elapsed_s)),
+            phases=tuple(Phase(name=name, done=done, total=total) for name, done, total in phases),
+            **msgspec.structs.asdict(under_way),
+            requests=tuple(request.request_id for request in self.control.waiting),
+        )
 
     def note(self, text: str) -> None:
         """One line for the view only."""
@@ -326,7 +388,10 @@ class Recorder:
             return
         self._closed = True
         self._note_all(self._fleet_lines.due(closing=True))
+        self.under_way = None
         try:
+            self.control.close()
+            self.beat(now=True)
             self._sinks.close(failed=outcome == "failed")
             reason = {} if error is None else {"error": error_line(error)}
             self.event(SESSION_END, outcome=outcome, step=self._progress.step, **reason)
@@ -348,7 +413,8 @@ class Recorder:
                 self._warned_of.add(webhook.host)
                 self.note(f"warning: an alert to {webhook.host} failed ({webhook.failure}); the run continues")
 
-    def _sink_failed(self, sink: str, error: str) -> None:
+    def sink_failed(self, sink: str, error: str) -> None:
+        """Report something beside the run that failed."""
         self.event(SINK_FAILED, sink=sink, error=error)
         self.note(f"warning: sink {sink} failed ({error}); the run continues without it")
 
@@ -389,7 +455,13 @@ class NullTelemetry:
     def step(self, metrics: StepMetrics) -> None:
         pass
 
-    def samples(self, step: int, trajectories: Sequence[Trajectory], prompts: Sequence[Prompt]) -> None:
+    def samples(
+        self,
+        step: int,
+        trajectories: Sequence[Trajectory],
+        prompts: Sequence[Prompt],
+        updates: Sequence[SampleUpdate] = (),
+    ) -> None:
         pass
 
     def progress(self, phase: str, done: int, total: int) -> None:

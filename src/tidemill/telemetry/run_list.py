@@ -58,7 +58,8 @@ def run_key(root: Path, path: Path) -> str:
 
 
 def find_runs(folder: Path) -> list[Path]:
-    """Runs and pipelines in `folder` and up to `DEPTH` levels below it, each once, by path. Links are followed."""
+    """Runs and pipelines in `folder` and up to `DEPTH` levels below it, each once, by path. Of what is linked
+    there, only a run is looked into."""
     found, seen = list[Path](), set[tuple[int, int]]()
 
     def look(path: Path, depth: int) -> None:
@@ -77,7 +78,8 @@ def find_runs(folder: Path) -> list[Path]:
         is_run = _is_run(folders)
         if is_run:
             found.append(path)
-        if depth < DEPTH:
+        linked = depth > 0 and path.is_symlink()
+        if depth < DEPTH and (is_run or not linked):
             inner = [name for name, is_folder in folders.items() if is_folder and not name.startswith(".")]
             for name in sorted(inner, key=natural_sort_key):
                 if not (is_run and name in INSIDE):

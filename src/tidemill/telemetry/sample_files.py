@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import msgspec
 
-from tidemill.core.records import Message, Prompt, Record, Trajectory, Turn, unpack_logprobs, unpack_tokens
-from tidemill.telemetry.jsonl import encode, read_lines, write_atomically
+from tidemill.core.records import (
+    LogprobBuffer,
+    Message,
+    Prompt,
+    Record,
+    SampleUpdate,
+    Trajectory,
+    Turn,
+    unpack_logprobs,
+    unpack_tokens,
+)
+from tidemill.telemetry.jsonl import SharedLines, disk_error, encode, read_lines, write_atomically
+from tidemill.telemetry.run_dir import SAMPLES_INDEX, TRAINING_PURPOSE
 
 Decode: TypeAlias = Callable[[Sequence[int]], str]
 UNDECODABLE = "\ufffd"
+TOKEN_FIGURES = ("token_advantages", "trainer_logprobs", "entropies")
+"""Fields of a `SampleUpdate` with a value per trained token."""
 
 
 class TokenTexts:
@@ -61,7 +74,9 @@ def _align(decoded: Sequence[str], text: str) -> list[str] | None:
     return pieces if position == len(text) else None
 
 
-def sample_line(step: int, trajectory: Trajectory, prompt: Prompt, texts: TokenTexts | None) -> dict[str, Any]:
+def sample_line(
+    step: int, trajectory: Trajectory, prompt: Prompt, texts: TokenTexts | None, update: SampleUpdate | None = None
+) -> dict[str, Any]:
     """One line of a samples file; docs/metrics.md explains the keys."""
     token_ids = unpack_tokens(trajectory.completion_ids)
     reward = trajectory.reward
@@ -76,7 +91,7 @@ def sample_line(step: int, trajectory: Trajectory, prompt: Prompt, texts: TokenT
         "answer": prompt.answer,
         "token_ids": token_ids,
         "tokens": texts.split(token_ids, trajectory.text) if texts else [],
-        "logprobs": _aligned_logprobs(trajectory, len(token_ids)),
+        "logprobs": _aligned(trajectory, trajectory.rollout_logprobs),
         "reward": reward.value if reward else None,
         "components": reward.components if reward else {},
         "valid": reward.valid if reward else False,
@@ -84,7 +99,16 @@ def sample_line(step: int, trajectory: Trajectory, prompt: Prompt, texts: TokenT
         "finish": trajectory.finish,
         "weight": trajectory.weight,
         "versions": [[run.version.number, run.version.digest, run.start, run.end] for run in trajectory.versions],
+        "sources": [
+            [part.worker, part.lease, part.version, part.start, part.end]
+            for part in segments_of(trajectory, 0, len(token_ids))
+        ],
+        "advantage": round(update.advantage, 6) if update else None,
     }
+    if update:
+        per_token = {name: getattr(update, name) for name in TOKEN_FIGURES}
+        line["signal"] = update.signal
+        line |= {name: _aligned(trajectory, values) for name, values in per_token.items() if values}
     if reward and reward.correct is not None:
         line["correct"] = reward.correct
     line |= message_lines(prompt)
@@ -102,33 +126,40 @@ def message_lines(prompt: Prompt) -> dict[str, Any]:
     return {"messages": msgspec.to_builtins(prompt.messages)} if prompt.messages else {}
 
 
+def segments_of(trajectory: Trajectory, start: int, end: int) -> list[SampleSegment]:
+    """The completion tokens [start, end) by worker and version, in order; empty if the workers are not known."""
+    return [
+        SampleSegment(start=first, end=last, worker=source.source, lease=source.lease, version=version.version.number)
+        for source in trajectory.sources
+        for version in trajectory.versions
+        if (first := max(start, source.start, version.start)) < (last := min(end, source.end, version.end))
+    ]
+
+
 def turn_lines(trajectory: Trajectory) -> list[dict[str, Any]]:
     """The turns, each with the tokens of every worker and version that generated it; see `SampleTurn`."""
-    lines = []
-    for turn in trajectory.turns:
-        segments = [
-            SampleSegment(start=start, end=end, worker=source.source, version=version.version.number)
-            for source in trajectory.sources
-            for version in trajectory.versions
-            if (start := max(turn.start, source.start, version.start)) < (end := min(turn.end, source.end, version.end))
-        ]
-        lines.append({**msgspec.to_builtins(turn), "segments": msgspec.to_builtins(segments)})
-    return lines
+    return [
+        {
+            **msgspec.to_builtins(turn),
+            "segments": msgspec.to_builtins(segments_of(trajectory, turn.start, turn.end)),
+        }
+        for turn in trajectory.turns
+    ]
 
 
-def _aligned_logprobs(trajectory: Trajectory, tokens: int) -> list[float | None]:
+def _aligned(trajectory: Trajectory, values: LogprobBuffer) -> list[float | None]:
     """One entry per completion token, None for tokens the model did not generate, rounded to float32's precision; empty
-    if the engine returned none."""
-    if not trajectory.rollout_logprobs:
+    without values of the trained tokens."""
+    if not values:
         return []
-    logprobs = [round(value, 6) for value in unpack_logprobs(trajectory.rollout_logprobs)]
-    aligned: list[float | None] = [None] * tokens
+    rounded = [round(value, 6) for value in unpack_logprobs(values)]
+    aligned: list[float | None] = [None] * trajectory.completion_length
     taken = 0
     for segment in trajectory.segments:
         if segment.trained:
             length = segment.end - segment.start
             start = segment.start - trajectory.prompt_length
-            aligned[start : start + length] = logprobs[taken : taken + length]
+            aligned[start : start + length] = rounded[taken : taken + length]
             taken += length
     return aligned
 
@@ -141,16 +172,74 @@ def chosen(count: int, limit: int) -> list[int]:
 
 
 def write_samples(path: Path, lines: Sequence[dict[str, Any]]) -> None:
-    """Write all lines atomically."""
-    write_atomically(path, b"".join(encode(line) + b"\n" for line in lines))
+    """Write all lines atomically, and index the file. A kill in between leaves a file without a line in the index,
+    which readers index themselves.
+
+    Raises:
+        UserError: the disk is full or the directory is not writable.
+    """
+    encoded = [encode(line) + b"\n" for line in lines]
+    index = SharedLines(path.with_name(SAMPLES_INDEX))
+    step = int(lines[0].get("step", 0)) if lines else 0
+    try:
+        if path.exists():  # until the new line is written, the old one must not count
+            index.append({"file": path.name, "step": step, "rows": None})
+        write_atomically(path, b"".join(encoded))
+        index.append(index_line(path.name, encoded))
+    except OSError as error:
+        raise disk_error(error, index.path) from error
+
+
+def index_line(file: str, lines: Iterable[bytes]) -> dict[str, Any]:
+    """The line of a samples file in the index: `file`, `step`, `purpose` and `rows`, one for each readable line.
+
+    A row has: offset and length in bytes, prompt_id, epoch, index, reward (None: none valid), tokens, truncated, valid,
+    signal, advantage, workers, [oldest, newest version], version of the first token (-1: unknown), detailed.
+    """
+    heads, offset = list[tuple[int, int, SampleHead]](), 0
+    for line in lines:
+        with suppress(msgspec.DecodeError, UnicodeDecodeError):
+            heads.append((offset, len(line), msgspec.json.decode(line, type=SampleHead)))
+        offset += len(line)
+    rewards: dict[tuple[str, int], list[float]] = {}
+    for _, _, head in heads:
+        if head.valid and head.reward is not None:
+            rewards.setdefault((head.prompt_id, head.epoch), []).append(head.reward)
+    rows = list[tuple[Any, ...]]()
+    for start, length, head in heads:
+        of_group = rewards.get((head.prompt_id, head.epoch), [])
+        constant = head.purpose in ("", TRAINING_PURPOSE) and len(of_group) > 1 and len(set(of_group)) == 1
+        numbers = [number for number, *_ in head.versions] or [-1]
+        rows.append(
+            (
+                start,
+                length,
+                head.prompt_id,
+                head.epoch,
+                head.index,
+                head.reward if head.valid else None,
+                head.length,
+                head.finish == "length",
+                head.valid,
+                not constant if head.signal is None else head.signal,
+                head.advantage,
+                list(dict.fromkeys(worker for worker, *_ in head.sources)),
+                [min(numbers), max(numbers)],
+                numbers[0],
+                bool(head.entropies),
+            )
+        )
+    first = heads[0][2] if heads else SampleHead()
+    return {"file": file, "step": first.step, "purpose": first.purpose, "rows": rows}
 
 
 class SampleSegment(Record):
-    """Tokens of a turn, completion positions [start, end): their worker ("vllm/spot-3") and policy version."""
+    """Tokens, completion positions [start, end): their worker ("vllm/spot-3"), its lease and the policy version."""
 
     start: int
     end: int
     worker: str = ""
+    lease: str = ""
     version: int = 0
 
     @property
@@ -170,25 +259,53 @@ class SampleTurn(Turn):
         return ", ".join(segment.name for segment in self.segments)
 
 
-class Sample(Record):
-    """One line of a samples file; missing fields have their defaults."""
+class SampleHead(Record):
+    """The figures of a sample; missing fields have their defaults."""
 
     step: int = 0
+    purpose: str = ""  # "train", "eval:held_out", ...
+    prompt_id: str = ""
+    epoch: int = 0
+    index: int = 0  # in its group
+    token_ids: tuple[int, ...] = ()  # of the completion
+    logprobs: tuple[float | None, ...] = ()
+    reward: float | None = None
+    valid: bool = False
+    finish: str = ""
+    versions: tuple[tuple[int, str, int, int], ...] = ()  # (version, digest, start, end) of its tokens
+    sources: tuple[tuple[str, str, int, int, int], ...] = ()  # (worker, lease, version, start, end) of its tokens
+    advantage: float | None = None  # as trained; mean of `token_advantages`; None if it was not trained on
+    signal: bool | None = None  # whether the rewards of its group differ; None if it was not trained on
+    entropies: tuple[float | None, ...] = ()  # of `telemetry.token_details` samples per step, in nats
+
+    @property
+    def length(self) -> int:
+        """Generated tokens, which have logprobs; without logprobs, all tokens of the completion."""
+        return sum(logprob is not None for logprob in self.logprobs) or len(self.token_ids)
+
+    @property
+    def segments(self) -> list[SampleSegment]:
+        """`sources` as records."""
+        return [
+            SampleSegment(start=start, end=end, worker=worker, lease=lease, version=version)
+            for worker, lease, version, start, end in self.sources
+        ]
+
+
+class Sample(SampleHead):
+    """One line of a samples file; missing fields have their defaults."""
+
     prompt: str = ""
     completion: str = ""
     answer: str | None = None  # None: the row has none
     messages: tuple[Message, ...] = ()  # of the prompt, before the chat template; empty without one
-    prompt_id: str = ""
-    index: int = 0  # in its group
     tokens: tuple[str, ...] = ()
-    logprobs: tuple[float | None, ...] = ()
-    token_ids: tuple[int, ...] = ()  # of the completion
-    reward: float | None = None
     components: dict[str, float] = {}
-    valid: bool = False
     correct: bool | None = None  # None if the reward does not tell
     reason: str = ""
-    finish: str = ""
+    weight: float = 1.0  # in the loss
+    token_advantages: tuple[float | None, ...] = ()  # if they differ between tokens
+    trainer_logprobs: tuple[float | None, ...] = ()  # of the samples with `entropies`
     turns: tuple[SampleTurn, ...] = ()  # of an agent
     episode_end: str = ""
     fault: str = ""
@@ -207,11 +324,6 @@ class Sample(Record):
         reward = "no valid reward" if self.reward is None or not self.valid else f"reward {self.reward:g}"
         parts.append(("end", f"{self.episode_end}, {self.fault or reward}"))
         return "\n".join(f"[{author}] {text.strip()}" for author, text in parts)
-
-    @property
-    def length(self) -> int:
-        """Generated tokens, which have logprobs; without logprobs, all tokens of the completion."""
-        return sum(logprob is not None for logprob in self.logprobs) or len(self.token_ids)
 
 
 def read_samples(path: Path) -> list[Sample]:

@@ -5,16 +5,26 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import math
+import shutil
 import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import redirect_stdout
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import redirect_stdout, suppress
+from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
 from tidemill.core.errors import UserError
 from tidemill.core.packages import install_command
 from tidemill.core.records import Record
+from tidemill.telemetry.jsonl import read_lines
+from tidemill.telemetry.metrics import read_metrics
+from tidemill.telemetry.run_dir import samples_name
+
+TABLE, COLUMNS = "completions", ("prompt", "completion", "reward")
+"""Name and columns of the table of samples."""
+TABLE_ROWS, SHOWN = 4, 2000
+"""Its rows per step, and the characters of a text."""
 
 
 class SinkContext(Record):
@@ -24,7 +34,10 @@ class SinkContext(Record):
     directory: Path
     config: dict[str, Any]
     run_id: str  # the same over all sessions of a run
-    last_step: int  # the newest step an earlier session sent; 0 for a new run
+    last_step: int  # the newest step of earlier sessions; 0 for a new run
+    project: str = "tidemill"
+    tags: tuple[str, ...] = ()
+    group: str = ""
 
 
 class Sink(Protocol):
@@ -62,44 +75,113 @@ class TensorBoardSink:
         self._writer.close()
 
 
-class WandbSink(Sink):
-    """Weights & Biases. A resumed run keeps its id; W&B accepts only increasing steps, so none is sent twice."""
+class HistorySink(Sink):
+    """A logger with runs of its own, each written from the surviving history: a session that resumes writes it again,
+    and after a rollback a new run starts, whose name ends in `-r1`."""
 
     def __init__(self, context: SinkContext) -> None:
-        self._last_step = context.last_step
-        self._run = importlib.import_module("wandb").init(
-            project="tidemill",
-            name=context.run,
-            id=context.run_id,
+        self._context = context
+        self._open, self._last_step = False, -1  # the newest step sent; -1 before the history
+        if not context.last_step:  # an error refuses the run; a later session may rewind before its first step
+            self._begin()
+
+    def _begin(self) -> None:
+        rollbacks = sum(1 for _ in self._context.directory.glob("abandoned/*"))
+        self._start(f"-r{rollbacks}" if rollbacks else "")
+        self._open = True
+
+    def step(self, step: int, values: dict[str, float]) -> None:
+        if not self._open:
+            self._begin()
+        if self._last_step < 0:
+            for line in read_metrics(self._context.directory / "metrics.jsonl"):
+                if line.step < step:
+                    self._send(line.step, finite(line.values))
+            self._replace_earlier()
+        self._send(step, values)
+        self._last_step = step
+
+    def rewind(self, step: int) -> None:
+        if step < self._last_step:
+            self._finish(failed=False)
+            self._open, self._last_step = False, -1
+
+    def close(self, *, failed: bool) -> None:
+        if self._open:
+            self._finish(failed=failed)
+
+    def _table(self, step: int, table: Callable[..., object]) -> dict[str, object]:
+        """The first samples of a step: only text and numbers. Empty without samples."""
+        lines = read_lines(self._context.directory / "samples" / samples_name(step))
+        rows = [
+            [str(line.get("prompt", ""))[:SHOWN], str(line.get("completion", ""))[:SHOWN], line.get("reward")]
+            for _, line in islice(lines, TABLE_ROWS)
+        ]
+        return {TABLE: table(columns=list(COLUMNS), data=rows)} if rows else {}
+
+    def _start(self, suffix: str) -> None: ...
+
+    def _send(self, step: int, values: dict[str, float]) -> None: ...
+
+    def _replace_earlier(self) -> None:
+        """The history was sent: delete what earlier sessions wrote."""
+
+    def _finish(self, *, failed: bool) -> None: ...
+
+
+class WandbSink(HistorySink):
+    """Weights & Biases. Offline, each session writes the run again, and deletes the files of earlier ones. Online, W&B
+    accepts only increasing steps: those that it has are not sent again."""
+
+    def _start(self, suffix: str) -> None:
+        context, self._wandb = self._context, importlib.import_module("wandb")
+        self._run = self._wandb.init(
+            project=context.project,
+            group=context.group or None,
+            tags=list(context.tags),
+            name=context.run + suffix,
+            id=context.run_id + suffix,
             resume="allow",
             config=context.config,
             dir=str(context.directory),
         )
+        self._first_step = 0 if self._run.offline else self._run.step
 
-    def step(self, step: int, values: dict[str, float]) -> None:
-        if step > self._last_step:
-            self._run.log(values, step=step)
+    def _send(self, step: int, values: dict[str, float]) -> None:
+        if step >= self._first_step:
+            self._run.log({**values, **self._table(step, self._wandb.Table)}, step=step)
 
-    def close(self, *, failed: bool) -> None:
+    def _replace_earlier(self) -> None:
+        if self._run.offline:
+            for folder in self._context.directory.glob(f"wandb/offline-run-*-{self._run.id}"):
+                if folder.name != Path(self._run.sync_dir).name:
+                    shutil.rmtree(folder, ignore_errors=True)
+
+    def _finish(self, *, failed: bool) -> None:
         self._run.finish(exit_code=1 if failed else 0)
 
 
-class TrackioSink(Sink):
-    """trackio, a local dashboard. It keeps duplicates of a step, so none is sent twice."""
+class TrackioSink(HistorySink):
+    """trackio, a local dashboard. Each session writes the run again, and deletes what earlier ones wrote."""
 
-    def __init__(self, context: SinkContext) -> None:
-        self._last_step = context.last_step
-        name = f"{context.run}-{context.run_id}"
+    def _start(self, suffix: str) -> None:
+        context, name = self._context, f"{self._context.run}-{self._context.run_id}{suffix}"
         # It prints to standard output, which is reserved for the command's JSON.
         with redirect_stdout(sys.stderr):
             self._trackio = importlib.import_module("trackio")
-            self._trackio.init(project="tidemill", name=name, resume="allow", config=context.config)
+            group = context.group or None
+            self._run = self._trackio.init(project=context.project, name=name, group=group, config=context.config)
 
-    def step(self, step: int, values: dict[str, float]) -> None:
-        if step > self._last_step:
-            self._trackio.log(values, step=step)
+    def _send(self, step: int, values: dict[str, float]) -> None:
+        self._trackio.log({**values, **self._table(step, self._trackio.Table)}, step=step)
 
-    def close(self, *, failed: bool) -> None:
+    def _replace_earlier(self) -> None:
+        with suppress(ValueError):  # the project is not stored yet
+            for run in list(self._trackio.Api().runs(self._context.project)):
+                if run.name == self._run.name and run.id != self._run.id:
+                    run.delete()
+
+    def _finish(self, *, failed: bool) -> None:
         with redirect_stdout(sys.stderr):
             self._trackio.finish()
 
@@ -109,6 +191,10 @@ SINKS: dict[str, Callable[[SinkContext], Sink]] = {
     "wandb": WandbSink,
     "trackio": TrackioSink,
 }
+
+
+def finite(values: Mapping[str, float]) -> dict[str, float]:
+    return {name: value for name, value in values.items() if math.isfinite(value)}
 
 
 def check_sinks(names: Sequence[str]) -> None:
@@ -142,8 +228,8 @@ class SinkSet:
                 self._warn(name, _short(error))
 
     def step(self, step: int, values: dict[str, float]) -> None:
-        finite = {name: value for name, value in values.items() if math.isfinite(value)}
-        self._each(lambda sink: sink.step(step, finite))
+        sent = finite(values)
+        self._each(lambda sink: sink.step(step, sent))
 
     def rewind(self, step: int) -> None:
         self._each(lambda sink: sink.rewind(step))

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tidemill.algos.losses import Samples
 from tidemill.core.errors import TidemillError
-from tidemill.core.records import Ranges, TokenBuffer, Trajectory, count
+from tidemill.core.records import Ranges, SampleId, TokenBuffer, Trajectory, count
 from tidemill.models.token_tree import IntArray, Tokens, TokenTree, build_tree, common_prefix
 
 FloatArray: TypeAlias = npt.NDArray[np.float32]
@@ -81,6 +81,7 @@ class WeightedSample:
     returns: FloatArray | None = None  # [T], targets of the critic
     values: FloatArray | None = None  # [T], of the critic at the start of the update
     ref_logprobs: FloatArray | None = None  # [T], if already computed
+    detailed: bool = False  # logprobs and entropies of its tokens are logged
 
     @property
     def input_ids(self) -> list[Tokens]:
@@ -120,6 +121,7 @@ class Microbatch(PackedCompletions):
     values: Tensor | None = None  # float32 [T], of the critic at the start of the update
     proximal_logprobs: Tensor | None = None  # float32 [T], once computed
     ref_logprobs: Tensor | None = None  # float32 [T], once computed
+    detailed: tuple[tuple[int, SampleId], ...] = ()  # indices of samples whose logprobs and entropies are logged
     states: Tensor | None = None  # [H, hidden] of the policy at `head_nodes`, during its forward and backward pass
     counted: bool = True  # False on a rank that has no microbatch in a round: weights are 0, and sums do not include it
 
@@ -197,6 +199,7 @@ def pack(samples: Sequence[WeightedSample], device: torch.device, *, version: in
         returns=gather_if_complete([sample.returns for sample in samples]),
         values=gather_if_complete([sample.values for sample in samples]),
         ref_logprobs=gather_if_complete([sample.ref_logprobs for sample in samples]),
+        detailed=tuple((index, s.trajectory.sample_id) for index, s in enumerate(samples) if s.detailed),
     )
 
 

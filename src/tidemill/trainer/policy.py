@@ -24,7 +24,7 @@ from tidemill.algos.losses import denominator, token_weights
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError
 from tidemill.core.protocols import Compute
-from tidemill.core.records import Completion, Group, LogprobBuffer, PolicyVersion, StepMetrics
+from tidemill.core.records import Completion, Group, LogprobBuffer, PolicyVersion, SampleId, SampleUpdate, StepMetrics
 from tidemill.models.ranks import ONE_RANK, Ranks
 from tidemill.models.token_logprobs import Statistic
 from tidemill.models.tree_forward import TreeForward, TreeOutput
@@ -42,6 +42,7 @@ from tidemill.trainer.update import (
     learning_rate,
     own_gradient_norm,
     policy_outcome,
+    sample_update,
     set_learning_rate,
     user_losses,
 )
@@ -56,6 +57,7 @@ T = TypeVar("T")
 class PendingGroup:
     """A complete group whose advantages are not computed yet."""
 
+    number: int  # in the batch
     minibatch: int
     group: Group
     valid: list[bool]  # which samples count
@@ -139,12 +141,12 @@ class PolicyTrainer:
     def add_group(self, group: Group) -> None:
         """Add a complete group, and train on full microbatches unless advantages depend on the whole batch."""
         started = _clocks()
-        index = min(self._groups * self.spec.batch.minibatches // self.spec.batch.prompts, len(self._minibatches) - 1)
-        self._groups += 1
+        number, self._groups = self._groups, self._groups + 1
+        index = min(number * self.spec.batch.minibatches // self.spec.batch.prompts, len(self._minibatches) - 1)
         valid = [t.weight > 0 and t.reward is not None and t.reward.valid for t in group.trajectories]
         requested = self._advantages.request_values(group, valid)
         values = None if requested is None else partial(self._wait_for_critic, requested)
-        self._pending.append(PendingGroup(minibatch=index, group=group, valid=valid, values=values))
+        self._pending.append(PendingGroup(number=number, minibatch=index, group=group, valid=valid, values=values))
         if self._advantages.scope != "batch":
             # A remote critic computes the values of the newest group while the group before is trained on.
             self._process_pending(all_but=int(self._remote_critic))
@@ -168,6 +170,8 @@ class PolicyTrainer:
         self._sums.critic = [self._wait_for_critic(metrics) for metrics in self._critic_metrics]
         self._add_time(started)
         values, mismatch_of, of_ranks = self._sums.values(), self._sums.mismatch_by_lease(), self._sums.of_ranks
+        wanted = [each for each in (*self._detailed, *self._reserves) if each in self._sums.details]
+        updates = self._sums.with_details(self._updates, wanted[: self.spec.telemetry.token_details])
         kl_target, kl_ref = self.spec.algorithm.kl_target, values.get("kl_ref")
         if kl_target is not None and kl_ref is not None:
             self.kl_beta = adapted_beta(self.kl_beta, kl_ref, kl_target)
@@ -179,6 +183,7 @@ class PolicyTrainer:
             values=values,
             mismatch=mismatch_of,
             ranks=of_ranks,
+            updates=updates,
         )
 
     def _add_time(self, since: tuple[float, float]) -> None:
@@ -192,6 +197,9 @@ class PolicyTrainer:
         self._loss = 0.0  # sum over the current minibatch
         self._minibatches = [Minibatch() for _ in range(self.spec.batch.minibatches)]
         self._pending: list[PendingGroup] = []
+        self._updates: list[SampleUpdate] = []
+        self._detailed: list[SampleId] = []  # samples whose tokens are logged
+        self._reserves: list[SampleId] = []  # in their place, if they are not trained on
         self._critic_metrics: list[Deferred[dict[str, float]]] = []  # of each critic step
         self.optimizer.zero_grad(set_to_none=True)
 
@@ -215,7 +223,23 @@ class PolicyTrainer:
             values=[each.values for each in usable],
         )
         for each, group_advantages in zip(usable, advantages, strict=True):
-            self._add_samples(each.minibatch, self._weighted_samples(each, group_advantages))
+            signal = group_advantages.signal or not self.spec.compares_siblings
+            self._updates += [sample_update(sample, signal=signal) for sample in group_advantages.samples]
+            samples = self._weighted_samples(each, group_advantages)
+            self._add_samples(each.minibatch, self._choose_details(samples, each.number))
+
+    def _choose_details(self, samples: list[WeightedSample], number: int) -> list[WeightedSample]:
+        """Mark the samples of the batch's group `number` whose tokens are logged, if they have a gradient: they are
+        spread evenly over the batch. The first groups give reserves for groups without gradient."""
+        telemetry, prompts = self.spec.telemetry, self.spec.batch.prompts
+        limit = min(telemetry.token_details, telemetry.samples_per_step or telemetry.token_details)
+        due = min(limit * min(number + 1, prompts) // prompts - len(self._detailed), len(samples))
+        size = min(due + limit - len(self._reserves), len(samples))
+        indices = [(number + at * len(samples) // size) % len(samples) for at in range(size)]
+        ids = [samples[index].trajectory.sample_id for index in indices]
+        self._detailed += ids[:due]
+        self._reserves += ids[due:]
+        return [replace(each, detailed=index in indices) for index, each in enumerate(samples)]
 
     def _wait_for_critic(self, deferred: Deferred[T]) -> T:
         started = time.perf_counter()
@@ -380,6 +404,7 @@ class PolicyTrainer:
         microbatch.states = None  # only valid during this pass
         if microbatch.counted:
             self._sums.add_backward(microbatch, outcome, detached, entropy)
+            self._sums.add_details(microbatch, detached, entropy)
 
     @torch.no_grad()
     def _ref_logprobs(self, microbatch: Microbatch) -> torch.Tensor:

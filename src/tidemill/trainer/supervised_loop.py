@@ -186,6 +186,9 @@ class FitContext:
     telemetry: Telemetry
     ranks: Ranks = ONE_RANK  # all of them run the same loop; the first one's telemetry counts
     stop: Callable[[], bool] = lambda: False  # called before each step; True ends the run with a checkpoint
+    # Called before each step with its number so far and a function that writes its checkpoint if there is none; on one
+    # rank only.
+    between_steps: Callable[[int, Callable[[], None]], None] = lambda step, checkpoint: None
     set_total_steps: Callable[[int], None] = lambda _: None  # called with the number of steps once it is known
     warn: Callable[[str], None] = lambda _: None  # called with remarks: damaged checkpoints, a schedule that ends early
     clock: Clock = field(default_factory=MonotonicClock)
@@ -270,11 +273,11 @@ class _FitLoop(Generic[E]):
             self._log_step({}, optimizer_steps=0)
         interrupted = False
         while not self._finished:
+            context.between_steps(self.step, self._checkpoint_if_newer)
             if interrupted := any(context.ranks.gather(b"stop" if context.stop() else b"")):
                 break
             self._run_step()
-        if self.saved_step < self.step:
-            self._checkpoint()
+        self._checkpoint_if_newer()
         best = context.checkpoints.best() if self.spec.checkpoint.keep_best else None
         last = context.checkpoints.latest().checkpoint
         model = best or last
@@ -366,6 +369,10 @@ class _FitLoop(Generic[E]):
         metrics = StepMetrics(step=self.step, version=version, optimizer_steps=optimizer_steps, values=values)
         self.context.telemetry.step(metrics)
         return metrics
+
+    def _checkpoint_if_newer(self) -> None:
+        if self.saved_step < self.step:
+            self._checkpoint()
 
     def _checkpoint(self) -> None:
         context, head = self.context, self.objective.head

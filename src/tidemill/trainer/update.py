@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 import operator
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from statistics import fmean
 from typing import Any
 
 import msgspec
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -20,7 +22,7 @@ from tidemill.algos.losses import LOG_RATIO_LIMIT, LOSSES, TokenLoss
 from tidemill.algos.user_functions import UserLoss, user_loss
 from tidemill.config.algorithm import AlgorithmConfig
 from tidemill.config.learning import OptimizerConfig
-from tidemill.core.records import Record
+from tidemill.core.records import LogprobBuffer, Record, SampleId, SampleUpdate
 from tidemill.models.ranks import ONE_RANK, Ranks, is_sharded, local_rows
 from tidemill.models.token_tree import build_tree
 from tidemill.trainer.packing import Microbatch, WeightedSample
@@ -295,6 +297,30 @@ _SUMS_OF_MICROBATCHES = (
 )
 
 
+def sample_update(sample: WeightedSample, *, signal: bool) -> SampleUpdate:
+    """What is logged of a sample's advantage.
+
+    Args:
+        signal: whether its group has a reward signal.
+    """
+    per_token = np.atleast_1d(np.asarray(sample.advantage, np.float32))
+    differ = per_token.min() < per_token.max()
+    return SampleUpdate(
+        sample_id=sample.trajectory.sample_id,
+        advantage=float(per_token.mean()) if differ else float(per_token[0]),
+        token_advantages=per_token.tobytes() if differ else b"",
+        signal=signal,
+    )
+
+
+class SampleDetails(Record, gc=False):
+    """Logprobs and entropies of a sample's T trained tokens, of the first forward pass with gradient."""
+
+    sample_id: SampleId
+    trainer_logprobs: LogprobBuffer  # float32 [T]
+    entropies: LogprobBuffer  # float32 [T]
+
+
 class _RankSums(Record):
     """Sums over the microbatches of one rank."""
 
@@ -305,6 +331,7 @@ class _RankSums(Record):
     tokens_by_lag: dict[int, int]
     cpu_s: float
     grad_norm: float
+    details: list[SampleDetails]
 
 
 @dataclass(slots=True)
@@ -339,6 +366,7 @@ class UpdateSums:
     mismatch_of: dict[tuple[str, str], Tensor] = field(default_factory=dict)
     tokens_by_lag: Counter[int] = field(default_factory=Counter)
     of_ranks: dict[str, dict[str, float]] = field(default_factory=dict)  # see `StepMetrics.ranks`
+    details: dict[SampleId, SampleDetails] = field(default_factory=dict)  # of `telemetry.token_details` samples
     critic: list[dict[str, float]] = field(default_factory=list)  # metrics of each critic step
     critic_wait_s: float | None = None  # None unless the critic runs in another process
 
@@ -374,6 +402,29 @@ class UpdateSums:
         if outcome.log_ratio_ref_T is not None:
             self.kl_ref_k1 += float(outcome.log_ratio_ref_T.sum())
 
+    def add_details(self, microbatch: Microbatch, logprobs_T: Tensor, entropy_T: Tensor) -> None:
+        """Keep the logprobs and entropies of the microbatch's chosen samples; those of later epochs do not count."""
+        for index, sample_id in microbatch.detailed:
+            if sample_id in self.details:
+                continue
+            places_T = (microbatch.samples.index_T == index).nonzero().squeeze(1)
+            if microbatch.samples.buffer_T is not None:
+                places_T = places_T[microbatch.samples.buffer_T[places_T].argsort()]
+            both = torch.stack([logprobs_T[places_T], entropy_T.detach()[places_T]]).float().cpu().numpy()
+            self.details[sample_id] = SampleDetails(
+                sample_id=sample_id, trainer_logprobs=both[0].tobytes(), entropies=both[1].tobytes()
+            )
+
+    def with_details(self, updates: Sequence[SampleUpdate], wanted: Sequence[SampleId]) -> tuple[SampleUpdate, ...]:
+        """The updates with the logprobs and entropies of the wanted samples."""
+        details = {sample_id: self.details[sample_id] for sample_id in wanted}
+        return tuple(
+            msgspec.structs.replace(each, trainer_logprobs=own.trainer_logprobs, entropies=own.entropies)
+            if (own := details.get(each.sample_id))
+            else each
+            for each in updates
+        )
+
     def add_ranks(self, ranks: Ranks) -> None:
         """Add the sums over microbatches of the other ranks, in the order of the ranks."""
         if ranks.size == 1:
@@ -388,10 +439,12 @@ class UpdateSums:
             tokens_by_lag=dict(self.tokens_by_lag),
             cpu_s=self.cpu_s,
             grad_norm=self.own_grad_norm,
+            details=list(self.details.values()),
         )
         parts = [msgspec.msgpack.decode(part, type=_RankSums) for part in ranks.gather(msgspec.msgpack.encode(own))]
         for name in _SUMS_OF_MICROBATCHES:
             setattr(self, name, sum(part.sums[name] for part in parts))
+        self.details = {each.sample_id: each for part in parts for each in part.details}
         known = [part.kl_ref for part in parts if part.kl_ref is not None]
         self.kl_ref = sum(known) if known else None
         mismatches = [MismatchSums.from_list(part.mismatch) for part in parts]

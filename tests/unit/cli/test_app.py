@@ -63,9 +63,9 @@ def test_without_a_verb(run: Run, argv: tuple[str, ...], says: str) -> None:
 
 
 def test_arguments_a_verb_does_not_take(run: Run) -> None:
-    ran = run("report", "a", "b")
+    ran = run("export", "a", "b", "c")
     assert ran.code == 2
-    assert "see `tidemill report --help`" in ran.err
+    assert "see `tidemill export --help`" in ran.err
     assert run("model", "gett").code == 2
     assert run("report").code == 2
 

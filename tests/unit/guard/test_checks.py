@@ -38,11 +38,11 @@ def test_samples_on_which_reward_and_gold_disagree_take_turns_with_high_and_low_
     samples = strata(run, [*pairs, pair(1, 0, 1.0, source="canary")])
     assert {(sample.step, sample.prompt_id) for sample in samples[0]} == {(2, "p0"), (2, "p1")}
     assert [[sample.reward for sample in stratum] for stratum in samples[1:]] == [[1.0] * 11, [0.0] * 11]
-    first = chosen(samples, (), 8)
+    first = chosen(samples, ())[:8]
     assert first == [samples[turn][at] for turn, at in ((0, 0), (1, 0), (2, 0), (0, 1), (1, 1), (2, 1), (1, 2), (2, 2))]
     assert {sample.step for sample in first} == {1, 2, 3}
     judged = {sample_key(sample) for sample in first}
-    second = chosen(samples, judged, 100)
+    second = chosen(samples, judged)[:100]
     assert len(second) == 16
     assert judged.isdisjoint(sample_key(sample) for sample in second)
     assert strata(run, pairs) == samples

@@ -59,7 +59,7 @@ def run(tmp_path: Path) -> Iterator[RunDirectory]:
 
 def contents(run: RunDirectory) -> dict[str, bytes]:
     """Files that a rollback changes."""
-    ignored = ("manifest.json", "events.jsonl", "summary.json", ".lock")
+    ignored = ("manifest.json", "events.jsonl", "summary.json", "live.json", ".lock")
     files = (path for path in run.path.rglob("*") if path.is_file() and path.name not in ignored)
     return {str(path.relative_to(run.path)): path.read_bytes() for path in files if "checkpoints" not in path.parts}
 
@@ -105,7 +105,7 @@ def test_killed_between_any_two_changes_and_repeated_it_gives_the_same(
 
         def killing(function: Callable[..., Any], at: int = kill_at, changes: Iterator[int] = changes) -> Any:
             def call(*args: Any, **kwargs: Any) -> Any:
-                if next(changes) == at:
+                if "live.json" not in str(args[0]) and next(changes) == at:
                     raise Killed
                 return function(*args, **kwargs)
 

@@ -17,7 +17,9 @@ from tidemill.core.errors import UserError
 from tidemill.core.protocols import Telemetry
 from tidemill.core.records import PolicyVersion, Reward, StepMetrics
 from tidemill.telemetry import sinks
-from tidemill.telemetry.events import read_events
+from tidemill.telemetry.control import ControlFolder, new_request
+from tidemill.telemetry.events import event_text, read_events
+from tidemill.telemetry.live_state import UnderWay, read_live
 from tidemill.telemetry.metrics import EPISODE_ENDS, read_metrics
 from tidemill.telemetry.progress_views import PlainView
 from tidemill.telemetry.recorder import Recorder
@@ -135,7 +137,10 @@ def test_samples_are_filed_by_step_and_purpose(tmp_path: Path) -> None:
     recorder.samples(3, [*train, held_out], [prompt] * 5)
     end(recorder)
     folder = recorder.run.samples
-    assert sorted(path.name for path in folder.iterdir()) == ["step_000003.eval-held_out.jsonl", "step_000003.jsonl"]
+    assert sorted(path.name for path in folder.glob("step_*")) == [
+        "step_000003.eval-held_out.jsonl",
+        "step_000003.jsonl",
+    ]
     assert len(read_samples(folder / "step_000003.jsonl")) == 2
     assert read_samples(folder / "step_000003.eval-held_out.jsonl")[0].tokens == (" ", "3", "\n")
 
@@ -366,3 +371,57 @@ def test_recomputed_tokens_of_rewound_steps_count(tmp_path: Path) -> None:
     # 10 of step 1, 20 + 30 of the deleted steps, 7 of the repeated step 2.
     assert again.finish("finished")["tokens_recomputed"] == 67
     again.run.close()
+
+
+def test_live_json_follows_the_run_at_most_once_a_second(tmp_path: Path) -> None:
+    clock = FakeClock()
+    recorder = open_recorder(tmp_path, clock)
+    first = read_live(tmp_path)
+    assert first is not None and (first.session, first.step, first.activity) == (1, 0, "working")
+    for done in range(10):  # a busy phase
+        clock.pass_s(0.3)
+        recorder.progress("rollout", done, 64)
+    live = read_live(tmp_path)
+    assert live is not None
+    assert live.beat - first.beat == 2 and live.phases[0].name == "rollout"
+    assert live.elapsed_s == pytest.approx(2.4)
+    recorder.step(metrics_of(1, time_step_s=3.0))
+    clock.pass_s(1.0)
+    recorder.under_way = lambda: UnderWay(samples_total=3)
+    recorder.beat()
+    live = read_live(tmp_path)
+    assert live is not None and live.left_s is not None
+    assert (live.step, live.samples_total) == (1, 3) and live.left_s < 3.0 * live.total_steps
+    end(recorder)
+    live = read_live(tmp_path)
+    assert live is not None and (live.activity, live.samples_total, live.phases) == ("ended", 0, ())
+    clock.pass_s(5.0)
+    recorder.beat()
+    assert read_live(tmp_path) == live
+
+
+def test_a_run_whose_live_json_cannot_be_written_continues(tmp_path: Path) -> None:
+    (tmp_path / "live.json").mkdir()
+    recorder = open_recorder(tmp_path)
+    recorder.step(metrics_of(1))
+    end(recorder)
+    assert len(read_metrics(recorder.run.metrics)) == 1
+
+
+def test_requests_are_events_of_the_run_and_stand_in_live_json(tmp_path: Path) -> None:
+    recorder = open_recorder(tmp_path)
+    recorder.control.attach(lambda reason: None)
+    recorder.step(metrics_of(7))
+    request = new_request("pause", run_id=recorder._run_id, session=1, by="watch")
+    ControlFolder(tmp_path).write(request)
+    recorder.beat(now=True)
+    live = read_live(tmp_path)
+    assert live is not None and live.requests == (request.request_id,)
+    recorder.control.take_waiting()
+    recorder.beat(now=True)
+    live = read_live(tmp_path)
+    assert live is not None and (live.activity, live.requests) == ("paused", ())
+    end(recorder)
+    (event,) = [event for event in read_events(recorder.run.events) if event["event"] == "control"]
+    assert (event["step"], event["request"], event["by"]) == (7, request.request_id, "watch")
+    assert event_text("control", event) == "pause after step 7, as watch asked"

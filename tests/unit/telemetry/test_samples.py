@@ -90,6 +90,8 @@ def test_a_samples_line_has_all_fields(tmp_path: Path) -> None:
         "finish": "stop",
         "weight": 1.0,
         "versions": [[6, "d0", 0, 3]],
+        "sources": [],
+        "advantage": None,
     }
     path = tmp_path / "step_000007.jsonl"
     write_samples(path, [line, line])

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import itertools
 import sys
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -8,8 +10,20 @@ from typing import Any
 import pytest
 
 from tidemill.core.errors import UserError
+from tidemill.core.records import PolicyVersion, StepMetrics
 from tidemill.telemetry import sinks
-from tidemill.telemetry.sinks import SinkContext, SinkSet, TensorBoardSink, TrackioSink, WandbSink, check_sinks
+from tidemill.telemetry.jsonl import encode
+from tidemill.telemetry.metrics import metric_line
+from tidemill.telemetry.run_dir import RunDirectory
+from tidemill.telemetry.sinks import (
+    HistorySink,
+    SinkContext,
+    SinkSet,
+    TensorBoardSink,
+    TrackioSink,
+    WandbSink,
+    check_sinks,
+)
 
 
 class FakeSink:
@@ -91,27 +105,151 @@ def test_a_sink_that_cannot_open_does_not_stop_a_resumed_run(monkeypatch: pytest
     assert warnings == [("wandb", "RuntimeError: not logged in")]
 
 
-class Calls(list[tuple[str, dict[str, Any]]]):
-    """A stand-in for a module or object: every call is noted, and returns itself."""
+@dataclass
+class FakeRun:
+    """A run of W&B or trackio."""
 
-    def __getattr__(self, name: str) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Calls:
-            self.append((name, {f"arg{index}": arg for index, arg in enumerate(args)} | kwargs))
-            return self
+    name: str
+    id: str
+    kept: list[FakeRun]  # where it is stored
+    offline: bool = True
+    first_step: int = 0
+    options: dict[str, Any] = field(default_factory=dict)
+    sent: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
+    ended: list[int] = field(default_factory=list)
 
-        return call
+    @property
+    def step(self) -> int:
+        return max([self.first_step, *(step + 1 for step, _ in self.sent)])
+
+    def log(self, values: dict[str, Any], step: int) -> None:
+        assert not self.offline or step >= self.step
+        self.sent.append((step, values))
+
+    def finish(self, exit_code: int = 0) -> None:
+        self.ended.append(exit_code)
+
+    def delete(self) -> None:
+        self.kept.remove(self)
 
 
-@pytest.mark.parametrize(("module", "sink"), [("wandb", WandbSink), ("trackio", TrackioSink)])
-def test_steps_that_a_resumed_run_repeats_are_not_sent_twice(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, module: str, sink: type[WandbSink | TrackioSink]
+class FakePackage:
+    """Stands for the modules `wandb` and `trackio`: keeps runs, W&B's offline ones as folders."""
+
+    def __init__(self) -> None:
+        self.runs: list[FakeRun] = []
+        self.online_step: int | None = None  # of W&B: offline if None
+        self._numbers = itertools.count()
+
+    def init(self, **options: Any) -> FakeRun:
+        number = str(next(self._numbers))
+        run = FakeRun(options["name"], options.get("id", number), self.runs, options=options)
+        if "dir" in options:
+            folder = Path(options["dir"]) / "wandb" / f"offline-run-{number}-{run.id}"
+            run.offline, run.first_step = self.online_step is None, self.online_step or 0
+            if run.offline:
+                folder.mkdir(parents=True)
+            run.sync_dir = str(folder)  # type: ignore[attr-defined]
+        self.runs.append(run)
+        return run
+
+    def log(self, values: dict[str, Any], step: int) -> None:
+        self.runs[-1].log(values, step)
+
+    def finish(self) -> None:
+        self.runs[-1].finish()
+
+    def Api(self) -> SimpleNamespace:  # noqa: N802
+        return SimpleNamespace(runs=lambda project: self.runs)
+
+    def Table(self, columns: list[str], data: list[list[Any]]) -> list[list[Any]]:  # noqa: N802
+        return [columns, *data]
+
+
+def session_of(sink: type[HistorySink], folder: Path, *, last_step: int, **more: Any) -> HistorySink:
+    return sink(SinkContext(run="demo", directory=folder, config={"a": 1}, run_id="id7", last_step=last_step, **more))
+
+
+def learn(sink: HistorySink, folder: Path, *steps: int, value: float = 1.0) -> None:
+    for step in steps:
+        metrics = StepMetrics(step=step, version=PolicyVersion(number=step, digest="d"), optimizer_steps=1, values={})
+        line = metric_line(metrics, {"x": value}, unix_s=0.0, session=1, elapsed_s=0.0)
+        with (folder / "metrics.jsonl").open("ab") as file:
+            file.write(encode(line) + b"\n")
+        sink.step(step, {"x": value})
+
+
+def rewind(sink: HistorySink, folder: Path, step: int) -> None:
+    RunDirectory(folder).rewind(step)
+    sink.rewind(step)
+
+
+def history(run: FakeRun) -> list[tuple[int, float]]:
+    return [(step, values["x"]) for step, values in run.sent]
+
+
+BOTH = pytest.mark.parametrize(("module", "sink"), [("wandb", WandbSink), ("trackio", TrackioSink)])
+
+
+@BOTH
+def test_kills_resumes_and_a_rollback_leave_histories_without_gap_or_duplicate(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, module: str, sink: type[HistorySink]
 ) -> None:
-    calls = Calls()
-    monkeypatch.setitem(sys.modules, module, calls)
-    opened = sink(SinkContext(run="demo", directory=tmp_path, config={}, run_id="id7", last_step=4))
-    for step in (3, 4, 5):
-        opened.step(step, {"x": 1.0})
-    assert calls[1:] == [("log", {"arg0": {"x": 1.0}, "step": 5})]
+    package = FakePackage()
+    monkeypatch.setitem(sys.modules, module, package)
+    (tmp_path / "samples").mkdir()
+    learn(session_of(sink, tmp_path, last_step=0), tmp_path, *range(8))  # killed
+    for _ in range(2):  # resumed from the checkpoint of step 5, and killed again
+        resumed = session_of(sink, tmp_path, last_step=7)
+        rewind(resumed, tmp_path, 5)
+        learn(resumed, tmp_path, 6, 7)
+    assert history(package.runs[-1]) == [(step, 1.0) for step in range(8)]
+    (tmp_path / "abandoned" / "1").mkdir(parents=True)
+    for target in (4, 4):  # the rollback, then the resume after it
+        rewind(resumed, tmp_path, target)
+    learn(resumed, tmp_path, 5, 6, value=2.0)
+    assert package.runs[-2].ended == [0]
+    last = session_of(sink, tmp_path, last_step=6)
+    rewind(last, tmp_path, 6)
+    learn(last, tmp_path, 7, value=2.0)
+    last.close(failed=True)
+    run = package.runs[-1]
+    assert history(run) == [*((step, 1.0) for step in range(5)), *((step, 2.0) for step in (5, 6, 7))]
+    assert run.ended == [int(module == "wandb")]
+    if module == "wandb":
+        ids = {(run.id, run.name): Path(run.sync_dir).name for run in package.runs}  # type: ignore[attr-defined]
+        assert list(ids) == [("id7", "demo"), ("id7-r1", "demo-r1")]
+        assert {folder.name for folder in (tmp_path / "wandb").iterdir()} == set(ids.values())
+    else:
+        assert [run.name for run in package.runs] == ["demo-id7", "demo-id7-r1"]
+
+
+def test_wandb_online_gets_only_steps_that_it_does_not_have(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    package = FakePackage()
+    package.online_step = 4
+    monkeypatch.setitem(sys.modules, "wandb", package)
+    learn(session_of(WandbSink, tmp_path, last_step=6), tmp_path, *range(7))
+    assert history(package.runs[0]) == [(4, 1.0), (5, 1.0), (6, 1.0)], "4 and 5 were lost in the kill"
+    assert package.runs[0].options["resume"] == "allow"
+
+
+@BOTH
+def test_project_group_tags_and_a_table_of_samples(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, module: str, sink: type[HistorySink]
+) -> None:
+    package = FakePackage()
+    monkeypatch.setitem(sys.modules, module, package)
+    (tmp_path / "samples").mkdir()
+    lines = [{"prompt": "<b>", "completion": "x" * 5000, "reward": None, "tokens": ["t"]}] * 9
+    (tmp_path / "samples" / "step_000000.jsonl").write_bytes(b"".join(encode(line) + b"\n" for line in lines))
+    opened = session_of(sink, tmp_path, last_step=0, project="p", tags=("t",), group="g")
+    learn(opened, tmp_path, 0, 1)
+    (run,) = package.runs
+    assert (run.options["project"], run.options["group"], run.options["config"]) == ("p", "g", {"a": 1})
+    assert run.options.get("tags", ["t"]) == ["t"]
+    (_, first), (_, second) = run.sent
+    assert first["completions"] == [["prompt", "completion", "reward"], *[["<b>", "x" * 2000, None]] * 4]
+    assert second == {"x": 1.0}
 
 
 def test_trackio_does_not_print_to_standard_output(
@@ -121,29 +259,6 @@ def test_trackio_does_not_print_to_standard_output(
     monkeypatch.setitem(sys.modules, "trackio", chatty)
     TrackioSink(context).close(failed=False)
     assert capsys.readouterr() == ("", "hello\nbye\n")
-
-
-def test_wandb_resumes_under_the_same_id(monkeypatch: pytest.MonkeyPatch, context: SinkContext) -> None:
-    calls = Calls()
-    monkeypatch.setitem(sys.modules, "wandb", calls)
-    sink = WandbSink(context)
-    sink.step(3, {"x": 1.0})
-    sink.rewind(1)
-    sink.close(failed=True)
-    (_, opened), logged, finished = calls
-    assert (opened["id"], opened["resume"], opened["name"], opened["config"]) == ("id7", "allow", "demo", {"a": 1})
-    assert logged == ("log", {"arg0": {"x": 1.0}, "step": 3}) and finished == ("finish", {"exit_code": 1})
-
-
-def test_trackio_resumes_under_the_same_name(monkeypatch: pytest.MonkeyPatch, context: SinkContext) -> None:
-    calls = Calls()
-    monkeypatch.setitem(sys.modules, "trackio", calls)
-    sink = TrackioSink(context)
-    sink.step(3, {"x": 1.0})
-    sink.rewind(1)
-    sink.close(failed=False)
-    assert calls[0][1]["name"] == "demo-id7" and calls[0][1]["resume"] == "allow"
-    assert calls[1:] == [("log", {"arg0": {"x": 1.0}, "step": 3}), ("finish", {})]
 
 
 def test_tensorboard_gets_scalars_by_step(monkeypatch: pytest.MonkeyPatch, context: SinkContext) -> None:

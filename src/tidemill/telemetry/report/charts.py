@@ -305,8 +305,14 @@ def histograms(first: SampleWindow, last: SampleWindow) -> list[Histogram]:
 
 def make_bins(first: Sequence[float], last: Sequence[float], span: tuple[float, float] | None = None) -> Bins:
     """Common bins of both windows: one per value if there are few values, otherwise of equal width (over `span`)."""
-    values = [value for value in (*first, *last) if math.isfinite(value)]
-    distinct = sorted(set(values))
+    edges, values = bin_edges(sorted({value for value in (*first, *last) if math.isfinite(value)}), span)
+    return Bins(edges=tuple(edges), first=_shares(first, edges), last=_shares(last, edges), values=values)
+
+
+def bin_edges(
+    distinct: Sequence[float], span: tuple[float, float] | None = None
+) -> tuple[list[float], tuple[float, ...]]:
+    """Edges of the bins of some values (distinct and ascending), and the value of each bin if each has its own."""
     low, high = (distinct[0], distinct[-1]) if distinct else (0.0, 0.0)
     whole = all(value == int(value) for value in distinct)
     discrete = span is None and (high - low < BINS if whole else len(distinct) <= CATEGORIES)
@@ -315,16 +321,9 @@ def make_bins(first: Sequence[float], last: Sequence[float], span: tuple[float, 
         distinct = [low + index for index in range(int(high - low) + 1)]
     if discrete:
         middles = [(one + other) / 2 for one, other in pairwise(distinct)]
-        edges = [low - 0.5, *middles, high + 0.5]
-    else:
-        width = math.ceil((high - low + 1) / BINS) if whole else (high - low) / BINS
-        edges = [low + index * width for index in range(BINS + 1)]
-    return Bins(
-        edges=tuple(edges),
-        first=_shares(first, edges),
-        last=_shares(last, edges),
-        values=tuple(distinct) if discrete else (),
-    )
+        return [low - 0.5, *middles, high + 0.5], tuple(distinct)
+    width = math.ceil((high - low + 1) / BINS) if whole else (high - low) / BINS
+    return [low + index * width for index in range(BINS + 1)], ()
 
 
 def _shares(values: Sequence[float], edges: Sequence[float]) -> tuple[float, ...]:

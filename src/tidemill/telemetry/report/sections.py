@@ -21,15 +21,18 @@ from tidemill.telemetry.report import pages
 from tidemill.telemetry.report.charts import chart_data, histograms
 from tidemill.telemetry.report.pages import HERE, render_page
 from tidemill.telemetry.report.sample_cards import LEGEND, before_and_after, best_and_worst, report_samples
+from tidemill.telemetry.report.sample_pages import samples_section
 from tidemill.telemetry.report.timeline import fleet_section, mismatch_rows, run_timeline, timeline_json, worker_rows
 from tidemill.telemetry.run_data import RunData
 from tidemill.telemetry.run_state import LIVELY, RunState, StateReader
+from tidemill.telemetry.sample_index import SampleIndex
 
 SECTIONS = ("overview", "fleet", "learning", "samples", "trust", "setup")
 OF_EVALUATIONS = ("overview", "setup")
 TEMPLATES = HERE / "templates"
 SCRIPTS = ("vendor/uplot/uPlot.iife.min.js", "templates/fleet.js", "templates/charts.js", "templates/page.js")
 STYLES = ("vendor/uplot/uPlot.min.css", "templates/report.css")
+LIVE_SCRIPTS, LIVE_STYLES = ("templates/samples.js", *SCRIPTS), (*STYLES, "templates/samples.css")
 """Files below this folder, in the order in which the page loads them."""
 FROZEN_VALUES = 50_000
 """In charts of a report, which should stay a small file."""
@@ -75,8 +78,8 @@ def run_page(
         TEMPLATES / "run.html.j2",
         title=data.name,
         sections=sections,
-        scripts=SCRIPTS,
-        styles=STYLES,
+        scripts=LIVE_SCRIPTS if mode == "live" else SCRIPTS,
+        styles=LIVE_STYLES if mode == "live" else STYLES,
         key=key if mode == "live" else "",
         root=root,
         can_act=can_act,
@@ -86,11 +89,21 @@ def run_page(
 
 
 def section(
-    data: RunData, name: str, *, state: RunState | None = None, live: LiveState | None = None, index: Any = None
+    data: RunData,
+    name: str,
+    *,
+    state: RunState | None = None,
+    live: LiveState | None = None,
+    index: SampleIndex | None = None,
 ) -> str:
-    """HTML of the line about the run at the top of the page, and of one of `SECTIONS`."""
+    """HTML of the line about the run at the top of the page, and of one of `SECTIONS`.
+
+    Args:
+        index: shows samples as a table of all of them, with filters, not as cards of some.
+    """
     shown = _shown(data, state, live)
-    return render_page(TEMPLATES / "run_line.html.j2", **_run_line(shown)) + _render(shown, name)
+    html = samples_section(data, index) if index is not None and name == "samples" else _render(shown, name)
+    return render_page(TEMPLATES / "run_line.html.j2", **_run_line(shown)) + html
 
 
 def fleet_data(data: RunData) -> dict[str, Any]:

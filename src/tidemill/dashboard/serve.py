@@ -1,0 +1,204 @@
+"""The server of `tidemill watch`, of notebooks, and of a run's own metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import webbrowser
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, closing, suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from tidemill.config.base import is_beyond_loopback
+from tidemill.config.telemetry import TelemetryConfig
+from tidemill.core.errors import DeadlineError, UserError
+from tidemill.dashboard.access import Access
+from tidemill.dashboard.app import Dashboard
+from tidemill.dashboard.runs import WatchedFolder
+from tidemill.gateway.server import address, listen, serving
+from tidemill.telemetry.openmetrics import MEDIA_TYPE, exposition, run_figures
+from tidemill.telemetry.run_reader import RunReader
+
+PORT = 8300
+PORTS_TRIED = 50
+START_S = 20.0
+FRESH_S = 5.0
+"""The figures of a run that works are not computed again within this time."""
+
+
+class Limits(NamedTuple):
+    """Of connections; see `GatewayConfig`."""
+
+    connections: int = 256
+    header_s: float = 10.0
+    idle_s: float = 60.0
+
+
+LIMITS = Limits()
+
+
+def listen_to_watchers(host: str, port: int | None) -> socket.socket:
+    """Listen on a port; without one on the first free port from `PORT` on.
+
+    Raises:
+        UserError: the port or host cannot be used.
+    """
+    if port is not None:
+        return listen(host, port, connections=LIMITS.connections, keys=("--host", "--port"))
+    for tried in range(PORT, PORT + PORTS_TRIED):
+        try:
+            return listen(host, tried, connections=LIMITS.connections, keys=("--host", "--port"))
+        except UserError as error:
+            if getattr(error.__cause__, "errno", None) != errno.EADDRINUSE:
+                raise
+    return listen(host, 0, connections=LIMITS.connections, keys=("--host", "--port"))
+
+
+@asynccontextmanager
+async def watching(
+    folder: WatchedFolder, listener: socket.socket, *, token_file: Path | None, framed: bool = False
+) -> AsyncIterator[None]:
+    """Serve the pages while the block runs, and close the listener. Raises UserError: the tokens cannot be used."""
+    dashboard = Dashboard(folder)
+    with closing(listener):
+        app = Access(dashboard.app(), token_file, where="--token-file", framed=framed)
+        async with serving(app, listener, LIMITS):
+            try:
+                yield
+            finally:
+                await dashboard.stream.close()  # the server waits for open answers
+
+
+async def watch(
+    path: Path,
+    *,
+    host: str,
+    port: int | None,
+    token_file: Path | None,
+    wait: bool,
+    show: Callable[[str], None],
+) -> None:
+    """Serve until SIGINT or SIGTERM.
+
+    Args:
+        wait: for a run to appear.
+        show: called with the URL.
+
+    Raises:
+        UserError: there is nothing to watch, or the address or the tokens cannot be used.
+    """
+    if is_beyond_loopback(host) and token_file is None:
+        hint = "write lines `read TOKEN` and `act TOKEN` into a file of mode 600 and name it: --token-file FILE"
+        raise UserError(f"{host} is open to other machines without tokens", where="--host", hint=hint)
+    folder = WatchedFolder(path, wait=wait)
+    listener = listen_to_watchers(host, port)
+    ended, loop = asyncio.Event(), asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, ended.set)
+    try:
+        async with watching(folder, listener, token_file=token_file):
+            show(address(listener))
+            await ended.wait()
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)
+
+
+def open_browser(url: str) -> None:
+    """Show a page if this machine has a display, without waiting for it."""
+    has_display = sys.platform in ("darwin", "win32") or os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")
+    if has_display and not os.environ.get("SSH_CONNECTION"):
+        threading.Thread(target=webbrowser.open, args=(url,), daemon=True).start()
+
+
+class BackgroundServer:
+    """A server on a thread with a loop of its own.
+
+    Args:
+        serve: serves while its block runs; what it yields is the URL.
+
+    Raises:
+        Exception: of `serve`, before it yielded.
+        DeadlineError: it did not start in time.
+    """
+
+    def __init__(self, serve: AbstractAsyncContextManager[str]) -> None:
+        self._loop, self._ended = asyncio.new_event_loop(), asyncio.Event()
+        started: Future[str] = Future()
+        self._thread = threading.Thread(target=self._run, args=(serve, started), name="tidemill-server", daemon=True)
+        self._thread.start()
+        try:
+            self.url = started.result(START_S)
+        except TimeoutError as error:
+            raise DeadlineError("a server on this machine", waited_s=START_S, look_at="its load") from error
+
+    def close(self) -> None:
+        """Stop serving. A second call does nothing."""
+        if self._thread.is_alive():
+            with suppress(RuntimeError):  # it has just ended
+                self._loop.call_soon_threadsafe(self._ended.set)
+            self._thread.join(START_S)
+
+    def _run(self, serve: AbstractAsyncContextManager[str], started: Future[str]) -> None:
+        async def life() -> None:
+            async with serve as url:
+                started.set_result(url)
+                await self._ended.wait()
+
+        try:
+            self._loop.run_until_complete(life())
+        except BaseException as error:  # noqa: BLE001 - raised where the server was started
+            if not started.done():
+                started.set_exception(error)
+        finally:
+            self._loop.close()
+
+
+@asynccontextmanager
+async def notebook_pages(path: Path, port: int | None) -> AsyncIterator[str]:
+    """The pages for a notebook on this machine. Yields their URL."""
+    folder, listener = WatchedFolder(path), listen_to_watchers("127.0.0.1", port)
+    async with watching(folder, listener, token_file=None, framed=True):
+        yield address(listener)
+
+
+@asynccontextmanager
+async def run_metrics(path: Path, config: TelemetryConfig) -> AsyncIterator[str]:
+    """/metrics of the run that this process works on (`telemetry.port`). Yields the URL.
+
+    Raises:
+        UserError: the address or the tokens cannot be used.
+    """
+    reader, newest, written_s = RunReader(path), "", float("-inf")
+
+    def text() -> str:
+        nonlocal newest, written_s
+        if time.monotonic() - written_s >= FRESH_S:  # however many collectors ask
+            reader.refresh()
+            figures = run_figures(path.name, reader.data, state=reader.state.name, live=reader.live)
+            newest, written_s = exposition(figures), time.monotonic()
+        return newest
+
+    async def answer(request: Request) -> Response:
+        async with lock:
+            return Response(await asyncio.to_thread(text), media_type=MEDIA_TYPE)
+
+    lock = asyncio.Lock()
+    app = Access(Starlette(routes=[Route("/metrics", answer)]), config.token_file, where="telemetry.token_file")
+    keys = ("telemetry.host", "telemetry.port")
+    listener = listen(config.host, config.port or 0, connections=LIMITS.connections, keys=keys)
+    async with serving(app, listener, LIMITS):
+        yield f"{address(listener)}/metrics"

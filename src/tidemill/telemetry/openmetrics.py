@@ -1,0 +1,149 @@
+"""The newest figures of runs in the OpenMetrics text format, for Prometheus and compatible collectors.
+
+https://prometheus.io/docs/specs/om/open_metrics_spec/
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Literal, NamedTuple
+
+from tidemill.telemetry.fleet_figures import amount
+from tidemill.telemetry.live_state import LiveState
+from tidemill.telemetry.metrics import HELD_OUT, HELD_OUT_NAME, METRICS
+from tidemill.telemetry.run_data import RunData
+
+MEDIA_TYPE = "application/openmetrics-text; version=1.0.0; charset=utf-8"
+PREFIX = "tidemill_"
+STATES = (
+    "running", "paused", "stalled", "waiting", "finished", "interrupted", "killed", "failed", "guard", "unknown",
+)  # fmt: skip
+FLEET_TOTALS = {
+    "evictions": "machines evicted",
+    "crashes": "workers that raised an error",
+    "notices": "announced ends of machines",
+    "migrations": "samples that continued on another worker",
+    "quarantined": "machines found to be sick",
+    "tokens_lost": "tokens generated but never received",
+    "tokens_recomputed": "tokens of migrated samples that were computed again",
+}
+UNITS = {"s": "seconds", "bytes": "bytes"}
+"""Base units of the specification: the name of a metric ends with its unit."""
+SUFFIXES = {"counter": "_total", "info": "_info"}
+NOT_IN_NAMES = re.compile(r"[^a-zA-Z0-9_]")
+RESERVED = re.compile(r"_(total|created|info|count|sum|bucket|gcount|gsum)$")
+"""Ends of names with a meaning of their own."""
+ESCAPES = str.maketrans({"\\": "\\\\", '"': '\\"', "\n": "\\n"})
+
+
+class Figure(NamedTuple):
+    """A value. Those of one name are a family, which has the kind, meaning and unit of its first figure."""
+
+    name: str  # without prefix and the suffix of its kind, with its unit
+    value: float
+    labels: Mapping[str, str] = {}
+    kind: Literal["gauge", "counter", "info", "stateset"] = "gauge"
+    meaning: str = ""
+    unit: str = ""
+
+
+def exposition(figures: Iterable[Figure]) -> str:
+    """The answer to a collector. Of figures with equal names and labels the first counts."""
+    families = dict[str, list[Figure]]()
+    for figure in figures:
+        families.setdefault(PREFIX + NOT_IN_NAMES.sub("_", figure.name), []).append(figure)
+    lines = [line for name, family in families.items() for line in _family(name, family)]
+    return "\n".join([*lines, "# EOF", ""])
+
+
+def _family(name: str, figures: Iterable[Figure]) -> Iterator[str]:
+    first, *_ = figures
+    yield f"# TYPE {name} {first.kind}"
+    if first.unit:
+        yield f"# UNIT {name} {first.unit}"
+    if first.meaning:
+        yield f"# HELP {name} {first.meaning.translate(ESCAPES)}"
+    samples = dict[str, float]()
+    for figure in figures:
+        if figure.kind == first.kind:  # a metric of the user may have the name of another kind
+            labels = ",".join(f'{label}="{_escaped(text)}"' for label, text in figure.labels.items())
+            samples.setdefault(f"{{{labels}}}" if labels else "", figure.value)
+    for labels, value in samples.items():
+        yield f"{name}{SUFFIXES.get(first.kind, '')}{labels} {_number(value)}"
+
+
+def _escaped(text: str) -> str:
+    return text.translate(ESCAPES).encode(errors="replace").decode()
+
+
+def _number(value: float) -> str:
+    if math.isnan(value):
+        return "NaN"
+    return f"{value:.12g}" if math.isfinite(value) else f"{'+' if value > 0 else '-'}Inf"
+
+
+def run_figures(name: str, data: RunData, *, state: str, live: LiveState | None) -> list[Figure]:
+    """What a run is, does, has cost, and the newest value of each of its metrics.
+
+    Args:
+        name: by which the runs of a folder differ.
+    """
+    summary, manifest = data.summary, data.manifest
+    run = {"run": name, "run_id": str(manifest.get("run_id", ""))}
+    about = {"model": str(manifest.get("model", "")), "kind": str(manifest.get("kind", "rl"))}
+    figures = [
+        Figure("run", 1, run | about, "info", "the run"),
+        *(
+            Figure("run_state", one == state, {**run, f"{PREFIX}run_state": one}, "stateset", "what the run is doing")
+            for one in STATES
+        ),
+        Figure("step", summary["steps"], run, meaning="completed steps"),
+        Figure("steps_planned", data.total_steps, run, meaning="steps of the whole run"),
+        Figure("sessions", summary["sessions"], run, "counter", "starts and resumes"),
+        Figure("work_seconds", summary["wall_s"], run, "counter", "duration of all sessions", "seconds"),
+    ]
+    for kind, usd in summary["cost_by_kind_usd"].items():
+        figures.append(Figure("cost_usd", usd, {**run, "kind": kind}, meaning="cost of the machines, in dollars"))
+    for key, meaning in FLEET_TOTALS.items():
+        figures.append(Figure(f"fleet_{key}", amount(summary, key), run, "counter", f"{meaning}, in all sessions"))
+    if live is not None:
+        figures += _live_figures(run, live)
+    return figures + [_metric_figure(run, metric, value) for metric, value in newest_values(data).items()]
+
+
+def _live_figures(run: Mapping[str, str], live: LiveState) -> Iterator[Figure]:
+    for (kind, state), number in sorted(Counter((row.kind, row.state) for row in live.fleet).items()):
+        yield Figure("workers", number, {**run, "kind": kind, "state": state}, meaning="workers now")
+    price = sum(row.price_usd_per_hour for row in live.fleet)
+    yield Figure("price_usd_per_hour", price, run, meaning="price of the workers now, in dollars per hour")
+    yield Figure("samples_under_way", live.samples_total, run, meaning="samples that are being generated")
+    if live.left_s is not None:
+        yield Figure("left_seconds", live.left_s, run, meaning="estimated time to the last step", unit="seconds")
+
+
+def _metric_figure(run: Mapping[str, str], metric: str, value: float) -> Figure:
+    """Parts of a metric, such as the mean of each reward, and sets of held-out prompts are labels."""
+    name, labels = metric, dict(run)
+    if metric.startswith(HELD_OUT):
+        held_out, _, figure = metric.rpartition("/")
+        labels["set"] = held_out[len(HELD_OUT) :] or HELD_OUT_NAME
+        name = HELD_OUT + figure
+    elif "/" in metric:
+        prefix, _, labels["part"] = metric.partition("/")
+        name = f"{prefix}_part"
+    known = METRICS.get(name)
+    unit = UNITS.get(known.unit, "") if known else ""
+    if unit:
+        name = f"{name.removesuffix('_s').removesuffix(f'_{unit}')}_{unit}"
+    elif RESERVED.search(name):
+        name += "_value"
+    return Figure(name, value, labels, meaning=known.meaning if known else "", unit=unit)
+
+
+def newest_values(data: RunData) -> dict[str, float]:
+    """The newest value of every metric."""
+    columns = {name: data.values(name) for name in data.metrics.names}
+    return {name: values[-1] for name, values in columns.items() if values}

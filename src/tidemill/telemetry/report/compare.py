@@ -1,0 +1,74 @@
+"""The page that compares runs: a file of `tidemill report`, or a page of `tidemill watch`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tidemill.core.formatting import decimal, interval
+from tidemill.telemetry.comparison import (
+    PairedFigure,
+    changed_keys,
+    check_number,
+    comparison_json,
+    final_figures,
+    labels,
+    paired_figures,
+)
+from tidemill.telemetry.jsonl import write_atomically
+from tidemill.telemetry.report.pages import HERE, render_page
+from tidemill.telemetry.run_data import RunData
+
+SCRIPTS = (
+    "vendor/uplot/uPlot.iife.min.js",
+    "templates/fleet.js",
+    "templates/live.js",
+    "templates/charts.js",
+    "templates/compare.js",
+)
+STYLES = ("vendor/uplot/uPlot.min.css", "templates/report.css")
+
+
+def write_comparison(paths: Sequence[Path], to: Path) -> Path:
+    """Write the comparison of runs, finished or in progress, to a file.
+
+    Raises:
+        UserError: too few or too many runs, one of them cannot be read, or the file cannot be written.
+    """
+    check_number(paths)
+    write_atomically(to, compare_page([RunData.read(path) for path in paths]).encode())
+    return to
+
+
+def compare_page(runs: Sequence[RunData], *, live: bool = False) -> str:
+    """The page; a live one gets its curves from compare.json."""
+    names = labels(runs)
+    return render_page(
+        HERE / "templates" / "compare.html.j2",
+        names=names,
+        axes=comparison_json(runs[:0])["axes"],
+        compared=None if live else comparison_json(runs),
+        figures=[(label, *texts) for label, texts in final_figures(runs)],
+        pairs=[_pair_row(pair, names) for pair in paired_figures(runs)],
+        changed=[(key, *texts) for key, texts in changed_keys(runs)],
+        scripts=SCRIPTS,
+        styles=STYLES,
+    )
+
+
+def _pair_row(pair: PairedFigure, names: Sequence[str]) -> tuple[Any, ...]:
+    found = pair.found
+    ends = interval(found.difference.ends)
+    return (
+        pair.of,
+        names[pair.run],
+        found.n,
+        decimal(found.before),
+        decimal(found.after),
+        decimal(found.difference.value),
+        ends,
+        found.better,
+        found.worse,
+        decimal(found.p_value),
+    )

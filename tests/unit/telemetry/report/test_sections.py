@@ -41,7 +41,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> str:
     return write_report(run.path).as_uri()
 
 
-def live_state(**changes: object) -> LiveState:
+def live_state() -> LiveState:
     row = FleetRow(
         lease_id="lease-7", worker_id="spot-7", kind="preemptible", state="serving", version=4, running=3, queued=1,
         tokens_per_s=51.5, price_usd_per_hour=0.4, age_s=61.0,
@@ -51,7 +51,7 @@ def live_state(**changes: object) -> LiveState:
     )
     return LiveState(
         run_id="r", session=1, beat=1, unix_s=0.0, elapsed_s=9.0, step=4, total_steps=20, left_s=90.0,
-        phases=(Phase(name="rollout", done=3, total=8),), fleet=(row,), samples=(sample,), samples_total=2, **changes,
+        phases=(Phase(name="rollout", done=3, total=8),), fleet=(row,), samples=(sample,), samples_total=2,
     )  # fmt: skip
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from hashlib import blake2b
 from itertools import pairwise
 from math import nan
@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from tidemill.core.formatting import ROUNDING_ERROR, compact
 from tidemill.core.records import Record
+from tidemill.telemetry.binning import Bins, make_bins
 from tidemill.telemetry.events import RESUME
 from tidemill.telemetry.guard_history import QUALITY
 from tidemill.telemetry.metrics import (
@@ -79,22 +80,14 @@ def chart_data(
     steps, columns = _columns(data)
     charts, constant = list[Chart](), list[tuple[str, float | None]]()
     for chart in _charts(data, columns):
-        series = {name: label for name, label in chart.series.items() if name in columns}
-        measured = [column[np.isfinite(column)] for column in (columns[name] for name in series)]
+        series = {name: label for name, label in chart.series.items() if _drawn(chart, columns.get(name))}
+        measured = [columns[name][np.isfinite(columns[name])] for name in series]
         values = np.concatenate(measured) if measured else np.empty(0)
-        if (
-            len(values)
-            and np.ptp(values) <= SAME * np.abs(values).max()
-            and (not values.any() or max(map(len, measured)) > 2)
-        ):
+        flat = len(values) > 0 and np.ptp(values) <= SAME * np.abs(values).max()
+        if flat and (not values.any() or max(map(len, measured)) > 2):
             constant.append((chart.title, _rounded(values[0] * chart.scale)))
         elif len(values):
-            drawn = {
-                name: label
-                for name, label in series.items()
-                if chart.kind != "stacked" or np.nan_to_num(columns[name]).any()
-            }
-            charts.append(chart._replace(series=drawn))
+            charts.append(chart._replace(series=series))
     most = min(MOST_POINTS, max(FEWEST_POINTS, most_values // max(1, sum(len(chart.series) for chart in charts))))
     bucket = 1
     while len(steps) > most and 2 * len(set(steps // bucket)) > most:
@@ -118,6 +111,11 @@ def chart_data(
         "cursor": _cursor(data, shape, bucket, int(steps[-1]) if len(steps) else 0),
         **({} if after is None else {"reset": True} if whole else {"start": start}),
     }
+
+
+def _drawn(chart: Chart, column: Column | None) -> bool:
+    """A part of a stacked chart is only drawn if it is ever more than 0."""
+    return column is not None and (chart.kind != "stacked" or bool(np.nan_to_num(column).any()))
 
 
 def _cursor(data: RunData, shape: Any, bucket: int, step: int) -> str:
@@ -258,19 +256,8 @@ def _rounded(value: float) -> float | None:
     return float(f"{value:.{SIGNIFICANT_DIGITS}g}") if math.isfinite(value) else None
 
 
-BINS = 24
-CATEGORIES = 12
 LOGPROB_FLOOR = -8.0
 TICKS = 8
-
-
-class Bins(Record):
-    """Share of the values in each bin, of the first and the last steps; the last bin includes its upper edge."""
-
-    edges: tuple[float, ...]
-    first: tuple[float, ...]
-    last: tuple[float, ...]
-    values: tuple[float, ...] = ()  # the value of each bin, if each value has its own
 
 
 class HistogramBar(Record):
@@ -304,37 +291,6 @@ def histograms(first: SampleWindow, last: SampleWindow) -> list[Histogram]:
         note = f"nats, {LOGPROB_FLOOR:g} and below together"
         found.append(_histogram("Token logprob", note, make_bins(logprobs[0], logprobs[1], span=(LOGPROB_FLOOR, 0.0))))
     return found
-
-
-def make_bins(first: Sequence[float], last: Sequence[float], span: tuple[float, float] | None = None) -> Bins:
-    """Common bins of both windows: one per value if there are few values, otherwise of equal width (over `span`)."""
-    edges, values = bin_edges(sorted({value for value in (*first, *last) if math.isfinite(value)}), span)
-    return Bins(edges=tuple(edges), first=_shares(first, edges), last=_shares(last, edges), values=values)
-
-
-def bin_edges(
-    distinct: Sequence[float], span: tuple[float, float] | None = None
-) -> tuple[list[float], tuple[float, ...]]:
-    """Edges of the bins of some values (distinct and ascending), and the value of each bin if each has its own."""
-    low, high = (distinct[0], distinct[-1]) if distinct else (0.0, 0.0)
-    whole = all(value == int(value) for value in distinct)
-    discrete = span is None and (high - low < BINS if whole else len(distinct) <= CATEGORIES)
-    low, high, whole = (*span, False) if span else (low, high, whole)
-    if discrete and whole:
-        distinct = [low + index for index in range(int(high - low) + 1)]
-    if discrete:
-        middles = [(one + other) / 2 for one, other in pairwise(distinct)]
-        return [low - 0.5, *middles, high + 0.5], tuple(distinct)
-    width = math.ceil((high - low + 1) / BINS) if whole else (high - low) / BINS
-    return [low + index * width for index in range(BINS + 1)], ()
-
-
-def _shares(values: Sequence[float], edges: Sequence[float]) -> tuple[float, ...]:
-    counts = [0] * (len(edges) - 1)
-    finite = [value for value in values if math.isfinite(value)]
-    for value in finite:
-        counts[max(1, min(bisect_right(edges, value), len(counts))) - 1] += 1
-    return tuple(count / len(finite) if finite else 0.0 for count in counts)
 
 
 def _histogram(title: str, note: str, bins: Bins) -> Histogram:

@@ -34,7 +34,6 @@ from tidemill.telemetry.report.readable_text import pieces, readable, shortened
 from tidemill.telemetry.report.sample_cards import MEAN_REWARD, answer_pairs, evaluation_rows, headline_figures
 from tidemill.telemetry.run_data import RunData, clearly_differs, comparable, first_and_last, went
 from tidemill.telemetry.run_dir import SUPERVISED
-from tidemill.telemetry.run_state import TEXTS
 
 HERE = Path(__file__).parent
 DIRECTION_MARKS = {code: f"[U+{code:04X}]" for code in (*range(0x202A, 0x202F), *range(0x2066, 0x206A))}
@@ -69,7 +68,8 @@ def _environment(folder: Path) -> Environment:
         finalize=lambda value: value.translate(DIRECTION_MARKS) if isinstance(value, str) else value,
     )
     environment.globals["asset"] = lambda name: (HERE / name).read_text(encoding="utf-8")
-    environment.filters |= {"script_json": script_json, "decimal": decimal, "interval": interval, "readable": readable}
+    formats = (script_json, decimal, interval, readable, compact, duration, dollars, clock_time, health_text)
+    environment.filters |= {function.__name__: function for function in formats}
     environment.filters["pieces"] = lambda text: pieces(shortened(text))
     return environment
 
@@ -80,16 +80,6 @@ def script_json(value: Any) -> str:
     for character in "<>&\u2028\u2029":
         text = text.replace(character, f"\\u{ord(character):04x}")
     return text
-
-
-EVALUATED = "An evaluation, without training."
-
-
-def ending(data: RunData) -> str:
-    """How the run ended, with its error."""
-    if data.failure:
-        return f"{TEXTS['failed']} {data.failure}"
-    return TEXTS.get(data.outcome, TEXTS["unknown"])
 
 
 def headline(data: RunData) -> str:

@@ -15,7 +15,7 @@ from urllib.parse import urlencode
 from tidemill.core.errors import UserError
 from tidemill.core.formatting import compact, decimal, percent
 from tidemill.core.records import Record
-from tidemill.telemetry.report.charts import Bins
+from tidemill.telemetry.binning import Bins
 from tidemill.telemetry.report.pages import HERE, render_page
 from tidemill.telemetry.report.sample_cards import LEGEND, level, sample_card
 from tidemill.telemetry.run_data import RunData

@@ -380,7 +380,7 @@ def fleet_tiles(data: RunData, found: Timeline) -> list[tuple[str, str, str]]:
     tokens = sum(one.tokens for one in decoded)
     remote = sum(one.tokens for one in decoded if not one.reserved)
     starts = [amount(event, "duration_s") for event in data.events_named(JOIN) if not event.get("error")]
-    goodput, alone = summary["goodput_tokens_per_s"], summary["reserved_only_usd"]
+    goodput = summary["goodput_tokens_per_s"]
     kept, lost = compact(summary["tokens_kept"]), compact(summary["tokens_lost"])
     rows = [
         ("Workers", f"{mean_serving(found):.1f}", f"mean, at most {max(count for _, count in found.serving)}"),
@@ -390,9 +390,6 @@ def fleet_tiles(data: RunData, found: Timeline) -> list[tuple[str, str, str]]:
         ("Preemptible share", percent(remote / tokens) if tokens else "-", f"of {compact(tokens)} generated tokens"),
         ("Goodput", decimal(goodput), "trained tokens per second of wall time"),
     ]
-    if summary["cost_usd"]:
-        remark = f"{dollars(alone)} on reserved machines only" if alone else "of all machines"
-        rows.append(("Cost", dollars(summary["cost_usd"]), remark))
     if summary["crashes"]:
         rows.append(("Crashed", counted(summary["crashes"], "worker"), "raised errors; see the events"))
     if summary["quarantined"]:

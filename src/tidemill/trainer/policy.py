@@ -170,8 +170,13 @@ class PolicyTrainer:
         self._sums.critic = [self._wait_for_critic(metrics) for metrics in self._critic_metrics]
         self._add_time(started)
         values, mismatch_of, of_ranks = self._sums.values(), self._sums.mismatch_by_lease(), self._sums.of_ranks
+        updates = {update.sample_id: update for update in self._updates}
         wanted = [each for each in (*self._detailed, *self._reserves) if each in self._sums.details]
-        updates = self._sums.with_details(self._updates, wanted[: self.spec.telemetry.token_details])
+        for each in wanted[: self.spec.telemetry.token_details]:
+            own = self._sums.details[each]
+            updates[each] = msgspec.structs.replace(
+                updates[each], trainer_logprobs=own.trainer_logprobs, entropies=own.entropies
+            )
         kl_target, kl_ref = self.spec.algorithm.kl_target, values.get("kl_ref")
         if kl_target is not None and kl_ref is not None:
             self.kl_beta = adapted_beta(self.kl_beta, kl_ref, kl_target)
@@ -183,7 +188,7 @@ class PolicyTrainer:
             values=values,
             mismatch=mismatch_of,
             ranks=of_ranks,
-            updates=updates,
+            updates=tuple(updates.values()),
         )
 
     def _add_time(self, since: tuple[float, float]) -> None:

@@ -305,7 +305,7 @@ class SampleIndex:
 
 
 def _contains(line: bytes, text: str) -> bool:
-    if text.isascii() and msgspec.json.encode(text)[1:-1] not in line.lower():
+    if line.isascii() and msgspec.json.encode(text)[1:-1] not in line.lower():  # faster than decoding
         return False
     with suppress(msgspec.DecodeError, UnicodeDecodeError):
         texts = msgspec.json.decode(line, type=_Texts)

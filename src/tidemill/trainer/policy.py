@@ -97,6 +97,8 @@ class PolicyTrainer:
         self.schedule_steps = spec.schedule_steps
         self.critic_steps = 0
         self.kl_beta = spec.algorithm.kl_beta
+        details, logged = spec.telemetry.token_details, spec.telemetry.samples_per_step
+        self._most_details = min(details, logged or details)
         self._compute, self._source = compute, source
         self._forward, self._reference, self._ranks = forward, reference, ranks
         self._device = forward.device
@@ -172,7 +174,7 @@ class PolicyTrainer:
         values, mismatch_of, of_ranks = self._sums.values(), self._sums.mismatch_by_lease(), self._sums.of_ranks
         updates = {update.sample_id: update for update in self._updates}
         wanted = [each for each in (*self._detailed, *self._reserves) if each in self._sums.details]
-        for each in wanted[: self.spec.telemetry.token_details]:
+        for each in wanted[: self._most_details]:
             own = self._sums.details[each]
             updates[each] = msgspec.structs.replace(
                 updates[each], trainer_logprobs=own.trainer_logprobs, entropies=own.entropies
@@ -236,8 +238,7 @@ class PolicyTrainer:
     def _choose_details(self, samples: list[WeightedSample], number: int) -> list[WeightedSample]:
         """Mark the samples of the batch's group `number` whose tokens are logged, if they have a gradient: they are
         spread evenly over the batch. The first groups give reserves for groups without gradient."""
-        telemetry, prompts = self.spec.telemetry, self.spec.batch.prompts
-        limit = min(telemetry.token_details, telemetry.samples_per_step or telemetry.token_details)
+        limit, prompts = self._most_details, self.spec.batch.prompts
         due = min(limit * min(number + 1, prompts) // prompts - len(self._detailed), len(samples))
         size = min(due + limit - len(self._reserves), len(samples))
         indices = [(number + at * len(samples) // size) % len(samples) for at in range(size)]

@@ -112,6 +112,8 @@ def _bars(bins: Bins, query: SampleQuery) -> list[dict[str, Any]]:
     bars, top, last = list[dict[str, Any]](), max(bins.first) or 1.0, len(bins.first) - 1
     for at, (low, high) in enumerate(pairwise(bins.edges)):
         least, most = low if at else None, math.nextafter(high, -math.inf) if at < last else None
+        if bins.values:
+            least = most = bins.values[at]
         if (query.reward_min, query.reward_max) == (least, most):
             least = most = None
         label = compact(bins.values[at]) if bins.values else f"{compact(low)} to {compact(high)}"

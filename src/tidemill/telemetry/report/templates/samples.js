@@ -3,7 +3,7 @@
 // shared; a link or the form fetches a fragment, which takes the place of the one before.
 (() => {
   const live = document.body.dataset.live, shown = () => document.querySelector("[data-own=samples]");
-  const view = () => new URLSearchParams(location.search).get("view") || "samples";
+  const view = () => /[?&]view=(group|sample)&/.exec(location.search)?.[1] || "samples";
   let newest = 0;
 
   const load = async () => {
@@ -11,7 +11,7 @@
     let token = null;
     try { token = sessionStorage.getItem("tidemill-token"); } catch { /* storage is off */ }
     const order = ++newest, headers = token ? { Authorization: `Bearer ${token}` } : {};
-    const answer = await fetch(`${live}${encodeURIComponent(view())}${location.search}`, { cache: "no-store", headers }).catch(() => null);
+    const answer = await fetch(`${live}${view()}${location.search}`, { cache: "no-store", headers }).catch(() => null);
     const text = answer && (await answer.text().catch(() => ""));
     if (!text || order !== newest) return; // offline, or overtaken
     let fresh = answer.ok && new DOMParser().parseFromString(text, "text/html").querySelector("[data-own=samples]");

@@ -143,7 +143,8 @@ class PolicyTrainer:
     def add_group(self, group: Group) -> None:
         """Add a complete group, and train on full microbatches unless advantages depend on the whole batch."""
         started = _clocks()
-        number, self._groups = self._groups, self._groups + 1
+        number = self._groups
+        self._groups += 1
         index = min(number * self.spec.batch.minibatches // self.spec.batch.prompts, len(self._minibatches) - 1)
         valid = [t.weight > 0 and t.reward is not None and t.reward.valid for t in group.trajectories]
         requested = self._advantages.request_values(group, valid)

@@ -11,7 +11,7 @@ import pytest
 from tidemill.core.errors import UserError
 from tidemill.telemetry.run_dir import SAMPLES_INDEX, RunDirectory, samples_name
 from tidemill.telemetry.sample_files import write_samples
-from tidemill.telemetry.sample_index import SampleIndex, SampleQuery, SampleRow
+from tidemill.telemetry.sample_index import SampleIndex, SamplePage, SampleQuery, SampleRow
 
 
 def line(step: int, prompt: str, index: int, reward: float, **fields: Any) -> dict[str, Any]:
@@ -207,7 +207,7 @@ def test_a_search_out_of_time_says_how_far_it_got_and_goes_on(run: RunDirectory)
     now = iter(range(1000))
     index = SampleIndex(run, clock=lambda: float(next(now)))
     index.refresh()
-    query, rounds = SampleQuery(text="straße 1"), []
+    query, rounds = SampleQuery(text="straße 1"), list[SamplePage]()
     while not rounds or rounds[-1].unsearched:
         rounds.append(index.query(query, limit_s=4.5))
     assert (rounds[0].matches, rounds[0].unsearched, rounds[0].searched_to) == (1, 8, 3)

@@ -88,7 +88,7 @@ def test_runs_that_take_no_request(run: Run, tmp_path: Path, verb: str) -> None:
     texts = {
         str(finished.path): "the run is not running (finished)",
         str(older.run.path): "the run takes no requests",
-        str(tmp_path / "finishd"): f"did you mean {finished.path}?",
+        str(tmp_path / "finishing"): f"did you mean {finished.path}?",
         str(tmp_path): "no run there",
     }
     for folder, text in texts.items():

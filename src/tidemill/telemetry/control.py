@@ -153,7 +153,7 @@ class RunControl:
     def _apply(self, request: ControlRequest, stop: Callable[[str], object]) -> None:
         if request.action == "stop":
             self._note(request)
-            stop(f"{request.by[:MOST_NAME] or 'a request'} asked for it")
+            stop(f"a request by {request.by[:MOST_NAME] or 'somebody'}")
         elif not self._between_steps:
             self._ignore(request, "training on several ranks can only be stopped")
         elif request.action == "resume":

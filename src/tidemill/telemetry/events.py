@@ -266,15 +266,16 @@ def decision_text(fields: Mapping[str, Any]) -> str:
 
 
 def _control_text(name: str, fields: Mapping[str, Any]) -> str:
-    """`pause after step 12, as command line asked`."""
+    """`pause after step 12 (command line)`."""
     action, by, step = fields.get("action"), fields.get("by") or "somebody", fields.get("step")
     if name == PAUSED:
-        machines = counted(fields.get("machines_returned", 0), "rented machine")
-        return f"paused for {duration(fields.get('duration_s', 0.0))} after step {step}; {machines} returned"
+        returned = fields.get("machines_returned") or 0
+        machines = f"; {counted(returned, 'rented machine')} returned" if returned else ""
+        return f"paused for {duration(fields.get('duration_s', 0.0))} after step {step}{machines}"
     if fields.get("outcome") != "applied":
         what = f"request to {action} by {by}" if action else f"file in control/ ({fields.get('request')})"
         return f"ignored a {what}: {fields.get('reason')}"
-    return f"{action} after step {step}, as {by} asked"
+    return f"{action} after step {step} ({by})"
 
 
 def probe_text(fields: Mapping[str, Any]) -> str:

@@ -122,7 +122,7 @@ class RunList:
         return list(rows.values())
 
     def _row(self, path: Path) -> RunRow:
-        reader = self._readers.get(path) or RunReader(path, clock=self._clock)
+        reader = self._readers.get(path) or RunReader(path, clock=self._clock, kept_events=0)
         row = RunRow(path=path, key=run_key(self.folder, path), name=path.name, state=reader.state)
         try:
             now = [signature(path / name) for name in FILES]

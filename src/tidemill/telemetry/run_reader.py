@@ -36,7 +36,7 @@ class RunReader:
     ) -> None:
         self.path = path
         self.live: LiveState | None = None
-        self.problem = "not read yet"  # why the run cannot be read; empty if it can
+        self.problem = "Not read yet."  # why the run cannot be read; empty if it can
         self._run = RunDirectory(path)
         self._logs = RunLogs(self._run, kept_events=kept_events)
         self._seen = dict[str, Any]()

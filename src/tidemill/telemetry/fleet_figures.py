@@ -144,13 +144,13 @@ def _held(
     )
 
 
-def covered_s(stretches: Iterable[tuple[float, float]]) -> float:
+def covered_s(stretches: Iterable[tuple[float, float]] | NDArray[np.float64]) -> float:
     """Seconds in at least one of the (start, end) stretches."""
-    total, reached = 0.0, float("-inf")
-    for start, end in sorted(stretches):
-        total += max(0.0, end - max(start, reached))
-        reached = max(reached, end)
-    return total
+    spans = np.array(stretches if isinstance(stretches, np.ndarray) else list(stretches)).reshape(-1, 2)
+    start_s, end_s = spans[np.lexsort((spans[:, 1], spans[:, 0]))].T
+    reached_s = np.maximum.accumulate(np.concatenate([[-np.inf], end_s]))[:-1]
+    new_s = np.maximum(0.0, end_s - np.maximum(start_s, reached_s))
+    return float(np.cumsum(new_s)[-1]) if len(new_s) else 0.0  # added up in order: a sum may round differently
 
 
 DECODED = ("session", "elapsed_s", "duration_s", "tokens", "reserved")
@@ -182,7 +182,7 @@ def reserved_only_s(
     session, elapsed_s, duration_s, tokens, reserved = decoded.T
     ends_s = np.array([starts_s[number] for number in session.tolist()]) + elapsed_s
     spans, is_reserved = np.column_stack([ends_s - duration_s, ends_s]), reserved > 0
-    reserved_s, any_worker_s = (covered_s(map(tuple, some.tolist())) for some in (spans[is_reserved], spans))
+    reserved_s, any_worker_s = covered_s(spans[is_reserved]), covered_s(spans)
     reserved_tokens = float(tokens[is_reserved].sum())
     if not reserved_tokens or not reserved_s:
         return None

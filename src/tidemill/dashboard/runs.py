@@ -140,10 +140,15 @@ class WatchedFolder:
         self._paths = {run_key(self.root, path): path for path in find_runs(self.root)}
         self._found_s = time.monotonic()
 
+    @property
+    def complete(self) -> bool:
+        """Whether `rows` has read every run."""
+        return self._list.complete
+
     async def rows(self) -> list[RunRow]:
         """The table of runs."""
         async with self._listing:
-            rows = await asyncio.to_thread(self._list.refresh, READ_S)
+            rows = await asyncio.to_thread(self._list.refresh, within_s=READ_S)
             self._paths = dict(self._list.paths)
         return rows
 

@@ -16,7 +16,7 @@ import msgspec
 from tidemill.core.errors import UserError
 from tidemill.dashboard.runs import WatchedFolder, WatchedRun
 from tidemill.gateway.errors import RATE, ApiError
-from tidemill.telemetry.run_list import UNREAD, RunRow
+from tidemill.telemetry.run_list import RunRow
 
 FAST_S, SLOW_S = 0.25, 2.0
 """Time between two looks at a run with listeners, and at the list of runs."""
@@ -128,8 +128,9 @@ class Stream:
             if loop.time() - listed_s >= SLOW_S and any(each.run is None for each in self._listeners):
                 listed_s = loop.time()
                 with suppress(OSError):
-                    if await self._look_at_folder():
-                        listed_s = -SLOW_S  # read on at once
+                    await self._look_at_folder()
+                    if not self._folder.complete:
+                        listed_s = -SLOW_S  # look again at once
             await asyncio.sleep(FAST_S)
 
     async def _look_at(self, run: WatchedRun) -> None:
@@ -146,14 +147,13 @@ class Stream:
             for listener in listeners:
                 listener.put(run.key, "changed", _event_id(run), **run.news, changed=changed)
 
-    async def _look_at_folder(self) -> bool:
-        """Send that the table of runs has changed. Returns whether a run is not read yet."""
+    async def _look_at_folder(self) -> None:
+        """Send that the table of runs has changed."""
         rows = await self._folder.rows()
         for listener in self._listeners if rows != self._rows else ():
             if listener.run is None:
                 listener.put("", "changed", changed=["rows"])
         self._rows = rows
-        return any(row.state == UNREAD for row in rows)
 
 
 def _event_id(run: WatchedRun) -> str:

@@ -102,9 +102,6 @@ def _is_run(names: dict[str, bool]) -> bool:
     return logs or ("config.toml" in names and ("manifest.json" in names or "samples" in names))
 
 
-UNREAD = RunState(name="unknown", text="Not read yet.")
-
-
 class RunList:
     """The rows of a folder. Runs that have ended are read once, and not kept in memory."""
 
@@ -115,25 +112,35 @@ class RunList:
         self._readers = dict[Path, RunReader]()
         self._rows = dict[Path, tuple[list[Any], RunRow]]()
 
-    def refresh(self, budget_s: float = math.inf) -> list[RunRow]:
-        """The rows now, in the order of `find_runs`. Runs that were never read and do not fit into the budget are
-        `UNREAD`; the next call reads them."""
-        until_s = self._clock() + budget_s
-        rows = {path: self._row(path, later=self._clock() >= until_s) for path in find_runs(self.folder)}
+    def refresh(self, *, within_s: float = math.inf) -> list[RunRow]:
+        """The rows now, in the order of `find_runs`.
+
+        Args:
+            within_s: after this time no run is read for the first time; its row is filled in by a later call.
+        """
+        deadline_s = self._clock() + within_s
+        rows = {path: self._row(path, deadline_s) for path in find_runs(self.folder)}
         self.paths = {row.key: path for path, row in rows.items()}
-        self._readers = {path: reader for path, reader in self._readers.items() if rows[path].state.name in LIVELY}
-        self._rows = {path: self._rows[path] for path in rows if path in self._rows}
+        self._readers = {
+            path: reader for path, reader in self._readers.items() if path in rows and rows[path].state.name in LIVELY
+        }
+        self._rows = {path: kept for path, kept in self._rows.items() if path in rows}
         for path, row in list(rows.items()):
             with suppress(OSError):  # not permitted
                 if pipeline := read_json(path / PIPELINE):
                     rows[path] = _pipeline_row(row, pipeline, rows)
         return list(rows.values())
 
-    def _row(self, path: Path, *, later: bool) -> RunRow:
-        if later and path not in self._rows:
-            return RunRow(path=path, key=run_key(self.folder, path), name=path.name, state=UNREAD)
-        reader = self._readers.get(path) or RunReader(path, clock=self._clock)
+    @property
+    def complete(self) -> bool:
+        """Whether every run has been read."""
+        return len(self._rows) == len(self.paths)
+
+    def _row(self, path: Path, deadline_s: float) -> RunRow:
+        reader = self._readers.get(path) or RunReader(path, clock=self._clock, kept_events=0)
         row = RunRow(path=path, key=run_key(self.folder, path), name=path.name, state=reader.state)
+        if path not in self._rows and self._clock() > deadline_s:
+            return row
         try:
             now = [signature(path / name) for name in FILES]
             earlier, kept = self._rows.get(path, ([], row))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -54,7 +53,8 @@ def resume(run_dir: RunDir, /, *, json: Json = False) -> Result:
     """Continue a paused run in its process, or start a run or a recipe with stages again, as `tidemill train` does."""
     is_pipeline = (run_dir / "pipeline.json").is_file()
     run = _run_in(run_dir)
-    outcome = outcome_of(read_events(run.events)) if run is not None else "killed"
+    events = read_events(run.events) if run is not None else []
+    outcome = outcome_of(events) if events else "killed"
     if outcome in ("running", "unknown"):
         return _request(run_dir, "resume")
     if outcome == "finished" and not is_pipeline:
@@ -93,9 +93,11 @@ def _request(run_dir: Path, action: Action, *, hold_s: float = HOLD_S) -> Result
     """
     run = _run_in(run_dir)
     if run is None:
-        raise UserError("no stage of this pipeline is running", where=str(run_dir), hint=f"see {run_dir}/pipeline.json")
+        raise UserError(
+            "no stage of this pipeline is running", where=str(run_dir), hint=f"`tidemill resume {run_dir}` starts it"
+        )
     log = SharedLines(run.events)
-    events = _named(log.new_lines())
+    events = [line for line in log.new_lines() if line is not None and "event" in line]
     outcome = outcome_of(events)
     if outcome not in ("running", "unknown"):
         hint = f"`tidemill resume {run_dir}` starts it" if outcome != "finished" else "it has no step left"
@@ -110,27 +112,20 @@ def _request(run_dir: Path, action: Action, *, hold_s: float = HOLD_S) -> Result
     file, logged = folder.file(request.request_id), dict[str, Any]()
     while not logged and request.request_id not in live.requests and time.monotonic() < deadline_s:
         time.sleep(POLL_S)
-        lines = _named(log.new_lines())
-        logged = next((line for line in lines if line.get("request") == request.request_id), {})
+        logged = next((line for line in log.new_lines() if line and line.get("request") == request.request_id), {})
         live = read_live(run.path) or live
     if logged.get("outcome") == "ignored":
         raise UserError(f"the run ignored the request: {logged.get('reason')}", where=str(run_dir))
-    if file.exists() and outcome == "unknown":  # of another machine
+    step, taken = logged.get("step", live.step + 1), not file.exists()
+    if not taken and outcome == "unknown":  # of another machine
         file.unlink(missing_ok=True)
         hint = f"if its process is gone, write `tidemill train --run.dir {run_dir}`"
         raise UserError(f"the run did not answer in {duration(ANSWER_S)}", where=str(run_dir), hint=hint)
-    step, taken = logged.get("step", live.step + 1), not file.exists()
     texts = {
         "pause": f"pauses after step {step}, with a checkpoint; rented machines are kept for {duration(hold_s)}",
         "resume": f"resumes after step {step}",
         "checkpoint": f"step {step} gets a checkpoint",
         "stop": "stops, with a checkpoint",
     }
-    data = {"run_dir": str(run.path), "action": action, "request": request.request_id, "step": step, "taken": taken}
-    return Result(
-        data=data, text=texts[action] if taken else "the run is busy, and takes the request when it looks next"
-    )
-
-
-def _named(lines: Iterable[dict[str, Any] | None]) -> list[dict[str, Any]]:
-    return [line for line in lines if line is not None and isinstance(line.get("event"), str)]
+    text = texts[action] if taken else "the run is busy, and takes the request when it looks next"
+    return Result(data={"action": action, "request": request.request_id, "step": step, "taken": taken}, text=text)

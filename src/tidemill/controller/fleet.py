@@ -102,7 +102,6 @@ class Fleet:
         self._telemetry = telemetry
         self._provider, self._host = provider, host
         self._wanted = sys.maxsize  # preemptible workers; as many as the pool has
-        self._takes_leases = True
         self._machines = machines
         self.tainted: dict[str, MachineHealth] = {}  # by lease: workers that computed wrong tokens
         self._heartbeat_timeout_s = (
@@ -277,28 +276,19 @@ class Fleet:
         if self._provider is not None:
             self._provider.request_workers(workers)
 
-    def stop_renting(self) -> None:
-        """Take no more machines; those that the run has are kept."""
+    def rent(self, *, more: bool) -> None:
+        """Take no more machines, or as many as before."""
         if self._provider is not None:
-            self._provider.request_workers(0)
+            self._provider.request_workers(self._wanted if more else 0)
 
     def return_machines(self, cause: str) -> int:
-        """End the leases of all preemptible workers, which have nothing running, and accept none until `rent_again`.
-        Returns their number."""
-        if self._provider is None:
-            return 0
-        self._takes_leases = False
+        """End the leases of all preemptible workers, which have nothing running; returns their number."""
         returned = [worker for worker in self._workers.values() if worker.preemptible]
         for worker in returned:
+            assert self._provider is not None
             self._spawn(self._provider.release(worker.lease.lease_id), f"release {worker.lease.lease_id}")
-            self._end(worker, cause, provider_knows=True, evicted=False)
+            self._end(worker, cause, provider_knows=True, evicted=False)  # one that has not joined has not failed
         return len(returned)
-
-    def rent_again(self) -> None:
-        """Take machines as before `stop_renting`."""
-        self._takes_leases = True
-        if self._provider is not None:
-            self._provider.request_workers(self._wanted)
 
     def note_trained(self, metrics: StepMetrics) -> None:
         """A batch was trained on: its mismatch tells whether a worker computes otherwise than the others."""
@@ -346,10 +336,6 @@ class Fleet:
         if isinstance(event, LeaseGranted):
             if self.event_log.has_logged(event.lease.lease_id):
                 return  # a duplicate
-            if not self._takes_leases:  # granted just before machines were returned
-                assert self._provider is not None
-                self._spawn(self._provider.release(event.lease.lease_id), f"release {event.lease.lease_id}")
-                return
             now_s = self.clock.now()
             worker = WorkerState(lease=event.lease, slots=self.slots, reported_s=now_s, idle_since_s=now_s)
             self.event_log.granted(worker)

@@ -510,16 +510,16 @@ class TrainingRun:
         """Generate nothing until somebody resumes or stops the run. No deadline: it waits for a person; trainer.hours,
         Ctrl-C and a failing engine end it, too. Rented machines are returned when the hold time is over."""
         collector, fleet, clock = self._collector, self.rollout.fleet, self.rollout.clock
-        with self.rollout.span(PAUSED, step=self.step) as fields:
-            fleet.stop_renting()
+        with self.rollout.span(PAUSED, step=self.step, machines_returned=0) as fields:
+            fleet.rent(more=False)
             async with collector.paused():
                 started_s = clock.now()
                 while control.paused is not None and not self.rollout.stop.is_set() and not collector.failed:
-                    if "machines_returned" not in fields and control.hold_is_over(clock.now() - started_s):
-                        fields["machines_returned"] = fleet.return_machines("the run is paused")
+                    if control.hold_is_over(clock.now() - started_s):  # again if the provider granted one meanwhile
+                        fields["machines_returned"] += fleet.return_machines("the run is paused")
                     await asyncio.sleep(POLL_S)
                     control.poll()
-            fleet.rent_again()
+            fleet.rent(more=True)
 
     async def checkpoint_if_newer(self) -> None:
         """Before an early end: write a checkpoint of the last committed batch, unless the trainer does not respond."""

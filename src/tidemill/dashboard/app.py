@@ -37,9 +37,12 @@ from tidemill.telemetry.report.charts import chart_data
 from tidemill.telemetry.report.compare import SCRIPTS as COMPARE_SCRIPTS
 from tidemill.telemetry.report.compare import compare_page
 from tidemill.telemetry.report.pages import HERE, render_page
+from tidemill.telemetry.report.sample_pages import group_section, sample_section, samples_section
 from tidemill.telemetry.report.sections import SCRIPTS, SECTIONS, STYLES, TEMPLATES, fleet_data, run_page, section
 from tidemill.telemetry.run_data import RunData
+from tidemill.telemetry.run_dir import TRAINING_PURPOSE
 from tidemill.telemetry.run_reader import RunReader
+from tidemill.telemetry.sample_index import SampleQuery
 
 T = TypeVar("T")
 Handler = Callable[[Request], Awaitable[Response]]
@@ -49,7 +52,13 @@ BODY_BYTES, BODY_S = 4096, 5.0
 LONGEST_HOLD_S = 7 * 86400.0
 FEWEST_POINTS = 2
 WHOLE = re.compile(r"[0-9]{1,12}")
-OWN_ASSETS = ("templates/runs.js", "templates/check.js", "templates/door.js")
+OWN_ASSETS = (
+    "templates/samples.js",
+    "templates/samples.css",
+    "templates/runs.js",
+    "templates/check.js",
+    "templates/door.js",
+)
 ASSETS_BY_NAME = {Path(name).name: HERE / name for name in (*SCRIPTS, *STYLES, *COMPARE_SCRIPTS, *OWN_ASSETS)}
 MEDIA_TYPES = {".js": "text/javascript", ".css": "text/css"}
 RUNNING = ("running", "paused", "stalled", "waiting")
@@ -97,6 +106,9 @@ class Dashboard:
             f"{run}/section/{{name}}": self._section,
             f"{run}/charts.json": self._charts,
             f"{run}/fleet.json": self._fleet,
+            f"{run}/samples": self._samples,
+            f"{run}/group": self._group,
+            f"{run}/sample": self._sample,
             f"{run}/check": self._check,
         }
         acts: dict[str, Handler] = {f"{run}/control": self._control, f"{run}/verdict": self._verdict}
@@ -141,7 +153,20 @@ class Dashboard:
         if name not in SECTIONS:
             raise ApiError(404, "there is no such section", code="unknown_section")
         run = await self._run(request)
-        return HTMLResponse(await run.read(lambda reader: _section(reader, name)))
+        return HTMLResponse(await run.read(lambda reader: _section(reader, name, run)))
+
+    async def _samples(self, request: Request) -> Response:
+        run, query = await self._run(request), SampleQuery.of_url(request.query_params)
+        return HTMLResponse(await run.read(lambda reader: samples_section(reader.data, run.samples(), query)))
+
+    async def _group(self, request: Request) -> Response:
+        run, place = await self._run(request), _place(request)
+        return HTMLResponse(await run.read(lambda reader: group_section(reader.data, run.samples(), **place)))
+
+    async def _sample(self, request: Request) -> Response:
+        run, place, number = await self._run(request), _place(request), _whole(request, "index")
+        show = partial(sample_section, number=number, **place)
+        return HTMLResponse(await run.read(lambda reader: show(reader.data, run.samples())))
 
     async def _check(self, request: Request) -> Response:
         run = await self._run(request)
@@ -251,8 +276,9 @@ def _page(reader: RunReader, key: str) -> str:
     return run_page(reader.data, state=reader.state, live=reader.live, mode="live", key=key, can_act=True)
 
 
-def _section(reader: RunReader, name: str) -> str:
-    return section(reader.data, name, state=reader.state, live=reader.live)
+def _section(reader: RunReader, name: str, run: WatchedRun) -> str:
+    index = run.samples() if name == "samples" else None
+    return section(reader.data, name, state=reader.state, live=reader.live, index=index)
 
 
 def _write_request(reader: RunReader, asked: ControlBody) -> dict[str, Any]:
@@ -295,6 +321,13 @@ def _whole(request: Request, name: str) -> int:
     if not WHOLE.fullmatch(text):
         raise invalid(f"{name} is not a whole number", name)
     return int(text)
+
+
+def _place(request: Request) -> dict[str, Any]:
+    """The group that a request is about."""
+    given = request.query_params
+    about = {"step": _whole(request, "step"), "epoch": _whole(request, "epoch"), "prompt_id": given.get("prompt", "")}
+    return about | {"purpose": given.get("purpose", TRAINING_PURPOSE)}
 
 
 def _json(value: Any, *, status: int = 200) -> Response:

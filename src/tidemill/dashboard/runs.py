@@ -21,6 +21,7 @@ from tidemill.telemetry.run_data import NO_RUN, RunData
 from tidemill.telemetry.run_dir import RunDirectory
 from tidemill.telemetry.run_list import RunList, RunRow, find_runs, run_key
 from tidemill.telemetry.run_reader import RunReader
+from tidemill.telemetry.sample_index import SampleIndex
 
 T = TypeVar("T")
 
@@ -44,6 +45,7 @@ class WatchedRun:
         self._changed = set[str]()  # since `take_changes`
         self.lock = asyncio.Lock()
         self._reader: RunReader | None = None
+        self._samples: SampleIndex | None = None
 
     async def refresh(self) -> None:
         """Read what is new.
@@ -65,6 +67,12 @@ class WatchedRun:
         """What was read last; for threads that have the lock."""
         assert self._reader is not None, "refreshed"
         return self._reader.data
+
+    def samples(self) -> SampleIndex:
+        """The index of the run's samples, with the newest; for threads that have the lock."""
+        self._samples = self._samples or SampleIndex(RunDirectory(self.path))
+        self._samples.refresh()
+        return self._samples
 
     def take_changes(self) -> set[str]:
         """What has changed since the last call: names of `RunReader.refresh`, and `state`."""

@@ -71,6 +71,7 @@ class Stream:
         self._folder = folder
         self._listeners = set[Listener]()
         self._looking: asyncio.Task[None] | None = None
+        self._closed = False
         self._rows = dict[str, RunRow]()
 
     async def listen(self, run: WatchedRun | None, last_id: str) -> AsyncIterator[bytes]:
@@ -85,6 +86,8 @@ class Stream:
             FileNotFoundError: the run was deleted.
             UserError: it cannot be read.
         """
+        if self._closed:
+            raise ApiError(503, "the server stops", code="stopping")
         if len(self._listeners) >= MOST_LISTENERS:
             raise ApiError(503, f"{MOST_LISTENERS} pages are open already", kind=RATE, code="too_many_listeners")
         listener = Listener(run)
@@ -109,7 +112,8 @@ class Stream:
             self._listeners.discard(listener)
 
     async def close(self) -> None:
-        """End all streams."""
+        """End all streams, and begin no other."""
+        self._closed = True
         for listener in self._listeners:
             listener.put("", "end")
         if self._looking is not None:

@@ -14,8 +14,9 @@ import stat
 import time
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
-from typing import Literal, Protocol, TypeAlias
+from typing import Literal, TypeAlias
 
 import msgspec
 
@@ -62,20 +63,12 @@ def new_request(action: Action, *, run_id: str, session: int, by: str, hold_s: f
     )
 
 
-class TakenRequest(Record):
-    """A request file that the run has read."""
-
-    name: str  # of the file, without suffix
-    request: ControlRequest | None  # None: unreadable
-    refused: str = ""  # why it is not applied
-
-
 class ControlFolder:
     """RUN/control. People write requests, the run takes them."""
 
     def __init__(self, run_dir: Path) -> None:
         self.path = run_dir / CONTROL
-        self._known: set[str] = set()  # file names and request ids that were taken: a file may be undeletable
+        self._known: set[str] = set()  # names and ids that were taken: a file may be undeletable
 
     def file(self, request_id: str) -> Path:
         return self.path / f"{request_id}.json"
@@ -88,59 +81,38 @@ class ControlFolder:
             raise disk_error(error, self.path) from error
         write_atomically(self.file(request.request_id), encode(request))
 
-    def take(self, *, run_id: str, session: int) -> list[TakenRequest]:
-        """New requests in the order of their files' times, each once; their files are deleted."""
-        found = list[tuple[int, TakenRequest]]()
-        for path in self.path.glob("*.json"):
-            if path.name in self._known:
-                continue
-            try:
-                state = path.lstat()
-                taken = self._read(path, state, run_id=run_id, session=session)
-            except OSError:
-                continue  # it was withdrawn
-            self._known.add(path.name)
-            try:
+    def take(self, *, run_id: str, session: int) -> list[tuple[str, ControlRequest | None, str]]:
+        """(name, request, why it is refused) of each new file in the order of their times. Files are deleted, and taken
+        once even if that fails. An unreadable one has no request."""
+        files = [(path.lstat(), path) for path in self.path.glob("*.json") if path.name not in self._known]
+        taken = list[tuple[str, ControlRequest | None, str]]()
+        for state, path in sorted(files, key=lambda pair: pair[0].st_mtime_ns):
+            request: ControlRequest | None = None
+            if stat.S_ISREG(state.st_mode) and state.st_size <= MOST_BYTES:
+                with suppress(OSError, msgspec.DecodeError):
+                    request = decode_json(path.read_bytes(), ControlRequest)
+            refused = "it is not a request of this version"
+            if request is not None:
+                age_s = self._now_s() - state.st_mtime
+                checks = {
+                    "it was applied before": request.request_id in self._known,
+                    "it is for another run": request.run_id != run_id,
+                    f"it is for session {request.session}, and this is session {session}": request.session != session,
+                    f"it is older than {duration(request.expires_s)}": age_s > request.expires_s,
+                }
+                refused = next((reason for reason, applies in checks.items() if applies), "")
+            self._known |= {path.name, *([request.request_id] if request is not None else [])}
+            with suppress(OSError):
                 path.unlink()
-            except OSError:
-                pass
-            else:
-                self._known.discard(path.name)
-            found.append((state.st_mtime_ns, taken))
-        found.sort(key=lambda pair: (pair[0], pair[1].name))
-        return [taken for _, taken in found]
-
-    def _read(self, path: Path, state: os.stat_result, *, run_id: str, session: int) -> TakenRequest:
-        unreadable = TakenRequest(name=path.stem, request=None, refused="it is not a request of this version")
-        if not stat.S_ISREG(state.st_mode) or state.st_size > MOST_BYTES:
-            return unreadable
-        try:
-            request = decode_json(path.read_bytes(), ControlRequest)
-        except msgspec.DecodeError:
-            return unreadable
-        refused = ""
-        if request.request_id in self._known:
-            refused = "it was applied before"
-        elif request.run_id != run_id:
-            refused = "it is for another run"
-        elif request.session != session:
-            refused = f"it is for session {request.session}, and this is session {session}"
-        elif self._now_s() - state.st_mtime > request.expires_s:
-            refused = f"it is older than {duration(request.expires_s)}"
-        self._known.add(request.request_id)
-        return TakenRequest(name=path.stem, request=request, refused=refused)
+            taken.append((path.stem, request, refused))
+        return taken
 
     def _now_s(self) -> float:
         """Now by the clock that stamps the requests: on a shared file system that of its server."""
-        try:
+        with suppress(OSError):
             os.utime(self.path)
-        except OSError:
-            return time.time()
-        return self.path.stat().st_mtime
-
-
-class LogRequest(Protocol):
-    def __call__(self, *, action: str, by: str, request: str, outcome: str, **more: object) -> None: ...
+            return self.path.stat().st_mtime
+        return time.time()
 
 
 class RunControl:
@@ -150,7 +122,7 @@ class RunControl:
         log: writes the event of a request.
     """
 
-    def __init__(self, folder: ControlFolder, *, run_id: str, session: int, log: LogRequest) -> None:
+    def __init__(self, folder: ControlFolder, *, run_id: str, session: int, log: Callable[..., object]) -> None:
         self._folder, self._run_id, self._session, self._log = folder, run_id, session, log
         self._stop: Callable[[str], object] | None = None
         self._between_steps = False
@@ -170,42 +142,38 @@ class RunControl:
         """Take new requests, and apply those that do not wait for the end of the step."""
         if self._stop is None:
             return
-        for taken in self._folder.take(run_id=self._run_id, session=self._session):
-            request = taken.request
+        for name, request, refused in self._folder.take(run_id=self._run_id, session=self._session):
             if request is None:
-                self._log(action="", by="", request=taken.name[:MOST_NAME], outcome="ignored", reason=taken.refused)
-            elif taken.refused:
-                self._ignore(request, taken.refused)
+                self._log(action="", by="", request=name[:MOST_NAME], outcome="ignored", reason=refused)
+            elif refused:
+                self._ignore(request, refused)
             else:
                 self._apply(request, self._stop)
 
     def _apply(self, request: ControlRequest, stop: Callable[[str], object]) -> None:
-        waits = {other.action for other in self.waiting}
         if request.action == "stop":
-            self._log_applied(request)
+            self._note(request)
             stop(f"{request.by[:MOST_NAME] or 'a request'} asked for it")
         elif not self._between_steps:
             self._ignore(request, "training on several ranks can only be stopped")
         elif request.action == "resume":
-            if self.paused is None and "pause" not in waits:
+            if self.paused is None and not self._withdraw("pause", "it was withdrawn before the end of the step"):
                 self._ignore(request, "the run is not paused")
                 return
             self.paused = None
-            self._withdraw("pause", "it was withdrawn before the end of the step")
-            self._log_applied(request)
-        elif self.paused is not None:  # the step is checkpointed; a new pause has another hold time
-            self.paused = request if request.action == "pause" else self.paused
-            self._log_applied(request)
+            self._note(request)
         else:
             self._withdraw(request.action, "a newer request replaced it")
             self.waiting.append(request)
+            if self.paused is not None:  # the step is checkpointed; a new pause has another hold time
+                self.take_waiting()
 
     def take_waiting(self) -> bool:
         """After a checkpoint at the end of a step: apply what waited for it. Returns whether to pause."""
-        waiting, self.waiting = self.waiting, []
-        for request in waiting:
+        while self.waiting:
+            request = self.waiting.pop(0)
             self.paused = request if request.action == "pause" else self.paused
-            self._log_applied(request)
+            self._note(request)
         return self.paused is not None
 
     def hold_is_over(self, paused_s: float) -> bool:
@@ -220,21 +188,23 @@ class RunControl:
         """The run ends: take no more requests."""
         self.poll()
         self._stop = self.paused = None
-        while self.waiting:
-            self._ignore(self.waiting.pop(0), "the run ended before")
+        for request in self.waiting:
+            self._ignore(request, "the run ended before")
+        self.waiting = []
 
-    def _withdraw(self, action: Action, reason: str) -> None:
-        for request in [other for other in self.waiting if other.action == action]:
+    def _withdraw(self, action: Action, reason: str) -> bool:
+        """Ignore a waiting request; returns whether there was one."""
+        withdrawn = [request for request in self.waiting if request.action == action]
+        for request in withdrawn:
             self.waiting.remove(request)
             self._ignore(request, reason)
+        return bool(withdrawn)
 
     def _ignore(self, request: ControlRequest, reason: str) -> None:
-        self._log_request(request, outcome="ignored", reason=reason)
+        self._note(request, outcome="ignored", reason=reason)
 
-    def _log_applied(self, request: ControlRequest) -> None:
-        hold = {"hold_s": request.hold_s} if request.action == "pause" else {}
-        self._log_request(request, outcome="applied", **hold)
-
-    def _log_request(self, request: ControlRequest, *, outcome: str, **more: object) -> None:
+    def _note(self, request: ControlRequest, *, outcome: str = "applied", **more: object) -> None:
+        if request.action == "pause":
+            more["hold_s"] = request.hold_s
         by, name = request.by[:MOST_NAME], request.request_id[:MOST_NAME]
         self._log(action=request.action, by=by, request=name, outcome=outcome, **more)

@@ -6,7 +6,7 @@ A *session* is one process that works on a run; each resume starts a new one.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
@@ -192,8 +192,10 @@ INTERRUPTIONS = ("CancelledError", "KeyboardInterrupt")
 
 def event_text(name: str, fields: dict[str, Any]) -> str:
     """One line about an event for the terminal and the report; empty if the event is not worth a line."""
-    if name in TEXTS:
-        return TEXTS[name](name, fields)
+    kinds = {_fleet_text: FLEET_EVENTS, _guard_text: GUARD_EVENTS, _control_text: (CONTROL, PAUSED)}
+    of_kind = next((text_of for text_of, names in kinds.items() if name in names), None)
+    if of_kind:
+        return of_kind(name, fields)
     step, error = fields.get("step"), fields.get("error")
     took = f", {duration(fields['duration_s'])}" if "duration_s" in fields else ""
     if error and name != SESSION_END:  # the command prints what ended the session
@@ -264,17 +266,15 @@ def decision_text(fields: Mapping[str, Any]) -> str:
 
 
 def _control_text(name: str, fields: Mapping[str, Any]) -> str:
-    """`pausing after step 12 (asked for by command line)`."""
+    """`pause after step 12, as command line asked`."""
     action, by, step = fields.get("action"), fields.get("by") or "somebody", fields.get("step")
     if name == PAUSED:
-        returned = fields.get("machines_returned")
-        machines = f"; {counted(returned, 'rented machine')} returned" if returned else ""
-        return f"paused for {duration(fields.get('duration_s', 0.0))} after step {step}{machines}"
+        machines = counted(fields.get("machines_returned", 0), "rented machine")
+        return f"paused for {duration(fields.get('duration_s', 0.0))} after step {step}; {machines} returned"
     if fields.get("outcome") != "applied":
         what = f"request to {action} by {by}" if action else f"file in control/ ({fields.get('request')})"
         return f"ignored a {what}: {fields.get('reason')}"
-    verbs = {"pause": "pausing", "resume": "resuming", "checkpoint": "checkpoint", "stop": "stopping"}
-    return f"{verbs.get(str(action), action)} after step {step} (asked for by {by})"
+    return f"{action} after step {step}, as {by} asked"
 
 
 def probe_text(fields: Mapping[str, Any]) -> str:
@@ -338,13 +338,6 @@ def moved_text(fields: dict[str, Any]) -> str:
     verb = "moves" if samples == 1 else "move"
     text = f"{counted(samples, 'sample')} {verb} to other workers, {counted(kept, 'token')} kept"
     return f"{text}, {lost:,} lost" if lost else text
-
-
-TEXTS: dict[str, Callable[[str, dict[str, Any]], str]] = {
-    **dict.fromkeys(FLEET_EVENTS, _fleet_text),
-    **dict.fromkeys(GUARD_EVENTS, _guard_text),
-    **dict.fromkeys((CONTROL, PAUSED), _control_text),
-}
 
 
 def timestamp(unix_s: float) -> str:

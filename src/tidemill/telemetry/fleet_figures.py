@@ -161,8 +161,10 @@ class Decoded(NamedTuple):
 
     @classmethod
     def of(cls, event: dict[str, Any]) -> Self:
-        figures = (amount(event, key) for key in ("session", "elapsed_s", "duration_s", "tokens"))
-        return cls(*figures, reserved=event.get("kind") == "reserved")
+        session, end_s, duration_s, tokens = (
+            amount(event, key) for key in ("session", "elapsed_s", "duration_s", "tokens")
+        )
+        return cls(session, end_s, duration_s, tokens, event.get("kind") == "reserved")
 
 
 def reserved_only_s(

@@ -105,11 +105,8 @@ class FollowedFile:
                 file.seek(0)
             self.inode = inode
             block = file.read(BLOCK_BYTES)
-            while len(block) % BLOCK_BYTES == 0 and block and b"\n" not in block:  # a very long line
-                more = file.read(BLOCK_BYTES)
-                if not more:
-                    break
-                block += more
+            if len(block) == BLOCK_BYTES and b"\n" not in block:  # a very long line
+                block += file.readall()
         complete = block[: block.rfind(b"\n") + 1]
         if complete:
             self._offset += len(complete)

@@ -6,7 +6,7 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import repeat
-from typing import TypeVar, overload
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,11 +26,7 @@ class Rows(Sequence[T]):
         """The item at a position, counted from 0."""
         raise NotImplementedError
 
-    @overload
-    def __getitem__(self, at: int) -> T: ...
-    @overload
-    def __getitem__(self, at: slice) -> Sequence[T]: ...
-    def __getitem__(self, at: int | slice) -> T | Sequence[T]:
+    def __getitem__(self, at: Any) -> Any:
         if isinstance(at, slice):
             return [self.item(row) for row in range(*at.indices(len(self)))]
         return self.item(range(len(self))[at])

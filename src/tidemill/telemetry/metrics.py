@@ -275,192 +275,171 @@ class Chart(NamedTuple):
     group: str = "Other"
 
 
-def _group(name: str, *charts: Chart) -> tuple[Chart, ...]:
-    return tuple(chart._replace(group=name) for chart in charts)
-
-
 FORECAST_STEP = "forecast/step_s"
 FORECAST_HALF = "forecast/half_s"
 """Added by the report to the metrics of steps that were forecast."""
 
-CHARTS = (
-    *_group(
-        "Reward",
-        Chart("Held-out accuracy", "greedy completions", {GREEDY_ACCURACY: "accuracy"}, kind="points", high=1),
-        Chart(
-            "Held-out reward",
-            "mean, greedy completions",
-            {HELD_OUT_REWARD: "mean", DRAWN_REWARD: "drawn samples"},
-            kind="points",
-            low=None,
-        ),
-        Chart("Reward", "mean ± standard deviation", {REWARD_MEAN: "mean"}, band=REWARD_STD, low=None),
-        Chart("Standard error", "of the held-out reward", {"eval/reward_stderr": "error"}, kind="points"),
-        Chart("Held-out prompts", "evaluated", {"eval/n": "prompts"}, kind="points"),
+_CHARTS = (
+    Chart("Held-out accuracy", "greedy completions", {GREEDY_ACCURACY: "accuracy"}, kind="points", high=1),
+    Chart(
+        "Held-out reward",
+        "mean, greedy completions",
+        {HELD_OUT_REWARD: "mean", DRAWN_REWARD: "drawn samples"},
+        kind="points",
+        low=None,
     ),
-    *_group(
-        "Agents",
-        Chart("Turns and calls", "mean of an episode", {TURNS_MEAN: "turns", "calls_mean": "calls"}),
-        Chart(
-            "Ends of episodes",
-            "% of episodes",
-            {name: end for end, name in EPISODE_ENDS.items()},
-            kind="stacked",
-            scale=100,
-        ),
-        Chart("Answers of environments", "seconds a turn", {"time_env_answer_s": "mean"}),
-        Chart("Mistakes of agents", "calls per step", {ENV_MISTAKES: "mistakes", ENV_TIMEOUTS: "timeouts"}),
-        Chart(
-            "Environment faults",
-            "per step",
-            {ENV_RETRIES: "retries", ENV_FAILURES: "failures", ENV_FAULTS: "episodes left out"},
-        ),
-        Chart("Calls of environments", "per step", {ENV_CALLS: "calls"}),
-        Chart("Changed observations", "per step", {"env_cut": "cut", "env_cleaned": "cleaned"}),
+    Chart("Reward", "mean ± standard deviation", {REWARD_MEAN: "mean"}, band=REWARD_STD, low=None),
+    Chart("Standard error", "of the held-out reward", {"eval/reward_stderr": "error"}, kind="points"),
+    Chart("Held-out prompts", "evaluated", {"eval/n": "prompts"}, kind="points"),
+    Chart("Turns and calls", "mean of an episode", {TURNS_MEAN: "turns", "calls_mean": "calls"}),
+    Chart(
+        "Ends of episodes",
+        "% of episodes",
+        {name: end for end, name in EPISODE_ENDS.items()},
+        kind="stacked",
+        scale=100,
     ),
-    *_group(
-        "Supervised",
-        Chart("Loss", "mean", {HELD_OUT_LOSS: "held-out", LOSS: "training"}, low=None),
-        Chart("Token accuracy", "share", {HELD_OUT + TOKEN_ACCURACY: "held-out", TOKEN_ACCURACY: "training"}, high=1),
-        Chart(
-            "Pairwise accuracy",
-            "share",
-            {HELD_OUT + PAIRWISE_ACCURACY: "held-out", PAIRWISE_ACCURACY: "training"},
-            high=1,
-        ),
-        Chart(
-            "DPO rewards",
-            "β times the log-ratio to the reference",
-            {"reward_margin": "margin", "reward_chosen": "chosen", "reward_rejected": "rejected"},
-            low=None,
-        ),
-        Chart("Reward model scores", "", {"score_margin": "margin", "score_mean": "mean"}, low=None),
-        Chart("Examples", "per step", {EXAMPLES: "examples"}),
-        Chart("Epoch", "pass over the examples", {"epoch": "epoch"}),
+    Chart("Answers of environments", "seconds a turn", {"time_env_answer_s": "mean"}),
+    Chart("Mistakes of agents", "calls per step", {ENV_MISTAKES: "mistakes", ENV_TIMEOUTS: "timeouts"}),
+    Chart(
+        "Environment faults",
+        "per step",
+        {ENV_RETRIES: "retries", ENV_FAILURES: "failures", ENV_FAULTS: "episodes left out"},
     ),
-    *_group(
-        "Policy",
-        Chart("Entropy", "nats per token", {ENTROPY: "entropy"}),
-        Chart("KL", "nats per token", {APPROX_KL: "of the update", KL_REF: "to reference"}),
-        Chart("KL to reference, k1", "nats per token", {"kl_ref_k1": "log-ratio"}, low=None),
-        Chart("KL coefficient", "", {"kl_beta": "beta"}),
-        Chart("Clip fraction", "% of tokens", {CLIP_FRACTION: "clipped"}, scale=100),
-        Chart("Gradient norm", "before clipping", {GRAD_NORM: "norm"}),
-        Chart("Learning rate", "", {LEARNING_RATE: "rate"}),
-        Chart(
-            "Skipped updates",
-            "per step",
-            {"minibatches_dropped": "minibatches, kl_stop", UPDATES_SKIPPED: "optimizer steps, not finite"},
-        ),
+    Chart("Calls of environments", "per step", {ENV_CALLS: "calls"}),
+    Chart("Changed observations", "per step", {"env_cut": "cut", "env_cleaned": "cleaned"}),
+    Chart("Loss", "mean", {HELD_OUT_LOSS: "held-out", LOSS: "training"}, low=None),
+    Chart("Token accuracy", "share", {HELD_OUT + TOKEN_ACCURACY: "held-out", TOKEN_ACCURACY: "training"}, high=1),
+    Chart(
+        "Pairwise accuracy", "share", {HELD_OUT + PAIRWISE_ACCURACY: "held-out", PAIRWISE_ACCURACY: "training"}, high=1
     ),
-    *_group(
-        "Samples",
-        Chart("Completion length", "tokens", {LENGTH_MEAN: "mean", LENGTH_MAX: "longest"}),
-        Chart("Truncated", "% of samples", {TRUNCATED: "truncated"}, scale=100),
-        Chart(
-            "No signal or invalid",
-            "per step",
-            {
-                NO_SIGNAL: "groups without signal",
-                "groups_skipped_invalid": "groups invalid",
-                SAMPLES_INVALID: "samples invalid",
-            },
-        ),
-        Chart("Samples of the batch", "per step", {"samples": "all", "samples_left_out": "left out"}),
-        Chart(
-            "Restarted and dropped",
-            "per step",
-            {
-                "samples_restarted": "samples restarted, too old",
-                "groups_dropped": "groups dropped, too old",
-                "groups_redrawn": "groups redrawn, no signal",
-            },
-        ),
+    Chart(
+        "DPO rewards",
+        "β times the log-ratio to the reference",
+        {"reward_margin": "margin", "reward_chosen": "chosen", "reward_rejected": "rejected"},
+        low=None,
     ),
-    *_group(
-        "Off-policy",
-        Chart("Engine and trainer mismatch", "KL, nats per token", {MISMATCH_KL: "mismatch"}),
-        Chart("Importance ratio", "", {"ratio_mean": "mean", "ratio_max": "largest"}, low=None),
-        Chart("Variance of the ratio", "", {"ratio_var": "variance"}),
-        Chart("Effective sample size", "share", {"effective_sample_size": "share"}, high=1),
-        Chart(
-            "Importance correction",
-            "% of tokens",
-            {"correction_masked": "masked", "correction_truncated": "truncated"},
-            scale=100,
-        ),
-        Chart("Policy lag", "versions", {"policy_lag_mean": "mean", "policy_lag_max": "largest"}),
+    Chart("Reward model scores", "", {"score_margin": "margin", "score_mean": "mean"}, low=None),
+    Chart("Examples", "per step", {EXAMPLES: "examples"}),
+    Chart("Epoch", "pass over the examples", {"epoch": "epoch"}),
+    Chart("Entropy", "nats per token", {ENTROPY: "entropy"}),
+    Chart("KL", "nats per token", {APPROX_KL: "of the update", KL_REF: "to reference"}),
+    Chart("KL to reference, k1", "nats per token", {"kl_ref_k1": "log-ratio"}, low=None),
+    Chart("KL coefficient", "", {"kl_beta": "beta"}),
+    Chart("Clip fraction", "% of tokens", {CLIP_FRACTION: "clipped"}, scale=100),
+    Chart("Gradient norm", "before clipping", {GRAD_NORM: "norm"}),
+    Chart("Learning rate", "", {LEARNING_RATE: "rate"}),
+    Chart(
+        "Skipped updates",
+        "per step",
+        {"minibatches_dropped": "minibatches, kl_stop", UPDATES_SKIPPED: "optimizer steps, not finite"},
     ),
-    *_group(
-        "Critic",
-        Chart("Value loss", "", {"value_loss": "loss"}),
-        Chart("Explained variance", "share", {"explained_variance": "share"}, high=1, low=None),
-        Chart("Critic's clip fraction", "% of tokens", {"value_clip_fraction": "clipped"}, scale=100),
-        Chart("Critic's gradient norm", "before clipping", {"value_grad_norm": "norm"}),
-        Chart("Return", "mean", {"returns_mean": "return"}, low=None),
+    Chart("Completion length", "tokens", {LENGTH_MEAN: "mean", LENGTH_MAX: "longest"}),
+    Chart("Truncated", "% of samples", {TRUNCATED: "truncated"}, scale=100),
+    Chart(
+        "No signal or invalid",
+        "per step",
+        {
+            NO_SIGNAL: "groups without signal",
+            "groups_skipped_invalid": "groups invalid",
+            SAMPLES_INVALID: "samples invalid",
+        },
     ),
-    *_group(
-        "Time",
-        Chart(
-            "Time per step",
-            "seconds",
-            {ROLLOUT_TIME: "rollout", TRAIN_TIME: "training", SCORE_TIME: "scoring", EVAL_TIME: "evaluation"},
-            kind="stacked",
-        ),
-        Chart(
-            "Step time",
-            "seconds, forecast ± two deviations",
-            {FORECAST_STEP: "forecast", STEP_TIME: "actual"},
-            band=FORECAST_HALF,
-        ),
-        Chart(
-            "Idle side",
-            "seconds per step",
-            {"time_trainer_wait_s": "trainer", "time_remote_wait_s": "workers", "seed_window_s": "seeding window"},
-        ),
-        Chart("Trainer waiting", "seconds per step", {TRAINER_IDLE: "for samples", CRITIC_WAIT: "for its critic"}),
-        Chart("Logprobs at publish", "seconds", {"time_publish_logprobs_s": "samples in flight"}),
-        Chart("CPU time", "seconds per step", {STEP_CPU: "all", TRAIN_CPU: "training", CONTROLLER_CPU: "controller"}),
+    Chart("Samples of the batch", "per step", {"samples": "all", "samples_left_out": "left out"}),
+    Chart(
+        "Restarted and dropped",
+        "per step",
+        {
+            "samples_restarted": "samples restarted, too old",
+            "groups_dropped": "groups dropped, too old",
+            "groups_redrawn": "groups redrawn, no signal",
+        },
     ),
-    *_group(
-        "Tokens",
-        Chart("Generation speed", "tokens per second", {TOKENS_PER_S: "speed"}),
-        Chart("Tokens of the batch", "per step", {TOKENS_GENERATED: "generated", TOKENS_TRAINED: "trained"}),
-        Chart("Size of the attention", "pairs of tokens per step", {"pairs_packed": "pairs"}),
-        Chart("Prompt tokens", "per step", {"prompt_tokens_computed": "computed", "prompt_tokens_reused": "reused"}),
-        Chart(
-            "Trained tokens",
-            "per step, prompts included",
-            {"tokens_packed": "shared prefixes once", "tokens_unpacked": "without sharing"},
-        ),
-        Chart(
-            "Read by reward models and reference",
-            "tokens",
-            {"tokens_read_ahead": "during generation", "tokens_read_late": "afterwards"},
-        ),
-        Chart("Peak memory", "GB", {PEAK_RSS: "memory"}, scale=1e-09),
+    Chart("Engine and trainer mismatch", "KL, nats per token", {MISMATCH_KL: "mismatch"}),
+    Chart("Importance ratio", "", {"ratio_mean": "mean", "ratio_max": "largest"}, low=None),
+    Chart("Variance of the ratio", "", {"ratio_var": "variance"}),
+    Chart("Effective sample size", "share", {"effective_sample_size": "share"}, high=1),
+    Chart(
+        "Importance correction",
+        "% of tokens",
+        {"correction_masked": "masked", "correction_truncated": "truncated"},
+        scale=100,
     ),
-    *_group(
-        "Fleet",
-        Chart("Preemptible workers", "mean", {"workers_mean": "workers"}),
-        Chart(
-            "Evictions",
-            "per step",
-            {"evictions": "machines evicted", "crashes": "workers crashed", "migrations": "samples migrated"},
-        ),
-        Chart(
-            "Lost and recomputed",
-            "tokens per step",
-            {"tokens_lost": "lost", TOKENS_RECOMPUTED: "recomputed", "tokens_discarded": "discarded"},
-        ),
-        Chart(
-            "Recovered from earlier sessions",
-            "tokens",
-            {"tokens_recovered": "recovered", "tokens_other_weights": "of other weights"},
-        ),
-        Chart("Outdated messages", "per step", {"deltas_ignored": "ignored"}),
+    Chart("Policy lag", "versions", {"policy_lag_mean": "mean", "policy_lag_max": "largest"}),
+    Chart("Value loss", "", {"value_loss": "loss"}),
+    Chart("Explained variance", "share", {"explained_variance": "share"}, high=1, low=None),
+    Chart("Critic's clip fraction", "% of tokens", {"value_clip_fraction": "clipped"}, scale=100),
+    Chart("Critic's gradient norm", "before clipping", {"value_grad_norm": "norm"}),
+    Chart("Return", "mean", {"returns_mean": "return"}, low=None),
+    Chart(
+        "Time per step",
+        "seconds",
+        {ROLLOUT_TIME: "rollout", TRAIN_TIME: "training", SCORE_TIME: "scoring", EVAL_TIME: "evaluation"},
+        kind="stacked",
     ),
+    Chart(
+        "Step time",
+        "seconds, forecast ± two deviations",
+        {FORECAST_STEP: "forecast", STEP_TIME: "actual"},
+        band=FORECAST_HALF,
+    ),
+    Chart(
+        "Idle side",
+        "seconds per step",
+        {"time_trainer_wait_s": "trainer", "time_remote_wait_s": "workers", "seed_window_s": "seeding window"},
+    ),
+    Chart("Trainer waiting", "seconds per step", {TRAINER_IDLE: "for samples", CRITIC_WAIT: "for its critic"}),
+    Chart("Logprobs at publish", "seconds", {"time_publish_logprobs_s": "samples in flight"}),
+    Chart("CPU time", "seconds per step", {STEP_CPU: "all", TRAIN_CPU: "training", CONTROLLER_CPU: "controller"}),
+    Chart("Generation speed", "tokens per second", {TOKENS_PER_S: "speed"}),
+    Chart("Tokens of the batch", "per step", {TOKENS_GENERATED: "generated", TOKENS_TRAINED: "trained"}),
+    Chart("Size of the attention", "pairs of tokens per step", {"pairs_packed": "pairs"}),
+    Chart("Prompt tokens", "per step", {"prompt_tokens_computed": "computed", "prompt_tokens_reused": "reused"}),
+    Chart(
+        "Trained tokens",
+        "per step, prompts included",
+        {"tokens_packed": "shared prefixes once", "tokens_unpacked": "without sharing"},
+    ),
+    Chart(
+        "Read by reward models and reference",
+        "tokens",
+        {"tokens_read_ahead": "during generation", "tokens_read_late": "afterwards"},
+    ),
+    Chart("Peak memory", "GB", {PEAK_RSS: "memory"}, scale=1e-09),
+    Chart("Preemptible workers", "mean", {"workers_mean": "workers"}),
+    Chart(
+        "Evictions",
+        "per step",
+        {"evictions": "machines evicted", "crashes": "workers crashed", "migrations": "samples migrated"},
+    ),
+    Chart(
+        "Lost and recomputed",
+        "tokens per step",
+        {"tokens_lost": "lost", TOKENS_RECOMPUTED: "recomputed", "tokens_discarded": "discarded"},
+    ),
+    Chart(
+        "Recovered from earlier sessions",
+        "tokens",
+        {"tokens_recovered": "recovered", "tokens_other_weights": "of other weights"},
+    ),
+    Chart("Outdated messages", "per step", {"deltas_ignored": "ignored"}),
 )
+_GROUPS = {
+    "Held-out accuracy": "Reward", "Turns and calls": "Agents", "Loss": "Supervised", "Entropy": "Policy",
+    "Completion length": "Samples", "Engine and trainer mismatch": "Off-policy", "Value loss": "Critic",
+    "Time per step": "Time", "Generation speed": "Tokens", "Preemptible workers": "Fleet",
+}  # fmt: skip
+"""Group by its first chart."""
+
+
+def _grouped(charts: Iterable[Chart]) -> Iterable[Chart]:
+    group = ""
+    for chart in charts:
+        group = _GROUPS.get(chart.title, group)
+        yield chart._replace(group=group)
+
+
+CHARTS = tuple(_grouped(_CHARTS))
 """The charts of runs by group, in page order; every metric is in one."""
 
 HEADER = ("step", "policy_version", "weights_digest", "optimizer_steps", "time", "session", "elapsed_s")

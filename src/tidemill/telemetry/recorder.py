@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, Self, TextIO, TypeAlias
 
+import msgspec
+
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError, describe_error, error_line, root_error
 from tidemill.core.protocols import Clock
@@ -351,9 +353,7 @@ class Recorder:
             activity_text=self.control.pause_text,
             left_s=None if left_s is None else max(0.0, left_s - (elapsed_s - progress.elapsed_s)),
             phases=tuple(Phase(name=name, done=done, total=total) for name, done, total in phases),
-            fleet=under_way.fleet,
-            samples=under_way.samples,
-            samples_total=under_way.samples_total,
+            **msgspec.structs.asdict(under_way),
             requests=tuple(request.request_id for request in self.control.waiting),
         )
 

@@ -22,7 +22,6 @@ from tidemill.telemetry.jsonl import (
     disk_error,
     drop_torn_line,
     encode,
-    finite_number,
     read_lines,
     write_atomically,
     write_json,
@@ -229,11 +228,11 @@ class RunDirectory(LockedDirectory):
     @property
     def generation(self) -> int:
         """Rises before and after each deletion of metrics: what a reader knows of another generation may be gone."""
-        return int(finite_number(self.read_manifest().get(GENERATION)) or 0)
+        found = self.read_manifest().get(GENERATION)
+        return found if isinstance(found, int) else 0
 
     def _raise_generation(self) -> None:
-        manifest = self.read_manifest() or {"format": RUN_FORMAT}
-        self.write_manifest(manifest | {GENERATION: self.generation + 1})
+        self.write_manifest({"format": RUN_FORMAT, **self.read_manifest(), GENERATION: self.generation + 1})
 
     def read_summary(self) -> dict[str, Any]:
         return read_json(self.summary)

@@ -5,18 +5,20 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 from msgspec.structs import replace
 
+from tidemill.core.errors import UserError, exception_text
 from tidemill.core.formatting import natural_sort_key
 from tidemill.core.records import Record
-from tidemill.telemetry.followed_file import Signature, signature
-from tidemill.telemetry.run_data import headline_figure
+from tidemill.telemetry.followed_file import signature
+from tidemill.telemetry.run_data import RunData, headline_figure
 from tidemill.telemetry.run_dir import read_json
-from tidemill.telemetry.run_reader import RunReader
+from tidemill.telemetry.run_reader import OF_DATA, RunReader
 from tidemill.telemetry.run_state import LIVELY, TEXTS, RunState, StateName
 
 DEPTH = 6
@@ -64,11 +66,11 @@ def find_runs(folder: Path) -> list[Path]:
         try:
             status = path.stat()
             with os.scandir(path) as entries:
-                folders = {entry.name: entry.is_dir() for entry in entries}
+                folders = {entry.name: _is_folder(entry) for entry in entries}
         except PermissionError:
             found.append(path)  # perhaps a run: its row says why it is not shown
             return
-        except OSError:  # a link to itself, or deleted since
+        except OSError:  # deleted since
             return
         if (status.st_dev, status.st_ino) in seen:
             return
@@ -87,116 +89,104 @@ def find_runs(folder: Path) -> list[Path]:
     return found
 
 
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:  # a link to itself, or to where we may not look
+        return False
+
+
 def _is_run(names: dict[str, bool]) -> bool:
     logs = any(names.get(name) is False for name in ("events.jsonl", "metrics.jsonl", PIPELINE))
     return logs or ("config.toml" in names and ("manifest.json" in names or "samples" in names))
 
 
 class RunList:
-    """The rows of a folder. Only runs whose files changed are read again, and only lively ones are kept in memory."""
+    """The rows of a folder. Runs that have ended are read once, and not kept in memory."""
 
     def __init__(self, folder: Path, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.folder = folder
         self.paths = dict[str, Path]()  # by key
         self._clock = clock
         self._readers = dict[Path, RunReader]()
-        self._rows = dict[Path, tuple[Any, RunRow]]()
+        self._rows = dict[Path, tuple[list[Any], RunRow]]()
 
     def refresh(self) -> list[RunRow]:
         """The rows now, in the order of `find_runs`."""
-        paths = find_runs(self.folder)
-        self.paths = {run_key(self.folder, path): path for path in paths}
-        for gone in self._rows.keys() - set(paths):
-            self._rows.pop(gone)
-            self._readers.pop(gone, None)
-        rows = {path: self._row(path) for path in paths}
-        for path in paths:
-            if signature_or_none(path / PIPELINE) is not None:
-                self._add_stages(path, rows)
+        rows = {path: self._row(path) for path in find_runs(self.folder)}
+        self.paths = {row.key: path for path, row in rows.items()}
+        self._readers = {path: reader for path, reader in self._readers.items() if rows[path].state.name in LIVELY}
+        self._rows = {path: self._rows[path] for path in rows}
+        for path, row in list(rows.items()):
+            with suppress(OSError):  # not permitted
+                if pipeline := read_json(path / PIPELINE):
+                    rows[path] = _pipeline_row(row, pipeline, rows)
         return list(rows.values())
 
     def _row(self, path: Path) -> RunRow:
-        now = [signature_or_none(path / name) for name in FILES]
-        earlier, row = self._rows.get(path, (None, None))
-        if row is not None and earlier == now and row.state.name not in LIVELY:
-            return row
-        reader = self._readers.setdefault(path, RunReader(path, clock=self._clock))
-        changed = reader.refresh()
+        reader = self._readers.get(path) or RunReader(path, clock=self._clock)
+        row = RunRow(path=path, key=run_key(self.folder, path), name=path.name, state=reader.state)
         try:
-            if reader.problem:
-                row = self._without_figures(path, reader.problem)
-            elif row is None or changed - {"live", "samples", "checks"}:
-                row = self._read(reader)
-            else:
-                row = replace(row, state=reader.state)
+            now = [signature(path / name) for name in FILES]
+            earlier, kept = self._rows.get(path, ([], row))
+            if earlier == now and kept.state.name not in LIVELY:
+                return kept
+            changed, state = reader.refresh(), reader.state
+            row = _filled(row, reader.data) if changed & OF_DATA or earlier != now else kept
+            row = replace(row, state=state)
         except Exception as error:  # noqa: BLE001 - a file of another program must not hide the runs beside it
-            row = self._without_figures(path, f"cannot be read ({type(error).__name__}: {error})")
-        self._rows[path] = now, row
-        if row.state.name not in LIVELY:
-            del self._readers[path]
+            now, problem = (
+                [],
+                error.what if isinstance(error, UserError) else f"cannot be read: {exception_text(error)}",
+            )
+            row = replace(row, problem=problem, state=RunState(name="unknown", text=problem))
+        self._readers[path], self._rows[path] = reader, (now, row)
         return row
 
-    def _read(self, reader: RunReader) -> RunRow:
-        data = reader.data
-        if sum(lines for lines, _ in data.line_counts.values()) and not data.metrics and not data.sessions:
-            return self._without_figures(reader.path, "no run: its files are of another program, or damaged")
-        headline = headline_figure(data)
-        values = headline.history
-        if len(values) > SPARKS:
-            values = [values[round(at * (len(values) - 1) / (SPARKS - 1))] for at in range(SPARKS)]
-        return RunRow(
-            path=reader.path,
-            key=run_key(self.folder, reader.path),
-            name=data.name,
-            state=reader.state,
-            step=data.metrics.last_step,
-            total_steps=data.total_steps,
-            figure=headline.name,
-            value=headline.value,
-            interval=headline.interval,
-            cost_usd=data.summary["cost_usd"],
-            sparkline=tuple(values),
-            started=str(data.manifest.get("created", "")),
-        )
 
-    def _without_figures(self, path: Path, problem: str) -> RunRow:
-        state = RunState(name="unknown", text=problem)
-        return RunRow(path=path, key=run_key(self.folder, path), name=path.name, state=state, problem=problem)
-
-    def _add_stages(self, path: Path, rows: dict[Path, RunRow]) -> None:
-        """Fill in the row of a pipeline from those of its stages, and the states that only pipeline.json has."""
-        pipeline, key, stages = read_json(path / PIPELINE), rows[path].key, list[RunRow]()
-        due = [stage for stage in pipeline.get("stages", ()) if isinstance(stage, dict)]
-        for stage in due:
-            folder = path / str(stage.get("folder"))
-            if (row := rows.get(folder)) is None:
-                continue
-            if row.state.name == "unknown" and (name := STAGE_STATES.get(str(stage.get("state")))):
-                row = replace(row, state=RunState(name=name, text=TEXTS[name]), problem="")
-            rows[folder] = replace(row, pipeline=key)
-            stages.append(rows[folder])
-        name = STAGE_STATES.get(str(pipeline.get("outcome")))
-        state = RunState(name=name, text=TEXTS[name].replace("run", "pipeline")) if name else None
-        newest = next((row for row in reversed(stages) if row.value is not None), rows[path])
-        rows[path] = RunRow(
-            path=path,
-            key=key,
-            name=str(pipeline.get("name", path.name)),
-            state=state or (stages[-1].state if stages else rows[path].state),
-            step=sum(stage.get("state") == "done" for stage in due),
-            total_steps=len(due),
-            figure=newest.figure,
-            value=newest.value,
-            interval=newest.interval,
-            cost_usd=sum(row.cost_usd for row in stages),
-            started=min((row.started for row in stages if row.started), default=""),
-            problem="" if due else "pipeline.json is damaged or of another program",
-        )
+def _filled(row: RunRow, data: RunData) -> RunRow:
+    if any(lines for lines, _ in data.line_counts.values()) and not (data.metrics or data.sessions):
+        raise UserError("no run: its files are of another program, or damaged", where=str(row.path))
+    figure, summary = headline_figure(data), data.summary
+    places = list(range(len(figure.history)))
+    if len(places) > SPARKS:
+        places = [round(at * (len(places) - 1) / (SPARKS - 1)) for at in range(SPARKS)]
+    return replace(
+        row,
+        name=data.name,
+        step=data.metrics.last_step,
+        total_steps=data.total_steps,
+        figure=figure.name,
+        value=figure.value,
+        interval=figure.interval,
+        cost_usd=summary["cost_usd"],
+        sparkline=tuple(figure.history[at] for at in places),
+        started=str(data.manifest.get("created", "")),
+    )
 
 
-def signature_or_none(path: Path) -> Signature | None:
-    """None for a file that is missing or may not be looked at."""
-    try:
-        return signature(path)
-    except OSError:
-        return None
+def _pipeline_row(row: RunRow, pipeline: dict[str, Any], rows: dict[Path, RunRow]) -> RunRow:
+    """The row of a pipeline. Some stages have their state in pipeline.json only: it is filled in in `rows`."""
+    stages, started = pipeline.get("stages"), list[RunRow]()
+    due = [stage for stage in stages if isinstance(stage, dict)] if isinstance(stages, list) else []
+    for stage in due:
+        path, name = row.path / str(stage.get("folder")), STAGE_STATES.get(str(stage.get("state")))
+        if path in rows:
+            own = rows[path]
+            state = RunState(name=name, text=TEXTS[name]) if name and own.state.name == "unknown" else own.state
+            rows[path] = replace(own, pipeline=row.key, state=state)
+            started.append(rows[path])
+    name = STAGE_STATES.get(str(pipeline.get("outcome")))
+    newest = next((stage for stage in reversed(started) if stage.value is not None), row)
+    return replace(
+        newest,
+        path=row.path,
+        key=row.key,
+        name=str(pipeline.get("name", row.name)),
+        state=RunState(name=name, text=TEXTS[name]) if name else started[-1].state if started else row.state,
+        step=sum(stage.get("state") == "done" for stage in due),
+        total_steps=len(due),
+        cost_usd=sum(stage.cost_usd for stage in started),
+        pipeline="",
+        problem="" if due else "pipeline.json is damaged or of another program",
+    )

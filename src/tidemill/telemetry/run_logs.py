@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from tidemill.telemetry.events import DECODE, PUBLISH, PULL, ROLLOUT, TRAINING, events_in
-from tidemill.telemetry.fleet_figures import Decoded, LeaseKey, lease_key
-from tidemill.telemetry.followed_file import FollowedFile, Signature, signature
+from tidemill.telemetry.fleet_figures import Decoded, LeaseKey, amount, lease_key
+from tidemill.telemetry.followed_file import FollowedFile
 from tidemill.telemetry.metric_table import MetricTable, Rows
 from tidemill.telemetry.metrics import parse_metrics
 from tidemill.telemetry.run_dir import RunDirectory
@@ -30,11 +31,12 @@ class EventLog(Rows[dict[str, Any]]):
         self._outline = list[dict[str, Any]]()
         self._decoded = array("d")
         self._leases = set[LeaseKey]()
+        self.samples_by_worker, self.tokens_by_worker = Counter[str](), Counter[str]()  # generated
         self._latest = dict[Any, dict[str, Any]]()  # frequent event of each session
-        self.newest: dict[str, Any] | None = None
+        self.newest = tuple[dict[str, Any], ...]()  # at most one
 
     def append(self, event: dict[str, Any]) -> None:
-        name, self.newest = event["event"], event
+        name, self.newest = event["event"], (event,)
         self._count += 1
         if self._count <= KEPT_EVENTS:
             self._kept.append(event)
@@ -47,6 +49,8 @@ class EventLog(Rows[dict[str, Any]]):
         if name == DECODE:
             self._leases.add(lease_key(event))
             self._decoded.extend(Decoded.of(event))
+            self.samples_by_worker[str(event.get("worker"))] += int(amount(event, "samples"))
+            self.tokens_by_worker[str(event.get("worker"))] += int(amount(event, "tokens"))
 
     @property
     def outline(self) -> list[dict[str, Any]]:
@@ -79,15 +83,9 @@ class RunLogs:
 
     def __init__(self, run: RunDirectory) -> None:
         self._run = run
-        self._manifest: tuple[Signature | None, int] = (None, 0)  # and the generation in it
         self.metrics, self.events = MetricTable(), EventLog(run.events)
-        self.metrics_file = FollowedFile(run.metrics, self._generation)
+        self.metrics_file = FollowedFile(run.metrics, lambda: run.generation)
         self.events_file = FollowedFile(run.events)
-
-    def _generation(self) -> int:
-        if (now := signature(self._run.manifest)) != self._manifest[0]:
-            self._manifest = now, self._run.generation
-        return self._manifest[1]
 
     @property
     def cursor(self) -> str:

@@ -12,10 +12,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
+from tidemill.core.errors import GuardStop
 from tidemill.core.formatting import duration
 from tidemill.core.records import Record
 from tidemill.telemetry.events import SESSION_END, SESSION_START, WAITING
-from tidemill.telemetry.jsonl import finite_number
 from tidemill.telemetry.live_state import LiveState
 
 StateName: TypeAlias = Literal[
@@ -25,9 +25,12 @@ LIVELY: frozenset[StateName] = frozenset({"running", "paused", "stalled", "waiti
 """States in which the files may still change."""
 STALLED_S, STALLED_STEPS = 60.0, 5.0
 """A run is stalled if nothing changed for this time and for this many usual steps."""
-TEXTS: dict[StateName, str] = {
+TEXTS: dict[str, str] = {
     "running": "The run is in progress.",
     "paused": "The run is paused.",
+    "stalled": "The run is in progress and stalls.",
+    "waiting": "The run is in progress.",
+    "guard": "The guard ended the run:",
     "finished": "The run is finished.",
     "interrupted": "The run was interrupted; the same command resumes it.",
     "failed": "The run ended with an error; the same command resumes it.",
@@ -82,79 +85,57 @@ def process_start(pid: int) -> int | None:
         return None
 
 
-class Heartbeat:
-    """When a run's files last changed, by the clock of the process that reads them."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._latest: object = None
-        self._doubted: object = None  # the files when the run's process was first found dead, or elsewhere
-        self._changed_s = clock()
-
-    def note(self, files: object, *, alive: bool) -> None:
-        """Take down the state of the files, and whether the run's process was found."""
-        if files != self._latest:
-            self._latest, self._changed_s = files, self._clock()
-        if alive:
-            self._doubted = None
-        elif self._doubted is None:
-            self._doubted = files
-
-    @property
-    def still_s(self) -> float:
-        """For how long nothing has changed."""
-        return self._clock() - self._changed_s
-
-    @property
-    def beats(self) -> bool:
-        """Whether the files changed although no process was found: it is on another machine or in a container."""
-        return self._doubted is not None and self._doubted != self._latest
-
-
-def state_of(
-    events: Sequence[Mapping[str, Any]],
-    live: LiveState | None,
-    *,
-    heartbeat: Heartbeat,
-    outcome: str,
-    recorded: str = "",
-    usual_step_s: float = 0.0,
-    newest: Mapping[str, Any] | None = None,
-) -> RunState:
-    """The state of a run.
+class StateReader:
+    """The state of one run, looked at again and again.
 
     Args:
-        events: at least those of sessions.
-        live: of live.json.
-        outcome: by `outcome_of`.
-        recorded: the outcome in summary.json; of some stages that is all.
-        newest: the last event of the log.
+        clock: monotonic seconds.
     """
-    session = _newest(events, SESSION_START, SESSION_END)
-    if session is None:
-        ended = recorded == "finished"
-        return RunState(
-            name="finished" if ended else "unknown", text=TEXTS["finished"] if ended else "Not started yet."
-        )
-    if session["event"] == SESSION_END:
-        error = str(session.get("error", ""))
-        if outcome == "failed" and error.startswith("GuardStop"):
-            reason = error.partition(": ")[2].rstrip(".")
-            return RunState(name="guard", text=f"The guard ended the run: {reason}.")
-        if outcome == "failed":
-            return RunState(name="failed", text=f"{TEXTS['failed']} {error}".rstrip())
-        name: StateName = "finished" if outcome == "finished" else "interrupted"
-        return RunState(name=name, text=TEXTS[name])
-    limit_s = max(STALLED_S, STALLED_STEPS * usual_step_s)
-    if outcome != "running" and not (heartbeat.beats and heartbeat.still_s <= limit_s):
-        name = "killed" if outcome == "killed" else "unknown"
-        return RunState(name=name, text=TEXTS[name])
-    if live is not None and live.session == session.get("session") and live.activity == "paused":
-        return RunState(name="paused", text=f"{TEXTS['paused']} {live.activity_text}".rstrip())
-    if heartbeat.still_s > limit_s:
-        text = f"The process is alive, but nothing has changed for {duration(heartbeat.still_s)}."
-        return RunState(name="stalled", text=text)
-    if newest is not None and newest["event"] == WAITING:
-        waited = duration(finite_number(newest.get("waited_s")) or 0.0)
-        return RunState(name="waiting", text=f"The run has waited {waited} for {newest.get('awaited')}.")
-    return RunState(name="running", text=TEXTS["running"])
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock, self._changed_s = clock, clock()
+        self._files: object = None
+        self._doubted: object = None  # the files when the run's process was first found dead, or elsewhere
+
+    def look(
+        self, events: Sequence[Mapping[str, Any]], live: LiveState | None, files: object, *, usual_step_s: float
+    ) -> RunState:
+        """The state now.
+
+        Args:
+            events: at least those of sessions, and the newest waiting.
+            live: of live.json.
+            files: equal while no file of the run changes.
+        """
+        if files != self._files:
+            self._files, self._changed_s = files, self._clock()
+        session, outcome = _newest(events, SESSION_START, SESSION_END), outcome_of(events)
+        if session is None:
+            return RunState(name="unknown", text="No session has started.")
+        if session["event"] == SESSION_END:
+            return _ended(outcome, str(session.get("error", "")))
+        still_s, limit_s = self._clock() - self._changed_s, max(STALLED_S, STALLED_STEPS * usual_step_s)
+        if outcome == "running":
+            self._doubted = None
+        else:
+            self._doubted = files if self._doubted is None else self._doubted
+            if files == self._doubted or still_s > limit_s:
+                return _state("killed" if outcome == "killed" else "unknown")
+            # The files change although there is no such process here: it is on another machine or in a container.
+        if live is not None and live.session == session.get("session") and live.activity == "paused":
+            return _state("paused", live.activity_text)
+        if still_s > limit_s:
+            return _state("stalled", f"Nothing has changed for {duration(still_s)}.")
+        if events[-1]["event"] == WAITING:
+            return _state("waiting", f"It waits for {events[-1].get('awaited')}.")
+        return _state("running")
+
+
+def _ended(outcome: str, error: str) -> RunState:
+    if outcome == "failed" and error.startswith(GuardStop.__name__):
+        return _state("guard", error.partition(": ")[2])
+    return _state(outcome if outcome in ("finished", "failed") else "interrupted", error)  # type: ignore[arg-type]
+
+
+def _state(name: StateName, more: str = "") -> RunState:
+    return RunState(name=name, text=f"{TEXTS[name]} {more}".rstrip())

@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from tidemill.core.errors import UserError
 from tidemill.core.records import Record
-from tidemill.telemetry.report.charts import Bins, bin_edges
+from tidemill.telemetry.binning import Bins, bin_edges
 from tidemill.telemetry.run_dir import SAMPLES_INDEX, TRAINING_PURPOSE, RunDirectory
 from tidemill.telemetry.sample_files import Sample, index_line
 

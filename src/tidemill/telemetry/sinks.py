@@ -110,25 +110,23 @@ class HistorySink(Sink):
         if self._open:
             self._finish(failed=failed)
 
-    def _rows(self, step: int) -> list[list[Any]]:
-        """The first samples of a step, for a table: only text and numbers."""
+    def _table(self, step: int, table: Callable[..., object]) -> dict[str, object]:
+        """The first samples of a step: only text and numbers. Empty without samples."""
         lines = read_lines(self._context.directory / "samples" / samples_name(step))
-        return [
+        rows = [
             [str(line.get("prompt", ""))[:SHOWN], str(line.get("completion", ""))[:SHOWN], line.get("reward")]
             for _, line in islice(lines, TABLE_ROWS)
         ]
+        return {TABLE: table(columns=list(COLUMNS), data=rows)} if rows else {}
 
-    def _start(self, suffix: str) -> None:
-        raise NotImplementedError
+    def _start(self, suffix: str) -> None: ...
 
-    def _send(self, step: int, values: dict[str, float]) -> None:
-        raise NotImplementedError
+    def _send(self, step: int, values: dict[str, float]) -> None: ...
 
     def _replace_earlier(self) -> None:
         """The history was sent: delete what earlier sessions wrote."""
 
-    def _finish(self, *, failed: bool) -> None:
-        raise NotImplementedError
+    def _finish(self, *, failed: bool) -> None: ...
 
 
 class WandbSink(HistorySink):
@@ -151,9 +149,7 @@ class WandbSink(HistorySink):
 
     def _send(self, step: int, values: dict[str, float]) -> None:
         if step >= self._first_step:
-            rows = self._rows(step)
-            table = {TABLE: self._wandb.Table(columns=list(COLUMNS), data=rows)} if rows else {}
-            self._run.log({**values, **table}, step=step)
+            self._run.log({**values, **self._table(step, self._wandb.Table)}, step=step)
 
     def _replace_earlier(self) -> None:
         if self._run.offline:
@@ -177,9 +173,7 @@ class TrackioSink(HistorySink):
             self._run = self._trackio.init(project=context.project, name=name, group=group, config=context.config)
 
     def _send(self, step: int, values: dict[str, float]) -> None:
-        rows = self._rows(step)
-        table = {TABLE: self._trackio.Table(columns=list(COLUMNS), data=rows)} if rows else {}
-        self._trackio.log({**values, **table}, step=step)
+        self._trackio.log({**values, **self._table(step, self._trackio.Table)}, step=step)
 
     def _replace_earlier(self) -> None:
         with suppress(ValueError):  # the project is not stored yet

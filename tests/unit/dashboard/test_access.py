@@ -49,7 +49,8 @@ PATHS = [
     "/run//etc/passwd", "//etc/passwd", "/assets/../app.py", "/assets/..%2fapp.py", "/assets/%2e%2e%5capp.py",
     "/assets//etc/passwd", "/assets/run.html.j2", "/assets/live.js%00.css", "/assets/live.js/..", "/KEY/../secret.txt",
     "/KEY/section/..%2f..%2fsecret", "/KEY/section/setup%00", "/KEY/section/__class__", "/KEY/config.toml",
-    "/KEY/ledger.sqlite", "/run/0000000000000000/", "/run/%00/", "/run/é/", "/run/" + "a" * 4000 + "/", "/events?run=../one",
+    "/KEY/ledger.sqlite",
+    "/run/0000000000000000/", "/run/%00/", "/run/é/", "/run/" + "a" * 4000 + "/", "/events?run=../one",
     "/events?run=",
 ]  # fmt: skip
 

@@ -45,6 +45,13 @@ def test_a_run_and_a_folder_have_their_pages(tmp_path: Path) -> None:
         assert newer["steps"][-1] == 5
         assert client.get(f"{page}charts.json?after=x").status_code == 400
         assert client.get(f"{page}fleet.json").status_code == 200
+        samples = client.get(f"{page}samples", params={"reward_min": "0.5", "step_min": "no number"}).text
+        [sample, group] = [
+            re.search(rf'\?(view={view}&[^"#]+)', html.unescape(samples)) for view in ("sample", "group")
+        ]
+        assert sample and group and "data-own" in client.get(f"{page}sample?{sample[1]}").text
+        assert "data-own" in client.get(f"{page}group?{group[1]}").text
+        assert client.get(f"{page}sample?step=999&prompt=p&index=0").status_code == 409
         keys = [page.split("/")[2], page_of(tmp_path / "runs", "two").split("/")[2]]
         assert client.get("/compare.json", params={"run": keys}).status_code == 200
         compared = client.get("/compare", params={"run": keys}).text

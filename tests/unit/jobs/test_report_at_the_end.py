@@ -30,7 +30,7 @@ def run_until_the_guard(directory: Path) -> None:
 def test_a_run_stopped_by_a_guard_writes_the_report_of_this_session(tmp_path: Path) -> None:
     (tmp_path / "report.html").write_text("an earlier session's", encoding="utf-8")
     run_until_the_guard(tmp_path)
-    assert "The run ended with an error" in (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "ended the run" in (tmp_path / "report.html").read_text(encoding="utf-8")
 
 
 def test_a_stage_stopped_by_a_guard_writes_its_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -38,7 +38,7 @@ def test_a_stage_stopped_by_a_guard_writes_its_report(tmp_path: Path, monkeypatc
     spec = RunSpec.model_validate({"model": {"source": "char"}, "run": {"dir": str(tmp_path)}})
     with pytest.raises(GuardStop, match="no sample gets a valid reward"):
         train_supervised(spec, "sft", telemetry_stream=io.StringIO())
-    assert "The run ended with an error" in (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "ended the run" in (tmp_path / "report.html").read_text(encoding="utf-8")
 
 
 def test_a_failing_report_does_not_hide_the_error_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

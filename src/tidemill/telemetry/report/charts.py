@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from hashlib import blake2b
 from itertools import pairwise
 from math import nan
@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from tidemill.core.formatting import ROUNDING_ERROR, compact
 from tidemill.core.records import Record
+from tidemill.telemetry.binning import Bins, make_bins
 from tidemill.telemetry.events import RESUME
 from tidemill.telemetry.guard_history import QUALITY
 from tidemill.telemetry.metrics import (
@@ -43,7 +44,9 @@ MOST_UNKNOWN = 200
 """Most charts of metrics that are not in the registry."""
 MOST_POINTS = 2000
 """Points of a series. Of longer runs, buckets of steps contribute their extremes: no spike is hidden."""
-SIGNIFICANT_DIGITS = 6
+FEWEST_POINTS = 250
+MOST_VALUES = 1_000_000
+SIGNIFICANT_DIGITS = 5
 SAME = 1e-9
 """Relative difference of values that are plotted as one constant."""
 AFTER_REWARD = 3
@@ -64,55 +67,55 @@ Column: TypeAlias = NDArray[np.float64]
 Columns = dict[str, Column]
 
 
-def chart_data(data: RunData, *, after: int | None = None, cursor: str = "") -> dict[str, Any]:
+def chart_data(
+    data: RunData, *, after: int | None = None, cursor: str = "", most_values: int = MOST_VALUES
+) -> dict[str, Any]:
     """JSON for charts.js: the steps, every chart, and the titles of those on other pages.
 
     Args:
         after: the last step that the reader has; the answer starts at the first point that it lacks or that changed.
         cursor: of the reader's newest answer. If its history or its charts were replaced, it gets all, with `reset`.
+        most_values: of all series together; above it they have fewer points than `MOST_POINTS`.
     """
     steps, columns = _columns(data)
-    bucket = 1
-    while len(steps) > MOST_POINTS and 2 * len(set(steps // bucket)) > MOST_POINTS:
-        bucket *= 2
-    plotted, constant = list[dict[str, Any]](), list[tuple[str, float | None]]()
+    charts, constant = list[Chart](), list[tuple[str, float | None]]()
     for chart in _charts(data, columns):
-        series = {name: label for name, label in chart.series.items() if name in columns}
-        measured = [column[np.isfinite(column)] for column in (columns[name] for name in series)]
+        series = {name: label for name, label in chart.series.items() if _drawn(chart, columns.get(name))}
+        measured = [columns[name][np.isfinite(columns[name])] for name in series]
         values = np.concatenate(measured) if measured else np.empty(0)
-        if (
-            len(values)
-            and np.ptp(values) <= SAME * np.abs(values).max()
-            and (not values.any() or max(map(len, measured)) > 2)
-        ):
+        flat = len(values) > 0 and np.ptp(values) <= SAME * np.abs(values).max()
+        if flat and (not values.any() or max(map(len, measured)) > 2):
             constant.append((chart.title, _rounded(values[0] * chart.scale)))
         elif len(values):
-            plotted.append(_plot(chart._replace(series=series), steps, columns, bucket))
-    titles = {chart["title"] for chart in plotted} | {title for title, _ in constant}
-    shape = [[chart["title"], *(one["label"] for one in chart["series"])] for chart in plotted]
-    for chart in plotted:
-        if chart["title"] == QUALITY.title:
-            chart["marks"] = data.guard.marks
+            charts.append(chart._replace(series=series))
+    most = min(MOST_POINTS, max(FEWEST_POINTS, most_values // max(1, sum(len(chart.series) for chart in charts))))
+    bucket = 1
+    while len(steps) > most and 2 * len(set(steps // bucket)) > most:
+        bucket *= 2
     points = _points(steps, steps, bucket) if len(steps) else []
-    found = {
-        "steps": points,
+    shape = [(chart.title, *chart.series.values()) for chart in charts]
+    whole = after is None or _cursor(data, shape, bucket, after) != cursor
+    start = 0 if after is None or whole else bisect_left(points, after + 1 if bucket == 1 else after // bucket * bucket)
+    titles = {chart.title for chart in charts} | {title for title, _ in constant}
+    return {
+        "steps": points[start:],
         "resumed": sorted({event["step"] for event in data.events_named(RESUME) if isinstance(event.get("step"), int)}),
-        "charts": plotted,
+        "charts": [
+            _plot(chart, steps, columns, bucket, start)
+            | ({"marks": data.guard.marks} if chart.title == QUALITY.title else {})
+            for chart in charts
+        ],
         "constant": constant,
         "overview": [title for title in OVERVIEW if title in titles][:OVERVIEW_SHOWN],
         "trust": [title for title in TRUST if title in titles],
         "cursor": _cursor(data, shape, bucket, int(steps[-1]) if len(steps) else 0),
+        **({} if after is None else {"reset": True} if whole else {"start": start}),
     }
-    if after is None:
-        return found
-    if _cursor(data, shape, bucket, after) != cursor:
-        return found | {"reset": True}
-    start = bisect_left(points, after + 1 if bucket == 1 else after // bucket * bucket)
-    for chart in plotted:
-        chart["band"] = chart["band"][start:]
-        for one in chart["series"]:
-            one["values"] = one["values"][start:]
-    return found | {"steps": points[start:], "start": start}
+
+
+def _drawn(chart: Chart, column: Column | None) -> bool:
+    """A part of a stacked chart is only drawn if it is ever more than 0."""
+    return column is not None and (chart.kind != "stacked" or bool(np.nan_to_num(column).any()))
 
 
 def _cursor(data: RunData, shape: Any, bucket: int, step: int) -> str:
@@ -134,18 +137,21 @@ def _columns(data: RunData) -> tuple[NDArray[np.int64], Columns]:
     columns = Columns()
 
     def put(name: str, at: Any, values: Any) -> None:
-        columns.setdefault(name, np.full(len(steps), nan))[np.searchsorted(steps, at)] = values
+        if not len(at):
+            return
+        if name not in columns:
+            columns[name] = np.full(len(steps), nan)
+        columns[name][np.searchsorted(steps, at)] = values
 
     for name in data.metrics.names:
         put(name, logged, data.metrics.column(name))
     for step, figures in data.guard.by_step.items():
         for name, value in figures.items():
-            put(name, step, value)
+            put(name, [step], value)
     for name, found in evaluated.items():
-        for evaluation in found:
-            put(_of_set(HELD_OUT_REWARD, name), evaluation.step, evaluation.reward_mean)
-            if evaluation.greedy_accuracy is not None:
-                put(_of_set(GREEDY_ACCURACY, name), evaluation.step, evaluation.greedy_accuracy)
+        put(_of_set(HELD_OUT_REWARD, name), [one.step for one in found], [one.reward_mean for one in found])
+        right = {one.step: one.greedy_accuracy for one in found if one.greedy_accuracy is not None}
+        put(_of_set(GREEDY_ACCURACY, name), [*right], [*right.values()])
     if data.forecast is not None and len(steps) and steps[-1] > 0:
         later = steps[steps > 0]
         expected = [data.forecast.of_step(int(step)) for step in later]
@@ -205,15 +211,16 @@ def _pass_at_chart(name: str, metrics: Collection[str]) -> Chart:
     return Chart(title, "drawn samples of held-out prompts", series, kind="points", high=1, group="Reward")
 
 
-def _plot(chart: Chart, steps: NDArray[np.int64], columns: Columns, bucket: int) -> dict[str, Any]:
-    def values(name: str) -> list[float | None]:
-        return [_rounded(value) for value in _points(columns[name] * chart.scale, steps, bucket)]
+def _plot(chart: Chart, steps: NDArray[np.int64], columns: Columns, bucket: int, start: int) -> dict[str, Any]:
+    """The chart from its point `start` on."""
 
-    names = [name for name in chart.series if chart.kind != "stacked" or np.nansum(np.abs(columns[name]))]
+    def values(name: str) -> list[float | None]:
+        return [_rounded(value) for value in _points(columns[name] * chart.scale, steps, bucket)[start:]]
+
     series: list[dict[str, Any]] = [
         {"label": chart.series[name], "values": values(name)}
         | ({"points": True} if chart.kind == "line" and name.startswith(HELD_OUT) else {})  # not of every step
-        for name in names
+        for name in chart.series
     ]
     return {
         "title": chart.title,
@@ -249,19 +256,8 @@ def _rounded(value: float) -> float | None:
     return float(f"{value:.{SIGNIFICANT_DIGITS}g}") if math.isfinite(value) else None
 
 
-BINS = 24
-CATEGORIES = 12
 LOGPROB_FLOOR = -8.0
 TICKS = 8
-
-
-class Bins(Record):
-    """Share of the values in each bin, of the first and the last steps; the last bin includes its upper edge."""
-
-    edges: tuple[float, ...]
-    first: tuple[float, ...]
-    last: tuple[float, ...]
-    values: tuple[float, ...] = ()  # the value of each bin, if each value has its own
 
 
 class HistogramBar(Record):
@@ -295,37 +291,6 @@ def histograms(first: SampleWindow, last: SampleWindow) -> list[Histogram]:
         note = f"nats, {LOGPROB_FLOOR:g} and below together"
         found.append(_histogram("Token logprob", note, make_bins(logprobs[0], logprobs[1], span=(LOGPROB_FLOOR, 0.0))))
     return found
-
-
-def make_bins(first: Sequence[float], last: Sequence[float], span: tuple[float, float] | None = None) -> Bins:
-    """Common bins of both windows: one per value if there are few values, otherwise of equal width (over `span`)."""
-    edges, values = bin_edges(sorted({value for value in (*first, *last) if math.isfinite(value)}), span)
-    return Bins(edges=tuple(edges), first=_shares(first, edges), last=_shares(last, edges), values=values)
-
-
-def bin_edges(
-    distinct: Sequence[float], span: tuple[float, float] | None = None
-) -> tuple[list[float], tuple[float, ...]]:
-    """Edges of the bins of some values (distinct and ascending), and the value of each bin if each has its own."""
-    low, high = (distinct[0], distinct[-1]) if distinct else (0.0, 0.0)
-    whole = all(value == int(value) for value in distinct)
-    discrete = span is None and (high - low < BINS if whole else len(distinct) <= CATEGORIES)
-    low, high, whole = (*span, False) if span else (low, high, whole)
-    if discrete and whole:
-        distinct = [low + index for index in range(int(high - low) + 1)]
-    if discrete:
-        middles = [(one + other) / 2 for one, other in pairwise(distinct)]
-        return [low - 0.5, *middles, high + 0.5], tuple(distinct)
-    width = math.ceil((high - low + 1) / BINS) if whole else (high - low) / BINS
-    return [low + index * width for index in range(BINS + 1)], ()
-
-
-def _shares(values: Sequence[float], edges: Sequence[float]) -> tuple[float, ...]:
-    counts = [0] * (len(edges) - 1)
-    finite = [value for value in values if math.isfinite(value)]
-    for value in finite:
-        counts[max(1, min(bisect_right(edges, value), len(counts))) - 1] += 1
-    return tuple(count / len(finite) if finite else 0.0 for count in counts)
 
 
 def _histogram(title: str, note: str, bins: Bins) -> Histogram:

@@ -68,7 +68,8 @@ def _environment(folder: Path) -> Environment:
         finalize=lambda value: value.translate(DIRECTION_MARKS) if isinstance(value, str) else value,
     )
     environment.globals["asset"] = lambda name: (HERE / name).read_text(encoding="utf-8")
-    environment.filters |= {"script_json": script_json, "decimal": decimal, "interval": interval, "readable": readable}
+    formats = (script_json, decimal, interval, readable, compact, duration, dollars, clock_time, health_text)
+    environment.filters |= {function.__name__: function for function in formats}
     environment.filters["pieces"] = lambda text: pieces(shortened(text))
     return environment
 
@@ -79,24 +80,6 @@ def script_json(value: Any) -> str:
     for character in "<>&\u2028\u2029":
         text = text.replace(character, f"\\u{ord(character):04x}")
     return text
-
-
-ENDINGS = {
-    "finished": "The run is finished.",
-    "interrupted": "The run was interrupted; the same command resumes it.",
-    "failed": "The run ended with an error; the same command resumes it.",
-    "running": "The run is in progress.",
-    "killed": "The run was killed; the same command resumes it.",
-    "unknown": "No end was recorded: the run is in progress on another machine, or was killed.",
-}
-EVALUATED = "An evaluation, without training."
-
-
-def ending(data: RunData) -> str:
-    """How the run ended, with its error."""
-    if data.failure:
-        return f"{ENDINGS['failed']} {data.failure}"
-    return ENDINGS.get(data.outcome, ENDINGS["unknown"])
 
 
 def headline(data: RunData) -> str:
@@ -159,7 +142,7 @@ def findings(data: RunData) -> list[ReportFinding]:
         found.append(ReportFinding(f"{counted(workers, 'worker')} quarantined", text))
     # Errors of single workers are in the fleet section, that of the newest session below the headline.
     elsewhere = FLEET_EVENTS | {SESSION_END}
-    errors = [event for event in data.events if event.get("error") and event["event"] not in elsewhere]
+    errors = [event for event in data.events.outline if event.get("error") and event["event"] not in elsewhere]
     if errors:
         last = f"Last: {errors[-1]['event']}, {errors[-1]['error']}"
         found.append(ReportFinding(f"{counted(len(errors), 'error')} in the event log", last))
@@ -367,7 +350,7 @@ def event_rows(data: RunData) -> list[dict[str, Any]]:
     """Important events and errors, newest first; spans of ordinary steps are omitted."""
     listed = [
         event
-        for event in data.events
+        for event in sorted(data.events.outline, key=lambda event: str(event.get("time", "")))
         if event["event"] in LISTED_EVENTS or (event.get("error") and event["event"] not in FLEET_EVENTS)
     ]
     return [

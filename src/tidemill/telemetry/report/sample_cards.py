@@ -76,10 +76,11 @@ class Token(Record):
     level: int | None  # index into LEGEND; None for tokens the model did not generate
     title: str
     mark: bool = False  # part of a marker of thinking or calls, or of a special token
+    at: int | None = None  # position in the completion
 
 
-class TurnPart(Record):
-    """Tokens of a turn that one worker generated with one version."""
+class TokenPart(Record):
+    """Tokens that one worker generated with one version."""
 
     author: str  # "spot-3 v4"; empty if it is not known
     title: str
@@ -89,7 +90,7 @@ class TurnPart(Record):
 class TurnCard(Record):
     """A turn as the page shows it."""
 
-    parts: tuple[TurnPart, ...]
+    parts: tuple[TokenPart, ...]
     left_out: int  # tokens not shown
     remark: str
     calls: tuple[Call, ...]
@@ -118,6 +119,19 @@ class SampleCard(Record):
     finish: str
     logprob: str
     turns: tuple[TurnCard, ...]  # together about `TOKENS_SHOWN` tokens are shown
+    whole: bool = False  # all tokens are shown, with their positions
+
+    @property
+    def parts(self) -> tuple[TokenPart, ...]:
+        """The tokens by worker and version."""
+        segments = self.sample.segments
+        if not segments or any(token.at is None for token in self.tokens):
+            return (TokenPart(author=", ".join(each.name for each in segments), title="", tokens=self.tokens),)
+        own = (
+            (each, tuple(token for token in self.tokens if each.start <= (token.at or 0) < each.end))
+            for each in segments
+        )
+        return tuple(TokenPart(author=each.name, title=each.worker, tokens=tokens) for each, tokens in own if tokens)
 
 
 class Verdict(Record):
@@ -215,48 +229,50 @@ def _coloured(sample: Sample, start: int, end: int) -> tuple[Token, ...]:
     texts = sample.tokens[start:end]
     marks = [found.span() for found in MARK.finditer("".join(texts))]
     found, position = list[Token](), 0
-    for text, logprob in zip(texts, logprobs[start:end], strict=True):
+    for at, (text, logprob) in enumerate(zip(texts, logprobs[start:end], strict=True), start):
         first, position = position, position + len(text)
         mark = bool(text) and any(low <= first and position <= high for low, high in marks)
         if text or logprob is not None:
-            found.append(_token(text, logprob, mark=mark))
+            found.append(_token(text, logprob, at, mark=mark))
     return tuple(found)
 
 
-def _token(text: str, logprob: float | None, *, mark: bool = False) -> Token:
+def _token(text: str, logprob: float | None, at: int, *, mark: bool) -> Token:
     visible = text.replace("\n", "↵\n") if text else "∎"  # an end token has no text
     if logprob is None:
-        return Token(text=visible, level=None, title="", mark=mark)
+        return Token(text=visible, level=None, title="", mark=mark, at=at)
     title = f"{text!r}  p {percent(math.exp(min(0.0, logprob)))}, logprob {decimal(logprob)}"
-    return Token(text=visible, level=level(logprob), title=title, mark=mark)
+    return Token(text=visible, level=level(logprob), title=title, mark=mark, at=at)
 
 
-def sample_card(sample: Sample) -> SampleCard:
-    tokens = colour(sample)
-    most = TOKENS_SHOWN // max(1, len(sample.turns))
+def sample_card(sample: Sample, *, whole: bool = False) -> SampleCard:
+    """The card of a sample, with all its tokens if it is shown as a whole."""
+    tokens, shown = colour(sample), len(sample.tokens) if whole else TOKENS_SHOWN
+    most = shown if whole else shown // max(1, len(sample.turns))
     rewarded = any(turn.reward for turn in sample.turns)
     return SampleCard(
         sample=sample,
         prompt=prompt_view(sample.prompt, sample.messages),
-        tokens=tokens[:TOKENS_SHOWN],
-        left_out=max(0, len(tokens) - TOKENS_SHOWN),
+        tokens=tokens[: shown or 1],
+        left_out=max(0, len(tokens) - (shown or 1)),
         reward="-" if sample.reward is None else compact(sample.reward),
         components=", ".join(f"{name} {compact(value)}" for name, value in sample.components.items()),
         finish=ENDED_BY.get(sample.episode_end, sample.finish),
         logprob=decimal(_mean_logprob(sample)),
         turns=tuple(_turn_card(sample, turn, most, rewarded=rewarded) for turn in sample.turns),
+        whole=whole,
     )
 
 
 def _turn_card(sample: Sample, turn: SampleTurn, most: int, *, rewarded: bool) -> TurnCard:
-    end, parts = min(turn.end, turn.start + most), list[TurnPart]()
+    end, parts = min(turn.end, turn.start + most), list[TokenPart]()
     if _tokens_known(sample, turn.start, turn.end, turn.text):
         for segment in turn.segments or (SampleSegment(start=turn.start, end=turn.end),):
             tokens = _coloured(sample, segment.start, min(segment.end, end))
-            parts.append(TurnPart(author=segment.name, title=segment.worker, tokens=tokens))
+            parts.append(TokenPart(author=segment.name, title=segment.worker, tokens=tokens))
     else:
         end, token = turn.end, Token(text=turn.text, level=None, title="")
-        parts.append(TurnPart(author=turn.workers, title="", tokens=(token,)))
+        parts.append(TokenPart(author=turn.workers, title="", tokens=(token,)))
     remarks = ["cut at its token limit"] if turn.finish == "length" else []
     remarks += [counted(turn.timeouts, "timeout")] if turn.timeouts else []
     return TurnCard(

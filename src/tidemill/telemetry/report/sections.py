@@ -2,82 +2,58 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable
 from statistics import fmean
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
 from tidemill.config.load import differences
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError
-from tidemill.core.formatting import compact, counted, dollars, duration, natural_sort_key
+from tidemill.core.formatting import counted, duration, natural_sort_key
 from tidemill.telemetry import metrics
-from tidemill.telemetry.events import GOLD, TAINTED, WORKER_HEALTH, health_text
-from tidemill.telemetry.fleet_figures import amount
+from tidemill.telemetry.events import GOLD, TAINTED, WORKER_HEALTH
 from tidemill.telemetry.live_state import LiveState
+from tidemill.telemetry.report import pages
 from tidemill.telemetry.report.charts import chart_data, histograms
-from tidemill.telemetry.report.pages import (
-    ENDINGS,
-    EVALUATED,
-    HERE,
-    clock_time,
-    ending,
-    evaluation_section,
-    event_rows,
-    facts,
-    findings,
-    guard_findings,
-    headline,
-    held_out,
-    render_page,
-    tiles,
-)
+from tidemill.telemetry.report.pages import HERE, render_page
 from tidemill.telemetry.report.sample_cards import LEGEND, before_and_after, best_and_worst, report_samples
+from tidemill.telemetry.report.sample_pages import samples_section
 from tidemill.telemetry.report.timeline import fleet_section, mismatch_rows, run_timeline, timeline_json, worker_rows
 from tidemill.telemetry.run_data import RunData
+from tidemill.telemetry.run_state import LIVELY, RunState, StateReader
+from tidemill.telemetry.sample_index import SampleIndex
 
 SECTIONS = ("overview", "fleet", "learning", "samples", "trust", "setup")
 OF_EVALUATIONS = ("overview", "setup")
 TEMPLATES = HERE / "templates"
 SCRIPTS = ("vendor/uplot/uPlot.iife.min.js", "templates/fleet.js", "templates/charts.js", "templates/page.js")
 STYLES = ("vendor/uplot/uPlot.min.css", "templates/report.css")
+LIVE_SCRIPTS, LIVE_STYLES = ("templates/samples.js", *SCRIPTS), (*STYLES, "templates/samples.css")
 """Files below this folder, in the order in which the page loads them."""
+FROZEN_VALUES = 50_000
+"""In charts of a report, which should stay a small file."""
 WORKERS_SHOWN = 5
 """Of the overview."""
 RECENT_STEPS = 10
 """Steps whose mean time tells how long the others will take."""
 
 
-class ShownState(Protocol):
-    """State of a run: a name such as "running", and a sentence."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def text(self) -> str: ...
-
-
-class LoggedState(NamedTuple):
-    """The state according to the event log."""
-
-    name: str
-    text: str
-
-
 class Shown(NamedTuple):
     """What a section is rendered from."""
 
     data: RunData
-    state: ShownState
+    state: RunState
     live: LiveState | None
 
 
 def run_page(
     data: RunData,
     *,
-    state: ShownState | None = None,
+    state: RunState | None = None,
     live: LiveState | None = None,
     mode: Literal["frozen", "live"] = "frozen",
     key: str = "",
@@ -93,7 +69,7 @@ def run_page(
         root: the server's root as seen from the page, in live mode.
         can_act: show the buttons that control the run, in live mode.
     """
-    shown = Shown(data, state or _logged_state(data), live)
+    shown = _shown(data, state, live)
     sections = [
         (name, name.capitalize(), _render(shown, name) if mode == "frozen" or name == "overview" else "")
         for name in (OF_EVALUATIONS if data.model_evaluation else SECTIONS)
@@ -102,39 +78,56 @@ def run_page(
         TEMPLATES / "run.html.j2",
         title=data.name,
         sections=sections,
-        scripts=SCRIPTS,
-        styles=STYLES,
+        scripts=LIVE_SCRIPTS if mode == "live" else SCRIPTS,
+        styles=LIVE_STYLES if mode == "live" else STYLES,
         key=key if mode == "live" else "",
         root=root,
         can_act=can_act,
-        chart_data=chart_data(data) | fleet_data(data) if mode == "frozen" else {},
+        chart_data=chart_data(data, most_values=FROZEN_VALUES) | fleet_data(data) if mode == "frozen" else {},
         **_run_line(shown),
     )
 
 
 def section(
-    data: RunData, name: str, *, state: ShownState | None = None, live: LiveState | None = None, index: Any = None
+    data: RunData,
+    name: str,
+    *,
+    state: RunState | None = None,
+    live: LiveState | None = None,
+    index: SampleIndex | None = None,
 ) -> str:
-    """HTML of the line about the run at the top of the page, and of one of `SECTIONS`."""
-    shown = Shown(data, state or _logged_state(data), live)
-    return render_page(TEMPLATES / "run_line.html.j2", **_run_line(shown)) + _render(shown, name)
+    """HTML of the line about the run at the top of the page, and of one of `SECTIONS`.
+
+    Args:
+        index: shows samples as a table of all of them, with filters, not as cards of some.
+    """
+    shown = _shown(data, state, live)
+    html = samples_section(data, index) if index is not None and name == "samples" else _render(shown, name)
+    return render_page(TEMPLATES / "run_line.html.j2", **_run_line(shown)) + html
 
 
 def fleet_data(data: RunData) -> dict[str, Any]:
     """JSON for fleet.js: at most one timeline."""
-    found = None if data.model_evaluation else run_timeline(data)
+    found = None if data.model_evaluation else run_timeline(data, work=True)
     return {"fleets": [timeline_json(found)] if found else []}
 
 
 def _render(shown: Shown, name: str) -> str:
-    template, values = VALUES[name]
-    return render_page(TEMPLATES / template, data=shown.data, live=shown.live, **values(shown))
+    template = TEMPLATES / f"{'sample_cards' if name == 'samples' else name}.html.j2"
+    values = VALUES[name](shown) if name in VALUES else {}
+    return render_page(template, data=shown.data, live=shown.live, **values)
 
 
-def _logged_state(data: RunData) -> LoggedState:
+def _shown(data: RunData, state: RunState | None, live: LiveState | None) -> Shown:
+    state = state or logged_state(data)
+    return Shown(data, state, live if state.name in LIVELY else None)  # of a run that was killed it is old
+
+
+def logged_state(data: RunData) -> RunState:
+    """The state of a run that nobody watches."""
     if data.model_evaluation:
-        return LoggedState(data.outcome, EVALUATED)
-    return LoggedState(data.outcome if data.outcome in ENDINGS else "unknown", ending(data))
+        return RunState(name="finished", text="An evaluation, without training.")
+    return StateReader(time.monotonic).look(data.events.outline, None, None, usual_step_s=0.0)
 
 
 def _run_line(shown: Shown) -> dict[str, Any]:
@@ -153,57 +146,21 @@ def _overview(shown: Shown) -> dict[str, Any]:
     data, live = shown.data, shown.live
     evaluated = data.model_evaluation
     workers = Counter(one.worker or "waiting" for one in live.samples) if live else Counter[str]()
-    now = ""
-    if live:
-        samples = f"{counted(live.samples_total, 'sample')} under way on {counted(len(live.fleet), 'worker')}"
-        now = ". ".join(filter(None, (live.activity_text, samples)))
     return {
-        "headline": headline(data),
-        "held_out": held_out(data),
-        "evaluation": evaluation_section(evaluated) if evaluated else None,
-        "tiles": [] if evaluated else tiles(data),
-        "findings": findings(data),
+        "headline": pages.headline(data),
+        "held_out": pages.held_out(data),
+        "evaluation": pages.evaluation_section(evaluated) if evaluated else None,
+        "tiles": [] if evaluated else pages.tiles(data),
+        "findings": pages.findings(data),
         "made": [(name, kind, *row[1:3], *row[4:]) for name, kind, *row in worker_rows(data)[:WORKERS_SHOWN]],
-        "now": now,
         "under_way": sorted(workers.items(), key=lambda item: natural_sort_key(item[0])),
     }
 
 
 def _fleet(shown: Shown) -> dict[str, Any]:
-    live = shown.live if shown.live and shown.live.activity != "ended" else None
-    workers = [
-        (
-            row.worker_id,
-            row.lease_id,
-            row.kind,
-            row.state,
-            "-" if row.version is None else row.version,
-            row.running,
-            row.queued,
-            compact(row.tokens_per_s),
-            duration(row.age_s),
-            dollars(row.price_usd_per_hour) if row.price_usd_per_hour else "-",
-        )
-        for row in (live.fleet if live else ())
-    ]
-    samples = [
-        (
-            f"{one.prompt_id} #{one.index}",
-            one.step,
-            one.worker or "waits for a worker",
-            one.lease or "-",
-            one.tokens,
-            ", ".join(map(str, one.versions)) or "-",
-        )
-        for one in (live.samples if live else ())
-    ]
-    more = live.samples_total - len(samples) if live else 0
-    return {
-        "fleet": fleet_section(shown.data, run_timeline(shown.data)),
-        "workers": workers,
-        "samples": samples,
-        "more": f"and {more:,} more" if more > 0 else "",
-    }
+    more = shown.live.samples_total - len(shown.live.samples) if shown.live else 0
+    fleet = fleet_section(shown.data, run_timeline(shown.data, work=False))
+    return {"fleet": fleet, "more": f"and {more:,} more" if more > 0 else ""}
 
 
 def _samples(shown: Shown) -> dict[str, Any]:
@@ -226,33 +183,13 @@ def _samples(shown: Shown) -> dict[str, Any]:
 
 def _trust(shown: Shown) -> dict[str, Any]:
     data = shown.data
-    guarded = "The guard compared rewards with gold scores" if data.events_named(GOLD) else "No gold scores"
-    decided = data.guard.decisions
-    doubts = [
-        f"{guarded}; {counted(len(decided), 'decision')}" if decided else guarded,
-        f"{counted(len(data.guard.quarantined), 'machine')} quarantined" if data.guard.quarantined else "",
-    ]
-    health = [
-        (clock_time(event), event.get("worker"), event.get("machine", "-"), event.get("state"), health_text(event))
-        for event in data.events_named(WORKER_HEALTH)
-    ]
-    tainted = [
-        (
-            event.get("worker"),
-            event.get("lease"),
-            event.get("cause"),
-            counted(int(amount(event, "restarted")), "sample"),
-            compact(amount(event, "tokens")),
-            ", ".join(f"step {step}: {count}" for step, count in dict(event.get("trained") or {}).items()) or "none",
-        )
-        for event in data.events_named(TAINTED)
-    ]
+    decided = counted(len(data.guard.decisions), "decision") if data.events_named(GOLD) else "no gold scores"
     return {
-        "verdict": "; ".join(filter(None, doubts)),
-        "decisions": list(guard_findings(data)),
+        "verdict": f"{decided}, {counted(len(data.guard.quarantined), 'machine')} quarantined",
+        "decisions": list(pages.guard_findings(data)),
         "mismatches": mismatch_rows(data),
-        "health": health,
-        "tainted": tainted,
+        "health": data.events_named(WORKER_HEALTH),
+        "tainted": data.events_named(TAINTED),
     }
 
 
@@ -264,9 +201,9 @@ def _setup(shown: Shown) -> dict[str, Any]:
         changed = []
     return {
         "changed": [(key, _setting(value), _setting(default)) for key, default, value in changed],
-        "facts": facts(data),
+        "facts": pages.facts(data),
         "manifest_text": msgspec.json.format(msgspec.json.encode(data.manifest)).decode() if data.manifest else "",
-        "events": [] if data.model_evaluation else event_rows(data),
+        "events": [] if data.model_evaluation else pages.event_rows(data),
     }
 
 
@@ -276,12 +213,7 @@ def _setting(value: Any) -> str:
     return "-" if value is None else value if isinstance(value, str) else msgspec.json.encode(value).decode()
 
 
-VALUES: dict[str, tuple[str, Callable[[Shown], dict[str, Any]]]] = {
-    "overview": ("overview.html.j2", _overview),
-    "fleet": ("fleet.html.j2", _fleet),
-    "learning": ("learning.html.j2", lambda shown: {}),
-    "samples": ("sample_cards.html.j2", _samples),
-    "trust": ("trust.html.j2", _trust),
-    "setup": ("setup.html.j2", _setup),
-}
-"""Template of each section, and its values."""
+VALUES: dict[str, Callable[[Shown], dict[str, Any]]] = {
+    "overview": _overview, "fleet": _fleet, "samples": _samples, "trust": _trust, "setup": _setup,
+}  # fmt: skip
+"""Of the templates of sections."""

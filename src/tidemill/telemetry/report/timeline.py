@@ -11,6 +11,8 @@ from itertools import pairwise
 from statistics import median
 from typing import Any, Literal, NamedTuple, get_args
 
+import numpy as np
+
 from tidemill.core.formatting import compact, counted, decimal, dollars, duration, natural_sort_key, percent
 from tidemill.core.records import Record
 from tidemill.telemetry.events import (
@@ -41,7 +43,7 @@ from tidemill.telemetry.fleet_figures import (
     stretch,
 )
 from tidemill.telemetry.manifest import Forecast
-from tidemill.telemetry.metrics import MetricLine, mismatches
+from tidemill.telemetry.metrics import MISMATCH_OF, MISMATCH_TOKENS_OF, MetricLine
 from tidemill.telemetry.run_data import RunData
 from tidemill.telemetry.run_dir import TRAINING_PURPOSE
 
@@ -93,9 +95,19 @@ class Timeline(Record):
 
 
 def timeline(
-    events: Sequence[dict[str, Any]], metrics: Sequence[MetricLine], *, reserved_only: bool = False
+    events: Iterable[dict[str, Any]],
+    metrics: Sequence[MetricLine],
+    *,
+    reserved_only: bool = False,
+    work: Iterable[dict[str, Any]] | None = None,
 ) -> Timeline | None:
-    """None for a run without preemptible workers, unless `reserved_only` asks for a timeline anyway."""
+    """None for a run without preemptible workers, unless `reserved_only` asks for a timeline anyway.
+
+    Args:
+        work: the events with what workers and the trainer did in each step; by default those of `events`.
+    """
+    events = [*events]
+    work = events if work is None else work
     sessions = sessions_of(events, metrics)
     leases = held_leases(events, sessions)
     preemptible = [one for one in leases.values() if one.kind == "preemptible"]
@@ -111,7 +123,7 @@ def timeline(
             rows.append(label)
     joins = (event for event in events if event["event"] == JOIN and not event.get("error"))
     starts = {lease_key(event): stretch(event, sessions) for event in joins}
-    bars = [*_lease_bars(leases, row_of, starts, events, sessions), *_work_bars(events, row_of, sessions)]
+    bars = [*_lease_bars(leases, row_of, starts, events, sessions), *_work_bars(work, row_of, sessions)]
     end_s = max(one.end_s for one in sessions.values())
     return Timeline(
         rows=tuple(rows),
@@ -119,7 +131,7 @@ def timeline(
         first_preemptible=min((row_of[one.session, one.lease_id] for one in preemptible), default=len(rows)),
         bars=tuple(bars if len(bars) <= MOST_BARS else merged(bars, end_s / FINEST)),
         marks=(*_marks(events, row_of, sessions), *_drained(events, row_of, sessions)),
-        publishes=tuple(_publishes(events, sessions)),
+        publishes=tuple(_publishes(work, sessions)),
         sessions=tuple(
             (one.start_s, f"session {one.number}" + (", after a kill" if earlier.killed else ""))
             for earlier, one in pairwise(sessions.values())
@@ -306,9 +318,15 @@ class CostBar(NamedTuple):
     figure: str
 
 
-def run_timeline(data: RunData) -> Timeline | None:
-    """None before the first session."""
-    return timeline(data.events, data.metrics, reserved_only=True) if data.sessions else None
+def run_timeline(data: RunData, *, work: bool) -> Timeline | None:
+    """None before the first session.
+
+    Args:
+        work: with what each worker did in each step, which takes a while for long runs.
+    """
+    if not data.sessions:
+        return None
+    return timeline(data.events.outline, data.metrics, reserved_only=True, work=data.events if work else ())
 
 
 def fleet_section(data: RunData, found: Timeline | None) -> dict[str, Any]:
@@ -325,11 +343,8 @@ def fleet_section(data: RunData, found: Timeline | None) -> dict[str, Any]:
 
 def worker_rows(data: RunData) -> list[tuple[str, ...]]:
     """(worker, kind, leases, evicted, samples, tokens, share of tokens, cost), most tokens first."""
-    samples, tokens = Counter[str](), Counter[str]()
-    for event in data.events_named(DECODE):
-        samples[str(event.get("worker"))] += int(amount(event, "samples"))
-        tokens[str(event.get("worker"))] += int(amount(event, "tokens"))
-    leases = [*held_leases(data.events, data.sessions).values()]
+    samples, tokens = data.events.samples_by_worker, data.events.tokens_by_worker
+    leases = [*held_leases(data.events.outline, data.sessions).values()]
     names = dict.fromkeys([*(name for name, _ in tokens.most_common()), *(one.worker for one in leases)])
     rows = list[tuple[str, ...]]()
     for name in names:
@@ -345,7 +360,13 @@ def worker_rows(data: RunData) -> list[tuple[str, ...]]:
 
 def mismatch_rows(data: RunData) -> list[tuple[str, str, str, str]]:
     """(engine, worker, KL, tokens) of engines, and of the `MISMATCH_ROWS` workers with the largest mismatch."""
-    found = mismatches(line.values for line in data.metrics)
+    found = dict[str, tuple[float, float]]()
+    for metric in data.metrics.names:
+        name = metric.removeprefix(MISMATCH_OF)
+        if name != metric:
+            tokens, kl = data.metrics.column(MISMATCH_TOKENS_OF + name), data.metrics.column(metric)
+            total = float(np.nansum(np.where(np.isnan(kl), 0.0, tokens)))
+            found |= {name: (float(np.nansum(kl * tokens)) / total, total)} if total else {}
     by_kl = sorted(found, key=lambda name: -found[name][0])
     shown = [name for name in by_kl if "/" not in name]
     shown += [name for name in by_kl if "/" in name][:MISMATCH_ROWS]
@@ -355,11 +376,11 @@ def mismatch_rows(data: RunData) -> list[tuple[str, str, str, str]]:
 
 def fleet_tiles(data: RunData, found: Timeline) -> list[tuple[str, str, str]]:
     """(label, figure, remark)"""
-    summary, decoded = data.summary, data.events_named(DECODE)
-    tokens = sum(amount(event, "tokens") for event in decoded)
-    remote = sum(amount(event, "tokens") for event in decoded if event.get("kind") == "preemptible")
+    summary, decoded = data.summary, data.events.decoded
+    tokens = sum(one.tokens for one in decoded)
+    remote = sum(one.tokens for one in decoded if not one.reserved)
     starts = [amount(event, "duration_s") for event in data.events_named(JOIN) if not event.get("error")]
-    goodput, alone = summary["goodput_tokens_per_s"], summary["reserved_only_usd"]
+    goodput = summary["goodput_tokens_per_s"]
     kept, lost = compact(summary["tokens_kept"]), compact(summary["tokens_lost"])
     rows = [
         ("Workers", f"{mean_serving(found):.1f}", f"mean, at most {max(count for _, count in found.serving)}"),
@@ -369,9 +390,6 @@ def fleet_tiles(data: RunData, found: Timeline) -> list[tuple[str, str, str]]:
         ("Preemptible share", percent(remote / tokens) if tokens else "-", f"of {compact(tokens)} generated tokens"),
         ("Goodput", decimal(goodput), "trained tokens per second of wall time"),
     ]
-    if summary["cost_usd"]:
-        remark = f"{dollars(alone)} on reserved machines only" if alone else "of all machines"
-        rows.append(("Cost", dollars(summary["cost_usd"]), remark))
     if summary["crashes"]:
         rows.append(("Crashed", counted(summary["crashes"], "worker"), "raised errors; see the events"))
     if summary["quarantined"]:

@@ -64,7 +64,7 @@ def test_the_band_is_the_standard_deviation(tmp_path: Path) -> None:
 
 def test_shares_are_drawn_in_per_cent_and_with_few_figures(tmp_path: Path) -> None:
     (chart,) = charts_of(tmp_path, '{"step":1,"clip_fraction":0.0123456789}\n')["charts"]
-    assert chart["series"][0]["values"] == [1.23457]
+    assert chart["series"][0]["values"] == [1.2346]
 
 
 def test_several_rewards_share_a_chart_and_unknown_metrics_get_their_own(tmp_path: Path) -> None:

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from tests.fabricated_run import FabricatedRun
-from tidemill.telemetry.report.pages import ending, findings, headline
+from tidemill.telemetry.report.pages import findings, headline
+from tidemill.telemetry.report.sections import logged_state
 from tidemill.telemetry.run_data import LoggedEvaluation, RunData, clearly_differs, comparable
 from tidemill.telemetry.run_dir import RunDirectory
 
@@ -135,7 +136,7 @@ def test_the_ending_has_the_error(tmp_path: Path, outcome: str, error: str, says
     earlier = {"event": "session_end", "outcome": "failed", "error": "ValueError: earlier"}
     last = {"event": "session_end", "outcome": outcome} | ({"error": error} if error else {})
     data = data_of(tmp_path, events="".join(f"{json.dumps(event)}\n" for event in (earlier, last)))
-    assert ending(data) == says
+    assert logged_state(data).text == says
     assert not findings(data)
 
 

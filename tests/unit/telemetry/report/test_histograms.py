@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from tidemill.telemetry.report.charts import BINS, histograms, make_bins
+from tidemill.telemetry.binning import BINS, make_bins
+from tidemill.telemetry.report.charts import histograms
 from tidemill.telemetry.report.sample_cards import SampleWindow
 from tidemill.telemetry.sample_files import Sample
 

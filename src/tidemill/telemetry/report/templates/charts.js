@@ -76,7 +76,7 @@ const charts = (() => {
     context.restore();
   };
 
-  const range = (chart, low, high, logarithmic) => {
+  const rangeY = (chart, low, high, logarithmic) => {
     if (logarithmic) return low > 0 ? uPlot.rangeLog(low, high, 10, true) : [0.1, 1];
     let bottom = chart.low ?? low, top = chart.high ?? high;
     if (bottom == null || top == null) return [0, 1];
@@ -130,7 +130,7 @@ const charts = (() => {
       },
       scales: {
         x: { time: false, range: (_, low, high) => view || (lone ? [data.steps[0] - 1, data.steps[0] + 1] : [low, high]) },
-        y: { distr: logarithmic ? 3 : 1, range: (_, low, high) => range(chart, low, high, logarithmic) },
+        y: { distr: logarithmic ? 3 : 1, range: (_, low, high) => rangeY(chart, low, high, logarithmic) },
       },
       axes: [
         { ...axis, size: 24, gap: 3, grid: { show: false }, values: (_, splits) => splits.map(show), incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 1e6] },
@@ -226,8 +226,9 @@ const charts = (() => {
   document.addEventListener("themed", rebuild);
   const frozen = document.getElementById("data");
   if (frozen) take(JSON.parse(frozen.textContent));
+  const range = (home) => { const { min, max } = figures.find((one) => one.home === home).plot.scales.x; return [min, max]; };
   return {
-    take, fill: () => data && fill(), drawAll: () => figures.forEach((figure) => figure.plot || build(figure)),
+    take, range, fill: () => data && fill(), drawAll: () => figures.forEach((figure) => figure.plot || build(figure)),
     query: () => (data?.steps.length ? `?after=${data.steps.at(-1)}&cursor=${data.cursor}` : ""),
   };
 })();

@@ -30,6 +30,7 @@
     $$(".panel").forEach((panel) => { panel.hidden = panel.id !== current; });
     $$(".tabs a").forEach((tab) => { if (tab.hash === `#${current}`) tab.setAttribute("aria-current", "page"); else tab.removeAttribute("aria-current"); });
     refresh();
+    wake();
   };
   addEventListener("hashchange", () => { show(location.hash.slice(1)); scrollTo(0, 0); });
 
@@ -71,14 +72,27 @@
     if (act) { event.preventDefault(); act(); }
   });
 
-  // ---- print: every section, every chart
-  addEventListener("beforeprint", () => { $$(".panel").forEach((panel) => { panel.hidden = false; }); charts.drawAll(); });
-  addEventListener("afterprint", () => show(current));
+  // ---- print: every section and chart, in light colours
+  addEventListener("beforeprint", () => {
+    $$(".panel").forEach((panel) => { panel.hidden = false; });
+    html.dataset.theme = "light";
+    document.dispatchEvent(new Event("theme"));
+    charts.drawAll();
+  });
+  addEventListener("afterprint", () => { setTheme($("#theme").textContent); show(current); });
 
   // ---- live
-  const stale = new Set(names), reads = { charts: true, fleet: true };
-  let busy = false, again = false;
-  const notice = (text) => { $("#notice").textContent = text; $("#notice").hidden = !text; };
+  const stale = new Set(names.slice(1)), reads = { charts: true, fleet: true };
+  const PAUSE_MS = 600, SHOWN_MS = 6000;
+  let busy = false, again = false, wake = () => {}, clock = 0;
+  const notice = (text, shown) => {
+    clearTimeout(clock);
+    $("#notice").textContent = text;
+    $("#notice").hidden = !text;
+    if (shown) clock = setTimeout(() => notice(""), shown);
+  };
+  // Runs that change often are read with a pause, and a server that answers slowly with a longer one.
+  const rest = (ms) => new Promise((resolve) => { wake = resolve; setTimeout(resolve, ms); });
   const call = async (address, options = {}) => {
     const token = stored(sessionStorage, "tidemill-token");
     const headers = { ...(token ? { Authorization: `Bearer ${token}` } : {}), ...options.headers };
@@ -131,13 +145,13 @@
     try {
       while (again) {
         again = false;
-        const name = current;
+        const name = current, began = performance.now();
         if (stale.delete(name)) await swap(name).catch((error) => { stale.add(name); throw error; });
         if (reads.charts && $(`#${name} [data-charts]`)) { reads.charts = false; charts.take(await (await call(`${live}charts.json${charts.query()}`)).json()); }
         if (reads.fleet && name === "fleet") { reads.fleet = false; drawTimelines(await (await call(`${live}fleet.json`)).json()); }
-        notice("");
+        await rest(Math.max(PAUSE_MS, 4 * (performance.now() - began)));
       }
-    } catch (error) { notice(error.status ? error.message : ""); reads.charts = reads.fleet = true; } finally { busy = false; }
+    } catch (error) { if (error.status) notice(error.message, SHOWN_MS); reads.charts = reads.fleet = true; } finally { busy = false; }
   }
   document.addEventListener("visibilitychange", refresh);
   const changed = (what) => {
@@ -173,7 +187,7 @@
             if (name === "gone") notice("This run was deleted.");
           }
         }
-      } catch (error) { if (error.status) notice(error.message); }
+      } catch (error) { if (error.status) notice(error.message, SHOWN_MS); }
       clearTimeout(watchdog);
       badge("reconnecting");
       await new Promise((resolve) => { setTimeout(resolve, wait * (0.75 + Math.random() / 2)); });
@@ -196,8 +210,8 @@
     target.disabled = true;
     try {
       await call(`${live}control`, { method: "POST", body: JSON.stringify({ action }), headers: { "Content-Type": "application/json" } });
-      notice(`The run was asked: ${target.textContent.toLowerCase()}. It answers at the end of its step.`);
-    } catch (error) { notice(error.message); }
+      notice(`${target.textContent}: the run was asked, and does it after its step.`, SHOWN_MS);
+    } catch (error) { notice(error.message, SHOWN_MS); }
     target.disabled = false;
   });
 

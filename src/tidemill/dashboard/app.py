@@ -234,7 +234,7 @@ def _ask(run: WatchedRun, reader: RunReader, given: ControlBody) -> dict[str, An
     if state.name not in RUNNING:
         again = f"`tidemill resume {shlex.quote(str(path))}` starts it again"
         hint = "it has no step left" if state.name == "finished" else again
-        raise ApiError(409, f"{state.text.rstrip('.')}, so it takes no requests; {hint}", code="not_running")
+        raise ApiError(409, f"the run takes no requests ({state.name}): {hint}", code="not_running")
     if live is None or live.session != max(reader.data.sessions, default=0):
         raise ApiError(409, "the run takes no requests: it has just started, or is of another version", code="deaf")
     _refuse_link(path / CONTROL)

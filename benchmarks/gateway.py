@@ -258,7 +258,7 @@ async def _serve(pipe: Connection, streams: int) -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         config = GatewayConfig(port=0)
-        listener = listen(config.host, config.port, connections=config.connections)
+        listener = listen(config)
         with RunDirectory.open(Path(folder)) as run, Recorder(run, spec, stream=None) as recorder:
             async with served_fleet(spec, run, recorder, asyncio.Event(), open_backend=backend) as served:
                 collecting = asyncio.create_task(served.collect())

@@ -97,7 +97,7 @@ async def _sessions(pipe: Connection, count: int) -> None:
             write_calls=write_hermes,
         )
         served = ServedSessions("run", codec, turns, sessions, sampling, NoFleet(), context_tokens=2048)  # type: ignore[arg-type]
-        listener = listen(config.host, config.port, connections=config.connections)
+        listener = listen(config)
         app = Gateway(served, config, write_calls=write_hermes, sessions=sessions).app()
         async with serving(app, listener, config):
             before = _memory()

@@ -497,10 +497,7 @@ class TrainingRun:
     async def obey(self) -> None:
         """Between two steps: write the checkpoint that somebody asked for, and pause if somebody asked for that."""
         control = self.control
-        if control is None:
-            return
-        control.poll()
-        if control.waiting:
+        if control is not None and control.poll():
             if self.step > self.checkpointed:
                 await self._checkpoint()
             if control.take_waiting():

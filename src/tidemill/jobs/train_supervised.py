@@ -176,8 +176,7 @@ def _obey(step: int, checkpoint: Callable[[], None], *, recorder: Recorder, stop
     """Write the checkpoint that somebody asked for; pause if somebody asked for that, until somebody resumes or stops
     the run."""
     control = recorder.control
-    control.poll()
-    if control.waiting:
+    if control.poll():
         checkpoint()
         if control.take_waiting():
             with span(recorder, MonotonicClock(), PAUSED, step=step):

@@ -133,10 +133,10 @@ class RunControl:
         """
         self._stop, self._between_steps = stop, between_steps
 
-    def poll(self) -> None:
-        """Take new requests, and apply those that do not wait for the end of the step."""
+    def poll(self) -> bool:
+        """Take new requests, and apply those that do not wait for the end of the step. Returns whether any waits."""
         if self._stop is None:
-            return
+            return False
         for name, request, refused in self._folder.take(run_id=self._run_id, session=self._session):
             if request is None:
                 self._log(action="", by="", request=name[:MOST_NAME], outcome="ignored", reason=refused)
@@ -144,6 +144,7 @@ class RunControl:
                 self._ignore(request, refused)
             else:
                 self._apply(request, self._stop)
+        return bool(self.waiting)
 
     def _apply(self, request: ControlRequest, stop: Callable[[str], object]) -> None:
         if request.action == "stop":

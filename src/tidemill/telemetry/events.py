@@ -68,8 +68,8 @@ ENVIRONMENT_WARNING = _define(
 CHECKPOINT = _define("checkpoint", "span: the trainer's state after `step` became durable")
 CONTROL = _define(
     "control",
-    "what became of a request of a person: `action` (pause, resume, checkpoint or stop), `by`, `request` (its id), "
-    "`step`, `outcome` (applied or ignored) and the `reason` if it was ignored; `hold_s` of a pause",
+    "a request was applied or ignored (`outcome`, with the `reason`): `action` (pause, resume, checkpoint or stop), "
+    "`by`, `request` (its id), `step`; `hold_s` of a pause",
 )
 PAUSED = _define(
     "paused", "span: the run was paused after `step`; `machines_returned`: rented machines whose leases it ended"

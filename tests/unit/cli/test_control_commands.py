@@ -59,7 +59,7 @@ def test_each_verb_sends_a_request_and_says_what_follows(run: Run, recorder: Rec
             0,
             "pauses after step 2, with a checkpoint; rented machines are kept for 1:30",
         )
-        assert recorder.control.waiting[0].hold_s == 90.0
+        assert recorder.control.waiting["pause"].hold_s == 90.0
         assert run("checkpoint", folder, "--json").data["step"] == 2
         assert run("stop", folder).out.strip() == "stops, with a checkpoint"
         assert run("resume", folder).out.strip() == "resumes after step 1"
@@ -72,7 +72,7 @@ def test_a_run_that_is_busy_takes_the_request_later(run: Run, recorder: Recorder
     ran = run("pause", str(recorder.run.path), "--json")
     assert (ran.code, ran.data["taken"]) == (0, False)
     recorder.beat(now=True)
-    assert [request.request_id for request in recorder.control.waiting] == [ran.data["request"]]
+    assert [request.request_id for request in recorder.control.waiting.values()] == [ran.data["request"]]
 
 
 def test_a_run_on_another_machine_answers_through_the_disk(

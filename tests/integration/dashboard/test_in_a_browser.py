@@ -16,7 +16,7 @@ from tests.browser import chromium, opened
 from tests.fabricated_fleet import FabricatedFleet
 from tests.fabricated_guard import FabricatedGuard
 from tests.fabricated_run import FabricatedRun, make_prompt, make_trajectory
-from tests.unit.dashboard.served import open_run, page_of, pages
+from tests.unit.dashboard.served import make_run, open_run, page_of, pages, tokens
 from tidemill.core.records import Reward
 from tidemill.telemetry.control import ControlFolder
 from tidemill.telemetry.report import write_report
@@ -210,6 +210,39 @@ def test_a_guarded_run_shows_the_decision_on_trust(browser: Browser, tmp_path: P
     ):
         page.keyboard.press("5")
         expect(page.locator("#trust")).to_contain_text("the reward rises and quality does not")
+
+
+def test_verdicts_are_given_and_taken_back_with_keys(browser: Browser, tmp_path: Path) -> None:
+    make_run(tmp_path / "run")
+    with (
+        pages(tmp_path) as client,
+        opened(browser, str(client.base_url).rstrip("/") + page_of(tmp_path, "run") + "check") as page,
+    ):
+        page.keyboard.press("y")
+        page.keyboard.press("u")
+        page.keyboard.press("7")
+        expect(page.locator("#last")).to_contain_text("You said 0.7; its reward was")
+        expect(page.locator("progress")).to_have_attribute("value", "1")
+        page.locator("[data-key=s]").click()
+        expect(page.locator("#last")).to_contain_text("Skipped")
+    [line] = (tmp_path / "run/checks/verdicts.jsonl").read_text(encoding="utf-8").splitlines()
+    assert json.loads(line)["verdict"] == 0.7
+
+
+def test_pages_open_with_the_token_of_the_address(browser: Browser, tmp_path: Path) -> None:
+    make_run(tmp_path / "runs/one")
+    make_run(tmp_path / "runs/two")
+    with pages(tmp_path / "runs", token_file=tokens(tmp_path / "tokens")) as client:
+        url = str(client.base_url).rstrip("/")
+        with opened(browser, f"{url}/", ignored="401") as page:
+            expect(page.locator("p")).to_contain_text("needs a token")
+            page.goto(f"{url}/#token=wrong")
+            expect(page.locator("p")).to_contain_text("not valid")
+            page.goto(f"{url}/#token=reader-token")
+            expect(page.locator("#rows tr")).to_have_count(2)
+            assert page.url == f"{url}/"
+            page.locator("#rows a").first.click()
+            expect(page.locator("#badge")).to_have_text("live")
 
 
 def wait_for(condition: Callable[[], bool], *, deadline_s: float = 10.0) -> None:

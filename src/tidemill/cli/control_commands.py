@@ -17,8 +17,9 @@ from tidemill.telemetry.control import HOLD_S, Action, ControlFolder, new_reques
 from tidemill.telemetry.events import read_events
 from tidemill.telemetry.jsonl import SharedLines
 from tidemill.telemetry.live_state import read_live
-from tidemill.telemetry.run_data import NO_RUN, outcome_of
+from tidemill.telemetry.run_data import NO_RUN
 from tidemill.telemetry.run_dir import RunDirectory, read_json
+from tidemill.telemetry.run_state import outcome_of
 
 ANSWER_S, POLL_S = 5.0, 0.1
 UNITS_S = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}

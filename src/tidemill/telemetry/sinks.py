@@ -95,7 +95,7 @@ class HistorySink(Sink):
         if self._last_step < 0:
             for line in read_metrics(self._context.directory / "metrics.jsonl"):
                 if line.step < step:
-                    self._send(line.step, line.values)
+                    self._send(line.step, dict(line.values))
             self._replace_earlier()
         self._send(step, values)
         self._last_step = step

@@ -6,11 +6,18 @@ from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qsl
 
 import pytest
 
 from tidemill.core.errors import UserError
-from tidemill.telemetry.report.sample_pages import group_section, sample_section, samples_section, token_figures
+from tidemill.telemetry.report.sample_pages import (
+    group_section,
+    sample_section,
+    samples_section,
+    samples_view,
+    token_figures,
+)
 from tidemill.telemetry.run_data import RunData
 from tidemill.telemetry.run_dir import RunDirectory, samples_name
 from tidemill.telemetry.sample_files import Sample, write_samples
@@ -87,6 +94,26 @@ def test_the_groups_samples_are_side_by_side(tmp_path: Path) -> None:
             group_section(data, index, *missing)
     with pytest.raises(UserError, match="no such sample of step 1"):
         sample_section(data, index, 1, "p", 9)
+
+
+def test_every_link_leads_to_its_page(tmp_path: Path) -> None:
+    data, index = pages(tmp_path, *(line(at, prompt_id="a&b", epoch=2, purpose="eval:x y") for at in range(2)))
+    html = samples_view(data, index, "samples", {"purpose": "all"})
+    links = [unescape(link) for link in re.findall(r'href="\?(view=(?:sample|group)&amp;[^"]+)#samples"', html)]
+    assert len(links) == 4
+    for link in links:
+        view, *parameters = parse_qsl(link)
+        assert "eval:x y" in samples_view(data, index, view[1], dict(parameters)) or view[1] == "group"
+
+
+@pytest.mark.parametrize(
+    "parameters", [{}, {"step": "x", "prompt": "p"}, {"step": "1"}, {"step": "9" * 30, "prompt": "p"}]
+)
+def test_wrong_addresses_are_refused(tmp_path: Path, parameters: dict[str, str]) -> None:
+    data, index = pages(tmp_path, line(0))
+    for view in ("sample", "group"):
+        with pytest.raises(UserError):
+            samples_view(data, index, view, parameters)
 
 
 def test_every_token_has_its_place_and_its_figures(tmp_path: Path) -> None:

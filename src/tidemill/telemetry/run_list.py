@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable
@@ -65,11 +66,11 @@ def find_runs(folder: Path) -> list[Path]:
         try:
             status = path.stat()
             with os.scandir(path) as entries:
-                folders = {entry.name: entry.is_dir() for entry in entries}
+                folders = {entry.name: _is_folder(entry) for entry in entries}
         except PermissionError:
             found.append(path)  # perhaps a run: its row says why it is not shown
             return
-        except OSError:  # a link to itself, or deleted since
+        except OSError:  # deleted since
             return
         if (status.st_dev, status.st_ino) in seen:
             return
@@ -87,6 +88,13 @@ def find_runs(folder: Path) -> list[Path]:
     return found
 
 
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:  # a link to itself, or to where we may not look
+        return False
+
+
 def _is_run(names: dict[str, bool]) -> bool:
     logs = any(names.get(name) is False for name in ("events.jsonl", "metrics.jsonl", PIPELINE))
     return logs or ("config.toml" in names and ("manifest.json" in names or "samples" in names))
@@ -102,21 +110,30 @@ class RunList:
         self._readers = dict[Path, RunReader]()
         self._rows = dict[Path, tuple[list[Any], RunRow]]()
 
-    def refresh(self) -> list[RunRow]:
-        """The rows now, in the order of `find_runs`."""
-        rows = {path: self._row(path) for path in find_runs(self.folder)}
+    def refresh(self, *, within_s: float = math.inf) -> list[RunRow]:
+        """The rows now, in the order of `find_runs`.
+
+        Args:
+            within_s: after this time no run is read for the first time; its row is filled in by a later call.
+        """
+        deadline_s = self._clock() + within_s
+        rows = {path: self._row(path, deadline_s) for path in find_runs(self.folder)}
         self.paths = {row.key: path for path, row in rows.items()}
-        self._readers = {path: reader for path, reader in self._readers.items() if rows[path].state.name in LIVELY}
-        self._rows = {path: self._rows[path] for path in rows}
+        self._readers = {
+            path: reader for path, reader in self._readers.items() if path in rows and rows[path].state.name in LIVELY
+        }
+        self._rows = {path: kept for path, kept in self._rows.items() if path in rows}
         for path, row in list(rows.items()):
             with suppress(OSError):  # not permitted
                 if pipeline := read_json(path / PIPELINE):
                     rows[path] = _pipeline_row(row, pipeline, rows)
         return list(rows.values())
 
-    def _row(self, path: Path) -> RunRow:
-        reader = self._readers.get(path) or RunReader(path, clock=self._clock)
+    def _row(self, path: Path, deadline_s: float) -> RunRow:
+        reader = self._readers.get(path) or RunReader(path, clock=self._clock, kept_events=0)
         row = RunRow(path=path, key=run_key(self.folder, path), name=path.name, state=reader.state)
+        if path not in self._rows and self._clock() > deadline_s:
+            return row
         try:
             now = [signature(path / name) for name in FILES]
             earlier, kept = self._rows.get(path, ([], row))
@@ -126,7 +143,10 @@ class RunList:
             row = _filled(row, reader.data) if changed & OF_DATA or earlier != now else kept
             row = replace(row, state=state)
         except Exception as error:  # noqa: BLE001 - a file of another program must not hide the runs beside it
-            now, problem = [], reader.problem or f"cannot be read: {exception_text(error)}"
+            now, problem = (
+                [],
+                error.what if isinstance(error, UserError) else f"cannot be read: {exception_text(error)}",
+            )
             row = replace(row, problem=problem, state=RunState(name="unknown", text=problem))
         self._readers[path], self._rows[path] = reader, (now, row)
         return row
@@ -155,7 +175,8 @@ def _filled(row: RunRow, data: RunData) -> RunRow:
 
 def _pipeline_row(row: RunRow, pipeline: dict[str, Any], rows: dict[Path, RunRow]) -> RunRow:
     """The row of a pipeline. Some stages have their state in pipeline.json only: it is filled in in `rows`."""
-    due, started = [stage for stage in pipeline.get("stages", ()) if isinstance(stage, dict)], list[RunRow]()
+    stages, started = pipeline.get("stages"), list[RunRow]()
+    due = [stage for stage in stages if isinstance(stage, dict)] if isinstance(stages, list) else []
     for stage in due:
         path, name = row.path / str(stage.get("folder")), STAGE_STATES.get(str(stage.get("state")))
         if path in rows:

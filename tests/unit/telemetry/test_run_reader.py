@@ -64,7 +64,7 @@ def test_ten_kills_and_two_rollbacks_leave_neither_a_gap_nor_a_duplicate(tmp_pat
 def test_a_refresh_names_what_changed_and_reads_nothing_else(tmp_path: Path) -> None:
     run = FabricatedRun(tmp_path, steps=2).make()
     reader = RunReader(tmp_path)
-    assert reader.refresh() == {"metrics", "events", "samples", "live", "summary", "manifest", "checks"} - {"live"}
+    assert reader.refresh() == {"metrics", "events", "samples", "summary", "manifest"}
     assert reader.refresh() == frozenset()
     data, cursor = reader.data, reader.cursor
     assert data.summary == RunData.load(run).summary and reader.state.name == "finished"
@@ -104,7 +104,7 @@ def unreadable(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (lambda path, _: (path / "manifest.json").write_text('{"run": "old"}'), "format 1"),
         (lambda path, _: ((path / "summary.json").unlink(), (path / "summary.json").mkdir()), "directory"),
-        (unreadable, "not writable"),
+        (unreadable, "permission denied"),
     ],
     ids=["older format", "a folder in the place of a file", "without permission"],
 )

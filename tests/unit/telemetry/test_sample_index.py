@@ -11,7 +11,7 @@ import pytest
 from tidemill.core.errors import UserError
 from tidemill.telemetry.run_dir import SAMPLES_INDEX, RunDirectory, samples_name
 from tidemill.telemetry.sample_files import write_samples
-from tidemill.telemetry.sample_index import SampleIndex, SamplePage, SampleQuery, SampleRow
+from tidemill.telemetry.sample_index import COLUMNS, SampleIndex, SamplePage, SampleQuery, SampleRow
 
 
 def line(step: int, prompt: str, index: int, reward: float, **fields: Any) -> dict[str, Any]:
@@ -184,6 +184,10 @@ def test_filters(run: RunDirectory, query: dict[str, Any], expected: list[tuple[
     invalid = line(9, "c", 1, 0.0, valid=False, reason="it raised")
     write_samples(run.samples / samples_name(9), [special, invalid])
     assert found(index_of(run), **query) == sorted(expected)
+
+
+def test_a_sample_takes_at_most_100_bytes() -> None:
+    assert COLUMNS.itemsize <= 100
 
 
 def test_sorting_and_pages(run: RunDirectory) -> None:

@@ -60,8 +60,8 @@
   addEventListener("keydown", (event) => {
     if (event.ctrlKey || event.metaKey || event.altKey || event.defaultPrevented || $("#dialog").open || event.target.closest("input, select, textarea")) return;
     const search = () => {
-      if (!$(`#${current} [data-filter], #${current} [type=search]`)) location.hash = "learning";
-      setTimeout(() => $(`#${current} [type=search]`)?.focus());
+      if (!$(`#${current} [type=search]`)) { location.hash = "learning"; show("learning"); }
+      $(`#${current} [type=search]`)?.focus();
     };
     const act = names[Number(event.key) - 1] ? () => { location.hash = names[Number(event.key) - 1]; } : { t: nextTheme, "?": help, "/": search }[event.key];
     if (act) { event.preventDefault(); act(); }

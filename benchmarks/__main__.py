@@ -36,6 +36,7 @@ COMMANDS = (
     "goodput --hours 2 --orders",
     "sick_machines",
     "guard_cost",
+    "watch --record",
     "weights",
     "weights_threads",
     "weights_node",

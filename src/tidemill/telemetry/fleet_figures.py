@@ -6,7 +6,10 @@ Times are seconds of work since the run started; the time between sessions is ex
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal, NamedTuple, Self, TypeAlias
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
 
 from tidemill.core.formatting import counted
 from tidemill.core.records import Record
@@ -141,37 +144,28 @@ def _held(
     )
 
 
-def covered_s(stretches: Iterable[tuple[float, float]]) -> float:
+def covered_s(stretches: Iterable[tuple[float, float]] | NDArray[np.float64]) -> float:
     """Seconds in at least one of the (start, end) stretches."""
-    total, reached = 0.0, float("-inf")
-    for start, end in sorted(stretches):
-        total += max(0.0, end - max(start, reached))
-        reached = max(reached, end)
-    return total
+    spans = np.array(stretches if isinstance(stretches, np.ndarray) else list(stretches)).reshape(-1, 2)
+    start_s, end_s = spans[np.lexsort((spans[:, 1], spans[:, 0]))].T
+    reached_s = np.maximum.accumulate(np.concatenate([[-np.inf], end_s]))[:-1]
+    new_s = np.maximum(0.0, end_s - np.maximum(start_s, reached_s))
+    return float(np.cumsum(new_s)[-1]) if len(new_s) else 0.0  # added up in order: a sum may round differently
 
 
-class Decoded(NamedTuple):
-    """The figures of a `decode` event."""
+DECODED = ("session", "elapsed_s", "duration_s", "tokens", "reserved")
 
-    session: float
-    end_s: float  # since the session's start
-    duration_s: float
-    tokens: float
-    reserved: bool | float
 
-    @classmethod
-    def of(cls, event: dict[str, Any]) -> Self:
-        session, end_s, duration_s, tokens = (
-            amount(event, key) for key in ("session", "elapsed_s", "duration_s", "tokens")
-        )
-        return cls(session, end_s, duration_s, tokens, event.get("kind") == "reserved")
+def decode_figures(event: dict[str, Any]) -> tuple[float, ...]:
+    """What `DECODED` names of a `decode` event; `reserved` is 1 or 0."""
+    return (*(amount(event, key) for key in DECODED[:-1]), float(event.get("kind") == "reserved"))
 
 
 def reserved_only_s(
     events: Iterable[dict[str, Any]],
     sessions: dict[int, RunSession],
     wall_s: float,
-    decoded: Sequence[Decoded] | None = None,
+    decoded: NDArray[np.float64] | None = None,
 ) -> float | None:
     """Estimated duration of the run if the reserved side had generated every token at its measured rate.
 
@@ -182,16 +176,17 @@ def reserved_only_s(
         decoded: read from `events` by default.
     """
     if decoded is None:
-        decoded = [Decoded.of(event) for event in events if event["event"] == DECODE]
-    ends_s = [sessions[int(one.session)].start_s + one.end_s for one in decoded]
-    spans = [(end_s - one.duration_s, end_s) for one, end_s in zip(decoded, ends_s, strict=True)]
-    reserved_s = covered_s(span for one, span in zip(decoded, spans, strict=True) if one.reserved)
-    reserved_tokens = sum(one.tokens for one in decoded if one.reserved)
+        found = [decode_figures(event) for event in events if event["event"] == DECODE]
+        decoded = np.array(found).reshape(-1, len(DECODED))
+    starts_s = {float(number): session.start_s for number, session in sessions.items()}
+    session, elapsed_s, duration_s, tokens, reserved = decoded.T
+    ends_s = np.array([starts_s[number] for number in session.tolist()]) + elapsed_s
+    spans, is_reserved = np.column_stack([ends_s - duration_s, ends_s]), reserved > 0
+    reserved_s, any_worker_s = covered_s(spans[is_reserved]), covered_s(spans)
+    reserved_tokens = float(tokens[is_reserved].sum())
     if not reserved_tokens or not reserved_s:
         return None
-    tokens = sum(one.tokens for one in decoded)
-    any_worker_s = covered_s(spans)
-    return wall_s - any_worker_s + tokens * reserved_s / reserved_tokens
+    return wall_s - any_worker_s + float(tokens.sum()) * reserved_s / reserved_tokens
 
 
 def fleet_figures(
@@ -202,7 +197,7 @@ def fleet_figures(
     tokens_trained: float,
     reserved_usd_per_hour: float,
     sessions: dict[int, RunSession] | None = None,
-    decoded: Sequence[Decoded] | None = None,
+    decoded: NDArray[np.float64] | None = None,
 ) -> dict[str, Any]:
     """The fleet's part of summary.json; docs/metrics.md explains the keys.
 

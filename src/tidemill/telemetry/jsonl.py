@@ -20,6 +20,8 @@ BLOCK_BYTES = 1 << 16
 
 def finite_number(value: Any) -> float | None:
     """A JSON value as a finite float; None for anything else, booleans included."""
+    if type(value) is float:  # first, because there are a million of them
+        return value if math.isfinite(value) else None
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:

@@ -80,7 +80,8 @@ class MetricTable(Rows[MetricLine]):
             if (column := self._columns.get(name)) is None:
                 column = self._columns[name] = row, array("d")
             start, cells = column
-            cells.extend(repeat(NAN, row - start - len(cells)))
+            if gap := row - start - len(cells):
+                cells.extend(repeat(NAN, gap))
             cells.append(value)
 
     def in_order(self) -> MetricTable:

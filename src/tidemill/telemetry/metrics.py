@@ -488,7 +488,7 @@ def parse_metrics(line: Mapping[str, Any]) -> MetricLine | None:
         values={
             name: number
             for name, value in line.items()
-            if name not in HEADER and (number := finite_number(value)) is not None
+            if (number := finite_number(value)) is not None and name not in HEADER
         },
     )
 

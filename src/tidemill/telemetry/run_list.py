@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable
@@ -111,21 +112,30 @@ class RunList:
         self._readers = dict[Path, RunReader]()
         self._rows = dict[Path, tuple[list[Any], RunRow]]()
 
-    def refresh(self) -> list[RunRow]:
-        """The rows now, in the order of `find_runs`."""
-        rows = {path: self._row(path) for path in find_runs(self.folder)}
+    def refresh(self, *, within_s: float = math.inf) -> list[RunRow]:
+        """The rows now, in the order of `find_runs`.
+
+        Args:
+            within_s: after this time no run is read for the first time; its row is filled in by a later call.
+        """
+        deadline_s = self._clock() + within_s
+        rows = {path: self._row(path, deadline_s) for path in find_runs(self.folder)}
         self.paths = {row.key: path for path, row in rows.items()}
-        self._readers = {path: reader for path, reader in self._readers.items() if rows[path].state.name in LIVELY}
-        self._rows = {path: self._rows[path] for path in rows}
+        self._readers = {
+            path: reader for path, reader in self._readers.items() if path in rows and rows[path].state.name in LIVELY
+        }
+        self._rows = {path: kept for path, kept in self._rows.items() if path in rows}
         for path, row in list(rows.items()):
             with suppress(OSError):  # not permitted
                 if pipeline := read_json(path / PIPELINE):
                     rows[path] = _pipeline_row(row, pipeline, rows)
         return list(rows.values())
 
-    def _row(self, path: Path) -> RunRow:
-        reader = self._readers.get(path) or RunReader(path, clock=self._clock)
+    def _row(self, path: Path, deadline_s: float) -> RunRow:
+        reader = self._readers.get(path) or RunReader(path, clock=self._clock, kept_events=0)
         row = RunRow(path=path, key=run_key(self.folder, path), name=path.name, state=reader.state)
+        if path not in self._rows and self._clock() > deadline_s:
+            return row
         try:
             now = [signature(path / name) for name in FILES]
             earlier, kept = self._rows.get(path, ([], row))

@@ -9,8 +9,11 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from tidemill.telemetry.events import DECODE, PUBLISH, PULL, ROLLOUT, TRAINING, events_in
-from tidemill.telemetry.fleet_figures import Decoded, LeaseKey, amount, lease_key
+import numpy as np
+from numpy.typing import NDArray
+
+from tidemill.telemetry.events import DECODE, PUBLISH, PULL, ROLLOUT, SESSION_END, SESSION_START, TRAINING, events_in
+from tidemill.telemetry.fleet_figures import DECODED, LeaseKey, amount, decode_figures, lease_key
 from tidemill.telemetry.followed_file import FollowedFile
 from tidemill.telemetry.metric_table import MetricTable, Rows
 from tidemill.telemetry.metrics import parse_metrics
@@ -25,8 +28,9 @@ KEPT_EVENTS = 10_000
 class EventLog(Rows[dict[str, Any]]):
     """The events of a run in order. A log only grows, so that a long one need not be kept in memory."""
 
-    def __init__(self, path: Path) -> None:
-        self._path, self._count = path, 0
+    def __init__(self, path: Path, kept: int) -> None:
+        self._path, self._most_kept, self._count = path, kept, 0
+        self.sessions = list[dict[str, Any]]()  # their starts and ends
         self._kept = list[dict[str, Any]]()  # all of a short log
         self._outline = list[dict[str, Any]]()
         self._decoded = array("d")
@@ -38,17 +42,19 @@ class EventLog(Rows[dict[str, Any]]):
     def append(self, event: dict[str, Any]) -> None:
         name, self.newest = event["event"], (event,)
         self._count += 1
-        if self._count <= KEPT_EVENTS:
+        if self._count <= self._most_kept:
             self._kept.append(event)
         else:
             self._kept.clear()
+        if name in (SESSION_START, SESSION_END):
+            self.sessions.append(event)
         if name in FREQUENT:
             self._latest[str(event.get("session"))] = event
         if name not in FREQUENT or (name == DECODE and lease_key(event) not in self._leases):
             self._outline.append(event)
         if name == DECODE:
             self._leases.add(lease_key(event))
-            self._decoded.extend(Decoded.of(event))
+            self._decoded.extend(decode_figures(event))
             self.samples_by_worker[str(event.get("worker"))] += int(amount(event, "samples"))
             self.tokens_by_worker[str(event.get("worker"))] += int(amount(event, "tokens"))
 
@@ -59,9 +65,9 @@ class EventLog(Rows[dict[str, Any]]):
         return [*self._outline, *self._latest.values()]
 
     @property
-    def decoded(self) -> list[Decoded]:
-        """The figures of every `decode` event."""
-        return [Decoded(*row) for row in zip(*[iter(self._decoded)] * len(Decoded._fields), strict=True)]
+    def decoded(self) -> NDArray[np.float64]:
+        """The figures of every `decode` event, as `decode_figures` has them. float64 [events, 5]"""
+        return np.array(self._decoded).reshape(-1, len(DECODED))
 
     def named(self, *names: str) -> list[dict[str, Any]]:
         """The events with one of these names."""
@@ -79,11 +85,15 @@ class EventLog(Rows[dict[str, Any]]):
 
 
 class RunLogs:
-    """metrics.jsonl and events.jsonl of a run, and up to where they were read."""
+    """metrics.jsonl and events.jsonl of a run, and up to where they were read.
 
-    def __init__(self, run: RunDirectory) -> None:
-        self._run = run
-        self.metrics, self.events = MetricTable(), EventLog(run.events)
+    Args:
+        kept_events: a longer log of events is not kept in memory.
+    """
+
+    def __init__(self, run: RunDirectory, *, kept_events: int | None = None) -> None:
+        self._run, self._kept_events = run, KEPT_EVENTS if kept_events is None else kept_events
+        self.metrics, self.events = MetricTable(), EventLog(run.events, self._kept_events)
         self.metrics_file = FollowedFile(run.metrics, lambda: run.generation)
         self.events_file = FollowedFile(run.events)
 
@@ -110,7 +120,7 @@ class RunLogs:
         for block in self.events_file.new_lines():
             changed.add("events")
             if block.reset:
-                self.events = EventLog(self._run.events)
+                self.events = EventLog(self._run.events, self._kept_events)
             for line in filter(None, block.lines):
                 if isinstance(line.get("event"), str):
                     self.events.append(line)

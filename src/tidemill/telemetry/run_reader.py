@@ -28,14 +28,17 @@ class RunReader:
 
     Args:
         clock: monotonic seconds.
+        kept_events: a longer log of events is read again where all of it is needed.
     """
 
-    def __init__(self, path: Path, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, path: Path, *, clock: Callable[[], float] = time.monotonic, kept_events: int | None = None
+    ) -> None:
         self.path = path
         self.live: LiveState | None = None
-        self.problem = "not read yet"  # why the run cannot be read; empty if it can
+        self.problem = "Not read yet."  # why the run cannot be read; empty if it can
         self._run = RunDirectory(path)
-        self._logs = RunLogs(self._run)
+        self._logs = RunLogs(self._run, kept_events=kept_events)
         self._seen = dict[str, Any]()
         self._data: RunData | None = None
         self._states = StateReader(clock)
@@ -54,7 +57,7 @@ class RunReader:
                 "live": signature(self.path / LIVE),
                 "summary": signature(run.summary),
                 "manifest": (signature(run.manifest), signature(run.config), signature(self.path / FORECAST)),
-                "checks": [signature(file) for file in sorted(run.checks.glob("*.jsonl"))],
+                "checks": signature(run.checks) and [signature(file) for file in sorted(run.checks.iterdir())],
             }
             changed = self._logs.refresh() | {name for name in now if now[name] != self._seen.get(name)}
             if "live" in changed:
@@ -91,12 +94,13 @@ class RunReader:
         """What the run is doing, as of the last `refresh`. Looks for its process."""
         if self._data is None:
             return RunState(name="unknown", text=self.problem)
-        events, steps_s = self._logs.events, self._logs.metrics.values(STEP_TIME)[-RECENT_STEPS:]
+        events, recent = self._logs.events, self._logs.metrics[-RECENT_STEPS:]
+        steps_s = [line.values[STEP_TIME] for line in recent if STEP_TIME in line.values]
         if not events and self._data.stored_summary.get("outcome") == "finished":  # a stage without events
             return RunState(name="finished", text=TEXTS["finished"])
         files = (self.live and self.live.beat, self.cursor, len(events))
         return self._states.look(
-            [*events.outline, *events.newest],
+            [*events.sessions[-1:], *events.newest],
             self.live,
             files,
             usual_step_s=median(steps_s) if steps_s else 0.0,

@@ -77,8 +77,9 @@ class WatchedRun:
         def watched(function: Callable[..., None]) -> Callable[..., None]:
             def wrapper(*arguments: Any, **named: Any) -> None:
                 nonlocal passed
-                for call in (lambda *_, **__: None, function):
-                    call(*arguments, **named)
+                for call in (None, function):
+                    if call is not None:
+                        call(*arguments, **named)
                     passed += 1
                     if passed in moments:
                         self.look()

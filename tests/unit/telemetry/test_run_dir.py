@@ -1,13 +1,16 @@
 from __future__ import annotations
 
 import errno
+import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tidemill.core.errors import UserError
 from tidemill.telemetry.jsonl import JsonlWriter
-from tidemill.telemetry.run_dir import RunDirectory, read_json, samples_name
+from tidemill.telemetry.run_dir import RUN_FORMAT, RunDirectory, read_json, samples_name
 
 
 def test_file_names_of_a_run_directory(tmp_path: Path) -> None:
@@ -117,6 +120,25 @@ def test_rewinding_drops_later_metrics_and_samples(tmp_path: Path) -> None:
             (2, "train"),
         ]
         assert run.events.read_text() == '{"event":"rollout","step":4}\n', "events only ever grow"
+
+
+@pytest.mark.parametrize("change", [lambda run: run.rewind(1), RunDirectory.clear], ids=["rewind", "clear"])
+@pytest.mark.parametrize("manifest", [None, {"format": RUN_FORMAT, "run_id": "x", "generation": 4}])
+def test_the_generation_rises_before_and_after_metrics_are_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[RunDirectory], None], manifest: Any
+) -> None:
+    with RunDirectory.open(tmp_path) as run:
+        make_steps(run, 3)
+        if manifest is not None:
+            run.write_manifest(manifest)
+        before, seen = run.generation, list[int]()
+        for name in ("truncate", "unlink"):
+            monkeypatch.setattr(os, name, lambda *_, **__: seen.append(run.generation))
+        change(run)
+        monkeypatch.undo()
+        assert set(seen) == {before + 1} and run.generation == before + 2
+        assert run.read_manifest() == (manifest or {"format": RUN_FORMAT}) | {"generation": before + 2}
+        run.refuse_other_format()
 
 
 def test_rewinding_does_not_cut_off_an_open_writer(tmp_path: Path) -> None:

@@ -119,7 +119,7 @@ def test_a_folder_without_permission_has_a_reason(tmp_path: Path, monkeypatch: p
 
         return wrapper
 
-    monkeypatch.setattr(run_list.os, "scandir", refuse(scan))
+    monkeypatch.setattr("os.scandir", refuse(scan))
     monkeypatch.setattr(Path, "stat", refuse(stat))
     rows = rows_of(tmp_path)
     assert "Permission denied" in rows["closed"].problem and rows["good"].problem == ""
@@ -149,6 +149,23 @@ def test_only_what_changed_is_read_again(tmp_path: Path, monkeypatch: pytest.Mon
     shutil.rmtree(tmp_path / "done")
     (only,) = runs.refresh()
     assert runs.paths == {only.key: tmp_path / "going"}
+
+
+def test_many_runs_are_read_a_few_at_a_time(tmp_path: Path) -> None:
+    for number in range(3):
+        write(tmp_path / f"run-{number}", metrics='{"step":7}\n')
+    now_s = 0.0
+
+    def clock() -> float:  # each look at it takes a second
+        nonlocal now_s
+        now_s += 1.0
+        return now_s
+
+    runs, read = RunList(tmp_path, clock=clock), list[int]()
+    while read[-1:] != [3]:
+        read.append(sum(row.step == 7 for row in runs.refresh(within_s=3.0)))
+        assert len(runs.paths) == 3 and len(read) < 9
+    assert read[0] < 3
 
 
 @pytest.mark.parametrize(

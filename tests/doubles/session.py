@@ -39,7 +39,6 @@ from tidemill.core.records import (
     Pulled,
     Reward,
     SampleId,
-    SampleUpdate,
     StepMetrics,
     Trajectory,
     WeightManifest,
@@ -193,13 +192,7 @@ class FakeTelemetry:
     def step(self, metrics: StepMetrics) -> None:
         self.steps.append(metrics)
 
-    def samples(
-        self,
-        step: int,
-        trajectories: Sequence[Trajectory],
-        prompts: Sequence[Prompt],
-        updates: Sequence[SampleUpdate] = (),
-    ) -> None:
+    def samples(self, step: int, trajectories: Sequence[Trajectory], prompts: Sequence[Prompt]) -> None:
         by_purpose: dict[str, list[SampleId]] = {}
         for trajectory, prompt in zip(trajectories, prompts, strict=True):
             assert trajectory.sample_id.prompt_id == prompt.prompt_id

@@ -17,7 +17,7 @@ from tidemill.controller.in_flight import InFlight
 from tidemill.controller.ledger import Ledger
 from tidemill.controller.samples import Sample
 from tidemill.core.protocols import Clock, Journal
-from tidemill.core.records import FleetRow, Group, Prompt, Reward, SampleUpdate, StepMetrics, Trajectory
+from tidemill.core.records import FleetRow, Group, Prompt, Reward, StepMetrics, Trajectory
 from tidemill.sim.costs import TrainerCosts
 from tidemill.sim.simulated_trainer import SimulatedCheckpoints, SimulatedTrainer
 
@@ -195,13 +195,7 @@ class EventLog:
         self._training.told(metrics)
         self.steps.append(metrics)
 
-    def samples(
-        self,
-        step: int,
-        trajectories: Sequence[Trajectory],
-        prompts: Sequence[Prompt],
-        updates: Sequence[SampleUpdate] = (),
-    ) -> None:
+    def samples(self, step: int, trajectories: Sequence[Trajectory], prompts: Sequence[Prompt]) -> None:
         self._training.told_samples(step, trajectories)
 
     def progress(self, phase: str, done: int, total: int) -> None:

@@ -375,7 +375,9 @@ class TrainingRun:
         by_id = {trajectory.sample_id: trajectory for trajectory in trajectories}
         ordered = [by_id[sample.sample_id] for sample in samples]
         prompts = [sample.prompt for sample in samples]
-        rollout.telemetry.samples(step, ordered, prompts, metrics.updates)
+        updates = {update.sample_id: update for update in metrics.updates}
+        learned = [msgspec.structs.replace(one, update=updates.get(one.sample_id)) for one in ordered]
+        rollout.telemetry.samples(step, learned, prompts)
         if self.watch is not None:
             self.published = list(zip(prompts, ordered, strict=True))
         counters = self.in_flight.take_counters()

@@ -31,7 +31,6 @@ from tidemill.core.records import (
     Record,
     Reward,
     SampleId,
-    SampleUpdate,
     StepMetrics,
     TokenBuffer,
     TokenDelta,
@@ -469,18 +468,8 @@ class Telemetry(Protocol):
     def step(self, metrics: StepMetrics) -> None:
         """One line in metrics.jsonl, the live view and the optional sinks."""
 
-    def samples(
-        self,
-        step: int,
-        trajectories: Sequence[Trajectory],
-        prompts: Sequence[Prompt],
-        updates: Sequence[SampleUpdate] = (),
-    ) -> None:
-        """Completed samples, trajectory i answering prompt i.
-
-        Args:
-            updates: what the update computed for those that were trained on.
-        """
+    def samples(self, step: int, trajectories: Sequence[Trajectory], prompts: Sequence[Prompt]) -> None:
+        """Completed samples, trajectory i answering prompt i."""
 
     def progress(self, phase: str, done: int, total: int) -> None:
         """Progress of the current phase: "rollout", "training", "evaluation" or "checkpoint"."""

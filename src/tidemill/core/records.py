@@ -505,6 +505,17 @@ class Reward(Record, omit_defaults=True):
     correct: bool | None = None  # whether the answer is correct; None if the kind of the reward does not tell
 
 
+class SampleUpdate(Record, gc=False):
+    """What an update computed for one of its samples, which has T trained tokens."""
+
+    sample_id: SampleId
+    advantage: float  # as trained; of different advantages per token, their mean
+    token_advantages: LogprobBuffer = b""  # float32 [T]; empty if all tokens have the same
+    signal: bool = True  # False: its group has no reward signal
+    trainer_logprobs: LogprobBuffer = b""  # float32 [T], of the first forward pass; empty without details
+    entropies: LogprobBuffer = b""  # float32 [T], likewise, in nats
+
+
 class Trajectory(Record, omit_defaults=True):
     """A finished sample: one token buffer with segments."""
 
@@ -528,6 +539,7 @@ class Trajectory(Record, omit_defaults=True):
     publish_logprobs: tuple[LogprobBuffer, ...] = ()
     ref_logprobs: LogprobBuffer = b""  # float32 [T], of the trained tokens; empty if the trainer computes them
     sources: tuple[SourceRun, ...] = ()
+    update: SampleUpdate | None = None  # in samples files; None if it was not trained on
 
     @property
     def prompt_length(self) -> int:
@@ -587,17 +599,6 @@ class Group(Record):
     position: int
     prompt_id: str
     trajectories: tuple[Trajectory, ...]
-
-
-class SampleUpdate(Record, gc=False):
-    """What an update computed for one of its samples, which has T trained tokens."""
-
-    sample_id: SampleId
-    advantage: float  # as trained; of different advantages per token, their mean
-    token_advantages: LogprobBuffer = b""  # float32 [T]; empty if all tokens have the same
-    signal: bool = True  # False: its group has no reward signal
-    trainer_logprobs: LogprobBuffer = b""  # float32 [T], of the first forward pass; empty without details
-    entropies: LogprobBuffer = b""  # float32 [T], likewise, in nats
 
 
 class StepMetrics(Record):

@@ -14,7 +14,7 @@ import msgspec
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError, exception_text
 from tidemill.core.evidence import GuardDecision
-from tidemill.core.records import Prompt, SampleUpdate, StepMetrics, Trajectory
+from tidemill.core.records import Prompt, StepMetrics, Trajectory
 from tidemill.extensions.registry import resolve
 from tidemill.extensions.results import placed, shown
 from tidemill.telemetry.events import CHECKPOINT, EVALUATION, GUARD
@@ -147,20 +147,12 @@ class CallbackTelemetry:
         if metrics.step > 0:
             self._call("on_step", metrics.step, dict(metrics.values))
 
-    def samples(
-        self,
-        step: int,
-        trajectories: Sequence[Trajectory],
-        prompts: Sequence[Prompt],
-        updates: Sequence[SampleUpdate] = (),
-    ) -> None:
-        self.recorder.samples(step, trajectories, prompts, updates)
+    def samples(self, step: int, trajectories: Sequence[Trajectory], prompts: Sequence[Prompt]) -> None:
+        self.recorder.samples(step, trajectories, prompts)
         if self.observe and trajectories and trajectories[0].sample_id.purpose == TRAINING_PURPOSE:
             self.observe(step, trajectories)
         if any(type(each).on_samples is not Callback.on_samples for each in self.callbacks):
-            of = {update.sample_id: update for update in updates}
-            pairs = zip(trajectories, prompts, strict=True)
-            lines = (sample_line(step, *pair, texts=None, update=of.get(pair[0].sample_id)) for pair in pairs)
+            lines = (sample_line(step, *pair, texts=None) for pair in zip(trajectories, prompts, strict=True))
             self._call("on_samples", step, [msgspec.convert(line, Sample) for line in lines])
 
     def _call(self, method: str, *arguments: Any) -> None:

@@ -11,7 +11,7 @@ import msgspec
 from tidemill.config.schema import RunSpec
 from tidemill.controller.loop import LoopResult
 from tidemill.core.protocols import Clock
-from tidemill.core.records import FleetRow, Prompt, Record, SampleUpdate, StepMetrics, Trajectory
+from tidemill.core.records import FleetRow, Prompt, Record, StepMetrics, Trajectory
 from tidemill.telemetry.events import DECODE, EVICTION, NOT_PART_OF_A_STEP, event_line
 from tidemill.telemetry.fleet_figures import (
     HOUR_S,
@@ -211,13 +211,7 @@ class Recording:
         self._step_start_s = now_s
         self._tell(metrics.step, now_s)
 
-    def samples(
-        self,
-        step: int,
-        trajectories: Sequence[Trajectory],
-        prompts: Sequence[Prompt],
-        updates: Sequence[SampleUpdate] = (),
-    ) -> None:
+    def samples(self, step: int, trajectories: Sequence[Trajectory], prompts: Sequence[Prompt]) -> None:
         pass
 
     def progress(self, phase: str, done: int, total: int) -> None:

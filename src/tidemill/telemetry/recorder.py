@@ -16,7 +16,7 @@ import msgspec
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError, describe_error, error_line, root_error
 from tidemill.core.protocols import Clock
-from tidemill.core.records import FleetRow, Prompt, SampleUpdate, StepMetrics, Trajectory
+from tidemill.core.records import FleetRow, Prompt, StepMetrics, Trajectory
 from tidemill.telemetry.alerts import Webhook
 from tidemill.telemetry.control import ControlFolder, RunControl
 from tidemill.telemetry.events import (
@@ -270,28 +270,17 @@ class Recorder:
             else:
                 self.note(f"{what} ended at {at}, with the rewards of their turns so far; raise it if they need more")
 
-    def samples(
-        self,
-        step: int,
-        trajectories: Sequence[Trajectory],
-        prompts: Sequence[Prompt],
-        updates: Sequence[SampleUpdate] = (),
-    ) -> None:
+    def samples(self, step: int, trajectories: Sequence[Trajectory], prompts: Sequence[Prompt]) -> None:
         """Write one file per step and purpose, atomically; a second call for the same step replaces it. Samples with
         details of their tokens are always among the logged ones."""
-        of = {update.sample_id: update for update in updates}
         by_purpose: dict[str, list[tuple[Trajectory, Prompt]]] = {}
         for trajectory, prompt in zip(trajectories, prompts, strict=True):
             by_purpose.setdefault(trajectory.sample_id.purpose, []).append((trajectory, prompt))
         for purpose, pairs in by_purpose.items():
-            limit = self._spec.telemetry.samples_per_step
-            kept = chosen(len(pairs), limit)
-            if limit:
-                detailed = [at for at, (each, _) in enumerate(pairs) if (u := of.get(each.sample_id)) and u.entropies]
-                kept = sorted([*detailed, *(at for at in kept if at not in detailed)][: len(kept)])
-            lines = [
-                sample_line(step, *pairs[at], texts=self._texts, update=of.get(pairs[at][0].sample_id)) for at in kept
-            ]
+            kept = chosen(len(pairs), self._spec.telemetry.samples_per_step)
+            detailed = [at for at, (each, _) in enumerate(pairs) if each.update and each.update.entropies]
+            logged = sorted(list(dict.fromkeys([*detailed, *kept]))[: len(kept)])
+            lines = [sample_line(step, *pairs[at], self._texts) for at in logged]
             write_samples(self.run.samples / samples_name(step, purpose), lines)
         self._note_failures(step, trajectories, prompts)
 
@@ -455,13 +444,7 @@ class NullTelemetry:
     def step(self, metrics: StepMetrics) -> None:
         pass
 
-    def samples(
-        self,
-        step: int,
-        trajectories: Sequence[Trajectory],
-        prompts: Sequence[Prompt],
-        updates: Sequence[SampleUpdate] = (),
-    ) -> None:
+    def samples(self, step: int, trajectories: Sequence[Trajectory], prompts: Sequence[Prompt]) -> None:
         pass
 
     def progress(self, phase: str, done: int, total: int) -> None:

@@ -14,7 +14,6 @@ from tidemill.core.records import (
     Message,
     Prompt,
     Record,
-    SampleUpdate,
     Trajectory,
     Turn,
     unpack_logprobs,
@@ -74,12 +73,10 @@ def _align(decoded: Sequence[str], text: str) -> list[str] | None:
     return pieces if position == len(text) else None
 
 
-def sample_line(
-    step: int, trajectory: Trajectory, prompt: Prompt, texts: TokenTexts | None, update: SampleUpdate | None = None
-) -> dict[str, Any]:
+def sample_line(step: int, trajectory: Trajectory, prompt: Prompt, texts: TokenTexts | None) -> dict[str, Any]:
     """One line of a samples file; docs/metrics.md explains the keys."""
     token_ids = unpack_tokens(trajectory.completion_ids)
-    reward = trajectory.reward
+    reward, update = trajectory.reward, trajectory.update
     line = {
         "step": step,
         "purpose": trajectory.sample_id.purpose,
@@ -205,30 +202,15 @@ def index_line(file: str, lines: Iterable[bytes]) -> dict[str, Any]:
     for _, _, head in heads:
         if head.valid and head.reward is not None:
             rewards.setdefault((head.prompt_id, head.epoch), []).append(head.reward)
-    rows = list[tuple[Any, ...]]()
+    rows = list[list[Any]]()
     for start, length, head in heads:
         of_group = rewards.get((head.prompt_id, head.epoch), [])
-        constant = head.purpose in ("", TRAINING_PURPOSE) and len(of_group) > 1 and len(set(of_group)) == 1
+        varies = head.purpose not in ("", TRAINING_PURPOSE) or len(of_group) < 2 or len(set(of_group)) > 1
         numbers = [number for number, *_ in head.versions] or [-1]
-        rows.append(
-            (
-                start,
-                length,
-                head.prompt_id,
-                head.epoch,
-                head.index,
-                head.reward if head.valid else None,
-                head.length,
-                head.finish == "length",
-                head.valid,
-                not constant if head.signal is None else head.signal,
-                head.advantage,
-                list(dict.fromkeys(worker for worker, *_ in head.sources)),
-                [min(numbers), max(numbers)],
-                numbers[0],
-                bool(head.entropies),
-            )
-        )
+        row = [start, length, head.prompt_id, head.epoch, head.index, head.reward if head.valid else None, head.length]
+        row += [head.finish == "length", head.valid, varies if head.signal is None else head.signal, head.advantage]
+        row += [list(dict.fromkeys(worker for worker, *_ in head.sources)), [min(numbers), max(numbers)], numbers[0]]
+        rows.append([*row, bool(head.entropies)])
     first = heads[0][2] if heads else SampleHead()
     return {"file": file, "step": first.step, "purpose": first.purpose, "rows": rows}
 

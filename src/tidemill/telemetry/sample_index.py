@@ -1,7 +1,7 @@
 """The samples of a run, found without reading their texts: figures and byte offsets of every sample in memory.
 
-The index file has a line per samples file (`sample_files.index_line`). A samples file without a line, or that differs
-from its line, is read: older runs have no index, and a kill can come between the file and its line.
+The index file has a line per samples file (`sample_files.index_line`). A samples file without a line, or of another
+size, is read: older runs have no index, and a kill can come between the file and its line.
 """
 
 from __future__ import annotations
@@ -9,10 +9,9 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, TypeAlias
 from urllib.parse import urlencode
 
@@ -23,44 +22,28 @@ import numpy.typing as npt
 from tidemill.core.errors import UserError
 from tidemill.core.records import Record
 from tidemill.telemetry.binning import Bins, bin_edges
+from tidemill.telemetry.followed_file import FollowedFile, Signature, signature
 from tidemill.telemetry.run_dir import SAMPLES_INDEX, TRAINING_PURPOSE, RunDirectory
 from tidemill.telemetry.sample_files import Sample, index_line
 
 COLUMNS = np.dtype(
-    [
-        *((name, "i8") for name in ("offset", "length")),
-        *((name, "i4") for name in ("step", "file", "prompt", "epoch", "index", "tokens")),
-        *((name, "i4") for name in ("workers", "oldest", "newest", "start")),
-        ("reward", "f8"),
-        ("advantage", "f4"),
-        *((name, "?") for name in ("truncated", "valid", "signal", "detailed")),
-    ]
+    [(name, "i8") for name in ("offset", "length")]
+    + [(name, "i4") for name in ("prompt", "epoch", "index")]
+    + [("reward", "f8"), ("tokens", "i4"), ("truncated", "?"), ("valid", "?"), ("signal", "?"), ("advantage", "f4")]
+    + [(name, "i4") for name in ("workers", "oldest", "newest", "start")]
+    + [("detailed", "?"), ("step", "i4"), ("file", "i4")]
 )
-"""A sample in memory; `file`, `prompt` and `workers` are numbers in tables of the index."""
-SORTS = ("step", "reward", "advantage", "tokens", "index", "newest")
+"""A sample in memory; `file`, `prompt` and `workers` are positions in tables of the index."""
+SORTS = ("step", "reward", "advantage", "tokens", "newest")
 PAGE_ROWS = 50
 SEARCH_S = 1.5
 """Time of one request in which texts are searched."""
+TEXTS_KEPT = 4
+"""Searched texts whose results are remembered."""
 UNKNOWN, NO, YES = -1, 0, 1
 
 Rows: TypeAlias = npt.NDArray[Any]  # of COLUMNS
 Mask: TypeAlias = npt.NDArray[np.bool_]
-_Row: TypeAlias = tuple[
-    int, int, str, int, int, float | None, int, bool, bool, bool, float | None, list[str], tuple[int, int], int, bool
-]
-
-
-class _IndexLine(Record):
-    file: str
-    step: int = 0
-    purpose: str = ""
-    rows: list[_Row] | None = None
-
-
-class _Texts(Record):
-    prompt: str = ""
-    completion: str = ""
-    reason: str = ""
 
 
 class SampleQuery(Record, omit_defaults=True):
@@ -90,8 +73,8 @@ class SampleQuery(Record, omit_defaults=True):
         values = dict[str, Any]()
         for name in cls.__struct_fields__:
             with suppress(msgspec.ValidationError):
-                one = msgspec.convert({name: parameters.get(name, "").strip() or None}, cls, strict=False)
-                value = getattr(one, name)
+                given = {name: parameters[name].strip()} if parameters.get(name, "").strip() else {}
+                value = getattr(msgspec.convert(given, cls, strict=False), name)
                 if not isinstance(value, float) or math.isfinite(value):
                     values[name] = value
         return cls(**values)
@@ -120,7 +103,8 @@ class SampleRow(Record):
     signal: bool  # False: all samples of its group had the same reward
     advantage: float | None  # None: not trained on
     workers: tuple[str, ...]
-    versions: tuple[int, int] | None  # oldest and newest; None: unknown
+    oldest: int  # version; -1: unknown
+    newest: int
     detailed: bool
 
 
@@ -131,8 +115,14 @@ class SamplePage(Record):
     matches: int
     page: int
     pages: int
-    unsearched: int = 0  # samples whose text was not searched in time; the same query again searches on
-    searched_to: int = 0  # the oldest step that was searched
+    unsearched: int  # samples whose text was not searched in time; the same query again searches on
+    searched_to: int  # the oldest step that was searched to its end
+
+
+class _Texts(Record):
+    prompt: str = ""
+    completion: str = ""
+    reason: str = ""
 
 
 @dataclass(slots=True)
@@ -142,20 +132,19 @@ class _File:
     step: int
     purpose: str
     rows: Rows
-    size: int  # bytes
-    identity: tuple[int, ...] | None = None  # `_stamp` when the rows were taken
+    read: Signature | None = None  # of the samples file, when the rows were taken
     found: dict[str, npt.NDArray[np.int8]] = field(default_factory=dict)  # UNKNOWN, NO or YES, by searched text
 
 
 class SampleIndex:
     """Finds the samples of a run that may be in progress; it reads only what is new."""
 
-    def __init__(self, run: RunDirectory, *, now: Callable[[], float] = time.monotonic) -> None:
-        self.run, self._now = run, now
-        self._stamps: tuple[tuple[int, ...], ...] = ()  # of the folder and the index file
-        self._followed = (0, 0)  # inode and offset in the index file
+    def __init__(self, run: RunDirectory, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self.run, self._clock = run, clock
+        self._index = FollowedFile(run.samples / SAMPLES_INDEX)
+        self._seen: tuple[Signature | None, ...] = ()  # of the folder and the index
         self._files: dict[str, _File] = {}
-        self._names: list[str] = []  # by step; positions are the column `file`
+        self._names: list[str] = []  # of the files, by step
         self._prompts: dict[str, int] = {}
         self._workers: dict[tuple[str, ...], int] = {}
         self._searched: list[str] = []  # texts, newest last
@@ -166,84 +155,48 @@ class SampleIndex:
 
     def refresh(self) -> bool:
         """Read what changed; returns whether anything did."""
-        stamps = tuple(_stamp(path) for path in (self.run.samples, self.run.samples / SAMPLES_INDEX))
-        if stamps == self._stamps:
+        seen = (signature(self.run.samples), signature(self._index.path))
+        if seen == self._seen:
             return False
-        self._stamps, before = stamps, {name: id(file) for name, file in self._files.items()}
-        for line in self._new_lines():
-            self._files.pop(line.file, None)
-            if line.rows is not None:
+        self._seen = seen
+        for lines in self._index.new_lines():
+            for line in filter(None, lines.lines):
                 self._add(line)
         present = {path.name: (step, purpose, path) for step, purpose, path in self.run.sample_files()}
-        for name in self._files.keys() - present.keys():
-            del self._files[name]
+        self._files = {name: file for name, file in self._files.items() if name in present}
         for name, (step, purpose, path) in present.items():
-            with suppress(FileNotFoundError, IndexError):  # it was deleted meanwhile
-                identity, file = _stamp(path), self._files.get(name)
-                if file and file.identity is None and file.size == identity[-1]:
-                    file.identity = identity
-                elif file is None or file.identity != identity:
-                    with path.open("rb") as lines:
-                        read = index_line(name, (line for line in lines if line.endswith(b"\n")))
-                    self._files.pop(name, None)
-                    read |= {"step": step, "purpose": read["purpose"] or purpose}
-                    self._add(msgspec.convert(read, _IndexLine), identity)
-        if {name: id(file) for name, file in self._files.items()} == before:
-            return False
+            now, file = signature(path), self._files.get(name)
+            end = int(file.rows["offset"][-1] + file.rows["length"][-1]) if file and len(file.rows) else 0
+            if file and now and file.read is None and end == now[1]:
+                file.read = now
+            elif now and (file is None or file.read != now):
+                with suppress(FileNotFoundError), path.open("rb") as lines_of_file:
+                    line = index_line(name, (each for each in lines_of_file if each.endswith(b"\n")))
+                    self._add(line | {"step": step, "purpose": line["purpose"] or purpose}, now)
         self._names = sorted(self._files, key=lambda name: (self._files[name].step, name))
         self._rows = np.concatenate([np.empty(0, COLUMNS), *(self._files[name].rows for name in self._names)])
         end = 0
-        for number, name in enumerate(self._names):  # the table is kept once
+        for number, name in enumerate(self._names):  # the table is in memory once
             start, end = end, end + len(self._files[name].rows)
             self._files[name].rows = self._rows[start:end]
             self._files[name].rows["file"] = number
         return True
 
-    def _new_lines(self) -> Iterator[_IndexLine]:
-        inode, offset = self._followed
-        try:
-            file = (self.run.samples / SAMPLES_INDEX).open("rb")
-        except FileNotFoundError:
-            return
-        with file:
-            status = os.fstat(file.fileno())
-            if status.st_ino != inode or status.st_size < offset:  # a rewind replaces it
-                offset = 0
-            file.seek(offset)
-            for line in file:
-                if not line.endswith(b"\n"):
-                    break
-                offset += len(line)
-                with suppress(msgspec.DecodeError, UnicodeDecodeError):
-                    yield msgspec.json.decode(line, type=_IndexLine)
-            self._followed = (status.st_ino, offset)
-
-    def _add(self, line: _IndexLine, identity: tuple[int, ...] | None = None) -> None:
-        rows = np.zeros(len(line.rows or ()), COLUMNS)
-        for at, row in enumerate(line.rows or ()):
-            offset, length, prompt, epoch, index, reward, tokens, truncated, valid, signal, advantage, *rest = row
-            workers, (oldest, newest), start, detailed = rest
-            numbers = (
-                self._prompts.setdefault(prompt, len(self._prompts)),
-                epoch,
-                index,
-                tokens,
-                self._workers.setdefault(tuple(workers), len(self._workers)),
-                oldest,
-                newest,
-                start,
-            )
-            figures = (math.nan if reward is None else reward, math.nan if advantage is None else advantage)
-            with suppress(OverflowError):
-                rows[at] = (offset, length, line.step, 0, *numbers, *figures, truncated, valid, signal, detailed)
-        size = int(rows["offset"][-1] + rows["length"][-1]) if len(rows) else 0
-        self._files[line.file] = _File(step=line.step, purpose=line.purpose, rows=rows, size=size, identity=identity)
+    def _add(self, line: dict[str, Any], read: Signature | None = None) -> None:
+        """Take the rows of a line of the index; those of a damaged one are taken from the samples file."""
+        self._files.pop(str(line.get("file")), None)
+        with suppress(KeyError, TypeError, ValueError, OverflowError):
+            rows = np.zeros(len(line["rows"]), COLUMNS)
+            for at, row in enumerate(line["rows"]):
+                *head, advantage, workers, versions, start, detailed = row
+                head[2] = self._prompts.setdefault(str(head[2]), len(self._prompts))
+                worker = self._workers.setdefault(tuple(map(str, workers)), len(self._workers))
+                rows[at] = (*head, advantage, worker, *versions, start, detailed, line["step"], 0)
+            self._files[line["file"]] = _File(step=line["step"], purpose=str(line["purpose"]), rows=rows, read=read)
 
     @property
     def purposes(self) -> list[str]:
-        return sorted(
-            {file.purpose for file in self._files.values()}, key=lambda name: (name != TRAINING_PURPOSE, name)
-        )
+        return sorted({file.purpose for file in self._files.values()})
 
     @property
     def workers(self) -> list[str]:
@@ -254,8 +207,7 @@ class SampleIndex:
         rows, keep = self._rows, np.ones(len(self._rows), bool)
         ranges = [("step", query.step_min, query.step_max), ("tokens", query.tokens_min, query.tokens_max)]
         ranges += [("newest", query.version, None), ("oldest", None, query.version)]
-        ranges += [("reward", query.reward_min, query.reward_max)] if rewards else []
-        for column, low, high in ranges:
+        for column, low, high in [*ranges, *([("reward", query.reward_min, query.reward_max)] if rewards else [])]:
             if low is not None:
                 keep &= rows[column] >= low
             if high is not None:
@@ -264,24 +216,18 @@ class SampleIndex:
             numbers = [at for at, name in enumerate(self._names) if self._files[name].purpose == query.purpose]
             keep &= np.isin(rows["file"], numbers)
         if query.worker:
-            names = [[name, name.rpartition("/")[2]] for name in self.workers]
-            wanted = {full for full, short in names if query.worker in (full, short)}
-            keep &= np.isin(rows["workers"], [at for key, at in self._workers.items() if wanted & set(key)])
-        for name, column, value in (
-            (query.truncated, "truncated", True),
-            (query.invalid, "valid", False),
-            (query.no_signal, "signal", False),
-            (query.detailed, "detailed", True),
-        ):
-            if name:
-                keep &= rows[column] == value
-        return keep
+            wanted = {name for name in self.workers if query.worker in (name, name.rpartition("/")[2])}
+            keep &= np.isin(rows["workers"], [at for names, at in self._workers.items() if wanted & set(names)])
+        keep &= rows["truncated"] | (not query.truncated)
+        keep &= ~rows["valid"] | (not query.invalid)
+        keep &= ~rows["signal"] | (not query.no_signal)
+        return keep & (rows["detailed"] | (not query.detailed))
 
     def query(self, query: SampleQuery, *, limit_s: float = SEARCH_S) -> SamplePage:
         """A page of the samples that match; texts are searched from the newest file on, for `limit_s` seconds."""
         keep, unsearched, searched_to = self._mask(query), 0, 0
         if query.text:
-            unsearched, searched_to = self._search(query.text.casefold(), keep, self._now() + limit_s)
+            unsearched, searched_to = self._search(query.text.casefold(), keep, self._clock() + limit_s)
         found = np.flatnonzero(keep)[::-1]
         if query.sort in SORTS:
             values = self._rows[query.sort][found].astype(np.float64)
@@ -295,74 +241,44 @@ class SampleIndex:
 
     def _search(self, text: str, keep: Mask, deadline_s: float) -> tuple[int, int]:
         """Keep the samples with the text. Returns how many were not searched in time, and the oldest step searched."""
-        if text not in self._searched:
-            self._searched.append(text)
-            for forgotten in self._searched[:-4]:
-                for file in self._files.values():
-                    file.found.pop(forgotten, None)
-            self._searched = self._searched[-4:]
-        unsearched, end, oldest = 0, len(keep), 0
+        self._searched = [*(each for each in self._searched if each != text), text][-TEXTS_KEPT:]
+        unsearched, end, searched_to = 0, len(keep), 0
         for name in reversed(self._names):
             file = self._files[name]
-            start, end_of_file, end = end - len(file.rows), end, end - len(file.rows)
-            part = keep[start:end_of_file]
-            if not part.any():
-                continue
+            file.found = {each: found for each, found in file.found.items() if each in self._searched}
+            part, end = keep[end - len(file.rows) : end], end - len(file.rows)
             found = file.found.setdefault(text, np.full(len(part), UNKNOWN, np.int8))
-            waiting = np.flatnonzero(part & (found == UNKNOWN))
-            if len(waiting) and self._now() < deadline_s:
-                self._search_file(name, file, text, found, waiting[::-1], deadline_s)
-            left = int((part & (found == UNKNOWN)).sum())
-            unsearched += left
-            oldest = file.step if not unsearched else oldest
+            waiting = np.flatnonzero(part & (found == UNKNOWN))[::-1]
+            with suppress(FileNotFoundError), (self.run.samples / name).open("rb") as samples:
+                for at in waiting if self._clock() < deadline_s else ():
+                    line = os.pread(samples.fileno(), int(file.rows["length"][at]), int(file.rows["offset"][at]))
+                    found[at] = YES if _contains(line, text) else NO
+                    if self._clock() >= deadline_s:
+                        break
+            unsearched += int((part & (found == UNKNOWN)).sum())
+            searched_to = searched_to if unsearched else file.step
             part &= found == YES
-        return unsearched, oldest
-
-    def _search_file(
-        self,
-        name: str,
-        file: _File,
-        text: str,
-        found: npt.NDArray[np.int8],
-        waiting: Sequence[int] | npt.NDArray[np.int64],
-        deadline_s: float,
-    ) -> None:
-        with suppress(FileNotFoundError), (self.run.samples / name).open("rb") as samples:
-            for at in waiting:
-                line = os.pread(samples.fileno(), int(file.rows["length"][at]), int(file.rows["offset"][at]))
-                found[at] = YES if _contains(line, text) else NO
-                if self._now() > deadline_s:
-                    return
+        return unsearched, searched_to
 
     def _rows_at(self, places: npt.NDArray[np.int64]) -> tuple[SampleRow, ...]:
-        prompts, workers = list(self._prompts), list(self._workers)
-        rows = list[SampleRow]()
+        prompts, workers, rows = list(self._prompts), list(self._workers), list[SampleRow]()
         for row in self._rows[places]:
             values: dict[str, Any] = {name: row[name].item() for name in COLUMNS.names or ()}
-            name = self._names[values["file"]]
             values |= {name: None for name in ("reward", "advantage") if math.isnan(values[name])}
-            values |= {
-                "file": name,
-                "purpose": self._files[name].purpose,
-                "prompt_id": prompts[values["prompt"]],
-                "workers": workers[values["workers"]],
-                "versions": None if values["start"] < 0 else (values["oldest"], values["newest"]),
-            }
-            rows.append(msgspec.convert(values, SampleRow))
+            values |= {"prompt_id": prompts[row["prompt"]], "workers": workers[row["workers"]]}
+            name = self._names[row["file"]]
+            rows.append(msgspec.convert(values | {"file": name, "purpose": self._files[name].purpose}, SampleRow))
         return tuple(rows)
 
     def histogram(self, query: SampleQuery) -> Bins:
         """Rewards of the samples that match the other filters (not the text), in `first`; of those that match the
         rewards' range, too, in `last`. Shares of the former."""
-        rewards = self._rows["reward"][self._mask(query, rewards=False)]
-        rewards = rewards[np.isfinite(rewards)]
+        rewards, chosen = (self._rows["reward"][self._mask(query, rewards=filtered)] for filtered in (False, True))
+        rewards, chosen = rewards[np.isfinite(rewards)], chosen[np.isfinite(chosen)]
         edges, values = bin_edges(np.unique(rewards).tolist())
-        low = -math.inf if query.reward_min is None else query.reward_min
-        high = math.inf if query.reward_max is None else query.reward_max
-        chosen = rewards[(rewards >= low) & (rewards <= high)]
         clipped = (np.clip(part, edges[0], edges[-1]) for part in (rewards, chosen))
-        first, last = (np.histogram(part, edges)[0] / max(len(rewards), 1) for part in clipped)
-        return Bins(edges=tuple(edges), first=tuple(first.tolist()), last=tuple(last.tolist()), values=values)
+        first, last = ((np.histogram(part, edges)[0] / max(len(rewards), 1)).tolist() for part in clipped)
+        return Bins(edges=tuple(edges), first=tuple(first), last=tuple(last), values=values)
 
     def read(self, row: SampleRow) -> Sample:
         """The whole sample.
@@ -370,13 +286,11 @@ class SampleIndex:
         Raises:
             UserError: it was deleted or replaced, as by a rewind.
         """
-        try:
-            with (self.run.samples / row.file).open("rb") as file:
-                sample = msgspec.json.decode(os.pread(file.fileno(), row.length, row.offset), type=Sample)
-        except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise _gone(self.run.samples / row.file) from error
+        path, sample = self.run.samples / row.file, Sample()
+        with suppress(OSError, msgspec.DecodeError, UnicodeDecodeError), path.open("rb") as file:
+            sample = msgspec.json.decode(os.pread(file.fileno(), row.length, row.offset), type=Sample)
         if (sample.prompt_id, sample.epoch, sample.index) != (row.prompt_id, row.epoch, row.index):
-            raise _gone(self.run.samples / row.file)
+            raise UserError("that sample is not in the run any more", where=str(path), hint="reload the page")
         return sample
 
     def rows_of(self, step: int, prompt_id: str, epoch: int = 0, purpose: str = TRAINING_PURPOSE) -> list[SampleRow]:
@@ -390,24 +304,10 @@ class SampleIndex:
         return [self.read(row) for row in self.rows_of(step, prompt_id, epoch, purpose)]
 
 
-def _stamp(path: Path) -> tuple[int, ...]:
-    """Inode, time of change and size; empty for a missing file."""
-    try:
-        status = path.stat()
-    except FileNotFoundError:
-        return ()
-    return status.st_ino, status.st_mtime_ns, status.st_size
-
-
-def _gone(path: Path) -> UserError:
-    return UserError("that sample is not in the run any more", where=str(path), hint="reload the table of samples")
-
-
 def _contains(line: bytes, text: str) -> bool:
-    if text.isascii() and msgspec.json.encode(text)[1:-1] not in line.lower():
+    if line.isascii() and msgspec.json.encode(text)[1:-1] not in line.lower():  # faster than decoding
         return False
-    try:
+    with suppress(msgspec.DecodeError, UnicodeDecodeError):
         texts = msgspec.json.decode(line, type=_Texts)
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        return False
-    return any(text in part.casefold() for part in (texts.prompt, texts.completion, texts.reason))
+        return any(text in part.casefold() for part in (texts.prompt, texts.completion, texts.reason))
+    return False

@@ -97,6 +97,8 @@ class PolicyTrainer:
         self.schedule_steps = spec.schedule_steps
         self.critic_steps = 0
         self.kl_beta = spec.algorithm.kl_beta
+        details, logged = spec.telemetry.token_details, spec.telemetry.samples_per_step
+        self._most_details = min(details, logged or details)
         self._compute, self._source = compute, source
         self._forward, self._reference, self._ranks = forward, reference, ranks
         self._device = forward.device
@@ -141,7 +143,8 @@ class PolicyTrainer:
     def add_group(self, group: Group) -> None:
         """Add a complete group, and train on full microbatches unless advantages depend on the whole batch."""
         started = _clocks()
-        number, self._groups = self._groups, self._groups + 1
+        number = self._groups
+        self._groups += 1
         index = min(number * self.spec.batch.minibatches // self.spec.batch.prompts, len(self._minibatches) - 1)
         valid = [t.weight > 0 and t.reward is not None and t.reward.valid for t in group.trajectories]
         requested = self._advantages.request_values(group, valid)
@@ -170,8 +173,13 @@ class PolicyTrainer:
         self._sums.critic = [self._wait_for_critic(metrics) for metrics in self._critic_metrics]
         self._add_time(started)
         values, mismatch_of, of_ranks = self._sums.values(), self._sums.mismatch_by_lease(), self._sums.of_ranks
+        updates = {update.sample_id: update for update in self._updates}
         wanted = [each for each in (*self._detailed, *self._reserves) if each in self._sums.details]
-        updates = self._sums.with_details(self._updates, wanted[: self.spec.telemetry.token_details])
+        for each in wanted[: self._most_details]:
+            own = self._sums.details[each]
+            updates[each] = msgspec.structs.replace(
+                updates[each], trainer_logprobs=own.trainer_logprobs, entropies=own.entropies
+            )
         kl_target, kl_ref = self.spec.algorithm.kl_target, values.get("kl_ref")
         if kl_target is not None and kl_ref is not None:
             self.kl_beta = adapted_beta(self.kl_beta, kl_ref, kl_target)
@@ -183,7 +191,7 @@ class PolicyTrainer:
             values=values,
             mismatch=mismatch_of,
             ranks=of_ranks,
-            updates=updates,
+            updates=tuple(updates.values()),
         )
 
     def _add_time(self, since: tuple[float, float]) -> None:
@@ -231,8 +239,7 @@ class PolicyTrainer:
     def _choose_details(self, samples: list[WeightedSample], number: int) -> list[WeightedSample]:
         """Mark the samples of the batch's group `number` whose tokens are logged, if they have a gradient: they are
         spread evenly over the batch. The first groups give reserves for groups without gradient."""
-        telemetry, prompts = self.spec.telemetry, self.spec.batch.prompts
-        limit = min(telemetry.token_details, telemetry.samples_per_step or telemetry.token_details)
+        limit, prompts = self._most_details, self.spec.batch.prompts
         due = min(limit * min(number + 1, prompts) // prompts - len(self._detailed), len(samples))
         size = min(due + limit - len(self._reserves), len(samples))
         indices = [(number + at * len(samples) // size) % len(samples) for at in range(size)]

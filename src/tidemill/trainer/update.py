@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import operator
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from statistics import fmean
@@ -22,7 +21,7 @@ from tidemill.algos.losses import LOG_RATIO_LIMIT, LOSSES, TokenLoss
 from tidemill.algos.user_functions import UserLoss, user_loss
 from tidemill.config.algorithm import AlgorithmConfig
 from tidemill.config.learning import OptimizerConfig
-from tidemill.core.records import LogprobBuffer, Record, SampleId, SampleUpdate
+from tidemill.core.records import Record, SampleId, SampleUpdate
 from tidemill.models.ranks import ONE_RANK, Ranks, is_sharded, local_rows
 from tidemill.models.token_tree import build_tree
 from tidemill.trainer.packing import Microbatch, WeightedSample
@@ -313,14 +312,6 @@ def sample_update(sample: WeightedSample, *, signal: bool) -> SampleUpdate:
     )
 
 
-class SampleDetails(Record, gc=False):
-    """Logprobs and entropies of a sample's T trained tokens, of the first forward pass with gradient."""
-
-    sample_id: SampleId
-    trainer_logprobs: LogprobBuffer  # float32 [T]
-    entropies: LogprobBuffer  # float32 [T]
-
-
 class _RankSums(Record):
     """Sums over the microbatches of one rank."""
 
@@ -331,7 +322,7 @@ class _RankSums(Record):
     tokens_by_lag: dict[int, int]
     cpu_s: float
     grad_norm: float
-    details: list[SampleDetails]
+    details: list[SampleUpdate]
 
 
 @dataclass(slots=True)
@@ -366,7 +357,7 @@ class UpdateSums:
     mismatch_of: dict[tuple[str, str], Tensor] = field(default_factory=dict)
     tokens_by_lag: Counter[int] = field(default_factory=Counter)
     of_ranks: dict[str, dict[str, float]] = field(default_factory=dict)  # see `StepMetrics.ranks`
-    details: dict[SampleId, SampleDetails] = field(default_factory=dict)  # of `telemetry.token_details` samples
+    details: dict[SampleId, SampleUpdate] = field(default_factory=dict)  # of samples whose tokens may be logged
     critic: list[dict[str, float]] = field(default_factory=list)  # metrics of each critic step
     critic_wait_s: float | None = None  # None unless the critic runs in another process
 
@@ -411,19 +402,10 @@ class UpdateSums:
             if microbatch.samples.buffer_T is not None:
                 places_T = places_T[microbatch.samples.buffer_T[places_T].argsort()]
             both = torch.stack([logprobs_T[places_T], entropy_T.detach()[places_T]]).float().cpu().numpy()
-            self.details[sample_id] = SampleDetails(
-                sample_id=sample_id, trainer_logprobs=both[0].tobytes(), entropies=both[1].tobytes()
+            trainer_logprobs, entropies = (row.tobytes() for row in both)
+            self.details[sample_id] = SampleUpdate(
+                sample_id=sample_id, advantage=0.0, trainer_logprobs=trainer_logprobs, entropies=entropies
             )
-
-    def with_details(self, updates: Sequence[SampleUpdate], wanted: Sequence[SampleId]) -> tuple[SampleUpdate, ...]:
-        """The updates with the logprobs and entropies of the wanted samples."""
-        details = {sample_id: self.details[sample_id] for sample_id in wanted}
-        return tuple(
-            msgspec.structs.replace(each, trainer_logprobs=own.trainer_logprobs, entropies=own.entropies)
-            if (own := details.get(each.sample_id))
-            else each
-            for each in updates
-        )
 
     def add_ranks(self, ranks: Ranks) -> None:
         """Add the sums over microbatches of the other ranks, in the order of the ranks."""

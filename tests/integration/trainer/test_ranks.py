@@ -26,7 +26,7 @@ from tests.workbench import RecordedSteps, demonstrations, fit_context, pairs, s
 from tidemill.config.algorithm import CriticConfig
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError
-from tidemill.core.records import Group, PolicyVersion, WeightManifest
+from tidemill.core.records import Group, PolicyVersion, WeightManifest, unpack_logprobs
 from tidemill.models.catalog import resolve
 from tidemill.models.ranks import ONE_RANK, Ranks, local_rows
 from tidemill.models.reward_model import reward_head
@@ -139,16 +139,20 @@ def train(ranks: Ranks, case: str) -> dict[str, Any]:
         critic=critic_of(spec, forward, ranks),
         ranks=ranks,
     )
-    start, metrics = subject.version.digest, []
+    start, metrics, details = subject.version.digest, [], list[dict[str, list[float]]]()
     for step in (1, 2):
         for each in groups():
             subject.add_group(each)
-        values = subject.finish_batch(step).values
+        found = subject.finish_batch(step)
+        values = found.values
+        detailed = [update for update in found.updates if update.entropies]
+        details.append({f"{u.sample_id}": unpack_logprobs(u.trainer_logprobs + u.entropies) for u in detailed})
         metrics.append({name: value for name, value in values.items() if "time" not in name and "cpu" not in name})
     policy.clip_and_step = critics.clip_and_step = clip_and_step  # type: ignore[attr-defined]
     return {
         "gradients": gradients,
         "metrics": metrics,
+        "details": details,
         "digests": (start, subject.version.digest),
         "rows": sum(p.to_local().numel() if hasattr(p, "to_local") else p.numel() for p in model.parameters()),
         "parameters": sum(p.numel() for p in model.parameters()),
@@ -183,6 +187,11 @@ def test_two_ranks_compute_the_gradients_of_one(case: str) -> None:
         coarse = case == "bf16" or "epochs" in case  # many optimizer steps amplify rounding
         assert found == pytest.approx(expected, rel=0.1 if coarse else 1e-3, abs=0.02 if coarse else 1e-4)
     assert first["metrics"] == second["metrics"]
+    assert first["details"] == second["details"], "samples that another rank computed are there, too"
+    assert first["details"][0].keys() == alone["details"][0].keys()
+    if case != "bf16":
+        for name, expected in alone["details"][0].items():
+            assert first["details"][0][name] == pytest.approx(expected, abs=1e-3)
     assert first["digests"] == second["digests"]
     assert first["digests"][0] == alone["digests"][0]
     assert first["rows"] + second["rows"] == alone["parameters"]

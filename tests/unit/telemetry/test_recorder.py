@@ -15,7 +15,7 @@ from tests.fabricated_run import FabricatedRun, FakeClock, decode, make_prompt, 
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError
 from tidemill.core.protocols import Telemetry
-from tidemill.core.records import PolicyVersion, Reward, StepMetrics
+from tidemill.core.records import PolicyVersion, Reward, SampleUpdate, StepMetrics, pack_logprobs
 from tidemill.telemetry import sinks
 from tidemill.telemetry.control import ControlFolder, new_request
 from tidemill.telemetry.events import event_text, read_events
@@ -126,6 +126,16 @@ def test_a_warning_names_the_limit_of_an_episode(tmp_path: Path, ends: dict[str,
     said = recorder._view._stream.getvalue()
     assert warning in said
     assert said.count("warning: ") == bool(warning)
+
+
+def test_samples_with_details_are_among_a_limited_number(tmp_path: Path) -> None:
+    recorder = open_recorder(tmp_path, samples_per_step=2)
+    prompt = make_prompt("1 + 1 =")
+    samples = [make_trajectory(prompt, "2", reward=Reward(value=1.0), index=index) for index in range(4)]
+    update = SampleUpdate(sample_id=samples[3].sample_id, advantage=0.5, entropies=pack_logprobs([0.1]))
+    recorder.samples(1, [*samples[:3], msgspec.structs.replace(samples[3], update=update)], [prompt] * 4)
+    end(recorder)
+    assert [sample.index for sample in read_samples(recorder.run.samples / "step_000001.jsonl")] == [0, 3]
 
 
 def test_samples_are_filed_by_step_and_purpose(tmp_path: Path) -> None:

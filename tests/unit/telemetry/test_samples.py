@@ -12,6 +12,7 @@ from tidemill.core.records import (
     Call,
     PolicyVersion,
     Reward,
+    SampleUpdate,
     Segment,
     SourceRun,
     Turn,
@@ -179,3 +180,40 @@ def test_a_turn_names_the_workers_and_versions_that_generated_it(tmp_path: Path)
 
 def test_a_single_completion_has_no_keys_of_turns() -> None:
     assert not {"turns", "episode_end", "fault"} & sample_line(1, trajectory([1], [2], 1.0), PROMPT, None).keys()
+
+
+def test_a_line_names_who_made_each_token_and_what_the_update_computed(tmp_path: Path) -> None:
+    old, new = (PolicyVersion(number=number, digest="x") for number in (3, 4))
+    update = SampleUpdate(
+        sample_id=trajectory([1], [2], 1.0).sample_id,
+        advantage=0.5,
+        token_advantages=pack_logprobs([0.25, 0.5, 0.75]),
+        signal=True,
+        trainer_logprobs=pack_logprobs([-0.5, -1.0, -1.5]),
+        entropies=pack_logprobs([1.0, 2.0, 3.0]),
+    )
+    agent = agent_trajectory(
+        [1],
+        [("action", [2, 3]), ("observation", [5]), ("action", [6])],
+        [0.5, 0.5],
+        versions=(VersionRun(version=old, start=0, end=1), VersionRun(version=new, start=1, end=4)),
+        sources=(
+            SourceRun(source="vllm/spot-1", lease="l-7", start=0, end=3),
+            SourceRun(source="embedded/local", lease="local", start=3, end=4),
+        ),
+    )
+    line = sample_line(1, msgspec.structs.replace(agent, update=update), PROMPT, None)
+    # Version 3 made token 0, version 4 the others; token 2 is an observation, which nothing is trained on.
+    sources = [["vllm/spot-1", "l-7", 3, 0, 1], ["vllm/spot-1", "l-7", 4, 1, 3], ["embedded/local", "local", 4, 3, 4]]
+    assert line["sources"] == sources
+    assert (line["advantage"], line["signal"]) == (0.5, True)
+    assert line["token_advantages"] == [0.25, 0.5, None, 0.75]
+    assert line["trainer_logprobs"] == [-0.5, -1.0, None, -1.5]
+    assert line["entropies"] == [1.0, 2.0, None, 3.0]
+    write_samples(tmp_path / "s.jsonl", [line])
+    (sample,) = read_samples(tmp_path / "s.jsonl")
+    assert [each.name for each in sample.segments] == ["spot-1 v3", "spot-1 v4", "local v4"]
+    assert sample.trainer_logprobs == (-0.5, -1.0, None, -1.5)
+    untrained = sample_line(1, agent, PROMPT, None)
+    assert untrained["advantage"] is None
+    assert not {"signal", "token_advantages", "trainer_logprobs", "entropies"} & untrained.keys()

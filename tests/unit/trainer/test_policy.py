@@ -14,12 +14,14 @@ from transformers import PreTrainedModel
 from tests.model_shapes import MODEL_SHAPES, VOCABULARY, forward_of, llama
 from tests.trajectories import group, trajectory
 from tidemill.config.schema import RunSpec
-from tidemill.core.records import Group, unpack_tokens
+from tidemill.core.records import Group, SampleUpdate, unpack_logprobs, unpack_tokens
 from tidemill.extensions.registry import resolve
 from tidemill.models.attention import use_packed_attention
 from tidemill.models.tree_forward import TreeForward
 from tidemill.runtime.compute import ComputeThread
+from tidemill.trainer.packing import WeightedSample
 from tidemill.trainer.policy import PolicyTrainer
+from tidemill.trainer.update import sample_update
 
 LEARNING_RATE = 1e-2
 
@@ -204,6 +206,66 @@ def test_an_advantage_of_the_user_gets_the_step_and_which_samples_are_valid(tmp_
         subject.finish_batch(step)
     calls = resolve(f"{tmp_path / 'mine.py'}:noted", "advantage", where="").function.__globals__["calls"]
     assert calls == [([1.0, 2.0, 0.0], [True, True, False], step) for step in (1, 2)]
+
+
+def details_of(settings: RunSpec, batch: Sequence[Group]) -> tuple[list[SampleUpdate], str]:
+    """The updates of one step, and the digest of the weights after it."""
+    subject = trainer(llama(), settings)
+    for one in batch:
+        subject.add_group(one)
+    metrics = subject.finish_batch(1)
+    return list(metrics.updates), metrics.version.digest
+
+
+def test_an_update_reports_advantages_and_the_tokens_of_chosen_samples() -> None:
+    without_signal = group(0, [trajectory([3, 4], [5], 1.0, index=index) for index in range(4)])
+    batch = [without_signal, *groups(count=2)]
+    updates, digest = details_of(spec(telemetry={"token_details": 5}), batch)
+    assert [update.sample_id for update in updates] == [t.sample_id for one in batch for t in one.trajectories]
+    assert [update.signal for update in updates] == [False] * 4 + [True] * 8
+    assert [update.advantage for update in updates[:4]] == [0.0] * 4
+    rewards = torch.tensor([t.reward.value for t in batch[1].trajectories if t.reward])
+    expected = (rewards - rewards.mean()) / (rewards.std() + 1e-4)
+    assert [update.advantage for update in updates[4:8]] == pytest.approx(expected.tolist(), rel=1e-4)
+    detailed = [update for update in updates if update.entropies]
+    assert len(detailed) == 5 and len({update.sample_id.prompt_id for update in detailed}) == 2
+    samples = {t.sample_id: t for one in batch for t in one.trajectories}
+    for update in detailed:
+        sample = samples[update.sample_id]
+        tokens = unpack_tokens(sample.token_ids)
+        logprobs = plain_logprobs(llama(), tokens, sample.prompt_length, 1.0)
+        assert unpack_logprobs(update.trainer_logprobs) == pytest.approx(logprobs.tolist(), abs=1e-4)
+        logits = llama()(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, sample.prompt_length - 1 : -1]
+        entropies = torch.distributions.Categorical(logits=logits).entropy()
+        assert unpack_logprobs(update.entropies) == pytest.approx(entropies.tolist(), abs=1e-4)
+    off, digest_off = details_of(spec(telemetry={"token_details": 0}), batch)
+    assert digest_off == digest and not any(update.entropies for update in off)
+
+
+@pytest.mark.parametrize(
+    ("sections", "detailed"),
+    [
+        ({"telemetry": {"token_details": 100}}, 12),
+        ({"telemetry": {"token_details": 8, "samples_per_step": 2}}, 2),
+        ({"batch": {"minibatches": 3, "epochs": 2}}, 8),  # of the first epoch, each minibatch after the steps before
+        ({"algorithm": {"advantage": "reinforce_pp", "whiten": True}}, 8),
+    ],
+)
+def test_details_are_bounded_and_change_no_bit(sections: dict[str, Any], detailed: int) -> None:
+    updates, digest = details_of(spec(**sections), groups())
+    assert len(updates) == 12 and sum(bool(update.entropies) for update in updates) == detailed
+    off = {**sections, "telemetry": {"token_details": 0}}
+    assert details_of(spec(**off), groups())[1] == digest
+
+
+def test_advantages_that_differ_between_tokens_are_reported_by_token() -> None:
+    settings = spec(algorithm={"advantage": "reinforce_pp", "whiten": False})
+    (update, *_), _ = details_of(settings, groups())
+    assert update.token_advantages == b"", "without a penalty all tokens have the same"
+    tokens = [1.0, 2.0, 4.5]
+    sample = WeightedSample(trajectory=groups()[0].trajectories[0], advantage=np.array(tokens), token_weight=1.0)
+    by_token = sample_update(sample, signal=True)
+    assert (by_token.advantage, unpack_logprobs(by_token.token_advantages)) == (2.5, tokens)
 
 
 def test_a_batch_without_signal_publishes_the_same_weights() -> None:

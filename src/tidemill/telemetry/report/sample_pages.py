@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 from urllib.parse import urlencode
 
+import msgspec
+
 from tidemill.core.errors import UserError
-from tidemill.core.formatting import compact, decimal, percent
+from tidemill.core.formatting import compact, percent
 from tidemill.core.records import Record
 from tidemill.telemetry.binning import Bins
 from tidemill.telemetry.report.pages import HERE, render_page
@@ -24,13 +26,6 @@ from tidemill.telemetry.sample_files import Sample
 from tidemill.telemetry.sample_index import SampleIndex, SampleQuery, SampleRow
 
 TEMPLATE = HERE / "templates" / "sample_pages.html.j2"
-SNIPPET = 90
-"""Characters of a prompt and of a completion in the table."""
-COLUMNS = (
-    ("step", "Step"), ("", "Prompt"), ("", "Completion"), ("reward", "Reward"), ("advantage", "Advantage"),
-    ("tokens", "Tokens"), ("newest", "Version"), ("", "Workers"), ("", ""),
-)  # fmt: skip
-"""(sort, title)."""
 ENTROPIES = (0.05, 0.2, 0.5, 1.0, 1.5, 2.5, 4.0)
 RATIOS = (0.5, 0.8, 0.95, 0.995, 1.005, 1.05, 1.25, 2.0)
 ADVANTAGES = (-2.0, -1.0, -0.5, -0.01, 0.01, 0.5, 1.0, 2.0)
@@ -38,45 +33,48 @@ COLOURS = 8
 """Of workers and versions; further ones repeat them, and have a label."""
 
 
-class Bar(Record):
-    """A bar of the histogram of rewards."""
-
-    label: str
-    count: str
-    height: float  # relative to the tallest
-    chosen: float  # height of the part that the filter keeps
-    query: str  # keeps only its samples
-
-
 class TokenFigure(Record):
     """A figure of every token of a completion."""
 
-    name: str
     title: str
-    levels: tuple[int | None, ...]  # colour, index into `legend`; None: not known
+    levels: tuple[int | None, ...]  # colours; None: not known
     values: tuple[float | str | None, ...]
     scale: str  # of colours: s: from low to high, d: around a middle, c: categories
     legend: tuple[tuple[int, str], ...]  # (colour, meaning)
+
+
+class SampleAddress(Record):
+    """Parameters of the page of a sample, or of its group."""
+
+    step: int
+    prompt: str
+    epoch: int = 0
+    index: int = 0
+    purpose: str = TRAINING_PURPOSE
+
+
+def samples_view(data: RunData, index: SampleIndex, view: str, parameters: Mapping[str, str]) -> str:
+    """What an address shows: `view` is "samples", "group" or "sample". Raises UserError: there is no such sample."""
+    if view == "samples":
+        return samples_section(data, index, SampleQuery.of_url(parameters))
+    try:
+        one = msgspec.convert(parameters, SampleAddress, strict=False)
+    except msgspec.ValidationError as error:
+        raise UserError(f"not the address of a sample: {error}", hint="open it from the table of samples") from error
+    if view == "group":
+        return group_section(data, index, one.step, one.prompt, one.epoch, one.purpose)
+    return sample_section(data, index, one.step, one.prompt, one.index, one.epoch, one.purpose)
 
 
 def samples_section(data: RunData, index: SampleIndex, query: SampleQuery | None = None) -> str:
     """The table of samples that match, with filters and a histogram of rewards."""
     query = query or SampleQuery()
     page = index.query(query)
-    rows = [_table_row(index, row) for row in page.rows]
-    bins = index.histogram(query)
+    rows = [(row, _text(index, row), address(row, "sample"), address(row, "group")) for row in page.rows]
+    bars = _bars(index.histogram(query), query)
+    abandoned = bool(data.run.abandoned())
     return render_page(
-        TEMPLATE,
-        view="samples",
-        query=query,
-        page=page,
-        rows=rows,
-        total=len(index),
-        bars=_bars(bins, query) if any(bins.first) else [],
-        columns=COLUMNS,
-        purposes=index.purposes,
-        workers=index.workers,
-        abandoned=len(data.run.abandoned()),
+        TEMPLATE, view="samples", query=query, page=page, rows=rows, index=index, bars=bars, abandoned=abandoned
     )
 
 
@@ -84,12 +82,11 @@ def group_section(
     data: RunData, index: SampleIndex, step: int, prompt_id: str, epoch: int = 0, purpose: str = TRAINING_PURPOSE
 ) -> str:
     """The samples of one prompt side by side. Raises UserError: there are none."""
-    cards = [
-        (sample_card(index.read(row)), address(row, "sample")) for row in index.rows_of(step, prompt_id, epoch, purpose)
-    ]
-    if not cards:
+    rows = index.rows_of(step, prompt_id, epoch, purpose)
+    if not rows:
         raise _no_sample(data, step)
-    return render_page(TEMPLATE, view="group", cards=cards, prompt=cards[0][0].prompt, legend=LEGEND)
+    cards = [(sample_card(index.read(row)), address(row, "sample")) for row in rows]
+    return render_page(TEMPLATE, view="group", cards=cards, legend=LEGEND)
 
 
 def sample_section(
@@ -106,129 +103,89 @@ def sample_section(
     Args:
         number: `index` of the sample in its group.
     """
-    group = index.rows_of(step, prompt_id, epoch, purpose)
-    row = next((row for row in group if row.index == number), None)
-    if row is None:
+    group = {row.index: row for row in index.rows_of(step, prompt_id, epoch, purpose)}
+    if number not in group:
         raise _no_sample(data, step)
+    row = group[number]
     sample = index.read(row)
-    figures = token_figures(sample)
-    return render_page(
-        TEMPLATE,
-        view="sample",
-        card=sample_card(sample, whole=True),
-        row=row,
-        figures=figures,
-        tokens={"tokens": sample.tokens, "figures": figures},
-        group=address(row, "group"),
-        siblings=[(each.index, address(each, "sample")) for each in group],
-    )
+    siblings = [(at, address(each, "sample")) for at, each in group.items()]
+    values = {"card": sample_card(sample, whole=True), "row": row, "group": address(row, "group")}
+    return render_page(TEMPLATE, view="sample", figures=token_figures(sample), siblings=siblings, **values)
 
 
 def _no_sample(data: RunData, step: int) -> UserError:
-    where = str(data.run.samples)
-    return UserError(f"no such sample of step {step}", where=where, hint="a resumed run may have replaced it")
+    hint = "a resumed run may have replaced it"
+    return UserError(f"no such sample of step {step}", where=str(data.run.samples), hint=hint)
 
 
 def address(row: SampleRow, view: str) -> str:
     """The parameters of the page of a sample, or of its group."""
-    values: dict[str, Any] = {"view": view, "step": row.step, "prompt": row.prompt_id, "epoch": row.epoch}
-    if row.purpose != TRAINING_PURPOSE:
-        values["purpose"] = row.purpose
-    return urlencode(values | ({"index": row.index} if view == "sample" else {}))
+    one = SampleAddress(step=row.step, prompt=row.prompt_id, epoch=row.epoch, index=row.index, purpose=row.purpose)
+    return urlencode({"view": view, **msgspec.to_builtins(one)})
 
 
-def _table_row(index: SampleIndex, row: SampleRow) -> dict[str, Any]:
+def _text(index: SampleIndex, row: SampleRow) -> Sample:
     try:
-        sample = index.read(row)
+        return index.read(row)
     except UserError:  # a rewind deleted it meanwhile
-        sample = Sample()
-    low, high = row.versions or (None, None)
-    return {
-        "row": row,
-        "prompt": sample.prompt.strip()[-SNIPPET:],
-        "completion": sample.completion.strip()[:SNIPPET],
-        "reward": "invalid" if row.reward is None else compact(row.reward),
-        "advantage": "-" if row.advantage is None else decimal(row.advantage),
-        "versions": "-" if low is None else str(low) if low == high else f"{low}-{high}",
-        "workers": ", ".join(worker.rpartition("/")[2] for worker in row.workers) or "-",
-        "sample": address(row, "sample"),
-        "group": address(row, "group"),
-    }
+        return Sample()
 
 
-def _bars(bins: Bins, query: SampleQuery) -> list[Bar]:
-    """The first and the last bar are open, so that no reward is between two bars."""
-    top, last = max(bins.first), len(bins.first) - 1
-    bars = []
+def _bars(bins: Bins, query: SampleQuery) -> list[dict[str, Any]]:
+    """Label, share, heights relative to the tallest bar, and the query that keeps only its samples. The first and the
+    last bar are open, so that no reward is between two bars."""
+    bars, top, last = list[dict[str, Any]](), max(bins.first) or 1.0, len(bins.first) - 1
     for at, (low, high) in enumerate(pairwise(bins.edges)):
-        ends = {
-            "reward_min": low if at else None,
-            "reward_max": math.nextafter(high, -math.inf) if at < last else None,
-        }
-        chosen = (query.reward_min, query.reward_max) == tuple(ends.values())
-        bars.append(
-            Bar(
-                label=compact(bins.values[at]) if bins.values else f"{compact(low)} to {compact(high)}",
-                count=percent(bins.first[at]),
-                height=bins.first[at] / top,
-                chosen=bins.last[at] / top,
-                query=query.url(**(dict.fromkeys(ends) if chosen else ends), page=1),
-            )
-        )
+        least, most = low if at else None, math.nextafter(high, -math.inf) if at < last else None
+        if bins.values:
+            least = most = bins.values[at]
+        if (query.reward_min, query.reward_max) == (least, most):
+            least = most = None
+        label = compact(bins.values[at]) if bins.values else f"{compact(low)} to {compact(high)}"
+        heights = {"height": bins.first[at] / top, "chosen": bins.last[at] / top}
+        address = query.url(reward_min=least, reward_max=most, page=1)
+        bars.append({"label": label, "share": percent(bins.first[at]), "query": address, **heights})
     return bars
 
 
-def token_figures(sample: Sample) -> list[TokenFigure]:
-    """The figures that are known of the completion's tokens."""
-    count, generated = len(sample.tokens), [value is not None for value in sample.logprobs]
-    pairs = zip(sample.trainer_logprobs, sample.logprobs, strict=False)
+def token_figures(sample: Sample) -> dict[str, TokenFigure]:
+    """The figures that are known of the completion's tokens, by name."""
+    pairs = list(zip(sample.trainer_logprobs, sample.logprobs, strict=False))
     ratios = [None if now is None or then is None else math.exp(min(now - then, 50.0)) for now, then in pairs]
     advantages: Sequence[float | None] = sample.token_advantages
     if not advantages and sample.advantage is not None:
-        advantages = [sample.advantage if known else None for known in generated]
-    segments = [segment for segment in sample.segments if segment.end <= count]
-    workers, versions = [""] * count, [""] * count
-    for segment in segments:
-        for at in range(segment.start, segment.end):
-            workers[at] = f"{segment.worker.rpartition('/')[2]} ({segment.lease})" if segment.lease else segment.worker
-            versions[at] = f"v{segment.version}"
-    figures = [
-        _probabilities(sample.logprobs),
-        _measured("ratio", "ratio trainer / rollout", ratios, RATIOS, "d"),
-        _measured("entropy", "entropy, nats", sample.entropies, ENTROPIES, "s"),
-        _measured("advantage", "advantage", advantages, ADVANTAGES, "d"),
-        _named("worker", workers),
-        _named("version", versions),
-    ]
-    return [figure for figure in figures if any(one is not None for one in figure.levels)]
+        advantages = [None if logprob is None else sample.advantage for logprob in sample.logprobs]
+    workers = [""] * len(sample.tokens)
+    versions = list(workers)
+    for part in sample.segments:
+        for at in range(part.start, min(part.end, len(workers))):
+            workers[at] = f"{part.worker.rpartition('/')[2]} ({part.lease or part.worker})"
+            versions[at] = f"v{part.version}"
+    figures = {
+        "logprob": TokenFigure(
+            title="logprob when sampled",
+            levels=tuple(None if value is None else level(value) for value in sample.logprobs),
+            values=sample.logprobs,
+            scale="s",
+            legend=tuple(enumerate(LEGEND)),
+        ),
+        "ratio": _measured("ratio trainer / rollout", ratios, RATIOS, "d"),
+        "entropy": _measured("entropy, nats", sample.entropies, ENTROPIES, "s"),
+        "advantage": _measured("advantage", advantages, ADVANTAGES, "d"),
+        "worker": _named("worker", workers),
+        "version": _named("version", versions),
+    }
+    return {name: one for name, one in figures.items() if any(known is not None for known in one.levels)}
 
 
-def _probabilities(logprobs: Sequence[float | None]) -> TokenFigure:
-    return TokenFigure(
-        name="logprob",
-        title="logprob when sampled",
-        levels=tuple(None if value is None else level(value) for value in logprobs),
-        values=tuple(logprobs),
-        scale="s",
-        legend=tuple(enumerate(LEGEND)),
-    )
-
-
-def _measured(name: str, title: str, values: Sequence[float | None], cuts: Sequence[float], scale: str) -> TokenFigure:
+def _measured(title: str, values: Sequence[float | None], cuts: Sequence[float], scale: str) -> TokenFigure:
     ends = [f"< {cuts[0]:g}", *(f"{low:g} to {high:g}" for low, high in pairwise(cuts)), f"≥ {cuts[-1]:g}"]
     levels = tuple(None if value is None else bisect_right(cuts, value) for value in values)
-    return TokenFigure(
-        name=name, title=title, levels=levels, values=tuple(values), scale=scale, legend=tuple(enumerate(ends))
-    )
+    return TokenFigure(title=title, levels=levels, values=tuple(values), scale=scale, legend=tuple(enumerate(ends)))
 
 
-def _named(name: str, names: Sequence[str]) -> TokenFigure:
+def _named(title: str, names: Sequence[str]) -> TokenFigure:
     numbers = {each: at % COLOURS for at, each in enumerate(dict.fromkeys(filter(None, names)))}
-    return TokenFigure(
-        name=name,
-        title=name,
-        levels=tuple(numbers.get(each) for each in names),
-        values=tuple(each or None for each in names),
-        scale="c",
-        legend=tuple((colour, each) for each, colour in numbers.items()),
-    )
+    levels, values = tuple(numbers.get(each) for each in names), tuple(each or None for each in names)
+    legend = tuple((colour, each) for each, colour in numbers.items())
+    return TokenFigure(title=title, levels=levels, values=values, scale="c", legend=legend)

@@ -3,6 +3,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from tests.fabricated_run import FabricatedRun
@@ -187,6 +188,17 @@ def test_a_turn_is_coloured_and_cut_where_its_worker_changed() -> None:
         ("", "", "0"),
     ]
     assert card.finish == "env.turns"
+
+
+def test_a_completion_names_who_made_its_tokens() -> None:
+    sources = (("vllm/spot-3", "l-1", 4, 0, 2), ("embedded/local", "local", 5, 2, 3))
+    one = msgspec.structs.replace(sample("abc"), sources=sources)
+    shown = [(part.author, "".join(token.text for token in part.tokens)) for part in sample_card(one).parts]
+    assert shown == [("spot-3 v4", "ab"), ("local v5", "c")]
+    unknown = sample_card(msgspec.structs.replace(one, tokens=()))  # the tokens do not match the text
+    assert [(part.author, part.tokens[0].text) for part in unknown.parts] == [("spot-3 v4, local v5", "abc")]
+    assert [part.author for part in sample_card(sample("abc")).parts] == [""]
+    assert len(sample_card(sample("x" * 1000), whole=True).tokens) == 1000
 
 
 def test_results_of_calls_replace_the_observation() -> None:

@@ -28,8 +28,14 @@ def chromium() -> Iterator[Browser]:
 
 
 @contextmanager
-def opened(browser: Browser, url: str, *, width: int = 1280, height: int = 900, dark: bool = False) -> Iterator[Page]:
-    """The page at a URL; an error of its scripts, or one in the console, fails the test."""
+def opened(
+    browser: Browser, url: str, *, width: int = 1280, height: int = 900, dark: bool = False, ignored: str = ""
+) -> Iterator[Page]:
+    """The page at a URL; an error of its scripts, or one in the console, fails the test.
+
+    Args:
+        ignored: a part of errors that are expected.
+    """
     context = browser.new_context(viewport={"width": width, "height": height}, color_scheme="dark" if dark else "light")
     page = context.new_page()
     page.set_default_timeout(DEADLINE_MS)
@@ -39,6 +45,7 @@ def opened(browser: Browser, url: str, *, width: int = 1280, height: int = 900, 
     try:
         page.goto(url)
         yield page
-        assert not errors, errors
+        unexpected = [error for error in errors if not ignored or ignored not in error]
+        assert not unexpected, unexpected
     finally:
         context.close()

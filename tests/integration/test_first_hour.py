@@ -443,7 +443,10 @@ MISTAKES = {
     "no GPU": Mistake("train @char-addition --trainer.device=cuda", ("trainer.device", "GPU")),
     # the command line: words of similar programs, recipes, data files, folders
     "TRL's verb": Mistake("grpo --model_name_or_path char", ("grpo", "tidemill train @recipe.toml")),
-    "verb, resume": Mistake("resume runs/mine", ("resume", "--run.dir")),
+    "verb, continue": Mistake("continue runs/mine", ("continue", "tidemill resume RUN_DIRECTORY")),
+    "verb, kill": Mistake("kill runs/mine", ("kill", "tidemill stop RUN_DIRECTORY")),
+    "resume without a run": Mistake("resume runs/mine", ("runs/mine", "no run there", "--run.dir")),
+    "pause, no time": Mistake("pause runs/mine --hold=soon", ("--hold", "10m")),
     "verb, chat": Mistake("chat runs/mine", ("chat", "tidemill generate")),
     "verb, compare": Mistake("compare runs/a runs/b", ("compare", "--compare")),
     "verb, version": Mistake("version", ("tidemill --version",)),

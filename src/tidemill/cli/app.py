@@ -61,7 +61,6 @@ OTHER_WORDS = {
     ),
     "continue restart unpause": "write `tidemill resume RUN_DIRECTORY`",
     "kill cancel abort interrupt quit": "write `tidemill stop RUN_DIRECTORY`",
-    "save": "write `tidemill checkpoint RUN_DIRECTORY`",
     "chat infer inference predict complete sample": 'write `tidemill generate "PROMPT" --checkpoint RUN_DIRECTORY`',
     "compare": "write `tidemill report RUN RUN`, or `tidemill eval --checkpoint MODEL --compare MODEL`",
     "merge": "write `tidemill model merge CHECKPOINT DIRECTORY`",

@@ -17,8 +17,9 @@ from tidemill.telemetry.control import HOLD_S, Action, ControlFolder, new_reques
 from tidemill.telemetry.events import read_events
 from tidemill.telemetry.jsonl import SharedLines
 from tidemill.telemetry.live_state import read_live
-from tidemill.telemetry.run_data import NO_RUN, outcome_of
+from tidemill.telemetry.run_data import NO_RUN
 from tidemill.telemetry.run_dir import RunDirectory, read_json
+from tidemill.telemetry.run_state import outcome_of
 
 ANSWER_S, POLL_S = 5.0, 0.1
 UNITS_S = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
@@ -58,8 +59,7 @@ def resume(run_dir: RunDir, /, *, json: Json = False) -> Result:
     if outcome in ("running", "unknown"):
         return _request(run_dir, "resume")
     if outcome == "finished" and not is_pipeline:
-        longer = f"tidemill train --run.dir {run_dir} --trainer.steps N"
-        return Result(data={"finished": True}, text=f"the run has finished; {longer} continues it to step N")
+        return Result(data={"finished": True}, text="the run has finished")
     whole = run_dir.absolute().parent.parent
     if run_dir.absolute().parent.name == "stages" and (whole / "pipeline.json").is_file():
         raise UserError("a stage of a pipeline", where=str(run_dir), hint=f"write `tidemill resume {whole}`")
@@ -92,15 +92,14 @@ def _request(run_dir: Path, action: Action, *, hold_s: float = HOLD_S) -> Result
         UserError: the run does not work, does not answer, or ignores the request.
     """
     run = _run_in(run_dir)
+    start = f"`tidemill resume {run_dir}` starts it"
     if run is None:
-        raise UserError(
-            "no stage of this pipeline is running", where=str(run_dir), hint=f"`tidemill resume {run_dir}` starts it"
-        )
+        raise UserError("no stage of this pipeline is running", where=str(run_dir), hint=start)
     log = SharedLines(run.events)
     events = [line for line in log.new_lines() if line is not None and "event" in line]
     outcome = outcome_of(events)
     if outcome not in ("running", "unknown"):
-        hint = f"`tidemill resume {run_dir}` starts it" if outcome != "finished" else "it has no step left"
+        hint = "" if outcome == "finished" else start
         raise UserError(f"the run is not running ({outcome})", where=str(run_dir), hint=hint)
     live = read_live(run.path)
     if live is None or live.session != events[-1].get("session"):

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import sys
 from collections import deque
 from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager
@@ -101,7 +100,7 @@ class Fleet:
         self.event_log = FleetEventLog(telemetry, clock)
         self._telemetry = telemetry
         self._provider, self._host = provider, host
-        self._wanted = sys.maxsize  # preemptible workers; as many as the pool has
+        self._wanted = 10**9  # preemptible workers: as many as the pool has
         self._machines = machines
         self.tainted: dict[str, MachineHealth] = {}  # by lease: workers that computed wrong tokens
         self._heartbeat_timeout_s = (

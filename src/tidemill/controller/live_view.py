@@ -8,8 +8,6 @@ from tidemill.controller.run import TrainingRun
 from tidemill.controller.samples import Sample, SampleState
 from tidemill.telemetry.live_state import MOST_SAMPLES, SampleUnderWay, UnderWay
 
-GENERATED_LATER = (SampleState.WAITING, SampleState.ACTING)
-
 
 def under_way(run: TrainingRun) -> UnderWay:
     """The workers, and the training samples that are not finished: running ones first."""
@@ -29,7 +27,7 @@ def under_way(run: TrainingRun) -> UnderWay:
         )
 
     running = (sample for lease_id in in_flight.leases for sample in in_flight.held(lease_id).values())
-    others = (sample for sample in in_flight if sample.state in GENERATED_LATER)
+    others = (sample for sample in in_flight if sample.state in (SampleState.WAITING, SampleState.ACTING))
     return UnderWay(
         fleet=tuple(fleet.rows()),
         samples=tuple(map(row, islice(chain(running, others), MOST_SAMPLES))),

@@ -499,10 +499,7 @@ class TrainingRun:
     async def obey(self) -> None:
         """Between two steps: write the checkpoint that somebody asked for, and pause if somebody asked for that."""
         control = self.control
-        if control is None:
-            return
-        control.poll()
-        if control.waiting:
+        if control is not None and control.poll():
             if self.step > self.checkpointed:
                 await self._checkpoint()
             if control.take_waiting():
@@ -516,8 +513,8 @@ class TrainingRun:
             fleet.rent(more=False)
             async with collector.paused():
                 started_s = clock.now()
-                while control.paused is not None and not self.rollout.stop.is_set() and not collector.failed:
-                    if control.hold_is_over(clock.now() - started_s):  # again if the provider granted one meanwhile
+                while (pause := control.paused) and not self.rollout.stop.is_set() and not collector.failed:
+                    if clock.now() - started_s >= pause.hold_s:  # again if the provider granted one meanwhile
                         fields["machines_returned"] += fleet.return_machines("the run is paused")
                     await asyncio.sleep(POLL_S)
                     control.poll()

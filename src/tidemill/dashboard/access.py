@@ -70,12 +70,12 @@ class Access:
         try:
             await app(scope, receive, with_headers)
         except Exception:  # noqa: BLE001 - one request's failure ends no other; the application has answered
-            LOG.exception("%s %r failed", request.method, request.url.path)
+            LOG.exception("%s %r failed", request.method, scope["path"])
 
     def _check(self, request: Request) -> None:
         """Raises ApiError: the client may not do this."""
         reads = request.method in ("GET", "HEAD")
-        if not (self._public and request.url.path.startswith(ASSETS)):
+        if not (self._public and request.scope["path"].startswith(ASSETS)):
             self._keys.check(request, READ if reads else ACT)
         if reads and request.headers.get("sec-fetch-mode") == "navigate":
             return  # a link on another page, which cannot read the answer

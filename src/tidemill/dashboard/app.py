@@ -6,11 +6,11 @@ import asyncio
 import json
 import re
 import shlex
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeAlias
 
 import msgspec
 from starlette.applications import Starlette
@@ -21,12 +21,12 @@ from starlette.routing import Route
 from tidemill.core.errors import UserError
 from tidemill.core.formatting import dollars
 from tidemill.core.records import Record
-from tidemill.dashboard.access import ASSETS, refusal
+from tidemill.dashboard.access import refusal
 from tidemill.dashboard.runs import WatchedFolder, WatchedRun
 from tidemill.dashboard.stream import Stream
-from tidemill.gateway.access import LOG, body_of
+from tidemill.gateway.access import body_of
 from tidemill.gateway.errors import ApiError, invalid
-from tidemill.guard.checks import CheckQueue, shown_parts
+from tidemill.guard.checks import shown_parts
 from tidemill.guard.verdicts import SampleKey, sample_key
 from tidemill.telemetry.comparison import MOST as MOST_COMPARED
 from tidemill.telemetry.comparison import check_number, comparison_json
@@ -44,22 +44,18 @@ from tidemill.telemetry.run_dir import TRAINING_PURPOSE
 from tidemill.telemetry.run_reader import RunReader
 from tidemill.telemetry.sample_index import SampleQuery
 
-T = TypeVar("T")
-Handler = Callable[[Request], Awaitable[Response]]
+Asked: TypeAlias = Mapping[str, str]
+"""Parameters of a request."""
+Handler: TypeAlias = Callable[[Request], Awaitable[Response]]
+View: TypeAlias = Callable[[WatchedRun, RunReader, Asked], "str | dict[str, Any]"]
+"""HTML or JSON about a run, for threads that have its lock."""
 
 BODY_BYTES, BODY_S = 4096, 5.0
 """Largest body of a request, and the time in which it must arrive."""
 LONGEST_HOLD_S = 7 * 86400.0
-FEWEST_POINTS = 2
 WHOLE = re.compile(r"[0-9]{1,12}")
-OWN_ASSETS = (
-    "templates/samples.js",
-    "templates/samples.css",
-    "templates/runs.js",
-    "templates/check.js",
-    "templates/door.js",
-)
-ASSETS_BY_NAME = {Path(name).name: HERE / name for name in (*SCRIPTS, *STYLES, *COMPARE_SCRIPTS, *OWN_ASSETS)}
+OWN_ASSETS = [f"templates/{name}" for name in ("samples.js", "samples.css", "runs.js", "check.js", "door.js")]
+ASSETS = {Path(name).name: HERE / name for name in (*SCRIPTS, *STYLES, *COMPARE_SCRIPTS, *OWN_ASSETS)}
 MEDIA_TYPES = {".js": "text/javascript", ".css": "text/css"}
 RUNNING = ("running", "paused", "stalled", "waiting")
 """States of a run with a process that takes requests."""
@@ -81,125 +77,84 @@ class VerdictBody(Record, forbid_unknown_fields=True):
 
 
 class Dashboard:
-    """The pages of a run or of the runs below a folder.
-
-    Args:
-        folder: raises UserError if nothing can be watched there.
-    """
+    """The pages of a run or of the runs below a folder."""
 
     def __init__(self, folder: WatchedFolder) -> None:
         self._folder, self.stream = folder, Stream(folder)
-        self._queues = asyncio.Lock()
 
     def app(self) -> Starlette:
         """The application, without checks of who asks (`access.py`)."""
         run = "/run/{key}"
-        reads: dict[str, Handler] = {
+        gets: dict[str, Handler] = {
             "/": self._runs,
-            "/compare": self._compare,
-            "/compare.json": self._compare_json,
-            ASSETS + "{name}": self._asset,
+            "/compare": partial(self._compare, show=partial(compare_page, live=True)),
+            "/compare.json": partial(self._compare, show=comparison_json),
+            "/assets/{name}": self._asset,
             "/metrics": self._metrics,
             "/events": self._events,
             run: self._run_address,
-            f"{run}/": self._run_page,
-            f"{run}/section/{{name}}": self._section,
-            f"{run}/charts.json": self._charts,
-            f"{run}/fleet.json": self._fleet,
-            f"{run}/samples": self._samples,
-            f"{run}/group": self._group,
-            f"{run}/sample": self._sample,
-            f"{run}/check": self._check,
+            **{f"{run}/{path}": partial(self._view, view=view) for path, view in VIEWS.items()},
         }
-        acts: dict[str, Handler] = {f"{run}/control": self._control, f"{run}/verdict": self._verdict}
+        posts: dict[str, Handler] = {
+            f"{run}/control": partial(self._act, kind=ControlBody, work=_ask),
+            f"{run}/verdict": partial(self._act, kind=VerdictBody, work=_judge),
+        }
         app = Starlette(
             routes=[
-                *(Route(path, _answering(handler), methods=["GET"]) for path, handler in reads.items()),
-                *(Route(path, _answering(handler), methods=["POST"]) for path, handler in acts.items()),
+                *(Route(path, _answering(handler), methods=["GET"]) for path, handler in gets.items()),
+                *(Route(path, _answering(handler), methods=["POST"]) for path, handler in posts.items()),
             ],
             exception_handlers={404: _no_route, 405: _no_route},
         )
         app.router.redirect_slashes = False  # its answer would contain the host that the client sent
         return app
 
-    # Pages.
+    async def _view(self, request: Request, *, view: View) -> Response:
+        run = await self._folder.run(request.path_params["key"])
+        return _shown(await run.read(lambda reader: view(run, reader, request.query_params)))
+
+    async def _act(self, request: Request, *, kind: type[Any], work: Callable[..., dict[str, Any]]) -> Response:
+        if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+            raise ApiError(415, "send the body as application/json", param="content-type", code="unsupported_type")
+        raw = await body_of(request, most_bytes=BODY_BYTES, timeout_s=BODY_S)
+        request.state.read = True
+        try:
+            given = msgspec.json.decode(raw, type=kind)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise invalid(f"the body is not as expected: {error}") from error
+        run = await self._folder.run(request.path_params["key"])
+        return _shown(await run.read(lambda reader: work(run, reader, given)))
 
     async def _runs(self, request: Request) -> Response:
         if self._folder.single:
             return RedirectResponse(f"/run/{self._folder.single}/", 303)
         rows = await self._folder.rows()
         shown = [
-            msgspec.structs.asdict(row)
-            | {
+            {
+                **msgspec.structs.asdict(row),
                 "place": row.path.relative_to(self._folder.root).as_posix(),
                 "curve": _curve(row.sparkline),
                 "cost": dollars(row.cost_usd) if row.cost_usd else "",
             }
             for row in rows
         ]
-        pipelines = {row.pipeline for row in rows}
-        values = {"rows": shown, "folder": str(self._folder.root), "pipelines": pipelines, "most": MOST_COMPARED}
-        return HTMLResponse(render_page(TEMPLATES / "runs.html.j2", **values))
+        values = {"rows": shown, "pipelines": {row.pipeline for row in rows}, "most": MOST_COMPARED}
+        return _shown(render_page(TEMPLATES / "runs.html.j2", folder=str(self._folder.root), **values))
 
     async def _run_address(self, request: Request) -> Response:
-        return RedirectResponse(f"/run/{(await self._run(request)).key}/", 308)
+        return RedirectResponse(f"/run/{(await self._folder.run(request.path_params['key'])).key}/", 308)
 
-    async def _run_page(self, request: Request) -> Response:
-        run = await self._run(request)
-        return HTMLResponse(await run.read(lambda reader: _page(reader, run.key)))
-
-    async def _section(self, request: Request) -> Response:
-        name = request.path_params["name"]
-        if name not in SECTIONS:
-            raise ApiError(404, "there is no such section", code="unknown_section")
-        run = await self._run(request)
-        return HTMLResponse(await run.read(lambda reader: _section(reader, name, run)))
-
-    async def _samples(self, request: Request) -> Response:
-        run, query = await self._run(request), SampleQuery.of_url(request.query_params)
-        return HTMLResponse(await run.read(lambda reader: samples_section(reader.data, run.samples(), query)))
-
-    async def _group(self, request: Request) -> Response:
-        run, place = await self._run(request), _place(request)
-        return HTMLResponse(await run.read(lambda reader: group_section(reader.data, run.samples(), **place)))
-
-    async def _sample(self, request: Request) -> Response:
-        run, place, number = await self._run(request), _place(request), _whole(request, "index")
-        show = partial(sample_section, number=number, **place)
-        return HTMLResponse(await run.read(lambda reader: show(reader.data, run.samples())))
-
-    async def _check(self, request: Request) -> Response:
-        run = await self._run(request)
-        queue = await self._queue(run)
-        waiting = await asyncio.to_thread(queue.waiting)
-        sample = waiting[0] if waiting else None
-        values = {
-            "key": run.key,
-            "run": run.path.name,
-            "sample": sample,
-            "identity": sample and json.dumps(sample_key(sample)),
-            "parts": shown_parts(sample) if sample else (),
-            "judged": queue.judged,
-            "waiting": len(waiting),
-        }
-        return HTMLResponse(render_page(TEMPLATES / "check.html.j2", **values))
-
-    async def _compare(self, request: Request) -> Response:
-        return HTMLResponse(await self._compared(request, partial(compare_page, live=True)))
-
-    # Data.
-
-    async def _charts(self, request: Request) -> Response:
-        after = _whole(request, "after") if "after" in request.query_params else None
-        cursor, run = request.query_params.get("cursor", ""), await self._run(request)
-        return _json(await run.read(lambda reader: chart_data(reader.data, after=after, cursor=cursor)))
-
-    async def _fleet(self, request: Request) -> Response:
-        run = await self._run(request)
-        return _json(await run.read(lambda reader: fleet_data(reader.data)))
-
-    async def _compare_json(self, request: Request) -> Response:
-        return _json(await self._compared(request, comparison_json))
+    async def _compare(
+        self, request: Request, *, show: Callable[[Sequence[RunData]], str | dict[str, Any]]
+    ) -> Response:
+        runs = [await self._folder.run(key) for key in request.query_params.getlist("run")[: MOST_COMPARED + 1]]
+        check_number([run.path for run in runs])
+        for run in runs:
+            await run.refresh()
+        async with AsyncExitStack() as stack:
+            for run in sorted(runs, key=lambda run: run.key):
+                await stack.enter_async_context(run.lock)
+            return _shown(await asyncio.to_thread(lambda: show([run.data for run in runs])))
 
     async def _metrics(self, request: Request) -> Response:
         return Response(exposition(await self._folder.figures()), media_type=MEDIA_TYPE)
@@ -211,90 +166,95 @@ class Dashboard:
         return StreamingResponse(messages, media_type="text/event-stream", headers=SSE_HEADERS)
 
     async def _asset(self, request: Request) -> Response:
-        name = request.path_params["name"]
-        if name not in ASSETS_BY_NAME:
+        path = ASSETS.get(request.path_params["name"])
+        if path is None:
             raise ApiError(404, "there is no such file", code="unknown_asset")
-        path = ASSETS_BY_NAME[name]
         headers = {"cache-control": "no-cache"}  # another version may be installed
         return Response(path.read_bytes(), media_type=MEDIA_TYPES[path.suffix], headers=headers)
 
-    # Actions.
 
-    async def _control(self, request: Request) -> Response:
-        asked = await _body(request, ControlBody)
-        run = await self._run(request)
-        return _json(await run.read(lambda reader: _write_request(reader, asked)), status=202)
-
-    async def _verdict(self, request: Request) -> Response:
-        given = await _body(request, VerdictBody)
-        run = await self._run(request)
-        queue = await self._queue(run)
-        sample = queue.find(given.sample)
-        if sample is None:
-            raise ApiError(404, "this sample is not in the queue; load the next one", code="unknown_sample")
-        if given.score is None:
-            queue.skip(sample)
-        else:
-            _refuse_link(run.path / "checks")
-            await asyncio.to_thread(queue.judge, sample, given.score)
-        return _json({"reward": sample.reward, "judged": queue.judged})
-
-    # What they share.
-
-    async def _run(self, request: Request) -> WatchedRun:
-        return await self._folder.run(request.path_params["key"])
-
-    async def _queue(self, run: WatchedRun) -> CheckQueue:
-        """The run's queue; a new one when all its samples are judged or the run has new samples."""
-        async with self._queues:
-            if run.checks is None or not run.checks.waiting():
-                run.checks = await asyncio.to_thread(lambda: CheckQueue(run.path, warn=LOG.warning))
-            return run.checks
-
-    async def _compared(self, request: Request, work: Callable[[Sequence[RunData]], T]) -> T:
-        """Raises ApiError: these runs cannot be compared."""
-        runs = [await self._folder.run(key) for key in request.query_params.getlist("run")[: MOST_COMPARED + 1]]
-        check_number([run.path for run in runs])
-        for run in runs:
-            await run.refresh()
-        async with AsyncExitStack() as stack:
-            for run in sorted(runs, key=lambda run: run.key):
-                await stack.enter_async_context(run.lock)
-            return await asyncio.to_thread(lambda: work([run.data for run in runs]))
+def _page(run: WatchedRun, reader: RunReader, asked: Asked) -> str:
+    return run_page(reader.data, state=reader.state, live=reader.live, mode="live", key=run.key, can_act=True)
 
 
-def _curve(values: Sequence[float]) -> str:
-    """The points of a sparkline of 100 by 24."""
-    if len(values) < FEWEST_POINTS:
-        return ""
-    low, high = min(values), max(values)
-    height, width = 20 / (high - low) if high > low else 0, 98 / (len(values) - 1)
-    return " ".join(f"{1 + at * width:.1f},{22 - (value - low) * height:.1f}" for at, value in enumerate(values))
-
-
-def _page(reader: RunReader, key: str) -> str:
-    return run_page(reader.data, state=reader.state, live=reader.live, mode="live", key=key, can_act=True)
-
-
-def _section(reader: RunReader, name: str, run: WatchedRun) -> str:
+def _section(run: WatchedRun, reader: RunReader, asked: Asked, *, name: str) -> str:
     index = run.samples() if name == "samples" else None
     return section(reader.data, name, state=reader.state, live=reader.live, index=index)
 
 
-def _write_request(reader: RunReader, asked: ControlBody) -> dict[str, Any]:
-    """Raises ApiError: nobody would read the request."""
-    path, state, live = reader.path, reader.state, reader.live
+def _charts(run: WatchedRun, reader: RunReader, asked: Asked) -> dict[str, Any]:
+    after = _whole(asked, "after") if "after" in asked else None
+    return chart_data(reader.data, after=after, cursor=asked.get("cursor", ""))
+
+
+def _samples(run: WatchedRun, reader: RunReader, asked: Asked) -> str:
+    return samples_section(reader.data, run.samples(), SampleQuery.of_url(asked))
+
+
+def _group(run: WatchedRun, reader: RunReader, asked: Asked, *, show: Callable[..., str] = group_section) -> str:
+    place = {"step": _whole(asked, "step"), "epoch": _whole(asked, "epoch"), "prompt_id": asked.get("prompt", "")}
+    return show(reader.data, run.samples(), **place, purpose=asked.get("purpose", TRAINING_PURPOSE))
+
+
+def _sample(run: WatchedRun, reader: RunReader, asked: Asked) -> str:
+    return _group(run, reader, asked, show=partial(sample_section, number=_whole(asked, "index")))
+
+
+def _check(run: WatchedRun, reader: RunReader, asked: Asked) -> str:
+    queue = run.checks()
+    waiting = queue.waiting()
+    sample = waiting[0] if waiting else None
+    return render_page(
+        TEMPLATES / "check.html.j2",
+        key=run.key,
+        run=reader.data.name,
+        sample=sample,
+        identity=sample and json.dumps(sample_key(sample)),
+        parts=shown_parts(sample) if sample else (),
+        judged=queue.judged,
+        waiting=len(waiting),
+    )
+
+
+VIEWS: dict[str, View] = {
+    "": _page,
+    **{f"section/{name}": partial(_section, name=name) for name in SECTIONS},
+    "charts.json": _charts,
+    "fleet.json": lambda run, reader, asked: fleet_data(reader.data),
+    "samples": _samples,
+    "group": _group,
+    "sample": _sample,
+    "check": _check,
+}
+
+
+def _ask(run: WatchedRun, reader: RunReader, given: ControlBody) -> dict[str, Any]:
+    """Write a request to a run. Raises ApiError: nobody would read it."""
+    path, state, live = run.path, reader.state, reader.live
     if state.name not in RUNNING:
         again = f"`tidemill resume {shlex.quote(str(path))}` starts it again"
         hint = "it has no step left" if state.name == "finished" else again
-        raise ApiError(409, f"{state.text.rstrip('.')}, so it takes no requests; {hint}", code="not_running")
+        raise ApiError(409, f"the run takes no requests ({state.name}): {hint}", code="not_running")
     if live is None or live.session != max(reader.data.sessions, default=0):
         raise ApiError(409, "the run takes no requests: it has just started, or is of another version", code="deaf")
     _refuse_link(path / CONTROL)
-    hold_s = asked.hold_s
-    request = new_request(asked.action, run_id=live.run_id, session=live.session, by="watch", hold_s=hold_s)
+    request = new_request(given.action, run_id=live.run_id, session=live.session, by="watch", hold_s=given.hold_s)
     ControlFolder(path).write(request)
-    return {"request": request.request_id, "action": asked.action}
+    return {"request": request.request_id, "action": given.action}
+
+
+def _judge(run: WatchedRun, reader: RunReader, given: VerdictBody) -> dict[str, Any]:
+    """Store a verdict. Raises ApiError: its sample is not in the queue."""
+    queue = run.checks()
+    sample = queue.find(given.sample)
+    if sample is None:
+        raise ApiError(404, "this sample is not in the queue; load the next one", code="unknown_sample")
+    if given.score is None:
+        queue.skip(sample)
+    else:
+        _refuse_link(run.path / "checks")
+        queue.judge(sample, given.score)
+    return {"reward": sample.reward, "judged": queue.judged}
 
 
 def _refuse_link(folder: Path) -> None:
@@ -303,35 +263,24 @@ def _refuse_link(folder: Path) -> None:
         raise ApiError(409, f"{folder.name} of this run is a link; nothing is written there", code="link")
 
 
-async def _body(request: Request, kind: type[T]) -> T:
-    """Raises ApiError: the body is not such a document."""
-    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
-        raise ApiError(415, "send the body as application/json", param="content-type", code="unsupported_type")
-    raw = await body_of(request, most_bytes=BODY_BYTES, timeout_s=BODY_S)
-    request.state.read = True
-    try:
-        return msgspec.json.decode(raw, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise invalid(f"the body is not as expected: {error}") from error
+def _curve(values: Sequence[float]) -> str:
+    """The points of a sparkline of 100 by 24; empty for a single value."""
+    low, high = min(values, default=0.0), max(values, default=0.0)
+    height, width = 20 / (high - low) if high > low else 0, 98 / max(len(values) - 1, 1)
+    points = [f"{1 + at * width:.1f},{22 - (value - low) * height:.1f}" for at, value in enumerate(values)]
+    return " ".join(points) if points[1:] else ""
 
 
-def _whole(request: Request, name: str) -> int:
+def _whole(asked: Asked, name: str) -> int:
     """A parameter that is a whole number. Raises ApiError: it is none."""
-    text = request.query_params.get(name, "0")
+    text = asked.get(name, "0")
     if not WHOLE.fullmatch(text):
         raise invalid(f"{name} is not a whole number", name)
     return int(text)
 
 
-def _place(request: Request) -> dict[str, Any]:
-    """The group that a request is about."""
-    given = request.query_params
-    about = {"step": _whole(request, "step"), "epoch": _whole(request, "epoch"), "prompt_id": given.get("prompt", "")}
-    return about | {"purpose": given.get("purpose", TRAINING_PURPOSE)}
-
-
-def _json(value: Any, *, status: int = 200) -> Response:
-    return Response(encode(value), status, media_type="application/json")
+def _shown(value: str | dict[str, Any]) -> Response:
+    return HTMLResponse(value) if isinstance(value, str) else Response(encode(value), media_type="application/json")
 
 
 def _answering(handler: Handler) -> Handler:
@@ -345,7 +294,7 @@ def _answering(handler: Handler) -> Handler:
         except FileNotFoundError:
             return refusal(request, ApiError(404, "this run was deleted", code="gone"))
         except (UserError, OSError) as error:
-            return refusal(request, ApiError(409, f"cannot be read: {error}", code="unreadable"))
+            return refusal(request, ApiError(409, str(error), code="unreadable"))
 
     return answering
 

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from tidemill.core.errors import UserError
 from tidemill.core.folders import similar_path
+from tidemill.gateway.access import LOG
 from tidemill.gateway.errors import ApiError
 from tidemill.guard.checks import CheckQueue
 from tidemill.telemetry.followed_file import signature
@@ -27,6 +28,8 @@ T = TypeVar("T")
 
 FIND_S = 2.0
 """A folder is searched for runs at most so often."""
+READ_S, FIGURES_S = 0.5, 5.0
+"""Time in which runs are read for one answer; the others wait for the next one."""
 FIGURES_FROM = ("metrics.jsonl", "events.jsonl", "live.json")
 MOST_READERS = 12
 """Runs whose histories are kept in memory while nobody listens to them."""
@@ -41,11 +44,11 @@ class WatchedRun:
         """Cursor, step and state, as of the last refresh."""
         self.changes = 0
         """Refreshes that found something new."""
-        self.checks: CheckQueue | None = None
         self._changed = set[str]()  # since `take_changes`
         self.lock = asyncio.Lock()
         self._reader: RunReader | None = None
         self._samples: SampleIndex | None = None
+        self._checks: CheckQueue | None = None
 
     async def refresh(self) -> None:
         """Read what is new.
@@ -73,6 +76,12 @@ class WatchedRun:
         self._samples = self._samples or SampleIndex(RunDirectory(self.path))
         self._samples.refresh()
         return self._samples
+
+    def checks(self) -> CheckQueue:
+        """The run's queue, a new one when all samples are judged; for threads that have the lock."""
+        if self._checks is None or not self._checks.waiting():
+            self._checks = CheckQueue(self.path, warn=LOG.warning)
+        return self._checks
 
     def take_changes(self) -> set[str]:
         """What has changed since the last call: names of `RunReader.refresh`, and `state`."""
@@ -131,10 +140,15 @@ class WatchedFolder:
         self._paths = {run_key(self.root, path): path for path in find_runs(self.root)}
         self._found_s = time.monotonic()
 
+    @property
+    def complete(self) -> bool:
+        """Whether `rows` has read every run."""
+        return self._list.complete
+
     async def rows(self) -> list[RunRow]:
         """The table of runs."""
         async with self._listing:
-            rows = await asyncio.to_thread(self._list.refresh)
+            rows = await asyncio.to_thread(self._list.refresh, within_s=READ_S)
             self._paths = dict(self._list.paths)
         return rows
 
@@ -154,15 +168,15 @@ class WatchedFolder:
     async def figures(self) -> list[Figure]:
         """The newest figures of all runs; the files of a run are read again after a change."""
         rows = await self.rows()
-        pipelines = {row.pipeline for row in rows}
+        pipelines, until_s = {row.pipeline for row in rows}, time.monotonic() + FIGURES_S
         async with self._listing:
             return await asyncio.to_thread(
-                lambda: [figure for row in rows if row.key not in pipelines for figure in self._figures_of(row)]
+                lambda: [each for row in rows if row.key not in pipelines for each in self._figures_of(row, until_s)]
             )
 
-    def _figures_of(self, row: RunRow) -> list[Figure]:
+    def _figures_of(self, row: RunRow, until_s: float) -> list[Figure]:
         stamp = (row.state.name, *(signature(row.path / name) for name in FIGURES_FROM))
-        if self._figures.get(row.key, ((), []))[0] != stamp:
+        if self._figures.get(row.key, ((), []))[0] != stamp and time.monotonic() < until_s:
             with suppress(UserError, OSError):  # a run that cannot be read has no figures
                 data, live = RunData.load(RunDirectory(row.path)), read_live(row.path)
                 place = row.path.relative_to(self.root).as_posix()

@@ -15,7 +15,6 @@ from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, closing, suppress
 from pathlib import Path
-from typing import NamedTuple
 
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -23,6 +22,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from tidemill.config.base import is_beyond_loopback
+from tidemill.config.gateway import GatewayConfig
 from tidemill.config.telemetry import TelemetryConfig
 from tidemill.core.errors import DeadlineError, UserError
 from tidemill.dashboard.access import Access
@@ -35,36 +35,26 @@ from tidemill.telemetry.run_reader import RunReader
 PORT = 8300
 PORTS_TRIED = 50
 START_S = 20.0
+LIMITS = GatewayConfig()
+"""Of connections and deadlines."""
 FRESH_S = 5.0
 """The figures of a run that works are not computed again within this time."""
 
 
-class Limits(NamedTuple):
-    """Of connections; see `GatewayConfig`."""
-
-    connections: int = 256
-    header_s: float = 10.0
-    idle_s: float = 60.0
-
-
-LIMITS = Limits()
-
-
-def listen_to_watchers(host: str, port: int | None) -> socket.socket:
+def listen_to_watchers(host: str, port: int | None, token_file: Path | None = None) -> socket.socket:
     """Listen on a port; without one on the first free port from `PORT` on.
 
     Raises:
         UserError: the port or host cannot be used.
     """
-    if port is not None:
-        return listen(host, port, connections=LIMITS.connections, keys=("--host", "--port"))
-    for tried in range(PORT, PORT + PORTS_TRIED):
+    for tried in range(PORT, PORT + PORTS_TRIED) if port is None else ():
         try:
-            return listen(host, tried, connections=LIMITS.connections, keys=("--host", "--port"))
+            return listen_to_watchers(host, tried, token_file)
         except UserError as error:
             if getattr(error.__cause__, "errno", None) != errno.EADDRINUSE:
                 raise
-    return listen(host, 0, connections=LIMITS.connections, keys=("--host", "--port"))
+    config = GatewayConfig(host=host, port=port or 0, token_file=token_file)
+    return listen(config, keys=("--host", "--port"))
 
 
 @asynccontextmanager
@@ -104,7 +94,7 @@ async def watch(
         hint = "write lines `read TOKEN` and `act TOKEN` into a file of mode 600 and name it: --token-file FILE"
         raise UserError(f"{host} is open to other machines without tokens", where="--host", hint=hint)
     folder = WatchedFolder(path, wait=wait)
-    listener = listen_to_watchers(host, port)
+    listener = listen_to_watchers(host, port, token_file)
     ended, loop = asyncio.Event(), asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, ended.set)
@@ -198,7 +188,7 @@ async def run_metrics(path: Path, config: TelemetryConfig) -> AsyncIterator[str]
 
     lock = asyncio.Lock()
     app = Access(Starlette(routes=[Route("/metrics", answer)]), config.token_file, where="telemetry.token_file")
-    keys = ("telemetry.host", "telemetry.port")
-    listener = listen(config.host, config.port or 0, connections=LIMITS.connections, keys=keys)
+    place = GatewayConfig(host=config.host, port=config.port or 0, token_file=config.token_file)
+    listener = listen(place, keys=("telemetry.host", "telemetry.port"))
     async with serving(app, listener, LIMITS):
         yield f"{address(listener)}/metrics"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import suppress
 from typing import Any
 
@@ -60,7 +60,7 @@ class Listener:
                 identity = f"id: {message['id']}\n" if message["id"] else ""
                 head = f"event: {message['event']}\n{identity}data: "
                 yield head.encode() + msgspec.json.encode(message["data"]) + b"\n\n"
-                if message["event"] == "end" or (message["event"] == "gone" and self.run is not None):
+                if message["event"] in ("end", "gone"):
                     return
 
 
@@ -72,9 +72,9 @@ class Stream:
         self._listeners = set[Listener]()
         self._looking: asyncio.Task[None] | None = None
         self._closed = False
-        self._rows = dict[str, RunRow]()
+        self._rows = list[RunRow]()
 
-    async def listen(self, run: WatchedRun | None, last_id: str) -> AsyncIterator[bytes]:
+    async def listen(self, run: WatchedRun | None, last_id: str) -> AsyncGenerator[bytes, None]:
         """The messages of a client.
 
         Args:
@@ -92,7 +92,7 @@ class Stream:
             raise ApiError(503, f"{MOST_LISTENERS} pages are open already", kind=RATE, code="too_many_listeners")
         listener = Listener(run)
         if run is None:
-            listener.put("", "changed", changed=["row"])  # since the page was made
+            listener.put("", "changed", changed=["rows"])  # since the page was made
         else:
             await run.refresh()
             if not any(each.run is run for each in self._listeners):
@@ -104,7 +104,7 @@ class Stream:
             self._looking = asyncio.create_task(self._look(), name="looking for changes")
         return self._until_left(listener)
 
-    async def _until_left(self, listener: Listener) -> AsyncIterator[bytes]:
+    async def _until_left(self, listener: Listener) -> AsyncGenerator[bytes, None]:
         try:
             async for message in listener.messages():
                 yield message
@@ -129,6 +129,8 @@ class Stream:
                 listed_s = loop.time()
                 with suppress(OSError):
                     await self._look_at_folder()
+                    if not self._folder.complete:
+                        listed_s = -SLOW_S  # look again at once
             await asyncio.sleep(FAST_S)
 
     async def _look_at(self, run: WatchedRun) -> None:
@@ -146,16 +148,11 @@ class Stream:
                 listener.put(run.key, "changed", _event_id(run), **run.news, changed=changed)
 
     async def _look_at_folder(self) -> None:
-        """Send which runs are new, different or gone."""
-        rows = {row.key: row for row in await self._folder.rows()}
-        listeners = [each for each in self._listeners if each.run is None]
-        for key, row in rows.items():
-            if self._rows.get(key) != row:
-                for listener in listeners:
-                    listener.put(key, "changed", run=key, changed=["row"], step=row.step, state=row.state.name)
-        for key in self._rows.keys() - rows.keys():
-            for listener in listeners:
-                listener.put(key, "gone", run=key)
+        """Send that the table of runs has changed."""
+        rows = await self._folder.rows()
+        for listener in self._listeners if rows != self._rows else ():
+            if listener.run is None:
+                listener.put("", "changed", changed=["rows"])
         self._rows = rows
 
 

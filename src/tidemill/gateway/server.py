@@ -8,49 +8,31 @@ import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, nullcontext
 from http import HTTPStatus
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import h11
 import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from tidemill.config.gateway import GatewayConfig
 from tidemill.core.errors import UserError
 from tidemill.gateway.errors import RATE, ApiError
 
 STOP_S = 30.0
 START_S = 10.0
-GATEWAY_KEYS = ("gateway.host", "gateway.port")
 TOO_MANY = ApiError(503, "too many open connections", kind=RATE, code="too_many_connections")
 NOT_HTTP = ApiError(400, "the request is not valid HTTP", code="invalid_http")
 
 
-class ConnectionLimits(Protocol):
-    """As in `GatewayConfig`."""
-
-    @property
-    def connections(self) -> int: ...
-    @property
-    def header_s(self) -> float: ...
-    @property
-    def idle_s(self) -> float: ...
-
-
-def listen(host: str, port: int, *, connections: int, keys: tuple[str, str] = GATEWAY_KEYS) -> socket.socket:
-    """Listen on an address.
-
-    Args:
-        keys: the settings of host and port, for errors.
-
-    Raises:
-        UserError: the address cannot be used.
-    """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+def listen(config: GatewayConfig, *, keys: tuple[str, str] = ("gateway.host", "gateway.port")) -> socket.socket:
+    """Raises UserError: the address cannot be used; it names the settings of host and port, `keys`."""
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     try:
-        return socket.create_server((host, port), family=family, backlog=connections)
+        return socket.create_server((config.host, config.port), family=family, backlog=config.connections)
     except OSError as error:
         hint = f"set {keys[0]} to an address of this machine, and {keys[1]} to a free port or 0"
-        raise UserError(f"{host}:{port}: {error.strerror}", where=keys[1], hint=hint) from error
+        raise UserError(f"{config.host}:{config.port}: {error.strerror}", where=keys[1], hint=hint) from error
 
 
 def address(listener: socket.socket) -> str:
@@ -62,7 +44,7 @@ def address(listener: socket.socket) -> str:
 class Guarded(H11Protocol):
     """Closes a connection beyond the limit, one whose headers do not arrive in time, and one that is not read."""
 
-    limits: ClassVar[ConnectionLimits]
+    limits: ClassVar[GatewayConfig]
     late: asyncio.TimerHandle | None = None
     unread: asyncio.TimerHandle | None = None
 
@@ -119,7 +101,7 @@ class Guarded(H11Protocol):
 
 
 @asynccontextmanager
-async def serving(app: ASGIApp, listener: socket.socket, config: ConnectionLimits) -> AsyncIterator[None]:
+async def serving(app: ASGIApp, listener: socket.socket, config: GatewayConfig) -> AsyncIterator[None]:
     """Serve while the block runs; then no new request is taken, and those that are answered have `STOP_S` seconds."""
     settings = uvicorn.Config(
         app,

@@ -54,7 +54,7 @@ async def run_gateway(spec: RunSpec, *, progress: Callable[[str], None]) -> dict
     """
     check_memory(spec, "serve", note=progress)
     runtime_of(spec).check(spec)
-    listener = listen(spec.gateway.host, spec.gateway.port, connections=spec.gateway.connections)
+    listener = listen(spec.gateway)
     stop, loop = asyncio.Event(), asyncio.get_running_loop()
     async with AsyncExitStack() as stack:
         stack.callback(listener.close)
@@ -160,7 +160,7 @@ async def training_sessions(
     )
     name = spec.gateway.name or spec.run.name
     served = ServedSessions(name, codec, turns, sessions, sampling, fleet, context_tokens=backend.context_tokens)
-    listener = listen(spec.gateway.host, spec.gateway.port, connections=spec.gateway.connections)
+    listener = listen(spec.gateway)
     gateway = Gateway(served, spec.gateway, write_calls=write_hermes, sessions=sessions)
     with closing(log), logged_to(logging.FileHandler(run.path / "gateway.log", encoding="utf-8")):
         async with serving(gateway.app(), listener, spec.gateway):

@@ -6,7 +6,6 @@ import asyncio
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, contextmanager, suppress
-from functools import partial
 from typing import Any, TextIO, TypeAlias
 
 from tidemill.agents.run_agent import agent_limits, open_environments
@@ -474,8 +473,7 @@ async def _train(
                 rollbacks=rollbacks,
                 control=recorder.control,
             )
-            recorder.under_way = partial(under_way, training)
-            stack.callback(setattr, recorder, "under_way", None)
+            recorder.under_way = lambda: under_way(training)
             result = await train_loop(training)
         if sessions is not None and not result.interrupted:
             sessions.finish()

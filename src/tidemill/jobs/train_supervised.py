@@ -176,15 +176,13 @@ def _obey(step: int, checkpoint: Callable[[], None], *, recorder: Recorder, stop
     """Write the checkpoint that somebody asked for; pause if somebody asked for that, until somebody resumes or stops
     the run."""
     control = recorder.control
-    control.poll()
-    if not control.waiting:
-        return
-    checkpoint()
-    if control.take_waiting():
-        with span(recorder, MonotonicClock(), PAUSED, step=step):
-            while control.paused is not None and not stop.wait(POLL_S):  # a person or trainer.hours ends it
-                recorder.beat()
-                control.poll()
+    if control.poll():
+        checkpoint()
+        if control.take_waiting():
+            with span(recorder, MonotonicClock(), PAUSED, step=step):
+                while control.paused and not stop.wait(POLL_S):  # no deadline: a person or trainer.hours ends it
+                    recorder.beat()
+                    control.poll()
 
 
 def _merged_model(checkpoint: Path, run: RunDirectory, progress: Callable[[str], None]) -> Path:

@@ -93,7 +93,9 @@ class ControlFolder:
                     request = decode_json(path.read_bytes(), ControlRequest)
             refused = "it is not a request of this version"
             if request is not None:
-                age_s = self._now_s() - state.st_mtime
+                with suppress(OSError):  # now by the clock that stamps the requests: that of a shared disk's server
+                    os.utime(self.path)
+                age_s = self.path.stat().st_mtime - state.st_mtime
                 checks = {
                     "it was applied before": request.request_id in self._known,
                     "it is for another run": request.run_id != run_id,
@@ -107,13 +109,6 @@ class ControlFolder:
             taken.append((path.stem, request, refused))
         return taken
 
-    def _now_s(self) -> float:
-        """Now by the clock that stamps the requests: on a shared file system that of its server."""
-        with suppress(OSError):
-            os.utime(self.path)
-            return self.path.stat().st_mtime
-        return time.time()
-
 
 class RunControl:
     """The requests to one session of a run, and whether it is paused. One thread uses it: that of the loop.
@@ -126,7 +121,7 @@ class RunControl:
         self._folder, self._run_id, self._session, self._log = folder, run_id, session, log
         self._stop: Callable[[str], object] | None = None
         self._between_steps = False
-        self.waiting: list[ControlRequest] = []  # for the end of the step: at most one of each action
+        self.waiting: dict[Action, ControlRequest] = {}  # for the end of the step
         self.paused: ControlRequest | None = None  # the pause in force
 
     def attach(self, stop: Callable[[str], object], *, between_steps: bool = True) -> None:
@@ -138,10 +133,10 @@ class RunControl:
         """
         self._stop, self._between_steps = stop, between_steps
 
-    def poll(self) -> None:
-        """Take new requests, and apply those that do not wait for the end of the step."""
+    def poll(self) -> bool:
+        """Take new requests, and apply those that do not wait for the end of the step. Returns whether any waits."""
         if self._stop is None:
-            return
+            return False
         for name, request, refused in self._folder.take(run_id=self._run_id, session=self._session):
             if request is None:
                 self._log(action="", by="", request=name[:MOST_NAME], outcome="ignored", reason=refused)
@@ -149,11 +144,12 @@ class RunControl:
                 self._ignore(request, refused)
             else:
                 self._apply(request, self._stop)
+        return bool(self.waiting)
 
     def _apply(self, request: ControlRequest, stop: Callable[[str], object]) -> None:
         if request.action == "stop":
             self._note(request)
-            stop(f"{request.by[:MOST_NAME] or 'a request'} asked for it")
+            stop(f"a request by {request.by[:MOST_NAME] or 'somebody'}")
         elif not self._between_steps:
             self._ignore(request, "training on several ranks can only be stopped")
         elif request.action == "resume":
@@ -164,41 +160,31 @@ class RunControl:
             self._note(request)
         else:
             self._withdraw(request.action, "a newer request replaced it")
-            self.waiting.append(request)
+            self.waiting[request.action] = request
             if self.paused is not None:  # the step is checkpointed; a new pause has another hold time
                 self.take_waiting()
 
     def take_waiting(self) -> bool:
         """After a checkpoint at the end of a step: apply what waited for it. Returns whether to pause."""
-        while self.waiting:
-            request = self.waiting.pop(0)
+        waiting, self.waiting = self.waiting, {}
+        for request in waiting.values():
             self.paused = request if request.action == "pause" else self.paused
             self._note(request)
         return self.paused is not None
-
-    def hold_is_over(self, paused_s: float) -> bool:
-        """Whether rented machines are to be returned, so long after the pause began."""
-        return self.paused is not None and paused_s >= self.paused.hold_s
-
-    @property
-    def pause_text(self) -> str:
-        return f"rented machines are kept for {duration(self.paused.hold_s)}" if self.paused is not None else ""
 
     def close(self) -> None:
         """The run ends: take no more requests."""
         self.poll()
         self._stop = self.paused = None
-        for request in self.waiting:
-            self._ignore(request, "the run ended before")
-        self.waiting = []
+        for action in tuple(self.waiting):
+            self._withdraw(action, "the run ended before")
 
     def _withdraw(self, action: Action, reason: str) -> bool:
         """Ignore a waiting request; returns whether there was one."""
-        withdrawn = [request for request in self.waiting if request.action == action]
-        for request in withdrawn:
-            self.waiting.remove(request)
+        request = self.waiting.pop(action, None)
+        if request is not None:
             self._ignore(request, reason)
-        return bool(withdrawn)
+        return request is not None
 
     def _ignore(self, request: ControlRequest, reason: str) -> None:
         self._note(request, outcome="ignored", reason=reason)

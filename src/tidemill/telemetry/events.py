@@ -68,8 +68,8 @@ ENVIRONMENT_WARNING = _define(
 CHECKPOINT = _define("checkpoint", "span: the trainer's state after `step` became durable")
 CONTROL = _define(
     "control",
-    "what became of a request of a person: `action` (pause, resume, checkpoint or stop), `by`, `request` (its id), "
-    "`step`, `outcome` (applied or ignored) and the `reason` if it was ignored; `hold_s` of a pause",
+    "a request was applied or ignored (`outcome`, with the `reason`): `action` (pause, resume, checkpoint or stop), "
+    "`by`, `request` (its id), `step`; `hold_s` of a pause",
 )
 PAUSED = _define(
     "paused", "span: the run was paused after `step`; `machines_returned`: rented machines whose leases it ended"
@@ -266,15 +266,16 @@ def decision_text(fields: Mapping[str, Any]) -> str:
 
 
 def _control_text(name: str, fields: Mapping[str, Any]) -> str:
-    """`pause after step 12, as command line asked`."""
+    """`pause after step 12 (command line)`."""
     action, by, step = fields.get("action"), fields.get("by") or "somebody", fields.get("step")
     if name == PAUSED:
-        machines = counted(fields.get("machines_returned", 0), "rented machine")
-        return f"paused for {duration(fields.get('duration_s', 0.0))} after step {step}; {machines} returned"
+        returned = fields.get("machines_returned") or 0
+        machines = f"; {counted(returned, 'rented machine')} returned" if returned else ""
+        return f"paused for {duration(fields.get('duration_s', 0.0))} after step {step}{machines}"
     if fields.get("outcome") != "applied":
         what = f"request to {action} by {by}" if action else f"file in control/ ({fields.get('request')})"
         return f"ignored a {what}: {fields.get('reason')}"
-    return f"{action} after step {step}, as {by} asked"
+    return f"{action} after step {step} ({by})"
 
 
 def probe_text(fields: Mapping[str, Any]) -> str:

@@ -9,18 +9,17 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from tidemill.telemetry.fleet_figures import amount
 from tidemill.telemetry.live_state import LiveState
 from tidemill.telemetry.metrics import HELD_OUT, HELD_OUT_NAME, METRICS
 from tidemill.telemetry.run_data import RunData
+from tidemill.telemetry.run_state import StateName
 
 MEDIA_TYPE = "application/openmetrics-text; version=1.0.0; charset=utf-8"
 PREFIX = "tidemill_"
-STATES = (
-    "running", "paused", "stalled", "waiting", "finished", "interrupted", "killed", "failed", "guard", "unknown",
-)  # fmt: skip
+STATES: tuple[str, ...] = get_args(StateName)
 FLEET_TOTALS = {
     "evictions": "machines evicted",
     "crashes": "workers that raised an error",

@@ -15,6 +15,7 @@ import msgspec
 
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError, describe_error, error_line, root_error
+from tidemill.core.formatting import duration
 from tidemill.core.protocols import Clock
 from tidemill.core.records import FleetRow, Prompt, StepMetrics, Trajectory
 from tidemill.telemetry.alerts import Webhook
@@ -160,9 +161,7 @@ class Recorder:
                 config=spec.model_dump(mode="json"),
                 run_id=run_id,
                 last_step=self._progress.step,
-                project=spec.telemetry.project,
-                tags=spec.telemetry.tags,
-                group=spec.telemetry.group,
+                telemetry=spec.telemetry,
             )
             self._sinks.open(spec.telemetry.sinks, context)
         except UserError as error:
@@ -325,8 +324,8 @@ class Recorder:
             self._live.write(self._live_state)
 
     def _live_state(self, beat: int) -> LiveState:
-        progress, elapsed_s, paused = self._progress, self.elapsed_s, self.control.paused is not None
-        activity: Activity = "ended" if self._closed else "paused" if paused else "working"
+        progress, elapsed_s, pause = self._progress, self.elapsed_s, self.control.paused
+        activity: Activity = "ended" if self._closed else "paused" if pause else "working"
         under_way = self.under_way() if self.under_way is not None else UnderWay(fleet=progress.fleet)
         left_s = progress.left_s() if activity == "working" else None
         phases = progress.current_phases() if activity == "working" else []
@@ -339,11 +338,11 @@ class Recorder:
             step=progress.step,
             total_steps=progress.total_steps,
             activity=activity,
-            activity_text=self.control.pause_text,
+            activity_text=f"rented machines are kept for {duration(pause.hold_s)}" if pause else "",
             left_s=None if left_s is None else max(0.0, left_s - (elapsed_s - progress.elapsed_s)),
             phases=tuple(Phase(name=name, done=done, total=total) for name, done, total in phases),
             **msgspec.structs.asdict(under_way),
-            requests=tuple(request.request_id for request in self.control.waiting),
+            requests=tuple(request.request_id for request in self.control.waiting.values()),
         )
 
     def note(self, text: str) -> None:

@@ -131,6 +131,11 @@ class RunList:
                     rows[path] = _pipeline_row(row, pipeline, rows)
         return list(rows.values())
 
+    @property
+    def complete(self) -> bool:
+        """Whether every run has been read."""
+        return len(self._rows) == len(self.paths)
+
     def _row(self, path: Path, deadline_s: float) -> RunRow:
         reader = self._readers.get(path) or RunReader(path, clock=self._clock, kept_events=0)
         row = RunRow(path=path, key=run_key(self.folder, path), name=path.name, state=reader.state)

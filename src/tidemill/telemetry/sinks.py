@@ -8,12 +8,13 @@ import math
 import shutil
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout, suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
+from tidemill.config.telemetry import TelemetryConfig
 from tidemill.core.errors import UserError
 from tidemill.core.packages import install_command
 from tidemill.core.records import Record
@@ -35,9 +36,7 @@ class SinkContext(Record):
     config: dict[str, Any]
     run_id: str  # the same over all sessions of a run
     last_step: int  # the newest step of earlier sessions; 0 for a new run
-    project: str = "tidemill"
-    tags: tuple[str, ...] = ()
-    group: str = ""
+    telemetry: TelemetryConfig = TelemetryConfig()
 
 
 class Sink(Protocol):
@@ -96,7 +95,7 @@ class HistorySink(Sink):
         if self._last_step < 0:
             for line in read_metrics(self._context.directory / "metrics.jsonl"):
                 if line.step < step:
-                    self._send(line.step, finite(line.values))
+                    self._send(line.step, dict(line.values))
             self._replace_earlier()
         self._send(step, values)
         self._last_step = step
@@ -134,11 +133,12 @@ class WandbSink(HistorySink):
     accepts only increasing steps: those that it has are not sent again."""
 
     def _start(self, suffix: str) -> None:
-        context, self._wandb = self._context, importlib.import_module("wandb")
+        context, telemetry = self._context, self._context.telemetry
+        self._wandb = importlib.import_module("wandb")
         self._run = self._wandb.init(
-            project=context.project,
-            group=context.group or None,
-            tags=list(context.tags),
+            project=telemetry.project,
+            group=telemetry.group or None,
+            tags=list(telemetry.tags),
             name=context.run + suffix,
             id=context.run_id + suffix,
             resume="allow",
@@ -169,15 +169,15 @@ class TrackioSink(HistorySink):
         # It prints to standard output, which is reserved for the command's JSON.
         with redirect_stdout(sys.stderr):
             self._trackio = importlib.import_module("trackio")
-            group = context.group or None
-            self._run = self._trackio.init(project=context.project, name=name, group=group, config=context.config)
+            project, group = context.telemetry.project, context.telemetry.group or None
+            self._run = self._trackio.init(project=project, name=name, group=group, config=context.config)
 
     def _send(self, step: int, values: dict[str, float]) -> None:
         self._trackio.log({**values, **self._table(step, self._trackio.Table)}, step=step)
 
     def _replace_earlier(self) -> None:
         with suppress(ValueError):  # the project is not stored yet
-            for run in list(self._trackio.Api().runs(self._context.project)):
+            for run in list(self._trackio.Api().runs(self._context.telemetry.project)):
                 if run.name == self._run.name and run.id != self._run.id:
                     run.delete()
 
@@ -191,10 +191,6 @@ SINKS: dict[str, Callable[[SinkContext], Sink]] = {
     "wandb": WandbSink,
     "trackio": TrackioSink,
 }
-
-
-def finite(values: Mapping[str, float]) -> dict[str, float]:
-    return {name: value for name, value in values.items() if math.isfinite(value)}
 
 
 def check_sinks(names: Sequence[str]) -> None:
@@ -228,8 +224,8 @@ class SinkSet:
                 self._warn(name, _short(error))
 
     def step(self, step: int, values: dict[str, float]) -> None:
-        sent = finite(values)
-        self._each(lambda sink: sink.step(step, sent))
+        finite = {name: value for name, value in values.items() if math.isfinite(value)}
+        self._each(lambda sink: sink.step(step, finite))
 
     def rewind(self, step: int) -> None:
         self._each(lambda sink: sink.rewind(step))

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import itertools
+import platform
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -57,7 +59,7 @@ def test_each_verb_sends_a_request_and_says_what_follows(run: Run, recorder: Rec
             0,
             "pauses after step 2, with a checkpoint; rented machines are kept for 1:30",
         )
-        assert recorder.control.waiting[0].hold_s == 90.0
+        assert recorder.control.waiting["pause"].hold_s == 90.0
         assert run("checkpoint", folder, "--json").data["step"] == 2
         assert run("stop", folder).out.strip() == "stops, with a checkpoint"
         assert run("resume", folder).out.strip() == "resumes after step 1"
@@ -70,7 +72,18 @@ def test_a_run_that_is_busy_takes_the_request_later(run: Run, recorder: Recorder
     ran = run("pause", str(recorder.run.path), "--json")
     assert (ran.code, ran.data["taken"]) == (0, False)
     recorder.beat(now=True)
-    assert [request.request_id for request in recorder.control.waiting] == [ran.data["request"]]
+    assert [request.request_id for request in recorder.control.waiting.values()] == [ran.data["request"]]
+
+
+def test_a_run_on_another_machine_answers_through_the_disk(
+    run: Run, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(platform, "node", lambda: "elsewhere")
+    with working(recorder):
+        assert run("pause", str(recorder.run.path)).code == 0
+    silent = run("resume", str(recorder.run.path))
+    assert silent.code == 2 and "the run did not answer in 1.0 s" in silent.err
+    assert not list(recorder.run.path.glob("control/*"))
 
 
 @pytest.mark.parametrize("hold", ["ten", "-1", "10d", ""])
@@ -80,18 +93,17 @@ def test_a_time_that_is_none(run: Run, recorder: Recorder, hold: str) -> None:
     assert not list(recorder.run.path.glob("control/*"))
 
 
-@pytest.mark.parametrize("verb", ["pause", "checkpoint", "stop"])
-def test_runs_that_take_no_request(run: Run, tmp_path: Path, verb: str) -> None:
+def test_runs_that_take_no_request(run: Run, tmp_path: Path) -> None:
     finished = FabricatedRun(tmp_path / "finished", steps=13).make()
     older = FabricatedRun(tmp_path / "older").session()
     older._live._path.unlink()
     texts = {
         str(finished.path): "the run is not running (finished)",
         str(older.run.path): "the run takes no requests",
-        str(tmp_path / "finishd"): f"did you mean {finished.path}?",
+        str(tmp_path / "finishing"): f"did you mean {finished.path}?",
         str(tmp_path): "no run there",
     }
-    for folder, text in texts.items():
+    for verb, (folder, text) in itertools.product(("pause", "checkpoint", "stop"), texts.items()):
         ran = run(verb, folder)
         assert ran.code == 2 and text in ran.err and len(ran.err.splitlines()) <= 2, folder
     older.close()

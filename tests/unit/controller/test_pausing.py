@@ -82,9 +82,17 @@ def test_a_paused_run_can_be_stopped_and_resumed_later(tmp_path: Path, end: str)
     assert trained(again) == quiet(again.spec)
 
 
-@pytest.mark.parametrize(("hold_s", "returned"), [(1000.0, 0), (5.0, 3), (0.0, 3)])
-def test_rented_machines_are_returned_after_the_hold_time(tmp_path: Path, hold_s: float, returned: int) -> None:
-    session = pool(granted("a"), granted("b"), granted("c", 40.0), granted("d", 70.0))
+AHEAD = {"max_policy_lag": 1, "unfinished": "wait"}
+
+
+@pytest.mark.parametrize(
+    ("schedule", "hold_s", "returned"), [({}, 1000.0, 0), ({}, 5.0, 3), ({}, 0.0, 3), (AHEAD, 5.0, 3)]
+)
+def test_rented_machines_are_returned_after_the_hold_time(
+    tmp_path: Path, schedule: dict[str, Any], hold_s: float, returned: int
+) -> None:
+    spec = small_spec(batch={"prompts": 6, "group_size": 3}, schedule=schedule)
+    session = pool(granted("a"), granted("b"), granted("c", 40.0), granted("d", 70.0), spec=spec)
     held: dict[float, int] = {}
 
     async def run() -> LoopResult:
@@ -98,7 +106,7 @@ def test_rented_machines_are_returned_after_the_hold_time(tmp_path: Path, hold_s
 
     result = run_virtual(run())
     assert result.steps == 4
-    assert trained(session) == quiet()
+    assert trained(session) == quiet(spec)
     (paused,) = session.telemetry.named("paused")
     assert paused["machines_returned"] == returned  # "c" was granted although no machine was wanted
     assert held == ({20.0: 2, 50.0: 3} if not returned else {20.0: 0, 50.0: 0})

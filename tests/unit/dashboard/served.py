@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Generator, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -85,7 +85,7 @@ def raw(client: httpx2.Client, request: bytes) -> bytes:
     return answer
 
 
-def events(client: httpx2.Client, address: str, **headers: str) -> Iterator[dict[str, Any]]:
+def events(client: httpx2.Client, address: str, **headers: str) -> Generator[dict[str, Any], None, None]:
     """The events of a stream: name, id and data. Close it in the end."""
     with client.stream("GET", address, headers=headers) as answer:
         assert answer.status_code == 200

@@ -95,7 +95,7 @@ class Scripted:
 async def gateway(served: Scripted, **config: Any) -> AsyncIterator[httpx2.AsyncClient]:
     """A client of a gateway on a free port."""
     settings = GatewayConfig(port=0, **config)
-    listener = listen(settings.host, settings.port, connections=settings.connections)
+    listener = listen(settings)
     app = Gateway(served, settings, write_calls=write_hermes).app()
     async with (
         serving(app, listener, settings),

@@ -113,7 +113,7 @@ async def client_of(sessions: Sessions) -> AsyncIterator[httpx2.AsyncClient]:
     fleet: Any = Fleet()
     served = ServedSessions("scripted", SCRIPT.codec, SCRIPT.format, sessions, SAMPLING, fleet, context_tokens=400)
     config = GatewayConfig(port=0)
-    listener = listen(config.host, config.port, connections=config.connections)
+    listener = listen(config)
     app = Gateway(served, config, write_calls=write_hermes, sessions=sessions).app()
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     async with serving(app, listener, config), httpx2.AsyncClient(base_url=url, timeout=10, trust_env=False) as http:

@@ -434,4 +434,4 @@ def test_requests_are_events_of_the_run_and_stand_in_live_json(tmp_path: Path) -
     end(recorder)
     (event,) = [event for event in read_events(recorder.run.events) if event["event"] == "control"]
     assert (event["step"], event["request"], event["by"]) == (7, request.request_id, "watch")
-    assert event_text("control", event) == "pause after step 7, as watch asked"
+    assert event_text("control", event) == "pause after step 7 (watch)"

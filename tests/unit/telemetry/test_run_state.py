@@ -56,16 +56,16 @@ def test_the_state_follows_from_events_and_the_process(events: list[dict[str, An
 
 
 @pytest.mark.parametrize(
-    ("pid", "live_state", "state"),
+    ("alive", "live_state", "state"),
     [
-        (os.getpid(), live("paused"), "paused"),
-        (os.getpid(), live("paused", session=0), "running"),  # of an earlier session
-        (os.getpid(), live("working"), "running"),
-        (GONE, live("paused"), "killed"),
+        (True, live("paused"), "paused"),
+        (True, live("paused", session=0), "running"),  # of an earlier session
+        (True, live("working"), "running"),
+        (False, live("paused"), "killed"),
     ],
 )
-def test_live_json_counts_only_for_its_own_session_and_process(pid: int, live_state: LiveState, state: str) -> None:
-    assert StateReader(lambda: 0.0).look([start(pid)], live_state, 0, usual_step_s=1.0).name == state
+def test_live_json_counts_only_for_its_own_session_and_process(alive: bool, live_state: LiveState, state: str) -> None:
+    assert StateReader(lambda: 0.0).look([ME if alive else start(GONE)], live_state, 0, usual_step_s=1.0).name == state
 
 
 @pytest.mark.parametrize(("usual_step_s", "after_s"), [(1.0, 60.0), (100.0, 500.0)])

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tidemill.config.telemetry import TelemetryConfig
 from tidemill.core.errors import UserError
 from tidemill.core.records import PolicyVersion, StepMetrics
 from tidemill.telemetry import sinks
@@ -242,7 +243,7 @@ def test_project_group_tags_and_a_table_of_samples(
     (tmp_path / "samples").mkdir()
     lines = [{"prompt": "<b>", "completion": "x" * 5000, "reward": None, "tokens": ["t"]}] * 9
     (tmp_path / "samples" / "step_000000.jsonl").write_bytes(b"".join(encode(line) + b"\n" for line in lines))
-    opened = session_of(sink, tmp_path, last_step=0, project="p", tags=("t",), group="g")
+    opened = session_of(sink, tmp_path, last_step=0, telemetry=TelemetryConfig(project="p", tags=("t",), group="g"))
     learn(opened, tmp_path, 0, 1)
     (run,) = package.runs
     assert (run.options["project"], run.options["group"], run.options["config"]) == ("p", "g", {"a": 1})

@@ -377,8 +377,9 @@ def mismatch_rows(data: RunData) -> list[tuple[str, str, str, str]]:
 def fleet_tiles(data: RunData, found: Timeline) -> list[tuple[str, str, str]]:
     """(label, figure, remark)"""
     summary = data.summary
-    *_, generated, reserved = data.events.decoded.T
-    tokens, remote = float(generated.sum()), float(generated[reserved == 0].sum())
+    *_, tokens_decoded, reserved = data.events.decoded.T
+    tokens = float(tokens_decoded.sum())
+    remote = float(tokens_decoded[reserved == 0].sum())
     starts = [amount(event, "duration_s") for event in data.events_named(JOIN) if not event.get("error")]
     goodput = summary["goodput_tokens_per_s"]
     kept, lost = compact(summary["tokens_kept"]), compact(summary["tokens_lost"])

@@ -1,35 +1,24 @@
-// The page of a visitor without a token: takes one from the URL's fragment, or asks for it, and opens the page asked for.
+// Opens the page asked for with the token of its address (#token=...) or of an earlier visit.
 "use strict";
 (() => {
-  const STORE = "tidemill-token";
-  const field = document.getElementById("token");
-  const answer = document.getElementById("answer");
-
-  async function open(token) {
-    const page = await fetch(location.pathname + location.search, {
-      headers: { accept: "text/html", authorization: `Bearer ${token}` },
-    });
-    if (page.status === 401) {
-      sessionStorage.removeItem(STORE);
-      answer.textContent = "This token is not valid.";
-      return;
-    }
-    sessionStorage.setItem(STORE, token);
+  const say = (text) => { document.querySelector("p").textContent = text; };
+  async function open() {
+    const address = location.pathname + location.search;
+    const given = new URLSearchParams(location.hash.slice(1)).get("token");
+    if (given) sessionStorage.setItem("tidemill-token", given);
+    if (given) history.replaceState(null, "", address);
+    const token = sessionStorage.getItem("tidemill-token");
+    if (!token) return;
+    const page = await fetch(address, { headers: { accept: "text/html", authorization: `Bearer ${token}` } });
     const text = await page.text();
-    if (!page.headers.get("content-type").startsWith("text/html")) {
-      answer.textContent = text;
-      return;
+    if (page.status === 401) say("This token is not valid: put another one behind #token= in the address.");
+    else if (!page.headers.get("content-type").startsWith("text/html")) say(text);
+    else {
+      document.open(); // the server's own page, in place of this one
+      document.write(text);
+      document.close();
     }
-    document.open(); // the server's own page, in place of this one
-    document.write(text);
-    document.close();
   }
-
-  const given = new URLSearchParams(location.hash.slice(1)).get("token");
-  if (given) history.replaceState(null, "", location.pathname + location.search);
-  const known = given || sessionStorage.getItem(STORE);
-  const tryOpen = (token) => open(token).catch((error) => { answer.textContent = String(error); });
-  if (known) tryOpen(known);
-  document.getElementById("open").addEventListener("click", () => tryOpen(field.value.trim()));
-  field.addEventListener("keydown", (event) => { if (event.key === "Enter") tryOpen(field.value.trim()); });
+  addEventListener("hashchange", open);
+  open();
 })();

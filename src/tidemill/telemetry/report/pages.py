@@ -272,11 +272,18 @@ def evaluation_section(found: dict[str, Any]) -> dict[str, Any]:
         figures = of_set.get("compared_with", {}).get("figures", {})
         compared |= {f"{name}: {figure}": pair for figure, pair in figures.items()}
     return {
-        "figures": evaluation_rows(found),
-        "compared": compared,
+        "figures": [(row.of, row.name, row.value, row.interval) for row in evaluation_rows(found)],
+        "compared": [_pair_row(name, pair) for name, pair in compared.items()],
         "other": " ".join(str(other.get(key, "")) for key in ("model", "weights_digest")),
         "answers": answer_pairs(found),
     }
+
+
+def _pair_row(name: str, pair: dict[str, Any]) -> tuple[Any, ...]:
+    change, figures = pair["difference"], (decimal(pair[key]) for key in ("other", "this"))
+    counts = (pair["higher"], pair["lower"], decimal(pair["p_value"]))
+    ends = interval([change["low"], change["high"]])
+    return name.replace("_", " "), pair["n"], *figures, decimal(change["value"]), ends, *counts
 
 
 def tiles(data: RunData) -> list[tuple[str, str, str]]:

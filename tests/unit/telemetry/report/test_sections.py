@@ -113,7 +113,7 @@ def test_the_report_has_sections_keys_filters_and_themes(browser: Browser, repor
             assert text not in page.locator("#learning").inner_text()
         page.keyboard.press("/")
         page.keyboard.type("entropy")
-        assert page.locator("#learning figcaption:visible .title").all_inner_texts() == ["Entropy"]
+        expect(page.locator("#learning figcaption:visible .title")).to_have_text(["Entropy"])
         page.keyboard.press("Tab")
         page.locator("#theme").click()
         page.locator("#theme").click()

@@ -4,7 +4,7 @@
 (() => {
   const html = document.documentElement, { run, live, root } = document.body.dataset;
   const $ = (selector) => document.querySelector(selector), $$ = (selector) => [...document.querySelectorAll(selector)];
-  const stored = (store, key) => { try { return store.getItem(key); } catch { return null; } }; // storage may be off
+  const stored = (store, key) => { try { return window[store].getItem(key); } catch { return null; } }; // storage may be off
   html.classList.add("js");
   const names = $$(".panel").map((panel) => panel.id);
   let current = names[0];
@@ -22,7 +22,7 @@
     try { localStorage.setItem("tidemill-theme", theme); } catch { /* kept for this page only */ }
     setTheme(theme);
   };
-  setTheme(THEMES.find((theme) => theme === stored(localStorage, "tidemill-theme")) || "system");
+  setTheme(THEMES.find((theme) => theme === stored("localStorage", "tidemill-theme")) || "system");
 
   // ---- tabs
   const show = (name) => {
@@ -53,20 +53,15 @@
     dialog.onclose = () => resolve(dialog.returnValue);
     if (!dialog.open) dialog.showModal();
   });
-  const KEYS = [[`1-${names.length}`, "sections"], ["/", "filter"], ["t", "theme: system, light, dark"], ["?", "these keys"], ["Esc", "close"]];
-  const help = () => ask("Keys", KEYS.map(([key, meaning]) => {
-    const line = document.createElement("p"), cap = document.createElement("kbd");
-    cap.textContent = key;
-    line.append(cap, ` ${meaning}`);
-    return line;
-  }), [["Close", ""]]);
+  const KEYS = [`1-${names.length}: sections`, "/: filter", "t: theme", "?: these keys", "Esc: close"];
+  const help = () => ask("Keys", KEYS.map((text) => Object.assign(document.createElement("p"), { textContent: text })), [["Close", ""]]);
   $("#help").addEventListener("click", help);
   $("#theme").addEventListener("click", nextTheme);
   addEventListener("keydown", (event) => {
     if (event.ctrlKey || event.metaKey || event.altKey || event.defaultPrevented || $("#dialog").open || event.target.closest("input, select, textarea")) return;
     const search = () => {
-      if (!$(`#${current} [data-filter], #${current} [type=search]`)) location.hash = "learning";
-      setTimeout(() => $(`#${current} [type=search]`)?.focus());
+      if (!$(`#${current} [type=search]`)) { location.hash = "learning"; show("learning"); }
+      $(`#${current} [type=search]`)?.focus();
     };
     const act = names[Number(event.key) - 1] ? () => { location.hash = names[Number(event.key) - 1]; } : { t: nextTheme, "?": help, "/": search }[event.key];
     if (act) { event.preventDefault(); act(); }
@@ -94,7 +89,7 @@
   // Runs that change often are read with a pause, and a server that answers slowly with a longer one.
   const rest = (ms) => new Promise((resolve) => { wake = resolve; setTimeout(resolve, ms); });
   const call = async (address, options = {}) => {
-    const token = stored(sessionStorage, "tidemill-token");
+    const token = stored("sessionStorage", "tidemill-token");
     const headers = { ...(token ? { Authorization: `Bearer ${token}` } : {}), ...options.headers };
     const answer = await fetch(address, { cache: "no-store", ...options, headers });
     if (answer.ok) return answer;

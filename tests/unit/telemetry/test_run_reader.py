@@ -64,7 +64,7 @@ def test_ten_kills_and_two_rollbacks_leave_neither_a_gap_nor_a_duplicate(tmp_pat
 def test_a_refresh_names_what_changed_and_reads_nothing_else(tmp_path: Path) -> None:
     run = FabricatedRun(tmp_path, steps=2).make()
     reader = RunReader(tmp_path)
-    assert reader.refresh() == {"metrics", "events", "samples", "summary", "manifest"}
+    assert reader.refresh() == {"metrics", "events", "samples", "summary", "manifest", "live"}
     assert reader.refresh() == frozenset()
     data, cursor = reader.data, reader.cursor
     assert data.summary == RunData.load(run).summary and reader.state.name == "finished"

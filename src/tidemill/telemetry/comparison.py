@@ -121,7 +121,7 @@ def axes_of(run: RunData) -> dict[str, list[float]]:
     seconds = np.array([starts.get(line.session, 0.0) + line.elapsed_s for line in lines])
     tokens = np.cumsum([line.values.get(TOKENS_GENERATED, 0.0) for line in lines])
     spent = seconds * run.setting("fleet", "reserved_usd_per_hour") / HOUR_S
-    for lease in held_leases(run.events, run.sessions).values():
+    for lease in held_leases(run.events.outline, run.sessions).values():
         if lease.kind == "preemptible" and lease.cost_usd:
             share = (seconds - lease.start_s) / max(lease.end_s - lease.start_s, 1e-9)
             spent = spent + lease.cost_usd * np.clip(share, 0.0, 1.0)

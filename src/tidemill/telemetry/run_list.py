@@ -137,7 +137,7 @@ class RunList:
         return len(self._rows) == len(self.paths)
 
     def _row(self, path: Path, deadline_s: float) -> RunRow:
-        reader = self._readers.get(path) or RunReader(path, clock=self._clock, kept_events=0)
+        reader = self._readers.get(path) or RunReader(path, clock=self._clock)
         row = RunRow(path=path, key=run_key(self.folder, path), name=path.name, state=reader.state)
         if path not in self._rows and self._clock() > deadline_s:
             return row

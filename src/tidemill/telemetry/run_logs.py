@@ -21,17 +21,14 @@ from tidemill.telemetry.run_dir import RunDirectory
 
 FREQUENT = frozenset({ROLLOUT, TRAINING, PUBLISH, PULL, DECODE})
 """Events of every step. Figures need no more of them than `EventLog.outline` has."""
-KEPT_EVENTS = 10_000
-"""Events of a log with more of them are read from the file again where all are needed."""
 
 
 class EventLog(Rows[dict[str, Any]]):
-    """The events of a run in order. A log only grows, so that a long one need not be kept in memory."""
+    """The events of a run in order. A log only grows: where all of it is needed, it is read again."""
 
-    def __init__(self, path: Path, kept: int) -> None:
-        self._path, self._most_kept, self._count = path, kept, 0
+    def __init__(self, path: Path) -> None:
+        self._path, self._count = path, 0
         self.sessions = list[dict[str, Any]]()  # their starts and ends
-        self._kept = list[dict[str, Any]]()  # all of a short log
         self._outline = list[dict[str, Any]]()
         self._decoded = array("d")
         self._leases = set[LeaseKey]()
@@ -42,10 +39,6 @@ class EventLog(Rows[dict[str, Any]]):
     def append(self, event: dict[str, Any]) -> None:
         name, self.newest = event["event"], (event,)
         self._count += 1
-        if self._count <= self._most_kept:
-            self._kept.append(event)
-        else:
-            self._kept.clear()
         if name in (SESSION_START, SESSION_END):
             self.sessions.append(event)
         if name in FREQUENT:
@@ -78,22 +71,17 @@ class EventLog(Rows[dict[str, Any]]):
         return self._count
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        return iter(self._kept) if self._kept else islice(events_in(self._path), self._count)
+        return islice(events_in(self._path), self._count)
 
     def item(self, at: int) -> dict[str, Any]:
         return next(islice(self, at, None))
 
 
 class RunLogs:
-    """metrics.jsonl and events.jsonl of a run, and up to where they were read.
+    """metrics.jsonl and events.jsonl of a run, and up to where they were read."""
 
-    Args:
-        kept_events: a longer log of events is not kept in memory.
-    """
-
-    def __init__(self, run: RunDirectory, *, kept_events: int | None = None) -> None:
-        self._run, self._kept_events = run, KEPT_EVENTS if kept_events is None else kept_events
-        self.metrics, self.events = MetricTable(), EventLog(run.events, self._kept_events)
+    def __init__(self, run: RunDirectory) -> None:
+        self.metrics, self.events = MetricTable(), EventLog(run.events)
         self.metrics_file = FollowedFile(run.metrics, lambda: run.generation)
         self.events_file = FollowedFile(run.events)
 
@@ -120,7 +108,7 @@ class RunLogs:
         for block in self.events_file.new_lines():
             changed.add("events")
             if block.reset:
-                self.events = EventLog(self._run.events, self._kept_events)
+                self.events = EventLog(self.events_file.path)
             for line in filter(None, block.lines):
                 if isinstance(line.get("event"), str):
                     self.events.append(line)

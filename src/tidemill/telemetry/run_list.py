@@ -61,45 +61,25 @@ def run_key(root: Path, path: Path) -> str:
 def find_runs(folder: Path) -> list[Path]:
     """Runs and pipelines in `folder` and up to `DEPTH` levels below it, each once, by path. Of what is linked
     there, only a run is looked into."""
-    found, seen = list[Path](), set[tuple[int, int]]()
+    found, seen = list[Path](), set[str]()
 
-    def look(path: Path, depth: int) -> None:
-        try:
-            status = path.stat()
-            with os.scandir(path) as entries:
-                folders = {entry.name: _is_folder(entry) for entry in entries}
-        except PermissionError:
-            found.append(path)  # perhaps a run: its row says why it is not shown
-            return
-        except OSError:  # deleted since
-            return
-        if (status.st_dev, status.st_ino) in seen:
-            return
-        seen.add((status.st_dev, status.st_ino))
-        is_run = _is_run(folders)
-        if is_run:
+    def note(error: OSError) -> None:
+        if isinstance(error, PermissionError):
+            found.append(Path(error.filename))  # perhaps a run: its row says why it is not shown
+
+    for parent, folders, files in os.walk(folder, onerror=note, followlinks=True):
+        path, place = Path(parent), os.path.realpath(parent)
+        logs = not {"events.jsonl", "metrics.jsonl", PIPELINE}.isdisjoint(files)
+        is_run = logs or ("config.toml" in files and ("manifest.json" in files or "samples" in folders))
+        if is_run and place not in seen:
             found.append(path)
-        linked = depth > 0 and path.is_symlink()
-        if depth < DEPTH and (is_run or not linked):
-            inner = [name for name, is_folder in folders.items() if is_folder and not name.startswith(".")]
-            for name in sorted(inner, key=natural_sort_key):
-                if not (is_run and name in INSIDE):
-                    look(path / name, depth + 1)
-
-    look(folder, 0)
+        too_deep = len(path.relative_to(folder).parts) == DEPTH
+        linked = path != folder and path.is_symlink()
+        inside = INSIDE if is_run else frozenset[str]()
+        inner = [name for name in folders if not name.startswith(".") and name not in inside]
+        folders[:] = [] if too_deep or place in seen or (linked and not is_run) else sorted(inner, key=natural_sort_key)
+        seen.add(place)
     return found
-
-
-def _is_folder(entry: os.DirEntry[str]) -> bool:
-    try:
-        return entry.is_dir()
-    except OSError:  # a link to itself, or to where we may not look
-        return False
-
-
-def _is_run(names: dict[str, bool]) -> bool:
-    logs = any(names.get(name) is False for name in ("events.jsonl", "metrics.jsonl", PIPELINE))
-    return logs or ("config.toml" in names and ("manifest.json" in names or "samples" in names))
 
 
 class RunList:

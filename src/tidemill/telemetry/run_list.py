@@ -130,10 +130,8 @@ class RunList:
             row = _filled(row, reader.data) if changed & OF_DATA or earlier != now else kept
             row = replace(row, state=state)
         except Exception as error:  # noqa: BLE001 - a file of another program must not hide the runs beside it
-            now, problem = (
-                [],
-                error.what if isinstance(error, UserError) else f"cannot be read: {exception_text(error)}",
-            )
+            problem = error.what if isinstance(error, UserError) else f"cannot be read: {exception_text(error)}"
+            now = []
             row = replace(row, problem=problem, state=RunState(name="unknown", text=problem))
         self._readers[path], self._rows[path] = reader, (now, row)
         return row

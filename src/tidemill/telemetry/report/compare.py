@@ -8,7 +8,7 @@ from typing import Any
 
 from tidemill.core.formatting import decimal, interval
 from tidemill.telemetry.comparison import (
-    PairedFigure,
+    AXES,
     changed_keys,
     check_number,
     comparison_json,
@@ -19,6 +19,7 @@ from tidemill.telemetry.comparison import (
 from tidemill.telemetry.jsonl import write_atomically
 from tidemill.telemetry.report.pages import HERE, render_page
 from tidemill.telemetry.run_data import RunData
+from tidemill.telemetry.statistics import Paired
 
 SCRIPTS = (
     "vendor/uplot/uPlot.iife.min.js",
@@ -47,28 +48,17 @@ def compare_page(runs: Sequence[RunData], *, live: bool = False) -> str:
     return render_page(
         HERE / "templates" / "compare.html.j2",
         names=names,
-        axes=comparison_json(runs[:0])["axes"],
+        axes=AXES,
         compared=None if live else comparison_json(runs),
         figures=[(label, *texts) for label, texts in final_figures(runs)],
-        pairs=[_pair_row(pair, names) for pair in paired_figures(runs)],
+        pairs=[_pair_row(of, names[run], found) for of, run, found in paired_figures(runs)],
         changed=[(key, *texts) for key, texts in changed_keys(runs)],
         scripts=SCRIPTS,
         styles=STYLES,
     )
 
 
-def _pair_row(pair: PairedFigure, names: Sequence[str]) -> tuple[Any, ...]:
-    found = pair.found
-    ends = interval(found.difference.ends)
-    return (
-        pair.of,
-        names[pair.run],
-        found.n,
-        decimal(found.before),
-        decimal(found.after),
-        decimal(found.difference.value),
-        ends,
-        found.better,
-        found.worse,
-        decimal(found.p_value),
-    )
+def _pair_row(of: str, run: str, found: Paired) -> tuple[Any, ...]:
+    difference = found.difference
+    numbers = [decimal(value) for value in (found.before, found.after, difference.value)]
+    return (of, run, found.n, *numbers, interval(difference.ends), found.better, found.worse, decimal(found.p_value))

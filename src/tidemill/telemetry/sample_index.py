@@ -128,7 +128,7 @@ class _File:
     step: int
     purpose: str
     rows: Rows
-    read: Signature | None = None  # of the samples file, when the rows were taken
+    nbytes: int  # of the samples file from which the rows were taken
     found: dict[str, npt.NDArray[np.int8]] = field(default_factory=dict)  # UNKNOWN, NO or YES, by searched text
 
 
@@ -161,14 +161,12 @@ class SampleIndex:
         present = {path.name: (step, purpose, path) for step, purpose, path in self.run.sample_files()}
         self._files = {name: file for name, file in self._files.items() if name in present}
         for name, (step, purpose, path) in present.items():
-            now, file = signature(path), self._files.get(name)
-            end = int(file.rows["offset"][-1] + file.rows["length"][-1]) if file and len(file.rows) else 0
-            if file and now and file.read is None and end == now[1]:
-                file.read = now
-            elif now and (file is None or file.read != now):
-                with suppress(FileNotFoundError), path.open("rb") as lines_of_file:
-                    line = index_line(name, (each for each in lines_of_file if each.endswith(b"\n")))
-                    self._add(line | {"step": step, "purpose": line["purpose"] or purpose}, now)
+            with suppress(FileNotFoundError):  # deleted since
+                nbytes = path.stat().st_size
+                if name not in self._files or self._files[name].nbytes != nbytes:
+                    lines_of_file = path.read_bytes().splitlines(keepends=True)
+                    line = index_line(name, [each for each in lines_of_file if each.endswith(b"\n")])
+                    self._add(line | {"step": step, "purpose": line["purpose"] or purpose}, nbytes)
         self._names = sorted(self._files, key=lambda name: (self._files[name].step, name))
         self._rows = np.concatenate([np.empty(0, COLUMNS), *(self._files[name].rows for name in self._names)])
         end = 0
@@ -178,8 +176,9 @@ class SampleIndex:
             self._files[name].rows["file"] = number
         return True
 
-    def _add(self, line: dict[str, Any], read: Signature | None = None) -> None:
-        """Take the rows of a line of the index; those of a damaged one are taken from the samples file."""
+    def _add(self, line: dict[str, Any], nbytes: int | None = None) -> None:
+        """Take the rows of a line of the index, whose file has `nbytes`, by default those of the rows; the rows of a
+        damaged line are taken from the samples file."""
         self._files.pop(str(line.get("file")), None)
         with suppress(KeyError, TypeError, ValueError, OverflowError):
             rows = np.zeros(len(line["rows"]), COLUMNS)
@@ -188,7 +187,10 @@ class SampleIndex:
                 head[2] = self._prompts.setdefault(str(head[2]), len(self._prompts))
                 worker = self._workers.setdefault(tuple(map(str, workers)), len(self._workers))
                 rows[at] = (*head, advantage, worker, *versions, start, detailed, line["step"], 0)
-            self._files[line["file"]] = _File(step=line["step"], purpose=str(line["purpose"]), rows=rows, read=read)
+            if nbytes is None:
+                nbytes = int(rows["offset"][-1] + rows["length"][-1]) if len(rows) else 0
+            file = _File(step=line["step"], purpose=str(line["purpose"]), rows=rows, nbytes=nbytes)
+            self._files[line["file"]] = file
 
     @property
     def purposes(self) -> list[str]:

@@ -85,12 +85,6 @@ def kill_in_index_line(run: RunDirectory) -> None:
     path.write_bytes(path.read_bytes()[:-20])
 
 
-def kill_while_replacing(run: RunDirectory) -> None:
-    write_step(run, 3, bonus=5.0)  # as many bytes as before
-    path = run.samples / SAMPLES_INDEX
-    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:-1]))
-
-
 def rewind(run: RunDirectory) -> None:
     run.rewind(1)
     write_step(run, 2, bonus=5.0)
@@ -120,7 +114,6 @@ CHANGES: list[Callable[[RunDirectory], None]] = [
     forget_index,
     kill_before_index_line,
     kill_in_index_line,
-    kill_while_replacing,
     rewind,
     roll_back,
     damage_index,

@@ -8,7 +8,6 @@ was read, which must still end there (copies, and runs of older versions, may ha
 from __future__ import annotations
 
 import os
-import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -22,13 +21,12 @@ Signature: TypeAlias = tuple[int, int, int]
 
 
 def signature(path: Path) -> Signature | None:
-    """None if there is no such file or folder, or it is neither."""
+    """None if there is no such file or folder."""
     try:
         found = path.stat()
     except (FileNotFoundError, NotADirectoryError):
         return None
-    plain = stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode)  # opening a pipe would wait for a writer
-    return (found.st_ino, found.st_size, found.st_mtime_ns) if plain else None
+    return found.st_ino, found.st_size, found.st_mtime_ns
 
 
 class NewLines(NamedTuple):

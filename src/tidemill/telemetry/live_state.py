@@ -15,6 +15,7 @@ from tidemill.telemetry.jsonl import encode, write_atomically
 
 LIVE = "live.json"
 MIN_INTERVAL_S = 1.0
+MOST_SAMPLES = 256
 
 Activity: TypeAlias = Literal["working", "paused", "ended"]
 
@@ -39,7 +40,15 @@ class SampleUnderWay(Record):
     versions: tuple[int, ...] = ()  # of those tokens
 
 
-class LiveState(Record):
+class UnderWay(Record):
+    """What the rollout side of a run is doing."""
+
+    fleet: tuple[FleetRow, ...] = ()
+    samples: tuple[SampleUnderWay, ...] = ()  # at most MOST_SAMPLES
+    samples_total: int = 0
+
+
+class LiveState(UnderWay, kw_only=True):
     """What a run is doing. Times are of the run's own clock: compare them with each other only."""
 
     run_id: str
@@ -53,21 +62,7 @@ class LiveState(Record):
     activity_text: str = ""  # such as when a pause ends
     left_s: float | None = None  # until the last step; None if unknown
     phases: tuple[Phase, ...] = ()
-    fleet: tuple[FleetRow, ...] = ()
-    samples: tuple[SampleUnderWay, ...] = ()  # at most MOST_SAMPLES
-    samples_total: int = 0
     requests: tuple[str, ...] = ()  # ids of control requests that wait for the end of the step
-
-
-MOST_SAMPLES = 256
-
-
-class UnderWay(Record):
-    """What the rollout side of a run is doing."""
-
-    fleet: tuple[FleetRow, ...] = ()
-    samples: tuple[SampleUnderWay, ...] = ()
-    samples_total: int = 0
 
 
 class LiveWriter:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from tidemill.telemetry.events import DECODE, PUBLISH, PULL, ROLLOUT, SESSION_END, SESSION_START, TRAINING, events_in
 from tidemill.telemetry.fleet_figures import DECODED, LeaseKey, amount, decode_figures, lease_key
 from tidemill.telemetry.followed_file import FollowedFile
-from tidemill.telemetry.metric_table import MetricTable, Rows
+from tidemill.telemetry.metric_table import MetricTable
 from tidemill.telemetry.metrics import parse_metrics
 from tidemill.telemetry.run_dir import RunDirectory
 
@@ -23,7 +23,7 @@ FREQUENT = frozenset({ROLLOUT, TRAINING, PUBLISH, PULL, DECODE})
 """Events of every step. Figures need no more of them than `EventLog.outline` has."""
 
 
-class EventLog(Rows[dict[str, Any]]):
+class EventLog:
     """The events of a run in order. A log only grows: where all of it is needed, it is read again."""
 
     def __init__(self, path: Path) -> None:
@@ -72,9 +72,6 @@ class EventLog(Rows[dict[str, Any]]):
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         return islice(events_in(self._path), self._count)
-
-    def item(self, at: int) -> dict[str, Any]:
-        return next(islice(self, at, None))
 
 
 class RunLogs:

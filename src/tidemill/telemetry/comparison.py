@@ -160,15 +160,12 @@ def paired_figures(runs: Sequence[RunData]) -> list[tuple[str, int, Paired]]:
 
 def _last_rewards(run: RunData) -> dict[str, dict[tuple[str, str], float]]:
     """By set: the reward of the greedy completion of each prompt (id, text) in the last evaluation, valid ones only."""
-    newest = dict[str, Path]()
-    for _, purpose, path in run.run.sample_files():
-        if purpose.startswith(EVALUATED):
-            newest[purpose.removeprefix(EVALUATED)] = path
+    newest = {purpose: path for _, purpose, path in run.run.sample_files() if purpose.startswith(EVALUATED)}
     found = dict[str, dict[tuple[str, str], float]]()
-    for name, path in newest.items():
-        rewards = found.setdefault(name, {})
+    for purpose, path in newest.items():
+        rewards = found.setdefault(purpose.removeprefix(EVALUATED), {})
         for sample in read_samples(path):
-            if sample.valid and sample.reward is not None and math.isfinite(sample.reward):
+            if sample.valid and sample.reward is not None:
                 rewards.setdefault((sample.prompt_id, sample.prompt), sample.reward)
     return found
 

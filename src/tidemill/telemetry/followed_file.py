@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 from tidemill.telemetry.jsonl import line_object
 
@@ -27,13 +27,6 @@ def signature(path: Path) -> Signature | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     return found.st_ino, found.st_size, found.st_mtime_ns
-
-
-class NewLines(NamedTuple):
-    """Some of the lines that were appended, in order."""
-
-    lines: list[dict[str, Any] | None]  # None: unreadable
-    reset: bool  # the history was replaced: forget all earlier lines first
 
 
 class FollowedFile:
@@ -58,8 +51,9 @@ class FollowedFile:
         self._last_line = b""
         self._seen: Signature | None = None  # when the file was last read to its end
 
-    def new_lines(self) -> Iterator[NewLines]:
-        """The complete lines since the last call, in blocks; nothing without a change. A missing file has no lines.
+    def new_lines(self) -> Iterator[tuple[list[dict[str, Any] | None], bool]]:
+        """The complete lines since the last call, in blocks: objects, None for unreadable lines, and whether the
+        history was replaced, so that all earlier lines are void. Nothing without a change; a missing file has no lines.
 
         Raises:
             OSError: the file cannot be read.
@@ -70,14 +64,14 @@ class FollowedFile:
             if generation != self.generation:
                 self.generation = generation
                 self._start_over()
-                yield NewLines([], reset=True)
+                yield [], True
                 continue
             self.replaced += replaced
             lines = [line_object(line) for line in complete.split(b"\n")[:-1]]
             self.lines += len(lines)
             self.unreadable += lines.count(None)
             if lines or replaced:
-                yield NewLines(lines, reset=replaced)
+                yield lines, replaced
             if not lines:
                 return
 

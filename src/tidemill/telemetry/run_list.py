@@ -141,9 +141,7 @@ def _filled(row: RunRow, data: RunData) -> RunRow:
     if any(lines for lines, _ in data.line_counts.values()) and not (data.metrics or data.sessions):
         raise UserError("no run: its files are of another program, or damaged", where=str(row.path))
     figure, summary = headline_figure(data), data.summary
-    places = list(range(len(figure.history)))
-    if len(places) > SPARKS:
-        places = [round(at * (len(places) - 1) / (SPARKS - 1)) for at in range(SPARKS)]
+    last, shown = len(figure.history) - 1, min(len(figure.history), SPARKS)
     return replace(
         row,
         name=data.name,
@@ -153,7 +151,7 @@ def _filled(row: RunRow, data: RunData) -> RunRow:
         value=figure.value,
         interval=figure.interval,
         cost_usd=summary["cost_usd"],
-        sparkline=tuple(figure.history[at] for at in places),
+        sparkline=tuple(figure.history[round(at * last / max(1, shown - 1))] for at in range(shown)),
         started=str(data.manifest.get("created", "")),
     )
 

@@ -95,18 +95,18 @@ class RunLogs:
             OSError: a log cannot be read.
         """
         changed = set[str]()
-        for block in self.metrics_file.new_lines():
+        for lines, reset in self.metrics_file.new_lines():
             changed.add("metrics")
-            if block.reset:
+            if reset:
                 self.metrics = MetricTable()  # another object: pages that are being written keep the earlier one
-            for metrics in filter(None, map(parse_metrics, filter(None, block.lines))):
+            for metrics in filter(None, map(parse_metrics, filter(None, lines))):
                 self.metrics.append(metrics)
         self.metrics = self.metrics.in_order()
-        for block in self.events_file.new_lines():
+        for lines, reset in self.events_file.new_lines():
             changed.add("events")
-            if block.reset:
+            if reset:
                 self.events = EventLog(self.events_file.path)
-            for line in filter(None, block.lines):
+            for line in filter(None, lines):
                 if isinstance(line.get("event"), str):
                     self.events.append(line)
         return changed

@@ -155,8 +155,8 @@ class SampleIndex:
         if seen == self._seen:
             return False
         self._seen = seen
-        for lines in self._index.new_lines():
-            for line in filter(None, lines.lines):
+        for lines, _ in self._index.new_lines():
+            for line in filter(None, lines):
                 self._add(line)
         present = {path.name: (step, purpose, path) for step, purpose, path in self.run.sample_files()}
         self._files = {name: file for name, file in self._files.items() if name in present}

@@ -13,9 +13,9 @@ from tidemill.telemetry.followed_file import FollowedFile
 def lines_of(file: FollowedFile) -> tuple[list[int | None], bool]:
     """The new steps, after the last reset of this reading, and whether there was one."""
     steps, reset = list[int | None](), False
-    for block in file.new_lines():
-        reset |= block.reset
-        steps = ([] if block.reset else steps) + [line["step"] if line else None for line in block.lines]
+    for lines, replaced in file.new_lines():
+        reset |= replaced
+        steps = ([] if replaced else steps) + [line["step"] if line else None for line in lines]
     return steps, reset
 
 

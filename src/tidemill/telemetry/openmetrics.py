@@ -19,15 +19,7 @@ from tidemill.telemetry.run_state import StateName
 MEDIA_TYPE = "application/openmetrics-text; version=1.0.0; charset=utf-8"
 PREFIX = "tidemill_"
 STATES: tuple[str, ...] = get_args(StateName)
-FLEET_TOTALS = {
-    "evictions": "machines evicted",
-    "crashes": "workers that raised an error",
-    "notices": "announced ends of machines",
-    "migrations": "samples that continued on another worker",
-    "quarantined": "machines found to be sick",
-    "tokens_lost": "tokens generated but never received",
-    "tokens_recomputed": "tokens of migrated samples that were computed again",
-}
+FLEET_TOTALS = ("evictions", "crashes", "notices", "migrations", "quarantined", "tokens_lost", "tokens_recomputed")
 UNITS = {"s": "seconds", "bytes": "bytes"}
 """Base units of the specification: the name of a metric ends with its unit."""
 SUFFIXES = {"counter": "_total", "info": "_info"}
@@ -96,8 +88,9 @@ def run_figures(name: str, data: RunData, *, state: str, live: LiveState | None)
     ]
     for kind, usd in summary["cost_by_kind_usd"].items():
         figures.append(Figure("cost_usd", usd, {**run, "kind": kind}, meaning="cost of the machines, in dollars"))
-    for key, meaning in FLEET_TOTALS.items():
-        figures.append(Figure(f"fleet_{key}", amount(summary, key), run, "counter", f"{meaning}, in all sessions"))
+    for key in FLEET_TOTALS:
+        meaning = f"{key.replace('_', ' ')} in all sessions"
+        figures.append(Figure(f"fleet_{key}", amount(summary, key), run, "counter", meaning))
     if live is not None:
         figures += _live_figures(run, live)
     newest = {metric: data.values(metric)[-1] for metric in data.metrics.names}

@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 from urllib.parse import urlencode
 
@@ -38,8 +38,6 @@ SORTS = ("step", "reward", "advantage", "tokens", "newest")
 PAGE_ROWS = 50
 SEARCH_S = 1.5
 """Time of one request in which texts are searched."""
-TEXTS_KEPT = 4
-"""Searched texts whose results are remembered."""
 UNKNOWN, NO, YES = -1, 0, 1
 
 Rows: TypeAlias = npt.NDArray[Any]  # of COLUMNS
@@ -129,7 +127,6 @@ class _File:
     purpose: str
     rows: Rows
     nbytes: int  # of the samples file from which the rows were taken
-    found: dict[str, npt.NDArray[np.int8]] = field(default_factory=dict)  # UNKNOWN, NO or YES, by searched text
 
 
 class SampleIndex:
@@ -143,7 +140,8 @@ class SampleIndex:
         self._names: list[str] = []  # of the files, by step
         self._prompts: dict[str, int] = {}
         self._workers: dict[tuple[str, ...], int] = {}
-        self._searched: list[str] = []  # texts, newest last
+        self._text = ""  # searched last
+        self._found: dict[str, npt.NDArray[np.int8]] = {}  # UNKNOWN, NO or YES, by file
         self._rows: Rows = np.empty(0, COLUMNS)
 
     def __len__(self) -> int:
@@ -180,6 +178,7 @@ class SampleIndex:
         """Take the rows of a line of the index, whose file has `nbytes`, by default those of the rows; the rows of a
         damaged line are taken from the samples file."""
         self._files.pop(str(line.get("file")), None)
+        self._found.pop(str(line.get("file")), None)
         with suppress(KeyError, TypeError, ValueError, OverflowError):
             rows = np.zeros(len(line["rows"]), COLUMNS)
             for at, row in enumerate(line["rows"]):
@@ -239,13 +238,13 @@ class SampleIndex:
 
     def _search(self, text: str, keep: Mask, deadline_s: float) -> tuple[int, int]:
         """Keep the samples with the text. Returns how many were not searched in time, and the oldest step searched."""
-        self._searched = [*(each for each in self._searched if each != text), text][-TEXTS_KEPT:]
+        if text != self._text:
+            self._text, self._found = text, {}
         unsearched, end, searched_to = 0, len(keep), 0
         for name in reversed(self._names):
             file = self._files[name]
-            file.found = {each: found for each, found in file.found.items() if each in self._searched}
             part, end = keep[end - len(file.rows) : end], end - len(file.rows)
-            found = file.found.setdefault(text, np.full(len(part), UNKNOWN, np.int8))
+            found = self._found.setdefault(name, np.full(len(part), UNKNOWN, np.int8))
             waiting = np.flatnonzero(part & (found == UNKNOWN))[::-1]
             with suppress(FileNotFoundError), (self.run.samples / name).open("rb") as samples:
                 for at in waiting if self._clock() < deadline_s else ():

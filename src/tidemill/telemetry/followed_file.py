@@ -12,7 +12,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from tidemill.telemetry.jsonl import line_object
+import msgspec
+
+from tidemill.core.records import decode_json
 
 BLOCK_BYTES = 1 << 20
 
@@ -106,3 +108,11 @@ class FollowedFile:
         if len(block) < BLOCK_BYTES:
             self._seen = now
         return complete, replaced
+
+
+def line_object(line: bytes) -> dict[str, Any] | None:
+    """The object of a line; None if it has none."""
+    try:
+        return decode_json(line, dict)
+    except msgspec.DecodeError:
+        return None

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Literal, TypeAlias
 
 import msgspec
 
-from tidemill.core.errors import UserError
-from tidemill.core.protocols import Clock
 from tidemill.core.records import FleetRow, Record, decode_json
-from tidemill.telemetry.jsonl import encode, write_atomically
 
 LIVE = "live.json"
 MIN_INTERVAL_S = 1.0
@@ -63,28 +59,6 @@ class LiveState(UnderWay, kw_only=True):
     left_s: float | None = None  # until the last step; None if unknown
     phases: tuple[Phase, ...] = ()
     requests: tuple[str, ...] = ()  # ids of control requests that wait for the end of the step
-
-
-class LiveWriter:
-    """Writes live.json. An error is ignored: the run does not depend on the file."""
-
-    def __init__(self, directory: Path, clock: Clock) -> None:
-        self._path, self._clock, self._written_s = directory / LIVE, clock, float("-inf")
-        self.beat = 0
-
-    @property
-    def due(self) -> bool:
-        """Whether the last write was `MIN_INTERVAL_S` ago."""
-        return self._clock.now() - self._written_s >= MIN_INTERVAL_S
-
-    def write(self, state: Callable[[int], LiveState]) -> None:
-        """Write `state(beat)`."""
-        self._written_s = self._clock.now()
-        self.beat += 1
-        try:
-            write_atomically(self._path, encode(state(self.beat)), durable=False)
-        except UserError:
-            return
 
 
 def read_live(directory: Path) -> LiveState | None:

@@ -166,12 +166,9 @@ class SampleIndex:
                     line = index_line(name, [each for each in lines_of_file if each.endswith(b"\n")])
                     self._add(line | {"step": step, "purpose": line["purpose"] or purpose}, nbytes)
         self._names = sorted(self._files, key=lambda name: (self._files[name].step, name))
-        self._rows = np.concatenate([np.empty(0, COLUMNS), *(self._files[name].rows for name in self._names)])
-        end = 0
-        for number, name in enumerate(self._names):  # the table is in memory once
-            start, end = end, end + len(self._files[name].rows)
-            self._files[name].rows = self._rows[start:end]
+        for number, name in enumerate(self._names):
             self._files[name].rows["file"] = number
+        self._rows = np.concatenate([np.empty(0, COLUMNS), *(self._files[name].rows for name in self._names)])
         return True
 
     def _add(self, line: dict[str, Any], nbytes: int | None = None) -> None:

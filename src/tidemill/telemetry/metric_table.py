@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from array import array
-from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import repeat
 from typing import Any
@@ -55,7 +54,7 @@ class MetricTable(Sequence[MetricLine]):
     def __getitem__(self, at: Any) -> Any:
         if isinstance(at, slice):
             return [self[row] for row in range(*at.indices(len(self)))]
-        row = range(len(self))[at]  # from the end if negative
+        row: int = range(len(self))[at]  # from the end if negative
         return MetricLine(*self._own[row], RowValues(self._columns, row))
 
     def append(self, line: MetricLine) -> None:
@@ -89,11 +88,10 @@ class MetricTable(Sequence[MetricLine]):
         """Every metric that a row has."""
         return list(self._columns)
 
-    def values(self, name: str, *, after_step: int | None = None) -> list[float]:
-        """A metric of every row that has it; of later steps than `after_step` only."""
-        start, cells = self._columns.get(name, (0, array("d")))
-        first = 0 if after_step is None else bisect_right(self._own, after_step, key=lambda own: own[0])
-        return [value for value in cells[max(0, first - start) :] if value == value]
+    def values(self, name: str) -> list[float]:
+        """A metric of every row that has it."""
+        _, cells = self._columns.get(name, (0, array("d")))
+        return [value for value in cells if value == value]
 
     def column(self, name: str) -> NDArray[np.float64]:
         """A metric, or another number of a line such as `step`, of every row; NaN where it is absent. float64 [rows]"""

@@ -404,7 +404,7 @@ class RunData:
 
     def _of_steps(self, name: str) -> float:
         """Sum of a metric over all steps after the start."""
-        return sum(self.metrics.values(name, after_step=0))
+        return float(np.nansum(self.metrics.column(name)[self.metrics.column("step") > 0]))
 
 
 def _evaluation_summary(found: Sequence[LoggedEvaluation]) -> dict[str, Any]:

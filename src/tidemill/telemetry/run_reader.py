@@ -24,11 +24,7 @@ RECENT_STEPS = 20
 
 
 class RunReader:
-    """The newest state of a run. After the first `refresh` another one reads only what was added.
-
-    Args:
-        clock: monotonic seconds.
-    """
+    """The newest state of a run. After the first `refresh` another one reads only what was added."""
 
     def __init__(self, path: Path, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.path = path

@@ -12,7 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tidemill.gateway.access import LOG, Keys, refuse_repeated
 from tidemill.gateway.errors import ApiError
-from tidemill.telemetry.report.pages import HERE, render_page
+from tidemill.telemetry.report.pages import TEMPLATES, render_page
 
 READ, ACT = RIGHTS = ("read", "act")
 ASSETS = "/assets/"
@@ -100,5 +100,5 @@ def refusal(request: Request, error: ApiError) -> Response:
     if "text/html" not in request.headers.get("accept", ""):
         return JSONResponse(error.content, status_code=error.status, headers=error.headers)
     if error.status == 401:
-        return HTMLResponse(render_page(HERE / "templates/door.html.j2"), 401, error.headers)
+        return HTMLResponse(render_page(TEMPLATES / "door.html.j2"), 401, error.headers)
     return PlainTextResponse(f"{error.message}\n", error.status, error.headers)

@@ -9,7 +9,6 @@ import shlex
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
-from pathlib import Path
 from typing import Annotated, Any, TypeAlias
 
 import msgspec
@@ -34,11 +33,10 @@ from tidemill.telemetry.control import CONTROL, HOLD_S, Action, ControlFolder, n
 from tidemill.telemetry.jsonl import encode
 from tidemill.telemetry.openmetrics import MEDIA_TYPE, exposition
 from tidemill.telemetry.report.charts import chart_data
-from tidemill.telemetry.report.compare import SCRIPTS as COMPARE_SCRIPTS
 from tidemill.telemetry.report.compare import compare_page
-from tidemill.telemetry.report.pages import HERE, render_page
+from tidemill.telemetry.report.pages import ASSETS, TEMPLATES, render_page
 from tidemill.telemetry.report.sample_pages import group_section, sample_section, samples_section
-from tidemill.telemetry.report.sections import SCRIPTS, SECTIONS, STYLES, TEMPLATES, fleet_data, run_page, section
+from tidemill.telemetry.report.sections import SECTIONS, fleet_data, run_page, section
 from tidemill.telemetry.run_data import RunData
 from tidemill.telemetry.run_dir import TRAINING_PURPOSE
 from tidemill.telemetry.run_reader import RunReader
@@ -54,8 +52,6 @@ BODY_BYTES, BODY_S = 4096, 5.0
 """Largest body of a request, and the time in which it must arrive."""
 LONGEST_HOLD_S = 7 * 86400.0
 WHOLE = re.compile(r"[0-9]{1,12}")
-OWN_ASSETS = [f"templates/{name}" for name in ("samples.js", "samples.css", "runs.js", "check.js", "door.js")]
-ASSETS = {Path(name).name: HERE / name for name in (*SCRIPTS, *STYLES, *COMPARE_SCRIPTS, *OWN_ASSETS)}
 MEDIA_TYPES = {".js": "text/javascript", ".css": "text/css"}
 RUNNING = ("running", "paused", "stalled", "waiting")
 """States of a run with a process that takes requests."""
@@ -170,11 +166,11 @@ class Dashboard:
         if path is None:
             raise ApiError(404, "there is no such file", code="unknown_asset")
         headers = {"cache-control": "no-cache"}  # another version may be installed
-        return Response(path.read_bytes(), media_type=MEDIA_TYPES[path.suffix], headers=headers)
+        return Response(path.read_bytes(), media_type=MEDIA_TYPES.get(path.suffix, "text/plain"), headers=headers)
 
 
 def _page(run: WatchedRun, reader: RunReader, asked: Asked) -> str:
-    return run_page(reader.data, state=reader.state, live=reader.live, mode="live", key=run.key, can_act=True)
+    return run_page(reader.data, state=reader.state, live=reader.live, key=run.key)
 
 
 def _section(run: WatchedRun, reader: RunReader, asked: Asked, *, name: str) -> str:

@@ -103,9 +103,9 @@ def test_keys_open_the_sections_and_the_theme_stays(browser: Browser, site: str,
 
 def test_runs_are_filtered_selected_and_compared(browser: Browser, site: str) -> None:
     with opened(browser, f"{site}/") as page:
-        page.locator("#filter").fill("other")
+        page.get_by_label("Filter the runs").fill("other")
         expect(page.locator("#rows tr:visible")).to_have_count(1)
-        page.locator("#filter").fill("")
+        page.get_by_label("Filter the runs").fill("")
         for box in page.locator("#rows input").all():
             box.check()
         page.locator("#compare").click()
@@ -235,9 +235,9 @@ def test_pages_open_with_the_token_of_the_address(browser: Browser, tmp_path: Pa
     with pages(tmp_path / "runs", token_file=tokens(tmp_path / "tokens")) as client:
         url = str(client.base_url).rstrip("/")
         with opened(browser, f"{url}/", ignored="401") as page:
-            expect(page.locator("p")).to_contain_text("needs a token")
+            expect(page.locator("#door")).to_contain_text("needs a token")
             page.goto(f"{url}/#token=wrong")
-            expect(page.locator("p")).to_contain_text("not valid")
+            expect(page.locator("#door")).to_contain_text("not valid")
             page.goto(f"{url}/#token=reader-token")
             expect(page.locator("#rows tr")).to_have_count(2)
             assert page.url == f"{url}/"

@@ -29,7 +29,7 @@ def test_a_run_and_a_folder_have_their_pages(tmp_path: Path) -> None:
     manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"run": name}), encoding="utf-8")
     with pages(tmp_path / "runs") as client:
         table = client.get("/").text
-        assert table.count("<tr data-key") == 2
+        assert table.count("<tr id=") == 2
         assert name not in table and html.escape(name) in table
         assert "5 of 20" in table and "held-out accuracy" in table and "<polyline" in table
         page = page_of(tmp_path / "runs", "one")

@@ -36,18 +36,25 @@ from tidemill.telemetry.run_data import RunData, clearly_differs, comparable, fi
 from tidemill.telemetry.run_dir import SUPERVISED
 
 HERE = Path(__file__).parent
+TEMPLATES = HERE / "templates"
+ASSETS = {
+    path.name: path
+    for pattern in ("templates/*.js", "templates/*.css", "vendor/uplot/*")
+    for path in HERE.glob(pattern)
+}
+"""Files that pages contain or, if they are served, load."""
 DIRECTION_MARKS = {code: f"[U+{code:04X}]" for code in (*range(0x202A, 0x202F), *range(0x2066, 0x206A))}
 """Characters that reorder the text around them: a sample must not rearrange the page."""
 
 
 def render_page(template: Path, **values: Any) -> str:
-    """A self-contained HTML page; values are escaped, and characters that change the direction of text are shown.
+    """An HTML page; values are escaped, and characters that change the direction of text are shown.
 
     Besides `values`, a template has:
-    - `version`, of Tidemill, and `nonce`, for the page's own scripts;
-    - `asset(name)`, the text of a file below this package's report folder, for use with `|safe`;
+    - `version`, of Tidemill, and `nonce`, for scripts in the page;
+    - `asset(name)`, the text of one of `ASSETS`, for use with `|safe`;
     - the filters `decimal`, `interval`, `readable` and `pieces` for texts, and `script_json` for use with `|safe`.
-    It may include this package's templates.
+    It may extend or include this package's templates.
     """
     nonce = secrets.token_urlsafe(12)
     return (
@@ -60,14 +67,14 @@ def render_page(template: Path, **values: Any) -> str:
 @cache
 def _environment(folder: Path) -> Environment:
     environment = Environment(
-        loader=FileSystemLoader([folder, HERE / "templates"]),
+        loader=FileSystemLoader([folder, TEMPLATES]),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
         finalize=lambda value: value.translate(DIRECTION_MARKS) if isinstance(value, str) else value,
     )
-    environment.globals["asset"] = lambda name: (HERE / name).read_text(encoding="utf-8")
+    environment.globals["asset"] = lambda name: ASSETS[name].read_text(encoding="utf-8")
     formats = (script_json, decimal, interval, readable, compact, duration, dollars, clock_time, health_text)
     environment.filters |= {function.__name__: function for function in formats}
     environment.filters["pieces"] = lambda text: pieces(shortened(text))

@@ -69,7 +69,7 @@ async def watching(
             try:
                 yield
             finally:
-                await dashboard.stream.close()  # the server waits for open answers
+                dashboard.stream.close()  # the server waits for open answers
 
 
 async def watch(

@@ -104,18 +104,17 @@ const tidemill = (() => {
     while (at) { const gone = at; at = at.nextSibling; gone.remove(); }
   };
 
-  // ---- stream: calls `changed` with the names of what has changed
+  // ---- stream: calls `changed` with the names of what has changed; after a lost connection, of everything
   const badge = (text) => { $("#badge").textContent = text; $("#badge").dataset.state = text; };
   const SILENT_MS = 30000, LONGEST_WAIT_MS = 10000;
   const follow = async (address, changed) => {
-    for (let wait = 500, last = ""; ; ) {
+    for (let wait = 500; ; ) {
       const stop = new AbortController();
       let watchdog = setTimeout(() => stop.abort(), SILENT_MS);
       try {
-        const answer = await call(address, { signal: stop.signal, headers: last ? { "Last-Event-ID": last } : {} });
+        const answer = await call(address, { signal: stop.signal });
         const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
         badge("live");
-        await changed([]); // what failed while the server was away
         wait = 500;
         for (let text = ""; ; ) {
           const { value, done } = await reader.read();
@@ -125,7 +124,6 @@ const tidemill = (() => {
           const events = (text + value).split("\n\n");
           text = events.pop();
           for (const event of events) {
-            last = event.match(/^id: (.*)$/m)?.[1] ?? last;
             const name = event.match(/^event: (.*)$/m)?.[1];
             if (name === "changed") await changed(JSON.parse(event.match(/^data: (.*)$/m)[1]).changed);
             if (name === "gone") notice("This run was deleted.");

@@ -29,7 +29,7 @@ from tidemill.gateway.errors import ApiError, invalid
 from tidemill.guard.checks import shown_parts
 from tidemill.guard.verdicts import SampleKey, sample_key
 from tidemill.telemetry.comparison import MOST as MOST_COMPARED
-from tidemill.telemetry.comparison import check_number, comparison_json
+from tidemill.telemetry.comparison import check_number
 from tidemill.telemetry.control import CONTROL, HOLD_S, Action, ControlFolder, new_request
 from tidemill.telemetry.jsonl import encode
 from tidemill.telemetry.openmetrics import MEDIA_TYPE, exposition
@@ -38,7 +38,6 @@ from tidemill.telemetry.report.compare import compare_page
 from tidemill.telemetry.report.pages import ASSETS, TEMPLATES, render_page
 from tidemill.telemetry.report.sample_pages import samples_view
 from tidemill.telemetry.report.sections import SECTIONS, fleet_data, run_page, section
-from tidemill.telemetry.run_data import RunData
 from tidemill.telemetry.run_reader import RunReader
 
 Asked: TypeAlias = Mapping[str, str]
@@ -81,8 +80,7 @@ class Dashboard:
         run = "/run/{key}"
         gets: dict[str, Handler] = {
             "/": self._runs,
-            "/compare": partial(self._compare, show=partial(compare_page, live=True)),
-            "/compare.json": partial(self._compare, show=comparison_json),
+            "/compare": self._compare,
             "/assets/{name}": self._asset,
             "/metrics": self._metrics,
             "/events": self._events,
@@ -138,15 +136,15 @@ class Dashboard:
     async def _run_address(self, request: Request) -> Response:
         return RedirectResponse(f"/run/{(await self._folder.run(request.path_params['key'])).key}/", 308)
 
-    async def _compare(
-        self, request: Request, *, show: Callable[[Sequence[RunData]], str | dict[str, Any]]
-    ) -> Response:
+    async def _compare(self, request: Request) -> Response:
         runs = [await self._folder.run(key) for key in request.query_params.getlist("run")[: MOST_COMPARED + 1]]
         check_number([run.path for run in runs])
         async with AsyncExitStack() as stack:
             for run in sorted(runs, key=lambda run: run.key):
                 await stack.enter_async_context(run.lock)
-            return _shown(await asyncio.to_thread(lambda: show([run.refresh().data for run in runs])))
+            return _shown(
+                await asyncio.to_thread(lambda: compare_page([run.refresh().data for run in runs], live=True))
+            )
 
     async def _metrics(self, request: Request) -> Response:
         return Response(exposition(await self._folder.figures()), media_type=MEDIA_TYPE)

@@ -132,7 +132,7 @@ class WatchedFolder(Watched):
         self._list, self._listing = RunList(root), asyncio.Lock()
         self._open: OrderedDict[str, WatchedRun] = OrderedDict()
         self._figures = dict[str, tuple[tuple[object, ...], list[Figure]]]()
-        self._find()
+        self._paths = {run_key(root, path): path for path in find_runs(root)}
         if wait or self._paths:
             return
         if not root.exists():
@@ -145,10 +145,6 @@ class WatchedFolder(Watched):
     def single(self) -> str:
         """The key, if a run was named, and not a folder."""
         return next(iter(self._paths)) if [*self._paths.values()] == [self.root] else ""
-
-    def _find(self) -> None:
-        self._paths = {run_key(self.root, path): path for path in find_runs(self.root)}
-        self._found_s = time.monotonic()
 
     async def look(self) -> None:
         """Read the table of runs, unless that was done just now."""
@@ -166,8 +162,8 @@ class WatchedFolder(Watched):
 
     async def run(self, key: str) -> WatchedRun:
         """Raises ApiError: there is no such run."""
-        if key not in self._paths and time.monotonic() - self._found_s > FIND_S:
-            await asyncio.to_thread(self._find)
+        if key not in self._paths:
+            await self.look()
         if key not in self._paths:
             raise ApiError(404, "there is no such run here", code="unknown_run")
         run = self._open.get(key) or WatchedRun(key, self._paths[key])
@@ -186,10 +182,11 @@ class WatchedFolder(Watched):
 
     def _figures_of(self, row: RunRow) -> list[Figure]:
         stamp = (row.state.name, *(signature(row.path / name) for name in FIGURES_FROM))
-        if self._figures.get(row.key, ((), []))[0] != stamp:
+        earlier, figures = self._figures.get(row.key, ((), []))
+        if earlier != stamp:
             with suppress(UserError, OSError):  # a run that cannot be read has no figures
                 data, live = RunData.load(RunDirectory(row.path)), read_live(row.path)
                 place = row.path.relative_to(self.root).as_posix()
                 figures = run_figures(row.name if place == "." else place, data, state=row.state.name, live=live)
                 self._figures[row.key] = stamp, figures
-        return self._figures.get(row.key, ((), []))[1]
+        return figures

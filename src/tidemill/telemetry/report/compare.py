@@ -34,13 +34,14 @@ def write_comparison(paths: Sequence[Path], to: Path) -> Path:
 
 
 def compare_page(runs: Sequence[RunData], *, live: bool = False) -> str:
-    """The page; a live one gets its curves from compare.json."""
+    """The page: a file, or a live page of the server."""
     names = labels(runs)
     return render_page(
         TEMPLATES / "compare.html.j2",
         names=names,
         axes=AXES,
-        compared=None if live else comparison_json(runs),
+        compared=comparison_json(runs),
+        inline=not live,
         figures=[(label, *texts) for label, texts in final_figures(runs)],
         pairs=[_pair_row(pair, names) for pair in paired_figures(runs)],
         changed=[(key, *texts) for key, texts in changed_keys(runs)],

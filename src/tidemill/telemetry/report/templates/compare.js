@@ -2,10 +2,14 @@
 // Curves of several runs over the chosen axis. Each run has its own values of the axis: all of them together are the
 // places of the common one, and a curve joins the places of its run.
 (() => {
-  const { follow, json, morph, page } = tidemill;
-  const axis = document.querySelector("[data-axis]"), inPage = document.getElementById("compared");
+  const { follow, morph, page } = tidemill;
+  const axis = document.querySelector("[data-axis]");
   let data = null;
 
+  const take = (from) => {
+    data = JSON.parse(from.getElementById("compared").textContent);
+    draw();
+  };
   const draw = () => {
     const places = data.runs.map((run) => run.axes[axis.value] ?? []);
     const steps = [...new Set(places.flat())].sort((one, other) => one - other);
@@ -21,15 +25,12 @@
     });
   };
   const update = async () => {
-    const [fresh, compared] = await Promise.all([page(location.href), json(`/compare.json${location.search}`)]);
+    const fresh = await page(location.href);
     morph(document.getElementById("tables"), fresh.getElementById("tables"));
-    data = compared;
-    draw();
+    take(fresh);
   };
 
   axis.addEventListener("change", draw);
-  if (inPage) {
-    data = JSON.parse(inPage.textContent);
-    draw();
-  } else follow("/events", update);
+  take(document);
+  if (location.protocol !== "file:") follow("/events", update);
 })();

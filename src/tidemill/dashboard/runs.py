@@ -135,11 +135,9 @@ class WatchedFolder(Watched):
         self._paths = {run_key(root, path): path for path in find_runs(root)}
         if wait or self._paths:
             return
-        if not root.exists():
-            raise UserError("no such run or folder", where=str(root), hint=similar_path(root) or NO_RUN)
-        if not root.is_dir():
-            raise UserError("a file, not a run directory or a folder with some", where=str(root), hint=NO_RUN)
-        raise UserError("no run in this folder", where=str(root), hint=f"{NO_RUN}, or a folder above it")
+        if root.is_dir():
+            raise UserError("no run in this folder", where=str(root), hint=f"{NO_RUN}, or a folder above it")
+        raise UserError("no such run or folder", where=str(root), hint=similar_path(root) or NO_RUN)
 
     @property
     def single(self) -> str:

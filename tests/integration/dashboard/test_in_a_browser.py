@@ -193,10 +193,14 @@ def test_a_button_writes_a_request(browser: Browser, tmp_path: Path) -> None:
     ):
         page.locator("[data-action=pause]").click()
         expect(page.locator("#notice")).to_be_visible()
-        page.locator("[data-action=stop]").click()
-        page.locator("#dialog button", has_text="Cancel").click()
+        page.get_by_role("button", name="Stop", exact=True).click()
+        page.get_by_role("button", name="Cancel").click()
+        expect(page.locator("#stopping")).to_be_hidden()
         written = list((tmp_path / "run" / "control").glob("*.json"))
         assert [json.loads(path.read_bytes())["action"] for path in written] == ["pause"]
+        page.get_by_role("button", name="Stop", exact=True).click()
+        page.get_by_role("button", name="Stop the run").click()
+        wait_for(lambda: len(list((tmp_path / "run" / "control").glob("*.json"))) == 2)
     assert ControlFolder(tmp_path / "run").path.is_dir()
     recorder.finish("interrupted")
     recorder.run.close()

@@ -18,22 +18,22 @@
     } catch (error) { say(error.message); }
     storing = false;
   };
-  const act = (key, meaning, work) => {
-    keys[key] = [meaning, () => {
+  const act = (key, work) => {
+    keys[key] = () => {
       if (storing || !document.getElementById("sample")) return;
       clearTimeout(waiting);
       work();
-    }];
+    };
   };
-  const judge = (key, meaning, score) => act(key, meaning, () => {
+  const judge = (key, score) => act(key, () => {
     say(`${score}: stored in a second; u takes it back`);
     waiting = setTimeout(() => store(score), UNDO_MS);
   });
 
-  for (let tenths = 0; tenths < 10; tenths++) judge(tenths, "", tenths / 10);
-  judge("y", "good", 1);
-  judge("n", "bad", 0);
-  act("s", "skip", () => store(null));
-  act("u", "undo", () => say(""));
-  document.addEventListener("click", ({ target }) => { if (target.dataset.key) keys[target.dataset.key][1](); });
+  for (let tenths = 0; tenths < 10; tenths++) judge(tenths, tenths / 10);
+  judge("y", 1);
+  judge("n", 0);
+  act("s", () => store(null));
+  act("u", () => say(""));
+  document.addEventListener("click", ({ target }) => { if (target.dataset.key) keys[target.dataset.key](); });
 })();

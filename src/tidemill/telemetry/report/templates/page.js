@@ -1,5 +1,5 @@
 "use strict";
-// What the pages share: theme, filters, keys, dialogs, requests with the visitor's token, the stream of changes.
+// What the pages share: theme, filters, keys, requests with the visitor's token, the stream of changes.
 // Sections come from the server's templates; nothing here turns text into markup.
 const tidemill = (() => {
   const html = document.documentElement;
@@ -36,29 +36,15 @@ const tidemill = (() => {
   document.addEventListener("input", ({ target }) => { if (target.matches("[data-filter]")) filter(target); });
   document.addEventListener("filled", filterAll);
 
-  // ---- dialogs and keys
-  const ask = (title, content, choices) => new Promise((resolve) => {
-    const dialog = $("#dialog"), [heading, text, form] = dialog.children;
-    heading.textContent = title;
-    text.replaceChildren(...content);
-    form.replaceChildren(...choices.map(([label, value]) => Object.assign(document.createElement("button"), { textContent: label, value })));
-    dialog.returnValue = "";
-    dialog.onclose = () => resolve(dialog.returnValue);
-    if (!dialog.open) dialog.showModal();
-  });
-  const help = () => {
-    const shown = Object.entries(keys).filter(([, [meaning]]) => meaning);
-    ask("Keys", shown.map(([key, [meaning]]) => Object.assign(document.createElement("p"), { textContent: `${key}: ${meaning}` })), [["Close", ""]]);
-  };
+  // ---- keys
   const search = () => $$("[type=search]").find((input) => input.checkVisibility())?.focus();
-  const keys = { "/": ["filter", search], t: ["theme", nextTheme], "?": ["these keys", help] };
-  $("#help").addEventListener("click", help);
+  const keys = { "/": search, t: nextTheme, "?": () => $("#keys").togglePopover() };
   $("#theme").addEventListener("click", nextTheme);
   addEventListener("keydown", (event) => {
-    if (event.ctrlKey || event.metaKey || event.altKey || event.defaultPrevented || $("#dialog").open || event.target.closest("input, select, textarea")) return;
+    if (event.ctrlKey || event.metaKey || event.altKey || event.defaultPrevented || event.target.closest("input, select, textarea")) return;
     if (!keys[event.key]) return;
     event.preventDefault();
-    keys[event.key][1]();
+    keys[event.key]();
   });
 
   // ---- requests
@@ -137,5 +123,5 @@ const tidemill = (() => {
     }
   };
 
-  return { ask, filterAll, follow, json, keys, morph, morphChildren, notice, page, post, search };
+  return { filterAll, follow, json, keys, morph, morphChildren, notice, page, post, search };
 })();

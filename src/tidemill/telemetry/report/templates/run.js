@@ -2,7 +2,7 @@
 // The page of a run: tabs. In live mode also the sections, which are fetched when they are shown, and the buttons that
 // control the run.
 (() => {
-  const { ask, filterAll, follow, json, keys, morph, morphChildren, notice, page, post, search } = tidemill;
+  const { filterAll, follow, json, keys, morph, morphChildren, notice, page, post, search } = tidemill;
   const { run } = document.body.dataset;
   const $ = (selector) => document.querySelector(selector), $$ = (selector) => [...document.querySelectorAll(selector)];
   const names = $$(".panel").map((panel) => panel.id);
@@ -17,8 +17,8 @@
     wake();
   };
   addEventListener("hashchange", () => { show(location.hash.slice(1)); scrollTo(0, 0); });
-  names.forEach((name, at) => { keys[at + 1] = [name, () => { location.hash = name; }]; });
-  keys["/"][1] = () => {
+  names.forEach((name, at) => { keys[at + 1] = () => { location.hash = name; }; });
+  keys["/"] = () => {
     if (!$(`#${current} [type=search]`)) { location.hash = "learning"; show("learning"); }
     search();
   };
@@ -74,11 +74,12 @@
   // ---- control
   const ALIVE = ["running", "stalled", "waiting", "unknown"];
   const ALLOWED = { pause: ALIVE, resume: ["paused"], checkpoint: ALIVE, stop: [...ALIVE, "paused"] };
-  const allow = () => $$("[data-action]").forEach((button) => { button.hidden = !ALLOWED[button.dataset.action].includes($("#run").dataset.state); });
+  const allow = () => $$(".controls button").forEach((button) => {
+    button.hidden = !ALLOWED[button.dataset.action ?? button.dataset.asks].includes($("#run").dataset.state);
+  });
   document.addEventListener("click", async ({ target }) => {
     const action = target.dataset?.action;
     if (!action) return;
-    if (action === "stop" && (await ask("Stop this run?", ["It writes a checkpoint and ends. The same command resumes it."], [["Stop the run", "stop"], ["Cancel", ""]])) !== "stop") return;
     target.disabled = true;
     try {
       await post("control", { action });

@@ -238,7 +238,7 @@ def _training_findings(data: RunData) -> Iterator[ReportFinding]:
 def held_out(data: RunData) -> dict[str, Any] | None:
     """The panel below the headline: before and after training, or of `tidemill eval`; None without evaluation."""
     if (found := data.model_evaluation) is not None:
-        rows = [_bar_row(*figure, is_share=figure[0] != MEAN_REWARD) for figure in headline_figures(found)]
+        rows = [bar_row(*figure, is_share=figure[0] != MEAN_REWARD) for figure in headline_figures(found)]
         return {"rows": rows, "n": found["n"], "what": "Completions", "also": ""} if rows else None
     before, after = first_and_last(data.evaluations)
     shown = [(label, one) for label, one in (("before", before), ("after", after)) if one]
@@ -249,15 +249,15 @@ def held_out(data: RunData) -> dict[str, Any] | None:
         low, high = figure.interval or (None, None)
         remark = f"after step {one.step}" if one.step else "training"
         share = {"value": figure.value, "low": low, "high": high}
-        rows.append(_bar_row(label, remark, share, is_share=figure.name == "accuracy"))
+        rows.append(bar_row(label, remark, share, is_share=figure.name == "accuracy") | {"faint": label == "before"})
     what = f"{figures[0].name.capitalize()} of greedy completions"
     rewards = ", ".join(f"{label} {decimal(one.reward_mean)}" for label, one in shown)
     also = f"Mean reward: {rewards}." if figures[0].name == "accuracy" else ""
     return {"rows": rows, "n": shown[-1][1].n, "what": what, "also": also}
 
 
-def _bar_row(label: str, remark: str, share: dict[str, Any], *, is_share: bool) -> dict[str, Any]:
-    """A row; only shares have a bar, from 0 to 1."""
+def bar_row(label: str, remark: str, share: dict[str, Any], *, is_share: bool) -> dict[str, Any]:
+    """A row of `bars.html.j2`; only shares have a bar, from 0 to 1."""
     low, high = share["low"], share["high"]
     drawn = is_share and low is not None and high is not None
     return {
@@ -265,6 +265,7 @@ def _bar_row(label: str, remark: str, share: dict[str, Any], *, is_share: bool) 
         "remark": remark,
         "value": decimal(share["value"]),
         "bar": is_share,
+        "faint": False,
         "share": 100 * min(1.0, max(0.0, share["value"])),
         "bracket": (100 * low, 100 * (high - low)) if drawn else None,
         "interval": f"{low:.2f} to {high:.2f}" if drawn else interval([low, high]),

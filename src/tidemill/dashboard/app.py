@@ -19,7 +19,6 @@ from starlette.responses import HTMLResponse, RedirectResponse, Response, Stream
 from starlette.routing import Route
 
 from tidemill.core.errors import UserError
-from tidemill.core.formatting import dollars
 from tidemill.core.records import Record
 from tidemill.dashboard.access import refusal
 from tidemill.dashboard.runs import WatchedFolder, WatchedRun
@@ -121,15 +120,7 @@ class Dashboard:
         if self._folder.single:
             return RedirectResponse(f"/run/{self._folder.single}/", 303)
         rows = await self._folder.rows()
-        shown = [
-            {
-                **msgspec.structs.asdict(row),
-                "place": row.path.relative_to(self._folder.root).as_posix(),
-                "curve": _curve(row.sparkline),
-                "cost": dollars(row.cost_usd) if row.cost_usd else "",
-            }
-            for row in rows
-        ]
+        shown = [(row, row.path.relative_to(self._folder.root).as_posix(), _curve(row.sparkline)) for row in rows]
         values = {"rows": shown, "pipelines": {row.pipeline for row in rows}, "most": MOST_COMPARED}
         return _shown(render_page(TEMPLATES / "runs.html.j2", folder=str(self._folder.root), **values))
 

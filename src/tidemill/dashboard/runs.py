@@ -137,7 +137,8 @@ class WatchedFolder(Watched):
             return
         if root.is_dir():
             raise UserError("no run in this folder", where=str(root), hint=f"{NO_RUN}, or a folder above it")
-        raise UserError("no such run or folder", where=str(root), hint=similar_path(root) or NO_RUN)
+        what = "a file, not a run directory or a folder with some" if root.exists() else "no such run or folder"
+        raise UserError(what, where=str(root), hint=similar_path(root) or NO_RUN)
 
     @property
     def single(self) -> str:

@@ -106,7 +106,7 @@ def test_samples_are_judged_with_keys(tmp_path: Path) -> None:
 def test_what_cannot_be_watched(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("", encoding="utf-8")
-    for name, what in (("missing", "no such run"), ("empty", "no run in this folder"), ("file", "no such run")):
+    for name, what in (("missing", "no such run"), ("empty", "no run in this folder"), ("file", "a file, not a run")):
         with pytest.raises(UserError, match=what):
             WatchedFolder(tmp_path / name)
     assert WatchedFolder(tmp_path / "missing", wait=True).single == ""

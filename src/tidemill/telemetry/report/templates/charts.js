@@ -26,6 +26,8 @@ const charts = (() => {
     if (text !== undefined) node.textContent = text;
     return node;
   };
+  // Values between gaps, which no line shows.
+  const alone = (values) => values.flatMap((value, at) => (value != null && values[at - 1] == null && values[at + 1] == null ? [at] : []));
   const lastOf = (values) => values.findLast((value) => value != null) ?? null;
 
   // A stacked chart draws cumulative sums and fills the area between neighbours.
@@ -104,7 +106,7 @@ const charts = (() => {
     const series = chart.series.map((one, at) => ({
       label: one.label, stroke: paint(hue(at), smooth ? 0.3 : 1), width: stacked || smooth ? 1 : 2, dash: smooth ? [] : dash(at), spanGaps: evaluated(at),
       fill: stacked ? (at ? undefined : paint(hue(at), 0.6)) : chart.series.length === 1 && !chart.band.length && !logarithmic ? paint(hue(at), 0.1) : undefined,
-      points: { show: (evaluated(at) && few(at)) || lone, size: 6, fill: paint("--card") },
+      points: { show: evaluated(at) && few(at), filter: (plot, index, all) => (all ? null : alone(plot.data[index])), size: 6, fill: paint("--card") },
     }));
     const bands = [];
     if (chart.band.length) {

@@ -67,11 +67,15 @@ class SampleQuery(Record, omit_defaults=True):
 
     @classmethod
     def of_url(cls, parameters: Mapping[str, str]) -> SampleQuery:
-        """The query of a URL, without parameters that are empty or unknown; all samples if one is not of its type."""
-        given = {name: text.strip() for name, text in parameters.items() if text.strip()}
-        with suppress(msgspec.ValidationError):
-            return msgspec.convert(given, cls, strict=False)
-        return cls()
+        """The query of a URL; a parameter that is empty, unknown or not of its type is left out."""
+        values = dict[str, Any]()
+        for name in cls.__struct_fields__:
+            with suppress(msgspec.ValidationError):
+                given = {name: parameters[name].strip()} if parameters.get(name, "").strip() else {}
+                value = getattr(msgspec.convert(given, cls, strict=False), name)
+                if not isinstance(value, float) or math.isfinite(value):
+                    values[name] = value
+        return cls(**values)
 
     def url(self, **changes: Any) -> str:
         """The parameters of a URL, with changes."""
@@ -292,6 +296,10 @@ class SampleIndex:
         keep = self._mask(SampleQuery(step_min=step, step_max=step, purpose=purpose))
         keep &= (self._rows["prompt"] == self._prompts.get(prompt_id, -1)) & (self._rows["epoch"] == epoch)
         return sorted(self._rows_at(np.flatnonzero(keep)), key=lambda row: row.index)
+
+    def group(self, step: int, prompt_id: str, epoch: int = 0, purpose: str = TRAINING_PURPOSE) -> list[Sample]:
+        """The samples of a group, by index. Raises UserError as `read`."""
+        return [self.read(row) for row in self.rows_of(step, prompt_id, epoch, purpose)]
 
 
 def _contains(line: bytes, text: str) -> bool:

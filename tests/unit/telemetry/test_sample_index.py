@@ -136,7 +136,7 @@ def test_unreadable_lines_are_skipped_and_the_others_keep_their_places(run: RunD
     damage_samples(run)
     index = index_of(run)
     assert found(index, step_min=2, step_max=2, purpose="train") == [(2, "a", 1, 1.0)]
-    assert index.read(index.rows_of(2, "a")[0]).completion == "Straße 1.0"
+    assert index.group(2, "a")[0].completion == "Straße 1.0"
 
 
 def test_runs_without_the_new_keys_are_indexed(run: RunDirectory) -> None:
@@ -237,5 +237,12 @@ def test_the_parameters_of_a_url() -> None:
     given = {"reward_min": "0.1", "truncated": "1", "text": "a&b=c", "version": "0", "purpose": "all", "sort": "?"}
     assert SampleQuery.of_url({**given, "sort": "step"}) == query
     assert query.url() == "purpose=all&reward_min=0.1&truncated=1&version=0&text=a%26b%3Dc"
-    for wrong in ({"step_min": "x"}, {"truncated": "maybe"}, {"page": ""}, {"other": "1"}):
-        assert SampleQuery.of_url(wrong) == SampleQuery()
+    wrong = {
+        "step_min": "x",
+        "reward_max": "nan",
+        "reward_min": "1e999",
+        "page": "",
+        "truncated": "maybe",
+        "other": "1",
+    }
+    assert SampleQuery.of_url(wrong) == SampleQuery()

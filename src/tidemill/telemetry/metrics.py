@@ -379,7 +379,7 @@ _CHARTS = (
     ),
     Chart(
         "Step time",
-        "seconds, forecast ± two deviations",
+        "seconds",
         {FORECAST_STEP: "forecast", STEP_TIME: "actual"},
         band=FORECAST_HALF,
     ),
@@ -425,7 +425,7 @@ _CHARTS = (
     Chart("Outdated messages", "per step", {"deltas_ignored": "ignored"}),
 )
 _GROUPS = {
-    "Held-out accuracy": "Reward", "Turns and calls": "Agents", "Loss": "Supervised", "Entropy": "Policy",
+    "Held-out accuracy": "Reward", "Turns and calls": "Agents", "Loss": "Loss", "Entropy": "Policy",
     "Completion length": "Samples", "Engine and trainer mismatch": "Off-policy", "Value loss": "Critic",
     "Time per step": "Time", "Generation speed": "Tokens", "Preemptible workers": "Fleet",
 }  # fmt: skip

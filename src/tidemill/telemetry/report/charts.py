@@ -47,11 +47,13 @@ MOST_POINTS = 2000
 FEWEST_POINTS = 250
 MOST_VALUES = 1_000_000
 SIGNIFICANT_DIGITS = 5
-SAME = 1e-9
-"""Relative difference of values that are plotted as one constant."""
+SAME = 1e-6
+"""Relative difference of values that are plotted as one constant, such as by float32 rounding."""
 AFTER_REWARD = 3
 """Position of the chart of single rewards."""
 OVERVIEW_SHOWN = 6
+SHOWN_LAST = ("Step time", "Entropy")
+"""Of the overview: they do not say whether a run learns."""
 OVERVIEW = (
     QUALITY.title, "Held-out accuracy", "Reward", "Held-out reward", "Completion length", "Step time", "Entropy",
     "Loss", "Token accuracy", "Pairwise accuracy",
@@ -106,7 +108,7 @@ def chart_data(
             for chart in charts
         ],
         "constant": constant,
-        "overview": [title for title in OVERVIEW if title in titles][:OVERVIEW_SHOWN],
+        "overview": sorted([title for title in OVERVIEW if title in titles][:OVERVIEW_SHOWN], key=SHOWN_LAST.__contains__),
         "trust": [title for title in TRUST if title in titles],
         "cursor": _cursor(data, shape, bucket, int(steps[-1]) if len(steps) else 0),
         **({} if after is None else {"reset": True} if whole else {"start": start}),
@@ -222,15 +224,16 @@ def _plot(chart: Chart, steps: NDArray[np.int64], columns: Columns, bucket: int,
         | ({"points": True} if chart.kind == "line" and name.startswith(HELD_OUT) else {})  # not of every step
         for name in chart.series
     ]
+    band = values(chart.band) if chart.band in columns else []
     return {
         "title": chart.title,
         "group": chart.group,
-        "note": chart.note,
+        "note": chart.note + (", forecast ± two deviations" if chart.band == FORECAST_HALF and band else ""),
         "kind": chart.kind,
         "low": chart.low,
         "high": chart.high,
         "series": series,
-        "band": values(chart.band) if chart.band in columns else [],
+        "band": band,
     }
 
 

@@ -98,6 +98,8 @@ def headline(data: RunData) -> str:
         first, last = comparable((before, after))
         return f"Held-out {first.name} {went(first, last, f'in {over}')}."
     if rewards := data.values(metrics.REWARD_MEAN):
+        if len(rewards) == 1:
+            return f"Mean reward is {decimal(rewards[-1])} after {over}."
         return f"Mean reward went from {decimal(rewards[0])} to {decimal(rewards[-1])} in {over}."
     for name, title in ((metrics.HELD_OUT_LOSS, "Held-out loss"), (metrics.LOSS, "Loss")):
         losses = data.values(name)
@@ -304,7 +306,7 @@ def tiles(data: RunData) -> list[tuple[str, str, str]]:
         ("Wall time", duration(summary["wall_s"]), f"in {sessions} sessions" if sessions > 1 else "one session"),
         ("Training", duration(summary["training_s"]), "surviving steps, without evaluation"),
         ("Tokens generated", compact(summary["tokens_generated"]), f"{compact(speed)} tokens/s" if speed else ""),
-        ("Tokens trained", compact(summary["tokens_trained"]), f"{summary['optimizer_steps']} optimizer steps"),
+        ("Tokens trained", compact(summary["tokens_trained"]), counted(summary["optimizer_steps"], "optimizer step")),
         ("Peak memory", gigabytes(summary["peak_rss_bytes"]), "maximum over all sessions"),
     ]
     if forecast is not None:

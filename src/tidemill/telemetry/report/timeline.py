@@ -387,7 +387,7 @@ def fleet_tiles(data: RunData, found: Timeline) -> list[tuple[str, str, str]]:
         ("Workers", f"{mean_serving(found):.1f}", f"mean, at most {max(count for _, count in found.serving)}"),
         ("Leases", str(summary["leases"]), f"started in {duration(median(starts))} (median)" if starts else "none up"),
         ("Evictions", str(summary["evictions"]), f"{summary['evictions_noticed']} with notice"),
-        ("Samples migrated", str(summary["migrations"]), f"{kept} tokens kept, {lost} lost"),
+        ("Samples migrated", str(summary["samples_kept"]), f"{kept} tokens kept, {lost} lost"),
         ("Preemptible share", percent(remote / tokens) if tokens else "-", f"of {compact(tokens)} generated tokens"),
         ("Goodput", decimal(goodput), "trained tokens per second of wall time"),
     ]

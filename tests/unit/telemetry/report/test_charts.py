@@ -84,7 +84,7 @@ def test_every_registered_metric_is_drawn_in_a_group_and_under_a_title(tmp_path:
 
 def test_constant_charts_are_listed_instead(tmp_path: Path) -> None:
     lines = [
-        {"step": step, "learning_rate": 1e-5, "kl_ref": 1.4e-17 * step, "entropy": 0.1 + step, "my_metric": 0.1 + 0.2}
+        {"step": step, "learning_rate": 1e-5, "kl_ref": 1.4e-17 * step, "entropy": 0.1 + step, "my_metric": 0.3 + 1e-8 * step}
         for step in (1, 2, 3)
     ]
     data = charts_of(tmp_path, "".join(json.dumps(line) + "\n" for line in lines))
@@ -201,5 +201,11 @@ def test_the_forecast_is_drawn_with_the_step_times(tmp_path: Path) -> None:
         {"label": "forecast", "values": [None, 3.0, 2.0]},
         {"label": "actual", "values": [None, 3.5, 1.5]},
     ]
-    assert chart["band"] == [None, 0.3, 0.2]
+    assert chart["band"] == [None, 0.3, 0.2] and "forecast" in chart["note"]
     assert len(data["charts"]) == 1
+
+
+def test_a_supervised_run_shows_its_loss_before_its_step_times(tmp_path: Path) -> None:
+    data = charts_of(tmp_path, '{"step":1,"time_step_s":3.5,"loss":2.5,"token_accuracy":0.5}\n')
+    assert data["overview"] == ["Loss", "Token accuracy", "Step time"]
+    assert "forecast" not in {chart["title"]: chart for chart in data["charts"]}["Step time"]["note"]

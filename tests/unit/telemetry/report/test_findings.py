@@ -64,6 +64,7 @@ def test_means_differ_significantly_or_not(stderr: float | None, clear: bool) ->
         (lines("samples_invalid", [8.0, 8.0]), "", "2 steps have been completed, none with a valid reward."),
         ("", evaluated(0, 0.25), "Held-out accuracy is 0.250 before the first step."),
         (lines("reward_mean", [0.2, 0.4]), "", "Mean reward went from 0.200 to 0.400 in 2 steps."),
+        (lines("reward_mean", [0.2]), evaluated(0, 0.28), "Mean reward is 0.200 after 1 step."),
         (ONE_STEP, evaluated(0, 0.28) + evaluated(1, 0.83), "Held-out accuracy rose from 0.280 to 0.830 in 1 step."),
         (ONE_STEP, evaluated(0, 0.83) + evaluated(1, 0.28), "Held-out accuracy fell from 0.830 to 0.280 in 1 step."),
         (

@@ -342,8 +342,10 @@ class TrainingRun:
         rollout = self.rollout
         step = self.step + 1
         version = self.trainer.version
+        rollout.telemetry.progress("training", 0, 1)
         with rollout.span("training", step=step):
             metrics = await self._call_trainer(self.trainer.commit(step), f"the trainer to commit step {step}")
+        rollout.telemetry.progress("training", 1, 1)
         await self._finish_in_flight(batch)
         if "time_train_s" in metrics.values:  # excludes its waits for the device
             self.timings["time_train_s"] = metrics.values["time_train_s"]

@@ -13,6 +13,7 @@ from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Page, expect
 
 from tests.browser import chromium, opened
+from tests.fabricated_agents import FabricatedAgents
 from tests.fabricated_fleet import FabricatedFleet
 from tests.fabricated_guard import FabricatedGuard
 from tests.fabricated_run import FabricatedRun, make_prompt, make_trajectory
@@ -144,6 +145,41 @@ def test_prompts_completions_and_errors_stay_inert(browser: Browser, tmp_path: P
                 assert "onerror" in page.locator("body").inner_text()
                 assert page.evaluate("window.hit") is None
                 assert page.locator("img").count() == 0
+
+
+def test_long_names_stay_inside_the_page(browser: Browser, tmp_path: Path) -> None:
+    name, long = "run" * 80, "metric" * 50
+    FabricatedAgents(tmp_path / name, steps=2).make()
+    manifest = tmp_path / name / "manifest.json"
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"run": name}))
+    metrics = tmp_path / name / "metrics.jsonl"
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    metrics.write_text("".join(json.dumps(line | {long: line["step"]}) + "\n" for line in lines))
+    with pages(tmp_path) as client:
+        site = str(client.base_url).rstrip("/")
+        with opened(browser, f"{site}/") as page:
+            state = page.locator("#rows .ending").bounding_box()
+            assert state is not None and state["x"] < page.viewport_size["width"]  # type: ignore[index]
+        with opened(browser, site + page_of(tmp_path, name) + "#learning", width=PHONE) as page:
+            expect(page.get_by_text(long)).to_be_visible()
+            assert not overflows(page)
+            page.goto(site + page_of(tmp_path, name) + "#samples")
+            page.get_by_role("link", name="Group of this sample").first.click()
+            expect(page.locator(".group")).to_be_visible()
+            assert not overflows(page)
+            page.goto(site + page_of(tmp_path, name) + "check")
+            assert not overflows(page)
+
+
+def test_the_first_step_is_drawn(browser: Browser, tmp_path: Path) -> None:
+    FabricatedRun(tmp_path, steps=1).make()
+    drawn = """() => [...document.querySelectorAll("#overview canvas")].map((canvas) => {
+        const found = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data;
+        return found.some((value, at) => at % 4 === 0 && value < 20 && found[at + 1] > 100 && found[at + 3] > 200);
+    })"""
+    with opened(browser, write_report(tmp_path).as_uri()) as page:
+        expect(page.locator("#overview canvas").nth(5)).to_be_visible()
+        assert page.evaluate(drawn) == [True] * 6
 
 
 def test_a_step_appears_without_a_reload_and_is_not_repeated_after_a_resume(browser: Browser, tmp_path: Path) -> None:

@@ -41,6 +41,7 @@ def test_a_run_from_the_first_step_to_the_last() -> None:
     assert [metrics.step for metrics in session.telemetry.steps] == [0, 1, 2, 3, 4]
     assert session.telemetry.named("resume") == [{"step": 0}]
     assert session.engine.version == session.trainer.version
+    assert session.telemetry.progressed.count(("training", 0, 1)) == 4
     assert result.tokens_generated == sum(m.values.get("tokens_generated", 0) for m in session.telemetry.steps)
 
 

@@ -108,7 +108,9 @@ def chart_data(
             for chart in charts
         ],
         "constant": constant,
-        "overview": sorted([title for title in OVERVIEW if title in titles][:OVERVIEW_SHOWN], key=SHOWN_LAST.__contains__),
+        "overview": sorted(
+            [title for title in OVERVIEW if title in titles][:OVERVIEW_SHOWN], key=SHOWN_LAST.__contains__
+        ),
         "trust": [title for title in TRUST if title in titles],
         "cursor": _cursor(data, shape, bucket, int(steps[-1]) if len(steps) else 0),
         **({} if after is None else {"reset": True} if whole else {"start": start}),

@@ -391,4 +391,6 @@ def clock_time(event: dict[str, Any]) -> str:
 def _logged(value: Any) -> str:
     if isinstance(value, list):
         return f"[{', '.join(map(_logged, value))}]"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
     return decimal(value) if isinstance(value, float) else str(value)

@@ -72,10 +72,9 @@ def samples_section(data: RunData, index: SampleIndex, query: SampleQuery | None
     page = index.query(query)
     rows = [(row, _text(index, row), address(row, "sample"), address(row, "group")) for row in page.rows]
     bars = _bars(index.histogram(query), query)
-    abandoned = bool(data.run.abandoned())
-    return render_page(
-        TEMPLATE, view="samples", query=query, page=page, rows=rows, index=index, bars=bars, abandoned=abandoned
-    )
+    workers = sorted({name.rpartition("/")[2] for name in index.workers})  # without their engines, as in the table
+    others = {"workers": workers, "abandoned": bool(data.run.abandoned())}
+    return render_page(TEMPLATE, view="samples", query=query, page=page, rows=rows, index=index, bars=bars, **others)
 
 
 def group_section(

@@ -84,7 +84,13 @@ def test_every_registered_metric_is_drawn_in_a_group_and_under_a_title(tmp_path:
 
 def test_constant_charts_are_listed_instead(tmp_path: Path) -> None:
     lines = [
-        {"step": step, "learning_rate": 1e-5, "kl_ref": 1.4e-17 * step, "entropy": 0.1 + step, "my_metric": 0.3 + 1e-8 * step}
+        {
+            "step": step,
+            "learning_rate": 1e-5,
+            "kl_ref": 1.4e-17 * step,
+            "entropy": 0.1 + step,
+            "my_metric": 0.3 + 1e-8 * step,
+        }
         for step in (1, 2, 3)
     ]
     data = charts_of(tmp_path, "".join(json.dumps(line) + "\n" for line in lines))

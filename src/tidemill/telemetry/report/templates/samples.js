@@ -56,6 +56,8 @@
       const known = numbers.filter((value) => value !== null), low = Math.min(...known), high = Math.max(...known);
       const x = (at) => ((at + 0.5) * 720) / numbers.length;
       const point = (value, at) => (value === null ? "" : `${at && numbers[at - 1] !== null ? "L" : "M"}${x(at)} ${82 - (74 * (value - low)) / (high - low || 1)}h.1`);
+      const range = typeof chosen.values.find((value) => value !== null) === "number" ? `, ${Number(low.toPrecision(3))} to ${Number(high.toPrecision(3))}` : "";
+      shown().querySelector(".token-range").textContent = `${chosen.title} by token position${range}`;
       const lines = { line: numbers.map(point).join(""), at: current < 0 ? "" : `M${x(current)} 0V90` };
       chart.replaceChildren(...Object.entries(lines).map(([name, line]) => {
         const path = document.createElementNS("http://www.w3.org/2000/svg", "path");

@@ -72,7 +72,7 @@
   };
 
   // ---- control
-  const ALIVE = ["running", "stalled", "waiting", "unknown"];
+  const ALIVE = ["running", "stalled", "waiting"];
   const ALLOWED = { pause: ALIVE, resume: ["paused"], checkpoint: ALIVE, stop: [...ALIVE, "paused"] };
   const allow = () => $$(".controls button").forEach((button) => {
     button.hidden = !ALLOWED[button.dataset.action ?? button.dataset.asks].includes($("#run").dataset.state);

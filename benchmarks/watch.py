@@ -1,6 +1,6 @@
 """Memory and time of reading runs while they are written, as `tidemill watch` does.
 
-    python -m benchmarks.watch [--record]
+    python -m benchmarks.watch
 
 Three figures, each measured in a fresh process:
 
@@ -41,7 +41,6 @@ MEGABYTE = 1e6
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--record", action="store_true", help="write results/watch.json")
     parser.add_argument("--read", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--idle", type=Path, help=argparse.SUPPRESS)
     options = parsed(parser)
@@ -65,8 +64,7 @@ def main() -> int:
         f"{content['read_s']:.2f} s, a new step in {content['new_step_s']:.3f} s; {RUNS} runs: listed in "
         f"{content['list_s']:.2f} s, {content['list_memory_bytes'] / MEGABYTE:.0f} MB, idle {content['idle_share']:.2%}"
     )
-    if options.record:
-        print(f"written: {write_result('watch', content)}")
+    print(f"written: {write_result('watch', content)}")
     return exit_code(content)
 
 

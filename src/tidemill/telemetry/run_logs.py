@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from tidemill.telemetry.events import DECODE, PUBLISH, PULL, ROLLOUT, SESSION_END, SESSION_START, TRAINING, events_in
 from tidemill.telemetry.fleet_figures import DECODED, LeaseKey, amount, decode_figures, lease_key
 from tidemill.telemetry.followed_file import FollowedFile
+from tidemill.telemetry.jsonl import read_lines
 from tidemill.telemetry.metric_table import MetricTable, Rows
 from tidemill.telemetry.metrics import parse_metrics
 from tidemill.telemetry.run_dir import RunDirectory
@@ -23,6 +24,9 @@ FREQUENT = frozenset({ROLLOUT, TRAINING, PUBLISH, PULL, DECODE})
 """Events of every step. Figures need no more of them than `EventLog.outline` has."""
 KEPT_EVENTS = 10_000
 """Events of a log with more of them are read from the file again where all are needed."""
+
+
+RECENT_BYTES = 2 << 20
 
 
 class EventLog(Rows[dict[str, Any]]):
@@ -73,6 +77,13 @@ class EventLog(Rows[dict[str, Any]]):
         """The events with one of these names."""
         events = self if FREQUENT.intersection(names) else self._outline
         return [event for event in events if event["event"] in names]
+
+    @property
+    def recent(self) -> list[dict[str, Any]]:
+        """The newest events of a long log, all of a short one."""
+        if self._kept:
+            return [*self._kept]
+        return [event for _, event in read_lines(self._path, last_bytes=RECENT_BYTES) if "event" in event]
 
     def __len__(self) -> int:
         return self._count

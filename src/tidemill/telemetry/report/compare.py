@@ -8,6 +8,7 @@ from typing import Any
 
 from tidemill.core.formatting import decimal, interval
 from tidemill.telemetry.comparison import (
+    AXES,
     PairedFigure,
     changed_keys,
     check_number,
@@ -17,17 +18,8 @@ from tidemill.telemetry.comparison import (
     paired_figures,
 )
 from tidemill.telemetry.jsonl import write_atomically
-from tidemill.telemetry.report.pages import HERE, render_page
+from tidemill.telemetry.report.pages import TEMPLATES, render_page
 from tidemill.telemetry.run_data import RunData
-
-SCRIPTS = (
-    "vendor/uplot/uPlot.iife.min.js",
-    "templates/fleet.js",
-    "templates/live.js",
-    "templates/charts.js",
-    "templates/compare.js",
-)
-STYLES = ("vendor/uplot/uPlot.min.css", "templates/report.css")
 
 
 def write_comparison(paths: Sequence[Path], to: Path) -> Path:
@@ -42,33 +34,22 @@ def write_comparison(paths: Sequence[Path], to: Path) -> Path:
 
 
 def compare_page(runs: Sequence[RunData], *, live: bool = False) -> str:
-    """The page; a live one gets its curves from compare.json."""
+    """The page: a file, or a live page of the server."""
     names = labels(runs)
     return render_page(
-        HERE / "templates" / "compare.html.j2",
+        TEMPLATES / "compare.html.j2",
         names=names,
-        axes=comparison_json(runs[:0])["axes"],
-        compared=None if live else comparison_json(runs),
+        axes=AXES,
+        compared=comparison_json(runs),
+        inline=not live,
         figures=[(label, *texts) for label, texts in final_figures(runs)],
         pairs=[_pair_row(pair, names) for pair in paired_figures(runs)],
         changed=[(key, *texts) for key, texts in changed_keys(runs)],
-        scripts=SCRIPTS,
-        styles=STYLES,
     )
 
 
 def _pair_row(pair: PairedFigure, names: Sequence[str]) -> tuple[Any, ...]:
     found = pair.found
+    means = (decimal(found.before), decimal(found.after), decimal(found.difference.value))
     ends = interval(found.difference.ends)
-    return (
-        pair.of,
-        names[pair.run],
-        found.n,
-        decimal(found.before),
-        decimal(found.after),
-        decimal(found.difference.value),
-        ends,
-        found.better,
-        found.worse,
-        decimal(found.p_value),
-    )
+    return pair.of, names[pair.run], found.n, *means, ends, found.better, found.worse, decimal(found.p_value)

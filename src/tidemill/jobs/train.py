@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, contextmanager, suppress
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack, contextmanager, suppress
 from typing import Any, TextIO, TypeAlias
 
 from tidemill.agents.run_agent import agent_limits, open_environments
@@ -191,24 +191,19 @@ def run_session(
 @contextmanager
 def metrics_endpoint(config: TelemetryConfig, recorder: Recorder) -> Iterator[None]:
     """Serve the run's newest figures while the block runs, if `telemetry.port` is set. A failure never ends the run."""
-    if config.port is None:
-        yield
-        return
-    server = None
-    try:
-        from tidemill.dashboard.serve import BackgroundServer, run_metrics
+    with ExitStack() as stack:
+        try:
+            if config.port is not None:
+                from tidemill.dashboard.serve import BackgroundServer, run_metrics
 
-        server = BackgroundServer(run_metrics(recorder.run.path, config))
-        recorder.note(f"metrics for Prometheus: {server.url}")
-    except ImportError as error:
-        recorder.sink_failed("telemetry.port", f"{error}; {install_command('watch')}")
-    except Exception as error:  # noqa: BLE001 - the port is taken, most likely
-        recorder.sink_failed("telemetry.port", describe_error(error))
-    try:
+                server = BackgroundServer(run_metrics(recorder.run.path, config))
+                stack.callback(server.close)
+                recorder.note(f"metrics for Prometheus: {server.url}")
+        except ImportError as error:
+            recorder.sink_failed("telemetry.port", f"{error}; {install_command('watch')}")
+        except Exception as error:  # noqa: BLE001 - the port is taken, most likely
+            recorder.sink_failed("telemetry.port", describe_error(error))
         yield
-    finally:
-        if server is not None:
-            server.close()
 
 
 @contextmanager

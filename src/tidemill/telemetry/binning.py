@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import pairwise
+
+import numpy as np
 
 from tidemill.core.records import Record
 
@@ -24,7 +25,8 @@ class Bins(Record):
 
 def make_bins(first: Sequence[float], last: Sequence[float], span: tuple[float, float] | None = None) -> Bins:
     """Common bins of both windows: one per value if there are few values, otherwise of equal width (over `span`)."""
-    edges, values = bin_edges(sorted({value for value in (*first, *last) if math.isfinite(value)}), span)
+    first, last = ([value for value in part if math.isfinite(value)] for part in (first, last))
+    edges, values = bin_edges(sorted({*first, *last}), span)
     return Bins(edges=tuple(edges), first=_shares(first, edges), last=_shares(last, edges), values=values)
 
 
@@ -46,8 +48,5 @@ def bin_edges(
 
 
 def _shares(values: Sequence[float], edges: Sequence[float]) -> tuple[float, ...]:
-    counts = [0] * (len(edges) - 1)
-    finite = [value for value in values if math.isfinite(value)]
-    for value in finite:
-        counts[max(1, min(bisect_right(edges, value), len(counts))) - 1] += 1
-    return tuple(count / len(finite) if finite else 0.0 for count in counts)
+    counts, _ = np.histogram(np.clip(values, edges[0], edges[-1]), edges)
+    return tuple((counts / max(len(values), 1)).tolist())

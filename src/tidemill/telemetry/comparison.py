@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -24,16 +24,8 @@ POINTS = 600
 """Most points of a curve; of more, evenly spaced ones and the last."""
 SIGNIFICANT_DIGITS = 6
 ABSENT = "–"
-SHOWN_TEXT = 200
-"""Most characters of a value of the configuration."""
-
-
-class PairedFigure(NamedTuple):
-    """The last evaluation of a run against that of the first run, on the prompts that both have."""
-
-    of: str  # name of the set of prompts
-    run: int
-    found: Paired
+EVALUATED = "eval-"
+"""Prefix of the purpose of evaluations in names of samples files."""
 
 
 def check_number(paths: Sequence[Path]) -> None:
@@ -52,11 +44,9 @@ def labels(runs: Sequence[RunData]) -> list[str]:
     if len(set(names)) == len(names):
         return names
     parts = [run.run.path.resolve().parts for run in runs]
-    for depth in range(1, max(map(len, parts)) + 1):
-        ends = ["/".join(each[-depth:]) for each in parts]
-        if len(set(ends)) == len(ends):
-            return ends
-    return [f"{name} ({at})" for at, name in enumerate(names, 1)]
+    depths = range(1, max(map(len, parts)) + 1)
+    ends = (["/".join(each[-depth:]) for each in parts] for depth in depths)
+    return next(distinct for distinct in ends if len(set(distinct)) == len(runs))
 
 
 def comparison_json(runs: Sequence[RunData]) -> dict[str, Any]:
@@ -65,15 +55,12 @@ def comparison_json(runs: Sequence[RunData]) -> dict[str, Any]:
     kept = [_kept(len(run.metrics)) for run in runs]
     charts, constant = list[dict[str, Any]](), list[tuple[str, float]]()
     for metric, chart in _charts(runs):
-        curves = [
-            [_rounded(run.metrics[at].values.get(metric), chart.scale) for at in rows]
-            for run, rows in zip(runs, kept, strict=True)
-        ]
-        series = [
-            {"label": name, "run": at, "values": values}
-            for at, (name, values) in enumerate(zip(names, curves, strict=True))
-        ]
-        if len(known := {value for values in curves for value in values if value is not None}) > 1:
+        series = list[dict[str, Any]]()
+        for at, (run, rows) in enumerate(zip(runs, kept, strict=True)):
+            values = run.metrics.column(metric)[rows] * chart.scale
+            series.append({"label": names[at], "run": at, "values": [_rounded(value) for value in values.tolist()]})
+        known = {value for curve in series for value in curve["values"]} - {None}
+        if len(known) > 1:
             shown = {"title": chart.title, "note": chart.note, "group": chart.group}
             charts.append({"metric": metric, **shown, "series": series})
         else:
@@ -96,7 +83,7 @@ def _kept(number: int) -> list[int]:
 
 def _charts(runs: Sequence[RunData]) -> list[tuple[str, Chart]]:
     """Every metric of any run, with a chart of its own; those of the registry's charts come first, in their order."""
-    measured = {name for run in runs for line in run.metrics for name in line.values}
+    measured = {name for run in runs for name in run.metrics.names}
     found = dict[str, Chart]()
     for chart in CHARTS:
         for metric, label in chart.series.items():
@@ -107,10 +94,8 @@ def _charts(runs: Sequence[RunData]) -> list[tuple[str, Chart]]:
     return [(metric, chart) for metric, chart in found.items() if metric in measured]
 
 
-def _rounded(value: float | None, scale: float = 1.0) -> float | None:
-    if value is None or not math.isfinite(value):
-        return None
-    return float(f"{value * scale:.{SIGNIFICANT_DIGITS}g}")
+def _rounded(value: float) -> float | None:
+    return float(f"{value:.{SIGNIFICANT_DIGITS}g}") if math.isfinite(value) else None
 
 
 def axes_of(run: RunData) -> dict[str, list[float]]:
@@ -119,9 +104,9 @@ def axes_of(run: RunData) -> dict[str, list[float]]:
     lines = run.metrics
     starts = {number: session.start_s for number, session in run.sessions.items()}
     seconds = np.array([starts.get(line.session, 0.0) + line.elapsed_s for line in lines])
-    tokens = np.cumsum([line.values.get(TOKENS_GENERATED, 0.0) for line in lines])
+    tokens = np.nancumsum(lines.column(TOKENS_GENERATED))
     spent = seconds * run.setting("fleet", "reserved_usd_per_hour") / HOUR_S
-    for lease in held_leases(run.events, run.sessions).values():
+    for lease in held_leases(run.events.outline, run.sessions).values():
         if lease.kind == "preemptible" and lease.cost_usd:
             share = (seconds - lease.start_s) / max(lease.end_s - lease.start_s, 1e-9)
             spent = spent + lease.cost_usd * np.clip(share, 0.0, 1.0)
@@ -159,8 +144,9 @@ def _figures_of(run: RunData) -> dict[str, str]:
     return found
 
 
-def paired_figures(runs: Sequence[RunData]) -> list[PairedFigure]:
-    """Rewards of the last evaluation of each later run against the first run's, for each set that both evaluated."""
+def paired_figures(runs: Sequence[RunData]) -> list[tuple[str, int, Paired]]:
+    """(set, run, difference) of the last evaluation of each later run from the first run's, on the prompts that both
+    have."""
     first, *others = [_last_rewards(run) for run in runs]
     found = []
     for name, of_first in first.items():
@@ -168,27 +154,20 @@ def paired_figures(runs: Sequence[RunData]) -> list[PairedFigure]:
             rewards = sets.get(name, {})
             if common := sorted(of_first.keys() & rewards.keys()):
                 pair = paired([of_first[each] for each in common], [rewards[each] for each in common])
-                found.append(PairedFigure(of=name, run=at, found=pair))
+                found.append((name, at, pair))
     return found
 
 
 def _last_rewards(run: RunData) -> dict[str, dict[tuple[str, str], float]]:
     """By set: the reward of the greedy completion of each prompt (id, text) in the last evaluation, valid ones only."""
-    newest = dict[str, Path]()
-    for _, purpose, path in run.run.sample_files():
-        if purpose.startswith(EVALUATED):
-            newest[purpose.removeprefix(EVALUATED)] = path
+    newest = {purpose: path for _, purpose, path in run.run.sample_files() if purpose.startswith(EVALUATED)}
     found = dict[str, dict[tuple[str, str], float]]()
-    for name, path in newest.items():
-        rewards = found.setdefault(name, {})
+    for purpose, path in newest.items():
+        rewards = found.setdefault(purpose.removeprefix(EVALUATED), {})
         for sample in read_samples(path):
-            if sample.valid and sample.reward is not None and math.isfinite(sample.reward):
+            if sample.valid and sample.reward is not None:
                 rewards.setdefault((sample.prompt_id, sample.prompt), sample.reward)
     return found
-
-
-EVALUATED = "eval-"
-"""Prefix of the purpose of evaluations in names of samples files."""
 
 
 def changed_keys(runs: Sequence[RunData]) -> list[tuple[str, list[str]]]:
@@ -196,12 +175,7 @@ def changed_keys(runs: Sequence[RunData]) -> list[tuple[str, list[str]]]:
     settings = [flattened(run.settings) for run in runs]
     keys = sorted({key for each in settings for key in each}, key=natural_sort_key)
     return [
-        (key, [_shown(each, key) for each in settings])
+        (key, [f"{each.get(key, ABSENT)!s:.200}" for each in settings])
         for key in keys
         if any(each.get(key) != settings[0].get(key) for each in settings) and key != "run.dir"
     ]
-
-
-def _shown(settings: Mapping[str, Any], key: str) -> str:
-    text = str(settings.get(key, ABSENT))
-    return text if len(text) <= SHOWN_TEXT else f"{text[:SHOWN_TEXT]}…"

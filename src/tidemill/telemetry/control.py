@@ -10,8 +10,6 @@ Every request becomes a `control` event with its outcome.
 from __future__ import annotations
 
 import os
-import stat
-import time
 import uuid
 from collections.abc import Callable
 from contextlib import suppress
@@ -30,9 +28,6 @@ HOLD_S = 600.0
 """Seconds for which a paused run keeps its rented machines, unless the request says otherwise."""
 POLL_S = 0.5
 """Interval at which a paused run looks for requests."""
-MOST_BYTES = 1 << 16
-MOST_NAME = 40
-"""Characters of a name in a request that are logged."""
 
 Action: TypeAlias = Literal["pause", "resume", "checkpoint", "stop"]
 
@@ -44,7 +39,6 @@ class ControlRequest(Record):
     action: Action
     run_id: str
     session: int  # of the run; another one ignores the request
-    unix_s: float  # when it was made, by the clock of whoever made it; nothing depends on it
     expires_s: float = EXPIRES_S  # a file that is older, by the clock of its file system, is ignored
     hold_s: float = HOLD_S  # of a pause: how long rented machines are kept
     by: str = ""  # "command line" or "watch"
@@ -57,7 +51,6 @@ def new_request(action: Action, *, run_id: str, session: int, by: str, hold_s: f
         action=action,
         run_id=run_id,
         session=session,
-        unix_s=time.time(),
         hold_s=hold_s,
         by=by,
     )
@@ -68,7 +61,7 @@ class ControlFolder:
 
     def __init__(self, run_dir: Path) -> None:
         self.path = run_dir / CONTROL
-        self._known: set[str] = set()  # names and ids that were taken: a file may be undeletable
+        self._taken: set[str] = set()  # names of files: one may be undeletable
 
     def file(self, request_id: str) -> Path:
         return self.path / f"{request_id}.json"
@@ -84,30 +77,30 @@ class ControlFolder:
     def take(self, *, run_id: str, session: int) -> list[tuple[str, ControlRequest | None, str]]:
         """(name, request, why it is refused) of each new file in the order of their times. Files are deleted, and taken
         once even if that fails. An unreadable one has no request."""
-        files = [(path.lstat(), path) for path in self.path.glob("*.json") if path.name not in self._known]
+        files = [(path.lstat().st_mtime, path) for path in self.path.glob("*.json") if path.name not in self._taken]
         taken = list[tuple[str, ControlRequest | None, str]]()
-        for state, path in sorted(files, key=lambda pair: pair[0].st_mtime_ns):
-            request: ControlRequest | None = None
-            if stat.S_ISREG(state.st_mode) and state.st_size <= MOST_BYTES:
-                with suppress(OSError, msgspec.DecodeError):
-                    request = decode_json(path.read_bytes(), ControlRequest)
-            refused = "it is not a request of this version"
-            if request is not None:
-                with suppress(OSError):  # now by the clock that stamps the requests: that of a shared disk's server
-                    os.utime(self.path)
-                age_s = self.path.stat().st_mtime - state.st_mtime
-                checks = {
-                    "it was applied before": request.request_id in self._known,
-                    "it is for another run": request.run_id != run_id,
-                    f"it is for session {request.session}, and this is session {session}": request.session != session,
-                    f"it is older than {duration(request.expires_s)}": age_s > request.expires_s,
-                }
-                refused = next((reason for reason, applies in checks.items() if applies), "")
-            self._known |= {path.name, *([request.request_id] if request is not None else [])}
+        for written_s, path in sorted(files):
+            request, refused = None, "it is not a request of this version"
+            with suppress(OSError, msgspec.DecodeError):
+                request = decode_json(path.read_bytes(), ControlRequest)
+                refused = self._refusal(request, written_s, run_id=run_id, session=session)
             with suppress(OSError):
                 path.unlink()
+            self._taken.add(path.name)
             taken.append((path.stem, request, refused))
         return taken
+
+    def _refusal(self, request: ControlRequest, written_s: float, *, run_id: str, session: int) -> str:
+        """Empty if there is no reason to refuse it."""
+        if request.run_id != run_id:
+            return "it is for another run"
+        if request.session != session:
+            return f"it is for session {request.session}, and this is session {session}"
+        with suppress(OSError):  # now by the clock that stamps the requests: that of a shared disk's server
+            os.utime(self.path)
+        if self.path.stat().st_mtime - written_s > request.expires_s:
+            return f"it is older than {duration(request.expires_s)}"
+        return ""
 
 
 class RunControl:
@@ -139,9 +132,9 @@ class RunControl:
             return False
         for name, request, refused in self._folder.take(run_id=self._run_id, session=self._session):
             if request is None:
-                self._log(action="", by="", request=name[:MOST_NAME], outcome="ignored", reason=refused)
+                self._log(action="", by="", request=name, outcome="ignored", reason=refused)
             elif refused:
-                self._ignore(request, refused)
+                self._note(request, refused)
             else:
                 self._apply(request, self._stop)
         return bool(self.waiting)
@@ -149,12 +142,12 @@ class RunControl:
     def _apply(self, request: ControlRequest, stop: Callable[[str], object]) -> None:
         if request.action == "stop":
             self._note(request)
-            stop(f"a request by {request.by[:MOST_NAME] or 'somebody'}")
+            stop(f"a request by {request.by or 'somebody'}")
         elif not self._between_steps:
-            self._ignore(request, "training on several ranks can only be stopped")
+            self._note(request, "training on several ranks can only be stopped")
         elif request.action == "resume":
             if self.paused is None and not self._withdraw("pause", "it was withdrawn before the end of the step"):
-                self._ignore(request, "the run is not paused")
+                self._note(request, "the run is not paused")
                 return
             self.paused = None
             self._note(request)
@@ -183,14 +176,11 @@ class RunControl:
         """Ignore a waiting request; returns whether there was one."""
         request = self.waiting.pop(action, None)
         if request is not None:
-            self._ignore(request, reason)
+            self._note(request, reason)
         return request is not None
 
-    def _ignore(self, request: ControlRequest, reason: str) -> None:
-        self._note(request, outcome="ignored", reason=reason)
-
-    def _note(self, request: ControlRequest, *, outcome: str = "applied", **more: object) -> None:
-        if request.action == "pause":
-            more["hold_s"] = request.hold_s
-        by, name = request.by[:MOST_NAME], request.request_id[:MOST_NAME]
-        self._log(action=request.action, by=by, request=name, outcome=outcome, **more)
+    def _note(self, request: ControlRequest, ignored: str = "") -> None:
+        """Log that it was applied, or why it was ignored."""
+        outcome = {"outcome": "ignored", "reason": ignored} if ignored else {"outcome": "applied"}
+        hold = {"hold_s": request.hold_s} if request.action == "pause" else {}
+        self._log(action=request.action, by=request.by, request=request.request_id, **outcome, **hold)

@@ -8,12 +8,13 @@ was read, which must still end there (copies, and runs of older versions, may ha
 from __future__ import annotations
 
 import os
-import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
-from tidemill.telemetry.jsonl import line_object
+import msgspec
+
+from tidemill.core.records import decode_json
 
 BLOCK_BYTES = 1 << 20
 
@@ -22,20 +23,12 @@ Signature: TypeAlias = tuple[int, int, int]
 
 
 def signature(path: Path) -> Signature | None:
-    """None if there is no such file or folder, or it is neither."""
+    """None if there is no such file or folder."""
     try:
         found = path.stat()
     except (FileNotFoundError, NotADirectoryError):
         return None
-    plain = stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode)  # opening a pipe would wait for a writer
-    return (found.st_ino, found.st_size, found.st_mtime_ns) if plain else None
-
-
-class NewLines(NamedTuple):
-    """Some of the lines that were appended, in order."""
-
-    lines: list[dict[str, Any] | None]  # None: unreadable
-    reset: bool  # the history was replaced: forget all earlier lines first
+    return found.st_ino, found.st_size, found.st_mtime_ns
 
 
 class FollowedFile:
@@ -60,8 +53,9 @@ class FollowedFile:
         self._last_line = b""
         self._seen: Signature | None = None  # when the file was last read to its end
 
-    def new_lines(self) -> Iterator[NewLines]:
-        """The complete lines since the last call, in blocks; nothing without a change. A missing file has no lines.
+    def new_lines(self) -> Iterator[tuple[list[dict[str, Any] | None], bool]]:
+        """The complete lines since the last call, in blocks: objects, None for unreadable lines, and whether the
+        history was replaced, so that all earlier lines are void. Nothing without a change; a missing file has no lines.
 
         Raises:
             OSError: the file cannot be read.
@@ -72,14 +66,14 @@ class FollowedFile:
             if generation != self.generation:
                 self.generation = generation
                 self._start_over()
-                yield NewLines([], reset=True)
+                yield [], True
                 continue
             self.replaced += replaced
             lines = [line_object(line) for line in complete.split(b"\n")[:-1]]
             self.lines += len(lines)
             self.unreadable += lines.count(None)
             if lines or replaced:
-                yield NewLines(lines, reset=replaced)
+                yield lines, replaced
             if not lines:
                 return
 
@@ -114,3 +108,11 @@ class FollowedFile:
         if len(block) < BLOCK_BYTES:
             self._seen = now
         return complete, replaced
+
+
+def line_object(line: bytes) -> dict[str, Any] | None:
+    """The object of a line; None if it has none."""
+    try:
+        return decode_json(line, dict)
+    except msgspec.DecodeError:
+        return None

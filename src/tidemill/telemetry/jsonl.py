@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from tidemill.core.errors import UserError
-from tidemill.core.records import decode_json
+from tidemill.telemetry.followed_file import FollowedFile, line_object
 
 BLOCK_BYTES = 1 << 16
 
@@ -131,7 +131,7 @@ class SharedLines:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._offset = 0  # behind the last complete line that was read
+        self._read = FollowedFile(path)
 
     def append(self, record: Any) -> None:
         """Append one line with one system call, after the torn line of a killed process if there is one.
@@ -150,25 +150,7 @@ class SharedLines:
 
     def new_lines(self) -> list[dict[str, Any] | None]:
         """The complete lines since the last call, None for unreadable ones. A missing file has no lines."""
-        try:
-            with self.path.open("rb") as file:
-                if file.seek(0, os.SEEK_END) < self._offset:  # replaced
-                    self._offset = 0
-                file.seek(self._offset)
-                complete = file.read()
-        except FileNotFoundError:
-            return []
-        complete = complete[: complete.rfind(b"\n") + 1]
-        self._offset += len(complete)
-        return [line_object(line) for line in complete.splitlines()]
-
-
-def line_object(line: bytes) -> dict[str, Any] | None:
-    """The object of a line; None if it has none."""
-    try:
-        return decode_json(line, dict)
-    except msgspec.DecodeError:
-        return None
+        return [line for lines, _ in self._read.new_lines() for line in lines]
 
 
 class JsonlWriter:

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Literal, TypeAlias
 
 import msgspec
 
-from tidemill.core.errors import UserError
-from tidemill.core.protocols import Clock
 from tidemill.core.records import FleetRow, Record, decode_json
-from tidemill.telemetry.jsonl import encode, write_atomically
 
 LIVE = "live.json"
 MIN_INTERVAL_S = 1.0
+MOST_SAMPLES = 256
 
 Activity: TypeAlias = Literal["working", "paused", "ended"]
 
@@ -39,7 +36,15 @@ class SampleUnderWay(Record):
     versions: tuple[int, ...] = ()  # of those tokens
 
 
-class LiveState(Record):
+class UnderWay(Record):
+    """What the rollout side of a run is doing."""
+
+    fleet: tuple[FleetRow, ...] = ()
+    samples: tuple[SampleUnderWay, ...] = ()  # at most MOST_SAMPLES
+    samples_total: int = 0
+
+
+class LiveState(UnderWay, kw_only=True):
     """What a run is doing. Times are of the run's own clock: compare them with each other only."""
 
     run_id: str
@@ -53,43 +58,7 @@ class LiveState(Record):
     activity_text: str = ""  # such as when a pause ends
     left_s: float | None = None  # until the last step; None if unknown
     phases: tuple[Phase, ...] = ()
-    fleet: tuple[FleetRow, ...] = ()
-    samples: tuple[SampleUnderWay, ...] = ()  # at most MOST_SAMPLES
-    samples_total: int = 0
     requests: tuple[str, ...] = ()  # ids of control requests that wait for the end of the step
-
-
-MOST_SAMPLES = 256
-
-
-class UnderWay(Record):
-    """What the rollout side of a run is doing."""
-
-    fleet: tuple[FleetRow, ...] = ()
-    samples: tuple[SampleUnderWay, ...] = ()
-    samples_total: int = 0
-
-
-class LiveWriter:
-    """Writes live.json. An error is ignored: the run does not depend on the file."""
-
-    def __init__(self, directory: Path, clock: Clock) -> None:
-        self._path, self._clock, self._written_s = directory / LIVE, clock, float("-inf")
-        self.beat = 0
-
-    @property
-    def due(self) -> bool:
-        """Whether the last write was `MIN_INTERVAL_S` ago."""
-        return self._clock.now() - self._written_s >= MIN_INTERVAL_S
-
-    def write(self, state: Callable[[int], LiveState]) -> None:
-        """Write `state(beat)`."""
-        self._written_s = self._clock.now()
-        self.beat += 1
-        try:
-            write_atomically(self._path, encode(state(self.beat)), durable=False)
-        except UserError:
-            return
 
 
 def read_live(directory: Path) -> LiveState | None:

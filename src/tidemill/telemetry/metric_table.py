@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from array import array
-from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import repeat
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,23 +15,6 @@ from tidemill.telemetry.metrics import MetricLine
 NAN = float("nan")
 OWN = MetricLine._fields[:-1]
 """Fields of a line beside its metrics."""
-T = TypeVar("T")
-
-
-class Rows(Sequence[T]):
-    """A sequence that builds its items on access."""
-
-    def item(self, at: int) -> T:
-        """The item at a position, counted from 0."""
-        raise NotImplementedError
-
-    def __getitem__(self, at: Any) -> Any:
-        if isinstance(at, slice):
-            return [self.item(row) for row in range(*at.indices(len(self)))]
-        return self.item(range(len(self))[at])
-
-    def __iter__(self) -> Iterator[T]:
-        return map(self.item, range(len(self)))
 
 
 class RowValues(Mapping[str, float]):
@@ -57,7 +39,7 @@ class RowValues(Mapping[str, float]):
         return sum(1 for _ in self)
 
 
-class MetricTable(Rows[MetricLine]):
+class MetricTable(Sequence[MetricLine]):
     """The lines of metrics.jsonl, a row each. Those of a run are in order of their steps; see `in_order`."""
 
     def __init__(self) -> None:
@@ -69,8 +51,11 @@ class MetricTable(Rows[MetricLine]):
     def __len__(self) -> int:
         return len(self._own)
 
-    def item(self, at: int) -> MetricLine:
-        return MetricLine(*self._own[at], RowValues(self._columns, at))
+    def __getitem__(self, at: Any) -> Any:
+        if isinstance(at, slice):
+            return [self[row] for row in range(*at.indices(len(self)))]
+        row: int = range(len(self))[at]  # from the end if negative
+        return MetricLine(*self._own[row], RowValues(self._columns, row))
 
     def append(self, line: MetricLine) -> None:
         row = len(self._own)
@@ -103,11 +88,10 @@ class MetricTable(Rows[MetricLine]):
         """Every metric that a row has."""
         return list(self._columns)
 
-    def values(self, name: str, *, after_step: int | None = None) -> list[float]:
-        """A metric of every row that has it; of later steps than `after_step` only."""
-        start, cells = self._columns.get(name, (0, array("d")))
-        first = 0 if after_step is None else bisect_right(self._own, after_step, key=lambda own: own[0])
-        return [value for value in cells[max(0, first - start) :] if value == value]
+    def values(self, name: str) -> list[float]:
+        """A metric of every row that has it."""
+        _, cells = self._columns.get(name, (0, array("d")))
+        return [value for value in cells if value == value]
 
     def column(self, name: str) -> NDArray[np.float64]:
         """A metric, or another number of a line such as `step`, of every row; NaN where it is absent. float64 [rows]"""

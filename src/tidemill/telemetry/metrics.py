@@ -476,14 +476,14 @@ def metric_line(
 def parse_metrics(line: Mapping[str, Any]) -> MetricLine | None:
     """None for a line without a step."""
     step = line.get("step")
-    if not isinstance(step, int) or isinstance(step, bool) or step != _whole(step):
+    if not isinstance(step, int) or finite_number(step) is None:
         return None
     return MetricLine(
         step=step,
-        policy_version=_whole(line.get("policy_version")),
+        policy_version=int(finite_number(line.get("policy_version")) or 0),
         weights_digest=str(line.get("weights_digest") or ""),
-        optimizer_steps=_whole(line.get("optimizer_steps")),
-        session=_whole(line.get("session")),
+        optimizer_steps=int(finite_number(line.get("optimizer_steps")) or 0),
+        session=int(finite_number(line.get("session")) or 0),
         elapsed_s=finite_number(line.get("elapsed_s")) or 0.0,
         values={
             name: number
@@ -491,12 +491,6 @@ def parse_metrics(line: Mapping[str, Any]) -> MetricLine | None:
             if (number := finite_number(value)) is not None and name not in HEADER
         },
     )
-
-
-def _whole(value: Any) -> int:
-    """A JSON number as an integer of 64 bits; 0 for anything else."""
-    number = finite_number(value)
-    return int(value) if number is not None and abs(number) < 1 << 63 else 0
 
 
 def read_metrics(path: Path) -> list[MetricLine]:

@@ -5,7 +5,6 @@ https://prometheus.io/docs/specs/om/open_metrics_spec/
 
 from __future__ import annotations
 
-import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -20,15 +19,7 @@ from tidemill.telemetry.run_state import StateName
 MEDIA_TYPE = "application/openmetrics-text; version=1.0.0; charset=utf-8"
 PREFIX = "tidemill_"
 STATES: tuple[str, ...] = get_args(StateName)
-FLEET_TOTALS = {
-    "evictions": "machines evicted",
-    "crashes": "workers that raised an error",
-    "notices": "announced ends of machines",
-    "migrations": "samples that continued on another worker",
-    "quarantined": "machines found to be sick",
-    "tokens_lost": "tokens generated but never received",
-    "tokens_recomputed": "tokens of migrated samples that were computed again",
-}
+FLEET_TOTALS = ("evictions", "crashes", "notices", "migrations", "quarantined", "tokens_lost", "tokens_recomputed")
 UNITS = {"s": "seconds", "bytes": "bytes"}
 """Base units of the specification: the name of a metric ends with its unit."""
 SUFFIXES = {"counter": "_total", "info": "_info"}
@@ -55,7 +46,8 @@ def exposition(figures: Iterable[Figure]) -> str:
     for figure in figures:
         families.setdefault(PREFIX + NOT_IN_NAMES.sub("_", figure.name), []).append(figure)
     lines = [line for name, family in families.items() for line in _family(name, family)]
-    return "\n".join([*lines, "# EOF", ""])
+    text = "\n".join([*lines, "# EOF", ""])
+    return text.encode(errors="replace").decode()  # names of folders need not be text
 
 
 def _family(name: str, figures: Iterable[Figure]) -> Iterator[str]:
@@ -68,20 +60,10 @@ def _family(name: str, figures: Iterable[Figure]) -> Iterator[str]:
     samples = dict[str, float]()
     for figure in figures:
         if figure.kind == first.kind:  # a metric of the user may have the name of another kind
-            labels = ",".join(f'{label}="{_escaped(text)}"' for label, text in figure.labels.items())
+            labels = ",".join(f'{label}="{text.translate(ESCAPES)}"' for label, text in figure.labels.items())
             samples.setdefault(f"{{{labels}}}" if labels else "", figure.value)
     for labels, value in samples.items():
-        yield f"{name}{SUFFIXES.get(first.kind, '')}{labels} {_number(value)}"
-
-
-def _escaped(text: str) -> str:
-    return text.translate(ESCAPES).encode(errors="replace").decode()
-
-
-def _number(value: float) -> str:
-    if math.isnan(value):
-        return "NaN"
-    return f"{value:.12g}" if math.isfinite(value) else f"{'+' if value > 0 else '-'}Inf"
+        yield f"{name}{SUFFIXES.get(first.kind, '')}{labels} {value:.12g}"
 
 
 def run_figures(name: str, data: RunData, *, state: str, live: LiveState | None) -> list[Figure]:
@@ -106,11 +88,13 @@ def run_figures(name: str, data: RunData, *, state: str, live: LiveState | None)
     ]
     for kind, usd in summary["cost_by_kind_usd"].items():
         figures.append(Figure("cost_usd", usd, {**run, "kind": kind}, meaning="cost of the machines, in dollars"))
-    for key, meaning in FLEET_TOTALS.items():
-        figures.append(Figure(f"fleet_{key}", amount(summary, key), run, "counter", f"{meaning}, in all sessions"))
+    for key in FLEET_TOTALS:
+        meaning = f"{key.replace('_', ' ')} in all sessions"
+        figures.append(Figure(f"fleet_{key}", amount(summary, key), run, "counter", meaning))
     if live is not None:
         figures += _live_figures(run, live)
-    return figures + [_metric_figure(run, metric, value) for metric, value in newest_values(data).items()]
+    newest = {metric: data.values(metric)[-1] for metric in data.metrics.names}
+    return figures + [_metric_figure(run, metric, value) for metric, value in newest.items()]
 
 
 def _live_figures(run: Mapping[str, str], live: LiveState) -> Iterator[Figure]:
@@ -140,9 +124,3 @@ def _metric_figure(run: Mapping[str, str], metric: str, value: float) -> Figure:
     elif RESERVED.search(name):
         name += "_value"
     return Figure(name, value, labels, meaning=known.meaning if known else "", unit=unit)
-
-
-def newest_values(data: RunData) -> dict[str, float]:
-    """The newest value of every metric."""
-    columns = {name: data.values(name) for name in data.metrics.names}
-    return {name: values[-1] for name, values in columns.items() if values}

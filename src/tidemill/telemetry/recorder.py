@@ -8,6 +8,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, Literal, Self, TextIO, TypeAlias
 
@@ -40,8 +41,8 @@ from tidemill.telemetry.events import (
 )
 from tidemill.telemetry.fleet_figures import evictions_sentence, recomputed
 from tidemill.telemetry.guard_history import guard_sentences
-from tidemill.telemetry.jsonl import JsonlWriter
-from tidemill.telemetry.live_state import Activity, LiveState, LiveWriter, Phase, UnderWay
+from tidemill.telemetry.jsonl import JsonlWriter, encode, write_atomically
+from tidemill.telemetry.live_state import LIVE, MIN_INTERVAL_S, Activity, LiveState, Phase, UnderWay
 from tidemill.telemetry.manifest import peak_rss_bytes
 from tidemill.telemetry.metrics import (
     BUDGETS,
@@ -143,7 +144,7 @@ class Recorder:
             **({"pid_start": start} if (start := process_start(os.getpid())) else {}),
         )
         self._load_history()
-        self._live = LiveWriter(run.path, self._clock)
+        self._beat, self._beat_s = 0, float("-inf")
         self.control = RunControl(
             ControlFolder(run.path),
             run_id=run_id,
@@ -319,11 +320,13 @@ class Recorder:
     def beat(self, *, now: bool = False) -> None:
         """If a second has passed, or in any case with `now`: take requests, and write live.json. Call it from the
         thread of the loop."""
-        if now or (self._live.due and not self._closed):
+        if now or (self._clock.now() - self._beat_s >= MIN_INTERVAL_S and not self._closed):
+            self._beat, self._beat_s = self._beat + 1, self._clock.now()
             self.control.poll()
-            self._live.write(self._live_state)
+            with suppress(UserError):  # the run does not depend on the file
+                write_atomically(self.run.path / LIVE, encode(self._live_state()), durable=False)
 
-    def _live_state(self, beat: int) -> LiveState:
+    def _live_state(self) -> LiveState:
         progress, elapsed_s, pause = self._progress, self.elapsed_s, self.control.paused
         activity: Activity = "ended" if self._closed else "paused" if pause else "working"
         under_way = self.under_way() if self.under_way is not None else UnderWay(fleet=progress.fleet)
@@ -332,7 +335,7 @@ class Recorder:
         return LiveState(
             run_id=self._run_id,
             session=self._session,
-            beat=beat,
+            beat=self._beat,
             unix_s=self._unix_time(),
             elapsed_s=elapsed_s,
             step=progress.step,

@@ -194,7 +194,6 @@ class RunData:
     metrics: MetricTable  # of the surviving history, by step
     stored_summary: dict[str, Any]  # summary.json as last written
     forecast: Forecast | None
-    cursor: str  # `INODE.GENERATION.STEP`; the first two change if the history is replaced
     line_counts: dict[str, tuple[int, int]]  # complete lines of each log, and how many of them cannot be read
 
     @classmethod
@@ -237,7 +236,6 @@ class RunData:
             metrics=logs.metrics,
             stored_summary=run.read_summary(),
             forecast=read_forecast(run.path),
-            cursor=logs.cursor,
             line_counts={file.path.name: (file.lines, file.unreadable) for file in files},
         )
 
@@ -406,7 +404,7 @@ class RunData:
 
     def _of_steps(self, name: str) -> float:
         """Sum of a metric over all steps after the start."""
-        return sum(self.metrics.values(name, after_step=0))
+        return float(np.nansum(self.metrics.column(name)[self.metrics.column("step") > 0]))
 
 
 def _evaluation_summary(found: Sequence[LoggedEvaluation]) -> dict[str, Any]:

@@ -18,14 +18,7 @@ from tidemill.core.errors import UserError
 from tidemill.core.formatting import natural_sort_key
 from tidemill.core.records import Record, decode_json
 from tidemill.telemetry.events import PastSessions, past_sessions
-from tidemill.telemetry.jsonl import (
-    disk_error,
-    drop_torn_line,
-    encode,
-    read_lines,
-    write_atomically,
-    write_json,
-)
+from tidemill.telemetry.jsonl import disk_error, drop_torn_line, read_lines, write_atomically, write_json
 
 LOCK = ".lock"
 CURRICULUM = "curriculum.jsonl"
@@ -284,10 +277,6 @@ class RunDirectory(LockedDirectory):
             for sample_step, _, path in self.sample_files():
                 if sample_step > step:
                     path.unlink(missing_ok=True)
-            index = self.samples / SAMPLES_INDEX
-            if index.is_file():
-                lines = (line for _, line in read_lines(index) if int(line.get("step", 0)) <= step)
-                write_atomically(index, b"".join(encode(line) + b"\n" for line in lines))
             drop_torn_line(self.metrics)
             for offset, line in read_lines(self.metrics):
                 if int(line.get("step", 0)) > (step or -1):

@@ -61,45 +61,25 @@ def run_key(root: Path, path: Path) -> str:
 def find_runs(folder: Path) -> list[Path]:
     """Runs and pipelines in `folder` and up to `DEPTH` levels below it, each once, by path. Of what is linked
     there, only a run is looked into."""
-    found, seen = list[Path](), set[tuple[int, int]]()
+    found, seen = list[Path](), set[str]()
 
-    def look(path: Path, depth: int) -> None:
-        try:
-            status = path.stat()
-            with os.scandir(path) as entries:
-                folders = {entry.name: _is_folder(entry) for entry in entries}
-        except PermissionError:
-            found.append(path)  # perhaps a run: its row says why it is not shown
-            return
-        except OSError:  # deleted since
-            return
-        if (status.st_dev, status.st_ino) in seen:
-            return
-        seen.add((status.st_dev, status.st_ino))
-        is_run = _is_run(folders)
-        if is_run:
+    def note(error: OSError) -> None:
+        if isinstance(error, PermissionError):
+            found.append(Path(error.filename))  # perhaps a run: its row says why it is not shown
+
+    for parent, folders, files in os.walk(folder, onerror=note, followlinks=True):
+        path, place = Path(parent), os.path.realpath(parent)
+        logs = not {"events.jsonl", "metrics.jsonl", PIPELINE}.isdisjoint(files)
+        is_run = logs or ("config.toml" in files and ("manifest.json" in files or "samples" in folders))
+        if is_run and place not in seen:
             found.append(path)
-        linked = depth > 0 and path.is_symlink()
-        if depth < DEPTH and (is_run or not linked):
-            inner = [name for name, is_folder in folders.items() if is_folder and not name.startswith(".")]
-            for name in sorted(inner, key=natural_sort_key):
-                if not (is_run and name in INSIDE):
-                    look(path / name, depth + 1)
-
-    look(folder, 0)
+        too_deep = len(path.relative_to(folder).parts) == DEPTH
+        linked = path != folder and path.is_symlink()
+        inside = INSIDE if is_run else frozenset[str]()
+        inner = [name for name in folders if not name.startswith(".") and name not in inside]
+        folders[:] = [] if too_deep or place in seen or (linked and not is_run) else sorted(inner, key=natural_sort_key)
+        seen.add(place)
     return found
-
-
-def _is_folder(entry: os.DirEntry[str]) -> bool:
-    try:
-        return entry.is_dir()
-    except OSError:  # a link to itself, or to where we may not look
-        return False
-
-
-def _is_run(names: dict[str, bool]) -> bool:
-    logs = any(names.get(name) is False for name in ("events.jsonl", "metrics.jsonl", PIPELINE))
-    return logs or ("config.toml" in names and ("manifest.json" in names or "samples" in names))
 
 
 class RunList:
@@ -137,7 +117,7 @@ class RunList:
         return len(self._rows) == len(self.paths)
 
     def _row(self, path: Path, deadline_s: float) -> RunRow:
-        reader = self._readers.get(path) or RunReader(path, clock=self._clock, kept_events=0)
+        reader = self._readers.get(path) or RunReader(path, clock=self._clock)
         row = RunRow(path=path, key=run_key(self.folder, path), name=path.name, state=reader.state)
         if path not in self._rows and self._clock() > deadline_s:
             return row
@@ -150,10 +130,8 @@ class RunList:
             row = _filled(row, reader.data) if changed & OF_DATA or earlier != now else kept
             row = replace(row, state=state)
         except Exception as error:  # noqa: BLE001 - a file of another program must not hide the runs beside it
-            now, problem = (
-                [],
-                error.what if isinstance(error, UserError) else f"cannot be read: {exception_text(error)}",
-            )
+            problem = error.what if isinstance(error, UserError) else f"cannot be read: {exception_text(error)}"
+            now = []
             row = replace(row, problem=problem, state=RunState(name="unknown", text=problem))
         self._readers[path], self._rows[path] = reader, (now, row)
         return row
@@ -163,9 +141,7 @@ def _filled(row: RunRow, data: RunData) -> RunRow:
     if any(lines for lines, _ in data.line_counts.values()) and not (data.metrics or data.sessions):
         raise UserError("no run: its files are of another program, or damaged", where=str(row.path))
     figure, summary = headline_figure(data), data.summary
-    places = list(range(len(figure.history)))
-    if len(places) > SPARKS:
-        places = [round(at * (len(places) - 1) / (SPARKS - 1)) for at in range(SPARKS)]
+    last, shown = len(figure.history) - 1, min(len(figure.history), SPARKS)
     return replace(
         row,
         name=data.name,
@@ -175,7 +151,7 @@ def _filled(row: RunRow, data: RunData) -> RunRow:
         value=figure.value,
         interval=figure.interval,
         cost_usd=summary["cost_usd"],
-        sparkline=tuple(figure.history[at] for at in places),
+        sparkline=tuple(figure.history[round(at * last / max(1, shown - 1))] for at in range(shown)),
         started=str(data.manifest.get("created", "")),
     )
 

@@ -16,26 +16,23 @@ from tidemill.telemetry.events import DECODE, PUBLISH, PULL, ROLLOUT, SESSION_EN
 from tidemill.telemetry.fleet_figures import DECODED, LeaseKey, amount, decode_figures, lease_key
 from tidemill.telemetry.followed_file import FollowedFile
 from tidemill.telemetry.jsonl import read_lines
-from tidemill.telemetry.metric_table import MetricTable, Rows
+from tidemill.telemetry.metric_table import MetricTable
 from tidemill.telemetry.metrics import parse_metrics
 from tidemill.telemetry.run_dir import RunDirectory
 
 FREQUENT = frozenset({ROLLOUT, TRAINING, PUBLISH, PULL, DECODE})
 """Events of every step. Figures need no more of them than `EventLog.outline` has."""
-KEPT_EVENTS = 10_000
-"""Events of a log with more of them are read from the file again where all are needed."""
 
 
 RECENT_BYTES = 2 << 20
 
 
-class EventLog(Rows[dict[str, Any]]):
-    """The events of a run in order. A log only grows, so that a long one need not be kept in memory."""
+class EventLog:
+    """The events of a run in order. A log only grows: where all of it is needed, it is read again."""
 
-    def __init__(self, path: Path, kept: int) -> None:
-        self._path, self._most_kept, self._count = path, kept, 0
+    def __init__(self, path: Path) -> None:
+        self._path, self._count = path, 0
         self.sessions = list[dict[str, Any]]()  # their starts and ends
-        self._kept = list[dict[str, Any]]()  # all of a short log
         self._outline = list[dict[str, Any]]()
         self._decoded = array("d")
         self._leases = set[LeaseKey]()
@@ -46,10 +43,6 @@ class EventLog(Rows[dict[str, Any]]):
     def append(self, event: dict[str, Any]) -> None:
         name, self.newest = event["event"], (event,)
         self._count += 1
-        if self._count <= self._most_kept:
-            self._kept.append(event)
-        else:
-            self._kept.clear()
         if name in (SESSION_START, SESSION_END):
             self.sessions.append(event)
         if name in FREQUENT:
@@ -80,31 +73,21 @@ class EventLog(Rows[dict[str, Any]]):
 
     @property
     def recent(self) -> list[dict[str, Any]]:
-        """The newest events of a long log, all of a short one."""
-        if self._kept:
-            return [*self._kept]
+        """The events of the last `RECENT_BYTES`."""
         return [event for _, event in read_lines(self._path, last_bytes=RECENT_BYTES) if "event" in event]
 
     def __len__(self) -> int:
         return self._count
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        return iter(self._kept) if self._kept else islice(events_in(self._path), self._count)
-
-    def item(self, at: int) -> dict[str, Any]:
-        return next(islice(self, at, None))
+        return islice(events_in(self._path), self._count)
 
 
 class RunLogs:
-    """metrics.jsonl and events.jsonl of a run, and up to where they were read.
+    """metrics.jsonl and events.jsonl of a run, and up to where they were read."""
 
-    Args:
-        kept_events: a longer log of events is not kept in memory.
-    """
-
-    def __init__(self, run: RunDirectory, *, kept_events: int | None = None) -> None:
-        self._run, self._kept_events = run, KEPT_EVENTS if kept_events is None else kept_events
-        self.metrics, self.events = MetricTable(), EventLog(run.events, self._kept_events)
+    def __init__(self, run: RunDirectory) -> None:
+        self.metrics, self.events = MetricTable(), EventLog(run.events)
         self.metrics_file = FollowedFile(run.metrics, lambda: run.generation)
         self.events_file = FollowedFile(run.events)
 
@@ -121,18 +104,18 @@ class RunLogs:
             OSError: a log cannot be read.
         """
         changed = set[str]()
-        for block in self.metrics_file.new_lines():
+        for lines, reset in self.metrics_file.new_lines():
             changed.add("metrics")
-            if block.reset:
+            if reset:
                 self.metrics = MetricTable()  # another object: pages that are being written keep the earlier one
-            for metrics in filter(None, map(parse_metrics, filter(None, block.lines))):
+            for metrics in filter(None, map(parse_metrics, filter(None, lines))):
                 self.metrics.append(metrics)
         self.metrics = self.metrics.in_order()
-        for block in self.events_file.new_lines():
+        for lines, reset in self.events_file.new_lines():
             changed.add("events")
-            if block.reset:
-                self.events = EventLog(self._run.events, self._kept_events)
-            for line in filter(None, block.lines):
+            if reset:
+                self.events = EventLog(self.events_file.path)
+            for line in filter(None, lines):
                 if isinstance(line.get("event"), str):
                     self.events.append(line)
         return changed

@@ -24,21 +24,14 @@ RECENT_STEPS = 20
 
 
 class RunReader:
-    """The newest state of a run. After the first `refresh` another one reads only what was added.
+    """The newest state of a run. After the first `refresh` another one reads only what was added."""
 
-    Args:
-        clock: monotonic seconds.
-        kept_events: a longer log of events is read again where all of it is needed.
-    """
-
-    def __init__(
-        self, path: Path, *, clock: Callable[[], float] = time.monotonic, kept_events: int | None = None
-    ) -> None:
+    def __init__(self, path: Path, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.path = path
         self.live: LiveState | None = None
         self.problem = "Not read yet."  # why the run cannot be read; empty if it can
         self._run = RunDirectory(path)
-        self._logs = RunLogs(self._run, kept_events=kept_events)
+        self._logs = RunLogs(self._run)
         self._seen = dict[str, Any]()
         self._data: RunData | None = None
         self._states = StateReader(clock)

@@ -86,11 +86,7 @@ def process_start(pid: int) -> int | None:
 
 
 class StateReader:
-    """The state of one run, looked at again and again.
-
-    Args:
-        clock: monotonic seconds.
-    """
+    """The state of one run, looked at again and again, by a monotonic clock."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock, self._changed_s = clock, clock()
@@ -100,13 +96,7 @@ class StateReader:
     def look(
         self, events: Sequence[Mapping[str, Any]], live: LiveState | None, files: object, *, usual_step_s: float
     ) -> RunState:
-        """The state now.
-
-        Args:
-            events: at least those of sessions, and the newest waiting.
-            live: of live.json.
-            files: equal while no file of the run changes.
-        """
+        """The state now, from events of sessions and of waiting; `files` is equal while no file of the run changes."""
         if files != self._files:
             self._files, self._changed_s = files, self._clock()
         session, outcome = _newest(events, SESSION_START, SESSION_END), outcome_of(events)

@@ -169,19 +169,16 @@ def chosen(count: int, limit: int) -> list[int]:
 
 
 def write_samples(path: Path, lines: Sequence[dict[str, Any]]) -> None:
-    """Write all lines atomically, and index the file. A kill in between leaves a file without a line in the index,
-    which readers index themselves.
+    """Write all lines atomically, and index the file. A kill in between leaves a file without a line in the index, or
+    with that of another size, which readers index themselves.
 
     Raises:
         UserError: the disk is full or the directory is not writable.
     """
     encoded = [encode(line) + b"\n" for line in lines]
     index = SharedLines(path.with_name(SAMPLES_INDEX))
-    step = int(lines[0].get("step", 0)) if lines else 0
+    write_atomically(path, b"".join(encoded))
     try:
-        if path.exists():  # until the new line is written, the old one must not count
-            index.append({"file": path.name, "step": step, "rows": None})
-        write_atomically(path, b"".join(encoded))
         index.append(index_line(path.name, encoded))
     except OSError as error:
         raise disk_error(error, index.path) from error

@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 from urllib.parse import urlencode
 
@@ -38,8 +38,6 @@ SORTS = ("step", "reward", "advantage", "tokens", "newest")
 PAGE_ROWS = 50
 SEARCH_S = 1.5
 """Time of one request in which texts are searched."""
-TEXTS_KEPT = 4
-"""Searched texts whose results are remembered."""
 UNKNOWN, NO, YES = -1, 0, 1
 
 Rows: TypeAlias = npt.NDArray[Any]  # of COLUMNS
@@ -69,15 +67,11 @@ class SampleQuery(Record, omit_defaults=True):
 
     @classmethod
     def of_url(cls, parameters: Mapping[str, str]) -> SampleQuery:
-        """The query of a URL; a parameter that is empty, unknown or not of its type is left out."""
-        values = dict[str, Any]()
-        for name in cls.__struct_fields__:
-            with suppress(msgspec.ValidationError):
-                given = {name: parameters[name].strip()} if parameters.get(name, "").strip() else {}
-                value = getattr(msgspec.convert(given, cls, strict=False), name)
-                if not isinstance(value, float) or math.isfinite(value):
-                    values[name] = value
-        return cls(**values)
+        """The query of a URL, without parameters that are empty or unknown; all samples if one is not of its type."""
+        given = {name: text.strip() for name, text in parameters.items() if text.strip()}
+        with suppress(msgspec.ValidationError):
+            return msgspec.convert(given, cls, strict=False)
+        return cls()
 
     def url(self, **changes: Any) -> str:
         """The parameters of a URL, with changes."""
@@ -132,8 +126,7 @@ class _File:
     step: int
     purpose: str
     rows: Rows
-    read: Signature | None = None  # of the samples file, when the rows were taken
-    found: dict[str, npt.NDArray[np.int8]] = field(default_factory=dict)  # UNKNOWN, NO or YES, by searched text
+    nbytes: int  # of the samples file from which the rows were taken
 
 
 class SampleIndex:
@@ -147,7 +140,8 @@ class SampleIndex:
         self._names: list[str] = []  # of the files, by step
         self._prompts: dict[str, int] = {}
         self._workers: dict[tuple[str, ...], int] = {}
-        self._searched: list[str] = []  # texts, newest last
+        self._text = ""  # searched last
+        self._found: dict[str, npt.NDArray[np.int8]] = {}  # UNKNOWN, NO or YES, by file
         self._rows: Rows = np.empty(0, COLUMNS)
 
     def __len__(self) -> int:
@@ -159,32 +153,29 @@ class SampleIndex:
         if seen == self._seen:
             return False
         self._seen = seen
-        for lines in self._index.new_lines():
-            for line in filter(None, lines.lines):
+        for lines, _ in self._index.new_lines():
+            for line in filter(None, lines):
                 self._add(line)
         present = {path.name: (step, purpose, path) for step, purpose, path in self.run.sample_files()}
         self._files = {name: file for name, file in self._files.items() if name in present}
         for name, (step, purpose, path) in present.items():
-            now, file = signature(path), self._files.get(name)
-            end = int(file.rows["offset"][-1] + file.rows["length"][-1]) if file and len(file.rows) else 0
-            if file and now and file.read is None and end == now[1]:
-                file.read = now
-            elif now and (file is None or file.read != now):
-                with suppress(FileNotFoundError), path.open("rb") as lines_of_file:
-                    line = index_line(name, (each for each in lines_of_file if each.endswith(b"\n")))
-                    self._add(line | {"step": step, "purpose": line["purpose"] or purpose}, now)
+            with suppress(FileNotFoundError):  # deleted since
+                nbytes = path.stat().st_size
+                if name not in self._files or self._files[name].nbytes != nbytes:
+                    lines_of_file = path.read_bytes().splitlines(keepends=True)
+                    line = index_line(name, [each for each in lines_of_file if each.endswith(b"\n")])
+                    self._add(line | {"step": step, "purpose": line["purpose"] or purpose}, nbytes)
         self._names = sorted(self._files, key=lambda name: (self._files[name].step, name))
-        self._rows = np.concatenate([np.empty(0, COLUMNS), *(self._files[name].rows for name in self._names)])
-        end = 0
-        for number, name in enumerate(self._names):  # the table is in memory once
-            start, end = end, end + len(self._files[name].rows)
-            self._files[name].rows = self._rows[start:end]
+        for number, name in enumerate(self._names):
             self._files[name].rows["file"] = number
+        self._rows = np.concatenate([np.empty(0, COLUMNS), *(self._files[name].rows for name in self._names)])
         return True
 
-    def _add(self, line: dict[str, Any], read: Signature | None = None) -> None:
-        """Take the rows of a line of the index; those of a damaged one are taken from the samples file."""
+    def _add(self, line: dict[str, Any], nbytes: int | None = None) -> None:
+        """Take the rows of a line of the index, whose file has `nbytes`, by default those of the rows; the rows of a
+        damaged line are taken from the samples file."""
         self._files.pop(str(line.get("file")), None)
+        self._found.pop(str(line.get("file")), None)
         with suppress(KeyError, TypeError, ValueError, OverflowError):
             rows = np.zeros(len(line["rows"]), COLUMNS)
             for at, row in enumerate(line["rows"]):
@@ -192,7 +183,10 @@ class SampleIndex:
                 head[2] = self._prompts.setdefault(str(head[2]), len(self._prompts))
                 worker = self._workers.setdefault(tuple(map(str, workers)), len(self._workers))
                 rows[at] = (*head, advantage, worker, *versions, start, detailed, line["step"], 0)
-            self._files[line["file"]] = _File(step=line["step"], purpose=str(line["purpose"]), rows=rows, read=read)
+            if nbytes is None:
+                nbytes = int(rows["offset"][-1] + rows["length"][-1]) if len(rows) else 0
+            file = _File(step=line["step"], purpose=str(line["purpose"]), rows=rows, nbytes=nbytes)
+            self._files[line["file"]] = file
 
     @property
     def purposes(self) -> list[str]:
@@ -241,13 +235,13 @@ class SampleIndex:
 
     def _search(self, text: str, keep: Mask, deadline_s: float) -> tuple[int, int]:
         """Keep the samples with the text. Returns how many were not searched in time, and the oldest step searched."""
-        self._searched = [*(each for each in self._searched if each != text), text][-TEXTS_KEPT:]
+        if text != self._text:
+            self._text, self._found = text, {}
         unsearched, end, searched_to = 0, len(keep), 0
         for name in reversed(self._names):
             file = self._files[name]
-            file.found = {each: found for each, found in file.found.items() if each in self._searched}
             part, end = keep[end - len(file.rows) : end], end - len(file.rows)
-            found = file.found.setdefault(text, np.full(len(part), UNKNOWN, np.int8))
+            found = self._found.setdefault(name, np.full(len(part), UNKNOWN, np.int8))
             waiting = np.flatnonzero(part & (found == UNKNOWN))[::-1]
             with suppress(FileNotFoundError), (self.run.samples / name).open("rb") as samples:
                 for at in waiting if self._clock() < deadline_s else ():
@@ -298,10 +292,6 @@ class SampleIndex:
         keep = self._mask(SampleQuery(step_min=step, step_max=step, purpose=purpose))
         keep &= (self._rows["prompt"] == self._prompts.get(prompt_id, -1)) & (self._rows["epoch"] == epoch)
         return sorted(self._rows_at(np.flatnonzero(keep)), key=lambda row: row.index)
-
-    def group(self, step: int, prompt_id: str, epoch: int = 0, purpose: str = TRAINING_PURPOSE) -> list[Sample]:
-        """The samples of a group, by index. Raises UserError as `read`."""
-        return [self.read(row) for row in self.rows_of(step, prompt_id, epoch, purpose)]
 
 
 def _contains(line: bytes, text: str) -> bool:

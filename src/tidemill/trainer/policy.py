@@ -24,7 +24,7 @@ from tidemill.algos.losses import denominator, token_weights
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError
 from tidemill.core.protocols import Compute
-from tidemill.core.records import Completion, Group, LogprobBuffer, PolicyVersion, SampleId, SampleUpdate, StepMetrics
+from tidemill.core.records import Completion, Group, LogprobBuffer, PolicyVersion, SampleUpdate, StepMetrics
 from tidemill.models.ranks import ONE_RANK, Ranks
 from tidemill.models.token_logprobs import Statistic
 from tidemill.models.tree_forward import TreeForward, TreeOutput
@@ -174,12 +174,8 @@ class PolicyTrainer:
         self._add_time(started)
         values, mismatch_of, of_ranks = self._sums.values(), self._sums.mismatch_by_lease(), self._sums.of_ranks
         updates = {update.sample_id: update for update in self._updates}
-        wanted = [each for each in (*self._detailed, *self._reserves) if each in self._sums.details]
-        for each in wanted[: self._most_details]:
-            own = self._sums.details[each]
-            updates[each] = msgspec.structs.replace(
-                updates[each], trainer_logprobs=own.trainer_logprobs, entropies=own.entropies
-            )
+        for each, (logprobs, entropies) in self._sums.details.items():
+            updates[each] = msgspec.structs.replace(updates[each], trainer_logprobs=logprobs, entropies=entropies)
         kl_target, kl_ref = self.spec.algorithm.kl_target, values.get("kl_ref")
         if kl_target is not None and kl_ref is not None:
             self.kl_beta = adapted_beta(self.kl_beta, kl_ref, kl_target)
@@ -206,8 +202,7 @@ class PolicyTrainer:
         self._minibatches = [Minibatch() for _ in range(self.spec.batch.minibatches)]
         self._pending: list[PendingGroup] = []
         self._updates: list[SampleUpdate] = []
-        self._detailed: list[SampleId] = []  # samples whose tokens are logged
-        self._reserves: list[SampleId] = []  # in their place, if they are not trained on
+        self._detailed = 0  # samples whose tokens are logged
         self._critic_metrics: list[Deferred[dict[str, float]]] = []  # of each critic step
         self.optimizer.zero_grad(set_to_none=True)
 
@@ -238,14 +233,12 @@ class PolicyTrainer:
 
     def _choose_details(self, samples: list[WeightedSample], number: int) -> list[WeightedSample]:
         """Mark the samples of the batch's group `number` whose tokens are logged, if they have a gradient: they are
-        spread evenly over the batch. The first groups give reserves for groups without gradient."""
-        limit, prompts = self._most_details, self.spec.batch.prompts
-        due = min(limit * min(number + 1, prompts) // prompts - len(self._detailed), len(samples))
-        size = min(due + limit - len(self._reserves), len(samples))
+        spread over the first three quarters of the batch. The rest makes up for groups without gradient."""
+        limit = self._most_details
+        due = min(limit, 4 * limit * (number + 1) // (3 * self.spec.batch.prompts)) - self._detailed
+        size = min(due, len(samples))
         indices = [(number + at * len(samples) // size) % len(samples) for at in range(size)]
-        ids = [samples[index].trajectory.sample_id for index in indices]
-        self._detailed += ids[:due]
-        self._reserves += ids[due:]
+        self._detailed += size
         return [replace(each, detailed=index in indices) for index, each in enumerate(samples)]
 
     def _wait_for_critic(self, deferred: Deferred[T]) -> T:

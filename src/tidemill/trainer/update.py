@@ -322,7 +322,7 @@ class _RankSums(Record):
     tokens_by_lag: dict[int, int]
     cpu_s: float
     grad_norm: float
-    details: list[SampleUpdate]
+    details: list[tuple[SampleId, tuple[bytes, bytes]]]
 
 
 @dataclass(slots=True)
@@ -357,7 +357,7 @@ class UpdateSums:
     mismatch_of: dict[tuple[str, str], Tensor] = field(default_factory=dict)
     tokens_by_lag: Counter[int] = field(default_factory=Counter)
     of_ranks: dict[str, dict[str, float]] = field(default_factory=dict)  # see `StepMetrics.ranks`
-    details: dict[SampleId, SampleUpdate] = field(default_factory=dict)  # of samples whose tokens may be logged
+    details: dict[SampleId, tuple[bytes, bytes]] = field(default_factory=dict)  # logprobs and entropies, float32 [T]
     critic: list[dict[str, float]] = field(default_factory=list)  # metrics of each critic step
     critic_wait_s: float | None = None  # None unless the critic runs in another process
 
@@ -402,10 +402,7 @@ class UpdateSums:
             if microbatch.samples.buffer_T is not None:
                 places_T = places_T[microbatch.samples.buffer_T[places_T].argsort()]
             both = torch.stack([logprobs_T[places_T], entropy_T.detach()[places_T]]).float().cpu().numpy()
-            trainer_logprobs, entropies = (row.tobytes() for row in both)
-            self.details[sample_id] = SampleUpdate(
-                sample_id=sample_id, advantage=0.0, trainer_logprobs=trainer_logprobs, entropies=entropies
-            )
+            self.details[sample_id] = both[0].tobytes(), both[1].tobytes()
 
     def add_ranks(self, ranks: Ranks) -> None:
         """Add the sums over microbatches of the other ranks, in the order of the ranks."""
@@ -421,12 +418,12 @@ class UpdateSums:
             tokens_by_lag=dict(self.tokens_by_lag),
             cpu_s=self.cpu_s,
             grad_norm=self.own_grad_norm,
-            details=list(self.details.values()),
+            details=list(self.details.items()),
         )
         parts = [msgspec.msgpack.decode(part, type=_RankSums) for part in ranks.gather(msgspec.msgpack.encode(own))]
         for name in _SUMS_OF_MICROBATCHES:
             setattr(self, name, sum(part.sums[name] for part in parts))
-        self.details = {each.sample_id: each for part in parts for each in part.details}
+        self.details = dict(each for part in parts for each in part.details)
         known = [part.kl_ref for part in parts if part.kl_ref is not None]
         self.kl_ref = sum(known) if known else None
         mismatches = [MismatchSums.from_list(part.mismatch) for part in parts]

@@ -96,7 +96,7 @@ def test_a_time_that_is_none(run: Run, recorder: Recorder, hold: str) -> None:
 def test_runs_that_take_no_request(run: Run, tmp_path: Path) -> None:
     finished = FabricatedRun(tmp_path / "finished", steps=13).make()
     older = FabricatedRun(tmp_path / "older").session()
-    older._live._path.unlink()
+    (older.run.path / "live.json").unlink()
     texts = {
         str(finished.path): "the run is not running (finished)",
         str(older.run.path): "the run takes no requests",

@@ -96,10 +96,10 @@ def test_rewards_are_paired_over_the_prompts_that_both_runs_have(tmp_path: Path)
     write_evaluation(runs[1], 3, {"p1": 1.0, "p2": 1.0, "p3": 1.0, "p4": 1.0, "p6": 0.0})
     write_evaluation(runs[2], 3, {"q1": 1.0})
     write_evaluation(runs[2], 3, {"q1": 1.0}, name="extra")
-    (pair,) = paired_figures(runs)
-    assert (pair.of, pair.run, pair.found.n) == ("held_out", 1, 3)
-    assert (pair.found.before, pair.found.after, pair.found.better, pair.found.worse) == (1 / 3, 1.0, 2, 0)
-    assert pair.found.difference.value == pytest.approx(2 / 3)
+    ((name, run, pair),) = paired_figures(runs)
+    assert (name, run, pair.n) == ("held_out", 1, 3)
+    assert (pair.before, pair.after, pair.better, pair.worse) == (1 / 3, 1.0, 2, 0)
+    assert pair.difference.value == pytest.approx(2 / 3)
 
 
 def test_only_the_keys_that_differ_are_shown(tmp_path: Path) -> None:

@@ -92,8 +92,6 @@ def test_a_second_pause_changes_the_hold_time(tmp_path: Path) -> None:
         ({"session": 1}, 0.0, "it is for session 1, and this is session 2"),
         ({"run_id": "other"}, 0.0, "it is for another run"),
         ({}, 3700.0, "it is older than 1:00:00"),
-        ({"unix_s": 0.0}, 0.0, ""),  # the clock of another machine does not matter
-        ({"unix_s": 1e12}, 0.0, ""),
         ({}, -7200.0, ""),
     ],
 )
@@ -112,7 +110,7 @@ def test_a_request_counts_by_session_and_by_the_clock_of_the_file_system(
     assert not file.exists()
 
 
-@pytest.mark.parametrize("content", [b"", b'{"action":"stop"', b'{"action":"explode"}', b"\xff", b"x" * 100_000])
+@pytest.mark.parametrize("content", [b"", b'{"action":"stop"', b'{"action":"explode"}', b"\xff"])
 def test_an_unreadable_request_is_deleted_and_logged(tmp_path: Path, content: bytes) -> None:
     control, logged, stops = open_control(tmp_path)
     (tmp_path / "control").mkdir()
@@ -120,16 +118,6 @@ def test_an_unreadable_request_is_deleted_and_logged(tmp_path: Path, content: by
     control.poll()
     assert [(line["request"], line["outcome"]) for line in logged] == [("a", "ignored")]
     assert not stops and not (tmp_path / "control" / "a.json").exists()
-
-
-def test_a_pipe_or_a_link_in_the_folder_does_not_block_the_run(tmp_path: Path) -> None:
-    control, logged, stops = open_control(tmp_path)
-    folder = tmp_path / "control"
-    folder.mkdir()
-    os.mkfifo(folder / "a.json")
-    (folder / "b.json").symlink_to(tmp_path / "absent")
-    control.poll()
-    assert len(logged) == 2 and not stops and not list(folder.iterdir())
 
 
 def test_a_request_whose_file_cannot_be_deleted_is_applied_once(
@@ -147,14 +135,13 @@ def test_a_request_whose_file_cannot_be_deleted_is_applied_once(
     assert outcomes(logged) == [("stop", "applied")] and len(stops) == 1
 
 
-def test_a_copy_of_a_request_is_not_applied_again(tmp_path: Path) -> None:
+def test_a_request_is_applied_once(tmp_path: Path) -> None:
     control, logged, stops = open_control(tmp_path)
     made = request("stop")
-    ControlFolder(tmp_path).write(made)
-    control.poll()
-    (tmp_path / "control" / "copy.json").write_bytes(msgspec.json.encode(made))
-    control.poll()
-    assert outcomes(logged) == [("stop", "applied"), ("stop", "ignored")] and len(stops) == 1
+    for _ in range(2):
+        ControlFolder(tmp_path).write(made)
+        control.poll()
+    assert outcomes(logged) == [("stop", "applied")] and len(stops) == 1
 
 
 def test_the_end_of_a_run_logs_what_still_waits(tmp_path: Path) -> None:

@@ -13,10 +13,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
+from tidemill.telemetry.events import DECODE
 from tidemill.telemetry.fleet_figures import (
     covered_s,
+    decode_figures,
     evictions_sentence,
     fleet_figures,
     held_leases,
@@ -149,7 +152,8 @@ def test_costs() -> None:
 def test_the_cost_of_the_reserved_side_alone_is_estimated() -> None:
     # It generated 400 tokens in 40 s: 10 per second. Some worker generated in [0, 40] and [70, 90]: 60 of 100 s.
     # All 900 tokens would have taken it 90 s: 100 - 60 + 90 = 130 s, at 3.6 $/h 0.13 $.
-    assert reserved_only_s(EVENTS, sessions_of(EVENTS, METRICS), 100.0) == pytest.approx(130.0)
+    decoded = np.array([decode_figures(event) for event in EVENTS if event["event"] == DECODE])
+    assert reserved_only_s(decoded, sessions_of(EVENTS, METRICS), 100.0) == pytest.approx(130.0)
     assert figures()["reserved_only_usd"] == pytest.approx(0.13)
 
 

@@ -13,9 +13,9 @@ from tidemill.telemetry.followed_file import FollowedFile
 def lines_of(file: FollowedFile) -> tuple[list[int | None], bool]:
     """The new steps, after the last reset of this reading, and whether there was one."""
     steps, reset = list[int | None](), False
-    for block in file.new_lines():
-        reset |= block.reset
-        steps = ([] if block.reset else steps) + [line["step"] if line else None for line in block.lines]
+    for lines, replaced in file.new_lines():
+        reset |= replaced
+        steps = ([] if replaced else steps) + [line["step"] if line else None for line in lines]
     return steps, reset
 
 
@@ -93,8 +93,3 @@ def test_what_is_read_while_the_history_is_replaced_is_discarded(tmp_path: Path)
         log.write(text(3))
     rewind_now.append(True)
     assert lines_of(file) == ([1, 7, 8, 9], True)
-
-
-def test_a_pipe_is_not_opened(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "log.jsonl")
-    assert lines_of(FollowedFile(tmp_path / "log.jsonl")) == ([], False)

@@ -28,7 +28,6 @@ def test_rows_read_back_as_they_were_written() -> None:
     assert [dict(row.values) for row in table] == [row.values for row in lines]
     for name in "abcdef":
         assert table.values(name) == [row.values[name] for row in lines if name in row.values]
-        assert table.values(name, after_step=20) == [row.values[name] for row in lines[20:] if name in row.values]
         column = table.column(name)
         assert [None if math.isnan(value) else value for value in column] == [row.values.get(name) for row in lines]
     assert table.column("step").tolist() == list(range(1, 40)) and table.last_step == 39

@@ -140,10 +140,10 @@ def test_names_of_metrics(data: RunData) -> None:
 
 
 def test_numbers_and_states() -> None:
-    values = [0, 1, -2.5, 1e-30, 123456789012, float("nan"), float("inf"), float("-inf"), True]
+    values = [0, 1, -2.5, 1e-30, 123456789012, True]
     families = parse(exposition(Figure(f"n{at}", value) for at, value in enumerate(values)))
     read = [next(iter(family.samples.values())) for family in families.values()]
-    assert all(a == b or (a != a and b != b) for a, b in zip(read, values, strict=True))
+    assert read == values
     assert exposition([]) == "# EOF\n"
 
 

@@ -85,12 +85,6 @@ def kill_in_index_line(run: RunDirectory) -> None:
     path.write_bytes(path.read_bytes()[:-20])
 
 
-def kill_while_replacing(run: RunDirectory) -> None:
-    write_step(run, 3, bonus=5.0)  # as many bytes as before
-    path = run.samples / SAMPLES_INDEX
-    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:-1]))
-
-
 def rewind(run: RunDirectory) -> None:
     run.rewind(1)
     write_step(run, 2, bonus=5.0)
@@ -120,7 +114,6 @@ CHANGES: list[Callable[[RunDirectory], None]] = [
     forget_index,
     kill_before_index_line,
     kill_in_index_line,
-    kill_while_replacing,
     rewind,
     roll_back,
     damage_index,
@@ -143,7 +136,7 @@ def test_unreadable_lines_are_skipped_and_the_others_keep_their_places(run: RunD
     damage_samples(run)
     index = index_of(run)
     assert found(index, step_min=2, step_max=2, purpose="train") == [(2, "a", 1, 1.0)]
-    assert index.group(2, "a")[0].completion == "Straße 1.0"
+    assert index.read(index.rows_of(2, "a")[0]).completion == "Straße 1.0"
 
 
 def test_runs_without_the_new_keys_are_indexed(run: RunDirectory) -> None:
@@ -244,12 +237,5 @@ def test_the_parameters_of_a_url() -> None:
     given = {"reward_min": "0.1", "truncated": "1", "text": "a&b=c", "version": "0", "purpose": "all", "sort": "?"}
     assert SampleQuery.of_url({**given, "sort": "step"}) == query
     assert query.url() == "purpose=all&reward_min=0.1&truncated=1&version=0&text=a%26b%3Dc"
-    wrong = {
-        "step_min": "x",
-        "reward_max": "nan",
-        "reward_min": "1e999",
-        "page": "",
-        "truncated": "maybe",
-        "other": "1",
-    }
-    assert SampleQuery.of_url(wrong) == SampleQuery()
+    for wrong in ({"step_min": "x"}, {"truncated": "maybe"}, {"page": ""}, {"other": "1"}):
+        assert SampleQuery.of_url(wrong) == SampleQuery()

@@ -9,7 +9,6 @@ from typing import Any
 from tidemill.core.formatting import decimal, interval
 from tidemill.telemetry.comparison import (
     AXES,
-    PairedFigure,
     changed_keys,
     check_number,
     comparison_json,
@@ -20,6 +19,7 @@ from tidemill.telemetry.comparison import (
 from tidemill.telemetry.jsonl import write_atomically
 from tidemill.telemetry.report.pages import TEMPLATES, render_page
 from tidemill.telemetry.run_data import RunData
+from tidemill.telemetry.statistics import Paired
 
 
 def write_comparison(paths: Sequence[Path], to: Path) -> Path:
@@ -43,13 +43,12 @@ def compare_page(runs: Sequence[RunData], *, live: bool = False) -> str:
         compared=comparison_json(runs),
         inline=not live,
         figures=[(label, *texts) for label, texts in final_figures(runs)],
-        pairs=[_pair_row(pair, names) for pair in paired_figures(runs)],
+        pairs=[_pair_row(of, names[run], found) for of, run, found in paired_figures(runs)],
         changed=[(key, *texts) for key, texts in changed_keys(runs)],
     )
 
 
-def _pair_row(pair: PairedFigure, names: Sequence[str]) -> tuple[Any, ...]:
-    found = pair.found
-    means = (decimal(found.before), decimal(found.after), decimal(found.difference.value))
-    ends = interval(found.difference.ends)
-    return pair.of, names[pair.run], found.n, *means, ends, found.better, found.worse, decimal(found.p_value)
+def _pair_row(of: str, run: str, found: Paired) -> tuple[Any, ...]:
+    difference = found.difference
+    numbers = [decimal(value) for value in (found.before, found.after, difference.value)]
+    return (of, run, found.n, *numbers, interval(difference.ends), found.better, found.worse, decimal(found.p_value))

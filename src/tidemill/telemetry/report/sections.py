@@ -87,7 +87,7 @@ def section(
 
 def fleet_data(data: RunData, *, whole: bool = False) -> dict[str, Any]:
     """JSON for fleet.js: at most one timeline; of a long run with the newest work of its workers, or `whole`."""
-    work = data.events if whole else data.events.recent
+    work = [*data.events] if whole else data.events.recent
     found = None if data.model_evaluation else run_timeline(data, work=work)
     return {"fleets": [timeline_json(found)] if found else []}
 

@@ -8,7 +8,8 @@ from playwright.sync_api import Browser
 from tests.browser import chromium
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
+    """Of a module only: while it is open the thread has an event loop, which tests of other folders start, too."""
     with chromium() as found:
         yield found

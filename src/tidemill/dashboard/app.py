@@ -14,6 +14,8 @@ from typing import Annotated, Any, TypeAlias
 
 import msgspec
 from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.middleware.gzip import GZipMiddleware
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, RedirectResponse, Response, StreamingResponse
 from starlette.routing import Route
@@ -45,6 +47,7 @@ Handler: TypeAlias = Callable[[Request], Awaitable[Response]]
 View: TypeAlias = Callable[[WatchedRun, RunReader, Asked], "str | dict[str, Any]"]
 """HTML or JSON about a run, for threads that have its lock."""
 
+COMPRESSED_BYTES = 10_000
 BODY_BYTES, BODY_S = 4096, 5.0
 """Largest body of a request, and the time in which it must arrive."""
 LONGEST_HOLD_S = 7 * 86400.0
@@ -95,6 +98,7 @@ class Dashboard:
                 *(Route(path, _answering(handler), methods=["GET"]) for path, handler in gets.items()),
                 *(Route(path, _answering(handler), methods=["POST"]) for path, handler in posts.items()),
             ],
+            middleware=[Middleware(GZipMiddleware, minimum_size=COMPRESSED_BYTES, compresslevel=4)],
             exception_handlers={404: _no_route, 405: _no_route},
         )
         app.router.redirect_slashes = False  # its answer would contain the host that the client sent

@@ -27,7 +27,7 @@ from tidemill.telemetry.sample_index import SampleIndex
 
 T = TypeVar("T")
 
-FIND_S = 2.0
+FIND_S = 1.0
 """A folder is searched for runs at most so often."""
 LOOK_S = 0.2
 """A run is looked at at most so often, however many clients wait for changes."""

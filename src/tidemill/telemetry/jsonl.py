@@ -103,17 +103,23 @@ def drop_torn_line(path: Path) -> int:
         return size - end
 
 
-def read_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+def read_lines(path: Path, *, last_bytes: int = 0) -> Iterator[tuple[int, dict[str, Any]]]:
     """(byte offset, object) of every complete line of a file that may still be written to.
 
     Unreadable lines are skipped; a missing file has no lines.
+
+    Args:
+        last_bytes: only the lines that begin in the last so many bytes; 0: all.
     """
     try:
         file = path.open("rb")
     except FileNotFoundError:
         return
     with file:
-        offset = 0
+        offset = max(0, os.fstat(file.fileno()).st_size - last_bytes - 1) if last_bytes else 0
+        if offset:
+            file.seek(offset)
+            offset += len(file.readline())
         for line in file:
             if line.endswith(b"\n") and (record := line_object(line)) is not None:
                 yield offset, record

@@ -15,12 +15,16 @@ from numpy.typing import NDArray
 from tidemill.telemetry.events import DECODE, PUBLISH, PULL, ROLLOUT, SESSION_END, SESSION_START, TRAINING, events_in
 from tidemill.telemetry.fleet_figures import DECODED, LeaseKey, amount, decode_figures, lease_key
 from tidemill.telemetry.followed_file import FollowedFile
+from tidemill.telemetry.jsonl import read_lines
 from tidemill.telemetry.metric_table import MetricTable
 from tidemill.telemetry.metrics import parse_metrics
 from tidemill.telemetry.run_dir import RunDirectory
 
 FREQUENT = frozenset({ROLLOUT, TRAINING, PUBLISH, PULL, DECODE})
 """Events of every step. Figures need no more of them than `EventLog.outline` has."""
+
+
+RECENT_BYTES = 2 << 20
 
 
 class EventLog:
@@ -66,6 +70,11 @@ class EventLog:
         """The events with one of these names."""
         events = self if FREQUENT.intersection(names) else self._outline
         return [event for event in events if event["event"] in names]
+
+    @property
+    def recent(self) -> list[dict[str, Any]]:
+        """The events of the last `RECENT_BYTES`."""
+        return [event for _, event in read_lines(self._path, last_bytes=RECENT_BYTES) if "event" in event]
 
     def __len__(self) -> int:
         return self._count

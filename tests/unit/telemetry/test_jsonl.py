@@ -50,6 +50,14 @@ def test_incomplete_and_broken_lines_are_skipped(tmp_path: Path) -> None:
     assert [line["n"] for _, line in read_lines(path)] == [1, 2]
 
 
+@pytest.mark.parametrize(("last_bytes", "first"), [(0, 0), (1, 5), (9, 4), (15, 4), (16, 3), (1000, 0)])
+def test_the_lines_that_begin_in_the_last_bytes(tmp_path: Path, last_bytes: int, first: int) -> None:
+    path = tmp_path / "log.jsonl"
+    path.write_bytes(b"".join(b'{"n":%d}\n' % n for n in range(5)))  # of 8 bytes each
+    found = list(read_lines(path, last_bytes=last_bytes))
+    assert found == [(8 * n, {"n": n}) for n in range(first, 5)]
+
+
 def test_a_missing_file_has_no_lines(tmp_path: Path) -> None:
     assert list(read_lines(tmp_path / "absent.jsonl")) == []
     assert drop_torn_line(tmp_path / "absent.jsonl") == 0

@@ -62,7 +62,7 @@ def run_page(data: RunData, *, state: RunState | None = None, live: LiveState | 
         TEMPLATES / "run.html.j2",
         sections=sections,
         key=key,
-        chart_data={} if key else chart_data(data, most_values=FROZEN_VALUES) | fleet_data(data),
+        chart_data={} if key else chart_data(data, most_values=FROZEN_VALUES) | fleet_data(data, whole=True),
         **_run_line(shown),
     )
 
@@ -85,9 +85,10 @@ def section(
     return render_page(TEMPLATES / "run_line.html.j2", **_run_line(shown)) + html
 
 
-def fleet_data(data: RunData) -> dict[str, Any]:
-    """JSON for fleet.js: at most one timeline."""
-    found = None if data.model_evaluation else run_timeline(data, work=True)
+def fleet_data(data: RunData, *, whole: bool = False) -> dict[str, Any]:
+    """JSON for fleet.js: at most one timeline; of a long run with the newest work of its workers, or `whole`."""
+    work = [*data.events] if whole else data.events.recent
+    found = None if data.model_evaluation else run_timeline(data, work=work)
     return {"fleets": [timeline_json(found)] if found else []}
 
 
@@ -138,7 +139,7 @@ def _overview(shown: Shown) -> dict[str, Any]:
 
 def _fleet(shown: Shown) -> dict[str, Any]:
     more = shown.live.samples_total - len(shown.live.samples) if shown.live else 0
-    fleet = fleet_section(shown.data, run_timeline(shown.data, work=False))
+    fleet = fleet_section(shown.data, run_timeline(shown.data))
     return {"fleet": fleet, "more": f"and {more:,} more" if more > 0 else ""}
 
 

@@ -6,11 +6,12 @@ One row per worker; if there are many workers, machines that follow each other s
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import pairwise
 from statistics import median
 from typing import Any, Literal, NamedTuple, get_args
 
+import msgspec
 import numpy as np
 
 from tidemill.core.formatting import compact, counted, decimal, dollars, duration, natural_sort_key, percent
@@ -92,6 +93,7 @@ class Timeline(Record):
     sessions: tuple[tuple[float, str], ...]  # starts of the second and later ones
     serving: tuple[tuple[float, int], ...]  # number of preemptible workers from each time on
     end_s: float
+    work_from_s: float = 0.0  # what workers did in each step before is left out
 
 
 def timeline(
@@ -305,6 +307,7 @@ def timeline_json(found: Timeline) -> dict[str, Any]:
         "sessions": [[round(at_s, 3), text] for at_s, text in found.sessions],
         "serving": [[round(at_s, 3), count] for at_s, count in found.serving],
         "end": round(found.end_s, 3),
+        "workFrom": duration(found.work_from_s) if found.work_from_s else "",
     }
 
 
@@ -318,15 +321,19 @@ class CostBar(NamedTuple):
     figure: str
 
 
-def run_timeline(data: RunData, *, work: bool) -> Timeline | None:
+def run_timeline(data: RunData, *, work: Collection[dict[str, Any]] = ()) -> Timeline | None:
     """None before the first session.
 
     Args:
-        work: with what each worker did in each step, which takes a while for long runs.
+        work: the events with what each worker did in each step; the newest ones are enough.
     """
     if not data.sessions:
         return None
-    return timeline(data.events.outline, data.metrics, reserved_only=True, work=data.events if work else ())
+    found = timeline(data.events.outline, data.metrics, reserved_only=True, work=work)
+    if found is None or len(work) == len(data.events):
+        return found
+    first_s = min((moment(event, data.sessions) for event in work), default=0.0)
+    return msgspec.structs.replace(found, work_from_s=first_s)
 
 
 def fleet_section(data: RunData, found: Timeline | None) -> dict[str, Any]:

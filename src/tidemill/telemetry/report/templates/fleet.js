@@ -239,6 +239,8 @@ const timelines = [];
 const drawTimelines = ({ fleets }) => document.querySelectorAll(".timeline").forEach((home, at) => {
   if (!fleets[at]) return;
   timelines[at]?.stop();
+  const hint = home.parentElement.querySelector(".work-from");
+  if (hint) hint.textContent = fleets[at].workFrom ? `What workers did in each step is drawn from ${fleets[at].workFrom} on; the report has all of it.` : "";
   timelines[at] = drawTimeline(fleets[at], home, home.previousElementSibling, timelines[at]?.zoomed());
 });
 if (document.getElementById("data")) drawTimelines(JSON.parse(document.getElementById("data").textContent));

@@ -93,9 +93,13 @@ const tidemill = (() => {
   // ---- stream: calls `changed` with the names of what has changed; after a lost connection, of everything
   const badge = (text) => { $("#badge").textContent = text; $("#badge").dataset.state = text; };
   const SILENT_MS = 30000, LONGEST_WAIT_MS = 10000;
+  // A hidden page gives up its connection: a browser has six for all pages of a server.
+  const shown = () => new Promise((resolve) => { if (document.hidden) document.addEventListener("visibilitychange", resolve, { once: true }); else resolve(); });
   const follow = async (address, changed) => {
     for (let wait = 500; ; ) {
+      await shown();
       const stop = new AbortController();
+      document.addEventListener("visibilitychange", () => { if (document.hidden) stop.abort(); }, { signal: stop.signal });
       let watchdog = setTimeout(() => stop.abort(), SILENT_MS);
       try {
         const answer = await call(address, { signal: stop.signal });

@@ -12,7 +12,7 @@ import pytest
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Page, expect
 
-from tests.browser import chromium, opened
+from tests.browser import opened
 from tests.fabricated_agents import FabricatedAgents
 from tests.fabricated_fleet import FabricatedFleet
 from tests.fabricated_guard import FabricatedGuard
@@ -28,12 +28,6 @@ pytestmark = pytest.mark.xdist_group("browser")
 HOSTILE = '<img src=x onerror="window.hit=1"><script>window.hit=1</script>{{7*7}}</script>\u202e'
 SERIOUS = ("serious", "critical")
 PHONE = 360
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with chromium() as found:
-        yield found
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import shlex
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
@@ -40,6 +39,7 @@ from tidemill.telemetry.report.pages import ASSETS, TEMPLATES, render_page
 from tidemill.telemetry.report.sample_pages import samples_view
 from tidemill.telemetry.report.sections import SECTIONS, fleet_data, run_page, section
 from tidemill.telemetry.run_reader import RunReader
+from tidemill.telemetry.run_state import resume_command
 
 Asked: TypeAlias = Mapping[str, str]
 """Parameters of a request."""
@@ -206,7 +206,7 @@ def _ask(run: WatchedRun, reader: RunReader, given: ControlBody) -> dict[str, An
     """Write a request to a run. Raises ApiError: nobody would read it."""
     path, state, live = run.path, reader.state, reader.live
     if state.name not in RUNNING:
-        again = f"`tidemill resume {shlex.quote(str(path))}` starts it again"
+        again = f"`{resume_command(path)}` starts it again"
         hint = "it has no step left" if state.name == "finished" else again
         raise ApiError(409, f"the run takes no requests ({state.name}): {hint}", code="not_running")
     if live is None or live.session != max(reader.data.sessions, default=0):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import platform
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -39,6 +40,9 @@ TEXTS: dict[str, str] = {
 }
 
 
+RESUMABLE: tuple[StateName, ...] = ("interrupted", "failed", "killed")
+
+
 class RunState(Record):
     """The state of a run."""
 
@@ -60,6 +64,14 @@ def outcome_of(events: Sequence[Mapping[str, Any]]) -> str:
 
 def _newest(events: Sequence[Mapping[str, Any]], *names: str) -> Mapping[str, Any] | None:
     return next((event for event in reversed(events) if event["event"] in names), None)
+
+
+def resume_command(path: Path) -> str:
+    """The command that starts a run again; for a stage, that of its pipeline."""
+    path = path.absolute()
+    whole = path.parent.parent
+    is_stage = path.parent.name == "stages" and (whole / "pipeline.json").is_file()
+    return f"tidemill resume {shlex.quote(str(whole if is_stage else path))}"
 
 
 def is_alive(session: Mapping[str, Any]) -> bool:

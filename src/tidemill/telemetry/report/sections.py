@@ -24,7 +24,7 @@ from tidemill.telemetry.report.sample_cards import LEGEND, before_and_after, bes
 from tidemill.telemetry.report.sample_pages import samples_section
 from tidemill.telemetry.report.timeline import fleet_section, mismatch_rows, run_timeline, timeline_json, worker_rows
 from tidemill.telemetry.run_data import RunData
-from tidemill.telemetry.run_state import LIVELY, RunState, StateReader
+from tidemill.telemetry.run_state import LIVELY, RESUMABLE, RunState, StateReader, resume_command
 from tidemill.telemetry.sample_index import SampleIndex
 
 SECTIONS = ("overview", "fleet", "learning", "samples", "trust", "setup")
@@ -63,7 +63,7 @@ def run_page(data: RunData, *, state: RunState | None = None, live: LiveState | 
         sections=sections,
         key=key,
         chart_data={} if key else chart_data(data, most_values=FROZEN_VALUES) | fleet_data(data, whole=True),
-        **_run_line(shown),
+        **_run_line(shown, on_server=bool(key)),
     )
 
 
@@ -82,7 +82,7 @@ def section(
     """
     shown = _shown(data, state, live)
     html = samples_section(data, index) if index is not None and name == "samples" else _render(shown, name)
-    return render_page(TEMPLATES / "run_line.html.j2", **_run_line(shown)) + html
+    return render_page(TEMPLATES / "run_line.html.j2", **_run_line(shown, on_server=True)) + html
 
 
 def fleet_data(data: RunData, *, whole: bool = False) -> dict[str, Any]:
@@ -110,7 +110,7 @@ def logged_state(data: RunData) -> RunState:
     return StateReader(time.monotonic).look(data.events.outline, None, None, usual_step_s=0.0)
 
 
-def _run_line(shown: Shown) -> dict[str, Any]:
+def _run_line(shown: Shown, *, on_server: bool) -> dict[str, Any]:
     data, live = shown.data, shown.live
     step, total = (live.step, live.total_steps) if live else (data.summary["steps"], data.summary["total_steps"])
     running = shown.state.name == "running"
@@ -119,7 +119,8 @@ def _run_line(shown: Shown) -> dict[str, Any]:
         left_s = fmean(times) * (total - step)
     left = duration(left_s) if running and left_s and total > step else ""
     progress = {"step": step, "total": total, "left": left} if total and not data.model_evaluation else None
-    return {"data": data, "state": shown.state, "progress": progress}
+    command = resume_command(data.run.path) if on_server and shown.state.name in RESUMABLE else ""
+    return {"data": data, "state": shown.state, "progress": progress, "command": command}
 
 
 def _overview(shown: Shown) -> dict[str, Any]:

@@ -44,6 +44,17 @@ def test_the_sections_show_the_live_state_of_a_run_in_progress_only(tmp_path: Pa
     assert "lease-7" not in section(data, "fleet", state=killed, live=live_state())
 
 
+def test_the_live_page_of_a_run_that_ended_early_names_the_command(tmp_path: Path) -> None:
+    stage = tmp_path / "stages" / "rl-1"
+    data = RunData.load(FabricatedRun(stage, steps=1).make())
+    killed = RunState(name="killed", text="The run was killed.")
+    assert f"<code>tidemill resume {stage}</code>" in section(data, "overview", state=killed)
+    (tmp_path / "pipeline.json").write_text("{}")
+    assert f"<code>tidemill resume {tmp_path}</code>" in section(data, "overview", state=killed)
+    assert "tidemill resume" not in run_page(data, state=killed)  # a file that is shown elsewhere
+    assert "tidemill resume" not in section(data, "overview", state=RUNNING)
+
+
 def test_the_setup_lists_what_differs_from_the_defaults(tmp_path: Path) -> None:
     run = FabricatedRun(tmp_path).make()
     run.write_config('[telemetry]\ngroup = "</td><script>"\n[optimizer]\nlearning_rate = 3e-4\n')

@@ -313,7 +313,7 @@ def tiles(data: RunData) -> list[tuple[str, str, str]]:
         rows.insert(2, ("Forecast", duration(forecast.total_s.mean), forecast_error(data)))
     if summary["cost_usd"]:
         alone = summary["reserved_only_usd"]
-        remark = f"{dollars(alone)} on reserved machines only" if alone else "of all machines"
+        remark = f"reserved only: {dollars(alone)}" if alone else "of all machines"
         rows.insert(2, ("Cost", dollars(summary["cost_usd"]), remark))
     if idle is not None:
         rows.insert(3 + (forecast is not None), ("Trainer idle", percent(idle), "of training, waiting for samples"))

@@ -78,8 +78,8 @@ def main() -> int:
         f"first paint {content['first_paint_s']:.2f} s (a server that has just started: "
         f"{content['first_paint_cold_s']:.2f} s), step to screen {content['step_to_screen_s']:.2f} s "
         f"(longest {content['step_to_screen_max_s']:.2f} s), {content['page_bytes'] / KILOBYTE:.0f} kB; long run: "
-        f"slowest part {max(content['parts_s'].values()):.2f} s, {content['memory_bytes'] / MEGABYTE:.0f} MB; watched run "
-        f"{content['cost']:+.2%} CPU time ({content['cost_low']:+.2%} to {content['cost_high']:+.2%})"
+        f"slowest part {max(content['parts_s'].values()):.2f} s, {content['memory_bytes'] / MEGABYTE:.0f} MB; "
+        f"watched run {content['cost']:+.2%} CPU time ({content['cost_low']:+.2%} to {content['cost_high']:+.2%})"
     )
     print(f"written: {write_result('watch_pages', content)}")
     return exit_code(content)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from starlette.datastructures import MutableHeaders
 from starlette.requests import Request
@@ -12,7 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tidemill.gateway.access import LOG, Keys, refuse_repeated
 from tidemill.gateway.errors import ApiError
-from tidemill.telemetry.report.pages import HERE, render_page
+from tidemill.telemetry.report.pages import TEMPLATES, render_page
 
 READ, ACT = RIGHTS = ("read", "act")
 ASSETS = "/assets/"
@@ -81,18 +80,13 @@ class Access:
             return  # a link on another page, which cannot read the answer
         if request.headers.get("sec-fetch-site", "none") not in ("same-origin", "none"):
             raise ApiError(403, "requests of other pages are not answered", code="forbidden_site")
-        origin = request.headers.get("origin")
-        if not reads and origin is not None and _place(origin) != request.headers.get("host", "").lower():
+        origin, host = request.headers.get("origin"), request.headers.get("host", "")
+        if (
+            not reads
+            and origin is not None
+            and origin.lower() not in (f"http://{host.lower()}", f"https://{host.lower()}")
+        ):
             raise ApiError(403, "requests of other pages are not answered", code="forbidden_origin")
-
-
-def _place(origin: str) -> str | None:
-    """Host and port of an origin."""
-    try:
-        parts = urlsplit(origin.lower())
-    except ValueError:
-        return None
-    return parts.netloc if parts.scheme in ("http", "https") else None
 
 
 def refusal(request: Request, error: ApiError) -> Response:
@@ -100,5 +94,5 @@ def refusal(request: Request, error: ApiError) -> Response:
     if "text/html" not in request.headers.get("accept", ""):
         return JSONResponse(error.content, status_code=error.status, headers=error.headers)
     if error.status == 401:
-        return HTMLResponse(render_page(HERE / "templates/door.html.j2"), 401, error.headers)
+        return HTMLResponse(render_page(TEMPLATES / "door.html.j2"), 401, error.headers)
     return PlainTextResponse(f"{error.message}\n", error.status, error.headers)

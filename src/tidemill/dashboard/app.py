@@ -19,7 +19,6 @@ from starlette.responses import HTMLResponse, RedirectResponse, Response, Stream
 from starlette.routing import Route
 
 from tidemill.core.errors import UserError
-from tidemill.core.formatting import dollars
 from tidemill.core.records import Record
 from tidemill.dashboard.access import refusal
 from tidemill.dashboard.runs import WatchedFolder, WatchedRun
@@ -29,20 +28,16 @@ from tidemill.gateway.errors import ApiError, invalid
 from tidemill.guard.checks import shown_parts
 from tidemill.guard.verdicts import SampleKey, sample_key
 from tidemill.telemetry.comparison import MOST as MOST_COMPARED
-from tidemill.telemetry.comparison import check_number, comparison_json
+from tidemill.telemetry.comparison import check_number
 from tidemill.telemetry.control import CONTROL, HOLD_S, Action, ControlFolder, new_request
 from tidemill.telemetry.jsonl import encode
 from tidemill.telemetry.openmetrics import MEDIA_TYPE, exposition
 from tidemill.telemetry.report.charts import chart_data
-from tidemill.telemetry.report.compare import SCRIPTS as COMPARE_SCRIPTS
 from tidemill.telemetry.report.compare import compare_page
-from tidemill.telemetry.report.pages import HERE, render_page
-from tidemill.telemetry.report.sample_pages import group_section, sample_section, samples_section
-from tidemill.telemetry.report.sections import SCRIPTS, SECTIONS, STYLES, TEMPLATES, fleet_data, run_page, section
-from tidemill.telemetry.run_data import RunData
-from tidemill.telemetry.run_dir import TRAINING_PURPOSE
+from tidemill.telemetry.report.pages import ASSETS, TEMPLATES, render_page
+from tidemill.telemetry.report.sample_pages import samples_view
+from tidemill.telemetry.report.sections import SECTIONS, fleet_data, run_page, section
 from tidemill.telemetry.run_reader import RunReader
-from tidemill.telemetry.sample_index import SampleQuery
 
 Asked: TypeAlias = Mapping[str, str]
 """Parameters of a request."""
@@ -54,12 +49,9 @@ BODY_BYTES, BODY_S = 4096, 5.0
 """Largest body of a request, and the time in which it must arrive."""
 LONGEST_HOLD_S = 7 * 86400.0
 WHOLE = re.compile(r"[0-9]{1,12}")
-OWN_ASSETS = [f"templates/{name}" for name in ("samples.js", "samples.css", "runs.js", "check.js", "door.js")]
-ASSETS = {Path(name).name: HERE / name for name in (*SCRIPTS, *STYLES, *COMPARE_SCRIPTS, *OWN_ASSETS)}
 MEDIA_TYPES = {".js": "text/javascript", ".css": "text/css"}
 RUNNING = ("running", "paused", "stalled", "waiting")
 """States of a run with a process that takes requests."""
-SSE_HEADERS = {"cache-control": "no-store", "x-accel-buffering": "no"}
 
 
 class ControlBody(Record, forbid_unknown_fields=True):
@@ -80,15 +72,14 @@ class Dashboard:
     """The pages of a run or of the runs below a folder."""
 
     def __init__(self, folder: WatchedFolder) -> None:
-        self._folder, self.stream = folder, Stream(folder)
+        self._folder, self.stream = folder, Stream()
 
     def app(self) -> Starlette:
         """The application, without checks of who asks (`access.py`)."""
         run = "/run/{key}"
         gets: dict[str, Handler] = {
             "/": self._runs,
-            "/compare": partial(self._compare, show=partial(compare_page, live=True)),
-            "/compare.json": partial(self._compare, show=comparison_json),
+            "/compare": self._compare,
             "/assets/{name}": self._asset,
             "/metrics": self._metrics,
             "/events": self._events,
@@ -129,52 +120,42 @@ class Dashboard:
         if self._folder.single:
             return RedirectResponse(f"/run/{self._folder.single}/", 303)
         rows = await self._folder.rows()
-        shown = [
-            {
-                **msgspec.structs.asdict(row),
-                "place": row.path.relative_to(self._folder.root).as_posix(),
-                "curve": _curve(row.sparkline),
-                "cost": dollars(row.cost_usd) if row.cost_usd else "",
-            }
-            for row in rows
-        ]
+        shown = [(row, row.path.relative_to(self._folder.root).as_posix(), _curve(row.sparkline)) for row in rows]
         values = {"rows": shown, "pipelines": {row.pipeline for row in rows}, "most": MOST_COMPARED}
         return _shown(render_page(TEMPLATES / "runs.html.j2", folder=str(self._folder.root), **values))
 
     async def _run_address(self, request: Request) -> Response:
         return RedirectResponse(f"/run/{(await self._folder.run(request.path_params['key'])).key}/", 308)
 
-    async def _compare(
-        self, request: Request, *, show: Callable[[Sequence[RunData]], str | dict[str, Any]]
-    ) -> Response:
+    async def _compare(self, request: Request) -> Response:
         runs = [await self._folder.run(key) for key in request.query_params.getlist("run")[: MOST_COMPARED + 1]]
         check_number([run.path for run in runs])
-        for run in runs:
-            await run.refresh()
         async with AsyncExitStack() as stack:
             for run in sorted(runs, key=lambda run: run.key):
                 await stack.enter_async_context(run.lock)
-            return _shown(await asyncio.to_thread(lambda: show([run.data for run in runs])))
+            return _shown(
+                await asyncio.to_thread(lambda: compare_page([run.refresh().data for run in runs], live=True))
+            )
 
     async def _metrics(self, request: Request) -> Response:
         return Response(exposition(await self._folder.figures()), media_type=MEDIA_TYPE)
 
     async def _events(self, request: Request) -> Response:
         key = request.query_params.get("run")
-        run = None if key is None else await self._folder.run(key)
-        messages = await self.stream.listen(run, request.headers.get("last-event-id", ""))
-        return StreamingResponse(messages, media_type="text/event-stream", headers=SSE_HEADERS)
+        watched = self._folder if key is None else await self._folder.run(key)
+        messages = await self.stream.listen(watched)
+        return StreamingResponse(messages, media_type="text/event-stream", headers={"x-accel-buffering": "no"})
 
     async def _asset(self, request: Request) -> Response:
         path = ASSETS.get(request.path_params["name"])
         if path is None:
             raise ApiError(404, "there is no such file", code="unknown_asset")
         headers = {"cache-control": "no-cache"}  # another version may be installed
-        return Response(path.read_bytes(), media_type=MEDIA_TYPES[path.suffix], headers=headers)
+        return Response(path.read_bytes(), media_type=MEDIA_TYPES.get(path.suffix, "text/plain"), headers=headers)
 
 
 def _page(run: WatchedRun, reader: RunReader, asked: Asked) -> str:
-    return run_page(reader.data, state=reader.state, live=reader.live, mode="live", key=run.key, can_act=True)
+    return run_page(reader.data, state=reader.state, live=reader.live, key=run.key)
 
 
 def _section(run: WatchedRun, reader: RunReader, asked: Asked, *, name: str) -> str:
@@ -183,21 +164,12 @@ def _section(run: WatchedRun, reader: RunReader, asked: Asked, *, name: str) -> 
 
 
 def _charts(run: WatchedRun, reader: RunReader, asked: Asked) -> dict[str, Any]:
-    after = _whole(asked, "after") if "after" in asked else None
-    return chart_data(reader.data, after=after, cursor=asked.get("cursor", ""))
+    after = asked.get("after", "")
+    return chart_data(reader.data, after=int(after) if WHOLE.fullmatch(after) else None, cursor=asked.get("cursor", ""))
 
 
-def _samples(run: WatchedRun, reader: RunReader, asked: Asked) -> str:
-    return samples_section(reader.data, run.samples(), SampleQuery.of_url(asked))
-
-
-def _group(run: WatchedRun, reader: RunReader, asked: Asked, *, show: Callable[..., str] = group_section) -> str:
-    place = {"step": _whole(asked, "step"), "epoch": _whole(asked, "epoch"), "prompt_id": asked.get("prompt", "")}
-    return show(reader.data, run.samples(), **place, purpose=asked.get("purpose", TRAINING_PURPOSE))
-
-
-def _sample(run: WatchedRun, reader: RunReader, asked: Asked) -> str:
-    return _group(run, reader, asked, show=partial(sample_section, number=_whole(asked, "index")))
+def _samples(run: WatchedRun, reader: RunReader, asked: Asked, *, view: str) -> str:
+    return samples_view(reader.data, run.samples(), view, asked)
 
 
 def _check(run: WatchedRun, reader: RunReader, asked: Asked) -> str:
@@ -221,9 +193,7 @@ VIEWS: dict[str, View] = {
     **{f"section/{name}": partial(_section, name=name) for name in SECTIONS},
     "charts.json": _charts,
     "fleet.json": lambda run, reader, asked: fleet_data(reader.data),
-    "samples": _samples,
-    "group": _group,
-    "sample": _sample,
+    **{view: partial(_samples, view=view) for view in ("samples", "group", "sample")},
     "check": _check,
 }
 
@@ -269,14 +239,6 @@ def _curve(values: Sequence[float]) -> str:
     height, width = 20 / (high - low) if high > low else 0, 98 / max(len(values) - 1, 1)
     points = [f"{1 + at * width:.1f},{22 - (value - low) * height:.1f}" for at, value in enumerate(values)]
     return " ".join(points) if points[1:] else ""
-
-
-def _whole(asked: Asked, name: str) -> int:
-    """A parameter that is a whole number. Raises ApiError: it is none."""
-    text = asked.get(name, "0")
-    if not WHOLE.fullmatch(text):
-        raise invalid(f"{name} is not a whole number", name)
-    return int(text)
 
 
 def _shown(value: str | dict[str, Any]) -> Response:

@@ -9,7 +9,6 @@ import signal
 import socket
 import sys
 import threading
-import time
 import webbrowser
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
@@ -37,8 +36,6 @@ PORTS_TRIED = 50
 START_S = 20.0
 LIMITS = GatewayConfig()
 """Of connections and deadlines."""
-FRESH_S = 5.0
-"""The figures of a run that works are not computed again within this time."""
 
 
 def listen_to_watchers(host: str, port: int | None, token_file: Path | None = None) -> socket.socket:
@@ -69,7 +66,7 @@ async def watching(
             try:
                 yield
             finally:
-                await dashboard.stream.close()  # the server waits for open answers
+                dashboard.stream.close()  # the server waits for open answers
 
 
 async def watch(
@@ -126,35 +123,34 @@ class BackgroundServer:
     """
 
     def __init__(self, serve: AbstractAsyncContextManager[str]) -> None:
-        self._loop, self._ended = asyncio.new_event_loop(), asyncio.Event()
-        started: Future[str] = Future()
+        self._ended = asyncio.Event()
+        started: Future[tuple[str, asyncio.AbstractEventLoop]] = Future()
         self._thread = threading.Thread(target=self._run, args=(serve, started), name="tidemill-server", daemon=True)
         self._thread.start()
         try:
-            self.url = started.result(START_S)
+            self.url, self._loop = started.result(START_S)
         except TimeoutError as error:
             raise DeadlineError("a server on this machine", waited_s=START_S, look_at="its load") from error
 
     def close(self) -> None:
         """Stop serving. A second call does nothing."""
-        if self._thread.is_alive():
-            with suppress(RuntimeError):  # it has just ended
-                self._loop.call_soon_threadsafe(self._ended.set)
-            self._thread.join(START_S)
+        with suppress(RuntimeError):  # it has ended
+            self._loop.call_soon_threadsafe(self._ended.set)
+        self._thread.join(START_S)
 
-    def _run(self, serve: AbstractAsyncContextManager[str], started: Future[str]) -> None:
+    def _run(
+        self, serve: AbstractAsyncContextManager[str], started: Future[tuple[str, asyncio.AbstractEventLoop]]
+    ) -> None:
         async def life() -> None:
             async with serve as url:
-                started.set_result(url)
+                started.set_result((url, asyncio.get_running_loop()))
                 await self._ended.wait()
 
         try:
-            self._loop.run_until_complete(life())
+            asyncio.run(life())
         except BaseException as error:  # noqa: BLE001 - raised where the server was started
             if not started.done():
                 started.set_exception(error)
-        finally:
-            self._loop.close()
 
 
 @asynccontextmanager
@@ -172,21 +168,16 @@ async def run_metrics(path: Path, config: TelemetryConfig) -> AsyncIterator[str]
     Raises:
         UserError: the address or the tokens cannot be used.
     """
-    reader, newest, written_s = RunReader(path), "", float("-inf")
+    reader, lock = RunReader(path), asyncio.Lock()
 
     def text() -> str:
-        nonlocal newest, written_s
-        if time.monotonic() - written_s >= FRESH_S:  # however many collectors ask
-            reader.refresh()
-            figures = run_figures(path.name, reader.data, state=reader.state.name, live=reader.live)
-            newest, written_s = exposition(figures), time.monotonic()
-        return newest
+        reader.refresh()
+        return exposition(run_figures(path.name, reader.data, state=reader.state.name, live=reader.live))
 
     async def answer(request: Request) -> Response:
         async with lock:
             return Response(await asyncio.to_thread(text), media_type=MEDIA_TYPE)
 
-    lock = asyncio.Lock()
     app = Access(Starlette(routes=[Route("/metrics", answer)]), config.token_file, where="telemetry.token_file")
     place = GatewayConfig(host=config.host, port=config.port or 0, token_file=config.token_file)
     listener = listen(place, keys=("telemetry.host", "telemetry.port"))

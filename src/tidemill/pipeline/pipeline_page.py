@@ -11,7 +11,7 @@ from tidemill.core.formatting import compact, decimal, duration, gigabytes, inte
 from tidemill.pipeline.pipeline_result import INTERVAL, NAMES, SHARES, PipelineResult, measured, pipeline_result
 from tidemill.pipeline.state import PipelineFolder
 from tidemill.telemetry.jsonl import write_atomically
-from tidemill.telemetry.report.pages import render_page
+from tidemill.telemetry.report.pages import bar_row, render_page
 from tidemill.telemetry.run_dir import read_json
 
 TEMPLATE = Path(__file__).parent / "templates" / "pipeline.html.j2"
@@ -114,19 +114,12 @@ def _bars(stages: Sequence[dict[str, Any]], result: PipelineResult) -> list[dict
             bars.append(_bar("before", stage["name"], values, f"{name}_before"))
         if values.get(name) is not None:
             label, remark = ("after", stage["name"]) if trained else (stage["name"], stage["kind"])
-            bars.append(_bar(label, remark, values, name) | {"main": shown})
+            bars.append(_bar(label, remark, values, name) | {"faint": not shown})
     return bars
 
 
 def _bar(label: str, remark: str, values: dict[str, Any], key: str) -> dict[str, Any]:
     figure, n = measured(values, key), values.get("n")
     low, high = figure.interval or (None, None)
-    return {
-        "label": label,
-        "remark": remark,
-        "main": False,
-        "value": decimal(figure.value),
-        "share": 100 * min(1.0, max(0.0, figure.value)),
-        "bracket": None if low is None or high is None else (100 * low, 100 * (high - low)),
-        "interval": "" if low is None else f"{low:.2f} to {high:.2f}, n = {n}",
-    }
+    bar = bar_row(label, remark, {"value": figure.value, "low": low, "high": high}, is_share=True)
+    return bar | {"faint": True, "interval": f"{bar['interval']}, n = {n}" if figure.interval else ""}

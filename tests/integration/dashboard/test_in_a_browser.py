@@ -103,9 +103,9 @@ def test_keys_open_the_sections_and_the_theme_stays(browser: Browser, site: str,
 
 def test_runs_are_filtered_selected_and_compared(browser: Browser, site: str) -> None:
     with opened(browser, f"{site}/") as page:
-        page.locator("#filter").fill("other")
+        page.get_by_label("Filter the runs").fill("other")
         expect(page.locator("#rows tr:visible")).to_have_count(1)
-        page.locator("#filter").fill("")
+        page.get_by_label("Filter the runs").fill("")
         for box in page.locator("#rows input").all():
             box.check()
         page.locator("#compare").click()
@@ -193,10 +193,14 @@ def test_a_button_writes_a_request(browser: Browser, tmp_path: Path) -> None:
     ):
         page.locator("[data-action=pause]").click()
         expect(page.locator("#notice")).to_be_visible()
-        page.locator("[data-action=stop]").click()
-        page.locator("#dialog button", has_text="Cancel").click()
+        page.get_by_role("button", name="Stop", exact=True).click()
+        page.get_by_role("button", name="Cancel").click()
+        expect(page.locator("#stopping")).to_be_hidden()
         written = list((tmp_path / "run" / "control").glob("*.json"))
         assert [json.loads(path.read_bytes())["action"] for path in written] == ["pause"]
+        page.get_by_role("button", name="Stop", exact=True).click()
+        page.get_by_role("button", name="Stop the run").click()
+        wait_for(lambda: len(list((tmp_path / "run" / "control").glob("*.json"))) == 2)
     assert ControlFolder(tmp_path / "run").path.is_dir()
     recorder.finish("interrupted")
     recorder.run.close()
@@ -235,9 +239,9 @@ def test_pages_open_with_the_token_of_the_address(browser: Browser, tmp_path: Pa
     with pages(tmp_path / "runs", token_file=tokens(tmp_path / "tokens")) as client:
         url = str(client.base_url).rstrip("/")
         with opened(browser, f"{url}/", ignored="401") as page:
-            expect(page.locator("p")).to_contain_text("needs a token")
+            expect(page.locator("#door")).to_contain_text("needs a token")
             page.goto(f"{url}/#token=wrong")
-            expect(page.locator("p")).to_contain_text("not valid")
+            expect(page.locator("#door")).to_contain_text("not valid")
             page.goto(f"{url}/#token=reader-token")
             expect(page.locator("#rows tr")).to_have_count(2)
             assert page.url == f"{url}/"

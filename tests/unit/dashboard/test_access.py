@@ -47,7 +47,7 @@ PATHS = [
     "/../secret.txt", "/..%2fsecret.txt", "/%2e%2e/secret.txt", "/run/../secret.txt", "/run/..%2f..%2fsecret.txt/",
     "/run/%2e%2e%2fsecret.txt/", "/run/../../etc/passwd", "/run/link/etc/passwd", "/run/two/secret.txt", "/run/two/",
     "/run//etc/passwd", "//etc/passwd", "/assets/../app.py", "/assets/..%2fapp.py", "/assets/%2e%2e%5capp.py",
-    "/assets//etc/passwd", "/assets/run.html.j2", "/assets/live.js%00.css", "/assets/live.js/..", "/KEY/../secret.txt",
+    "/assets//etc/passwd", "/assets/run.html.j2", "/assets/page.js%00.css", "/assets/page.js/..", "/KEY/../secret.txt",
     "/KEY/section/..%2f..%2fsecret", "/KEY/section/setup%00", "/KEY/section/__class__", "/KEY/config.toml",
     "/KEY/ledger.sqlite",
     "/run/0000000000000000/", "/run/%00/", "/run/é/", "/run/" + "a" * 4000 + "/", "/events?run=../one",
@@ -151,7 +151,7 @@ def test_verdicts_that_are_refused(
 
 @pytest.mark.parametrize("method", ["PUT", "DELETE", "PATCH", "OPTIONS", "TRACE", "CONNECT", "POST", "HEAD"])
 def test_only_some_methods_exist(root: Path, client: httpx2.Client, method: str) -> None:
-    for path in ("/", page_of(root, "one"), "/assets/live.js", "/metrics"):
+    for path in ("/", page_of(root, "one"), "/assets/page.js", "/metrics"):
         answer = raw(client, f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode())
         assert answer.split(b" ")[1] in (b"405", b"400", b"404") or (method == "HEAD" and b" 200 " in answer)
         assert b"access-control-allow" not in answer.lower()
@@ -180,8 +180,8 @@ def test_tokens_have_rights(root: Path, tmp_path: Path) -> None:
         )  # fmt: skip
         assert foreign.status_code == 403
         assert [(client.get(path)).status_code for path in ("/", "/metrics", "/events", page)] == [401] * 4
-        assert client.get("/assets/live.js").status_code == 200
-        for host in ("x/assets/", "x/assets/?", "x/assets/#", "/assets/", "x@y/assets/live.js?"):
+        assert client.get("/assets/page.js").status_code == 200
+        for host in ("x/assets/", "x/assets/?", "x/assets/#", "/assets/", "x@y/assets/page.js?"):
             assert client.get("/metrics", headers={"host": host}).status_code in (400, 401), host
         door = client.get(page, headers={"accept": "text/html"})
         assert (door.status_code, "door.js" in door.text, "smollm2" in door.text) == (401, True, False)
@@ -236,7 +236,7 @@ def test_a_slow_body_has_a_deadline(root: Path, client: httpx2.Client, monkeypat
 
 def test_every_answer_has_the_headers_of_a_page_that_trusts_nobody(root: Path, client: httpx2.Client) -> None:
     page = page_of(root, "one")
-    for path in ("/", page, f"{page}charts.json", "/assets/live.js", "/nowhere", "/metrics", f"{page}check"):
+    for path in ("/", page, f"{page}charts.json", "/assets/page.js", "/nowhere", "/metrics", f"{page}check"):
         answer = client.get(path)
         policy = answer.headers["content-security-policy"]
         scripts = policy.partition("script-src ")[2].partition(";")[0]

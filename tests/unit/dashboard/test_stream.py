@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from tests.unit.dashboard.served import events, make_run, open_run, page_of, pages
-from tidemill.dashboard import stream
-from tidemill.dashboard.runs import WatchedFolder, WatchedRun
-from tidemill.dashboard.stream import EVERYTHING, Listener
+from tidemill.dashboard import runs, stream
+from tidemill.dashboard.runs import Watched, WatchedFolder, WatchedRun
 from tidemill.gateway.errors import ApiError
+from tidemill.telemetry.run_reader import RunReader
 
 
 def key_of(root: Path, name: str) -> str:
@@ -30,7 +30,7 @@ def test_a_step_reaches_every_client_soon_and_a_client_that_returns_gets_what_it
         closing(events(client, address)) as second,
     ):
         begun = next(first)
-        assert sorted(begun["data"]["changed"]) == sorted(EVERYTHING)
+        assert set(begun["data"]["changed"]) > {"metrics", "events", "samples", "state"}
         assert (begun["data"]["step"], begun["data"]["state"]) == (1, "running")
         next(second)
         run.learn(recorder, 2)
@@ -39,20 +39,19 @@ def test_a_step_reaches_every_client_soon_and_a_client_that_returns_gets_what_it
         assert time.monotonic() - written_s < 1.5
         while told[0]["data"]["step"] < 2 or "metrics" not in told[0]["data"]["changed"]:
             told[0] = next(first)
-        last_id = told[0]["id"]
-        with closing(events(client, address, **{"last-event-id": last_id})) as again:
-            run.learn(recorder, 3)
-            missed = next(again)
-            while missed["data"]["step"] < 3:
-                missed = next(again)
-        with closing(events(client, address, **{"last-event-id": "of another server"})) as other:
-            assert sorted(next(other)["data"]["changed"]) == sorted(EVERYTHING)
+        first.close()
+        run.learn(recorder, 3)
+        with closing(events(client, address)) as again:
+            missed = next(again)["data"]
+            assert set(missed["changed"]) > {"metrics", "events", "samples", "state"}
+            while missed["step"] < 3:
+                missed = next(again)["data"]
     recorder.close()
     recorder.run.close()
 
 
 def test_a_deleted_run_is_gone_and_a_new_one_is_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream, "SLOW_S", 0.3)
+    monkeypatch.setattr(runs, "FIND_S", 0.3)
     make_run(tmp_path / "one")
     make_run(tmp_path / "two")
     with (
@@ -62,7 +61,6 @@ def test_a_deleted_run_is_gone_and_a_new_one_is_listed(tmp_path: Path, monkeypat
     ):
         next(of_run)
         assert next(of_folder)["data"] == {"changed": ["rows"]}  # since the page was made
-        next(of_folder)
         shutil.rmtree(tmp_path / "two")
         assert [message["event"] for message in of_run][-1] == "gone"  # and the stream ends
         assert next(of_folder)["data"] == {"changed": ["rows"]}
@@ -72,43 +70,65 @@ def test_a_deleted_run_is_gone_and_a_new_one_is_listed(tmp_path: Path, monkeypat
         assert "three" in client.get("/").text
 
 
-async def test_a_slow_client_has_one_message_with_all_that_it_missed() -> None:
-    listener = Listener(WatchedRun("k", Path("nowhere")))
-    for step in range(1000):
-        listener.put("k", "changed", f"{step}", step=step, changed=["metrics"] if step else ["samples"])
-    messages = listener.messages(quiet_s=0.01)
+class Changing(Watched):
+    """What is new at the next looks."""
+
+    def __init__(self, *found: str) -> None:
+        super().__init__()
+        self.left = list(found)
+
+    async def look(self) -> None:
+        if self.left:
+            self._found([self.left.pop(0)])
+            self.news = {"step": self.changes}
+
+
+async def test_a_slow_client_has_one_message_with_all_that_it_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream, "POLL_S", 0.01)
+    monkeypatch.setattr(stream, "QUIET_S", 0.03)
+    watched, changes = Changing("manifest"), stream.Stream()
+    messages = await changes.listen(watched)
     assert await anext(messages) == b"retry: 1000\n\n"
-    assert await anext(messages) == b'event: changed\nid: 999\ndata: {"step":999,"changed":["metrics","samples"]}\n\n'
+    assert await anext(messages) == b'event: changed\ndata: {"step":1,"changed":["manifest"]}\n\n'
+    watched.left = ["samples"] + 999 * ["metrics"]
+    while watched.left:
+        await watched.look()  # of another client
+    assert await anext(messages) == b'event: changed\ndata: {"step":1001,"changed":["samples","metrics"]}\n\n'
     assert (await anext(messages)).startswith(b":")
-    listener.put("k", "gone", run="k")
-    assert [message async for message in messages] == [b'event: gone\ndata: {"run":"k"}\n\n']
+    changes.close()
+    assert [message async for message in messages] == [b"event: end\ndata: {}\n\n"]
+    with pytest.raises(ApiError, match="stops"):
+        await changes.listen(watched)
 
 
 async def test_files_are_read_only_while_somebody_listens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream, "FAST_S", 0.01)
+    monkeypatch.setattr(stream, "POLL_S", 0.01)
+    monkeypatch.setattr(runs, "LOOK_S", 0.05)
     monkeypatch.setattr(stream, "MOST_LISTENERS", 2)
     make_run(tmp_path / "one", steps=1)
     folder = WatchedFolder(tmp_path)
     run, looks, refresh = await folder.run(key_of(tmp_path, "one")), list[float](), WatchedRun.refresh
 
-    async def counted(self: WatchedRun) -> None:
+    def counted(self: WatchedRun) -> RunReader:
         looks.append(time.monotonic())
-        await refresh(self)
+        return refresh(self)
 
     monkeypatch.setattr(WatchedRun, "refresh", counted)
-    changes = stream.Stream(folder)
-    clients = [await changes.listen(run, "") for _ in range(2)]
-    with pytest.raises(ApiError, match="pages are open"):
-        await changes.listen(run, "")
+    changes = stream.Stream()
+    clients = [await changes.listen(run) for _ in range(2)]
     for client in clients:
         await anext(client)
-    await asyncio.sleep(0.3)
-    once = len(looks)
-    assert 5 < once < 35, "one look for both"
-    for client in clients:
+        await anext(client)
+    with pytest.raises(ApiError, match="pages are open"):
+        await changes.listen(run)
+    waiting = [asyncio.ensure_future(anext(client)) for client in clients]
+    looks.clear()
+    await asyncio.sleep(0.5)
+    assert 2 < len(looks) <= 10, "one look for both"
+    for task, client in zip(waiting, clients, strict=True):
+        task.cancel()
+        await asyncio.wait([task])
         await client.aclose()
-    await asyncio.sleep(0.1)
     looks.clear()
     await asyncio.sleep(0.1)
     assert not looks
-    await changes.close()

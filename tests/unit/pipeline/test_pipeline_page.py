@@ -39,7 +39,7 @@ def test_a_share_is_shown_as_a_bar_with_its_interval(tmp_path: Path) -> None:
     # Wilson, z = 1.96: centre (0.75 + 0.038416 / 2) / 1.038416 = 0.7408, half 1.96 / 1.038416 *
     # sqrt(0.75 * 0.25 / 100 + 0.038416 / 400) = 0.0838.
     assert bar["interval"] == "0.66 to 0.82, n = 100"
-    assert (bar["share"], bar["main"]) == (75, True)
+    assert (bar["share"], bar["faint"]) == (75, False)
     assert context(made(tmp_path, figures={"loss": 0.5}))["bars"] == []
 
 

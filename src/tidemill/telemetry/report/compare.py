@@ -17,18 +17,9 @@ from tidemill.telemetry.comparison import (
     paired_figures,
 )
 from tidemill.telemetry.jsonl import write_atomically
-from tidemill.telemetry.report.pages import HERE, render_page
+from tidemill.telemetry.report.pages import TEMPLATES, render_page
 from tidemill.telemetry.run_data import RunData
 from tidemill.telemetry.statistics import Paired
-
-SCRIPTS = (
-    "vendor/uplot/uPlot.iife.min.js",
-    "templates/fleet.js",
-    "templates/live.js",
-    "templates/charts.js",
-    "templates/compare.js",
-)
-STYLES = ("vendor/uplot/uPlot.min.css", "templates/report.css")
 
 
 def write_comparison(paths: Sequence[Path], to: Path) -> Path:
@@ -43,18 +34,17 @@ def write_comparison(paths: Sequence[Path], to: Path) -> Path:
 
 
 def compare_page(runs: Sequence[RunData], *, live: bool = False) -> str:
-    """The page; a live one gets its curves from compare.json."""
+    """The page: a file, or a live page of the server."""
     names = labels(runs)
     return render_page(
-        HERE / "templates" / "compare.html.j2",
+        TEMPLATES / "compare.html.j2",
         names=names,
         axes=AXES,
-        compared=None if live else comparison_json(runs),
+        compared=comparison_json(runs),
+        inline=not live,
         figures=[(label, *texts) for label, texts in final_figures(runs)],
         pairs=[_pair_row(of, names[run], found) for of, run, found in paired_figures(runs)],
         changed=[(key, *texts) for key, texts in changed_keys(runs)],
-        scripts=SCRIPTS,
-        styles=STYLES,
     )
 
 

@@ -36,18 +36,25 @@ from tidemill.telemetry.run_data import RunData, clearly_differs, comparable, fi
 from tidemill.telemetry.run_dir import SUPERVISED
 
 HERE = Path(__file__).parent
+TEMPLATES = HERE / "templates"
+ASSETS = {
+    path.name: path
+    for pattern in ("templates/*.js", "templates/*.css", "vendor/uplot/*")
+    for path in HERE.glob(pattern)
+}
+"""Files that pages contain or, if they are served, load."""
 DIRECTION_MARKS = {code: f"[U+{code:04X}]" for code in (*range(0x202A, 0x202F), *range(0x2066, 0x206A))}
 """Characters that reorder the text around them: a sample must not rearrange the page."""
 
 
 def render_page(template: Path, **values: Any) -> str:
-    """A self-contained HTML page; values are escaped, and characters that change the direction of text are shown.
+    """An HTML page; values are escaped, and characters that change the direction of text are shown.
 
     Besides `values`, a template has:
-    - `version`, of Tidemill, and `nonce`, for the page's own scripts;
-    - `asset(name)`, the text of a file below this package's report folder, for use with `|safe`;
+    - `version`, of Tidemill, and `nonce`, for scripts in the page;
+    - `asset(name)`, the text of one of `ASSETS`, for use with `|safe`;
     - the filters `decimal`, `interval`, `readable` and `pieces` for texts, and `script_json` for use with `|safe`.
-    It may include this package's templates.
+    It may extend or include this package's templates.
     """
     nonce = secrets.token_urlsafe(12)
     return (
@@ -60,14 +67,14 @@ def render_page(template: Path, **values: Any) -> str:
 @cache
 def _environment(folder: Path) -> Environment:
     environment = Environment(
-        loader=FileSystemLoader([folder, HERE / "templates"]),
+        loader=FileSystemLoader([folder, TEMPLATES]),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
         finalize=lambda value: value.translate(DIRECTION_MARKS) if isinstance(value, str) else value,
     )
-    environment.globals["asset"] = lambda name: (HERE / name).read_text(encoding="utf-8")
+    environment.globals["asset"] = lambda name: ASSETS[name].read_text(encoding="utf-8")
     formats = (script_json, decimal, interval, readable, compact, duration, dollars, clock_time, health_text)
     environment.filters |= {function.__name__: function for function in formats}
     environment.filters["pieces"] = lambda text: pieces(shortened(text))
@@ -231,7 +238,7 @@ def _training_findings(data: RunData) -> Iterator[ReportFinding]:
 def held_out(data: RunData) -> dict[str, Any] | None:
     """The panel below the headline: before and after training, or of `tidemill eval`; None without evaluation."""
     if (found := data.model_evaluation) is not None:
-        rows = [_bar_row(*figure, is_share=figure[0] != MEAN_REWARD) for figure in headline_figures(found)]
+        rows = [bar_row(*figure, is_share=figure[0] != MEAN_REWARD) for figure in headline_figures(found)]
         return {"rows": rows, "n": found["n"], "what": "Completions", "also": ""} if rows else None
     before, after = first_and_last(data.evaluations)
     shown = [(label, one) for label, one in (("before", before), ("after", after)) if one]
@@ -242,15 +249,15 @@ def held_out(data: RunData) -> dict[str, Any] | None:
         low, high = figure.interval or (None, None)
         remark = f"after step {one.step}" if one.step else "training"
         share = {"value": figure.value, "low": low, "high": high}
-        rows.append(_bar_row(label, remark, share, is_share=figure.name == "accuracy"))
+        rows.append(bar_row(label, remark, share, is_share=figure.name == "accuracy") | {"faint": label == "before"})
     what = f"{figures[0].name.capitalize()} of greedy completions"
     rewards = ", ".join(f"{label} {decimal(one.reward_mean)}" for label, one in shown)
     also = f"Mean reward: {rewards}." if figures[0].name == "accuracy" else ""
     return {"rows": rows, "n": shown[-1][1].n, "what": what, "also": also}
 
 
-def _bar_row(label: str, remark: str, share: dict[str, Any], *, is_share: bool) -> dict[str, Any]:
-    """A row; only shares have a bar, from 0 to 1."""
+def bar_row(label: str, remark: str, share: dict[str, Any], *, is_share: bool) -> dict[str, Any]:
+    """A row of `bars.html.j2`; only shares have a bar, from 0 to 1."""
     low, high = share["low"], share["high"]
     drawn = is_share and low is not None and high is not None
     return {
@@ -258,6 +265,7 @@ def _bar_row(label: str, remark: str, share: dict[str, Any], *, is_share: bool) 
         "remark": remark,
         "value": decimal(share["value"]),
         "bar": is_share,
+        "faint": False,
         "share": 100 * min(1.0, max(0.0, share["value"])),
         "bracket": (100 * low, 100 * (high - low)) if drawn else None,
         "interval": f"{low:.2f} to {high:.2f}" if drawn else interval([low, high]),

@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from statistics import fmean
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -19,7 +19,7 @@ from tidemill.telemetry.events import GOLD, TAINTED, WORKER_HEALTH
 from tidemill.telemetry.live_state import LiveState
 from tidemill.telemetry.report import pages
 from tidemill.telemetry.report.charts import chart_data, histograms
-from tidemill.telemetry.report.pages import HERE, render_page
+from tidemill.telemetry.report.pages import TEMPLATES, render_page
 from tidemill.telemetry.report.sample_cards import LEGEND, before_and_after, best_and_worst, report_samples
 from tidemill.telemetry.report.sample_pages import samples_section
 from tidemill.telemetry.report.timeline import fleet_section, mismatch_rows, run_timeline, timeline_json, worker_rows
@@ -29,11 +29,6 @@ from tidemill.telemetry.sample_index import SampleIndex
 
 SECTIONS = ("overview", "fleet", "learning", "samples", "trust", "setup")
 OF_EVALUATIONS = ("overview", "setup")
-TEMPLATES = HERE / "templates"
-SCRIPTS = ("vendor/uplot/uPlot.iife.min.js", "templates/fleet.js", "templates/charts.js", "templates/page.js")
-STYLES = ("vendor/uplot/uPlot.min.css", "templates/report.css")
-LIVE_SCRIPTS, LIVE_STYLES = ("templates/samples.js", *SCRIPTS), (*STYLES, "templates/samples.css")
-"""Files below this folder, in the order in which the page loads them."""
 FROZEN_VALUES = 50_000
 """In charts of a report, which should stay a small file."""
 WORKERS_SHOWN = 5
@@ -50,40 +45,24 @@ class Shown(NamedTuple):
     live: LiveState | None
 
 
-def run_page(
-    data: RunData,
-    *,
-    state: RunState | None = None,
-    live: LiveState | None = None,
-    mode: Literal["frozen", "live"] = "frozen",
-    key: str = "",
-    root: str = "../../",
-    can_act: bool = False,
-) -> str:
+def run_page(data: RunData, *, state: RunState | None = None, live: LiveState | None = None, key: str = "") -> str:
     """The page of a run or an evaluation.
 
     Args:
         state: by default, according to the event log.
-        mode: "frozen" has every section and its data in the file; "live" has the overview, and fetches the others.
-        key: of the run in the server's addresses, in live mode.
-        root: the server's root as seen from the page, in live mode.
-        can_act: show the buttons that control the run, in live mode.
+        key: of the run in the server's addresses. The page then has the overview and fetches the other sections;
+            without a key every section and its data is in the file.
     """
     shown = _shown(data, state, live)
     sections = [
-        (name, name.capitalize(), _render(shown, name) if mode == "frozen" or name == "overview" else "")
+        (name, name.capitalize(), _render(shown, name) if not key or name == "overview" else "")
         for name in (OF_EVALUATIONS if data.model_evaluation else SECTIONS)
     ]
     return render_page(
         TEMPLATES / "run.html.j2",
-        title=data.name,
         sections=sections,
-        scripts=LIVE_SCRIPTS if mode == "live" else SCRIPTS,
-        styles=LIVE_STYLES if mode == "live" else STYLES,
-        key=key if mode == "live" else "",
-        root=root,
-        can_act=can_act,
-        chart_data=chart_data(data, most_values=FROZEN_VALUES) | fleet_data(data) if mode == "frozen" else {},
+        key=key,
+        chart_data={} if key else chart_data(data, most_values=FROZEN_VALUES) | fleet_data(data),
         **_run_line(shown),
     )
 

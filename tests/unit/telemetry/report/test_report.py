@@ -192,7 +192,7 @@ def test_nothing_a_model_writes_becomes_markup(tmp_path: Path) -> None:
     assert [tag for tag, _ in page.tags if tag == "img"] == []
     assert "\u202e" not in page.text and "[U+202E]" in page.text  # it would reverse what follows it
     scripts = [attributes for tag, attributes in page.tags if tag == "script"]
-    assert len(scripts) == 5 and all("nonce" in one or one.get("type") == "application/json" for one in scripts)
+    assert len(scripts) == 6 and all("nonce" in one or one.get("type") == "application/json" for one in scripts)
     assert not any(name.startswith("on") for _, attributes in page.tags for name in attributes)
     assert ATTACK in page.text, "it is shown escaped"
     data = json.loads(page.scripts["data"])

@@ -94,7 +94,7 @@ def test_the_page_of_a_long_run_is_small(tmp_path: Path) -> None:
     run.metrics.write_text("".join(json.dumps({"step": step, **line}) + "\n" for step, line in enumerate(lines)))
     data = RunData.load(run)
     assert len(gzip.compress(run_page(data).encode())) < 200_000
-    live = run_page(data, mode="live", key="k", root="/")
+    live = run_page(data, key="k")
     assert "Content-Security-Policy" not in live and "<script>" not in live and 'src="/assets/page.js"' in live
 
 

@@ -50,6 +50,7 @@ const charts = (() => {
     const { left, top, width, height } = plot.bbox, x = Math.round(plot.valToPos(step, "x", true)) + 0.5;
     if (x < left || x > left + width) return null;
     plot.ctx.strokeStyle = style;
+    plot.ctx.lineWidth = window.devicePixelRatio || 1;
     plot.ctx.setLineDash(dash);
     plot.ctx.beginPath();
     plot.ctx.moveTo(x, top);
@@ -67,7 +68,6 @@ const charts = (() => {
     context.save();
     context.fillStyle = paint("--bad");
     context.font = `${11 * scale}px system-ui, sans-serif`;
-    context.lineWidth = scale;
     (chart.marks || []).forEach(([step, text], at) => {
       const x = vertical(plot, step, paint("--bad"), []), late = x > left + width * 0.8;
       context.textAlign = late ? "right" : "left";

@@ -2,10 +2,14 @@
 // Curves of several runs over the chosen axis. Each run has its own values of the axis: all of them together are the
 // places of the common one, and a curve joins the places of its run.
 (() => {
-  const axis = document.querySelector("[data-axis]"), filter = document.querySelector("[data-filter]");
-  const inPage = document.getElementById("compared");
+  const { follow, morph, page } = tidemill;
+  const axis = document.querySelector("[data-axis]");
   let data = null;
 
+  const take = (from) => {
+    data = JSON.parse(from.getElementById("compared").textContent);
+    draw();
+  };
   const draw = () => {
     const places = data.runs.map((run) => run.axes[axis.value] ?? []);
     const steps = [...new Set(places.flat())].sort((one, other) => one - other);
@@ -19,27 +23,14 @@
       steps, resumed: [], constant: data.constant, cursor: "", axis: data.axes[axis.value],
       charts: data.charts.map((chart) => ({ ...chart, kind: "line", low: null, high: null, band: [], series: chart.series.map(curve) })),
     });
-    show();
-  };
-  const show = () => {
-    const words = filter.value.toLowerCase();
-    for (const figure of document.querySelectorAll("figure")) figure.hidden = !figure.textContent.toLowerCase().includes(words);
   };
   const update = async () => {
-    const [json, page] = await Promise.all([tidemill.get(`/compare.json${location.search}`), tidemill.get(location.href)]);
-    data = await json.json();
-    const fresh = new DOMParser().parseFromString(await page.text(), "text/html");
-    document.getElementById("tables").replaceChildren(...fresh.getElementById("tables").children);
-    draw();
+    const fresh = await page(location.href);
+    morph(document.getElementById("tables"), fresh.getElementById("tables"));
+    take(fresh);
   };
 
   axis.addEventListener("change", draw);
-  filter.addEventListener("input", show);
-  if (inPage) {
-    data = JSON.parse(inPage.textContent);
-    draw();
-  } else {
-    update();
-    tidemill.follow("/events", update);
-  }
+  take(document);
+  if (location.protocol !== "file:") follow("/events", update);
 })();

@@ -1,7 +1,7 @@
 // Opens the page asked for with the token of its address (#token=...) or of an earlier visit.
 "use strict";
 (() => {
-  const say = (text) => { document.querySelector("p").textContent = text; };
+  const say = (text) => { document.getElementById("door").textContent = text; };
   async function open() {
     const address = location.pathname + location.search;
     const given = new URLSearchParams(location.hash.slice(1)).get("token");

@@ -1,21 +1,22 @@
 "use strict";
-// The page around the charts: tabs, theme, keys. In live mode also the stream of changes, the sections, and the buttons
-// that control the run. Sections come from the server's templates; nothing here turns text into markup.
-(() => {
-  const html = document.documentElement, { run, live, root } = document.body.dataset;
+// What the pages share: theme, filters, keys, requests with the visitor's token, the stream of changes.
+// Sections come from the server's templates; nothing here turns text into markup.
+const tidemill = (() => {
+  const html = document.documentElement;
   const $ = (selector) => document.querySelector(selector), $$ = (selector) => [...document.querySelectorAll(selector)];
   const stored = (store, key) => { try { return window[store].getItem(key); } catch { return null; } }; // storage may be off
   html.classList.add("js");
-  const names = $$(".panel").map((panel) => panel.id);
-  let current = names[0];
 
-  // ---- theme
+  // ---- theme; prints are light
   const THEMES = ["system", "light", "dark"];
-  const setTheme = (theme) => {
+  const paintWith = (theme) => {
     if (theme === "system") delete html.dataset.theme; else html.dataset.theme = theme;
+    document.dispatchEvent(new Event("theme"));
+  };
+  const setTheme = (theme) => {
     $("#theme").textContent = theme;
     $("#theme").setAttribute("aria-label", `Theme: ${theme}`);
-    document.dispatchEvent(new Event("theme"));
+    paintWith(theme);
   };
   const nextTheme = () => {
     const theme = THEMES[(THEMES.indexOf($("#theme").textContent) + 1) % THEMES.length];
@@ -23,71 +24,38 @@
     setTheme(theme);
   };
   setTheme(THEMES.find((theme) => theme === stored("localStorage", "tidemill-theme")) || "system");
+  addEventListener("beforeprint", () => paintWith("light"));
+  addEventListener("afterprint", () => setTheme($("#theme").textContent));
 
-  // ---- tabs
-  const show = (name) => {
-    current = names.includes(name) ? name : names[0];
-    $$(".panel").forEach((panel) => { panel.hidden = panel.id !== current; });
-    $$(".tabs a").forEach((tab) => { if (tab.hash === `#${current}`) tab.setAttribute("aria-current", "page"); else tab.removeAttribute("aria-current"); });
-    refresh();
-    wake();
-  };
-  addEventListener("hashchange", () => { show(location.hash.slice(1)); scrollTo(0, 0); });
-
-  // ---- filters
+  // ---- filters: what has every word
   const filter = (input) => {
-    const wanted = input.value.toLowerCase();
-    for (const node of input.closest(".panel").querySelectorAll(input.dataset.filter)) node.hidden = !node.textContent.toLowerCase().includes(wanted);
+    const words = input.value.toLowerCase().split(/\s+/);
+    for (const node of $$(input.dataset.filter)) node.hidden = !words.every((word) => node.textContent.toLowerCase().includes(word));
   };
   const filterAll = () => $$("[data-filter]").forEach(filter);
   document.addEventListener("input", ({ target }) => { if (target.matches("[data-filter]")) filter(target); });
   document.addEventListener("filled", filterAll);
 
-  // ---- dialogs
-  const ask = (title, content, choices) => new Promise((resolve) => {
-    const dialog = $("#dialog"), [heading, text, form] = dialog.children;
-    heading.textContent = title;
-    text.replaceChildren(...content);
-    form.replaceChildren(...choices.map(([label, value]) => Object.assign(document.createElement("button"), { textContent: label, value })));
-    dialog.returnValue = "";
-    dialog.onclose = () => resolve(dialog.returnValue);
-    if (!dialog.open) dialog.showModal();
-  });
-  const KEYS = [`1-${names.length}: sections`, "/: filter", "t: theme", "?: these keys", "Esc: close"];
-  const help = () => ask("Keys", KEYS.map((text) => Object.assign(document.createElement("p"), { textContent: text })), [["Close", ""]]);
-  $("#help").addEventListener("click", help);
+  // ---- keys
+  const search = () => $$("[type=search]").find((input) => input.checkVisibility())?.focus();
+  const keys = { "/": search, t: nextTheme, "?": () => $("#keys").togglePopover() };
   $("#theme").addEventListener("click", nextTheme);
   addEventListener("keydown", (event) => {
-    if (event.ctrlKey || event.metaKey || event.altKey || event.defaultPrevented || $("#dialog").open || event.target.closest("input, select, textarea")) return;
-    const search = () => {
-      if (!$(`#${current} [type=search]`)) { location.hash = "learning"; show("learning"); }
-      $(`#${current} [type=search]`)?.focus();
-    };
-    const act = names[Number(event.key) - 1] ? () => { location.hash = names[Number(event.key) - 1]; } : { t: nextTheme, "?": help, "/": search }[event.key];
-    if (act) { event.preventDefault(); act(); }
+    if (event.ctrlKey || event.metaKey || event.altKey || event.defaultPrevented || event.target.closest("input, select, textarea")) return;
+    if (!keys[event.key]) return;
+    event.preventDefault();
+    keys[event.key]();
   });
 
-  // ---- print: every section and chart, in light colours
-  addEventListener("beforeprint", () => {
-    $$(".panel").forEach((panel) => { panel.hidden = false; });
-    html.dataset.theme = "light";
-    document.dispatchEvent(new Event("theme"));
-    charts.drawAll();
-  });
-  addEventListener("afterprint", () => { setTheme($("#theme").textContent); show(current); });
-
-  // ---- live
-  const stale = new Set(names.slice(1)), reads = { charts: true, fleet: true };
-  const PAUSE_MS = 600, SHOWN_MS = 6000;
-  let busy = false, again = false, wake = () => {}, clock = 0;
-  const notice = (text, shown) => {
+  // ---- requests
+  const SHOWN_MS = 12000;
+  let clock = 0;
+  const notice = (text) => {
     clearTimeout(clock);
     $("#notice").textContent = text;
     $("#notice").hidden = !text;
-    if (shown) clock = setTimeout(() => notice(""), shown);
+    if (text) clock = setTimeout(() => notice(""), SHOWN_MS);
   };
-  // Runs that change often are read with a pause, and a server that answers slowly with a longer one.
-  const rest = (ms) => new Promise((resolve) => { wake = resolve; setTimeout(resolve, ms); });
   const call = async (address, options = {}) => {
     const token = stored("sessionStorage", "tidemill-token");
     const headers = { ...(token ? { Authorization: `Bearer ${token}` } : {}), ...options.headers };
@@ -96,6 +64,9 @@
     const told = await answer.json().catch(() => null);
     throw Object.assign(new Error(told?.error?.message || `The server answered ${answer.status}.`), { status: answer.status });
   };
+  const json = async (address) => (await call(address)).json();
+  const page = async (address) => new DOMParser().parseFromString(await (await call(address)).text(), "text/html");
+  const post = async (address, body) => (await call(address, { method: "POST", body: JSON.stringify(body), headers: { "Content-Type": "application/json" } })).json();
 
   // Makes one tree like another and keeps what is equal, with its scroll position, focus and opened details.
   const like = (old, fresh) => old.nodeName === fresh.nodeName && old.id === fresh.id && old.dataset?.own === fresh.dataset?.own && old.dataset?.charts === fresh.dataset?.charts;
@@ -118,71 +89,33 @@
     }
     while (at) { const gone = at; at = at.nextSibling; gone.remove(); }
   };
-  const swap = async (name) => {
-    const text = await (await call(`${live}section/${name}`)).text();
-    const fresh = new DOMParser().parseFromString(text, "text/html").body, line = fresh.querySelector("#run");
-    if (line) { line.remove(); morph($("#run"), line); }
-    const panel = $(`#${name}`), empty = !panel.childElementCount;
-    // What comes first is the element that a section's own script looks after, if there is one.
-    if (empty || panel.firstElementChild.dataset.own === undefined) morphChildren(panel, fresh);
-    panel.dispatchEvent(new CustomEvent(empty ? "arrived" : "swapped", { bubbles: true }));
-    if (empty && panel.querySelector("[data-charts]")) charts.fill();
-    if (empty && name === "fleet") reads.fleet = true;
-    filterAll();
-    allow();
-  };
 
-  async function refresh() {
-    if (!live || document.hidden) return;
-    again = true;
-    if (busy) return;
-    busy = true;
-    try {
-      while (again) {
-        again = false;
-        const name = current, began = performance.now();
-        if (stale.delete(name)) await swap(name).catch((error) => { stale.add(name); throw error; });
-        if (reads.charts && $(`#${name} [data-charts]`)) { reads.charts = false; charts.take(await (await call(`${live}charts.json${charts.query()}`)).json()); }
-        if (reads.fleet && name === "fleet") { reads.fleet = false; drawTimelines(await (await call(`${live}fleet.json`)).json()); }
-        await rest(Math.max(PAUSE_MS, 4 * (performance.now() - began)));
-      }
-    } catch (error) { if (error.status) notice(error.message, SHOWN_MS); reads.charts = reads.fleet = true; } finally { busy = false; }
-  }
-  document.addEventListener("visibilitychange", refresh);
-  const changed = (what) => {
-    names.forEach((name) => stale.add(name));
-    if (what.some((one) => one !== "live" && one !== "samples" && one !== "checks")) reads.charts = reads.fleet = true;
-    document.dispatchEvent(new CustomEvent("changed", { detail: what }));
-    refresh();
-  };
-
-  const badge = (text) => { if ($("#badge").textContent !== text) $("#badge").textContent = text; $("#badge").dataset.state = text; };
+  // ---- stream: calls `changed` with the names of what has changed; after a lost connection, of everything
+  const badge = (text) => { $("#badge").textContent = text; $("#badge").dataset.state = text; };
   const SILENT_MS = 30000, LONGEST_WAIT_MS = 10000;
-  const follow = async () => {
-    for (let wait = 500, last = ""; ; ) {
+  const follow = async (address, changed) => {
+    for (let wait = 500; ; ) {
       const stop = new AbortController();
       let watchdog = setTimeout(() => stop.abort(), SILENT_MS);
       try {
-        const answer = await call(`${root}events?run=${run}`, { signal: stop.signal, headers: last ? { "Last-Event-ID": last } : {} });
+        const answer = await call(address, { signal: stop.signal });
         const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
         badge("live");
-        refresh();
         wait = 500;
         for (let text = ""; ; ) {
           const { value, done } = await reader.read();
           if (done) break;
           clearTimeout(watchdog);
           watchdog = setTimeout(() => stop.abort(), SILENT_MS);
-          const events = (text + value).split(/\r?\n\r?\n/);
+          const events = (text + value).split("\n\n");
           text = events.pop();
           for (const event of events) {
-            last = event.match(/^id: ?(.*)$/m)?.[1].trim() ?? last;
-            const [, name] = event.match(/^event: ?(\w+)/m) ?? [], body = event.match(/^data: ?(.*)$/m)?.[1];
-            if (name === "changed") changed(JSON.parse(body).changed || ["all"]);
+            const name = event.match(/^event: (.*)$/m)?.[1];
+            if (name === "changed") await changed(JSON.parse(event.match(/^data: (.*)$/m)[1]).changed);
             if (name === "gone") notice("This run was deleted.");
           }
         }
-      } catch (error) { if (error.status) notice(error.message, SHOWN_MS); }
+      } catch (error) { if (error.status) notice(error.message); }
       clearTimeout(watchdog);
       badge("reconnecting");
       await new Promise((resolve) => { setTimeout(resolve, wait * (0.75 + Math.random() / 2)); });
@@ -190,28 +123,5 @@
     }
   };
 
-  // ---- control
-  const ALIVE = ["running", "stalled", "waiting", "unknown"];
-  const ALLOWED = { pause: ALIVE, resume: ["paused"], checkpoint: ALIVE, stop: [...ALIVE, "paused"] };
-  const allow = () => {
-    const state = $("#run").dataset.state || "", may = live && document.body.dataset.act !== undefined;
-    $$("[data-action]").forEach((button) => { button.hidden = !ALLOWED[button.dataset.action].includes(state); });
-    $(".controls").hidden = !may;
-  };
-  document.addEventListener("click", async ({ target }) => {
-    const action = target.dataset?.action;
-    if (!action) return;
-    if (action === "stop" && (await ask("Stop this run?", ["It writes a checkpoint and ends. The same command resumes it."], [["Stop the run", "stop"], ["Cancel", ""]])) !== "stop") return;
-    target.disabled = true;
-    try {
-      await call(`${live}control`, { method: "POST", body: JSON.stringify({ action }), headers: { "Content-Type": "application/json" } });
-      notice(`${target.textContent}: the run was asked, and does it after its step.`, SHOWN_MS);
-    } catch (error) { notice(error.message, SHOWN_MS); }
-    target.disabled = false;
-  });
-
-  badge($("#badge").textContent);
-  allow();
-  show(location.hash.slice(1));
-  if (live) follow();
+  return { filterAll, follow, json, keys, morph, morphChildren, notice, page, post, search };
 })();

@@ -2,23 +2,22 @@
 // The samples of the live page. The address says what is shown (?view=samples&reward_min=0.5#samples), so it can be
 // shared; a link or the form fetches a fragment, which takes the place of the one before.
 (() => {
-  const live = document.body.dataset.live, shown = () => document.querySelector("[data-own=samples]");
+  const live = document.body.dataset.run, shown = () => document.querySelector("[data-own=samples]");
   const view = () => /[?&]view=(group|sample)&/.exec(location.search)?.[1] || "samples";
   let newest = 0;
 
   const load = async () => {
     if (!live || !shown()) return;
-    let token = null;
-    try { token = sessionStorage.getItem("tidemill-token"); } catch { /* storage is off */ }
-    const order = ++newest, headers = token ? { Authorization: `Bearer ${token}` } : {};
-    const answer = await fetch(`${live}${view()}${location.search}`, { cache: "no-store", headers }).catch(() => null);
-    const text = answer && (await answer.text().catch(() => ""));
-    if (!text || order !== newest) return; // offline, or overtaken
-    let fresh = answer.ok && new DOMParser().parseFromString(text, "text/html").querySelector("[data-own=samples]");
-    if (!fresh) {
-      fresh = Object.assign(document.createElement("p"), { className: "notice", textContent: text.slice(0, 300) });
+    const order = ++newest;
+    let fresh = null;
+    try {
+      fresh = (await tidemill.page(`${view()}${location.search}`)).querySelector("[data-own=samples]");
+    } catch (error) {
+      if (!error.status) return; // offline
+      fresh = Object.assign(document.createElement("p"), { className: "notice", textContent: error.message });
       fresh.dataset.own = "samples";
     }
+    if (order !== newest) return; // overtaken
     const name = document.activeElement?.closest("[data-own=samples]") && document.activeElement.name;
     shown().replaceWith(document.adoptNode(fresh));
     if (name) fresh.querySelector(`[name="${CSS.escape(name)}"]`)?.focus();
@@ -40,7 +39,7 @@
   addEventListener("popstate", load);
   document.addEventListener("arrived", () => { if (location.search) load(); });
   document.addEventListener("changed", ({ detail }) => {
-    if (view() === "samples" && shown()?.offsetParent && /samples|all/.test(detail) && !shown().querySelector("form:focus-within")) load();
+    if (view() === "samples" && shown()?.offsetParent && detail.includes("samples") && !shown().querySelector("form:focus-within")) load();
   });
 
   // ---- one sample: colours, chart and details of its tokens

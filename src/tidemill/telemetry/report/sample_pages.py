@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 from urllib.parse import urlencode
+
+import msgspec
 
 from tidemill.core.errors import UserError
 from tidemill.core.formatting import compact, percent
@@ -39,6 +41,29 @@ class TokenFigure(Record):
     values: tuple[float | str | None, ...]
     scale: str  # of colours: s: from low to high, d: around a middle, c: categories
     legend: tuple[tuple[int, str], ...]  # (colour, meaning)
+
+
+class SampleAddress(Record):
+    """Parameters of the page of a sample, or of its group."""
+
+    step: int
+    prompt: str
+    epoch: int = 0
+    index: int = 0
+    purpose: str = TRAINING_PURPOSE
+
+
+def samples_view(data: RunData, index: SampleIndex, view: str, parameters: Mapping[str, str]) -> str:
+    """What an address shows: `view` is "samples", "group" or "sample". Raises UserError: there is no such sample."""
+    if view == "samples":
+        return samples_section(data, index, SampleQuery.of_url(parameters))
+    try:
+        one = msgspec.convert(parameters, SampleAddress, strict=False)
+    except msgspec.ValidationError as error:
+        raise UserError(f"not the address of a sample: {error}", hint="open it from the table of samples") from error
+    if view == "group":
+        return group_section(data, index, one.step, one.prompt, one.epoch, one.purpose)
+    return sample_section(data, index, one.step, one.prompt, one.index, one.epoch, one.purpose)
 
 
 def samples_section(data: RunData, index: SampleIndex, query: SampleQuery | None = None) -> str:
@@ -95,8 +120,8 @@ def _no_sample(data: RunData, step: int) -> UserError:
 
 def address(row: SampleRow, view: str) -> str:
     """The parameters of the page of a sample, or of its group."""
-    sample = {"step": row.step, "prompt": row.prompt_id, "epoch": row.epoch, "index": row.index, "purpose": row.purpose}
-    return urlencode({"view": view, **sample})
+    one = SampleAddress(step=row.step, prompt=row.prompt_id, epoch=row.epoch, index=row.index, purpose=row.purpose)
+    return urlencode({"view": view, **msgspec.to_builtins(one)})
 
 
 def _text(index: SampleIndex, row: SampleRow) -> Sample:

@@ -15,6 +15,7 @@ from tidemill.telemetry.report.sample_pages import (
     group_section,
     sample_section,
     samples_section,
+    samples_view,
     token_figures,
 )
 from tidemill.telemetry.run_data import RunData
@@ -95,13 +96,24 @@ def test_the_groups_samples_are_side_by_side(tmp_path: Path) -> None:
         sample_section(data, index, 1, "p", 9)
 
 
-def test_every_link_has_the_address_of_its_sample(tmp_path: Path) -> None:
+def test_every_link_leads_to_its_page(tmp_path: Path) -> None:
     data, index = pages(tmp_path, *(line(at, prompt_id="a&b", epoch=2, purpose="eval:x y") for at in range(2)))
-    html = samples_section(data, index, SampleQuery(purpose="all"))
+    html = samples_view(data, index, "samples", {"purpose": "all"})
     links = [unescape(link) for link in re.findall(r'href="\?(view=(?:sample|group)&amp;[^"]+)#samples"', html)]
-    expected = {"step": "1", "prompt": "a&b", "epoch": "2", "purpose": "eval:x y"}
     assert len(links) == 4
-    assert all(dict(parse_qsl(link)).items() >= expected.items() for link in links)
+    for link in links:
+        view, *parameters = parse_qsl(link)
+        assert "eval:x y" in samples_view(data, index, view[1], dict(parameters)) or view[1] == "group"
+
+
+@pytest.mark.parametrize(
+    "parameters", [{}, {"step": "x", "prompt": "p"}, {"step": "1"}, {"step": "9" * 30, "prompt": "p"}]
+)
+def test_wrong_addresses_are_refused(tmp_path: Path, parameters: dict[str, str]) -> None:
+    data, index = pages(tmp_path, line(0))
+    for view in ("sample", "group"):
+        with pytest.raises(UserError):
+            samples_view(data, index, view, parameters)
 
 
 def test_every_token_has_its_place_and_its_figures(tmp_path: Path) -> None:

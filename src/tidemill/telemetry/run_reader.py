@@ -34,7 +34,7 @@ class RunReader:
         self._logs = RunLogs(self._run)
         self._seen = dict[str, Any]()
         self._data: RunData | None = None
-        self._states = StateReader(clock)
+        self._states = StateReader(self._run.events, clock)
 
     def refresh(self) -> frozenset[str]:
         """Look for changes.

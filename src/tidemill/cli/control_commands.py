@@ -115,15 +115,16 @@ def _request(run_dir: Path, action: Action, *, hold_s: float = HOLD_S) -> Result
         live = read_live(run.path) or live
     if logged.get("outcome") == "ignored":
         raise UserError(f"the run ignored the request: {logged.get('reason')}", where=str(run_dir))
-    step, taken = logged.get("step", live.step + 1), not file.exists()
+    step, taken = logged.get("step"), not file.exists()
+    after = "its current step" if step is None else f"step {step}"  # the step it is in, or that which it evaluates
     if not taken and outcome == "unknown":  # of another machine, or a copy
         file.unlink(missing_ok=True)
         hint = f"if its process is gone, write `tidemill train --run.dir {run_dir}`"
         raise UserError(f"the run did not answer in {duration(ANSWER_S)}", where=str(run_dir), hint=hint)
     texts = {
-        "pause": f"pauses after step {step}, with a checkpoint; rented machines are kept for {duration(hold_s)}",
-        "resume": f"resumes after step {step}",
-        "checkpoint": f"step {step} gets a checkpoint",
+        "pause": f"pauses after {after}, with a checkpoint; rented machines are kept for {duration(hold_s)}",
+        "resume": f"resumes after {after}",
+        "checkpoint": f"writes a checkpoint after {after}",
         "stop": "stops, with a checkpoint",
     }
     text = texts[action] if taken else "the run is busy, and takes the request when it looks next"

@@ -138,8 +138,6 @@ class RunList:
 
 
 def _filled(row: RunRow, data: RunData) -> RunRow:
-    if any(lines for lines, _ in data.line_counts.values()) and not (data.metrics or data.sessions):
-        raise UserError("no run: its files are of another program, or damaged", where=str(row.path))
     figure, summary = headline_figure(data), data.summary
     last, shown = len(figure.history) - 1, min(len(figure.history), SPARKS)
     return replace(

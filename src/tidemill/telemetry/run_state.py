@@ -127,7 +127,8 @@ class StateReader:
         if live is not None and live.session == session.get("session") and live.activity == "paused":
             return _state("paused", live.activity_text)
         if still_s > limit_s:
-            return _state("stalled", f"Nothing has changed for {duration(still_s)}.")
+            whole_minutes = still_s // 60 * 60  # a text that changes every second would be sent every second
+            return _state("stalled", f"Nothing has changed for {duration(whole_minutes)}.")
         if events[-1]["event"] == WAITING:
             return _state("waiting", f"It waits for {events[-1].get('awaited')}.")
         return _state("running", "It loads its models." if loads else "")

@@ -90,6 +90,9 @@ def test_a_run_stalls_when_its_files_stand_still(
     assert look() == "running"
     now_s += 1.0
     assert look() == "stalled"
+    text = states.look(events, None, files, usual_step_s=usual_step_s).text
+    now_s += 1.0
+    assert states.look(events, None, files, usual_step_s=usual_step_s).text == text, "not sent again every second"
     files += 1
     assert look() == "running"
 

@@ -64,14 +64,17 @@ def watch(run: str | Path | Run, *, port: int | None = None, height: int = 800) 
         UserError: there is no run, the port is taken, or the extra `watch` is not installed.
     """
     try:
-        from tidemill.dashboard.serve import BackgroundServer, notebook_pages
+        from tidemill.dashboard.runs import WatchedFolder
+        from tidemill.dashboard.serve import BackgroundServer, listen_to_watchers, watching
     except ImportError as error:
         what = f"the pages need starlette and uvicorn ({error})"
         raise UserError(what, where="tidemill.watch", hint=install_command("watch")) from error
     path = Path(run.path if isinstance(run, Run) else run).resolve()
     shown = _SERVED.get(path)
     if shown is None:
-        shown = _SERVED[path] = Watch(path, BackgroundServer(notebook_pages(path, port)), height=height)
+        listener = listen_to_watchers("127.0.0.1", port, keys=("host", "port"))
+        pages = watching(WatchedFolder(path), listener, token_file=None, framed=True)
+        shown = _SERVED[path] = Watch(path, BackgroundServer(pages), height=height)
         atexit.register(shown.close)
     shown.height = height
     kernel: Any = sys.modules.get("IPython")

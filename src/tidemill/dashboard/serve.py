@@ -62,14 +62,18 @@ def listen_to_watchers(
 @asynccontextmanager
 async def watching(
     folder: WatchedFolder, listener: socket.socket, *, token_file: Path | None, framed: bool = False
-) -> AsyncIterator[None]:
-    """Serve the pages while the block runs, and close the listener. Raises UserError: the tokens cannot be used."""
+) -> AsyncIterator[str]:
+    """Serve the pages while the block runs, and close the listener. Yields the URL.
+
+    Raises:
+        UserError: the tokens cannot be used.
+    """
     dashboard = Dashboard(folder)
     with closing(listener):
         app = Access(dashboard.app(), token_file, where="--token-file", framed=framed)
         async with serving(app, listener, LIMITS):
             try:
-                yield
+                yield address(listener)
             finally:
                 dashboard.stream.close()  # the server waits for open answers
 
@@ -101,8 +105,8 @@ async def watch(
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, ended.set)
     try:
-        async with watching(folder, listener, token_file=token_file):
-            show(address(listener))
+        async with watching(folder, listener, token_file=token_file) as url:
+            show(url)
             await ended.wait()
     finally:
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -156,14 +160,6 @@ class BackgroundServer:
         except BaseException as error:  # noqa: BLE001 - raised where the server was started
             if not started.done():
                 started.set_exception(error)
-
-
-@asynccontextmanager
-async def notebook_pages(path: Path, port: int | None) -> AsyncIterator[str]:
-    """The pages for a notebook on this machine. Yields their URL."""
-    folder, listener = WatchedFolder(path), listen_to_watchers("127.0.0.1", port, keys=("host", "port"))
-    async with watching(folder, listener, token_file=None, framed=True):
-        yield address(listener)
 
 
 @asynccontextmanager

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import socket
-from collections.abc import AsyncIterator, Generator, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import Generator, Iterator
+from contextlib import AbstractAsyncContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,6 @@ import httpx2
 from tests.fabricated_run import FabricatedRun
 from tidemill.dashboard.runs import WatchedFolder
 from tidemill.dashboard.serve import BackgroundServer, listen_to_watchers, watching
-from tidemill.gateway.server import address
 from tidemill.telemetry.recorder import Recorder
 from tidemill.telemetry.run_list import run_key
 
@@ -50,11 +49,8 @@ def tokens(path: Path) -> Path:
     return path
 
 
-@asynccontextmanager
-async def serving_pages(root: Path, token_file: Path | None = None) -> AsyncIterator[str]:
-    listener = listen_to_watchers("127.0.0.1", 0)
-    async with watching(WatchedFolder(root), listener, token_file=token_file):
-        yield address(listener)
+def serving_pages(root: Path, token_file: Path | None = None) -> AbstractAsyncContextManager[str]:
+    return watching(WatchedFolder(root), listen_to_watchers("127.0.0.1", 0), token_file=token_file)
 
 
 @contextmanager

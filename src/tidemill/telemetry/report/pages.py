@@ -361,24 +361,19 @@ def facts(data: RunData) -> list[tuple[str, str]]:
 EVENTS_SHOWN = 500
 
 
-def event_rows(data: RunData) -> list[dict[str, Any]]:
-    """Important events and errors, newest first; spans of ordinary steps are omitted."""
+def event_rows(data: RunData) -> list[tuple[str, Any, str, str]]:
+    """(time, session, event, fields) of important events and errors, newest first; spans of ordinary steps are
+    omitted."""
     listed = [
         event
         for event in sorted(data.events.outline, key=lambda event: str(event.get("time", "")))
         if event["event"] in LISTED_EVENTS or (event.get("error") and event["event"] not in FLEET_EVENTS)
     ]
-    return [
-        {
-            "time": clock_time(event),
-            "session": event.get("session", ""),
-            "event": event["event"],
-            "fields": ", ".join(
-                f"{key} {_logged(value)}" for key, value in event.items() if key not in HEADER and value is not None
-            ),
-        }
-        for event in reversed(listed[-EVENTS_SHOWN:])
-    ]
+    rows = []
+    for event in reversed(listed[-EVENTS_SHOWN:]):
+        fields = (f"{key} {_logged(value)}" for key, value in event.items() if key not in HEADER and value is not None)
+        rows.append((clock_time(event), event.get("session", ""), event["event"], ", ".join(fields)))
+    return rows
 
 
 def clock_time(event: dict[str, Any]) -> str:

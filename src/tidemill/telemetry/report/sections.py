@@ -182,7 +182,7 @@ def _setup(shown: Shown) -> dict[str, Any]:
         "changed": [(key, _setting(value), _setting(default)) for key, default, value in changed],
         "facts": pages.facts(data),
         "manifest_text": msgspec.json.format(msgspec.json.encode(data.manifest)).decode() if data.manifest else "",
-        "events": [] if data.model_evaluation else [tuple(row.values()) for row in pages.event_rows(data)],
+        "events": [] if data.model_evaluation else pages.event_rows(data),
     }
 
 

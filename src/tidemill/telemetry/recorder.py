@@ -342,7 +342,7 @@ class Recorder:
             step=progress.step,
             total_steps=progress.total_steps,
             activity=activity,
-            activity_text=f"rented machines are kept for {duration(pause.hold_s)}" if pause else "",
+            activity_text=f"Rented machines are kept for {duration(pause.hold_s)}." if pause else "",
             left_s=None if left_s is None else max(0.0, left_s - (elapsed_s - progress.elapsed_s)),
             phases=tuple(Phase(name=name, done=done, total=total) for name, done, total in phases),
             **msgspec.structs.asdict(under_way),

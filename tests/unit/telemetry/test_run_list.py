@@ -168,9 +168,7 @@ def test_many_runs_are_read_a_few_at_a_time(tmp_path: Path) -> None:
     assert read[0] < 3
 
 
-@pytest.mark.parametrize(
-    ("outcome", "state"), [("finished", "finished"), ("failed", "failed"), ("running", "unknown")]
-)
+@pytest.mark.parametrize(("outcome", "state"), [("finished", "finished"), ("failed", "failed"), ("running", "unknown")])
 def test_a_pipeline_has_a_row_and_its_stages_have_theirs(tmp_path: Path, outcome: str, state: str) -> None:
     run = FabricatedFleet(tmp_path / "p" / "stages" / "rl-1").make()
     write(tmp_path / "p" / "stages" / "rows-2", config="", manifest='{"format":2,"run":"rows"}')

@@ -68,7 +68,8 @@ def test_the_state_follows_from_events_and_the_process(events: list[dict[str, An
     ],
 )
 def test_live_json_counts_only_for_its_own_session_and_process(alive: bool, live_state: LiveState, state: str) -> None:
-    assert StateReader(LOG, lambda: 0.0).look([ME if alive else start(GONE)], live_state, 0, usual_step_s=1.0).name == state
+    events = [ME if alive else start(GONE)]
+    assert StateReader(LOG, lambda: 0.0).look(events, live_state, 0, usual_step_s=1.0).name == state
 
 
 @pytest.mark.parametrize(

@@ -72,7 +72,8 @@ def watch(run: str | Path | Run, *, port: int | None = None, height: int = 800) 
     path = Path(run.path if isinstance(run, Run) else run).resolve()
     shown = _SERVED.get(path)
     if shown is None:
-        pages = watching(WatchedFolder(path), listen_to_watchers("127.0.0.1", port), token_file=None, framed=True)
+        folder, listener = WatchedFolder(path), listen_to_watchers("127.0.0.1", port, keys=("host", "port"))
+        pages = watching(folder, listener, token_file=None, framed=True)
         shown = _SERVED[path] = Watch(path, BackgroundServer(pages), height=height)
         atexit.register(shown.close)
     shown.height = height

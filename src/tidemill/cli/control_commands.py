@@ -55,7 +55,7 @@ def resume(run_dir: RunDir, /, *, json: Json = False) -> Result:
     is_pipeline = (run_dir / "pipeline.json").is_file()
     run = _run_in(run_dir)
     events = read_events(run.events) if run is not None else []
-    outcome = outcome_of(events) if events else "killed"
+    outcome = outcome_of(events, run.events) if run is not None and events else "killed"
     if outcome in ("running", "unknown"):
         return _request(run_dir, "resume")
     if outcome == "finished" and not is_pipeline:
@@ -97,7 +97,7 @@ def _request(run_dir: Path, action: Action, *, hold_s: float = HOLD_S) -> Result
         raise UserError("no stage of this pipeline is running", where=str(run_dir), hint=start)
     log = SharedLines(run.events)
     events = [line for line in log.new_lines() if line is not None and "event" in line]
-    outcome = outcome_of(events)
+    outcome = outcome_of(events, run.events)
     if outcome not in ("running", "unknown"):
         hint = "" if outcome == "finished" else start
         raise UserError(f"the run is not running ({outcome})", where=str(run_dir), hint=hint)
@@ -115,15 +115,16 @@ def _request(run_dir: Path, action: Action, *, hold_s: float = HOLD_S) -> Result
         live = read_live(run.path) or live
     if logged.get("outcome") == "ignored":
         raise UserError(f"the run ignored the request: {logged.get('reason')}", where=str(run_dir))
-    step, taken = logged.get("step", live.step + 1), not file.exists()
-    if not taken and outcome == "unknown":  # of another machine
+    step, taken = logged.get("step"), not file.exists()
+    after = "its current step" if step is None else f"step {step}"  # the step it is in, or that which it evaluates
+    if not taken and outcome == "unknown":  # of another machine, or a copy
         file.unlink(missing_ok=True)
         hint = f"if its process is gone, write `tidemill train --run.dir {run_dir}`"
         raise UserError(f"the run did not answer in {duration(ANSWER_S)}", where=str(run_dir), hint=hint)
     texts = {
-        "pause": f"pauses after step {step}, with a checkpoint; rented machines are kept for {duration(hold_s)}",
-        "resume": f"resumes after step {step}",
-        "checkpoint": f"step {step} gets a checkpoint",
+        "pause": f"pauses after {after}, with a checkpoint; rented machines are kept for {duration(hold_s)}",
+        "resume": f"resumes after {after}",
+        "checkpoint": f"writes a checkpoint after {after}",
         "stop": "stops, with a checkpoint",
     }
     text = texts[action] if taken else "the run is busy, and takes the request when it looks next"

@@ -38,8 +38,13 @@ LIMITS = GatewayConfig()
 """Of connections and deadlines."""
 
 
-def listen_to_watchers(host: str, port: int | None, token_file: Path | None = None) -> socket.socket:
+def listen_to_watchers(
+    host: str, port: int | None, token_file: Path | None = None, *, keys: tuple[str, str] = ("--host", "--port")
+) -> socket.socket:
     """Listen on a port; without one on the first free port from `PORT` on.
+
+    Args:
+        keys: names of host and port, for errors.
 
     Raises:
         UserError: the port or host cannot be used.
@@ -51,7 +56,7 @@ def listen_to_watchers(host: str, port: int | None, token_file: Path | None = No
             if getattr(error.__cause__, "errno", None) != errno.EADDRINUSE:
                 raise
     config = GatewayConfig(host=host, port=port or 0, token_file=token_file)
-    return listen(config, keys=("--host", "--port"))
+    return listen(config, keys=keys)
 
 
 @asynccontextmanager

@@ -10,6 +10,7 @@ Every request becomes a `control` event with its outcome.
 from __future__ import annotations
 
 import os
+import stat
 import uuid
 from collections.abc import Callable
 from contextlib import suppress
@@ -61,7 +62,7 @@ class ControlFolder:
 
     def __init__(self, run_dir: Path) -> None:
         self.path = run_dir / CONTROL
-        self._taken: set[str] = set()  # names of files: one may be undeletable
+        self._taken: set[str] = set()  # names of files, which may be undeletable, and ids of requests
 
     def file(self, request_id: str) -> Path:
         return self.path / f"{request_id}.json"
@@ -77,13 +78,19 @@ class ControlFolder:
     def take(self, *, run_id: str, session: int) -> list[tuple[str, ControlRequest | None, str]]:
         """(name, request, why it is refused) of each new file in the order of their times. Files are deleted, and taken
         once even if that fails. An unreadable one has no request."""
-        files = [(path.lstat().st_mtime, path) for path in self.path.glob("*.json") if path.name not in self._taken]
+        files = list[tuple[float, Path]]()
+        for path in self.path.glob("*.json"):
+            with suppress(FileNotFoundError):  # withdrawn since
+                state = path.lstat()
+                if stat.S_ISREG(state.st_mode) and path.name not in self._taken:  # reading a pipe would block the run
+                    files.append((state.st_mtime, path))
         taken = list[tuple[str, ControlRequest | None, str]]()
         for written_s, path in sorted(files):
             request, refused = None, "it is not a request of this version"
             with suppress(OSError, msgspec.DecodeError):
                 request = decode_json(path.read_bytes(), ControlRequest)
                 refused = self._refusal(request, written_s, run_id=run_id, session=session)
+                self._taken.add(request.request_id)
             with suppress(OSError):
                 path.unlink()
             self._taken.add(path.name)
@@ -92,6 +99,8 @@ class ControlFolder:
 
     def _refusal(self, request: ControlRequest, written_s: float, *, run_id: str, session: int) -> str:
         """Empty if there is no reason to refuse it."""
+        if request.request_id in self._taken:
+            return "it was applied before"
         if request.run_id != run_id:
             return "it is for another run"
         if request.session != session:

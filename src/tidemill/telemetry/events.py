@@ -28,8 +28,8 @@ def _define(name: str, meaning: str) -> str:
 
 SESSION_START = _define(
     "session_start",
-    "a process opened the run; `resumed`, `earlier_wall_s` (of all earlier sessions), `pid`, `host`, and on Linux "
-    "`pid_start`, the process's start in clock ticks since the machine's",
+    "a process opened the run; `resumed`, `earlier_wall_s` (of all earlier sessions), `pid`, `host`, `inode` of this "
+    "file, and on Linux `pid_start`, the process's start in clock ticks since the machine's",
 )
 RESUME = _define(
     "resume", "training resumes after `step`; later metrics and samples were deleted and will be written again"

@@ -8,6 +8,7 @@ was read, which must still end there (copies, and runs of older versions, may ha
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -23,12 +24,13 @@ Signature: TypeAlias = tuple[int, int, int]
 
 
 def signature(path: Path) -> Signature | None:
-    """None if there is no such file or folder."""
+    """None if there is no such file or folder, or it is neither."""
     try:
         found = path.stat()
     except (FileNotFoundError, NotADirectoryError):
         return None
-    return found.st_ino, found.st_size, found.st_mtime_ns
+    plain = stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode)  # opening a pipe would wait for a writer
+    return (found.st_ino, found.st_size, found.st_mtime_ns) if plain else None
 
 
 class FollowedFile:

@@ -141,6 +141,7 @@ class Recorder:
             earlier_wall_s=round(run.past.wall_s, 3),
             pid=os.getpid(),
             host=platform.node(),
+            inode=run.events.stat().st_ino,
             **({"pid_start": start} if (start := process_start(os.getpid())) else {}),
         )
         self._load_history()

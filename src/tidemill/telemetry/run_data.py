@@ -285,7 +285,7 @@ class RunData:
     @cached_property
     def outcome(self) -> str:
         """finished, interrupted, failed, running, killed or unknown."""
-        return outcome_of(self._outline)
+        return outcome_of(self._outline, self.run.events)
 
     @property
     def name(self) -> str:

@@ -138,8 +138,6 @@ class RunList:
 
 
 def _filled(row: RunRow, data: RunData) -> RunRow:
-    if any(lines for lines, _ in data.line_counts.values()) and not (data.metrics or data.sessions):
-        raise UserError("no run: its files are of another program, or damaged", where=str(row.path))
     figure, summary = headline_figure(data), data.summary
     last, shown = len(figure.history) - 1, min(len(figure.history), SPARKS)
     return replace(
@@ -168,14 +166,19 @@ def _pipeline_row(row: RunRow, pipeline: dict[str, Any], rows: dict[Path, RunRow
             rows[path] = replace(own, pipeline=row.key, state=state)
             started.append(rows[path])
     name = STAGE_STATES.get(str(pipeline.get("outcome")))
+    state, done = started[-1].state if started else row.state, sum(stage.get("state") == "done" for stage in due)
+    if name is None and state.name == "finished" and done < len(due):
+        name = "unknown"  # between two stages, or killed there
+    if name and not (name == "failed" and state.name in ("failed", "guard")):  # the stage says why
+        state = RunState(name=name, text=TEXTS[name])
     newest = next((stage for stage in reversed(started) if stage.value is not None), row)
     return replace(
         newest,
         path=row.path,
         key=row.key,
         name=str(pipeline.get("name", row.name)),
-        state=RunState(name=name, text=TEXTS[name]) if name else started[-1].state if started else row.state,
-        step=sum(stage.get("state") == "done" for stage in due),
+        state=state,
+        step=done,
         total_steps=len(due),
         cost_usd=sum(stage.cost_usd for stage in started),
         pipeline="",

@@ -34,7 +34,7 @@ class RunReader:
         self._logs = RunLogs(self._run)
         self._seen = dict[str, Any]()
         self._data: RunData | None = None
-        self._states = StateReader(clock)
+        self._states = StateReader(self._run.events, clock)
 
     def refresh(self) -> frozenset[str]:
         """Look for changes.
@@ -58,7 +58,10 @@ class RunReader:
             if "manifest" in changed:
                 run.refuse_other_format()
             if self._data is None or changed & OF_DATA:
-                self._data = RunData.of(run, self._logs)
+                data = RunData.of(run, self._logs)
+                if any(lines for lines, _ in data.line_counts.values()) and not (data.metrics or data.sessions):
+                    raise UserError("no run: its files are of another program, or damaged")
+                self._data = data
             self._seen, self.problem = now, ""
         except (UserError, OSError) as error:
             problem = f"cannot be read: {error}" if isinstance(error, OSError) else str(error)

@@ -17,6 +17,7 @@ from tidemill.core.errors import GuardStop
 from tidemill.core.formatting import duration
 from tidemill.core.records import Record
 from tidemill.telemetry.events import SESSION_END, SESSION_START, WAITING
+from tidemill.telemetry.followed_file import signature
 from tidemill.telemetry.live_state import LiveState
 
 StateName: TypeAlias = Literal[
@@ -26,6 +27,8 @@ LIVELY: frozenset[StateName] = frozenset({"running", "paused", "stalled", "waiti
 """States in which the files may still change."""
 STALLED_S, STALLED_STEPS = 60.0, 5.0
 """A run is stalled if nothing changed for this time and for this many usual steps."""
+LOADING_S = 3600.0
+"""The same for a session that has logged nothing yet: it downloads and loads models, and cannot write meanwhile."""
 TEXTS: dict[str, str] = {
     "running": "The run is in progress.",
     "paused": "The run is paused.",
@@ -36,7 +39,7 @@ TEXTS: dict[str, str] = {
     "interrupted": "The run was interrupted; the same command resumes it.",
     "failed": "The run ended with an error; the same command resumes it.",
     "killed": "The run was killed; the same command resumes it.",
-    "unknown": "No end was recorded: the run is in progress on another machine, or was killed.",
+    "unknown": "No end was recorded: the run is in progress elsewhere, or was killed.",
 }
 
 
@@ -50,8 +53,12 @@ class RunState(Record):
     text: str  # one sentence
 
 
-def outcome_of(events: Sequence[Mapping[str, Any]]) -> str:
-    """How the newest session ended. Without a `session_end`, whether its process is alive on this machine."""
+def outcome_of(events: Sequence[Mapping[str, Any]], log: Path) -> str:
+    """How the newest session ended. Without a `session_end`, whether its process is alive on this machine.
+
+    Args:
+        log: events.jsonl. The inode of a copy is not that of the log which the process writes.
+    """
     newest = _newest(events, SESSION_START, SESSION_END)
     if newest is None:
         return "unknown"
@@ -59,7 +66,10 @@ def outcome_of(events: Sequence[Mapping[str, Any]]) -> str:
         return str(newest.get("outcome", "unknown"))
     if newest.get("host") != platform.node() or not isinstance(newest.get("pid"), int):
         return "unknown"
-    return "running" if is_alive(newest) else "killed"
+    if not is_alive(newest):
+        return "killed"
+    found = signature(log)
+    return "running" if found is None or newest.get("inode", found[0]) == found[0] else "unknown"
 
 
 def _newest(events: Sequence[Mapping[str, Any]], *names: str) -> Mapping[str, Any] | None:
@@ -100,8 +110,8 @@ def process_start(pid: int) -> int | None:
 class StateReader:
     """The state of one run, looked at again and again, by a monotonic clock."""
 
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock, self._changed_s = clock, clock()
+    def __init__(self, log: Path, clock: Callable[[], float]) -> None:
+        self._log, self._clock, self._changed_s = log, clock, clock()
         self._files: object = None
         self._doubted: object = None  # the files when the run's process was first found dead, or elsewhere
 
@@ -111,12 +121,14 @@ class StateReader:
         """The state now, from events of sessions and of waiting; `files` is equal while no file of the run changes."""
         if files != self._files:
             self._files, self._changed_s = files, self._clock()
-        session, outcome = _newest(events, SESSION_START, SESSION_END), outcome_of(events)
+        session, outcome = _newest(events, SESSION_START, SESSION_END), outcome_of(events, self._log)
         if session is None:
             return RunState(name="unknown", text="No session has started.")
         if session["event"] == SESSION_END:
             return _ended(outcome, str(session.get("error", "")))
-        still_s, limit_s = self._clock() - self._changed_s, max(STALLED_S, STALLED_STEPS * usual_step_s)
+        loads = events[-1]["event"] == SESSION_START
+        still_s = self._clock() - self._changed_s
+        limit_s = max(LOADING_S if loads else STALLED_S, STALLED_STEPS * usual_step_s)
         if outcome == "running":
             self._doubted = None
         else:
@@ -127,10 +139,11 @@ class StateReader:
         if live is not None and live.session == session.get("session") and live.activity == "paused":
             return _state("paused", live.activity_text)
         if still_s > limit_s:
-            return _state("stalled", f"Nothing has changed for {duration(still_s)}.")
+            whole_minutes = still_s // 60 * 60  # a text that changes every second would be sent every second
+            return _state("stalled", f"Nothing has changed for {duration(whole_minutes)}.")
         if events[-1]["event"] == WAITING:
             return _state("waiting", f"It waits for {events[-1].get('awaited')}.")
-        return _state("running")
+        return _state("running", "It loads its models." if loads else "")
 
 
 def _ended(outcome: str, error: str) -> RunState:

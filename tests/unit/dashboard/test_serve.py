@@ -63,7 +63,9 @@ def test_two_watchers_of_one_run_take_two_ports(run: Path, monkeypatch: pytest.M
             assert free.getsockname()[1] != port
         with pytest.raises(UserError, match="Address already in use") as failure:
             listen_to_watchers("127.0.0.1", port)
-    assert failure.value.where == "--port"
+        with pytest.raises(UserError) as of_notebook:
+            tidemill.watch(run, port=port)
+    assert (failure.value.where, of_notebook.value.where) == ("--port", "port")
     servers = [BackgroundServer(serving_pages(run)) for _ in range(2)]
     assert [get(f"{server.url}{page_of(run, '.')}").status_code for server in servers] == [200, 200]
     for server in servers:

@@ -135,13 +135,28 @@ def test_a_request_whose_file_cannot_be_deleted_is_applied_once(
     assert outcomes(logged) == [("stop", "applied")] and len(stops) == 1
 
 
-def test_a_request_is_applied_once(tmp_path: Path) -> None:
+def test_a_copy_of_a_request_is_not_applied_again(tmp_path: Path) -> None:
     control, logged, stops = open_control(tmp_path)
     made = request("stop")
-    for _ in range(2):
+    for name in ("own", "own", "copy"):
         ControlFolder(tmp_path).write(made)
+        if name == "copy":
+            ControlFolder(tmp_path).file(made.request_id).rename(tmp_path / "control" / "copy.json")
         control.poll()
-    assert outcomes(logged) == [("stop", "applied")] and len(stops) == 1
+    assert outcomes(logged) == [("stop", "applied"), ("stop", "ignored")] and len(stops) == 1
+
+
+def test_a_pipe_a_link_or_a_file_that_is_withdrawn_does_not_disturb_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    control, logged, stops = open_control(tmp_path)
+    folder = tmp_path / "control"
+    folder.mkdir()
+    os.mkfifo(folder / "a.json")
+    (folder / "b.json").symlink_to(tmp_path / "absent")
+    monkeypatch.setattr(Path, "glob", lambda path, pattern: [*folder.iterdir(), folder / "withdrawn.json"])
+    control.poll()
+    assert not logged and not stops
 
 
 def test_the_end_of_a_run_logs_what_still_waits(tmp_path: Path) -> None:

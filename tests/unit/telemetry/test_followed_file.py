@@ -93,3 +93,8 @@ def test_what_is_read_while_the_history_is_replaced_is_discarded(tmp_path: Path)
         log.write(text(3))
     rewind_now.append(True)
     assert lines_of(file) == ([1, 7, 8, 9], True)
+
+
+def test_a_pipe_is_not_opened(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "log.jsonl")
+    assert lines_of(FollowedFile(tmp_path / "log.jsonl")) == ([], False)

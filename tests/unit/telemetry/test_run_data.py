@@ -35,7 +35,7 @@ def start(pid: int = 0, host: str = "") -> dict[str, Any]:
     ],
 )
 def test_the_outcome_is_read_from_the_events(events: list[dict[str, Any]], outcome: str) -> None:
-    assert outcome_of(events) == outcome
+    assert outcome_of(events, Path(__file__)) == outcome
 
 
 def test_a_whole_run_is_read(tmp_path: Path) -> None:

@@ -127,6 +127,14 @@ def test_a_run_that_cannot_be_read_has_a_reason_and_can_recover(
     assert reader.refresh() and reader.problem == "" and reader.data.metrics.last_step == 2
 
 
+def test_files_of_another_program_are_no_run(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text("epoch,loss\n")
+    reader = RunReader(tmp_path)
+    reader.refresh()
+    with pytest.raises(UserError, match="another program"):
+        _ = reader.data
+
+
 def test_a_run_of_a_version_without_generations_is_followed(tmp_path: Path) -> None:
     fabricated = FabricatedRun(tmp_path, steps=4)
     reader, first = RunReader(tmp_path), fabricated.session()

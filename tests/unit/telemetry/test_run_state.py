@@ -31,7 +31,8 @@ def live(activity: Activity, session: int = 1) -> LiveState:
     )  # fmt: skip
 
 
-ME, WAITS = start(os.getpid()), {"event": "waiting", "awaited": "gold scores"}
+LOG = Path(__file__)  # of the inode only
+ME, WAITS, ROLLOUT = start(os.getpid()), {"event": "waiting", "awaited": "gold scores"}, {"event": "rollout"}
 
 
 @pytest.mark.parametrize(
@@ -40,10 +41,12 @@ ME, WAITS = start(os.getpid()), {"event": "waiting", "awaited": "gold scores"}
         ([], "unknown", "No session"),
         ([ME], "running", "in progress"),
         ([ME, WAITS], "waiting", "waits for gold scores"),
-        ([ME, WAITS, {"event": "rollout"}], "running", "in progress"),
+        ([ME, WAITS, ROLLOUT], "running", "in progress"),
         ([start(GONE)], "killed", "same command resumes"),
         ([start(GONE), end("failed"), ME], "running", ""),
-        ([start(os.getpid(), host="elsewhere")], "unknown", "another machine"),
+        ([start(os.getpid(), host="elsewhere")], "unknown", "elsewhere"),
+        ([start(os.getpid(), inode=LOG.stat().st_ino)], "running", "loads its models"),
+        ([start(os.getpid(), inode=1)], "unknown", "elsewhere"),  # a copy
         ([ME, end("finished")], "finished", ""),
         ([ME, end("interrupted")], "interrupted", ""),
         ([ME, end("failed", "ValueError: no")], "failed", "ValueError: no"),
@@ -51,7 +54,7 @@ ME, WAITS = start(os.getpid()), {"event": "waiting", "awaited": "gold scores"}
     ],
 )
 def test_the_state_follows_from_events_and_the_process(events: list[dict[str, Any]], state: str, text: str) -> None:
-    found = StateReader(lambda: 0.0).look(events, None, 0, usual_step_s=1.0)
+    found = StateReader(LOG, lambda: 0.0).look(events, None, 0, usual_step_s=1.0)
     assert found.name == state and text in found.text
 
 
@@ -65,22 +68,32 @@ def test_the_state_follows_from_events_and_the_process(events: list[dict[str, An
     ],
 )
 def test_live_json_counts_only_for_its_own_session_and_process(alive: bool, live_state: LiveState, state: str) -> None:
-    assert StateReader(lambda: 0.0).look([ME if alive else start(GONE)], live_state, 0, usual_step_s=1.0).name == state
+    events = [ME if alive else start(GONE)]
+    assert StateReader(LOG, lambda: 0.0).look(events, live_state, 0, usual_step_s=1.0).name == state
 
 
-@pytest.mark.parametrize(("usual_step_s", "after_s"), [(1.0, 60.0), (100.0, 500.0)])
-def test_a_run_stalls_when_its_files_stand_still(usual_step_s: float, after_s: float) -> None:
+@pytest.mark.parametrize(
+    ("events", "usual_step_s", "after_s"),
+    [([ME, ROLLOUT], 1.0, 60.0), ([ME, ROLLOUT], 100.0, 500.0), ([ME], 0.0, 3600.0)],
+    ids=["fast", "slow", "loads a model"],
+)
+def test_a_run_stalls_when_its_files_stand_still(
+    events: list[dict[str, Any]], usual_step_s: float, after_s: float
+) -> None:
     now_s, files = 0.0, 0
-    states = StateReader(lambda: now_s)
+    states = StateReader(LOG, lambda: now_s)
 
     def look() -> str:
-        return states.look([ME], None, files, usual_step_s=usual_step_s).name
+        return states.look(events, None, files, usual_step_s=usual_step_s).name
 
     assert look() == "running"
     now_s = after_s
     assert look() == "running"
     now_s += 1.0
     assert look() == "stalled"
+    text = states.look(events, None, files, usual_step_s=usual_step_s).text
+    now_s += 1.0
+    assert states.look(events, None, files, usual_step_s=usual_step_s).text == text, "not sent again every second"
     files += 1
     assert look() == "running"
 
@@ -92,11 +105,11 @@ def test_a_run_stalls_when_its_files_stand_still(usual_step_s: float, after_s: f
 )
 def test_a_run_whose_process_is_elsewhere_runs_while_its_files_change(session: dict[str, Any], before: str) -> None:
     now_s = 0.0
-    states = StateReader(lambda: now_s)
-    assert states.look([session], None, 1, usual_step_s=1.0).name == before
-    assert states.look([session], None, 2, usual_step_s=1.0).name == "running"
+    states = StateReader(LOG, lambda: now_s)
+    assert states.look([session, ROLLOUT], None, 1, usual_step_s=1.0).name == before
+    assert states.look([session, ROLLOUT], None, 2, usual_step_s=1.0).name == "running"
     now_s = 61.0
-    assert states.look([session], None, 2, usual_step_s=1.0).name == before
+    assert states.look([session, ROLLOUT], None, 2, usual_step_s=1.0).name == before
 
 
 @pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="no /proc")

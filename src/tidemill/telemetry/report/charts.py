@@ -45,6 +45,8 @@ MOST_UNKNOWN = 200
 MOST_POINTS = 2000
 """Points of a series. Of longer runs, buckets of steps contribute their extremes: no spike is hidden."""
 FEWEST_POINTS = 250
+LATE_STEPS = 8
+"""Steps that are sent again: scores of the guard and evaluations may be logged after their steps."""
 MOST_VALUES = 1_000_000
 SIGNIFICANT_DIGITS = 5
 SAME = 1e-6
@@ -97,7 +99,7 @@ def chart_data(
     points = _points(steps, steps, bucket) if len(steps) else []
     shape = [(chart.title, *chart.series.values()) for chart in charts]
     whole = after is None or _cursor(data, shape, bucket, after) != cursor
-    start = 0 if after is None or whole else bisect_left(points, after + 1 if bucket == 1 else after // bucket * bucket)
+    start = 0 if after is None or whole else bisect_left(points, (after + 1 - LATE_STEPS) // bucket * bucket)
     titles = {chart.title for chart in charts} | {title for title, _ in constant}
     return {
         "steps": points[start:],
@@ -127,7 +129,8 @@ def _cursor(data: RunData, shape: Any, bucket: int, step: int) -> str:
     at = bisect_right(data.metrics, step, key=lambda line: line.step)
     last = data.metrics[at - 1] if at else None
     evaluated = (one for found in (data.evaluations, *data.eval_sets.values()) for one in found)
-    late = sum(one.step <= step for one in evaluated), sum(at <= step for at in data.guard.by_step)
+    settled = step - LATE_STEPS
+    late = sum(one.step <= settled for one in evaluated), sum(at <= settled for at in data.guard.by_step)
     known = [shape, bucket, last and (last.step, last.session, last.elapsed_s), late, data.guard.marks]
     return blake2b(msgspec.json.encode(known), digest_size=8).hexdigest()
 

@@ -107,7 +107,7 @@ def logged_state(data: RunData) -> RunState:
     """The state of a run that nobody watches."""
     if data.model_evaluation:
         return RunState(name="finished", text="An evaluation, without training.")
-    return StateReader(time.monotonic).look(data.events.outline, None, None, usual_step_s=0.0)
+    return StateReader(data.run.events, time.monotonic).look(data.events.outline, None, None, usual_step_s=0.0)
 
 
 def _run_line(shown: Shown, *, on_server: bool) -> dict[str, Any]:

@@ -124,6 +124,21 @@ def test_a_continuation_joins_what_the_reader_has(tmp_path: Path, before: int, n
     assert both[0][: rest["start"]] + both[1] == both[2]
 
 
+def test_a_gold_score_that_is_logged_after_its_step_replaces_nothing(tmp_path: Path) -> None:
+    def charts(steps: int, gold: int, **asked: Any) -> dict[str, Any]:
+        metrics = "".join(f'{{"step":{at},"entropy":{at}}}\n' for at in range(1, steps + 1))
+        scores = (f'{{"event":"gold","step":{at},"proxy_mean":{at},"gold_mean":0.5}}\n' for at in range(1, gold + 1))
+        charts_of(tmp_path, metrics, "".join(scores))
+        return chart_data(RunData.load(RunDirectory(tmp_path)), **asked)
+
+    first = charts(12, 11)
+    rest, whole = charts(13, 12, after=12, cursor=first["cursor"]), charts(13, 12)
+    assert "reset" not in rest and first["steps"][: rest["start"]] + rest["steps"] == whole["steps"]
+    for old, new, both in zip(*(one["charts"] for one in (first, rest, whole)), strict=True):
+        joined = [a["values"][: rest["start"]] + b["values"] for a, b in zip(old["series"], new["series"], strict=True)]
+        assert joined == [one["values"] for one in both["series"]]
+
+
 @pytest.mark.parametrize(
     "events",
     [

@@ -197,6 +197,8 @@ def event_text(name: str, fields: dict[str, Any]) -> str:
     if of_kind:
         return of_kind(name, fields)
     step, error = fields.get("step"), fields.get("error")
+    if name == SINK_FAILED:
+        return f"warning: sink {fields['sink']} failed ({error}); the run continues without it"
     took = f", {duration(fields['duration_s'])}" if "duration_s" in fields else ""
     if error and name != SESSION_END:  # the command prints what ended the session
         ended = "was interrupted" if error in INTERRUPTIONS else f"failed: {error}"

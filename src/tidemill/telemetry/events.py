@@ -192,7 +192,12 @@ INTERRUPTIONS = ("CancelledError", "KeyboardInterrupt")
 
 def event_text(name: str, fields: dict[str, Any]) -> str:
     """One line about an event for the terminal and the report; empty if the event is not worth a line."""
-    kinds = {_fleet_text: FLEET_EVENTS, _guard_text: GUARD_EVENTS, _control_text: (CONTROL, PAUSED)}
+    kinds = {
+        _fleet_text: FLEET_EVENTS,
+        _guard_text: GUARD_EVENTS,
+        _control_text: (CONTROL, PAUSED),
+        _sink_text: (SINK_FAILED,),
+    }
     of_kind = next((text_of for text_of, names in kinds.items() if name in names), None)
     if of_kind:
         return of_kind(name, fields)
@@ -263,6 +268,10 @@ def decision_text(fields: Mapping[str, Any]) -> str:
         "stop": "the run stops",
     }
     return f"the reward rises and quality does not since about step {onset}; {follows.get(str(action), action)}"
+
+
+def _sink_text(name: str, fields: dict[str, Any]) -> str:
+    return f"warning: sink {fields['sink']} failed ({fields['error']}); the run continues without it"
 
 
 def _control_text(name: str, fields: Mapping[str, Any]) -> str:

@@ -407,8 +407,7 @@ class Recorder:
 
     def sink_failed(self, sink: str, error: str) -> None:
         """Report something beside the run that failed."""
-        self.event(SINK_FAILED, sink=sink, error=error)
-        self.note(f"warning: sink {sink} failed ({error}); the run continues without it")
+        self.event(SINK_FAILED, sink=sink, error=error.replace("\n  ", "; "))
 
     def __enter__(self) -> Self:
         return self

@@ -277,7 +277,7 @@ def test_a_failing_sink_is_reported_once_and_the_run_continues(tmp_path: Path, m
     assert [(event["sink"], event["error"]) for event in failures] == [("wandb", "OSError: gone")]
     assert len(read_metrics(recorder.run.metrics)) == 2
     assert isinstance(recorder._view, PlainView) and isinstance(recorder._view._stream, io.StringIO)
-    assert recorder._view._stream.getvalue().count("sink wandb failed") == 1
+    assert recorder._view._stream.getvalue().count("gone") == 1
 
 
 def test_a_full_disk_is_reported_and_the_recorder_still_closes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -205,7 +205,7 @@ def cost(browser: Browser, root: Path) -> dict[str, Any]:
         ratios.append(seconds[True] / seconds[False] - 1)
     if len(results) != 1:
         raise RuntimeError("the runs did not learn the same")
-    return {"cost": statistics.median(ratios), "cost_low": min(ratios), "cost_high": max(ratios)}
+    return {"rounds": ROUNDS, "cost": statistics.median(ratios), "cost_low": min(ratios), "cost_high": max(ratios)}
 
 
 def _watched_run(browser: Browser, path: Path) -> float:

@@ -509,7 +509,7 @@ MISTAKES = {
     "generate -n": Mistake("generate 1+1= -n 3", ("-n", "two dashes")),
     "report, misspelt": Mistake("report olt", ("olt", "did you mean old?")),
     "plan of a recipe": Mistake("plan @char-addition", ("tidemill plan run @char-addition",)),
-    "two runs for a report": Mistake("report old new", ("new", "report --help")),
+    "a missing run among those to compare": Mistake("report old new", ("new", "no run there", "--run.dir")),
 }
 
 

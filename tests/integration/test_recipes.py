@@ -71,7 +71,8 @@ def check_report(run: Path) -> None:
     """One page that needs no other file and no network."""
     page = (run / "report.html").read_text(encoding="utf-8")
     assert page.lstrip().lower().startswith("<!doctype html>")
-    assert not re.search(r"""(?:src|href)=["'](?!data:|#)|@import|url\((?!["']?data:)|\bfetch\(|XMLHttpRequest""", page)
+    assert not re.search(r"""(?:src|href)=["'](?!data:|#)|@import|url\((?!["']?data:)|XMLHttpRequest""", page)
+    assert "Content-Security-Policy\" content=\"default-src 'none'; style-src" in page  # and so no connection
 
 
 def check_checkpoint(run: Path, prompts: tuple[str, ...], *, tokens: int) -> None:

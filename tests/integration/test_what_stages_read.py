@@ -33,7 +33,7 @@ MANNER = {
         "scoring.concurrency",
         "scoring.timeout_s",
     ),
-    *("trainer.activation_checkpointing", "trainer.shards"),
+    *("trainer.activation_checkpointing", "trainer.shards", "trainer.offload"),
 }
 """Keys of location, name and resources: read, without effect on the result."""
 

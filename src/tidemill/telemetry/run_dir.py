@@ -92,8 +92,8 @@ class PromptFormat(Record):
 
 
 TRAINING_PURPOSE = "train"
-SAMPLES_INDEX = "index.jsonl"
-"""In the folder of the samples files: a line per file that was written; see `sample_files.index_line`."""
+SAMPLES_INDEX = "samples_index.jsonl"
+"""In the run directory: a line per samples file that was written; see `sample_files.index_line`."""
 SAMPLES_NAME = re.compile(r"step_(\d+)(?:\.([\w.-]+))?\.jsonl$")
 
 
@@ -113,6 +113,7 @@ class RunDirectory(LockedDirectory):
         self.events = path / "events.jsonl"
         self.metrics = path / "metrics.jsonl"
         self.samples = path / "samples"
+        self.samples_index = path / SAMPLES_INDEX
         self.ledger = path / "ledger.sqlite"
         self.judges = path / "judges"
         self.checks = path / "checks"
@@ -252,9 +253,17 @@ class RunDirectory(LockedDirectory):
             UserError: the files cannot be deleted.
         """
         ledgers, choices = self.path.glob(f"{self.ledger.name}*"), self.path / CURRICULUM
+        files = (self.metrics, self.amendments, self.samples_index, choices, *ledgers, *self.samples.glob("*.jsonl"))
         self._raise_generation()
         try:
-            for file in (self.metrics, self.amendments, choices, *ledgers, *self.samples.glob("*.jsonl")):
+            for file in (
+                self.metrics,
+                self.amendments,
+                self.samples_index,
+                choices,
+                *ledgers,
+                *self.samples.glob("*.jsonl"),
+            ):
                 file.unlink(missing_ok=True)
             for checkpoint in self.checkpoints.iterdir():
                 shutil.rmtree(checkpoint)

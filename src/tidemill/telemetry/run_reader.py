@@ -46,7 +46,7 @@ class RunReader:
         run = self._run
         try:
             now: dict[str, Any] = {
-                "samples": (signature(run.samples), signature(run.samples / "index.jsonl")),
+                "samples": (signature(run.samples), signature(run.samples_index)),
                 "live": signature(self.path / LIVE),
                 "summary": signature(run.summary),
                 "manifest": (signature(run.manifest), signature(run.config), signature(self.path / FORECAST)),

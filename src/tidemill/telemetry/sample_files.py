@@ -176,7 +176,7 @@ def write_samples(path: Path, lines: Sequence[dict[str, Any]]) -> None:
         UserError: the disk is full or the directory is not writable.
     """
     encoded = [encode(line) + b"\n" for line in lines]
-    index = SharedLines(path.with_name(SAMPLES_INDEX))
+    index = SharedLines(path.parent.with_name(SAMPLES_INDEX))
     write_atomically(path, b"".join(encoded))
     try:
         index.append(index_line(path.name, encoded))

@@ -23,7 +23,7 @@ from tidemill.core.errors import UserError
 from tidemill.core.records import Record
 from tidemill.telemetry.binning import Bins, bin_edges
 from tidemill.telemetry.followed_file import FollowedFile, Signature, signature
-from tidemill.telemetry.run_dir import SAMPLES_INDEX, TRAINING_PURPOSE, RunDirectory
+from tidemill.telemetry.run_dir import TRAINING_PURPOSE, RunDirectory
 from tidemill.telemetry.sample_files import Sample, index_line
 
 COLUMNS = np.dtype(
@@ -138,7 +138,7 @@ class SampleIndex:
 
     def __init__(self, run: RunDirectory, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.run, self._clock = run, clock
-        self._index = FollowedFile(run.samples / SAMPLES_INDEX)
+        self._index = FollowedFile(run.samples_index)
         self._seen: tuple[Signature | None, ...] = ()  # of the folder and the index
         self._files: dict[str, _File] = {}
         self._names: list[str] = []  # of the files, by step

@@ -80,6 +80,11 @@ NOT_RUN = {
     "tidemill plan staleness --table lags.csv": "needs a table of the user; tests/unit/cli/test_plan.py runs it",
     "tidemill model merge RUN FOLDER": "needs an adapter; tests/integration/test_lora.py runs it",
     "tidemill eval --checkpoint runs/mine --compare runs/other": "as the other tidemill eval",
+    "tidemill watch": "serves until it is interrupted; tests/unit/cli/test_watch.py runs it",
+    **dict.fromkeys(
+        (f"tidemill {verb}" for verb in ("pause", "resume", "checkpoint", "stop")),
+        "needs a run in progress; tests/integration/test_control.py runs it",
+    ),
 }
 """Commands in the docs that this test does not run, and why."""
 DRY = ("train", "eval", "generate", "simulate")

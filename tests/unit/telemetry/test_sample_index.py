@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tidemill.core.errors import UserError
-from tidemill.telemetry.run_dir import SAMPLES_INDEX, RunDirectory, samples_name
+from tidemill.telemetry.run_dir import RunDirectory, samples_name
 from tidemill.telemetry.sample_files import write_samples
 from tidemill.telemetry.sample_index import COLUMNS, SampleIndex, SamplePage, SampleQuery, SampleRow
 
@@ -70,17 +70,17 @@ def everything(run: RunDirectory) -> list[tuple[int, str, int, float | None]]:
 
 
 def forget_index(run: RunDirectory) -> None:
-    (run.samples / SAMPLES_INDEX).unlink()
+    (run.samples_index).unlink()
 
 
 def kill_before_index_line(run: RunDirectory) -> None:
-    path = run.samples / SAMPLES_INDEX
+    path = run.samples_index
     write_step(run, 4)
     path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:-1]))
 
 
 def kill_in_index_line(run: RunDirectory) -> None:
-    path = run.samples / SAMPLES_INDEX
+    path = run.samples_index
     write_step(run, 4)
     path.write_bytes(path.read_bytes()[:-20])
 
@@ -98,7 +98,7 @@ def roll_back(run: RunDirectory) -> None:
 
 
 def damage_index(run: RunDirectory) -> None:
-    (run.samples / SAMPLES_INDEX).write_text('{"file":"step_000001.jsonl","step":1,"purpose":"","rows":[[0]]}\n[]\n?\n')
+    (run.samples_index).write_text('{"file":"step_000001.jsonl","step":1,"purpose":"","rows":[[0]]}\n[]\n?\n')
 
 
 def damage_samples(run: RunDirectory) -> None:

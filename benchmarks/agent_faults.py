@@ -190,6 +190,7 @@ def _samples(run: Path) -> dict[tuple[Any, ...], dict[str, Any]]:
     found: dict[tuple[Any, ...], dict[str, Any]] = {}
     for path in sorted((run / "samples").iterdir()):
         for _, line in read_lines(path):
+            del line["sources"]
             line["workers"] = [turn.pop("segments")[-1]["worker"] for turn in line["turns"]]
             found[tuple(line[name] for name in ("step", "purpose", "prompt_id", "epoch", "index"))] = line
     return found

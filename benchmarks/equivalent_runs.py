@@ -122,7 +122,7 @@ def compare(quiet: Path, disturbed: Path) -> Comparison:
 
 
 def samples_of(run: Path) -> dict[tuple[Any, ...], dict[str, Any]]:
-    """Every line of every samples file, by what names the sample."""
+    """Every line of every samples file, by what names the sample, without the workers that generated it."""
     names = ("step", "purpose", "prompt_id", "epoch", "index")
     lines = [line for path in sorted((run / "samples").iterdir()) for _, line in read_lines(path)]
-    return {tuple(line[name] for name in names): line for line in lines}
+    return {tuple(line[name] for name in names): {**line, "sources": None} for line in lines}

@@ -109,7 +109,7 @@ def test_two_sets_are_evaluated_during_training_and_by_eval(tmp_path: Path, sess
     last = json.loads((tmp_path / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[-1])
     assert (last["eval/n"], last["eval/low/n"], last["eval/high/n"]) == (8, 8, 4)
     page = (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
-    assert all(f'"title":"{title}"' in page for title in ("pass@k", "pass@k, low", "pass@k, high"))
+    assert all(f'"{title}"' in page for title in ("pass@k", "pass@k, low", "pass@k, high"))
     # `tidemill eval` draws the same samples of the same weights.
     found = run_here("eval", "--checkpoint", str(tmp_path / "run"), "--compare=char", "--json").data
     for prefix, figures in (("eval/", found), *((f"eval/{name}/", each) for name, each in found["sets"].items())):

@@ -256,14 +256,7 @@ class RunDirectory(LockedDirectory):
         files = (self.metrics, self.amendments, self.samples_index, choices, *ledgers, *self.samples.glob("*.jsonl"))
         self._raise_generation()
         try:
-            for file in (
-                self.metrics,
-                self.amendments,
-                self.samples_index,
-                choices,
-                *ledgers,
-                *self.samples.glob("*.jsonl"),
-            ):
+            for file in files:
                 file.unlink(missing_ok=True)
             for checkpoint in self.checkpoints.iterdir():
                 shutil.rmtree(checkpoint)

@@ -25,12 +25,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx2
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Browser, Error, Page, sync_playwright
 
 from benchmarks.measuring import exit_code, write_result
 from benchmarks.origin import parsed
@@ -229,8 +229,9 @@ def _run(path: Path, page: Page | None = None) -> float:
         if page is None:
             time.sleep(POLL_S)
             continue
-        if not page.query_selector("#badge[data-state=live]"):
-            page.reload()
+        with suppress(Error):  # the page is just going to another address
+            if not page.query_selector("#badge[data-state=live]"):
+                page.reload()
         page.wait_for_timeout(1e3 * POLL_S)  # Playwright handles messages of the page only while it is called
     run.returncode = status
     if status:

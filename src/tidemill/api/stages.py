@@ -238,7 +238,8 @@ def _generate(kind: DataKind, spec: RunSpec) -> None:
     """
     from tidemill.jobs.batch_generation import provenance_path
     from tidemill.jobs.train import EXTENSIONS, KIND, MODEL_DIGEST, check_same_config, refuse_other_kind
-    from tidemill.pipeline.stage_kinds import RUNNERS, Job
+    from tidemill.pipeline.job import Job
+    from tidemill.pipeline.stage_kinds import RUNNERS
     from tidemill.pipeline.stage_plan import content_digest, file_inputs
     from tidemill.runtime.extension_checks import identities, refuse_changed, run_extensions
 

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from tidemill.config.agent import BUILT_IN
 from tidemill.config.algorithm import ADVANTAGE_NAMES, LOSS_NAMES
 from tidemill.config.keys import KeyPath
+from tidemill.config.robot import CONTROL_TASKS
 from tidemill.config.schema import RunSpec
 from tidemill.extensions.registry import Kind
 
@@ -20,6 +21,8 @@ FUNCTION_KEYS: tuple[KeyPath, ...] = (
     ("task", "function"),
     ("env", "name"),
     ("batch", "sampler"),
+    ("robot", "task"),
+    ("robot", "environment"),
     ("telemetry", "callbacks"),
 )
 """Keys, without positions in arrays. `path/file.py:function` in a recipe starts at the recipe's folder."""
@@ -55,5 +58,9 @@ def function_references(spec: RunSpec) -> Iterator[FunctionReference]:
         yield FunctionReference(("task", "function"), "task", spec.task.function)
     if spec.env.enabled and spec.env.name not in BUILT_IN:
         yield FunctionReference(("env", "name"), "environment", spec.env.name)
+    if spec.robot.task not in CONTROL_TASKS:
+        yield FunctionReference(("robot", "task"), "control_task", spec.robot.task)
+    if spec.robot.environment and not spec.robot.python:  # else another interpreter imports it
+        yield FunctionReference(("robot", "environment"), "vector_env", spec.robot.environment)
     if spec.batch.sampler:
         yield FunctionReference(("batch", "sampler"), "prompt_sampler", spec.batch.sampler)

@@ -13,8 +13,35 @@ from tidemill.config.keys import ITEM, KeyPath, did_you_mean, dotted
 from tidemill.config.load import PREFIX, STAGES, Layer, Tree, compose, has_stages, override_layers, read_sources
 from tidemill.config.schema import RunConfig, RunSpec
 
-StageKind: TypeAlias = Literal["demonstrations", "pairs", "sft", "reward_model", "dpo", "rl", "eval", "export"]
-Product: TypeAlias = Literal["a model", "a reward model", "demonstrations", "preference pairs", "prompts"]
+StageKind: TypeAlias = Literal[
+    "demonstrations",
+    "pairs",
+    "sft",
+    "reward_model",
+    "dpo",
+    "rl",
+    "eval",
+    "export",
+    "control",
+    "clone",
+    "optimise",
+    "identify",
+    "twin",
+    "bundle",
+]
+Product: TypeAlias = Literal[
+    "a model",
+    "a reward model",
+    "demonstrations",
+    "preference pairs",
+    "prompts",
+    "a policy",
+    "recorded episodes",
+    "robot parameters",
+    "a trajectory",
+    "a twin report",
+    "a bundle",
+]
 """What one stage may take from another. No kind outputs prompts."""
 
 REFERENCE_KEYS: dict[KeyPath, tuple[Product, ...]] = {
@@ -29,6 +56,13 @@ REFERENCE_KEYS: dict[KeyPath, tuple[Product, ...]] = {
     ("scoring", "rewards", ITEM, "model"): ("a reward model",),
     ("eval", "compare_with"): ("a model",),
     ("eval", "sets", ITEM, "path"): ("prompts",),
+    ("robot", "parameters"): ("robot parameters",),
+    ("clone", "path"): ("recorded episodes",),
+    ("clone", "teacher"): ("a policy",),
+    ("identify", "path"): ("recorded episodes",),
+    ("twin", "policy"): ("a policy",),
+    ("bundle", "policy"): ("a policy",),
+    ("bundle", "twin"): ("a twin report",),
 }
 """The keys that name a model or file, and the products they accept; (): the data of the kind of stage."""
 
@@ -47,6 +81,8 @@ _SUPERVISED = (
     *("runtime", "run", "model", "data", "env", "ray", "supervised", "optimizer", "trainer", "checkpoint"),
     "telemetry",
 )
+
+_CONTROL = ("runtime", "run", "robot", "control", "pool", "fleet", "ray", "trainer", "checkpoint", "telemetry")
 
 KINDS: dict[StageKind, StageKindSpec] = {
     "demonstrations": StageKindSpec(
@@ -80,6 +116,12 @@ KINDS: dict[StageKind, StageKindSpec] = {
         purpose="eval",
     ),
     "export": StageKindSpec(sections=("run", "model", "export"), output="a model"),
+    "control": StageKindSpec(sections=_CONTROL, output="a policy"),
+    "clone": StageKindSpec(sections=(*_CONTROL, "clone"), output="a policy"),
+    "optimise": StageKindSpec(sections=("run", "robot", "optimise"), output="a trajectory"),
+    "identify": StageKindSpec(sections=("run", "robot", "identify"), output="robot parameters"),
+    "twin": StageKindSpec(sections=("runtime", "run", "robot", "pool", "fleet", "ray", "twin"), output="a twin report"),
+    "bundle": StageKindSpec(sections=("run", "robot", "bundle"), output="a bundle"),
 }
 
 

@@ -37,6 +37,15 @@ from tidemill.config.learning import (
 )
 from tidemill.config.model import EXPORT_DTYPE, ModelConfig, PlacementConfig, ReadingConfig, WeightsDtype
 from tidemill.config.pool import FleetConfig, PoolConfig, RayConfig, SimulationConfig, StaticPool
+from tidemill.config.robot import (
+    BundleConfig,
+    CloneConfig,
+    ControlConfig,
+    IdentifyConfig,
+    OptimiseConfig,
+    RobotConfig,
+    TwinConfig,
+)
 from tidemill.config.sandbox import SandboxConfig
 from tidemill.config.task import (
     ArithmeticTask,
@@ -278,6 +287,13 @@ class RunSpec(Config):
     telemetry: Annotated[TelemetryConfig, NEUTRAL] = TelemetryConfig()
     data_generation: DataGenerationConfig = DataGenerationConfig()
     export: ExportConfig = ExportConfig()
+    robot: RobotConfig = RobotConfig()
+    control: ControlConfig = ControlConfig()
+    clone: CloneConfig = CloneConfig()
+    optimise: OptimiseConfig = OptimiseConfig()
+    identify: IdentifyConfig = IdentifyConfig()
+    twin: TwinConfig = TwinConfig()
+    bundle: BundleConfig = BundleConfig()
     simulation: Annotated[SimulationConfig, NEUTRAL] = SimulationConfig()
 
     @property

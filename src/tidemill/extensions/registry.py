@@ -19,7 +19,16 @@ from tidemill.extensions.identity import function_identity, path_identity
 from tidemill.extensions.loading import import_function, source_file
 
 Kind: TypeAlias = Literal[
-    "reward", "advantage", "loss", "loss_term", "task", "prompt_sampler", "callback", "environment"
+    "reward",
+    "advantage",
+    "loss",
+    "loss_term",
+    "task",
+    "prompt_sampler",
+    "callback",
+    "environment",
+    "control_task",
+    "vector_env",
 ]
 SESSION = "session:"
 TRAINER_KINDS: tuple[Kind, ...] = ("advantage", "loss", "loss_term")

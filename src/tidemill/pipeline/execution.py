@@ -21,9 +21,11 @@ from tidemill.core.formatting import counted
 from tidemill.jobs.callbacks import Callback
 from tidemill.jobs.stopping import StopRequest
 from tidemill.models.model_source import exact_models
+from tidemill.pipeline.job import Job, Outcome, RunStage
 from tidemill.pipeline.pipeline_page import write_page
 from tidemill.pipeline.preflight import check_inputs
-from tidemill.pipeline.stage_kinds import RUNNERS, Job, Outcome, RunStage
+from tidemill.pipeline.robot_stages import ROBOT_KINDS, robot_stage_size
+from tidemill.pipeline.stage_kinds import RUNNERS
 from tidemill.pipeline.stage_plan import (
     EVERYTHING,
     Action,
@@ -35,6 +37,7 @@ from tidemill.pipeline.stage_plan import (
     make_plan,
     put,
     stage_issue,
+    subject,
 )
 from tidemill.pipeline.state import PipelineFolder, PipelineOutcome, PipelineState
 from tidemill.runtime.compute import release_memory
@@ -60,7 +63,7 @@ def row_data(plan: Plan) -> list[dict[str, Any]]:
         {
             "stage": planned.stage.name,
             "kind": planned.stage.kind,
-            "model": planned.stage.spec.model.source,
+            "model": subject(planned.stage),
             "inputs": list(planned.stage.needs),
             "action": planned.action,
             "changed": list(planned.changed),
@@ -85,6 +88,8 @@ def size(stage: StageSpec) -> str:
         return f"{prompts} × {samples}" if stage.kind == "pairs" else prompts
     if stage.kind == "export":
         return spec.export.dtype
+    if stage.kind in ROBOT_KINDS:
+        return robot_stage_size(stage.kind, spec)
     epochs = spec.supervised.epochs
     return counted(epochs, "epoch") if epochs else counted(spec.trainer.steps, "step")
 

@@ -28,6 +28,7 @@ from tidemill.data.examples import Examples, load_demonstrations, load_pairs
 from tidemill.data.prompts import hash_number
 from tidemill.hardware.process_memory import Work
 from tidemill.jobs.export import refuse_foreign
+from tidemill.jobs.robot_checks import check_robot_stage
 from tidemill.jobs.sandbox_check import check_needed_sandbox
 from tidemill.models.catalog import errors_at_key, resolve_shell
 from tidemill.models.codec import TextCodec, load_codec
@@ -145,6 +146,9 @@ class Preflight:
     def check(self, stage: StageSpec) -> None:
         """Run every check of a stage."""
         kind, spec = KINDS[stage.kind], stage.spec
+        if "robot" in kind.sections:
+            self._once(stage, ("robot", stage.kind, stage.sections()), partial(check_robot_stage, stage.kind, spec))
+            return
         sources = self._model_sources(stage)
         configs = {key: self._root_config(source, spec.model) for key, source in sources.items()}
         for key, config in configs.items():
@@ -183,6 +187,8 @@ class Preflight:
 
     def fits(self, stage: StageSpec) -> bool:
         """Whether the stage fits into memory; before `check`, which builds models and reads tokenizers."""
+        if "model" not in KINDS[stage.kind].sections:
+            return True
         spec = stage.spec
         models = {key: self._root_config(name, spec.model) for key, name in self._model_sources(stage).items()}
         known: dict[str, Any] = {"model": models["model.source"]}

@@ -10,19 +10,17 @@ import os
 import platform
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import closing
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 from tidemill.config.pipeline import StageKind
 from tidemill.config.schema import RunSpec
 from tidemill.core.formatting import compact, counted, decimal, interval
-from tidemill.jobs.callbacks import Callback
-from tidemill.jobs.stopping import StopRequest
+from tidemill.pipeline.job import Job, Outcome, RunStage
 from tidemill.pipeline.pipeline_result import INTERVAL
-from tidemill.pipeline.stage_plan import StageResult
+from tidemill.pipeline.robot_stages import run_bundle, run_clone, run_control, run_identify, run_optimise, run_twin
 from tidemill.telemetry.events import EVALUATION, SESSION_END, SESSION_START, event_line
 from tidemill.telemetry.jsonl import JsonlWriter
 from tidemill.telemetry.manifest import build_manifest
@@ -34,38 +32,6 @@ from tidemill.telemetry.sample_files import write_samples
 
 DATA = "rows.jsonl"
 ANSWERS = "answers.jsonl"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
-    """A stage to run."""
-
-    name: str
-    kind: StageKind
-    digest: str
-    spec: RunSpec  # with paths in place of references; run.dir is the stage's folder
-    earlier: Sequence[StageResult]  # the results of all stages it depends on, in order
-    progress: Callable[[str], None]
-    callbacks: Sequence[Callback] = ()  # of rl stages
-    stop: StopRequest = field(default_factory=StopRequest)  # of stages that train
-
-    @property
-    def directory(self) -> Path:
-        return self.spec.directory
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """The outcome of a stage."""
-
-    product: Path | None = None  # its output
-    headline: str = ""
-    figures: dict[str, Any] = field(default_factory=dict)
-    interrupted: bool = False  # by the user
-    wall_s: float | None = None  # over all sessions, where the stage measures it
-
-
-RunStage: TypeAlias = Callable[[Job], Outcome]
 
 
 def run_data_generation(job: Job) -> Outcome:
@@ -191,6 +157,12 @@ RUNNERS: dict[StageKind, RunStage] = {
     "rl": run_rl,
     "eval": run_eval,
     "export": run_export,
+    "control": run_control,
+    "clone": run_clone,
+    "optimise": run_optimise,
+    "identify": run_identify,
+    "twin": run_twin,
+    "bundle": run_bundle,
 }
 
 

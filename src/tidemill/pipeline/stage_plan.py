@@ -81,12 +81,17 @@ def output_values(stage: StageSpec, *, upstream: Mapping[str, str], contents: Ma
         put(sections, file.location, {"content": contents[file.key], "name": file.function})
     for each in given_functions(stage):
         put(sections, each.location, {"content": contents[dotted(each.location)], "name": each.ref})
-    if stage.spec.model.source != "char":
+    if "model" in sections and stage.spec.model.source != "char":
         sections["model"].pop("char")
     if "supervised" in sections and stage.spec.supervised.epochs:
         sections["trainer"].pop("steps")  # the number of epochs determines the number of steps
     neutral = neutral_keys(stage.kind)
     return {key: value for key, value in flattened(sections).items() if not belongs_to(key, neutral)}
+
+
+def subject(stage: StageSpec) -> str:
+    """What a stage works on: a model, or a robot's task."""
+    return stage.spec.model.source if "model" in KINDS[stage.kind].sections else stage.spec.robot.task
 
 
 def put(sections: dict[str, Any], location: tuple[str | int, ...], value: Any) -> None:

@@ -17,7 +17,7 @@ import msgspec
 
 from tidemill.core.errors import UserError
 from tidemill.core.folders import another_directory
-from tidemill.pipeline.stage_plan import Action, FoundStage, Plan, PlannedStage, StageResult
+from tidemill.pipeline.stage_plan import Action, FoundStage, Plan, PlannedStage, StageResult, subject
 from tidemill.telemetry.jsonl import disk_error, encode, write_atomically
 from tidemill.telemetry.run_dir import LockedDirectory, RunDirectory, read_json
 
@@ -177,7 +177,7 @@ class PipelineState:
                     **named,
                     "digest": planned.digest,
                     "folder": folder,
-                    "model": stage.spec.model.source,
+                    "model": subject(stage),
                     "needs": list(stage.needs),
                     "product": result.product if result else None,
                     "finished": result.finished if result else None,

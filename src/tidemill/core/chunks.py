@@ -1,0 +1,84 @@
+"""Chunks: what a trainer of robot policies exchanges with the processes that simulate.
+
+A *shard* is a fixed number of worlds. A *chunk* is the simulation of one shard for some control steps. It is a pure
+function of the weights, the shard's state and the key, so that a lost chunk is computed again with the same result,
+and whichever answer comes first counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from tidemill.core.records import Loaded, PolicyVersion, Record, WorkerReport
+
+
+class Array(Record, gc=False):
+    """A dense array: bytes in C order."""
+
+    dtype: str  # of numpy: "<f4"
+    shape: tuple[int, ...]
+    data: bytes
+
+
+class ChunkKey(Record, frozen=True):
+    """Names a chunk, and seeds all noise in it."""
+
+    seed: int
+    purpose: str  # "train", or of another use with the same shard numbers: "before", "twin:mass=1.2"
+    shard: int
+    iteration: int
+
+
+class ChunkRequest(Record):
+    """A chunk to compute."""
+
+    key: ChunkKey
+    steps: int  # control steps
+    setup: int = 0  # which of the worker's simulations; see `robots.setup`
+    state: dict[str, Array] = {}  # of the shard; empty: it starts
+    deterministic: bool = False  # act with the mean
+    record: bool = False  # also return the poses of every step
+
+
+class ChunkAnswer(Record):
+    """A computed chunk: its experience together with the state after it."""
+
+    key: ChunkKey
+    version: int  # of the weights
+    experience: dict[str, Array]
+    state: dict[str, Array]
+    cpu_s: float = 0.0
+
+
+class Chunks(Protocol):
+    """Computes chunks: in this process, or on the fleet."""
+
+    async def publish(self, version: PolicyVersion, weights: Mapping[str, Array]) -> None:
+        """Make the weights of a version available. The version before stays available, too."""
+
+    async def run(self, version: int, requests: Sequence[ChunkRequest]) -> list[ChunkAnswer]:
+        """Compute chunks with the weights of a version; answers are in the order of the requests.
+
+        Raises:
+            DeadlineError: no chunk was computed for too long.
+        """
+
+
+class Simulator(Protocol):
+    """The process around an engine of physics. It is a worker of the fleet that runs chunks instead of samples.
+
+    Every call raises `WorkerLost` if the process is gone.
+    """
+
+    async def load(self, version: PolicyVersion) -> Loaded:
+        """Use the weights of a published version."""
+
+    async def run(self, request: ChunkRequest) -> ChunkAnswer: ...
+
+    async def next_report(self, timeout_s: float) -> WorkerReport | None:
+        """The next heartbeat, or None after `timeout_s` seconds."""
+
+    async def close(self) -> None: ...
+
+    def kill(self) -> None: ...

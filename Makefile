@@ -11,6 +11,7 @@ export PYTHONNOUSERSITE := 1
 BIN := .venv/bin
 READY := .venv/.ready
 READY_RUNTIME := .venv/.ready-runtime
+READY_ROBOT := .venv/.ready-robot
 LOCK ?= locks/default.txt
 export LOCK
 SETUP := pyproject.toml $(LOCK) scripts/prepare_venv.py
@@ -43,6 +44,9 @@ $(READY): $(SETUP)
 
 $(READY_RUNTIME): $(SETUP)
 	$(call prepare,runtime)
+
+$(READY_ROBOT): $(SETUP)
+	$(call prepare,robot)
 
 setup: $(READY) ## prepare .venv only
 

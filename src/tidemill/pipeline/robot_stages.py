@@ -81,5 +81,7 @@ def robot_stage_size(kind: StageKind, spec: RunSpec) -> str:
     if kind == "optimise":
         return counted(spec.optimise.iterations, "gradient step")
     if kind == "twin":
-        return counted(len(spec.twin.cells), "cell")
-    return counted(spec.bundle.decisions, "decision") if kind == "bundle" else ""
+        return f"{counted(len(spec.twin.cells), 'cell')} × {counted(spec.twin.episodes, 'episode')}"
+    if kind == "identify":
+        return counted(len(spec.identify.parameters), "parameter")
+    return counted(spec.bundle.decisions, "decision")

@@ -91,7 +91,8 @@ def output_values(stage: StageSpec, *, upstream: Mapping[str, str], contents: Ma
 
 def subject(stage: StageSpec) -> str:
     """What a stage works on: a model, or a robot's task."""
-    return stage.spec.model.source if "model" in KINDS[stage.kind].sections else stage.spec.robot.task
+    robot = stage.spec.robot
+    return stage.spec.model.source if "model" in KINDS[stage.kind].sections else robot.environment or robot.task
 
 
 def put(sections: dict[str, Any], location: tuple[str | int, ...], value: Any) -> None:

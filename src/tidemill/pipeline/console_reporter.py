@@ -9,9 +9,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from tidemill.config.pipeline import subject
 from tidemill.core.formatting import duration
 from tidemill.pipeline.execution import action_text, plan_notes, size
-from tidemill.pipeline.stage_plan import Plan, PlannedStage, StageResult, subject
+from tidemill.pipeline.stage_plan import Plan, PlannedStage, StageResult
 
 
 class ConsoleReporter:
@@ -41,6 +42,6 @@ def plan_table(plan: Plan) -> Table:
         table.add_column(name, overflow="fold", no_wrap=name in ("stage", "kind"))
     for planned in plan.stages:
         stage = planned.stage
-        cells = (stage.name, stage.kind, subject(stage), ", ".join(stage.needs), action_text(planned))
+        cells = (stage.name, stage.kind, subject(stage.kind, stage.spec), ", ".join(stage.needs), action_text(planned))
         table.add_row(*map(escape, (*cells, size(stage))), style="dim" if planned.action in ("done", "leave") else "")
     return table

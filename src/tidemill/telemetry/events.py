@@ -58,8 +58,8 @@ EVALUATION = _define(
 )
 ROBOT_EVALUATION = _define(
     "robot_evaluation",
-    "episodes `when` (before or after training), without exploration and randomisation: `episodes`, `return_mean`, "
-    "`success` with `success_interval` (Wilson, 95 %), `falls` (shares), means of `figures` and of reward `terms`",
+    "span: episodes of a control policy without exploration and randomisation, `when`: before or after training; "
+    "`episodes`, `return_mean`, `success` with `success_interval` (95 %), `falls`, `figures`, `terms`",
 )
 REWARD_FAILED = _define(
     "reward_failed",
@@ -168,7 +168,7 @@ SESSION_END = _define(
     "the process closed the run; `outcome` is finished, interrupted or failed; `error` (type and message) if it failed",
 )
 
-NOT_PART_OF_A_STEP = (EVALUATION, CHECKPOINT, PAUSED)
+NOT_PART_OF_A_STEP = (EVALUATION, ROBOT_EVALUATION, CHECKPOINT, PAUSED)
 """Spans that are excluded from a step's wall time."""
 FLEET_EVENTS = frozenset({
     LEASE, JOIN, PULL, DECODE, NOTICE, DRAIN, EVICTION, CRASH, MIGRATION, LEASE_END, REBALANCE, WORKER_RELEASED,

@@ -61,7 +61,8 @@ DRAWN_REWARD = _define(
 )
 _define("eval/n", "prompts", "held-out prompts of that evaluation")
 ENTROPY = _define(
-    "entropy", "nats", "mean entropy of the policy's next-token distribution over trained tokens", label="entropy"
+    "entropy", "nats", "mean entropy of the policy's distribution of next tokens over trained tokens; robots: of actions",
+    label="entropy",
 )
 KL_REF = _define(
     "kl_ref", "nats/token", "k3 estimate of KL(policy ‖ reference); only with algorithm.kl_beta > 0", label="KL"
@@ -71,10 +72,11 @@ _define(
 )
 _define("kl_beta", "", "KL coefficient of the batch; constant without algorithm.kl_target")
 APPROX_KL = _define(
-    "approx_kl", "nats/token", "k3 estimate of KL between the policy before and after the update", label="KL"
+    "approx_kl", "nats/token", "k3 estimate of KL between the policy before and after the update; robots: of actions",
+    label="KL",
 )
 CLIP_FRACTION = _define(
-    "clip_fraction", "", "share of trained tokens whose importance ratio was clipped", label="clipped", write=percent
+    "clip_fraction", "", "share of trained tokens (robots: actions) whose importance ratio was clipped", label="clipped", write=percent
 )
 LENGTH_MEAN = _define(
     "completion_tokens_mean", "tokens", "mean number of generated tokens of a sample", label="length", write=compact
@@ -355,11 +357,11 @@ _CHARTS = (
     Chart("Reward model scores", "", {"score_margin": "margin", "score_mean": "mean"}, low=None),
     Chart("Examples", "per step", {EXAMPLES: "examples"}),
     Chart("Epoch", "pass over the examples", {"epoch": "epoch"}),
-    Chart("Entropy", "nats per token", {ENTROPY: "entropy"}),
-    Chart("KL", "nats per token", {APPROX_KL: "of the update", KL_REF: "to reference"}),
+    Chart("Entropy", "nats per token or action", {ENTROPY: "entropy"}, low=None),
+    Chart("KL", "nats per token or action", {APPROX_KL: "of the update", KL_REF: "to reference"}),
     Chart("KL to reference, k1", "nats per token", {"kl_ref_k1": "log-ratio"}, low=None),
     Chart("KL coefficient", "", {"kl_beta": "beta"}),
-    Chart("Clip fraction", "% of tokens", {CLIP_FRACTION: "clipped"}, scale=100),
+    Chart("Clip fraction", "% of tokens or actions", {CLIP_FRACTION: "clipped"}, scale=100),
     Chart("Gradient norm", "before clipping", {GRAD_NORM: "norm"}),
     Chart("Learning rate", "", {LEARNING_RATE: "rate"}),
     Chart(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import product
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from tidemill.config.addresses import DataPath
 from tidemill.config.base import NEUTRAL, Config, NameOrFunction, OutputFolder, Probability
@@ -86,6 +86,23 @@ class RobotConfig(Config):
 
 
 Activation = Literal["elu", "relu", "tanh"]
+PPO_ELSEWHERE: dict[str, tuple[Any, ...]] = {
+    "class_name": ("PPO", "rsl_rl.algorithms.PPO"),
+    "optimizer": ("adam",),
+    "rnd_cfg": (None, {}),
+    "symmetry_cfg": (None, {}),
+    "use_mixed_precision": (False,),
+    "multi_gpu_cfg": (None, {}),
+}
+"""Keys of rsl_rl's PPO without a counterpart, and the values that mean what is done here."""
+
+
+def _named_policy(groups: Any) -> Any:
+    """rsl_rl names the observations of its policy "actor" (5.x) or "policy" (before)."""
+    return {"policy" if name == "actor" else name: each for name, each in groups.items()} if groups else groups
+
+
+ObsGroups = Annotated[dict[str, tuple[str, ...]], BeforeValidator(_named_policy)]
 HiddenSizes = Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(min_length=1)]
 
 
@@ -129,7 +146,7 @@ class ControlConfig(Config):
     """Of the hidden layers."""
     init_noise_std: float = Field(1.0, gt=0)
     """Initial standard deviation of actions."""
-    obs_groups: dict[str, tuple[str, ...]] = {}
+    obs_groups: ObsGroups = {}
     """Groups of observations that each policy and "critic" read, as in rsl_rl ("actor" and "policy" name the same).
     Default: those of the task."""
     critic: Literal["central", "separate"] = "central"
@@ -140,6 +157,17 @@ class ControlConfig(Config):
     before."""
     eval_episodes: int = Field(64, ge=0)
     """Episodes before and after training, without exploration and randomisation; rounded up to whole shards."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_rsl_rl(cls, given: Any) -> Any:
+        """Accept the settings of rsl_rl's PPO as they are."""
+        if not isinstance(given, dict):
+            return given
+        for name, accepted in PPO_ELSEWHERE.items():
+            if name in given and given[name] not in accepted:
+                raise ValueError(f"{name} = {given[name]!r} is not supported; leave it out")
+        return {name: value for name, value in given.items() if name not in PPO_ELSEWHERE}
 
 
 class CloneConfig(Config):
@@ -154,7 +182,7 @@ class CloneConfig(Config):
     on_policy: bool = False
     """The student acts and the teacher labels (distillation): the student need not read the teacher's groups."""
     epochs: int = Field(60, ge=1)
-    """Passes over the recorded episodes. (On policy, control.num_learning_epochs over the experience of an iteration.)"""
+    """Passes over the recorded episodes. (On policy: control.num_learning_epochs over the experience of an iteration.)"""
     batch_size: int = Field(1024, ge=1)
     """Observations of an optimizer step."""
     learning_rate: float = Field(1e-3, gt=0)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from itertools import product
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from tidemill.config.addresses import DataPath
 from tidemill.config.base import NEUTRAL, Config, NameOrFunction, OutputFolder, Probability
@@ -97,12 +97,13 @@ PPO_ELSEWHERE: dict[str, tuple[Any, ...]] = {
 """Keys of rsl_rl's PPO without a counterpart, and the values that mean what is done here."""
 
 
-def _named_policy(groups: Any) -> Any:
-    """rsl_rl names the observations of its policy "actor" (5.x) or "policy" (before)."""
-    return {"policy" if name == "actor" else name: each for name, each in groups.items()} if groups else groups
+def _tuples(value: Any) -> Any:
+    """With tuples for lists: what a validator returns is no longer JSON, and strict mode takes no list for a tuple."""
+    if isinstance(value, dict):
+        return {name: _tuples(each) for name, each in value.items()}
+    return tuple(value) if isinstance(value, list) else value
 
 
-ObsGroups = Annotated[dict[str, tuple[str, ...]], BeforeValidator(_named_policy)]
 HiddenSizes = Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(min_length=1)]
 
 
@@ -146,7 +147,7 @@ class ControlConfig(Config):
     """Of the hidden layers."""
     init_noise_std: float = Field(1.0, gt=0)
     """Initial standard deviation of actions."""
-    obs_groups: ObsGroups = {}
+    obs_groups: dict[str, tuple[str, ...]] = {}
     """Groups of observations that each policy and "critic" read, as in rsl_rl ("actor" and "policy" name the same).
     Default: those of the task."""
     critic: Literal["central", "separate"] = "central"
@@ -167,7 +168,10 @@ class ControlConfig(Config):
         for name, accepted in PPO_ELSEWHERE.items():
             if name in given and given[name] not in accepted:
                 raise ValueError(f"{name} = {given[name]!r} is not supported; leave it out")
-        return {name: value for name, value in given.items() if name not in PPO_ELSEWHERE}
+        own = {name: _tuples(value) for name, value in given.items() if name not in PPO_ELSEWHERE}
+        if isinstance(groups := own.get("obs_groups"), dict) and "actor" in groups:  # "policy" before rsl_rl 5
+            own["obs_groups"] = {"policy" if name == "actor" else name: each for name, each in groups.items()}
+        return own
 
 
 class CloneConfig(Config):

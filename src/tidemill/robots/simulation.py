@@ -107,12 +107,11 @@ class Simulation:
         worlds = self.view(state)
         self.task.advance(worlds)
         observed = {group: dict(terms) for group, terms in self.task.observe(worlds).items()}
-        for policy, groups in self.obs_groups.items():
-            for group in groups:
-                known_name(group, observed, "group of observations", where=f"control.obs_groups.{policy}")
+        for group in self.read_groups:
+            known_name(group, observed, "group of observations")
         known = {name for terms in observed.values() for name in terms}
         for name in self.task.noise:
-            known_name(name, known, "term of observations", where="robot.task: noise")
+            known_name(name, known, "term of observations")
         for group, terms in observed.items():
             _expect_shapes(terms, f"observe()[{group!r}]", self.worlds, axes=2)
         rewards, figures = self.task.rewards(worlds), self.task.figures(worlds)
@@ -150,14 +149,6 @@ class Simulation:
             state=pack(state),
             cpu_s=time.process_time() - started_s,
         )
-
-    def layout(self) -> dict[str, tuple[tuple[str, int], ...]]:
-        """Terms and widths of every group of observations, in order."""
-        state = self._start(ChunkKey(seed=0, purpose="layout", shard=0, iteration=0))
-        observed = self.task.observe(self.view(state))
-        return {
-            group: tuple((name, values.shape[1]) for name, values in terms.items()) for group, terms in observed.items()
-        }
 
     # The state.
 

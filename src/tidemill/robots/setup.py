@@ -29,10 +29,15 @@ class SimulationSetup(Record):
 
 def setup_of(spec: RunSpec) -> SimulationSetup:
     """The simulation in which a run trains."""
-    groups = dict(open_task(spec.robot.task).obs_groups) | spec.control.obs_groups
+    groups = dict(open_task(spec.robot.task).obs_groups) | _chosen_groups(spec)
     return SimulationSetup(
         robot=spec.robot.model_dump(mode="json"), obs_groups=groups, activation=spec.control.activation
     )
+
+
+def _chosen_groups(spec: RunSpec) -> dict[str, tuple[str, ...]]:
+    """`control.obs_groups`; rsl_rl calls the policy "actor"."""
+    return {"policy" if name == "actor" else name: groups for name, groups in spec.control.obs_groups.items()}
 
 
 def undisturbed(setup: SimulationSetup) -> SimulationSetup:
@@ -50,9 +55,12 @@ def describe(spec: RunSpec) -> PolicyDescription:
     setup = setup_of(spec)
     robot = spec.robot
     task = open_task(robot.task)
-    layout = build(msgspec.structs.replace(setup, worlds=1, obs_groups=dict(task.obs_groups))).layout()
+    # C MuJoCo starts at once; layouts are the same in every engine.
+    robot_json = setup.robot | {"engine": "mujoco"}
+    small = msgspec.structs.replace(setup, robot=robot_json, worlds=1, obs_groups=dict(task.obs_groups))
+    layout = build(small).layout()
     names = [*task.named_policies(), "critic"]
-    for name, groups in spec.control.obs_groups.items():
+    for name, groups in _chosen_groups(spec).items():
         for given, known, what in ((name, names, "policy"), *((each, layout, "group") for each in groups)):
             if given not in known:
                 hint = did_you_mean(given, known) or f"one of {', '.join(known)}"

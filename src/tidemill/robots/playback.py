@@ -21,6 +21,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from tidemill.robots.episodes import PlayedEpisodes
 from tidemill.telemetry.jsonl import write_atomically
 from tidemill.telemetry.run_dir import PLAYBACK, read_json
 
@@ -32,6 +33,19 @@ MOST_FRAMES = 250  # of an episode
 MOST_EPISODES = 4
 LAST_GROUP = 2  # of geoms: viewers hide those of higher groups, which collide in place of what is seen
 QUATERNION = 8192
+
+
+def record_episodes(folder: Path, when: str, model: mujoco.MjModel, played: PlayedEpisodes, *, control_s: float) -> None:
+    """Add the episodes of the first worlds of an evaluation, as `write_playback`. Without poses nothing is written."""
+    chunk = played.chunks[0]
+    if "poses" not in chunk:
+        return
+    first = chunk["episode/number"] == 0
+    lengths = dict(zip(chunk["episode/world"][first].tolist(), chunk["episode/length"][first].tolist(), strict=True))
+    worlds = sorted(lengths)[:MOST_EPISODES]
+    ended_at = np.array([lengths[world] for world in worlds])
+    label = f"success in {played.count('success')} of {len(played)} episodes"
+    write_playback(folder, when, model, chunk["poses"][worlds], control_s=control_s, ended_at=ended_at, label=label)
 
 
 def write_playback(

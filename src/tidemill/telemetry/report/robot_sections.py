@@ -85,7 +85,7 @@ AXES = {
     "delay_s": "delay, s",
     "timestep": "timestep, factor",
 }
-"""Parameters of a twin's cells and their titles."""
+"""Titles of the parameters of a twin's cells."""
 
 
 def twin(data: RunData) -> dict[str, Any]:
@@ -96,7 +96,7 @@ def twin(data: RunData) -> dict[str, Any]:
         "report": report,
         "cells": [
             (
-                _name(cell["parameters"]),
+                cell["name"],
                 _share(cell, "success"),
                 _share(cell, "falls"),
                 decimal(cell["return_mean"]),
@@ -105,17 +105,8 @@ def twin(data: RunData) -> dict[str, Any]:
             )
             for cell in cells
         ],
-        "curves": [curve for axis in AXES if (curve := _curve(axis, cells))],
+        "curves": [_curve(name, points) for name, points in report.get("sensitivity", {}).items()],
     }
-
-
-def _name(parameters: dict[str, float]) -> str:
-    changed = [f"{AXES[axis].split(',')[0]} {value:g}" for axis, value in parameters.items() if value != _nominal(axis)]
-    return ", ".join(changed) or "nominal"
-
-
-def _nominal(axis: str) -> float:
-    return 0.0 if axis == "delay_s" else 1.0
 
 
 def _share(cell: dict[str, Any], name: str) -> str:
@@ -123,28 +114,20 @@ def _share(cell: dict[str, Any], name: str) -> str:
     return f"{cell[name]:.3f} ({low:.3f} to {high:.3f})"
 
 
-def _curve(axis: str, cells: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """Points of the cells that differ from the nominal one in this parameter only; None if there is one point.
-
-    Places are shares of the width and height of the figure, from its left and upper edge.
-    """
-    others = [name for name in AXES if name != axis]
-    alone = [cell for cell in cells if all(cell["parameters"][name] == _nominal(name) for name in others)]
-    points = {cell["parameters"][axis]: cell for cell in alone}
-    if len(points) < 2:
-        return None
-    low, high = min(points), max(points)
+def _curve(name: str, points: list[dict[str, Any]]) -> dict[str, Any]:
+    """Shares over the values of a parameter, with places as shares of width and height from the upper left corner."""
+    low, high = points[0]["value"], points[-1]["value"]
     return {
-        "title": AXES[axis],
+        "title": AXES.get(name, name),
         "points": [
             {
-                "x": (value - low) / (high - low),
-                "label": f"{value:g}",
+                "x": (point["value"] - low) / (high - low),
+                "label": f"{point['value']:g}",
                 **{
-                    name: [1 - share for share in (points[value][name], *points[value][f"{name}_interval"])]
-                    for name in ("success", "falls")
+                    share: [1 - value for value in (point[share], *point[f"{share}_interval"])]
+                    for share in ("success", "falls")
                 },
             }
-            for value in sorted(points)
+            for point in points
         ],
     }

@@ -24,13 +24,14 @@ from tidemill.telemetry.report.sample_cards import LEGEND, before_and_after, bes
 from tidemill.telemetry.report.sample_pages import samples_section
 from tidemill.telemetry.report.timeline import fleet_section, mismatch_rows, run_timeline, timeline_json, worker_rows
 from tidemill.telemetry.run_data import RunData
+from tidemill.telemetry.run_dir import TWIN_REPORT
 from tidemill.telemetry.run_state import LIVELY, RESUMABLE, RunState, StateReader, resume_command
 from tidemill.telemetry.sample_index import SampleIndex
 
 SECTIONS = ("overview", "fleet", "learning", "samples", "trust", "setup")
 OF_EVALUATIONS = ("overview", "setup")
 OF_ROBOTS = ("overview", "episodes", "fleet", "learning", "setup")
-OF_TWINS = ("twin", "fleet", "setup")
+OF_TWINS = ("twin", "setup")
 ALL_SECTIONS = tuple(dict.fromkeys((*SECTIONS, *OF_ROBOTS, *OF_TWINS)))
 FROZEN_VALUES = 50_000
 """In charts of a report, which should stay a small file."""
@@ -72,10 +73,8 @@ def run_page(data: RunData, *, state: RunState | None = None, live: LiveState | 
 
 def _names(data: RunData) -> tuple[str, ...]:
     """The sections of a run."""
-    if data.manifest.get("kind") == "twin":
-        return OF_TWINS
     if data.is_robot:
-        return OF_ROBOTS
+        return OF_TWINS if data.manifest.get("kind") == "twin" else OF_ROBOTS
     return OF_EVALUATIONS if data.model_evaluation else SECTIONS
 
 
@@ -119,6 +118,8 @@ def logged_state(data: RunData) -> RunState:
     """The state of a run that nobody watches."""
     if data.model_evaluation:
         return RunState(name="finished", text="An evaluation, without training.")
+    if (data.run.path / TWIN_REPORT).is_file():
+        return RunState(name="finished", text="A twin, without training.")
     return StateReader(data.run.events, time.monotonic).look(data.events.outline, None, None, usual_step_s=0.0)
 
 

@@ -124,9 +124,10 @@ class SessionProgress:
 
 
 STEP_COLUMNS = (
-    metrics.RETURN_MEAN, metrics.SUCCESS, metrics.FALLS, metrics.REWARD_MEAN, metrics.HELD_OUT_REWARD, metrics.GREEDY_ACCURACY, metrics.ENTROPY, metrics.KL_REF,
-    metrics.CLIP_FRACTION, metrics.LENGTH_MEAN, metrics.TURNS_MEAN, metrics.NO_SIGNAL, metrics.SAMPLES_INVALID,
-    metrics.ENV_FAULTS, metrics.UPDATES_SKIPPED, metrics.TOKENS_PER_S, metrics.STEPS_PER_CPU_S, metrics.INVALID_WORLDS,
+    metrics.RETURN_MEAN, metrics.SUCCESS, metrics.FALLS, metrics.REWARD_MEAN, metrics.HELD_OUT_REWARD,
+    metrics.GREEDY_ACCURACY, metrics.ENTROPY, metrics.KL_REF, metrics.CLIP_FRACTION, metrics.LENGTH_MEAN,
+    metrics.TURNS_MEAN, metrics.NO_SIGNAL, metrics.SAMPLES_INVALID, metrics.ENV_FAULTS, metrics.UPDATES_SKIPPED,
+    metrics.TOKENS_PER_S, metrics.STEPS_PER_CPU_S, metrics.INVALID_WORLDS,
 )  # fmt: skip
 SUPERVISED_COLUMNS = tuple(
     prefix + name
@@ -281,9 +282,8 @@ class ProgressPanel:
             rows = [row(name, GOOD if name.endswith(metrics.LOSS) else ACCENT) for name in names]
             return [*rows, row(metrics.GRAD_NORM, ACCENT), row(metrics.LEARNING_RATE, ACCENT)]
         if metrics.STEPS_PER_CPU_S in values:
-            names = (metrics.RETURN_MEAN, metrics.SUCCESS, metrics.FALLS, metrics.APPROX_KL, metrics.LEARNING_RATE)
-            rows = [row(name, GOOD if name == metrics.SUCCESS else ACCENT) for name in names]
-            return [*rows, row(metrics.STEPS_PER_CPU_S, ACCENT)]
+            shown = (metrics.FALLS, metrics.APPROX_KL, metrics.LEARNING_RATE, metrics.STEPS_PER_CPU_S)
+            return [row(metrics.RETURN_MEAN, GOOD), row(metrics.SUCCESS, GOOD), *(row(name, ACCENT) for name in shown)]
         invalid = values.get(metrics.SAMPLES_INVALID, 0)
         return [
             row(metrics.REWARD_MEAN, GOOD),

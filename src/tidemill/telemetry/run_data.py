@@ -49,7 +49,6 @@ from tidemill.telemetry.metrics import (
     MetricLine,
     held_out_prefix,
 )
-from tidemill.telemetry.robot_evaluations import RobotEvaluation, robot_evaluations
 from tidemill.telemetry.run_dir import ROBOT_KINDS, TRAINING_PURPOSE, RunDirectory
 from tidemill.telemetry.run_logs import EventLog, RunLogs
 from tidemill.telemetry.run_state import outcome_of
@@ -114,7 +113,7 @@ def headline_figure(data: RunData) -> HeadlineFigure:
         (figure,) = comparable([one])
         return HeadlineFigure(f"held-out {figure.name}", *figure[1:])
     if after := data.robot_evaluations.get("after"):
-        return HeadlineFigure("success", after.success, after.interval, data.values(SUCCESS))
+        return HeadlineFigure("success", after["success"], (*after["success_interval"],), data.values(SUCCESS))
     labels = ((SUCCESS, "success in training"), (RETURN_MEAN, "mean return"))
     for name, label in (*labels, (REWARD_MEAN, "mean reward"), (HELD_OUT_LOSS, "held-out loss"), (LOSS, "loss")):
         if values := data.values(name):
@@ -286,9 +285,10 @@ class RunData:
         return {name: evaluations(self._outline, self.metrics, name) for name in names}
 
     @cached_property
-    def robot_evaluations(self) -> dict[str, RobotEvaluation]:
-        """Those "before" and "after" the training of a robot's policy."""
-        return robot_evaluations(self.events_named(ROBOT_EVALUATION))
+    def robot_evaluations(self) -> dict[str, dict[str, Any]]:
+        """The newest events of evaluations "before" and "after" the training of a robot's policy."""
+        finished = [event for event in self.events_named(ROBOT_EVALUATION) if "success" in event]
+        return {str(event["when"]): event for event in finished}
 
     @property
     def is_robot(self) -> bool:

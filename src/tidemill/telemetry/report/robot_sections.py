@@ -18,7 +18,8 @@ def headline(data: RunData) -> str:
     """One sentence: the result of the run."""
     over = counted(data.metrics[-1].step if data.metrics else 0, "iteration")
     if len(found := data.robot_evaluations) == 2:
-        before, after = (EvaluationFigure("success", one.success, one.interval) for one in found.values())
+        shares = (EvaluationFigure("success", one["success"], (*one["success_interval"],)) for one in found.values())
+        before, after = shares
         return f"Success {went(before, after, f'in {over}')}."
     for name, title in ((metrics.RETURN_MEAN, "Mean return in training"), (metrics.LOSS, "Loss")):
         values = data.values(name)
@@ -34,13 +35,13 @@ def success_bars(data: RunData) -> dict[str, Any] | None:
         return None
     rows = []
     for when, one in found.items():
-        low, high = one.interval
-        share = {"value": one.success, "low": low, "high": high}
+        low, high = one["success_interval"]
+        share = {"value": one["success"], "low": low, "high": high}
         rows.append(pages.bar_row(when, "training", share, is_share=True) | {"faint": when == "before"})
     newest = [*found.values()][-1]
-    falls = ", ".join(f"{when} {decimal(one.falls)}" for when, one in found.items())
+    falls = ", ".join(f"{when} {decimal(one['falls'])}" for when, one in found.items())
     also = f"Share of episodes that ended as failed: {falls}."
-    return {"rows": rows, "of": counted(newest.episodes, "episode"), "what": "Success", "also": also}
+    return {"rows": rows, "of": counted(newest["episodes"], "episode"), "what": "Success", "also": also}
 
 
 def tiles(data: RunData) -> list[tuple[str, str, str]]:
@@ -64,9 +65,9 @@ def episodes(data: RunData) -> dict[str, Any]:
     playback = read_json(data.run.path / PLAYBACK)
     found = [*data.robot_evaluations.values()]
     means = [
-        {"return": one.return_mean, "success": one.success, "falls": one.falls}
-        | {f"reward term {name}": value for name, value in one.terms.items()}
-        | dict(one.figures)
+        {"return": one["return_mean"], "success": one["success"], "falls": one["falls"]}
+        | {f"reward term {name}": value for name, value in one["terms"].items()}
+        | one["figures"]
         for one in found
     ]
     names = list(means[-1]) if means else []

@@ -219,6 +219,7 @@ def _setting(value: Any) -> str:
 
 VALUES: dict[str, Callable[[Shown], dict[str, Any]]] = {
     "overview": _overview, "fleet": _fleet, "samples": _samples, "trust": _trust, "setup": _setup,
-    "episodes": lambda shown: robot_sections.episodes(shown.data), "twin": lambda shown: robot_sections.twin(shown.data),
+    "episodes": lambda shown: robot_sections.episodes(shown.data),
+    "twin": lambda shown: robot_sections.twin(shown.data),
 }  # fmt: skip
 """Of the templates of sections."""

@@ -56,7 +56,8 @@
     const times = Array.from({ length: one.play.episodes[episode] }, (_, at) => at * one.play.frame_s), poses = times.map((time) => one.pose(episode, time));
     const centres = poses.map(centre), middle = centres.reduce((sum, each) => add(sum, each, 1 / centres.length), [0, 0, 0]);
     const drift = Math.max(...centres.map((each) => Math.hypot(...add(each, middle, -1))));
-    const own = reach + Math.max(...poses.map((pose, at) => Math.max(...pose.map((body) => Math.hypot(...add(body.position, centres[at], -1))))));
+    const spreads = poses.map((pose, at) => Math.max(...pose.map((body) => Math.hypot(...add(body.position, centres[at], -1))))).sort((a, b) => a - b);
+    const own = reach + spreads[Math.floor(0.8 * spreads.length)]; // parts that fly off do not make the robot small
     const follows = drift > own, height = Math.max(0, middle[2]);
     const target = (seconds) => {
       if (!follows) return middle;
@@ -172,14 +173,14 @@
       scrub.max = length;
     };
     const show = () => {
-      const radius = Math.max(...frames.map((one) => one.radius));
+      const { radius } = frames.at(-1);
       loadedPlays.forEach((one, at) => {
         const episode = Math.min(Number(choice.value), one.episodes - 1), end = one.seconds(episode), now = Math.min(seconds, end);
         draw(canvases[at], shapes, one.pose(episode, now), { target: frames[at].target(now), radius, yaw, pitch }, theme);
         canvases[at].closest("figure").querySelector(".now").textContent = seconds > end + 1e-6 ? `ended after ${end.toFixed(1)} s` : "";
       });
       scrub.value = seconds;
-      clock.textContent = `${seconds.toFixed(1)} of ${length.toFixed(1)} s`;
+      clock.textContent = `${Math.min(seconds, length).toFixed(1)} of ${length.toFixed(1)} s`;
       button.textContent = playing ? "Pause" : "Play";
     };
     const tick = (now) => {

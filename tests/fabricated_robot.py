@@ -65,7 +65,8 @@ def metrics_of(step: int) -> dict[str, Any]:
     header = {"step": step, "policy_version": step, "weights_digest": "d", "optimizer_steps": 20}
     time = {"time": "2026-01-01T00:00:00Z", "session": 1, "elapsed_s": float(step)}
     values = {
-        "robot/return_mean": float(step), "robot/success": step / 4, "robot/falls": 0.5, "robot/term/upright": 2.0 * step,
+        "robot/return_mean": float(step), "robot/success": step / 4, "robot/falls": 0.5,
+        "robot/term/upright": 2.0 * step,
         "robot/figure/height": 0.1 * step, "robot/steps_per_cpu_s": 15_000.0, "robot/simulation_cpu_s": 2.0,
         "robot/repeated_chunks": 1.0, "robot/invalid": 0.0, "entropy": 3.0 - step, "time_step_s": 1.0,
     }  # fmt: skip

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.config_issues import issues_of
-from tidemill.config.issues import ConfigIssue
+from tidemill.config.issues import ConfigError, ConfigIssue
 from tidemill.config.load import load_spec
 from tidemill.config.pipeline import KINDS, PipelineSpec, StageKind, StageSpec, graph_issues, load_recipe
 from tidemill.config.schema import RunSpec

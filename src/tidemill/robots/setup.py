@@ -29,15 +29,10 @@ class SimulationSetup(Record):
 
 def setup_of(spec: RunSpec) -> SimulationSetup:
     """The simulation in which a run trains."""
-    groups = dict(open_task(spec.robot.task).obs_groups) | _chosen_groups(spec)
+    groups = dict(open_task(spec.robot.task).obs_groups) | spec.control.obs_groups
     return SimulationSetup(
         robot=spec.robot.model_dump(mode="json"), obs_groups=groups, activation=spec.control.activation
     )
-
-
-def _chosen_groups(spec: RunSpec) -> dict[str, tuple[str, ...]]:
-    """`control.obs_groups`; rsl_rl calls the policy "actor"."""
-    return {"policy" if name == "actor" else name: groups for name, groups in spec.control.obs_groups.items()}
 
 
 def undisturbed(setup: SimulationSetup) -> SimulationSetup:
@@ -60,7 +55,7 @@ def describe(spec: RunSpec) -> PolicyDescription:
     small = msgspec.structs.replace(setup, robot=robot_json, worlds=1, obs_groups=dict(task.obs_groups))
     layout = build(small).layout()
     names = [*task.named_policies(), "critic"]
-    for name, groups in _chosen_groups(spec).items():
+    for name, groups in spec.control.obs_groups.items():
         for given, known, what in ((name, names, "policy"), *((each, layout, "group") for each in groups)):
             if given not in known:
                 hint = did_you_mean(given, known) or f"one of {', '.join(known)}"

@@ -6,9 +6,12 @@ from tidemill.config.pipeline import StageKind
 from tidemill.config.schema import RunSpec
 from tidemill.robots.engine import check_model
 from tidemill.robots.tasks import open_task
+from tidemill.robots.vecenv import check_environment
 
 
 def check_robot_stage(kind: StageKind, spec: RunSpec) -> None:
     """Raises UserError: the task, its model or a setting of the stage cannot be used."""
-    if not spec.robot.environment:
+    if spec.robot.environment:
+        check_environment(spec.robot)
+    else:
         check_model(open_task(spec.robot.task), spec.robot.parameters)

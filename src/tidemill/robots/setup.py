@@ -5,16 +5,22 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from tidemill.config.robot import WORLDS_PER_SHARD, RobotConfig
+import msgspec
+
+from tidemill.config.robot import WORLDS_PER_SHARD, RandomiseConfig, RobotConfig
 from tidemill.core.chunks import Array, ChunkAnswer, ChunkRequest
+from tidemill.core.errors import UserError
 from tidemill.core.records import Record
 from tidemill.robots.engine import open_engine
 from tidemill.robots.policy_arrays import Weights, unpack
 from tidemill.robots.simulation import Simulation
+from tidemill.robots.task import Task
 from tidemill.robots.tasks import open_task
+from tidemill.robots.vecenv import EnvironmentSimulation, EnvironmentTask
 
-if TYPE_CHECKING:
-    from tidemill.config.schema import RunSpec  # slow to import, and workers do not need it
+if TYPE_CHECKING:  # slow to import, and workers do not need it
+    from tidemill.config.schema import RunSpec
+    from tidemill.robots.policy_folder import PolicyDescription
 
 
 class SimulationSetup(Record):
@@ -27,17 +33,66 @@ class SimulationSetup(Record):
     timestep: float = 1.0  # factor of the model's timestep
 
 
+def task_of(config: RobotConfig) -> Task | EnvironmentTask:
+    """The task, or what stands for it with an environment. Raises UserError: as `build`."""
+    return EnvironmentTask(config) if config.environment else open_task(config.task)
+
+
 def setup_of(spec: RunSpec) -> SimulationSetup:
     """The simulation in which a run trains."""
-    groups = dict(open_task(spec.robot.task).obs_groups) | spec.control.obs_groups
+    groups = dict(task_of(spec.robot).obs_groups) | spec.control.obs_groups
     return SimulationSetup(
         robot=spec.robot.model_dump(mode="json"), obs_groups=groups, activation=spec.control.activation
     )
 
 
-def build(setup: SimulationSetup) -> Simulation:
-    """Raises UserError: the task or its model cannot be used."""
+def undisturbed(setup: SimulationSetup) -> SimulationSetup:
+    """The same without randomisation, for evaluations."""
+    robot = setup.robot | {"randomise": RandomiseConfig().model_dump(mode="json")}
+    return msgspec.structs.replace(setup, robot=robot)
+
+
+def describe(spec: RunSpec) -> PolicyDescription:
+    """The policy that a run trains.
+
+    Raises:
+        UserError: the task or its model cannot be used, or `control.obs_groups` names what the task does not have.
+    """
+    from tidemill.config.keys import did_you_mean
+    from tidemill.robots.policy_folder import PolicyDescription
+
+    setup = setup_of(spec)
+    robot = spec.robot
+    task = task_of(robot)
+    layout = build(msgspec.structs.replace(setup, worlds=1, obs_groups=dict(task.obs_groups))).layout()
+    names = [*task.named_policies(), "critic"]
+    for name, groups in spec.control.obs_groups.items():
+        for given, known, what in ((name, names, "policy"), *((each, layout, "group") for each in groups)):
+            if given not in known:
+                hint = did_you_mean(given, known) or f"one of {', '.join(known)}"
+                where = "control.obs_groups"
+                raise UserError(f'the task has no {what} "{given}"', where=where, hint=hint)
+    return PolicyDescription(
+        task=robot.environment or robot.task,
+        engine=robot.engine,
+        control_s=task.control_s,
+        joints=task.joints,
+        policies=task.named_policies(),
+        obs_groups=setup.obs_groups,
+        layout=layout,
+        history=robot.history,
+        activation=spec.control.activation,
+        parameters={"randomise": robot.randomise.model_dump(mode="json")},
+    )
+
+
+def build(setup: SimulationSetup) -> Simulation | EnvironmentSimulation:
+    """Raises UserError: the task or its model, or the environment, cannot be used."""
     config = RobotConfig.model_validate(setup.robot)
+    if config.environment:
+        return EnvironmentSimulation(
+            config, worlds=setup.worlds, activation=setup.activation, obs_groups=setup.obs_groups
+        )
     task = open_task(config.task)
     return Simulation(
         task,
@@ -59,7 +114,7 @@ class Simulations:
 
     def __init__(self, setups: Sequence[SimulationSetup]) -> None:
         self._setups = setups
-        self._built: dict[int, Simulation] = {}
+        self._built: dict[int, Simulation | EnvironmentSimulation] = {}
         self._weights: dict[int, Weights] = {}
 
     def load(self, number: int, weights: Mapping[str, Array]) -> None:

@@ -118,6 +118,24 @@ def open_environment(config: RobotConfig, worlds: int, seed: int) -> Adapter:
         raise UserError(exception_text(error), where=WHERE, hint="name package.module:function") from error
 
 
+class EnvironmentTask:
+    """Stands for the task of `robots.task` where an environment is one: its actions are not named joints."""
+
+    def __init__(self, config: RobotConfig) -> None:
+        self._found, widths = described(config.model_dump_json())
+        self.joints = tuple(f"action_{at}" for at in range(self._found["actions"]))
+        self.control_s: float = self._found["control_s"]
+        self.layout = {group: ((group, width),) for group, width in widths.items()}
+        actor = (POLICY,) if POLICY in widths else tuple(widths)
+        self.obs_groups = {POLICY: actor, "critic": ("critic",) if "critic" in widths else actor}
+
+    def named_policies(self) -> dict[str, tuple[str, ...]]:
+        return {POLICY: self.joints}
+
+    def steps_per_episode(self) -> int:
+        return int(self._found["steps"])
+
+
 @cache
 def described(robot: str) -> tuple[dict[str, Any], dict[str, int]]:
     """What an environment says of itself, and the widths of its groups of observations.
@@ -136,12 +154,6 @@ def described(robot: str) -> tuple[dict[str, Any], dict[str, int]]:
     return found, widths
 
 
-def default_groups(groups: Mapping[str, object]) -> dict[str, tuple[str, ...]]:
-    """The groups of the policy and of the critic, where the configuration names none."""
-    actor = (POLICY,) if POLICY in groups else tuple(groups)
-    return {POLICY: actor, "critic": ("critic",) if "critic" in groups else actor}
-
-
 class EnvironmentSimulation:
     """Computes the chunks of an environment; the counterpart of `simulation.Simulation`."""
 
@@ -152,6 +164,10 @@ class EnvironmentSimulation:
         self.obs_groups = dict(obs_groups)
         self._held: dict[tuple[str, int], tuple[bytes, Adapter]] = {}  # by purpose and shard, with its mark
         self._spare: Adapter | None = None  # one whose state can be set
+
+    def layout(self) -> dict[str, tuple[tuple[str, int], ...]]:
+        """Names and widths of every group of observations."""
+        return EnvironmentTask(self._config).layout
 
     def run(self, weights: Weights, request: ChunkRequest, *, version: int = 0) -> ChunkAnswer:
         """Compute a chunk."""
@@ -215,7 +231,9 @@ class EnvironmentSimulation:
             logprobs = (-0.5 * scaled**2 - log_std - np.float32(LOG_SQRT_2PI)).sum(1, keepdims=True)
             step = environment.step(action)
             done = step["terminated"] | step["truncated"]
-            bad = ~np.isfinite(np.column_stack([step["rewards"], *(step[f"obs/{each}"] for each in groups)])).all(axis=1)
+            bad = ~np.isfinite(np.column_stack([step["rewards"], *(step[f"obs/{each}"] for each in groups)])).all(
+                axis=1
+            )
             invalid += int(bad.sum())
             rewards = np.where(bad, 0.0, step["rewards"])
             acted = ~step["ignored"]

@@ -16,11 +16,11 @@ from tidemill.robots.policy_arrays import Weights, unpack
 from tidemill.robots.simulation import Simulation
 from tidemill.robots.task import Task
 from tidemill.robots.tasks import open_task
-from tidemill.robots.vecenv import EnvironmentSimulation, EnvironmentTask
 
 if TYPE_CHECKING:  # slow to import, and workers do not need it
     from tidemill.config.schema import RunSpec
     from tidemill.robots.policy_folder import PolicyDescription
+    from tidemill.robots.vecenv import EnvironmentSimulation, EnvironmentTask
 
 
 class SimulationSetup(Record):
@@ -35,7 +35,11 @@ class SimulationSetup(Record):
 
 def task_of(config: RobotConfig) -> Task | EnvironmentTask:
     """The task, or what stands for it with an environment. Raises UserError: as `build`."""
-    return EnvironmentTask(config) if config.environment else open_task(config.task)
+    if not config.environment:
+        return open_task(config.task)
+    from tidemill.robots.vecenv import EnvironmentTask
+
+    return EnvironmentTask(config)
 
 
 def setup_of(spec: RunSpec) -> SimulationSetup:
@@ -90,6 +94,8 @@ def build(setup: SimulationSetup) -> Simulation | EnvironmentSimulation:
     """Raises UserError: the task or its model, or the environment, cannot be used."""
     config = RobotConfig.model_validate(setup.robot)
     if config.environment:
+        from tidemill.robots.vecenv import EnvironmentSimulation
+
         return EnvironmentSimulation(
             config, worlds=setup.worlds, activation=setup.activation, obs_groups=setup.obs_groups
         )

@@ -28,7 +28,8 @@ from tidemill.runtime.backend import scheduled_provider
 from tidemill.telemetry.recorder import NullTelemetry, Recorder
 from tidemill.telemetry.run_dir import RunDirectory
 
-ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+SIMULATOR_ENV = {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")}
+SIMULATOR_ENV["MUJOCO_GL"] = "disable"  # nothing is rendered: `import mujoco` is faster
 SOCKET_BYTES = 1 << 22
 """Buffer of a socket: room for an answer while this process trains."""
 CLOSE_S = 10.0
@@ -98,6 +99,12 @@ async def open_chunks(
         )
         chunks = FleetChunks(fleet=fleet, blobs=blobs, clock=clock, telemetry=telemetry)
         yield await stack.enter_async_context(chunks)
+
+
+def start_process(stream: socket.socket) -> subprocess.Popen[bytes]:
+    """Start a process of `robots.program` at the other end of a socket."""
+    command = [sys.executable, "-m", program.__name__]
+    return subprocess.Popen(command, stdin=stream.fileno(), env=os.environ | SIMULATOR_ENV)
 
 
 class SentWeights:
@@ -208,8 +215,7 @@ class LocalSimulatorHost:
         for stream in (ours, theirs):
             stream.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BYTES)
         with theirs:
-            command = [sys.executable, "-m", program.__name__]
-            process = subprocess.Popen(command, stdin=theirs, env=os.environ | ONE_THREAD)
+            process = start_process(theirs)
         self._processes = [each for each in self._processes if each.poll() is None]  # also waits for ended ones
         self._processes.append(process)
         simulator = LocalSimulator(process, SentWeights(self._blobs))

@@ -43,7 +43,7 @@ from tidemill.robots.engine import check_model
 from tidemill.robots.episodes import PlayedEpisodes, play_episodes
 from tidemill.robots.policy_arrays import Weights, pack, unpack
 from tidemill.robots.policy_folder import ACTORS, PolicyDescription, write_policy
-from tidemill.robots.setup import describe, setup_of, undisturbed
+from tidemill.robots.setup import describe, setup_of, task_of, undisturbed
 from tidemill.robots.simulation import State
 from tidemill.robots.tasks import open_task
 from tidemill.runtime.backend import checkpoint_store
@@ -348,7 +348,7 @@ class ControlTraining:
                 purpose="evaluation",
                 seed=self.spec.run.seed,
                 episodes=episodes,
-                steps=open_task(self.spec.robot.task).steps_per_episode(),
+                steps=task_of(self.spec.robot).steps_per_episode(),
                 setup=UNDISTURBED,
                 record=True,
             )
@@ -474,7 +474,9 @@ def digest_of(weights: Weights) -> str:
 
 
 def task_digest(spec: RunSpec) -> str:
-    """Digest of the compiled model."""
+    """Digest of the compiled model, or of what makes the environment."""
+    if spec.robot.environment:
+        return hashlib.blake2b(spec.robot.model_dump_json().encode(), digest_size=16).hexdigest()
     import mujoco
 
     model = check_model(open_task(spec.robot.task), spec.robot.parameters)

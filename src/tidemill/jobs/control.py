@@ -42,6 +42,7 @@ from tidemill.models.actor import arrays_of, load_arrays
 from tidemill.robots.engine import check_model
 from tidemill.robots.episodes import PlayedEpisodes, play_episodes
 from tidemill.robots.playback import record_episodes
+from tidemill.robots.playback import record_episodes
 from tidemill.robots.policy_arrays import Weights, pack, unpack
 from tidemill.robots.policy_folder import ACTORS, PolicyDescription, write_policy
 from tidemill.robots.setup import describe, setup_of, task_of, undisturbed
@@ -284,15 +285,12 @@ class ControlTraining:
             values = await self.compute.run(update)
         cpu_s = sum(answer.cpu_s for answer in answers)
         steps = self.spec.robot.worlds * self.spec.control.num_steps_per_env
-        return (
-            values
-            | episode_values(experience)
-            | {
-                metrics.TRAIN_TIME: fields["duration_s"],
-                "robot/simulation_cpu_s": cpu_s,
-                "robot/steps_per_cpu_s": steps / max(cpu_s + values[metrics.TRAIN_CPU], 1e-9),
-            }
-        )
+        measured = {
+            metrics.TRAIN_TIME: fields["duration_s"],
+            metrics.SIMULATION_CPU: cpu_s,
+            "robot/steps_per_cpu_s": steps / max(cpu_s, 1e-9),
+        }
+        return values | episode_values(experience) | self.chunks.take_figures() | measured
 
     def _check_physics(self, experience: Sequence[State]) -> None:
         invalid, worlds = sum(int(chunk["invalid"]) for chunk in experience), self.spec.robot.worlds

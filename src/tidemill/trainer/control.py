@@ -183,7 +183,9 @@ class ControlLearner:
         seed: with the number of the iteration it determines the minibatches.
     """
 
-    def __init__(self, networks: ControlNetworks, config: ControlConfig, description: PolicyDescription, *, seed: int):
+    def __init__(
+        self, networks: ControlNetworks, config: ControlConfig, description: PolicyDescription, *, seed: int
+    ) -> None:
         self.networks, self.config, self._description, self._seed = networks, config, description, seed
         self.learning_rate = config.learning_rate
         self.optimizer = torch.optim.Adam(networks.parameters(), lr=config.learning_rate, fused=True)
@@ -201,7 +203,8 @@ class ControlLearner:
         rows = self._rows(experience, found)
         if lag:  # the learning rate follows the change by this update, not that of the version before
             with torch.no_grad():
-                rows |= {f"means/{name}": actor.outputs(rows[f"inputs/{name}"]) for name, actor in networks.actors.items()}
+                means = {name: actor.outputs(rows[f"inputs/{name}"]) for name, actor in networks.actors.items()}
+            rows |= {f"means/{name}": each for name, each in means.items()}
             log_stds = {name: actor.log_std.detach().clone() for name, actor in networks.actors.items()}
         generator = torch.Generator().manual_seed((self._seed * 1_000_003 + iteration) % 2**63)
         count = len(rows["returns/" + next(iter(found))])

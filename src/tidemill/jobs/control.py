@@ -44,7 +44,7 @@ from tidemill.robots.episodes import PlayedEpisodes, play_episodes
 from tidemill.robots.playback import record_episodes
 from tidemill.robots.policy_arrays import Weights, pack, unpack
 from tidemill.robots.policy_folder import ACTORS, PolicyDescription, write_policy
-from tidemill.robots.setup import describe, setup_of, undisturbed
+from tidemill.robots.setup import describe, setup_of, task_of, undisturbed
 from tidemill.robots.simulation import State
 from tidemill.robots.tasks import open_task
 from tidemill.runtime.backend import checkpoint_store
@@ -284,23 +284,21 @@ class ControlTraining:
             values = await self.compute.run(update)
         cpu_s = sum(answer.cpu_s for answer in answers)
         steps = self.spec.robot.worlds * self.spec.control.num_steps_per_env
-        return (
-            values
-            | episode_values(experience)
-            | {
-                metrics.TRAIN_TIME: fields["duration_s"],
-                "robot/simulation_cpu_s": cpu_s,
-                "robot/steps_per_cpu_s": steps / max(cpu_s + values[metrics.TRAIN_CPU], 1e-9),
-            }
-        )
+        measured = {
+            metrics.TRAIN_TIME: fields["duration_s"],
+            metrics.SIMULATION_CPU: cpu_s,
+            "robot/steps_per_cpu_s": steps / max(cpu_s, 1e-9),
+        }
+        return values | episode_values(experience) | self.chunks.take_figures() | measured
 
     def _check_physics(self, experience: Sequence[State]) -> None:
         invalid, worlds = sum(int(chunk["invalid"]) for chunk in experience), self.spec.robot.worlds
         if invalid > INVALID_LIMIT * worlds:
+            share = f"{invalid} of {worlds} worlds ({percent(invalid / worlds)})"
             raise GuardStop(
-                f"iteration {self.step + 1} had to reset {invalid} of {worlds} worlds ({percent(invalid / worlds)}), whose "
-                "physics was not finite\n  lower the timestep or the gains of the model; then run the same command again: "
-                "the run resumes from its checkpoint"
+                f"iteration {self.step + 1} had to reset {share}, whose physics was not finite\n"
+                "  lower the timestep or the gains of the model; then run the same command again: the run resumes from "
+                "its checkpoint"
             )
 
     async def _publish(self, version: int, weights: Weights | None = None) -> None:
@@ -349,7 +347,7 @@ class ControlTraining:
                 purpose="evaluation",
                 seed=self.spec.run.seed,
                 episodes=episodes,
-                steps=open_task(self.spec.robot.task).steps_per_episode(),
+                steps=task_of(self.spec.robot).steps_per_episode(),
                 setup=UNDISTURBED,
                 record=True,
             )
@@ -477,7 +475,9 @@ def digest_of(weights: Weights) -> str:
 
 
 def task_digest(spec: RunSpec) -> str:
-    """Digest of the compiled model."""
+    """Digest of the compiled model, or of what makes the environment."""
+    if spec.robot.environment:
+        return hashlib.blake2b(spec.robot.model_dump_json().encode(), digest_size=16).hexdigest()
     import mujoco
 
     model = check_model(open_task(spec.robot.task), spec.robot.parameters)

@@ -5,9 +5,12 @@ from __future__ import annotations
 from tidemill.config.pipeline import StageKind
 from tidemill.config.schema import RunSpec
 from tidemill.robots.setup import describe
+from tidemill.robots.vecenv import check_environment
 
 
 def check_robot_stage(kind: StageKind, spec: RunSpec) -> None:
     """Raises UserError: the task, its model or a setting of the stage cannot be used."""
-    if not spec.robot.environment:
+    if spec.robot.environment:
+        check_environment(spec.robot)
+    else:
         describe(spec)

@@ -90,10 +90,10 @@ class Quadruped(Task):
             "sideways": -0.5 * np.abs(velocity[:, 1]),
             "turn": -0.2 * np.abs(turn[:, 2]),
             "vertical": -0.15 * np.abs(worlds.qvel[:, 2]),
-            "gait": np.exp(-np.square((worlds.qpos[:, 7:] - self.gait(worlds)) / GAIT_RAD)).mean(1),
+            "gait": 2.0 * np.exp(-np.square((worlds.qpos[:, 7:] - self.gait(worlds)) / GAIT_RAD)).mean(1),
             "upright": 0.5 * upright(worlds),
             "effort": -0.01 * np.square(worlds.actions).sum(1),
-            "change": -0.02 * np.square(change).sum(1),
+            "change": -0.01 * np.square(change).sum(1),
             "fall": -50.0 * self.terminated(worlds).astype(np.float64),
         }
 

@@ -168,11 +168,13 @@ class FleetChunks:
             held.remove(report.number)
             if not held and report.lease_id in self.fleet:
                 self.fleet.note_idle(report.lease_id)
+        chunk = self._open.get(report.number)
+        if chunk is None or chunk.result.done():
+            return  # another answer was first, or nobody wants it any more: then its weights may be gone, too
         if (failure := report.failure) is not None:
             raise UserError(failure.what, where=failure.where, hint=failure.hint)
-        chunk = self._open.pop(report.number, None)
-        if chunk is None or report.answer is None or chunk.result.done():
-            return  # another answer was first, or nobody wants it any more
+        assert report.answer is not None, "a report on a job has an answer or a failure"
+        del self._open[report.number]
         chunk.result.set_result(report.answer)
         if HELD in report.answer.state:
             self._homes[chunk.shard] = report.lease_id

@@ -41,6 +41,8 @@ from tidemill.jobs.train import TASK_DIGEST, keep_live, record_start, run_sessio
 from tidemill.models.actor import arrays_of, load_arrays
 from tidemill.robots.engine import check_model
 from tidemill.robots.episodes import PlayedEpisodes, play_episodes
+from tidemill.robots.playback import record_episodes
+from tidemill.robots.playback import record_episodes
 from tidemill.robots.policy_arrays import Weights, pack, unpack
 from tidemill.robots.policy_folder import ACTORS, PolicyDescription, write_policy
 from tidemill.robots.setup import describe, setup_of, task_of, undisturbed
@@ -283,15 +285,12 @@ class ControlTraining:
             values = await self.compute.run(update)
         cpu_s = sum(answer.cpu_s for answer in answers)
         steps = self.spec.robot.worlds * self.spec.control.num_steps_per_env
-        return (
-            values
-            | episode_values(experience)
-            | {
-                metrics.TRAIN_TIME: fields["duration_s"],
-                "robot/simulation_cpu_s": cpu_s,
-                "robot/steps_per_cpu_s": steps / max(cpu_s + values[metrics.TRAIN_CPU], 1e-9),
-            }
-        )
+        measured = {
+            metrics.TRAIN_TIME: fields["duration_s"],
+            metrics.SIMULATION_CPU: cpu_s,
+            "robot/steps_per_cpu_s": steps / max(cpu_s, 1e-9),
+        }
+        return values | episode_values(experience) | self.chunks.take_figures() | measured
 
     def _check_physics(self, experience: Sequence[State]) -> None:
         invalid, worlds = sum(int(chunk["invalid"]) for chunk in experience), self.spec.robot.worlds
@@ -353,6 +352,9 @@ class ControlTraining:
                 record=True,
             )
             fields |= evaluation_fields(played)
+        task = open_task(self.spec.robot.task)
+        model = check_model(task, self.spec.robot.parameters)
+        record_episodes(self.run.path, when, model, played, control_s=task.control_s)
         return fields
 
     def _logged(self, when: str) -> dict[str, Any]:
@@ -368,9 +370,8 @@ class ControlTraining:
         """What the summary says about the policy."""
         before, after, figures = self.before, self.after, dict[str, Any]()
         if after:
-            low, high = after["success_interval"]
             names = ("return_mean", "success", "falls")
-            figures = {name: after[name] for name in names} | {"success_low": low, "success_high": high}
+            figures = {name: after[name] for name in names} | {"n": after["episodes"]}
             figures |= {f"{name}_before": before[name] for name in names if before} | dict(after["figures"])
         evaluations = {"before": before, "after": after}
         shown = {when: {k: v for k, v in each.items() if k in SUMMARISED} for when, each in evaluations.items()}

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from tidemill.config.pipeline import StageKind
 from tidemill.config.schema import RunSpec
-from tidemill.robots.engine import check_model
-from tidemill.robots.tasks import open_task
+from tidemill.robots.setup import describe
 from tidemill.robots.vecenv import check_environment
 
 
@@ -14,4 +13,4 @@ def check_robot_stage(kind: StageKind, spec: RunSpec) -> None:
     if spec.robot.environment:
         check_environment(spec.robot)
     else:
-        check_model(open_task(spec.robot.task), spec.robot.parameters)
+        describe(spec)

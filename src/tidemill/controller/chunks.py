@@ -168,35 +168,37 @@ class FleetChunks:
             held.remove(report.number)
             if not held and report.lease_id in self.fleet:
                 self.fleet.note_idle(report.lease_id)
+        chunk = self._open.get(report.number)
+        if chunk is None or chunk.result.done():
+            return  # another answer was first, or nobody wants it any more: then its weights may be gone, too
         if (failure := report.failure) is not None:
             raise UserError(failure.what, where=failure.where, hint=failure.hint)
-        chunk = self._open.pop(report.number, None)
-        if chunk is None or report.answer is None or chunk.result.done():
-            return  # another answer was first, or nobody wants it any more
+        assert report.answer is not None, "a report on a job has an answer or a failure"
+        del self._open[report.number]
         chunk.result.set_result(report.answer)
         if HELD in report.answer.state:
             self._homes[chunk.shard] = report.lease_id
         self._progress_s = self._logged_s = self.clock.now()
 
-    def _wait_again(self, lease_id: str) -> list[OpenChunk]:
-        """Let the chunks of a lease be computed by others; returns them."""
+    def _wait_again(self, lease_id: str) -> None:
+        """Let the chunks of a lease be computed by others."""
         held = [self._open[number] for number in self._held.get(lease_id, []) if number in self._open]
         lost = [chunk for chunk in held if chunk.lease_id == lease_id]
         for chunk in reversed(lost):
             chunk.lease_id = ""
             self._waiting.appendleft(chunk)
         self._repeated += bool(lost)  # it computed the first only
-        return lost
 
     def _lost(self, outcome: LeaseOutcome) -> None:
-        lost = self._wait_again(outcome.lease_id)
-        self._held.pop(outcome.lease_id, None)
+        self._wait_again(outcome.lease_id)
+        held = self._held.pop(outcome.lease_id, [])
         self.fleet.event_log.ended(outcome, [])
-        if not (outcome.died and lost):
+        computed = self._open.get(held[0]) if held else None
+        if not outcome.died or computed is None:
             return
-        lost[0].deaths += 1
-        if lost[0].deaths == MOST_DEATHS:
-            key = lost[0].job.request.key
+        computed.deaths += 1
+        if computed.deaths == MOST_DEATHS:
+            key = computed.job.request.key
             raise TidemillError(
                 f"chunk {key.iteration} of shard {key.shard} ({key.purpose}) ended {MOST_DEATHS} workers, the last time: "
                 f"{outcome.cause}\n  look at the memory of the machines, and at what the task or environment does there"

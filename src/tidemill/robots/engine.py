@@ -61,7 +61,7 @@ def open_engine(config: RobotConfig, task: Task, worlds: int, *, timestep: float
     except ImportError as error:
         what = f'engine = "newton" needs a package that is not installed ({error})'
         raise UserError(what, where="robot.engine", hint=install_command("robot")) from error
-    return NewtonWorlds(model, worlds)
+    return NewtonWorlds(model, worlds, source=str(task.model))
 
 
 def check_model(task: Task, parameters: Path | None = None, *, timestep: float = 1.0) -> mujoco.MjModel:

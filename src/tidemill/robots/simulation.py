@@ -35,10 +35,11 @@ from tidemill.config.robot import RandomiseConfig
 from tidemill.core.chunks import ChunkAnswer, ChunkKey, ChunkRequest
 from tidemill.robots.engine import PARAMETERS, Engine
 from tidemill.robots.policy_arrays import Singles, Weights, mean_action, pack, unpack
-from tidemill.robots.task import EpisodeRandom, Floats, Integers, Task, Worlds
+from tidemill.robots.task import EpisodeRandom, Floats, Integers, Task, Terms, Worlds
 
 State = dict[str, npt.NDArray[Any]]
 LOG_SQRT_2PI = 0.5 * math.log(2 * math.pi)
+SLIDE = 2  # mjtJoint: free and ball joints are before it, hinges after it
 LARGEST_SPEED = 1e3  # of a joint, rad/s or m/s; more is diverged physics
 NO_RANDOMISATION = RandomiseConfig()
 NOMINAL: Floats = np.array([1.0, 1.0, 1.0, 1.0, 0.0])  # values of `PARAMETERS`
@@ -113,6 +114,31 @@ class Simulation:
         return {
             group: tuple((name, values.shape[1]) for name, values in terms.items()) for group, terms in observed.items()
         }
+
+    def joint_terms(self) -> dict[str, dict[str, tuple[str, ...]]]:
+        """The terms of every group that have one column for each of some joints, and these joints in order.
+
+        They are found by moving one joint at a time, so that no task must declare them.
+        """
+        state = self._start(ChunkKey(seed=0, purpose="layout", shard=0, iteration=0))
+        rest = self.task.observe(self.view(state))
+        model, moved = self.engine.model, dict[str, Mapping[str, Terms]]()
+        for joint in (model.joint(at) for at in range(model.njnt) if model.jnt_type[at] >= SLIDE):
+            after = {name: values.copy() for name, values in state.items()}
+            after["physics"][:, 1 + joint.qposadr[0]] += 0.1
+            after["physics"][:, 1 + model.nq + joint.dofadr[0]] += 0.1
+            if joint.name in self.task.joints:
+                after["actions"][:, self.task.joints.index(joint.name)] += 0.1
+            moved[joint.name] = self.task.observe(self.view(after))
+        found: dict[str, dict[str, tuple[str, ...]]] = {group: {} for group in rest}
+        for group, terms in rest.items():
+            for term, values in terms.items():
+                changed = {name: (each[group][term] != values).any(axis=0) for name, each in moved.items()}
+                owners = [[name for name, each in changed.items() if each[at]] for at in range(values.shape[1])]
+                names = tuple(name for column in owners for name in column)
+                if all(len(column) == 1 for column in owners) and len(set(names)) == len(names):
+                    found[group][term] = names
+        return found
 
     # The state.
 

@@ -17,6 +17,7 @@ import numpy as np
 import warp
 
 from tidemill.core.errors import UserError
+from tidemill.robots.engine import check_warp
 from tidemill.robots.task import Floats, Integers
 from tidemill.robots.worlds_mujoco import MujocoWorlds
 
@@ -47,7 +48,7 @@ class NewtonWorlds:
     """
 
     def __init__(self, model: mujoco.MjModel, worlds: int, *, source: str) -> None:
-        check_deterministic()
+        check_warp()
         self.model = model
         self._reference = MujocoWorlds(model, worlds)
         solver = _solver(source, worlds)
@@ -118,14 +119,6 @@ class NewtonWorlds:
         for name, field in self._fields.items():
             array = getattr(self._warp_model, name)
             array.assign(field.astype(np.float32))
-
-
-def check_deterministic() -> None:
-    """Raises UserError: Warp's deterministic mode is on."""
-    if warp.config.deterministic != warp.DeterministicMode.NOT_GUARANTEED:
-        what = "warp.config.deterministic is on, with which Warp 1.19 compiles no MuJoCo kernels, or loses contacts"
-        hint = "leave it off: on the CPU equal states give equal bits without it, on a GPU not even with it"
-        raise UserError(what, where="robot.engine", hint=hint)
 
 
 def _solver(source: str, worlds: int) -> Any:

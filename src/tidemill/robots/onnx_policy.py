@@ -50,7 +50,7 @@ def read_onnx(path: Path, task: PolicyDescription, *, where: str) -> StoredPolic
     except ImportError as error:
         what, hint = f"ONNX files need a package that is not installed ({error})", install_command("robot")
         raise UserError(what, where=where, hint=hint) from error
-    except Exception as error:  # noqa: BLE001 -- onnxruntime has an exception class for each cause
+    except Exception as error:
         raise UserError(f"{path} cannot be read: {error}", where=where, hint="name an ONNX file") from error
     metadata = session.get_modelmeta().custom_metadata_map
     if not (joints := tuple(each.strip() for each in metadata.get(JOINTS, "").split(",") if each.strip())):

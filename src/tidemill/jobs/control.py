@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,7 +27,6 @@ import numpy.typing as npt
 import torch
 from safetensors.numpy import load_file, save_file
 
-from tidemill.config.robot import WORLDS_PER_SHARD
 from tidemill.config.schema import RunSpec
 from tidemill.core.chunks import ChunkAnswer, ChunkKey, ChunkRequest, Chunks
 from tidemill.core.errors import GuardStop, UserError
@@ -298,9 +297,9 @@ class ControlTraining:
         invalid, worlds = sum(int(chunk["invalid"]) for chunk in experience), self.spec.robot.worlds
         if invalid > INVALID_LIMIT * worlds:
             raise GuardStop(
-                f"the physics of {invalid} of {worlds} worlds ({percent(invalid / worlds)}) was not finite in iteration "
-                f"{self.step + 1}\n  lower the model's timestep or its gains; then run the same command again: the run "
-                "resumes from its checkpoint"
+                f"iteration {self.step + 1} had to reset {invalid} of {worlds} worlds ({percent(invalid / worlds)}), whose "
+                "physics was not finite\n  lower the timestep or the gains of the model; then run the same command again: "
+                "the run resumes from its checkpoint"
             )
 
     async def _publish(self, version: int, weights: Weights | None = None) -> None:

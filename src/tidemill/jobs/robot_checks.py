@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from tidemill.config.pipeline import StageKind
 from tidemill.config.schema import RunSpec
-from tidemill.robots.engine import check_model, check_warp
-from tidemill.robots.tasks import open_task
+from tidemill.robots.engine import check_warp
+from tidemill.robots.setup import describe
 
 
 def check_robot_stage(kind: StageKind, spec: RunSpec) -> None:
     """Raises UserError: the task, its model or a setting of the stage cannot be used."""
     if not spec.robot.environment:
-        check_model(open_task(spec.robot.task), spec.robot.parameters)
+        describe(spec)
     if "newton" in (spec.robot.engine, spec.twin.engine if kind == "twin" else ""):
         check_warp()
     if kind == "twin":

@@ -22,7 +22,7 @@ from tidemill.core.protocols import LoopClock
 from tidemill.core.records import PolicyVersion
 from tidemill.jobs.stopping import StopRequest
 from tidemill.robots.episodes import PlayedEpisodes, play_episodes
-from tidemill.robots.matching import match_policy, policy_digest
+from tidemill.robots.matching import joint_terms, match_policy, policy_digest
 from tidemill.robots.policy_arrays import pack
 from tidemill.robots.policy_folder import StoredPolicy
 from tidemill.robots.setup import SimulationSetup, build, describe, setup_of
@@ -96,8 +96,8 @@ def matched_policy(spec: RunSpec, path: Path | None, *, where: str) -> StoredPol
     if path is None:
         raise UserError("no policy is named", where=where, hint='write "stage:NAME", or the path of a trained policy')
     setup = msgspec.structs.replace(setup_of(spec), worlds=1)
-    joint_terms = build(_in_engine(setup, "mujoco")).joint_terms()
-    return match_policy(path, describe(spec), joint_terms, where=where)
+    terms = joint_terms(build(_in_engine(setup, "mujoco")))
+    return match_policy(path, describe(spec), terms, where=where)
 
 
 def cell_name(parameters: Mapping[str, float]) -> str:

@@ -7,6 +7,7 @@ Needs numpy and onnxruntime only. `Controller` is also the reference of how to r
 observations, scales actions to targets, and uses the safe action when an observation is too old. Exit code 1: the
 bundle is damaged, this runtime computes other actions, or the deadline is missed.
 """
+
 from __future__ import annotations
 
 import argparse

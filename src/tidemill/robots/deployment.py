@@ -15,7 +15,9 @@ from tidemill.core.chunks import ChunkKey, ChunkRequest
 from tidemill.core.errors import UserError
 from tidemill.robots.policy_arrays import unpack
 from tidemill.robots.policy_folder import PolicyDescription, StoredPolicy
-from tidemill.robots.simulation import Simulation, actuator_of
+from tidemill.robots.engine import actuator_of
+from tidemill.robots.matching import joint_terms
+from tidemill.robots.simulation import Simulation
 from tidemill.robots.task import Floats, Task
 
 if TYPE_CHECKING:
@@ -38,7 +40,7 @@ def deploy_description(
     """
     described, task, model = policy.description, simulation.task, simulation.engine.model
     scale, offset, lowest, highest = _affine(task)
-    terms = simulation.joint_terms()
+    terms = joint_terms(simulation)
     joints = []
     for at, name in enumerate(task.joints):
         limits = {"lowest": float(lowest[at]), "highest": float(highest[at])}

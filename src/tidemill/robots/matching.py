@@ -11,11 +11,14 @@ import msgspec
 import numpy as np
 
 from tidemill.config.keys import did_you_mean
+from tidemill.core.chunks import ChunkKey
 from tidemill.core.errors import UserError
 from tidemill.robots.onnx_policy import read_onnx
 from tidemill.robots.policy_folder import ACTORS, DESCRIPTION, PolicyDescription, StoredPolicy, read_policy
+from tidemill.robots.simulation import Simulation
 from tidemill.robots.task import Integers
 
+SLIDE = 2  # mjtJoint: free and ball joints are before it, hinges after it
 JointTerms = Mapping[str, Mapping[str, tuple[str, ...]]]
 
 
@@ -29,12 +32,39 @@ def policy_digest(path: Path) -> str:
     return hashlib.blake2b(b"".join(file.read_bytes() for file in files), digest_size=16).hexdigest()
 
 
-def match_policy(path: Path, task: PolicyDescription, joint_terms: JointTerms, *, where: str) -> StoredPolicy:
+def joint_terms(simulation: Simulation) -> JointTerms:
+    """The terms of every group that have one column for each of some joints, and these joints in order.
+
+    They are found by moving one joint at a time, so that no task must declare them.
+    """
+    task, model = simulation.task, simulation.engine.model
+    state = simulation.start(ChunkKey(seed=0, purpose="layout", shard=0, iteration=0))
+    rest = task.observe(simulation.view(state))
+    moved = {}
+    for joint in (model.joint(at) for at in range(model.njnt) if model.jnt_type[at] >= SLIDE):
+        after = {name: values.copy() for name, values in state.items()}
+        after["physics"][:, 1 + joint.qposadr[0]] += 0.1
+        after["physics"][:, 1 + model.nq + joint.dofadr[0]] += 0.1
+        if joint.name in task.joints:
+            after["actions"][:, -1, task.joints.index(joint.name)] += 0.1
+        moved[joint.name] = task.observe(simulation.view(after))
+    found: dict[str, dict[str, tuple[str, ...]]] = {group: {} for group in rest}
+    for group, terms in rest.items():
+        for term, values in terms.items():
+            changed = {name: (each[group][term] != values).any(axis=0) for name, each in moved.items()}
+            owners = [[name for name, each in changed.items() if each[at]] for at in range(values.shape[1])]
+            names = tuple(name for column in owners for name in column)
+            if all(len(column) == 1 for column in owners) and len(set(names)) == len(names):
+                found[group][term] = names
+    return found
+
+
+def match_policy(path: Path, task: PolicyDescription, terms: JointTerms, *, where: str) -> StoredPolicy:
     """Read a policy and reorder what it reads and returns, so that it acts in the task.
 
     Args:
         task: the task's joints, policies and layout; see `setup.describe`.
-        joint_terms: see `Simulation.joint_terms`.
+        terms: see `joint_terms`.
 
     Returns:
         The policy with the task's order of joints. Its `engine`, `history` and `activation` are those of its training.
@@ -47,7 +77,7 @@ def match_policy(path: Path, task: PolicyDescription, joint_terms: JointTerms, *
     _check_names(given, task, where)
     weights = dict(stored.weights)
     for name, joints in task.policies.items():
-        columns = _columns(given, task, joint_terms, name)
+        columns = _columns(given, task, terms, name)
         rows = np.array([given.policies[name].index(joint) for joint in joints])
         width = given.history * sum(width for group in given.obs_groups[name] for _, width in task.layout[group])
         if f"{name}.onnx" in weights:
@@ -110,14 +140,14 @@ def _known(names: Iterable[str], known: Iterable[str], what: str, where: str) ->
             raise UserError(f"{what} {name}, which the task does not have", where=where, hint=hint)
 
 
-def _columns(given: PolicyDescription, task: PolicyDescription, joint_terms: JointTerms, name: str) -> Integers:
+def _columns(given: PolicyDescription, task: PolicyDescription, terms: JointTerms, name: str) -> Integers:
     """For each number that a policy reads, its column among the observations of the task."""
     found, start = [], 0
     for group in given.obs_groups[name]:
         widths = dict(task.layout[group])
         ends = np.cumsum(list(widths.values()))
         starts = dict(zip(widths, ends - list(widths.values()), strict=True))
-        order = {term: _order(joint_terms[group].get(term, ()), given, task, width) for term, width in widths.items()}
+        order = {term: _order(terms[group].get(term, ()), given, task, width) for term, width in widths.items()}
         frame = np.concatenate([starts[term] + order[term] for term, _ in given.layout[group]])
         found += [start + age * ends[-1] + frame for age in range(given.history)]
         start += given.history * ends[-1]

@@ -50,7 +50,10 @@ def describe(spec: RunSpec) -> PolicyDescription:
     setup = setup_of(spec)
     robot = spec.robot
     task = open_task(robot.task)
-    layout = build(msgspec.structs.replace(setup, worlds=1, obs_groups=dict(task.obs_groups))).layout()
+    # C MuJoCo starts at once; layouts are the same in every engine.
+    robot_json = setup.robot | {"engine": "mujoco"}
+    small = msgspec.structs.replace(setup, robot=robot_json, worlds=1, obs_groups=dict(task.obs_groups))
+    layout = build(small).layout()
     names = [*task.named_policies(), "critic"]
     for name, groups in spec.control.obs_groups.items():
         for given, known, what in ((name, names, "policy"), *((each, layout, "group") for each in groups)):

@@ -19,7 +19,7 @@ import warp
 from tidemill.core.errors import UserError
 from tidemill.robots.engine import check_warp
 from tidemill.robots.task import Floats, Integers
-from tidemill.robots.worlds_mujoco import MujocoWorlds
+from tidemill.robots.worlds_mujoco import FACTORS, MujocoWorlds, vary_model
 
 warp.config.log_level = max(warp.config.log_level, 40)  # errors; otherwise each compiled kernel prints a line
 
@@ -33,7 +33,6 @@ GIVEN = (
 """Fields taken from the compiled model: their values may be identified ones, which the MJCF does not have."""
 DERIVED = ("body_subtreemass", "body_invweight0", "dof_invweight0", "actuator_acc0")
 """Fields that MuJoCo computes from mass and inertia."""
-VARIED = ("mass", "inertia", "friction", "gains")
 
 
 class NewtonWorlds:
@@ -56,33 +55,25 @@ class NewtonWorlds:
         self._warp_model.opt.timestep.fill_(model.opt.timestep)
         self._nominal = solver.mj_model  # of Newton's import: without geoms that touch nothing
         _take_parameters(model, self._nominal)
-        self._scratch = mujoco.MjData(self._nominal)
-        mujoco.mj_setConst(self._nominal, self._scratch)
-        fields = {name: np.array(getattr(self._nominal, name)) for name in (*GIVEN, *DERIVED)}
-        self._fields = {name: np.repeat(each[None], worlds, axis=0) for name, each in fields.items()}
-        self._factors = np.ones((worlds, len(VARIED)))
-        self._upload()
+        self._varied, self._scratch = copy.copy(self._nominal), mujoco.MjData(self._nominal)
+        shapes = {name: getattr(self._nominal, name).shape for name in (*GIVEN, *DERIVED)}
+        self._fields = {name: np.zeros((worlds, *shape), np.float32) for name, shape in shapes.items()}
+        self._factors = np.full((worlds, len(FACTORS)), np.nan)
 
     def start(self, worlds: int) -> Floats:
         return np.concatenate([self._reference.start(worlds), np.zeros((worlds, self.model.nv))], axis=1)
 
     def set_parameters(self, rows: Integers, factors: Mapping[str, Floats]) -> None:
-        wanted = np.stack([np.broadcast_to(factors[name], len(rows)) for name in VARIED], axis=1)
-        changed = np.flatnonzero((self._factors[rows] != wanted).any(axis=1))
-        for row, values in zip(rows[changed], wanted[changed], strict=True):
-            mass, inertia, friction, gains = values
-            model = copy.copy(self._nominal)
-            model.body_mass[:] *= mass
-            model.body_inertia[:] *= inertia
-            model.geom_friction[:, 0] *= friction
-            model.actuator_gainprm[:, 0] *= gains
-            model.actuator_biasprm[:, 1:3] *= gains
-            mujoco.mj_setConst(model, self._scratch)
+        values = np.stack([factors[name] for name in FACTORS], axis=1)
+        changed = np.flatnonzero((self._factors[rows] != values).any(axis=1))
+        for at in changed:
+            vary_model(self._varied, self._nominal, values[at], self._scratch)
             for name, field in self._fields.items():
-                field[row] = getattr(model, name)
-            self._factors[row] = values
+                field[rows[at]] = getattr(self._varied, name)
+        self._factors[rows] = values
         if changed.size:
-            self._upload()
+            for name, field in self._fields.items():
+                getattr(self._warp_model, name).assign(field)
 
     def step(self, physics: Floats, controls: Floats) -> Floats:
         data = self._warp_data
@@ -114,11 +105,6 @@ class NewtonWorlds:
             start += width
         found["time"] = found["time"][:, 0]
         return found
-
-    def _upload(self) -> None:
-        for name, field in self._fields.items():
-            array = getattr(self._warp_model, name)
-            array.assign(field.astype(np.float32))
 
 
 def _solver(source: str, worlds: int) -> Any:

@@ -10,8 +10,7 @@ import pytest
 
 from tidemill.config.robot import RobotConfig
 from tidemill.core.errors import UserError
-from tidemill.robots.engine import Engine, open_engine
-from tidemill.robots.simulation import actuator_of
+from tidemill.robots.engine import Engine, actuator_of, open_engine
 from tidemill.robots.task import Floats
 from tidemill.robots.tasks import open_task
 
@@ -80,9 +79,6 @@ def test_deterministic_mode_of_warp_is_refused(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_model_that_newton_reads_as_another_robot_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Renamed(type(open_task("swingup"))):  # type: ignore[misc]
-        pass
-
     from tidemill.robots import worlds_newton
 
     task = open_task("swingup")

@@ -64,7 +64,16 @@ def open_engine(config: RobotConfig, task: Task, worlds: int, *, timestep: float
     except ImportError as error:
         what = f'engine = "newton" needs a package that is not installed ({error})'
         raise UserError(what, where="robot.engine", hint=install_command("robot")) from error
-    return NewtonWorlds(model, worlds)
+    return NewtonWorlds(model, worlds, source=_model_source(task))
+
+
+def check_warp() -> None:
+    """Raises UserError: Warp's deterministic mode is on, which only a process can do that has imported Warp."""
+    warp = sys.modules.get("warp")
+    if warp is not None and warp.config.deterministic != warp.DeterministicMode.NOT_GUARANTEED:
+        what = "warp.config.deterministic is on, with which Warp 1.19 compiles no MuJoCo kernels, or loses contacts"
+        hint = "leave it off: on the CPU equal states give equal bits without it, on a GPU not even with it"
+        raise UserError(what, where="robot.engine", hint=hint)
 
 
 def check_model(task: Task, parameters: Path | None = None, *, timestep: float = 1.0) -> mujoco.MjModel:

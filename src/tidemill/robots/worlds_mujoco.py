@@ -45,18 +45,9 @@ class MujocoWorlds:
         return np.tile(self._home, (worlds, 1))
 
     def set_parameters(self, rows: Integers, factors: Mapping[str, Floats]) -> None:
-        nominal = self.model
         values = np.stack([factors[name] for name in FACTORS], axis=1)
         for at in np.flatnonzero((self._factors[rows] != values).any(axis=1)):
-            mass, inertia, friction, gains = values[at]
-            model = self._models[rows[at]]
-            model.body_mass[:] = nominal.body_mass * mass
-            model.body_inertia[:] = nominal.body_inertia * inertia
-            model.geom_friction[:, 0] = nominal.geom_friction[:, 0] * friction
-            model.pair_friction[:, :2] = nominal.pair_friction[:, :2] * friction
-            model.actuator_gainprm[:, 0] = nominal.actuator_gainprm[:, 0] * gains
-            model.actuator_biasprm[:, 1:3] = nominal.actuator_biasprm[:, 1:3] * gains
-            mujoco.mj_setConst(model, self._data)
+            vary_model(self._models[rows[at]], self.model, values[at], self._data)
         self._factors[rows] = values
 
     def step(self, physics: Floats, controls: Floats) -> Floats:
@@ -90,3 +81,15 @@ class MujocoWorlds:
             sensordata=sensors,
         )
         return states, sensors
+
+
+def vary_model(model: mujoco.MjModel, nominal: mujoco.MjModel, factors: Floats, data: mujoco.MjData) -> None:
+    """Set a copy of the nominal model to factors, [4], of the nominal mass, inertia, friction and gains."""
+    mass, inertia, friction, gains = factors
+    model.body_mass[:] = nominal.body_mass * mass
+    model.body_inertia[:] = nominal.body_inertia * inertia
+    model.geom_friction[:, 0] = nominal.geom_friction[:, 0] * friction
+    model.pair_friction[:, :2] = nominal.pair_friction[:, :2] * friction
+    model.actuator_gainprm[:, 0] = nominal.actuator_gainprm[:, 0] * gains
+    model.actuator_biasprm[:, 1:3] = nominal.actuator_biasprm[:, 1:3] * gains
+    mujoco.mj_setConst(model, data)

@@ -352,9 +352,9 @@ class ControlTraining:
                 record=True,
             )
             fields |= evaluation_fields(played)
-        task = open_task(self.spec.robot.task)
-        model = check_model(task, self.spec.robot.parameters)
-        record_episodes(self.run.path, when, model, played, control_s=task.control_s)
+            if not self.spec.robot.environment:
+                model = check_model(open_task(self.spec.robot.task), self.spec.robot.parameters)
+                record_episodes(self.run.path, when, model, played, control_s=self.description.control_s)
         return fields
 
     def _logged(self, when: str) -> dict[str, Any]:

@@ -27,7 +27,10 @@ def variant(**attributes: Any) -> Task:
     [
         ({"model": SLIDER.replace('<motor joint="slide"/>', "")}, "the model has no actuators"),
         ({"joints": ("slider",)}, 'there is no joint "slider"\n  did you mean slide?'),
-        ({"model": TWO_JOINTS, "joints": ("turn",)}, 'joint "turn" has no actuator\n  add one to the MJCF; joints with'),
+        (
+            {"model": TWO_JOINTS, "joints": ("turn",)},
+            'joint "turn" has no actuator\n  add one to the MJCF; joints with',
+        ),
         ({"policies": {"policy": ("slid",)}}, 'there is no joint "slid"\n  did you mean slide?'),
         ({"policies": {"policy": ("slide",), "critic": ("slide",)}}, "the policies policy, critic do not move every"),
         ({"policies": {"cart": ("slide",)}}, "obs_groups does not name the groups that cart reads"),
@@ -45,7 +48,7 @@ def test_models_that_do_not_fit_the_task_are_refused(attributes: dict[str, Any],
 
 def test_a_factor_of_the_timestep_must_divide_the_control_step() -> None:
     assert load_model(Slider(), timestep=0.5).opt.timestep == 0.005
-    with pytest.raises(UserError, match="not a multiple of the timestep of 0.007 s"):
+    with pytest.raises(UserError, match=r"not a multiple of the timestep of 0\.007 s"):
         load_model(Slider(), timestep=0.7)
 
 

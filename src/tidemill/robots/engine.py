@@ -122,16 +122,14 @@ def _check_joints(task: Task, model: mujoco.MjModel) -> None:
     for joint in task.joints:
         known_name(joint, names, "joint")
         if actuator_of(model, joint) < 0:
-            moved = [each for each in names if each and actuator_of(model, each) >= 0]
-            hint = f"add one to the MJCF; joints with an actuator: {', '.join(moved)}"
+            driven = [each for each in names if each and actuator_of(model, each) >= 0]
+            hint = f"add one to the MJCF; joints with an actuator: {', '.join(driven)}"
             raise UserError(f'joint "{joint}" has no actuator', where="robot.task", hint=hint)
     policies = task.named_policies()
-    shares = [joint for joints in policies.values() for joint in joints]
-    for joint in shares:
-        known_name(joint, task.joints, "joint")
-    if len(set(shares)) < len(shares) or len(shares) < len(task.joints):
-        what = f"the policies {', '.join(policies)} do not move every joint of the task exactly once"
-        raise UserError(what, where="robot.task", hint="correct policies")
+    moved = sorted(joint for joints in policies.values() for joint in joints)
+    if moved != sorted(task.joints):
+        what = f"policies name the joints {', '.join(moved)}, and joints {', '.join(sorted(task.joints))}"
+        raise UserError(what, where="robot.task", hint="name every joint in one policy")
     for name in (*policies, "critic"):
         if name not in task.obs_groups:
             what = f"obs_groups does not name the groups that {name} reads"

@@ -51,8 +51,7 @@ class Reach(Task):
 
     def distance(self, worlds: Worlds) -> Floats:
         """From the tip to the target, [N], m."""
-        distance: Floats = np.linalg.norm(worlds.positions(TARGET) - worlds.sensor("tip"), axis=1)
-        return distance
+        return np.asarray(np.linalg.norm(worlds.positions(TARGET) - worlds.sensor("tip"), axis=1))
 
     def controls(self, actions: Floats) -> Floats:
         return LARGEST_SPEED * np.clip(actions, -1, 1)

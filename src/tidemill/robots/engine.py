@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from tidemill.config.keys import did_you_mean
 from tidemill.config.robot import RobotConfig
 from tidemill.core.errors import UserError
 from tidemill.core.packages import install_command
@@ -136,12 +136,13 @@ def _check_joints(task: Task, model: mujoco.MjModel) -> None:
             raise UserError(what, where="robot.task", hint=f'add "{name}": (...) to obs_groups')
 
 
-def known_name(name: str, known: Iterable[str], what: str) -> None:
+def known_name(name: str, known: Iterable[str], what: str, *, where: str = "robot.task") -> None:
     """Raises UserError, with the closest name: the task has no such joint, group, ..."""
     names = [each for each in known if each]
     if name not in names:
-        hint = did_you_mean(name, names) or f"one of {', '.join(names)}"
-        raise UserError(f'there is no {what} "{name}"', where="robot.task", hint=hint)
+        close = difflib.get_close_matches(name, names, 1)
+        hint = f"did you mean {close[0]}?" if close else f"one of {', '.join(names)}"
+        raise UserError(f'there is no {what} "{name}"', where=where, hint=hint)
 
 
 def actuator_of(model: mujoco.MjModel, joint: str) -> int:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from tidemill.config.keys import did_you_mean
 from tidemill.config.robot import WORLDS_PER_SHARD, RandomiseConfig, RobotConfig
-from tidemill.config.schema import RunSpec
-from tidemill.core.errors import UserError
 from tidemill.core.records import Record
-from tidemill.robots.engine import open_engine
+from tidemill.robots.engine import known_name, open_engine
 from tidemill.robots.policy_folder import PolicyDescription
 from tidemill.robots.simulation import Simulation
 from tidemill.robots.tasks import open_task
+
+if TYPE_CHECKING:
+    from tidemill.config.schema import RunSpec
 
 
 class SimulationSetup(Record):
@@ -61,11 +61,9 @@ def describe(spec: RunSpec) -> PolicyDescription:
     layout = build(small).layout()
     names = [*task.named_policies(), "critic"]
     for name, groups in _chosen_groups(spec).items():
-        for given, known, what in ((name, names, "policy"), *((each, layout, "group") for each in groups)):
-            if given not in known:
-                hint = did_you_mean(given, known) or f"one of {', '.join(known)}"
-                where = "control.obs_groups"
-                raise UserError(f'the task has no {what} "{given}"', where=where, hint=hint)
+        known_name(name, names, "policy", where="control.obs_groups")
+        for group in groups:
+            known_name(group, layout, "group of observations", where=f"control.obs_groups.{name}")
     return PolicyDescription(
         task=robot.task,
         engine=robot.engine,

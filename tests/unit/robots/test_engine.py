@@ -19,7 +19,8 @@ TWO_JOINTS = SLIDER.replace('<joint name="slide"', '<joint name="turn" type="hin
 
 
 def variant(**attributes: Any) -> Task:
-    return type("Variant", (Slider,), attributes)()
+    task: Task = type("Variant", (Slider,), attributes)()
+    return task
 
 
 @pytest.mark.parametrize(

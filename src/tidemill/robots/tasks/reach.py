@@ -13,7 +13,7 @@ TOLERANCE_M = 0.02
 NEAR_M = 0.05  # distance at which most of the reward for precision is lost
 LARGEST_SPEED = 2.0  # of a joint, rad/s
 SHOULDER_M = 0.2  # height above the floor
-TARGETS = ((0.3, -2.0, -0.2), (0.55, 2.0, 0.9))  # lowest, highest: distance from the shoulder in m; azimuth, elevation
+TARGETS = ((0.3, -1.5, -0.2), (0.55, 1.5, 0.7))  # lowest, highest: distance from the shoulder in m; azimuth, elevation
 TARGET = ("target_x", "target_y", "target_z")
 
 

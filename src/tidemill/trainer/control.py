@@ -163,8 +163,8 @@ def adapted_rate(rate: float, kl: float, desired_kl: float) -> float:
 
 
 Minibatch = Mapping[str, Tensor]
-"""B rows of an iteration by name: `inputs/NAME` (normalised), `actions/NAME`, `means/NAME`, `logprobs/NAME` of policies,
-`values/NAME`, `returns/NAME`, `advantages/NAME` of critics."""
+"""B rows of an iteration: `inputs/NAME` (normalised), `actions/NAME`, `means/NAME` and `logprobs/NAME` of policies,
+`values/NAME`, `returns/NAME` and `advantages/NAME` of critics."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,39 +2,24 @@
 
 from __future__ import annotations
 
-<<<<<<< HEAD
 from collections.abc import Mapping, Sequence
-=======
->>>>>>> w44-physics
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from tidemill.config.robot import WORLDS_PER_SHARD, RandomiseConfig, RobotConfig
-<<<<<<< HEAD
 from tidemill.core.chunks import Array, ChunkAnswer, ChunkRequest
-from tidemill.core.errors import UserError
-from tidemill.core.records import Record
-from tidemill.robots.engine import open_engine
-from tidemill.robots.policy_arrays import Weights, unpack
-=======
 from tidemill.core.records import Record
 from tidemill.robots.engine import known_name, open_engine
-from tidemill.robots.policy_folder import PolicyDescription
->>>>>>> w44-physics
+from tidemill.robots.policy_arrays import Weights, unpack
 from tidemill.robots.simulation import Simulation
 from tidemill.robots.task import Task
 from tidemill.robots.tasks import open_task
 
-<<<<<<< HEAD
 if TYPE_CHECKING:  # slow to import, and workers do not need it
     from tidemill.config.schema import RunSpec
     from tidemill.robots.policy_folder import PolicyDescription
     from tidemill.robots.vecenv import EnvironmentSimulation, EnvironmentTask
-=======
-if TYPE_CHECKING:
-    from tidemill.config.schema import RunSpec
->>>>>>> w44-physics
 
 
 class SimulationSetup(Record):
@@ -76,7 +61,6 @@ def describe(spec: RunSpec) -> PolicyDescription:
     Raises:
         UserError: the task or its model cannot be used, or `control.obs_groups` names what the task does not have.
     """
-    from tidemill.config.keys import did_you_mean
     from tidemill.robots.policy_folder import PolicyDescription
 
     setup = setup_of(spec)
@@ -87,19 +71,10 @@ def describe(spec: RunSpec) -> PolicyDescription:
     small = msgspec.structs.replace(setup, robot=robot_json, worlds=1, obs_groups=dict(task.obs_groups))
     layout = build(small).layout()
     names = [*task.named_policies(), "critic"]
-<<<<<<< HEAD
     for name, groups in spec.control.obs_groups.items():
-        for given, known, what in ((name, names, "policy"), *((each, layout, "group") for each in groups)):
-            if given not in known:
-                hint = did_you_mean(given, known) or f"one of {', '.join(known)}"
-                where = "control.obs_groups"
-                raise UserError(f'the task has no {what} "{given}"', where=where, hint=hint)
-=======
-    for name, groups in _chosen_groups(spec).items():
         known_name(name, names, "policy", where="control.obs_groups")
         for group in groups:
             known_name(group, layout, "group of observations", where=f"control.obs_groups.{name}")
->>>>>>> w44-physics
     return PolicyDescription(
         task=robot.environment or robot.task,
         engine=robot.engine,

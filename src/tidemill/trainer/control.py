@@ -163,8 +163,8 @@ def adapted_rate(rate: float, kl: float, desired_kl: float) -> float:
 
 
 Minibatch = Mapping[str, Tensor]
-"""B rows of an iteration by name: `inputs/NAME` (normalised), `actions/NAME`, `means/NAME`, `logprobs/NAME` of policies,
-`values/NAME`, `returns/NAME`, `advantages/NAME` of critics."""
+"""B rows of an iteration: `inputs/NAME` (normalised), `actions/NAME`, `means/NAME` and `logprobs/NAME` of policies,
+`values/NAME`, `returns/NAME` and `advantages/NAME` of critics."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,8 +219,9 @@ class ControlLearner:
                     self.learning_rate = adapted_rate(self.learning_rate, float(loss.kl), config.desired_kl)
                 taken += self._step(loss, sums)
         steps = config.num_learning_epochs * config.num_mini_batches
-        for name, network in networks.by_name():
-            network.normaliser.update(experience.inputs[name][:, :-1])
+        if taken == steps:  # otherwise an observation may not be finite, and would stay in the moments
+            for name, network in networks.by_name():
+                network.normaliser.update(experience.inputs[name][:, :-1])
         returns = torch.stack([each.returns for each in found.values()])
         errors = torch.stack([each.advantages for each in found.values()])
         stds = torch.cat([actor.log_std.detach().exp() for actor in networks.actors.values()])

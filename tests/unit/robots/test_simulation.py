@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from tests.slider import Slider, linear_weights, played, simulate
 from tidemill.core.chunks import Array, ChunkAnswer, ChunkKey, ChunkRequest
 from tidemill.core.errors import UserError
-
 from tidemill.robots.simulation import Simulation
 from tidemill.robots.task import Floats, Worlds
 from tidemill.robots.tasks.quadruped import Quadruped
@@ -106,7 +105,7 @@ class Exploding(Slider):
 
     def observe(self, worlds: Worlds) -> Any:
         bad = (worlds.steps == 3) & (np.arange(len(worlds)) == 1)
-        return super().observe(worlds) | {"policy": {"steps": 2.0 * bad[:, None], "speed": worlds.qvel.copy()}}
+        return dict(super().observe(worlds)) | {"policy": {"steps": 2.0 * bad[:, None], "speed": worlds.qvel.copy()}}
 
 
 def test_worlds_that_are_not_finite_are_reset_and_counted(tmp_path: Any, monkeypatch: Any, capfd: Any) -> None:
@@ -217,8 +216,12 @@ def test_a_chunk_has_the_same_bits_in_another_process(undisturbed: dict[tuple[in
         "print(sorted(t.undisturbed_chunks().items()), 'torch' in sys.modules)"
     )
     finished = subprocess.run(
-        [sys.executable, "-c", program], env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True, text=True, timeout=60, check=True,
+        [sys.executable, "-c", program],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
     )
     assert finished.stdout.strip() == f"{sorted(undisturbed.items())} False"
 
@@ -243,4 +246,3 @@ def test_exploration_has_the_density_of_its_logprobs() -> None:
     expected = -0.5 * ((actions - means) / 0.2) ** 2 - np.log(0.2) - 0.5 * np.log(2 * np.pi)
     np.testing.assert_allclose(experience["logprobs"][..., 0], expected, atol=1e-5)
     np.testing.assert_allclose(experience["stds"], [0.2])
-

@@ -8,9 +8,8 @@ from tidemill.robots.tasks.tandem import Tandem
 
 def weights(left: float, right: float) -> dict[str, object]:
     """Both carts drive at a constant speed and do not lift."""
-    columns = {name: 7 for name in ("left", "right")}
     parts = [
-        linear_weights(np.zeros((2, columns[name])), [speed, -1.0], policy=name)
+        linear_weights(np.zeros((2, 7)), [speed, -1.0], policy=name)
         for name, speed in (("left", left), ("right", right))
     ]
     return parts[0] | parts[1]

@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 
 from tidemill.config.schema import RunSpec
-from tidemill.core.errors import GuardStop, UserError
+from tidemill.core.errors import UserError
 from tidemill.jobs.bundle import write_bundle
 from tidemill.jobs.twin import run_twin
 from tidemill.models.actor_onnx import actor_of, write_actor
@@ -278,17 +278,14 @@ def main() -> int:
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         found = run(given.policy, engine=given.engine, work=Path(folder))
+    right = {name: (reason == ACCEPTED) == wanted for name, (wanted, reason) in found.items()}
     for name, (wanted, reason) in found.items():
-        right = (reason == ACCEPTED) == wanted
-        print(
-            f"{'ok  ' if right else 'WRONG'} {'control' if wanted else 'fault  '} {name:36s} {reason.splitlines()[0]}"
-        )
-    right = [wanted for wanted, reason in found.values() if (reason == ACCEPTED) == wanted]
-    faults = sum(not wanted for wanted, _ in found.values())
-    print(
-        f"{right.count(False)} of {faults} faults refused, {right.count(True)} of {len(found) - faults} controls accepted"
-    )
-    return 0 if len(right) == len(found) else 1
+        kind = "control" if wanted else "fault"
+        print(f"{'ok' if right[name] else 'WRONG':5s} {kind:7s} {name:36s} {reason.splitlines()[0]}")
+    for wanted, kind, done in ((False, "faults", "refused"), (True, "controls", "accepted")):
+        names = [name for name, (each, _) in found.items() if each == wanted]
+        print(f"{sum(right[name] for name in names)} of {len(names)} {kind} {done}")
+    return 0 if all(right.values()) else 1
 
 
 if __name__ == "__main__":

@@ -13,10 +13,10 @@ import numpy as np
 from tidemill.config.robot import BundleConfig
 from tidemill.core.chunks import ChunkKey, ChunkRequest
 from tidemill.core.errors import UserError
-from tidemill.robots.policy_arrays import unpack
-from tidemill.robots.policy_folder import PolicyDescription, StoredPolicy
 from tidemill.robots.engine import actuator_of
 from tidemill.robots.matching import joint_terms
+from tidemill.robots.policy_arrays import unpack
+from tidemill.robots.policy_folder import PolicyDescription, StoredPolicy
 from tidemill.robots.simulation import Simulation
 from tidemill.robots.task import Floats, Task
 

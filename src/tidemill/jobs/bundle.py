@@ -30,9 +30,8 @@ from tidemill.robots.tasks import open_task
 from tidemill.telemetry.jsonl import disk_error, encode
 from tidemill.telemetry.run_dir import read_json
 
-DEPLOY, GOLDEN, TWIN, LATENCY, SUMS, LEAPP = (
-    *("deploy.json", "golden.json", "twin.json", "latency.json", "SHA256SUMS", "policy.leapp.yaml"),
-)
+DEPLOY, GOLDEN, TWIN, LATENCY = "deploy.json", "golden.json", "twin.json", "latency.json"
+SUMS, LEAPP = "SHA256SUMS", "policy.leapp.yaml"
 
 
 def write_bundle(spec: RunSpec, *, digest: str, progress: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
@@ -107,9 +106,7 @@ def check_bundle(spec: RunSpec, trained: PolicyDescription | None = None) -> Non
         trained = bundled_policy(spec).description
     groups = privileged_groups(task.obs_groups, trained.obs_groups) if trained is not None else set()
     if groups:
-        what = (
-            f"the policy reads {', '.join(sorted(groups))}, which only the critic may read: a robot cannot measure it"
-        )
+        what = f"the policy reads {', '.join(sorted(groups))}, which only the critic may: a robot cannot measure it"
         hint = "train without it in control.obs_groups, or distill the policy: clone.teacher with clone.on_policy"
         raise UserError(what, where="bundle.policy", hint=hint)
 

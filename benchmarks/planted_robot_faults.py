@@ -176,6 +176,9 @@ def other_network(folder: Path) -> None:
 
 BUNDLE_FAULTS: dict[str, Callable[[Path], None]] = {
     "wrong scale of actions": deploy_changed(lambda deploy: [j.update(scale=2 * j["scale"]) for j in deploy["joints"]]),
+    "permuted joints of deploy.json": deploy_changed(
+        lambda deploy: [each["joints"].reverse() for each in deploy["policies"].values()]
+    ),
     "other network": other_network,
     "terms of deploy.json reordered": deploy_changed(
         lambda deploy: [

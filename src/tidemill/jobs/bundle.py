@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from tidemill.config.pipeline import PREFIX
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import GuardStop, UserError
 from tidemill.jobs.twin import matched_policy
@@ -29,9 +30,8 @@ from tidemill.robots.tasks import open_task
 from tidemill.telemetry.jsonl import disk_error, encode
 from tidemill.telemetry.run_dir import read_json
 
-DEPLOY, GOLDEN, TWIN, LATENCY, SUMS, LEAPP = (
-    *("deploy.json", "golden.json", "twin.json", "latency.json", "SHA256SUMS", "policy.leapp.yaml"),
-)
+DEPLOY, GOLDEN, TWIN, LATENCY = "deploy.json", "golden.json", "twin.json", "latency.json"
+SUMS, LEAPP = "SHA256SUMS", "policy.leapp.yaml"
 
 
 def write_bundle(spec: RunSpec, *, digest: str, progress: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
@@ -80,40 +80,44 @@ def write_bundle(spec: RunSpec, *, digest: str, progress: Callable[[str], None] 
     figures = {name: latency[name] for name in ("p50_ms", "p99_ms", "p99_9_ms", "cpu_p99_9_ms")}
     return {
         "product": to,
-        "headline": f"p99.9 {latency['cpu_p99_9_ms']:.3f} ms of CPU, deadline {config.deadline_ms:g} ms, {len(lines) + 1} files",
+        "headline": f"p99.9 {latency['cpu_p99_9_ms']:.3f} ms of CPU, deadline {config.deadline_ms:g} ms",
         "figures": figures | {"digest": hashlib.sha256(identity.encode()).hexdigest()},
     }
 
 
-def check_bundle(spec: RunSpec) -> None:
-    """Raises UserError: no twin or policy is named, the deadline is longer than a control step, or the policy reads
-    privileged groups. A policy of an earlier stage is not known yet."""
-    config = spec.bundle
+def check_bundle(spec: RunSpec, trained: PolicyDescription | None = None) -> None:
+    """
+    Args:
+        trained: the policy of an earlier stage; None: it is on disk, or not known yet.
+
+    Raises:
+        UserError: no twin or policy is named, the deadline is longer than a control step, or the policy does not fit
+            the task or reads privileged groups.
+    """
+    config, task = spec.bundle, open_task(spec.robot.task)
     if config.twin is None:
         hint = 'write bundle.twin = "stage:NAME" of a twin stage of this policy'
         raise UserError("a bundle needs a twin", where="bundle.twin", hint=hint)
-    control_ms = 1e3 * open_task(spec.robot.task).control_s
+    control_ms = 1e3 * task.control_s
     if config.deadline_ms > control_ms:
         what = f"{config.deadline_ms:g} ms is longer than the control step of {control_ms:g} ms"
         raise UserError(what, where="bundle.deadline_ms", hint="write less, usually a tenth of the control step")
-    if config.policy is None or not str(config.policy).startswith("stage:"):
-        bundled_policy(spec)
+    if trained is None and not str(config.policy).startswith(PREFIX):
+        trained = bundled_policy(spec).description
+    groups = privileged_groups(task.obs_groups, trained.obs_groups) if trained is not None else set()
+    if groups:
+        what = f"the policy reads {', '.join(sorted(groups))}, which only the critic may: a robot cannot measure it"
+        hint = "train without it in control.obs_groups, or distill the policy: clone.teacher with clone.on_policy"
+        raise UserError(what, where="bundle.policy", hint=hint)
 
 
 def bundled_policy(spec: RunSpec) -> StoredPolicy:
-    """Raises UserError: as `write_bundle`."""
+    """Raises UserError: it cannot be read or does not fit the task."""
     path = spec.bundle.policy
     if path is not None and not path.is_dir():
         hint = "name the folder of a trained policy"
         raise UserError(f"{path} is no folder of a policy", where="bundle.policy", hint=hint)
-    policy = matched_policy(spec, path, where="bundle.policy")
-    if groups := privileged_groups(open_task(spec.robot.task).obs_groups, policy.description.obs_groups):
-        what = (
-            f"the policy reads {', '.join(sorted(groups))}, which only the critic may read: a robot cannot measure it"
-        )
-        hint = "train without it in control.obs_groups, or distill the policy: clone.teacher with clone.on_policy"
-        raise UserError(what, where="bundle.policy", hint=hint)
-    return policy
+    return matched_policy(spec, path, where="bundle.policy")
 
 
 def passed_twin(spec: RunSpec) -> dict[str, Any]:
@@ -166,7 +170,7 @@ def _measured(spec: RunSpec, folder: Path) -> dict[str, Any]:
     if not found["met"]:
         raise GuardStop(
             f"no bundle: 99.9 % of decisions take up to {found['cpu_p99_9_ms']:.3g} ms of CPU time, the deadline is "
-            f"{config.deadline_ms:g} ms\n  raise bundle.deadline_ms, or train a smaller network: control.actor_hidden_dims"
+            f"{config.deadline_ms:g} ms\n  raise bundle.deadline_ms, or control.actor_hidden_dims smaller"
         )
     return found
 

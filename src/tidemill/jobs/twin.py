@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from tidemill.config.pipeline import PREFIX
 from tidemill.config.robot import RandomiseConfig
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError
@@ -22,9 +23,9 @@ from tidemill.core.protocols import LoopClock
 from tidemill.core.records import PolicyVersion
 from tidemill.jobs.stopping import StopRequest
 from tidemill.robots.episodes import PlayedEpisodes, play_episodes
-from tidemill.robots.matching import joint_terms, match_policy, policy_digest
+from tidemill.robots.matching import check_names, joint_terms, match_policy, policy_digest
 from tidemill.robots.policy_arrays import pack
-from tidemill.robots.policy_folder import StoredPolicy
+from tidemill.robots.policy_folder import PolicyDescription, StoredPolicy
 from tidemill.robots.setup import SimulationSetup, build, describe, setup_of
 from tidemill.robots.tasks import open_task
 from tidemill.runtime.simulators import open_chunks
@@ -70,22 +71,35 @@ def run_twin(
     return {"product": folder / REPORT, "headline": _headline(report), "figures": figures}
 
 
-def check_twin(spec: RunSpec) -> None:
-    """Raises UserError: as `run_twin`; a policy of an earlier stage is not known yet."""
-    if spec.twin.policy is None or not str(spec.twin.policy).startswith("stage:"):
+def check_twin(spec: RunSpec, trained: PolicyDescription | None) -> None:
+    """
+    Args:
+        trained: the policy of an earlier stage; None: it is on disk, or not known yet.
+
+    Raises:
+        UserError: as `run_twin`.
+    """
+    if trained is not None:
+        check_names(trained, describe(spec), "twin.policy")
+        _refuse_repetition(spec, trained.engine)
+    elif not str(spec.twin.policy).startswith(PREFIX):
         twin_policy(spec)
 
 
 def twin_policy(spec: RunSpec) -> StoredPolicy:
     """The policy that the twin runs, in the order of the task. Raises UserError: as `run_twin`."""
     policy = matched_policy(spec, spec.twin.policy, where="twin.policy")
-    trained_in = policy.description.engine
+    _refuse_repetition(spec, policy.description.engine)
+    return policy
+
+
+def _refuse_repetition(spec: RunSpec, trained_in: str) -> None:
+    """Raises UserError: the twin has the engine and parameters of the training."""
     if trained_in == spec.twin.engine and len(spec.twin.cells) == 1 and spec.robot.parameters is None:
         other = "newton" if trained_in == "mujoco" else "mujoco"
         what = f"the policy was trained in {trained_in} with these parameters: the twin would repeat its evaluation"
         hint = f'write twin.engine = "{other}", or add parameters, such as twin.mass = [0.8, 1.2]'
         raise UserError(what, where="twin.engine", hint=hint)
-    return policy
 
 
 def matched_policy(spec: RunSpec, path: Path | None, *, where: str) -> StoredPolicy:
@@ -139,7 +153,7 @@ async def _play_cells(
             identity = [digest, setups[number], spec.twin.episodes, spec.run.seed]
             key = hashlib.blake2b(encode(identity), digest_size=16).hexdigest()
             if (kept := read_json(file)).get("key") == key:
-                return kept["cell"]
+                return dict(kept["cell"])
             async with places:
                 if stop.requested:
                     return None

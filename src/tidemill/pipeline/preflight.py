@@ -147,7 +147,10 @@ class Preflight:
         """Run every check of a stage."""
         kind, spec = KINDS[stage.kind], stage.spec
         if "robot" in kind.sections:
-            self._once(stage, ("robot", stage.kind, stage.sections()), partial(check_robot_stage, stage.kind, spec))
+            specs = {name: each.spec for name, each in self._stages.items()}
+            self._once(
+                stage, ("robot", stage.kind, stage.sections()), partial(check_robot_stage, stage.kind, spec, specs)
+            )
             return
         models = self._check_models(stage)
         policy = models["model.source"]

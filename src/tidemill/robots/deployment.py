@@ -13,10 +13,10 @@ import numpy as np
 from tidemill.config.robot import BundleConfig
 from tidemill.core.chunks import ChunkKey, ChunkRequest
 from tidemill.core.errors import UserError
-from tidemill.robots.policy_arrays import unpack
-from tidemill.robots.policy_folder import PolicyDescription, StoredPolicy
 from tidemill.robots.engine import actuator_of
 from tidemill.robots.matching import joint_terms
+from tidemill.robots.policy_arrays import unpack
+from tidemill.robots.policy_folder import PolicyDescription, StoredPolicy
 from tidemill.robots.simulation import Simulation
 from tidemill.robots.task import Floats, Task
 
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 GOLDEN_STEPS = 16
 TOLERANCE = 1e-5
 """Of the actions of another runtime."""
-FAR = 1e6  # an action at which every target is at its limit
-UNLIMITED = 1e9
+SMALL = 1 / 64  # an action at which no target is at its limit
+FAR = 1e6  # an action at which every target is, if it has one
 
 
 def deploy_description(
@@ -88,18 +88,13 @@ def onnx_metadata(policy: StoredPolicy, name: str, deploy: Mapping[str, Any], de
     Args:
         described: the description of the policy as JSON.
     """
-    moved = policy.description.policies[name]
-    joints = [joint for joint in deploy["joints"] if joint["name"] in moved]
+    named = {joint["name"]: joint for joint in deploy["joints"]}
+    joints = [named[joint] for joint in policy.description.policies[name]]
+    keys = {"joint_stiffness": "kp", "joint_damping": "kd", "default_joint_pos": "default", "action_scale": "scale"}
+    columns = {key: ",".join(f"{joint[each]:g}" for joint in joints) for key, each in keys.items()}
     terms = [term for group in policy.description.obs_groups[name] for term, _ in policy.description.layout[group]]
-    columns = {
-        "joint_names": [joint["name"] for joint in joints],
-        "joint_stiffness": [f"{joint['kp']:g}" for joint in joints],
-        "joint_damping": [f"{joint['kd']:g}" for joint in joints],
-        "default_joint_pos": [f"{joint['default']:g}" for joint in joints],
-        "action_scale": [f"{joint['scale']:g}" for joint in joints],
-        "observation_names": terms,
-    }
-    return {key: ",".join(values) for key, values in columns.items()} | {"tidemill": described}
+    names = {"joint_names": ",".join(policy.description.policies[name]), "observation_names": ",".join(terms)}
+    return names | columns | {"tidemill": described}
 
 
 def golden_vectors(policy: StoredPolicy, simulation: Simulation) -> dict[str, Any]:
@@ -187,7 +182,7 @@ def _affine(task: Task) -> tuple[Floats, Floats, Floats, Floats]:
     """Scale, offset, lowest and highest target of each joint."""
     n = len(task.joints)
     offset = task.controls(np.zeros((1, n)))[0]
-    scale = (task.controls(np.full((1, n), 1e-3))[0] - offset) / 1e-3
+    scale = (task.controls(np.full((1, n), SMALL))[0] - offset) / SMALL
     ends = np.sort([task.controls(np.full((1, n), end))[0] for end in (-FAR, FAR)], axis=0)
     actions = np.random.default_rng(0).uniform(-2, 2, (64, n))
     if np.abs(task.controls(actions) - np.clip(offset + scale * actions, *ends)).max() > 1e-6 * np.abs(scale).max():

@@ -74,7 +74,7 @@ def match_policy(path: Path, task: PolicyDescription, terms: JointTerms, *, wher
     """
     stored = read_onnx(path, task, where=where) if path.suffix == ".onnx" else read_policy(path, where=where)
     given = stored.description
-    _check_names(given, task, where)
+    check_names(given, task, where)
     weights = dict(stored.weights)
     for name, joints in task.policies.items():
         columns = _columns(given, task, terms, name)
@@ -110,7 +110,8 @@ def privileged_groups(
     return {group for name, groups in obs_groups.items() if name != "critic" for group in groups} - measured
 
 
-def _check_names(given: PolicyDescription, task: PolicyDescription, where: str) -> None:
+def check_names(given: PolicyDescription, task: PolicyDescription, where: str) -> None:
+    """Raises UserError: a policy names joints, groups or terms that the task does not have, or acts at another rate."""
     for name in [*given.policies, *task.policies]:
         if name not in task.policies or name not in given.policies:
             what = f"the task has the policies {', '.join(task.policies)}, this one has {', '.join(given.policies)}"

@@ -14,12 +14,17 @@ import msgspec
 import numpy as np
 import pytest
 
+from benchmarks.planted_robot_faults import BUNDLE_FAULTS, bundle_verdict
 from tests.planted_robots import POLICY, recipe, twin_file
+from tidemill.config.schema import RunSpec
 from tidemill.core.errors import GuardStop, TidemillError, UserError
-from tidemill.jobs.bundle import check_bundle, write_bundle
+from tidemill.jobs.bundle import write_bundle
 from tidemill.models.actor_onnx import actor_of
+from tidemill.robots.matching import policy_digest
 from tidemill.robots.policy_arrays import mean_action
 from tidemill.robots.policy_folder import read_policy, write_policy
+from tidemill.robots.setup import describe
+from tidemill.robots.tasks.quadruped import ACTION_SCALE
 
 
 def _write(folder: Path, **settings: Any) -> Mapping[str, Any]:
@@ -127,23 +132,39 @@ def test_no_files_without_a_passed_twin_and_deadline(
     assert {file.name for file in (tmp_path / "stage").iterdir()} <= {"twin.json"}
 
 
-def test_privileged_groups_are_refused(tmp_path: Path) -> None:
-    spec = recipe(tmp_path, robot={"task": "quadruped", "history": 1})
-    stored = read_policy(POLICY, where="")
-    described = msgspec.structs.replace(stored.description, obs_groups={"policy": ("policy", "privileged")})
-    from tidemill.robots.setup import describe
-
-    task = describe(spec)
-    privileged = msgspec.structs.replace(task, obs_groups=described.obs_groups)
-    width = privileged.inputs("policy")
+def _quadruped(folder: Path, groups: tuple[str, ...]) -> RunSpec:
+    """The recipe of a bundle of a random policy, which reads some groups and has a passed twin."""
+    robot = {"task": "quadruped", "history": 1}
+    described = msgspec.structs.replace(describe(recipe(folder, robot=robot)), obs_groups={"policy": groups})
+    width, random = described.inputs("policy"), np.random.default_rng(0)
     weights = {
-        "policy.normaliser.mean": np.zeros(width, np.float32),
-        "policy.normaliser.variance": np.ones(width, np.float32),
-        "policy.layers.0.weight": np.zeros((12, width), np.float32),
-        "policy.layers.0.bias": np.zeros(12, np.float32),
-        "policy.log_std": np.zeros(12, np.float32),
+        "policy.normaliser.mean": np.zeros(width),
+        "policy.normaliser.variance": np.ones(width),
+        "policy.normaliser.count": np.ones(()),
+        "policy.layers.0.weight": random.normal(0, 0.1, (12, width)),
+        "policy.layers.0.bias": random.normal(0, 0.1, 12),
+        "policy.log_std": np.zeros(12),
     }
-    write_policy(tmp_path, privileged, weights)
-    bundle = {"policy": str(tmp_path), "twin": "twin.json"}
-    with pytest.raises(UserError, match="the policy reads privileged, which only the critic may read"):
-        check_bundle(recipe(tmp_path, robot={"task": "quadruped", "history": 1}, bundle=bundle))
+    policy = folder / "policy"
+    policy.mkdir(parents=True)
+    write_policy(policy, described, {name: np.asarray(each, np.float32) for name, each in weights.items()})
+    twin = twin_file(folder, policy=policy_digest(policy))
+    bundle = {"policy": str(policy), "twin": str(twin), "decisions": 100, "deadline_ms": 15.0}
+    return recipe(folder, robot=robot, bundle=bundle)
+
+
+def test_bundle_of_many_joints_has_their_gains_and_finds_permuted_ones(tmp_path: Path) -> None:
+    bundle = write_bundle(_quadruped(tmp_path / "stage", ("policy",)), digest="0123")["product"]
+    deploy = json.loads((bundle / "deploy.json").read_text())
+    thigh = deploy["joints"][1]
+    expected = {"name": "FL_thigh", "actuator": "position", "kp": 35, "kd": 0.8, "default": 0.65}
+    assert {name: thigh[name] for name in expected} == expected
+    assert (thigh["scale"], thigh["offset"]) == pytest.approx((ACTION_SCALE, 0.65))
+    assert deploy["safe_action"]["targets"] == [joint["default"] for joint in deploy["joints"]]
+    verdict = bundle_verdict(bundle, BUNDLE_FAULTS["permuted joints of deploy.json"], work=tmp_path / "changed")
+    assert verdict.startswith("golden vectors differ")
+
+
+def test_privileged_groups_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="the policy reads privileged, which only the critic may"):
+        write_bundle(_quadruped(tmp_path / "stage", ("policy", "privileged")), digest="0123")

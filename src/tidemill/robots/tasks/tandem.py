@@ -25,9 +25,7 @@ class Tandem(Task):
     control_s = 0.04
     episode_s = 6.0
     joints = ("left_drive", "left_lift", "right_drive", "right_lift")
-    policies: ClassVar[Mapping[str, tuple[str, ...]]] = {
-        cart: (f"{cart}_drive", f"{cart}_lift") for cart in CARTS
-    }
+    policies: ClassVar[Mapping[str, tuple[str, ...]]] = {cart: (f"{cart}_drive", f"{cart}_lift") for cart in CARTS}
     obs_groups: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "left": ("left",),
         "right": ("right",),

@@ -42,7 +42,6 @@ from tidemill.models.actor import arrays_of, load_arrays
 from tidemill.robots.engine import check_model
 from tidemill.robots.episodes import PlayedEpisodes, play_episodes
 from tidemill.robots.playback import record_episodes
-from tidemill.robots.playback import record_episodes
 from tidemill.robots.policy_arrays import Weights, pack, unpack
 from tidemill.robots.policy_folder import ACTORS, PolicyDescription, write_policy
 from tidemill.robots.setup import describe, setup_of, task_of, undisturbed
@@ -295,10 +294,11 @@ class ControlTraining:
     def _check_physics(self, experience: Sequence[State]) -> None:
         invalid, worlds = sum(int(chunk["invalid"]) for chunk in experience), self.spec.robot.worlds
         if invalid > INVALID_LIMIT * worlds:
+            share = f"{invalid} of {worlds} worlds ({percent(invalid / worlds)})"
             raise GuardStop(
-                f"iteration {self.step + 1} had to reset {invalid} of {worlds} worlds ({percent(invalid / worlds)}), whose "
-                "physics was not finite\n  lower the timestep or the gains of the model; then run the same command again: "
-                "the run resumes from its checkpoint"
+                f"iteration {self.step + 1} had to reset {share}, whose physics was not finite\n"
+                "  lower the timestep or the gains of the model; then run the same command again: the run resumes from "
+                "its checkpoint"
             )
 
     async def _publish(self, version: int, weights: Weights | None = None) -> None:
@@ -352,9 +352,9 @@ class ControlTraining:
                 record=True,
             )
             fields |= evaluation_fields(played)
-        task = open_task(self.spec.robot.task)
-        model = check_model(task, self.spec.robot.parameters)
-        record_episodes(self.run.path, when, model, played, control_s=task.control_s)
+            if not self.spec.robot.environment:
+                model = check_model(open_task(self.spec.robot.task), self.spec.robot.parameters)
+                record_episodes(self.run.path, when, model, played, control_s=self.description.control_s)
         return fields
 
     def _logged(self, when: str) -> dict[str, Any]:

@@ -76,7 +76,8 @@ class Quadruped(Task):
         sweep = -worlds.memory["command"] * STRIDE_S / 4 / LEG_M * np.cos(swing)
         lift = LIFT * np.maximum(0, -np.sin(swing))
         joints = np.stack([np.zeros_like(lift), sweep + lift / 2, -lift], axis=2)
-        return HOME + joints.reshape(len(worlds), 12)
+        positions: Floats = HOME + joints.reshape(len(worlds), 12)
+        return positions
 
     def controls(self, actions: Floats) -> Floats:
         return HOME + ACTION_SCALE * np.clip(actions, -LARGEST_ACTION, LARGEST_ACTION)
@@ -86,14 +87,14 @@ class Quadruped(Task):
         error = np.abs(velocity[:, 0] - worlds.memory["command"][:, 0])
         change = worlds.actions - worlds.previous_actions
         return {
-            "command": 2.0 - 2.0 * error,
+            "command": 2.0 - 2.0 * error + np.exp(-np.square(error / TOLERANCE)),
             "sideways": -0.5 * np.abs(velocity[:, 1]),
             "turn": -0.2 * np.abs(turn[:, 2]),
             "vertical": -0.15 * np.abs(worlds.qvel[:, 2]),
-            "gait": np.exp(-np.square((worlds.qpos[:, 7:] - self.gait(worlds)) / GAIT_RAD)).mean(1),
+            "gait": 2.0 * np.exp(-np.square((worlds.qpos[:, 7:] - self.gait(worlds)) / GAIT_RAD)).mean(1),
             "upright": 0.5 * upright(worlds),
             "effort": -0.01 * np.square(worlds.actions).sum(1),
-            "change": -0.02 * np.square(change).sum(1),
+            "change": -0.01 * np.square(change).sum(1),
             "fall": -50.0 * self.terminated(worlds).astype(np.float64),
         }
 

@@ -80,12 +80,14 @@ class Tandem(Task):
 
     def terminated(self, worlds: Worlds) -> Bools:
         shifts = np.concatenate([self.shift(worlds, cart) for cart in CARTS], axis=1)
-        lost = (np.abs(shifts) > LOST_M).any(1)
-        return lost | (np.abs(worlds.position("beam_tilt")[:, 0]) > DROPPED_TILT)
+        lost: Bools = (np.abs(shifts) > LOST_M).any(1)
+        dropped: Bools = np.abs(worlds.position("beam_tilt")[:, 0]) > DROPPED_TILT
+        return lost | dropped
 
     def succeeding(self, worlds: Worlds) -> Bools:
-        near = (np.abs(self.error(worlds)) < TOLERANCE_M).all(1)
-        return near & (np.abs(worlds.position("beam_tilt")[:, 0]) < LARGEST_TILT)
+        near: Bools = (np.abs(self.error(worlds)) < TOLERANCE_M).all(1)
+        level: Bools = np.abs(worlds.position("beam_tilt")[:, 0]) < LARGEST_TILT
+        return near & level
 
     def figures(self, worlds: Worlds) -> Terms:
         place, height = np.abs(self.error(worlds)).T

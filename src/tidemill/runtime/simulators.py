@@ -55,6 +55,9 @@ class LocalChunks:
     def take_figures(self) -> dict[str, float]:
         return {"robot/repeated_chunks": 0.0}
 
+    def close(self) -> None:
+        self._simulations.close()
+
 
 @asynccontextmanager
 async def open_chunks(
@@ -76,7 +79,11 @@ async def open_chunks(
         UserError: the pool or the cluster cannot be used.
     """
     if not spec.is_elastic:
-        yield LocalChunks(setups)
+        chunks = LocalChunks(setups)
+        try:
+            yield chunks
+        finally:
+            chunks.close()
         return
     telemetry = recorder or NullTelemetry()
     blobs = WeightBlobs()
@@ -99,8 +106,8 @@ async def open_chunks(
                 publisher=blobs,
             )
         )
-        chunks = FleetChunks(fleet=fleet, blobs=blobs, clock=clock, telemetry=telemetry)
-        yield await stack.enter_async_context(chunks)
+        on_fleet = FleetChunks(fleet=fleet, blobs=blobs, clock=clock, telemetry=telemetry)
+        yield await stack.enter_async_context(on_fleet)
 
 
 @asynccontextmanager

@@ -14,7 +14,7 @@ from tests.processes import command_lines, processes_below
 from tidemill.jobs.callbacks import Callback
 from tidemill.telemetry.events import read_events
 
-pytestmark = pytest.mark.xdist_group("ray")
+pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.slow]
 
 
 class KillASimulator(Callback):

@@ -1,13 +1,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import gymnasium
 import numpy as np
 import pytest
-from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 from tests.vecenvs import pendulum
 from tidemill.config.robot import RobotConfig
@@ -112,7 +111,7 @@ class Renamed(gymnasium.vector.VectorWrapper):
     """A vector environment of an unknown class, which cannot reset some of its environments."""
 
     @property
-    def unwrapped(self) -> VectorEnv[Any, Any, Any]:
+    def unwrapped(self) -> Any:
         return self
 
 

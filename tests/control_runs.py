@@ -19,11 +19,12 @@ SMALL: dict[str, dict[str, Any]] = {
 }
 
 
-def spec_of(directory: Path, **sections: dict[str, Any]) -> RunSpec:
+def spec_of(directory: Path, *, runtime: str = "inprocess", **sections: dict[str, Any]) -> RunSpec:
     base = SMALL | {"run": {"dir": directory, "name": "small"}}
-    return RunSpec.model_validate({name: base.get(name, {}) | sections.get(name, {}) for name in base | sections})
+    given = {name: base.get(name, {}) | sections.get(name, {}) for name in base | sections}
+    return RunSpec.model_validate(given | {"runtime": runtime})
 
 
-def session(directory: Path, *callbacks: Callback, **sections: dict[str, Any]) -> dict[str, Any]:
+def session(directory: Path, *callbacks: Callback, **sections: Any) -> dict[str, Any]:
     with (directory.parent / "view.txt").open("a") as view:
         return train_control(spec_of(directory, **sections), telemetry_stream=view, callbacks=callbacks)

@@ -5,17 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from tensordict import TensorDict
 
 
 class PointEnv:
     """A point on a line moves by its action; rsl_rl's interface. An episode ends in failure beyond 2, and at 20 steps.
 
     Args:
-        saves: whether it has get_state and set_state.
+        plain: observations are a plain dict instead of a TensorDict, whose import takes seconds.
     """
 
-    def __init__(self, num_envs: int, seed: int) -> None:
+    def __init__(self, num_envs: int, seed: int, plain: bool) -> None:
+        self.plain = plain
         self.num_envs, self.num_actions, self.max_episode_length, self.device = num_envs, 1, 20, "cpu"
         self.cfg: dict[str, Any] = {}
         self.random = torch.Generator().manual_seed(seed)
@@ -25,11 +25,16 @@ class PointEnv:
     def _starts(self, count: int) -> torch.Tensor:
         return torch.rand(count, generator=self.random) * 2 - 1
 
-    def get_observations(self) -> TensorDict:
+    def get_observations(self) -> Any:
         place = self.at[:, None]
-        return TensorDict({"policy": place, "critic": torch.cat([place, place**2], 1)}, [self.num_envs])
+        groups = {"policy": place, "critic": torch.cat([place, place**2], 1)}
+        if self.plain:
+            return groups
+        from tensordict import TensorDict
 
-    def step(self, actions: torch.Tensor) -> tuple[TensorDict, torch.Tensor, torch.Tensor, dict[str, Any]]:
+        return TensorDict(groups, [self.num_envs])
+
+    def step(self, actions: torch.Tensor) -> tuple[Any, torch.Tensor, torch.Tensor, dict[str, Any]]:
         self.at = self.at + 0.1 * actions[:, 0].clamp(-1, 1)
         self.episode_length_buf += 1
         rewards = -self.at.abs()
@@ -49,5 +54,11 @@ class SavedPointEnv(PointEnv):
         self.random.set_state(state[2])
 
 
-def point(num_envs: int, seed: int, saves: bool = False) -> PointEnv:
-    return (SavedPointEnv if saves else PointEnv)(num_envs, seed)
+def point(num_envs: int, seed: int, saves: bool = False, plain: bool = True) -> PointEnv:
+    return (SavedPointEnv if saves else PointEnv)(num_envs, seed, plain)
+
+
+def pendulum(num_envs: int, seed: int) -> Any:
+    import gymnasium
+
+    return gymnasium.make_vec("Pendulum-v1", num_envs=num_envs)

@@ -460,6 +460,8 @@ def episode_values(experience: Sequence[State]) -> dict[str, float]:
         "robot/episodes": float(len(ended.get("return", ()))),
         "robot/invalid": float(sum(int(chunk["invalid"]) for chunk in experience)),
     }
+    if "restarted" in experience[0]:  # an environment
+        values["robot/restarted"] = float(sum(int(chunk["restarted"]) for chunk in experience))
     names = {"return": "return_mean", "length": "length_mean", "success": "success", "fell": "falls"}
     names |= {name: name for name in ended if name.startswith(("term/", "figure/"))}
     return values | {f"robot/{metric}": float(np.mean(ended[name])) for name, metric in names.items() if name in ended}

@@ -12,6 +12,7 @@ import signal
 import socket
 import threading
 import traceback
+from typing import Any
 
 import msgspec
 
@@ -55,7 +56,7 @@ class SimulatorLoop:
             return self.report(number=job.number, answer=answer)
         return self.report(number=job.number, failure=failure)
 
-    def report(self, **result: object) -> ChunkReport:
+    def report(self, **result: Any) -> ChunkReport:
         """A report with the result of a job, or a heartbeat."""
         running = min(1, self.unfinished)
         status = WorkerStatus(

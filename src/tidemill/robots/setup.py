@@ -69,7 +69,7 @@ def describe(spec: RunSpec) -> PolicyDescription:
     # C MuJoCo starts at once; layouts are the same in every engine.
     robot_json = setup.robot | {"engine": "mujoco"}
     small = msgspec.structs.replace(setup, robot=robot_json, worlds=1, obs_groups=dict(task.obs_groups))
-    layout = build(small).layout()
+    layout = open_simulation(small).layout()
     names = [*task.named_policies(), "critic"]
     for name, groups in spec.control.obs_groups.items():
         known_name(name, names, "policy", where="control.obs_groups")
@@ -89,15 +89,19 @@ def describe(spec: RunSpec) -> PolicyDescription:
     )
 
 
-def build(setup: SimulationSetup) -> Simulation | EnvironmentSimulation:
-    """Raises UserError: the task or its model, or the environment, cannot be used."""
+def open_simulation(setup: SimulationSetup) -> Simulation | EnvironmentSimulation:
+    """Of a task, or of an environment of another package. Raises UserError: it cannot be used."""
     config = RobotConfig.model_validate(setup.robot)
-    if config.environment:
-        from tidemill.robots.vecenv import EnvironmentSimulation
+    if not config.environment:
+        return build(setup)
+    from tidemill.robots.vecenv import EnvironmentSimulation
 
-        return EnvironmentSimulation(
-            config, worlds=setup.worlds, activation=setup.activation, obs_groups=setup.obs_groups
-        )
+    return EnvironmentSimulation(config, worlds=setup.worlds, activation=setup.activation, obs_groups=setup.obs_groups)
+
+
+def build(setup: SimulationSetup) -> Simulation:
+    """Raises UserError: the task or its model cannot be used."""
+    config = RobotConfig.model_validate(setup.robot)
     task = open_task(config.task)
     return Simulation(
         task,
@@ -128,7 +132,13 @@ class Simulations:
         self._weights[number] = unpack(weights)
 
     def run(self, version: int, request: ChunkRequest) -> ChunkAnswer:
-        """Compute a chunk. Raises UserError: as `build`."""
+        """Compute a chunk. Raises UserError: as `open_simulation`."""
         if request.setup not in self._built:
-            self._built[request.setup] = build(self._setups[request.setup])
+            self._built[request.setup] = open_simulation(self._setups[request.setup])
         return self._built[request.setup].run(self._weights[version], request, version=version)
+
+    def close(self) -> None:
+        """End the processes of environments."""
+        for simulation in self._built.values():
+            if not isinstance(simulation, Simulation):
+                simulation.close()

@@ -20,7 +20,7 @@ from contextlib import suppress
 from functools import cache
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
@@ -33,6 +33,7 @@ from tidemill.robots.simulation import LOG_SQRT_2PI, State, random_of
 
 POLICY = "policy"
 CALL_S = 600.0
+Layout: TypeAlias = dict[str, tuple[tuple[str, int], ...]]
 WHERE = "robot.environment"
 
 
@@ -125,7 +126,7 @@ class EnvironmentTask:
         self._found, widths = described(config.model_dump_json())
         self.joints = tuple(f"action_{at}" for at in range(self._found["actions"]))
         self.control_s: float = self._found["control_s"]
-        self.layout = {group: ((group, width),) for group, width in widths.items()}
+        self.layout: Layout = {group: ((group, width),) for group, width in widths.items()}
         actor = (POLICY,) if POLICY in widths else tuple(widths)
         self.obs_groups = {POLICY: actor, "critic": ("critic",) if "critic" in widths else actor}
 
@@ -165,7 +166,7 @@ class EnvironmentSimulation:
         self._held: dict[tuple[str, int], tuple[bytes, Adapter]] = {}  # by purpose and shard, with its mark
         self._spare: Adapter | None = None  # one whose state can be set
 
-    def layout(self) -> dict[str, tuple[tuple[str, int], ...]]:
+    def layout(self) -> Layout:
         """Names and widths of every group of observations."""
         return EnvironmentTask(self._config).layout
 
@@ -188,6 +189,13 @@ class EnvironmentSimulation:
             environment.close()
         cpu_s = time.process_time() - started_s
         return ChunkAnswer(key=key, version=version, experience=pack(experience), state=pack(state), cpu_s=cpu_s)
+
+    def close(self) -> None:
+        """Close all environments."""
+        for _, environment in self._held.values():
+            environment.close()
+        if self._spare is not None:
+            self._spare.close()
 
     def _continue(self, key: ChunkKey, state: State) -> tuple[Adapter, int]:
         """The environment in this state, and how many of its worlds had to start again; writes to the state."""

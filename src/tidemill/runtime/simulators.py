@@ -8,9 +8,9 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 
@@ -20,7 +20,7 @@ from tidemill.controller.fleet import Fleet
 from tidemill.core import ipc
 from tidemill.core.chunks import Array, ChunkAnswer, ChunkJob, ChunkReport, ChunkRequest, Chunks, NewWeights
 from tidemill.core.errors import WorkerLost
-from tidemill.core.protocols import Clock
+from tidemill.core.protocols import Clock, Provider, WorkerHost
 from tidemill.core.records import Lease, Loaded, PolicyVersion, Record
 from tidemill.robots import program
 from tidemill.robots.setup import Simulations, SimulationSetup
@@ -28,11 +28,12 @@ from tidemill.runtime.backend import scheduled_provider
 from tidemill.telemetry.recorder import NullTelemetry, Recorder
 from tidemill.telemetry.run_dir import RunDirectory
 
-SIMULATOR_ENV = {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")}
+SIMULATOR_ENV = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 SIMULATOR_ENV["MUJOCO_GL"] = "disable"  # nothing is rendered: `import mujoco` is faster
 SOCKET_BYTES = 1 << 22
 """Buffer of a socket: room for an answer while this process trains."""
 CLOSE_S = 10.0
+Note: TypeAlias = Callable[[str], None]
 
 
 class LocalChunks:
@@ -53,6 +54,9 @@ class LocalChunks:
 
     def take_figures(self) -> dict[str, float]:
         return {"robot/repeated_chunks": 0.0}
+
+    def close(self) -> None:
+        self._simulations.close()
 
 
 @asynccontextmanager
@@ -75,16 +79,21 @@ async def open_chunks(
         UserError: the pool or the cluster cannot be used.
     """
     if not spec.is_elastic:
-        yield LocalChunks(setups)
+        chunks = LocalChunks(setups)
+        try:
+            yield chunks
+        finally:
+            chunks.close()
         return
     telemetry = recorder or NullTelemetry()
     blobs = WeightBlobs()
     async with AsyncExitStack() as stack:
-        provider = scheduled_provider(spec, run, clock, log=recorder.note if recorder else lambda _: None)
-        host = LocalSimulatorHost(setups, blobs, heartbeat_s=spec.fleet.heartbeat_s, start_s=spec.fleet.join_timeout_s)
-        stack.push_async_callback(host.close)
-        if provider is not None:
-            stack.push_async_callback(provider.close)
+        opened = local_simulators
+        if spec.runtime == "ray":
+            from tidemill.runtime.cluster.ray_simulator import simulators_on_ray as opened
+        log: Note = recorder.note if recorder else lambda _: None
+        machines = opened(spec, setups, blobs, run=run, clock=clock, log=log)
+        provider, host = await stack.enter_async_context(machines)
         fleet = await stack.enter_async_context(
             Fleet(
                 None,
@@ -97,8 +106,27 @@ async def open_chunks(
                 publisher=blobs,
             )
         )
-        chunks = FleetChunks(fleet=fleet, blobs=blobs, clock=clock, telemetry=telemetry)
-        yield await stack.enter_async_context(chunks)
+        on_fleet = FleetChunks(fleet=fleet, blobs=blobs, clock=clock, telemetry=telemetry)
+        yield await stack.enter_async_context(on_fleet)
+
+
+@asynccontextmanager
+async def local_simulators(
+    spec: RunSpec,
+    setups: Sequence[SimulationSetup],
+    blobs: WeightBlobs,
+    *,
+    run: RunDirectory | None,
+    clock: Clock,
+    log: Note,
+) -> AsyncIterator[tuple[Provider | None, WorkerHost]]:
+    """The provider and host of simulators in processes of this machine. Raises UserError: the trace cannot be read."""
+    fleet = spec.fleet
+    host = LocalSimulatorHost(setups, blobs, heartbeat_s=fleet.heartbeat_s, start_s=fleet.join_timeout_s)
+    try:
+        yield scheduled_provider(spec, run, clock, log=log), host
+    finally:
+        await host.close()
 
 
 def start_process(stream: socket.socket) -> subprocess.Popen[bytes]:

@@ -205,6 +205,7 @@ INVALID_WORLDS = _define(
     "robot/invalid", "worlds", "worlds that were reset because their physics was not finite",
     label="invalid", write=compact,
 )  # fmt: skip
+_define("robot/restarted", "episodes", "episodes that started again because their environment was lost with its worker")
 STEPS_PER_CPU_S = _define(
     "robot/steps_per_cpu_s", "steps/s", "control steps of all worlds per second of CPU time in simulation",
     label="steps/s", write=compact,

@@ -76,6 +76,7 @@ class Experience:
     truncated: Tensor  # bool [N, T]
     final_at: Tensor  # int64 [K, 2], world and step of truncated episodes with a known last observation
     finals: dict[str, Tensor]  # these observations, float32 [K, D]
+    ignored: Tensor | None = None  # bool [N, T], steps in which an environment reset itself instead of acting
 
 
 def collect(chunks: Sequence[State], description: PolicyDescription) -> Experience:
@@ -111,7 +112,16 @@ def collect(chunks: Sequence[State], description: PolicyDescription) -> Experien
         truncated=joined("truncated"),
         final_at=torch.from_numpy(np.concatenate(final_at)) if final_at else torch.zeros(0, 2, dtype=torch.int64),
         finals={name: inputs(name, "final") for name in names} if final_at else {},
+        ignored=_ignored(chunks),
     )
+
+
+def _ignored(chunks: Sequence[State]) -> Tensor | None:
+    """Where an environment ignored actions; None if it never did."""
+    if not any("ignored" in chunk for chunk in chunks):
+        return None
+    parts = [chunk.get("ignored", np.zeros_like(chunk["truncated"])) for chunk in chunks]
+    return torch.from_numpy(np.concatenate(parts))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -246,7 +256,8 @@ class ControlLearner:
             whole = not config.normalize_advantage_per_mini_batch
             rows[f"advantages/{name}"] = whitened(each.advantages) if whole else each.advantages
             rows[f"returns/{name}"], rows[f"values/{name}"] = each.returns, each.values
-        return {name: values.flatten(0, 1) for name, values in rows.items()}
+        acted = slice(None) if experience.ignored is None else ~experience.ignored.flatten()
+        return {name: values.flatten(0, 1)[acted] for name, values in rows.items()}
 
     def loss(self, minibatch: Minibatch, log_stds: Mapping[str, Tensor]) -> ControlLoss:
         """Policy loss, value loss and entropy bonus.

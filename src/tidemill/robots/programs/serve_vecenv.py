@@ -17,6 +17,7 @@ import signal
 import sys
 import traceback
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -175,7 +176,7 @@ def open_adapter(path: str, num_envs: int, seed: int, arguments: dict[str, Any])
     source, _, name = path.rpartition(":")
     if source.endswith(".py"):
         spec = importlib.util.spec_from_file_location("environment_of_user", source)
-        if spec is None or spec.loader is None or not os.path.isfile(source):
+        if spec is None or spec.loader is None or not Path(source).is_file():
             raise FileNotFoundError(f"no file {source}")
         module = importlib.util.module_from_spec(spec)
         sys.modules[spec.name] = module
@@ -220,7 +221,7 @@ def main() -> None:
     source, sink = Connection(os.dup(0), writable=False), Connection(os.dup(1), readable=False)
     os.dup2(2, 1)  # what the package prints is no message
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    sys.path[0] = os.getcwd()
+    sys.path[0] = str(Path.cwd())
     adapter: Any = None
     with contextlib.suppress(EOFError, OSError):
         while True:

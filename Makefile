@@ -19,6 +19,7 @@ CANDIDATES := $(or $(PYTHON),python3.11 python3.12 python3.13 python3.14 python3
 DEMO_DIR := runs/demo
 AGENTS_DIR := runs/demo-agents
 HACK_DIR := runs/demo-hack
+ROBOT_DIR := runs/demo-robot
 FLAW ?=
 COVERED := algos controller core config
 CHECKS := check-format check-lint check-types check-layers check-spelling check-dependencies check-figures
@@ -34,7 +35,7 @@ define prepare
 	exit 2
 endef
 
-.PHONY: help setup demo demo-agents demo-hack test test-all test-lowest test-highest test-vllm test-sdks covered-tests check format chaos faults mutants bench clean locks $(CHECKS)
+.PHONY: help setup demo demo-agents demo-hack demo-robot test test-all test-lowest test-highest test-vllm test-sdks covered-tests check format chaos faults mutants bench clean locks $(CHECKS)
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1	\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 20
@@ -69,6 +70,12 @@ demo-agents: $(READY_RUNTIME) ## two agents learn while their workers come and g
 	@for name in guess calc-tool; do $(BIN)/python scripts/agent_episodes.py $(AGENTS_DIR)/$$name || exit; done
 	@printf '\nOpen in a browser:\n'; \
 	  printf 'file://%s\n' "$(CURDIR)/$(AGENTS_DIR)/guess/report.html" "$(CURDIR)/$(AGENTS_DIR)/calc-tool/report.html"
+
+demo-robot: $(READY_RUNTIME) ## a quadruped learns to walk, is checked in another simulator and bundled; minutes, no GPU
+	@# An interrupted demo is resumed, a finished one is replaced.
+	@if grep -qs '"outcome": *"finished"' $(ROBOT_DIR)/summary.json; then rm -rf $(ROBOT_DIR); fi
+	$(BIN)/tidemill train @robot --run.dir $(ROBOT_DIR)
+	@$(BIN)/python scripts/robot_story.py $(ROBOT_DIR)
 
 HACK_REWARDS = [{kind="exact"}, {kind="python", function="$(FLAW)", name="thorough", weight=3.0}, \
   {kind="numeric", role="gold", weight=0.0, name="gold"}]
@@ -142,6 +149,7 @@ chaos: $(READY) ## the faults of tests/chaos again and again, with other seeds; 
 
 faults: $(READY) ## the controller among the faults of 10,000 seeds, in virtual time; minutes, on all cores
 	$(BIN)/python -m tests.fault_simulation --seeds 10000
+	$(BIN)/python -m tests.fault_simulation --seeds 10000 --chunks
 
 mutants: $(READY) ## small changes of algos, trainer and config, and which of them no test notices; up to two hours
 	$(BIN)/python scripts/mutants.py

@@ -12,7 +12,8 @@ from tests.pretend_stages import pipeline
 from tidemill.config.base import Config
 from tidemill.config.keys import belongs_to, neutral_keys
 from tidemill.config.pipeline import KINDS, StageSpec
-from tidemill.pipeline.stage_kinds import RUNNERS, Job
+from tidemill.pipeline.job import Job
+from tidemill.pipeline.stage_kinds import RUNNERS
 
 # An untrained model is almost never right: here a completion with one of these digits is.
 TOP = """\

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import difflib
+import sys
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
 
 PARAMETERS = ("mass", "inertia", "friction", "gains", "delay_s")
 """What varies between worlds: factors of the model's values, and a delay in seconds."""
+ROUNDING = 1e-6  # of a number of timesteps
 
 
 class Engine(Protocol):
@@ -61,7 +64,16 @@ def open_engine(config: RobotConfig, task: Task, worlds: int, *, timestep: float
     except ImportError as error:
         what = f'engine = "newton" needs a package that is not installed ({error})'
         raise UserError(what, where="robot.engine", hint=install_command("robot")) from error
-    return NewtonWorlds(model, worlds)
+    return NewtonWorlds(model, worlds, source=_model_source(task))
+
+
+def check_warp() -> None:
+    """Raises UserError: Warp's deterministic mode is on, which only a process can do that has imported Warp."""
+    warp = sys.modules.get("warp")
+    if warp is not None and warp.config.deterministic != warp.DeterministicMode.NOT_GUARANTEED:
+        what = "warp.config.deterministic is on, with which Warp 1.19 compiles no MuJoCo kernels, or loses contacts"
+        hint = "leave it off: on the CPU equal states give equal bits without it, on a GPU not even with it"
+        raise UserError(what, where="robot.engine", hint=hint)
 
 
 def check_model(task: Task, parameters: Path | None = None, *, timestep: float = 1.0) -> mujoco.MjModel:
@@ -80,15 +92,70 @@ def load_model(task: Task, parameters: Path | None = None, *, timestep: float = 
         parameters: file of identified parameters.
 
     Raises:
-        UserError: it cannot be compiled, or lacks an actuator or a joint that the task names.
+        UserError: it cannot be compiled, or does not fit the task.
     """
     import mujoco
 
-    source = str(task.model)
+    source = _model_source(task)
     try:
-        is_text = source.lstrip().startswith("<")
+        is_text = source.startswith("<")
         model = mujoco.MjModel.from_xml_string(source) if is_text else mujoco.MjModel.from_xml_path(source)
     except ValueError as error:
         raise UserError(f"the model cannot be compiled: {error}", where="robot.task", hint="correct the MJCF") from None
+    _check_joints(task, model)
     model.opt.timestep *= timestep
+    substeps = task.control_s / model.opt.timestep
+    if round(substeps) < 1 or abs(substeps - round(substeps)) > ROUNDING:
+        what = f"control_s = {task.control_s:g} is not a multiple of the timestep of {model.opt.timestep:g} s"
+        near = max(1, round(substeps)) * model.opt.timestep
+        raise UserError(what, where="robot.task", hint=f"control_s = {near:g} is, or change the model's timestep")
     return model
+
+
+def _model_source(task: Task) -> str:
+    """MJCF, or the path of a file. A relative path starts at the folder of the file that defines the class."""
+    text = str(task.model).lstrip()
+    if text.startswith("<"):
+        return text
+    owner = next(cls for cls in type(task).__mro__ if "model" in vars(cls))
+    file = getattr(sys.modules[owner.__module__], "__file__", None)
+    return str(Path(file or "").parent / text)
+
+
+def _check_joints(task: Task, model: mujoco.MjModel) -> None:
+    """Raises UserError: an action would move nothing."""
+    if not model.nu:
+        hint = "add an <actuator> for each joint that actions move"
+        raise UserError("the model has no actuators", where="robot.task", hint=hint)
+    names = [model.joint(at).name for at in range(model.njnt)]
+    for joint in task.joints:
+        known_name(joint, names, "joint")
+        if actuator_of(model, joint) < 0:
+            driven = [each for each in names if each and actuator_of(model, each) >= 0]
+            hint = f"add one to the MJCF; joints with an actuator: {', '.join(driven)}"
+            raise UserError(f'joint "{joint}" has no actuator', where="robot.task", hint=hint)
+    policies = task.named_policies()
+    moved = sorted(joint for joints in policies.values() for joint in joints)
+    if moved != sorted(task.joints):
+        what = f"policies name the joints {', '.join(moved)}, and joints {', '.join(sorted(task.joints))}"
+        raise UserError(what, where="robot.task", hint="name every joint in one policy")
+    for name in (*policies, "critic"):
+        if name not in task.obs_groups:
+            what = f"obs_groups does not name the groups that {name} reads"
+            raise UserError(what, where="robot.task", hint=f'add "{name}": (...) to obs_groups')
+
+
+def known_name(name: str, known: Iterable[str], what: str, *, where: str = "robot.task") -> None:
+    """Raises UserError, with the closest name: the task has no such joint, group, ..."""
+    names = [each for each in known if each]
+    if name not in names:
+        close = difflib.get_close_matches(name, names, 1)
+        hint = f"did you mean {close[0]}?" if close else f"one of {', '.join(names)}"
+        raise UserError(f'there is no {what} "{name}"', where=where, hint=hint)
+
+
+def actuator_of(model: mujoco.MjModel, joint: str) -> int:
+    """The actuator that moves a joint; -1 without one."""
+    joint_id = model.joint(joint).id
+    moves_joint = (model.actuator_trntype == 0) & (model.actuator_trnid[:, 0] == joint_id)
+    return int(moves_joint.argmax()) if moves_joint.any() else -1

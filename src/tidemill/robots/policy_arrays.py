@@ -17,7 +17,7 @@ EPSILON = 1e-5  # added to the variance of observations
 CLIP = 10.0  # largest normalised observation
 
 ACTIVATIONS: dict[str, Callable[[Singles], Singles]] = {
-    "elu": lambda x: np.where(x > 0, x, np.expm1(np.minimum(x, 0))),
+    "elu": lambda x: np.maximum(x, 0) + np.expm1(np.minimum(x, 0)),
     "relu": lambda x: np.maximum(x, 0),
     "tanh": np.tanh,
 }
@@ -26,6 +26,10 @@ ACTIVATIONS: dict[str, Callable[[Singles], Singles]] = {
 def mean_action(weights: Weights, policy: str, observations: Singles, activation: str) -> Singles:
     """The mean of a policy's actions, [N, A], for observations [N, D]. Always called with the N of a shard, because
     the number of rows can change the rounding of a matrix product."""
+    if f"{policy}.onnx" in weights:
+        from tidemill.robots.onnx_policy import onnx_action
+
+        return onnx_action(weights, policy, observations)
     variance, mean = weights[f"{policy}.normaliser.variance"], weights[f"{policy}.normaliser.mean"]
     hidden = np.clip((observations - mean) / np.sqrt(variance + np.float32(EPSILON)), -CLIP, CLIP)
     layers = sum(name.startswith(f"{policy}.layers.") and name.endswith(".weight") for name in weights)

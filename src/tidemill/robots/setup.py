@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
-from tidemill.config.robot import WORLDS_PER_SHARD, RobotConfig
-from tidemill.config.schema import RunSpec
+import msgspec
+
+from tidemill.config.robot import WORLDS_PER_SHARD, RandomiseConfig, RobotConfig
+from tidemill.core.chunks import Array, ChunkAnswer, ChunkRequest
 from tidemill.core.records import Record
-from tidemill.robots.engine import open_engine
+from tidemill.robots.engine import known_name, open_engine
+from tidemill.robots.policy_arrays import Weights, unpack
 from tidemill.robots.simulation import Simulation
+from tidemill.robots.task import Task
 from tidemill.robots.tasks import open_task
+
+if TYPE_CHECKING:  # slow to import, and workers do not need it
+    from tidemill.config.schema import RunSpec
+    from tidemill.robots.policy_folder import PolicyDescription
+    from tidemill.robots.vecenv import EnvironmentSimulation, EnvironmentTask
 
 
 class SimulationSetup(Record):
@@ -22,12 +32,71 @@ class SimulationSetup(Record):
     timestep: float = 1.0  # factor of the model's timestep
 
 
+def task_of(config: RobotConfig) -> Task | EnvironmentTask:
+    """The task, or what stands for it with an environment. Raises UserError: as `build`."""
+    if not config.environment:
+        return open_task(config.task)
+    from tidemill.robots.vecenv import EnvironmentTask
+
+    return EnvironmentTask(config)
+
+
 def setup_of(spec: RunSpec) -> SimulationSetup:
     """The simulation in which a run trains."""
-    groups = dict(open_task(spec.robot.task).obs_groups) | spec.control.obs_groups
+    groups = dict(task_of(spec.robot).obs_groups) | spec.control.obs_groups
     return SimulationSetup(
         robot=spec.robot.model_dump(mode="json"), obs_groups=groups, activation=spec.control.activation
     )
+
+
+def undisturbed(setup: SimulationSetup) -> SimulationSetup:
+    """The same without randomisation, for evaluations."""
+    robot = setup.robot | {"randomise": RandomiseConfig().model_dump(mode="json")}
+    return msgspec.structs.replace(setup, robot=robot)
+
+
+def describe(spec: RunSpec) -> PolicyDescription:
+    """The policy that a run trains.
+
+    Raises:
+        UserError: the task or its model cannot be used, or `control.obs_groups` names what the task does not have.
+    """
+    from tidemill.robots.policy_folder import PolicyDescription
+
+    setup = setup_of(spec)
+    robot = spec.robot
+    task = task_of(robot)
+    # C MuJoCo starts at once; layouts are the same in every engine.
+    robot_json = setup.robot | {"engine": "mujoco"}
+    small = msgspec.structs.replace(setup, robot=robot_json, worlds=1, obs_groups=dict(task.obs_groups))
+    layout = open_simulation(small).layout()
+    names = [*task.named_policies(), "critic"]
+    for name, groups in spec.control.obs_groups.items():
+        known_name(name, names, "policy", where="control.obs_groups")
+        for group in groups:
+            known_name(group, layout, "group of observations", where=f"control.obs_groups.{name}")
+    return PolicyDescription(
+        task=robot.environment or robot.task,
+        engine=robot.engine,
+        control_s=task.control_s,
+        joints=task.joints,
+        policies=task.named_policies(),
+        obs_groups=setup.obs_groups,
+        layout=layout,
+        history=robot.history,
+        activation=spec.control.activation,
+        parameters={"randomise": robot.randomise.model_dump(mode="json")},
+    )
+
+
+def open_simulation(setup: SimulationSetup) -> Simulation | EnvironmentSimulation:
+    """Of a task, or of an environment of another package. Raises UserError: it cannot be used."""
+    config = RobotConfig.model_validate(setup.robot)
+    if not config.environment:
+        return build(setup)
+    from tidemill.robots.vecenv import EnvironmentSimulation
+
+    return EnvironmentSimulation(config, worlds=setup.worlds, activation=setup.activation, obs_groups=setup.obs_groups)
 
 
 def build(setup: SimulationSetup) -> Simulation:
@@ -43,3 +112,33 @@ def build(setup: SimulationSetup) -> Simulation:
         activation=setup.activation,
         obs_groups=setup.obs_groups,
     )
+
+
+class Simulations:
+    """What computes chunks in one process: its simulations, and the weights of the newest version and the one before.
+
+    Args:
+        setups: by the number in `ChunkRequest.setup`.
+    """
+
+    def __init__(self, setups: Sequence[SimulationSetup]) -> None:
+        self._setups = setups
+        self._built: dict[int, Simulation | EnvironmentSimulation] = {}
+        self._weights: dict[int, Weights] = {}
+
+    def load(self, number: int, weights: Mapping[str, Array]) -> None:
+        """Use the weights of a version from now on."""
+        self._weights = {each: found for each, found in self._weights.items() if each >= number - 1}
+        self._weights[number] = unpack(weights)
+
+    def run(self, version: int, request: ChunkRequest) -> ChunkAnswer:
+        """Compute a chunk. Raises UserError: as `open_simulation`."""
+        if request.setup not in self._built:
+            self._built[request.setup] = open_simulation(self._setups[request.setup])
+        return self._built[request.setup].run(self._weights[version], request, version=version)
+
+    def close(self) -> None:
+        """End the processes of environments."""
+        for simulation in self._built.values():
+            if not isinstance(simulation, Simulation):
+                simulation.close()

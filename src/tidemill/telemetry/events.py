@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from tidemill.core.formatting import counted, decimal, duration, left_out_text
+from tidemill.core.formatting import counted, decimal, duration, left_out_text, percent
 from tidemill.core.protocols import Clock, Telemetry
 from tidemill.core.records import Record
 from tidemill.telemetry.jsonl import finite_number, read_lines
@@ -55,6 +55,11 @@ EVALUATION = _define(
     "evaluation",
     "span: held-out prompts, or those of `set`, after `step`; `reward_mean`, `reward_stderr`, `reward_mean_interval` "
     "(95 %), `greedy_accuracy`, `n`, and with drawn samples `pass_at_K` and `drawn_reward_mean`",
+)
+ROBOT_EVALUATION = _define(
+    "robot_evaluation",
+    "span: episodes of a control policy without exploration and randomisation, `when`: before or after training; "
+    "`episodes`, `return_mean`, `success` with `success_interval` (95 %), `falls`, `figures`, `terms`",
 )
 REWARD_FAILED = _define(
     "reward_failed",
@@ -163,7 +168,7 @@ SESSION_END = _define(
     "the process closed the run; `outcome` is finished, interrupted or failed; `error` (type and message) if it failed",
 )
 
-NOT_PART_OF_A_STEP = (EVALUATION, CHECKPOINT, PAUSED)
+NOT_PART_OF_A_STEP = (EVALUATION, ROBOT_EVALUATION, CHECKPOINT, PAUSED)
 """Spans that are excluded from a step's wall time."""
 FLEET_EVENTS = frozenset({
     LEASE, JOIN, PULL, DECODE, NOTICE, DRAIN, EVICTION, CRASH, MIGRATION, LEASE_END, REBALANCE, WORKER_RELEASED,
@@ -177,8 +182,8 @@ NOUNS = {
 }  # fmt: skip
 """What the terminal counts when it summarises many fleet events."""
 LISTED_EVENTS = frozenset({
-    SESSION_START, SESSION_END, RESUME, REPLAY, EVALUATION, CHECKPOINT, SINK_FAILED, WAITING, WAIT_ABANDONED, EVICTION,
-    CRASH, JOIN_FAILED, QUARANTINE, GUARD, GUARD_PROBE, WORKER_HEALTH, CONTROL, PAUSED,
+    SESSION_START, SESSION_END, RESUME, REPLAY, EVALUATION, ROBOT_EVALUATION, CHECKPOINT, SINK_FAILED, WAITING,
+    WAIT_ABANDONED, EVICTION, CRASH, JOIN_FAILED, QUARANTINE, GUARD, GUARD_PROBE, WORKER_HEALTH, CONTROL, PAUSED,
 })  # fmt: skip
 """Events in the table of the report."""
 
@@ -206,12 +211,8 @@ def event_text(name: str, fields: dict[str, Any]) -> str:
     if error and name != SESSION_END:  # the command prints what ended the session
         ended = "was interrupted" if error in INTERRUPTIONS else f"failed: {error}"
         return f"{name} of step {step} {ended}" if step is not None else f"{name} {ended}"
-    if name == EVALUATION and "reward_mean" in fields:
-        n = f" (n {fields['n']}{took})" if "n" in fields else ""
-        figures = {"accuracy": "greedy_accuracy", "drawn samples": "drawn_reward_mean"}
-        figures |= {f"pass@{key[8:]}": key for key in fields if key.startswith("pass_at_")}
-        more = "".join(f", {label} {decimal(fields[key])}" for label, key in figures.items() if key in fields)
-        return f"{fields.get('set', 'held-out')} reward after step {step}: {decimal(fields['reward_mean'])}{more}{n}"
+    if fields.keys() & {"reward_mean", "return_mean"}:
+        return _evaluation_text(fields, took)
     if name == CHECKPOINT and not fields.get("interrupted"):
         return f"checkpoint of step {step} written{took}"
     if name == WAITING:
@@ -305,6 +306,18 @@ def rewound_to(event: Mapping[str, Any]) -> int | None:
     rolled_back = event["event"] == GUARD and event.get("action") == "rollback"
     step = event.get("step") if event["event"] == RESUME else event.get("target", 0) if rolled_back else None
     return step if isinstance(step, int) else None
+
+
+def _evaluation_text(fields: dict[str, Any], took: str) -> str:
+    if "return_mean" in fields:  # of a robot
+        shares = f"success {percent(fields['success'])}, falls {percent(fields['falls'])}"
+        return f"{fields['when']} training: {shares}, mean return {decimal(fields['return_mean'])}{took}"
+    n = f" (n {fields['n']}{took})" if "n" in fields else ""
+    figures = {"accuracy": "greedy_accuracy", "drawn samples": "drawn_reward_mean"}
+    figures |= {f"pass@{key[8:]}": key for key in fields if key.startswith("pass_at_")}
+    more = "".join(f", {label} {decimal(fields[key])}" for label, key in figures.items() if key in fields)
+    reward = decimal(fields["reward_mean"])
+    return f"{fields.get('set', 'held-out')} reward after step {fields.get('step')}: {reward}{more}{n}"
 
 
 def _fleet_text(name: str, fields: dict[str, Any]) -> str:

@@ -149,9 +149,9 @@ class Workplace:
             orphan_s=orphan_s,
         )
         host = RayHost(
-            plan,
-            CONFIG,
-            self.nodes,
+            plan=plan,
+            config=CONFIG,
+            nodes=self.nodes,
             files=files_without_weights(resolve(SPEC.model, progress=lambda _: None)),
             publishers=[self.trainer.handle],
             preemptible=selector,

@@ -119,7 +119,7 @@ async def on_ray(spec: RunSpec, run: RunDirectory, recorder: Recorder, clock: Cl
             )
         if spec.is_elastic or spec.engine_is_apart:
             host = RayHost(
-                WorkerPlan(
+                plan=WorkerPlan(
                     spec=spec_to_send(spec, folder),
                     prompt_tokens=task.longest_prompt_tokens,
                     dtype=started.dtype,
@@ -128,8 +128,8 @@ async def on_ray(spec: RunSpec, run: RunDirectory, recorder: Recorder, clock: Cl
                     share_memory=spec.weights.transport == "shm",
                     cloud_notices=bool(spec.ray.address),
                 ),
-                spec.ray,
-                nodes,
+                config=spec.ray,
+                nodes=nodes,
                 files=files_without_weights(folder),
                 publishers=handles,
                 preemptible=preemptible,

@@ -8,7 +8,7 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Coroutine, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -82,6 +82,8 @@ class RayWorker:
         self._reports: deque[WorkerReport] = deque()
         self._poll: asyncio.Future[bytes] | None = None
 
+    reports: Any = list[WorkerReport]
+    """What the actor's `next_reports` returns."""
     submit = calls(Worker.submit, timeout_s=CALL_S)
     abort = calls(Worker.abort, timeout_s=CALL_S)
 
@@ -108,7 +110,7 @@ class RayWorker:
                 return None
             poll, self._poll = self._poll, None
             try:
-                self._reports.extend(read_answer(poll.result(), list[WorkerReport]))
+                self._reports.extend(read_answer(poll.result(), self.reports))
             except RayError as error:
                 raise self._remote.end(error) from error
         return self._reports.popleft() if self._reports else None
@@ -217,25 +219,18 @@ PLACE_S = 15.0
 """Time within which Ray places a worker if a node has room for it."""
 
 
-@dataclass(eq=False)
-class RayHost:
-    """Implements `core.protocols.WorkerHost`."""
+@dataclass(kw_only=True, eq=False)
+class ActorHost:
+    """Implements `core.protocols.WorkerHost` with one actor for each worker."""
 
-    plan: WorkerPlan
     config: RayConfig
     nodes: NodeWatch
-    _: KW_ONLY
-    files: Mapping[str, bytes]  # configuration and tokenizer of the model
-    publishers: Sequence[Any]  # the actors that own the published versions, one for each shard
     preemptible: dict[str, str]  # labels of the nodes for preemptible workers
     reserved: dict[str, str]  # labels of the nodes for other workers
     start_s: float  # deadline for starting a worker
     notify_drains: bool  # send notices to workers on draining nodes (if no provider does)
-    lane: LanePlan | None = None  # brings versions to the reserved engine
-    sender: Caller | None = None  # the trainer at the other end of the lane
 
     def __post_init__(self) -> None:
-        self._sent_files = ray.put(dict(self.files))
         self._workers: dict[RayWorker, str] = {}  # node ids of started workers
         self._notifying = asyncio.create_task(self._notify_drains(), name="drains") if self.notify_drains else None
 
@@ -253,13 +248,12 @@ class RayHost:
         reserved = lease.kind == "reserved"
         lost = partial(trainer_lost, role="reserved engine") if reserved else WorkerLost
         remote = Remote(handle, lost=lost, node_name=node_name)
-        worker = RayWorker(remote, owned=True, sender=self.sender if reserved else None)
+        worker = self._handle_of(remote, lease)
         try:
             node_id = await self._wait_for_place(remote, selector, deadline_s)
             self._workers[worker] = node_id
             left_s = deadline_s - asyncio.get_running_loop().time()
-            lane, files = self.lane if reserved else None, self._sent_files
-            await invoke(remote, left_s, RolloutActor.start, self.plan, files, lease, self.publishers, lane)
+            await self._begin(remote, lease, left_s)
         except BaseException as error:
             self._workers.pop(worker, None)
             worker.kill()
@@ -275,14 +269,23 @@ class RayHost:
         for worker in self._workers:
             worker.kill()
         self._workers.clear()
-        if self.plan.share_memory:
-            await forget_snapshots(self.plan.session)
+
+    def _actor(self) -> type:
+        """The class of the actors; its method `place` returns the id of its node."""
+        raise NotImplementedError
+
+    def _handle_of(self, remote: Remote, lease: Lease) -> RayWorker:
+        raise NotImplementedError
+
+    async def _begin(self, remote: Remote, lease: Lease, timeout_s: float) -> None:
+        """Start the worker in its actor."""
+        raise NotImplementedError
 
     def _create_actor(self, lease: Lease, selector: dict[str, str]) -> Any:
         node = NodeAffinitySchedulingStrategy(lease.node, soft=False) if lease.node else None
         place = {"label_selector": selector} if node is None else {"scheduling_strategy": node}
         resources = {"num_cpus": self.config.worker_cpus, "num_gpus": self.config.worker_gpus}
-        return ray.remote(RolloutActor).options(max_restarts=0, max_task_retries=0, **resources, **place).remote()
+        return ray.remote(self._actor()).options(max_restarts=0, max_task_retries=0, **resources, **place).remote()
 
     async def _wait_for_place(self, remote: Remote, selector: dict[str, str], deadline_s: float) -> str:
         """The id of the node that Ray places the worker on.
@@ -323,3 +326,33 @@ class RayHost:
                         await worker.notice(max(0.0, node.drains_unix_s - time.time()))
                     except TidemillError:
                         self._workers.pop(worker, None)  # it is gone already
+
+
+@dataclass(kw_only=True, eq=False)
+class RayHost(ActorHost):
+    """Workers that generate."""
+
+    plan: WorkerPlan
+    files: Mapping[str, bytes]  # configuration and tokenizer of the model
+    publishers: Sequence[Any]  # the actors that own the published versions, one for each shard
+    lane: LanePlan | None = None  # brings versions to the reserved engine
+    sender: Caller | None = None  # the trainer at the other end of the lane
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._sent_files = ray.put(dict(self.files))
+
+    async def close(self) -> None:
+        await super().close()
+        if self.plan.share_memory:
+            await forget_snapshots(self.plan.session)
+
+    def _actor(self) -> type:
+        return RolloutActor
+
+    def _handle_of(self, remote: Remote, lease: Lease) -> RayWorker:
+        return RayWorker(remote, owned=True, sender=self.sender if lease.kind == "reserved" else None)
+
+    async def _begin(self, remote: Remote, lease: Lease, timeout_s: float) -> None:
+        lane, files = self.lane if lease.kind == "reserved" else None, self._sent_files
+        await invoke(remote, timeout_s, RolloutActor.start, self.plan, files, lease, self.publishers, lane)

@@ -1,0 +1,42 @@
+"""What a dry run knows about the transfer of a policy that an earlier stage trains."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.planted_robots import recipe
+from tidemill.config.pipeline import StageKind
+from tidemill.core.errors import UserError
+from tidemill.jobs.robot_checks import check_robot_stage
+
+QUADRUPED = {"task": "quadruped", "history": 1}
+TWIN, BUNDLE = {"policy": "stage:train"}, {"policy": "stage:train", "twin": "stage:check"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "training", "stage", "expected"),
+    [
+        ("twin", {}, {"twin": TWIN | {"engine": "mujoco"}}, "the twin would repeat its evaluation"),
+        ("twin", {}, {"twin": TWIN}, ""),
+        ("twin", {"robot": {"task": "quadruped"}}, {"twin": TWIN}, "moves the joint FL_hip"),
+        ("bundle", {}, {"bundle": BUNDLE}, ""),
+        (
+            "bundle",
+            {"robot": QUADRUPED, "control": {"obs_groups": {"policy": ["policy", "privileged"]}}},
+            {"robot": QUADRUPED, "bundle": BUNDLE},
+            "the policy reads privileged",
+        ),
+    ],
+)
+def test_policy_of_an_earlier_stage_is_checked_by_its_description(
+    kind: StageKind, training: dict[str, Any], stage: dict[str, Any], expected: str, tmp_path: Path
+) -> None:
+    stages = {"train": recipe(tmp_path, **training)}
+    if not expected:
+        check_robot_stage(kind, recipe(tmp_path, **stage), stages)
+        return
+    with pytest.raises(UserError, match=expected):
+        check_robot_stage(kind, recipe(tmp_path, **stage), stages)

@@ -1,0 +1,139 @@
+"""The stage `twin`: cells, thresholds, resuming, and policies from ONNX files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper
+
+from tests.planted_robots import POLICY, recipe
+from tidemill.config.schema import RunSpec
+from tidemill.core.errors import UserError
+from tidemill.jobs import twin
+from tidemill.jobs.stopping import StopRequest
+from tidemill.jobs.twin import check_twin, run_twin
+from tidemill.robots.episodes import PlayedEpisodes
+from tidemill.robots.matching import policy_digest
+
+
+def _played(success: int, fell: int) -> PlayedEpisodes:
+    """64 episodes."""
+    counts = {"success": success, "fell": fell}
+    figures = {name: np.arange(64) < count for name, count in counts.items()}
+    return PlayedEpisodes(figures={**figures, "return": np.ones(64), "figure/speed": np.full(64, 0.5)}, chunks=())
+
+
+def _spec(folder: Path, **settings: Any) -> RunSpec:
+    return recipe(folder, twin={"policy": str(POLICY), "engine": "mujoco"} | settings)
+
+
+@pytest.fixture
+def results(monkeypatch: pytest.MonkeyPatch) -> dict[str, PlayedEpisodes]:
+    """Episodes by cell; a cell is removed when it is played."""
+    results: dict[str, PlayedEpisodes] = {}
+
+    async def play(*_: Any, purpose: str, **__: Any) -> PlayedEpisodes:
+        return results.pop(purpose.removeprefix("twin:"))
+
+    monkeypatch.setattr(twin, "play_episodes", play)
+    return results
+
+
+def test_thresholds_apply_to_wilson_bounds_of_required_cells(
+    tmp_path: Path, results: dict[str, PlayedEpisodes]
+) -> None:
+    # 95 % Wilson bounds of 64: 63 successes are at least 0.917, 62 at least 0.893; 2 falls are at most 0.107.
+    results |= {"nominal": _played(63, 1), "mass=0.8": _played(62, 0), "mass=1.2": _played(64, 2)}
+    outcome = run_twin(_spec(tmp_path, mass=[0.8, 1.2]))
+    report = json.loads(outcome["product"].read_text())
+    assert outcome["figures"]["passed"] is report["passed"] is False
+    assert [cell["passed"] for cell in report["cells"]] == [True, False, False]
+    assert report["reasons"] == [
+        "mass=0.8: success 0.969, at least 0.893, is below 0.9",
+        "mass=1.2: falls 0.031, at most 0.107, are above 0.1",
+    ]
+    assert [point["value"] for point in report["sensitivity"]["mass"]] == [0.8, 1.0, 1.2]
+    assert report["policy"] == policy_digest(POLICY)
+    outcome = run_twin(_spec(tmp_path, mass=[0.8, 1.2], required="nominal"))
+    assert outcome["figures"]["passed"] is True
+
+
+def test_finished_cells_are_kept_until_their_policy_or_settings_change(
+    tmp_path: Path, results: dict[str, PlayedEpisodes]
+) -> None:
+    results |= {"nominal": _played(64, 0)}
+    with pytest.raises(KeyError, match=r"mass=1\.2"):  # killed in the second cell
+        run_twin(_spec(tmp_path, mass=[1.2]))
+    results |= {"mass=1.2": _played(64, 0)}
+    assert run_twin(_spec(tmp_path, mass=[1.2]))["figures"]["passed"] is True
+    with pytest.raises(KeyError, match="nominal"):
+        run_twin(_spec(tmp_path, mass=[1.2], episodes=128))
+
+
+def test_request_to_stop_interrupts(tmp_path: Path, results: dict[str, PlayedEpisodes]) -> None:
+    stop = StopRequest()
+    stop.request("test")
+    assert run_twin(_spec(tmp_path, mass=[1.2]), stop=stop) == {"interrupted": True}
+    assert not (tmp_path / "twin.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"policy": None}, r"twin\.policy: no policy is named"),
+        ({"engine": "mujoco"}, r"trained in mujoco with these parameters.*\n.*newton"),
+        ({"policy": "missing"}, "holds no trained policy"),
+        ({"policy": "missing.onnx"}, "cannot be read"),
+    ],
+)
+def test_unusable_twins_are_refused_before_they_run(settings: dict[str, Any], expected: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=expected):
+        check_twin(_spec(tmp_path, **settings), None)
+
+
+def test_policy_of_an_earlier_stage_is_not_checked_yet(tmp_path: Path) -> None:
+    check_twin(_spec(tmp_path, policy="stage:train"), None)
+
+
+def _onnx_file(path: Path, width: int, metadata: dict[str, str]) -> Path:
+    """Actions are the first observation, for a batch of one."""
+    graph = helper.make_graph(
+        [helper.make_node("Gather", ["obs", "first"], ["actions"], axis=1)],
+        "policy",
+        [helper.make_tensor_value_info("obs", TensorProto.FLOAT, [1, width])],
+        [helper.make_tensor_value_info("actions", TensorProto.FLOAT, [1, 1])],
+        [helper.make_tensor("first", TensorProto.INT64, [1], [0])],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
+    helper.set_model_props(model, metadata)
+    onnx.save(model, path)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("width", "metadata", "expected"),
+    [
+        (10, {}, r'does not name its joints\n.*joint_names = "slide"'),
+        (10, {"joint_names": "slidee"}, r"moves the joint slidee.*\n.*did you mean slide\?"),
+        (5, {"joint_names": "slide"}, "reads 5 numbers"),
+    ],
+)
+def test_onnx_file_that_does_not_fit_is_refused(
+    width: int, metadata: dict[str, str], expected: str, tmp_path: Path
+) -> None:
+    policy = _onnx_file(tmp_path / "policy.onnx", width, metadata)
+    with pytest.raises(UserError, match=expected):
+        check_twin(_spec(tmp_path, policy=str(policy)), None)
+
+
+def test_onnx_file_of_another_program_plays(tmp_path: Path) -> None:
+    policy = _onnx_file(tmp_path / "policy.onnx", 10, {"joint_names": "slide"})
+    report = json.loads(run_twin(_spec(tmp_path, policy=str(policy)))["product"].read_text())
+    assert report["passed"] is False  # a force in the direction of the pole's sine does not swing it up
+    assert report["cells"][0]["episodes"] == 64
+    assert report["trained_in"] == ""

@@ -90,5 +90,9 @@ def load_model(task: Task, parameters: Path | None = None, *, timestep: float = 
         model = mujoco.MjModel.from_xml_string(source) if is_text else mujoco.MjModel.from_xml_path(source)
     except ValueError as error:
         raise UserError(f"the model cannot be compiled: {error}", where="robot.task", hint="correct the MJCF") from None
+    if parameters is not None:
+        from tidemill.robots.parameters import read_parameters, with_parameters
+
+        model = with_parameters(source, model, read_parameters(parameters), where=str(parameters))
     model.opt.timestep *= timestep
     return model

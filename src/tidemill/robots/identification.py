@@ -148,10 +148,10 @@ class LogFit:
         return changed
 
     def _state(self, model: mujoco.MjModel, initial: Floats) -> Floats:
-        if model.nkey:
-            mujoco.mj_resetDataKeyframe(model, self._data, 0)
-        else:
-            mujoco.mj_resetData(model, self._data)
+        mujoco.mj_resetData(model, self._data)
+        home = mujoco.mj_name2id(model, mujoco.mjtObj.mjOBJ_KEY, "home")
+        if home >= 0:
+            mujoco.mj_resetDataKeyframe(model, self._data, home)
         self._data.qpos[self._columns], self._data.qvel[self._dofs] = np.split(initial, 2)
         state = np.zeros(mujoco.mj_stateSize(model, STATE))
         mujoco.mj_getState(model, self._data, state, STATE)

@@ -91,6 +91,15 @@ def with_parameters(
     return apply_parameters(model_spec(source), model, values)
 
 
+def mjcf_with(source: str, parameters: Path | None) -> str:
+    """MJCF, a file or its text, with the values of a file of parameters."""
+    if parameters is None:
+        return source
+    spec = model_spec(source)
+    apply_parameters(spec, model_spec(source).compile(), read_parameters(parameters))
+    return str(spec.to_xml())
+
+
 def apply_parameters(spec: mujoco.MjSpec, model: mujoco.MjModel, values: Mapping[str, float]) -> mujoco.MjModel:
     """A model with other values of some parameters.
 

@@ -169,7 +169,7 @@ def for_joints(
     if missing := [name for name in joints if name not in names]:
         others = [name for name in names if name not in joints]
         what = f"the recorded episodes do not move {', '.join(missing)}; they move {', '.join(names)}"
-        hint = did_you_mean(missing[0], others) or "give the task's names in clone.rename_joints"
+        hint = did_you_mean(missing[0], others) or "names must agree; see clone.rename_joints"
         raise UserError(what, where=f"{where}.path", hint=hint)
     if extra := [name for name in names if name not in joints]:
         what = f"the recorded episodes move {', '.join(extra)}, which the task does not"

@@ -45,6 +45,20 @@ def approximate_kl(trainer_logprobs_T: Tensor, proximal_logprobs_T: Tensor) -> T
     return k3(proximal_logprobs_T.detach(), trainer_logprobs_T)
 
 
+def gaussian_kl(old_means: Tensor, old_log_stds: Tensor, means: Tensor, log_stds: Tensor) -> Tensor:
+    """KL(old ‖ new) of normal distributions with independent dimensions, in nats.
+
+    Args:
+        old_means, means: float [..., A].
+        old_log_stds, log_stds: logarithms of standard deviations, float [A].
+
+    Returns:
+        float [...]: Σ_A log σ - log σ_old + (σ_old² + (μ_old - μ)²) / (2 σ²) - 1/2.
+    """
+    squares = (2 * old_log_stds).exp() + (old_means - means).square()
+    return (log_stds - old_log_stds + 0.5 * squares * (-2 * log_stds).exp() - 0.5).sum(-1)
+
+
 def kl_reward(rollout_logprobs_T: Tensor, ref_logprobs_T: Tensor) -> Tensor:
     """Per-token estimate of KL(rollout ‖ ref), log(rollout / ref), a penalty on each token's reward.
 

@@ -125,6 +125,13 @@ KINDS: dict[StageKind, StageKindSpec] = {
 }
 
 
+def subject(kind: StageKind, spec: RunSpec) -> str:
+    """What a stage works on: a model, or a robot's task or environment."""
+    if "model" in KINDS[kind].sections:
+        return spec.model.source
+    return spec.robot.environment or spec.robot.task
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reference:
     """One `stage:NAME`."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import product
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, model_validator
 
 from tidemill.config.addresses import DataPath
 from tidemill.config.base import NEUTRAL, Config, NameOrFunction, OutputFolder, Probability
@@ -86,6 +86,24 @@ class RobotConfig(Config):
 
 
 Activation = Literal["elu", "relu", "tanh"]
+PPO_ELSEWHERE: dict[str, tuple[Any, ...]] = {
+    "class_name": ("PPO", "rsl_rl.algorithms.PPO"),
+    "optimizer": ("adam",),
+    "rnd_cfg": (None, {}),
+    "symmetry_cfg": (None, {}),
+    "use_mixed_precision": (False,),
+    "multi_gpu_cfg": (None, {}),
+}
+"""Keys of rsl_rl's PPO without a counterpart, and the values that mean what is done here."""
+
+
+def _tuples(value: Any) -> Any:
+    """With tuples for lists: what a validator returns is no longer JSON, and strict mode takes no list for a tuple."""
+    if isinstance(value, dict):
+        return {name: _tuples(each) for name, each in value.items()}
+    return tuple(value) if isinstance(value, list) else value
+
+
 HiddenSizes = Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(min_length=1)]
 
 
@@ -141,6 +159,20 @@ class ControlConfig(Config):
     eval_episodes: int = Field(64, ge=0)
     """Episodes before and after training, without exploration and randomisation; rounded up to whole shards."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _of_rsl_rl(cls, given: Any) -> Any:
+        """Accept the settings of rsl_rl's PPO as they are."""
+        if not isinstance(given, dict):
+            return given
+        for name, accepted in PPO_ELSEWHERE.items():
+            if name in given and given[name] not in accepted:
+                raise ValueError(f"{name} = {given[name]!r} is not supported; leave it out")
+        own = {name: _tuples(value) for name, value in given.items() if name not in PPO_ELSEWHERE}
+        if isinstance(groups := own.get("obs_groups"), dict) and "actor" in groups:  # "policy" before rsl_rl 5
+            own["obs_groups"] = {"policy" if name == "actor" else name: each for name, each in groups.items()}
+        return own
+
 
 class CloneConfig(Config):
     """Behaviour cloning."""
@@ -154,7 +186,7 @@ class CloneConfig(Config):
     on_policy: bool = False
     """The student acts and the teacher labels (distillation): the student need not read the teacher's groups."""
     epochs: int = Field(60, ge=1)
-    """Passes over the recorded episodes. (On policy, control.num_learning_epochs over the experience of an iteration.)"""
+    """Passes over the recorded episodes. (On policy: control.num_learning_epochs over the experience of an iteration.)"""
     batch_size: int = Field(1024, ge=1)
     """Observations of an optimizer step."""
     learning_rate: float = Field(1e-3, gt=0)

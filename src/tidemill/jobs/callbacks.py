@@ -17,7 +17,7 @@ from tidemill.core.evidence import GuardDecision
 from tidemill.core.records import Prompt, StepMetrics, Trajectory
 from tidemill.extensions.registry import resolve
 from tidemill.extensions.results import placed, shown
-from tidemill.telemetry.events import CHECKPOINT, EVALUATION, GUARD
+from tidemill.telemetry.events import CHECKPOINT, EVALUATION, GUARD, ROBOT_EVALUATION
 from tidemill.telemetry.recorder import Recorder
 from tidemill.telemetry.run_dir import TRAINING_PURPOSE
 from tidemill.telemetry.sample_files import Sample, sample_line
@@ -44,7 +44,8 @@ class Callback:
 
     def on_evaluate(self, step: int, metrics: Mapping[str, float]) -> None:
         """After every evaluation: `reward_mean`, `greedy_accuracy` and others; `NAME/reward_mean` for a set of
-        `eval.sets`. Of supervised training: `loss`, and `token_accuracy` or `pairwise_accuracy`."""
+        `eval.sets`. Of supervised training: `loss`, and `token_accuracy` or `pairwise_accuracy`. Of control
+        policies: `return_mean`, `success`, `falls`."""
 
     def on_checkpoint(self, step: int, path: Path) -> None:
         """After a checkpoint was written."""
@@ -133,7 +134,7 @@ class CallbackTelemetry:
     def event(self, name: str, **fields: Any) -> None:
         self.recorder.event(name, **fields)
         step = int(fields.get("step") or 0)
-        if name == EVALUATION:
+        if name in (EVALUATION, ROBOT_EVALUATION):
             figures = {key: value for key, value in fields.items() if isinstance(value, int | float) and key != "step"}
             prefix = f"{fields['set']}/" if "set" in fields else ""
             self._call("on_evaluate", step, {prefix + key: value for key, value in figures.items()})

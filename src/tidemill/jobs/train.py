@@ -18,7 +18,7 @@ from tidemill.config.issues import (
 )
 from tidemill.config.keys import belongs_to, differ_in_resumable_keys, resumable_keys
 from tidemill.config.load import differences, from_toml
-from tidemill.config.pipeline import StageKind
+from tidemill.config.pipeline import StageKind, subject
 from tidemill.config.schema import RunSpec
 from tidemill.config.telemetry import TelemetryConfig
 from tidemill.config.toml import to_toml
@@ -170,7 +170,7 @@ def run_session(
         earlier = check_same_config(run, spec)
         run.write_config(to_toml(spec))
         manifest = build_manifest(
-            run.read_manifest(), run=spec.run.name, model=spec.model.source, seed=spec.run.seed, unix_s=time.time()
+            run.read_manifest(), run=spec.run.name, model=subject(kind, spec), seed=spec.run.seed, unix_s=time.time()
         )
         run.write_manifest(manifest | {KIND: kind})
         # Another thread count may round sums differently, so a resumed run keeps the one it measured first.
@@ -272,7 +272,7 @@ def record_start(
     data_changed: UserError,
     threads: int,
     schedule_steps: int,
-    prompts: PromptFormat,
+    prompts: PromptFormat | None = None,
     own_code: Mapping[str, str] | None = None,
     eval_sets: Mapping[str, str] | None = None,
 ) -> None:
@@ -282,7 +282,7 @@ def record_start(
         data_key: `TASK_DIGEST` or `DATA_DIGEST`.
         data_changed: raised when the stored data digest differs.
         schedule_steps: length of the learning-rate schedule; 0 if the data determine it.
-        prompts: how the run formats prompts.
+        prompts: how the run formats prompts; None if it has none.
         own_code: identities of the user functions.
         eval_sets: digests of the prompts of `eval.sets`, by name. A resumed run may add sets.
 
@@ -308,7 +308,8 @@ def record_start(
                 hint="restore the previous data, or give the set another name",
             )
     manifest.setdefault(THREADS, threads)
-    manifest[PROMPTS] = prompts
+    if prompts is not None:
+        manifest[PROMPTS] = prompts
     if schedule_steps:
         manifest[SCHEDULE_STEPS] = schedule_steps
     run.write_manifest(manifest)
@@ -321,7 +322,7 @@ def _prompt_format(spec: RunSpec, task: Task) -> PromptFormat:
     return PromptFormat(chat=chat, system_prompt=str(getattr(spec.task, "system_prompt", "")))
 
 
-async def _beat(recorder: Recorder) -> None:
+async def keep_live(recorder: Recorder) -> None:
     """Keep live.json fresh while the loop waits: for the trainer, rewards, machines, an evaluation, a person."""
     while True:
         with suppress(UserError):  # the disk is full: the loop raises it, too
@@ -366,7 +367,7 @@ async def _train(
     """Everything started here is stopped in reverse order when the loop ends or fails."""
     clock = LoopClock()
     async with AsyncExitStack() as stack:
-        stack.callback(asyncio.create_task(_beat(recorder), name="live.json").cancel)
+        stack.callback(asyncio.create_task(keep_live(recorder), name="live.json").cancel)
         backend = await stack.enter_async_context(open_backend(spec, run, recorder, clock))
         recorder.use_decoder(backend.codec.decode)
         journal = await SqliteJournal.open(run.ledger)

@@ -13,7 +13,7 @@ from tidemill.config.explain import derive
 from tidemill.config.issues import ConfigError, ConfigIssue, default_task_remark, without_effect
 from tidemill.config.keys import dotted
 from tidemill.config.load import STAGES
-from tidemill.config.pipeline import PipelineSpec, StageKind, StageSpec
+from tidemill.config.pipeline import PipelineSpec, StageKind, StageSpec, subject
 from tidemill.config.schema import RunSpec
 from tidemill.config.toml import tables_to_toml, to_toml
 from tidemill.core.errors import UserError, error_line
@@ -37,7 +37,6 @@ from tidemill.pipeline.stage_plan import (
     make_plan,
     put,
     stage_issue,
-    subject,
 )
 from tidemill.pipeline.state import PipelineFolder, PipelineOutcome, PipelineState
 from tidemill.runtime.compute import release_memory
@@ -63,7 +62,7 @@ def row_data(plan: Plan) -> list[dict[str, Any]]:
         {
             "stage": planned.stage.name,
             "kind": planned.stage.kind,
-            "model": subject(planned.stage),
+            "model": subject(planned.stage.kind, planned.stage.spec),
             "inputs": list(planned.stage.needs),
             "action": planned.action,
             "changed": list(planned.changed),

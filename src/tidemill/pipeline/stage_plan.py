@@ -89,11 +89,6 @@ def output_values(stage: StageSpec, *, upstream: Mapping[str, str], contents: Ma
     return {key: value for key, value in flattened(sections).items() if not belongs_to(key, neutral)}
 
 
-def subject(stage: StageSpec) -> str:
-    """What a stage works on: a model, or a robot's task."""
-    return stage.spec.model.source if "model" in KINDS[stage.kind].sections else stage.spec.robot.task
-
-
 def put(sections: dict[str, Any], location: tuple[str | int, ...], value: Any) -> None:
     """Replace the value at a location of nested tables and arrays."""
     node: Any = sections

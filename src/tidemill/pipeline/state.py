@@ -15,9 +15,10 @@ from typing import Any, Literal, Self, TypeAlias
 
 import msgspec
 
+from tidemill.config.pipeline import subject
 from tidemill.core.errors import UserError
 from tidemill.core.folders import another_directory
-from tidemill.pipeline.stage_plan import Action, FoundStage, Plan, PlannedStage, StageResult, subject
+from tidemill.pipeline.stage_plan import Action, FoundStage, Plan, PlannedStage, StageResult
 from tidemill.telemetry.jsonl import disk_error, encode, write_atomically
 from tidemill.telemetry.run_dir import LockedDirectory, RunDirectory, read_json
 
@@ -177,7 +178,7 @@ class PipelineState:
                     **named,
                     "digest": planned.digest,
                     "folder": folder,
-                    "model": subject(stage),
+                    "model": subject(stage.kind, stage.spec),
                     "needs": list(stage.needs),
                     "product": result.product if result else None,
                     "finished": result.finished if result else None,

@@ -106,6 +106,14 @@ class Simulation:
             cpu_s=time.process_time() - started_s,
         )
 
+    def layout(self) -> dict[str, tuple[tuple[str, int], ...]]:
+        """Terms and widths of every group of observations, in order."""
+        state = self._start(ChunkKey(seed=0, purpose="layout", shard=0, iteration=0))
+        observed = self.task.observe(self.view(state))
+        return {
+            group: tuple((name, values.shape[1]) for name, values in terms.items()) for group, terms in observed.items()
+        }
+
     # The state.
 
     def _start(self, key: ChunkKey) -> State:

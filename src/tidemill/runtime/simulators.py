@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 
-from tidemill.core.chunks import Array, ChunkAnswer, ChunkRequest
+from tidemill.config.schema import RunSpec
+from tidemill.core.chunks import Array, ChunkAnswer, ChunkRequest, Chunks
+from tidemill.core.protocols import Clock
 from tidemill.core.records import PolicyVersion
 from tidemill.robots.policy_arrays import Weights, unpack
 from tidemill.robots.setup import SimulationSetup, build
 from tidemill.robots.simulation import Simulation
+from tidemill.telemetry.recorder import Recorder
+from tidemill.telemetry.run_dir import RunDirectory
 
 
 class LocalChunks:
@@ -33,3 +38,25 @@ class LocalChunks:
             answers.append(simulation.run(self._weights[version], request, version=version))
             await asyncio.sleep(0)
         return answers
+
+
+@asynccontextmanager
+async def open_chunks(
+    spec: RunSpec,
+    setups: Sequence[SimulationSetup],
+    *,
+    run: RunDirectory | None,
+    recorder: Recorder | None,
+    clock: Clock,
+) -> AsyncIterator[Chunks]:
+    """Start what computes the chunks of a run, and stop all of it when the block ends.
+
+    Args:
+        setups: the simulations, by the number in `ChunkRequest.setup`.
+        run: the run's directory; None: of a job without one.
+        recorder: gets the fleet's events; None: nobody does.
+
+    Raises:
+        UserError: a task or its model cannot be used.
+    """
+    yield LocalChunks(setups)

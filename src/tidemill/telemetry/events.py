@@ -56,6 +56,11 @@ EVALUATION = _define(
     "span: held-out prompts, or those of `set`, after `step`; `reward_mean`, `reward_stderr`, `reward_mean_interval` "
     "(95 %), `greedy_accuracy`, `n`, and with drawn samples `pass_at_K` and `drawn_reward_mean`",
 )
+ROBOT_EVALUATION = _define(
+    "robot_evaluation",
+    "span: episodes of a control policy without exploration and randomisation, `when`: before or after training; "
+    "`episodes`, `return_mean`, `success` with `success_interval` (95 %), `falls`, `figures`, `terms`",
+)
 REWARD_FAILED = _define(
     "reward_failed",
     "the first failure of its kind in a reward function, on a sample of `step`: `reason`, `prompt`, `response` "
@@ -163,7 +168,7 @@ SESSION_END = _define(
     "the process closed the run; `outcome` is finished, interrupted or failed; `error` (type and message) if it failed",
 )
 
-NOT_PART_OF_A_STEP = (EVALUATION, CHECKPOINT, PAUSED)
+NOT_PART_OF_A_STEP = (EVALUATION, ROBOT_EVALUATION, CHECKPOINT, PAUSED)
 """Spans that are excluded from a step's wall time."""
 FLEET_EVENTS = frozenset({
     LEASE, JOIN, PULL, DECODE, NOTICE, DRAIN, EVICTION, CRASH, MIGRATION, LEASE_END, REBALANCE, WORKER_RELEASED,

@@ -5,7 +5,16 @@ import math
 import pytest
 import torch
 
-from tidemill.algos.kl import adapted_beta, approximate_kl, k3, kl_reward, mismatch, mismatch_by_source, no_mismatch
+from tidemill.algos.kl import (
+    adapted_beta,
+    approximate_kl,
+    gaussian_kl,
+    k3,
+    kl_reward,
+    mismatch,
+    mismatch_by_source,
+    no_mismatch,
+)
 
 
 def test_k3_value_and_gradient() -> None:
@@ -125,3 +134,13 @@ def test_ratios_of_zero_give_effective_sample_size_zero() -> None:
     stats = mismatch(torch.zeros(2), torch.full((2,), -2000.0)).reduce()
     assert stats["effective_sample_size"] == 0.0
     assert stats["ratio_mean"] == 0.0
+
+
+def test_gaussian_kl() -> None:
+    # One dimension: N(0, 1) to N(1, 2²): log 2 + (1 + 1) / 8 - 1/2. The second dimension does not change.
+    found = gaussian_kl(torch.zeros(3, 2), torch.zeros(2), torch.tensor([1.0, 0.0]), torch.tensor([math.log(2), 0.0]))
+    torch.testing.assert_close(found, torch.full((3,), math.log(2) + 0.25 - 0.5))
+    old = torch.distributions.Normal(torch.tensor([0.3, -1.0]), torch.tensor([0.5, 2.0]))
+    new = torch.distributions.Normal(torch.tensor([0.1, 0.0]), torch.tensor([0.7, 1.5]))
+    expected = torch.distributions.kl_divergence(old, new).sum()
+    torch.testing.assert_close(gaussian_kl(old.mean, old.stddev.log(), new.mean, new.stddev.log()), expected)

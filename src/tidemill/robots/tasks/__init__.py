@@ -5,9 +5,10 @@ from __future__ import annotations
 from tidemill.core.errors import UserError
 from tidemill.extensions.registry import resolve
 from tidemill.robots.task import Task
+from tidemill.robots.tasks.quadruped import Quadruped
 from tidemill.robots.tasks.swingup import Swingup
 
-TASKS: dict[str, type[Task]] = {"swingup": Swingup}
+TASKS: dict[str, type[Task]] = {"swingup": Swingup, "quadruped": Quadruped}
 
 
 def open_task(name: str) -> Task:

@@ -1,0 +1,483 @@
+"""Training control policies: PPO on chunks of simulation.
+
+```
+ publish weights ─▶ request the chunks of all shards ─▶ answers ─▶ update ─▶ metrics ─▶ checkpoint (if due)
+        ▲                                                                                    │
+        └────────────────────────────────────────────────────────────────────────────────────┘
+```
+Iteration k uses version k; with control.max_policy_lag = 1 always version k - 1, so that its chunks are computed while
+iteration k - 1 is trained on, and results do not depend on timing. A checkpoint holds the state of every shard: a
+killed run computes the chunks in flight again, with the same bits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TextIO
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import torch
+from safetensors.numpy import load_file, save_file
+
+from tidemill.config.schema import RunSpec
+from tidemill.core.chunks import ChunkAnswer, ChunkKey, ChunkRequest, Chunks
+from tidemill.core.errors import GuardStop, UserError
+from tidemill.core.folders import another_directory
+from tidemill.core.formatting import percent
+from tidemill.core.guards import UpdateGuard
+from tidemill.core.protocols import LoopClock, Telemetry
+from tidemill.core.records import PolicyVersion, StepMetrics
+from tidemill.jobs.callbacks import Callback, CallbackTelemetry, configured_callbacks
+from tidemill.jobs.stopping import StopRequest
+from tidemill.jobs.train import TASK_DIGEST, keep_live, record_start, run_session
+from tidemill.models.actor import arrays_of, load_arrays
+from tidemill.robots.engine import check_model
+from tidemill.robots.episodes import PlayedEpisodes, play_episodes
+from tidemill.robots.policy_arrays import Weights, pack, unpack
+from tidemill.robots.policy_folder import ACTORS, PolicyDescription, write_policy
+from tidemill.robots.setup import describe, setup_of, undisturbed
+from tidemill.robots.simulation import State
+from tidemill.robots.tasks import open_task
+from tidemill.runtime.backend import checkpoint_store
+from tidemill.runtime.compute import ComputeThread, set_threads
+from tidemill.runtime.extension_checks import identities, run_extensions
+from tidemill.runtime.simulators import open_chunks
+from tidemill.telemetry import metrics
+from tidemill.telemetry.control import POLL_S
+from tidemill.telemetry.events import (
+    ALREADY_FINISHED,
+    CHECKPOINT,
+    PAUSED,
+    ROBOT_EVALUATION,
+    ROLLOUT,
+    TRAINING,
+    read_events,
+    span,
+)
+from tidemill.telemetry.recorder import Recorder
+from tidemill.telemetry.run_dir import RunDirectory
+from tidemill.telemetry.statistics import wilson_interval
+from tidemill.trainer.checkpoint import restore_state, save_state, state_bytes
+from tidemill.trainer.checkpoint_store import CheckpointStore
+from tidemill.trainer.control import ControlLearner, ControlNetworks
+
+CRITICS, SHARDS, OLDER = "critics.safetensors", "shards.safetensors", "older_policy.safetensors"
+"""Files of a checkpoint: critics, the states of all shards, and at lag 1 the actors of the version before."""
+INVALID_LIMIT = 0.01
+"""Share of worlds whose physics may become non-finite in one iteration."""
+UNDISTURBED = 1
+"""Number of the simulation without randomisation; 0 is the one that trains."""
+
+
+def train_control(
+    spec: RunSpec,
+    *,
+    telemetry_stream: TextIO | None = None,
+    callbacks: Sequence[Callback] = (),
+    stop: StopRequest | None = None,
+) -> dict[str, Any]:
+    """Train a control policy in `spec.directory` until it finishes or is asked to stop (Ctrl-C, SIGTERM, a callback).
+
+    Returns:
+        The summary. `policy` is the folder of the trained policy, `headline` and `figures` what it achieves.
+
+    Raises:
+        UserError: the input, the run directory or the disk is at fault; checkpointed iterations are kept.
+        GuardStop: physics or gradients are not finite.
+        DeadlineError: a wait timed out.
+    """
+    stop = stop or StopRequest()
+    callbacks = [*callbacks, *configured_callbacks(spec)]
+    opened = run_session(spec, telemetry_stream, planned_steps=lambda planned: planned.trainer.steps, kind="control")
+    with stop.after_hours(spec.trainer.hours), opened as (resumed, run, recorder):
+        recorder.control.attach(stop.request)
+        training = asyncio.run(_train(resumed, run, recorder, callbacks, stop))
+        if training.already_finished:
+            recorder.note(f"the run has already finished its {training.step} iterations; raise trainer.steps")
+        interrupted = training.step < spec.trainer.steps
+        summary = recorder.finish("interrupted" if interrupted else "finished")
+        newest = training.checkpoints.latest().checkpoint
+        summary |= {"kind": "control", "policy": str(newest.path) if newest else None} | training.outcome()
+        run.write_summary(summary)
+    ended = {"already_finished": training.already_finished, "time_is_up": stop.time_is_up}
+    return summary | {"run_dir": str(spec.directory)} | ended
+
+
+async def _train(
+    spec: RunSpec, run: RunDirectory, recorder: Recorder, callbacks: Sequence[Callback], stop_request: StopRequest
+) -> ControlTraining:
+    """Everything started here is stopped in reverse order when the loop ends or fails."""
+    clock, stop, loop = LoopClock(), asyncio.Event(), asyncio.get_running_loop()
+    description = describe(spec)
+    threads = set_threads(spec.trainer, torch.device("cpu"))
+    networks = ControlNetworks(description, spec.control, seed=spec.run.seed)
+    learner = ControlLearner(networks, spec.control, description, seed=spec.run.seed)
+    record_start(
+        run,
+        model_digest=digest_of(arrays_of(networks.actors)),
+        data_key=TASK_DIGEST,
+        data_digest=task_digest(spec),
+        data_changed=UserError(
+            "the task's model has changed since this run started",
+            where="robot.task",
+            hint=f"restore the previous file, or {another_directory(run.path)}",
+        ),
+        threads=threads,
+        schedule_steps=0,
+        own_code=identities(run_extensions(spec)),
+    )
+    recorder.event("machine", device="cpu", threads=threads)
+
+    def request_stop(reason: str = "again to stop at once") -> None:
+        recorder.note(f"stopping: the last finished iteration is being checkpointed ({reason})")
+        stop.set()
+
+    async with AsyncExitStack() as stack:
+        stack.callback(asyncio.create_task(keep_live(recorder), name="live.json").cancel)
+        compute = ComputeThread()
+        stack.push_async_callback(compute.close)
+        setup = setup_of(spec)
+        setups = [setup, undisturbed(setup)]
+        opened = open_chunks(spec, setups, run=run, recorder=recorder, clock=clock)
+        training = ControlTraining(
+            spec=spec,
+            description=description,
+            learner=learner,
+            chunks=await stack.enter_async_context(opened),
+            telemetry=CallbackTelemetry(recorder, callbacks, request_stop),
+            recorder=recorder,
+            run=run,
+            checkpoints=checkpoint_store(spec, run.checkpoints),
+            compute=compute,
+            stop=stop,
+        )
+        with (
+            stop_request.on_signals(lambda: loop.call_soon_threadsafe(request_stop)),
+            stop_request.bound(lambda reason: loop.call_soon_threadsafe(request_stop, reason)),
+        ):
+            await training.train()
+        return training
+
+
+@dataclass(slots=True, kw_only=True)
+class ControlTraining:
+    """The state of a run."""
+
+    spec: RunSpec
+    description: PolicyDescription
+    learner: ControlLearner
+    chunks: Chunks
+    telemetry: Telemetry
+    recorder: Recorder
+    run: RunDirectory
+    checkpoints: CheckpointStore
+    compute: ComputeThread
+    stop: asyncio.Event
+    clock: LoopClock = field(default_factory=LoopClock)
+    step: int = 0  # iterations done, and the number of the present version
+    saved_step: int = 0
+    already_finished: bool = False
+    shards: list[State] = field(default_factory=list)  # states after the iterations done; empty: they start
+    weights: Weights = field(default_factory=dict)  # of the present version's actors
+    older: Weights = field(default_factory=dict)  # of the version before
+    in_flight: asyncio.Task[list[ChunkAnswer]] | None = None  # chunks of the next iteration
+    score: float | None = None  # mean training return of the newest iteration
+    before: dict[str, Any] = field(default_factory=dict)  # fields of the evaluation before training
+    after: dict[str, Any] = field(default_factory=dict)
+
+    async def train(self) -> None:
+        """Train until all iterations are done or a stop is requested; resumes from the newest checkpoint."""
+        total, lag = self.spec.trainer.steps, self.spec.control.max_policy_lag
+        await self._start()
+        guard = UpdateGuard(total)
+        stopping = asyncio.create_task(self.stop.wait())
+        try:
+            while self.step < total:
+                await self._obey_requests()
+                simulated = self.in_flight or self._request(self.step)
+                await asyncio.wait({simulated, stopping}, return_when=asyncio.FIRST_COMPLETED)
+                if self.stop.is_set():
+                    break
+                answers, self.in_flight = await simulated, None
+                self.shards = [unpack(answer.state) for answer in answers]
+                if lag and self.step + 1 < total:
+                    self.in_flight = self._request(self.step + 1)
+                learned = await self._learn(answers)
+                await self._publish(self.step + 1)
+                self.step += 1
+                guard.check(self._log(learned))
+                every = self.spec.checkpoint.every_steps
+                if every and self.step % every == 0 and self.step < total:
+                    await self._checkpoint()
+            if self.step == total:
+                self.after = self._logged("after") or await self._evaluate("after")
+            if self.saved_step < self.step:
+                await self._checkpoint()
+        finally:
+            stopping.cancel()
+            if self.in_flight:
+                self.in_flight.cancel()
+
+    async def _start(self) -> None:
+        """Restore the newest checkpoint, publish its weights, and evaluate a new policy."""
+        for finding in self.checkpoints.recover():
+            self.recorder.note(finding)
+        latest = self.checkpoints.latest()
+        for name, reason in latest.skipped.items():
+            self.recorder.note(f"skipped checkpoint {name}: {reason}")
+        if latest.checkpoint is not None:
+            self._restore(latest.checkpoint.path)
+        self.telemetry.resume(self.step)
+        if self.older:
+            await self._publish(self.step - 1, self.older)
+        await self._publish(self.step)
+        self.already_finished = self.step >= self.spec.trainer.steps
+        if self.already_finished:
+            self.telemetry.event(ALREADY_FINISHED, steps=self.step)
+        self.before = self._logged("before") or ({} if self.step else await self._evaluate("before"))
+        if not self.step:
+            self.telemetry.step(self._metrics({}, optimizer_steps=0))
+
+    # One iteration.
+
+    def _request(self, iteration: int) -> asyncio.Task[list[ChunkAnswer]]:
+        """Request the chunks of an iteration, which start at the present states of the shards."""
+        version = max(iteration - self.spec.control.max_policy_lag, 0)
+        states = [pack(state) for state in self.shards] or [{}] * self.spec.robot.shards
+        requests = [
+            ChunkRequest(
+                key=ChunkKey(seed=self.spec.run.seed, purpose="train", shard=shard, iteration=iteration),
+                steps=self.spec.control.num_steps_per_env,
+                state=state,
+            )
+            for shard, state in enumerate(states)
+        ]
+
+        async def simulated() -> list[ChunkAnswer]:
+            self.telemetry.progress(ROLLOUT, 0, len(requests))
+            with span(self.telemetry, self.clock, ROLLOUT, step=iteration + 1):
+                return await self.chunks.run(version, requests)
+
+        return asyncio.create_task(simulated(), name=f"chunks of iteration {iteration + 1}")
+
+    async def _learn(self, answers: Sequence[ChunkAnswer]) -> dict[str, float]:
+        """Update the networks; returns the metrics of the iteration."""
+        lag = self.step - max(self.step - self.spec.control.max_policy_lag, 0)
+        experience = [unpack(answer.experience) for answer in answers]
+        self._check_physics(experience)
+
+        def update() -> dict[str, float]:
+            started_s = time.thread_time()
+            values = self.learner.update(experience, self.step, lag=lag)
+            return values | {metrics.TRAIN_CPU: time.thread_time() - started_s}
+
+        with span(self.telemetry, self.clock, TRAINING, step=self.step + 1) as fields:
+            values = await self.compute.run(update)
+        cpu_s = sum(answer.cpu_s for answer in answers)
+        steps = self.spec.robot.worlds * self.spec.control.num_steps_per_env
+        return (
+            values
+            | episode_values(experience)
+            | {
+                metrics.TRAIN_TIME: fields["duration_s"],
+                "robot/simulation_cpu_s": cpu_s,
+                "robot/steps_per_cpu_s": steps / max(cpu_s + values[metrics.TRAIN_CPU], 1e-9),
+            }
+        )
+
+    def _check_physics(self, experience: Sequence[State]) -> None:
+        invalid, worlds = sum(int(chunk["invalid"]) for chunk in experience), self.spec.robot.worlds
+        if invalid > INVALID_LIMIT * worlds:
+            raise GuardStop(
+                f"iteration {self.step + 1} had to reset {invalid} of {worlds} worlds ({percent(invalid / worlds)}), whose "
+                "physics was not finite\n  lower the timestep or the gains of the model; then run the same command again: "
+                "the run resumes from its checkpoint"
+            )
+
+    async def _publish(self, version: int, weights: Weights | None = None) -> None:
+        """Publish the present actors as a version, or other weights."""
+        if weights is None:
+            self.older, self.weights = self.weights or self.older, arrays_of(self.learner.networks.actors)
+            weights = self.weights
+        await self.chunks.publish(PolicyVersion(number=version, digest=digest_of(weights)), pack(weights))
+
+    def _metrics(self, values: dict[str, float], *, optimizer_steps: int) -> StepMetrics:
+        version = PolicyVersion(number=self.step, digest=digest_of(self.weights))
+        return StepMetrics(step=self.step, version=version, optimizer_steps=optimizer_steps, values=values)
+
+    def _log(self, values: dict[str, float]) -> StepMetrics:
+        control = self.spec.control
+        planned = control.num_learning_epochs * control.num_mini_batches
+        line = self._metrics(values, optimizer_steps=planned - int(values[metrics.UPDATES_SKIPPED]))
+        self.score = values.get("robot/return_mean", self.score)
+        self.telemetry.step(line)
+        return line
+
+    async def _obey_requests(self) -> None:
+        """Write the checkpoint that somebody asked for; pause if somebody asked for that, until somebody resumes or
+        stops the run."""
+        control = self.recorder.control
+        if control.poll():
+            if self.saved_step < self.step:
+                await self._checkpoint()
+            if control.take_waiting():
+                with span(self.recorder, self.clock, PAUSED, step=self.step):
+                    while control.paused and not self.stop.is_set():  # no deadline: a person or trainer.hours ends it
+                        control.poll()
+                        await asyncio.sleep(POLL_S)
+
+    # Evaluation.
+
+    async def _evaluate(self, when: str) -> dict[str, Any]:
+        """Play episodes with the present weights, without exploration and randomisation; returns their figures."""
+        episodes = self.spec.control.eval_episodes
+        if not episodes:
+            return {}
+        with span(self.telemetry, self.clock, ROBOT_EVALUATION, when=when, step=self.step) as fields:
+            played = await play_episodes(
+                self.chunks,
+                self.step,
+                purpose="evaluation",
+                seed=self.spec.run.seed,
+                episodes=episodes,
+                steps=open_task(self.spec.robot.task).steps_per_episode(),
+                setup=UNDISTURBED,
+                record=True,
+            )
+            fields |= evaluation_fields(played)
+        return fields
+
+    def _logged(self, when: str) -> dict[str, Any]:
+        """The evaluation of the present step in the event log, or that before training; empty if there is none."""
+        found = [
+            event
+            for event in read_events(self.run.events)
+            if event["event"] == ROBOT_EVALUATION and event["when"] == when and "episodes" in event
+        ]
+        return found[-1] if found and (when == "before" or found[-1]["step"] == self.step) else {}
+
+    def outcome(self) -> dict[str, Any]:
+        """What the summary says about the policy."""
+        before, after, figures = self.before, self.after, dict[str, Any]()
+        if after:
+            low, high = after["success_interval"]
+            names = ("return_mean", "success", "falls")
+            figures = {name: after[name] for name in names} | {"success_low": low, "success_high": high}
+            figures |= {f"{name}_before": before[name] for name in names if before} | dict(after["figures"])
+        evaluations = {"before": before, "after": after}
+        shown = {when: {k: v for k, v in each.items() if k in SUMMARISED} for when, each in evaluations.items()}
+        return {"headline": headline(before, after, self.step), "figures": figures, "evaluation": shown}
+
+    # Checkpoints.
+
+    async def _checkpoint(self) -> None:
+        with span(self.telemetry, self.clock, CHECKPOINT, step=self.step):
+            needed = state_bytes(None, self.learner.optimizer, head=self.learner.networks)
+            needed += sum(each.nbytes for state in self.shards for each in state.values())
+            write, step = self._write, self.step
+            await self.compute.run(lambda: self.checkpoints.write(step, write, score=self.score, expected_bytes=needed))
+        self.saved_step = self.step
+
+    def _write(self, folder: Path) -> None:
+        learner = self.learner
+        returns = self.after.get("return_mean")
+        write_policy(folder, msgspec.structs.replace(self.description, returns=returns), self.weights)
+        save_file(arrays_of(learner.networks.critics), folder / CRITICS)
+        flat = {f"{shard}/{name}": each for shard, state in enumerate(self.shards) for name, each in state.items()}
+        save_file({name: np.ascontiguousarray(each) for name, each in flat.items()}, folder / SHARDS)
+        if self.spec.control.max_policy_lag:
+            save_file(dict(self.older), folder / OLDER)
+        counters = {"step": self.step, "learning_rate": learner.learning_rate}
+        save_state(folder, model=None, optimizer=learner.optimizer, head=learner.networks, counters=counters)
+
+    def _restore(self, folder: Path) -> None:
+        learner = self.learner
+        load_arrays(learner.networks.actors, load_file(folder / ACTORS))
+        load_arrays(learner.networks.critics, load_file(folder / CRITICS))
+        counters = restore_state(folder, model=None, optimizer=learner.optimizer, head=learner.networks)
+        learner.learning_rate = float(counters["learning_rate"])
+        self.step = self.saved_step = int(counters["step"])
+        self.shards = [{} for _ in range(self.spec.robot.shards)]
+        for name, each in load_file(folder / SHARDS).items():
+            shard, _, key = name.partition("/")
+            self.shards[int(shard)][key] = each
+        if self.spec.control.max_policy_lag:
+            self.older = load_file(folder / OLDER)
+
+
+SUMMARISED = ("episodes", "return_mean", "success", "success_interval", "falls", "figures", "terms")
+"""Fields of the event `robot_evaluation` that are in the summary."""
+
+
+def evaluation_fields(played: PlayedEpisodes) -> dict[str, Any]:
+    """Fields of the event `robot_evaluation`."""
+    episodes = len(played)
+    success = played.count("success") / episodes
+    means = {name: played.mean(name) for name in played.figures}
+    return {
+        "episodes": episodes,
+        "return_mean": means["return"],
+        "success": success,
+        "success_interval": list(wilson_interval(success, episodes)),
+        "falls": means["fell"],
+        "figures": _below(means, "figure/"),
+        "terms": _below(means, "term/"),
+    }
+
+
+def _below(values: Mapping[str, float], prefix: str) -> dict[str, float]:
+    return {name.removeprefix(prefix): each for name, each in values.items() if name.startswith(prefix)}
+
+
+def episode_values(experience: Sequence[State]) -> dict[str, float]:
+    """Metrics of the episodes that ended in an iteration, and of the physics."""
+    columns: dict[str, list[npt.NDArray[Any]]] = {}
+    for chunk in experience:
+        for name in chunk:
+            if name.startswith("episode/"):
+                columns.setdefault(name.removeprefix("episode/"), []).append(chunk[name])
+    ended = {name: np.concatenate(parts) for name, parts in columns.items()}
+    values = {
+        "robot/episodes": float(len(ended.get("return", ()))),
+        "robot/invalid": float(sum(int(chunk["invalid"]) for chunk in experience)),
+    }
+    names = {"return": "return_mean", "length": "length_mean", "success": "success", "fell": "falls"}
+    names |= {name: name for name in ended if name.startswith(("term/", "figure/"))}
+    return values | {f"robot/{metric}": float(np.mean(ended[name])) for name, metric in names.items() if name in ended}
+
+
+def headline(before: Mapping[str, Any], after: Mapping[str, Any], iterations: int) -> str:
+    """success 0.02 -> 0.98 (n = 64), return 1.2 -> 9.8 in 60 iterations."""
+    if not after:
+        return f"{iterations} iterations"
+    first = before or after
+    return (
+        f"success {first['success']:.2f} -> {after['success']:.2f} (n = {after['episodes']}), "
+        f"return {first['return_mean']:.3g} -> {after['return_mean']:.3g} in {iterations} iterations"
+    )
+
+
+def digest_of(weights: Weights) -> str:
+    """32 hex digits over names and bytes."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name, each in weights.items():
+        digest.update(name.encode() + b"\0" + each.tobytes())
+    return digest.hexdigest()
+
+
+def task_digest(spec: RunSpec) -> str:
+    """Digest of the compiled model."""
+    import mujoco
+
+    model = check_model(open_task(spec.robot.task), spec.robot.parameters)
+    buffer = np.zeros(mujoco.mj_sizeModel(model), np.uint8)
+    mujoco.mj_saveModel(model, None, buffer)
+    return hashlib.blake2b(buffer.tobytes(), digest_size=16).hexdigest()

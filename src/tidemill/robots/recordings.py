@@ -29,6 +29,7 @@ from tidemill.core.errors import UserError
 from tidemill.data.row_files import import_extra
 from tidemill.core.records import Record, decode_json
 from tidemill.robots.policy_arrays import Singles
+from tidemill.telemetry.jsonl import write_json
 
 DESCRIPTION, TABLES = "recording.json", "recording.safetensors"
 LEROBOT = Path("meta") / "info.json"
@@ -65,7 +66,7 @@ def write_recording(folder: Path, recording: Recording) -> None:
     """Write both files into a new or existing folder. Raises OSError: the disk is full."""
     folder.mkdir(parents=True, exist_ok=True)
     save_file({name: np.ascontiguousarray(each) for name, each in recording.tables.items()}, folder / TABLES)
-    (folder / DESCRIPTION).write_bytes(msgspec.json.format(msgspec.json.encode(recording.description)) + b"\n")
+    write_json(folder / DESCRIPTION, msgspec.to_builtins(recording.description))  # last: a kill leaves no recording
 
 
 def read_recording(folder: Path, *, where: str) -> Recording:

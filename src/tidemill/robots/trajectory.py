@@ -22,41 +22,8 @@ from tidemill.robots.simulation import actuator_of, random_of
 from tidemill.robots.task import EpisodeRandom, Floats, Task, Worlds
 
 wp.config.quiet = True  # of standard output
-SCALARS = (int(mujoco.mjtJoint.mjJNT_SLIDE), int(mujoco.mjtJoint.mjJNT_HINGE))
 STEP = 1e-6  # of numerical derivatives of the task's functions
 CHECK_STEP = 0.02  # of the finite differences through float32 physics, in units of actions
-
-
-def check_differentiable(model: mujoco.MjModel) -> None:
-    """Raises UserError: Featherstone's gradients of this model are wrong."""
-    if wp.config.deterministic != wp.DeterministicMode.NOT_GUARANTEED:
-        what = "warp.config.deterministic is switched on, with which Newton loses contacts and gradients"
-        raise UserError(what, where="optimise", hint="leave it at warp.DeterministicMode.NOT_GUARANTEED")
-    if pair := _colliding(model):
-        what = f"the geoms {pair[0]} and {pair[1]} can touch; Newton's Featherstone solver diverges with contacts"
-        hint = 'set contype="0" conaffinity="0" in the MJCF, or train a policy with a control stage'
-        raise UserError(what, where="robot.task", hint=hint)
-    for at in range(model.njnt):
-        if int(model.jnt_type[at]) not in SCALARS:
-            what = f"{model.joint(at).name} is neither a hinge nor a slide joint"
-            raise UserError(what, where="robot.task", hint="train a policy with a control stage")
-
-
-def _colliding(model: mujoco.MjModel) -> tuple[str, str] | None:
-    """Two geoms that MuJoCo would test for contact; None if there are none."""
-    if model.npair:
-        return tuple(model.geom(int(each[model_at])).name for each, model_at in ((model.pair_geom1, 0), (model.pair_geom2, 0)))  # type: ignore[return-value]
-    body, parent = model.geom_bodyid, model.body_parentid
-    for first in range(model.ngeom):
-        for second in range(first + 1, model.ngeom):
-            a, b = int(body[first]), int(body[second])
-            family = model.body_weldid[a] == model.body_weldid[b] or (min(a, b) > 0 and (parent[a] == b or parent[b] == a))
-            masks = (model.geom_contype[first] & model.geom_conaffinity[second]) | (
-                model.geom_contype[second] & model.geom_conaffinity[first]
-            )
-            if masks and not family:
-                return model.geom(first).name or f"{first}", model.geom(second).name or f"{second}"
-    return None
 
 
 @wp.kernel

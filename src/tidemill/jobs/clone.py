@@ -59,7 +59,11 @@ def check_clone(spec: RunSpec) -> None:
     """Raises UserError: a setting of `clone` cannot be used, or the episodes or the teacher are of another robot."""
     settings = spec.clone
     if (settings.path is None) == (settings.teacher is None):
-        what = "clone.path and clone.teacher are both given" if settings.path else "neither clone.path nor clone.teacher is given"
+        what = (
+            "clone.path and clone.teacher are both given"
+            if settings.path
+            else "neither clone.path nor clone.teacher is given"
+        )
         raise UserError(what, where="clone", hint="give recorded episodes or a teacher")
     if settings.on_policy and settings.teacher is None:
         what = "on_policy needs a teacher that labels what the student observes"
@@ -150,9 +154,7 @@ def _demonstrations(recording: Recording, description: PolicyDescription) -> Dem
     inputs, labels = {}, {}
     for name, joints in description.policies.items():
         groups = description.obs_groups[name]
-        observed = observations(
-            recording, groups, description.layout, history=description.history, where="clone.path"
-        )
+        observed = observations(recording, groups, description.layout, history=description.history, where="clone.path")
         inputs[name] = torch.from_numpy(observed)
         labels[name] = actions[:, [description.joints.index(joint) for joint in joints]]
     return Demonstrations(inputs=inputs, labels=labels)
@@ -190,7 +192,11 @@ async def _record(session: Session, teacher: StoredPolicy) -> Recording:
     tables["means"] = tables["means"][:, [order.index(joint) for joint in description.joints]]
     layout = {group: description.layout[group] for group in groups}
     described = RecordingDescription(
-        joints=description.joints, control_s=description.control_s, lengths=lengths, task=description.task, layout=layout
+        joints=description.joints,
+        control_s=description.control_s,
+        lengths=lengths,
+        task=description.task,
+        layout=layout,
     )
     return Recording(description=described, tables=tables)
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -119,7 +118,9 @@ def _measured_joints(recording: Recording, model: mujoco.MjModel) -> list[str]:
     unknown = [joint for joint in measured if joint not in known]
     if unknown:
         hint = did_you_mean(unknown[0], known) or f"it has {', '.join(known)}"
-        raise UserError(f"the model has no joint {unknown[0]}, whose positions were recorded", where="identify.path", hint=hint)
+        raise UserError(
+            f"the model has no joint {unknown[0]}, whose positions were recorded", where="identify.path", hint=hint
+        )
     return list(measured)
 
 

@@ -84,11 +84,10 @@ def optimise_trajectory(spec: RunSpec, *, progress: Callable[[str], None] = lamb
     random = np.random.default_rng(spec.run.seed)
     noise = random.standard_normal((settings.steps, len(task.joints)))
     progress("comparing the gradient with finite differences")
-    errors = gradient_errors(
-        cost, CHECK_ACTION * noise, directions=settings.check_directions, seed=spec.run.seed
-    )
+    errors = gradient_errors(cost, CHECK_ACTION * noise, directions=settings.check_directions, seed=spec.run.seed)
     if not max(errors) <= settings.check_tolerance:
-        what = f"the gradient differs from finite differences by {max(errors):.2%} (at most {settings.check_tolerance:.2%})"
+        allowed = f"(at most {settings.check_tolerance:.2%})"
+        what = f"the gradient differs from finite differences by {max(errors):.2%} {allowed}"
         hint = "shorten optimise.steps, or lower the model's timestep: the physics may be chaotic or stiff"
         raise UserError(what, where="optimise.check_tolerance", hint=hint)
     actions, costs = _descend(cost, FIRST_ACTION * noise, spec, progress)
@@ -131,7 +130,7 @@ def _open_cost(spec: RunSpec, task: Task) -> TrajectoryCost:
     substeps = round(task.control_s / engine.model.opt.timestep)
     source = mjcf_with(str(task.model), spec.robot.parameters)
     physics = NewtonPhysics(source, engine.model, task.joints, steps=spec.optimise.steps, substeps=substeps)
-    return TrajectoryCost(task, engine, physics, steps=spec.optimise.steps, seed=spec.run.seed)
+    return TrajectoryCost(task, engine, physics, seed=spec.run.seed)
 
 
 def _descend(

@@ -64,7 +64,13 @@ class LogFit:
     velocity of every measured joint of each log."""
 
     def __init__(
-        self, source: str, model: mujoco.MjModel, names: Sequence[str], joints: Sequence[str], logs: Sequence[Log], substeps: int
+        self,
+        source: str,
+        model: mujoco.MjModel,
+        names: Sequence[str],
+        joints: Sequence[str],
+        logs: Sequence[Log],
+        substeps: int,
     ) -> None:
         self._source, self._model, self._substeps = source, model, substeps
         self.names, self.logs = names, logs
@@ -164,7 +170,9 @@ def _noise(positions: Floats) -> Floats:
     return np.maximum(np.sqrt(np.mean(np.diff(positions, n=3, axis=0) ** 2, axis=0) / 20), 1e-6)
 
 
-def identify(fit: LogFit, *, within: tuple[float, float], confidence: float, seed: int, joints: Sequence[str]) -> Identified:
+def identify(
+    fit: LogFit, *, within: tuple[float, float], confidence: float, seed: int, joints: Sequence[str]
+) -> Identified:
     """Fit the parameters of logs.
 
     Args:

@@ -1,10 +1,10 @@
 """Physical parameters by name, such as `mass:pole`: what `identify` estimates and `robot.parameters` replaces.
 
-    mass:BODY         kg, with the rotational inertia in proportion
-    length:BODY       m, of the longest geom of the body along its axis; what is attached to the body moves with it
-    damping:JOINT     N s/m or N m s/rad
-    friction:GEOM     sliding friction
-    gain:ACTUATOR     force for a control of 1; for position servos also their stiffness and damping in proportion
+mass:BODY         kg, with the rotational inertia in proportion
+length:BODY       m, of the longest geom of the body along its axis; what is attached to the body moves with it
+damping:JOINT     N s/m or N m s/rad
+friction:GEOM     sliding friction
+gain:ACTUATOR     force for a control of 1; for position servos also their stiffness and damping in proportion
 """
 
 from __future__ import annotations
@@ -83,9 +83,7 @@ def model_spec(source: str) -> mujoco.MjSpec:
     return mujoco.MjSpec.from_file(source)
 
 
-def with_parameters(
-    source: str, model: mujoco.MjModel, values: Mapping[str, float], *, where: str
-) -> mujoco.MjModel:
+def with_parameters(source: str, model: mujoco.MjModel, values: Mapping[str, float], *, where: str) -> mujoco.MjModel:
     """A model of the MJCF `source` with other values. Raises UserError: a name is unknown."""
     check_names(values, model, where=where)
     return apply_parameters(model_spec(source), model, values)

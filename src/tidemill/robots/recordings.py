@@ -26,8 +26,8 @@ from safetensors.numpy import load_file, save_file
 
 from tidemill.config.keys import did_you_mean
 from tidemill.core.errors import UserError
-from tidemill.data.row_files import import_extra
 from tidemill.core.records import Record, decode_json
+from tidemill.data.row_files import import_extra
 from tidemill.robots.policy_arrays import Singles
 from tidemill.telemetry.jsonl import write_json
 
@@ -147,7 +147,9 @@ def _lerobot_rows(folder: Path, info: Mapping[str, Any], columns: Sequence[str])
         raise UserError(what, where=str(folder / LEROBOT), hint="download the data set again")
     rows = {name: np.concatenate([np.array(part[name].to_pylist()) for part in parts]) for name in [*keys, *columns]}
     order = np.lexsort((rows["frame_index"], rows["episode_index"]))
-    return {name: values[order].reshape(found, -1) if name in columns else values[order] for name, values in rows.items()}
+    return {
+        name: values[order].reshape(found, -1) if name in columns else values[order] for name, values in rows.items()
+    }
 
 
 # What a job reads.
@@ -177,7 +179,9 @@ def for_joints(
         hint = did_you_mean(extra[0], joints) or f"the task moves {', '.join(joints)}"
         raise UserError(what, where=f"{where}.path", hint=hint)
     if abs(description.control_s / control_s - 1) > RATE_TOLERANCE:
-        what = f"the episodes were recorded at {1 / description.control_s:g} Hz, but the task acts at {1 / control_s:g} Hz"
+        what = (
+            f"the episodes were recorded at {1 / description.control_s:g} Hz, but the task acts at {1 / control_s:g} Hz"
+        )
         raise UserError(what, where=f"{where}.path", hint="resample them, or use a task of the same control_s")
     order = [names.index(joint) for joint in joints]
     columns = {name: recording.tables[name][:, order] for name in ("actions", "controls") if name in recording.tables}
@@ -215,7 +219,11 @@ def observations(
         width = recording.tables[name].shape[1]
         if recorded_terms != terms or width != sum(size for _, size in terms):
             wanted = ", ".join(f"{term} ({size})" for term, size in terms)
-            has = ", ".join(f"{term} ({size})" for term, size in recorded_terms) if recorded_terms != terms else f"{width} columns"
+            has = (
+                ", ".join(f"{term} ({size})" for term, size in recorded_terms)
+                if recorded_terms != terms
+                else f"{width} columns"
+            )
             what = f"observations {group} were recorded with {has}, but the task's are {wanted}"
             raise UserError(what, where=where, hint="record the episodes with this task")
         parts += [np.concatenate([_windows(each, history) for each in recording.episodes(name)])]
@@ -228,7 +236,9 @@ def _windows(rows: Singles, history: int) -> Singles:
     return rows[np.maximum(at, 0)].reshape(len(rows), -1)
 
 
-def recorded(experiences: Iterator[Tables] | Sequence[Tables], groups: Sequence[str], history: int) -> tuple[Tables, tuple[int, ...]]:
+def recorded(
+    experiences: Iterator[Tables] | Sequence[Tables], groups: Sequence[str], history: int
+) -> tuple[Tables, tuple[int, ...]]:
     """Tables and lengths of the first episode of every world of `episodes.play_episodes`."""
     tables: dict[str, list[npt.NDArray[Any]]] = {}
     lengths = []

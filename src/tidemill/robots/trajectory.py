@@ -97,7 +97,8 @@ class NewtonPhysics:
         moved = [model.joint(joint).id for joint in joints]
         self._constants = wp.array(np.stack([_constants(model, joint) for joint in joints]), dtype=float, device="cpu")
         self._actuated = [
-            wp.array(np.array([each[at] for at in moved]), dtype=int, device="cpu") for each in (self._positions, self._dofs)
+            wp.array(np.array([each[at] for at in moved]), dtype=int, device="cpu")
+            for each in (self._positions, self._dofs)
         ]
 
     def run(self, qpos: Floats, qvel: Floats, controls: Floats) -> tuple[Path, wp.Tape, wp.array]:
@@ -160,11 +161,13 @@ class TrajectoryCost:
         seed: of the start.
     """
 
-    def __init__(self, task: Task, engine: Engine, physics: NewtonPhysics, *, steps: int, seed: int) -> None:
-        self._task, self._engine, self._physics, self._steps = task, engine, physics, steps
+    def __init__(self, task: Task, engine: Engine, physics: NewtonPhysics, *, seed: int) -> None:
+        self._task, self._engine, self._physics = task, engine, physics
         model = engine.model
         state = engine.start(1)
-        self._worlds = _worlds_of(model, state[:, 1 : 1 + model.nq], state[:, 1 + model.nq : 1 + model.nq + model.nv], len(task.joints))
+        self._worlds = _worlds_of(
+            model, state[:, 1 : 1 + model.nq], state[:, 1 + model.nq : 1 + model.nq + model.nv], len(task.joints)
+        )
         task.start(self._worlds, np.arange(1), EpisodeRandom([random_of(seed, "optimise")]))
         self.qpos, self.qvel = self._worlds.qpos[0].copy(), self._worlds.qvel[0].copy()
 
@@ -181,10 +184,11 @@ class TrajectoryCost:
 
     def control_slopes(self, actions: Floats) -> Floats:
         """Derivatives [T, controls, actions] of the controls."""
-        found = []
-        for step in STEP * np.eye(actions.shape[1]):
-            found.append((self.controls(actions + step) - self.controls(actions - step)) / (2 * STEP))
-        return np.stack(found, axis=2)
+        columns = [
+            (self.controls(actions + step) - self.controls(actions - step)) / (2 * STEP)
+            for step in STEP * np.eye(actions.shape[1])
+        ]
+        return np.stack(columns, axis=2)
 
     def gradient(self, actions: Floats) -> tuple[float, Floats, Path]:
         """The cost, its gradient [T, joints] and the states."""

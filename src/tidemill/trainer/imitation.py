@@ -50,7 +50,8 @@ class ImitationLearner:
     def loss(self, rows: Demonstrations) -> Tensor:
         """[]: squared errors of all joints, mean over rows and joints, summed over policies."""
         losses = [
-            (actor(rows.inputs[name]) - rows.labels[name]).square().mean() for name, actor in self.networks.actors.items()
+            (actor(rows.inputs[name]) - rows.labels[name]).square().mean()
+            for name, actor in self.networks.actors.items()
         ]
         return torch.stack(losses).sum()
 
@@ -154,7 +155,9 @@ class TeacherLearner(ImitationLearner):
         return self.fit(rows, epochs=self._epochs, rate=self._settings.learning_rate, iteration=iteration)
 
 
-def teacher_actions(chunks: Sequence[Mapping[str, np.ndarray]], teacher: StoredPolicy, history: int) -> dict[str, Tensor]:
+def teacher_actions(
+    chunks: Sequence[Mapping[str, np.ndarray]], teacher: StoredPolicy, history: int
+) -> dict[str, Tensor]:
     """The teacher's mean actions for the observations of chunks, [N * T, A] by policy.
 
     Args:

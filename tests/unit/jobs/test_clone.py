@@ -81,7 +81,9 @@ class StopAt(Callback):
 @pytest.mark.parametrize(
     ("on_policy", "metric"), [(False, "eval/loss"), (True, "loss")], ids=["recorded episodes", "on policy"]
 )
-def test_a_policy_imitates_its_teacher_and_resumes_to_the_same_bits(tmp_path: Path, on_policy: bool, metric: str) -> None:
+def test_a_policy_imitates_its_teacher_and_resumes_to_the_same_bits(
+    tmp_path: Path, on_policy: bool, metric: str
+) -> None:
     settings = {"clone": SMALL["clone"] | {"teacher": write_teacher(tmp_path), "on_policy": on_policy}}
     summary = cloned(tmp_path, "calm", **settings)
     stored = read_policy(Path(summary["policy"]), where="test")

@@ -72,7 +72,12 @@ def test_a_value_outside_of_the_range_is_reported(tmp_path: Path) -> None:
     [
         ({"parameters": ["mass:pol"]}, {}, "no body pol", "did you mean pole?"),
         ({"parameters": []}, {}, "no parameters are given", "mass:BODY"),
-        ({"parameters": ["friction:pole", "length:cart", "damping:hinge"]}, {"joints": ("slid",)}, "do not move slide", ""),
+        (
+            {"parameters": ["friction:pole", "length:cart", "damping:hinge"]},
+            {"joints": ("slid",)},
+            "do not move slide",
+            "",
+        ),
         ({"path": None}, {}, "no logs are given", "recorded episodes"),
         ({}, {"measured": ("slide", "hinges")}, "no joint hinges", "did you mean hinge?"),
         ({}, {"measured": ()}, "no positions", "measured"),

@@ -34,7 +34,9 @@ def spec_of(tmp_path: Path, **sections: dict[str, Any]) -> RunSpec:
         ('type="slide" axis="1 0 0"', 'type="ball"', "slide is neither a hinge nor a slide joint", "control stage"),
     ],
 )
-def test_models_whose_gradients_are_wrong_are_refused(tmp_path: Path, old: str, new: str, message: str, hint: str) -> None:
+def test_models_whose_gradients_are_wrong_are_refused(
+    tmp_path: Path, old: str, new: str, message: str, hint: str
+) -> None:
     text = (MODELS / "swingup.xml").read_text()
     assert old in text
     (tmp_path / "own.xml").write_text(text.replace(old, new))

@@ -128,7 +128,11 @@ def test_other_observations_are_refused(groups: list[str], layout: Any, message:
     [
         ({"codebase_version": "v2.1"}, "version v2.1, not v3", "convert"),
         ({"total_frames": 6}, "5 of 6 frames", "download"),
-        ({"features": {"action": {"dtype": "float32", "shape": [2], "names": None}}}, "no names", "names of the joints"),
+        (
+            {"features": {"action": {"dtype": "float32", "shape": [2], "names": None}}},
+            "no names",
+            "names of the joints",
+        ),
     ],
 )
 def test_lerobot_datasets_that_cannot_be_used(tmp_path: Path, changes: Any, message: str, hint: str) -> None:

@@ -109,7 +109,8 @@ class LogFit:
         points = x.reshape(len(x), -1).T
         predicted = self._simulate(points)
         difference = (predicted - self._measured[None, :, : self.rows]) / self.noise
-        return np.nan_to_num(difference, nan=0.0).reshape(len(points), -1).T
+        residuals: Floats = np.nan_to_num(difference, nan=0.0).reshape(len(points), -1).T
+        return residuals
 
     def jacobian(self, x: Floats, residuals: Floats) -> Floats:
         """[logs * rows * joints, unknowns] by central differences. The initial states of all logs move together,
@@ -144,7 +145,8 @@ class LogFit:
         later, _ = self._rollout.rollout(models, [self._data], initial, np.tile(controls, (len(points), 1, 1)))
         rows = np.concatenate([initial[:, None], later[:, self._substeps - 1 :: self._substeps]], axis=1)
         positions = np.nan_to_num(rows[:, :, 1 + self._columns], nan=DIVERGED, posinf=DIVERGED, neginf=-DIVERGED)
-        return np.clip(positions, -DIVERGED, DIVERGED).reshape(len(points), logs, self.rows, -1)
+        found: Floats = np.clip(positions, -DIVERGED, DIVERGED).reshape(len(points), logs, self.rows, -1)
+        return found
 
     def model_of(self, logarithms: Floats) -> mujoco.MjModel:
         """The model with the parameters' factors of these logarithms."""
@@ -167,7 +169,8 @@ class LogFit:
 def _noise(positions: Floats) -> Floats:
     """Standard deviation of the noise of each column of a smooth signal, from third differences: their variance is
     1 + 9 + 9 + 1 times that of the noise."""
-    return np.maximum(np.sqrt(np.mean(np.diff(positions, n=3, axis=0) ** 2, axis=0) / 20), 1e-6)
+    variance: Floats = np.mean(np.diff(positions, n=3, axis=0) ** 2, axis=0) / 20
+    return np.maximum(np.sqrt(variance), 1e-6)
 
 
 def identify(

@@ -233,7 +233,8 @@ def observations(
 def _windows(rows: Singles, history: int) -> Singles:
     """Each row with the `history - 1` before it, newest last; the first one stands for those before it."""
     at = np.arange(len(rows))[:, None] + np.arange(1 - history, 1)
-    return rows[np.maximum(at, 0)].reshape(len(rows), -1)
+    windows: Singles = rows[np.maximum(at, 0)].reshape(len(rows), -1)
+    return windows
 
 
 def recorded(

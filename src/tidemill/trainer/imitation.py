@@ -10,12 +10,15 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, cast
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
 from tidemill.config.robot import CloneConfig, ControlConfig
+from tidemill.models.actor import GaussianActor
 from tidemill.robots.policy_arrays import mean_action
 from tidemill.robots.policy_folder import PolicyDescription, StoredPolicy
 from tidemill.robots.simulation import State
@@ -43,6 +46,7 @@ class ImitationLearner:
 
     def __init__(self, networks: ControlNetworks, settings: CloneConfig, control: ControlConfig, *, seed: int) -> None:
         self.networks, self.learning_rate = networks, settings.learning_rate
+        self._actors = {name: cast("GaussianActor", actor) for name, actor in networks.actors.items()}
         self._settings, self._max_grad_norm, self._seed = settings, control.max_grad_norm, seed
         self.steps_per_update = 0  # of the newest update
         self.optimizer = torch.optim.Adam(networks.parameters(), lr=settings.learning_rate, fused=True)
@@ -50,14 +54,13 @@ class ImitationLearner:
     def loss(self, rows: Demonstrations) -> Tensor:
         """[]: squared errors of all joints, mean over rows and joints, summed over policies."""
         losses = [
-            (actor(rows.inputs[name]) - rows.labels[name]).square().mean()
-            for name, actor in self.networks.actors.items()
+            (actor(rows.inputs[name]) - rows.labels[name]).square().mean() for name, actor in self._actors.items()
         ]
         return torch.stack(losses).sum()
 
     def observe(self, rows: Demonstrations) -> None:
         """Add the inputs to the normalisers."""
-        for name, actor in self.networks.actors.items():
+        for name, actor in self._actors.items():
             actor.normaliser.update(rows.inputs[name])
 
     def fit(self, rows: Demonstrations, *, epochs: int, rate: float, iteration: int) -> dict[str, float]:
@@ -149,14 +152,14 @@ class TeacherLearner(ImitationLearner):
     def update(self, chunks: Sequence[State], iteration: int, *, lag: int = 0) -> dict[str, float]:
         del lag
         experience = collect(chunks, self._description)
-        inputs = {name: experience.inputs[name][:, :-1].flatten(0, 1) for name in self.networks.actors}
+        inputs = {name: experience.inputs[name][:, :-1].flatten(0, 1) for name in self._actors}
         rows = Demonstrations(inputs=inputs, labels=teacher_actions(chunks, self._teacher, self._description.history))
         self.observe(rows)
         return self.fit(rows, epochs=self._epochs, rate=self._settings.learning_rate, iteration=iteration)
 
 
 def teacher_actions(
-    chunks: Sequence[Mapping[str, np.ndarray]], teacher: StoredPolicy, history: int
+    chunks: Sequence[Mapping[str, npt.NDArray[Any]]], teacher: StoredPolicy, history: int
 ) -> dict[str, Tensor]:
     """The teacher's mean actions for the observations of chunks, [N * T, A] by policy.
 

@@ -39,7 +39,12 @@ def write_logs(folder: Path, *, logs: int, rows: int, **changes: Any) -> None:
             mujoco.mj_step(model, data, 2)
         actions.append(shaken)
     tables = {"positions": np.array(positions), "actions": np.concatenate(actions)[:, None].astype(np.float32)}
-    description = {"joints": ("slide",), "control_s": 0.02, "lengths": (rows,) * logs, "measured": ("slide", "hinge")}
+    description: dict[str, Any] = {
+        "joints": ("slide",),
+        "control_s": 0.02,
+        "lengths": (rows,) * logs,
+        "measured": ("slide", "hinge"),
+    }
     write_recording(folder, Recording(description=RecordingDescription(**(description | changes)), tables=tables))
 
 

@@ -23,7 +23,7 @@ STATES = np.array([[0.0, 1.0], [2.0, 3.0], [4.0, 5.0], [6.0, 7.0], [8.0, 9.0]]) 
 
 
 def small(**changes: Any) -> Recording:
-    description = {
+    description: dict[str, Any] = {
         "joints": ("hip", "knee"),
         "control_s": 0.02,
         "lengths": (3, 2),

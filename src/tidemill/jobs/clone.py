@@ -42,9 +42,8 @@ from tidemill.robots.recordings import (
     recorded,
     write_recording,
 )
-from tidemill.robots.setup import SimulationSetup, describe, setup_of, undisturbed
+from tidemill.robots.setup import SimulationSetup, describe, setup_of, task_of, undisturbed
 from tidemill.robots.simulation import random_of
-from tidemill.robots.tasks import open_task
 from tidemill.runtime.simulators import open_chunks
 from tidemill.trainer.imitation import Demonstrations, RecordedLearner, TeacherLearner
 
@@ -252,7 +251,7 @@ async def _play(
             purpose=purpose,
             seed=spec.run.seed,
             episodes=episodes,
-            steps=open_task(spec.robot.task).steps_per_episode(),
+            steps=task_of(spec.robot).steps_per_episode(),
             deterministic=deterministic,
         )
 

@@ -42,9 +42,10 @@ from tidemill.jobs.train import TASK_DIGEST, keep_live, record_start, run_sessio
 from tidemill.models.actor import arrays_of, load_arrays
 from tidemill.robots.engine import check_model
 from tidemill.robots.episodes import PlayedEpisodes, play_episodes
+from tidemill.robots.playback import record_episodes
 from tidemill.robots.policy_arrays import Weights, pack, unpack
 from tidemill.robots.policy_folder import ACTORS, PolicyDescription, write_policy
-from tidemill.robots.setup import SimulationSetup, describe, setup_of, undisturbed
+from tidemill.robots.setup import SimulationSetup, describe, setup_of, task_of, undisturbed
 from tidemill.robots.simulation import State
 from tidemill.robots.tasks import open_task
 from tidemill.runtime.backend import checkpoint_store
@@ -334,23 +335,21 @@ class ControlTraining:
         steps = self.spec.robot.worlds * self.spec.control.num_steps_per_env
         if not answers:
             return values | {metrics.TRAIN_TIME: fields["duration_s"]}
-        return (
-            values
-            | episode_values(experience)
-            | {
-                metrics.TRAIN_TIME: fields["duration_s"],
-                "robot/simulation_cpu_s": cpu_s,
-                "robot/steps_per_cpu_s": steps / max(cpu_s + values[metrics.TRAIN_CPU], 1e-9),
-            }
-        )
+        measured = {
+            metrics.TRAIN_TIME: fields["duration_s"],
+            metrics.SIMULATION_CPU: cpu_s,
+            "robot/steps_per_cpu_s": steps / max(cpu_s, 1e-9),
+        }
+        return values | episode_values(experience) | self.chunks.take_figures() | measured
 
     def _check_physics(self, experience: Sequence[State]) -> None:
         invalid, worlds = sum(int(chunk["invalid"]) for chunk in experience), self.spec.robot.worlds
         if invalid > INVALID_LIMIT * worlds:
+            share = f"{invalid} of {worlds} worlds ({percent(invalid / worlds)})"
             raise GuardStop(
-                f"iteration {self.step + 1} had to reset {invalid} of {worlds} worlds ({percent(invalid / worlds)}), whose "
-                "physics was not finite\n  lower the timestep or the gains of the model; then run the same command again: "
-                "the run resumes from its checkpoint"
+                f"iteration {self.step + 1} had to reset {share}, whose physics was not finite\n"
+                "  lower the timestep or the gains of the model; then run the same command again: the run resumes from "
+                "its checkpoint"
             )
 
     async def _publish(self, version: int, weights: Weights | None = None) -> None:
@@ -398,11 +397,14 @@ class ControlTraining:
                 purpose="evaluation",
                 seed=self.spec.run.seed,
                 episodes=episodes,
-                steps=open_task(self.spec.robot.task).steps_per_episode(),
+                steps=task_of(self.spec.robot).steps_per_episode(),
                 setup=UNDISTURBED,
                 record=True,
             )
             fields |= evaluation_fields(played)
+            if not self.spec.robot.environment:
+                model = check_model(open_task(self.spec.robot.task), self.spec.robot.parameters)
+                record_episodes(self.run.path, when, model, played, control_s=self.description.control_s)
         return fields
 
     def _logged(self, when: str) -> dict[str, Any]:
@@ -418,9 +420,8 @@ class ControlTraining:
         """What the summary says about the policy."""
         before, after, figures = self.before, self.after, dict[str, Any]()
         if after:
-            low, high = after["success_interval"]
             names = ("return_mean", "success", "falls")
-            figures = {name: after[name] for name in names} | {"success_low": low, "success_high": high}
+            figures = {name: after[name] for name in names} | {"n": after["episodes"]}
             figures |= {f"{name}_before": before[name] for name in names if before} | dict(after["figures"])
         evaluations = {"before": before, "after": after}
         shown = {when: {k: v for k, v in each.items() if k in SUMMARISED} for when, each in evaluations.items()}
@@ -524,7 +525,9 @@ def digest_of(weights: Weights) -> str:
 
 
 def task_digest(spec: RunSpec) -> str:
-    """Digest of the compiled model."""
+    """Digest of the compiled model, or of what makes the environment."""
+    if spec.robot.environment:
+        return hashlib.blake2b(spec.robot.model_dump_json().encode(), digest_size=16).hexdigest()
     import mujoco
 
     model = check_model(open_task(spec.robot.task), spec.robot.parameters)

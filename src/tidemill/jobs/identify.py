@@ -11,9 +11,8 @@ from tidemill.config.keys import did_you_mean
 from tidemill.config.load import PREFIX
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError
-from tidemill.robots.engine import check_model
+from tidemill.robots.engine import actuator_of, check_model, model_source
 from tidemill.robots.recordings import Recording, for_joints, read_recording
-from tidemill.robots.simulation import actuator_of
 from tidemill.robots.task import Task
 from tidemill.robots.tasks import open_task
 from tidemill.telemetry.jsonl import write_json
@@ -65,7 +64,7 @@ def identify_parameters(spec: RunSpec, *, progress: Callable[[str], None] = lamb
     joints, logs = _logs(spec, task, model)
     substeps = round(task.control_s / model.opt.timestep)
     progress(f"fitting {len(settings.parameters)} parameters to {len(logs)} logs")
-    fit = LogFit(str(task.model), model, settings.parameters, joints, logs, substeps)
+    fit = LogFit(model_source(task), model, settings.parameters, joints, logs, substeps)
     found = identify(fit, within=settings.within, confidence=settings.confidence, seed=spec.run.seed, joints=joints)
     product = spec.directory / RESULT
     product.parent.mkdir(parents=True, exist_ok=True)

@@ -13,7 +13,7 @@ import numpy as np
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError
 from tidemill.core.packages import install_command
-from tidemill.robots.engine import check_model, open_engine
+from tidemill.robots.engine import actuator_of, check_model, model_source, open_engine
 from tidemill.robots.task import Floats, Task
 from tidemill.robots.tasks import open_task
 from tidemill.telemetry.jsonl import write_json
@@ -128,7 +128,7 @@ def _open_cost(spec: RunSpec, task: Task) -> TrajectoryCost:
 
     engine = open_engine(spec.robot.model_copy(update={"engine": "mujoco"}), task, 1)
     substeps = round(task.control_s / engine.model.opt.timestep)
-    source = mjcf_with(str(task.model), spec.robot.parameters)
+    source = mjcf_with(model_source(task), spec.robot.parameters)
     physics = NewtonPhysics(source, engine.model, task.joints, steps=spec.optimise.steps, substeps=substeps)
     return TrajectoryCost(task, engine, physics, seed=spec.run.seed)
 
@@ -161,7 +161,6 @@ def _descend(
 
 def _replay(spec: RunSpec, task: Task, cost: TrajectoryCost, actions: Floats) -> States:
     """The states of the same actions in C MuJoCo."""
-    from tidemill.robots.simulation import actuator_of
     from tidemill.robots.trajectory import Path
 
     engine = open_engine(spec.robot.model_copy(update={"engine": "mujoco"}), task, 1)

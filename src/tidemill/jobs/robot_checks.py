@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+from tidemill.config.load import PREFIX
 from tidemill.config.pipeline import StageKind
 from tidemill.config.schema import RunSpec
-from tidemill.robots.engine import check_model
-from tidemill.robots.tasks import open_task
+from tidemill.core.errors import UserError
+from tidemill.robots.setup import describe
+from tidemill.robots.vecenv import check_environment
 
 
 def check_robot_stage(kind: StageKind, spec: RunSpec) -> None:
     """Raises UserError: the task, its model or a setting of the stage cannot be used."""
-    if not spec.robot.environment:
-        check_model(open_task(spec.robot.task), spec.robot.parameters)
+    if str(spec.robot.parameters).startswith(PREFIX):  # of a stage that has not run yet
+        spec = spec.model_copy(update={"robot": spec.robot.model_copy(update={"parameters": None})})
+    if spec.robot.environment:
+        check_environment(spec.robot)
+        if kind in ("identify", "optimise"):
+            what = f"{kind} needs a model, which an environment does not show"
+            raise UserError(what, where="robot.environment", hint="name a robot.task with an MJCF file")
+    else:
+        describe(spec)
     if kind == "clone":
         from tidemill.jobs.clone import check_clone
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from tidemill.config.keys import did_you_mean
 from tidemill.config.robot import RobotConfig
 from tidemill.core.errors import UserError
 from tidemill.core.packages import install_command
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
 
 PARAMETERS = ("mass", "inertia", "friction", "gains", "delay_s")
 """What varies between worlds: factors of the model's values, and a delay in seconds."""
+ROUNDING = 1e-6  # of a number of timesteps
 
 
 class Engine(Protocol):
@@ -80,13 +83,13 @@ def load_model(task: Task, parameters: Path | None = None, *, timestep: float = 
         parameters: file of identified parameters.
 
     Raises:
-        UserError: it cannot be compiled, or lacks an actuator or a joint that the task names.
+        UserError: it cannot be compiled, or does not fit the task.
     """
     import mujoco
 
-    source = str(task.model)
+    source = model_source(task)
     try:
-        is_text = source.lstrip().startswith("<")
+        is_text = source.startswith("<")
         model = mujoco.MjModel.from_xml_string(source) if is_text else mujoco.MjModel.from_xml_path(source)
     except ValueError as error:
         raise UserError(f"the model cannot be compiled: {error}", where="robot.task", hint="correct the MJCF") from None
@@ -94,5 +97,61 @@ def load_model(task: Task, parameters: Path | None = None, *, timestep: float = 
         from tidemill.robots.parameters import read_parameters, with_parameters
 
         model = with_parameters(source, model, read_parameters(parameters), where=str(parameters))
+    _check_joints(task, model)
     model.opt.timestep *= timestep
+    substeps = task.control_s / model.opt.timestep
+    if round(substeps) < 1 or abs(substeps - round(substeps)) > ROUNDING:
+        what = f"control_s = {task.control_s:g} is not a multiple of the timestep of {model.opt.timestep:g} s"
+        near = max(1, round(substeps)) * model.opt.timestep
+        raise UserError(what, where="robot.task", hint=f"control_s = {near:g} is, or change the model's timestep")
     return model
+
+
+def model_source(task: Task) -> str:
+    """MJCF, or the path of a file. A relative path starts at the folder of the file that defines the class."""
+    text = str(task.model).lstrip()
+    if text.startswith("<"):
+        return text
+    owner = next(cls for cls in type(task).__mro__ if "model" in vars(cls))
+    file = getattr(sys.modules[owner.__module__], "__file__", None)
+    return str(Path(file or "").parent / text)
+
+
+def _check_joints(task: Task, model: mujoco.MjModel) -> None:
+    """Raises UserError: an action would move nothing."""
+    if not model.nu:
+        hint = "add an <actuator> for each joint that actions move"
+        raise UserError("the model has no actuators", where="robot.task", hint=hint)
+    names = [model.joint(at).name for at in range(model.njnt)]
+    for joint in task.joints:
+        known_name(joint, names, "joint")
+        if actuator_of(model, joint) < 0:
+            moved = [each for each in names if each and actuator_of(model, each) >= 0]
+            hint = f"add one to the MJCF; joints with an actuator: {', '.join(moved)}"
+            raise UserError(f'joint "{joint}" has no actuator', where="robot.task", hint=hint)
+    policies = task.named_policies()
+    shares = [joint for joints in policies.values() for joint in joints]
+    for joint in shares:
+        known_name(joint, task.joints, "joint")
+    if len(set(shares)) < len(shares) or len(shares) < len(task.joints):
+        what = f"the policies {', '.join(policies)} do not move every joint of the task exactly once"
+        raise UserError(what, where="robot.task", hint="correct policies")
+    for name in (*policies, "critic"):
+        if name not in task.obs_groups:
+            what = f"obs_groups does not name the groups that {name} reads"
+            raise UserError(what, where="robot.task", hint=f'add "{name}": (...) to obs_groups')
+
+
+def known_name(name: str, known: Iterable[str], what: str) -> None:
+    """Raises UserError, with the closest name: the task has no such joint, group, ..."""
+    names = [each for each in known if each]
+    if name not in names:
+        hint = did_you_mean(name, names) or f"one of {', '.join(names)}"
+        raise UserError(f'there is no {what} "{name}"', where="robot.task", hint=hint)
+
+
+def actuator_of(model: mujoco.MjModel, joint: str) -> int:
+    """The actuator that moves a joint; -1 without one."""
+    joint_id = model.joint(joint).id
+    moves_joint = (model.actuator_trntype == 0) & (model.actuator_trnid[:, 0] == joint_id)
+    return int(moves_joint.argmax()) if moves_joint.any() else -1

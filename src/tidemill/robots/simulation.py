@@ -3,15 +3,16 @@
 State of a shard, by name (N worlds, A actions, D observations of a group):
 
     physics, sensors      float64 [N, ...], of the engine          memory/NAME    float64 [N, ...], of the task
-    actions, previous     float64 [N, A]                           queue          float64 [N, Q, A], newest last
+    actions               float64 [N, Q, A], newest last           held           int64 [N]: steps in a row of success
     steps, episode        int64 [N]: control steps, and the number of the current episode
     parameters            float64 [N, 5], of `engine.PARAMETERS`   history/GROUP  float32 [N, H, D], newest last
-    totals                float64 [N, terms + figures + 1]         held           int64 [N]: steps in a row of success
+    totals                float64 [N, terms + figures + 1]
 
 Experience of T steps, by name:
 
     obs/GROUP             float32 [N, T + 1, H * D], the last one of the state after the chunk
     actions, means        float32 [N, T, A]; stds float32 [A]      logprobs       float32 [N, T, policies]
+                          (means and stds in the order of policies, actions in that of the task's joints)
     rewards               float32 [N, T]                           terminated, truncated   bool [N, T]
     final_at              int64 [K, 2]: world and step of truncated episodes, whose last observations are final/GROUP
     invalid               int64 []: worlds that were reset because their physics was not finite
@@ -33,15 +34,19 @@ import numpy.typing as npt
 
 from tidemill.config.robot import RandomiseConfig
 from tidemill.core.chunks import ChunkAnswer, ChunkKey, ChunkRequest
-from tidemill.robots.engine import PARAMETERS, Engine
+from tidemill.core.errors import UserError, exception_text
+from tidemill.robots.engine import PARAMETERS, Engine, actuator_of, known_name
+from tidemill.robots.experience import Experience
 from tidemill.robots.policy_arrays import Singles, Weights, mean_action, pack, unpack
-from tidemill.robots.task import EpisodeRandom, Floats, Integers, Task, Worlds
+from tidemill.robots.task import Bools, EpisodeRandom, Floats, Integers, Task, Worlds
 
 State = dict[str, npt.NDArray[Any]]
 LOG_SQRT_2PI = 0.5 * math.log(2 * math.pi)
 LARGEST_SPEED = 1e3  # of a joint, rad/s or m/s; more is diverged physics
 NO_RANDOMISATION = RandomiseConfig()
 NOMINAL: Floats = np.array([1.0, 1.0, 1.0, 1.0, 0.0])  # values of `PARAMETERS`
+DELAY = PARAMETERS.index("delay_s")
+LAYOUT = ChunkKey(seed=0, purpose="layout", shard=0, iteration=0)
 
 
 def random_of(*key: object) -> np.random.Generator:
@@ -58,6 +63,9 @@ class Simulation:
         history: H, observations that policies read.
         activation: of the policies' hidden layers.
         obs_groups: the groups that each policy and the critic read; default: those of the task.
+
+    Raises:
+        UserError: the task does not fit its model or the groups, or one of its methods fails.
     """
 
     def __init__(
@@ -75,16 +83,52 @@ class Simulation:
         self.randomise, self.history, self.activation = randomise, history, activation
         self.obs_groups = dict(obs_groups or task.obs_groups)
         self.policies = task.named_policies()
-        self._columns = {  # of each policy's actions among those of the task
+        self.columns = {  # of each policy's actions among those of the task
             name: np.array([task.joints.index(joint) for joint in joints]) for name, joints in self.policies.items()
         }
-        self.substeps = round(task.control_s / engine.model.opt.timestep)
-        self._actuators = np.array([actuator_of(engine.model, joint) for joint in task.joints])
-        self._limit = task.steps_per_episode()
-        self._longest_delay = max(randomise.delay_s[1], 0.0)
-        read = {group for name in self.policies for group in self.obs_groups[name]}
-        self._noisy = read  # groups that only the critic reads are exact
         self.read_groups = tuple(dict.fromkeys(group for groups in self.obs_groups.values() for group in groups))
+        self.substeps = round(task.control_s / engine.model.opt.timestep)
+        self.limit = task.steps_per_episode()
+        self._actuators = np.array([actuator_of(engine.model, joint) for joint in task.joints])
+        # Groups that only the critic reads are exact.
+        self._noisy = {group for name in self.policies for group in self.obs_groups[name]}
+        try:
+            self._layout, self._names = self._examine()
+        except UserError:
+            raise
+        except Exception as error:
+            what = f"{type(task).__name__} fails: {exception_text(error)}"
+            raise UserError(what, where="robot.task", hint="correct the task") from error
+
+    def _examine(self) -> tuple[dict[str, tuple[tuple[str, int], ...]], list[str]]:
+        """Terms and widths of each group, and the names of the columns of `totals`."""
+        state = self._blank()
+        self._restart(state, np.arange(self.worlds), LAYOUT)
+        worlds = self.view(state)
+        self.task.advance(worlds)
+        observed = {group: dict(terms) for group, terms in self.task.observe(worlds).items()}
+        for group in self.read_groups:
+            known_name(group, observed, "group of observations")
+        known = {name for terms in observed.values() for name in terms}
+        for name in self.task.noise:
+            known_name(name, known, "term of observations")
+        for group, terms in observed.items():
+            _expect_shapes(terms, f"observe()[{group!r}]", self.worlds, axes=2)
+        rewards, figures = self.task.rewards(worlds), self.task.figures(worlds)
+        _expect_shapes(rewards, "rewards()", self.worlds)
+        _expect_shapes(figures, "figures()", self.worlds)
+        _expect_shapes({"": self.task.terminated(worlds)}, "terminated()", self.worlds)
+        _expect_shapes({"": self.task.succeeding(worlds)}, "succeeding()", self.worlds)
+        actions = np.zeros((self.worlds, len(self.task.joints)))
+        _expect_shapes({"": self.task.controls(actions)}, "controls()", self.worlds, axes=2)
+        layout = {
+            group: tuple((name, values.shape[1]) for name, values in terms.items()) for group, terms in observed.items()
+        }
+        return layout, [*(f"term/{name}" for name in rewards), *(f"figure/{name}" for name in figures)]
+
+    def layout(self) -> dict[str, tuple[tuple[str, int], ...]]:
+        """Terms and widths of every group of observations, in order."""
+        return self._layout
 
     def run(self, weights: Weights, request: ChunkRequest, *, version: int = 0) -> ChunkAnswer:
         """Compute a chunk.
@@ -95,8 +139,8 @@ class Simulation:
         """
         started_s = time.process_time()
         key = request.key
-        state = unpack(request.state) if request.state else self._start(key)
-        self.engine.set_parameters(np.arange(self.worlds), self._factors(state["parameters"]))
+        state = unpack(request.state) if request.state else self.start(key)
+        self._set_parameters(state, np.arange(self.worlds))
         experience = self._steps(weights, state, request)
         return ChunkAnswer(
             key=key,
@@ -106,88 +150,100 @@ class Simulation:
             cpu_s=time.process_time() - started_s,
         )
 
-    def layout(self) -> dict[str, tuple[tuple[str, int], ...]]:
-        """Terms and widths of every group of observations, in order."""
-        state = self._start(ChunkKey(seed=0, purpose="layout", shard=0, iteration=0))
-        observed = self.task.observe(self.view(state))
-        return {
-            group: tuple((name, values.shape[1]) for name, values in terms.items()) for group, terms in observed.items()
-        }
-
     # The state.
 
-    def _start(self, key: ChunkKey) -> State:
-        n, actions = self.worlds, len(self.task.joints)
-        nominal = np.tile(NOMINAL, (n, 1))
-        self.engine.set_parameters(np.arange(n), self._factors(nominal))
+    def start(self, key: ChunkKey) -> State:
+        """The state of a shard before its first chunk."""
+        state = self._blank()
+        self._restart(state, np.arange(self.worlds), key)
+        if key.purpose == "train":  # otherwise all worlds would reach the time limit together
+            first = random_of(key.seed, key.purpose, key.shard, "first steps")
+            state["steps"] = first.integers(0, self.limit, self.worlds)
+        random = random_of(key.seed, key.purpose, key.shard, "first observation")
+        for group, values in self._observe(self.view(state), random).items():
+            state[f"history/{group}"] = np.repeat(values[:, None], self.history, axis=1)
+        state["totals"] = np.zeros((self.worlds, len(self._names) + 1))
+        return state
+
+    def _blank(self) -> State:
+        n = self.worlds
         physics = self.engine.start(n)
-        depth = 2 + math.ceil(self._longest_delay / self.task.control_s)
-        state: State = {
+        delayed = math.ceil(self.randomise.delay_s[1] / self.task.control_s)
+        return {
             "physics": physics,
-            "sensors": self.engine.sensors(physics),
-            "actions": np.zeros((n, actions)),
-            "previous": np.zeros((n, actions)),
-            "queue": np.zeros((n, depth, actions)),
+            "sensors": np.zeros((n, self.engine.model.nsensordata)),
+            "actions": np.zeros((n, 2 + delayed, len(self.task.joints))),
             "steps": np.zeros(n, dtype=np.int64),
             "episode": np.zeros(n, dtype=np.int64),
             "held": np.zeros(n, dtype=np.int64),
-            "parameters": nominal,
+            "parameters": np.tile(NOMINAL, (n, 1)),
         }
-        self._restart(state, np.arange(n), key)
-        if key.purpose == "train":  # otherwise all worlds would reach the time limit together
-            state["steps"] = random_of(key.seed, key.purpose, key.shard, "first steps").integers(0, self._limit, n)
-        state["totals"] = np.zeros((n, len(self._names(state)) + 1))
-        random = random_of(key.seed, key.purpose, key.shard, "first observation")
-        for group, values in self._observe(state, random).items():
-            state[f"history/{group}"] = np.repeat(values[:, None], self.history, axis=1)
-        return state
 
     def _restart(self, state: State, rows: Integers, key: ChunkKey) -> None:
         """Start the next episode of some worlds."""
-        generators = [random_of(key.seed, key.purpose, key.shard, row, state["episode"][row]) for row in rows]
-        ranges = [getattr(self.randomise, name) for name in PARAMETERS]
-        low, high = np.array(ranges).T
-        state["parameters"][rows] = EpisodeRandom(generators).uniform(low, high, len(PARAMETERS))
-        factors = self._factors(state["parameters"][rows])
-        self.engine.set_parameters(rows, factors)
+        random = EpisodeRandom(
+            [random_of(key.seed, key.purpose, key.shard, int(row), int(state["episode"][row])) for row in rows]
+        )
+        low, high = np.array([getattr(self.randomise, name) for name in PARAMETERS]).T
+        state["parameters"][rows] = random.uniform(low, high, len(PARAMETERS))
+        self._set_parameters(state, rows)
         state["physics"][rows] = self.engine.start(len(rows))
-        worlds = self.view(state)
-        self.task.start(worlds, rows, EpisodeRandom(generators))
-        for name, values in worlds.memory.items():
-            state[f"memory/{name}"] = values
-        state["sensors"][rows] = self.engine.sensors(state["physics"])[rows]
-        for name in ("actions", "previous", "queue", "steps", "held"):
+        for name in ("actions", "steps", "held"):
             state[name][rows] = 0
+        worlds = self.view(state)
+        self.task.start(worlds, rows, random)
+        _keep_memory(state, worlds)
+        state["sensors"][rows] = self.engine.sensors(state["physics"])[rows]
 
-    def _factors(self, parameters: Floats) -> dict[str, Floats]:
-        return {name: parameters[:, at] for at, name in enumerate(PARAMETERS)}
+    def _set_parameters(self, state: State, rows: Integers) -> None:
+        values = state["parameters"][rows]
+        self.engine.set_parameters(rows, {name: values[:, at] for at, name in enumerate(PARAMETERS)})
 
     def view(self, state: State) -> Worlds:
         """The state as a task sees it."""
         model, physics = self.engine.model, state["physics"]
+        prefix = "memory/"
         return Worlds(
             model=model,
             qpos=physics[:, 1 : 1 + model.nq],
             qvel=physics[:, 1 + model.nq : 1 + model.nq + model.nv],
             sensors=state["sensors"],
-            actions=state["actions"],
-            previous_actions=state["previous"],
+            actions=state["actions"][:, -1],
+            previous_actions=state["actions"][:, -2],
             steps=state["steps"],
-            memory={name.removeprefix("memory/"): each for name, each in state.items() if name.startswith("memory/")},
+            memory={name.removeprefix(prefix): each for name, each in state.items() if name.startswith(prefix)},
         )
-
-    def _names(self, state: State) -> list[str]:
-        worlds = self.view(state)
-        terms = [f"term/{name}" for name in self.task.rewards(worlds)]
-        return [*terms, *(f"figure/{name}" for name in self.task.figures(worlds))]
 
     # Steps.
 
-    def _observe(self, state: State, random: np.random.Generator) -> dict[str, Singles]:
-        """[N, D] by group, with noise where a policy reads it."""
+    def _steps(self, weights: Weights, state: State, request: ChunkRequest) -> State:
+        """The experience of a chunk; changes `state`."""
+        key = request.key
+        random = random_of(key.seed, key.purpose, key.shard, "chunk", key.iteration)
+        stds = {name: np.exp(np.asarray(weights[f"{name}.log_std"], dtype=np.float32)) for name in self.policies}
+        experience, invalid = Experience(), 0
+        for step in range(request.steps):
+            experience.add(self._observations(state))
+            actions = self._act(weights, stds, state, None if request.deterministic else random, experience)
+            bad = self._advance(state, actions.astype(np.float64), random)
+            invalid += int(bad.sum())
+            worlds = self.view(state)
+            ended, terminated = self._judge(state, worlds, bad, experience)
+            if request.record:
+                experience.add({"poses": worlds.qpos.astype(np.float32)})
+            self._remember(state, self._observe(worlds, random))
+            if ended.any():
+                self._end(state, np.flatnonzero(ended), terminated, step, experience)
+                self._next_episodes(state, np.flatnonzero(ended), key, random)
+        experience.add(self._observations(state))
+        return experience.arrays() | {"stds": np.concatenate(list(stds.values())), "invalid": np.array(invalid)}
+
+    def _observe(self, worlds: Worlds, random: np.random.Generator) -> dict[str, Singles]:
+        """[N, D] of the groups that are read, with noise where a policy reads them."""
         observed, scale = {}, self.randomise.observation_noise
-        for group, terms in self.task.observe(self.view(state)).items():
-            values = dict[str, Floats](terms)
+        groups = self.task.observe(worlds)
+        for group in self.read_groups:
+            values = dict[str, Floats](groups[group])
             if scale and group in self._noisy:
                 for name, spread in self.task.noise.items():
                     if name in values:
@@ -196,89 +252,40 @@ class Simulation:
             observed[group] = np.concatenate(list(values.values()), axis=1).astype(np.float32)
         return observed
 
-    def _inputs(self, state: State, name: str) -> Singles:
-        """What a policy or the critic reads, [N, sum of H * D]."""
-        parts = [state[f"history/{group}"].reshape(self.worlds, -1) for group in self.obs_groups[name]]
-        return np.concatenate(parts, axis=1)
+    def _observations(self, state: State) -> State:
+        """[N, H * D] of the groups that are read."""
+        return {f"obs/{group}": state[f"history/{group}"].reshape(self.worlds, -1) for group in self.read_groups}
 
-    def _steps(self, weights: Weights, state: State, request: ChunkRequest) -> State:
-        key, steps = request.key, request.steps
-        random = random_of(key.seed, key.purpose, key.shard, "chunk", key.iteration)
-        columns: dict[str, list[Any]] = {name: [] for name in ("actions", "means", "logprobs", "rewards")}
-        columns |= {name: [] for name in ("terminated", "truncated", *(f"obs/{group}" for group in self.read_groups))}
-        finals: dict[str, list[Any]] = {name: [] for name in ("final_at", *(f"final/{g}" for g in self.read_groups))}
-        ended: list[dict[str, npt.NDArray[Any]]] = []
-        poses, invalid = [], 0
-        stds = np.concatenate([np.exp(weights[f"{name}.log_std"]) for name in self.policies]).astype(np.float32)
-        for at in range(steps):
-            for group in self.read_groups:
-                columns[f"obs/{group}"].append(state[f"history/{group}"].reshape(self.worlds, -1).copy())
-            means = {
-                name: mean_action(weights, name, self._inputs(state, name), self.activation) for name in self.policies
-            }
-            actions = np.zeros((self.worlds, len(self.task.joints)), dtype=np.float32)
-            logprobs = []
-            for name, mean in means.items():
-                log_std = np.asarray(weights[f"{name}.log_std"], dtype=np.float32)
-                noise = random.standard_normal(mean.shape).astype(np.float32)
-                action = mean if request.deterministic else mean + np.exp(log_std) * noise
-                actions[:, self._columns[name]] = action
-                scaled = (action - mean) / np.exp(log_std)
-                logprobs.append((-0.5 * scaled**2 - log_std - np.float32(LOG_SQRT_2PI)).sum(1))
-            columns["actions"].append(actions)
-            columns["means"].append(np.concatenate(list(means.values()), axis=1))
-            columns["logprobs"].append(np.stack(logprobs, axis=1))
-            bad = self._advance(state, actions.astype(np.float64), random)
-            invalid += int(bad.sum())
-            worlds = self.view(state)
-            terms = self.task.rewards(worlds)
-            rewards = np.where(bad, 0.0, self.task.control_s * np.sum(list(terms.values()), axis=0))
-            terminated = bad | self.task.terminated(worlds)
-            truncated = ~terminated & (state["steps"] >= self._limit)
-            state["held"] = np.where(self.task.succeeding(worlds) & ~bad, state["held"] + 1, 0)
-            rates = [np.where(bad, 0.0, self.task.control_s * each) for each in terms.values()]
-            figures = [np.where(bad, 0.0, each) for each in self.task.figures(worlds).values()]
-            state["totals"] += np.stack([*rates, *figures, rewards], axis=1)
-            columns["rewards"].append(rewards.astype(np.float32))
-            columns["terminated"].append(terminated)
-            columns["truncated"].append(truncated)
-            if request.record:
-                poses.append(worlds.qpos.astype(np.float32))
-            self._remember(state, self._observe(state, random))
-            if (rows := np.flatnonzero(truncated)).size:
-                finals["final_at"].append(np.stack([rows, np.full_like(rows, at)], axis=1))
-                for group in self.read_groups:
-                    finals[f"final/{group}"].append(state[f"history/{group}"].reshape(self.worlds, -1)[rows])
-            if (rows := np.flatnonzero(terminated | truncated)).size:
-                ended.append(self._ended(state, rows, terminated))
-                state["episode"][rows] += 1
-                state["totals"][rows] = 0
-                self._restart(state, rows, key)
-                for group, values in self._observe(state, random).items():
-                    state[f"history/{group}"][rows] = values[rows, None]
-        for group in self.read_groups:
-            columns[f"obs/{group}"].append(state[f"history/{group}"].reshape(self.worlds, -1).copy())
-        experience: State = {name: np.stack(values, axis=1) for name, values in columns.items()}
-        experience |= {"stds": stds, "invalid": np.array(invalid)}
-        experience |= {name: np.concatenate(values) for name, values in finals.items() if values}
-        for name in ended[0] if ended else ():
-            experience[f"episode/{name}"] = np.concatenate([each[name] for each in ended])
-        if poses:
-            experience["poses"] = np.stack(poses, axis=1)
-        return experience
+    def _act(
+        self,
+        weights: Weights,
+        stds: Mapping[str, Singles],
+        state: State,
+        random: np.random.Generator | None,
+        experience: Experience,
+    ) -> Singles:
+        """Actions [N, A]; the means without `random`."""
+        actions = np.zeros((self.worlds, len(self.task.joints)), dtype=np.float32)
+        means, logprobs = [], []
+        observations = self._observations(state)
+        for name, std in stds.items():
+            inputs = np.concatenate([observations[f"obs/{group}"] for group in self.obs_groups[name]], axis=1)
+            mean = mean_action(weights, name, inputs, self.activation)
+            noise = np.zeros_like(mean) if random is None else random.standard_normal(mean.shape).astype(np.float32)
+            action = mean + std * noise
+            scaled = (action - mean) / std
+            logprobs.append((-0.5 * scaled**2 - np.log(std) - np.float32(LOG_SQRT_2PI)).sum(1))
+            means.append(mean)
+            actions[:, self.columns[name]] = action
+        experience.add(
+            {"actions": actions, "means": np.concatenate(means, axis=1), "logprobs": np.stack(logprobs, axis=1)}
+        )
+        return actions
 
-    def _advance(self, state: State, actions: Floats, random: np.random.Generator) -> npt.NDArray[np.bool_]:
+    def _advance(self, state: State, actions: Floats, random: np.random.Generator) -> Bools:
         """One control step of the physics; returns where it is not finite, [N]."""
-        state["previous"], state["actions"] = state["actions"], actions
-        state["queue"] = np.concatenate([state["queue"][:, 1:], actions[:, None]], axis=1)
-        timestep = self.engine.model.opt.timestep
-        delays = np.round(state["parameters"][:, PARAMETERS.index("delay_s")] / timestep).astype(np.int64)
-        ages = -((np.arange(self.substeps) - delays[:, None]) // self.substeps)  # [N, substeps], in control steps
-        newest = state["queue"].shape[1] - 1
-        delayed = state["queue"][np.arange(self.worlds)[:, None], newest - np.maximum(ages, 0)]  # [N, substeps, A]
-        controls = np.zeros((self.worlds, self.substeps, self.engine.model.nu))
-        flat = delayed.reshape(-1, actions.shape[1])
-        controls[:, :, self._actuators] = self.task.controls(flat).reshape(delayed.shape)
+        state["actions"] = np.concatenate([state["actions"][:, 1:], actions[:, None]], axis=1)
+        controls = self._controls(state)
         self._push(state, random)
         physics = self.engine.step(state["physics"], controls)
         model = self.engine.model
@@ -286,14 +293,25 @@ class Simulation:
         bad = ~np.isfinite(physics).all(axis=1) | (np.abs(speeds) > LARGEST_SPEED).any(axis=1)
         if bad.any():
             physics[bad] = self.engine.start(int(bad.sum()))
+            state["actions"][bad] = 0
         state["physics"] = physics
         state["sensors"] = self.engine.sensors(physics)
         state["steps"] = state["steps"] + 1
         worlds = self.view(state)
         self.task.advance(worlds)
-        for name, values in worlds.memory.items():
-            state[f"memory/{name}"] = values
+        _keep_memory(state, worlds)
         return np.asarray(bad)
+
+    def _controls(self, state: State) -> Floats:
+        """[N, substeps, nu]: each substep has the newest action that is at least as old as the delay of its world."""
+        actions, model = state["actions"], self.engine.model
+        delays = np.round(state["parameters"][:, DELAY] / model.opt.timestep).astype(np.int64)  # in substeps
+        ages = -((np.arange(self.substeps) - delays[:, None]) // self.substeps)  # [N, substeps], in control steps
+        delayed = actions[np.arange(self.worlds)[:, None], actions.shape[1] - 1 - ages]  # [N, substeps, A]
+        controls = np.zeros((self.worlds, self.substeps, model.nu))
+        flat = delayed.reshape(-1, actions.shape[2])
+        controls[:, :, self._actuators] = self.task.controls(flat).reshape(delayed.shape)
+        return controls
 
     def _push(self, state: State, random: np.random.Generator) -> None:
         """Change the velocity of some worlds: of the free body in the plane, else of the first joint."""
@@ -306,15 +324,31 @@ class Simulation:
         first = 1 + model.nq
         state["physics"][:, first : first + width] += pushed[:, None] * change[:, :width]
 
+    def _judge(self, state: State, worlds: Worlds, bad: Bools, experience: Experience) -> tuple[Bools, Bools]:
+        """Reward a step; returns the episodes that end, and those that terminated, [N]."""
+        terms = [np.where(bad, 0.0, self.task.control_s * each) for each in self.task.rewards(worlds).values()]
+        figures = [np.where(bad, 0.0, each) for each in self.task.figures(worlds).values()]
+        rewards = np.sum(terms, axis=0)
+        terminated = bad | self.task.terminated(worlds)
+        truncated = ~terminated & (state["steps"] >= self.limit)
+        state["held"] = np.where(self.task.succeeding(worlds) & ~bad, state["held"] + 1, 0)
+        state["totals"] += np.stack([*terms, *figures, rewards], axis=1)
+        experience.add({"rewards": rewards.astype(np.float32), "terminated": terminated, "truncated": truncated})
+        return terminated | truncated, terminated
+
     def _remember(self, state: State, observed: Mapping[str, Singles]) -> None:
         for group, values in observed.items():
             state[f"history/{group}"] = np.concatenate([state[f"history/{group}"][:, 1:], values[:, None]], axis=1)
 
-    def _ended(self, state: State, rows: Integers, terminated: npt.NDArray[np.bool_]) -> dict[str, npt.NDArray[Any]]:
-        """Figures of the episodes that end."""
+    def _end(self, state: State, rows: Integers, terminated: Bools, step: int, experience: Experience) -> None:
+        """Record the final observations of truncated episodes, and the figures of all that end."""
+        cut = rows[~terminated[rows]]
+        if cut.size:
+            final = {f"final/{group}": self._observations(state)[f"obs/{group}"][cut] for group in self.read_groups}
+            experience.add_rows({"final_at": np.stack([cut, np.full_like(cut, step)], axis=1)} | final)
         totals, lengths = state["totals"][rows], state["steps"][rows]
-        second = round(1 / self.task.control_s)
-        found: dict[str, npt.NDArray[Any]] = {
+        second = min(round(1 / self.task.control_s), self.limit)
+        figures: State = {
             "world": rows,
             "number": state["episode"][rows],
             "length": lengths,
@@ -322,17 +356,30 @@ class Simulation:
             "fell": terminated[rows],
             "success": ~terminated[rows] & (state["held"][rows] >= second),
         }
-        for at, name in enumerate(self._names(state)):
-            found[name] = totals[:, at] / (lengths if name.startswith("figure/") else 1)
+        for at, name in enumerate(self._names):
+            figures[name] = totals[:, at] / (lengths if name.startswith("figure/") else 1)
         for at, name in enumerate(PARAMETERS):
-            found[f"parameter/{name}"] = state["parameters"][rows, at]
-        return found
+            figures[f"parameter/{name}"] = state["parameters"][rows, at]
+        experience.add_rows({f"episode/{name}": values for name, values in figures.items()})
+
+    def _next_episodes(self, state: State, rows: Integers, key: ChunkKey, random: np.random.Generator) -> None:
+        state["episode"][rows] += 1
+        state["totals"][rows] = 0
+        self._restart(state, rows, key)
+        for group, values in self._observe(self.view(state), random).items():
+            state[f"history/{group}"][rows] = values[rows, None]
 
 
-def actuator_of(model: Any, joint: str) -> int:
-    """The actuator that moves a joint; -1 without one."""
-    joint_id = model.joint(joint).id
-    found = [
-        at for at in range(model.nu) if model.actuator_trntype[at] == 0 and model.actuator_trnid[at, 0] == joint_id
-    ]
-    return found[0] if found else -1
+def _keep_memory(state: State, worlds: Worlds) -> None:
+    """Store arrays that the task added or replaced."""
+    for name, values in worlds.memory.items():
+        state[f"memory/{name}"] = values
+
+
+def _expect_shapes(terms: Mapping[str, Any], source: str, worlds: int, *, axes: int = 1) -> None:
+    for name, values in terms.items():
+        shape = np.shape(values)
+        if len(shape) != axes or shape[0] != worlds:
+            wanted = "[worlds, width]" if axes == 2 else "[worlds]"
+            what = f"{source} returns {name or 'an array'} of the shape {list(shape)} for {worlds} worlds"
+            raise UserError(what, where="robot.task", hint=f"return arrays {wanted}")

@@ -17,8 +17,8 @@ import numpy as np
 import warp as wp
 
 from tidemill.core.errors import UserError
-from tidemill.robots.engine import Engine
-from tidemill.robots.simulation import actuator_of, random_of
+from tidemill.robots.engine import Engine, actuator_of
+from tidemill.robots.simulation import random_of
 from tidemill.robots.task import EpisodeRandom, Floats, Task, Worlds
 
 wp.config.quiet = True  # of standard output

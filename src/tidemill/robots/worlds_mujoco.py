@@ -12,6 +12,15 @@ from mujoco import rollout
 from tidemill.robots.task import Floats, Integers
 
 STATE = mujoco.mjtState.mjSTATE_FULLPHYSICS
+CONTROLS = int(mujoco.mjtState.mjSTATE_CTRL)
+FACTORS = ("mass", "inertia", "friction", "gains")
+
+
+def _ignore(_: str) -> None:
+    """MuJoCo's warnings: otherwise it prints them and appends them to a file in the working directory."""
+
+
+mujoco.set_mju_user_warning(_ignore)
 
 
 class MujocoWorlds:
@@ -19,9 +28,13 @@ class MujocoWorlds:
 
     def __init__(self, model: mujoco.MjModel, worlds: int) -> None:
         self.model = model
+        # A diverged world must be seen as such, and not start silently from the reference pose.
+        model.opt.disableflags |= mujoco.mjtDisableBit.mjDSBL_AUTORESET
         self._models = [copy.copy(model) for _ in range(worlds)]
+        self._factors = np.full((worlds, len(FACTORS)), np.nan)
         self._data = mujoco.MjData(model)
         self._rollout = rollout.Rollout(nthread=0)
+        self._exact = np.array(model.sensor_needstage != mujoco.mjtStage.mjSTAGE_ACC).repeat(model.sensor_dim)
         self._home = np.zeros(mujoco.mj_stateSize(model, STATE))
         home = mujoco.mj_name2id(model, mujoco.mjtObj.mjOBJ_KEY, "home")
         if home >= 0:
@@ -33,27 +46,47 @@ class MujocoWorlds:
 
     def set_parameters(self, rows: Integers, factors: Mapping[str, Floats]) -> None:
         nominal = self.model
-        for at, row in enumerate(rows):
-            model = self._models[row]
-            model.body_mass[:] = nominal.body_mass * factors["mass"][at]
-            model.body_inertia[:] = nominal.body_inertia * factors["inertia"][at]
-            model.geom_friction[:, 0] = nominal.geom_friction[:, 0] * factors["friction"][at]
-            model.actuator_gainprm[:, 0] = nominal.actuator_gainprm[:, 0] * factors["gains"][at]
-            model.actuator_biasprm[:, 1:3] = nominal.actuator_biasprm[:, 1:3] * factors["gains"][at]
+        values = np.stack([factors[name] for name in FACTORS], axis=1)
+        for at in np.flatnonzero((self._factors[rows] != values).any(axis=1)):
+            mass, inertia, friction, gains = values[at]
+            model = self._models[rows[at]]
+            model.body_mass[:] = nominal.body_mass * mass
+            model.body_inertia[:] = nominal.body_inertia * inertia
+            model.geom_friction[:, 0] = nominal.geom_friction[:, 0] * friction
+            model.pair_friction[:, :2] = nominal.pair_friction[:, :2] * friction
+            model.actuator_gainprm[:, 0] = nominal.actuator_gainprm[:, 0] * gains
+            model.actuator_biasprm[:, 1:3] = nominal.actuator_biasprm[:, 1:3] * gains
             mujoco.mj_setConst(model, self._data)
+        self._factors[rows] = values
 
     def step(self, physics: Floats, controls: Floats) -> Floats:
-        states, _ = self._rollout.rollout(self._models, [self._data], physics, controls)
-        return np.ascontiguousarray(states[:, -1])
+        states, _ = self._roll(physics, controls)
+        reached = states[:, -1].copy()
+        # A world with a warning (not finite, or without space for contacts) stops before the last substep.
+        elapsed = self.model.opt.timestep * (controls.shape[1] - 0.5)
+        reached[~(reached[:, 0] - physics[:, 0] > elapsed)] = np.nan
+        return reached
 
     def sensors(self, physics: Floats) -> Floats:
-        found = np.zeros((len(physics), self.model.nsensordata))
-        if self.model.nsensordata:
-            for row, state in enumerate(physics):
-                mujoco.mj_setState(self._models[row], self._data, state, STATE)
-                mujoco.mj_fwdPosition(self._models[row], self._data)
-                mujoco.mj_fwdVelocity(self._models[row], self._data)
-                mujoco.mj_sensorPos(self._models[row], self._data)
-                mujoco.mj_sensorVel(self._models[row], self._data)
-                found[row] = self._data.sensordata
-        return found
+        if not self.model.nsensordata:
+            return np.zeros((len(physics), 0))
+        # A step computes sensors before it moves.
+        _, sensors = self._roll(physics, np.zeros((len(physics), 1, self.model.nu)))
+        return np.where(self._exact, sensors[:, 0], 0.0)
+
+    def _roll(self, physics: Floats, controls: Floats) -> tuple[Floats, Floats]:
+        worlds, steps, _ = controls.shape
+        states = np.empty((worlds, steps, physics.shape[1]))
+        sensors = np.empty((worlds, steps, self.model.nsensordata))
+        self._rollout.rollout(
+            self._models[:worlds],
+            [self._data],
+            np.ascontiguousarray(physics),
+            np.ascontiguousarray(controls),
+            control_spec=CONTROLS,
+            skip_checks=True,
+            nstep=steps,
+            state=states,
+            sensordata=sensors,
+        )
+        return states, sensors

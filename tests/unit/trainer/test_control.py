@@ -96,7 +96,7 @@ def learner_of(description: PolicyDescription, **settings: Any) -> ControlLearne
 
 def rsl_rl_ppo(learner: ControlLearner, **settings: Any) -> PPO:
     """rsl_rl's PPO with the same weights, without normalisation of inputs: its epsilon is another one."""
-    for network in learner.networks.networks():
+    for _, network in learner.networks.by_name():
         network.normaliser.variance.fill_(1 - EPSILON)  # so that ours changes nothing
     observed = TensorDict({"seen": torch.zeros(WORLDS, 3), "hidden": torch.zeros(WORLDS, 2)}, batch_size=[WORLDS])
     groups = {"actor": ["seen"], "critic": ["seen", "hidden"]}

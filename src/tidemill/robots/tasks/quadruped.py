@@ -10,10 +10,15 @@ import numpy as np
 from tidemill.robots.task import MODELS, Bools, EpisodeRandom, Floats, Integers, Task, Terms, Worlds
 
 HOME = np.tile([0.0, 0.65, -1.3], 4)  # the joints of the keyframe, rad
-ACTION_SCALE = 0.5  # rad
+ACTION_SCALE = 0.25  # rad
+LARGEST_ACTION = 4.0
 COMMANDS = (0.5, 1.5)  # m/s
 TOLERANCE = 0.2  # m/s
-SPEED_WINDOW_S = 0.5  # time constant of the average that success is judged by: about two strides
+SPEED_WINDOW_S = 0.4  # time constant of the average that success is judged by: a stride
+STRIDE_S = 0.4  # FL and RR step together, then FR and RL: a trot
+LEG_M = 0.29  # height of the hips
+LIFT = 0.5  # flexion of the knee of a leg that steps, rad
+GAIT_RAD = 0.25  # a joint this far from the gait has lost most of its reward
 LOWEST_M = 0.16
 GREATEST_TILT = 0.5  # cosine of the angle between the body's axis and the vertical
 
@@ -55,12 +60,26 @@ class Quadruped(Task):
                 "joint_velocities": worlds.qvel[:, 6:],
                 "previous_actions": worlds.actions,
                 "command": worlds.memory["command"],
+                "clock": np.stack([np.sin(self.phase(worlds)), np.cos(self.phase(worlds))], axis=1),
             },
             "privileged": {"linear_velocity": linear, "height": worlds.qpos[:, 2:3], "speed": worlds.memory["speed"]},
         }
 
+    def phase(self, worlds: Worlds) -> Floats:
+        """Of the stride, [N]: a clock in the robot's computer, which starts with the episode."""
+        phase: Floats = 2 * np.pi / STRIDE_S * self.control_s * worlds.steps
+        return phase
+
+    def gait(self, worlds: Worlds) -> Floats:
+        """Joint positions [N, 12] of a trot at the command's speed: a guide for exploration, not a target."""
+        swing = self.phase(worlds)[:, None] + np.array([0, np.pi, np.pi, 0])  # [N, legs]
+        sweep = -worlds.memory["command"] * STRIDE_S / 4 / LEG_M * np.cos(swing)
+        lift = LIFT * np.maximum(0, -np.sin(swing))
+        joints = np.stack([np.zeros_like(lift), sweep + lift / 2, -lift], axis=2)
+        return HOME + joints.reshape(len(worlds), 12)
+
     def controls(self, actions: Floats) -> Floats:
-        return HOME + ACTION_SCALE * np.clip(actions, -1, 1)
+        return HOME + ACTION_SCALE * np.clip(actions, -LARGEST_ACTION, LARGEST_ACTION)
 
     def rewards(self, worlds: Worlds) -> Terms:
         velocity, turn = heading_velocity(worlds), worlds.qvel[:, 3:6]
@@ -71,6 +90,7 @@ class Quadruped(Task):
             "sideways": -0.5 * np.abs(velocity[:, 1]),
             "turn": -0.2 * np.abs(turn[:, 2]),
             "vertical": -0.15 * np.abs(worlds.qvel[:, 2]),
+            "gait": np.exp(-np.square((worlds.qpos[:, 7:] - self.gait(worlds)) / GAIT_RAD)).mean(1),
             "upright": 0.5 * upright(worlds),
             "effort": -0.01 * np.square(worlds.actions).sum(1),
             "change": -0.02 * np.square(change).sum(1),

@@ -26,6 +26,7 @@ STARTS = 8
 HORIZONS = (0.15, 0.4, 1.0)  # of each log, one after another
 STEP = 1e-5  # of finite differences
 FITS = 1.3  # a mean square of normalised residuals below this needs no further start
+AGREEING, SAME = 3, 1.001  # or so many starts with the lowest cost, up to this factor
 FIRST_ROWS = 5  # from which the initial velocity is guessed
 DIVERGED = 1e3  # in place of positions that are not finite
 
@@ -185,24 +186,25 @@ def identify(
     parameters, longest = len(fit.names), fit.rows
     random = random_of(seed, "identify")
     centre = np.ones(parameters)
-    best, best_cost, starts = fit.first_guess(centre), math.inf, 0
+    best, best_cost = fit.first_guess(centre), math.inf
+    costs = list[float]()
     for start in range(STARTS):
         middle_half = np.exp(np.log(within[0]) * 0.5 + random.random(parameters) * np.log(within[1] / within[0]) * 0.5)
         x = fit.first_guess(np.clip(centre if start == 0 else middle_half, *within))
         for horizon in HORIZONS:
             fit.rows = max(min(longest, 4 * FIRST_ROWS), round(horizon * longest))
             x = _least_squares(fit, x, within)
-        starts += 1
         cost = float(np.mean(fit.residuals(x) ** 2))
         if cost < best_cost:
             best, best_cost = x, cost
-        if best_cost < FITS:
+        costs.append(cost)
+        if best_cost < FITS or sum(each < SAME * best_cost for each in costs) == AGREEING:
             break
     fit.rows = longest
     for _ in range(2):  # the noise of every joint from its residuals
         fit.noise = fit.noise * np.sqrt(np.mean(fit.residuals(best).reshape(-1, len(joints)) ** 2, axis=0))
         best = _least_squares(fit, best, within)
-    return _with_intervals(fit, best, within, confidence, joints, starts)
+    return _with_intervals(fit, best, within, confidence, joints, len(costs))
 
 
 def _least_squares(fit: LogFit, x: Floats, within: tuple[float, float]) -> Floats:

@@ -54,7 +54,7 @@ def spec_of(tmp_path: Path, **identify: Any) -> RunSpec:
 
 
 def test_parameters_are_identified_with_intervals(tmp_path: Path) -> None:
-    write_logs(tmp_path / "logs", logs=2, rows=150)
+    write_logs(tmp_path / "logs", logs=2, rows=100)
     found = identify_parameters(spec_of(tmp_path))
     result = json.loads(Path(found["product"]).read_text())["parameters"]
     for name, true in zip(NAMES, TRUE, strict=True):

@@ -10,7 +10,7 @@ import warp as wp
 
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError
-from tidemill.jobs.optimise import optimise_trajectory
+from tidemill.jobs.optimise import check_optimise, optimise_trajectory
 from tidemill.jobs.robot_checks import check_robot_stage
 from tidemill.robots.task import MODELS
 
@@ -42,7 +42,7 @@ def test_models_whose_gradients_are_wrong_are_refused(
     (tmp_path / "own.xml").write_text(text.replace(old, new))
     (tmp_path / "tasks.py").write_text(TASK)
     with pytest.raises(UserError, match=message) as raised:
-        check_robot_stage("optimise", spec_of(tmp_path, robot={"task": f"{tmp_path / 'tasks.py'}:Own"}))
+        check_optimise(spec_of(tmp_path, robot={"task": f"{tmp_path / 'tasks.py'}:Own"}))
     assert hint in raised.value.hint
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from tidemill.config.pipeline import PREFIX, StageKind
+from tidemill.config.load import PREFIX
+from tidemill.config.pipeline import StageKind
 from tidemill.config.schema import RunSpec
+from tidemill.core.errors import UserError
 from tidemill.robots.engine import check_warp
 from tidemill.robots.policy_folder import PolicyDescription
 from tidemill.robots.setup import describe
@@ -21,23 +23,44 @@ def check_robot_stage(kind: StageKind, spec: RunSpec, stages: Mapping[str, RunSp
     Raises:
         UserError: the task, its model or a setting of the stage cannot be used.
     """
+    if str(spec.robot.parameters).startswith(PREFIX):  # of a stage that has not run yet
+        spec = spec.model_copy(update={"robot": spec.robot.model_copy(update={"parameters": None})})
     if spec.robot.environment:
         check_environment(spec.robot)
+        if kind in ("identify", "optimise"):
+            what = f"{kind} needs a model, which an environment does not show"
+            raise UserError(what, where="robot.environment", hint="name a robot.task with an MJCF file")
     else:
         describe(spec)
     if "newton" in (spec.robot.engine, spec.twin.engine if kind == "twin" else ""):
         check_warp()
+    if kind in ("twin", "bundle"):
+        _check_transfer(kind, spec, stages or {})
+    elif kind == "clone":
+        from tidemill.jobs.clone import check_clone
+
+        check_clone(spec)
+    elif kind == "identify":
+        from tidemill.jobs.identify import check_identify
+
+        check_identify(spec)
+    elif kind == "optimise":
+        from tidemill.jobs.optimise import check_optimise
+
+        check_optimise(spec)
+
+
+def _check_transfer(kind: StageKind, spec: RunSpec, stages: Mapping[str, RunSpec]) -> None:
+    policy: Path | None = spec.twin.policy if kind == "twin" else spec.bundle.policy
+    stage = stages.get(str(policy).removeprefix(PREFIX)) if str(policy).startswith(PREFIX) else None
+    trained: PolicyDescription | None = None
+    if stage is not None and not stage.robot.environment:
+        trained = describe(stage)
     if kind == "twin":
         from tidemill.jobs.twin import check_twin
 
-        check_twin(spec, _trained_by(spec.twin.policy, stages or {}))
-    if kind == "bundle":
+        check_twin(spec, trained)
+    else:
         from tidemill.jobs.bundle import check_bundle
 
-        check_bundle(spec, _trained_by(spec.bundle.policy, stages or {}))
-
-
-def _trained_by(policy: Path | None, stages: Mapping[str, RunSpec]) -> PolicyDescription | None:
-    """The policy of an earlier stage."""
-    stage = stages.get(str(policy).removeprefix(PREFIX)) if str(policy).startswith(PREFIX) else None
-    return describe(stage) if stage is not None and not stage.robot.environment else None
+        check_bundle(spec, trained)

@@ -13,6 +13,7 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -186,6 +187,19 @@ class ControlLoss:
     figures: dict[str, Tensor]  # [] each
 
 
+class Learner(Protocol):
+    """What changes the networks of a run."""
+
+    networks: ControlNetworks
+    optimizer: torch.optim.Optimizer
+    learning_rate: float
+
+    @property
+    def steps_per_update(self) -> int: ...
+
+    def update(self, chunks: Sequence[State], iteration: int, *, lag: int = 0) -> dict[str, float]: ...
+
+
 class ControlLearner:
     """PPO with one optimizer for all networks.
 
@@ -199,6 +213,11 @@ class ControlLearner:
         self.networks, self.config, self._description, self._seed = networks, config, description, seed
         self.learning_rate = config.learning_rate
         self.optimizer = torch.optim.Adam(networks.parameters(), lr=config.learning_rate, fused=True)
+
+    @property
+    def steps_per_update(self) -> int:
+        """Optimizer steps of an update."""
+        return self.config.num_learning_epochs * self.config.num_mini_batches
 
     def update(self, chunks: Sequence[State], iteration: int, *, lag: int = 0) -> dict[str, float]:
         """Learn from the experience of an iteration; returns its metrics. All parameters change in place.
@@ -228,7 +247,7 @@ class ControlLearner:
                 if config.schedule == "adaptive":
                     self.learning_rate = adapted_rate(self.learning_rate, float(loss.kl), config.desired_kl)
                 taken += self._step(loss, sums)
-        steps = config.num_learning_epochs * config.num_mini_batches
+        steps = self.steps_per_update
         if taken == steps:  # otherwise an observation may not be finite, and would stay in the moments
             for name, network in networks.by_name():
                 network.normaliser.update(experience.inputs[name][:, :-1])

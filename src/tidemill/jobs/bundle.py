@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from tidemill.config.pipeline import PREFIX
+from tidemill.config.load import PREFIX
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import GuardStop, UserError
 from tidemill.jobs.twin import matched_policy

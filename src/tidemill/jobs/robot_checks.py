@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from tidemill.config.pipeline import PREFIX, StageKind
+from tidemill.config.load import PREFIX
+from tidemill.config.pipeline import StageKind
 from tidemill.config.schema import RunSpec
 from tidemill.robots.engine import check_warp
 from tidemill.robots.policy_folder import PolicyDescription

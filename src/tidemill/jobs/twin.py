@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from tidemill.config.pipeline import PREFIX
+from tidemill.config.load import PREFIX
 from tidemill.config.robot import RandomiseConfig
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError
